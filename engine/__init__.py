@@ -1,0 +1,1 @@
+"""The training engine: order, infeed, the compiled program, outfeed, and the commands around them."""

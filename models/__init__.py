@@ -1,0 +1,1 @@
+"""Pure-function image models over pytrees. Imports jax alone."""
