@@ -1,0 +1,163 @@
+"""Turns the bytes of one image file into the RGB crop that a shard stores.
+
+The geometry is torchvision's `Resize(resize)` followed by `CenterCrop(size)`, computed by Pillow's antialiased
+resampling. Whatever is wrong with a file ends in a `DecodeError` with a reason that can stand in `failures.jsonl`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Self
+
+import numpy as np
+from PIL import Image
+
+from preprocess.colour import to_grey_or_rgb
+from preprocess.formats import FORMATS, open_pixels, sniff
+
+RESAMPLERS = {
+    "nearest": Image.Resampling.NEAREST,
+    "box": Image.Resampling.BOX,
+    "bilinear": Image.Resampling.BILINEAR,
+    "hamming": Image.Resampling.HAMMING,
+    "bicubic": Image.Resampling.BICUBIC,
+    "lanczos": Image.Resampling.LANCZOS,
+}
+
+MAX_SIZE = 4096
+
+# Pillow's own threshold for a suspected decompression bomb: a quarter of a gibibyte of RGB.
+MAX_PIXELS = 89_478_485
+
+# EXIF orientation → what puts the image upright (TIFF 6.0, tag 274).
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+class DecodeError(ValueError):
+    """An image file that cannot become a crop; the message is the reason, without the file's name."""
+
+
+@dataclass(frozen=True)
+class ResizeRule:
+    """How an image of any size becomes a square: the shorter side to `resize` pixels, then the central `size`.
+
+    Attributes:
+        size: side of the stored crop in pixels, 1 to 4096.
+        resize: length of the shorter side before cropping, in pixels, `size` to 4096.
+        resample: filter by its Pillow name: nearest, box, bilinear, hamming, bicubic, lanczos.
+    """
+
+    size: int = 224
+    resize: int = 256
+    resample: str = "bicubic"
+
+    def __post_init__(self) -> None:
+        for name in ("size", "resize"):
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= MAX_SIZE:
+                raise ValueError(f"{name} must be a whole number from 1 to {MAX_SIZE}, found {value!r}")
+        if self.resize < self.size:
+            raise ValueError(
+                f"resize must be at least size, or the crop would leave the image: found resize {self.resize}, "
+                f"size {self.size}; make resize {self.size} or more"
+            )
+        if self.resample not in RESAMPLERS:
+            raise ValueError(f"resample must be one of {', '.join(RESAMPLERS)}, found {self.resample!r}")
+
+    def to_json(self) -> dict[str, int | str]:
+        """Returns the rule as a JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            ValueError: an unknown key, a missing one or an invalid value.
+        """
+        known = {field.name for field in fields(cls)}
+        if set(document) != known:
+            raise ValueError(f"a resize rule has the keys {sorted(known)}, found {sorted(document)}")
+        return cls(**document)
+
+
+def resized_size(width: int, height: int, resize: int) -> tuple[int, int]:
+    """Returns (width, height) once the shorter side is `resize`: the longer one is floor(resize · long / short).
+
+    This is torchvision's `Resize(int)`; the quotient is taken in float64, as there.
+    """
+    if width <= height:
+        return resize, int(resize * height / width)
+    return int(resize * width / height), resize
+
+
+def crop_offset(length: int, size: int) -> int:
+    """Returns where a centred crop begins: (length − size) / 2, a half rounded to the even side.
+
+    This is torchvision's `CenterCrop`, which uses Python's `round`.
+    """
+    return round((length - size) / 2)
+
+
+def decode_image(encoded: bytes, rule: ResizeRule, *, max_pixels: int = MAX_PIXELS) -> np.ndarray:
+    """Decodes one image file into its central crop. Safe to call from any number of threads.
+
+    The file's name plays no part: the format (JPEG, PNG, WebP, GIF, BMP, TIFF, PPM) is told by the first bytes. Of an
+    animation the first frame is taken. The EXIF orientation is applied; colour profiles are not. Transparency is laid
+    on white, 16 bits are scaled to 8 (see `preprocess.colour`). Small images are enlarged.
+
+    Args:
+        encoded: the bytes of the file.
+        rule: target size and filter.
+        max_pixels: an image with more pixels is refused before it is decoded.
+
+    Returns:
+        uint8 `[size, size, 3]`, RGB, 0 to 255, own memory. It differs from decoding, resizing in full and then cropping
+        by float rounding alone, at most one level (Pillow's filter positions are computed from the crop's box).
+
+    Raises:
+        DecodeError: the file is empty, truncated, too large or not an image; the message says which.
+    """
+    if not encoded:
+        raise DecodeError("the file is empty")
+    known = sniff(encoded)
+    if known is None:
+        raise DecodeError(
+            f"not an image: it begins with the bytes {encoded[:8].hex(' ')}, "
+            f"and none of {', '.join(each.name for each in FORMATS)} begins so"
+        )
+    try:
+        image, orientation = open_pixels(encoded, known, max_pixels=max_pixels)
+        pixels = to_grey_or_rgb(image)
+        if orientation in _UPRIGHT:
+            pixels = pixels.transpose(_UPRIGHT[orientation])
+        return np.array(_central_crop(pixels, rule).convert("RGB"))
+    except MemoryError:
+        raise  # of this machine, not of the file: its size has been checked
+    except Exception as error:  # Pillow's plugins raise whatever a damaged field leads to
+        raise DecodeError(f"cannot decode as {known.name}: {_reason(error)}") from error
+
+
+def _central_crop(image: Image.Image, rule: ResizeRule) -> Image.Image:
+    """Resamples only the crop's part of the source: the same filter at the same positions, without the rest."""
+    width, height = resized_size(image.width, image.height, rule.resize)
+    scale_x, scale_y = image.width / width, image.height / height
+    left, top = crop_offset(width, rule.size), crop_offset(height, rule.size)
+    box = (
+        left * scale_x,
+        top * scale_y,
+        min((left + rule.size) * scale_x, image.width),  # Pillow refuses a box that float rounding puts outside
+        min((top + rule.size) * scale_y, image.height),
+    )
+    return image.resize((rule.size, rule.size), RESAMPLERS[rule.resample], box=box)
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
