@@ -1,0 +1,136 @@
+"""The two arrays of a split on disk: ``pixels/`` and ``labels/``, Zarr version 3 with the ``sharding_indexed`` codec.
+
+One shard file holds ``shard_images`` images, one inner chunk is one image, so an image is read alone at any index and a
+shard is written as one file. Any Zarr 3 reader opens both. Knows the metadata, not what the numbers mean.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import tensorstore as ts
+
+from preprocess.location import STORE_TIMEOUT_S, Location, ShardError, reason
+from preprocess.pixels import UNUSED_BITS
+
+Codec = Literal["raw", "blosc"]
+CODECS: tuple[Codec, ...] = ("raw", "blosc")
+
+PIXELS = "pixels"
+LABELS = "labels"
+
+# What a Zarr reader hands out for a shard file that is gone. Its low byte is not 0, so it is no packed pixel: a missing
+# file shows as magenta and fails `inspect-shards --verify`, where 0 would pass for a black image.
+MISSING_PIXEL = 0xFF00FF00 | UNUSED_BITS
+MISSING_LABEL = 0xFFFF
+MAX_CLASSES = MISSING_LABEL
+
+# A random label costs one 2 KiB read at most, and a shard's index 16 KiB: both stay in a small cache, and 10^8 labels
+# are 96 files.
+LABELS_PER_CHUNK = 1 << 10
+LABELS_PER_SHARD = 1 << 20
+LABEL_CACHE_BYTES = 32 << 20
+
+_LITTLE_ENDIAN = {"name": "bytes", "configuration": {"endian": "little"}}
+_CHECKSUM = {"name": "crc32c"}
+
+
+def pixels_metadata(
+    num_images: int, height: int, width: int, *, shard_images: int, codec: Codec, checksum: bool
+) -> dict[str, Any]:
+    """Zarr metadata of ``uint32 [num_images, height, width]``, ``shard_images`` images a file, one an inner chunk."""
+    codecs: list[dict[str, Any]] = [_LITTLE_ENDIAN]
+    if codec == "blosc":
+        blosc = {"cname": "lz4", "clevel": 5, "shuffle": "shuffle", "typesize": 4, "blocksize": 0}
+        codecs.append({"name": "blosc", "configuration": blosc})
+    return _metadata(
+        [num_images, height, width],
+        dtype="uint32",
+        fill_value=MISSING_PIXEL,
+        names=["image", "row", "column"],
+        shard=[shard_images, height, width],
+        chunk=[1, height, width],
+        codecs=[*codecs, _CHECKSUM] if checksum else codecs,
+    )
+
+
+def labels_metadata(num_images: int) -> dict[str, Any]:
+    """Zarr metadata of ``uint16 [num_images]``, always with a checksum: it costs 4 bytes in 2 KiB."""
+    return _metadata(
+        [num_images],
+        dtype="uint16",
+        fill_value=MISSING_LABEL,
+        names=["image"],
+        shard=[LABELS_PER_SHARD],
+        chunk=[LABELS_PER_CHUNK],
+        codecs=[_LITTLE_ENDIAN, _CHECKSUM],
+    )
+
+
+def create_array(location: Location, name: str, metadata: dict[str, Any]) -> ts.TensorStore:
+    """Write the metadata of the array ``name`` (replacing what was there) and open it."""
+    path = location.child(name)
+    path.delete("zarr.json")
+    return _open(location, name, {"metadata": metadata}, ts.OpenMode(create=True, open=True))
+
+
+def write_array(location: Location, name: str, metadata: dict[str, Any]) -> ts.TensorStore:
+    """Open the array ``name`` for writing chunks as if its metadata were there already; nothing is written yet."""
+    return _open(location, name, {"metadata": metadata}, ts.OpenMode(open=True, assume_metadata=True))
+
+
+def read_array(location: Location, name: str, *, cache_bytes: int = 0) -> ts.TensorStore:
+    """Open the array ``name`` for reading; a chunk that is not there is an error, never a fill value.
+
+    Raises:
+        ShardError: no such array, or its metadata can't be read.
+    """
+    spec = {
+        "fill_missing_data_reads": False,
+        "recheck_cached_data": "open",
+        "cache_pool": {"total_bytes_limit": cache_bytes},
+    }
+    return _open(location, name, spec, ts.OpenMode(open=True))
+
+
+def shard_key(shard: int, rank: int) -> str:
+    """The key of a shard file below its array's folder, e.g. ``c/7/0/0`` for rank 3."""
+    return "/".join(["c", str(shard), *["0"] * (rank - 1)])
+
+
+def _open(location: Location, name: str, spec: dict[str, Any], mode: ts.OpenMode) -> ts.TensorStore:
+    spec = {"driver": "zarr3", "kvstore": location.array_spec(name)} | spec
+    try:
+        return ts.open(spec, context=location.context, open_mode=mode).result(timeout=STORE_TIMEOUT_S)
+    except (ValueError, OSError, RuntimeError, TimeoutError) as error:
+        raise ShardError(
+            f"{location.display}{name}: the array can't be opened: {reason(error)}; "
+            "pack the split again with --overwrite"
+        ) from error
+
+
+def _metadata(
+    shape: list[int],
+    *,
+    dtype: str,
+    fill_value: int,
+    names: list[str],
+    shard: list[int],
+    chunk: list[int],
+    codecs: list[dict[str, Any]],
+) -> dict[str, Any]:
+    sharding = {
+        "chunk_shape": chunk,
+        "codecs": codecs,
+        "index_codecs": [_LITTLE_ENDIAN, _CHECKSUM],
+        "index_location": "end",
+    }
+    return {
+        "shape": shape,
+        "data_type": dtype,
+        "fill_value": fill_value,
+        "dimension_names": names,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": shard}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
+    }

@@ -1,0 +1,143 @@
+"""Where a pack lives: a folder in any TensorStore key-value store, local or remote, reached the same way.
+
+Owns the reading of paths and URLs, and small whole-value reads and writes. Knows nothing of manifests or pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tensorstore as ts
+
+STORE_TIMEOUT_S = 120.0
+"""How long one small read, write, listing or deletion may take, in seconds."""
+
+
+class ShardError(ValueError):
+    """A pack can't be read or written as asked: says where, what was found, and the remedy."""
+
+
+@dataclass(frozen=True)
+class Location:
+    """A folder in a key-value store.
+
+    Attributes:
+        spec: the store as TensorStore's JSON, its ``path`` ending with ``/``.
+        display: the same as the user would write it.
+        context: holds the store's shared resources; ``memory://`` lives inside it.
+    """
+
+    spec: dict[str, Any]
+    display: str
+    context: ts.Context
+
+    @property
+    def local_path(self) -> Path | None:
+        """The folder as a path, or None when it is not on a mounted file system."""
+        return Path(self.spec["path"]) if self.spec["driver"] == "file" else None
+
+    def child(self, name: str) -> Location:
+        """The folder ``name`` inside this one."""
+        return Location(self.spec | {"path": f"{self.spec['path']}{name}/"}, f"{self.display}{name}/", self.context)
+
+    def array_spec(self, name: str) -> dict[str, Any]:
+        """The store of the array ``name`` inside this folder, as TensorStore's JSON."""
+        return self.spec | {"path": f"{self.spec['path']}{name}/"}
+
+    def read(self, key: str) -> bytes | None:
+        """The whole value at ``key``, or None when there is none.
+
+        Raises:
+            ShardError: the store can't be reached or refuses.
+        """
+        value = self._wait(f"read {key}", lambda store: store.read(key))
+        return bytes(value.value) if value.state == "value" else None
+
+    def write(self, key: str, value: bytes) -> None:
+        """Put ``value`` at ``key``, all of it or nothing: the file store writes beside it, syncs and renames.
+
+        Raises:
+            ShardError: the store can't be written (full, read-only, refused).
+        """
+        self._wait(f"write {key}", lambda store: store.write(key, value))
+
+    def delete(self, key: str) -> None:
+        """Remove ``key``; it need not exist."""
+        self._wait(f"delete {key}", lambda store: store.write(key, None))
+
+    def list_keys(self, prefix: str = "") -> list[str]:
+        """All keys under this folder that start with ``prefix``, sorted."""
+        found: Iterable[bytes] = self._wait("list it", lambda store: store.list(_prefix_range(prefix)))
+        return sorted(key.decode() for key in found)
+
+    def delete_all(self, prefix: str = "") -> None:
+        """Remove every key under this folder that starts with ``prefix``, and the local folders left empty by it."""
+        self._wait("empty it", lambda store: store.delete_range(_prefix_range(prefix)))
+        folder = self.local_path
+        if folder is None or not folder.is_dir():
+            return
+        for path in sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True):
+            if path.relative_to(folder).as_posix().startswith(prefix.rstrip("/")) and not any(path.iterdir()):
+                path.rmdir()
+
+    def _wait(self, action: str, operation: Any) -> Any:
+        try:
+            store = ts.KvStore.open(self.spec, context=self.context).result(timeout=STORE_TIMEOUT_S)
+            return operation(store).result(timeout=STORE_TIMEOUT_S)
+        except TimeoutError as error:
+            raise ShardError(
+                f"{self.display}: can't {action}: no answer in {STORE_TIMEOUT_S:.0f} s; "
+                "check that the store is reachable"
+            ) from error
+        except (ValueError, OSError, RuntimeError) as error:
+            raise ShardError(
+                f"{self.display}: can't {action}: {reason(error)}; check the address and its rights"
+            ) from error
+
+
+def open_location(data: str, *, context: ts.Context | None = None, memory_mapped: bool = False) -> Location:
+    """Read a path or a TensorStore URL (``file://``, ``gs://``, ``s3://``, ``memory://``…) as a folder.
+
+    Args:
+        data: the folder; without ``://`` it is a path on this machine, with ``~`` for the home folder.
+        context: shared resources; a new one by default. ``memory://`` folders are seen only through the same context.
+        memory_mapped: map local files instead of reading them: 1.4 to 2.4 times the images per second when cached.
+
+    Raises:
+        ShardError: the text is not a URL that TensorStore knows.
+    """
+    if not data:
+        raise ShardError("the data folder is empty text: name a folder or a URL such as gs://bucket/imagenet")
+    if "://" in data:
+        try:
+            spec: dict[str, Any] = ts.KvStore.Spec(data).to_json()
+        except (ValueError, RuntimeError) as error:
+            raise ShardError(
+                f"{data} is not a URL of a known store: {reason(error)}; use a path, gs:// or s3://"
+            ) from error
+    else:
+        spec = {"driver": "file", "path": str(Path(data).expanduser().absolute())}
+    if not isinstance(spec.get("path", ""), str) or "driver" not in spec:
+        raise ShardError(
+            f"{data} does not name a folder in one store; use a path, gs://bucket/folder or s3://bucket/folder"
+        )
+    path = spec.get("path", "")
+    spec["path"] = path if path.endswith("/") or not path else f"{path}/"
+    if memory_mapped and spec["driver"] == "file":
+        spec["file_io_mode"] = {"mode": "memmap"}
+    return Location(spec, data if data.endswith("/") else f"{data}/", context or ts.Context())
+
+
+def reason(error: BaseException) -> str:
+    """The first line of a TensorStore error without its trail of source positions."""
+    text = str(error).split(" [source locations=")[0].split(" [tensorstore_spec=")[0]
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+def _prefix_range(prefix: str) -> ts.KvStore.KeyRange:
+    if not prefix:
+        return ts.KvStore.KeyRange()
+    return ts.KvStore.KeyRange(prefix, prefix[:-1] + chr(ord(prefix[-1]) + 1))

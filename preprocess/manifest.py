@@ -1,0 +1,178 @@
+"""`manifest.json`: what a finished split holds and how it came to be. Its presence means the split is complete.
+
+Owns the manifest's fields, their checks and its strict JSON form. Does not touch a store.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from preprocess.arrays import CODECS, MAX_CLASSES, Codec
+from preprocess.location import ShardError
+from preprocess.pixels import LAYOUT
+
+FORMAT_VERSION = 1
+MANIFEST_KEY = "manifest.json"
+FAILURES_KEY = "failures.jsonl"
+
+
+@dataclass(frozen=True)
+class ClassName:
+    """One class: its identifier in the data set (``n01440764``) and a name to read (``tench``)."""
+
+    id: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a split holds. Checks itself.
+
+    Attributes:
+        format_version: version of the on-disk format, 1 here.
+        num_images: images packed, N ≥ 1.
+        height: rows of an image in pixels.
+        width: columns of an image in pixels.
+        layout: the packed-pixel layout, ``R<<24 | G<<16 | B<<8``.
+        codec: ``raw`` or ``blosc``.
+        checksum: whether each image carries a CRC-32C.
+        shard_images: images a shard file holds; the last one may hold fewer.
+        classes: identifiers and names in the order of the labels, which are 0-based.
+        class_counts: images of each class; they add up to ``num_images``.
+        channel_mean: mean of R, G and B over all pixels, 0..1, from exact integer sums.
+        channel_std: standard deviation of R, G and B over all pixels (population), same scale.
+        resize_rule: how images were resized and cropped, as JSON of ``preprocess.decode.ResizeRule``.
+        source_digest: SHA-256 of the source's listing, hexadecimal.
+        num_failures: images that could not be packed; ``failures.jsonl`` names each.
+        tool_versions: versions of the programs that decide the pixels, by name.
+    """
+
+    format_version: int
+    num_images: int
+    height: int
+    width: int
+    layout: str
+    codec: Codec
+    checksum: bool
+    shard_images: int
+    classes: tuple[ClassName, ...]
+    class_counts: tuple[int, ...]
+    channel_mean: tuple[float, float, float]
+    channel_std: tuple[float, float, float]
+    resize_rule: Mapping[str, int | str]
+    source_digest: str
+    num_failures: int
+    tool_versions: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        if self.format_version != FORMAT_VERSION:
+            raise ShardError(_version_message(self.format_version))
+        for name in ("num_images", "height", "width", "shard_images"):
+            _require(type(value := getattr(self, name)) is int and value >= 1, f"{name} is a whole number ≥ 1", value)
+        _require(type(self.num_failures) is int and self.num_failures >= 0, "num_failures is ≥ 0", self.num_failures)
+        _require(self.layout == LAYOUT, f"layout is {LAYOUT!r}", self.layout)
+        _require(self.codec in CODECS, f"codec is one of {', '.join(CODECS)}", self.codec)
+        _require(type(self.checksum) is bool, "checksum is true or false", self.checksum)
+        self._check_classes()
+        for name in ("channel_mean", "channel_std"):
+            value = getattr(self, name)
+            is_valid = len(value) == 3 and all(type(part) is float and 0 <= part <= 1 for part in value)
+            _require(is_valid, f"{name} is three numbers from 0 to 1", value)
+
+    def _check_classes(self) -> None:
+        counts = self.class_counts
+        num_classes = len(self.classes)
+        _require(1 <= num_classes <= MAX_CLASSES, f"there are 1 to {MAX_CLASSES} classes", num_classes)
+        _require(len(counts) == num_classes, f"class_counts has {num_classes} entries", len(counts))
+        _require(all(type(count) is int and count >= 0 for count in counts), "class_counts are ≥ 0", counts)
+        _require(sum(counts) == self.num_images, f"class_counts add up to {self.num_images} images", sum(counts))
+
+    @property
+    def num_classes(self) -> int:
+        """K, the number of classes."""
+        return len(self.classes)
+
+    @property
+    def num_shards(self) -> int:
+        """Number of shard files of ``pixels/``."""
+        return -(-self.num_images // self.shard_images)
+
+    @property
+    def image_bytes(self) -> int:
+        """Bytes of one unpacked image in memory, without codec and checksum."""
+        return self.height * self.width * 4
+
+    def shard_range(self, shard: int) -> tuple[int, int]:
+        """The images ``start, stop`` of shard file ``shard``."""
+        start = shard * self.shard_images
+        return start, min(start + self.shard_images, self.num_images)
+
+    def to_json(self) -> str:
+        """The manifest as JSON text, the same bytes for the same manifest."""
+        return json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes, *, where: str = MANIFEST_KEY) -> Manifest:
+        """Read what `to_json` wrote; ``where`` is the place named in errors.
+
+        Raises:
+            ShardError: not JSON, an unknown or missing key, a newer format version, or a value out of its range.
+        """
+        try:
+            document = json.loads(text)
+        except ValueError as error:
+            raise ShardError(f"{where}: not valid JSON ({error}); pack the split again with --overwrite") from error
+        if not isinstance(document, dict):
+            raise ShardError(f"{where}: a manifest is a JSON object, found {type(document).__name__}")
+        try:
+            return cls._from_document(document)
+        except ShardError as error:
+            raise ShardError(f"{where}: {error}") from None
+
+    @classmethod
+    def _from_document(cls, document: dict[str, Any]) -> Manifest:
+        # The version comes first: another version may well have other keys.
+        version = document.get("format_version")
+        if version != FORMAT_VERSION or type(version) is not int:
+            raise ShardError(_version_message(version))
+        known = {field.name for field in fields(cls)}
+        for kind, keys in (("unknown", set(document) - known), ("missing", known - set(document))):
+            if keys:
+                raise ShardError(
+                    f"{kind} key {', '.join(sorted(keys))}; restore the file or pack again with --overwrite"
+                )
+        values = dict(document)
+        for name in ("classes", "class_counts", "channel_mean", "channel_std"):
+            _require(isinstance(values[name], list), f"{name} is a list", values[name])
+        for name in ("resize_rule", "tool_versions"):
+            _require(isinstance(values[name], dict), f"{name} is an object", values[name])
+        for name in ("layout", "codec", "source_digest"):
+            _require(isinstance(values[name], str), f"{name} is text", values[name])
+        values["classes"] = tuple(_class_name(entry) for entry in values["classes"])
+        for name in ("class_counts", "channel_mean", "channel_std"):
+            values[name] = tuple(values[name])
+        return cls(**values)
+
+
+def _class_name(entry: Any) -> ClassName:
+    is_valid = isinstance(entry, dict) and set(entry) == {"id", "name"} and all(type(v) is str for v in entry.values())
+    _require(is_valid, "a class has the keys id and name, both text", entry)
+    return ClassName(**entry)
+
+
+def _require(is_kept: bool, rule: str, found: object) -> None:
+    if not is_kept:
+        text = repr(found)
+        text = text if len(text) <= 80 else f"{text[:77]}…"
+        raise ShardError(f"{rule}, found {text}; restore the file or pack the split again with --overwrite")
+
+
+def _version_message(version: object) -> str:
+    if type(version) is int and version > FORMAT_VERSION:
+        return (
+            f"format version {version} is newer than {FORMAT_VERSION}, the newest known here: install a newer feedloop"
+        )
+    return f"format_version is {FORMAT_VERSION}, found {version!r}; pack the split again with --overwrite"
