@@ -116,11 +116,11 @@ def decode_image(encoded: bytes, rule: ResizeRule, *, max_pixels: int = MAX_PIXE
     Args:
         encoded: the bytes of the file.
         rule: target size and filter.
-        max_pixels: an image with more pixels is refused before it is decoded.
+        max_pixels: an image with more pixels, before or after resizing, is refused ahead of the work.
 
     Returns:
-        uint8 `[size, size, 3]`, RGB, 0 to 255, own memory. It differs from decoding, resizing in full and then cropping
-        by float rounding alone, at most one level (Pillow's filter positions are computed from the crop's box).
+        uint8 `[size, size, 3]`, RGB, 0 to 255, own memory: exactly what Pillow's own open, `convert("RGB")`, `resize`
+        and `crop` give for an upright, opaque 8-bit file.
 
     Raises:
         DecodeError: the file is empty, truncated, too large or not an image; the message says which.
@@ -138,25 +138,25 @@ def decode_image(encoded: bytes, rule: ResizeRule, *, max_pixels: int = MAX_PIXE
         pixels = to_grey_or_rgb(image)
         if orientation in _UPRIGHT:
             pixels = pixels.transpose(_UPRIGHT[orientation])
-        return np.array(_central_crop(pixels, rule).convert("RGB"))
+        return np.array(_central_crop(pixels, rule, max_pixels).convert("RGB"))
     except MemoryError:
         raise  # of this machine, not of the file: its size has been checked
     except Exception as error:  # Pillow's plugins raise whatever a damaged field leads to
         raise DecodeError(f"cannot decode as {known.name}: {_reason(error)}") from error
 
 
-def _central_crop(image: Image.Image, rule: ResizeRule) -> Image.Image:
-    """Resamples only the crop's part of the source: the same filter at the same positions, without the rest."""
+def _central_crop(image: Image.Image, rule: ResizeRule, max_pixels: int) -> Image.Image:
+    # resize(box=…) on the crop alone is a third faster, but lets Pillow 13 run its two passes in the other order: with
+    # 8 bits between them that changed pixels of tall photographs by up to 15 levels, where an overshoot was clipped.
     width, height = resized_size(image.width, image.height, rule.resize)
-    scale_x, scale_y = image.width / width, image.height / height
+    if width * height > max_pixels:
+        raise ValueError(
+            f"{image.width}×{image.height} is so narrow that its shorter side resized to {rule.resize} makes "
+            f"{width}×{height} pixels, more than the {max_pixels} allowed"
+        )
     left, top = crop_offset(width, rule.size), crop_offset(height, rule.size)
-    box = (
-        left * scale_x,
-        top * scale_y,
-        min((left + rule.size) * scale_x, image.width),  # Pillow refuses a box that float rounding puts outside
-        min((top + rule.size) * scale_y, image.height),
-    )
-    return image.resize((rule.size, rule.size), RESAMPLERS[rule.resample], box=box)
+    resized = image.resize((width, height), RESAMPLERS[rule.resample])
+    return resized.crop((left, top, left + rule.size, top + rule.size))
 
 
 def _reason(error: Exception) -> str:
