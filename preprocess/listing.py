@@ -1,0 +1,197 @@
+"""What a data set looks like before packing: its classes and a compact list of its encoded images.
+
+ImageNet's 1.28 million images must not become as many Python objects, so a listing is one run of name bytes and four
+integer columns (about 70 bytes an image); a `SourceImage` is made when somebody asks for it.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+
+MAX_CLASSES = 65536  # labels are stored as uint16
+MAX_FILE_BYTES = 512 * 2**20
+
+
+class SourceError(ValueError):
+    """A source that cannot be read as a labelled data set; the message names the path and the remedy."""
+
+
+@dataclass(frozen=True)
+class ImageClass:
+    """A class: `id` is its folder name or WordNet id ("n01440764"), `name` what people call it ("tench")."""
+
+    id: str
+    name: str
+
+
+@dataclass(frozen=True)
+class SourceImage:
+    """One image: its path below the source root ("outer.tar!inner.tar!member" in archives) and its 0-based class."""
+
+    name: str
+    label: int
+
+
+class SourceSplit(Protocol):
+    """One split of a data set in pack order, which is the same on every machine and file system."""
+
+    @property
+    def name(self) -> str:
+        """Name of the split: train, val, test."""
+
+    @property
+    def classes(self) -> tuple[ImageClass, ...]:
+        """The classes in index order."""
+
+    def __len__(self) -> int: ...
+
+    def image(self, index: int) -> SourceImage:
+        """Returns name and label of the image at this place of the pack order."""
+
+    def read(self, index: int) -> bytes:
+        """Returns its encoded bytes, from any thread; raises OSError or ValueError."""
+
+    def digest(self) -> str:
+        """Returns the SHA-256, in hex, of the classes and of every image's name, label and size."""
+
+
+class ByteStore(Protocol):
+    """Where encoded bytes are: a folder or an open archive."""
+
+    def read(self, name: str, offset: int, size: int) -> bytes:
+        """Returns the bytes of the entry of this name, which in an archive lies at `offset`."""
+
+    def close(self) -> None:
+        """Lets go of open files."""
+
+
+class Listing:
+    """Names, labels, sizes and offsets of images, in the order they were added, in plain arrays."""
+
+    def __init__(self) -> None:
+        self._names = bytearray()
+        self._name_stops = array("q")
+        self._labels = array("H")
+        self._sizes = array("q")
+        self._offsets = array("q")
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def add(self, name: str, label: int, size: int, offset: int = 0) -> None:
+        """Appends an image; `size` and `offset` are in bytes."""
+        self._names += name.encode("utf-8", "surrogateescape")
+        self._name_stops.append(len(self._names))
+        self._labels.append(label)
+        self._sizes.append(size)
+        self._offsets.append(offset)
+
+    def name_bytes(self, index: int) -> bytes:
+        """Returns the name as UTF-8; bytes of a file name that are not UTF-8 are kept as they are."""
+        start = self._name_stops[index - 1] if index else 0
+        return bytes(self._names[start : self._name_stops[index]])
+
+    def name(self, index: int) -> str:
+        """Returns the name."""
+        return self.name_bytes(index).decode("utf-8", "surrogateescape")
+
+    def size(self, index: int) -> int:
+        """Returns the length of the encoded image in bytes."""
+        return self._sizes[index]
+
+    def offset(self, index: int) -> int:
+        """Returns where the encoded image begins in its archive, in bytes."""
+        return self._offsets[index]
+
+    @property
+    def labels(self) -> np.ndarray:
+        """The classes as uint16 `[N]`; a copy, so that the listing may still grow."""
+        return np.array(self._labels, np.uint16)
+
+
+@dataclass(frozen=True, eq=False)
+class ListedSplit:
+    """A split made of a listing, the store its bytes come from, and the pack order (int64 `[n]`, listing indices)."""
+
+    name: str
+    classes: tuple[ImageClass, ...]
+    listing: Listing
+    store: ByteStore
+    order: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def image(self, index: int) -> SourceImage:
+        """Returns name and label of the image at this place of the pack order."""
+        entry = self._entry(index)
+        return SourceImage(self.listing.name(entry), int(self._labels[entry]))
+
+    def read(self, index: int) -> bytes:
+        """Returns the encoded bytes of the image at this place of the pack order.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it is implausibly large.
+        """
+        entry = self._entry(index)
+        size = self.listing.size(entry)
+        if size > MAX_FILE_BYTES:
+            raise ValueError(f"the file has {size} bytes, more than the {MAX_FILE_BYTES} an image may have")
+        return self.store.read(self.listing.name(entry), self.listing.offset(entry), size)
+
+    def digest(self) -> str:
+        """Returns the SHA-256, in hex, of the classes and of every image's name, label and size, in pack order."""
+        return self._digest
+
+    def _entry(self, index: int) -> int:
+        if not 0 <= index < len(self.order):
+            raise IndexError(f"image {index} of split {self.name}, which has {len(self.order)}")
+        return int(self.order[index])
+
+    @cached_property
+    def _labels(self) -> np.ndarray:
+        return self.listing.labels
+
+    @cached_property
+    def _digest(self) -> str:
+        digest = hashlib.sha256(b"feedloop listing 1\n")
+        for each in self.classes:
+            digest.update(f"{each.id}\0{each.name}\n".encode("utf-8", "surrogateescape"))
+        for entry in self.order.tolist():
+            digest.update(
+                b"%s\0%d %d\n" % (self.listing.name_bytes(entry), self._labels[entry], self.listing.size(entry))
+            )
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class FoundSplit:
+    """A split as a layout finds it, before held-out images are taken away, limits applied and the order fixed."""
+
+    name: str
+    classes: tuple[ImageClass, ...]
+    listing: Listing
+    store: ByteStore
+
+
+def index_classes(ids: Iterable[str], names: dict[str, str], where: str) -> tuple[ImageClass, ...]:
+    """Returns the classes sorted by the bytes of their ids, which is their index order (torchvision's as well).
+
+    Args:
+        ids: one id a class.
+        names: readable names of some or all of them.
+        where: what to call the place in an error.
+
+    Raises:
+        SourceError: no class, or more than labels can tell apart.
+    """
+    ordered = sorted(ids, key=lambda each: each.encode("utf-8", "surrogateescape"))
+    if not 0 < len(ordered) <= MAX_CLASSES:
+        raise SourceError(f"{where} has {len(ordered)} classes; 1 to {MAX_CLASSES} can be stored")
+    return tuple(ImageClass(each, names.get(each) or each) for each in ordered)

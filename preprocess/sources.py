@@ -1,0 +1,155 @@
+"""Opens a labelled set of encoded images, recognising by a look how it is laid out.
+
+What is understood: folders of classes, alone or below `train/`, `val/`, `test/`; the official ImageNet archives, read
+in place; Kaggle's ImageNet tree; a plain tar archive of class folders. `data/README.md` shows each.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from preprocess.listing import (
+    FoundSplit,
+    ImageClass,
+    ListedSplit,
+    SourceError,
+    SourceImage,
+    SourceSplit,
+)
+from preprocess.selection import held_out, pack_order
+from preprocess.source_tree import list_folder, split_folders, split_openers
+
+__all__ = ["ImageClass", "Source", "SourceError", "SourceImage", "SourceSplit", "open_source"]
+
+
+@dataclass
+class Source:
+    """An opened data set; a context manager that closes its archives.
+
+    Attributes:
+        layout: what was recognised, in words.
+        splits: the splits by name.
+    """
+
+    layout: str
+    splits: dict[str, SourceSplit]
+    _closers: list[Callable[[], None]] = field(default_factory=list, repr=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the archives; reading afterwards fails. Closing twice is harmless."""
+        while self._closers:
+            self._closers.pop()()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A recognised layout: what it is in words, and how to list each split it has."""
+
+    words: str
+    openers: dict[str, Callable[[], FoundSplit]]
+
+
+def open_source(
+    path: str | Path, *, splits: tuple[str, ...] | None = None, holdout: float = 0.0, limit: int | None = None
+) -> Source:
+    """Recognises a data set and lists its images.
+
+    Args:
+        path: a folder or a tar archive.
+        splits: the splits to open; all there are by default.
+        holdout: the fraction (0 to 1, exclusive) of the training images to make the split `val` of, where the source
+            has none. Chosen by a hash of each name (see `preprocess.selection.held_out`).
+        limit: at most so many images a split, spread evenly over the classes.
+
+    Returns:
+        The source, to be closed. Its splits have the same classes in the same order: sorted by the bytes of their ids.
+
+    Raises:
+        SourceError: nothing is recognised, a split is missing or empty, the splits disagree about the classes, an
+            archive is damaged or unsafe, an argument is out of range.
+    """
+    root = Path(path)
+    if not 0.0 <= holdout < 1.0:
+        raise SourceError(f"holdout must be a fraction from 0 to below 1, found {holdout}")
+    if limit is not None and limit < 1:
+        raise SourceError(f"limit must be at least 1 image a split, found {limit}")
+    layout = _recognise(root)
+    if holdout and "val" in layout.openers:
+        raise SourceError(f"holdout {holdout} was given, but {root} has a val split of its own; leave holdout out")
+    available = tuple(layout.openers) + (("val",) if holdout else ())
+    wanted = _wanted_splits(root, available, splits)
+    found: dict[str, FoundSplit] = {}
+    try:
+        for name in layout.openers:
+            if name in wanted or (holdout and name == "train" and "val" in wanted):
+                found[name] = layout.openers[name]()
+        _check_classes(found)
+        opened = _select(found, holdout=holdout, limit=limit)
+        for name in wanted:
+            if not len(opened[name]):
+                raise SourceError(f"the split {name} of {root} ({layout.words}) has no images")
+    except BaseException:
+        for each in found.values():
+            each.store.close()
+        raise
+    return Source(layout.words, {name: opened[name] for name in wanted}, [each.store.close for each in found.values()])
+
+
+def _recognise(root: Path) -> Layout:
+    if not root.exists():
+        raise SourceError(f"{root} does not exist")
+    folders = split_folders(root)
+    if folders:
+        others = [each.name + "/" for each in list_folder(root)[0] if Path(each.path) not in folders.values()]
+        words = "folders " + " and ".join(each.name + "/" for each in folders.values()) + " of class folders"
+        if others:
+            words += f" (not read: {', '.join(others)})"
+        return Layout(words, split_openers(root, folders))
+    return Layout("a folder of class folders", split_openers(root, {"train": root}))
+
+
+def _wanted_splits(root: Path, available: tuple[str, ...], splits: tuple[str, ...] | None) -> tuple[str, ...]:
+    missing = [name for name in splits or () if name not in available]
+    if missing:
+        raise SourceError(f"{root} has no split {', '.join(missing)}; it has {', '.join(available)}")
+    return available if splits is None else tuple(dict.fromkeys(splits))
+
+
+def _check_classes(found: dict[str, FoundSplit]) -> None:
+    """Makes sure that a label means the same class in every split."""
+    for left, right in combinations(found.values(), 2):
+        for has, lacks in ((left, right), (right, left)):
+            only = [each.id for each in has.classes if each not in lacks.classes]
+            if only:
+                shown = ", ".join(only[:5]) + (f" and {len(only) - 5} more" if len(only) > 5 else "")
+                raise SourceError(
+                    f"the split {has.name} has {len(only)} classes that {lacks.name} lacks: {shown}; "
+                    "all splits need the same classes (an empty folder will do for a class without images)"
+                )
+
+
+def _select(found: dict[str, FoundSplit], *, holdout: float, limit: int | None) -> dict[str, SourceSplit]:
+    opened: dict[str, SourceSplit] = {}
+    for name, each in found.items():
+        entries = np.arange(len(each.listing))
+        parts = {name: entries}
+        if holdout and name == "train":
+            taken = held_out(each.listing, holdout)
+            parts = {"train": entries[~taken], "val": entries[taken]}
+        for part, chosen in parts.items():
+            order = pack_order(each.listing, chosen, limit)
+            opened[part] = ListedSplit(part, each.classes, each.listing, each.store, order)
+    return opened
