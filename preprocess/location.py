@@ -5,7 +5,7 @@ Owns the reading of paths and URLs, and small whole-value reads and writes. Know
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,15 @@ class Location:
         value = self._wait(f"read {key}", lambda store: store.read(key))
         return bytes(value.value) if value.state == "value" else None
 
+    def read_all(self, keys: Sequence[str]) -> list[bytes | None]:
+        """The values at ``keys``, read at once; None where there is none. Raises as `read`."""
+
+        def start(store: ts.KvStore) -> _Reads:
+            return _Reads([store.read(key) for key in keys])
+
+        values = self._wait("read its records", start)
+        return [bytes(value.value) if value.state == "value" else None for value in values]
+
     def write(self, key: str, value: bytes) -> None:
         """Put ``value`` at ``key``, all of it or nothing: the file store writes beside it, syncs and renames.
 
@@ -96,6 +105,17 @@ class Location:
             raise ShardError(
                 f"{self.display}: can't {action}: {reason(error)}; check the address and its rights"
             ) from error
+
+
+class _Reads:
+    """Several reads under way, waited for as if they were one."""
+
+    def __init__(self, futures: list[Any]) -> None:
+        self._futures = futures
+
+    def result(self, timeout: float) -> list[Any]:
+        """The values; ``timeout`` seconds for each."""
+        return [future.result(timeout=timeout) for future in self._futures]
 
 
 def open_location(data: str, *, context: ts.Context | None = None, memory_mapped: bool = False) -> Location:

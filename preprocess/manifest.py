@@ -11,20 +11,13 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from preprocess.arrays import CODECS, MAX_CLASSES, Codec
+from preprocess.listing import ImageClass
 from preprocess.location import ShardError
 from preprocess.pixels import LAYOUT
 
 FORMAT_VERSION = 1
 MANIFEST_KEY = "manifest.json"
 FAILURES_KEY = "failures.jsonl"
-
-
-@dataclass(frozen=True)
-class ClassName:
-    """One class: its identifier in the data set (``n01440764``) and a name to read (``tench``)."""
-
-    id: str
-    name: str
 
 
 @dataclass(frozen=True)
@@ -58,7 +51,7 @@ class Manifest:
     codec: Codec
     checksum: bool
     shard_images: int
-    classes: tuple[ClassName, ...]
+    classes: tuple[ImageClass, ...]
     class_counts: tuple[int, ...]
     channel_mean: tuple[float, float, float]
     channel_std: tuple[float, float, float]
@@ -151,16 +144,16 @@ class Manifest:
             _require(isinstance(values[name], dict), f"{name} is an object", values[name])
         for name in ("layout", "codec", "source_digest"):
             _require(isinstance(values[name], str), f"{name} is text", values[name])
-        values["classes"] = tuple(_class_name(entry) for entry in values["classes"])
+        values["classes"] = tuple(_image_class(entry) for entry in values["classes"])
         for name in ("class_counts", "channel_mean", "channel_std"):
             values[name] = tuple(values[name])
         return cls(**values)
 
 
-def _class_name(entry: Any) -> ClassName:
+def _image_class(entry: Any) -> ImageClass:
     is_valid = isinstance(entry, dict) and set(entry) == {"id", "name"} and all(type(v) is str for v in entry.values())
     _require(is_valid, "a class has the keys id and name, both text", entry)
-    return ClassName(**entry)
+    return ImageClass(**entry)
 
 
 def _require(is_kept: bool, rule: str, found: object) -> None:

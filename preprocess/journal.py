@@ -1,0 +1,149 @@
+"""The journal of an unfinished pack: one small record for each finished shard, so that the pack can continue.
+
+A record is written after its shard file and holds all that the manifest needs from that shard, so that nothing is read
+or decoded twice. The journal is deleted once the manifest stands.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from preprocess.arrays import PIXELS, shard_key
+from preprocess.channels import ChannelSums
+from preprocess.location import Location, ShardError
+
+PLAN_KEY = "journal/plan.json"
+_PREFIX = "journal/"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An image that could not be packed.
+
+    Attributes:
+        index: its position in the source's pack order.
+        path: its name in the source.
+        label: its class, 0-based.
+        reason: why, in one line.
+    """
+
+    index: int
+    path: str
+    label: int
+    reason: str
+
+    def to_json(self) -> str:
+        """One line of ``failures.jsonl``, without the line's end."""
+        return json.dumps(asdict(self), ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, line: str) -> Failure:
+        """Read what `to_json` wrote; raises TypeError or ValueError when it is something else."""
+        return cls(**json.loads(line))
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """What a finished shard took from the source and holds.
+
+    Attributes:
+        start: first source image taken.
+        stop: one past the last; the next shard starts there.
+        labels: uint16 ``[n]``, the classes of the images in the shard file; n is 0 when only failures were left.
+        failures: the images in between that could not be packed.
+        sums: channel sums of the images in the shard file.
+    """
+
+    start: int
+    stop: int
+    labels: NDArray[np.uint16]
+    failures: tuple[Failure, ...]
+    sums: ChannelSums
+
+    def to_json(self) -> str:
+        """The record as JSON text."""
+        values = {"start": self.start, "stop": self.stop, "labels": self.labels.tolist()}
+        failures = [asdict(failure) for failure in self.failures]
+        return json.dumps(values | {"failures": failures, "sums": asdict(self.sums)})
+
+    @classmethod
+    def from_json(cls, text: bytes) -> ShardRecord:
+        """Read what `to_json` wrote; raises KeyError, TypeError or ValueError when it is something else."""
+        values: dict[str, Any] = json.loads(text)
+        sums = values["sums"]
+        return cls(
+            start=values["start"],
+            stop=values["stop"],
+            labels=np.array(values["labels"], np.uint16),
+            failures=tuple(Failure(**failure) for failure in values["failures"]),
+            sums=ChannelSums(sums["num_pixels"], tuple(sums["total"]), tuple(sums["squares"])),
+        )
+
+
+class Journal:
+    """The journal of one split."""
+
+    def __init__(self, location: Location) -> None:
+        self._location = location
+
+    def plan(self) -> dict[str, Any] | None:
+        """The plan the unfinished pack was started with, or None when there is no unfinished pack.
+
+        Raises:
+            ShardError: the plan is not JSON.
+        """
+        text = self._location.read(PLAN_KEY)
+        if text is None:
+            return None
+        try:
+            return dict(json.loads(text))
+        except (ValueError, TypeError) as error:
+            raise ShardError(self._damaged(PLAN_KEY)) from error
+
+    def begin(self, plan: dict[str, Any]) -> None:
+        """Note the plan: from here on the pack can be continued."""
+        self._location.write(PLAN_KEY, json.dumps(plan, ensure_ascii=False).encode())
+
+    def append(self, shard: int, record: ShardRecord) -> None:
+        """Note shard file ``shard`` as finished; its file must have been written."""
+        self._location.write(_record_key(shard), record.to_json().encode())
+
+    def records(self) -> list[ShardRecord]:
+        """The records of the shards 0, 1, 2, … up to the first one that is unfinished or whose file is gone.
+
+        Raises:
+            ShardError: a record is not readable or does not continue the one before.
+        """
+        keys = [key for key in self._location.list_keys(_PREFIX) if key != PLAN_KEY]
+        files = set(self._location.list_keys(f"{PIXELS}/"))
+        records: list[ShardRecord] = []
+        for shard, text in enumerate(self._location.read_all(keys)):
+            key = _record_key(shard)
+            if keys[shard] != key:
+                break
+            try:
+                record = ShardRecord.from_json(text or b"")
+            except (KeyError, TypeError, ValueError) as error:
+                raise ShardError(self._damaged(key)) from error
+            if record.start != (records[-1].stop if records else 0):
+                raise ShardError(self._damaged(key))
+            if len(record.labels) and f"{PIXELS}/{shard_key(shard, 3)}" not in files:
+                break
+            records.append(record)
+        return records
+
+    def delete(self) -> None:
+        """Remove the journal; there need not be one."""
+        self._location.delete_all(_PREFIX)
+
+    def _damaged(self, key: str) -> str:
+        return f"{self._location.display}{key}: the journal of the unfinished pack is damaged; pack with --overwrite"
+
+
+def _record_key(shard: int) -> str:
+    return f"{_PREFIX}{shard:08d}.json"

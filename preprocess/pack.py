@@ -1,0 +1,322 @@
+"""The packing job of one split: plan, resume, work, finish.
+
+Shards are filled in source order with the images that decode, so that there are no holes, and written whole, one after
+the other; a journal notes each. Which bytes come out depends on the plan alone: not on the number of workers, nor on
+interruptions. The manifest is written last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorstore as ts
+from numpy.typing import NDArray
+
+from preprocess.arrays import (
+    LABELS,
+    LABELS_PER_SHARD,
+    PIXELS,
+    create_array,
+    labels_metadata,
+    pixels_metadata,
+    shard_key,
+    write_array,
+)
+from preprocess.channels import ChannelSums
+from preprocess.journal import PLAN_KEY, Failure, Journal, ShardRecord
+from preprocess.location import Location, ShardError, reason
+from preprocess.manifest import FAILURES_KEY, MANIFEST_KEY, Manifest
+from preprocess.pipeline import PackedImage, decode_in_order
+from preprocess.plan import PackSettings, check_same_plan, make_plan, plan_of
+
+if TYPE_CHECKING:
+    from preprocess.listing import SourceSplit
+
+SHARD_TIMEOUT_S = 1800.0
+"""How long one shard file may take to be written, in seconds."""
+
+
+@dataclass(frozen=True)
+class PackProgress:
+    """How far a pack is: source images ``done`` of ``total``, ``failed`` left out, ``resumed`` of an earlier run."""
+
+    done: int
+    total: int
+    failed: int
+    resumed: int
+
+
+@dataclass(frozen=True)
+class PackResult:
+    """A finished split.
+
+    Attributes:
+        manifest: what it holds.
+        failures: the images left out, in source order.
+        was_complete: nothing was to do, the split was there with the same settings.
+        num_resumed: source images that an earlier, interrupted run had done.
+    """
+
+    manifest: Manifest
+    failures: tuple[Failure, ...]
+    was_complete: bool
+    num_resumed: int
+
+
+def pack_split(
+    source: SourceSplit,
+    location: Location,
+    settings: PackSettings,
+    *,
+    overwrite: bool = False,
+    on_progress: Callable[[PackProgress], None] | None = None,
+) -> PackResult:
+    """Pack ``source`` into the folder ``location``, continuing an interrupted pack of the same plan.
+
+    Args:
+        source: the images.
+        location: the split's folder, e.g. ``open_location(dest).child("train")``.
+        settings: how to pack.
+        overwrite: begin anew and delete the pack that is there.
+        on_progress: called after each block of images on the calling thread.
+
+    Raises:
+        ShardError: the folder holds something else or a pack with other settings, the store can't be written, no image
+            could be packed, or an image fails with ``on_error="fail"``. What is finished stays and is continued.
+        KeyboardInterrupt: passed on once the shard being written is noted; run again to continue.
+    """
+    plan = make_plan(source, settings)
+    journal = Journal(location)
+    manifest = _begin(location, journal, plan, overwrite=overwrite)
+    if manifest is not None:
+        journal.delete()
+        return PackResult(manifest, read_failures(location), was_complete=True, num_resumed=0)
+    records = journal.records()
+    num_resumed = records[-1].stop if records else 0
+    total = len(source)
+    writer = _ShardWriter(location, journal, settings, total, records)
+    num_failed = sum(len(record.failures) for record in records)
+    if on_progress is not None:
+        on_progress(PackProgress(num_resumed, total, num_failed, num_resumed))
+    outcomes = decode_in_order(source, settings.rule, start=num_resumed, num_workers=settings.num_workers)
+    with writer, closing(outcomes):
+        done = num_resumed
+        for block in outcomes:
+            for outcome in block:
+                if isinstance(outcome, PackedImage):
+                    writer.add(outcome)
+                    continue
+                if settings.on_error == "fail":
+                    raise ShardError(f"{outcome.path}: {outcome.reason}; remove the image or pack with --on-error skip")
+                writer.add_failure(outcome)
+                num_failed += 1
+            done += len(block)
+            if on_progress is not None:
+                on_progress(PackProgress(done, total, num_failed, num_resumed))
+        writer.finish(total)
+    manifest = _finish(source, location, plan, settings, writer.records)
+    journal.delete()
+    return PackResult(manifest, _failures(writer.records), was_complete=False, num_resumed=num_resumed)
+
+
+def read_failures(location: Location) -> tuple[Failure, ...]:
+    """The failures noted in the split at ``location``.
+
+    Raises:
+        ShardError: ``failures.jsonl`` is missing or not as it was written.
+    """
+    text = location.read(FAILURES_KEY)
+    where = f"{location.display}{FAILURES_KEY}"
+    if text is None:
+        raise ShardError(f"{where} is missing; pack the split again with --overwrite")
+    try:
+        return tuple(Failure.from_json(line) for line in text.decode().splitlines())
+    except (TypeError, ValueError) as error:
+        raise ShardError(f"{where}: not as it was written ({error}); pack the split again with --overwrite") from error
+
+
+def _begin(location: Location, journal: Journal, plan: dict[str, Any], *, overwrite: bool) -> Manifest | None:
+    """Make the folder ready; the manifest when the split is already complete."""
+    text = location.read(MANIFEST_KEY)
+    is_begun = text is not None or location.read(PLAN_KEY) is not None
+    if not is_begun:
+        others = location.list_keys()
+        if others:
+            raise ShardError(
+                f"{location.display} holds other files ({others[0]}); choose an empty folder as DEST or clear this one"
+            )
+    elif overwrite:
+        location.delete(MANIFEST_KEY)  # first, so that a half-deleted split does not pass as complete
+        location.delete_all()
+    elif text is not None:
+        manifest = Manifest.from_json(text, where=f"{location.display}{MANIFEST_KEY}")
+        check_same_plan(plan_of(manifest), plan | {"tool_versions": dict(manifest.tool_versions)}, location.display)
+        return manifest
+    found = journal.plan()
+    if found is None:
+        journal.begin(plan)
+    else:
+        check_same_plan(found, plan, location.display)
+    return None
+
+
+class _ShardWriter:
+    """Fills one shard while the one before is being written, and notes each in the journal once it is on disk."""
+
+    def __init__(
+        self,
+        location: Location,
+        journal: Journal,
+        settings: PackSettings,
+        num_candidates: int,
+        records: Sequence[ShardRecord],
+    ) -> None:
+        self.records = list(records)
+        self._location = location
+        self._journal = journal
+        self._shard_images = settings.resolved_shard_images
+        size = settings.rule.size
+        # How many images decode is known at the end; the chunks of an array do not depend on its length.
+        self._array = write_array(location, PIXELS, _pixels_metadata(num_candidates, settings))
+        self._words = np.empty((min(self._shard_images, num_candidates), size, size), np.uint32)
+        self._writing: tuple[Any, ShardRecord] | None = None
+        self._start = records[-1].stop if records else 0
+        self._clear()
+
+    def __enter__(self) -> _ShardWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._settle()
+
+    def add(self, image: PackedImage) -> None:
+        """Put an image into the shard being filled."""
+        self._words[len(self._labels)] = image.words
+        self._labels.append(image.label)
+        self._sums += image.sums
+        if len(self._labels) == self._shard_images:
+            self._submit(image.index + 1)
+
+    def add_failure(self, failure: Failure) -> None:
+        """Note an image that is left out."""
+        self._failures.append(failure)
+
+    def finish(self, stop: int) -> None:
+        """Write the last shard, which may be smaller or hold failures alone; ``stop`` is the source's length."""
+        if self._start < stop:
+            self._submit(stop)
+        self._settle()
+
+    def _clear(self) -> None:
+        self._labels: list[int] = []
+        self._failures: list[Failure] = []
+        self._sums = ChannelSums()
+
+    def _submit(self, stop: int) -> None:
+        self._settle()
+        labels = np.array(self._labels, np.uint16)
+        record = ShardRecord(self._start, stop, labels, tuple(self._failures), self._sums)
+        self._writing = (self._write(len(self.records), len(labels)), record)
+        self._start = stop
+        self._clear()
+
+    def _write(self, shard: int, num_images: int) -> Any:
+        if not num_images:
+            return None
+        # A transaction makes it one write of one file. The words are copied into it, so the buffer is free at once.
+        transaction = ts.Transaction()
+        first = shard * self._shard_images
+        slot = self._array.with_transaction(transaction)[first : first + num_images]
+        slot.write(self._words[:num_images]).result(timeout=SHARD_TIMEOUT_S)
+        return transaction.commit_async()
+
+    def _settle(self) -> None:
+        """Wait for the shard under way and note it."""
+        if self._writing is None:
+            return
+        commit, record = self._writing
+        self._writing = None
+        shard = len(self.records)
+        name = f"{self._location.display}{PIXELS}/{shard_key(shard, 3)}"
+        try:
+            if commit is not None:
+                commit.result(timeout=SHARD_TIMEOUT_S)
+        except TimeoutError as error:
+            raise ShardError(f"{name}: not written in {SHARD_TIMEOUT_S:.0f} s; check the disk and run again") from error
+        except (ValueError, OSError, RuntimeError) as error:
+            raise ShardError(
+                f"{name}: can't be written: {reason(error)}; mend it (free space, rights) and run the same command "
+                f"again, it continues at shard {shard}"
+            ) from error
+        self._journal.append(shard, record)
+        self.records.append(record)
+
+
+def _finish(
+    source: SourceSplit, location: Location, plan: dict[str, Any], settings: PackSettings, records: list[ShardRecord]
+) -> Manifest:
+    labels = np.concatenate([record.labels for record in records])
+    failures = _failures(records)
+    if not len(labels):
+        raise ShardError(
+            f"none of the {len(source)} images of {source.name!r} could be packed, e.g. {failures[0].path}: "
+            f"{failures[0].reason}"
+        )
+    sums = sum((record.sums for record in records), ChannelSums())
+    manifest = Manifest(
+        format_version=plan["format_version"],
+        num_images=len(labels),
+        height=settings.rule.size,
+        width=settings.rule.size,
+        layout=plan["layout"],
+        codec=settings.codec,
+        checksum=settings.checksum,
+        shard_images=settings.resolved_shard_images,
+        classes=tuple(source.classes),
+        class_counts=tuple(np.bincount(labels, minlength=len(source.classes)).tolist()),
+        channel_mean=sums.mean(),
+        channel_std=sums.std(),
+        resize_rule=plan["resize_rule"],
+        source_digest=plan["source_digest"],
+        num_failures=len(failures),
+        tool_versions=plan["tool_versions"],
+    )
+    create_array(location, PIXELS, _pixels_metadata(len(labels), settings))
+    _write_labels(location, labels)
+    location.write(FAILURES_KEY, "".join(f"{failure.to_json()}\n" for failure in failures).encode())
+    location.write(MANIFEST_KEY, manifest.to_json().encode())
+    return manifest
+
+
+def _write_labels(location: Location, labels: NDArray[np.uint16]) -> None:
+    array = create_array(location, LABELS, labels_metadata(len(labels)))
+    for start in range(0, len(labels), LABELS_PER_SHARD):
+        stop = min(start + LABELS_PER_SHARD, len(labels))
+        try:
+            with ts.Transaction() as transaction:
+                array.with_transaction(transaction)[start:stop].write(labels[start:stop]).result()
+        except (ValueError, OSError, RuntimeError) as error:
+            raise ShardError(
+                f"{location.display}{LABELS}: can't be written: {reason(error)}; mend it (free space, rights) and run "
+                "the same command again"
+            ) from error
+
+
+def _pixels_metadata(num_images: int, settings: PackSettings) -> dict[str, Any]:
+    size = settings.rule.size
+    return pixels_metadata(
+        num_images,
+        size,
+        size,
+        shard_images=settings.resolved_shard_images,
+        codec=settings.codec,
+        checksum=settings.checksum,
+    )
+
+
+def _failures(records: Sequence[ShardRecord]) -> tuple[Failure, ...]:
+    return tuple(failure for record in records for failure in record.failures)
