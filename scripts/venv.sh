@@ -1,0 +1,133 @@
+# shellcheck shell=bash
+# Finds a Python and keeps a virtual environment in step with pyproject.toml. Sourced by the scripts beside it, which
+# set `root` (the repository) and `me` (their own name, for messages) first. Bash 3.2 does: macOS ships no newer one.
+
+# Exits 3 where a Python is too old or not among the minors named, 4 where it cannot make a virtual environment
+# (Debian and Ubuntu split ensurepip off), else prints the interpreter itself: never a shim, whose answer depends on
+# the folder, and never a virtual environment's link, which goes when that environment is remade.
+probe='
+import sys
+if sys.version_info < (3, 12) or sys.implementation.name != "cpython":
+    sys.exit(3)
+if sys.argv[1:] and str(sys.version_info[1]) not in sys.argv[1:]:
+    sys.exit(3)
+try:
+    import ensurepip, venv
+    ensurepip.version()
+except Exception:
+    sys.stdout.write("%s %d.%d" % ((sys.executable,) + sys.version_info[:2]))
+    sys.exit(4)
+print(getattr(sys, "_base_executable", "") or sys.executable)
+'
+
+lowest_minors='12 13' # the oldest supported numpy has no wheels for a newer Python
+
+case "${PYTHON:-}" in
+  '' | /*) ;;
+  */*) PYTHON=$PWD/$PYTHON ;; # the scripts go to the repository's root before they use it
+esac
+
+say() { printf '%s: %s\n' "$me" "$1" >&2; }
+
+python_candidates() { # MINOR… in order of preference
+  local minor folder python
+  for minor in "$@"; do printf 'python3.%s\n' "$minor"; done
+  printf 'python3\npython\n'
+  for minor in "$@"; do
+    for folder in "${PYENV_ROOT:-/nonexistent}" "${HOME:-/nonexistent}/.pyenv"; do
+      for python in "$folder/versions/3.$minor".*/bin/python; do
+        if [ -x "$python" ]; then printf '%s\n' "$python"; fi
+      done
+    done
+  done
+  if command -v uv >/dev/null 2>&1; then
+    for minor in "$@"; do uv python find --system "3.$minor" 2>/dev/null || true; done
+  fi
+}
+
+# Prints the first candidate that runs, is new enough and can make virtual environments. A name on PATH proves nothing:
+# pyenv's shims exist for every version ever installed and exit 127 for those that are not chosen.
+find_python() { # [--lowest]
+  local minors='14 13 12' only='' needed='≥ 3.12' candidates candidate answer status crippled=''
+  if [ "${1:-}" = --lowest ]; then
+    minors=$lowest_minors only=$lowest_minors needed='3.12 or 3.13'
+  fi
+  # shellcheck disable=SC2086 # minors are words
+  candidates=${PYTHON:-$(python_candidates $minors)}
+  while IFS= read -r candidate; do
+    # shellcheck disable=SC2086
+    answer=$("$candidate" -c "$probe" $only 2>/dev/null </dev/null) && status=0 || status=$?
+    if [ "$status" = 0 ] && [ -n "$answer" ]; then
+      printf '%s\n' "$answer"
+      return 0
+    fi
+    if [ "$status" = 4 ] && [ -z "$crippled" ]; then crippled=$answer; fi
+  done <<<"$candidates"
+  if [ -n "$crippled" ]; then
+    say "${crippled% *} has no ensurepip; on Debian or Ubuntu: apt install python${crippled##* }-venv"
+  elif [ -n "${PYTHON:-}" ]; then
+    say "PYTHON=$PYTHON is no working CPython $needed; unset it or name another"
+  else
+    say "no Python $needed found; get one with uv python install 3.12 or pyenv install 3.12, or name it: PYTHON=… $me"
+  fi
+  return 2
+}
+
+# Makes VENV with the project installed in it, or leaves it alone where pyproject.toml is still the one it was made
+# for. One that an interrupted install, an upgrade of Python or a move of the repository has broken is made anew.
+ensure_venv() { # VENV EXTRA [CONSTRAINTS]
+  local venv=$1 extra=$2 constraints=${3:-} python base wanted stamp
+  python=$venv/bin/python
+  stamp=$venv/.installed${extra:+-$extra}
+  wanted=$root$'\n'$(cat "$root/pyproject.toml" ${constraints:+"$constraints"})
+  if venv_is_sound "$venv" ${constraints:+--lowest}; then
+    if stamp_says "$stamp" "$wanted" || { [ -z "$extra" ] && stamp_says "$venv/.installed-dev" "$wanted"; }; then
+      return 0
+    fi
+  else
+    base=$(find_python ${constraints:+--lowest}) || return 2
+    say "making ${venv##*/} with $base"
+    rm -rf "$venv"
+    mkdir -p "$venv"
+    : >"$venv/.installing"
+    "$base" -m venv "$venv" || return 1
+  fi
+  install_project "$venv" "$extra" "$constraints" || return 1
+  printf '%s\n' "$wanted" >"$stamp"
+}
+
+stamp_says() { # STAMP WANTED
+  [ -f "$1" ] && [ "$(cat "$1")" = "$2" ]
+}
+
+venv_is_sound() { # VENV [--lowest]
+  local stamp made_for allowed=''
+  if [ "${2:-}" = --lowest ]; then allowed=$lowest_minors; fi
+  if [ -e "$1/.installing" ]; then return 1; fi
+  for stamp in "$1/.installed"*; do
+    if [ -f "$stamp" ]; then
+      IFS= read -r made_for <"$stamp"
+      if [ "$made_for" != "$root" ]; then return 1; fi
+    fi
+  done
+  # shellcheck disable=SC2086
+  "$1/bin/python" -c "$probe" $allowed >/dev/null 2>&1 </dev/null
+}
+
+install_project() { # VENV EXTRA CONSTRAINTS
+  local venv=$1 extra=$2 constraints=$3 log=$1/install.log status=0
+  if ! "$venv/bin/python" -c 'import pip' 2>/dev/null; then # uv makes environments without pip
+    "$venv/bin/python" -m ensurepip >"$log" 2>&1 || { cat "$log" >&2 && return 1; }
+  fi
+  say "installing feedloop${extra:+[$extra]} into ${venv##*/}: about 1 GB, some minutes at first (${venv##*/}/install.log)"
+  : >"$venv/.installing"
+  # Wheels only: without a compiler, building a dependency fails minutes later and less plainly.
+  "$venv/bin/python" -m pip install --disable-pip-version-check --only-binary=:all: \
+    ${constraints:+--constraint "$constraints"} --editable "$root${extra:+[$extra]}" >"$log" 2>&1 </dev/null || status=$?
+  rm -f "$venv/.installing" # still there only where the install was killed half-way
+  if [ "$status" != 0 ]; then
+    cat "$log" >&2
+    say "pip could not install the project (exit $status, its output above); run the same command again to go on"
+  fi
+  return "$status"
+}

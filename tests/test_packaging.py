@@ -1,0 +1,150 @@
+"""What packaging and the layering promise: entry points, pins, import directions, the two crossings."""
+
+import ast
+import importlib.util
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PACKAGES = ("engine", "preprocess", "models")
+SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+HOST_CALLBACKS = {"buffer_callback", "io_callback", "pure_callback", "host_callback"}
+CROSSINGS = {"engine.infeed", "engine.outfeed"}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported(source: str, module: str, is_package: bool = False) -> set[str]:
+    """Every name that an import statement anywhere in the source may bind a module by, as absolute dotted names."""
+    package = module if is_package else module.rpartition(".")[0]
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            relative = "." * node.level + (node.module or "")
+            base = importlib.util.resolve_name(relative, package) if node.level else relative
+            names |= {base} | {f"{base}.{alias.name}" for alias in node.names}
+    return names
+
+
+def mentioned(source: str) -> set[str]:
+    """Every identifier, attribute and imported name in the source; comments and strings don't count."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            names.add(node.attr)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {part for alias in node.names for part in alias.name.split(".")}
+    return names
+
+
+def imports_of(path: Path) -> set[str]:
+    return imported(path.read_text(encoding="utf-8"), module_name(path), path.name == "__init__.py")
+
+
+def top_levels(path: Path) -> set[str]:
+    return {name.partition(".")[0] for name in imports_of(path)}
+
+
+def lower_bound(requirement: Requirement) -> Version:
+    (bound,) = (Version(part.version) for part in requirement.specifier if part.operator == ">=")
+    return bound
+
+
+def pins() -> dict[str, Version]:
+    lines = (ROOT / "tests/lowest.txt").read_text(encoding="utf-8").splitlines()
+    requirements = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    return {pin.name: Version(str(pin.specifier).removeprefix("==")) for pin in requirements}
+
+
+def test_imported_sees_every_form_of_import() -> None:
+    source = "import a.b\nfrom c import d as e\ndef f():\n    from . import g\n    from ..h import i\n"
+    assert imported(source, "p.q.r") == {"a.b", "c", "c.d", "p.q", "p.q.g", "p.h", "p.h.i"}
+    assert imported("from . import s", "p.q", is_package=True) == {"p.q", "p.q.s"}
+
+
+def test_mentioned_sees_code_and_not_prose() -> None:
+    source = (
+        '"""pure_callback"""\n# host_callback\nfrom jax.experimental import io_callback as go\njax.buffer_callback\n'
+    )
+    assert mentioned(source) & HOST_CALLBACKS == {"io_callback", "buffer_callback"}
+
+
+@pytest.mark.parametrize("command", sorted(PROJECT["scripts"]))
+def test_every_command_answers_help(command: str) -> None:
+    module, _, function = PROJECT["scripts"][command].partition(":")
+    program = f"import sys; sys.argv[0] = {command!r}; from {module} import {function}; {function}()"
+    done = subprocess.run([sys.executable, "-c", program, "--help"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Usage: ")
+
+
+def test_preprocess_starts_without_jax() -> None:
+    modules = [module_name(path) for path in (ROOT / "preprocess").rglob("*.py") if path.stem != "__main__"]
+    assert {"preprocess.cli", "preprocess.shards", "preprocess.pack"} <= set(modules)
+    program = f"import sys, {', '.join(modules)}; print(*({{'jax', 'jaxlib', 'engine', 'models'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == ""
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_imports_go_one_way(path: Path) -> None:
+    forbidden = {
+        "preprocess": {"jax", "jaxlib", "engine", "models"},
+        "models": {"engine", "preprocess"},
+        "engine": set(),
+    }
+    assert top_levels(path) & forbidden[path.relative_to(ROOT).parts[0]] == set()
+    ours = {name for name in imports_of(path) if name.partition(".")[0] in PACKAGES}
+    assert {name for name in ours if any(part.endswith("cli") for part in name.split("."))} == set()
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_only_the_two_crossings_reach_the_host(path: Path) -> None:
+    module = module_name(path)
+    source = path.read_text(encoding="utf-8")
+    if module != "engine.transport":
+        assert mentioned(source) & HOST_CALLBACKS == set()
+        assert "jax.debug" not in imports_of(path)  # jax.debug.print and .callback cross to the host too
+        assert "jax.debug." not in source
+    if module not in CROSSINGS:
+        assert "engine.transport" not in imports_of(path)
+
+
+def test_lowest_pins_are_the_lower_bounds() -> None:
+    bounds = {requirement.name: lower_bound(requirement) for requirement in map(Requirement, PROJECT["dependencies"])}
+    assert pins() == bounds
+
+
+def test_extras_ask_for_the_same_jax() -> None:
+    extras = PROJECT["optional-dependencies"].values()
+    jaxes = [r for r in (Requirement(line) for extra in extras for line in extra) if r.name == "jax"]
+    core = next(r for r in map(Requirement, PROJECT["dependencies"]) if r.name == "jax")
+    assert jaxes
+    assert {r.specifier for r in jaxes} == {core.specifier}
+
+
+def test_python_version_file_is_the_lowest_supported() -> None:
+    chosen = (ROOT / ".python-version").read_text(encoding="utf-8").strip()
+    assert SpecifierSet(PROJECT["requires-python"]) == SpecifierSet(f">={chosen}")
+    assert f"Programming Language :: Python :: {chosen}" in PROJECT["classifiers"]
+
+
+def test_every_package_is_typed_and_described() -> None:
+    for package in PACKAGES:
+        assert (ROOT / package / "py.typed").is_file()
+        assert ast.get_docstring(ast.parse((ROOT / package / "__init__.py").read_text(encoding="utf-8")))

@@ -1,0 +1,259 @@
+"""The set-up scripts, run: how they pick a Python, when they install, what they say when they can't.
+
+Fake interpreters stand on a PATH of their own. Where a fake answers at all it is the Python of this test run, with
+stand-in modules before the real ones, so that the scripts' own probe is what runs.
+"""
+
+import os
+import shlex
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BASH = shutil.which("bash")
+REAL = shlex.quote(sys.executable)
+BASE = getattr(sys, "_base_executable", sys.executable)
+TOOLS = ("bash", "cat", "dirname", "env", "mkdir", "rm")
+
+pytestmark = pytest.mark.skipif(BASH is None, reason="the scripts are for bash")
+
+
+class Machine:
+    """A machine with a clone in a folder with a space, its own home and PATH, and nothing else."""
+
+    def __init__(self, folder: Path) -> None:
+        self.clone = folder / "my clone"
+        self.home = folder / "home"
+        self.bin = folder / "bin"
+        self.log = folder / "pip.log"
+        for made in (self.clone / "tests", self.home, self.bin):
+            made.mkdir(parents=True)
+        shutil.copytree(ROOT / "scripts", self.clone / "scripts")
+        for name in ("pyproject.toml", "tests/lowest.txt"):
+            shutil.copy(ROOT / name, self.clone / name)
+        for tool in TOOLS:
+            found = shutil.which(tool)
+            assert found, tool
+            (self.bin / tool).symlink_to(found)
+
+    def fake(self, path: Path, body: str) -> Path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        return path
+
+    def fake_version(self, path: Path, version: str) -> Path:
+        """A Python that says it is another version."""
+        stub = self.home / f"stub-{version}"
+        stub.mkdir(exist_ok=True)
+        (stub / "sitecustomize.py").write_text(
+            f"import sys\nsys.version_info = ({version.replace('.', ', ')})\n", encoding="utf-8"
+        )
+        return self.fake(path, f'PYTHONPATH={shlex.quote(str(stub))} exec {REAL} "$@"')
+
+    def fake_split(self, path: Path) -> Path:
+        """A Python without ensurepip, as Debian and Ubuntu split it."""
+        stub = self.home / "stub-split"
+        stub.mkdir()
+        (stub / "ensurepip.py").write_text("raise ImportError('split off')\n", encoding="utf-8")
+        return self.fake(path, f'PYTHONPATH={shlex.quote(str(stub))} exec {REAL} "$@"')
+
+    def fake_installer(self, path: Path, pip: str = "exit 0") -> Path:
+        """A Python that makes environments of copies of itself and logs what pip is asked to do."""
+        body = f"""
+case "$*" in
+  *ensurepip.version*) echo "$0" ;;
+  '-m venv '*) echo "venv" >>"$PIP_LOG"; mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
+  '-m pip '*) echo "pip $*" >>"$PIP_LOG"; {pip} ;;
+  *) exec {REAL} "$@" ;;
+esac"""
+        for tool in ("cp", "mkdir"):
+            body = body.replace(f"; {tool} ", f"; {shutil.which(tool)} ")
+        return self.fake(path, body)
+
+    def run(self, command: str, **env: str) -> subprocess.CompletedProcess[str]:
+        assert BASH
+        base = {"PATH": str(self.bin), "HOME": str(self.home), "PIP_LOG": str(self.log)}
+        if "LD_LIBRARY_PATH" in os.environ:  # some Pythons don't start without
+            base["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]
+        return subprocess.run(
+            [BASH, "-c", command], cwd=self.home, env=base | env, capture_output=True, text=True, timeout=60
+        )
+
+    def sourced(self, command: str, **env: str) -> subprocess.CompletedProcess[str]:
+        clone = shlex.quote(str(self.clone))
+        return self.run(f'set -euo pipefail; me=me; root={clone}; . "$root/scripts/venv.sh"; {command}', **env)
+
+    def installs(self) -> list[str]:
+        return self.log.read_text(encoding="utf-8").splitlines() if self.log.exists() else []
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+@pytest.mark.parametrize("script", ["demo", "test", "lint"])
+def test_help_makes_nothing(machine: Machine, script: str) -> None:
+    before = sorted(machine.clone.rglob("*"))
+    done = machine.run(f"{shlex.quote(str(machine.clone))}/scripts/{script} --help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"usage: scripts/{script}")
+    assert sorted(machine.clone.rglob("*")) == before
+
+
+@pytest.mark.parametrize("script", ["demo", "test", "lint"])
+def test_without_a_python_one_line_names_the_remedy(machine: Machine, script: str) -> None:
+    machine.fake(machine.bin / "python3.12", "echo 'pyenv: python3.12: command not found' >&2; exit 127")
+    machine.fake_version(machine.bin / "python3", "3.11.7")
+    machine.fake(machine.bin / "uv", "exit 2")
+    done = machine.run(f"{shlex.quote(str(machine.clone))}/scripts/{script}")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line == (
+        f"scripts/{script}: no Python ≥ 3.12 found; get one with uv python install 3.12 or pyenv install 3.12, "
+        f"or name it: PYTHON=… scripts/{script}"
+    )
+    assert not (machine.clone / ".venv").exists()
+
+
+def test_a_dead_shim_and_an_old_python_are_passed_over_for_pyenvs_own(machine: Machine) -> None:
+    machine.fake(machine.bin / "python3.12", "exit 127")
+    machine.fake_version(machine.bin / "python3", "3.9.18")
+    machine.fake_version(machine.home / ".pyenv/versions/3.11.7/bin/python", "3.11.7")
+    machine.fake(machine.home / ".pyenv/versions/3.12.1/bin/python", f'exec {REAL} "$@"')
+    done = machine.sourced("find_python")
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, BASE, "")
+
+
+def test_newest_first_and_path_before_pyenv(machine: Machine) -> None:
+    machine.fake(machine.bin / "python3.14", "echo newest")
+    machine.fake(machine.bin / "python3.12", "echo oldest")
+    machine.fake(machine.home / "elsewhere/versions/3.13.0/bin/python", "echo pyenv")
+    root = str(machine.home / "elsewhere")
+    assert machine.sourced("find_python", PYENV_ROOT=root).stdout == "newest\n"
+    assert machine.sourced("find_python --lowest", PYENV_ROOT=root).stdout == "oldest\n"
+    (machine.bin / "python3.14").unlink()
+    (machine.bin / "python3.12").unlink()
+    assert machine.sourced("find_python", PYENV_ROOT=root).stdout == "pyenv\n"
+
+
+def test_uvs_python_is_the_last_resort(machine: Machine) -> None:
+    python = machine.fake(machine.home / "uv python/bin/python3.13", "echo from uv")
+    machine.fake(
+        machine.bin / "uv", f'case "$*" in "python find --system 3.13") echo {shlex.quote(str(python))};; esac'
+    )
+    assert machine.sourced("find_python").stdout == "from uv\n"
+
+
+def test_lowest_refuses_a_python_the_old_wheels_do_not_know(machine: Machine) -> None:
+    machine.fake_version(machine.bin / "python3", "3.14.0")
+    assert machine.sourced("find_python").stdout.strip() == BASE
+    done = machine.sourced("find_python --lowest")
+    assert done.returncode == 2
+    assert "no Python 3.12 or 3.13 found" in done.stderr
+
+
+def test_a_python_without_ensurepip_names_debians_package(machine: Machine) -> None:
+    machine.fake_split(machine.bin / "python3")
+    done = machine.sourced("find_python")
+    minor = f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert done.returncode == 2
+    assert (
+        done.stderr == f"me: {sys.executable} has no ensurepip; on Debian or Ubuntu: apt install python{minor}-venv\n"
+    )
+
+
+def test_a_named_python_is_the_only_one_tried(machine: Machine) -> None:
+    machine.fake(machine.bin / "python3.12", "echo good")
+    assert machine.sourced("find_python", PYTHON="python3.12").stdout == "good\n"
+    machine.fake(machine.home / "my python", "echo mine")
+    assert machine.sourced("find_python", PYTHON="./my python").stdout == "mine\n"
+    done = machine.sourced("find_python", PYTHON="/no/such/python")
+    assert done.returncode == 2
+    assert done.stderr == "me: PYTHON=/no/such/python is no working CPython ≥ 3.12; unset it or name another\n"
+
+
+def ensure(machine: Machine, arguments: str = "dev") -> subprocess.CompletedProcess[str]:
+    return machine.sourced(f'ensure_venv "$root/.venv" {arguments}')
+
+
+def test_installs_once_and_again_when_pyproject_changes(machine: Machine) -> None:
+    machine.fake_installer(machine.bin / "python3.12")
+    done = ensure(machine)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in machine.installs()] == ["venv", "pip"]
+    assert machine.installs()[1].endswith(f"--editable {machine.clone}[dev]")
+    assert ensure(machine).stderr == ""
+    assert ensure(machine, "''").stderr == ""  # what has the dev extra has the core
+    assert len(machine.installs()) == 2
+    with (machine.clone / "pyproject.toml").open("a", encoding="utf-8") as file:
+        file.write("# changed\n")
+    assert ensure(machine).returncode == 0
+    assert [line.split()[0] for line in machine.installs()] == ["venv", "pip", "pip"]
+
+
+def test_the_core_alone_does_not_stand_in_for_the_dev_extra(machine: Machine) -> None:
+    machine.fake_installer(machine.bin / "python3.12")
+    for arguments in ("''", "dev", "dev", "''"):
+        assert ensure(machine, arguments).returncode == 0
+    assert [line.endswith("[dev]") for line in machine.installs()] == [False, False, True]
+
+
+def test_constraints_are_part_of_what_was_installed(machine: Machine) -> None:
+    machine.fake_installer(machine.bin / "python3.12")
+    lowest = 'dev "$root/tests/lowest.txt"'
+    assert ensure(machine, lowest).returncode == 0
+    assert f"--constraint {machine.clone}/tests/lowest.txt" in machine.installs()[1]
+    (machine.clone / "tests/lowest.txt").write_text("numpy==2.2.0\n", encoding="utf-8")
+    assert ensure(machine, lowest).returncode == 0
+    assert len(machine.installs()) == 3
+
+
+def test_a_failing_pip_is_shown_in_full_and_tried_again(machine: Machine) -> None:
+    machine.fake_installer(machine.bin / "python3.12", pip="echo 'ERROR: no network'; exit 1")
+    for times in (1, 2):
+        done = ensure(machine)
+        assert done.returncode == 1
+        assert "ERROR: no network" in done.stderr
+        assert "run the same command again to go on" in done.stderr
+        assert [line.split()[0] for line in machine.installs()] == ["venv"] + ["pip"] * times
+
+
+@pytest.mark.parametrize("fault", ["killed", "interpreter gone", "moved"])
+def test_a_broken_environment_is_made_anew(machine: Machine, fault: str) -> None:
+    machine.fake_installer(machine.bin / "python3.12")
+    assert ensure(machine).returncode == 0
+    if fault == "killed":
+        (machine.clone / ".venv/.installing").touch()
+    elif fault == "interpreter gone":
+        (machine.clone / ".venv/bin/python").unlink()
+        (machine.clone / ".venv/bin/python").symlink_to("/no/such/python")
+    else:
+        machine.clone = machine.clone.rename(machine.clone.with_name("moved clone"))
+    done = ensure(machine)
+    assert done.returncode == 0, done.stderr
+    assert "making .venv with" in done.stderr
+    assert [line.split()[0] for line in machine.installs()] == ["venv", "pip"] * 2
+
+
+def test_an_environment_made_by_hand_is_kept(machine: Machine) -> None:
+    machine.fake_installer(machine.clone / ".venv/bin/python")
+    assert ensure(machine).returncode == 0
+    assert [line.split()[0] for line in machine.installs()] == ["pip"]
+
+
+def test_hooks_and_ci_run_the_same_commands() -> None:
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")
+    assert [line.split()[-1] for line in hooks.splitlines() if "entry:" in line] == ["scripts/lint", "scripts/test"]
+    assert "repo: https" not in hooks
+    assert "scripts/test" in (ROOT / ".ci/run").read_text(encoding="utf-8")
+    assert "\nscripts/lint" in (ROOT / "scripts/test").read_text(encoding="utf-8")
+    for script in (".ci/run", "scripts/test", "scripts/lint", "scripts/demo"):
+        assert os.access(ROOT / script, os.X_OK), script
