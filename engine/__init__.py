@@ -1,1 +1,29 @@
-"""The training engine: order, infeed, the compiled program, outfeed, and the commands around them."""
+"""The training engine: order, infeed, the compiled program, outfeed, and the commands around them.
+
+The public names are loaded on first use, so that the commands can print their help without waiting for jax.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine.batches import BatchSource
+    from engine.config import TrainConfig
+    from engine.run import TrainResult, train
+
+__all__ = ["BatchSource", "TrainConfig", "TrainResult", "train"]
+
+_HOME = {
+    "BatchSource": "engine.batches",
+    "TrainConfig": "engine.config",
+    "TrainResult": "engine.run",
+    "train": "engine.run",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Loads a public name from the module that defines it (PEP 562)."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'engine' has no attribute {name!r}; it has {', '.join(__all__)}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOME[name]), name)

@@ -1,0 +1,174 @@
+"""The command `run-train`: options to settings, the loss stream to the terminal, errors to one line."""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from engine.config import TrainConfig
+
+if TYPE_CHECKING:
+    from engine.run import DryRun, TrainResult
+    from engine.sinks import Sink
+
+_DONE, _FAILED, _WRONG_USAGE, _STOPPED = 0, 1, 2, 130
+_DEFAULTS = TrainConfig()
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True})
+@click.option("--steps", type=int, default=_DEFAULTS.steps, metavar="N", help="Updates to make.")
+@click.option("--batch", type=int, default=_DEFAULTS.batch, metavar="IMAGES", help="Images a step.")
+@click.option(
+    "--data",
+    metavar="DIR|URL",
+    help="Packed data set.",
+    show_default="$FEEDLOOP_DATA, else data/shards, else the demo set",
+)
+@click.option("--split", default=_DEFAULTS.split, metavar="NAME", help="Split to train on.")
+@click.option("--synthetic", is_flag=True, help="Random batches drawn on the host; needs no data set.")
+@click.option("--model", default=_DEFAULTS.model, metavar="NAME", help="auto is resnet50 from 128 px, resnet8 below.")
+@click.option("--num-classes", type=int, metavar="K", show_default="the data's", help="Outputs of the model.")
+@click.option(
+    "--image-size",
+    type=int,
+    metavar="PX",
+    show_default="the data's",
+    help="Of synthetic images; a check on others.",
+)
+@click.option("--learning-rate", type=float, metavar="RATE", show_default="0.1 · batch / 256", help="Of SGD.")
+@click.option("--momentum", type=float, default=_DEFAULTS.momentum, metavar="0…1", help="Of SGD.")
+@click.option("--weight-decay", type=float, default=_DEFAULTS.weight_decay, metavar="RATE", help="On all parameters.")
+@click.option("--seed", type=int, default=_DEFAULTS.seed, metavar="N", help="Of initial parameters and image order.")
+@click.option("--prefetch", type=int, default=_DEFAULTS.prefetch, metavar="BATCHES", help="Batches read ahead.")
+@click.option(
+    "--reader-threads", type=int, default=_DEFAULTS.reader_threads, metavar="N", help="Threads that read shards."
+)
+@click.option(
+    "--infeed-timeout",
+    "infeed_timeout_s",
+    type=float,
+    default=_DEFAULTS.infeed_timeout_s,
+    metavar="SECONDS",
+    help="Longest wait for a batch before the run ends.",
+)
+@click.option(
+    "--transport",
+    type=click.Choice(["auto", "inplace", "callback"]),
+    default=_DEFAULTS.transport,
+    help="How batches cross to the device.",
+)
+@click.option(
+    "--run-dir", metavar="DIR", show_default="runs/<date>-<time>", help="Where config, losses and weights go."
+)
+@click.option("--overwrite", is_flag=True, help="Replace an earlier run in --run-dir.")
+@click.option(
+    "--compilation-cache",
+    metavar="DIR|off",
+    show_default="the user's cache folder",
+    help="Where compiled programs are kept.",
+)
+@click.option("--dump-hlo", metavar="DIR", help="Write the program's StableHLO and optimised HLO.")
+@click.option("--dry-run", is_flag=True, help="Resolve and compile, print memory and FLOPs, run nothing.")
+@click.option("--traceback", is_flag=True, help="Show a failure's whole traceback.")
+@click.version_option(package_name="feedloop")
+def main(*, dry_run: bool, traceback: bool, **options: Any) -> None:
+    """Train an image classifier in one compiled program.
+
+    Batches stream in and losses stream out while a single while-loop trains on the device. Exit codes: 0 done, 1 the
+    run failed, 2 wrong usage or data, 130 stopped by SIGINT or SIGTERM.
+    """
+    try:
+        if dry_run:
+            _show(_plan(TrainConfig(**options)))
+            code = _DONE
+        else:
+            options["run_dir"] = options["run_dir"] or _new_run_dir()
+            code = _train(TrainConfig(**options))
+    except KeyboardInterrupt:
+        click.echo("stopped at once; losses up to here are in the run folder", err=True)
+        code = _STOPPED
+    except Exception as error:
+        if traceback:
+            raise
+        click.echo(f"run-train: {_describe(error)}", err=True)
+        code = _WRONG_USAGE if isinstance(error, ValueError) else _FAILED
+    _leave(code)
+
+
+def _leave(code: int) -> None:
+    """Exits; after a stop or failure at once, since a thread stuck in a source or a compiler can't be joined."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code != _DONE:
+        os._exit(code)
+
+
+def _describe(error: Exception) -> str:
+    """Gives the error in a line or two; one that is no rule of ours says where the rest is."""
+    notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
+    if isinstance(error, ValueError | OSError | TimeoutError | RuntimeError) and str(error):
+        return f"{error}{notes}"
+    return f"{type(error).__name__}: {error} (--traceback shows where){notes}"
+
+
+def _new_run_dir() -> str:
+    """Names a folder that does not exist yet, by the time."""
+    name = f"runs/{time.strftime('%Y%m%d-%H%M%S')}"
+    number = 1
+    while Path(path := name if number == 1 else f"{name}-{number}").exists():
+        number += 1
+    return path
+
+
+def _plan(config: TrainConfig) -> "DryRun":
+    from engine.run import plan_run
+
+    return plan_run(config, notify=click.echo)
+
+
+def _show(plan: "DryRun") -> None:
+    memory = plan.compiled.memory_bytes
+    for kind, size_bytes in memory.items():
+        click.echo(f"memory, {kind}: {size_bytes / 1e6:,.1f} MB")
+    click.echo(f"memory, batches read ahead (host): {plan.ring_bytes / 1e6:,.1f} MB")
+    flops = plan.compiled.step_flops
+    click.echo(f"work: {flops / 1e9:,.2f} GFLOP a step" if flops is not None else "work: XLA gives no count here")
+    click.echo("dry run: nothing was trained and nothing written")
+
+
+def _train(config: TrainConfig) -> int:
+    from engine.run import train
+
+    result = train(config, sinks=[_terminal_sink(config)], notify=click.echo)
+    _summarise(result)
+    return _DONE if result.stopped_by == "steps" else _STOPPED
+
+
+def _terminal_sink(config: TrainConfig) -> "Sink":
+    """A progress line for a person, a line a step for a pipe."""
+    if sys.stdout.isatty():
+        from rich.console import Console
+
+        from engine.terminal import ProgressSink
+
+        return ProgressSink(Console(), steps=config.steps, batch=config.batch)
+    from engine.sinks import PlainSink
+
+    return PlainSink(sys.stdout, steps=config.steps)
+
+
+def _summarise(result: "TrainResult") -> None:
+    steps = f"{result.steps_done:,} step{'' if result.steps_done == 1 else 's'}"
+    how = "done" if result.stopped_by == "steps" else f"stopped by {result.stopped_by}"
+    line = f"{how}: {steps} in {result.train_s:.1f} s"
+    if len(result.losses):
+        last = result.losses[-min(100, len(result.losses)) :]
+        line += (
+            f", final loss {result.losses[-1]:.4f} (mean of the last {len(last)}: {last.mean():.4f}), "
+            f"infeed wait {100 * result.wait_s / result.train_s:.1f} % of the time"
+        )
+    click.echo(line)
+    click.echo(f"run folder: {result.run_dir}")

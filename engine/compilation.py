@@ -1,0 +1,132 @@
+"""Ahead-of-time compilation: trace, compile or load from the cache on disk, and say what XLA knows of the program."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.monitoring
+from jax.experimental.compilation_cache import compilation_cache
+
+from engine.locations import user_cache_folder
+from engine.whole_file import write_whole
+
+_CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled program and what is known of it.
+
+    Attributes:
+        call: runs it.
+        trace_s, compile_s: seconds that tracing and lowering took, and compiling or loading.
+        from_cache: whether it was loaded from the cache on disk.
+        memory_bytes: XLA's account by kind (arguments, results, temporaries, code), in bytes; empty where it has none.
+        step_flops: floating-point operations of one step by XLA's count, None where it has none.
+    """
+
+    call: Callable[..., Any]
+    trace_s: float
+    compile_s: float
+    from_cache: bool
+    memory_bytes: dict[str, int]
+    step_flops: float | None
+
+
+def compile_ahead(
+    function: Callable[..., Any],
+    *arguments: Any,
+    donate: tuple[int, ...] = (),
+    dump_folder: Path | None = None,
+) -> Compiled:
+    """Compiles `function` for arguments of these shapes.
+
+    Args:
+        function: traced once, here.
+        arguments: pytrees of arrays or jax.ShapeDtypeStruct.
+        donate: the arguments whose memory the program may reuse.
+        dump_folder: where to write `program.stablehlo.mlir` and `program.optimised.hlo`; None writes neither.
+    """
+    started = time.perf_counter()
+    lowered = jax.jit(function, donate_argnums=donate).lower(*arguments)
+    traced = time.perf_counter()
+    with _counting_cache_hits() as hits:
+        compiled = lowered.compile()
+    finished = time.perf_counter()
+    if dump_folder is not None:
+        dump_folder.mkdir(parents=True, exist_ok=True)
+        write_whole(dump_folder / "program.stablehlo.mlir", lowered.as_text().encode())
+        write_whole(dump_folder / "program.optimised.hlo", compiled.as_text().encode())
+    return Compiled(
+        compiled, traced - started, finished - traced, bool(hits), _memory_bytes(compiled), _step_flops(compiled)
+    )
+
+
+@contextmanager
+def caching_compilations(folder: str | None) -> Iterator[None]:
+    """Keeps compiled programs on disk inside the block, and puts jax's settings back after it.
+
+    Args:
+        folder: where; None leaves a cache that the caller or $JAX_COMPILATION_CACHE_DIR has set, else takes the
+            user's cache folder; "off" keeps none.
+    """
+    if folder is None:
+        folder = jax.config.jax_compilation_cache_dir or os.fspath(user_cache_folder() / "xla")
+    settings = {
+        "jax_compilation_cache_dir": None if folder == "off" else folder,
+        # By default jax leaves out what compiles in under a second, which is most of a small model's start.
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    _configure(settings)
+    try:
+        yield
+    finally:
+        _configure(before)
+
+
+def _configure(settings: dict[str, Any]) -> None:
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    # The cache is opened once a process; without this a later folder would be ignored.
+    compilation_cache.reset_cache()
+
+
+@contextmanager
+def _counting_cache_hits() -> Iterator[list[str]]:
+    """Collects jax's events of programs found in the cache while the block runs."""
+    hits: list[str] = []
+
+    def listen(event: str, **_: Any) -> None:
+        if event == _CACHE_HIT_EVENT:
+            hits.append(event)
+
+    jax.monitoring.register_event_listener(listen)
+    try:
+        yield hits
+    finally:
+        jax.monitoring.unregister_event_listener(listen)
+
+
+def _memory_bytes(compiled: jax.stages.Compiled) -> dict[str, int]:
+    analysis = compiled.memory_analysis()
+    if analysis is None:
+        return {}
+    return {
+        "arguments": analysis.argument_size_in_bytes,
+        "results": analysis.output_size_in_bytes,
+        "reused": analysis.alias_size_in_bytes,
+        "temporaries": analysis.temp_size_in_bytes,
+        "code": analysis.generated_code_size_in_bytes,
+    }
+
+
+def _step_flops(compiled: jax.stages.Compiled) -> float | None:
+    # XLA counts the body of a loop without a known trip count once, so the program's count is that of one step.
+    analysis = compiled.cost_analysis()
+    return None if not analysis or "flops" not in analysis else float(analysis["flops"])

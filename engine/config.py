@@ -1,0 +1,129 @@
+"""The settings of a run: one frozen, validated record with a strict JSON round trip.
+
+Owns the names, ranges and defaults of the settings; must not import jax, so that the commands start fast. What a
+setting that is None resolves to (model, image size, rate) is decided in `engine.run`, once the data is open.
+"""
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+TransportName = Literal["auto", "inplace", "callback"]
+
+# Goyal et al. (2017), arXiv:1706.02677: a rate of 0.1 for each 256 images of the batch.
+_RATE_PER_IMAGE = 0.1 / 256
+_RANGES: dict[str, tuple[float, float]] = {
+    "steps": (0, 2**31 - 2),
+    "batch": (1, 2**20),
+    "image_size": (1, 2**14),
+    "num_classes": (1, 2**16),
+    "learning_rate": (0, math.inf),
+    "momentum": (0, 1),
+    "weight_decay": (0, math.inf),
+    "seed": (0, 2**63 - 1),
+    "prefetch": (1, 1024),
+    "reader_threads": (1, 1024),
+    "infeed_timeout_s": (0.001, 86_400),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Everything that `train` needs to know; None means: decided from the data or from another setting.
+
+    Attributes:
+        steps: updates to make; 0 only compiles and initialises. A runtime value: changing it compiles nothing.
+        batch: images a step, over all devices.
+        data: the packed data set: a folder or a TensorStore URL; None is $FEEDLOOP_DATA, else data/shards, else the
+            demo set.
+        split: the split to train on.
+        synthetic: draw random batches on the host instead of reading a data set.
+        model: a name of `models.registry`, or "auto": resnet50 from 128 px, resnet8 below.
+        num_classes: K; None is the manifest's (1000 for synthetic batches).
+        image_size: height and width in pixels; None is the data's (224 for synthetic batches).
+        learning_rate: None is 0.1 · batch / 256. A runtime value.
+        momentum: of SGD, as PyTorch defines it. A runtime value.
+        weight_decay: added to the gradient of every parameter, times the parameter. A runtime value.
+        seed: of the initial parameters and of the order of the images. A runtime value.
+        prefetch: batches held in memory ahead of the device.
+        reader_threads: threads that fill them from shards; a source of your own is called from one thread, in order.
+        infeed_timeout_s: seconds that a step may wait for its batch before the run ends with an error.
+        transport: how batches cross to the device: "inplace" (CPU), "callback" (anything), or "auto".
+        run_dir: the run folder; None writes nothing to disk (the command makes one under runs/).
+        overwrite: replace what an earlier run left in run_dir.
+        compilation_cache: folder of compiled programs; None is $JAX_COMPILATION_CACHE_DIR, else the user's cache
+            folder; "off" keeps none.
+        dump_hlo: folder for the program's StableHLO and optimised HLO; None writes neither.
+
+    Raises:
+        ValueError: where a value is out of its range, naming the setting, the value and the range.
+    """
+
+    steps: int = 1000
+    batch: int = 128
+    data: str | None = None
+    split: str = "train"
+    synthetic: bool = False
+    model: str = "auto"
+    num_classes: int | None = None
+    image_size: int | None = None
+    learning_rate: float | None = None
+    momentum: float = 0.9
+    weight_decay: float = 1e-4
+    seed: int = 0
+    prefetch: int = 4
+    reader_threads: int = 2
+    infeed_timeout_s: float = 60.0
+    transport: TransportName = "auto"
+    run_dir: str | None = None
+    overwrite: bool = False
+    compilation_cache: str | None = None
+    dump_hlo: str | None = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if isinstance(value := getattr(self, field.name), os.PathLike):
+                object.__setattr__(self, field.name, os.fspath(value))
+            _check_type(field, getattr(self, field.name))
+        for name, (low, high) in _RANGES.items():
+            value = getattr(self, name)
+            # Written so that NaN fails too.
+            if value is not None and not (low <= value <= high and math.isfinite(value)):
+                raise ValueError(f"{name} must lie in {low} … {high}, got {value}")
+        if self.transport not in get_args(TransportName):
+            raise ValueError(f"transport must be one of {', '.join(get_args(TransportName))}, got {self.transport!r}")
+        if self.synthetic and self.data is not None:
+            raise ValueError(f"synthetic batches need no data set, got data {self.data!r}: give one of the two")
+
+    @property
+    def peak_learning_rate(self) -> float:
+        """The learning rate with its default filled in."""
+        return self.batch * _RATE_PER_IMAGE if self.learning_rate is None else self.learning_rate
+
+    def to_json(self) -> dict[str, Any]:
+        """Gives the settings as a JSON object."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "TrainConfig":
+        """Reads what `to_json` gave; a key that is no setting raises ValueError."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for key in values:
+            if key not in known:
+                raise ValueError(f"a setting must be one of {', '.join(known)}; got {key!r}")
+        return cls(**values)
+
+
+def _check_type(field: dataclasses.Field[Any], value: Any) -> None:
+    """Raises ValueError where a value is not of the field's declared kind; an int serves as a float."""
+    declared = str(getattr(field.type, "__name__", field.type))
+    names = [part.strip() for part in declared.split("|")]
+    if value is None and "None" in names:
+        return
+    kinds: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
+    allowed = kinds.get(names[0], (str,))
+    if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
+        raise ValueError(f"{field.name} must be of type {declared}, got {value!r} of type {type(value).__name__}")

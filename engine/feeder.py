@@ -1,0 +1,163 @@
+"""The ring of batches that threads fill ahead of the device.
+
+Owns the slots, their life (empty → filling → ready → taken by every shard → empty) and the threads; knows nothing
+of jax. Memory is bounded: `depth` batches, allocated once. Whoever waits has a time limit and looks whether its
+workers live; what a source raises is kept in its slot and raised to the taker when that step is due.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from engine.batches import BatchSource, Labels, Pixels
+
+# How long a wait lasts before it looks again whether the worker threads are alive.
+_LOOK_EVERY_S = 1.0
+
+
+class FeederError(RuntimeError):
+    """The ring cannot give the batch that is due: its source is too slow, its threads are gone, or it is closed."""
+
+
+class _Slot:
+    """One batch's memory, and what happened to it."""
+
+    def __init__(self, batch: int, height: int, width: int) -> None:
+        self.pixels: Pixels = np.zeros((batch, height, width), np.uint32)
+        self.labels: Labels = np.zeros(batch, np.int32)
+        self.step = -1  # the step whose batch is here, -1 while empty or being filled
+        self.failure: BaseException | None = None
+        self.shards_to_take = 0
+
+
+class Feeder:
+    """Reads batches `start_step` … `stop_step` - 1 ahead of the program, each exactly once.
+
+    Args:
+        source: fills a slot for a step.
+        start_step, stop_step: the half-open range of steps to read.
+        depth: slots of the ring, each the size of a batch.
+        num_threads: threads that fill; one, whatever is asked for, where the source is not thread-safe.
+        num_shards: parts of a batch that are taken one by one, each batch / num_shards images.
+        timeout_s: the longest that `take` waits.
+    """
+
+    def __init__(
+        self,
+        source: BatchSource,
+        *,
+        start_step: int,
+        stop_step: int,
+        depth: int,
+        num_threads: int,
+        timeout_s: float,
+        num_shards: int = 1,
+    ) -> None:
+        if source.batch % num_shards:
+            raise ValueError(f"batch must be a multiple of the {num_shards} devices, got {source.batch}")
+        self.shard_batch = source.batch // num_shards
+        self._source, self._stop_step, self._num_shards = source, stop_step, num_shards
+        self._timeout_s = timeout_s
+        self._depth = max(1, min(depth, stop_step - start_step))
+        self._num_threads = min(num_threads, self._depth) if source.thread_safe else 1
+        self._slots: list[_Slot] = []
+        self._threads: list[threading.Thread] = []
+        self._changed = threading.Condition()
+        self._next_fill = start_step  # guarded by _changed, like the two below
+        self._next_release = start_step
+        self._closed = False
+
+    def start(self) -> None:
+        """Allocates the ring and starts to read ahead; called once."""
+        source = self._source
+        self._slots = [_Slot(source.batch, source.height, source.width) for _ in range(self._depth)]
+        for number in range(self._num_threads):
+            self._threads.append(threading.Thread(target=self._work, name=f"feeder-{number}", daemon=True))
+            self._threads[-1].start()
+
+    def take(self, step: int, shard: int, pixels: Pixels, labels: Labels) -> float:
+        """Copies a shard of a step's batch out of the ring; steps must be taken in order, shards in any.
+
+        Args:
+            step, shard: the address of the batch's part.
+            pixels, labels: uint32 [b, H, W] and int32 [b], b = batch / num_shards, written.
+
+        Returns:
+            Seconds waited for the batch.
+
+        Raises:
+            FeederError: where the batch did not come in time or never can.
+            BaseException: whatever the source raised for this step.
+        """
+        started = time.perf_counter()
+        slot = self._slots[step % self._depth]
+        self._wait(lambda: slot.step == step or self._closed, step)
+        if slot.failure is not None:
+            raise slot.failure
+        if slot.step != step:
+            raise FeederError(f"the feeder was closed while step {step + 1} waited for its batch")
+        waited_s = time.perf_counter() - started
+        rows = slice(shard * self.shard_batch, (shard + 1) * self.shard_batch)
+        np.copyto(pixels, slot.pixels[rows])
+        np.copyto(labels, slot.labels[rows])
+        self._release(slot)
+        return waited_s
+
+    def close(self) -> None:
+        """Stops the threads; waits a second for each at most: a source may be stuck for good, and they are daemons."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_LOOK_EVERY_S)
+
+    def _release(self, slot: _Slot) -> None:
+        with self._changed:
+            slot.shards_to_take -= 1
+            if slot.shards_to_take == 0:
+                slot.step = -1
+                self._next_release += 1
+                self._changed.notify_all()
+
+    def _wait(self, ready: Callable[[], bool], step: int) -> None:
+        """Waits until `ready`; raises FeederError when the time is over or nobody is left who could make it so."""
+        deadline = time.monotonic() + self._timeout_s
+        with self._changed:
+            while not self._changed.wait_for(ready, timeout=min(_LOOK_EVERY_S, max(0.0, deadline - time.monotonic()))):
+                if time.monotonic() >= deadline:
+                    raise FeederError(
+                        f"the batch of step {step + 1} must be there within {self._timeout_s:g} s, and was not: the "
+                        "source has stalled or is too slow; look at the storage, or raise --infeed-timeout"
+                    )
+                if not any(thread.is_alive() for thread in self._threads):
+                    raise FeederError(f"the batch of step {step + 1} cannot come: every reader thread has ended")
+
+    def _work(self) -> None:
+        """A worker's life: claim the next step, wait for its slot, fill it, until all is read or the ring closes."""
+        while (claimed := self._claim()) is not None:
+            step, slot = claimed
+            try:
+                self._source.fill(step, slot.pixels, slot.labels, timeout_s=self._timeout_s)
+                failure = None
+            except BaseException as error:  # noqa: BLE001 - raised to whoever takes this step, traceback included
+                failure = error
+            with self._changed:
+                slot.failure, slot.shards_to_take, slot.step = failure, self._num_shards, step
+                self._changed.notify_all()
+            if failure is not None:
+                return
+
+    def _claim(self) -> tuple[int, _Slot] | None:
+        """Takes the next step for this thread once its slot is empty; None when there is nothing left to do."""
+        with self._changed:
+            # Not a wait for work done elsewhere: it ends with close(), and a program may take an hour over a step.
+            while not self._closed and self._next_fill < self._stop_step:
+                if self._next_fill < self._next_release + self._depth:
+                    step = self._next_fill
+                    self._next_fill += 1
+                    return step, self._slots[step % self._depth]
+                self._changed.wait(_LOOK_EVERY_S)
+        return None

@@ -1,0 +1,78 @@
+"""The infeed: the crossing by which the program pulls its batches and the control word.
+
+A pull is addressed by (step, shard). Where the host fails, the exception is kept here, the pull answers zeros with
+the stop bit set, and the loop ends before that step; the host then raises what was kept.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from engine.control import CONTROL_WORDS, STOP, ControlBoard, ControlWord, decode_control, encode_control
+from engine.feeder import Feeder
+from engine.transport import Array, Transport
+
+
+class Pulled(NamedTuple):
+    """What one pull gives the program.
+
+    Attributes:
+        pixels: uint32 [b, H, W], packed; b is the shard's part of the batch.
+        labels: int32 [b].
+        control: what the host asks for at this step.
+    """
+
+    pixels: jax.Array
+    labels: jax.Array
+    control: ControlWord
+
+
+class Infeed:
+    """Connects a feeder and a control board to the program.
+
+    Args:
+        feeder: where the batches are.
+        board: where the host's requests are.
+        transport: how the call is made.
+        height, width: of the images, in pixels.
+
+    Attributes:
+        failure: the exception that ended the infeed, None while there is none.
+    """
+
+    def __init__(self, feeder: Feeder, board: ControlBoard, transport: Transport, *, height: int, width: int) -> None:
+        self._feeder, self._board, self._transport = feeder, board, transport
+        self._results = (
+            jax.ShapeDtypeStruct((feeder.shard_batch, height, width), jnp.uint32),
+            jax.ShapeDtypeStruct((feeder.shard_batch,), jnp.int32),
+            jax.ShapeDtypeStruct((CONTROL_WORDS,), jnp.uint32),
+        )
+        self._wait_s: dict[int, float] = {}
+        self.failure: BaseException | None = None
+
+    def pull(self, step: jax.Array, shard: jax.Array) -> Pulled:
+        """Pulls the batch at int32 [] `step` (from 0) for int32 [] `shard`; called while tracing."""
+        pixels, labels, words = self._transport.call(self._answer, self._results, step, shard)
+        return Pulled(pixels, labels, decode_control(words))
+
+    def take_wait_s(self, step: int) -> float:
+        """Gives the seconds that the pull of `step` waited for its batch, once."""
+        return self._wait_s.pop(step, 0.0)
+
+    def _answer(self, operands: Sequence[Array], results: Sequence[Array]) -> None:
+        """The host's side of a pull; runs on a thread of the runtime."""
+        step, shard = (int(operand) for operand in operands)
+        pixels, labels, words = results
+        try:
+            words[...] = self._board.words()
+            if words[0] & STOP:
+                # No batch is taken: it stays for whoever continues at this step.
+                pixels[...], labels[...] = 0, 0
+                return
+            self._wait_s[step] = self._feeder.take(step, shard, pixels, labels)
+        except BaseException as error:  # noqa: BLE001 - raising through XLA loses it: kept, and raised by the host
+            self.failure = error
+            pixels[...], labels[...] = 0, 0
+            words[...] = encode_control(STOP)

@@ -1,0 +1,9 @@
+"""Where the project keeps what it makes for itself, outside of any run folder."""
+
+import os
+from pathlib import Path
+
+
+def user_cache_folder() -> Path:
+    """Gives the folder for compiled programs and the demo set: $XDG_CACHE_HOME/feedloop, else ~/.cache/feedloop."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "feedloop"

@@ -1,0 +1,18 @@
+"""The loss that training minimises."""
+
+import jax
+import jax.numpy as jnp
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Softmax cross entropy, the mean over the batch.
+
+    Args:
+        logits: [B, K] of any float type; computed in float32.
+        labels: int32 [B], each in 0 … K - 1; made one-hot here.
+
+    Returns:
+        float32 [], in nats.
+    """
+    one_hot = jax.nn.one_hot(labels, logits.shape[-1], dtype=jnp.float32)
+    return -jnp.mean(jnp.sum(one_hot * jax.nn.log_softmax(logits.astype(jnp.float32)), axis=-1))

@@ -1,0 +1,150 @@
+"""From settings to the things that they stand for: the data opened, the model built, defaults filled in.
+
+The only place that knows which settings depend on which data.
+"""
+
+import hashlib
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.batches import BatchFunction, BatchSource, FunctionBatches, ShardBatches, SyntheticBatches
+from engine.config import TrainConfig
+from engine.dataset import choose_data, make_demo
+from engine.program import TrainModel
+from models.registry import build_model
+from preprocess.manifest import Manifest
+from preprocess.shards import open_split
+
+_SYNTHETIC_SIZE = 224
+_SYNTHETIC_CLASSES = 1000
+# Without a manifest nothing is known of the pixels: 0 … 255 then becomes -2 … 2.
+_UNKNOWN_MEAN = (0.5, 0.5, 0.5)
+_UNKNOWN_STD = (0.25, 0.25, 0.25)
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What a run consists of.
+
+    Attributes:
+        source: of its batches.
+        model: to train.
+        model_name: as the registry knows it, or the name of the user's own.
+        data: in words, for the first lines of the run.
+        num_classes: K, None where the user's own model alone knows.
+        mean, std: of each channel on the scale 0 … 1.
+        manifest_digest: sha256 of the data's manifest, None where there is none.
+    """
+
+    source: BatchSource
+    model: TrainModel
+    model_name: str
+    data: str
+    num_classes: int | None
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    manifest_digest: str | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Gives what `config.json` records beside the settings."""
+        return {
+            "model": self.model_name,
+            "data": self.data,
+            "num_classes": self.num_classes,
+            "height": self.source.height,
+            "width": self.source.width,
+            "mean": self.mean,
+            "std": self.std,
+        }
+
+
+@dataclass(frozen=True)
+class _OpenData:
+    source: BatchSource
+    data: str
+    num_classes: int | None
+    mean: tuple[float, float, float] = _UNKNOWN_MEAN
+    std: tuple[float, float, float] = _UNKNOWN_STD
+    manifest_digest: str | None = None
+
+
+def resolve(
+    config: TrainConfig,
+    stack: ExitStack,
+    notify: Callable[[str], None],
+    *,
+    model: TrainModel | None = None,
+    batches: BatchFunction | BatchSource | None = None,
+) -> Resolved:
+    """Opens the data and builds the model; `stack` closes what was opened.
+
+    Raises:
+        ValueError: where settings and data do not fit together, naming both.
+    """
+    if batches is not None:
+        opened = _own_batches(config, batches)
+    elif config.synthetic:
+        opened = _synthetic(config)
+    else:
+        opened = _packed(config, stack, notify)
+    source = opened.source
+    if config.image_size is not None and (source.height, source.width) != (config.image_size, config.image_size):
+        raise ValueError(
+            f"image_size must be that of the data, {source.height} × {source.width} px, got {config.image_size}: "
+            "leave it out, or pack the data at that --size"
+        )
+    if model is None:
+        if opened.num_classes is None:
+            raise ValueError("num_classes must be given with batches of your own and a model of the registry, got None")
+        size = min(source.height, source.width)
+        model = build_model(config.model, num_classes=opened.num_classes, image_size=size)
+    name = getattr(model, "name", type(model).__name__)
+    return Resolved(
+        source, model, name, opened.data, opened.num_classes, opened.mean, opened.std, opened.manifest_digest
+    )
+
+
+def _own_batches(config: TrainConfig, batches: BatchFunction | BatchSource) -> _OpenData:
+    if hasattr(batches, "fill"):
+        source: BatchSource = batches
+    else:
+        source = FunctionBatches(batches, num_classes=config.num_classes)
+    if source.batch != config.batch:
+        raise ValueError(
+            f"every batch must hold the {config.batch} images of the setting batch, "
+            f"the batch source gives {source.batch}: change one of the two"
+        )
+    return _OpenData(source, "batches of your own", config.num_classes)
+
+
+def _synthetic(config: TrainConfig) -> _OpenData:
+    size = config.image_size or _SYNTHETIC_SIZE
+    num_classes = config.num_classes or _SYNTHETIC_CLASSES
+    source = SyntheticBatches(batch=config.batch, height=size, width=size, num_classes=num_classes, seed=config.seed)
+    return _OpenData(source, "synthetic batches", num_classes)
+
+
+def _packed(config: TrainConfig, stack: ExitStack, notify: Callable[[str], None]) -> _OpenData:
+    choice = choose_data(config.data)
+    notify(f"data: {choice.data} ({choice.reason})")
+    if choice.is_demo:
+        make_demo(Path(choice.data), notify)
+    split = stack.enter_context(open_split(choice.data, config.split))
+    manifest: Manifest = split.manifest
+    num_classes = config.num_classes or manifest.num_classes
+    if num_classes < manifest.num_classes:
+        raise ValueError(
+            f"num_classes must be at least the {manifest.num_classes} of {choice.data}/{config.split}, "
+            f"got {num_classes}: leave it out to take the data's"
+        )
+    return _OpenData(
+        ShardBatches(split, batch=config.batch, seed=config.seed),
+        f"{choice.data}/{config.split}, {split.num_images:,} images",
+        num_classes,
+        manifest.channel_mean,
+        manifest.channel_std,
+        hashlib.sha256(manifest.to_json().encode()).hexdigest(),
+    )

@@ -1,0 +1,293 @@
+"""A run from its settings to its result: resolve, compile, launch, wait, raise or return.
+
+Owns the order in which things are opened and closed and what a failure means; every part of the work has its own
+module.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.batches import BatchFunction, BatchSource
+from engine.compilation import Compiled, caching_compilations, compile_ahead
+from engine.config import TrainConfig
+from engine.control import ControlBoard
+from engine.feeder import Feeder
+from engine.infeed import Infeed
+from engine.loss_stream import LossStream
+from engine.optim import Hyperparams
+from engine.outfeed import Outfeed
+from engine.program import RunValues, TrainModel, TrainState, init_state, make_program
+from engine.resolve import Resolved, resolve
+from engine.run_folder import RunFolder
+from engine.signals import StopSignals, call_on_worker
+from engine.sinks import JsonLinesSink, Sink
+from engine.transport import Transport, choose_transport
+from engine.unpack import PixelScale
+from engine.weights import name_tensors
+from models.registry import count_params
+
+# A channel without any spread (a set of blank images) must not divide by zero: one level of 255 is the least.
+_LEAST_STD = 1 / 255
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run gives back.
+
+    Attributes:
+        params, batch_stats: the trained model's pytrees.
+        losses: float32 [updates made by this call], each step's mean loss.
+        steps_done: updates done.
+        stopped_by: "steps" when all were made, else the signal's name.
+        num_params: learnable numbers.
+        compile_s: seconds of compiling, or of loading.
+        from_cache: whether the program came from the cache on disk.
+        train_s: seconds from the launch to the end of the loop.
+        wait_s: seconds of these that the loop waited for batches.
+        run_dir: the run folder, None where none was asked for.
+    """
+
+    params: Any
+    batch_stats: Any
+    losses: NDArray[np.float32]
+    steps_done: int
+    stopped_by: str
+    num_params: int
+    compile_s: float
+    from_cache: bool
+    train_s: float
+    wait_s: float
+    run_dir: Path | None
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What is known of a run before it is made.
+
+    Attributes:
+        compiled: the program, with XLA's account of memory and work.
+        num_params: learnable numbers.
+        resolved: the settings' meaning.
+        ring_bytes: host memory of the batches read ahead.
+    """
+
+    compiled: Compiled
+    num_params: int
+    resolved: Resolved
+    ring_bytes: int
+
+
+def train(
+    config: TrainConfig,
+    *,
+    model: TrainModel | None = None,
+    batches: BatchFunction | BatchSource | None = None,
+    sinks: Sequence[Sink] = (),
+    notify: Callable[[str], None] = lambda _: None,
+) -> TrainResult:
+    """Trains a model in one compiled program.
+
+    Args:
+        config: the settings.
+        model: your own, in place of one of the registry: `init(key)` gives (params, batch_stats), and
+            `apply(params, batch_stats, images, train=True)` gives (logits [B, K], new batch_stats) for float32 images
+            [B, H, W, 3]. Convolutions of `models.convolution` stay fast inside the loop on a CPU.
+        batches: your own, in place of a packed data set: a function from the step (from 0) to (uint32 [B, H, W] packed
+            pixels, integer [B] labels), called in order from one thread; or a `BatchSource`.
+        sinks: further takers of the loss stream.
+        notify: told in words what the run does before its first step and after its last.
+
+    Returns:
+        The trained model and its losses. SIGINT and SIGTERM, where the caller is the main thread, end the run at the
+        next step and are named in `stopped_by`; a second one raises KeyboardInterrupt.
+
+    Raises:
+        ValueError: for settings that do not fit each other or the data; before any step.
+        BaseException: whatever the batch source or a sink raised in mid-run, after the loop has ended cleanly and what
+            was trained so far is in the run folder.
+    """
+    with ExitStack() as stack:
+        run = _Run(config, stack, model, batches, notify)
+        folder = run.open_folder()
+        compiled = run.compile()
+        state = call_on_worker(run.draw_state)
+        return run.launch(compiled, state, sinks, folder)
+
+
+def plan_run(
+    config: TrainConfig,
+    *,
+    model: TrainModel | None = None,
+    batches: BatchFunction | BatchSource | None = None,
+    notify: Callable[[str], None] = lambda _: None,
+) -> DryRun:
+    """Resolves and compiles what `train` would run, and runs nothing; arguments and errors as there."""
+    with ExitStack() as stack:
+        run = _Run(config, stack, model, batches, notify)
+        source = run.resolved.source
+        ring_bytes = config.prefetch * source.batch * (source.height * source.width + 1) * 4
+        return DryRun(run.compile(), run.num_params, run.resolved, ring_bytes)
+
+
+class _Run:
+    """The parts of one run, opened in order; `stack` closes them in reverse."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        stack: ExitStack,
+        model: TrainModel | None,
+        batches: BatchFunction | BatchSource | None,
+        notify: Callable[[str], None],
+    ) -> None:
+        self.config, self.stack, self.notify = config, stack, notify
+        self.board = ControlBoard()
+        self.signals = stack.enter_context(StopSignals(self.board, notify))
+        self.resolved = resolve(config, stack, notify, model=model, batches=batches)
+        self.transport: Transport = choose_transport(config.transport, jax.default_backend())
+        source = self.resolved.source
+        self.feeder = Feeder(
+            source,
+            start_step=0,
+            stop_step=config.steps,
+            depth=config.prefetch,
+            num_threads=config.reader_threads,
+            timeout_s=config.infeed_timeout_s,
+        )
+        self.infeed = Infeed(self.feeder, self.board, self.transport, height=source.height, width=source.width)
+        self.stream = LossStream(batch=config.batch, wait_of=self.infeed.take_wait_s, board=self.board)
+        self.outfeed = Outfeed(self.stream.receive, self.board, self.transport)
+        stack.enter_context(caching_compilations(config.compilation_cache))
+        self.state_shape = jax.eval_shape(partial(_init_from_words, self.resolved.model), _key_words(0))
+        self.num_params = count_params(self.state_shape.params)
+        self._describe()
+
+    def _describe(self) -> None:
+        source, resolved = self.resolved.source, self.resolved
+        self.notify(
+            f"model: {resolved.model_name}, {self.num_params:,} parameters"
+            + (f", {resolved.num_classes:,} classes" if resolved.num_classes else "")
+        )
+        self.notify(
+            f"the loop waits for: batches of {source.batch} × {source.height} × {source.width} px "
+            f"from {resolved.data}, {self.config.prefetch} read ahead, by the {self.transport.name} transport"
+        )
+
+    def compile(self) -> Compiled:
+        """Traces the program on this thread and compiles it on a worker."""
+        program = make_program(self.resolved.model, self.infeed, self.outfeed)
+        dump_folder = None if self.config.dump_hlo is None else Path(self.config.dump_hlo)
+        compiled = call_on_worker(
+            lambda: compile_ahead(program, self.state_shape, self._values(), donate=(0,), dump_folder=dump_folder)
+        )
+        origin = "loaded from the cache" if compiled.from_cache else "now in the cache"
+        if self.config.compilation_cache == "off":
+            origin = "no cache"
+        self.notify(
+            f"compiled training program in {compiled.compile_s:.1f} s ({origin}; traced in {compiled.trace_s:.1f} s)"
+        )
+        return compiled
+
+    def draw_state(self) -> TrainState:
+        """Draws the state before the first step, from the seed."""
+        draw = jax.jit(partial(_init_from_words, self.resolved.model))
+        return jax.block_until_ready(draw(_key_words(self.config.seed)))
+
+    def open_folder(self) -> RunFolder | None:
+        """Makes the run folder, before anything takes long, and records the settings in it."""
+        if self.config.run_dir is None:
+            return None
+        folder = RunFolder(Path(self.config.run_dir), overwrite=self.config.overwrite)
+        folder.write_config(self.config, self.resolved.to_json(), self.resolved.manifest_digest)
+        return folder
+
+    def launch(
+        self, compiled: Compiled, state: TrainState, sinks: Sequence[Sink], folder: RunFolder | None
+    ) -> TrainResult:
+        """Runs the program to its end, writes what the run leaves, and raises what went wrong on the host."""
+        started = time.perf_counter()
+        try:
+            self.stream.start([*sinks, *([JsonLinesSink(folder.loss_log)] if folder else [])])
+            self.feeder.start()
+            self.signals.launched()
+            state = call_on_worker(lambda: jax.block_until_ready(compiled.call(state, self._values())))
+        finally:
+            train_s = time.perf_counter() - started
+            self.feeder.close()
+            self.stream.close()
+        failure = self.infeed.failure or self.outfeed.failure or self.stream.failure
+        result = TrainResult(
+            params=state.params,
+            batch_stats=state.batch_stats,
+            losses=np.array(self.stream.losses, np.float32),
+            steps_done=int(state.step),
+            stopped_by="error" if failure else self.board.stop_reason or "steps",
+            num_params=self.num_params,
+            compile_s=compiled.compile_s,
+            from_cache=compiled.from_cache,
+            train_s=train_s,
+            wait_s=self.stream.wait_s,
+            run_dir=folder.path if folder else None,
+        )
+        if folder is not None:
+            _leave(folder, result, self.resolved.model_name, failure)
+        if failure is not None:
+            raise failure
+        return result
+
+    def _values(self) -> RunValues:
+        config, resolved = self.config, self.resolved
+        std = np.maximum(resolved.std, _LEAST_STD)
+        return RunValues(
+            stop_step=jnp.int32(config.steps),
+            hyperparams=Hyperparams(
+                learning_rate=jnp.float32(config.peak_learning_rate),
+                momentum=jnp.float32(config.momentum),
+                weight_decay=jnp.float32(config.weight_decay),
+            ),
+            scale=PixelScale(mean=jnp.array(resolved.mean, jnp.float32), std=jnp.array(std, jnp.float32)),
+        )
+
+
+def _init_from_words(model: TrainModel, words: jax.Array) -> TrainState:
+    # The generator is named, so that a user's default of another kind neither changes the run nor the key's shape.
+    return init_state(model, jax.random.wrap_key_data(words, impl="threefry2x32"))
+
+
+def _key_words(seed: int) -> NDArray[np.uint32]:
+    """The seed's two halves, uint32 [2]: a seed may have more bits than jax takes for an integer."""
+    return np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
+
+
+def _leave(folder: RunFolder, result: TrainResult, model_name: str, failure: BaseException | None) -> None:
+    """Writes the weights and the run's end; after a failure, what cannot be written must not hide it."""
+    try:
+        if result.steps_done:
+            tensors = name_tensors(model_name, result.params, result.batch_stats)
+            folder.write_weights(tensors, {"model": model_name, "steps_done": str(result.steps_done)})
+        folder.write_result(
+            {
+                "steps_done": result.steps_done,
+                "stopped_by": result.stopped_by,
+                "error": None if failure is None else f"{type(failure).__name__}: {failure}",
+                "num_params": result.num_params,
+                "compile_s": round(result.compile_s, 3),
+                "from_cache": result.from_cache,
+                "train_s": round(result.train_s, 3),
+                "wait_s": round(result.wait_s, 3),
+            }
+        )
+    except OSError as error:
+        if failure is None:
+            raise
+        failure.add_note(f"the run folder could not be completed either: {error}")

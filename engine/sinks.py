@@ -1,0 +1,118 @@
+"""What becomes of a loss: lines in a file, lines on a pipe, a progress line on a terminal.
+
+A sink gets each record once, in order, on one thread. Knows nothing of queues, jax or the loop.
+"""
+
+import json
+import math
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol, TextIO
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class LossRecord:
+    """One line of the loss stream.
+
+    Attributes:
+        step: updates done, from 1.
+        loss: mean over the batch.
+        lr: learning rate of the update.
+        images_per_s: images of this step over the seconds since the last one.
+        wait_ms: milliseconds that the loop waited for the batch.
+        time: seconds since the epoch.
+    """
+
+    step: int
+    loss: float
+    lr: float
+    images_per_s: float
+    wait_ms: float
+    time: float
+
+    def to_json(self) -> str:
+        """Gives the record as one line of JSON, without its end; a loss that is no number is null."""
+        values = asdict(self)
+        rounded = {"images_per_s": 2, "wait_ms": 3, "time": 3}
+        for name, value in values.items():
+            if not math.isfinite(value):
+                values[name] = None
+            elif name in rounded:
+                values[name] = round(value, rounded[name])
+            elif name != "step":
+                # The shortest decimal that reads back as the same float32: 0.05, not 0.05000000074505806.
+                values[name] = float(str(np.float32(value)))
+        return json.dumps(values)
+
+
+class Sink(Protocol):
+    """Where loss records go."""
+
+    def open(self) -> None:
+        """Begins the stream; called once, when the program is launched."""
+        ...
+
+    def write(self, record: LossRecord) -> None:
+        """Takes one record; may raise, which stops the run cleanly and is raised to the user."""
+        ...
+
+    def close(self) -> None:
+        """Ends the stream; called once, after the last record."""
+        ...
+
+
+class JsonLinesSink:
+    """A line of JSON a record, on disk before the next one is taken; a line is there whole or not at all."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file, self._length = -1, 0
+
+    def open(self) -> None:
+        """Opens the file, to append."""
+        self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self._length = os.fstat(self._file).st_size
+
+    def write(self, record: LossRecord) -> None:
+        """Appends the record's line."""
+        line = (record.to_json() + "\n").encode()
+        try:
+            written = os.write(self._file, line)
+            if written < len(line):
+                # A disk takes what fits and reports that it is full at the next call: make that call.
+                os.write(self._file, line[written:])
+        except OSError:
+            if os.fstat(self._file).st_size > self._length:
+                os.ftruncate(self._file, self._length)
+            raise
+        self._length += len(line)
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file >= 0:
+            os.close(self._file)
+
+
+class PlainSink:
+    """A plain line a step, flushed at once: for pipes and logs."""
+
+    def __init__(self, stream: TextIO, *, steps: int) -> None:
+        self._stream, self._steps = stream, steps
+
+    def open(self) -> None:
+        """Has nothing to begin."""
+
+    def write(self, record: LossRecord) -> None:
+        """Prints the record."""
+        print(
+            f"step {record.step}/{self._steps}  loss {record.loss:.4f}  lr {record.lr:.3g}  "
+            f"{record.images_per_s:.1f} images/s  wait {record.wait_ms:.2f} ms",
+            file=self._stream,
+            flush=True,
+        )
+
+    def close(self) -> None:
+        """Leaves the stream, which belongs to the caller."""

@@ -1,0 +1,125 @@
+"""The loss stream on a terminal: one line that is drawn anew, with what a person wants to know."""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from engine.sinks import LossRecord
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+_BARS = "▁▂▃▄▅▆▇█"
+_NUM_BARS = 16
+# The mean of the last records: a single step's rate jumps with the machine's noise.
+_SMOOTHED_STEPS = 50
+_REDRAWN_PER_S = 5
+
+
+class ProgressSink:
+    """A progress line with step, loss, rates, wait and time left; the line stays when the run ends.
+
+    Args:
+        console: where to draw.
+        steps: of the whole run.
+        batch: images a step.
+    """
+
+    def __init__(self, console: "Console", *, steps: int, batch: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TimeRemainingColumn
+
+        sink = self
+
+        class StreamColumn(ProgressColumn):
+            """The loss and rates, worked out when drawn: steps may come a thousand times faster than redraws."""
+
+            def render(self, task: Task) -> "Text":  # noqa: ARG002 - the sink knows more than the task
+                return sink.summary()
+
+        self._batch = batch
+        self._recent: deque[LossRecord] = deque(maxlen=_SMOOTHED_STEPS)
+        self._history = LossHistory()
+        self._progress = Progress(
+            MofNCompleteColumn(),
+            BarColumn(bar_width=10),
+            StreamColumn(),
+            TimeRemainingColumn(compact=True),
+            console=console,
+            refresh_per_second=_REDRAWN_PER_S,
+        )
+        self._task = self._progress.add_task("train", total=steps)
+
+    def open(self) -> None:
+        """Draws the line for the first time."""
+        self._progress.start()
+
+    def write(self, record: LossRecord) -> None:
+        """Takes a record."""
+        self._recent.append(record)
+        self._history.add(record.loss)
+        self._progress.update(self._task, completed=record.step)
+
+    def close(self) -> None:
+        """Draws the line for the last time and leaves it on the screen."""
+        self._progress.refresh()
+        self._progress.stop()
+
+    def summary(self) -> "Text":
+        """Gives the line's text: loss (mean of the last steps), its course so far, rate, infeed wait."""
+        from rich.text import Text
+
+        recent = tuple(self._recent)
+        if not recent:
+            return Text("waiting for the first step", style="dim")
+        elapsed_s = recent[-1].time - recent[0].time
+        images_per_s = self._batch * (len(recent) - 1) / elapsed_s if elapsed_s > 0 else recent[-1].images_per_s
+        loss = math.fsum(record.loss for record in recent) / len(recent)
+        wait_ms = math.fsum(record.wait_ms for record in recent) / len(recent)
+        return Text.assemble(
+            "loss ",
+            (f"{loss:.4f}", "bold"),
+            f" {sparkline(self._history.means, _NUM_BARS)} ",
+            f"lr {recent[-1].lr:.3g}  {images_per_s:,.0f} img/s  wait {wait_ms:.1f} ms",
+        )
+
+
+class LossHistory:
+    """The whole course of the loss in bounded memory: means of equal stretches, halved in number when there are many.
+
+    Attributes:
+        means: at most `capacity`, oldest first; the last, unfinished stretch is not among them.
+    """
+
+    def __init__(self, capacity: int = 512) -> None:
+        self._capacity, self._stretch, self._pending = capacity, 1, 0
+        self._sum = 0.0
+        self.means: list[float] = []
+
+    def add(self, loss: float) -> None:
+        """Takes the next loss."""
+        self._sum += loss
+        self._pending += 1
+        if self._pending < self._stretch:
+            return
+        self.means.append(self._sum / self._stretch)
+        self._sum, self._pending = 0.0, 0
+        if len(self.means) >= self._capacity:
+            pairs = zip(self.means[::2], self.means[1::2], strict=False)
+            self.means = [(first + second) / 2 for first, second in pairs]
+            self._stretch *= 2
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Draws the means of `width` equal stretches of the values as block characters; what is no number leaves a gap."""
+    width = min(width, len(values))
+    edges = [i * len(values) // width for i in range(width + 1)] if width else [0]
+    means = [sum(values[start:stop]) / (stop - start) for start, stop in pairwise(edges)]
+    finite = [mean for mean in means if math.isfinite(mean)]
+    if not finite:
+        return " " * width
+    low, span = min(finite), (max(finite) - min(finite)) or 1.0
+    last = len(_BARS) - 1
+    return "".join(_BARS[round((mean - low) / span * last)] if math.isfinite(mean) else " " for mean in means)

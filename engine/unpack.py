@@ -1,0 +1,27 @@
+"""Packed pixels to normalised floats, on the device.
+
+The host never touches a float: the same uint32 words cross whatever is done with them here.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class PixelScale(NamedTuple):
+    """What normalises the pixels: runtime values, so that another data set needs no other program.
+
+    Attributes:
+        mean, std: float32 [3], of each channel (R, G, B) on the scale 0 … 1.
+    """
+
+    mean: jax.Array
+    std: jax.Array
+
+
+def unpack_pixels(pixels: jax.Array, scale: PixelScale) -> jax.Array:
+    """Unpacks uint32 [B, H, W] words (R<<24 | G<<16 | B<<8) to float32 [B, H, W, 3], (value / 255 - mean) / std."""
+    shifts = jnp.array([24, 16, 8], jnp.uint32)
+    levels = (pixels[..., None] >> shifts) & jnp.uint32(0xFF)
+    return (levels.astype(jnp.float32) / 255 - scale.mean) / scale.std
