@@ -1,0 +1,295 @@
+"""Draw a loss curve as text: numbers in, lines of characters out.
+
+Owns: which dot a loss falls on, axes, ticks, the two character sets. Must not know: files, terminals, colours, jax.
+Letters: R rows and C columns of *dots*; a braille character is 4 dots high and 2 wide, an ASCII character is 1 by 1.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Ink = Literal["axis", "raw", "smoothed", "broken"]
+Floats = npt.NDArray[np.float64]
+
+# Unicode 15, chapter "Braille Patterns": U+2800 plus one bit a dot, the fourth row added after the first three.
+_BRAILLE_BITS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])
+_BRAILLE_BLANK = 0x2800
+_MIN_PLOT_WIDTH = 8  # narrower than this the tick labels give way to the plot
+_MIN_AXIS_HEIGHT = 4  # lower than this the step axis gives way to the plot
+_ROWS_PER_TICK = 4
+
+
+@dataclass(frozen=True, eq=False)
+class LossCurve:
+    """n points by rising step; a point may stand for several steps."""
+
+    step: Floats  # [n], from 0
+    low: Floats  # [n], the lowest finite loss of the point; NaN where it has none
+    high: Floats  # [n], the highest
+    smoothed: Floats  # [n], NaN where unknown
+    num_broken: npt.NDArray[np.int64]  # [n], how many of its losses are NaN or infinite
+
+
+class Span(NamedTuple):
+    """Characters of one kind, so that who prints them can choose a colour for the kind."""
+
+    text: str
+    ink: Ink
+
+
+@dataclass(frozen=True)
+class Glyphs:
+    """The characters of the axes; each is one column wide."""
+
+    vertical: str
+    tick: str
+    corner: str
+    horizontal: str
+    step_tick: str
+    broken: str
+    braille: bool
+
+
+UNICODE_GLYPHS = Glyphs("│", "┤", "└", "─", "┬", "×", braille=True)
+ASCII_GLYPHS = Glyphs("|", "+", "+", "-", "+", "x", braille=False)
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """Maps losses to 0 (bottom) … 1 (top); `low < high`, both positive where `log`."""
+
+    low: float
+    high: float
+    log: bool
+
+    def unit(self, losses: Floats) -> Floats:
+        """Position of each loss, clipped to 0 … 1; NaN where the scale has none."""
+        with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+            if self.log:
+                part = np.log(losses / self.low) / math.log(self.high / self.low)
+                part = np.where(losses > 0, part, np.nan)
+            else:
+                # Halves, because high - low overflows for losses near the ends of float64.
+                part = (losses / 2 - self.low / 2) / (self.high / 2 - self.low / 2)
+        return np.clip(part, 0.0, 1.0)
+
+
+def draw_chart(
+    curve: LossCurve, width: int, height: int, *, log_scale: bool = False, glyphs: Glyphs = UNICODE_GLYPHS
+) -> list[list[Span]]:
+    """Draw the range low–high of each point and the smoothed curve over it, with a loss axis and a step axis.
+
+    Step s of a range s0 … s1 falls on dot column `floor((s - s0 + ½) · C / (s1 - s0 + 1))`; the highest loss falls on
+    the top row of dots, the lowest on the bottom one. Columns with a loss that is not finite (or, with `log_scale`,
+    not positive) carry a mark on the step axis.
+
+    Args:
+        curve: the points.
+        width: columns of characters, at least 1.
+        height: lines, at least 1. Small charts leave out the loss axis, then the step axis.
+        log_scale: logarithmic loss axis.
+        glyphs: `UNICODE_GLYPHS` or `ASCII_GLYPHS`.
+
+    Returns:
+        Exactly `height` lines of at most `width` characters.
+
+    Raises:
+        ValueError: when width or height is below 1.
+    """
+    if width < 1 or height < 1:
+        raise ValueError(f"a chart needs at least 1 × 1 characters, got {width} × {height}; widen the terminal")
+    scale = _scale_of(curve, log_scale)
+    if scale is None:
+        return _blank(width, height, "no finite loss yet" if len(curve.step) else "no loss yet")
+    plot_height = height - 2 if height >= _MIN_AXIS_HEIGHT else height
+    ticks = _loss_ticks(scale, plot_height)
+    gutter = max((len(label) for label in ticks.values()), default=0) + 1
+    if width - gutter < _MIN_PLOT_WIDTH:
+        ticks, gutter = {}, 0
+    plot_width = width - gutter
+    raw, smoothed = _dots(curve, scale, plot_width, plot_height, glyphs)
+    lines = []
+    for row, plot_line in enumerate(_characters(raw, smoothed, glyphs)):
+        label = ticks.get(row, "")
+        edge = label.rjust(gutter - 1) + (glyphs.tick if label else glyphs.vertical) if gutter else ""
+        lines.append([Span(edge, "axis"), *plot_line])
+    if plot_height < height:
+        lines += _step_axis(curve, scale, plot_width, gutter, glyphs)
+    return lines
+
+
+def chart_text(lines: Sequence[Sequence[Span]]) -> str:
+    """The chart without its inks, lines joined by newlines."""
+    return "\n".join("".join(span.text for span in line) for line in lines)
+
+
+def _blank(width: int, height: int, message: str) -> list[list[Span]]:
+    middle = message[:width].center(width)
+    return [[Span(middle if row == height // 2 else "", "axis")] for row in range(height)]
+
+
+def _scale_of(curve: LossCurve, log_scale: bool) -> _Scale | None:
+    """The range that holds every drawable loss; None where there is none."""
+    values = np.concatenate((curve.low, curve.high, curve.smoothed))
+    values = values[np.isfinite(values)]
+    if log_scale:
+        values = values[values > 0]
+    if not len(values):
+        return None
+    low, high = float(values.min()), float(values.max())
+    if log_scale and low == high:
+        low, high = low / 1.1, high * 1.1
+    elif low == high:
+        pad = abs(low) * 0.05 or 1.0
+        low, high = low - pad, high + pad
+    limit = float(np.finfo(np.float64).max)
+    return _Scale(max(low, -limit), min(high, limit), log_scale)
+
+
+def _columns_of(steps: Floats, curve: LossCurve, num_columns: int) -> npt.NDArray[np.int64]:
+    first, last = curve.step[0], curve.step[-1]
+    columns = np.floor((steps - first + 0.5) * (num_columns / (last - first + 1)))
+    return np.clip(columns, 0, num_columns - 1).astype(np.int64)
+
+
+def _rows_of(unit: Floats, num_rows: int) -> npt.NDArray[np.int64]:
+    """Row of each position from the top, 0 … num_rows - 1; positions are finite."""
+    return np.rint((1.0 - unit) * (num_rows - 1)).astype(np.int64)
+
+
+def _dots(
+    curve: LossCurve, scale: _Scale, plot_width: int, plot_height: int, glyphs: Glyphs
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Dots [R, C] of the raw losses and of the smoothed curve."""
+    R, C = (plot_height * 4, plot_width * 2) if glyphs.braille else (plot_height, plot_width)
+    columns = _columns_of(curve.step, curve, C)
+    low = scale.unit(np.where(curve.low > 0, curve.low, scale.low) if scale.log else curve.low)
+    high = scale.unit(curve.high)
+    drawn = np.isfinite(low) & np.isfinite(high)
+    tops, bottoms = np.full(C, R), np.full(C, -1)
+    np.minimum.at(tops, columns[drawn], _rows_of(high[drawn], R))
+    np.maximum.at(bottoms, columns[drawn], _rows_of(low[drawn], R))
+    rows = np.arange(R)[:, None]
+    raw = (rows >= tops) & (rows <= bottoms)
+    return raw, _smoothed_dots(columns, scale.unit(curve.smoothed), R, C)
+
+
+def _smoothed_dots(columns: npt.NDArray[np.int64], unit: Floats, R: int, C: int) -> npt.NDArray[np.bool_]:
+    """One line without gaps [R, C] through the mean of each column."""
+    known = np.isfinite(unit)
+    if not known.any():
+        return np.zeros((R, C), np.bool_)
+    num = np.bincount(columns[known], minlength=C)
+    filled = np.flatnonzero(num)
+    means = np.bincount(columns[known], unit[known], minlength=C)[filled] / num[filled]
+    reach = np.arange(filled[0], filled[-1] + 1)
+    line = _rows_of(np.interp(reach, filled, np.clip(means, 0.0, 1.0)), R)
+    before = np.append(line[:1], line[:-1])
+    # Climb from the previous column's row, without that row itself, so that steep parts have no gaps and no steps.
+    start = np.where(line > before, before + 1, line)
+    stop = np.where(line < before, before - 1, line)
+    rows = np.arange(R)[:, None]
+    dots = np.zeros((R, C), np.bool_)
+    dots[:, reach] = (rows >= start) & (rows <= stop)
+    return dots
+
+
+def _characters(raw: npt.NDArray[np.bool_], smoothed: npt.NDArray[np.bool_], glyphs: Glyphs) -> list[list[Span]]:
+    """Lines of spans; a character that the smoothed curve passes shows it alone, so that it stands out of the raw."""
+    if glyphs.braille:
+        curve_codes = _braille_cells(smoothed)
+        bright = curve_codes > 0
+        codes = np.where(bright, curve_codes, _braille_cells(raw))
+        texts = [[chr(_BRAILLE_BLANK + code) if code else " " for code in line] for line in codes.tolist()]
+    else:
+        bright = smoothed
+        texts = [[" .**"[code] for code in line] for line in (raw + 2 * smoothed).tolist()]
+    return [_spans(text, mask) for text, mask in zip(texts, bright.tolist(), strict=True)]
+
+
+def _braille_cells(dots: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    R, C = dots.shape
+    return np.einsum("rich,ih->rc", dots.reshape(R // 4, 4, C // 2, 2).astype(np.int64), _BRAILLE_BITS)
+
+
+def _spans(characters: Sequence[str], bright: Sequence[bool]) -> list[Span]:
+    """Neighbours of one ink joined: a terminal then gets one colour change a span, not one a character."""
+    spans: list[Span] = []
+    start = 0
+    for index in range(1, len(characters) + 1):
+        if index == len(characters) or bright[index] != bright[start]:
+            spans.append(Span("".join(characters[start:index]), "smoothed" if bright[start] else "raw"))
+            start = index
+    return spans
+
+
+def _step_axis(curve: LossCurve, scale: _Scale, plot_width: int, gutter: int, glyphs: Glyphs) -> list[list[Span]]:
+    """Two lines: the axis with ticks and marks of broken losses, and the labels under it."""
+    axis, labels = [glyphs.horizontal] * plot_width, [" "] * plot_width
+    first, last = float(curve.step[0]), float(curve.step[-1])
+    free = 0  # labels must begin here or later, one blank after the previous one
+    for step in _nice_values(first, last, max(2, plot_width // 16)):
+        if step != int(step):
+            continue
+        label = f"{int(step)}"
+        column = int(_columns_of(np.array([step]), curve, plot_width)[0])
+        start = min(max(0, column - len(label) // 2), plot_width - len(label))
+        if start >= free:
+            axis[column] = glyphs.step_tick
+            labels[start : start + len(label)] = label
+            free = start + len(label) + 1
+    broken = curve.num_broken > 0
+    if scale.log:
+        broken |= curve.low <= 0
+    marks = [False] * plot_width
+    for column in _columns_of(curve.step[broken], curve, plot_width).tolist():
+        axis[column], marks[column] = glyphs.broken, True
+    corner = glyphs.corner.rjust(gutter) if gutter else ""
+    spans = [Span(span.text, "broken" if span.ink == "smoothed" else "axis") for span in _spans(axis, marks)]
+    return [[Span(corner, "axis"), *spans], [Span(" " * gutter + "".join(labels).rstrip(), "axis")]]
+
+
+def _loss_ticks(scale: _Scale, plot_height: int) -> dict[int, str]:
+    """Labels by row of characters from the top."""
+    wanted = max(2, plot_height // _ROWS_PER_TICK)
+    values = _log_values(scale, wanted) if scale.log else []
+    if len(values) < 2:
+        values = _nice_values(scale.low, scale.high, wanted)
+    rows = _rows_of(scale.unit(np.array(values, np.float64)), plot_height).tolist()
+    ticks: dict[int, str] = {}
+    for row, value in zip(rows, values, strict=True):
+        label = f"{value:.6g}"
+        if label not in ticks.values():
+            ticks.setdefault(row, label)
+    return ticks
+
+
+def _log_values(scale: _Scale, wanted: int) -> list[float]:
+    """Powers of ten within the scale, thinned to `wanted`; with 2 and 5 between them where they are few."""
+    exponents = range(math.floor(math.log10(scale.low)), math.ceil(math.log10(scale.high)) + 1)
+    every = max(1, math.ceil(len(exponents) / wanted))
+    factors = (1.0, 2.0, 5.0) if len(exponents) * 2 <= wanted or len(exponents) <= 3 else (1.0,)
+    values = [float(f"{factor:g}e{exponent}") for exponent in exponents[::every] for factor in factors]
+    return [value for value in values if scale.low <= value <= scale.high]
+
+
+def _nice_values(low: float, high: float, wanted: int) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten in low … high, at most `wanted` + 1; both ends where that fails."""
+    span = high - low
+    if not 0 < span < math.inf:
+        return [low] if low == high else [low, high]
+    exponent = math.floor(math.log10(span / wanted)) if span / wanted > 0 else -300
+    for factor, power in ((1, 0), (2, 0), (5, 0), (1, 1), (2, 1)):
+        gap = float(f"{factor}e{exponent + power}")
+        if gap > 0 and span / gap <= wanted:
+            # Multiples are counted from the first, because k · gap for a huge k is not exact.
+            first = math.ceil(low / gap)
+            values = [(first + k) * gap for k in range(math.floor(span / gap) + 1)]
+            values = [float(f"{value:.12g}") for value in values]
+            values = [value for value in values if low <= value <= high]
+            return values or [low, high]
+    return [low, high]
