@@ -8,6 +8,7 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from preprocess.listing import FoundSplit, Listing, SourceError, index_classes
@@ -76,16 +77,14 @@ def split_folders(root: Path) -> dict[str, Path]:
 
 def split_openers(root: Path, folders: dict[str, Path]) -> dict[str, Callable[[], FoundSplit]]:
     """Returns for every split a function that lists it; names in the listing are relative to `root`."""
-    return {
-        split: lambda split=split, folder=folder: read_class_folders(root, folder, split)  # type: ignore[misc]
-        for split, folder in folders.items()
-    }
+    return {split: partial(read_class_folders, root, folder, split) for split, folder in folders.items()}
 
 
-def read_class_folders(root: Path, folder: Path, split: str) -> FoundSplit:
+def read_class_folders(root: Path, folder: Path, split: str, *, names_in: Path | None = None) -> FoundSplit:
     """Lists the classes of one split: each folder directly below `folder` is one, with all files at any depth.
 
     An empty class folder is a class without images. Every file that is not hidden is listed, whatever its suffix.
+    Readable names are looked for in `names_in` (`root` by default) and in `folder`.
 
     Raises:
         SourceError: images lie beside the class folders, a folder contains itself, an entry is no file.
@@ -97,7 +96,7 @@ def read_class_folders(root: Path, folder: Path, split: str) -> FoundSplit:
             f"{folder} has {len(outside)} images outside every class folder, the first is {outside[0]}; "
             "move each into the folder of its class"
         )
-    classes = index_classes((each.name for each in class_entries), read_names(root, folder), str(folder))
+    classes = index_classes((each.name for each in class_entries), read_names(names_in or root, folder), str(folder))
     label_of = {each.id: label for label, each in enumerate(classes)}
     listing = Listing()
     prefix = folder.relative_to(root).as_posix()
@@ -138,13 +137,18 @@ def _files_below(folder: Path, above: tuple[tuple[int, int], ...]) -> Iterator[t
         raise SourceError(f"{folder} is a link to a folder that contains it; remove the link")
     folders, others = list_folder(folder)
     for entry in others:
-        yield entry.name, _file_size(entry)
+        yield entry.name, file_size(entry)
     for entry in folders:
         for below, size in _files_below(Path(entry.path), (*above, here)):
             yield f"{entry.name}/{below}", size
 
 
-def _file_size(entry: os.DirEntry[str]) -> int:
+def file_size(entry: os.DirEntry[str]) -> int:
+    """Returns the size in bytes of a file or of what a link leads to; 0 for a broken link, which then fails to read.
+
+    Raises:
+        SourceError: it is a pipe, a socket or a device, on which a reader could wait for ever.
+    """
     try:
         status = entry.stat()
     except OSError:

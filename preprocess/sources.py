@@ -22,9 +22,15 @@ from preprocess.listing import (
     SourceSplit,
 )
 from preprocess.selection import held_out, pack_order
+from preprocess.source_kaggle import find_kaggle_tree, kaggle_openers
+from preprocess.source_tars import TRAIN_ARCHIVE, VAL_ARCHIVE, imagenet_openers, tar_openers
 from preprocess.source_tree import list_folder, split_folders, split_openers
+from preprocess.tarindex import BLOCK, is_tar
 
 __all__ = ["ImageClass", "Source", "SourceError", "SourceImage", "SourceSplit", "open_source"]
+
+# gzip, xz, bzip2, zstd, zip
+_COMPRESSED = (b"\x1f\x8b", b"\xfd7zXZ", b"BZh", b"\x28\xb5\x2f\xfd", b"PK\x03\x04")
 
 
 @dataclass
@@ -111,14 +117,45 @@ def open_source(
 def _recognise(root: Path) -> Layout:
     if not root.exists():
         raise SourceError(f"{root} does not exist")
+    if not root.is_dir():
+        return _recognise_file(root)
+    archives = imagenet_openers(root)
+    if archives:
+        return Layout("ImageNet's archives of " + " and ".join(archives), archives)
+    kaggle = find_kaggle_tree(root)
+    if kaggle is not None:
+        return Layout("Kaggle's ImageNet tree", kaggle_openers(root, kaggle))
     folders = split_folders(root)
+    classes, files = list_folder(root)
     if folders:
-        others = [each.name + "/" for each in list_folder(root)[0] if Path(each.path) not in folders.values()]
+        others = [each.name + "/" for each in classes if Path(each.path) not in folders.values()]
         words = "folders " + " and ".join(each.name + "/" for each in folders.values()) + " of class folders"
-        if others:
-            words += f" (not read: {', '.join(others)})"
-        return Layout(words, split_openers(root, folders))
+        return Layout(words + (f" (not read: {', '.join(others)})" if others else ""), split_openers(root, folders))
+    if not classes:
+        raise SourceError(
+            f"{root} is no data set: looked for class folders, train/ and val/ of class folders, {TRAIN_ARCHIVE}, "
+            f"{VAL_ARCHIVE} and Kaggle's ILSVRC/; found {_shown([each.name for each in files])}"
+        )
     return Layout("a folder of class folders", split_openers(root, {"train": root}))
+
+
+def _recognise_file(path: Path) -> Layout:
+    try:
+        with path.open("rb") as file:
+            head = file.read(BLOCK)
+    except OSError as error:
+        raise SourceError(f"{path} cannot be read: {error.strerror}") from error
+    if head.startswith(_COMPRESSED):
+        raise SourceError(f"{path} is compressed, so its images cannot be read in place; unpack it and give the folder")
+    if not is_tar(head):
+        raise SourceError(f"{path} is neither a folder nor a tar archive; give the folder or archive with the images")
+    return Layout(*tar_openers(path))
+
+
+def _shown(names: list[str]) -> str:
+    if not names:
+        return "an empty folder"
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _wanted_splits(root: Path, available: tuple[str, ...], splits: tuple[str, ...] | None) -> tuple[str, ...]:
@@ -134,9 +171,8 @@ def _check_classes(found: dict[str, FoundSplit]) -> None:
         for has, lacks in ((left, right), (right, left)):
             only = [each.id for each in has.classes if each not in lacks.classes]
             if only:
-                shown = ", ".join(only[:5]) + (f" and {len(only) - 5} more" if len(only) > 5 else "")
                 raise SourceError(
-                    f"the split {has.name} has {len(only)} classes that {lacks.name} lacks: {shown}; "
+                    f"the split {has.name} has {len(only)} classes that {lacks.name} lacks: {_shown(only)}; "
                     "all splits need the same classes (an empty folder will do for a class without images)"
                 )
 

@@ -1,0 +1,177 @@
+"""Reads MATLAB's level-5 MAT files as far as ImageNet's `meta.mat` needs: numbers, text, cells and struct arrays.
+
+After "MAT-File Format", The MathWorks, chapter 1. Every data element is an 8-byte tag (type, number of bytes) and its
+bytes, padded to a multiple of 8; up to four bytes may instead sit inside the tag. Arrays are stored column by column.
+"""
+
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+MAX_BYTES = 256 * 2**20
+
+_HEADER_BYTES = 128
+_COMPRESSED, _MATRIX = 15, 14
+_NUMBER_TYPES: Mapping[int, str] = {
+    1: "i1", 2: "u1", 3: "i2", 4: "u2", 5: "i4", 6: "u4", 7: "f4", 9: "f8", 12: "i8", 13: "u8",
+}  # fmt: skip
+_TEXT_ENCODINGS = {16: "utf-8", 17: "utf-16", 18: "utf-32"}
+_CELL, _STRUCT, _CHAR = 1, 2, 4
+_NUMERIC_CLASSES: Mapping[int, str] = {
+    6: "f8", 7: "f4", 8: "i1", 9: "u1", 10: "i2", 11: "u2", 12: "i4", 13: "u4", 14: "i8", 15: "u8",
+}  # fmt: skip
+
+
+class MatFileError(ValueError):
+    """A MAT file that is damaged or uses a feature that is not read here."""
+
+
+@dataclass(frozen=True)
+class _Element:
+    kind: int
+    data: bytes
+
+
+def read_matfile(content: bytes) -> dict[str, Any]:
+    """Reads the variables of a level-5 MAT file.
+
+    Args:
+        content: the whole file.
+
+    Returns:
+        Name to value. Numbers are arrays of their MATLAB shape and type, text is `str` (rows joined by line feeds), a
+        cell array a list and a struct array a list of dicts, both in MATLAB's column order.
+
+    Raises:
+        MatFileError: not level 5, damaged, or with objects, sparse or complex arrays.
+    """
+    if len(content) < _HEADER_BYTES:
+        raise MatFileError(f"a MAT file begins with {_HEADER_BYTES} bytes of header, found {len(content)} bytes in all")
+    order = {b"IM": "<", b"MI": ">"}.get(content[126:128])
+    if order is None or struct.unpack_from(order + "H", content, 124)[0] != 0x0100:
+        raise MatFileError(
+            f"not a level-5 MAT file: version and byte order are {content[124:128]!r}; "
+            "versions 4 and 7.3 are not read, save it with -v7"
+        )
+    variables: dict[str, Any] = {}
+    try:
+        for element in _elements(content[_HEADER_BYTES:], order):
+            for inner in _inflated(element, order):
+                if inner.kind == _MATRIX:
+                    name, value = _read_matrix(inner.data, order)
+                    variables[name] = value
+    except (struct.error, zlib.error, UnicodeDecodeError, RecursionError) as error:
+        raise MatFileError(f"the MAT file is damaged: {error or type(error).__name__}") from error
+    return variables
+
+
+def _elements(data: bytes, order: str) -> Iterator[_Element]:
+    position = 0
+    while position < len(data):
+        (first,) = struct.unpack_from(order + "I", data, position)
+        small_bytes = first >> 16
+        if small_bytes:
+            start, num_bytes, kind = position + 4, small_bytes, first & 0xFFFF
+            position += 8
+            if num_bytes > 4:
+                raise MatFileError(f"the MAT file is damaged: {num_bytes} bytes in a tag that has room for 4")
+        else:
+            (num_bytes,) = struct.unpack_from(order + "I", data, position + 4)
+            start, kind = position + 8, first
+            # Compressed elements are not padded: the next tag follows at once.
+            position = start + num_bytes + (0 if kind == _COMPRESSED else -num_bytes % 8)
+        if start + num_bytes > len(data):
+            raise MatFileError(f"the MAT file is truncated: an element of {num_bytes} bytes has {len(data) - start}")
+        yield _Element(kind, data[start : start + num_bytes])
+
+
+def _inflated(element: _Element, order: str) -> Iterator[_Element]:
+    if element.kind != _COMPRESSED:
+        yield element
+        return
+    inflater = zlib.decompressobj()
+    data = inflater.decompress(element.data, MAX_BYTES)
+    if inflater.unconsumed_tail:
+        raise MatFileError(f"a variable of the MAT file has more than {MAX_BYTES} bytes")
+    if not inflater.eof:
+        raise MatFileError("the MAT file is truncated: a compressed variable has no end")
+    yield from _elements(data, order)
+
+
+def _read_matrix(data: bytes, order: str) -> tuple[str, Any]:
+    """Returns name and value of an array; its parts are flags, dimensions, name and then what its class says."""
+    if not data:
+        return "", np.zeros((0, 0))  # how MATLAB writes an empty cell or field
+    parts = _elements(data, order)
+    (flags,) = struct.unpack_from(order + "I", _next(parts).data)
+    array_class = flags & 0xFF
+    if flags & 0x0800:
+        raise MatFileError("complex arrays are not read")
+    shape = tuple(int(length) for length in _numbers(_next(parts), order))
+    name = _next(parts).data.decode("latin-1")
+    if array_class == _STRUCT:
+        return name, _read_struct(parts, order, shape)
+    if array_class == _CELL:
+        return name, [_read_matrix(_next(parts).data, order)[1] for _ in range(_num_items(shape, data))]
+    if array_class == _CHAR:
+        return name, _read_text(_next(parts), order, shape)
+    if array_class in _NUMERIC_CLASSES:
+        values = _numbers(_next(parts), order)
+        if values.size != _num_items(shape, data):
+            raise MatFileError(f"the MAT file is damaged: {values.size} numbers for the shape {shape}")
+        return name, values.astype(_NUMERIC_CLASSES[array_class]).reshape(shape, order="F")
+    raise MatFileError(f"arrays of class {array_class} (sparse, objects, functions) are not read")
+
+
+def _read_struct(parts: Iterator[_Element], order: str, shape: tuple[int, ...]) -> list[dict[str, Any]]:
+    (name_bytes,) = struct.unpack_from(order + "I", _next(parts).data)
+    packed = _next(parts).data
+    if not name_bytes:
+        raise MatFileError("the MAT file is damaged: field names of 0 bytes")
+    starts = range(0, len(packed), name_bytes)
+    names = [packed[start : start + name_bytes].split(b"\0", 1)[0].decode("latin-1") for start in starts]
+    if not names:
+        return []
+    values = (_read_matrix(part.data, order)[1] for part in parts)
+    rows = [dict(zip(names, row, strict=False)) for row in zip(*[values] * len(names), strict=False)]
+    if len(rows) != int(np.prod(shape, dtype=object)):
+        raise MatFileError(f"the MAT file is damaged: {len(rows)} structs for the shape {shape}")
+    return rows
+
+
+def _read_text(element: _Element, order: str, shape: tuple[int, ...]) -> str:
+    encoding = _TEXT_ENCODINGS.get(element.kind)
+    if encoding is None:
+        text = "".join(map(chr, _numbers(element, order).tolist()))
+    else:
+        text = element.data.decode(encoding + ("" if element.kind == 16 else "-le" if order == "<" else "-be"))
+    if len(shape) != 2 or shape[0] <= 1:
+        return text
+    return "\n".join(text[row :: shape[0]] for row in range(shape[0]))
+
+
+def _numbers(element: _Element, order: str) -> np.ndarray:
+    kind = _NUMBER_TYPES.get(element.kind)
+    if kind is None:
+        raise MatFileError(f"the MAT file is damaged: numbers of the unknown type {element.kind}")
+    size = np.dtype(kind).itemsize
+    return np.frombuffer(element.data[: len(element.data) // size * size], order + kind)
+
+
+def _next(parts: Iterator[_Element]) -> _Element:
+    part = next(parts, None)
+    if part is None:
+        raise MatFileError("the MAT file is truncated: an array ends early")
+    return part
+
+
+def _num_items(shape: tuple[int, ...], data: bytes) -> int:
+    """Returns the product of the dimensions, which cannot pass the number of bytes that hold the items."""
+    num_items = int(np.prod(shape, dtype=object))
+    if not 0 <= num_items <= len(data):
+        raise MatFileError(f"the MAT file is damaged: the shape {shape} in {len(data)} bytes")
+    return num_items

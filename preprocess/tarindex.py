@@ -1,0 +1,198 @@
+"""Lists a tar archive by its headers alone, so that members can be read in place, also those of inner archives.
+
+The `tarfile` module stops without a word at a damaged or missing header, and keeps an object for every member. Here
+each header's checksum must hold, an archive must end with its empty block, and nothing is kept.
+Format: POSIX.1-1988 (ustar), POSIX.1-2001 (pax) and GNU long names.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from preprocess.listing import SourceError
+
+BLOCK = 512
+
+_FILE_TYPES = frozenset(b"0\x007")
+_FOLDER_TYPE = ord("5")
+_LONG_NAME, _PAX_MEMBER, _PAX_ALL = ord("L"), ord("x"), ord("g")
+_MAX_EXTENSION_BYTES = 2**20
+_KINDS = {
+    ord("1"): "a hard link",
+    ord("2"): "a symbolic link",
+    ord("3"): "a device",
+    ord("4"): "a device",
+    ord("6"): "a pipe",
+    ord("K"): "a link",
+}
+
+
+@dataclass(frozen=True)
+class TarFile:
+    """An open archive: a descriptor of the file, which is only read with `pread`, its path and its length."""
+
+    descriptor: int
+    path: Path
+    num_bytes: int
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Returns `size` bytes from `offset`, from any thread.
+
+        Raises:
+            OSError: the archive cannot be read, or is shorter than that.
+        """
+        parts = []
+        while size > 0:
+            part = os.pread(self.descriptor, size, offset)
+            if not part:
+                raise OSError(f"{self.path} ends at byte {offset}, {size} bytes too early")
+            parts.append(part)
+            offset, size = offset + len(part), size - len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A file in an archive: its name, and where its bytes lie in the outermost file."""
+
+    name: str
+    offset: int
+    size: int
+
+
+def open_tar(path: Path) -> TarFile:
+    """Opens an archive for `members`; the caller closes the descriptor.
+
+    Raises:
+        SourceError: the file cannot be opened.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    except OSError as error:
+        raise SourceError(f"{path} cannot be opened: {error.strerror}") from error
+    return TarFile(descriptor, path, os.fstat(descriptor).st_size)
+
+
+def is_tar(head: bytes) -> bool:
+    """Whether a file that begins with these bytes (a block or more) is an uncompressed tar archive."""
+    return len(head) >= BLOCK and _checksum_holds(head[:BLOCK])
+
+
+def members(tar: TarFile, start: int = 0, stop: int | None = None, inside: str = "") -> Iterator[Member]:
+    """Yields the files of an archive, or of the inner archive that lies in its bytes `start` to `stop`.
+
+    Args:
+        tar: the open archive.
+        start: where the archive to list begins, in bytes.
+        stop: where it ends; the end of the file by default.
+        inside: its name as a member, for errors.
+
+    Raises:
+        SourceError: the archive is truncated or damaged (with the offset), or has a member that could write or read
+            outside a folder it is unpacked to: an absolute path, one with "..", a link or a device.
+    """
+    stop = tar.num_bytes if stop is None else stop
+    where = f"{tar.path}!{inside}" if inside else str(tar.path)
+    position = start
+    extended: dict[str, str] = {}
+    while True:
+        block = _read_block(tar, position, stop, where)
+        if not any(block):
+            return
+        if not _checksum_holds(block):
+            raise SourceError(f"{where} is damaged: no tar header at byte {position}; fetch the archive again")
+        kind = block[156]
+        size = _size(block, extended, where, position)
+        data = position + BLOCK
+        if data + size > stop:
+            name = extended.get("path") or _plain_name(block)
+            raise SourceError(
+                f"{where} is truncated: it ends at byte {stop}, within member {name}, which begins at byte {position} "
+                f"and needs {data + size - stop} bytes more; fetch the archive again"
+            )
+        position = data + -(-size // BLOCK) * BLOCK
+        if kind in (_LONG_NAME, _PAX_MEMBER):
+            extended |= _extension(tar, kind, data, size, where)
+            continue
+        if kind == _PAX_ALL:
+            continue
+        name = extended.get("path") or _plain_name(block)
+        extended = {}
+        if kind == _FOLDER_TYPE:
+            continue
+        _refuse_unsafe(name, kind, where)
+        if not name.endswith("/"):
+            yield Member("/".join(part for part in name.split("/") if part not in ("", ".")), data, size)
+
+
+def _read_block(tar: TarFile, position: int, stop: int, where: str) -> bytes:
+    if position + BLOCK > stop:
+        raise SourceError(
+            f"{where} is truncated: it ends at byte {stop} without the empty block that ends an archive; "
+            "fetch the archive again"
+        )
+    try:
+        return tar.read(position, BLOCK)
+    except OSError as error:
+        raise SourceError(f"{where} cannot be read at byte {position}: {error}") from error
+
+
+def _checksum_holds(block: bytes) -> bool:
+    """The sum of all bytes, the checksum's own eight counted as spaces."""
+    digits = block[148:156].strip(b"\0 ")
+    return (
+        digits.isdigit()
+        and set(digits) <= set(b"01234567")
+        and int(digits, 8) == sum(block) - sum(block[148:156]) + 256
+    )
+
+
+def _size(block: bytes, extended: dict[str, str], where: str, position: int) -> int:
+    if "size" in extended and extended["size"].isdecimal():
+        return int(extended["size"])
+    raw = block[124:136]
+    if raw[0] & 0x80:  # GNU: big-endian binary for sizes from 8 GiB
+        return int.from_bytes(raw) & ((1 << 95) - 1)
+    digits = raw.strip(b"\0 ")
+    if not set(digits) <= set(b"01234567"):
+        raise SourceError(
+            f"{where} is damaged: the header at byte {position} has the size {raw!r}; fetch the archive again"
+        )
+    return int(digits or b"0", 8)
+
+
+def _plain_name(block: bytes) -> str:
+    name = block[:100].split(b"\0", 1)[0]
+    if block[257:263] == b"ustar\0":  # GNU's own header ("ustar  ") keeps times where POSIX has the prefix
+        prefix = block[345:500].split(b"\0", 1)[0]
+        name = prefix + b"/" + name if prefix else name
+    return name.decode("utf-8", "surrogateescape")
+
+
+def _extension(tar: TarFile, kind: int, data: int, size: int, where: str) -> dict[str, str]:
+    """Returns what an extension header says of the next member: its path, and in pax its size as well."""
+    if size > _MAX_EXTENSION_BYTES:
+        raise SourceError(f"{where} is damaged: an extension header of {size} bytes at byte {data}")
+    content = tar.read(data, size)
+    if kind == _LONG_NAME:
+        return {"path": content.split(b"\0", 1)[0].decode("utf-8", "surrogateescape")}
+    records = {}
+    while content:
+        length = content.partition(b" ")[0]
+        if not length.isdigit() or not len(length) < int(length) <= len(content):
+            raise SourceError(f"{where} is damaged: the pax header at byte {data} has no valid record; fetch it again")
+        key, _, value = content[len(length) + 1 : int(length) - 1].partition(b"=")
+        if key in (b"path", b"size"):
+            records[key.decode()] = value.decode("utf-8", "surrogateescape")
+        content = content[int(length) :]
+    return records
+
+
+def _refuse_unsafe(name: str, kind: int, where: str) -> None:
+    if kind not in _FILE_TYPES:
+        raise SourceError(
+            f"{where} is refused: its member {name} is {_KINDS.get(kind, f'of type {chr(kind)!r}')}, not a file"
+        )
+    if name.startswith("/") or ".." in name.split("/"):
+        raise SourceError(f"{where} is refused: its member {name} has a path that leads out of the archive")
