@@ -61,7 +61,7 @@ def compile_ahead(
     if dump_folder is not None:
         dump_folder.mkdir(parents=True, exist_ok=True)
         write_whole(dump_folder / "program.stablehlo.mlir", lowered.as_text().encode())
-        write_whole(dump_folder / "program.optimised.hlo", compiled.as_text().encode())
+        write_whole(dump_folder / "program.optimised.hlo", (compiled.as_text() or "").encode())
     return Compiled(
         compiled, traced - started, finished - traced, bool(hits), _memory_bytes(compiled), _step_flops(compiled)
     )

@@ -49,4 +49,4 @@ def make_demo(folder: Path, notify: Callable[[str], None]) -> None:
     if set(list_splits(os.fspath(folder))) >= set(_DEMO_SPLITS):
         return
     notify("drawing and packing the demo set, once")
-    pack_demo(folder)
+    pack_demo(os.fspath(folder))

@@ -108,10 +108,11 @@ def resolve(
 
 
 def _own_batches(config: TrainConfig, batches: BatchFunction | BatchSource) -> _OpenData:
-    if hasattr(batches, "fill"):
-        source: BatchSource = batches
-    else:
+    source: BatchSource
+    if callable(batches):
         source = FunctionBatches(batches, num_classes=config.num_classes)
+    else:
+        source = batches
     if source.batch != config.batch:
         raise ValueError(
             f"every batch must hold the {config.batch} images of the setting batch, "
