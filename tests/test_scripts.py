@@ -174,7 +174,7 @@ def test_a_named_python_is_the_only_one_tried(machine: Machine) -> None:
     machine.fake(machine.bin / "python3.12", "echo good")
     assert machine.sourced("find_python", PYTHON="python3.12").stdout == "good\n"
     machine.fake(machine.home / "my python", "echo mine")
-    assert machine.sourced("find_python", PYTHON="./my python").stdout == "mine\n"
+    assert machine.sourced('cd "$root"; find_python', PYTHON="./my python").stdout == "mine\n"
     done = machine.sourced("find_python", PYTHON="/no/such/python")
     assert done.returncode == 2
     assert done.stderr == "me: PYTHON=/no/such/python is no working CPython ≥ 3.12; unset it or name another\n"
