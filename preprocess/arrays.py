@@ -98,6 +98,18 @@ def shard_key(shard: int, rank: int) -> str:
     return "/".join(["c", str(shard), *["0"] * (rank - 1)])
 
 
+def damage(error: BaseException) -> str:
+    """Why a chunk can't be read, in words where the cause is a common one."""
+    text = reason(error)
+    if "is missing" in text:
+        return "the shard file, or the image in it, is missing"
+    if "Digest mismatch" in text:
+        return "the checksum does not match, the bytes have changed"
+    if isinstance(error, TimeoutError):
+        return "no answer from the store"
+    return text
+
+
 def _open(location: Location, name: str, spec: dict[str, Any], mode: ts.OpenMode) -> ts.TensorStore:
     spec = {"driver": "zarr3", "kvstore": location.array_spec(name)} | spec
     try:

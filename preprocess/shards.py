@@ -13,7 +13,7 @@ import numpy as np
 import tensorstore as ts
 from numpy.typing import NDArray
 
-from preprocess.arrays import LABEL_CACHE_BYTES, LABELS, LABELS_PER_SHARD, PIXELS, read_array, shard_key
+from preprocess.arrays import LABEL_CACHE_BYTES, LABELS, LABELS_PER_SHARD, PIXELS, damage, read_array, shard_key
 from preprocess.location import Location, ShardError, open_location, reason
 from preprocess.manifest import MANIFEST_KEY, Manifest
 
@@ -148,7 +148,7 @@ class ShardSplit:
                 try:
                     array[index].read().result(timeout=max(1.0, deadline - time.monotonic()))
                 except (*_READ_ERRORS, TimeoutError) as cause:
-                    return f"{self._name()}: image {index} in {name}/{shard}: {reason(cause)}; {self._remedy()}"
+                    return f"{self._name()}: image {index} in {name}/{shard}: {damage(cause)}; {self._remedy()}"
         return f"{self._name()}: {reason(error)} (a second read succeeded); check the disk or the network"
 
     def _timeout_message(self, indices: NDArray[np.int64], timeout_s: float) -> str:

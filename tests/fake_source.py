@@ -1,0 +1,82 @@
+"""A source made of images in memory, for the tests of packing: damage and interruptions happen where the test says."""
+
+import hashlib
+import io
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import tensorstore as ts
+from PIL import Image
+
+from preprocess.decode import ResizeRule
+from preprocess.listing import ImageClass, SourceImage
+from preprocess.location import open_location
+from preprocess.pack import PackResult, pack_split
+from preprocess.plan import PackSettings
+
+CLASSES = (ImageClass("n1", "tench"), ImageClass("n2", "goldfish"), ImageClass("n3", "great white shark"))
+
+
+@dataclass
+class FakeSource:
+    """Images ``uint8 [n, H, W, 3]`` served as PNG; ``broken`` ones are truncated, ``raising`` ones raise when read."""
+
+    images: np.ndarray
+    labels: list[int]
+    name: str = "train"
+    classes: tuple[ImageClass, ...] = CLASSES
+    broken: frozenset[int] = frozenset()
+    raising: dict[int, BaseException] = field(default_factory=dict)
+    reads: list[int] = field(default_factory=list)
+
+    def __len__(self):
+        return len(self.images)
+
+    def image(self, index):
+        return SourceImage(f"{self.classes[self.labels[index]].id}/{index}.png", self.labels[index])
+
+    def read(self, index):
+        self.reads.append(index)
+        if index in self.raising:
+            raise self.raising[index]
+        encoded = io.BytesIO()
+        Image.fromarray(self.images[index]).save(encoded, "PNG")
+        return encoded.getvalue()[:40] if index in self.broken else encoded.getvalue()
+
+    def digest(self):
+        return hashlib.sha256(self.images.tobytes() + bytes(self.labels)).hexdigest()
+
+    def but(self, **changes):
+        return replace(self, **changes, reads=[])
+
+
+def fake_source(num_images: int, *, size: int = 4, seed: int = 0, **values) -> FakeSource:
+    rng = np.random.default_rng(seed)
+    images = rng.integers(0, 256, (num_images, size, size, 3), dtype=np.uint8)
+    return FakeSource(images, [index % len(CLASSES) for index in range(num_images)], **values)
+
+
+def settings_for(source: FakeSource, **values) -> PackSettings:
+    size = source.images.shape[1]
+    return PackSettings(rule=ResizeRule(size=size, resize=size), **({"shard_images": 4} | values))
+
+
+def pack(source: FakeSource, dest: Path | str, *, context: ts.Context | None = None, **values) -> PackResult:
+    """Pack ``source`` at its own size into ``dest``/its name."""
+    overwrite = values.pop("overwrite", False)
+    location = open_location(str(dest), context=context).child(source.name)
+    return pack_split(source, location, settings_for(source, **values), overwrite=overwrite)
+
+
+def packed_words(source: FakeSource) -> tuple[np.ndarray, np.ndarray]:
+    """What must be in the shards, computed pixel by pixel by shifts: ``uint32 [N, H, W]`` and labels ``[N]``."""
+    good = [index for index in range(len(source)) if index not in source.broken and index not in source.raising]
+    rgb = source.images[good].astype(np.uint32)
+    words = rgb[..., 0] << 24 | rgb[..., 1] << 16 | rgb[..., 2] << 8
+    return words, np.array([source.labels[index] for index in good], np.int32)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Every file below ``folder`` by its relative path."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

@@ -1,0 +1,37 @@
+"""Channel sums: exact, whatever way the images are grouped."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from preprocess.channels import ChannelSums, channel_sums
+
+IMAGES = st.lists(hnp.arrays(np.uint8, (3, 5, 3)), min_size=1, max_size=5)
+
+
+@given(IMAGES)
+def test_mean_and_std_are_numpys_over_all_pixels(images):
+    sums = sum((channel_sums(image) for image in images), ChannelSums())
+    scaled = np.stack(images).reshape(-1, 3) / 255
+    assert sums.num_pixels == len(scaled)
+    # numpy sums floats: 75 roundings of 1e-16 each.
+    np.testing.assert_allclose(sums.mean(), scaled.mean(axis=0), atol=1e-14)
+    np.testing.assert_allclose(sums.std(), scaled.std(axis=0), atol=1e-8)
+
+
+def test_sums_of_a_large_white_image_do_not_overflow():
+    sums = channel_sums(np.full((4096, 64, 3), 255, np.uint8))
+    assert sums == ChannelSums(4096 * 64, (4096 * 64 * 255,) * 3, (4096 * 64 * 255**2,) * 3)
+    assert sums.mean() == (1.0, 1.0, 1.0)
+    assert sums.std() == (0.0, 0.0, 0.0)
+
+
+def test_std_is_exact_where_floats_cancel():
+    # One pixel in 10^12 is 1 brighter: the squares agree in 12 digits, which a float sum loses.
+    n = 10**12
+    sums = ChannelSums(n, (255 * n - 1,) * 3, (255**2 * (n - 1) + 254**2,) * 3)
+    assert sums.std()[0] == pytest.approx(math.sqrt((n - 1) / n**2) / 255, rel=1e-12)

@@ -1,0 +1,120 @@
+"""The manifest: a strict round trip, and each broken rule by name."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from preprocess.listing import ImageClass
+from preprocess.location import ShardError
+from preprocess.manifest import FORMAT_VERSION, Manifest
+
+MANIFEST = Manifest(
+    format_version=1,
+    num_images=10,
+    height=4,
+    width=6,
+    layout="R<<24 | G<<16 | B<<8",
+    codec="raw",
+    checksum=True,
+    shard_images=4,
+    classes=(ImageClass("n1", "tench"), ImageClass("n2", "Ära")),
+    class_counts=(4, 6),
+    channel_mean=(0.1, 0.2, 1 / 3),
+    channel_std=(0.25, 0.5, 0.0),
+    resize_rule={"size": 4, "resize": 5, "resample": "bicubic"},
+    source_digest="ab" * 32,
+    num_failures=2,
+    tool_versions={"pillow": "13.0"},
+)
+
+fractions = st.floats(0, 1)
+
+
+@given(
+    counts=st.lists(st.integers(0, 2**40), min_size=1, max_size=5).filter(any),
+    names=st.text(),
+    mean=st.tuples(fractions, fractions, fractions),
+    codec=st.sampled_from(["raw", "blosc"]),
+    checksum=st.booleans(),
+    failures=st.integers(0, 2**40),
+)
+def test_json_round_trip_is_exact(counts, names, mean, codec, checksum, failures):
+    manifest = replace(
+        MANIFEST,
+        num_images=sum(counts),
+        class_counts=tuple(counts),
+        classes=tuple(ImageClass(f"{names}{k}", names) for k in range(len(counts))),
+        channel_mean=mean,
+        codec=codec,
+        checksum=checksum,
+        num_failures=failures,
+    )
+    assert Manifest.from_json(manifest.to_json()) == manifest
+
+
+def test_shard_arithmetic():
+    assert MANIFEST.num_shards == 3
+    assert [MANIFEST.shard_range(shard) for shard in range(3)] == [(0, 4), (4, 8), (8, 10)]
+    assert MANIFEST.image_bytes == 96
+    assert MANIFEST.num_classes == 2
+
+
+def changed(**changes):
+    return json.dumps(json.loads(MANIFEST.to_json()) | changes)
+
+
+def test_a_newer_version_asks_for_a_newer_feedloop():
+    # Whatever else a newer version holds: its version is what the reader is told.
+    with pytest.raises(ShardError, match=r"here/manifest.json: format version 2 is newer than 1.*install a newer"):
+        Manifest.from_json(changed(format_version=FORMAT_VERSION + 1, colour_space="oklab"), where="here/manifest.json")
+
+
+def test_an_unknown_and_a_missing_key_are_named():
+    with pytest.raises(ShardError, match="unknown key num_image; restore"):
+        Manifest.from_json(changed(num_image=3))
+    document = json.loads(MANIFEST.to_json())
+    del document["codec"]
+    with pytest.raises(ShardError, match="missing key codec"):
+        Manifest.from_json(json.dumps(document))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format_version": "1"}, "format_version is 1, found '1'"),
+        ({"format_version": True}, "format_version is 1, found True"),
+        ({"num_images": 0}, "num_images is a whole number ≥ 1, found 0"),
+        ({"num_images": 11}, "class_counts add up to 11 images, found 10"),
+        ({"height": 4.0}, "height is a whole number"),
+        ({"shard_images": True}, "shard_images is a whole number"),
+        ({"layout": "BGR"}, "layout is 'R<<24 "),
+        ({"codec": "zstd"}, "codec is one of raw, blosc, found 'zstd'"),
+        ({"codec": ["raw"]}, "codec is text"),
+        ({"checksum": 1}, "checksum is true or false"),
+        ({"classes": {}}, "classes is a list"),
+        ({"classes": [{"id": "a"}, {"id": "b"}]}, "a class has the keys id and name"),
+        ({"classes": [{"id": "a", "name": 3}] * 2}, "a class has the keys id and name"),
+        ({"classes": []}, "there are 1 to 65535 classes, found 0"),
+        ({"class_counts": [10]}, "class_counts has 2 entries, found 1"),
+        ({"class_counts": [-1, 11]}, "class_counts are ≥ 0"),
+        ({"class_counts": [4.0, 6]}, "class_counts are ≥ 0"),
+        ({"channel_mean": [0.5, 0.5]}, "channel_mean is three numbers"),
+        ({"channel_std": [0.5, 0.5, 2.0]}, "channel_std is three numbers"),
+        ({"channel_std": [0.5, 0.5, float("nan")]}, "channel_std is three numbers"),
+        ({"resize_rule": [1]}, "resize_rule is an object"),
+        ({"source_digest": 3}, "source_digest is text"),
+        ({"num_failures": -1}, "num_failures is ≥ 0"),
+    ],
+)
+def test_each_broken_rule_is_named(changes, message):
+    with pytest.raises(ShardError, match=message):
+        Manifest.from_json(changed(**changes))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", b"\xff\xfe"])
+def test_what_is_no_json_object_is_refused(text):
+    with pytest.raises(ShardError, match=r"x/manifest.json: (not valid JSON|a manifest is a JSON object)"):
+        Manifest.from_json(text, where="x/manifest.json")

@@ -1,0 +1,362 @@
+"""The packing job: what comes out, the same whatever interrupts it, and nothing left out in silence."""
+
+import errno
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import tensorstore as ts
+
+from preprocess import pack as pack_module
+from preprocess import pipeline
+from preprocess.arrays import create_array
+from preprocess.decode import ResizeRule
+from preprocess.journal import Journal
+from preprocess.location import Location, ShardError, open_location
+from preprocess.pack import PackProgress, pack_split, read_failures
+from preprocess.pipeline import PackedImage, decode_in_order
+from preprocess.plan import PackSettings
+from preprocess.shards import open_split
+from tests.fake_source import CLASSES, FakeSource, fake_source, files_of, pack, packed_words, settings_for
+
+
+class Stopped(BaseException):
+    """Stands for whatever ends a process between two steps."""
+
+
+@pytest.fixture(autouse=True)
+def blocks_of_one(monkeypatch):
+    """So that an interruption falls between any two images, as it does at 224 px."""
+    monkeypatch.setattr(pipeline, "_MAX_BLOCK_IMAGES", 1)
+
+
+@pytest.fixture
+def source():
+    """14 images, 4 a shard, of which images 1, 5, 6, 12 and 13 are broken: 9 packed, the last shard with one."""
+    return fake_source(14, broken=frozenset({1, 5, 6, 12, 13}))
+
+
+@pytest.fixture
+def expected(tmp_path, source):
+    pack(source, tmp_path / "expected")
+    return files_of(tmp_path / "expected")
+
+
+def stored(data, split="train"):
+    with open_split(str(data), split) as opened:
+        pixels = np.zeros((opened.num_images, opened.height, opened.width), np.uint32)
+        labels = np.zeros(opened.num_images, np.int32)
+        opened.read_into(np.arange(opened.num_images), pixels, labels, timeout_s=10)
+    return pixels, labels
+
+
+def test_good_images_are_packed_without_holes(tmp_path, source, expected):
+    words, labels = packed_words(source)
+    found_words, found_labels = stored(tmp_path / "expected")
+    np.testing.assert_array_equal(found_words, words)
+    np.testing.assert_array_equal(found_labels, labels)
+    manifest = json.loads(expected["train/manifest.json"])
+    assert manifest["num_images"] == 9
+    assert manifest["num_failures"] == 5
+    assert manifest["class_counts"] == np.bincount(labels, minlength=3).tolist()
+    assert [entry["name"] for entry in manifest["classes"]] == [each.name for each in CLASSES]
+    assert set(manifest["tool_versions"]) == {"numpy", "pillow", "tensorstore"}
+    scaled = source.images[[0, 2, 3, 4, 7, 8, 9, 10, 11]].reshape(-1, 3) / 255
+    # numpy sums floats: 144 roundings of 1e-16 each.
+    np.testing.assert_allclose(manifest["channel_mean"], scaled.mean(axis=0), rtol=1e-12)
+    np.testing.assert_allclose(manifest["channel_std"], scaled.std(axis=0), rtol=1e-12)
+
+
+def test_each_failure_is_noted_with_its_path_and_reason(expected):
+    lines = [json.loads(line) for line in expected["train/failures.jsonl"].splitlines()]
+    assert [(line["index"], line["path"], line["label"]) for line in lines] == [
+        (1, "n2/1.png", 1),
+        (5, "n3/5.png", 2),
+        (6, "n1/6.png", 0),
+        (12, "n1/12.png", 0),
+        (13, "n2/13.png", 1),
+    ]
+    assert all("PNG" in line["reason"] for line in lines)
+
+
+def test_black_images_are_packed_like_any_other(tmp_path):
+    source = FakeSource(np.zeros((5, 4, 4, 3), np.uint8), [0, 1, 2, 0, 1])
+    pack(source, tmp_path)
+    assert not stored(tmp_path)[0].any()
+
+
+@pytest.mark.parametrize("values", [{"num_workers": 4}, {"num_workers": 3}])
+def test_the_number_of_workers_does_not_change_a_byte(tmp_path, source, expected, values):
+    pack(source, tmp_path / "again", **values)
+    assert files_of(tmp_path / "again") == expected
+
+
+def test_a_finished_pack_is_not_packed_again(tmp_path, source, expected):
+    again = source.but()
+    result = pack(again, tmp_path / "expected")
+    assert result.was_complete
+    assert [failure.index for failure in result.failures] == [1, 5, 6, 12, 13]
+    assert again.reads == []
+    assert files_of(tmp_path / "expected") == expected
+
+
+@pytest.mark.parametrize("at", range(14))
+def test_interrupted_at_any_image_it_continues_to_the_same_bytes(tmp_path, source, expected, at):
+    with pytest.raises(KeyboardInterrupt):
+        pack(source.but(raising={at: KeyboardInterrupt()}), tmp_path / "again")
+    assert "train/manifest.json" not in files_of(tmp_path / "again")
+    again = source.but()
+    result = pack(again, tmp_path / "again")
+    assert files_of(tmp_path / "again") == expected
+    # Shards 0 and 1 end after the good images 4 and 10.
+    assert result.num_resumed in {0, 5, 11}
+    assert min(again.reads) == result.num_resumed <= at
+
+
+@pytest.mark.parametrize("is_done", [True, False], ids=["after", "before"])
+@pytest.mark.parametrize("operation", range(9))
+def test_interrupted_at_any_write_it_continues_to_the_same_bytes(
+    tmp_path, source, expected, monkeypatch, operation, is_done
+):
+    count = 0
+
+    def counted(original):
+        def step(*args, **kwargs):
+            nonlocal count
+            count += 1
+            if count - 1 != operation:
+                return original(*args, **kwargs)
+            if is_done:
+                original(*args, **kwargs)
+            raise Stopped
+
+        return step
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Location, "write", counted(Location.write))
+        patched.setattr(pack_module, "create_array", counted(create_array))
+        patched.setattr(Journal, "delete", counted(Journal.delete))
+        with pytest.raises(Stopped):
+            pack(source, tmp_path / "again")
+    # Plan, three records, two arrays, failures, manifest, then the journal goes.
+    is_complete = "train/manifest.json" in files_of(tmp_path / "again")
+    assert is_complete == (operation == 8 or (operation == 7 and is_done))
+    pack(source, tmp_path / "again")
+    assert files_of(tmp_path / "again") == expected
+
+
+def test_a_killed_process_is_continued(tmp_path, source, expected):
+    code = (
+        "import sys, time\n"
+        "from preprocess import pipeline\n"
+        "from tests.fake_source import *\n"
+        "pipeline._MAX_BLOCK_IMAGES = 1\n"
+        "class Slow(FakeSource):\n"
+        "    def read(self, index):\n"
+        "        time.sleep(60 if index == 8 else 0)\n"
+        "        return super().read(index)\n"
+        "s = fake_source(14, broken=frozenset({1, 5, 6, 12, 13}))\n"
+        "pack(Slow(s.images, s.labels, broken=s.broken), sys.argv[1])\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "again")])
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "again/train/pixels/c/0/0/0").exists():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    pack(source, tmp_path / "again")
+    assert files_of(tmp_path / "again") == expected
+
+
+def test_a_shard_file_lost_before_continuing_is_made_again(tmp_path, source, expected):
+    with pytest.raises(KeyboardInterrupt):
+        pack(source.but(raising={13: KeyboardInterrupt()}), tmp_path / "again")
+    (tmp_path / "again/train/pixels/c/0/0/0").unlink()
+    assert pack(source, tmp_path / "again").num_resumed == 0
+    assert files_of(tmp_path / "again") == expected
+
+
+def test_a_damaged_journal_is_named(tmp_path, source):
+    with pytest.raises(KeyboardInterrupt):
+        pack(source.but(raising={13: KeyboardInterrupt()}), tmp_path)
+    (tmp_path / "train/journal/00000001.json").write_text('{"start": 3}')
+    with pytest.raises(ShardError, match=r"journal/00000001.json: the journal .* is damaged; pack with --overwrite"):
+        pack(source, tmp_path)
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_other_settings_are_not_mixed_into_a_pack(tmp_path, source, is_complete):
+    if is_complete:
+        pack(source, tmp_path)
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            pack(source.but(raising={13: KeyboardInterrupt()}), tmp_path)
+    before = files_of(tmp_path)
+    with pytest.raises(
+        ShardError, match=r"other settings: codec was raw, is now blosc; shard_images was 4, is now 3\. .*"
+    ):
+        pack(source, tmp_path, codec="blosc", shard_images=3)
+    with pytest.raises(ShardError, match=r"other settings: num_candidates was 14, is now 5; source_digest was .*"):
+        pack(fake_source(5), tmp_path)
+    assert files_of(tmp_path) == before
+
+
+def test_overwriting_leaves_nothing_of_the_old_pack(tmp_path, source, expected):
+    pack(fake_source(60, size=5), tmp_path / "again", shard_images=2)
+    pack(source, tmp_path / "again", overwrite=True)
+    assert files_of(tmp_path / "again") == expected
+    assert not (tmp_path / "again/train/pixels/c/9").exists()
+
+
+def test_a_folder_with_other_files_is_left_alone(tmp_path, source):
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train/thesis.tex").write_text("years of work")
+    for overwrite in (False, True):
+        with pytest.raises(ShardError, match=r"train/ holds other files \(thesis.tex\); choose an empty folder"):
+            pack(source, tmp_path, overwrite=overwrite)
+    assert (tmp_path / "train/thesis.tex").read_text() == "years of work"
+
+
+def test_memory_holds_the_same_bytes_as_files(source, expected):
+    context = ts.Context()
+    pack(source, "memory://data", context=context)
+    location = open_location("memory://data", context=context)
+    assert {key: location.read(key) for key in location.list_keys()} == expected
+
+
+@pytest.mark.parametrize(("num_images", "broken"), [(4, ()), (6, (4, 5)), (8, ()), (1, ()), (5, (0, 1, 2, 3))])
+def test_every_ending_of_the_last_shard(tmp_path, num_images, broken):
+    source = fake_source(num_images, broken=frozenset(broken))
+    result = pack(source, tmp_path)
+    np.testing.assert_array_equal(stored(tmp_path)[0], packed_words(source)[0])
+    assert len(result.failures) == len(broken)
+    num_files = len(list((tmp_path / "train/pixels/c").glob("*/0/0")))
+    assert num_files == -(-(num_images - len(broken)) // 4) == result.manifest.num_shards
+
+
+def test_failures_alone_make_no_split(tmp_path):
+    with pytest.raises(ShardError, match=r"none of the 3 images of 'train' could be packed, e\.g\. n1/0\.png: "):
+        pack(fake_source(3, broken=frozenset({0, 1, 2})), tmp_path)
+    assert not (tmp_path / "train/manifest.json").exists()
+
+
+def test_an_empty_source_is_refused(tmp_path):
+    with pytest.raises(ShardError, match="'train' holds no images"):
+        pack(fake_source(0), tmp_path)
+
+
+def test_on_error_fail_stops_at_the_first_bad_image(tmp_path, source):
+    with pytest.raises(ShardError, match=r"n2/1\.png: .*--on-error skip"):
+        pack(source, tmp_path, on_error="fail")
+
+
+def test_a_missing_file_is_a_failure_of_that_image(tmp_path):
+    source = fake_source(3, raising={1: FileNotFoundError(errno.ENOENT, "No such file", "x.png")})
+    assert [failure.path for failure in pack(source, tmp_path).failures] == ["n2/1.png"]
+
+
+def test_trouble_of_the_machine_stops_instead_of_blaming_images(tmp_path):
+    source = fake_source(6, raising={5: OSError(errno.ESTALE, "Stale file handle")})
+    with pytest.raises(ShardError, match=r"n3/5\.png: .*Stale file handle; this is no fault of the image"):
+        pack(source, tmp_path)
+    assert pack(source.but(raising={}), tmp_path).num_resumed == 4
+
+
+def test_a_bug_in_a_worker_reaches_the_caller_with_its_traceback(tmp_path):
+    source = fake_source(6, raising={2: ZeroDivisionError("in the worker")})
+    with pytest.raises(ZeroDivisionError, match="in the worker") as caught:
+        pack(source, tmp_path)
+    assert "read" in [entry.name for entry in caught.traceback]
+
+
+def test_a_read_that_hangs_ends_at_the_time_limit(tmp_path, monkeypatch):
+    class Hanging(FakeSource):
+        def read(self, index):
+            if index == 2:
+                time.sleep(2)
+            return super().read(index)
+
+    source = fake_source(6)
+    monkeypatch.setattr(pipeline, "IMAGE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(pipeline, "_JOIN_TIMEOUT_S", 0.1)
+    with pytest.raises(ShardError, match=r"n3/2\.png: not read and decoded in 0 s; check the disk"):
+        pack(Hanging(source.images, source.labels), tmp_path)
+
+
+def test_a_full_disk_is_one_clear_error(tmp_path, source, monkeypatch):
+    monkeypatch.setattr(ts.Transaction, "commit_async", lambda self: _Failed())
+    with pytest.raises(ShardError, match=r"pixels/c/0/0/0: can't be written: .*No space left.*continues at shard 0"):
+        pack(source, tmp_path)
+
+
+class _Failed:
+    def result(self, timeout):
+        raise ValueError("RESOURCE_EXHAUSTED: Failed to write: [OS error 28: No space left on device]")
+
+
+def test_an_unwritable_place_is_one_clear_error(tmp_path, source):
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(ShardError, match=r"file/data/train/: can't "):
+        pack(source, tmp_path / "file" / "data")
+
+
+def test_progress_counts_every_image_once(tmp_path, source):
+    seen: list[PackProgress] = []
+    with pytest.raises(KeyboardInterrupt):
+        pack(source.but(raising={13: KeyboardInterrupt()}), tmp_path)
+    location = open_location(str(tmp_path)).child("train")
+    pack_split(source, location, settings_for(source), on_progress=seen.append)
+    assert seen[0] == PackProgress(done=11, total=14, failed=3, resumed=11)
+    assert seen[-1] == PackProgress(done=14, total=14, failed=5, resumed=11)
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_outcomes_come_in_source_order_within_a_bounded_window(num_workers, monkeypatch):
+    monkeypatch.setattr(pipeline, "_MAX_BLOCK_IMAGES", 2)
+    source = fake_source(60, broken=frozenset({7}))
+    seen: list[int] = []
+    for block in decode_in_order(source, ResizeRule(4, 4), start=3, num_workers=num_workers):
+        seen += [outcome.index for outcome in block]
+        # Blocks of 2, 4 a worker, handed in before the first one is waited for.
+        assert max(source.reads) < len(seen) + 3 + 2 * 4 * num_workers
+        assert all(isinstance(outcome, PackedImage) == (outcome.index != 7) for outcome in block)
+    assert seen == list(range(3, 60))
+    assert sorted(source.reads) == seen
+
+
+def test_failures_are_read_back(tmp_path, source):
+    failures = pack(source, tmp_path).failures
+    location = open_location(str(tmp_path)).child("train")
+    assert read_failures(location) == failures
+    location.write("failures.jsonl", b"{}\n")
+    with pytest.raises(ShardError, match=r"failures.jsonl: not as it was written"):
+        read_failures(location)
+
+
+@pytest.mark.parametrize(
+    ("size", "shard_images"), [(224, 256), (32, 4096), (64, 4096), (384, 64), (4096, 1), (1, 4096)]
+)
+def test_a_shard_fills_at_most_64_mebibytes_by_default(size, shard_images):
+    assert PackSettings(rule=ResizeRule(size, size)).resolved_shard_images == shard_images
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"shard_images": 0}, "shard_images must be at least 1, found 0"),
+        ({"num_workers": 0}, "num_workers must be at least 1, found 0"),
+        ({"codec": "zip"}, "codec must be one of raw, blosc, found 'zip'"),
+        ({"on_error": "cry"}, "on_error must be skip or fail, found 'cry'"),
+    ],
+)
+def test_settings_check_themselves(values, message):
+    with pytest.raises(ValueError, match=message):
+        PackSettings(**values)

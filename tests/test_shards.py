@@ -1,0 +1,266 @@
+"""Reading splits: golden bytes, other Zarr readers, random reads, damage, and what can't be opened."""
+
+import json
+import struct
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorstore as ts
+import zarr
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from preprocess.arrays import LABELS_PER_CHUNK, LABELS_PER_SHARD
+from preprocess.shards import ShardError, list_splits, open_split
+from tests.fake_source import CLASSES, FakeSource, fake_source, files_of, pack, packed_words
+
+
+def crc32c(data):
+    """CRC-32C bit by bit (RFC 3720, appendix B.4)."""
+    register = 0xFFFFFFFF
+    for byte in data:
+        register ^= byte
+        for _ in range(8):
+            register = register >> 1 ^ (0x82F63B78 if register & 1 else 0)
+    return struct.pack("<I", register ^ 0xFFFFFFFF)
+
+
+def shard_bytes(chunks, num_slots):
+    """A Zarr 3 shard by the specification: the chunks, then (offset, size) of every slot, then the index's CRC."""
+    body, index = b"", b""
+    for chunk in chunks:
+        index += struct.pack("<QQ", len(body), len(chunk))
+        body += chunk
+    index += b"\xff" * 16 * (num_slots - len(chunks))
+    return body + index + crc32c(index)
+
+
+def read(split, indices, timeout_s=10.0):
+    pixels = np.full((len(indices), split.height, split.width), 7, np.uint32)
+    labels = np.full(len(indices), -1, np.int32)
+    split.read_into(np.array(indices, np.int64), pixels, labels, timeout_s=timeout_s)
+    return pixels, labels
+
+
+@pytest.fixture
+def source():
+    return fake_source(10)
+
+
+@pytest.fixture
+def data(tmp_path, source):
+    pack(source, tmp_path)
+    return tmp_path
+
+
+def test_golden_bytes_of_a_tiny_split(tmp_path):
+    images = np.array([[[[1, 2, 3], [255, 0, 128]]] * 2, [[[0, 0, 0]] * 2] * 2, [[[9, 8, 7]] * 2] * 2], np.uint8)
+    pack(FakeSource(images, [2, 0, 1]), tmp_path, shard_images=2)
+    files = files_of(tmp_path / "train")
+    row = bytes([0, 3, 2, 1, 0, 128, 0, 255])
+    chunks = [row * 2, bytes(16), bytes([0, 7, 8, 9]) * 4]
+    chunks = [chunk + crc32c(chunk) for chunk in chunks]
+    labels = struct.pack("<HHH", 2, 0, 1) + b"\xff" * 2 * (LABELS_PER_CHUNK - 3)
+    assert files.pop("pixels/c/0/0/0") == shard_bytes(chunks[:2], 2)
+    assert files.pop("pixels/c/1/0/0") == shard_bytes(chunks[2:], 2)
+    assert files.pop("labels/c/0") == shard_bytes([labels + crc32c(labels)], LABELS_PER_SHARD // LABELS_PER_CHUNK)
+    assert files.pop("failures.jsonl") == b""
+    assert sorted(files) == ["labels/zarr.json", "manifest.json", "pixels/zarr.json"]
+
+
+@pytest.mark.parametrize("codec", ["raw", "blosc"])
+@pytest.mark.parametrize("checksum", [True, False])
+def test_any_zarr_reader_finds_the_packed_pixels(tmp_path, source, codec, checksum):
+    pack(source, tmp_path, codec=codec, checksum=checksum)
+    words, labels = packed_words(source)
+    for name, expected in (("pixels", words), ("labels", labels)):
+        path = str(tmp_path / "train" / name)
+        np.testing.assert_array_equal(zarr.open_array(path, mode="r")[:], expected)
+        spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": path}}
+        np.testing.assert_array_equal(ts.open(spec).result().read().result(), expected)
+
+
+@settings(max_examples=30, deadline=None)
+@given(indices=st.lists(st.integers(0, 9), max_size=12))
+def test_images_come_in_the_order_asked_for_with_repeats(tmp_path_factory, indices):
+    source = fake_source(10)
+    context = ts.Context()
+    pack(source, "memory://data", context=context)
+    words, labels = packed_words(source)
+    with open_split("memory://data", "train", context=context) as split:
+        found_words, found_labels = read(split, indices)
+    np.testing.assert_array_equal(found_words, words[indices])
+    np.testing.assert_array_equal(found_labels, labels[indices])
+
+
+def test_a_split_says_what_it_holds(data):
+    with open_split(str(data), "train") as split:
+        assert (split.num_images, split.height, split.width, split.num_classes) == (10, 4, 4, 3)
+        assert split.manifest.classes == CLASSES
+
+
+@pytest.mark.parametrize("address", ["{path}", "{path}/", "file://{path}", "file://{path}/"])
+def test_paths_and_urls_are_the_same_folder(data, source, address):
+    with open_split(address.format(path=data), "train") as split:
+        np.testing.assert_array_equal(read(split, [3])[0], packed_words(source)[0][[3]])
+    assert list_splits(address.format(path=data)) == ("train",)
+
+
+def test_a_view_with_strides_is_filled(data, source):
+    buffer = np.zeros((6, 4, 8), np.uint32)
+    labels = np.zeros(3, np.int32)
+    with open_split(str(data), "train") as split:
+        split.read_into(np.array([9, 0, 4]), buffer[::2, :, 4:], labels, timeout_s=10)
+    np.testing.assert_array_equal(buffer[::2, :, 4:], packed_words(source)[0][[9, 0, 4]])
+    assert not buffer[1::2].any()
+    assert not buffer[:, :, :4].any()
+
+
+def test_many_threads_read_one_split(data, source):
+    words, _ = packed_words(source)
+    wrong: list[np.ndarray] = []
+
+    def reader(seed):
+        rng = np.random.default_rng(seed)
+        for _ in range(20):
+            indices = rng.integers(0, 10, 5)
+            if not np.array_equal(read(split, indices)[0], words[indices]):
+                wrong.append(indices)
+
+    with open_split(str(data), "train") as split:
+        threads = [threading.Thread(target=reader, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=60)
+            assert not thread.is_alive()
+    assert not wrong
+
+
+@pytest.mark.parametrize("codec", ["raw", "blosc"])
+def test_a_flipped_bit_names_shard_and_image(tmp_path, source, codec):
+    pack(source, tmp_path, codec=codec)
+    shard = tmp_path / "train/pixels/c/1/0/0"
+    damaged = bytearray(shard.read_bytes())
+    damaged[3] ^= 1
+    shard.write_bytes(damaged)
+    with open_split(str(tmp_path), "train") as split:
+        with pytest.raises(ShardError, match=r"train: image 4 in pixels/c/1/0/0: .*checksum.*inspect-shards --verify"):
+            read(split, [9, 4, 0])
+        read(split, [9, 5, 0])
+
+
+def test_a_missing_shard_is_an_error_not_a_black_image(data):
+    (data / "train/pixels/c/2/0/0").unlink()
+    with open_split(str(data), "train") as split:
+        with pytest.raises(ShardError, match=r"image 8 in pixels/c/2/0/0: .*missing"):
+            read(split, [0, 8])
+        read(split, [0, 7])
+
+
+def test_a_truncated_shard_is_an_error(data):
+    shard = data / "train/pixels/c/0/0/0"
+    shard.write_bytes(shard.read_bytes()[:-30])
+    with open_split(str(data), "train") as split, pytest.raises(ShardError, match=r"image 2 in pixels/c/0/0/0: "):
+        read(split, [9, 2])
+
+
+def test_missing_labels_are_an_error(data):
+    (data / "train/labels/c/0").unlink()
+    with open_split(str(data), "train") as split, pytest.raises(ShardError, match=r"image 1 in labels/c/0: .*missing"):
+        read(split, [1])
+
+
+def test_a_label_without_a_class_is_an_error(data):
+    manifest = data / "train/manifest.json"
+    document = json.loads(manifest.read_text())
+    document["classes"] = document["classes"][:2]
+    document["class_counts"] = [7, 3]
+    manifest.write_text(json.dumps(document))
+    with open_split(str(data), "train") as split, pytest.raises(ShardError, match="label 2 of image 5 is not one of"):
+        read(split, [0, 5])
+
+
+def test_a_store_that_does_not_answer_ends_at_the_time_limit(data, monkeypatch):
+    unanswered: Any = ts.Promise.new()  # the pair is kept: a promise let go of counts as an answer
+
+    class Silent:
+        def __getitem__(self, _):
+            return self
+
+        def read(self, **_):
+            return unanswered[1]
+
+    with open_split(str(data), "train") as split:
+        monkeypatch.setattr(split, "_labels", Silent())
+        start = time.monotonic()
+        with pytest.raises(ShardError, match=r"train: no answer in 0\.2 s for 2 images of pixels/c/0/0/0 and 1 more"):
+            read(split, [0, 4], timeout_s=0.2)
+        assert time.monotonic() - start < 30
+
+
+@pytest.mark.parametrize(
+    ("indices", "pixels", "labels", "message"),
+    [
+        (np.array([10]), np.zeros((1, 4, 4), np.uint32), np.zeros(1, np.int32), r"image 10 is outside 0\.\.9"),
+        (np.array([-1]), np.zeros((1, 4, 4), np.uint32), np.zeros(1, np.int32), r"image -1 is outside 0\.\.9"),
+        (np.array([0]), np.zeros((1, 4, 5), np.uint32), np.zeros(1, np.int32), r"pixels must be .* \[1, 4, 4\]"),
+        (np.array([0]), np.zeros((1, 4, 4), np.int32), np.zeros(1, np.int32), "pixels must be a writeable uint32"),
+        (np.array([0]), np.zeros((1, 4, 4), np.uint32), np.zeros(2, np.int32), r"labels must be int32 \[1\]"),
+        (np.array([0], np.int32), np.zeros((1, 4, 4), np.uint32), np.zeros(1, np.int32), "indices must be int64"),
+    ],
+)
+def test_wrong_arguments_are_named(data, indices, pixels, labels, message):
+    with open_split(str(data), "train") as split, pytest.raises(ShardError, match=message):
+        split.read_into(indices, pixels, labels, timeout_s=5)
+
+
+def test_a_closed_split_says_so(data):
+    split = open_split(str(data), "train")
+    split.close()
+    split.close()
+    with pytest.raises(ShardError, match="the split is closed"):
+        read(split, [0])
+
+
+def test_an_unknown_split_lists_those_there_are(data):
+    with pytest.raises(ShardError, match=r"there is no split 'val'; choose one of train"):
+        open_split(str(data), "val")
+
+
+def test_an_empty_folder_says_how_to_pack(tmp_path):
+    with pytest.raises(ShardError, match=r"there is no split 'train'; pack it with `preprocess-imagenet"):
+        open_split(str(tmp_path / "nothing"), "train")
+    assert list_splits(str(tmp_path / "nothing")) == ()
+
+
+def test_a_split_without_manifest_is_incomplete(data):
+    (data / "train/manifest.json").unlink()
+    with pytest.raises(ShardError, match=r"train/: the split is not complete.* run the same .* command again"):
+        open_split(str(data), "train")
+    assert list_splits(str(data)) == ()
+
+
+def test_an_array_that_disagrees_with_the_manifest_is_refused(data):
+    document = json.loads((data / "train/manifest.json").read_text())
+    document["height"] = 5
+    (data / "train/manifest.json").write_text(json.dumps(document))
+    with pytest.raises(
+        ShardError, match=r"the manifest says pixels is uint32 \[10, 5, 4\], the array is .*\[10, 4, 4\]"
+    ):
+        open_split(str(data), "train")
+
+
+@pytest.mark.parametrize("bad", ["", "nosuch://x", "gs://"])
+def test_an_address_that_is_none_is_refused(bad):
+    with pytest.raises(ShardError, match="gs://"):
+        list_splits(bad)
+
+
+def test_train_comes_first(tmp_path):
+    for name in ("val", "aaa", "train"):
+        pack(fake_source(2, name=name), tmp_path)
+    assert list_splits(str(tmp_path)) == ("train", "aaa", "val")
