@@ -1,0 +1,190 @@
+"""2-D convolution that is as fast inside `lax.while_loop` as outside, forward and backward.
+
+XLA:CPU rewrites only the convolutions of a program's *entry* computation into the form it has fast kernels for. In a
+loop body the gradients of `lax.conv_general_dilated` fall to a naive loop nest (30 times slower). So on a CPU each of
+the three parts of a convolution is one of the forms of `convolution_forms.py`, chosen by shape; on any other platform
+all are XLA's own.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from models import convolution_forms as forms
+from models.convolution_forms import Geometry, Padding, Pair, image_size, window_size
+
+type Forward = Callable[[jax.Array, jax.Array, Geometry], jax.Array]
+type InputGradient = Callable[[jax.Array, jax.Array, Geometry, Pair], jax.Array]
+type FilterGradient = Callable[[jax.Array, jax.Array, Geometry, Pair], jax.Array]
+
+
+def convolution(
+    x: jax.Array,
+    kernel: jax.Array,
+    *,
+    stride: int | Pair = 1,
+    padding: str | Padding = "SAME",
+    bias: jax.Array | None = None,
+) -> jax.Array:
+    """Cross-correlate images with a kernel, as `lax.conv_general_dilated` in NHWC/HWIO.
+
+    Args:
+        x: `[B,H,W,C]`, any floating dtype.
+        kernel: `[kh,kw,C,K]`, the dtype of `x`.
+        stride: step of the window, one for both axes or (height, width), at least 1.
+        padding: "SAME" (XLA's rule: what is odd goes to the high side), "VALID", or ((top, bottom), (left, right)) ≥ 0.
+        bias: `[K]`, added to the result.
+
+    Returns:
+        `[B,P,Q,K]` in the dtype of `x`. Sums are carried out in float32 at least.
+
+    Raises:
+        ValueError: shapes, dtypes or geometry do not fit each other.
+    """
+    geometry = _geometry(x, kernel, stride, padding)
+    y = _convolution(geometry, x, kernel)
+    return y if bias is None else y + bias.astype(y.dtype)
+
+
+def _geometry(x: jax.Array, kernel: jax.Array, stride: int | Pair, padding: str | Padding) -> Geometry:
+    """Check the operands against each other and write the padding out in numbers."""
+    if x.ndim != 4 or kernel.ndim != 4 or x.shape[3] != kernel.shape[2]:
+        raise ValueError(
+            f"convolution takes x [B,H,W,C] and a kernel [kh,kw,C,K] of the same C: found {x.shape} and {kernel.shape}"
+        )
+    if x.dtype != kernel.dtype:
+        raise ValueError(f"convolution takes operands of one dtype: found {x.dtype} and {kernel.dtype}; cast one")
+    strides = (stride, stride) if isinstance(stride, int) else stride
+    if min(strides) < 1:
+        raise ValueError(f"a convolution's stride is at least 1: found {stride}")
+    window = window_size(kernel)
+    if isinstance(padding, str):
+        if padding not in ("SAME", "VALID"):
+            raise ValueError(f'padding is "SAME", "VALID" or ((top, bottom), (left, right)): found {padding!r}')
+        top_bottom, left_right = lax.padtype_to_pads(x.shape[1:3], window, strides, padding)
+        padding = ((int(top_bottom[0]), int(top_bottom[1])), (int(left_right[0]), int(left_right[1])))
+    if min(map(min, padding)) < 0:
+        raise ValueError(f"a convolution's padding is at least 0: found {padding}; crop the input instead")
+    geometry = Geometry(strides, padding)
+    if min(geometry.output_size(image_size(x), window)) < 1:
+        raise ValueError(
+            f"a {window[0]}×{window[1]} kernel does not fit an input of {x.shape[1]}×{x.shape[2]} padded by {padding}; "
+            "give larger images"
+        )
+    return geometry
+
+
+# The choice of forms, measured inside `while_loop` on two AVX-512 cores, float32 (GFLOP/s, B×size, C→K, 3×3):
+#
+#   forward              128×32 16→16   128×16 32→32   128×8 64→64   16×8 128→128   16×4 256→256   16×2 512→512
+#     lax                     104            152            171           222            140              1
+#     patches                  20             44             68           257            152            185
+#   input gradient
+#     turned kernel, lax       95            222            256           298            160              2
+#     turned, patches          31             70            126           285            243             73
+#   filter gradient
+#     taps                     45             96            169           105            252            259
+#     patches                  29             44            140           107            257            295
+#     gradient patches         30             53            175           138            321            283
+#     " in tiles              115            158            209
+#
+#   stride 2             128×32 16→32   128×16 32→64   16×16 64→128   16×8 128→256   16×4 256→512
+#     input: phases, lax       75            166            163           116             44
+#     input: columns           31            150            237           284            227
+#     filter: taps            123            181            172                          207
+#     filter: patches          65            127            180                          199
+#
+# On maps of at most 4 px a canonical convolution is slow, and where the kernel is larger than the map XLA swaps its
+# operands, which a loop body does not survive.
+
+SMALL_MAP = 4
+FEW_CHANNELS = 32
+TILE_IMAGES = 16
+
+
+def forward_form(input_size: Pair, window: Pair) -> Forward:
+    """The form of the forward pass on a CPU, by height and width of input and kernel."""
+    small = max(input_size) <= SMALL_MAP or any(map(int.__gt__, window, input_size))
+    return forms.forward_patches if small or window == (1, 1) else forms.forward_lax
+
+
+def input_gradient_form(output_size: Pair, window: Pair, strides: Pair, C: int) -> InputGradient:
+    """The form of the gradient by the input on a CPU, by height and width of output and kernel, and input channels."""
+    forward = forward_form(output_size, window)
+    if window == (1, 1):
+        return forms.input_gradient_columns
+    if strides == (1, 1):
+        return partial(forms.input_gradient_correlation, forward)
+    if C > FEW_CHANNELS or forward is forms.forward_patches:
+        return forms.input_gradient_columns
+    return partial(forms.input_gradient_phases, forward)
+
+
+def filter_gradient_form(num_images: int, window: Pair, strides: Pair, C: int) -> FilterGradient:
+    """The form of the gradient by the kernel on a CPU, by images in the batch, kernel, strides and input channels."""
+    if window == (1, 1):
+        return forms.filter_gradient_taps
+    form: FilterGradient = forms.filter_gradient_gradient_patches
+    if C <= 4:
+        form = forms.filter_gradient_patches
+    elif strides != (1, 1):
+        form = forms.filter_gradient_taps
+    tiled = C <= 2 * FEW_CHANNELS and num_images > TILE_IMAGES and num_images % TILE_IMAGES == 0
+    return partial(forms.filter_gradient_tiles, form, TILE_IMAGES) if tiled else form
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    """Float32 at least: without AMX a CPU gains nothing from narrower products, and sums stay exact."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _forward_cpu(geometry: Geometry, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return forward_form(image_size(x), window_size(kernel))(_wide(x), _wide(kernel), geometry).astype(x.dtype)
+
+
+def _gradients_cpu(
+    geometry: Geometry, x: jax.Array, kernel: jax.Array, gradient: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    window, C = window_size(kernel), x.shape[3]
+    of_input = input_gradient_form(image_size(gradient), window, geometry.strides, C)
+    of_filter = filter_gradient_form(x.shape[0], window, geometry.strides, C)
+    wide_gradient = _wide(gradient)
+    return (
+        of_input(wide_gradient, _wide(kernel), geometry, image_size(x)).astype(x.dtype),
+        of_filter(_wide(x), wide_gradient, geometry, window).astype(kernel.dtype),
+    )
+
+
+def _gradients_lax(
+    geometry: Geometry, x: jax.Array, kernel: jax.Array, gradient: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    _, pullback = jax.vjp(lambda x, kernel: forms.forward_lax(x, kernel, geometry), x, kernel)
+    return pullback(gradient)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _convolution(geometry: Geometry, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return lax.platform_dependent(
+        x, kernel, cpu=partial(_forward_cpu, geometry), default=lambda x, kernel: forms.forward_lax(x, kernel, geometry)
+    )
+
+
+def _convolution_forward(
+    geometry: Geometry, x: jax.Array, kernel: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _convolution(geometry, x, kernel), (x, kernel)
+
+
+def _convolution_backward(
+    geometry: Geometry, residuals: tuple[jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    x, kernel = residuals
+    return lax.platform_dependent(
+        x, kernel, gradient, cpu=partial(_gradients_cpu, geometry), default=partial(_gradients_lax, geometry)
+    )
+
+
+_convolution.defvjp(_convolution_forward, _convolution_backward)

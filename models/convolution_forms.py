@@ -1,0 +1,190 @@
+"""The ways to compute a 2-D convolution and its two gradients out of what XLA:CPU runs fast inside a loop.
+
+That is: matrix products, and convolutions of the canonical form (NHWC input, HWIO kernel, no dilation). Every form here
+is exact up to rounding for every stride, padding and size. Which is fastest for which shape `convolution.py` decides.
+
+Letters: B images, H W height and width of the input, P Q of the output, C input channels, K output channels, N = B·P·Q.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+type Pair = tuple[int, int]
+type Padding = tuple[Pair, Pair]
+
+NHWC = ("NHWC", "HWIO", "NHWC")
+
+
+class Geometry(NamedTuple):
+    """What fixes a convolution besides its operands: strides and (low, high) zero padding of height and width."""
+
+    strides: Pair
+    padding: Padding
+
+    def output_size(self, input_size: Pair, window: Pair) -> Pair:
+        """Height and width of the output; not positive where the kernel `window` does not fit."""
+        height, width = (
+            (input_size[axis] + sum(self.padding[axis]) - window[axis]) // self.strides[axis] + 1 for axis in (0, 1)
+        )
+        return height, width
+
+
+def image_size(x: jax.Array) -> Pair:
+    """Height and width of `x [B,H,W,C]`."""
+    return x.shape[1], x.shape[2]
+
+
+def window_size(kernel: jax.Array) -> Pair:
+    """Height and width of a kernel `[kh,kw,C,K]`."""
+    return kernel.shape[0], kernel.shape[1]
+
+
+def pad(x: jax.Array, padding: Padding, dilation: Pair = (1, 1)) -> jax.Array:
+    """Zero-pad height and width of `x [B,H,W,C]`, `dilation - 1` zeros between neighbours; a negative amount crops."""
+    if padding == ((0, 0), (0, 0)) and dilation == (1, 1):
+        return x
+    (top, bottom), (left, right) = padding
+    config = [(0, 0, 0), (top, bottom, dilation[0] - 1), (left, right, dilation[1] - 1), (0, 0, 0)]
+    return lax.pad(x, jnp.zeros((), x.dtype), config)
+
+
+def taps(x: jax.Array, window: Pair, geometry: Geometry) -> list[jax.Array]:
+    """The views `[B,P,Q,C]` of `x [B,H,W,C]` that meet each element of the kernel, in its row-major order."""
+    (P, Q), (sh, sw) = geometry.output_size(image_size(x), window), geometry.strides
+    x = pad(x, geometry.padding)
+    return [
+        lax.slice(x, (0, i, j, 0), (x.shape[0], i + (P - 1) * sh + 1, j + (Q - 1) * sw + 1, x.shape[3]), (1, sh, sw, 1))
+        for i in range(window[0])
+        for j in range(window[1])
+    ]
+
+
+def rows(x: jax.Array) -> jax.Array:
+    """`x [...,C]` as a matrix `[N,C]`."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def patches(x: jax.Array, window: Pair, geometry: Geometry) -> jax.Array:
+    """Every receptive field as a row: `[N, kh·kw·C]` (im2col)."""
+    return rows(jnp.concatenate(taps(x, window, geometry), axis=-1))
+
+
+def _turned_padding(window: Pair, geometry: Geometry, input_size: Pair, output_size: Pair) -> Padding:
+    """At stride 1: the padding that brings the output, convolved with the turned kernel, back to the input's size."""
+    vertical, horizontal = (
+        (window[axis] - 1 - low, input_size[axis] + low - output_size[axis])
+        for axis, (low, _) in enumerate(geometry.padding)
+    )
+    return vertical, horizontal
+
+
+# Forward: (x [B,H,W,C], kernel [kh,kw,C,K], geometry) -> [B,P,Q,K]
+
+
+def forward_lax(x: jax.Array, kernel: jax.Array, geometry: Geometry) -> jax.Array:
+    """The canonical convolution, which XLA:CPU hands to Eigen wherever it stands."""
+    return lax.conv_general_dilated(x, kernel, geometry.strides, geometry.padding, dimension_numbers=NHWC)
+
+
+def forward_patches(x: jax.Array, kernel: jax.Array, geometry: Geometry) -> jax.Array:
+    """One product, patches × kernel. A 1×1 kernel has its (strided) input as patches, nothing is copied."""
+    window, K = window_size(kernel), kernel.shape[3]
+    P, Q = geometry.output_size(image_size(x), window)
+    return (patches(x, window, geometry) @ kernel.reshape(-1, K)).reshape(x.shape[0], P, Q, K)
+
+
+# Input gradient: (gradient [B,P,Q,K], kernel [kh,kw,C,K], geometry, (H, W)) -> [B,H,W,C]
+
+
+def input_gradient_correlation(
+    forward: Callable[[jax.Array, jax.Array, Geometry], jax.Array],
+    gradient: jax.Array,
+    kernel: jax.Array,
+    geometry: Geometry,
+    input_size: Pair,
+) -> jax.Array:
+    """Stride 1: convolve the gradient with the kernel turned by 180°, by whichever `forward` form."""
+    (top, bottom), (left, right) = _turned_padding(window_size(kernel), geometry, input_size, image_size(gradient))
+    # Padding is written out where it crops: a padding below zero is no canonical convolution.
+    gradient = pad(gradient, ((min(top, 0), min(bottom, 0)), (min(left, 0), min(right, 0))))
+    turned = kernel[::-1, ::-1].swapaxes(2, 3)
+    return forward(gradient, turned, Geometry((1, 1), ((max(top, 0), max(bottom, 0)), (max(left, 0), max(right, 0)))))
+
+
+def input_gradient_columns(gradient: jax.Array, kernel: jax.Array, geometry: Geometry, input_size: Pair) -> jax.Array:
+    """One product to the gradient of the patches, each tap of which is then added where it was taken (col2im)."""
+    (kh, kw, C, K), (B, P, Q, _), (sh, sw) = kernel.shape, gradient.shape, geometry.strides
+    (top, _), (left, _) = geometry.padding
+    columns = (rows(gradient) @ kernel.reshape(-1, K).T).reshape(B, P, Q, kh * kw, C)
+    total = None
+    for tap in range(kh * kw):
+        above, before = tap // kw - top, tap % kw - left
+        below, after = input_size[0] - above - (P - 1) * sh - 1, input_size[1] - before - (Q - 1) * sw - 1
+        placed = pad(columns[:, :, :, tap], ((above, below), (before, after)), (sh, sw))
+        total = placed if total is None else total + placed
+    assert total is not None
+    return total
+
+
+def input_gradient_phases(
+    forward: Callable[[jax.Array, jax.Array, Geometry], jax.Array],
+    gradient: jax.Array,
+    kernel: jax.Array,
+    geometry: Geometry,
+    input_size: Pair,
+) -> jax.Array:
+    """Stride s: the s·s phases of the input are so many output channels of one stride-1 convolution of the gradient.
+
+    The kernel is filled up with zeros to a multiple of the stride; the phases are then interleaved (depth to space).
+    """
+    (kh, kw, C, K), (B, P, Q, _), (sh, sw) = kernel.shape, gradient.shape, geometry.strides
+    (top, _), (left, _) = geometry.padding
+    th, tw = -(-kh // sh), -(-kw // sw)
+    filled = jnp.pad(kernel, ((0, th * sh - kh), (0, tw * sw - kw), (0, 0), (0, 0))).reshape(th, sh, tw, sw, C, K)
+    turned = filled[::-1, :, ::-1].transpose(0, 2, 5, 1, 3, 4).reshape(th, tw, K, sh * sw * C)
+    height, width = max(-(-(input_size[0] + top) // sh), P), max(-(-(input_size[1] + left) // sw), Q)
+    padding = ((th - 1, height - P), (tw - 1, width - Q))
+    phases = forward(gradient, turned, Geometry((1, 1), padding)).reshape(B, height, width, sh, sw, C)
+    whole = phases.transpose(0, 1, 3, 2, 4, 5).reshape(B, height * sh, width * sw, C)
+    crop = ((-top, input_size[0] + top - height * sh), (-left, input_size[1] + left - width * sw))
+    return pad(whole, crop)
+
+
+# Filter gradient: (x [B,H,W,C], gradient [B,P,Q,K], geometry, (kh, kw)) -> [kh,kw,C,K]
+
+
+def filter_gradient_taps(x: jax.Array, gradient: jax.Array, geometry: Geometry, window: Pair) -> jax.Array:
+    """One product `[C,N] @ [N,K]` for each of the kernel's elements."""
+    columns = rows(gradient)
+    products = [rows(tap).T @ columns for tap in taps(x, window, geometry)]
+    return jnp.stack(products).reshape(*window, x.shape[3], gradient.shape[3])
+
+
+def filter_gradient_patches(x: jax.Array, gradient: jax.Array, geometry: Geometry, window: Pair) -> jax.Array:
+    """One product `[kh·kw·C,N] @ [N,K]`."""
+    return (patches(x, window, geometry).T @ rows(gradient)).reshape(*window, x.shape[3], gradient.shape[3])
+
+
+def filter_gradient_gradient_patches(x: jax.Array, gradient: jax.Array, geometry: Geometry, window: Pair) -> jax.Array:
+    """Stride 1: one product `[C,BHW] @ [BHW,kh·kw·K]`, with patches of the gradient instead of the input."""
+    (kh, kw), C, K = window, x.shape[3], gradient.shape[3]
+    padding = _turned_padding(window, geometry, image_size(x), image_size(gradient))
+    turned = patches(gradient, window, Geometry((1, 1), padding))
+    return (rows(x).T @ turned).reshape(C, kh, kw, K).transpose(1, 2, 0, 3)[::-1, ::-1]
+
+
+def filter_gradient_tiles(
+    form: Callable[[jax.Array, jax.Array, Geometry, Pair], jax.Array],
+    tile: int,
+    x: jax.Array,
+    gradient: jax.Array,
+    geometry: Geometry,
+    window: Pair,
+) -> jax.Array:
+    """`form` over tiles of `tile` images (which must divide B), summed: the patches of a tile stay in the cache."""
+    x_tiles, gradient_tiles = (operand.reshape(-1, tile, *operand.shape[1:]) for operand in (x, gradient))
+    return lax.map(lambda pair: form(pair[0], pair[1], geometry, window), (x_tiles, gradient_tiles)).sum(axis=0)

@@ -1,0 +1,90 @@
+"""From a model's name to the model."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from models import resnet
+from models.model import BatchStats, Model, Params
+from models.resnet import ResNet
+
+
+def _cifar(depth: int) -> ResNet:
+    """He et al.'s section 4.2: 6n+2 layers, n blocks of two at each of 16, 32 and 64 channels."""
+    return ResNet(stages=((depth - 2) // 6,) * 3, width=16, block="basic", stem="cifar")
+
+
+def _basic(*stages: int) -> ResNet:
+    return ResNet(stages=stages, width=64, block="basic", stem="imagenet")
+
+
+def _bottleneck(*stages: int) -> ResNet:
+    return ResNet(stages=stages, width=64, block="bottleneck", stem="imagenet", stride_on="conv2")
+
+
+def resnets() -> dict[str, ResNet]:
+    """Every network that can be asked for by name."""
+    return {
+        "resnet18": _basic(2, 2, 2, 2),
+        "resnet34": _basic(3, 4, 6, 3),
+        "resnet50": _bottleneck(3, 4, 6, 3),
+        "resnet101": _bottleneck(3, 4, 23, 3),
+        "resnet152": _bottleneck(3, 8, 36, 3),
+        "resnet50-xlajl": ResNet(
+            stages=(3, 4, 6, 3),
+            width=64,
+            block="bottleneck",
+            stem="imagenet",
+            stem_norm=False,
+            conv_bias=True,
+            stride_on="conv3",
+        ),
+    } | {f"resnet{depth}": _cifar(depth) for depth in (8, 14, 20, 32, 44, 56, 110)}
+
+
+def model_names() -> tuple[str, ...]:
+    """The names `build_model` knows, besides "auto"."""
+    return tuple(resnets())
+
+
+def find_resnet(name: str) -> ResNet:
+    """The composition of the network of this name.
+
+    Raises:
+        ValueError: there is none; the message lists the names.
+    """
+    known = resnets()
+    if name not in known:
+        raise ValueError(f"no model is called {name!r}; choose one of {', '.join(['auto', *known])}")
+    return known[name]
+
+
+def build_model(name: str, *, num_classes: int, image_size: int, dtype: DTypeLike = jnp.float32) -> Model:
+    """The model of this name.
+
+    Args:
+        name: one of `model_names()`, or "auto": "resnet50" for images of at least 128 pixels, "resnet8" below.
+        num_classes: length of the logits, at least 1.
+        image_size: height and width in pixels that "auto" decides by; the networks themselves take any size.
+        dtype: of activations and products; parameters, statistics and logits are float32.
+
+    Raises:
+        ValueError: an unknown name (the message lists the known ones), or a number below 1.
+    """
+    if num_classes < 1 or image_size < 1:
+        raise ValueError(f"num_classes and image_size are at least 1: found {num_classes} and {image_size}")
+    if name == "auto":
+        name = "resnet50" if image_size >= 128 else "resnet8"
+    net = find_resnet(name)
+
+    def apply(params: Params, batch_stats: BatchStats, images: jax.Array, train: bool) -> tuple[jax.Array, BatchStats]:
+        return resnet.apply(net, params, batch_stats, images, train=train, dtype=jnp.dtype(dtype))
+
+    return Model(name, partial(resnet.init, net, num_classes), apply)
+
+
+def count_params(params: Params) -> int:
+    """Number of learnable scalars."""
+    return sum(leaf.size for leaf in jax.tree.leaves(params))

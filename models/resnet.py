@@ -1,0 +1,201 @@
+"""Residual networks (He et al., 2015): the ImageNet family, its XLA.jl variant and the CIFAR family.
+
+A network is described by a `ResNet` value; parameters are nested dictionaries keyed by torchvision's module names,
+so that a path through them spells a torchvision name (`layer1.0.conv1`).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from models.convolution import convolution
+from models.layers import RunningStats, batch_norm, dense, global_average_pool
+from models.model import BatchStats, Params
+from models.pooling import max_pool
+
+
+@dataclass(frozen=True)
+class ResNet:
+    """The composition of one residual network.
+
+    Attributes:
+        stages: number of blocks of each stage; every stage but the first halves the map and doubles the channels.
+        width: channels of the first stage before a bottleneck's expansion.
+        block: two 3×3 convolutions, or a 1×1–3×3–1×1 bottleneck which expands its channels fourfold.
+        stem: 7×7 stride 2 and a 3×3 stride 2 max-pool ("imagenet"), or one 3×3 convolution ("cifar").
+        stem_norm: whether batch norm and ReLU follow the stem's convolution.
+        conv_bias: whether convolutions have a bias.
+        stride_on: which of a block's convolutions has its stride. "conv1" in a basic block; in a bottleneck "conv2"
+            makes "v1.5" (torchvision), "conv3" is XLA.jl's choice.
+    """
+
+    stages: tuple[int, ...]
+    width: int
+    block: Literal["basic", "bottleneck"]
+    stem: Literal["imagenet", "cifar"]
+    stem_norm: bool = True
+    conv_bias: bool = False
+    stride_on: Literal["conv1", "conv2", "conv3"] = "conv1"
+
+    @property
+    def expansion(self) -> int:
+        """Channels that leave a block, per channel of its inner convolutions."""
+        return 4 if self.block == "bottleneck" else 1
+
+    @property
+    def num_features(self) -> int:
+        """Channels that reach the classifier."""
+        return self.width * 2 ** (len(self.stages) - 1) * self.expansion
+
+
+@dataclass(frozen=True)
+class Conv:
+    """A convolution with padding (kernel - 1) / 2 on all sides, from C to K channels."""
+
+    kernel: int
+    C: int
+    K: int
+    stride: int = 1
+
+
+@dataclass(frozen=True)
+class Block:
+    """The convolutions of a residual block in order, and the projection of its shortcut where shapes change."""
+
+    path: str
+    convs: tuple[Conv, ...]
+    projection: Conv | None
+
+
+def stem_conv(net: ResNet) -> Conv:
+    """The first convolution."""
+    return Conv(7, 3, net.width, 2) if net.stem == "imagenet" else Conv(3, 3, net.width)
+
+
+def blocks(net: ResNet) -> list[Block]:
+    """All residual blocks in order. A shortcut is projected (1×1, "option B") only where its shape changes."""
+    found, C = [], net.width
+    for stage, num_blocks in enumerate(net.stages):
+        inner = net.width * 2**stage
+        outer = inner * net.expansion
+        for index in range(num_blocks):
+            stride = 2 if stage > 0 and index == 0 else 1
+            widths = (
+                [(3, C, inner), (3, inner, outer)]
+                if net.block == "basic"
+                else [
+                    (1, C, inner),
+                    (3, inner, inner),
+                    (1, inner, outer),
+                ]
+            )
+            convs = tuple(
+                Conv(*shape, stride if net.stride_on == f"conv{place}" else 1) for place, shape in enumerate(widths, 1)
+            )
+            projection = Conv(1, C, outer, stride) if stride != 1 or outer != C else None
+            found.append(Block(f"layer{stage + 1}.{index}", convs, projection))
+            C = outer
+    return found
+
+
+# Parameters
+
+
+def _init_conv(net: ResNet, key: jax.Array, conv: Conv) -> Params:
+    """He et al.'s normal distribution by fan-out, which keeps the size of gradients; biases start at zero."""
+    scale = (2.0 / (conv.kernel**2 * conv.K)) ** 0.5
+    params = {"kernel": scale * jax.random.normal(key, (conv.kernel, conv.kernel, conv.C, conv.K), jnp.float32)}
+    return params | {"bias": jnp.zeros(conv.K, jnp.float32)} if net.conv_bias else params
+
+
+def _init_norm(K: int) -> tuple[Params, BatchStats]:
+    zeros, ones = jnp.zeros(K, jnp.float32), jnp.ones(K, jnp.float32)
+    return {"scale": ones, "bias": zeros}, {"mean": zeros, "var": ones}
+
+
+def _init_block(net: ResNet, key: jax.Array, block: Block) -> tuple[Params, BatchStats]:
+    params: Params = {}
+    stats: BatchStats = {}
+    for place, conv in enumerate(block.convs, 1):
+        params[f"conv{place}"] = _init_conv(net, jax.random.fold_in(key, place), conv)
+        params[f"bn{place}"], stats[f"bn{place}"] = _init_norm(conv.K)
+    if block.projection is not None:
+        norm_params, norm_stats = _init_norm(block.projection.K)
+        params["downsample"] = {"0": _init_conv(net, jax.random.fold_in(key, 0), block.projection), "1": norm_params}
+        stats["downsample"] = {"1": norm_stats}
+    return params, stats
+
+
+def init(net: ResNet, num_classes: int, key: jax.Array) -> tuple[Params, BatchStats]:
+    """Fresh float32 parameters and batch statistics, a function of the key alone.
+
+    Convolutions: He normal by fan-out. Norms: scale 1, bias 0. Classifier: uniform within 1/√C, kernel and bias.
+    """
+    stem_key, blocks_key, kernel_key, bias_key = jax.random.split(key, 4)
+    stem = stem_conv(net)
+    params: Params = {"conv1": _init_conv(net, stem_key, stem)}
+    stats: BatchStats = {}
+    if net.stem_norm:
+        params["bn1"], stats["bn1"] = _init_norm(stem.K)
+    for number, block in enumerate(blocks(net)):
+        stage, index = block.path.split(".")
+        made = _init_block(net, jax.random.fold_in(blocks_key, number), block)
+        params.setdefault(stage, {})[index], stats.setdefault(stage, {})[index] = made
+    bound = net.num_features**-0.5
+    params["fc"] = {
+        "kernel": jax.random.uniform(kernel_key, (net.num_features, num_classes), jnp.float32, -bound, bound),
+        "bias": jax.random.uniform(bias_key, (num_classes,), jnp.float32, -bound, bound),
+    }
+    return params, stats
+
+
+# Forward pass
+
+
+def _conv(x: jax.Array, params: Params, conv: Conv) -> jax.Array:
+    margin = (conv.kernel - 1) // 2
+    padding = ((margin, margin), (margin, margin))
+    return convolution(
+        x, params["kernel"].astype(x.dtype), stride=conv.stride, padding=padding, bias=params.get("bias")
+    )
+
+
+def _norm(x: jax.Array, params: Params, stats: BatchStats, train: bool) -> tuple[jax.Array, BatchStats]:
+    y, running = batch_norm(x, params["scale"], params["bias"], RunningStats(stats["mean"], stats["var"]), train=train)
+    return y, {"mean": running.mean, "var": running.var}
+
+
+def _apply_block(
+    block: Block, params: Params, stats: BatchStats, x: jax.Array, train: bool
+) -> tuple[jax.Array, BatchStats]:
+    new_stats: BatchStats = {}
+    shortcut = x
+    if block.projection is not None:
+        shortcut = _conv(x, params["downsample"]["0"], block.projection)
+        shortcut, norm_stats = _norm(shortcut, params["downsample"]["1"], stats["downsample"]["1"], train)
+        new_stats["downsample"] = {"1": norm_stats}
+    for place, conv in enumerate(block.convs, 1):
+        x = _conv(x, params[f"conv{place}"], conv)
+        x, new_stats[f"bn{place}"] = _norm(x, params[f"bn{place}"], stats[f"bn{place}"], train)
+        x = jax.nn.relu(x + shortcut if place == len(block.convs) else x)
+    return x, new_stats
+
+
+def apply(
+    net: ResNet, params: Params, batch_stats: BatchStats, images: jax.Array, *, train: bool, dtype: jnp.dtype
+) -> tuple[jax.Array, BatchStats]:
+    """Float32 logits `[B,K]` of normalised images `[B,H,W,3]`, and new batch statistics; activations are in `dtype`."""
+    new_stats: BatchStats = {}
+    x = _conv(images.astype(dtype), params["conv1"], stem_conv(net))
+    if net.stem_norm:
+        x, new_stats["bn1"] = _norm(x, params["bn1"], batch_stats["bn1"], train)
+        x = jax.nn.relu(x)
+    if net.stem == "imagenet":
+        x = max_pool(x)
+    for block in blocks(net):
+        stage, index = block.path.split(".")
+        x, block_stats = _apply_block(block, params[stage][index], batch_stats[stage][index], x, train)
+        new_stats.setdefault(stage, {})[index] = block_stats
+    return dense(global_average_pool(x), params["fc"]["kernel"], params["fc"]["bias"]), new_stats
