@@ -124,9 +124,14 @@ install_project() { # VENV EXTRA CONSTRAINTS
   # Wheels only: without a compiler, building a dependency fails minutes later and less plainly.
   "$venv/bin/python" -m pip install --disable-pip-version-check --only-binary=:all: \
     ${constraints:+--constraint "$constraints"} --editable "$root${extra:+[$extra]}" >"$log" 2>&1 </dev/null || status=$?
-  rm -f "$venv/.installing" # still there only where the install was killed half-way
-  if [ "$status" != 0 ]; then
+  if [ "$status" = 0 ]; then
+    rm -f "$venv/.installing"
+  else
     cat "$log" >&2
+    case "$(cat "$log")" in
+      *'Installing collected packages'*) ;; # stopped half-way through a package: the mark stays, and says so
+      *) rm -f "$venv/.installing" ;;
+    esac
     say "pip could not install the project (exit $status, its output above); run the same command again to go on"
   fi
   return "$status"

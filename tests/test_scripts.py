@@ -226,6 +226,13 @@ def test_a_failing_pip_is_shown_in_full_and_tried_again(machine: Machine) -> Non
         assert [line.split()[0] for line in machine.installs()] == ["venv"] + ["pip"] * times
 
 
+def test_an_install_stopped_half_way_begins_anew(machine: Machine) -> None:
+    machine.fake_installer(machine.bin / "python3.12", pip="echo 'Installing collected packages: jax'; exit 1")
+    for times in (1, 2):
+        assert ensure(machine).returncode == 1
+        assert [line.split()[0] for line in machine.installs()] == ["venv", "pip"] * times
+
+
 @pytest.mark.parametrize("fault", ["killed", "interpreter gone", "moved"])
 def test_a_broken_environment_is_made_anew(machine: Machine, fault: str) -> None:
     machine.fake_installer(machine.bin / "python3.12")
