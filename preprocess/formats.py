@@ -141,10 +141,15 @@ def strip_jpeg(encoded: bytes) -> tuple[bytes, int]:
     kept = [encoded[:2]]
     orientation = None
     position = copied = 2
-    while (position := encoded.find(b"\xff", position)) >= 0 and position + 4 <= len(encoded):
+    while (start := encoded.find(b"\xff", position)) >= 0:
+        position = start
+        while encoded[position + 1 : position + 2] == b"\xff":  # fill bytes belong to the marker they precede
+            position += 1
+        if position + 4 > len(encoded):
+            break
         marker = encoded[position + 1]
-        if marker in (0x00, 0xFF) or marker in _JPEG_BARE_MARKERS:
-            position += 1 if marker == 0xFF else 2
+        if marker == 0 or marker in _JPEG_BARE_MARKERS:
+            position += 2
             continue
         if marker == _JPEG_START_OF_SCAN:
             break
@@ -153,7 +158,7 @@ def strip_jpeg(encoded: bytes) -> tuple[bytes, int]:
             payload = encoded[position + 4 : stop]
             if marker == _JPEG_APP1 and orientation is None and payload.startswith(_EXIF_HEADER):
                 orientation = exif_orientation(payload)
-            kept.append(encoded[copied:position])
+            kept.append(encoded[copied:start])
             copied = stop
         position = stop
     kept.append(encoded[copied:])

@@ -29,6 +29,8 @@ from preprocess.tarindex import BLOCK, is_tar
 
 __all__ = ["ImageClass", "Source", "SourceError", "SourceImage", "SourceSplit", "open_source"]
 
+_SPLIT_ORDER = ("train", "val", "test")
+
 # gzip, xz, bzip2, zstd, zip
 _COMPRESSED = (b"\x1f\x8b", b"\xfd7zXZ", b"BZh", b"\x28\xb5\x2f\xfd", b"PK\x03\x04")
 
@@ -88,14 +90,11 @@ def open_source(
             archive is damaged or unsafe, an argument is out of range.
     """
     root = Path(path)
-    if not 0.0 <= holdout < 1.0:
-        raise SourceError(f"holdout must be a fraction from 0 to below 1, found {holdout}")
     if limit is not None and limit < 1:
         raise SourceError(f"limit must be at least 1 image a split, found {limit}")
     layout = _recognise(root)
-    if holdout and "val" in layout.openers:
-        raise SourceError(f"holdout {holdout} was given, but {root} has a val split of its own; leave holdout out")
-    available = tuple(layout.openers) + (("val",) if holdout else ())
+    _check_holdout(holdout, root, layout)
+    available = tuple(sorted({*layout.openers, *(["val"] if holdout else [])}, key=_SPLIT_ORDER.index))
     wanted = _wanted_splits(root, available, splits)
     found: dict[str, FoundSplit] = {}
     try:
@@ -136,6 +135,9 @@ def _recognise(root: Path) -> Layout:
             f"{root} is no data set: looked for class folders, train/ and val/ of class folders, {TRAIN_ARCHIVE}, "
             f"{VAL_ARCHIVE} and Kaggle's ILSVRC/; found {_shown([each.name for each in files])}"
         )
+    for each in classes:
+        if (Path(each.path) / "train").is_dir():
+            raise SourceError(f"{root} is not a folder of classes: {each.name}/ has a train/ folder; give {each.path}")
     return Layout("a folder of class folders", split_openers(root, {"train": root}))
 
 
@@ -156,6 +158,15 @@ def _shown(names: list[str]) -> str:
     if not names:
         return "an empty folder"
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _check_holdout(holdout: float, root: Path, layout: Layout) -> None:
+    if not 0.0 <= holdout < 1.0:
+        raise SourceError(f"holdout must be a fraction from 0 to below 1, found {holdout}")
+    if holdout and "train" not in layout.openers:
+        raise SourceError(f"holdout {holdout} was given, but {root} has no train split to hold images out of")
+    if holdout and "val" in layout.openers:
+        raise SourceError(f"holdout {holdout} was given, but {root} has a val split of its own; leave holdout out")
 
 
 def _wanted_splits(root: Path, available: tuple[str, ...], splits: tuple[str, ...] | None) -> tuple[str, ...]:

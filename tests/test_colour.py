@@ -1,0 +1,164 @@
+"""Every colour mode against its arithmetic in numpy."""
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image, ImageCms
+
+from preprocess.colour import to_grey_or_rgb
+from preprocess.decode import DecodeError, ResizeRule, decode_image
+
+RULE = ResizeRule(size=16, resize=16, resample="nearest")
+GREY = np.arange(256, dtype=np.uint8).reshape(16, 16)
+RGB = np.random.default_rng(1).integers(0, 256, (16, 16, 3), dtype=np.uint8)
+ALPHA = GREY.T.copy()
+
+
+def decoded(image, kind="PNG", **options):
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return decode_image(file.getvalue(), RULE)
+
+
+def three(grey):
+    return np.repeat(np.asarray(grey)[..., None], 3, axis=-1)
+
+
+def on_white(colour, alpha):
+    opacity = alpha.astype(np.float64)[..., None] / 255
+    return colour * opacity + 255 * (1 - opacity)
+
+
+def test_grey_and_rgb_are_taken_as_they_are():
+    np.testing.assert_array_equal(decoded(Image.fromarray(GREY)), three(GREY))
+    np.testing.assert_array_equal(decoded(Image.fromarray(RGB)), RGB)
+    for grey in (Image.fromarray(GREY), Image.fromarray(RGB)):
+        assert to_grey_or_rgb(grey) is grey
+
+
+def test_one_bit_is_black_and_white():
+    bits = GREY % 3 == 0
+    np.testing.assert_array_equal(decoded(Image.fromarray(bits)), three(bits * np.uint8(255)))
+
+
+def test_a_palette_is_looked_up():
+    image = Image.fromarray(GREY).convert("P")
+    palette = np.random.default_rng(2).integers(0, 256, (256, 3), dtype=np.uint8)
+    image.putpalette(palette.tobytes())
+    np.testing.assert_array_equal(decoded(image), palette[np.asarray(image)])
+
+
+def test_transparency_lies_on_white():
+    # Pillow composites in integers: one level of rounding.
+    rgba = np.dstack([RGB, ALPHA])
+    assert np.abs(decoded(Image.fromarray(rgba)) - on_white(RGB, ALPHA)).max() <= 1
+    grey_alpha = Image.merge("LA", (Image.fromarray(GREY), Image.fromarray(ALPHA)))
+    assert np.abs(decoded(grey_alpha) - on_white(three(GREY), ALPHA)).max() <= 1
+
+
+def test_an_opaque_image_is_not_changed_by_its_alpha():
+    rgba = np.dstack([RGB, np.full_like(GREY, 255)])
+    np.testing.assert_array_equal(decoded(Image.fromarray(rgba)), RGB)
+
+
+def test_a_transparent_palette_entry_is_white():
+    image = Image.fromarray(GREY).convert("P")
+    image.putpalette(bytes(range(256)) * 3)
+    palette = np.frombuffer(bytes(range(256)) * 3, np.uint8).reshape(256, 3)
+    expected = palette[np.asarray(image)].copy()
+    expected[np.asarray(image) == 7] = 255
+    np.testing.assert_array_equal(decoded(image, transparency=7), expected)
+    by_entry = bytes([0] * 128 + [255] * 128)
+    expected = palette[np.asarray(image)].copy()
+    expected[np.asarray(image) < 128] = 255
+    np.testing.assert_array_equal(decoded(image, transparency=by_entry), expected)
+    with_alpha = to_grey_or_rgb(Image.merge("RGBA", [Image.fromarray(GREY)] * 4).convert("PA"))
+    assert with_alpha.mode == "RGB"
+
+
+@pytest.mark.parametrize(("mode", "clear"), [("L", 20), ("RGB", (1, 2, 3))])
+def test_a_colour_that_stands_for_transparent_is_white(mode, clear):
+    image = Image.new(mode, (16, 16), clear)
+    assert (decoded(image, transparency=clear) == 255).all()
+
+
+def test_sixteen_bits_are_scaled_and_rounded():
+    values = (np.arange(256, dtype=np.uint16).reshape(16, 16) * 257 + np.uint16(100)).clip(0, 65535).astype(np.uint16)
+    values[0, 0], values[15, 15] = 0, 65535
+    expected = three(np.floor(values / 257.0 + 0.5).astype(np.uint8))
+    np.testing.assert_array_equal(decoded(Image.fromarray(values)), expected)
+    np.testing.assert_array_equal(decoded(Image.fromarray(values), "TIFF"), expected)
+    big_endian = Image.frombytes("I;16B", (16, 16), values.astype(">u2").tobytes())
+    np.testing.assert_array_equal(decoded(big_endian, "TIFF"), expected)
+    np.testing.assert_array_equal(decoded(Image.fromarray(values.astype(np.int32)), "TIFF"), expected)
+    portable = b"P5 16 16 65535\n" + values.astype(">u2").tobytes()
+    np.testing.assert_array_equal(decode_image(portable, RULE), expected)
+
+
+def test_sixteen_bit_colour_keeps_its_scale():
+    # Pillow takes the high byte, which is at most one level from v / 257.
+    values = np.random.default_rng(3).integers(0, 65536, (16, 16, 3)).astype(">u2")
+    found = decode_image(b"P6 16 16 65535\n" + values.tobytes(), RULE)
+    assert np.abs(found - values / 257.0).max() <= 1
+
+
+def test_floats_are_scaled_from_one_or_taken_as_levels():
+    unit = (GREY / 255.0).astype(np.float32)
+    np.testing.assert_array_equal(decoded(Image.fromarray(unit), "TIFF"), three(GREY))
+    np.testing.assert_array_equal(decoded(Image.fromarray(GREY.astype(np.float32)), "TIFF"), three(GREY))
+
+
+@pytest.mark.parametrize(
+    ("pixels", "reason"),
+    [
+        (np.full((4, 4), 70000, np.int32), "integer pixels run from 70000 to 70000; 0 … 65535 is understood"),
+        (np.full((4, 4), -1, np.int32), "integer pixels run from -1 to -1"),
+        (np.full((4, 4), 256.0, np.float32), "float pixels run from 256 to 256; 0 … 1 or 0 … 255 is understood"),
+        (np.full((4, 4), np.nan, np.float32), "float pixels run from nan to nan"),
+    ],
+)
+def test_numbers_without_a_known_range_are_refused(pixels, reason):
+    with pytest.raises(DecodeError, match=reason):
+        decoded(Image.fromarray(pixels), "TIFF")
+
+
+def cmyk_expectation(ink):
+    ink = ink.astype(np.float64)
+    return (255 - ink[..., :3]) * (255 - ink[..., 3:]) / 255
+
+
+def test_cmyk_is_ink_on_white():
+    ink = np.random.default_rng(4).integers(0, 256, (16, 16, 4), dtype=np.uint8)
+    image = Image.frombytes("CMYK", (16, 16), ink.tobytes())
+    assert np.abs(decoded(image, "TIFF") - cmyk_expectation(ink)).max() <= 1
+
+
+@pytest.mark.parametrize("ink", [(0, 0, 0, 0), (255, 0, 0, 0), (0, 200, 100, 30), (0, 0, 0, 255)])
+def test_adobes_inverted_cmyk_jpeg(ink):
+    # JPEG at quality 100 rounds its coefficients: three levels.
+    image = Image.new("CMYK", (16, 16), ink)
+    found = decoded(image, "JPEG", quality=100)
+    assert np.abs(found - cmyk_expectation(np.array(ink).reshape(1, 1, 4))).max() <= 3
+
+
+def test_ycck_jpeg():
+    # Adobe's transform 2: the three inks are stored as YCbCr of their inverse. Pillow cannot write it, but a CMYK file
+    # of grey inks (C = M = Y) whose Adobe marker says 2 must be read as luma: Y = ink, Cb and Cr = the stored M, Y.
+    file = io.BytesIO()
+    Image.new("CMYK", (16, 16), (60, 127, 127, 20)).save(file, "JPEG", quality=100)
+    encoded = bytearray(file.getvalue())
+    marker = encoded.index(b"Adobe")
+    encoded[marker + 11] = 2
+    found = decode_image(bytes(encoded), RULE)
+    # Stored bytes are inverted: Y = 195, Cb = Cr = 128, K = 235. Neutral chroma gives R = G = B = 195 before
+    # libjpeg's inversion to ink, 60 after it; Pillow then inverts once more.
+    stored_luma, stored_black = 195, 235
+    ink = 255 - stored_luma
+    expected = (255 - (255 - ink)) * stored_black / 255
+    assert np.abs(found.astype(float) - expected).max() <= 3
+
+
+def test_colour_profiles_are_ignored():
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("LAB")).tobytes()
+    np.testing.assert_array_equal(decoded(Image.fromarray(RGB), icc_profile=profile), RGB)

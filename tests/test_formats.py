@@ -1,0 +1,145 @@
+"""Container parsing: what is kept of a JPEG or PNG file, and EXIF orientation."""
+
+import io
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from preprocess.formats import exif_orientation, open_pixels, sniff, strip_jpeg, strip_png
+
+
+def encode(image, kind, **options):
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (24, 20, 3), dtype=np.uint8))
+
+
+def segment(marker, payload):
+    return bytes([0xFF, marker]) + struct.pack(">H", len(payload) + 2) + payload
+
+
+def chunk(kind, payload):
+    return struct.pack(">I", len(payload)) + kind + payload + struct.pack(">I", zlib.crc32(kind + payload))
+
+
+def exif_block(value, order="<", kind=3, tag=0x0112, count=1):
+    header = (b"II*\0" if order == "<" else b"MM\0*") + struct.pack(order + "I", 8)
+    other = struct.pack(order + "HHII", 0x0100, 4, 1, 640)
+    packed = struct.pack(order + "HHI", tag, kind, count) + struct.pack(
+        order + ("HH" if kind == 3 else "I"), value, *([0] if kind == 3 else [])
+    )
+    return b"Exif\0\0" + header + struct.pack(order + "H", 2) + other + packed + bytes(4)
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+@pytest.mark.parametrize("kind", [3, 4])
+@pytest.mark.parametrize("value", range(1, 9))
+def test_orientation_is_found_in_either_byte_order(order, kind, value):
+    assert exif_orientation(exif_block(value, order, kind)) == value
+    assert exif_orientation(exif_block(value, order, kind).removeprefix(b"Exif\0\0")) == value
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        b"",
+        b"Exif\0\0",
+        b"Exif\0\0XX*\0" + bytes(20),
+        exif_block(0),
+        exif_block(9),
+        exif_block(6, tag=0x0113),
+        exif_block(6, count=2),
+        exif_block(6)[:-8],
+        b"Exif\0\0II*\0\xff\xff\xff\xff" + bytes(20),
+    ],
+)
+def test_a_damaged_or_silent_block_means_upright(block):
+    assert exif_orientation(block) == 1
+
+
+@given(st.binary(max_size=60))
+def test_any_block_gives_an_orientation(junk):
+    for prefix in (b"", b"II*\0\x08\0\0\0", b"Exif\0\0MM\0*\0\0\0\x08"):
+        assert 1 <= exif_orientation(prefix + junk) <= 8
+
+
+def test_jpeg_keeps_pixels_and_loses_metadata():
+    plain = encode(NOISE, "JPEG", quality=90)
+    metadata = (
+        segment(0xE1, exif_block(6))
+        + segment(0xE1, exif_block(3))
+        + segment(0xE1, b"http://ns.adobe.com/xap/1.0/\0<x/>")
+        + segment(0xE2, b"ICC_PROFILE\0" + bytes(40))
+        + segment(0xED, b"Photoshop 3.0\0" + bytes(7))
+        + segment(0xFE, b"a comment")
+    )
+    stripped, orientation = strip_jpeg(plain[:2] + metadata + plain[2:])
+    assert stripped == plain
+    assert orientation == 6  # of the first block
+    assert strip_jpeg(plain) == (plain, 1)
+
+
+def test_jpeg_padding_and_junk_between_segments_is_stepped_over():
+    plain = encode(NOISE, "JPEG")
+    odd = plain[:20] + b"\xff\xff" + segment(0xE1, exif_block(8)) + b"junk\xff\x00\xff" + plain[20:]
+    stripped, orientation = strip_jpeg(odd)
+    assert orientation == 8
+    assert b"Exif" not in stripped
+    known = sniff(odd)
+    assert known is not None
+    image, _ = open_pixels(odd, known, max_pixels=10**6)
+    np.testing.assert_array_equal(np.asarray(image), np.asarray(Image.open(io.BytesIO(plain))))
+
+
+def test_the_scan_is_never_searched_for_markers():
+    plain = encode(NOISE, "JPEG")
+    trailer = segment(0xE1, exif_block(6)) + b"\xff\xd9"
+    assert strip_jpeg(plain + trailer) == (plain + trailer, 1)
+
+
+@pytest.mark.parametrize("num_bytes", range(0, 60, 3))
+def test_a_cut_jpeg_header_is_left_as_it_is(num_bytes):
+    head = (b"\xff\xd8" + segment(0xE0, b"JFIF\0" + bytes(9)) + segment(0xE1, exif_block(6)))[:num_bytes]
+    assert strip_jpeg(head) == (head, 1)
+
+
+def test_png_keeps_what_makes_its_pixels():
+    plain = encode(NOISE, "PNG")
+    metadata = (
+        chunk(b"acTL", bytes(8))
+        + chunk(b"iCCP", b"bad\0\0not zlib")
+        + chunk(b"zTXt", b"bomb\0\0" + zlib.compress(bytes(10**6)))
+        + chunk(b"eXIf", exif_block(5).removeprefix(b"Exif\0\0"))
+    )
+    assert strip_png(plain[:33] + metadata + plain[33:]) == (plain, 5)
+
+
+@pytest.mark.parametrize(
+    ("head", "name"),
+    [
+        (b"\xff\xd8\xff\xe0", "JPEG"),
+        (b"\x89PNG\r\n\x1a\n", "PNG"),
+        (b"RIFF\0\0\0\0WEBPVP8 ", "WebP"),
+        (b"GIF89a", "GIF"),
+        (b"GIF87a", "GIF"),
+        (b"BM\0\0", "BMP"),
+        (b"II*\0", "TIFF"),
+        (b"MM\0*", "TIFF"),
+        (b"P6\n", "PPM"),
+        (b"RIFF\0\0\0\0WAVEfmt ", None),
+        (b"P7\n", None),
+        (b"P5", None),
+        (b"", None),
+    ],
+)
+def test_the_first_bytes_tell_the_format(head, name):
+    known = sniff(head)
+    assert (known.name if known else None) == name
