@@ -14,10 +14,11 @@ import tensorstore as ts
 from numpy.typing import NDArray
 
 from preprocess.arrays import LABEL_CACHE_BYTES, LABELS, LABELS_PER_SHARD, PIXELS, damage, read_array, shard_key
+from preprocess.journal import PLAN_KEY
 from preprocess.location import Location, ShardError, open_location, reason
 from preprocess.manifest import MANIFEST_KEY, Manifest
 
-__all__ = ["ShardError", "ShardSplit", "list_splits", "open_split"]
+__all__ = ["ShardError", "ShardSplit", "list_splits", "list_unfinished_splits", "open_split"]
 
 _READ_ERRORS = (ValueError, OSError, RuntimeError)
 
@@ -207,14 +208,22 @@ def list_splits(data: str, *, context: ts.Context | None = None) -> tuple[str, .
     return _complete_splits(open_location(data, context=context))
 
 
+def list_unfinished_splits(data: str, *, context: ts.Context | None = None) -> tuple[str, ...]:
+    """Names of the splits at ``data`` whose packing was begun and not finished; raises as `list_splits`."""
+    location = open_location(data, context=context)
+    complete = _complete_splits(location)
+    return tuple(name for name in _folders_with(location, PLAN_KEY) if name not in complete)
+
+
 def _complete_splits(location: Location) -> tuple[str, ...]:
+    return _folders_with(location, MANIFEST_KEY)
+
+
+def _folders_with(location: Location, key: str) -> tuple[str, ...]:
     folder = location.local_path
     if folder is not None:
-        names = [path.parent.name for path in folder.glob(f"*/{MANIFEST_KEY}")]
+        names = [path.name for path in folder.glob("*/") if (path / key).is_file()]
     else:
-        names = [
-            key.split("/")[0]
-            for key in location.list_keys()
-            if key.count("/") == 1 and key.endswith(f"/{MANIFEST_KEY}")
-        ]
+        paths = [path.split("/", 1) for path in location.list_keys()]
+        names = [path[0] for path in paths if path[1:] == [key]]
     return tuple(sorted(names, key=lambda name: (name != "train", name)))

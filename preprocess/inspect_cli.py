@@ -1,0 +1,166 @@
+"""The command `inspect-shards`: what a pack holds, whether every byte is intact, and a contact sheet.
+
+Only click is imported at the start, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from traceback import print_exc
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from preprocess.manifest import Manifest
+    from preprocess.verify import Damage
+
+WRONG, STOPPED = 2, 130
+
+_CLASSES_SHOWN = 20
+_BAR_WIDTH = 30
+
+
+@click.command(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
+    epilog="Exit codes: 0 intact, 2 damaged or wrong usage, 130 stopped.",
+)
+@click.argument("dest")
+@click.option("--split", metavar="NAME", multiple=True, show_default="all", help="Split to look at; may be repeated.")
+@click.option("--verify", is_flag=True, help="Read every byte back; name each damaged file and image.")
+@click.option(
+    "--grid", metavar="FILE.png", type=click.Path(dir_okay=False, path_type=Path), help="Draw a contact sheet."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of words.")
+@click.option("--traceback", is_flag=True, help="Show the whole traceback of an error.")
+@click.version_option(package_name="feedloop")
+def main(dest: str, split: tuple[str, ...], verify: bool, grid: Path | None, as_json: bool, traceback: bool) -> None:
+    """Show what the pack at DEST (a folder or URL) holds.
+
+    With several splits, --grid draws the first one.
+    """
+    try:
+        is_intact = _run(dest, split, verify=verify, grid=grid, as_json=as_json)
+    except KeyboardInterrupt:
+        click.echo("\nStopped.", err=True)
+        sys.exit(STOPPED)
+    except (ValueError, OSError) as error:
+        if traceback:
+            print_exc()
+        click.echo(f"inspect-shards: {error}", err=True)
+        sys.exit(WRONG)
+    if not is_intact:
+        sys.exit(WRONG)
+
+
+def _run(dest: str, wanted: tuple[str, ...], *, verify: bool, grid: Path | None, as_json: bool) -> bool:
+    from preprocess.location import ShardError, open_location
+    from preprocess.shards import list_splits, list_unfinished_splits, read_manifest
+
+    location = open_location(dest)
+    names = wanted or list_splits(dest)
+    unfinished = list_unfinished_splits(dest)
+    for name in unfinished:
+        click.echo(f"{name}: not finished; run the same preprocess-imagenet command again to continue", err=True)
+    if not names:
+        if unfinished:
+            raise ShardError(f"{location.display} has no finished split yet")
+        raise ShardError(f"{location.display} holds no pack; make one with `preprocess-imagenet SOURCE {dest}`")
+    manifests = {name: read_manifest(location, name) for name in names}
+    if not as_json:
+        for name, manifest in manifests.items():
+            click.echo("\n".join(_describe(name, manifest)))
+    damages = _verify(dest, names) if verify else {}
+    if as_json:
+        _print_json(dest, manifests, damages if verify else None)
+    elif verify:
+        _print_damages(damages)
+    if grid is not None:
+        _draw(dest, names[0], grid, is_quiet=as_json)
+    return not any(damages.values())
+
+
+def _verify(dest: str, names: tuple[str, ...]) -> dict[str, tuple[Damage, ...]]:
+    from preprocess.progress import ImageProgress
+    from preprocess.verify import verify_split
+
+    damages = {}
+    with ImageProgress() as progress:
+        for name in names:
+
+            def show(done: int, total: int, name: str = name) -> None:
+                progress.show(f"verify {name}", done, total)
+
+            damages[name] = verify_split(dest, name, on_progress=show)
+    return damages
+
+
+def _draw(dest: str, name: str, grid: Path, *, is_quiet: bool) -> None:
+    from preprocess.contact_sheet import draw_contact_sheet
+    from preprocess.shards import open_split
+
+    if grid.suffix.lower() != ".png":
+        raise click.BadParameter(f"{grid} must end with .png", param_hint="--grid")
+    with open_split(dest, name) as split:
+        draw_contact_sheet(split, title=f"{dest}  {name}").save(grid)
+    if not is_quiet:
+        click.echo(f"Contact sheet of {name}: {grid}")
+
+
+def _describe(name: str, manifest: Manifest) -> list[str]:
+    rule = manifest.resize_rule
+    mean, std = (
+        ", ".join(f"{part:.4f}" for part in figure) for figure in (manifest.channel_mean, manifest.channel_std)
+    )
+    lines = [
+        f"{name}",
+        f"  images     {manifest.num_images:,} of {manifest.width} x {manifest.height} pixels, "
+        f"{manifest.num_classes:,} classes",
+        f"  shards     {manifest.num_shards:,} files of {manifest.shard_images:,} images, codec {manifest.codec}, "
+        f"{'with' if manifest.checksum else 'without'} checksums",
+        f"  resizing   {', '.join(f'{key} {value}' for key, value in rule.items())}",
+        f"  channels   mean {mean}; std {std} (red, green, blue on 0..1)",
+        f"  left out   {manifest.num_failures:,} images" + (", see failures.jsonl" if manifest.num_failures else ""),
+        f"  source     {manifest.source_digest}",
+        f"  made with  {', '.join(f'{tool} {version}' for tool, version in manifest.tool_versions.items())}",
+    ]
+    return lines + _balance(manifest)
+
+
+def _balance(manifest: Manifest) -> list[str]:
+    counts = sorted(manifest.class_counts)
+    lines = [f"  balance    {counts[0]:,} to {counts[-1]:,} images a class, median {counts[len(counts) // 2]:,}"]
+    if empty := counts.count(0):
+        lines.append(f"             {empty:,} classes have no images")
+    if manifest.num_classes > _CLASSES_SHOWN:
+        return lines
+    width = max(len(each.name) for each in manifest.classes)
+    for each, count in zip(manifest.classes, manifest.class_counts, strict=True):
+        bar = "█" * round(_BAR_WIDTH * count / counts[-1])
+        lines.append(f"    {each.name:<{width}}  {count:>9,}  {bar}")
+    return lines
+
+
+def _print_damages(damages: dict[str, tuple[Damage, ...]]) -> None:
+    for name, found in damages.items():
+        if not found:
+            click.echo(f"{name}: every byte is as it was packed.")
+            continue
+        click.echo(
+            f"{name}: damaged in {len(found)} places. Restore these files, or pack the split again with --overwrite."
+        )
+        for each in found:
+            click.echo(f"  {name}/{each}")
+
+
+def _print_json(dest: str, manifests: dict[str, Manifest], damages: dict[str, tuple[Damage, ...]] | None) -> None:
+    splits: dict[str, Any] = {}
+    for name, manifest in manifests.items():
+        splits[name] = {"manifest": json.loads(manifest.to_json())}
+        if damages is not None:
+            splits[name]["damages"] = [
+                {"file": each.file, "what": each.what, "images": list(each.images)} for each in damages[name]
+            ]
+    click.echo(json.dumps({"data": dest, "splits": splits}, ensure_ascii=False, indent=1))
