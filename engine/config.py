@@ -1,15 +1,16 @@
 """The settings of a run: one frozen, validated record with a strict JSON round trip.
 
 Owns the names, ranges and defaults of the settings; must not import jax, so that the commands start fast. What a
-setting that is None resolves to (model, image size, rate) is decided in `engine.run`, once the data is open.
+setting that is None resolves to (model, image size, classes) is decided in `engine.resolve`, once the data is open.
 """
 
 import dataclasses
 import math
+import numbers
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_type_hints
 
 TransportName = Literal["auto", "inplace", "callback"]
 
@@ -58,8 +59,12 @@ class TrainConfig:
             folder; "off" keeps none.
         dump_hlo: folder for the program's StableHLO and optimised HLO; None writes neither.
 
+    Numbers of NumPy's are kept as Python's, whole numbers of a real setting as floats, and paths as text, so that equal
+    settings are equal records and JSON takes them.
+
     Raises:
-        ValueError: where a value is out of its range, naming the setting, the value and the range.
+        ValueError: where a value is of another kind or out of its range, naming the setting, the value and what it
+            must be.
     """
 
     steps: int = 1000
@@ -84,15 +89,14 @@ class TrainConfig:
     dump_hlo: str | None = None
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            if isinstance(value := getattr(self, field.name), os.PathLike):
-                object.__setattr__(self, field.name, os.fspath(value))
-            _check_type(field, getattr(self, field.name))
+        for name, declared in get_type_hints(type(self)).items():
+            object.__setattr__(self, name, _as_declared(name, declared, getattr(self, name)))
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
             # Written so that NaN fails too.
             if value is not None and not (low <= value <= high and math.isfinite(value)):
-                raise ValueError(f"{name} must lie in {low} … {high}, got {value}")
+                allowed = f"be finite and at least {low}" if high == math.inf else f"lie in {low} … {high}"
+                raise ValueError(f"{name} must {allowed}, got {value}")
         if self.transport not in get_args(TransportName):
             raise ValueError(f"transport must be one of {', '.join(get_args(TransportName))}, got {self.transport!r}")
         if self.synthetic and self.data is not None:
@@ -117,13 +121,26 @@ class TrainConfig:
         return cls(**values)
 
 
-def _check_type(field: dataclasses.Field[Any], value: Any) -> None:
-    """Raises ValueError where a value is not of the field's declared kind; an int serves as a float."""
-    declared = str(getattr(field.type, "__name__", field.type))
-    names = [part.strip() for part in declared.split("|")]
-    if value is None and "None" in names:
-        return
-    kinds: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
-    allowed = kinds.get(names[0], (str,))
-    if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
-        raise ValueError(f"{field.name} must be of type {declared}, got {value!r} of type {type(value).__name__}")
+def _as_declared(name: str, declared: Any, value: Any) -> Any:
+    """Gives a setting's value as its declared kind, in Python's own types.
+
+    Raises:
+        ValueError: where it is of another kind, a bool where a number is meant, or an empty text.
+    """
+    kinds = get_args(declared) or (declared,)
+    if value is None and type(None) in kinds:
+        return None
+    kind = kinds[0] if kinds[0] in (bool, int, float) else str
+    if kind is str and isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    # NumPy registers its integers and floats as these; a bool of Python's is an integer too, and never meant as one.
+    taken = {bool: bool, int: numbers.Integral, float: numbers.Real, str: str}[kind]
+    if not isinstance(value, taken) or (isinstance(value, bool) and kind is not bool):
+        optional = " or None" if type(None) in kinds else ""
+        raise ValueError(f"{name} must be of type {kind.__name__}{optional}, got {value!r} of {type(value).__name__}")
+    if kind is str and not value:
+        raise ValueError(f"{name} must not be empty, got {value!r}: leave it out to take its default")
+    try:
+        return kind(value)
+    except OverflowError:
+        raise ValueError(f"{name} must be finite, got an integer beyond every float") from None

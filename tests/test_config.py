@@ -1,0 +1,212 @@
+"""The settings: each has a kind and a range, and what JSON took away it gives back."""
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError, fields, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.config import TrainConfig
+
+TEXT = st.text(min_size=1, max_size=20)
+VALID = {
+    "steps": st.integers(0, 2**31 - 2),
+    "batch": st.integers(1, 2**20),
+    "data": st.none() | TEXT,
+    "split": TEXT,
+    "model": TEXT,
+    "num_classes": st.none() | st.integers(1, 2**16),
+    "image_size": st.none() | st.integers(1, 2**14),
+    "learning_rate": st.none() | st.floats(0, allow_nan=False, allow_infinity=False),
+    "momentum": st.floats(0, 1),
+    "weight_decay": st.floats(0, allow_nan=False, allow_infinity=False),
+    "seed": st.integers(0, 2**63 - 1),
+    "prefetch": st.integers(1, 1024),
+    "reader_threads": st.integers(1, 1024),
+    "infeed_timeout_s": st.floats(0.001, 86_400),
+    "transport": st.sampled_from(["auto", "inplace", "callback"]),
+    "run_dir": st.none() | TEXT,
+    "overwrite": st.booleans(),
+    "compilation_cache": st.none() | TEXT,
+    "dump_hlo": st.none() | TEXT,
+}
+INTEGERS = ["steps", "batch", "num_classes", "image_size", "seed", "prefetch", "reader_threads"]
+REALS = ["learning_rate", "momentum", "weight_decay", "infeed_timeout_s"]
+SWITCHES = ["synthetic", "overwrite"]
+TEXTS = ["data", "split", "model", "run_dir", "compilation_cache", "dump_hlo"]
+OPTIONAL = ["data", "num_classes", "image_size", "learning_rate", "run_dir", "compilation_cache", "dump_hlo"]
+NAMES = [field.name for field in fields(TrainConfig)]
+
+
+def configured(**values: Any) -> TrainConfig:
+    """Settings that a caller without a type checker may give."""
+    return TrainConfig(**values)
+
+
+def test_every_setting_is_tested_here():
+    assert sorted([*INTEGERS, *REALS, *SWITCHES, *TEXTS, "transport"]) == sorted(NAMES)
+
+
+@given(st.fixed_dictionaries({}, optional=VALID))
+def test_json_gives_back_the_settings(values):
+    config = TrainConfig(**values)
+    text = json.dumps(config.to_json(), allow_nan=False)
+    assert TrainConfig.from_json(json.loads(text)) == config
+    assert {name: getattr(config, name) for name in values} == values
+
+
+def test_golden_json():
+    assert TrainConfig().to_json() == {
+        "steps": 1000,
+        "batch": 128,
+        "data": None,
+        "split": "train",
+        "synthetic": False,
+        "model": "auto",
+        "num_classes": None,
+        "image_size": None,
+        "learning_rate": None,
+        "momentum": 0.9,
+        "weight_decay": 1e-4,
+        "seed": 0,
+        "prefetch": 4,
+        "reader_threads": 2,
+        "infeed_timeout_s": 60.0,
+        "transport": "auto",
+        "run_dir": None,
+        "overwrite": False,
+        "compilation_cache": None,
+        "dump_hlo": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high"),
+    [
+        ("steps", 0, 2**31 - 2),
+        ("batch", 1, 2**20),
+        ("image_size", 1, 2**14),
+        ("num_classes", 1, 2**16),
+        ("momentum", 0, 1),
+        ("seed", 0, 2**63 - 1),
+        ("prefetch", 1, 1024),
+        ("reader_threads", 1, 1024),
+        ("infeed_timeout_s", 0.001, 86_400),
+    ],
+)
+def test_both_ends_of_a_range(name, low, high):
+    for value in (low, high):
+        assert getattr(configured(**{name: value}), name) == value
+    step = 1e-6 if name in REALS else 1
+    for value in (low - step, high + step):
+        with pytest.raises(ValueError, match=rf"^{name} must lie in {low} … {high}, got {value}$"):
+            configured(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "weight_decay"])
+def test_rates_are_finite_and_not_negative(name):
+    assert getattr(configured(**{name: 0}), name) == 0
+    assert getattr(configured(**{name: 1e300}), name) == 1e300
+    for value in (-1e-9, math.inf, math.nan):
+        with pytest.raises(ValueError, match=f"^{name} must be finite and at least 0, got {value}$"):
+            configured(**{name: value})
+
+
+@pytest.mark.parametrize("name", REALS)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, np.float32("nan"), 10**400, -(10**400)])
+def test_a_real_setting_is_finite(name, value):
+    with pytest.raises(ValueError, match=f"^{name} must "):
+        configured(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        *(
+            (name, wrong)
+            for name in INTEGERS
+            for wrong in (True, 1.0, "1", [1], np.float32(1), np.bool(True), math.nan)
+        ),
+        *((name, wrong) for name in REALS for wrong in (True, "0.1", 1j, np.bool(False), np.array([0.1]))),
+        *((name, wrong) for name in SWITCHES for wrong in (0, 1, "true", None, np.bool(True))),
+        *((name, wrong) for name in TEXTS for wrong in (0, False, b"text", ["text"])),
+        *((name, None) for name in NAMES if name not in OPTIONAL),
+        ("transport", 1),
+    ],
+)
+def test_a_value_of_another_kind_is_refused(name, wrong):
+    with pytest.raises(ValueError, match=rf"^{name} must be of type \w+( or None)?, got .* of {type(wrong).__name__}$"):
+        configured(**{name: wrong})
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_an_empty_text_is_refused(name):
+    with pytest.raises(ValueError, match=rf"^{name} must not be empty, got '': leave it out to take its default$"):
+        configured(**{name: ""})
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_an_optional_setting_takes_none(name):
+    assert getattr(configured(**{name: None}), name) is None
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+@pytest.mark.parametrize("kind", [np.int32, np.int64, np.uint8])
+def test_integers_of_numpy_become_integers(name, kind):
+    value = getattr(configured(**{name: kind(7)}), name)
+    assert (type(value), value) == (int, 7)
+
+
+@pytest.mark.parametrize("name", REALS)
+@pytest.mark.parametrize("given", [1, np.float32(0.5), np.float64(0.25), np.int32(1)])
+def test_any_real_number_becomes_a_float(name, given):
+    value = getattr(configured(**{name: given}), name)
+    assert (type(value), value) == (float, float(given))
+
+
+@pytest.mark.parametrize("name", ["data", "run_dir", "compilation_cache", "dump_hlo"])
+def test_a_path_becomes_text(name):
+    for path in (Path("some") / "where", PurePosixPath("some/where")):
+        assert getattr(configured(**{name: path}), name) == "some/where"
+
+
+def test_a_transport_has_a_known_name():
+    with pytest.raises(ValueError, match="transport must be one of auto, inplace, callback, got 'pigeon'"):
+        configured(transport="pigeon")
+
+
+def test_synthetic_batches_need_no_data():
+    with pytest.raises(ValueError, match="synthetic batches need no data set, got data 'shards': give one of the two"):
+        TrainConfig(synthetic=True, data="shards")
+
+
+def test_an_unknown_key_is_an_error():
+    with pytest.raises(ValueError, match=r"a setting must be one of steps, batch, .*; got 'batchsize'"):
+        TrainConfig.from_json({"batch": 8, "batchsize": 8})
+
+
+def test_a_setting_cannot_be_changed():
+    with pytest.raises(FrozenInstanceError):
+        TrainConfig().steps = 3  # type: ignore[misc]
+    with pytest.raises(ValueError, match="batch must lie in"):
+        replace(TrainConfig(), batch=0)
+
+
+@pytest.mark.parametrize(("batch", "rate"), [(256, 0.1), (128, 0.05), (8192, 3.2)])
+def test_the_default_rate_grows_with_the_batch(batch, rate):
+    assert TrainConfig(batch=batch).peak_learning_rate == pytest.approx(rate, rel=1e-12)
+    assert TrainConfig(batch=batch, learning_rate=0).peak_learning_rate == 0
+
+
+def test_settings_do_not_wait_for_jax():
+    code = (
+        "import sys, engine.config; assert not {'jax', 'numpy', 'tensorstore'} & set(sys.modules), sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=Path(__file__).parents[1])
