@@ -1,0 +1,21 @@
+import os
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_caches(tmp_path_factory):
+    """Compiled programs and the demo set of the tests stay out of the user's cache, and his settings out of the tests."""
+    before = dict(os.environ)
+    os.environ["XDG_CACHE_HOME"] = os.fspath(tmp_path_factory.mktemp("cache"))
+    for name in ("FEEDLOOP_DATA", "JAX_COMPILATION_CACHE_DIR"):
+        os.environ.pop(name, None)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(scope="session")
+def cache_folder(_own_caches) -> Path:
+    return Path(os.environ["XDG_CACHE_HOME"]) / "feedloop"

@@ -1,0 +1,103 @@
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from engine import train
+from tests.lax_resnet8 import step as lax_step
+from tests.toy import SIZE, CountedBatches, Linear, toy_batch, toy_config
+
+
+def coloured_batch(step, batch=16, size=16):
+    random = np.random.default_rng(step)
+    labels = random.integers(10, size=batch)
+    pixels = random.integers(0, 256, (batch, size, size, 3)).astype(np.uint32)
+    pixels[..., 0] = pixels[..., 0] // 8 + 20 * labels[:, None, None].astype(np.uint32)
+    return pixels[..., 0] << 24 | pixels[..., 1] << 16 | pixels[..., 2] << 8, labels
+
+
+@pytest.mark.parametrize("transport", ["inplace", "callback"])
+def test_losses_equal_a_plain_loop_of_lax_steps(transport):
+    steps = 12
+    config = toy_config(
+        steps=steps, batch=16, num_classes=10, model="resnet8", momentum=0.9, weight_decay=0.01, transport=transport
+    )
+    result = train(config, batches=coloured_batch)
+
+    start = train(replace(config, steps=0), batches=coloured_batch)
+    state = start.params, start.batch_stats, jax.tree.map(jnp.zeros_like, start.params)
+    expected = []
+    for number in range(steps):
+        pixels, labels = coloured_batch(number)
+        state, loss = lax_step(state, pixels, labels, 0.5, 0.25, 0.1, 0.9, 0.01)
+        expected.append(float(loss))
+    # 1e-4: sums in another order differ by 1e-7 a step, and training amplifies that; 12 steps were seen to stay at 2e-6.
+    np.testing.assert_allclose(result.losses, expected, rtol=1e-4)
+    assert expected[-1] < expected[0] - 0.1  # it learns: the comparison is not one of standing still
+    for ours, theirs in zip(jax.tree.leaves(result.batch_stats), jax.tree.leaves(state[1]), strict=True):
+        # Absolute, because running means pass through zero; their size is about 0.1.
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 9])
+def test_each_batch_is_pulled_once_in_order_and_each_loss_pushed_once(steps, tmp_path):
+    batches, model = CountedBatches(), Linear()
+    result = train(toy_config(steps=steps, run_dir=tmp_path), model=model, batches=batches)
+    # With no step at all the first batch is still asked for: its shape is part of the program.
+    assert batches.calls == list(range(max(steps, 1)))
+    assert result.losses.shape == (steps,)
+    assert result.steps_done == steps
+    assert float(result.batch_stats["batches"]) == steps
+    assert (tmp_path / "loss.jsonl").read_text().count("\n") == steps
+
+
+def test_a_run_is_traced_once_and_every_runtime_value_reuses_the_compiled_program():
+    model = Linear()
+    first = train(toy_config(steps=3), model=model, batches=toy_batch)
+    assert model.traces == [True]
+    for values in ({"steps": 40}, {"learning_rate": 0.5}, {"momentum": 0.0}, {"weight_decay": 0.1}, {"seed": 9}):
+        other = train(toy_config(**values), model=Linear(), batches=toy_batch)
+        assert other.from_cache, values
+        assert other.losses[0] != pytest.approx(first.losses[-1])
+
+
+def test_the_runtime_values_have_their_effect():
+    def losses(**values):
+        return train(toy_config(steps=6, **values), model=Linear(), batches=toy_batch).losses
+
+    base = losses()
+    assert np.array_equal(base, losses())
+    for values in ({"learning_rate": 0.2}, {"momentum": 0.5}, {"weight_decay": 0.5}):
+        changed = losses(**values)
+        assert changed[0] == base[0]  # before any update
+        assert changed[-1] != base[-1]
+    assert losses(seed=1)[0] != base[0]
+
+
+def test_a_loss_falls():
+    losses = train(toy_config(steps=60), model=Linear(), batches=toy_batch).losses
+    assert losses[0] > 0.9
+    assert losses[-10:].mean() < 0.2
+
+
+def test_both_transports_give_the_same_bits():
+    results = [
+        train(toy_config(transport=transport), model=Linear(), batches=toy_batch)
+        for transport in ("inplace", "callback")
+    ]
+    assert np.array_equal(results[0].losses, results[1].losses)
+    for first, second in zip(jax.tree.leaves(results[0].params), jax.tree.leaves(results[1].params), strict=True):
+        assert np.array_equal(first, second)
+
+
+def test_prefetch_and_threads_do_not_change_a_bit():
+    losses = [
+        train(
+            toy_config(steps=40, synthetic=True, image_size=SIZE, prefetch=ahead, reader_threads=threads),
+            model=Linear(),
+        ).losses.tobytes()
+        for ahead, threads in ((1, 1), (7, 3))
+    ]
+    assert losses[0] == losses[1]
