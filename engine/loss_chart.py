@@ -70,8 +70,9 @@ class _Scale:
         """Position of each loss, clipped to 0 … 1; NaN where the scale has none."""
         with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
             if self.log:
-                part = np.log(losses / self.low) / math.log(self.high / self.low)
-                part = np.where(losses > 0, part, np.nan)
+                # Logarithms apart, because a quotient overflows where losses span all of float64.
+                bottom, top = math.log(self.low), math.log(self.high)
+                part = np.where(losses > 0, (np.log(losses) - bottom) / (top - bottom), np.nan)
             else:
                 # Halves, because high - low overflows for losses near the ends of float64.
                 part = (losses / 2 - self.low / 2) / (self.high / 2 - self.low / 2)
@@ -141,9 +142,9 @@ def _scale_of(curve: LossCurve, log_scale: bool) -> _Scale | None:
     if not len(values):
         return None
     low, high = float(values.min()), float(values.max())
-    if log_scale and low == high:
-        low, high = low / 1.1, high * 1.1
-    elif low == high:
+    if log_scale and math.log(low) == math.log(high):
+        low, high = low / 2 or low, high * 2
+    elif low / 2 == high / 2:
         pad = abs(low) * 0.05 or 1.0
         low, high = low - pad, high + pad
     limit = float(np.finfo(np.float64).max)
@@ -260,21 +261,22 @@ def _loss_ticks(scale: _Scale, plot_height: int) -> dict[int, str]:
     if len(values) < 2:
         values = _nice_values(scale.low, scale.high, wanted)
     rows = _rows_of(scale.unit(np.array(values, np.float64)), plot_height).tolist()
-    ticks: dict[int, str] = {}
-    for row, value in zip(rows, values, strict=True):
-        label = f"{value:.6g}"
-        if label not in ticks.values():
-            ticks.setdefault(row, label)
+    by_row = dict(zip(rows[::-1], values[::-1], strict=True))  # the lowest value of a row keeps it
+    for digits in range(6, 17):  # as many as it takes to tell neighbours apart
+        ticks = {row: f"{value:.{digits}g}" for row, value in by_row.items()}
+        if len(set(ticks.values())) == len(ticks):
+            break
     return ticks
 
 
 def _log_values(scale: _Scale, wanted: int) -> list[float]:
-    """Powers of ten within the scale, thinned to `wanted`; with 2 and 5 between them where they are few."""
+    """Powers of ten within the scale, thinned to about `wanted`; with 2 and 5 between them where they are few."""
     exponents = range(math.floor(math.log10(scale.low)), math.ceil(math.log10(scale.high)) + 1)
-    every = max(1, math.ceil(len(exponents) / wanted))
-    factors = (1.0, 2.0, 5.0) if len(exponents) * 2 <= wanted or len(exponents) <= 3 else (1.0,)
-    values = [float(f"{factor:g}e{exponent}") for exponent in exponents[::every] for factor in factors]
-    return [value for value in values if scale.low <= value <= scale.high]
+    values = {factor: [float(f"{factor}e{exponent}") for exponent in exponents] for factor in (1, 2, 5)}
+    inside = {factor: [v for v in values[factor] if scale.low <= v <= scale.high] for factor in values}
+    if len(inside[1]) >= 2 and sum(map(len, inside.values())) > wanted + 2:
+        return inside[1][:: math.ceil(len(inside[1]) / (wanted + 1))]
+    return sorted(value for group in inside.values() for value in group)
 
 
 def _nice_values(low: float, high: float, wanted: int) -> list[float]:

@@ -106,6 +106,8 @@ class LossLog:
         rows, unreadable = _parse(lines)
         last_unreadable = self._num_lines + unreadable[-1] + 1 if unreadable else 0
         self._offset += stop
+        # Bytes past the last whole line may still be taken back, where the disk is full.
+        self._fingerprint = self._fingerprint[: self._offset]
         self._num_lines += len(lines)
         return LossBatch(rows, restarted, len(unreadable), last_unreadable, more=full)
 
@@ -343,20 +345,23 @@ class RunEnd:
 
     steps_done: int | None = None
     stopped_by: str | None = None
+    error: str | None = None
 
 
 def read_run_facts(run: Path) -> RunFacts:
     """Facts from `RUN/config.json`; a file that is missing, half written or strange gives None for what it lacks."""
-    config = (_read_object(run / CONFIG_NAME) or {}).get("config")
-    if not isinstance(config, dict):
-        return RunFacts()
-    return RunFacts(_count(config.get("steps")), _count(config.get("batch")), _text(config.get("model")))
+    recorded = _read_object(run / CONFIG_NAME) or {}
+    settings, resolved = (_object(recorded.get(key)) for key in ("config", "resolved"))
+    model = _text(resolved.get("model")) or _text(settings.get("model"))  # resolved says which one "auto" was
+    return RunFacts(_count(settings.get("steps")), _count(settings.get("batch")), model)
 
 
 def read_run_end(run: Path) -> RunEnd | None:
     """The end of the run from `RUN/result.json`; None while that is missing or half written."""
     result = _read_object(run / RESULT_NAME)
-    return None if result is None else RunEnd(_count(result.get("steps_done")), _text(result.get("stopped_by")))
+    if result is None:
+        return None
+    return RunEnd(_count(result.get("steps_done")), _text(result.get("stopped_by")), _text(result.get("error")))
 
 
 def _read_object(path: Path) -> dict[str, Any] | None:
@@ -365,6 +370,10 @@ def _read_object(path: Path) -> dict[str, Any] | None:
     except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def _object(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _count(value: object) -> int | None:

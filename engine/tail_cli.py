@@ -266,8 +266,9 @@ def duration_text(seconds: float) -> str:
 
 def _end_text(end: "RunEnd") -> str:
     steps = "" if end.steps_done is None else f" after {end.steps_done} steps"
-    reason = "" if end.stopped_by is None else f", stopped by {_printable(end.stopped_by)}"
-    return f"run ended{steps}{reason}"
+    reason = "" if end.stopped_by is None else f", stopped by {end.stopped_by}"
+    error = "" if end.error is None else f": {end.error}"
+    return _printable(f"run ended{steps}{reason}{error}")
 
 
 def _printable(text: str) -> str:
@@ -324,7 +325,11 @@ def frame_lines(picture: _Picture, width: int, height: int, glyphs: "Glyphs", no
     from engine.loss_chart import Span, draw_chart
 
     facts = picture.facts
-    title = [text for text in (facts.model, f"batch {facts.batch}" if facts.batch else None, str(picture.run)) if text]
+    title = [
+        text
+        for text in (facts.model, f"batch {facts.batch}" if facts.batch else None, picture.run.absolute().name)
+        if text
+    ]
     above = [_printable(line) for line in pack_fields(title, width)]
     below = pack_fields(status_fields(picture, now_s), width)
     # The numbers go last: where lines are few, first the title gives way, then the chart.

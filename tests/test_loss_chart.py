@@ -1,0 +1,204 @@
+"""The chart: never larger than asked, every loss on the dot its formula says, honest about what can't be drawn."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.loss_chart import ASCII_GLYPHS, UNICODE_GLYPHS, Glyphs, LossCurve, chart_text, draw_chart
+
+NAN = float("nan")
+GLYPHS = st.sampled_from([UNICODE_GLYPHS, ASCII_GLYPHS])
+
+
+def curve_of(losses, smoothed=None, steps=None) -> LossCurve:
+    """One point a loss, at steps 1, 2, …; without a smoothed curve unless one is given."""
+    loss = np.array(losses, np.float64)
+    finite = np.where(np.isfinite(loss), loss, NAN)
+    return LossCurve(
+        step=np.arange(1.0, len(loss) + 1) if steps is None else np.array(steps, np.float64),
+        low=finite,
+        high=finite,
+        smoothed=np.full(len(loss), NAN) if smoothed is None else np.array(smoothed, np.float64),
+        num_broken=(~np.isfinite(loss)).astype(np.int64),
+    )
+
+
+def ink_dots(lines, ink: str, gutter: int) -> set[tuple[int, int]]:
+    """Dots (row, column) of one ink, read back from the braille characters bit by bit."""
+    bit_rows_columns = [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1), (3, 0), (3, 1)]
+    dots = set()
+    for y, line in enumerate(lines):
+        x = -gutter
+        for span in line:
+            for character in span.text:
+                code = ord(character) - 0x2800
+                if span.ink == ink and 0 < code < 256:
+                    dots |= {(4 * y + r, 2 * x + c) for bit, (r, c) in enumerate(bit_rows_columns) if code >> bit & 1}
+                x += 1
+    return dots
+
+
+@given(
+    losses=st.lists(st.floats(), max_size=60),
+    smoothed=st.lists(st.floats(), min_size=60, max_size=60),
+    width=st.integers(1, 90),
+    height=st.integers(1, 30),
+    log_scale=st.booleans(),
+    glyphs=GLYPHS,
+)
+def test_any_losses_fit_any_size(losses, smoothed, width, height, log_scale, glyphs):
+    curve = curve_of(losses, smoothed[: len(losses)])
+    lines = draw_chart(curve, width, height, log_scale=log_scale, glyphs=glyphs)
+    texts = chart_text(lines).split("\n")
+    assert len(texts) == height
+    assert max(map(len, texts)) <= width
+    if glyphs is ASCII_GLYPHS:
+        assert chart_text(lines).isascii()
+
+
+@given(
+    losses=st.lists(st.floats(-1e6, 1e6) | st.just(NAN), min_size=1, max_size=300),
+    width=st.integers(1, 7),
+    height=st.integers(1, 3),
+)
+def test_dots_are_exactly_those_of_the_plain_formula(losses, width, height):
+    # So small a chart has no axes: its dots are the whole plot.
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    lines = draw_chart(curve_of(losses), width, height)
+    if not finite:
+        assert ink_dots(lines, "raw", 0) == set()
+        return
+    R, C, low, high = 4 * height, 2 * width, min(finite), max(finite)
+    if low / 2 == high / 2:
+        low, high = low - (abs(low) * 0.05 or 1.0), high + (abs(low) * 0.05 or 1.0)
+    spans: dict[int, list[int]] = {}
+    for index, loss in enumerate(losses):
+        if math.isfinite(loss):
+            column = min(C - 1, int((index + 0.5) * (C / len(losses))))
+            exact = (1 - (loss / 2 - low / 2) / (high / 2 - low / 2)) * (R - 1)
+            spans.setdefault(column, []).append(round(exact))
+    expected = {(row, c) for c, rows in spans.items() for row in range(min(rows), max(rows) + 1)}
+    assert ink_dots(lines, "raw", 0) == expected
+
+
+@given(smoothed=st.lists(st.floats(0, 10), min_size=2, max_size=200), width=st.integers(1, 7))
+def test_the_smoothed_curve_has_no_gap(smoothed, width):
+    lines = draw_chart(curve_of(smoothed, smoothed), width, 3)
+    dots = ink_dots(lines, "smoothed", 0)
+    columns = [sorted(r for r, c in dots if c == column) for column in sorted({c for _, c in dots})]
+    assert sorted({c for _, c in dots}) == list(range(min(c for _, c in dots), max(c for _, c in dots) + 1))
+    for rows, following in itertools.pairwise(columns):
+        assert rows == list(range(rows[0], rows[-1] + 1))
+        assert following[0] <= rows[-1] + 1
+        assert following[-1] >= rows[0] - 1
+
+
+def test_a_falling_line_looks_like_one():
+    losses = [8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0]
+    assert chart_text(draw_chart(curve_of(losses), 4, 2)) == "⠑⢄  \n  ⠑⢄"
+
+
+def test_golden_ascii_chart_with_axes_and_a_broken_loss():
+    losses = [4.0, 3.5, 3.0, NAN, 2.5, 2.0, 1.5, 1.25, 1.0, 1.0]
+    smoothed = [4.0, 3.75, 3.4, 3.4, 2.9, 2.5, 2.0, 1.6, 1.3, 1.15]
+    text = chart_text(draw_chart(curve_of(losses, smoothed), 22, 9, glyphs=ASCII_GLYPHS))
+    assert "\n".join(line.rstrip() for line in text.split("\n")) == GOLDEN
+
+
+GOLDEN = """\
+4+ **
+ |   *****
+ |     .  **
+ |         .**
+2+           .***
+ |             . ***
+ |               . .**
+ +-------x-+---------+
+           5        10"""
+
+
+@pytest.mark.parametrize("value", [0.0, 2.5, -3.0, 1.7e308, 5e-324])
+def test_a_constant_loss_is_a_level_line(value):
+    lines = draw_chart(curve_of([value] * 12), 6, 3)
+    rows = {row for row, _ in ink_dots(lines, "raw", 0)}
+    assert len(rows) == 1
+    assert {column for _, column in ink_dots(lines, "raw", 0)} == set(range(12))
+
+
+def test_one_point_stands_in_the_middle_with_its_step():
+    lines = draw_chart(curve_of([2.3], steps=[17]), 40, 9)
+    text = chart_text(lines)
+    assert text.split("\n")[-1].strip() == "17"
+    dots = ink_dots(lines[:-2], "raw", text.index("┤") + 1)
+    plot_width = max(map(len, text.split("\n"))) - text.index("┤") - 1
+    assert dots == {(14, plot_width)}  # of 28 rows (13.5 rounds to 14) and 2 * plot_width columns
+
+
+@pytest.mark.parametrize(("losses", "message"), [([], "no loss yet"), ([NAN, math.inf], "no finite loss yet")])
+def test_nothing_to_draw_is_said(losses, message):
+    assert chart_text(draw_chart(curve_of(losses), 40, 5)).strip() == message
+
+
+def test_log_scale_marks_losses_that_have_no_logarithm():
+    text = chart_text(draw_chart(curve_of([100.0, 10.0, 0.0, 1.0]), 40, 10, log_scale=True))
+    assert text.count("×") == 1
+    assert [line[:3].strip() for line in text.split("\n") if "┤" in line] == ["100", "10", "1"]
+
+
+def test_log_scale_without_a_positive_loss_draws_nothing():
+    assert "no finite loss yet" in chart_text(draw_chart(curve_of([0.0, -1.0]), 40, 5, log_scale=True))
+
+
+@given(low=st.floats(-1e6, 1e6), part=st.floats(1e-2, 1e3), height=st.integers(8, 40), log_scale=st.booleans())
+def test_tick_labels_stand_on_the_row_of_their_value(low, part, height, log_scale):
+    low = abs(low) + 1e-3 if log_scale else low
+    span = part * max(abs(low), 1e-3)
+    curve = curve_of([low, low + span])
+    lines = draw_chart(curve, 60, height, log_scale=log_scale)
+    rows = height - 2
+    for y, line in enumerate(lines[:-2]):
+        if not line[0].text.endswith("┤"):
+            continue
+        value = float(line[0].text[:-1])
+        unit = math.log(value / low) / math.log((low + span) / low) if log_scale else (value - low) / span
+        # A row is half a row to either side; a label of 6 digits adds 1e-6 / 1e-2 of the span, of at most 38 rows.
+        assert abs((1 - unit) * (rows - 1) - y) <= 0.5 + 0.004
+
+
+def test_labels_have_the_digits_that_tell_them_apart():
+    text = chart_text(draw_chart(curve_of([1.0, 1.0 + 1e-9]), 60, 20))
+    labels = [line.split("┤")[0].strip() for line in text.split("\n") if "┤" in line]
+    assert len(labels) >= 3
+    assert len(set(labels)) == len(labels)
+
+
+@given(first=st.integers(0, 10**7), num=st.integers(1, 500), width=st.integers(30, 120))
+def test_step_labels_stand_under_their_ticks(first, num, width):
+    curve = curve_of(np.linspace(2, 1, num), steps=np.arange(first, first + num))
+    axis, labels = chart_text(draw_chart(curve, width, 10)).split("\n")[-2:]
+    gutter = axis.index("└") + 1
+    plot_width = width - gutter
+    steps = labels.split()
+    assert steps
+    assert axis.count("┬") == len(steps)
+    for label in steps:
+        column = min(plot_width - 1, int((int(label) - first + 0.5) * (plot_width / num)))
+        assert axis[gutter + column] == "┬"
+        start = labels.index(label)
+        assert start <= gutter + column < start + len(label) + 1
+
+
+@pytest.mark.parametrize(("width", "height"), [(0, 5), (5, 0)])
+def test_no_room_is_an_error(width, height):
+    with pytest.raises(ValueError, match=f"at least 1 × 1 characters, got {width} × {height}"):
+        draw_chart(curve_of([1.0]), width, height)
+
+
+@pytest.mark.parametrize("glyphs", [UNICODE_GLYPHS, ASCII_GLYPHS])
+def test_every_glyph_is_one_character(glyphs: Glyphs):
+    for name in ("vertical", "tick", "corner", "horizontal", "step_tick", "broken"):
+        assert len(getattr(glyphs, name)) == 1
