@@ -107,10 +107,10 @@ def _mask(shape: Shape, size: int, radius: float, rng: np.random.Generator, *, r
         size: side in pixels.
         radius: of the circle around the shape, as a fraction of the side.
         rng: for angle and place.
-        reach: how far, as a fraction of half the side, the centre may stray; at 0 the shape just stays inside.
+        reach: how far, as a fraction of half the side, the centre may stray; at 0 the shape stays a pixel inside.
     """
     canvas = size * SUPERSAMPLING
-    stray = max(reach * 0.5, 0.5 - radius)
+    stray = max(reach * 0.5, 0.5 - radius - 1 / size)
     centre = 0.5 + rng.uniform(-stray, stray, 2)
     angle = rng.uniform(0.0, 2 * math.pi)
     turn = radius * np.array([[math.cos(angle), math.sin(angle)], [-math.sin(angle), math.cos(angle)]])
@@ -138,10 +138,8 @@ _SQUARE: Shape = ([_regular(4)], [])
 
 def _checkers(rng: np.random.Generator) -> Shape:
     cells = int(rng.integers(3, 5))
-    side = 1.5 / cells
-    corners = [
-        (-0.75 + column * side, -0.75 + row * side) for row in range(cells) for column in range(row % 2, cells, 2)
-    ]
+    side = 1.4 / cells
+    corners = [(-0.7 + column * side, -0.7 + row * side) for row in range(cells) for column in range(row % 2, cells, 2)]
     return [_bar(left, top, left + side, top + side) for left, top in corners], []
 
 
@@ -151,7 +149,7 @@ def _crescent(rng: np.random.Generator) -> Shape:
 
 def _cross(rng: np.random.Generator) -> Shape:
     arm = rng.uniform(0.2, 0.32)
-    return [_bar(-1, -arm, 1, arm), _bar(-arm, -1, arm, 1)], []
+    return [_bar(-0.94, -arm, 0.94, arm), _bar(-arm, -0.94, arm, 0.94)], []
 
 
 def _heart(rng: np.random.Generator) -> Shape:
@@ -180,8 +178,8 @@ def _star(rng: np.random.Generator) -> Shape:
 
 def _stripes(rng: np.random.Generator) -> Shape:
     count = int(rng.integers(3, 5))
-    pitch = 1.6 / (2 * count - 1)
-    return [_bar(-0.75, -0.8 + 2 * row * pitch, 0.75, -0.8 + (2 * row + 1) * pitch) for row in range(count)], []
+    pitch = 1.4 / (2 * count - 1)
+    return [_bar(-0.7, -0.7 + 2 * row * pitch, 0.7, -0.7 + (2 * row + 1) * pitch) for row in range(count)], []
 
 
 # In index order, which for folders is the order of the names.

@@ -1,0 +1,96 @@
+"""The drawn data set."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from preprocess import demo
+from preprocess.demo import MIN_CONTRAST, SHAPES, draw_demo, draw_image
+from preprocess.sources import open_source
+
+
+def files_of(root):
+    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*.jpg"))}
+
+
+def test_it_is_a_source_with_balanced_classes(tmp_path):
+    assert draw_demo(tmp_path / "demo", num_images=100) == tmp_path / "demo"
+    with open_source(tmp_path / "demo") as source:
+        assert [each.id for each in source.splits["train"].classes] == list(SHAPES)
+        for split, count in (("train", 10), ("val", 2)):
+            found = source.splits[split]
+            assert Counter(found.image(i).label for i in range(len(found))) == dict.fromkeys(range(10), count)
+    for content in (tmp_path / "demo").rglob("*.jpg"):
+        with Image.open(content) as image:
+            assert (image.format, image.mode, image.size) == ("JPEG", "RGB", (32, 32))
+
+
+def test_the_same_arguments_draw_the_same_files(tmp_path):
+    first = files_of(draw_demo(tmp_path / "1", num_images=20, seed=3))
+    assert files_of(draw_demo(tmp_path / "2", num_images=20, seed=3)) == first
+    other = files_of(draw_demo(tmp_path / "3", num_images=20, seed=4))
+    assert not set(other.values()) & set(first.values())
+    assert len(set(first.values())) == len(first) == 30
+    more = files_of(draw_demo(tmp_path / "4", num_images=30, seed=3))
+    assert all(more[name] == content for name, content in first.items())  # an image depends on its own number alone
+
+
+@pytest.mark.parametrize("size", [16, 33, 96])
+def test_any_size(tmp_path, size):
+    path = next(draw_demo(tmp_path, num_images=10, size=size).rglob("*.jpg"))
+    with Image.open(path) as image:
+        assert image.size == (size, size)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_shape_is_visible_and_inside(name):
+    for seed in range(20):
+        covered = demo._mask(SHAPES[name](np.random.default_rng(seed)), 64, 0.4, np.random.default_rng(seed), reach=0.0)
+        assert covered.shape == (64, 64, 1)
+        assert 0.06 < covered.mean() < 0.6
+        border = np.concatenate([covered[0], covered[-1], covered[:, 0], covered[:, -1]])
+        assert border.max() == 0.0
+
+
+def test_colour_says_nothing_about_the_class():
+    # Mean colours of 200 images a class; a class mean has a standard error of about 3.5 levels: five sigma.
+    means = np.array(
+        [
+            np.mean(
+                [draw_image(name, 16, np.random.default_rng((9, label, k))).mean((0, 1)) for k in range(200)], axis=0
+            )
+            for label, name in enumerate(SHAPES)
+        ]
+    )
+    assert np.abs(means - means.mean(0)).max() < 18
+
+
+def test_shape_and_background_differ():
+    for seed in range(200):
+        shape, background = demo._two_colours(np.random.default_rng(seed))
+        assert np.linalg.norm(shape - background) >= MIN_CONTRAST
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_images": 9}, "num_images must be at least 10, one a class, found 9"),
+        ({"size": 15}, "size must be 16 to 1024 pixels, found 15"),
+        ({"size": 2000}, "size must be 16 to 1024 pixels"),
+        ({"seed": -1}, "seed must be 0 or more, found -1"),
+    ],
+)
+def test_arguments_out_of_range(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        draw_demo(tmp_path / "demo", **options)
+    assert not (tmp_path / "demo").exists()
+
+
+def test_nothing_is_drawn_over(tmp_path):
+    draw_demo(tmp_path, num_images=10)
+    before = files_of(tmp_path)
+    with pytest.raises(ValueError, match="train exists already; draw into another folder, or remove it first"):
+        draw_demo(tmp_path, num_images=10)
+    assert files_of(tmp_path) == before

@@ -1,0 +1,58 @@
+"""The development kit: class numbers to WordNet ids, words, validation labels."""
+
+import pytest
+
+from preprocess.devkit import ARCHIVE, FOLDER, find_devkit
+from preprocess.listing import SourceError
+
+pytest.importorskip("scipy.io")
+import tarfile
+
+from tests.imagenet_archives import SYNSETS, devkit, tar_bytes
+
+TRUTH = [3, 1, 1, 2]
+
+
+def test_numbers_become_ids_and_words_names(tmp_path):
+    (tmp_path / ARCHIVE).write_bytes(devkit(TRUTH))
+    found = find_devkit(tmp_path)
+    assert found is not None
+    assert found.names == {"n02000003": "kit fox", "n02000001": "tench", "n02000002": "crane"}
+    assert found.validation_ids == [SYNSETS[number][0] for number in TRUTH]
+
+
+def test_an_unpacked_kit_says_the_same(tmp_path):
+    (tmp_path / ARCHIVE).write_bytes(devkit(TRUTH))
+    packed = find_devkit(tmp_path)
+    with tarfile.open(tmp_path / ARCHIVE) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (tmp_path / ARCHIVE).unlink()
+    assert (tmp_path / FOLDER).is_dir()
+    assert find_devkit(tmp_path) == packed
+
+
+def test_no_kit_is_none(tmp_path):
+    assert find_devkit(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"not gzip", "cannot be read: .*; download it again"),
+        (devkit(TRUTH)[:600], "cannot be read: .*; download it again"),
+        (
+            tar_bytes({"x/readme.txt": b""}, "w:gz"),
+            r"has no data/meta\.mat; is it the development kit of tasks 1 and 2\?",
+        ),
+        (devkit([1, 4]), "line 2: '4' is no class number"),
+        (devkit([1, "n1"]), "line 2: 'n1' is no class number"),
+        (
+            tar_bytes({"x/data/meta.mat": b"x", "x/data/ILSVRC2012_validation_ground_truth.txt": b"1"}, "w:gz"),
+            r"data/meta\.mat: the table of synsets cannot be read: a MAT file begins with",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path, content, message):
+    (tmp_path / ARCHIVE).write_bytes(content)
+    with pytest.raises(SourceError, match=message):
+        find_devkit(tmp_path)

@@ -1,0 +1,95 @@
+"""Pack order, held-out images and limits: functions of names alone."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from preprocess import selection
+from preprocess.listing import Listing
+from preprocess.selection import held_out, pack_order
+
+
+def listing_of(pairs):
+    listing = Listing()
+    for name, label in pairs:
+        listing.add(name, label, size=10)
+    return listing
+
+
+def names_in_order(listing, limit=None):
+    return [listing.name(int(entry)) for entry in pack_order(listing, np.arange(len(listing)), limit)]
+
+
+def tree(num_classes, num_images):
+    return [(f"c{label}/{k}.jpg", label) for label in range(num_classes) for k in range(num_images)]
+
+
+def test_golden_order():
+    # A change here makes an interrupted pack, run again, mix two orders.
+    order = "c0/0.jpg c2/2.jpg c1/2.jpg c1/1.jpg c2/0.jpg c0/1.jpg c2/1.jpg c0/2.jpg c1/0.jpg"
+    assert names_in_order(listing_of(tree(3, 3))) == order.split()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_order_does_not_depend_on_how_files_are_listed(data):
+    pairs = tree(3, 12)
+    shuffled = data.draw(st.permutations(pairs))
+    limit = data.draw(st.none() | st.integers(1, 40))
+    assert names_in_order(listing_of(shuffled), limit) == names_in_order(listing_of(pairs), limit)
+
+
+@given(num_classes=st.integers(1, 7), num_images=st.integers(1, 9), limit=st.integers(1, 70))
+def test_a_limit_takes_turns_among_classes_and_keeps_the_order(num_classes, num_images, limit):
+    listing = listing_of(tree(num_classes, num_images))
+    whole, limited = names_in_order(listing), names_in_order(listing, limit)
+    assert limited == [name for name in whole if name in set(limited)]
+    assert len(limited) == min(limit, num_classes * num_images)
+    counts = Counter(name.split("/")[0] for name in limited)
+    assert max(counts.values()) - min(counts.get(f"c{label}", 0) for label in range(num_classes)) <= 1
+
+
+def test_a_limit_uses_what_small_classes_have():
+    listing = listing_of([("a/0", 0), *((f"b/{k}", 1) for k in range(50))])
+    assert Counter(name[0] for name in names_in_order(listing, 10)) == {"a": 1, "b": 9}
+
+
+def test_equal_hashes_are_ordered_by_name(monkeypatch):
+    monkeypatch.setattr(selection, "name_hashes", lambda listing, key: np.zeros(len(listing), np.uint64))
+    assert names_in_order(listing_of([("b", 0), ("c", 0), ("a", 0)])) == ["a", "b", "c"]
+
+
+def test_classes_mix():
+    labels = [int(name[1]) for name in names_in_order(listing_of(tree(4, 500)))]
+    # 20 shards of 100: a fair shuffle leaves 25 ± 4.2 of a class in each; six sigma.
+    for start in range(0, 2000, 100):
+        assert all(0 < count < 51 for count in np.bincount(labels[start : start + 100], minlength=4))
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.1, 0.5, 0.9])
+def test_about_the_fraction_is_held_out(fraction):
+    taken = held_out(listing_of(tree(1, 20000)), fraction)
+    assert abs(taken.mean() - fraction) < 5 * (fraction * (1 - fraction) / 20000) ** 0.5  # five sigma of a fair draw
+
+
+def test_an_image_stays_on_its_side():
+    few, many = tree(2, 50), tree(4, 200)
+    side_of = dict(zip((name for name, _ in many), held_out(listing_of(many), 0.2), strict=True))
+    assert [side_of[name] for name, _ in few] == held_out(listing_of(few), 0.2).tolist()
+    larger = held_out(listing_of(many), 0.4)
+    assert all(larger[place] for place, (name, _) in enumerate(many) if side_of[name])
+
+
+def test_who_is_held_out_says_nothing_about_the_order():
+    listing = listing_of(tree(1, 4000))
+    taken = held_out(listing, 0.5)[pack_order(listing, np.arange(4000))]
+    assert abs(taken[:2000].mean() - taken[2000:].mean()) < 0.08  # five sigma
+
+
+def test_names_that_are_not_utf8_are_kept():
+    listing = listing_of([("a/\udcff.jpg", 0)])
+    assert listing.name(0) == "a/\udcff.jpg"
+    assert listing.name_bytes(0) == b"a/\xff.jpg"

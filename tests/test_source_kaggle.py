@@ -1,0 +1,94 @@
+"""Kaggle's ImageNet tree."""
+
+import pytest
+
+from preprocess.sources import ImageClass, SourceError, open_source
+
+CLASSES = (ImageClass("n01", "tench"), ImageClass("n02", "goldfish"))
+
+
+@pytest.fixture
+def top(tmp_path):
+    images = tmp_path / "ILSVRC" / "Data" / "CLS-LOC"
+    for name in ("n01", "n02"):
+        (images / "train" / name).mkdir(parents=True)
+        (images / "train" / name / f"{name}_7.JPEG").write_bytes(name.encode())
+    for folder in ("val", "test"):
+        (images / folder).mkdir()
+    for k in (1, 2, 3):
+        (images / "val" / f"ILSVRC2012_val_{k:08d}.JPEG").write_bytes(bytes([k]))
+    (images / "test" / "ILSVRC2012_test_00000001.JPEG").touch()
+    rows = ["ImageId,PredictionString"]
+    rows += ["ILSVRC2012_val_00000002,n01 85 1 499 272 ", "ILSVRC2012_val_00000001,n02 1 2 3 4 n02 5 6 7 8"]
+    rows += ["ILSVRC2012_val_00000003,n02 1 2 3 4"]
+    (tmp_path / "LOC_val_solution.csv").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    (tmp_path / "LOC_synset_mapping.txt").write_text("n01 tench, Tinca tinca\nn02 goldfish\n", encoding="utf-8")
+    return tmp_path
+
+
+def listed(split):
+    return {split.image(i).name: (split.image(i).label, split.read(i)) for i in range(len(split))}
+
+
+@pytest.mark.parametrize("below", ["", "ILSVRC/", "ILSVRC/Data/", "ILSVRC/Data/CLS-LOC/"])
+def test_the_tree_from_any_of_its_roots(top, below):
+    prefix = "ILSVRC/Data/CLS-LOC/".removeprefix(below)
+    with open_source(top / below) as source:
+        assert source.layout == "Kaggle's ImageNet tree"
+        assert list(source.splits) == ["train", "val"]
+        assert source.splits["train"].classes == source.splits["val"].classes == CLASSES
+        assert listed(source.splits["train"]) == {
+            f"{prefix}train/n01/n01_7.JPEG": (0, b"n01"),
+            f"{prefix}train/n02/n02_7.JPEG": (1, b"n02"),
+        }
+        assert listed(source.splits["val"]) == {
+            f"{prefix}val/ILSVRC2012_val_00000001.JPEG": (1, b"\x01"),
+            f"{prefix}val/ILSVRC2012_val_00000002.JPEG": (0, b"\x02"),
+            f"{prefix}val/ILSVRC2012_val_00000003.JPEG": (1, b"\x03"),
+        }
+
+
+def test_a_relative_path(top, monkeypatch):
+    monkeypatch.chdir(top / "ILSVRC" / "Data" / "CLS-LOC")
+    with open_source(".") as source:
+        assert source.splits["val"].classes == CLASSES
+
+
+def test_without_the_mapping_ids_are_names(top):
+    (top / "LOC_synset_mapping.txt").unlink()
+    with open_source(top) as source:
+        assert source.splits["val"].classes == (ImageClass("n01", "n01"), ImageClass("n02", "n02"))
+
+
+def test_a_val_folder_sorted_into_classes(top):
+    val = top / "ILSVRC" / "Data" / "CLS-LOC" / "val"
+    for k, name in ((1, "n02"), (2, "n01"), (3, "n02")):
+        (val / name).mkdir(exist_ok=True)
+        (val / f"ILSVRC2012_val_{k:08d}.JPEG").rename(val / name / f"{k}.JPEG")
+    with open_source(top, splits=("val",)) as source:
+        assert sorted(label for label, _ in listed(source.splits["val"]).values()) == [0, 1, 1]
+        assert source.splits["val"].classes == CLASSES
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (None, r"LOC_val_solution\.csv cannot be read: No such file"),
+        ("a,b\n1,2\n", r"is not Kaggle's table of ImageId and PredictionString: 'ImageId'"),
+        ("ImageId,PredictionString\nILSVRC2012_val_00000001,\n", "is not Kaggle's table"),
+        (
+            "ImageId,PredictionString\nILSVRC2012_val_00000001,n01 1 2 3 4\n",
+            r"val_00000002\.JPEG has no class in .*csv",
+        ),
+        (
+            "ImageId,PredictionString\nILSVRC2012_val_00000001,n09 1 2 3 4\n",
+            r"val_00000001\.JPEG has no class in .*csv",
+        ),
+    ],
+)
+def test_a_bad_table_is_named(top, table, message):
+    (top / "LOC_val_solution.csv").unlink()
+    if table is not None:
+        (top / "LOC_val_solution.csv").write_text(table, encoding="utf-8")
+    with pytest.raises(SourceError, match=message):
+        open_source(top)

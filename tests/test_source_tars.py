@@ -1,0 +1,184 @@
+"""ImageNet's archives and tar archives of class folders, read in place."""
+
+import gc
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+pytest.importorskip("scipy.io")
+
+from preprocess.sources import ImageClass, SourceError, open_source
+from tests.imagenet_archives import SORTED_IDS, SORTED_NAMES, devkit, tar_bytes, train_archive, val_archive
+
+TRUTH = [3, 1, 1, 2, 2, 3]
+TRAIN, VAL, KIT = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar", "ILSVRC2012_devkit_t12.tar.gz"
+
+
+@pytest.fixture
+def archives(tmp_path):
+    (tmp_path / TRAIN).write_bytes(train_archive())
+    (tmp_path / VAL).write_bytes(val_archive(len(TRUTH)))
+    (tmp_path / KIT).write_bytes(devkit(TRUTH))
+    return tmp_path
+
+
+def contents(split):
+    return {split.image(i).name: (split.image(i).label, split.read(i)) for i in range(len(split))}
+
+
+def test_both_archives_share_sorted_classes(archives):
+    with open_source(archives) as source:
+        assert source.layout == "ImageNet's archives of train and val"
+        assert list(source.splits) == ["train", "val"]
+        expected = tuple(ImageClass(*each) for each in zip(SORTED_IDS, SORTED_NAMES, strict=True))
+        assert source.splits["train"].classes == expected
+        assert source.splits["val"].classes == expected
+        assert contents(source.splits["train"]) == {
+            f"{TRAIN}!{each}.tar!{each}_{k}.JPEG": (label, f"train {each} {k}".encode())
+            for label, each in enumerate(SORTED_IDS)
+            for k in range(2)
+        }
+        label_of_number = {2: 0, 3: 1, 1: 2}
+        assert contents(source.splits["val"]) == {
+            f"{VAL}!ILSVRC2012_val_{k:08d}.JPEG": (label_of_number[number], f"val {k}".encode())
+            for k, number in enumerate(TRUTH, start=1)
+        }
+
+
+def test_the_train_archive_alone_is_named_by_ids(archives):
+    (archives / VAL).unlink()
+    (archives / KIT).unlink()
+    for path in (archives, archives / TRAIN):
+        with open_source(path) as source:
+            assert list(source.splits) == ["train"]
+            assert source.splits["train"].classes == tuple(ImageClass(each, each) for each in SORTED_IDS)
+
+
+def test_the_kit_beside_it_names_the_classes_of_a_train_archive(archives):
+    with open_source(archives / TRAIN) as source:
+        assert [each.name for each in source.splits["train"].classes] == SORTED_NAMES
+
+
+def test_an_archive_by_another_name_is_told_by_its_members(archives):
+    (archives / TRAIN).rename(archives / "renamed.tar")
+    with open_source(archives / "renamed.tar") as source:
+        assert len(source.splits["train"]) == 6
+    with open_source(archives / VAL) as source:
+        assert len(source.splits["val"]) == 6
+
+
+def test_a_val_archive_needs_the_kit(archives):
+    (archives / KIT).unlink()
+    with pytest.raises(
+        SourceError, match=r"ILSVRC2012_img_val\.tar has no labels of its own: put ILSVRC2012_devkit_t12"
+    ):
+        open_source(archives)
+    with open_source(archives, splits=("train",)) as source:
+        assert list(source.splits) == ["train"]
+
+
+def test_more_images_than_labels(archives):
+    (archives / VAL).write_bytes(val_archive(len(TRUTH) + 1))
+    with pytest.raises(SourceError, match=r"ILSVRC2012_val_00000007\.JPEG, for which .* has no label.* 1 to 6"):
+        open_source(archives)
+
+
+def test_classes_that_differ_between_the_archives(archives):
+    (archives / TRAIN).write_bytes(train_archive(ids=(*SORTED_IDS[:2], "n09999999")))
+    with pytest.raises(SourceError, match="train has 1 classes that val lacks: n09999999"):
+        open_source(archives)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (tar_bytes({"n02000001.tar": b"x" * 512, "readme.txt": b""}), r"holds readme\.txt, where only class archives"),
+        (
+            tar_bytes({"n02000001.tar": b"x" * 512}),
+            r"img_train\.tar!n02000001\.tar is damaged: no tar header at byte 512",
+        ),
+        (tar_bytes({"a/n02000001.tar": b"", "b/n02000001.tar": b""}), "two archives of the class n02000001"),
+        (train_archive()[:-12000], r"img_train\.tar is truncated: it ends at byte \d+"),
+        (tar_bytes({}), "has 0 classes"),
+    ],
+)
+def test_a_bad_train_archive_is_refused_and_closed(tmp_path, content, message):
+    (tmp_path / TRAIN).write_bytes(content)
+    before = num_descriptors()
+    with pytest.raises(SourceError, match=message):
+        open_source(tmp_path)
+    assert num_descriptors() == before
+
+
+def num_descriptors():
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0  # noqa: PTH112, PTH208
+
+
+def test_closing_closes_and_reading_then_fails(archives):
+    before = num_descriptors()
+    source = open_source(archives)
+    split = source.splits["train"]
+    source.close()
+    source.close()
+    assert num_descriptors() == before
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        split.read(0)
+
+
+def test_threads_read_the_same_bytes(archives):
+    (archives / TRAIN).write_bytes(train_archive(num_images=200))
+    with open_source(archives, splits=("train",)) as source, ThreadPoolExecutor(4) as pool:
+        split = source.splits["train"]
+        together = list(pool.map(split.read, range(len(split))))
+        assert together == [split.read(i) for i in range(len(split))]
+        assert len(set(together)) == 600
+
+
+CLASS_TREE = {"b/1.jpg": b"b1", "a/deep/2.jpg": b"a2", "a/.DS_Store": b"", "__MACOSX/a/._1.jpg": b"", "README.md": b""}
+
+
+@pytest.mark.parametrize("wrapped", ["", "set/", "set/inner/"])
+def test_a_tar_of_class_folders(tmp_path, wrapped):
+    path = tmp_path / "set.tar"
+    path.write_bytes(tar_bytes({wrapped + name: content for name, content in CLASS_TREE.items()} | {"LICENSE": b""}))
+    if wrapped:
+        path.write_bytes(tar_bytes({wrapped + name: content for name, content in CLASS_TREE.items() if "/" in name}))
+    with open_source(path) as source:
+        assert [each.id for each in source.splits["train"].classes] == ["a", "b"]
+        assert contents(source.splits["train"]) == {
+            f"set.tar!{wrapped}a/deep/2.jpg": (0, b"a2"),
+            f"set.tar!{wrapped}b/1.jpg": (1, b"b1"),
+        }
+
+
+def test_a_tar_of_split_folders(tmp_path):
+    path = tmp_path / "set.tar"
+    entries = {f"set/{split}/{each}/{split}.jpg": split.encode() for split in ("validation", "train") for each in "ab"}
+    path.write_bytes(tar_bytes(entries))
+    with open_source(path) as source:
+        assert list(source.splits) == ["train", "val"]
+        assert contents(source.splits["val"]) == {
+            "set.tar!set/validation/a/validation.jpg": (0, b"validation"),
+            "set.tar!set/validation/b/validation.jpg": (1, b"validation"),
+        }
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({".DS_Store": b""}, "is an empty archive"),
+        ({}, "neither a folder nor a tar archive"),
+        ({"1.jpg": b"", "a/2.jpg": b""}, r"holds the image 1\.jpg outside every class folder"),
+        ({"notes.txt": b""}, r"holds no class folders; its first file is notes\.txt"),
+        ({"train/a/1.jpg": b"", "b/2.jpg": b""}, "split folders beside the class folder b"),
+        ({"val/a/1.jpg": b"", "validation/a/1.jpg": b""}, "two folders for the split val"),
+        ({"train/a/1.jpg": b"", "val/b/2.jpg": b""}, "train has 1 classes that val lacks: a"),
+    ],
+)
+def test_a_tar_in_no_known_order(tmp_path, entries, message):
+    path = tmp_path / "set.tar"
+    path.write_bytes(tar_bytes(entries))
+    with pytest.raises(SourceError, match=message):
+        open_source(path)

@@ -1,0 +1,174 @@
+"""Image folders: classes, hidden files, links, and what is refused."""
+
+import os
+import socket
+
+import pytest
+
+from preprocess.sources import ImageClass, SourceError, open_source
+
+
+def grow(root, files):
+    for name in files:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(name.encode())
+    return root
+
+
+def listed(split):
+    return {split.image(i).name: split.image(i).label for i in range(len(split))}
+
+
+def test_one_tree_of_classes(tmp_path):
+    grow(tmp_path, ["b/1.jpg", "a/2.JPEG", "a/deep/er/3.png", "B/4.jpg"])
+    with open_source(tmp_path) as source:
+        assert source.layout == "a folder of class folders"
+        (split,) = source.splits.values()
+        assert split.name == "train"
+        assert split.classes == (ImageClass("B", "B"), ImageClass("a", "a"), ImageClass("b", "b"))  # by bytes
+        assert listed(split) == {"B/4.jpg": 0, "a/2.JPEG": 1, "a/deep/er/3.png": 1, "b/1.jpg": 2}
+        assert all(split.read(i) == split.image(i).name.encode() for i in range(4))
+
+
+@pytest.mark.parametrize(
+    ("folders", "splits"),
+    [
+        (["train", "val"], ["train", "val"]),
+        (["train", "validation", "test"], ["train", "val", "test"]),
+        (["Train", "Test"], ["train", "test"]),
+        (["val"], ["val"]),
+    ],
+)
+def test_split_folders(tmp_path, folders, splits):
+    grow(tmp_path, [f"{folder}/{each}/1.jpg" for folder in folders for each in "ab"])
+    grow(tmp_path, ["notes/readme.txt"])
+    with open_source(tmp_path) as source:
+        assert list(source.splits) == splits
+        assert source.layout.endswith("of class folders (not read: notes/)")
+        for folder, split in zip(folders, splits, strict=True):
+            assert listed(source.splits[split]) == {f"{folder}/a/1.jpg": 0, f"{folder}/b/1.jpg": 1}
+
+
+def test_a_class_may_be_called_train(tmp_path):
+    grow(tmp_path, ["bus/1.jpg", "train/2.jpg"])
+    with open_source(tmp_path) as source:
+        assert [each.id for each in source.splits["train"].classes] == ["bus", "train"]
+
+
+def test_hidden_files_are_ignored_and_everything_else_is_tried(tmp_path):
+    hidden = [".DS_Store", "a/.DS_Store", "a/._1.jpg", "a/Thumbs.db", "a/desktop.ini", "a/.git/x", "__MACOSX/a/1.jpg"]
+    grow(tmp_path, [*hidden, "a/1.jpg", "a/notes.txt", "a/no suffix"])
+    with open_source(tmp_path) as source:
+        assert set(listed(source.splits["train"])) == {"a/1.jpg", "a/notes.txt", "a/no suffix"}
+
+
+def test_an_empty_class_folder_is_a_class(tmp_path):
+    grow(tmp_path, ["train/a/1.jpg", "train/b/1.jpg", "val/a/1.jpg"])
+    (tmp_path / "val" / "b").mkdir()
+    with open_source(tmp_path) as source:
+        assert [each.id for each in source.splits["val"].classes] == ["a", "b"]
+        assert listed(source.splits["val"]) == {"val/a/1.jpg": 0}
+
+
+@pytest.mark.parametrize("file", ["classes.txt", "LOC_synset_mapping.txt"])
+def test_readable_names(tmp_path, file):
+    grow(tmp_path, ["n02/1.jpg", "n01/1.jpg", "n03/1.jpg"])
+    (tmp_path / file).write_text("n02 great white shark, man-eater\nn09 nobody\n\nn01 tench\n", encoding="utf-8")
+    with open_source(tmp_path) as source:
+        names = [(each.id, each.name) for each in source.splits["train"].classes]
+        assert names == [("n01", "tench"), ("n02", "great white shark"), ("n03", "n03")]
+
+
+def test_names_that_are_no_text(tmp_path):
+    grow(tmp_path, ["a/1.jpg"])
+    (tmp_path / "classes.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(SourceError, match=r"classes\.txt cannot be read as UTF-8 text"):
+        open_source(tmp_path)
+
+
+def test_links_to_files_and_folders_are_followed(tmp_path):
+    grow(tmp_path / "elsewhere", ["1.jpg", "2.jpg"])
+    grow(tmp_path / "set", ["a/0.jpg"])
+    (tmp_path / "set" / "b").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "set" / "a" / "linked.jpg").symlink_to(tmp_path / "elsewhere" / "1.jpg")
+    with open_source(tmp_path / "set") as source:
+        split = source.splits["train"]
+        assert listed(split) == {"a/0.jpg": 0, "a/linked.jpg": 0, "b/1.jpg": 1, "b/2.jpg": 1}
+        place = [split.image(i).name for i in range(4)].index("a/linked.jpg")
+        assert split.read(place) == b"1.jpg"
+
+
+def test_a_link_to_a_folder_around_it_is_refused(tmp_path):
+    grow(tmp_path, ["a/deep/1.jpg"])
+    (tmp_path / "a" / "deep" / "loop").symlink_to(tmp_path / "a")
+    with pytest.raises(SourceError, match="a/deep/loop is a link to a folder that contains it; remove the link"):
+        open_source(tmp_path)
+
+
+def test_a_broken_link_is_listed_and_fails_when_read(tmp_path):
+    grow(tmp_path, ["a/1.jpg"])
+    (tmp_path / "a" / "broken.jpg").symlink_to(tmp_path / "nowhere")
+    with open_source(tmp_path) as source:
+        split = source.splits["train"]
+        place = [split.image(i).name for i in range(2)].index("a/broken.jpg")
+        with pytest.raises(FileNotFoundError):
+            split.read(place)
+
+
+def test_a_huge_file_is_refused_unread(tmp_path):
+    grow(tmp_path, ["a/1.jpg"])
+    os.truncate(tmp_path / "a" / "1.jpg", 2**40)  # sparse
+    with open_source(tmp_path) as source, pytest.raises(ValueError, match="has 1099511627776 bytes, more than"):
+        source.splits["train"].read(0)
+
+
+def test_pipes_and_sockets_are_refused(tmp_path, monkeypatch):
+    grow(tmp_path, ["a/1.jpg"])
+    os.mkfifo(tmp_path / "a" / "pipe.jpg")
+    with pytest.raises(SourceError, match=r"pipe\.jpg is neither a file nor a folder; remove it"):
+        open_source(tmp_path)
+    (tmp_path / "a" / "pipe.jpg").unlink()
+    with socket.socket(socket.AF_UNIX) as server:
+        monkeypatch.chdir(tmp_path / "a")  # the name of a socket must be short
+        server.bind("s.jpg")
+        with pytest.raises(SourceError, match=r"s\.jpg is neither a file nor a folder"):
+            open_source(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (
+            [],
+            r"is no data set: looked for class folders, .*, ILSVRC2012_img_train\.tar.*found an empty folder",
+        ),
+        (["1.jpg", "2.jpg"], r"is no data set: .*; found 1\.jpg, 2\.jpg"),
+        (["1.jpg", "a/2.jpg"], r"has 1 images outside every class folder, the first is 1\.jpg"),
+        (["train/a/1.jpg", "train/2.jpg"], r"train has 1 images outside every class folder, the first is 2\.jpg"),
+        (["val/a/1.jpg", "validation/a/1.jpg"], "has both val/ and validation/ for the split val; keep one"),
+        (["cifar/train/a/1.jpg", "x/1.jpg"], r"cifar/ has a train/ folder; give .*cifar"),
+        (["train/a/1.jpg", "train/b/1.jpg", "val/a/1.jpg"], "train has 1 classes that val lacks: b; all splits need"),
+        (["train/a/1.jpg", "val/a/1.jpg", "val/c/1.jpg"], "val has 1 classes that train lacks: c"),
+        (["a/.DS_Store"], "the split train of .* has no images"),
+    ],
+)
+def test_what_is_refused(tmp_path, files, message):
+    grow(tmp_path, files)
+    with pytest.raises(SourceError, match=message):
+        open_source(tmp_path)
+
+
+def test_many_missing_classes_are_counted(tmp_path):
+    grow(tmp_path, [f"train/c{k}/1.jpg" for k in range(9)] + ["val/c0/1.jpg"])
+    with pytest.raises(SourceError, match="train has 8 classes that val lacks: c1, c2, c3, c4, c5 and 3 more"):
+        open_source(tmp_path)
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything")
+def test_a_folder_without_permission(tmp_path):
+    grow(tmp_path, ["a/1.jpg"])
+    (tmp_path / "a").chmod(0)
+    with pytest.raises(SourceError, match="a cannot be listed: Permission denied"):
+        open_source(tmp_path)
+    (tmp_path / "a").chmod(0o700)

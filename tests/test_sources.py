@@ -1,0 +1,114 @@
+"""Opening a source: arguments, digest, hold-out, limit, and files that are no data set."""
+
+import gzip
+import io
+import tarfile
+
+import pytest
+
+from preprocess.sources import SourceError, open_source
+
+
+@pytest.fixture
+def tree(tmp_path):
+    for name in "abc":
+        (tmp_path / name).mkdir()
+        for k in range(100):
+            (tmp_path / name / f"{k}.jpg").write_bytes(bytes([k]))
+    return tmp_path
+
+
+def names(split):
+    return [split.image(i).name for i in range(len(split))]
+
+
+def test_holding_out_divides_the_images(tree):
+    with open_source(tree, holdout=0.2) as source:
+        train, val = source.splits["train"], source.splits["val"]
+        assert sorted(names(train) + names(val)) == sorted(f"{each}/{k}.jpg" for each in "abc" for k in range(100))
+        assert train.classes == val.classes
+        assert 0.1 < len(val) / 300 < 0.3
+        assert all(val.read(i) == bytes([int(val.image(i).name[2:-4])]) for i in range(len(val)))
+        everything = names(train)
+    with open_source(tree, holdout=0.2, splits=("train",)) as source:
+        assert names(source.splits["train"]) == everything
+    with open_source(tree, holdout=0.2, splits=("val",), limit=5) as source:
+        assert list(source.splits) == ["val"]
+        assert len(source.splits["val"]) == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"holdout": -0.1}, "holdout must be a fraction from 0 to below 1, found -0.1"),
+        ({"holdout": 1.0}, "holdout must be a fraction"),
+        ({"holdout": float("nan")}, "holdout must be a fraction"),
+        ({"holdout": 1e-9}, "the split val of .* has no images"),
+        ({"limit": 0}, "limit must be at least 1 image a split, found 0"),
+        ({"splits": ("val",)}, "has no split val; it has train"),
+        ({"splits": ("test", "dev"), "holdout": 0.1}, "has no split test, dev; it has train, val"),
+    ],
+)
+def test_arguments_out_of_range(tree, options, message):
+    with pytest.raises(SourceError, match=message):
+        open_source(tree, **options)
+
+
+def test_holding_out_where_there_is_a_val_split(tmp_path):
+    for split in ("train", "val"):
+        (tmp_path / split / "a").mkdir(parents=True)
+        (tmp_path / split / "a" / "1.jpg").touch()
+    with pytest.raises(SourceError, match="has a val split of its own; leave holdout out"):
+        open_source(tmp_path, holdout=0.1)
+    (tmp_path / "train").rename(tmp_path / "test")
+    (tmp_path / "val").rename(tmp_path / "x")
+    with pytest.raises(SourceError, match="has no train split to hold images out of"):
+        open_source(tmp_path, holdout=0.1)
+
+
+def digest(path, **options):
+    with open_source(path, **options) as source:
+        return source.splits["train"].digest()
+
+
+def test_the_digest_sees_names_labels_sizes_and_classes(tree):
+    original = digest(tree)
+    assert len(bytes.fromhex(original)) == 32
+    assert digest(tree) == original
+    assert digest(tree, limit=10) != original
+    (tree / "a" / "0.jpg").write_bytes(b"longer")
+    resized = digest(tree)
+    (tree / "a" / "0.jpg").rename(tree / "a" / "zero.jpg")
+    renamed = digest(tree)
+    (tree / "a" / "zero.jpg").rename(tree / "b" / "zero.jpg")
+    moved = digest(tree)
+    (tree / "d").mkdir()
+    assert len({original, resized, renamed, moved, digest(tree)}) == 5
+
+
+def test_images_are_made_on_demand_and_bounded(tree):
+    with open_source(tree) as source:
+        split = source.splits["train"]
+        assert split.image(3) == split.image(3)
+        for index in (-1, 300):
+            with pytest.raises(IndexError, match=f"image {index} of split train, which has 300"):
+                split.image(index)
+
+
+def test_a_path_that_is_not_there(tmp_path):
+    with pytest.raises(SourceError, match="nowhere does not exist"):
+        open_source(tmp_path / "nowhere")
+
+
+def test_files_that_are_no_archive(tmp_path):
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        archive.addfile(tarfile.TarInfo("a/1.jpg"))
+    (tmp_path / "set.tar.gz").write_bytes(gzip.compress(file.getvalue()))
+    (tmp_path / "set.zip").write_bytes(b"PK\x03\x04" + bytes(1000))
+    (tmp_path / "photo.jpg").write_bytes(b"\xff\xd8\xff" + bytes(1000))
+    for name in ("set.tar.gz", "set.zip"):
+        with pytest.raises(SourceError, match=f"{name} is compressed, .*; unpack it and give the folder"):
+            open_source(tmp_path / name)
+    with pytest.raises(SourceError, match=r"photo\.jpg is neither a folder nor a tar archive"):
+        open_source(tmp_path / "photo.jpg")

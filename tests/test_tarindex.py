@@ -1,0 +1,196 @@
+"""Listing tar archives in place, against the standard library's `tarfile`."""
+
+import io
+import os
+import tarfile
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from preprocess.listing import SourceError
+from preprocess.tarindex import BLOCK, is_tar, members, open_tar
+
+
+def tar_bytes(entries, form=tarfile.PAX_FORMAT):
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w", format=form) as archive:
+        for name, content in entries:
+            info = tarfile.TarInfo(name)
+            if content is None:
+                info.type = tarfile.DIRTYPE
+                archive.addfile(info)
+            else:
+                info.size = len(content)
+                archive.addfile(info, io.BytesIO(content))
+    return file.getvalue()
+
+
+@pytest.fixture
+def listed(tmp_path):
+    opened = []
+
+    def list_it(content, **options):
+        path = tmp_path / "some.tar"
+        path.write_bytes(content)
+        opened.append(open_tar(path))
+        return [(each.name, opened[-1].read(each.offset, each.size)) for each in members(opened[-1], **options)]
+
+    yield list_it
+    for tar in opened:
+        os.close(tar.descriptor)
+
+
+LONG = "a/" + "very-long-folder-name/" * 12 + "image.jpg"
+ENTRIES = [("a/1.jpg", b"one"), ("a", None), ("./b//2.jpg", b""), (LONG, bytes(1025)), ("a/ünï.jpg", b"x" * 512)]
+FORMATS = [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_names_and_contents(listed, form):
+    entries = [each for each in ENTRIES if form != tarfile.USTAR_FORMAT or each[0] != LONG]
+    expected = [
+        (name.replace("./", "").replace("//", "/"), content) for name, content in entries if content is not None
+    ]
+    assert listed(tar_bytes(entries, form)) == expected
+
+
+def test_a_prefix_of_posix_1988(listed):
+    name = "p" * 120 + "/" + "n" * 90
+    assert listed(tar_bytes([(name, b"data")], tarfile.USTAR_FORMAT)) == [(name, b"data")]
+
+
+def test_a_size_beyond_eight_gibibytes_is_understood(listed, tmp_path):
+    for form in (tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
+        info = tarfile.TarInfo("huge.bin")
+        info.size = 9 * 2**30
+        header = info.tobuf(form)
+        path = tmp_path / "sparse.tar"
+        with path.open("wb") as file:
+            file.write(header)
+            file.truncate(len(header) + info.size + 1024)
+        tar = open_tar(path)
+        assert [(each.name, each.offset, each.size) for each in members(tar)] == [("huge.bin", len(header), 9 * 2**30)]
+        os.close(tar.descriptor)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    names=st.lists(
+        st.text(st.characters(codec="utf-8", exclude_characters="\0/"), min_size=1, max_size=150), unique=True
+    ),
+    form=st.sampled_from(FORMATS[1:]),
+)
+def test_any_name_is_what_tarfile_reads(tmp_path_factory, names, form):
+    names = [name for name in names if name not in (".", "..")]
+    content = tar_bytes([(f"d/{name}", name.encode()) for name in names], form)
+    path = tmp_path_factory.mktemp("names") / "n.tar"
+    path.write_bytes(content)
+    tar = open_tar(path)
+    found = [(each.name, each.offset) for each in members(tar)]
+    os.close(tar.descriptor)
+    with tarfile.open(path) as reference:
+        assert found == [(each.name, each.offset_data) for each in reference]
+
+
+def test_an_inner_archive_is_read_at_its_place(tmp_path):
+    inner = tar_bytes([("1.jpg", b"first"), ("2.jpg", b"second")])
+    path = tmp_path / "outer.tar"
+    path.write_bytes(tar_bytes([("x.tar", inner), ("y.tar", tar_bytes([]))]))
+    tar = open_tar(path)
+    outer = list(members(tar))
+    found = list(members(tar, outer[0].offset, outer[0].offset + outer[0].size, inside="x.tar"))
+    content = path.read_bytes()
+    assert [content[each.offset : each.offset + each.size] for each in found] == [b"first", b"second"]
+    assert list(members(tar, outer[1].offset, outer[1].offset + outer[1].size, inside="y.tar")) == []
+    with pytest.raises(SourceError, match=r"outer.tar!x.tar is truncated: it ends at byte 1\d+"):
+        list(members(tar, outer[0].offset, outer[0].offset + BLOCK + 100, inside="x.tar"))
+    os.close(tar.descriptor)
+
+
+def attack(kind=tarfile.REGTYPE, name="a/x.jpg", link=""):
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as archive:
+        info = tarfile.TarInfo(name)
+        info.type, info.linkname = kind, link
+        archive.addfile(info)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (attack(name="/etc/passwd"), r"its member /etc/passwd has a path that leads out"),
+        (attack(name="../../x.jpg"), r"its member \.\./\.\./x\.jpg has a path that leads out"),
+        (attack(name="a/../../x.jpg"), r"leads out of the archive"),
+        (attack(tarfile.SYMTYPE, link="/etc/passwd"), r"its member a/x\.jpg is a symbolic link, not a file"),
+        (attack(tarfile.LNKTYPE, link="b"), r"a hard link, not a file"),
+        (attack(tarfile.CHRTYPE), r"a device, not a file"),
+        (attack(tarfile.BLKTYPE), r"a device, not a file"),
+        (attack(tarfile.FIFOTYPE), r"a pipe, not a file"),
+        (attack(tarfile.GNUTYPE_SPARSE), r"of type 'S', not a file"),
+        (attack(tarfile.SYMTYPE, link="l" * 200), r"a link, not a file"),
+    ],
+)
+def test_unsafe_members_are_refused_by_name(listed, content, message):
+    with pytest.raises(SourceError, match=message):
+        listed(content)
+
+
+def test_truncation_names_the_file_and_the_offset(listed):
+    whole = tar_bytes([("a/1.jpg", bytes(600)), ("a/2.jpg", bytes(600))])
+    second = BLOCK + 1024
+    with pytest.raises(
+        SourceError, match=r"some\.tar is truncated: it ends at byte 612, within member a/1\.jpg, .* byte 0 "
+    ):
+        listed(whole[: BLOCK + 100])
+    with pytest.raises(
+        SourceError, match=f"within member a/2.jpg, which begins at byte {second} and needs 1 bytes more"
+    ):
+        listed(whole[: second + BLOCK + 599])
+    with pytest.raises(SourceError, match=f"ends at byte {second} without the empty block"):
+        listed(whole[:second])
+    with pytest.raises(SourceError, match=f"ends at byte {second + 100} without the empty block"):
+        listed(whole[: second + 100])
+
+
+def test_a_damaged_header_names_its_offset(listed):
+    whole = bytearray(tar_bytes([("a/1.jpg", bytes(600)), ("a/2.jpg", bytes(600))]))
+    whole[BLOCK + 1024 + 3] ^= 1
+    with pytest.raises(SourceError, match=f"damaged: no tar header at byte {BLOCK + 1024}"):
+        listed(bytes(whole))
+
+
+def test_an_archive_cut_after_it_was_listed_fails_when_read(tmp_path):
+    path = tmp_path / "some.tar"
+    path.write_bytes(tar_bytes([("a/1.jpg", bytes(5000))]))
+    tar = open_tar(path)
+    (member,) = members(tar)
+    os.truncate(path, 1000)
+    with pytest.raises(OSError, match=r"some\.tar ends at byte 1000"):
+        tar.read(member.offset, member.size)
+    os.close(tar.descriptor)
+
+
+def test_telling_a_tar_by_its_head():
+    assert is_tar(tar_bytes([("a", b"x")])[:BLOCK])
+    assert not is_tar(b"")
+    assert not is_tar(bytes(BLOCK))
+    assert not is_tar(b"\x1f\x8b" + bytes(BLOCK))
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_damage_ends_in_members_or_a_reason(tmp_path_factory, data):
+    content = bytearray(tar_bytes([("a/1.jpg", b"one"), (LONG, b"two")]))
+    for place, value in data.draw(st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 255)), max_size=4)):
+        content[place] = value
+    path = tmp_path_factory.mktemp("damage") / "d.tar"
+    path.write_bytes(content[: data.draw(st.integers(0, len(content)))])
+    tar = open_tar(path)
+    try:
+        assert all(each.offset + each.size <= tar.num_bytes for each in members(tar))
+    except SourceError:
+        pass
+    finally:
+        os.close(tar.descriptor)
