@@ -1,18 +1,13 @@
 """`tail-run` on a pipe and on a pseudo-terminal: what it prints, when it ends, with which exit code."""
 
 import contextlib
-import fcntl
 import itertools
 import json
 import os
-import pty
 import re
-import select
 import signal
-import struct
 import subprocess
 import sys
-import termios
 import time
 from pathlib import Path
 
@@ -25,10 +20,10 @@ from hypothesis import strategies as st
 from engine.loss_chart import ASCII_GLYPHS, UNICODE_GLYPHS, chart_text
 from engine.loss_log import LossHistory, LossRows, RunEnd, RunFacts
 from engine.tail_cli import _Picture, duration_text, frame_lines, main, pack_fields, plain_lines
+from tests.pseudo_terminal import LIMIT_S, Terminal, plain
 
 NAN = float("nan")
 COMMAND = [sys.executable, "-c", "from engine.tail_cli import main; main()"]
-LIMIT_S = 60.0  # for what takes tenths of a second on an idle machine
 
 
 def write_run(run: Path, steps_done: int, steps: int = 1000, ended: bool = True) -> Path:
@@ -56,63 +51,13 @@ def tail(*arguments):
     return CliRunner().invoke(main, [str(argument) for argument in arguments], catch_exceptions=False)
 
 
-class Terminal:
-    """A process on a pseudo-terminal of a given size, and all that it has written."""
-
-    def __init__(self, arguments, columns=80, lines=24, **environment):
-        self.master, slave = pty.openpty()
-        self.resize(columns, lines)
-        names = {"COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"}
-        base = {name: value for name, value in os.environ.items() if name not in names}
-        settings = base | {"TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"} | environment
-        self.process = subprocess.Popen(
-            [*COMMAND, *map(str, arguments)], stdin=slave, stdout=slave, stderr=slave, env=settings,
-            start_new_session=True,
-        )  # fmt: skip
-        os.close(slave)
-        self.output = ""
-
-    def resize(self, columns: int, lines: int) -> None:
-        fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
-
-    def read_until(self, pattern: str, start: int = 0) -> None:
-        """Read until `pattern` shows up after character `start` of the output, its escapes aside."""
-        deadline = time.monotonic() + LIMIT_S
-        while not re.search(pattern, plain(self.output[start:])):
-            assert time.monotonic() < deadline, f"no {pattern!r} in {self.output[-2000:]!r}"
-            if not self._read():
-                assert re.search(pattern, plain(self.output[start:])), (
-                    f"ended without {pattern!r}: {self.output[-2000:]!r}"
-                )
-
-    def finish(self) -> int:
-        """Read to the end; gives the exit code."""
-        deadline = time.monotonic() + LIMIT_S
-        while self._read():
-            assert time.monotonic() < deadline, f"still running: {self.output[-2000:]!r}"
-        code = self.process.wait(LIMIT_S)
-        os.close(self.master)
-        return code
-
-    def _read(self) -> bool:
-        """False once the process has closed the terminal."""
-        if not select.select([self.master], [], [], 0.1)[0]:
-            return True
-        try:
-            data = os.read(self.master, 65536)
-        except OSError:  # Linux reports the end of a pseudo-terminal as EIO
-            return False
-        self.output += data.decode()
-        return bool(data)
-
-
 @pytest.fixture
 def open_terminal():
     """Opens a `Terminal`; its process does not outlive the test."""
     opened = []
 
     def open_one(*arguments, **settings) -> Terminal:
-        opened.append(Terminal(*arguments, **settings))
+        opened.append(Terminal(COMMAND, *arguments, **settings))
         return opened[-1]
 
     yield open_one
@@ -134,11 +79,6 @@ def start():
             return process
 
         yield start_one
-
-
-def plain(output: str) -> str:
-    """The output without escape sequences."""
-    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output).replace("\r", "")
 
 
 # --- on a pipe
