@@ -167,7 +167,9 @@ def damage(shard, how):
 @pytest.mark.parametrize("how", ["missing", "flipped", "truncated"])
 def test_a_damaged_shard_ends_the_run_naming_the_file(packed, how, tmp_path):
     _, data = packed
-    shard = sorted(path for path in (data / "train/pixels").rglob("*") if path.is_file() and path.name != "zarr.json")[2]
+    shard = sorted(path for path in (data / "train/pixels").rglob("*") if path.is_file() and path.name != "zarr.json")[
+        2
+    ]
     damage(shard, how)
     name = shard.relative_to(data / "train").as_posix()
     with pytest.raises(ShardError, match=name):

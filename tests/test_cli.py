@@ -1,0 +1,184 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from click.testing import CliRunner
+
+from engine.cli import main
+from tests.fake_source import fake_source, pack
+
+TINY = ["--synthetic", "--model", "resnet8", "--image-size", "8", "--num-classes", "3", "--batch", "4"]
+
+
+def run_train(*arguments, cwd, timeout=120):
+    """Runs the command in a process of its own, its output piped."""
+    command = [sys.executable, "-c", "from engine.cli import main; main()", *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def start_train(*arguments, cwd):
+    command = [sys.executable, "-c", "from engine.cli import main; main()", *map(str, arguments)]
+    return subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_lines(path, count, process, limit_s=120):
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline and process.poll() is None:
+        if path.exists() and path.read_text().count("\n") >= count:
+            return
+        time.sleep(0.05)
+    pytest.fail(f"{path} has not {count} lines: {process.communicate(timeout=10)}")
+
+
+def test_a_piped_run_prints_what_it_is_and_a_line_a_step(tmp_path):
+    done = run_train(*TINY, "--steps", 3, "--run-dir", "run", "--learning-rate", "0.01", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("model: resnet8, 77,587 parameters, 3 classes")
+    assert "batches of 4 × 8 × 8 px from synthetic batches, 4 read ahead, by the inplace transport" in lines[1]
+    assert lines[2].startswith("compiled training program in ")
+    assert [line.split("  ")[0] for line in lines[3:6]] == ["step 1/3", "step 2/3", "step 3/3"]
+    assert lines[6].startswith("done: 3 steps in ")
+    assert lines[7:] == ["run folder: run"]
+    assert done.stderr == ""
+    assert (tmp_path / "run/model.safetensors").exists()
+
+    again = run_train(*TINY, "--steps", 5, "--run-dir", "other", "--seed", 3, cwd=tmp_path)
+    assert "loaded from the cache" in again.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--batch", "0"], "batch must lie in 1 … 1048576, got 0"),
+        (["--seed", "-1"], "seed must lie in 0 …"),
+        (["--model", "resnet51", "--synthetic"], "resnet51"),
+        (["--data", "nowhere"], "nowhere"),
+        (["--data", "x", "--synthetic"], "synthetic batches need no data set, got data 'x'"),
+        (["--split", "test", "--data", "packed"], "test"),
+        (["--num-classes", "2", "--data", "packed"], "num_classes must be at least the 3 of packed/train, got 2"),
+        (["--image-size", "9", "--data", "packed"], "image_size must be that of the data, 8 × 8 px, got 9"),
+        (["--run-dir", "file", "--data", "packed"], "the run folder must be a folder, and file is a file"),
+        (["--momentum", "nan"], "momentum must lie in 0 … 1, got nan"),
+    ],
+)
+def test_wrong_usage_is_one_clear_error(arguments, message, tmp_path, monkeypatch, capfd):
+    pack(fake_source(8, size=8), tmp_path / "packed")
+    (tmp_path / "file").write_text("")
+    monkeypatch.chdir(tmp_path)
+    codes = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    result = CliRunner().invoke(main, [*arguments, "--steps", "1"])
+    assert result.exit_code == 0
+    assert codes == [2]
+    errors = result.stderr.strip().splitlines()
+    assert message in " ".join(errors)
+    assert len(errors) <= 2
+    assert errors[0].startswith("run-train: ")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_unknown_option_is_wrong_usage(tmp_path):
+    result = CliRunner().invoke(main, ["--stepz", "3"])
+    assert result.exit_code == 2
+    assert "--stepz" in result.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_run_cleanly_at_the_next_step(number, tmp_path):
+    process = start_train(*TINY, "--steps", 10**7, "--run-dir", "run", cwd=tmp_path)
+    wait_for_lines(tmp_path / "run/loss.jsonl", 5, process)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    name = signal.Signals(number).name
+    assert f"{name}: stopping at the next step" in out
+    assert f"stopped by {name}: " in out
+    end = json.loads((tmp_path / "run/result.json").read_text())
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run/loss.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, end["steps_done"] + 1))
+    assert end["stopped_by"] == name
+    assert (tmp_path / "run/model.safetensors").exists()
+
+
+def test_a_second_signal_quits_at_once_even_in_a_long_step(tmp_path):
+    source = (
+        "import time, sys\n"
+        "from tests.toy import Linear, toy_batch, toy_config\n"
+        "from engine import train\n"
+        "def slow(step):\n"
+        "    if step == 2: print('stuck', flush=True); time.sleep(600)\n"
+        "    return toy_batch(step)\n"
+        "try:\n"
+        "    train(toy_config(steps=10), model=Linear(), batches=slow, notify=lambda text: print(text, flush=True))\n"
+        "except KeyboardInterrupt:\n"
+        "    import os; print('quit', flush=True); os._exit(130)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True)
+    while "stuck" not in (line := process.stdout.readline()):
+        assert line
+    process.send_signal(signal.SIGINT)
+    while "stopping at the next step" not in (line := process.stdout.readline()):
+        assert line
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "quit" in out
+
+
+def test_a_failure_of_the_data_in_mid_run_exits_with_2_and_names_the_shard(tmp_path):
+    pack(fake_source(20, size=8), tmp_path / "packed")
+    shards = sorted(path for path in (tmp_path / "packed/train/pixels").rglob("*") if path.is_file())
+    shards = [path for path in shards if path.name != "zarr.json"]
+    content = bytearray(shards[1].read_bytes())
+    content[5] ^= 1
+    shards[1].write_bytes(content)
+    done = run_train("--data", "packed", "--model", "resnet8", "--batch", 4, "--steps", 50, cwd=tmp_path)
+    assert done.returncode == 2
+    assert shards[1].relative_to(tmp_path / "packed/train").as_posix() in done.stderr
+    assert len(done.stderr.strip().splitlines()) <= 2
+    shown = run_train(
+        "--data", "packed", "--model", "resnet8", "--batch", 4, "--steps", 50, "--traceback", cwd=tmp_path
+    )
+    assert "Traceback (most recent call last)" in shown.stderr
+    assert "read_into" in shown.stderr
+
+
+def test_a_full_disk_under_the_terminal_exits_with_1(tmp_path):
+    command = [sys.executable, "-c", "from engine.cli import main; main()", *TINY, "--steps", "100000"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*command, "--run-dir", "run"], cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120
+        )
+    assert done.returncode == 1
+    assert "No space left on device" in done.stderr
+
+
+def test_a_dry_run_prints_memory_and_work_and_writes_nothing(tmp_path):
+    done = run_train(*TINY, "--dry-run", "--run-dir", "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "memory, temporaries: " in done.stdout
+    assert "GFLOP a step" in done.stdout
+    assert "step 1/" not in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dump_hlo_writes_both_forms_of_the_program(tmp_path):
+    done = run_train(*TINY, "--steps", 0, "--run-dir", "run", "--dump-hlo", "hlo", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    stablehlo = (tmp_path / "hlo/program.stablehlo.mlir").read_text()
+    assert stablehlo.startswith("module @")
+    assert "stablehlo.while" in stablehlo
+    assert " while(" in (tmp_path / "hlo/program.optimised.hlo").read_text()
+
+
+def test_help_does_not_wait_for_jax():
+    source = "import sys\nfrom click.testing import CliRunner\nfrom engine.cli import main\n"
+    source += "print(CliRunner().invoke(main, ['--help']).output)\nprint('jax' in sys.modules, 'numpy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    assert "--learning-rate" in done.stdout
+    assert done.stdout.splitlines()[-1] == "False False"

@@ -1,0 +1,67 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from engine.compilation import caching_compilations, compile_ahead
+from tests.toy import Linear
+
+
+def test_the_second_compilation_comes_from_the_folder(tmp_path):
+    def make_function():  # jax itself remembers what it compiled for one function object
+        def function(x):
+            return jnp.sin(x) @ x
+
+        return function
+
+    x = jnp.ones((17, 17))
+    with caching_compilations(str(tmp_path)):
+        first = compile_ahead(make_function(), x)
+        second = compile_ahead(make_function(), x)
+    assert (first.from_cache, second.from_cache) == (False, True)
+    assert list(tmp_path.iterdir())
+    assert np.array_equal(first.call(x), second.call(x))
+    with caching_compilations("off"):
+        assert not compile_ahead(make_function(), x).from_cache
+
+
+def test_jax_settings_are_put_back_after_a_failure_too(tmp_path):
+    before = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
+    try:
+        with caching_compilations(str(tmp_path)):
+            assert jax.config.jax_compilation_cache_dir == str(tmp_path)
+            raise KeyError
+    except KeyError:
+        pass
+    after = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
+    assert after == before
+
+
+def test_a_cache_that_the_caller_chose_is_kept(tmp_path):
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    try:
+        with caching_compilations(None):
+            assert jax.config.jax_compilation_cache_dir == str(tmp_path)
+    finally:
+        jax.config.update("jax_compilation_cache_dir", None)
+
+
+def test_without_one_the_users_cache_folder_is_taken(cache_folder):
+    with caching_compilations(None):
+        assert jax.config.jax_compilation_cache_dir == str(cache_folder / "xla")
+
+
+def test_tracing_happens_once_and_memory_and_work_are_told(tmp_path):
+    model = Linear()
+    shape = jax.eval_shape(model.init, jax.random.key(0))
+    images = jax.ShapeDtypeStruct((64, 4, 4, 3), jnp.float32)
+    compiled = compile_ahead(
+        lambda params, stats, images: model.apply(params, stats, images, train=True),
+        *shape,
+        images,
+        dump_folder=tmp_path,
+    )
+    assert model.traces == [True]
+    assert compiled.memory_bytes["arguments"] == 4 * (48 * 3 + 3 + 1 + 64 * 48)
+    assert compiled.step_flops >= 2 * 64 * 48 * 3
+    assert (tmp_path / "program.stablehlo.mlir").stat().st_size
+    assert (tmp_path / "program.optimised.hlo").stat().st_size

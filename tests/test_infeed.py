@@ -1,0 +1,73 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from engine.batches import FunctionBatches
+from engine.control import ControlBoard
+from engine.feeder import Feeder
+from engine.infeed import Infeed
+from engine.transport import InplaceTransport
+from tests.toy import BATCH, SIZE, CountedBatches, toy_batch
+
+
+def make_infeed(batches, *, stop_step=4, num_shards=1):
+    feeder = Feeder(
+        FunctionBatches(batches),
+        start_step=0,
+        stop_step=stop_step,
+        depth=2,
+        num_threads=1,
+        timeout_s=5,
+        num_shards=num_shards,
+    )
+    feeder.start()
+    board = ControlBoard()
+    infeed = Infeed(feeder, board, InplaceTransport(), height=SIZE, width=SIZE)
+    pull = jax.jit(infeed.pull).lower(jnp.int32(0), jnp.int32(0)).compile()
+    return infeed, feeder, board, lambda step, shard=0: pull(jnp.int32(step), jnp.int32(shard))
+
+
+def test_a_pull_gives_the_batch_of_its_step_and_a_quiet_control_word():
+    infeed, feeder, _, pull = make_infeed(toy_batch)
+    for step in range(4):
+        pulled = pull(step)
+        pixels, labels = toy_batch(step)
+        assert np.array_equal(pulled.pixels, pixels)
+        assert np.array_equal(pulled.labels, labels)
+        assert not pulled.control.stop
+        assert pulled.control.learning_rate_factor == 1
+        assert infeed.take_wait_s(step) >= 0
+    feeder.close()
+
+
+def test_shards_of_a_step_get_its_rows():
+    _, feeder, _, pull = make_infeed(toy_batch, num_shards=2)
+    for step in range(2):
+        pixels = np.concatenate([pull(step, shard).pixels for shard in (0, 1)])
+        assert np.array_equal(pixels, toy_batch(step)[0])
+    feeder.close()
+
+
+def test_a_stop_request_takes_no_batch():
+    infeed, feeder, board, pull = make_infeed(toy_batch)
+    pull(0)
+    board.request_stop("a test")
+    pulled = pull(1)
+    assert pulled.control.stop
+    assert not pulled.pixels.any()
+    assert infeed.failure is None
+    pixels, labels = np.empty((BATCH, SIZE, SIZE), np.uint32), np.empty(BATCH, np.int32)
+    feeder.take(1, 0, pixels, labels)  # it is still there
+    assert np.array_equal(pixels, toy_batch(1)[0])
+    feeder.close()
+
+
+def test_a_failure_is_kept_and_answered_with_zeros_and_a_stop():
+    infeed, feeder, _, pull = make_infeed(CountedBatches(raise_at=1))
+    assert not pull(0).control.stop
+    pulled = pull(1)
+    assert pulled.control.stop
+    assert not pulled.pixels.any()
+    assert not pulled.labels.any()
+    assert isinstance(infeed.failure, ConnectionResetError)
+    feeder.close()

@@ -1,0 +1,66 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from engine.transport import CallbackTransport, InplaceTransport, choose_transport
+
+RESULTS = (jax.ShapeDtypeStruct((2, 3), jnp.uint32), jax.ShapeDtypeStruct((), jnp.int32))
+
+
+@pytest.mark.parametrize("transport", [InplaceTransport(), CallbackTransport()], ids=lambda each: each.name)
+def test_a_host_function_reads_operands_and_writes_results_once_an_iteration(transport):
+    seen = []
+
+    def host(operands, results):
+        step, vector = operands
+        seen.append((int(step), vector.tolist()))
+        results[0][...] = int(step) * 10 + np.arange(6).reshape(2, 3)
+        results[1][...] = -int(step)
+
+    def program(steps):
+        def body(carry):
+            step, total, negative = carry
+            table, number = transport.call(host, RESULTS, step, jnp.array([0.5, 2.0]) * step)
+            return step + 1, total + table.sum(), negative + number
+
+        return lax.while_loop(lambda carry: carry[0] < steps, body, (jnp.int32(0), jnp.uint32(0), jnp.int32(0)))
+
+    _, total, negative = jax.jit(program)(jnp.int32(4))
+    assert seen == [(step, [0.5 * step, 2.0 * step]) for step in range(4)]
+    assert int(total) == sum(6 * 10 * step + 15 for step in range(4))
+    assert int(negative) == -6
+
+
+@pytest.mark.parametrize("transport", [InplaceTransport(), CallbackTransport()], ids=lambda each: each.name)
+def test_a_call_whose_results_nobody_uses_is_still_made(transport):
+    seen = []
+
+    def program(value):
+        transport.call(lambda operands, _: seen.append(float(operands[0])), RESULTS[1:], value)
+        return value + 1
+
+    jax.block_until_ready(jax.jit(program)(jnp.float32(2.5)))
+    jax.effects_barrier()
+    assert seen == [2.5]
+
+
+@pytest.mark.parametrize(
+    ("name", "platform", "chosen"),
+    [
+        ("auto", "cpu", "inplace"),
+        ("auto", "tpu", "callback"),
+        ("auto", "gpu", "callback"),
+        ("inplace", "cpu", "inplace"),
+        ("callback", "cpu", "callback"),
+        ("callback", "gpu", "callback"),
+    ],
+)
+def test_the_transport_follows_name_and_platform(name, platform, chosen):
+    assert choose_transport(name, platform).name == chosen
+
+
+def test_inplace_off_the_cpu_is_refused():
+    with pytest.raises(ValueError, match="inplace runs on cpu only, the program runs on gpu: use callback"):
+        choose_transport("inplace", "gpu")
