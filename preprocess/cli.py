@@ -14,6 +14,7 @@ from traceback import print_exc
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from preprocess.grouped_help import GroupedCommand
 
@@ -121,7 +122,8 @@ class _Options:
 @click.option("--dry-run", is_flag=True, help="Say what would be packed and how large it gets; write nothing.")
 @click.option("--traceback", is_flag=True, help="Show the whole traceback of an error.")
 @click.version_option(package_name="feedloop")
-def main(**values: Any) -> None:
+@click.pass_context
+def main(ctx: click.Context, /, **values: Any) -> None:
     """Pack the images at SOURCE into shards at DEST, ready for run-train.
 
     SOURCE is a folder of class folders (alone or below train/ and val/), ImageNet's official archives, Kaggle's
@@ -129,6 +131,8 @@ def main(**values: Any) -> None:
     """
     options = _Options(**values)
     try:
+        if options.demo:
+            _check_demo_options(ctx)
         _run(options)
     except KeyboardInterrupt:
         click.echo("\nStopped. Run the same command again to continue where it stopped.", err=True)
@@ -198,8 +202,8 @@ def _announce(source: Source, location: Location, settings: PackSettings) -> Non
         total += num_bytes
         most = "up to " if settings.codec == "blosc" else ""
         click.echo(
-            f"  {name}: {len(split):,} images, {len(split.classes):,} classes, {num_shards:,} shard files, "
-            f"{most}{_size(num_bytes)}"
+            f"  {name}: {len(split):,} images, {len(split.classes):,} classes, "
+            f"{num_shards:,} shard {'file' if num_shards == 1 else 'files'}, {most}{_size(num_bytes)}"
         )
     click.echo(
         f"Each image: shorter side to {rule.resize} px ({rule.resample}), central {rule.size} x {rule.size} px; "
@@ -241,7 +245,7 @@ def _summarise(name: str, result: PackResult, location: Location) -> None:
     click.echo(f"{name}: {manifest.num_images:,} images of {manifest.num_classes:,} classes packed{how}.")
     if not result.failures:
         return
-    click.echo(f"  {len(result.failures):,} images could not be packed, see {location.display}failures.jsonl:")
+    click.echo(f"  Left out: {len(result.failures):,}, see {location.display}failures.jsonl:")
     for failure in result.failures[:_FAILURES_SHOWN]:
         click.echo(f"    {failure.path}: {failure.reason}")
     if len(result.failures) > _FAILURES_SHOWN:
@@ -273,6 +277,15 @@ def _pack_demo(options: _Options) -> None:
         manifest = read_manifest(location, name)
         click.echo(f"{name}: {manifest.num_images:,} images of {manifest.num_classes:,} classes packed.")
     _suggest(dest)
+
+
+def _check_demo_options(ctx: click.Context) -> None:
+    """What the demo set would not heed is refused rather than ignored."""
+    heeded = {"demo", "source", "dest", "overwrite", "dry_run", "traceback"}
+    for param in ctx.command.params:
+        name = param.name or ""
+        if name not in heeded and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"--demo has settings of its own: leave {param.opts[0]} out")
 
 
 def _suggest(dest: str) -> None:

@@ -36,7 +36,7 @@ class Geometry:
     thumbnail: int = 112
     gap: int = 12
     caption: int = 20
-    header: int = 56
+    header: int = 60
     title_size: int = 18
     caption_size: int = 12
 
@@ -49,7 +49,7 @@ def draw_contact_sheet(split: ShardSplit, *, title: str, geometry: Geometry | No
     Raises:
         ShardError: an image can't be read.
     """
-    geometry = geometry or Geometry()
+    geometry = geometry or geometry_for(max(split.height, split.width))
     indices = choose_images(_labels(split), split.num_classes)
     pixels = np.empty((len(indices), split.height, split.width), np.uint32)
     labels = np.empty(len(indices), np.int32)
@@ -74,6 +74,13 @@ def draw_contact_sheet(split: ShardSplit, *, title: str, geometry: Geometry | No
         middle = left + geometry.thumbnail // 2
         draw.text((middle, top + geometry.thumbnail + 4), name, fill=_INK, font=caption_font, anchor="ma")
     return sheet
+
+
+def geometry_for(side: int) -> Geometry:
+    """Measures for images of ``side`` pixels: small ones grow by a whole factor, so that a pixel stays one square."""
+    plain = Geometry()
+    factor = round(plain.thumbnail / side)
+    return Geometry(thumbnail=side * factor) if factor >= 2 else plain
 
 
 def choose_images(labels: NDArray[np.uint16], num_classes: int) -> NDArray[np.int64]:
@@ -133,12 +140,8 @@ def _write_header(draw: ImageDraw.ImageDraw, split: ShardSplit, title: str, geom
 def _thumbnail(words: NDArray[np.uint32], side: int) -> Image.Image:
     image = Image.fromarray(unpack_rgb(words))
     scale = side / max(image.size)
-    if scale >= 2:
-        # Small images grow by a whole factor, so that each packed pixel stays one square.
-        factor = int(scale)
-        return image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
     size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
-    return image.resize(size, Image.Resampling.LANCZOS)
+    return image.resize(size, Image.Resampling.NEAREST if scale >= 2 else Image.Resampling.LANCZOS)
 
 
 def _fitted(

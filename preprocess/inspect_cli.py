@@ -122,7 +122,7 @@ def _describe(name: str, manifest: Manifest) -> list[str]:
         f"{'with' if manifest.checksum else 'without'} checksums",
         f"  resizing   {', '.join(f'{key} {value}' for key, value in rule.items())}",
         f"  channels   mean {mean}; std {std} (red, green, blue on 0..1)",
-        f"  left out   {manifest.num_failures:,} images" + (", see failures.jsonl" if manifest.num_failures else ""),
+        f"  left out   {manifest.num_failures:,}" + (", see failures.jsonl" if manifest.num_failures else ""),
         f"  source     {manifest.source_digest}",
         f"  made with  {', '.join(f'{tool} {version}' for tool, version in manifest.tool_versions.items())}",
     ]

@@ -5,6 +5,7 @@ Owns the reading of paths and URLs, and small whole-value reads and writes. Know
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,10 @@ import tensorstore as ts
 
 STORE_TIMEOUT_S = 120.0
 """How long one small read, write, listing or deletion may take, in seconds."""
+
+
+# Some paths come with each "/" shown as "\\x00".
+_TRAILING_DETAILS = re.compile(r" \[[a-z_ ]+='")
 
 
 class ShardError(ValueError):
@@ -152,8 +157,8 @@ def open_location(data: str, *, context: ts.Context | None = None, memory_mapped
 
 
 def reason(error: BaseException) -> str:
-    """The first line of a TensorStore error without its trail of source positions."""
-    text = str(error).split(" [source locations=")[0].split(" [tensorstore_spec=")[0]
+    """The first line of a TensorStore error without the details it trails in brackets (source positions, spec…)."""
+    text = _TRAILING_DETAILS.split(str(error).replace("\\x00", "/"))[0]
     return text.splitlines()[0] if text else type(error).__name__
 
 

@@ -1,0 +1,65 @@
+"""The contact sheet: which images it shows, and that they stand where they should."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import ImageChops
+
+from preprocess.contact_sheet import Geometry, choose_images, draw_contact_sheet, geometry_for
+from preprocess.listing import ImageClass
+from preprocess.shards import open_split
+from tests.fake_source import FakeSource, pack
+
+
+@given(labels=st.lists(st.integers(0, 30), min_size=1, max_size=300), more=st.integers(0, 200))
+def test_chosen_images_are_distinct_in_class_order_and_at_most_100(labels, more):
+    labels = np.array(labels, np.uint16)
+    num_classes = int(labels.max()) + 1 + more
+    chosen = choose_images(labels, num_classes)
+    assert 1 <= len(chosen) <= 100
+    assert len(set(chosen.tolist())) == len(chosen)
+    assert np.all(np.diff(labels[chosen].astype(int)) >= 0)
+
+
+def test_many_classes_are_spread_evenly():
+    labels = np.arange(3000, dtype=np.uint16) % 1000
+    assert np.unique(np.diff(labels[choose_images(labels, 1000)].astype(int))).tolist() == [10]
+
+
+def test_few_classes_have_rows_of_ten():
+    labels = np.arange(1000, dtype=np.uint16) % 10
+    assert labels[choose_images(labels, 10)].tolist() == np.repeat(np.arange(10), 10).tolist()
+    assert len(choose_images(labels % 2, 2)) == 60
+
+
+@pytest.mark.parametrize(("side", "thumbnail"), [(32, 128), (28, 112), (64, 128), (224, 112), (100, 112), (1, 112)])
+def test_small_images_grow_by_a_whole_factor(side, thumbnail):
+    assert geometry_for(side).thumbnail == thumbnail
+
+
+def test_thumbnails_stand_in_their_cells(tmp_path):
+    # Class k is plain grey of 60·k, so a cell tells its class by its colour.
+    labels = [0, 0, 1, 2, 2, 2]
+    images = np.stack([np.full((32, 32, 3), 60 * label, np.uint8) for label in labels])
+    classes = tuple(ImageClass(f"n{k}", name) for k, name in enumerate(["tench", "a very long name " * 9, "Ära"]))
+    pack(FakeSource(images, labels, classes=classes), tmp_path)
+    with open_split(str(tmp_path), "train") as split:
+        sheet = draw_contact_sheet(split, title="somewhere")
+        again = draw_contact_sheet(split, title="somewhere")
+    assert ImageChops.difference(sheet, again).getbbox() is None
+    measures = Geometry(thumbnail=128)
+    pitch = measures.thumbnail + measures.gap
+    shown = {}
+    for row in range(3):
+        for column in range(10):
+            x = measures.gap + column * pitch + 64
+            y = measures.header + row * (pitch + measures.caption) + 64
+            shown[row, column] = sheet.getpixel((x, y))
+    for (row, column), colour in shown.items():
+        assert colour == ((60 * row,) * 3 if column < labels.count(row) else (255, 255, 255))
+    assert sheet.size == (10 * pitch + measures.gap, measures.header + 3 * (pitch + measures.caption) + measures.gap)
+    # The long caption ends within its cell.
+    below = (measures.gap + measures.thumbnail, measures.header + pitch + measures.caption + measures.thumbnail)
+    gap = sheet.crop((*below, below[0] + measures.gap, below[1] + measures.caption))
+    assert gap.getextrema() == ((255, 255),) * 3

@@ -1,0 +1,105 @@
+"""The command inspect-shards: words, JSON, verification and the contact sheet."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+from PIL import Image
+
+from preprocess.inspect_cli import main
+from tests.fake_source import fake_source, pack
+
+
+@pytest.fixture
+def data(tmp_path):
+    pack(fake_source(11, broken=frozenset({3})), tmp_path / "data")
+    pack(fake_source(4, name="val", seed=1), tmp_path / "data")
+    return tmp_path / "data"
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, [str(each) for each in arguments])
+
+
+def test_the_manifest_in_words(data):
+    result = run(data)
+    assert result.exit_code == 0, result.output
+    for words in (
+        "images     10 of 4 x 4 pixels, 3 classes",
+        "shards     3 files of 4 images, codec raw, with checksums",
+        "resizing   size 4, resize 4, resample bicubic",
+        "left out   1, see failures.jsonl",
+        "balance    3 to 4 images a class, median 3",
+        "great white shark          3  ",
+    ):
+        assert words in result.stdout
+    assert result.stdout.index("train") < result.stdout.index("val")
+
+
+def test_verify_passes_an_intact_pack(data):
+    result = run(data, "--verify")
+    assert result.exit_code == 0
+    assert "train: every byte is as it was packed.\nval: every byte is as it was packed.\n" in result.stdout
+
+
+def test_verify_names_what_is_damaged_and_exits_2(data):
+    (data / "train/pixels/c/0/0/0").unlink()
+    (data / "val/labels/c/0").unlink()
+    result = run(data, "--verify")
+    assert result.exit_code == 2
+    assert "train/pixels/c/0/0/0: images 0–3: the shard file, or the image in it, is missing" in result.stdout
+    assert "val/labels/c/0: the file is missing" in result.stdout
+    assert run(data, "--verify", "--split", "val").exit_code == 2
+
+
+def test_json_holds_manifests_and_damages(data):
+    (data / "train/pixels/c/0/0/0").unlink()
+    result = run(data, "--json", "--verify")
+    assert result.exit_code == 2
+    document = json.loads(result.stdout)
+    assert set(document["splits"]) == {"train", "val"}
+    assert document["splits"]["train"]["manifest"]["num_images"] == 10
+    assert document["splits"]["train"]["damages"][1]["images"] == [0, 1, 2, 3]
+    assert document["splits"]["val"]["damages"] == []
+    assert "damages" not in json.loads(run(data, "--json").stdout)["splits"]["train"]
+
+
+def test_grid_draws_the_first_split_asked_for(data, tmp_path):
+    result = run(data, "--split", "val", "--grid", tmp_path / "sheet.png")
+    assert result.exit_code == 0, result.output
+    assert "Contact sheet of val" in result.stdout
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        assert sheet.format == "PNG"
+        assert sheet.width > 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--split", "test"], "there is no split 'test'; choose one of train, val"),
+        (["--grid", "sheet.gif"], "sheet.gif must end with .png"),
+        (["--grid", "nowhere/sheet.png"], "No such file or directory"),
+    ],
+)
+def test_wrong_usage_is_one_message_and_exit_code_2(data, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    result = run(data, *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_an_empty_folder_and_an_unfinished_pack_are_told_apart(tmp_path):
+    result = run(tmp_path)
+    assert result.exit_code == 2
+    assert "holds no pack; make one with `preprocess-imagenet SOURCE" in result.stderr
+    with pytest.raises(KeyboardInterrupt):
+        pack(fake_source(9, raising={8: KeyboardInterrupt()}), tmp_path)
+    result = run(tmp_path)
+    assert result.exit_code == 2
+    assert "train: not finished; run the same preprocess-imagenet command again" in result.stderr
+    assert "has no finished split yet" in result.stderr
+
+
+def test_traceback_is_shown_on_demand(tmp_path):
+    assert "Traceback (most recent call last)" in run(tmp_path, "--traceback").stderr

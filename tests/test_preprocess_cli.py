@@ -1,0 +1,226 @@
+"""The command preprocess-imagenet: what it says, what it makes and how it ends."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from PIL import Image
+
+from preprocess import cli, demo_set
+from preprocess.cli import default_resize, main
+from preprocess.demo import draw_demo
+from preprocess.shards import list_splits, open_split
+from tests.fake_source import files_of
+
+
+@pytest.fixture
+def source(tmp_path):
+    """Two classes of 6 images of 40 × 36 pixels; one more is no image."""
+    rng = np.random.default_rng(0)
+    for name in ("cat", "dog"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for index in range(6):
+            noise = rng.integers(0, 256, (36, 40, 3), dtype=np.uint8)
+            Image.fromarray(noise).save(tmp_path / "images" / name / f"{index}.png")
+    (tmp_path / "images/dog/broken.jpg").write_bytes(b"\xff\xd8\xff\xe0 cut short")
+    return tmp_path / "images"
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, [str(each) for each in arguments])
+
+
+def test_a_folder_is_packed_and_the_next_command_named(tmp_path, source):
+    dest = tmp_path / "shards"
+    result = run(
+        source, dest, "--size", 32, "--resize", 36, "--resample", "lanczos", "--workers", 2, "--shard-images", 5
+    )
+    assert result.exit_code == 0, result.output
+    assert "train: 13 images, 2 classes, 3 shard files" in result.stdout
+    assert "train: 12 images of 2 classes packed." in result.stdout
+    assert f"Left out: 1, see {dest}/train/failures.jsonl:\n    dog/broken.jpg: " in result.stdout
+    assert f"run-train --data {dest}" in result.stdout
+    with open_split(str(dest), "train") as split:
+        assert split.manifest.resize_rule == {"size": 32, "resize": 36, "resample": "lanczos"}
+        assert split.manifest.class_counts == (6, 6)
+        assert split.manifest.shard_images == 5
+    assert json.loads((dest / "train/failures.jsonl").read_text())["path"] == "dog/broken.jpg"
+
+
+def test_the_same_command_again_has_nothing_to_do(tmp_path, source):
+    first = run(source, tmp_path / "shards", "--size", 32)
+    before = files_of(tmp_path / "shards")
+    again = run(source, tmp_path / "shards", "--size", 32)
+    assert first.exit_code == again.exit_code == 0
+    assert "(was complete already)" in again.stdout
+    assert "dog/broken.jpg" in again.stdout
+    assert files_of(tmp_path / "shards") == before
+
+
+def test_holdout_limit_split_codec_and_checksum_reach_the_pack(tmp_path, source):
+    arguments = ["--size", 32, "--holdout", 0.3, "--limit", 4, "--codec", "blosc", "--no-checksum"]
+    result = run(source, tmp_path / "shards", *arguments)
+    assert result.exit_code == 0, result.output
+    assert list_splits(str(tmp_path / "shards")) == ("train", "val")
+    with open_split(str(tmp_path / "shards"), "train") as split:
+        assert split.num_images + split.manifest.num_failures == 4
+        assert (split.manifest.codec, split.manifest.checksum) == ("blosc", False)
+    assert run(source, tmp_path / "one", *arguments, "--split", "val").exit_code == 0
+    assert list_splits(str(tmp_path / "one")) == ("val",)
+
+
+def test_a_dry_run_writes_nothing(tmp_path, source):
+    result = run(source, tmp_path / "shards", "--dry-run")
+    assert result.exit_code == 0
+    assert "13 images, 2 classes, 1 shard file, 2.5 MiB" in result.stdout
+    assert "are free" in result.stdout
+    assert not (tmp_path / "shards").exists()
+
+
+@pytest.mark.parametrize(
+    ("size", "resize"), [(224, 256), (128, 146), (96, 110), (65, 74), (64, 64), (32, 32), (28, 28)]
+)
+def test_small_images_are_not_enlarged_to_be_cropped(size, resize):
+    assert default_resize(size) == resize
+
+
+def test_other_settings_ask_for_overwrite(tmp_path, source):
+    run(source, tmp_path / "shards", "--size", 32)
+    result = run(source, tmp_path / "shards", "--size", 28)
+    assert result.exit_code == 2
+    assert "other settings: resize_rule was size 32" in result.stderr
+    assert "--overwrite" in result.stderr
+    assert len(result.stderr.splitlines()) <= 3
+    assert run(source, tmp_path / "shards", "--size", 28, "--overwrite").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["only-one"], "SOURCE and DEST are needed"),
+        (["nowhere", "dest"], "nowhere does not exist"),
+        (["nowhere", "dest", "--size", "0"], "0 is not in the range 1<=x<=4096"),
+        (["nowhere", "dest", "--size", "64", "--resize", "32"], "32 is less than --size 64"),
+        (["nowhere", "nosuch://dest"], "not a URL of a known store"),
+        (["--demo"], "give it DEST alone"),
+        (["--demo", "a", "b"], "give it DEST alone"),
+        (["--demo", "a", "--size", "64"], "leave --size out"),
+    ],
+)
+def test_wrong_usage_is_one_message_and_exit_code_2(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_on_error_fail_ends_the_pack(tmp_path, source):
+    result = run(source, tmp_path / "shards", "--size", 32, "--on-error", "fail")
+    assert result.exit_code == 2
+    assert "dog/broken.jpg: " in result.stderr
+
+
+def test_traceback_is_shown_on_demand(tmp_path):
+    result = run(tmp_path / "nowhere", tmp_path / "shards", "--traceback")
+    assert result.exit_code == 2
+    assert "Traceback (most recent call last)" in result.stderr
+
+
+def test_the_demo_set_needs_dest_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo_set, "draw_demo", lambda dest, **values: draw_demo(dest, num_images=20, **values))
+    result = run("--demo", tmp_path / "demo")
+    assert result.exit_code == 0, result.output
+    assert "train: 20 images of 10 classes packed." in result.stdout
+    assert f"run-train --data {tmp_path / 'demo'}" in result.stdout
+    assert run("--demo", tmp_path / "elsewhere", "--dry-run").exit_code == 0
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_piped_progress_is_plain_lines(tmp_path, source, monkeypatch):
+    monkeypatch.setattr("preprocess.progress.LINE_EVERY_S", 0.0)
+    result = run(source, tmp_path / "shards", "--size", 100)
+    assert "train: 13 of 13 images, " in result.stderr
+    assert "\x1b" not in result.output
+
+
+def command(*arguments):
+    return [sys.executable, "-c", "from preprocess.cli import main; main()", *map(str, arguments)]
+
+
+def test_on_a_terminal_there_is_a_bar(tmp_path, source):
+    control, terminal = pty.openpty()
+    with subprocess.Popen(
+        command(source, tmp_path / "shards", "--size", 32),
+        stderr=terminal,
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
+    ) as process:
+        os.close(terminal)
+        shown = b""
+        try:
+            while piece := os.read(control, 4096):
+                shown += piece
+        except OSError:  # Linux says EIO when the other end is closed
+            pass
+        assert process.wait(timeout=60) == 0
+    os.close(control)
+    assert b"13/13" in shown
+    assert b"images/s" in shown
+
+
+def test_interrupted_it_says_how_to_continue_and_does(tmp_path, source):
+    run(source, tmp_path / "expected", "--size", 32, "--shard-images", 2)
+    slow = (
+        "import time\n"
+        "from preprocess import pipeline\n"
+        "decode, pipeline._MAX_BLOCK_IMAGES = pipeline.decode_image, 1\n"
+        "def wait(encoded, rule):\n"
+        "    time.sleep(0.3)\n"
+        "    return decode(encoded, rule)\n"
+        "pipeline.decode_image = wait\n"
+        "from preprocess.cli import main\n"
+        "main()\n"
+    )
+    dest = tmp_path / "shards"
+    arguments = [str(source), str(dest), "--size", "32", "--shard-images", "2", "--workers", "1"]
+    process = subprocess.Popen([sys.executable, "-c", slow, *arguments], stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (dest / "train/journal/00000000.json").exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Stopped. Run the same command again to continue" in stderr
+    assert "Traceback" not in stderr
+    again = run(*arguments)
+    assert again.exit_code == 0
+    assert "(continued after image " in again.stdout
+    assert files_of(dest) == files_of(tmp_path / "expected")
+
+
+@pytest.mark.parametrize("module", ["preprocess.cli", "preprocess.inspect_cli"])
+def test_help_loads_nothing_heavy(module):
+    code = (
+        f"import sys; from {module} import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit: pass\n"
+        "print('\\nLOADED', *sorted({'jax', 'numpy', 'tensorstore', 'PIL', 'rich'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout.splitlines()[-1] == "LOADED"
+    assert "Exit codes" in result.stdout
+
+
+def test_every_option_stands_in_one_group_of_the_help():
+    grouped = [name for names in cli._GROUPS.values() for name in names]
+    options = [param.name for param in main.params if param.param_type_name == "option"]
+    assert sorted([*grouped, "version"]) == sorted(options)
