@@ -64,7 +64,10 @@ class SyntheticBatches:
 
     def fill(self, step: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:  # noqa: ARG002
         """Draws the step's batch; needs no waiting."""
-        random = np.random.Generator(np.random.SFC64([self._seed, step]))
+        # A fixed number of words for the seed: SeedSequence joins the words of its integers and takes missing ones as
+        # zeros, so that [2**32, 0] and [0, 1] would draw the same batch.
+        words = [self._seed & 0xFFFFFFFF, self._seed >> 32, step]
+        random = np.random.Generator(np.random.SFC64(words))
         labels[...] = random.integers(self._num_classes, size=self.batch, dtype=np.int32)
         drawn = np.frombuffer(random.bytes(pixels.nbytes), np.uint32).reshape(pixels.shape)
         np.bitwise_and(drawn, np.uint32(0xFFFFFF00), out=pixels)
@@ -79,7 +82,7 @@ class FunctionBatches:
     Args:
         function: the user's.
         first_step: the step that the run begins with.
-        num_classes: K; labels must lie in 0 … K - 1. None leaves them unchecked above.
+        num_classes: K; labels must lie in 0 … K - 1. None takes what an int32 holds.
 
     Raises:
         ValueError: where a batch is not of the stated form; whatever the function raises passes through.
@@ -118,7 +121,7 @@ class FunctionBatches:
                 f"labels must be integers [{pixels.shape[0]}], one for each image; "
                 f"the batch source gave {labels.dtype} {list(labels.shape)} at step {step}"
             )
-        highest = np.inf if self._num_classes is None else self._num_classes - 1
+        highest = np.iinfo(np.int32).max if self._num_classes is None else self._num_classes - 1
         if labels.size and not 0 <= labels.min() <= labels.max() <= highest:
             raise ValueError(
                 f"labels must lie in 0 … {highest}; "

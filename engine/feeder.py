@@ -15,6 +15,8 @@ from engine.batches import BatchSource, Labels, Pixels
 
 # How long a wait lasts before it looks again whether the worker threads are alive.
 _LOOK_EVERY_S = 1.0
+# How long `close` waits for the threads, all together: a stalled store may hold every one of them.
+_CLOSE_TIMEOUT_S = 1.0
 
 
 class FeederError(RuntimeError):
@@ -74,8 +76,10 @@ class Feeder:
         source = self._source
         self._slots = [_Slot(source.batch, source.height, source.width) for _ in range(self._depth)]
         for number in range(self._num_threads):
-            self._threads.append(threading.Thread(target=self._work, name=f"feeder-{number}", daemon=True))
-            self._threads[-1].start()
+            thread = threading.Thread(target=self._work, name=f"feeder-{number}", daemon=True)
+            thread.start()
+            # Only now: a thread that the system refuses to start cannot be joined by `close`.
+            self._threads.append(thread)
 
     def take(self, step: int, shard: int, pixels: Pixels, labels: Labels) -> float:
         """Copies a shard of a step's batch out of the ring; steps must be taken in order, shards in any.
@@ -106,13 +110,17 @@ class Feeder:
         return waited_s
 
     def close(self) -> None:
-        """Stops the threads; waits a second for each at most: a source may be stuck for good, and they are daemons."""
+        """Stops the threads; may be called again.
+
+        Waits a second at most, for all of them: a source may be stuck for good, and they are daemons.
+        """
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        deadline = time.monotonic() + _CLOSE_TIMEOUT_S
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(_LOOK_EVERY_S)
+                thread.join(max(0.0, deadline - time.monotonic()))
 
     def _release(self, slot: _Slot) -> None:
         with self._changed:

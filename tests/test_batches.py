@@ -1,0 +1,138 @@
+"""Where batches come from: each source gives the batch of a step, whatever was asked before."""
+
+import numpy as np
+import pytest
+
+from engine.batches import FunctionBatches, ShardBatches, SyntheticBatches
+from engine.order import EpochOrder
+from preprocess.pixels import UNUSED_BITS
+from preprocess.shards import open_split
+from tests.fake_source import fake_source, pack, packed_words
+
+
+def filled(source, step, timeout_s=10.0):
+    pixels = np.full((source.batch, source.height, source.width), 7, np.uint32)
+    labels = np.full(source.batch, -7, np.int32)
+    source.fill(step, pixels, labels, timeout_s=timeout_s)
+    return pixels, labels
+
+
+def numbered(step, batch=4):
+    """A batch of the user's that tells its step."""
+    return np.full((batch, 2, 3), step << 8, np.uint32), np.arange(batch) + step
+
+
+def test_shards_are_read_in_the_keyed_order(tmp_path):
+    source = fake_source(11)
+    pack(source, tmp_path)
+    pixels, labels = packed_words(source)
+    with open_split(str(tmp_path), "train") as split:
+        batches = ShardBatches(split, batch=4, seed=5)
+        assert (batches.batch, batches.height, batches.width) == (4, *pixels.shape[1:])
+        for step in (0, 5, 2, 2):
+            images = EpochOrder(11, 5).images_at(np.arange(4 * step, 4 * step + 4, dtype=np.int64))
+            found = filled(batches, step)
+            np.testing.assert_array_equal(found[0], pixels[images])
+            np.testing.assert_array_equal(found[1], labels[images])
+
+
+def test_synthetic_batches_are_functions_of_seed_and_step():
+    def source(seed):
+        return SyntheticBatches(batch=3, height=4, width=5, num_classes=7, seed=seed)
+
+    keys = [(0, 0), (0, 1), (1, 0), (2**32, 0), (2**32, 1), (2**63 - 1, 0)]
+    batches = {key: filled(source(key[0]), key[1]) for key in keys}
+    for (seed, step), (pixels, labels) in batches.items():
+        again = filled(source(seed), step)
+        np.testing.assert_array_equal(pixels, again[0])
+        np.testing.assert_array_equal(labels, again[1])
+    assert len({pixels.tobytes() for pixels, _ in batches.values()}) == len(keys)
+
+
+def test_synthetic_batches_are_packed_pixels_and_labels_of_every_class():
+    source = SyntheticBatches(batch=200, height=8, width=8, num_classes=5, seed=0)
+    pixels, labels = filled(source, 0)
+    assert not np.any(pixels & UNUSED_BITS)
+    assert sorted(set(labels.tolist())) == [0, 1, 2, 3, 4]
+    for shift in (8, 16, 24):
+        assert len(np.unique(pixels >> np.uint32(shift) & np.uint32(0xFF))) == 256
+
+
+def test_a_function_is_asked_once_a_step():
+    asked = []
+
+    def function(step):
+        asked.append(step)
+        return numbered(step)
+
+    source = FunctionBatches(function, first_step=6)
+    assert (source.batch, source.height, source.width) == (4, 2, 3)
+    assert asked == [6]
+    for step in range(6, 10):
+        pixels, labels = filled(source, step)
+        np.testing.assert_array_equal(pixels, numbered(step)[0])
+        np.testing.assert_array_equal(labels, numbered(step)[1])
+    assert asked == [6, 7, 8, 9]
+
+
+def test_a_function_may_use_one_buffer_again_and_again():
+    buffer = np.zeros((2, 1, 1), np.uint32)
+
+    def function(step):
+        buffer[...] = step << 8
+        return buffer, [0, 1]
+
+    source = FunctionBatches(function)
+    assert [int(filled(source, step)[0][0, 0, 0]) >> 8 for step in range(3)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int64, np.uint64])
+def test_labels_may_be_any_integers(dtype):
+    source = FunctionBatches(lambda step: (numbered(0)[0], np.array([0, 1, 2, 9], dtype)), num_classes=10)
+    assert filled(source, 0)[1].tolist() == [0, 1, 2, 9]
+
+
+PIXELS, LABELS = numbered(0)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([PIXELS, LABELS], r"a batch must be a tuple \(pixels, labels\); the source gave list"),
+        ((PIXELS,), r"a batch must be a tuple \(pixels, labels\); the source gave tuple"),
+        (None, r"a batch must be a tuple \(pixels, labels\); the source gave NoneType"),
+        ((PIXELS.astype(np.int64), LABELS), r"pixels must be uint32 \[B, H, W\].* gave int64 \[4, 2, 3\] at step 0"),
+        ((PIXELS[0], LABELS), r"pixels must be uint32 \[B, H, W\].* gave uint32 \[2, 3\] at step 0"),
+        ((PIXELS, LABELS[:3]), r"labels must be integers \[4\], one for each image; .* gave int64 \[3\] at step 0"),
+        ((PIXELS, LABELS * 1.0), r"labels must be integers \[4\].* gave float64 \[4\] at step 0"),
+        ((PIXELS, LABELS > 1), r"labels must be integers \[4\].* gave bool \[4\] at step 0"),
+        ((PIXELS, LABELS - 1), r"labels must lie in 0 … 2; the batch source gave -1 … 2 at step 0"),
+        ((PIXELS, LABELS), r"labels must lie in 0 … 2; the batch source gave 0 … 3 at step 0"),
+    ],
+)
+def test_a_batch_of_another_form_is_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        FunctionBatches(lambda step: given, num_classes=3)
+
+
+def test_a_label_beyond_int32_is_refused_where_no_classes_are_known():
+    labels = np.array([0, 1, 2, 2**32], np.int64)
+    with pytest.raises(ValueError, match=r"labels must lie in 0 … 2147483647; the batch source gave 0 … 4294967296"):
+        FunctionBatches(lambda step: (PIXELS, labels))
+
+
+def test_every_batch_has_the_shape_of_the_first():
+    source = FunctionBatches(lambda step: numbered(step, batch=4 if step < 2 else 3))
+    filled(source, 0)
+    filled(source, 1)
+    message = r"every batch must have the shape of the first, \(4, 2, 3\); the batch source gave \(3, 2, 3\) at step 2"
+    with pytest.raises(ValueError, match=message):
+        filled(source, 2)
+
+
+def test_what_a_function_raises_passes_through():
+    def function(step):
+        raise LookupError(f"no step {step}")
+
+    with pytest.raises(LookupError, match="no step 3"):
+        FunctionBatches(function, first_step=3)
