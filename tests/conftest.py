@@ -6,7 +6,7 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_caches(tmp_path_factory):
-    """Compiled programs and the demo set of the tests stay out of the user's cache, and his settings out of the tests."""
+    """Keeps the tests out of the user's cache, and the user's settings out of the tests."""
     before = dict(os.environ)
     os.environ["XDG_CACHE_HOME"] = os.fspath(tmp_path_factory.mktemp("cache"))
     for name in ("FEEDLOOP_DATA", "JAX_COMPILATION_CACHE_DIR"):

@@ -1,4 +1,4 @@
-"""ResNet-8 and its training step written out with `lax` convolutions and no code of ours: what the program must equal."""
+"""ResNet-8 and its training step written out with `lax` convolutions and no code of ours."""
 
 import jax
 import jax.numpy as jnp

@@ -33,7 +33,7 @@ def test_losses_equal_a_plain_loop_of_lax_steps(transport):
         pixels, labels = coloured_batch(number)
         state, loss = lax_step(state, pixels, labels, 0.5, 0.25, 0.1, 0.9, 0.01)
         expected.append(float(loss))
-    # 1e-4: sums in another order differ by 1e-7 a step, and training amplifies that; 12 steps were seen to stay at 2e-6.
+    # 1e-4: sums in another order differ by 1e-7 a step, and training amplifies that.
     np.testing.assert_allclose(result.losses, expected, rtol=1e-4)
     assert expected[-1] < expected[0] - 0.1  # it learns: the comparison is not one of standing still
     for ours, theirs in zip(jax.tree.leaves(result.batch_stats), jax.tree.leaves(state[1]), strict=True):
