@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 
@@ -144,6 +145,11 @@ def _shorten(path, old):
     path.write_bytes(line_of(1, 9.0))
 
 
+def _cut_back(path, old):
+    """Nothing but its size tells: the file and its beginning stay the same."""
+    os.truncate(path, old.index(b"\n") + 1)
+
+
 def _rewrite_longer(path, old):
     path.write_bytes(b"".join(line_of(step, 9.0) for step in range(1, 20)))
 
@@ -151,7 +157,7 @@ def _rewrite_longer(path, old):
 def _replace_by_rename(path, old):
     """As a run does that keeps the lines up to its snapshot: the beginning stays the same."""
     new = path.with_suffix(".new")
-    new.write_bytes(old[: old.index(b"\n") + 1] + line_of(2, 9.0) * 5)
+    new.write_bytes(old[: old.index(b"\n") + 1] + line_of(2, 9.0) * 20)
     new.replace(path)
 
 
@@ -160,10 +166,10 @@ def _remove_and_begin(path, old):
     path.write_bytes(line_of(1, 9.0))
 
 
-@pytest.mark.parametrize("change", [_shorten, _rewrite_longer, _replace_by_rename, _remove_and_begin])
+@pytest.mark.parametrize("change", [_shorten, _cut_back, _rewrite_longer, _replace_by_rename, _remove_and_begin])
 def test_a_log_that_began_anew_is_read_from_its_start(tmp_path, change):
     path = tmp_path / "loss.jsonl"
-    old = line_of(1) + line_of(2) + line_of(3)
+    old = b"".join(line_of(step, more="x" * 200) for step in (1, 2, 3))
     path.write_bytes(old)
     log = LossLog(path)
     assert len(log.read().rows) == 3
