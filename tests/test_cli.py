@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -70,7 +71,7 @@ def test_wrong_usage_is_one_clear_error(arguments, message, tmp_path, monkeypatc
     pack(fake_source(8, size=8), tmp_path / "packed")
     (tmp_path / "file").write_text("")
     monkeypatch.chdir(tmp_path)
-    codes = []
+    codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
     result = CliRunner().invoke(main, [*arguments, "--steps", "1"])
     assert result.exit_code == 0
@@ -119,6 +120,7 @@ def test_a_second_signal_quits_at_once_even_in_a_long_step(tmp_path):
         "    import os; print('quit', flush=True); os._exit(130)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True)
+    assert process.stdout
     while "stuck" not in (line := process.stdout.readline()):
         assert line
     process.send_signal(signal.SIGINT)
@@ -150,7 +152,7 @@ def test_a_failure_of_the_data_in_mid_run_exits_with_2_and_names_the_shard(tmp_p
 
 def test_a_full_disk_under_the_terminal_exits_with_1(tmp_path):
     command = [sys.executable, "-c", "from engine.cli import main; main()", *TINY, "--steps", "100000"]
-    with open("/dev/full", "w") as full:
+    with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             [*command, "--run-dir", "run"], cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120
         )

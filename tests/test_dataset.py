@@ -1,7 +1,7 @@
 import pytest
 
 from engine.dataset import choose_data, make_demo
-from preprocess import demo_set
+from preprocess import demo, demo_set
 from preprocess.shards import list_splits, open_split
 
 
@@ -30,9 +30,9 @@ def test_without_any_data_it_is_the_demo_set_and_the_reason_says_so(elsewhere, c
 
 def test_the_demo_set_is_made_once(tmp_path, monkeypatch):
     # 60 drawings instead of 6,000: the full set is made by the demo script.
-    draw = demo_set.draw_demo
+    draw = demo.draw_demo
     monkeypatch.setattr(demo_set, "draw_demo", lambda dest, *, size: draw(dest, size=size, num_images=60))
-    told = []
+    told: list[str] = []
     make_demo(tmp_path / "demo", told.append)
     assert set(list_splits(str(tmp_path / "demo"))) == {"train", "val"}
     with open_split(str(tmp_path / "demo"), "train") as split:

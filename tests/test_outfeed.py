@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from engine.control import ControlBoard
-from engine.outfeed import Outfeed
+from engine.outfeed import Outfeed, PushedLoss
 from engine.transport import InplaceTransport
 
 
@@ -18,7 +18,8 @@ def push_steps(outfeed, steps):
 
 
 def test_each_loss_arrives_once_in_order_with_its_time():
-    received, board = [], ControlBoard()
+    received: list[PushedLoss] = []
+    board = ControlBoard()
     before = time.time()
     push_steps(Outfeed(received.append, board, InplaceTransport()), 5)
     assert [pushed.step for pushed in received] == [1, 2, 3, 4, 5]

@@ -130,7 +130,7 @@ def packed(tmp_path):
 
 def test_training_reads_every_image_of_a_packed_split_once_an_epoch(packed, tmp_path, monkeypatch):
     _, data = packed
-    read = {}
+    read: dict[int, list[int]] = {}
     read_into = ShardSplit.read_into
 
     def spy(split, indices, pixels, labels, *, timeout_s):
@@ -204,5 +204,6 @@ def test_a_plan_compiles_and_runs_nothing(tmp_path):
     assert plan.num_params == SIZE * SIZE * 3 * CLASSES + CLASSES
     assert plan.compiled.memory_bytes["arguments"] > plan.num_params * 8  # parameters and momentum
     # Forward and weight gradient of one matrix product are the least that a step does.
+    assert plan.compiled.step_flops is not None
     assert plan.compiled.step_flops >= 4 * BATCH * SIZE * SIZE * 3 * CLASSES
     assert not feedloop_threads()
