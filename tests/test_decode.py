@@ -203,6 +203,15 @@ def test_a_bomb_is_refused_before_its_pixels_exist(size):
         decode_image(GOOD, ResizeRule(), max_pixels=3071)
 
 
+def test_a_gif_whose_frame_outgrows_its_screen():
+    # Pillow warns of a bomb while it opens the file; here that must become the reason.
+    encoded = bytearray(encode(Image.new("L", (8, 8)), "GIF"))
+    frame = encoded.index(b"\x2c\0\0\0\0\x08\0\x08\0")
+    encoded[frame + 5 : frame + 9] = struct.pack("<HH", 65535, 2000)
+    with pytest.raises(DecodeError, match="65535×2000 is more than the 89478485 pixels allowed"):
+        decode_image(bytes(encoded), SMALL)
+
+
 def test_pillows_own_limit_is_left_alone():
     before = Image.MAX_IMAGE_PIXELS
     decode_image(GOOD, ResizeRule())

@@ -5,6 +5,7 @@ import socket
 
 import pytest
 
+from preprocess.source_tree import list_folder
 from preprocess.sources import ImageClass, SourceError, open_source
 
 
@@ -29,6 +30,13 @@ def test_one_tree_of_classes(tmp_path):
         assert split.classes == (ImageClass("B", "B"), ImageClass("a", "a"), ImageClass("b", "b"))  # by bytes
         assert listed(split) == {"B/4.jpg": 0, "a/2.JPEG": 1, "a/deep/er/3.png": 1, "b/1.jpg": 2}
         assert all(split.read(i) == split.image(i).name.encode() for i in range(4))
+
+
+def test_a_folder_is_listed_in_the_order_of_its_bytes(tmp_path):
+    grow(tmp_path, ["b.txt", "B.txt", "é.txt", "a.txt", "z/1", "Z/1", ".hidden/1"])
+    folders, others = list_folder(tmp_path)
+    assert [each.name for each in folders] == ["Z", "z"]
+    assert [each.name for each in others] == ["B.txt", "a.txt", "b.txt", "é.txt"]
 
 
 @pytest.mark.parametrize(
