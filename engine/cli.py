@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from engine.config import TrainConfig
+from preprocess.grouped_help import GroupedCommand
 
 if TYPE_CHECKING:
     from engine.run import DryRun, TrainResult
@@ -18,7 +19,28 @@ _DONE, _FAILED, _WRONG_USAGE, _STOPPED = 0, 1, 2, 130
 _DEFAULTS = TrainConfig()
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True})
+_GROUPS = {
+    "Data": ("data", "split", "synthetic", "image_size", "num_classes"),
+    "Training": ("steps", "batch", "model", "learning_rate", "momentum", "weight_decay", "seed"),
+    "Infeed": ("prefetch", "reader_threads", "infeed_timeout_s", "transport"),
+    "Output": ("run_dir", "overwrite", "traceback"),
+    "Compilation": ("compilation_cache", "dump_hlo", "dry_run"),
+}
+# Click keeps the line breaks of a paragraph that begins with a backspace.
+_EPILOG = """\b
+Examples:
+  run-train --steps 1000 --batch 128
+  run-train --data data/shards --model resnet50 --steps 450000 --batch 256
+  run-train --synthetic --model resnet18 --image-size 64 --steps 100
+"""
+
+
+@click.command(
+    cls=GroupedCommand,
+    option_groups=_GROUPS,
+    epilog=_EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
+)
 @click.option("--steps", type=int, default=_DEFAULTS.steps, metavar="N", help="Updates to make.")
 @click.option("--batch", type=int, default=_DEFAULTS.batch, metavar="IMAGES", help="Images a step.")
 @click.option(
