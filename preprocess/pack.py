@@ -214,12 +214,13 @@ class _ShardWriter:
     def _clear(self) -> None:
         self._labels: list[int] = []
         self._failures: list[Failure] = []
-        self._sums = ChannelSums()
+        self._sums = np.zeros((2, 3), np.int64)
 
     def _submit(self, stop: int) -> None:
         self._settle()
         labels = np.array(self._labels, np.uint16)
-        record = ShardRecord(self._start, stop, labels, tuple(self._failures), self._sums)
+        sums = ChannelSums.from_array(len(labels) * self._words[0].size, self._sums)
+        record = ShardRecord(self._start, stop, labels, tuple(self._failures), sums)
         self._writing = (self._write(len(self.records), len(labels)), record)
         self._start = stop
         self._clear()

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from preprocess.channels import ChannelSums, channel_sums
+from preprocess.channels import channel_sums
 from preprocess.decode import ResizeRule, decode_image
 from preprocess.journal import Failure
 from preprocess.location import ShardError
 from preprocess.pixels import pack_rgb
 
 if TYPE_CHECKING:
-    from preprocess.listing import SourceSplit
+    from preprocess.listing import SourceImage, SourceSplit
 
 IMAGE_TIMEOUT_S = 600.0
 """How long the next images may take to be read and decoded, in seconds: a network file system that hangs ends here."""
@@ -43,12 +43,19 @@ _MACHINE_ERRORS = frozenset(
 
 @dataclass(frozen=True)
 class PackedImage:
-    """An image ready for a shard: its words ``uint32 [H, W]``, class and channel sums, and its source index."""
+    """An image ready for a shard.
+
+    Attributes:
+        index: its position in the source's pack order.
+        label: its class, 0-based.
+        words: its pixels, uint32 ``[H, W]``.
+        sums: its channel sums, int64 ``[2, 3]``, see `channel_sums`.
+    """
 
     index: int
     label: int
     words: NDArray[np.uint32]
-    sums: ChannelSums
+    sums: NDArray[np.int64]
 
 
 Outcome = PackedImage | Failure
@@ -75,8 +82,7 @@ def decode_in_order(source: SourceSplit, rule: ResizeRule, *, start: int, num_wo
             if not future.set_running_or_notify_cancel():
                 continue
             try:
-                stop = min(first + block, len(source))
-                future.set_result([_outcome(source, index, rule) for index in range(first, stop)])
+                future.set_result(_outcomes(source, rule, first, min(first + block, len(source))))
             except BaseException as error:  # noqa: BLE001 - kept, and raised in the consumer
                 future.set_exception(error)
 
@@ -97,16 +103,30 @@ def decode_in_order(source: SourceSplit, rule: ResizeRule, *, start: int, num_wo
         _stop(threads, tasks)
 
 
-def _outcome(source: SourceSplit, index: int, rule: ResizeRule) -> Outcome:
-    image = source.image(index)
+def _outcomes(source: SourceSplit, rule: ResizeRule, start: int, stop: int) -> list[Outcome]:
+    decoded = [_decode(source, source.image(index), index, rule) for index in range(start, stop)]
+    images = [each for each in decoded if not isinstance(each, Failure)]
+    if not images:
+        return [each for each in decoded if isinstance(each, Failure)]
+    # Packed and summed a block at a time: image by image it took a quarter more time at 32 px.
+    rgb = np.stack(images)
+    packed = zip(pack_rgb(rgb), channel_sums(rgb), strict=True)
+    outcomes: list[Outcome] = []
+    for index, each in enumerate(decoded, start=start):
+        outcomes.append(
+            each if isinstance(each, Failure) else PackedImage(index, source.image(index).label, *next(packed))
+        )
+    return outcomes
+
+
+def _decode(source: SourceSplit, image: SourceImage, index: int, rule: ResizeRule) -> NDArray[np.uint8] | Failure:
     try:
-        rgb = decode_image(source.read(index), rule)
+        return decode_image(source.read(index), rule)
     except (OSError, ValueError) as error:
         if isinstance(error, OSError) and error.errno in _MACHINE_ERRORS:
             raise ShardError(f"{image.name}: {error}; this is no fault of the image: mend it and run again") from error
         reason = " ".join(str(error).split()) or type(error).__name__
         return Failure(index, image.name, image.label, reason)
-    return PackedImage(index, image.label, pack_rgb(rgb), channel_sums(rgb))
 
 
 def _wait(future: Future[list[Outcome]], source: SourceSplit, first: int) -> list[Outcome]:

@@ -147,7 +147,7 @@ def _check_pixels(location: Location, manifest: Manifest, on_progress: Callable[
                 continue
             if np.any(words & np.uint32(UNUSED_BITS)):
                 broken.setdefault("pixels with a low byte that is not 0", []).append(index)
-            sums += channel_sums(unpack_rgb(words))
+            sums += ChannelSums.from_array(words.size, channel_sums(unpack_rgb(words)[None])[0])
         for what, indices in broken.items():
             yield Damage(file, what, tuple(indices))
         on_progress(stop, manifest.num_images)
