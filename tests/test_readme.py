@@ -1,0 +1,27 @@
+import re
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).parent.parent / "README.md"
+BLOCKS = re.findall(r"^```python\n(.*?)^```", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("number", range(len(BLOCKS)))
+def test_every_python_example_runs_and_its_loss_falls(number, capsys):
+    exec(compile(BLOCKS[number], f"README block {number}", "exec"), {"__name__": "readme"})
+    printed = capsys.readouterr().out.split()
+    if "(result.losses[0]" in BLOCKS[number]:
+        assert float(printed[1]) < 0.7 * float(printed[0])
+    else:
+        assert printed[1:] == ["20", "steps"]
+
+
+def test_every_file_and_option_that_the_readme_names_exists():
+    text = README.read_text(encoding="utf-8")
+    root = README.parent
+    for path in set(re.findall(r"`((?:engine|models|preprocess|scripts)/[\w./]+)`", text)):
+        assert (root / path).exists(), path
+    options = "".join(path.read_text(encoding="utf-8") for path in root.glob("*/*cli.py"))
+    for option in set(re.findall(r"(?<=[` ])--[a-z-]+", text)):
+        assert f'"{option}"' in options or f'"{option}/' in options, option
