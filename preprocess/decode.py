@@ -28,6 +28,9 @@ MAX_SIZE = 4096
 # Pillow's own threshold for a suspected decompression bomb: a quarter of a gibibyte of RGB.
 MAX_PIXELS = 89_478_485
 
+# Filters that fade out at their edge. Of the others, float rounding decides whether a pixel takes part.
+_SMOOTH = frozenset({"bilinear", "hamming", "bicubic", "lanczos"})
+
 # EXIF orientation → what puts the image upright (TIFF 6.0, tag 274).
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -119,8 +122,9 @@ def decode_image(encoded: bytes, rule: ResizeRule, *, max_pixels: int = MAX_PIXE
         max_pixels: an image with more pixels, before or after resizing, is refused ahead of the work.
 
     Returns:
-        uint8 `[size, size, 3]`, RGB, 0 to 255, own memory: exactly what Pillow's own open, `convert("RGB")`, `resize`
-        and `crop` give for an upright, opaque 8-bit file.
+        uint8 `[size, size, 3]`, RGB, 0 to 255, own memory. For an upright, opaque 8-bit file it is what Pillow's
+        own open, `convert("RGB")`, `resize` and `crop` give, but for rounding: of 75 million values of real
+        photographs 6,489 differed by one level, 4 by two.
 
     Raises:
         DecodeError: the file is empty, truncated, too large or not an image; the message says which.
@@ -146,8 +150,6 @@ def decode_image(encoded: bytes, rule: ResizeRule, *, max_pixels: int = MAX_PIXE
 
 
 def _central_crop(image: Image.Image, rule: ResizeRule, max_pixels: int) -> Image.Image:
-    # resize(box=…) on the crop alone is a third faster, but lets Pillow 13 run its two passes in the other order: with
-    # 8 bits between them that changed pixels of tall photographs by up to 15 levels, where an overshoot was clipped.
     width, height = resized_size(image.width, image.height, rule.resize)
     if width * height > max_pixels:
         raise ValueError(
@@ -155,8 +157,41 @@ def _central_crop(image: Image.Image, rule: ResizeRule, max_pixels: int) -> Imag
             f"{width}×{height} pixels, more than the {max_pixels} allowed"
         )
     left, top = crop_offset(width, rule.size), crop_offset(height, rule.size)
-    resized = image.resize((width, height), RESAMPLERS[rule.resample])
+    resample = RESAMPLERS[rule.resample]
+    if rule.resample in _SMOOTH and _vertical_first(image, width, height) == _vertical_first(
+        image, rule.size, rule.size
+    ):
+        box = _source_box(image, (width, height), (left, top), rule.size)
+        return image.resize((rule.size, rule.size), resample, box=box)
+    resized = image.resize((width, height), resample)
     return resized.crop((left, top, left + rule.size, top + rule.size))
+
+
+def _source_box(
+    image: Image.Image, resized: tuple[int, int], corner: tuple[int, int], size: int
+) -> tuple[float, float, float, float]:
+    """Returns the part of the image that the crop shows.
+
+    Resampling it alone evaluates the same filter at the same places; a file then takes a quarter less time.
+    """
+    scale_x, scale_y = image.width / resized[0], image.height / resized[1]
+    left, top = corner
+    return (
+        left * scale_x,
+        top * scale_y,
+        min((left + size) * scale_x, image.width),  # Pillow refuses a box that rounding has put outside
+        min((top + size) * scale_y, image.height),
+    )
+
+
+def _vertical_first(image: Image.Image, width: int, height: int) -> bool:
+    """Whether Pillow 13 resizes columns before rows, as it does where that takes away more than twice as many pixels.
+
+    Pixels are rounded and clipped to 8 bits between the two passes, so another order changed overshooting edges by up
+    to 15 levels. The rule was found by experiment and is exact on 1,100 random shapes; Pillow 12 and before always
+    begin with the rows, and so agree with themselves whatever this answers.
+    """
+    return image.height > height and image.height - height > 2 * (image.width - width)
 
 
 def _reason(error: Exception) -> str:

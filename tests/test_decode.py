@@ -65,7 +65,21 @@ def test_jpeg_equals_plain_pillow(size, resample, options):
     pixels = decode_image(encoded, rule)
     assert pixels.dtype == np.uint8
     assert pixels.shape == (224, 224, 3)
-    np.testing.assert_array_equal(pixels, plain_pipeline(encoded, rule))
+    # Only the crop is resampled, from a box with float32 corners: a rounded value may fall to the other side.
+    assert np.abs(pixels - plain_pipeline(encoded, rule).astype(int)).max() <= 1
+
+
+# Sizes for which Pillow 13 would swap its two passes in a boxed resize, in a full one, in both, in neither.
+@pytest.mark.parametrize("size", [(333, 500), (260, 500), (275, 663), (300, 1000), (500, 375), (200, 300)])
+@pytest.mark.parametrize("resample", ["bicubic", "lanczos", "box", "nearest"])
+def test_overshooting_edges_equal_plain_pillow(size, resample):
+    # Black and white noise overshoots at every pixel, which the 8 bits between the passes clip: passes in another
+    # order would differ by tens of levels. Both passes round, so two levels.
+    noise = np.random.default_rng(0).integers(0, 2, (size[1], size[0]), dtype=np.uint8) * np.uint8(255)
+    encoded = encode(Image.fromarray(noise), "BMP")
+    rule = ResizeRule(resample=resample)
+    difference = np.abs(decode_image(encoded, rule) - plain_pipeline(encoded, rule).astype(int))
+    assert difference.max() <= (0 if resample in ("box", "nearest") else 2)
 
 
 @settings(max_examples=40, deadline=None)
@@ -81,7 +95,8 @@ def test_any_geometry_equals_plain_pillow(width, height, size, extra, resample, 
     image = photograph(width, height, seed=width * height)
     encoded = encode(image.convert("L") if grey else image, "JPEG")
     rule = ResizeRule(size, size + extra, resample)
-    np.testing.assert_array_equal(decode_image(encoded, rule), plain_pipeline(encoded, rule))
+    difference = np.abs(decode_image(encoded, rule) - plain_pipeline(encoded, rule).astype(int))
+    assert difference.max() <= 2  # of rounding, as above
 
 
 @given(short=st.integers(1, 5000), long=st.integers(1, 5000), resize=st.integers(1, 1024))
@@ -154,7 +169,8 @@ def test_orientation_of_a_jpeg_comes_before_resizing(orientation):
     mirror, quarter_turns = steps[orientation]
     pixels = np.asarray(turned)
     pixels = np.rot90(pixels[:, ::-1] if mirror else pixels, quarter_turns)
-    np.testing.assert_array_equal(found, plain_pipeline(encode(Image.fromarray(np.ascontiguousarray(pixels))), rule))
+    expected = plain_pipeline(encode(Image.fromarray(np.ascontiguousarray(pixels))), rule)
+    assert np.abs(found - expected.astype(int)).max() <= 1  # of rounding
     assert (orientation == 1) == np.array_equal(found, decode_image(stored, rule))
 
 
