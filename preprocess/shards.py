@@ -5,6 +5,7 @@ Owns opening and reading. Knows nothing of order, batches or devices; writing is
 
 from __future__ import annotations
 
+import threading
 import time
 from types import TracebackType
 from typing import Self
@@ -19,6 +20,10 @@ from preprocess.location import Location, ShardError, open_location, reason
 from preprocess.manifest import MANIFEST_KEY, Manifest
 
 __all__ = ["ShardError", "ShardSplit", "list_splits", "list_unfinished_splits", "open_split"]
+
+HELD_LABELS = 1 << 24
+"""Splits of up to so many images keep their labels in memory (32 MiB) once read: a gather takes 10 µs, 128 single reads
+through the store 1.8 ms even when cached. Larger splits read through a cache of the same size."""
 
 _READ_ERRORS = (ValueError, OSError, RuntimeError)
 
@@ -44,6 +49,8 @@ class ShardSplit:
         # Decoded images are not cached: a cache only adds a copy (measured), the page cache already holds the file.
         self._pixels: ts.TensorStore | None = read_array(location, PIXELS)
         self._labels: ts.TensorStore | None = read_array(location, LABELS, cache_bytes=LABEL_CACHE_BYTES)
+        self._held_labels: NDArray[np.uint16] | None = None
+        self._held_labels_lock = threading.Lock()
         self._check_arrays()
 
     def __enter__(self) -> Self:
@@ -56,7 +63,7 @@ class ShardSplit:
 
     def close(self) -> None:
         """Let go of the store; reading afterwards is an error. May be called again."""
-        self._pixels = self._labels = None
+        self._pixels = self._labels = self._held_labels = None
 
     def read_into(
         self, indices: NDArray[np.int64], pixels: NDArray[np.uint32], labels: NDArray[np.int32], *, timeout_s: float
@@ -84,13 +91,11 @@ class ShardSplit:
         # Writing from the store into the buffer spares the array that read() allocates: 1.3 to 1.7 times the images
         # per second; the order of the indices then makes no difference.
         with ts.Batch() as batch:
-            reading_labels = stored_labels[indices].read(batch=batch)
             reading_pixels = ts.array(pixels).write(stored_pixels[indices], batch=batch)
         try:
+            found = self._read_labels(stored_labels, indices, deadline)
             reading_pixels.result(timeout=max(0.0, deadline - time.monotonic()))
-            found = reading_labels.result(timeout=max(0.0, deadline - time.monotonic()))
         except TimeoutError:
-            reading_labels.cancel()
             raise ShardError(self._timeout_message(indices, timeout_s)) from None
         except _READ_ERRORS as error:
             raise ShardError(self._blame(indices, error, deadline)) from error
@@ -101,6 +106,25 @@ class ShardSplit:
                 f"{self._name()}: label {found.max()} of image {index} is not one of the {self.num_classes} classes; "
                 f"{self._remedy()}"
             )
+
+    def _read_labels(self, stored: ts.TensorStore, indices: NDArray[np.int64], deadline: float) -> NDArray[np.uint16]:
+        if self.num_images <= HELD_LABELS:
+            if not self._held_labels_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                raise TimeoutError
+            try:
+                held = self._held_labels
+                if held is None:
+                    held = self._held_labels = stored.read().result(timeout=max(0.0, deadline - time.monotonic()))
+                return held[indices]
+            except _READ_ERRORS as error:
+                # Damage among other images' labels is no reason to refuse these: below they are read by themselves.
+                if isinstance(error, TimeoutError):
+                    raise
+            finally:
+                self._held_labels_lock.release()
+        with ts.Batch() as batch:
+            reading = stored[indices].read(batch=batch)
+        return reading.result(timeout=max(0.0, deadline - time.monotonic()))
 
     def _arrays(self) -> tuple[ts.TensorStore, ts.TensorStore]:
         if self._pixels is None or self._labels is None:

@@ -13,6 +13,7 @@ import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from preprocess import shards
 from preprocess.arrays import LABELS_PER_CHUNK, LABELS_PER_SHARD
 from preprocess.shards import ShardError, list_splits, open_split
 from tests.fake_source import CLASSES, FakeSource, fake_source, files_of, pack, packed_words
@@ -172,6 +173,26 @@ def test_missing_labels_are_an_error(data):
     (data / "train/labels/c/0").unlink()
     with open_split(str(data), "train") as split, pytest.raises(ShardError, match=r"image 1 in labels/c/0: .*missing"):
         read(split, [1])
+
+
+def test_damage_among_other_labels_does_not_keep_an_image_from_being_read(tmp_path):
+    # Two chunks of labels; the second is damaged.
+    source = fake_source(LABELS_PER_CHUNK + 1, size=1)
+    pack(source, tmp_path)
+    file = tmp_path / "train/labels/c/0"
+    damaged = bytearray(file.read_bytes())
+    damaged[2 * LABELS_PER_CHUNK + 4] ^= 1
+    file.write_bytes(damaged)
+    with open_split(str(tmp_path), "train") as split:
+        np.testing.assert_array_equal(read(split, [5, 0])[1], packed_words(source)[1][[5, 0]])
+        with pytest.raises(ShardError, match=r"image 1024 in labels/c/0: the checksum does not match"):
+            read(split, [5, LABELS_PER_CHUNK])
+
+
+def test_labels_too_many_to_be_held_are_read_through_the_store(data, source, monkeypatch):
+    monkeypatch.setattr(shards, "HELD_LABELS", 9)
+    with open_split(str(data), "train") as split:
+        np.testing.assert_array_equal(read(split, [9, 2, 2])[1], packed_words(source)[1][[9, 2, 2]])
 
 
 def test_a_label_without_a_class_is_an_error(data):
