@@ -3,6 +3,8 @@
 import os
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -164,22 +166,26 @@ def _show(plan: "DryRun") -> None:
 def _train(config: TrainConfig) -> int:
     from engine.run import train
 
-    result = train(config, sinks=[_terminal_sink(config)], notify=click.echo)
+    sink, notify = _terminal(config)
+    result = train(config, sinks=[sink], notify=notify)
     _summarise(result)
     return _DONE if result.stopped_by == "steps" else _STOPPED
 
 
-def _terminal_sink(config: TrainConfig) -> "Sink":
-    """A progress line for a person, a line a step for a pipe."""
+def _terminal(config: TrainConfig) -> "tuple[Sink, Callable[[str], None]]":
+    """Gives the loss stream's sink and the way to say something beside it: for a person, or for a pipe."""
     if sys.stdout.isatty():
         from rich.console import Console
 
         from engine.terminal import ProgressSink
 
-        return ProgressSink(Console(), steps=config.steps, batch=config.batch)
+        # One console for both, so that what is said while the progress line stands goes above it.
+        console = Console()
+        say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+        return ProgressSink(console, steps=config.steps, batch=config.batch), say
     from engine.sinks import PlainSink
 
-    return PlainSink(sys.stdout, steps=config.steps)
+    return PlainSink(sys.stdout, steps=config.steps), click.echo
 
 
 def _summarise(result: "TrainResult") -> None:
