@@ -1,5 +1,6 @@
 """The host's end of the outfeed: a queue between the program, which must not wait, and the sinks, which may be slow."""
 
+import math
 import queue
 import threading
 import time
@@ -20,7 +21,7 @@ class LossStream:
     """Carries losses to the sinks on a thread of its own.
 
     A sink that raises is left out from then on, its exception kept, and the run asked to stop; the others get
-    every record.
+    every record. Sinks are written to and closed on that thread, so that one that hangs holds up nobody for good.
 
     Args:
         batch: images a step.
@@ -34,7 +35,7 @@ class LossStream:
     """
 
     def __init__(self, *, batch: int, wait_of: Callable[[int], float], board: ControlBoard) -> None:
-        self._sinks: tuple[Sink, ...] = ()
+        self._opened: list[Sink] = []
         self._batch, self._wait_of, self._board = batch, wait_of, board
         self._queue: queue.Queue[PushedLoss | None] = queue.Queue(_MOST_QUEUED)
         self._last_time = time.time()
@@ -44,12 +45,20 @@ class LossStream:
         self._thread = threading.Thread(target=self._work, name="loss-stream", daemon=True)
 
     def start(self, sinks: Sequence[Sink]) -> None:
-        """Opens the sinks, which get each record in order, and starts the clock; called once, before the program."""
-        self._sinks = tuple(sinks)
-        for sink in sinks:
-            sink.open()
-        self._last_time = time.time()
-        self._thread.start()
+        """Opens the sinks, which get each record in order, and starts the clock; called once, before the program.
+
+        Raises:
+            BaseException: what a sink raised in `open`; those opened before it are then closed.
+        """
+        try:
+            for sink in sinks:
+                sink.open()
+                self._opened.append(sink)
+            self._last_time = time.time()
+            self._thread.start()
+        except BaseException:
+            self._close_sinks()
+            raise
 
     def receive(self, pushed: PushedLoss) -> None:
         """Takes a loss from the program; raises TimeoutError where the sinks have stood still for too long."""
@@ -62,17 +71,13 @@ class LossStream:
             ) from None
 
     def close(self) -> None:
-        """Hands what is queued to the sinks and closes them; keeps the exception of one that fails at that."""
-        if self._thread.is_alive():
-            self._drain()
-        for sink in self._sinks:
-            try:
-                sink.close()
-            except Exception as error:  # noqa: BLE001 - one sink's failure must not keep the others open
-                self._keep(error)
+        """Hands what is queued to the sinks and closes them, for a limited time; may be called again.
 
-    def _drain(self) -> None:
-        """Waits until the thread has handed over what is queued, for a limited time."""
+        Keeps the exception of a sink that fails at that, or TimeoutError where one hangs: its thread is then left to
+        itself (a daemon), and still hands over and closes if the sink ever goes on.
+        """
+        if not self._thread.is_alive():
+            return
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S
         with suppress(queue.Full):
             self._queue.put(None, timeout=_CLOSE_TIMEOUT_S)
@@ -81,18 +86,31 @@ class LossStream:
             self._keep(TimeoutError(f"the sinks must take the last losses within {_CLOSE_TIMEOUT_S:g} s, and did not"))
 
     def _work(self) -> None:
-        working = list(self._sinks)
+        working = list(self._opened)
         while (pushed := self._queue.get()) is not None:
             record = self._record(pushed)
-            for sink in tuple(working):
-                try:
-                    sink.write(record)
-                except Exception as error:  # noqa: BLE001 - kept for the caller; the other sinks go on
-                    working.remove(sink)
-                    self._keep(error)
+            working = [sink for sink in working if self._takes(sink, record)]
+        self._close_sinks()
+
+    def _takes(self, sink: Sink, record: LossRecord) -> bool:
+        """Hands a record to a sink; gives whether the sink goes on."""
+        try:
+            sink.write(record)
+        except BaseException as error:  # noqa: BLE001 - kept for the caller; the other sinks go on, whatever it was
+            self._keep(error)
+            return False
+        return True
+
+    def _close_sinks(self) -> None:
+        for sink in self._opened:
+            try:
+                sink.close()
+            except BaseException as error:  # noqa: BLE001 - one sink's failure must not keep the others open
+                self._keep(error)
+        self._opened = []
 
     def _record(self, pushed: PushedLoss) -> LossRecord:
-        elapsed_s = max(pushed.time - self._last_time, 1e-9)
+        elapsed_s = pushed.time - self._last_time
         self._last_time = pushed.time
         wait_s = self._wait_of(pushed.step - 1)
         self.losses.append(pushed.loss)
@@ -101,7 +119,7 @@ class LossStream:
             step=pushed.step,
             loss=pushed.loss,
             lr=pushed.learning_rate,
-            images_per_s=self._batch / elapsed_s,
+            images_per_s=self._batch / elapsed_s if elapsed_s > 0 else math.nan,
             wait_ms=wait_s * 1e3,
             time=pushed.time,
         )

@@ -12,6 +12,9 @@ from typing import Protocol, TextIO
 
 import numpy as np
 
+# More than any record takes: where the last line of a file must begin.
+_LONGEST_LINE_BYTES = 1 << 16
+
 
 @dataclass(frozen=True)
 class LossRecord:
@@ -21,7 +24,7 @@ class LossRecord:
         step: updates done, from 1.
         loss: mean over the batch.
         lr: learning rate of the update.
-        images_per_s: images of this step over the seconds since the last one.
+        images_per_s: images of this step over the seconds since the last one; NaN where the clock was set back.
         wait_ms: milliseconds that the loop waited for the batch.
         time: seconds since the epoch.
     """
@@ -34,7 +37,7 @@ class LossRecord:
     time: float
 
     def to_json(self) -> str:
-        """Gives the record as one line of JSON, without its end; a loss that is no number is null."""
+        """Gives the record as one line of JSON, without its end; what is no finite number is null."""
         values = asdict(self)
         rounded = {"images_per_s": 2, "wait_ms": 3, "time": 3}
         for name, value in values.items():
@@ -52,7 +55,7 @@ class Sink(Protocol):
     """Where loss records go."""
 
     def open(self) -> None:
-        """Begins the stream; called once, when the program is launched."""
+        """Begins the stream; called once, by the thread that launches the program."""
         ...
 
     def write(self, record: LossRecord) -> None:
@@ -60,7 +63,7 @@ class Sink(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends the stream; called once, after the last record."""
+        """Ends the stream; called once, after the last record, on the thread of `write`, where `open` succeeded."""
         ...
 
 
@@ -72,18 +75,28 @@ class JsonLinesSink:
         self._file, self._length = -1, 0
 
     def open(self) -> None:
-        """Opens the file, to append."""
-        self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        self._length = os.fstat(self._file).st_size
+        """Opens the file, to append; a last line that a crash cut short is removed."""
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        size = os.fstat(self._file).st_size
+        start = max(0, size - _LONGEST_LINE_BYTES)
+        end = os.pread(self._file, size - start, start)
+        self._length = start + end.rfind(b"\n") + 1
+        if start and b"\n" not in end:
+            self.close()
+            raise ValueError(
+                f"{self._path} must hold lines of losses, and its last line has no end: choose another file"
+            )
+        if self._length < size:
+            os.ftruncate(self._file, self._length)
 
     def write(self, record: LossRecord) -> None:
         """Appends the record's line."""
         line = (record.to_json() + "\n").encode()
         try:
-            written = os.write(self._file, line)
-            if written < len(line):
-                # A disk takes what fits and reports that it is full at the next call: make that call.
-                os.write(self._file, line[written:])
+            # A disk takes what fits and reports that it is full at the next call: make that call.
+            written = 0
+            while written < len(line):
+                written += os.write(self._file, line[written:])
         except OSError:
             if os.fstat(self._file).st_size > self._length:
                 os.ftruncate(self._file, self._length)
@@ -94,6 +107,7 @@ class JsonLinesSink:
         """Closes the file."""
         if self._file >= 0:
             os.close(self._file)
+            self._file = -1
 
 
 class PlainSink:

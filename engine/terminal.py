@@ -14,6 +14,11 @@ if TYPE_CHECKING:
 
 _BARS = "▁▂▃▄▅▆▇█"
 _NUM_BARS = 16
+_FEWEST_BARS = 4
+_BAR_WIDTH = 10
+# Of the time left ("0:00:00", or more) and the gaps between four columns.
+_TIME_WIDTH = 8
+_GAPS = 3
 # The mean of the last records: a single step's rate jumps with the machine's noise.
 _SMOOTHED_STEPS = 50
 _REDRAWN_PER_S = 5
@@ -30,22 +35,24 @@ class ProgressSink:
 
     def __init__(self, console: "Console", *, steps: int, batch: int) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TimeRemainingColumn
+        from rich.table import Column
 
         sink = self
+        taken = 2 * len(str(steps)) + 1 + _BAR_WIDTH + _TIME_WIDTH + _GAPS
 
         class StreamColumn(ProgressColumn):
             """The loss and rates, worked out when drawn: steps may come a thousand times faster than redraws."""
 
             def render(self, task: Task) -> "Text":  # noqa: ARG002 - the sink knows more than the task
-                return sink.summary()
+                return sink.summary(console.width - taken)
 
         self._batch = batch
         self._recent: deque[LossRecord] = deque(maxlen=_SMOOTHED_STEPS)
         self._history = LossHistory()
         self._progress = Progress(
             MofNCompleteColumn(),
-            BarColumn(bar_width=10),
-            StreamColumn(),
+            BarColumn(bar_width=_BAR_WIDTH),
+            StreamColumn(Column(no_wrap=True, overflow="ellipsis")),
             TimeRemainingColumn(compact=True),
             console=console,
             refresh_per_second=_REDRAWN_PER_S,
@@ -67,8 +74,12 @@ class ProgressSink:
         self._progress.refresh()
         self._progress.stop()
 
-    def summary(self) -> "Text":
-        """Gives the line's text: loss (mean of the last steps), its course so far, rate, infeed wait."""
+    def summary(self, width: int = 10**6) -> "Text":
+        """Gives the line's text: loss (mean of the last steps), its course so far, rates, infeed wait.
+
+        Args:
+            width: columns that there are; the course is the first to shrink and to go, the infeed wait the last.
+        """
         from rich.text import Text
 
         recent = tuple(self._recent)
@@ -78,22 +89,35 @@ class ProgressSink:
         images_per_s = self._batch * (len(recent) - 1) / elapsed_s if elapsed_s > 0 else recent[-1].images_per_s
         loss = math.fsum(record.loss for record in recent) / len(recent)
         wait_ms = math.fsum(record.wait_ms for record in recent) / len(recent)
-        return Text.assemble(
-            "loss ",
-            (f"{loss:.4f}", "bold"),
-            f" {sparkline(self._history.means, _NUM_BARS)} ",
-            f"lr {recent[-1].lr:.3g}  {images_per_s:,.0f} img/s  wait {wait_ms:.1f} ms",
-        )
+        number = f"{loss:.4f}"
+        left = width - len("loss ") - len(number)
+        facts: list[str] = []
+        for fact in (f"  wait {wait_ms:.1f} ms", f"  {images_per_s:,.0f} img/s", f"  lr {recent[-1].lr:.3g}"):
+            left -= len(fact)
+            if left < 0:
+                break
+            facts.insert(0, fact)
+        num_bars = min(_NUM_BARS, left - 1)
+        course = f" {sparkline(self._history.means, num_bars)}" if num_bars >= _FEWEST_BARS else ""
+        return Text.assemble("loss ", (number, "bold"), course, *facts)
 
 
 class LossHistory:
     """The whole course of the loss in bounded memory: means of equal stretches, halved in number when there are many.
 
+    Args:
+        capacity: an even number, 2 or more.
+
     Attributes:
-        means: at most `capacity`, oldest first; the last, unfinished stretch is not among them.
+        means: fewer than `capacity`, oldest first; the last, unfinished stretch is not among them.
+
+    Raises:
+        ValueError: for another capacity: the stretches are joined in pairs.
     """
 
     def __init__(self, capacity: int = 512) -> None:
+        if capacity < 2 or capacity % 2:
+            raise ValueError(f"capacity must be even and at least 2, got {capacity}")
         self._capacity, self._stretch, self._pending = capacity, 1, 0
         self._sum = 0.0
         self.means: list[float] = []
@@ -107,7 +131,7 @@ class LossHistory:
         self.means.append(self._sum / self._stretch)
         self._sum, self._pending = 0.0, 0
         if len(self.means) >= self._capacity:
-            pairs = zip(self.means[::2], self.means[1::2], strict=False)
+            pairs = zip(self.means[::2], self.means[1::2], strict=True)
             self.means = [(first + second) / 2 for first, second in pairs]
             self._stretch *= 2
 

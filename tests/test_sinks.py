@@ -1,0 +1,236 @@
+"""The sinks: what a line says to the byte, and what is in a file when the disk is full."""
+
+import errno
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.sinks import JsonLinesSink, LossRecord, PlainSink
+
+FLOAT32 = st.floats(width=32)
+
+
+def record(step=1, **changes):
+    values = {"loss": 2.5, "lr": 0.1, "images_per_s": 100.0, "wait_ms": 0.5, "time": 1700000000.0}
+    return LossRecord(step=step, **(values | changes))
+
+
+def as_float32(value):
+    return float(np.float32(value))
+
+
+def write_all(path, *records):
+    sink = JsonLinesSink(path)
+    sink.open()
+    for each in records:
+        sink.write(each)
+    sink.close()
+
+
+def test_golden_line():
+    golden = LossRecord(
+        step=7,
+        loss=as_float32(6.9077554),
+        lr=as_float32(0.05),
+        images_per_s=1234.5678,
+        wait_ms=0.0123456,
+        time=1763712000.98765,
+    )
+    assert golden.to_json() == (
+        '{"step": 7, "loss": 6.9077554, "lr": 0.05, "images_per_s": 1234.57, "wait_ms": 0.012, "time": 1763712000.988}'
+    )
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_no_number_is_null(value):
+    line = record(loss=value, images_per_s=value).to_json()
+    assert line == ('{"step": 1, "loss": null, "lr": 0.1, "images_per_s": null, "wait_ms": 0.5, "time": 1700000000.0}')
+
+
+@given(loss=FLOAT32, lr=FLOAT32, step=st.integers(1, 2**31))
+def test_a_line_gives_back_the_float32_it_was_made_of(loss, lr, step):
+    def no_constant(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    line = record(step, loss=loss, lr=lr).to_json()
+    values = json.loads(line, parse_constant=no_constant)
+    assert "\n" not in line
+    assert list(values) == ["step", "loss", "lr", "images_per_s", "wait_ms", "time"]
+    assert values["step"] == step
+    for name, value in (("loss", loss), ("lr", lr)):
+        if math.isfinite(value):
+            assert np.float32(values[name]) == np.float32(value)
+        else:
+            assert values[name] is None
+
+
+def test_golden_file(tmp_path):
+    write_all(tmp_path / "loss.jsonl", record(1), record(2, loss=math.nan))
+    assert (tmp_path / "loss.jsonl").read_bytes() == (
+        b'{"step": 1, "loss": 2.5, "lr": 0.1, "images_per_s": 100.0, "wait_ms": 0.5, "time": 1700000000.0}\n'
+        b'{"step": 2, "loss": null, "lr": 0.1, "images_per_s": 100.0, "wait_ms": 0.5, "time": 1700000000.0}\n'
+    )
+
+
+def test_a_line_is_on_disk_before_the_next_is_taken(tmp_path):
+    path = tmp_path / "loss.jsonl"
+    sink = JsonLinesSink(path)
+    sink.open()
+    for step in range(1, 4):
+        sink.write(record(step))
+        assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == list(range(1, step + 1))
+    sink.close()
+
+
+def test_lines_that_are_there_stay(tmp_path):
+    path = tmp_path / "loss.jsonl"
+    write_all(path, record(1))
+    write_all(path, record(2), record(3))
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("kept", [0, 1, 3000])
+def test_a_line_that_a_crash_cut_short_is_removed(tmp_path, kept):
+    path = tmp_path / "loss.jsonl"
+    whole = "".join(record(step).to_json() + "\n" for step in range(1, kept + 1))
+    path.write_text(whole + record(kept + 1).to_json()[:40])
+    write_all(path, record(kept + 1))
+    assert path.read_text() == whole + record(kept + 1).to_json() + "\n"
+
+
+def test_a_file_of_something_else_is_left_alone(tmp_path):
+    path = tmp_path / "loss.jsonl"
+    path.write_bytes(b"x" * 70_000)
+    with pytest.raises(ValueError, match=r"loss\.jsonl must hold lines of losses, and its last line has no end"):
+        write_all(path, record())
+    assert path.read_bytes() == b"x" * 70_000
+
+
+def test_closing_twice_closes_no_file_of_another(tmp_path):
+    sink = JsonLinesSink(tmp_path / "loss.jsonl")
+    sink.close()
+    sink.open()
+    sink.close()
+    other = os.open(tmp_path, os.O_RDONLY)
+    sink.close()
+    os.fstat(other)
+    os.close(other)
+
+
+def test_a_folder_that_is_not_there_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        JsonLinesSink(tmp_path / "nowhere" / "loss.jsonl").open()
+
+
+FULL_DISK = """
+import os, resource, signal, sys
+from pathlib import Path
+from engine.sinks import JsonLinesSink, LossRecord
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+sink = JsonLinesSink(Path(sys.argv[1]))
+sink.open()
+for attempt in range(2):
+    try:
+        for step in range(1, 100):
+            sink.write(LossRecord(step, 2.5, 0.1, 100.0, 0.5, 1700000000.0))
+    except OSError as error:
+        print(step, error.errno, os.fstat(sink._file).st_size)
+sink.close()
+"""
+
+
+def test_a_full_disk_leaves_whole_lines(tmp_path):
+    path = tmp_path / "loss.jsonl"
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, path],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=Path(__file__).parents[1],
+    )
+    line = record().to_json() + "\n"
+    fits = 1000 // len(line)
+    size = sum(len(record(step).to_json()) + 1 for step in range(1, fits + 1))
+    # The second attempt finds the disk as full as the first left it, and again leaves no part of a line.
+    assert done.stdout.split("\n")[:2] == [f"{fits + 1} {errno.EFBIG} {size}", f"1 {errno.EFBIG} {size}"]
+    assert [json.loads(text)["step"] for text in path.read_text().splitlines(keepends=True)] == [*range(1, fits + 1)]
+
+
+def test_a_short_write_is_completed(tmp_path, monkeypatch):
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda file, content: write(file, content[:10]))
+    write_all(tmp_path / "loss.jsonl", record(1), record(2))
+    assert (tmp_path / "loss.jsonl").read_text() == record(1).to_json() + "\n" + record(2).to_json() + "\n"
+
+
+def test_a_short_write_before_a_full_disk_is_undone(tmp_path, monkeypatch):
+    path = tmp_path / "loss.jsonl"
+    sink = JsonLinesSink(path)
+    sink.open()
+    sink.write(record(1))
+    write = os.write
+
+    def nearly_full(file, content):
+        if len(content) < 60:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(file, content[:50])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", nearly_full)
+        with pytest.raises(OSError, match="No space left on device"):
+            sink.write(record(2))
+    assert path.read_text() == record(1).to_json() + "\n"
+    sink.write(record(3))
+    sink.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 3]
+
+
+def test_golden_plain_line(capsys):
+    sink = PlainSink(sys.stdout, steps=1000)
+    sink.open()
+    sink.write(record(12, wait_ms=0.012))
+    sink.write(record(13, loss=math.nan))
+    sink.close()
+    assert capsys.readouterr().out == (
+        "step 12/1000  loss 2.5000  lr 0.1  100.0 images/s  wait 0.01 ms\n"
+        "step 13/1000  loss nan  lr 0.1  100.0 images/s  wait 0.50 ms\n"
+    )
+
+
+def test_a_plain_line_is_flushed_at_once(tmp_path):
+    path = tmp_path / "log"
+    with path.open("w", encoding="ascii") as stream:
+        sink = PlainSink(stream, steps=10)
+        sink.write(record(1))
+        assert path.read_text().startswith("step 1/10 ")
+        sink.close()
+        assert not stream.closed
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+def test_a_plain_line_that_finds_no_room_is_an_error():
+    stream = Path("/dev/full").open("w", encoding="ascii")  # noqa: SIM115 - closing it raises, too
+    with pytest.raises(OSError, match="No space left on device"):
+        PlainSink(stream, steps=10).write(record())
+    with pytest.raises(OSError, match="No space left on device"):
+        stream.close()
+
+
+def test_a_pipe_that_nobody_reads_is_an_error():
+    reading, writing = os.pipe()
+    os.close(reading)
+    stream = os.fdopen(writing, "w", encoding="ascii")
+    with pytest.raises(BrokenPipeError):
+        PlainSink(stream, steps=10).write(record())
+    with pytest.raises(BrokenPipeError):
+        stream.close()

@@ -1,0 +1,188 @@
+"""The progress line: fits its terminal, says what it should, and keeps the course of the loss in bounded memory."""
+
+import io
+import math
+import re
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from engine.sinks import LossRecord
+from engine.terminal import LossHistory, ProgressSink, sparkline
+
+LOSSES = st.floats(width=32)
+ESCAPES = re.compile(r"\x1b\[[0-9?;]*[A-Za-z]")
+
+
+def record(step, **changes):
+    values = {"loss": 6.9 - step / 250, "lr": 0.05, "images_per_s": 100.0, "wait_ms": 12.34, "time": 1e9 + step * 0.01}
+    return LossRecord(step=step, **(values | changes))
+
+
+def make_sink(width=80, steps=1000, batch=128):
+    drawn = io.StringIO()
+    # A fixed size and no colours, whatever terminal runs the tests.
+    console = Console(
+        file=drawn, force_terminal=True, color_system=None, width=width, legacy_windows=False, _environ={}
+    )
+    return ProgressSink(console, steps=steps, batch=batch), drawn
+
+
+def lines_of(drawn):
+    """Every line ever drawn, without control codes."""
+    return [line for line in re.split(r"[\r\n]", ESCAPES.sub("", drawn.getvalue())) if line.strip()]
+
+
+def run_sink(*records, **settings):
+    sink, drawn = make_sink(**settings)
+    sink.open()
+    for each in records:
+        sink.write(each)
+    sink.close()
+    return lines_of(drawn)
+
+
+def test_the_last_line_says_how_the_run_ended():
+    last = run_sink(*(record(step) for step in range(1, 1001)), width=120)[-1]
+    assert last.startswith("1000/1000 ")
+    # The mean of the last 50 losses, and the rate over their 49 intervals of 10 ms.
+    assert "loss 2.9980 " in last
+    assert "█" in last
+    assert "▁  lr 0.05  12,800 img/s  wait 12.3 ms" in last
+    assert "00:00" in last
+
+
+@pytest.mark.parametrize("width", [30, 40, 50, 60, 72, 80, 100, 120, 200])
+@pytest.mark.parametrize("steps", [1, 1000, 450_000])
+def test_one_line_whatever_the_width(width, steps):
+    sink, drawn = make_sink(width, steps)
+    sink.open()
+    for step in range(max(1, steps - 60), steps + 1):
+        sink.write(record(step, loss=12.3456, lr=0.00123, wait_ms=1234.5))
+    sink.close()
+    assert "\x1b[1A" not in drawn.getvalue()
+    for line in lines_of(drawn):
+        assert len(line) <= width
+
+
+def test_all_the_facts_fit_in_80_columns():
+    last = run_sink(*(record(step) for step in range(1, 1001)), width=80)[-1]
+    for fact in ("1000/1000", "loss 2.9980", "lr 0.05", "12,800 img/s", "wait 12.3 ms", "00:00"):
+        assert fact in last
+    assert len(last) <= 80
+
+
+@pytest.mark.parametrize(
+    ("width", "expected"),
+    [
+        (1000, "loss 2.0000 ▁▁  lr 0.05  100 img/s  wait 12.3 ms"),
+        (46, "loss 2.0000  lr 0.05  100 img/s  wait 12.3 ms"),
+        (45, "loss 2.0000  lr 0.05  100 img/s  wait 12.3 ms"),
+        (44, "loss 2.0000  100 img/s  wait 12.3 ms"),
+        (36, "loss 2.0000  100 img/s  wait 12.3 ms"),
+        (35, "loss 2.0000  wait 12.3 ms"),
+        (24, "loss 2.0000"),
+        (0, "loss 2.0000"),
+    ],
+)
+def test_what_goes_first_where_there_is_less_room(width, expected):
+    sink, _ = make_sink(batch=1)
+    sink.write(record(1, loss=2.0))
+    sink.write(record(2, loss=2.0))
+    assert sink.summary(width).plain == expected
+
+
+def test_before_the_first_step():
+    assert "waiting for the first step" in run_sink()[-1]
+
+
+def test_losses_that_are_no_numbers():
+    losses = [2.0, math.nan, math.inf, 1.0]
+    records = [record(step, loss=loss) for step, loss in enumerate(losses, 1)]
+    last = run_sink(*records, steps=4, width=120)[-1]
+    assert "loss nan █  ▁ " in last
+
+
+def test_a_run_of_no_steps():
+    assert run_sink(steps=0)[-1].startswith("0/0 ")
+
+
+def test_closing_what_was_never_opened_draws_nothing():
+    sink, drawn = make_sink()
+    sink.close()
+    assert drawn.getvalue() == ""
+
+
+def test_a_run_that_ends_early_leaves_its_line_and_the_cursor():
+    sink, drawn = make_sink(steps=10)
+    sink.open()
+    sink.write(record(1))
+    sink.close()
+    assert lines_of(drawn)[-1].startswith(" 1/10 ")
+    assert drawn.getvalue().endswith("\x1b[?25h")
+    sink.close()
+
+
+def test_a_clock_that_stands_still_gives_the_records_own_rate():
+    sink, _ = make_sink()
+    sink.write(record(1, time=5.0))
+    sink.write(record(2, time=5.0))
+    assert "100 img/s" in sink.summary().plain
+
+
+@given(st.lists(LOSSES, max_size=300), st.sampled_from([2, 4, 16]))
+def test_history_is_the_means_of_equal_stretches(losses, capacity):
+    history = LossHistory(capacity)
+    for loss in losses:
+        history.add(loss)
+        assert len(history.means) < capacity
+    stretch = 1
+    while len(losses) // stretch >= capacity:
+        stretch *= 2
+    assert len(history.means) == len(losses) // stretch
+    for index, mean in enumerate(history.means):
+        part = losses[index * stretch : (index + 1) * stretch]
+        if not all(map(math.isfinite, part)):
+            assert not math.isfinite(mean)
+        else:
+            # Sums in another order: within rounding of the largest of them.
+            assert mean == pytest.approx(statistics.fmean(part), abs=1e-12 * max(map(abs, part)), rel=1e-12)
+
+
+@pytest.mark.parametrize("capacity", [-2, 0, 1, 5])
+def test_stretches_are_joined_in_pairs(capacity):
+    with pytest.raises(ValueError, match=rf"capacity must be even and at least 2, got {capacity}"):
+        LossHistory(capacity)
+
+
+@given(st.lists(LOSSES, max_size=60), st.integers(0, 40))
+def test_a_sparkline_has_its_width_and_its_extremes(values, width):
+    drawn = sparkline(values, width)
+    assert len(drawn) == min(width, len(values))
+    assert set(drawn) <= set(" ▁▂▃▄▅▆▇█")
+    if width >= len(values) and all(map(math.isfinite, values)) and len(set(values)) > 1:
+        assert drawn[values.index(min(values))] == "▁"
+        assert drawn[values.index(max(values))] == "█"
+    if width >= len(values):
+        assert [bar == " " for bar in drawn] == [not math.isfinite(value) for value in values]
+
+
+@pytest.mark.parametrize(
+    ("values", "width", "expected"),
+    [
+        ([], 5, ""),
+        ([1.0], 5, "▁"),
+        ([1.0, 2.0], 0, ""),
+        ([0.0, 1, 2, 3, 4, 5, 6, 7], 8, "▁▂▃▄▅▆▇█"),
+        ([0.0, 1, 2, 3, 4, 5, 6, 7], 4, "▁▃▆█"),
+        ([0.0, 0, 3, 3, 3], 2, "▁█"),
+        ([3.0, 3, 3], 3, "▁▁▁"),
+        ([1.0, math.nan, 0.0], 3, "█ ▁"),
+        ([math.nan, math.inf], 2, "  "),
+    ],
+)
+def test_golden_sparklines(values, width, expected):
+    assert sparkline(values, width) == expected
