@@ -14,6 +14,7 @@ from engine.batches import BatchFunction, BatchSource, FunctionBatches, ShardBat
 from engine.config import TrainConfig
 from engine.dataset import choose_data, make_demo
 from engine.program import TrainModel
+from models.model import Model
 from models.registry import build_model
 from preprocess.manifest import Manifest
 from preprocess.shards import open_split
@@ -32,7 +33,8 @@ class Resolved:
     Attributes:
         source: of its batches.
         model: to train.
-        model_name: as the registry knows it, or the name of the user's own.
+        model_name: for people: the registry's, or that of the user's own.
+        registry_name: the registry's, None for a model of the user's own.
         data: in words, for the first lines of the run.
         num_classes: K, None where the user's own model alone knows.
         mean, std: of each channel on the scale 0 … 1.
@@ -42,6 +44,7 @@ class Resolved:
     source: BatchSource
     model: TrainModel
     model_name: str
+    registry_name: str | None
     data: str
     num_classes: int | None
     mean: tuple[float, float, float]
@@ -96,15 +99,29 @@ def resolve(
             f"image_size must be that of the data, {source.height} × {source.width} px, got {config.image_size}: "
             "leave it out, or pack the data at that --size"
         )
+    registry_name = None
     if model is None:
-        if opened.num_classes is None:
-            raise ValueError("num_classes must be given with batches of your own and a model of the registry, got None")
-        size = min(source.height, source.width)
-        model = build_model(config.model, num_classes=opened.num_classes, image_size=size)
-    name = getattr(model, "name", type(model).__name__)
+        built = _build(config, opened)
+        model, registry_name = built, built.name
     return Resolved(
-        source, model, name, opened.data, opened.num_classes, opened.mean, opened.std, opened.manifest_digest
+        source,
+        model,
+        getattr(model, "name", type(model).__name__),
+        registry_name,
+        opened.data,
+        opened.num_classes,
+        opened.mean,
+        opened.std,
+        opened.manifest_digest,
     )
+
+
+def _build(config: TrainConfig, opened: _OpenData) -> Model:
+    """Builds the registry's model for the data; "auto" becomes the name of what it stands for."""
+    if opened.num_classes is None:
+        raise ValueError("num_classes must be given with batches of your own and a model of the registry, got None")
+    size = min(opened.source.height, opened.source.width)
+    return build_model(config.model, num_classes=opened.num_classes, image_size=size)
 
 
 def _own_batches(config: TrainConfig, batches: BatchFunction | BatchSource) -> _OpenData:

@@ -240,7 +240,7 @@ class _Run:
             run_dir=folder.path if folder else None,
         )
         if folder is not None:
-            _leave(folder, result, self.resolved.model_name, failure)
+            _leave(folder, result, self.resolved, failure)
         if failure is not None:
             raise failure
         return result
@@ -269,12 +269,12 @@ def _key_words(seed: int) -> NDArray[np.uint32]:
     return np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
 
 
-def _leave(folder: RunFolder, result: TrainResult, model_name: str, failure: BaseException | None) -> None:
+def _leave(folder: RunFolder, result: TrainResult, resolved: Resolved, failure: BaseException | None) -> None:
     """Writes the weights and the run's end; after a failure, what cannot be written must not hide it."""
     try:
         if result.steps_done:
-            tensors = name_tensors(model_name, result.params, result.batch_stats)
-            folder.write_weights(tensors, {"model": model_name, "steps_done": str(result.steps_done)})
+            tensors = name_tensors(resolved.registry_name, result.params, result.batch_stats)
+            folder.write_weights(tensors, {"model": resolved.model_name, "steps_done": str(result.steps_done)})
         folder.write_result(
             {
                 "steps_done": result.steps_done,

@@ -78,9 +78,9 @@ class RunFolder:
         from safetensors.numpy import save
 
         path = self.path / _WEIGHTS
-        write_whole(
-            path, save({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, dict(metadata))
-        )
+        # safetensors writes an array's memory as it lies; ascontiguousarray would make a vector of a scalar.
+        laid_out = {name: np.asarray(tensor, order="C") for name, tensor in tensors.items()}
+        write_whole(path, save(laid_out, dict(metadata)))
         return path
 
     def _write_json(self, name: str, value: Mapping[str, Any]) -> None:

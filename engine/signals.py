@@ -7,6 +7,7 @@ itself) runs on a worker thread while the main thread waits here.
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -25,7 +26,7 @@ class StopSignals:
 
     Args:
         board: gets the request, its reason the signal's name.
-        notify: told of it in words.
+        notify: told of it in words; where it raises OSError (nobody reads the pipe), the stop goes on untold.
     """
 
     def __init__(self, board: ControlBoard, notify: Callable[[str], None]) -> None:
@@ -43,7 +44,8 @@ class StopSignals:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            # None stands for a handler that was not set from Python, and that Python cannot set again.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def launched(self) -> None:
         """Marks that from now on there is something to end cleanly."""
@@ -55,7 +57,9 @@ class StopSignals:
             raise KeyboardInterrupt
         name = signal.Signals(number).name
         self._board.request_stop(name)
-        self._notify(f"{name}: stopping at the next step; once more quits at once")
+        # `run-train | tee log` and Ctrl-C: tee is gone before this is printed.
+        with suppress(OSError):
+            self._notify(f"{name}: stopping at the next step; once more quits at once")
 
 
 def call_on_worker[T](function: Callable[..., T], *arguments: Any) -> T:

@@ -1,32 +1,41 @@
 """Files that are written whole or not at all."""
 
 import os
-import tempfile
+import secrets
+from contextlib import suppress
 from pathlib import Path
 
 
 def write_whole(path: Path, content: bytes) -> None:
     """Writes a file so that a reader, or a crash at any instant, sees the old content or the new, never a part.
 
+    The file's permissions follow the umask, as for any other new file.
+
     Raises:
         OSError: where it cannot be written; the old file, if any, is as it was.
     """
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    # Not tempfile.mkstemp: it makes files private to their owner, and to undo that one would need the umask, which can
+    # be read only by setting it, for all threads.
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        # mkstemp makes files private to their owner; a run folder is read by others like any other output.
-        Path(temporary).chmod(0o666 & ~_umask())
-        Path(temporary).replace(path)
+        temporary.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
+    _sync_folder(path.parent)
 
 
-def _umask() -> int:
-    # The only portable way to read it is to set it; a file made by another thread in between would be private.
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
+def _sync_folder(folder: Path) -> None:
+    """Makes the new name last through a power cut; the file is whole without it, so that a refusal is no failure."""
+    # Some network file systems refuse to sync a folder.
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

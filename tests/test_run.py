@@ -207,3 +207,8 @@ def test_a_plan_compiles_and_runs_nothing(tmp_path):
     assert plan.compiled.step_flops is not None
     assert plan.compiled.step_flops >= 4 * BATCH * SIZE * SIZE * 3 * CLASSES
     assert not feedloop_threads()
+
+
+def test_a_model_of_your_own_may_be_called_like_one_of_the_registry(tmp_path):
+    train(toy_config(run_dir=tmp_path), model=Linear(name="resnet18"), batches=toy_batch)
+    assert "params.weights" in load_file(tmp_path / "model.safetensors")
