@@ -20,7 +20,7 @@ JPEG_QUALITY = 92
 MIN_SIZE, MAX_SIZE = 16, 1024
 
 # Smallest distance of shape and background in RGB, of at most 441. Below about 60 a person starts to guess.
-MIN_CONTRAST = 75.0
+MIN_CONTRAST = 110.0
 
 # A polygon of points around the origin, within the unit circle; y points down.
 Polygon = list[tuple[float, float]]
@@ -72,12 +72,12 @@ def draw_image(name: str, size: int, rng: np.random.Generator) -> np.ndarray:
     """Draws one image of the class `name`: uint8 `[size, size, 3]`, RGB."""
     shape_paint, background_paint = _two_colours(rng)
     background = _lighting(background_paint, size, rng)
-    for _ in range(rng.integers(2, 6)):
+    for _ in range(rng.integers(0, 4)):
         speck = _mask(_DISC if rng.random() < 0.5 else _SQUARE, size, rng.uniform(0.03, 0.09), rng, reach=1.0)
         background += speck * (rng.uniform(0, 255, 3) - background)
-    mask = _mask(SHAPES[name](rng), size, rng.uniform(0.26, 0.46), rng, reach=0.0)
+    mask = _mask(SHAPES[name](rng), size, rng.uniform(0.32, 0.46), rng, reach=0.0)
     image = background + mask * (_lighting(shape_paint, size, rng) - background)
-    image += rng.normal(0.0, rng.uniform(2.0, 14.0), image.shape)
+    image += rng.normal(0.0, rng.uniform(2.0, 9.0), image.shape)
     return np.clip(np.rint(image), 0, 255).astype(np.uint8)
 
 
@@ -95,7 +95,7 @@ def _two_colours(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
 
 def _lighting(colour: np.ndarray, size: int, rng: np.random.Generator) -> np.ndarray:
     """Returns float64 `[size, size, 3]`: the colour, unevenly lit and tinted by a smooth random field."""
-    coarse = np.clip(colour + rng.normal(0.0, 18.0, (4, 4, 3)), 0, 255).astype(np.uint8)
+    coarse = np.clip(colour + rng.normal(0.0, 14.0, (4, 4, 3)), 0, 255).astype(np.uint8)
     return np.asarray(Image.fromarray(coarse).resize((size, size), Image.Resampling.BICUBIC)).astype(np.float64)
 
 
