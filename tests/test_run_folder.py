@@ -1,0 +1,128 @@
+"""The run folder: an earlier run is safe unless its end was asked for, and strangers' files always."""
+
+import json
+import platform
+from importlib.metadata import version
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from engine.config import TrainConfig
+from engine.run_folder import LOSS_LOG, RESULT, RunFolder
+
+WRITTEN = ["config.json", "loss.jsonl", "model.safetensors", "result.json"]
+
+
+def test_a_folder_is_made_with_its_parents(tmp_path):
+    folder = RunFolder(tmp_path / "runs" / "first", overwrite=False)
+    assert folder.path.is_dir()
+    assert folder.loss_log == tmp_path / "runs" / "first" / "loss.jsonl"
+    assert list(folder.path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_an_earlier_run_is_not_overwritten_by_accident(tmp_path, name):
+    (tmp_path / name).write_text("precious")
+    with pytest.raises(
+        ValueError, match=rf"the run folder must be new, and .* holds {name} .*choose another --run-dir"
+    ):
+        RunFolder(tmp_path, overwrite=False)
+    assert (tmp_path / name).read_text() == "precious"
+
+
+def test_overwriting_removes_the_earlier_run_and_nothing_else(tmp_path):
+    strangers = ["notes.txt", "config.yaml", "old.loss.jsonl", ".hidden"]
+    for name in [*WRITTEN, *strangers]:
+        (tmp_path / name).write_text(name)
+    (tmp_path / "plots").mkdir()
+    RunFolder(tmp_path, overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*strangers, "plots"])
+    for name in strangers:
+        assert (tmp_path / name).read_text() == name
+
+
+def test_an_interrupted_overwriting_still_asks_for_overwriting(tmp_path, monkeypatch):
+    for name in WRITTEN:
+        (tmp_path / name).write_text(name)
+    unlink = type(tmp_path).unlink
+    removed: list[str] = []
+
+    def interrupted(path):
+        if len(removed) == 3:
+            raise KeyboardInterrupt
+        removed.append(path.name)
+        unlink(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(tmp_path), "unlink", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            RunFolder(tmp_path, overwrite=True)
+    # The mark of a finished run goes first, the mark of any run last.
+    assert removed[0] == RESULT
+    with pytest.raises(ValueError, match=r"holds config\.json of an earlier run"):
+        RunFolder(tmp_path, overwrite=False)
+
+
+def test_a_folder_with_strangers_files_is_new(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    RunFolder(tmp_path, overwrite=False)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("below", ["", "below"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_file_is_no_folder(tmp_path, below, overwrite):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ValueError, match=r"the run folder must be a folder, and .* is a file: choose another"):
+        RunFolder(tmp_path / "file" / below, overwrite=overwrite)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_what_config_json_holds(tmp_path):
+    folder = RunFolder(tmp_path, overwrite=False)
+    config = TrainConfig(steps=7, data="shards", learning_rate=0.25)
+    folder.write_config(config, {"model": "resnet8", "mean": (0.5, 0.25, 0.125)}, "abc123")
+    text = (tmp_path / "config.json").read_text()
+    values = json.loads(text)
+    assert text.endswith("}\n")
+    assert list(values) == ["config", "resolved", "manifest_sha256", "versions"]
+    assert TrainConfig.from_json(values["config"]) == config
+    assert values["resolved"] == {"model": "resnet8", "mean": [0.5, 0.25, 0.125]}
+    assert values["manifest_sha256"] == "abc123"
+    names = ("feedloop", "jax", "jaxlib", "numpy", "optax", "tensorstore")
+    assert values["versions"] == {"python": platform.python_version()} | {name: version(name) for name in names}
+
+
+def test_what_result_json_holds(tmp_path):
+    folder = RunFolder(tmp_path, overwrite=False)
+    folder.write_result({"steps_done": 3, "error": None})
+    assert (tmp_path / RESULT).read_text() == '{\n  "steps_done": 3,\n  "error": null\n}\n'
+
+
+def test_the_loss_log_is_where_followers_look(tmp_path):
+    assert RunFolder(tmp_path, overwrite=False).loss_log == tmp_path / LOSS_LOG
+
+
+def test_weights_are_read_back(tmp_path):
+    folder = RunFolder(tmp_path, overwrite=False)
+    counted = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    tensors = {
+        "plain": counted,
+        "transposed": counted.transpose(2, 0, 1),
+        "strided": counted[:, ::2, ::-1],
+        "fortran": np.asfortranarray(counted[0]),
+        "scalar": np.array(7, np.int64),
+        "empty": np.zeros((0, 3), np.float32),
+        "half": counted.astype(np.float16),
+    }
+    path = folder.write_weights(tensors, {"model": "resnet8", "steps_done": "3"})
+    assert path == tmp_path / "model.safetensors"
+    found = load_file(path)
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        np.testing.assert_array_equal(found[name], tensor, strict=True)
+    with safe_open(path, framework="numpy") as file:
+        assert file.metadata() == {"model": "resnet8", "steps_done": "3"}

@@ -1,0 +1,177 @@
+"""Signals: the first asks for a clean stop, the second ends at once, and afterwards all is as it was."""
+
+import os
+import signal
+import threading
+import time
+import traceback
+
+import pytest
+
+from engine.control import ControlBoard
+from engine.signals import StopSignals, call_on_worker
+
+SIGNALS = [signal.SIGINT, signal.SIGTERM]
+SOON_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def _handlers():
+    """Known handlers around every test, and proof that they are back after it."""
+
+    def handler(number, frame):
+        raise AssertionError("the handler of the test was called")
+
+    before = {number: signal.signal(number, handler) for number in SIGNALS}
+    yield
+    try:
+        assert all(signal.getsignal(number) is handler for number in SIGNALS)
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def raise_signal(number):
+    signal.raise_signal(number)
+
+
+def send_soon(number):
+    """Sends a signal to the process from another thread, as the kernel does for Ctrl-C."""
+    timer = threading.Timer(0.02, os.kill, (os.getpid(), number))
+    timer.start()
+    return timer
+
+
+@pytest.mark.parametrize("first", SIGNALS)
+@pytest.mark.parametrize("second", SIGNALS)
+def test_the_first_asks_for_a_stop_and_the_second_ends_at_once(first, second):
+    board = ControlBoard()
+    told: list[str] = []
+    with StopSignals(board, told.append) as signals:
+        signals.launched()
+        raise_signal(first)
+        assert board.stop_reason == first.name
+        assert told == [f"{first.name}: stopping at the next step; once more quits at once"]
+        with pytest.raises(KeyboardInterrupt):
+            raise_signal(second)
+    assert board.stop_reason == first.name
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_before_the_launch_nothing_would_be_lost(number):
+    board = ControlBoard()
+    told: list[str] = []
+    with StopSignals(board, told.append), pytest.raises(KeyboardInterrupt):
+        raise_signal(number)
+    assert board.stop_reason is None
+    assert told == []
+
+
+def test_handlers_are_restored_after_an_error():
+    with pytest.raises(LookupError), StopSignals(ControlBoard(), print):
+        raise LookupError
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
+def test_handlers_that_are_no_functions_are_restored(handler):
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        with StopSignals(ControlBoard(), print):
+            assert signal.getsignal(signal.SIGTERM) not in (handler, before)
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_handler_that_python_did_not_set_becomes_the_default(monkeypatch):
+    actual, calls = signal.signal, []
+
+    def from_elsewhere(number, handler):
+        calls.append((number, handler))
+        before = actual(number, handler)
+        return None if len(calls) <= len(SIGNALS) else before
+
+    known = {number: signal.getsignal(number) for number in SIGNALS}
+    monkeypatch.setattr(signal, "signal", from_elsewhere)
+    with StopSignals(ControlBoard(), print):
+        pass
+    assert calls[-2:] == [(number, signal.SIG_DFL) for number in SIGNALS]
+    for number, handler in known.items():
+        actual(number, handler)
+
+
+def test_off_the_main_thread_nothing_is_touched():
+    before = [signal.getsignal(number) for number in SIGNALS]
+    inside: list[object] = []
+
+    def work():
+        with StopSignals(ControlBoard(), print) as signals:
+            signals.launched()
+            inside.extend(signal.getsignal(number) for number in SIGNALS)
+
+    call_on_worker(work)
+    assert inside == before
+
+
+def test_a_stop_that_cannot_be_told_is_still_a_stop():
+    def nobody_reads(words):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    board = ControlBoard()
+    with StopSignals(board, nobody_reads) as signals:
+        signals.launched()
+        raise_signal(signal.SIGINT)
+    assert board.stop_reason == "SIGINT"
+
+
+def test_a_worker_gives_its_result():
+    assert call_on_worker(lambda *given: (given, threading.current_thread().name), 1, "two") == (
+        (1, "two"),
+        "worker-<lambda>",
+    )
+    assert call_on_worker(max, 3, 5) == 5
+    assert call_on_worker(lambda: None) is None
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("worker-")]
+
+
+@pytest.mark.parametrize("kind", [LookupError, SystemExit, KeyboardInterrupt])
+def test_a_workers_exception_comes_with_its_traceback(kind):
+    raised = kind("deep down")
+
+    def deep_down():
+        raise raised
+
+    with pytest.raises(kind, match="deep down") as caught:
+        call_on_worker(lambda: deep_down())
+    assert caught.value is raised
+    assert "deep_down" in [frame.name for frame in traceback.extract_tb(raised.__traceback__)]
+
+
+def test_a_signal_reaches_the_board_while_the_worker_is_busy():
+    board = ControlBoard()
+
+    def work():
+        deadline = time.monotonic() + SOON_S
+        while board.stop_reason is None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return board.stop_reason
+
+    with StopSignals(board, lambda words: None) as signals:
+        signals.launched()
+        timer = send_soon(signal.SIGTERM)
+        assert call_on_worker(work) == "SIGTERM"
+        timer.join(SOON_S)
+
+
+def test_an_interrupt_ends_the_wait_for_a_busy_worker():
+    release = threading.Event()
+    with StopSignals(ControlBoard(), print):
+        timer = send_soon(signal.SIGINT)
+        started = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            call_on_worker(release.wait, SOON_S)
+        # Far more than the wait between two looks, far less than the worker's own.
+        assert time.monotonic() - started < SOON_S / 2
+        timer.join(SOON_S)
+    release.set()
