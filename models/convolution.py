@@ -127,9 +127,9 @@ def filter_gradient_form(num_images: int, window: Pair, strides: Pair, C: int) -
     """The form of the gradient by the kernel on a CPU, by images in the batch, kernel, strides and input channels."""
     if window == (1, 1):
         return forms.filter_gradient_taps
-    form: FilterGradient = forms.filter_gradient_gradient_patches
+    form: FilterGradient = forms.filter_gradient_output_rows
     if C <= 4:
-        form = forms.filter_gradient_patches
+        form = forms.filter_gradient_input_rows
     elif strides != (1, 1):
         form = forms.filter_gradient_taps
     tiled = C <= 2 * FEW_CHANNELS and num_images > TILE_IMAGES and num_images % TILE_IMAGES == 0

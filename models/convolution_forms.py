@@ -164,17 +164,23 @@ def filter_gradient_taps(x: jax.Array, gradient: jax.Array, geometry: Geometry, 
     return jnp.stack(products).reshape(*window, x.shape[3], gradient.shape[3])
 
 
-def filter_gradient_patches(x: jax.Array, gradient: jax.Array, geometry: Geometry, window: Pair) -> jax.Array:
-    """One product `[kh·kw·C,N] @ [N,K]`."""
-    return (patches(x, window, geometry).T @ rows(gradient)).reshape(*window, x.shape[3], gradient.shape[3])
-
-
-def filter_gradient_gradient_patches(x: jax.Array, gradient: jax.Array, geometry: Geometry, window: Pair) -> jax.Array:
-    """Stride 1: one product `[C,BHW] @ [BHW,kh·kw·K]`, with patches of the gradient instead of the input."""
+def filter_gradient_input_rows(x: jax.Array, gradient: jax.Array, geometry: Geometry, window: Pair) -> jax.Array:
+    """One product `[kw·C,N] @ [N,K]` for each row of the kernel: patches of the input in one dimension only."""
     (kh, kw), C, K = window, x.shape[3], gradient.shape[3]
-    padding = _turned_padding(window, geometry, image_size(x), image_size(gradient))
-    turned = patches(gradient, window, Geometry((1, 1), padding))
-    return (rows(x).T @ turned).reshape(C, kh, kw, K).transpose(1, 2, 0, 3)[::-1, ::-1]
+    (sh, sw), (vertical, horizontal) = geometry
+    wide = jnp.concatenate(taps(x, (1, kw), Geometry((1, sw), (vertical, horizontal))), axis=-1)
+    columns = rows(gradient)
+    products = [rows(row).T @ columns for row in taps(wide, (kh, 1), Geometry((sh, 1), ((0, 0), (0, 0))))]
+    return jnp.stack(products).reshape(kh, kw, C, K)
+
+
+def filter_gradient_output_rows(x: jax.Array, gradient: jax.Array, geometry: Geometry, window: Pair) -> jax.Array:
+    """Stride 1: one product `[C,N] @ [N,kw·K]` for each row of the kernel, with patches of the gradient along a row."""
+    (kh, kw), C, K = window, x.shape[3], gradient.shape[3]
+    _, horizontal = _turned_padding(window, geometry, image_size(x), image_size(gradient))
+    columns = patches(gradient, (1, kw), Geometry((1, 1), ((0, 0), horizontal)))
+    products = [rows(row).T @ columns for row in taps(x, (kh, 1), Geometry((1, 1), (geometry.padding[0], (0, 0))))]
+    return jnp.stack(products).reshape(kh, C, kw, K).transpose(0, 2, 1, 3)[:, ::-1]
 
 
 def filter_gradient_tiles(

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 MOMENTUM = 0.1
 EPSILON = 1e-5
+PLACES = (0, 1, 2)
 
 
 class RunningStats(NamedTuple):
@@ -29,21 +30,60 @@ def batch_norm(
         train: whether to normalise by the batch's own mean and biased variance.
 
     Returns:
-        `[B,H,W,C]` in the dtype of `x`, and the running statistics.
+        `[B,H,W,C]` in the dtype of `x`, and the running statistics, through which no gradient flows.
     """
     if not train:
         factor = scale * jax.lax.rsqrt(running.var + EPSILON)
         return (x * factor + (bias - running.mean * factor)).astype(x.dtype), running
-    wide = x.astype(jnp.float32)
-    mean = wide.mean(axis=(0, 1, 2))
-    var = jnp.square(wide - mean).mean(axis=(0, 1, 2))
-    y = (wide - mean) * (scale * jax.lax.rsqrt(var + EPSILON)) + bias
+    y, mean, var = _normalise(x, scale, bias)
     count = x.size // x.shape[3]
     unbiased = var * (count / max(count - 1, 1))
     moved = RunningStats(
         (1 - MOMENTUM) * running.mean + MOMENTUM * mean, (1 - MOMENTUM) * running.var + MOMENTUM * unbiased
     )
-    return y.astype(x.dtype), jax.lax.stop_gradient(moved)
+    return y, jax.lax.stop_gradient(moved)
+
+
+@jax.custom_vjp
+def _normalise(x: jax.Array, scale: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Normalised `x`, and the batch's mean and biased variance in float32.
+
+    The variance is that of the centred values: E[x²] - E[x]² loses all digits where the mean is large. The backward
+    pass is written out so that only `x` is kept; derived automatically it kept two more arrays of its size.
+    """
+    wide = x.astype(jnp.float32)
+    mean = wide.mean(PLACES)
+    var = jnp.square(wide - mean).mean(PLACES)
+    factor = scale * jax.lax.rsqrt(var + EPSILON)
+    return (wide * factor + (bias - mean * factor)).astype(x.dtype), mean, var
+
+
+def _normalise_forward(
+    x: jax.Array, scale: jax.Array, bias: jax.Array
+) -> tuple[tuple[jax.Array, jax.Array, jax.Array], tuple[jax.Array, ...]]:
+    y, mean, var = _normalise(x, scale, bias)
+    return (y, mean, var), (x, scale, mean, var)
+
+
+def _normalise_backward(
+    residuals: tuple[jax.Array, ...], gradients: tuple[jax.Array, jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """With x̂ normalised and g the gradient of y: σ·dx = scale·(g - mean g - x̂·mean(g·x̂)).
+
+    The gradients of mean and variance are none: they reach nothing but the running statistics.
+    """
+    x, scale, mean, var = residuals
+    wide, gradient = x.astype(jnp.float32), gradients[0].astype(jnp.float32)
+    inverse = jax.lax.rsqrt(var + EPSILON)
+    count = x.size // x.shape[3]
+    of_bias = gradient.sum(PLACES)
+    of_scale = (gradient * (wide - mean)).sum(PLACES) * inverse
+    slope = of_scale * inverse / count
+    of_x = (scale * inverse) * (gradient - wide * slope + (mean * slope - of_bias / count))
+    return of_x.astype(x.dtype), of_scale, of_bias
+
+
+_normalise.defvjp(_normalise_forward, _normalise_backward)
 
 
 def global_average_pool(x: jax.Array) -> jax.Array:

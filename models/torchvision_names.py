@@ -1,0 +1,128 @@
+"""Parameters under torchvision's names and in PyTorch's layouts, both ways.
+
+The keys of this package's nested parameters already spell torchvision's module paths; what differs is the last word,
+the order of a kernel's axes, and that PyTorch keeps parameters and running statistics in one flat dictionary.
+"""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from models import resnet
+from models.model import BatchStats, Params
+from models.registry import find_resnet
+
+type Leaves = dict[str, Any]
+
+WORDS = {"kernel": "weight", "scale": "weight", "bias": "bias", "mean": "running_mean", "var": "running_var"}
+COUNTER = "num_batches_tracked"
+
+
+def to_torchvision(model_name: str, params: Params, batch_stats: BatchStats) -> dict[str, np.ndarray]:
+    """One flat dictionary as `torch.nn.Module.load_state_dict` takes it.
+
+    Args:
+        model_name: one of `models.registry.model_names()`.
+        params: of that model.
+        batch_stats: of that model.
+
+    Returns:
+        Contiguous float32 arrays by name (`layer1.0.conv1.weight` …): convolutions OIHW, the classifier `[K,C]`. Each
+        norm has an int64 `num_batches_tracked` besides, which is 0: nothing here counts them.
+
+    Raises:
+        ValueError: an unknown model, or arrays that are not this model's.
+    """
+    tensors: dict[str, np.ndarray] = {}
+    for path, leaf in (*_leaves(params), *_leaves(batch_stats)):
+        tensors[_torch_name(path)] = _to_torch_layout(np.asarray(leaf, np.float32))
+        if path[-1] == "var":
+            tensors[".".join((*path[:-1], COUNTER))] = np.zeros((), np.int64)
+    _check(model_name, tensors)
+    return tensors
+
+
+def from_torchvision(model_name: str, tensors: Mapping[str, np.ndarray]) -> tuple[Params, BatchStats]:
+    """Parameters and batch statistics out of a dictionary with torchvision's names; the inverse of `to_torchvision`.
+
+    Args:
+        model_name: one of `models.registry.model_names()`.
+        tensors: arrays by name; `num_batches_tracked` may be there and is not heeded. The length of `fc.bias` says how
+            many classes there are.
+
+    Returns:
+        Float32 NumPy arrays in this package's nesting and layouts.
+
+    Raises:
+        ValueError: an unknown model, missing or unexpected names, or shapes that differ.
+    """
+    _check(model_name, tensors)
+
+    def take(path: tuple[str, ...]) -> np.ndarray:
+        return _from_torch_layout(np.asarray(tensors[_torch_name(path)], np.float32))
+
+    params, batch_stats = _shapes(model_name, tensors["fc.bias"].shape[0])
+    return _fill(params, take), _fill(batch_stats, take)
+
+
+def _leaves(tree: Leaves, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every array of nested dictionaries with its path."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(dict(value), (*path, key))
+        else:
+            yield (*path, key), value
+
+
+def _fill(tree: Leaves, take: Any, path: tuple[str, ...] = ()) -> Leaves:
+    return {
+        key: _fill(value, take, (*path, key)) if isinstance(value, dict) else take((*path, key))
+        for key, value in tree.items()
+    }
+
+
+def _torch_name(path: tuple[str, ...]) -> str:
+    return ".".join((*path[:-1], WORDS[path[-1]]))
+
+
+def _to_torch_layout(array: np.ndarray) -> np.ndarray:
+    """HWIO to OIHW, `[C,K]` to `[K,C]`; vectors stay."""
+    axes = {4: (3, 2, 0, 1), 2: (1, 0)}.get(array.ndim)
+    return np.ascontiguousarray(array.transpose(axes)) if axes else array
+
+
+def _from_torch_layout(array: np.ndarray) -> np.ndarray:
+    axes = {4: (2, 3, 1, 0), 2: (1, 0)}.get(array.ndim)
+    return np.ascontiguousarray(array.transpose(axes)) if axes else array
+
+
+def _shapes(model_name: str, num_classes: int) -> tuple[Params, BatchStats]:
+    """The model's parameters and statistics as shapes only."""
+    return jax.eval_shape(partial(resnet.init, find_resnet(model_name), num_classes), jax.random.key(0))
+
+
+def _check(model_name: str, tensors: Mapping[str, np.ndarray]) -> None:
+    """Refuse tensors that are not exactly this model's, naming the first few that are wrong."""
+    if "fc.bias" not in tensors or tensors["fc.bias"].ndim != 1:
+        find_resnet(model_name)
+        raise ValueError(f"{model_name} needs a vector fc.bias, whose length is the number of classes: found none")
+    params, batch_stats = _shapes(model_name, tensors["fc.bias"].shape[0])
+    expected = {
+        _torch_name(path): _to_torch_layout(np.empty(leaf.shape, np.bool_)).shape
+        for path, leaf in (*_leaves(params), *_leaves(batch_stats))
+    }
+    faults = [f"missing {name}" for name in expected if name not in tensors]
+    faults += [f"unexpected {name}" for name in tensors if name not in expected and name.rpartition(".")[2] != COUNTER]
+    faults += [
+        f"{name} is {tensors[name].shape} instead of {shape}"
+        for name, shape in expected.items()
+        if name in tensors and tensors[name].shape != shape
+    ]
+    if faults:
+        more = f" and {len(faults) - 5} more" if len(faults) > 5 else ""
+        raise ValueError(
+            f"the tensors are not those of {model_name}: {'; '.join(faults[:5])}{more}; name another model"
+        )
