@@ -125,11 +125,7 @@ def _build(config: TrainConfig, opened: _OpenData) -> Model:
 
 
 def _own_batches(config: TrainConfig, batches: BatchFunction | BatchSource) -> _OpenData:
-    source: BatchSource
-    if callable(batches):
-        source = FunctionBatches(batches, num_classes=config.num_classes)
-    else:
-        source = batches
+    source = FunctionBatches(batches, num_classes=config.num_classes) if callable(batches) else batches
     if source.batch != config.batch:
         raise ValueError(
             f"every batch must hold the {config.batch} images of the setting batch, "
