@@ -19,6 +19,7 @@ from preprocess.location import Location, ShardError
 
 PLAN_KEY = "journal/plan.json"
 _PREFIX = "journal/"
+_RECORDS = "journal/shards/"
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class Journal:
         Raises:
             ShardError: a record is not readable or does not continue the one before.
         """
-        keys = [key for key in self._location.list_keys(_PREFIX) if key != PLAN_KEY]
+        keys = self._location.list_keys(_RECORDS)
         files = set(self._location.list_keys(f"{PIXELS}/"))
         records: list[ShardRecord] = []
         for shard, text in enumerate(self._location.read_all(keys)):
@@ -139,6 +140,8 @@ class Journal:
 
     def delete(self) -> None:
         """Remove the journal; there need not be one."""
+        # The plan last: while it stands, what is left is known as part of a pack.
+        self._location.delete_all(_RECORDS)
         self._location.delete_all(_PREFIX)
 
     def _damaged(self, key: str) -> str:
@@ -146,4 +149,4 @@ class Journal:
 
 
 def _record_key(shard: int) -> str:
-    return f"{_PREFIX}{shard:08d}.json"
+    return f"{_RECORDS}{shard:08d}.json"

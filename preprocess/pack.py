@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 SHARD_TIMEOUT_S = 1800.0
 """How long one shard file may take to be written, in seconds."""
 
+# Stands in the journal in place of a plan while an old pack is being deleted.
+_CLEARING = {"clearing": True}
+
 
 @dataclass(frozen=True)
 class PackProgress:
@@ -142,16 +145,14 @@ def read_failures(location: Location) -> tuple[Failure, ...]:
 def _begin(location: Location, journal: Journal, plan: dict[str, Any], *, overwrite: bool) -> Manifest | None:
     """Make the folder ready; the manifest when the split is already complete."""
     text = location.read(MANIFEST_KEY)
-    is_begun = text is not None or location.read(PLAN_KEY) is not None
-    if not is_begun:
+    if text is None and location.read(PLAN_KEY) is None:
         others = location.list_keys()
         if others:
             raise ShardError(
                 f"{location.display} holds other files ({others[0]}); choose an empty folder as DEST or clear this one"
             )
-    elif overwrite:
-        location.delete(MANIFEST_KEY)  # first, so that a half-deleted split does not pass as complete
-        location.delete_all()
+    elif overwrite or journal.plan() == _CLEARING:
+        _clear(location, journal)
     elif text is not None:
         manifest = Manifest.from_json(text, where=f"{location.display}{MANIFEST_KEY}")
         check_same_plan(plan_of(manifest), plan | {"tool_versions": dict(manifest.tool_versions)}, location.display)
@@ -162,6 +163,14 @@ def _begin(location: Location, journal: Journal, plan: dict[str, Any], *, overwr
     else:
         check_same_plan(found, plan, location.display)
     return None
+
+
+def _clear(location: Location, journal: Journal) -> None:
+    """Delete the pack and nothing else; interrupted, the next pack goes on deleting."""
+    journal.begin(_CLEARING)
+    for prefix in (MANIFEST_KEY, f"{PIXELS}/", f"{LABELS}/", FAILURES_KEY):
+        location.delete_all(prefix)
+    journal.delete()
 
 
 class _ShardWriter:

@@ -1,5 +1,6 @@
 """The packing job: what comes out, the same whatever interrupts it, and nothing left out in silence."""
 
+import contextlib
 import errno
 import json
 import signal
@@ -187,8 +188,10 @@ def test_a_shard_file_lost_before_continuing_is_made_again(tmp_path, source, exp
 def test_a_damaged_journal_is_named(tmp_path, source):
     with pytest.raises(KeyboardInterrupt):
         pack(source.but(raising={13: KeyboardInterrupt()}), tmp_path)
-    (tmp_path / "train/journal/00000001.json").write_text('{"start": 3}')
-    with pytest.raises(ShardError, match=r"journal/00000001.json: the journal .* is damaged; pack with --overwrite"):
+    (tmp_path / "train/journal/shards/00000001.json").write_text('{"start": 3}')
+    with pytest.raises(
+        ShardError, match=r"journal/shards/00000001.json: the journal .* is damaged; pack with --overwrite"
+    ):
         pack(source, tmp_path)
 
 
@@ -214,6 +217,43 @@ def test_overwriting_leaves_nothing_of_the_old_pack(tmp_path, source, expected):
     pack(source, tmp_path / "again", overwrite=True)
     assert files_of(tmp_path / "again") == expected
     assert not (tmp_path / "again/train/pixels/c/9").exists()
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+@pytest.mark.parametrize("operation", range(7))
+def test_interrupted_while_deleting_the_old_pack_it_goes_on(
+    tmp_path, source, expected, monkeypatch, operation, is_complete
+):
+    old = fake_source(30, size=5, raising={} if is_complete else {29: KeyboardInterrupt()})
+    with contextlib.suppress(KeyboardInterrupt):
+        pack(old, tmp_path / "again", shard_images=2)
+    count = 0
+
+    def counted(original):
+        def step(*args, **kwargs):
+            nonlocal count
+            count += 1
+            if count - 1 == operation:
+                raise Stopped
+            return original(*args, **kwargs)
+
+        return step
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Location, "delete_all", counted(Location.delete_all))
+        patched.setattr(Journal, "begin", counted(Journal.begin))
+        with pytest.raises(Stopped):
+            pack(source, tmp_path / "again", overwrite=True)
+    # Nothing was deleted before the first operation, so there the wish to overwrite must be repeated.
+    pack(source, tmp_path / "again", overwrite=operation == 0)
+    assert files_of(tmp_path / "again") == expected
+
+
+def test_overwriting_spares_what_is_not_of_the_pack(tmp_path, source, expected):
+    pack(fake_source(3), tmp_path / "again")
+    (tmp_path / "again/train/notes.txt").write_text("mine")
+    pack(source, tmp_path / "again", overwrite=True)
+    assert files_of(tmp_path / "again") == expected | {"train/notes.txt": b"mine"}
 
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path, source):

@@ -193,7 +193,7 @@ def test_interrupted_it_says_how_to_continue_and_does(tmp_path, source):
     arguments = [str(source), str(dest), "--size", "32", "--shard-images", "2", "--workers", "1"]
     process = subprocess.Popen([sys.executable, "-c", slow, *arguments], stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
-    while not (dest / "train/journal/00000000.json").exists():
+    while not (dest / "train/journal/shards/00000000.json").exists():
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.02)
