@@ -219,6 +219,8 @@ def read_manifest(location: Location, split: str) -> Manifest:
             "run the same preprocess-imagenet command again, it continues where it stopped"
         )
     complete = _complete_splits(location)
+    if not complete and location.read(MANIFEST_KEY) is not None:
+        raise ShardError(f"{location.display} is a split itself; name the folder that holds it")
     remedy = f"choose one of {', '.join(complete)}" if complete else "pack it with `preprocess-imagenet SOURCE DEST`"
     raise ShardError(f"{location.display}: there is no split {split!r}; {remedy}")
 

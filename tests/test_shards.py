@@ -258,6 +258,11 @@ def test_an_empty_folder_says_how_to_pack(tmp_path):
     assert list_splits(str(tmp_path / "nothing")) == ()
 
 
+def test_naming_the_split_instead_of_its_folder_is_explained(data):
+    with pytest.raises(ShardError, match="/train/ is a split itself; name the folder that holds it"):
+        open_split(str(data / "train"), "train")
+
+
 def test_a_split_without_manifest_is_incomplete(data):
     (data / "train/manifest.json").unlink()
     with pytest.raises(ShardError, match=r"train/: the split is not complete.* run the same .* command again"):
