@@ -77,17 +77,26 @@ class JsonLinesSink:
     def open(self) -> None:
         """Opens the file, to append; a last line that a crash cut short is removed."""
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        try:
+            self._length = self._end_of_lines()
+            if self._length < os.fstat(self._file).st_size:
+                os.ftruncate(self._file, self._length)
+        except BaseException:
+            self.close()
+            raise
+
+    def _end_of_lines(self) -> int:
+        """Gives the size of the file up to the end of its last whole line; 0 for what has no size, like a pipe."""
         size = os.fstat(self._file).st_size
+        if size == 0:
+            return 0
         start = max(0, size - _LONGEST_LINE_BYTES)
         end = os.pread(self._file, size - start, start)
-        self._length = start + end.rfind(b"\n") + 1
         if start and b"\n" not in end:
-            self.close()
             raise ValueError(
                 f"{self._path} must hold lines of losses, and its last line has no end: choose another file"
             )
-        if self._length < size:
-            os.ftruncate(self._file, self._length)
+        return start + end.rfind(b"\n") + 1
 
     def write(self, record: LossRecord) -> None:
         """Appends the record's line."""

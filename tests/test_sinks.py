@@ -125,6 +125,24 @@ def test_closing_twice_closes_no_file_of_another(tmp_path):
     os.close(other)
 
 
+def test_lines_may_go_to_a_pipe(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    reading = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write_all(tmp_path / "pipe", record(1), record(2))
+    assert os.read(reading, 10_000).decode() == record(1).to_json() + "\n" + record(2).to_json() + "\n"
+    os.close(reading)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are counted in /proc")
+def test_a_file_that_cannot_be_taken_is_closed(tmp_path):
+    path = tmp_path / "loss.jsonl"
+    path.write_bytes(b"x" * 70_000)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(ValueError, match="must hold lines"):
+        JsonLinesSink(path).open()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
 def test_a_folder_that_is_not_there_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         JsonLinesSink(tmp_path / "nowhere" / "loss.jsonl").open()
