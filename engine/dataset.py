@@ -4,6 +4,8 @@ Owns the fallback rule and the making of the demo set on first use; knows nothin
 """
 
 import os
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -45,8 +47,22 @@ def choose_data(data: str | None) -> DataChoice:
 
 
 def make_demo(folder: Path, notify: Callable[[str], None]) -> None:
-    """Draws and packs the demo set where it is not there yet."""
-    if set(list_splits(os.fspath(folder))) >= set(_DEMO_SPLITS):
+    """Draws and packs the demo set where it is not there yet; it appears whole, whoever else makes it meanwhile."""
+    if _is_complete(folder):
         return
     notify("drawing and packing the demo set, once")
-    pack_demo(os.fspath(folder))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix="demo-") as beside:
+        packed = Path(beside) / folder.name
+        pack_demo(os.fspath(packed))
+        try:
+            packed.rename(folder)
+        except OSError:
+            if _is_complete(folder):
+                return
+            shutil.rmtree(folder)
+            packed.rename(folder)
+
+
+def _is_complete(folder: Path) -> bool:
+    return set(list_splits(os.fspath(folder))) >= set(_DEMO_SPLITS)

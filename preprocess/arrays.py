@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import tensorstore as ts
 
+from preprocess.listing import MAX_CLASSES
 from preprocess.location import STORE_TIMEOUT_S, Location, ShardError, reason
 from preprocess.pixels import UNUSED_BITS
 
@@ -22,8 +23,7 @@ LABELS = "labels"
 # What a Zarr reader hands out for a shard file that is gone. Its low byte is not 0, so it is no packed pixel: a missing
 # file shows as magenta and fails `inspect-shards --verify`, where 0 would pass for a black image.
 MISSING_PIXEL = 0xFF00FF00 | UNUSED_BITS
-MISSING_LABEL = 0xFFFF
-MAX_CLASSES = MISSING_LABEL
+MISSING_LABEL = MAX_CLASSES
 
 # A random label costs one 2 KiB read at most, and a shard's index 16 KiB: both stay in a small cache, and 10^8 labels
 # are 96 files.

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-MAX_CLASSES = 65536  # labels are stored as uint16
+MAX_CLASSES = 0xFFFF  # labels are stored as uint16, and the highest number marks one that is missing
 MAX_FILE_BYTES = 512 * 2**20
 
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from preprocess.arrays import CODECS, MAX_CLASSES, Codec
-from preprocess.listing import ImageClass
+from preprocess.arrays import CODECS, Codec
+from preprocess.listing import MAX_CLASSES, ImageClass
 from preprocess.location import ShardError
 from preprocess.pixels import LAYOUT
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal
 
-from preprocess.arrays import CODECS, MAX_CLASSES, Codec
+from preprocess.arrays import CODECS, Codec
 from preprocess.decode import ResizeRule
+from preprocess.listing import MAX_CLASSES
 from preprocess.location import ShardError
 from preprocess.manifest import FORMAT_VERSION, Manifest
 from preprocess.pixels import LAYOUT

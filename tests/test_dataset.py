@@ -39,3 +39,13 @@ def test_the_demo_set_is_made_once(tmp_path, monkeypatch):
         assert (split.num_images, split.height, split.num_classes) == (60, 32, 10)
     make_demo(tmp_path / "demo", told.append)
     assert told == ["drawing and packing the demo set, once"]
+
+
+def test_a_broken_demo_set_is_replaced_and_nothing_is_left_beside_it(tmp_path, monkeypatch):
+    draw = demo.draw_demo
+    monkeypatch.setattr(demo_set, "draw_demo", lambda dest, *, size: draw(dest, size=size, num_images=60))
+    make_demo(tmp_path / "demo", lambda _: None)
+    (tmp_path / "demo/val/manifest.json").unlink()
+    make_demo(tmp_path / "demo", lambda _: None)
+    assert set(list_splits(str(tmp_path / "demo"))) == {"train", "val"}
+    assert [path.name for path in tmp_path.iterdir()] == ["demo"]
