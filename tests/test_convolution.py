@@ -1,0 +1,264 @@
+"""Every form of a convolution against XLA's own and its derivatives, the choice among them, what a loop body keeps."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+from models import convolution_forms as forms
+from models import resnet
+from models.convolution import convolution, filter_gradient_form, forward_form, input_gradient_form
+from models.convolution_forms import Geometry
+from models.model import Model
+from models.registry import build_model
+from models.resnet import ResNet
+
+# Sums of at most a few thousand float32 products, in another order.
+RTOL = 1e-5
+
+lax_forward = forms.forward_lax
+
+FORWARD = {"patches": forms.forward_patches}
+INPUT_GRADIENT = {
+    "correlation lax": partial(forms.input_gradient_correlation, forms.forward_lax),
+    "correlation patches": partial(forms.input_gradient_correlation, forms.forward_patches),
+    "columns": forms.input_gradient_columns,
+    "phases lax": partial(forms.input_gradient_phases, forms.forward_lax),
+    "phases patches": partial(forms.input_gradient_phases, forms.forward_patches),
+}
+FILTER_GRADIENT = {
+    "taps": forms.filter_gradient_taps,
+    "input rows": forms.filter_gradient_input_rows,
+    "output rows": forms.filter_gradient_output_rows,
+    "taps in tiles": partial(forms.filter_gradient_tiles, forms.filter_gradient_taps, 2),
+    "output rows in tiles": partial(forms.filter_gradient_tiles, forms.filter_gradient_output_rows, 1),
+}
+ONLY_STRIDE_1 = {"correlation lax", "correlation patches", "output rows", "output rows in tiles"}
+
+
+def normal(seed, shape, dtype=np.float32):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def assert_close(found, wanted, rtol=RTOL, name=""):
+    found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=rtol * max(np.abs(wanted).max(), 1e-30), err_msg=name)
+
+
+def every_form(x, kernel, gradient, geometry):
+    """By name, what each form that fits gives, beside XLA's answer under the same first word."""
+    y, pullback = jax.vjp(lambda x, kernel: lax_forward(x, kernel, geometry), x, kernel)
+    of_x, of_kernel = pullback(gradient)
+    wanted = {"forward": y, "input": of_x, "filter": of_kernel}
+    found = {f"forward {name}": form(x, kernel, geometry) for name, form in FORWARD.items()}
+    fits = {*INPUT_GRADIENT, *FILTER_GRADIENT} - (ONLY_STRIDE_1 if geometry.strides != (1, 1) else set())
+    found |= {
+        f"input {name}": form(gradient, kernel, geometry, forms.image_size(x))
+        for name, form in INPUT_GRADIENT.items()
+        if name in fits
+    }
+    found |= {
+        f"filter {name}": form(x, gradient, geometry, forms.window_size(kernel))
+        for name, form in FILTER_GRADIENT.items()
+        if name in fits
+    }
+    return found, wanted
+
+
+@st.composite
+def problems(draw):
+    """Two images of any shape with a kernel that fits, strides and padding of each axis by themselves."""
+    window = draw(st.tuples(*[st.sampled_from((1, 2, 3, 5, 7))] * 2))
+    strides = draw(st.tuples(*[st.integers(1, 3)] * 2))
+    sides = st.tuples(st.integers(0, 4), st.integers(0, 4))
+    padding = (draw(sides), draw(sides))
+    size = tuple(
+        draw(st.integers(max(1, extent - sum(margin)), 9)) for extent, margin in zip(window, padding, strict=True)
+    )
+    C, K = draw(st.integers(1, 5)), draw(st.integers(1, 5))
+    return (2, *size, C), (*window, C, K), Geometry(strides, padding)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(problems())
+def test_every_form_is_xlas_convolution(problem):
+    x_shape, kernel_shape, geometry = problem
+    x, kernel = normal(0, x_shape), normal(1, kernel_shape)
+    size = geometry.output_size(forms.image_size(x), forms.window_size(kernel))
+    gradient = normal(2, (x_shape[0], *size, kernel_shape[3]))
+    found, wanted = jax.jit(partial(every_form, geometry=geometry))(x, kernel, gradient)
+    for name in found:
+        assert_close(found[name], wanted[name.split()[0]], name=f"{name} {problem}")
+
+
+def value_and_gradients(convolve, x, kernel, gradient):
+    y, pullback = jax.vjp(convolve, x, kernel)
+    return y, *pullback(gradient.astype(y.dtype))
+
+
+@pytest.mark.parametrize("padding", ["SAME", "VALID", ((3, 3), (3, 3)), ((0, 2), (1, 0))])
+@pytest.mark.parametrize(
+    ("shape", "window", "stride", "K"),
+    [
+        ((32, 9, 8, 3), (3, 3), 1, 16),  # a stem: tiles, patches of the input
+        ((32, 9, 8, 5), (3, 3), 1, 6),  # tiles, patches of the gradient
+        ((2, 9, 10, 40), (3, 3), 2, 7),  # columns
+        ((2, 9, 10, 6), (3, 3), 2, 7),  # phases
+        ((2, 11, 8, 3), (7, 7), 2, 8),
+        ((2, 7, 8, 6), (1, 1), 2, 5),
+        ((2, 3, 3, 6), (3, 3), 1, 5),  # a small map
+        ((2, 8, 7, 4), (2, 5), (3, 1), 1),
+    ],
+)
+def test_the_chosen_forms_are_xlas_convolution(shape, window, stride, K, padding):
+    x, kernel = normal(0, shape), normal(1, (*window, shape[3], K))
+    strides = (stride, stride) if isinstance(stride, int) else stride
+
+    def plain(x, kernel):
+        return lax.conv_general_dilated(x, kernel, strides, padding, dimension_numbers=forms.NHWC)
+
+    gradient = normal(2, jax.eval_shape(plain, x, kernel).shape)
+    ours = jax.jit(partial(value_and_gradients, partial(convolution, stride=stride, padding=padding)))
+    wanted = jax.jit(partial(value_and_gradients, plain))(x, kernel, gradient)
+    for found, reference in zip(ours(x, kernel, gradient), wanted, strict=True):
+        assert_close(found, reference)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_bfloat16_is_rounded_once(stride):
+    """Sums are float32, so each result is within half a unit in its last of eight bits: 2⁻⁸ of the exact value."""
+    x, kernel = normal(0, (2, 8, 9, 7), jnp.bfloat16), normal(1, (3, 3, 7, 5), jnp.bfloat16)
+    gradient = normal(2, (2, -(-8 // stride), -(-9 // stride), 5), jnp.bfloat16)
+    ours = value_and_gradients(partial(convolution, stride=stride), x, kernel, gradient)
+    wide = [operand.astype(jnp.float32) for operand in (x, kernel, gradient)]
+    exact = value_and_gradients(partial(convolution, stride=stride), *wide)
+    for found, wanted in zip(ours, exact, strict=True):
+        assert found.dtype == jnp.bfloat16
+        np.testing.assert_allclose(np.asarray(found, np.float32), wanted, rtol=2**-8, atol=1e-6)
+
+
+def test_a_bias_is_added_and_has_its_gradient():
+    x, kernel, bias = normal(0, (2, 5, 5, 3)), normal(1, (3, 3, 3, 4)), normal(2, (4,))
+    y, pullback = jax.vjp(lambda bias: convolution(x, kernel, bias=bias), bias)
+    assert_close(y, convolution(x, kernel) + bias)
+    np.testing.assert_array_equal(pullback(jnp.ones_like(y))[0], np.full(4, 50.0))
+
+
+def test_forms_follow_the_measurements():
+    assert forward_form((32, 32), (3, 3)) is forms.forward_lax
+    assert forward_form((4, 4), (3, 3)) is forms.forward_patches
+    assert forward_form((56, 2), (3, 3)) is forms.forward_patches  # XLA would swap the operands
+    assert forward_form((56, 56), (1, 1)) is forms.forward_patches
+    assert input_gradient_form((16, 16), (3, 3), (1, 1), 16).args == (forms.forward_lax,)
+    assert input_gradient_form((16, 16), (3, 3), (2, 2), 16).func is forms.input_gradient_phases
+    assert input_gradient_form((16, 16), (3, 3), (2, 2), 64) is forms.input_gradient_columns
+    assert filter_gradient_form(128, (3, 3), (1, 1), 16).args == (forms.filter_gradient_output_rows, 16)
+    assert filter_gradient_form(100, (3, 3), (1, 1), 16) is forms.filter_gradient_output_rows
+    assert filter_gradient_form(8, (3, 3), (2, 2), 128) is forms.filter_gradient_taps
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"x": (2, 5, 5, 3), "kernel": (3, 3, 4, 2)}, r"of the same C: found \(2, 5, 5, 3\) and \(3, 3, 4, 2\)"),
+        ({"x": (5, 5, 3), "kernel": (3, 3, 3, 2)}, r"x \[B,H,W,C\]"),
+        ({"x": (2, 5, 5, 3), "kernel": (3, 3, 3, 2), "stride": 0}, "stride is at least 1: found 0"),
+        ({"x": (2, 5, 5, 3), "kernel": (3, 3, 3, 2), "padding": "FULL"}, "padding is \"SAME\", .*: found 'FULL'"),
+        ({"x": (2, 5, 5, 3), "kernel": (3, 3, 3, 2), "padding": ((-1, 0), (0, 0))}, "at least 0: found"),
+        ({"x": (2, 5, 2, 3), "kernel": (3, 3, 3, 2), "padding": "VALID"}, "3×3 kernel does not fit an input of 5×2"),
+    ],
+)
+def test_operands_that_do_not_fit_are_refused(arguments, message):
+    arguments = dict(arguments)
+    x, kernel = jnp.zeros(arguments.pop("x")), jnp.zeros(arguments.pop("kernel"))
+    with pytest.raises(ValueError, match=message):
+        convolution(x, kernel, **arguments)
+    with pytest.raises(ValueError, match="one dtype: found float32 and bfloat16; cast one"):
+        convolution(jnp.zeros((1, 5, 5, 3)), jnp.zeros((3, 3, 3, 2), jnp.bfloat16))
+
+
+def test_other_platforms_lower_to_xlas_own_convolutions():
+    """What is exported for CUDA is the convolution and both its gradients; for the CPU it holds products."""
+    x, kernel = jnp.zeros((2, 8, 8, 6)), jnp.zeros((3, 3, 6, 6))
+    step = jax.jit(
+        lambda x, kernel: jax.grad(lambda *pair: (convolution(*pair, stride=2) ** 2).sum(), (0, 1))(x, kernel)
+    )
+    cuda, cpu = (jax.export.export(step, platforms=[platform])(x, kernel).mlir_module() for platform in ("cuda", "cpu"))
+    assert cuda.count("stablehlo.convolution") == 3
+    assert "dot_general" not in cuda
+    assert "dot_general" in cpu
+
+
+# Convolutions that XLA:CPU runs fast wherever they stand: NHWC by HWIO, neither operand dilated, no window reversed.
+CANONICAL = "dim_labels=b01f_01io->b01f"
+SLOW = ("lhs_dilate", "rhs_dilate", "rhs_reversal", "feature_group_count", "batch_group_count")
+
+
+def slow_convolutions(hlo):
+    """Lines of optimised HLO that hold a convolution which is not canonical, or whose kernel overhangs its input."""
+    found = []
+    for line in hlo.splitlines():
+        if re.search(r"[\])}] convolution\(", line):
+            padding = re.search(r"pad=(\S+?)[ }]", line)
+            negative = padding is not None and "-" in padding.group(1)
+            if CANONICAL not in line or any(word in line for word in SLOW) or negative:
+                found.append(line.strip())
+    return found
+
+
+def training_loop(model, batch, image_size):
+    def step(carry):
+        count, params, batch_stats, images = carry
+
+        def loss(params):
+            logits, new = model.apply(params, batch_stats, images, train=True)
+            return jnp.square(logits).mean(), new
+
+        grads, new = jax.grad(loss, has_aux=True)(params)
+        return count + 1, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), new, images
+
+    params, batch_stats = jax.eval_shape(model.init, jax.random.key(0))
+    images = jax.ShapeDtypeStruct((batch, image_size, image_size, 3), jnp.float32)
+    loop = jax.jit(lambda *state: lax.while_loop(lambda carry: carry[0] < 10, step, (jnp.int32(0), *state)))
+    return loop.lower(params, batch_stats, images).compile().as_text()
+
+
+def one_block_a_stage(stride_on):
+    """Every shape of ResNet-50 that changes anything, at a quarter of its compilation."""
+    net = ResNet((1, 1, 1, 1), width=64, block="bottleneck", stem="imagenet", stride_on=stride_on)
+    return Model("one block", partial(resnet.init, net, 10), partial(resnet.apply, net, dtype=jnp.dtype(jnp.float32)))
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "image_size"),
+    [
+        (build_model("resnet8", num_classes=10, image_size=32), 32, 32),
+        (build_model("resnet8", num_classes=10, image_size=31, dtype=jnp.bfloat16), 6, 31),
+        (one_block_a_stage("conv2"), 2, 64),
+        (one_block_a_stage("conv3"), 2, 65),
+    ],
+    ids=["resnet8", "resnet8-bfloat16-odd", "v1.5", "xlajl"],
+)
+def test_a_training_step_in_a_loop_keeps_only_fast_convolutions(model, batch, image_size):
+    hlo = training_loop(model, batch, image_size)
+    assert "while(" in hlo
+    assert "convolution(" in hlo
+    assert slow_convolutions(hlo) == []
+    assert "select-and-scatter" not in hlo
+
+
+def test_the_search_for_slow_convolutions_finds_xlas_own():
+    def step(carry):
+        count, x, kernel = carry
+        gradients = jax.grad(lambda *pair: (lax_forward(*pair, Geometry((2, 2), ((1, 1), (1, 1)))) ** 2).sum(), (0, 1))
+        return count + 1, *gradients(x, kernel)
+
+    loop = jax.jit(lambda x, kernel: lax.while_loop(lambda carry: carry[0] < 9, step, (jnp.int32(0), x, kernel)))
+    hlo = loop.lower(normal(0, (2, 8, 8, 6)), normal(1, (3, 3, 6, 6))).compile().as_text()
+    assert len(slow_convolutions(hlo)) == 2

@@ -1,0 +1,56 @@
+"""Max-pooling and its gradient against XLA's reduce-window and select-and-scatter, ties included."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+from models.pooling import max_pool
+
+
+def xla_max_pool(x, window, stride, padding):
+    margin = ((0, 0), (padding, padding), (padding, padding), (0, 0))
+    return lax.reduce_window(x, -jnp.inf, lax.max, (1, window, window, 1), (1, stride, stride, 1), margin)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(st.data())
+def test_pool_and_gradient_are_xlas_where_most_windows_hold_ties(data):
+    window, stride = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
+    padding = data.draw(st.integers(0, (window - 1) // 2))
+    H, W = (data.draw(st.integers(max(1, window - 2 * padding), 9)) for _ in range(2))
+    # Whole numbers: three values make ties, and sums of whole gradients are exact in any order.
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    x = jnp.asarray(rng.integers(-1, 2, (2, H, W, 3)), jnp.float32)
+    size = [(extent + 2 * padding - window) // stride + 1 for extent in (H, W)]
+    gradient = jnp.asarray(rng.integers(-9, 9, (2, *size, 3)), jnp.float32)
+
+    @jax.jit
+    def both(x, gradient):
+        wanted, pullback = jax.vjp(lambda x: xla_max_pool(x, window, stride, padding), x)
+        found, ours = jax.vjp(lambda x: max_pool(x, window=window, stride=stride, padding=padding), x)
+        return (found, wanted), (ours(gradient)[0], pullback(gradient)[0])
+
+    for found, wanted in both(x, gradient):
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_a_tie_goes_to_the_first_in_row_major_order():
+    gradient = jax.grad(lambda x: max_pool(x, window=3, stride=3, padding=0).sum())(jnp.zeros((1, 3, 3, 1)))
+    np.testing.assert_array_equal(gradient[0, :, :, 0], [[1, 0, 0], [0, 0, 0], [0, 0, 0]])
+
+
+def test_undifferentiated_and_bfloat16():
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 7, 6, 3)), jnp.bfloat16)
+    np.testing.assert_array_equal(max_pool(x), xla_max_pool(x, 3, 2, 1))
+    assert jax.grad(lambda x: max_pool(x).sum())(x).dtype == jnp.bfloat16
+
+
+def test_windows_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="padding below half the window: found window 2, stride 2, padding 1"):
+        max_pool(jnp.zeros((1, 4, 4, 1)), window=2, padding=1)
+    with pytest.raises(ValueError, match="3×3 window does not fit 2×2; give larger images"):
+        max_pool(jnp.zeros((1, 2, 2, 1)), padding=0)

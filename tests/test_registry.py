@@ -1,0 +1,58 @@
+"""Names of models: what each stands for, counted, and what is refused."""
+
+import jax
+import pytest
+
+from models.registry import build_model, count_params, model_names
+
+# With 1000 classes: what torchvision documents, and what XLA.jl's ResNet-50 has.
+PUBLISHED = {
+    "resnet18": 11_689_512,
+    "resnet34": 21_797_672,
+    "resnet50": 25_557_032,
+    "resnet101": 44_549_160,
+    "resnet152": 60_192_808,
+    "resnet50-xlajl": 25_583_464,
+}
+
+
+def params_of(name, num_classes):
+    return jax.eval_shape(build_model(name, num_classes=num_classes, image_size=32).init, jax.random.key(0))[0]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_counts_of_parameters_are_the_published_ones(name):
+    assert count_params(params_of(name, 1000)) == PUBLISHED[name]
+
+
+def test_xlajls_count_is_the_standard_one_with_biases_and_without_the_stems_norm():
+    """26,560 channels leave convolutions, each now with a bias; the stem's 64 lose scale and bias of their norm."""
+    assert PUBLISHED["resnet50-xlajl"] == PUBLISHED["resnet50"] + 26_560 - 2 * 64
+
+
+@pytest.mark.parametrize("depth", [8, 14, 20, 32, 44, 56, 110])
+def test_cifar_networks_have_6n_and_2_layers(depth):
+    """Counted by hand: stem; n blocks of two 3×3 convolutions a stage, two of them projected; classifier."""
+    n, total = (depth - 2) // 6, 27 * 16 + 2 * 16 + 64 * 10 + 10
+    for C, K in ((16, 16), (16, 32), (32, 64)):
+        total += 9 * C * K + (2 * n - 1) * 9 * K * K + 2 * n * 2 * K
+        total += (C * K + 2 * K) if C != K else 0
+    params = params_of(f"resnet{depth}", 10)
+    assert count_params(params) == total
+    convs = sum(
+        key.startswith("conv") for stage in "123" for block in params[f"layer{stage}"].values() for key in block
+    )
+    assert convs + 2 == depth
+
+
+def test_auto_takes_the_size_of_the_images():
+    assert build_model("auto", num_classes=10, image_size=127).name == "resnet8"
+    assert build_model("auto", num_classes=10, image_size=128).name == "resnet50"
+
+
+def test_wrong_requests_are_refused():
+    with pytest.raises(ValueError, match=r"no model is called 'resnet9'; choose one of auto, resnet18, .*resnet110"):
+        build_model("resnet9", num_classes=10, image_size=32)
+    with pytest.raises(ValueError, match="at least 1: found 0 and 32"):
+        build_model("resnet8", num_classes=0, image_size=32)
+    assert len(model_names()) == 13

@@ -1,0 +1,156 @@
+"""The residual networks: composition, feature maps, initial values, gradients against XLA's convolutions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from models import resnet
+from models.registry import build_model, find_resnet, model_names
+
+
+def normal(seed, shape):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def loss_and_gradients(model, params, batch_stats, images):
+    def loss(params):
+        logits, new = model.apply(params, batch_stats, images, train=True)
+        return jnp.square(logits - 1).mean(), new
+
+    return jax.value_and_grad(loss, has_aux=True)(params)
+
+
+def test_a_whole_network_has_the_gradients_it_has_with_xlas_convolutions(monkeypatch):
+    model = build_model("resnet8", num_classes=7, image_size=18)
+    params, batch_stats = jax.jit(model.init)(jax.random.key(0))
+    images = normal(0, (32, 18, 17, 3))
+    (loss, stats), gradients = jax.jit(lambda *state: loss_and_gradients(model, *state))(params, batch_stats, images)
+
+    def plain(x, kernel, *, stride, padding, bias):
+        assert bias is None
+        dimensions = ("NHWC", "HWIO", "NHWC")
+        return lax.conv_general_dilated(x, kernel, (stride, stride), padding, dimension_numbers=dimensions)
+
+    monkeypatch.setattr(resnet, "convolution", plain)
+    (wanted, wanted_stats), reference = jax.jit(lambda *state: loss_and_gradients(model, *state))(
+        params, batch_stats, images
+    )
+    np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+    jax.tree.map(lambda ours, xla: np.testing.assert_allclose(ours, xla, rtol=1e-4, atol=1e-5), stats, wanted_stats)
+    # Sums in another order, and now and then a ReLU on the other side of zero: 1e-3 of a leaf's largest gradient.
+    jax.tree.map(
+        lambda ours, xla: np.testing.assert_allclose(ours, xla, rtol=0, atol=1e-3 * np.abs(xla).max()),
+        gradients,
+        reference,
+    )
+
+
+STAGES = {
+    ("resnet18", 224): [(56, 64), (28, 128), (14, 256), (7, 512)],
+    ("resnet50", 224): [(56, 256), (28, 512), (14, 1024), (7, 2048)],
+    ("resnet50", 97): [(25, 256), (13, 512), (7, 1024), (4, 2048)],
+    ("resnet50-xlajl", 224): [(56, 256), (28, 512), (14, 1024), (7, 2048)],
+    ("resnet20", 32): [(32, 16), (16, 32), (8, 64)],
+    ("resnet20", 33): [(33, 16), (17, 32), (9, 64)],
+}
+
+
+@pytest.mark.parametrize(("name", "image_size"), STAGES)
+def test_the_last_block_of_each_stage_has_the_published_shape(name, image_size, monkeypatch):
+    shapes = {}
+    apply_block = resnet._apply_block
+
+    def spy(block, params, stats, x, train):
+        y, new = apply_block(block, params, stats, x, train)
+        shapes[block.path.split(".")[0]] = y.shape
+        return y, new
+
+    monkeypatch.setattr(resnet, "_apply_block", spy)
+    model = build_model(name, num_classes=11, image_size=image_size)
+    params, batch_stats = jax.eval_shape(model.init, jax.random.key(0))
+    images = jax.ShapeDtypeStruct((2, image_size, image_size, 3), jnp.float32)
+    logits, _ = jax.eval_shape(lambda *state: model.apply(*state, train=False), params, batch_stats, images)
+    assert list(shapes.values()) == [(2, size, size, C) for size, C in STAGES[name, image_size]]
+    assert (logits.shape, logits.dtype) == ((2, 11), jnp.float32)
+
+
+def strides(name):
+    return [tuple(conv.stride for conv in block.convs) for block in resnet.blocks(find_resnet(name))]
+
+
+def test_where_the_stride_stands():
+    assert strides("resnet50")[:4] == [(1, 1, 1)] * 3 + [(1, 2, 1)]
+    assert strides("resnet50-xlajl")[:4] == [(1, 1, 1)] * 3 + [(1, 1, 2)]
+    assert strides("resnet18")[:4] == [(1, 1), (1, 1), (2, 1), (1, 1)]
+    projected = [block.path for block in resnet.blocks(find_resnet("resnet50-xlajl")) if block.projection]
+    assert projected == ["layer1.0", "layer2.0", "layer3.0", "layer4.0"]
+    assert [block.path for block in resnet.blocks(find_resnet("resnet20")) if block.projection] == [
+        "layer2.0",
+        "layer3.0",
+    ]
+
+
+def test_xlajls_stem_has_a_bias_and_neither_norm_nor_activation():
+    model = build_model("resnet50-xlajl", num_classes=10, image_size=64)
+    params, batch_stats = jax.eval_shape(model.init, jax.random.key(0))
+    assert "bn1" not in params
+    assert "bn1" not in batch_stats
+    assert set(params["conv1"]) == {"kernel", "bias"}
+    assert params["layer1"]["0"]["downsample"]["0"]["bias"].shape == (256,)
+
+
+@pytest.mark.parametrize("name", ["resnet8", "resnet18"])
+def test_initial_values(name):
+    params, batch_stats = jax.jit(build_model(name, num_classes=10, image_size=32).init)(jax.random.key(3))
+    kernel = np.asarray(params["layer3"]["0"]["conv2"]["kernel"])
+    fan_out = 9 * kernel.shape[3]
+    # The deviation of n normal draws is known to 1/√(2n); four of those.
+    assert abs(kernel.std() / np.sqrt(2 / fan_out) - 1) < 4 / np.sqrt(2 * kernel.size)
+    fc = np.asarray(params["fc"]["kernel"])
+    assert np.abs(fc).max() <= fc.shape[0] ** -0.5
+    assert np.abs(fc).max() > 0.9 * fc.shape[0] ** -0.5
+    np.testing.assert_array_equal(params["layer1"]["0"]["bn2"]["scale"], 1)
+    np.testing.assert_array_equal(batch_stats["bn1"]["var"], 1)
+
+
+def test_init_is_a_function_of_the_key():
+    init = jax.jit(build_model("resnet8", num_classes=10, image_size=32).init)
+    jax.tree.map(np.testing.assert_array_equal, init(jax.random.key(1)), init(jax.random.key(1)))
+    one, two = init(jax.random.key(1))[0], init(jax.random.key(2))[0]
+    assert not np.array_equal(one["conv1"]["kernel"], two["conv1"]["kernel"])
+    first, second = one["layer1"]["0"]["conv1"]["kernel"], one["layer1"]["0"]["conv2"]["kernel"]
+    assert not np.array_equal(first, second)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name", model_names())
+def test_parameters_statistics_and_logits_are_float32_and_the_carry_keeps_its_shapes(name, dtype):
+    model = build_model(name, num_classes=10, image_size=64, dtype=dtype)
+    state = jax.eval_shape(model.init, jax.random.key(0))
+    assert {leaf.dtype for leaf in jax.tree.leaves(state)} == {jnp.dtype(jnp.float32)}
+    if name in ("resnet101", "resnet152", "resnet110"):
+        return  # the same blocks, more of them
+    images = jax.ShapeDtypeStruct((2, 64, 64, 3), jnp.float32)
+    (_, new), gradients = jax.eval_shape(lambda *state: loss_and_gradients(model, *state), *state, images)
+    assert (gradients, new) == state
+
+
+def test_evaluation_leaves_the_statistics_and_treats_images_one_by_one():
+    model = build_model("resnet8", num_classes=10, image_size=16)
+    params, batch_stats = jax.jit(model.init)(jax.random.key(0))
+    images = normal(0, (4, 16, 16, 3))
+    evaluate = jax.jit(lambda images: model.apply(params, batch_stats, images, train=False))
+    logits, after = evaluate(images)
+    jax.tree.map(np.testing.assert_array_equal, after, batch_stats)
+    np.testing.assert_allclose(evaluate(images[:1])[0], logits[:1], rtol=1e-4, atol=1e-5)
+
+
+def test_images_too_small_for_the_stem_are_refused_and_any_others_are_not():
+    model = build_model("resnet8", num_classes=10, image_size=1)
+    params, batch_stats = jax.eval_shape(model.init, jax.random.key(0))
+    for size in (1, 2, 3, 5):
+        images = jax.ShapeDtypeStruct((2, size, size + 1, 3), jnp.float32)
+        logits, _ = jax.eval_shape(lambda *state: model.apply(*state, train=True), params, batch_stats, images)
+        assert logits.shape == (2, 10)
