@@ -53,9 +53,11 @@ def _normalise(x: jax.Array, scale: jax.Array, bias: jax.Array) -> tuple[jax.Arr
     """
     wide = x.astype(jnp.float32)
     mean = wide.mean(PLACES)
-    var = jnp.square(wide - mean).mean(PLACES)
-    factor = scale * jax.lax.rsqrt(var + EPSILON)
-    return (wide * factor + (bias - mean * factor)).astype(x.dtype), mean, var
+    centred = wide - mean
+    var = jnp.square(centred).mean(PLACES)
+    # Centred first, here and in the backward pass: folded into one multiplication and addition, the two large terms
+    # cancel, and the losses of a 12-step run were 3e-4 off those in float64 where this form is 1e-7 off.
+    return (centred * (scale * jax.lax.rsqrt(var + EPSILON)) + bias).astype(x.dtype), mean, var
 
 
 def _normalise_forward(
@@ -73,13 +75,12 @@ def _normalise_backward(
     The gradients of mean and variance are none: they reach nothing but the running statistics.
     """
     x, scale, mean, var = residuals
-    wide, gradient = x.astype(jnp.float32), gradients[0].astype(jnp.float32)
+    centred, gradient = x.astype(jnp.float32) - mean, gradients[0].astype(jnp.float32)
     inverse = jax.lax.rsqrt(var + EPSILON)
     count = x.size // x.shape[3]
     of_bias = gradient.sum(PLACES)
-    of_scale = (gradient * (wide - mean)).sum(PLACES) * inverse
-    slope = of_scale * inverse / count
-    of_x = (scale * inverse) * (gradient - wide * slope + (mean * slope - of_bias / count))
+    of_scale = (gradient * centred).sum(PLACES) * inverse
+    of_x = (scale * inverse) * (gradient - centred * (of_scale * inverse / count) - of_bias / count)
     return of_x.astype(x.dtype), of_scale, of_bias
 
 
