@@ -71,6 +71,10 @@ class ControlBoard:
             if self.stop_reason is None:
                 self.stop_reason = reason
 
+    def is_stop_requested(self) -> bool:
+        """Tells whether a stop was asked for."""
+        return self.stop_reason is not None
+
     def words(self) -> NDArray[np.uint32]:
         """Gives the uint32 [2] control words of the next pull."""
-        return encode_control(STOP if self.stop_reason is not None else 0)
+        return encode_control(STOP if self.is_stop_requested() else 0)

@@ -13,8 +13,8 @@ import numpy as np
 
 from engine.batches import BatchSource, Labels, Pixels
 
-# How long a wait lasts before it looks again whether the worker threads are alive.
-_LOOK_EVERY_S = 1.0
+# How long a wait lasts before it looks again whether the workers live and whether it is still wanted.
+_LOOK_EVERY_S = 0.25
 # How long `close` waits for the threads, all together: a stalled store may hold every one of them.
 _CLOSE_TIMEOUT_S = 1.0
 
@@ -81,15 +81,24 @@ class Feeder:
             # Only now: a thread that the system refuses to start cannot be joined by `close`.
             self._threads.append(thread)
 
-    def take(self, step: int, shard: int, pixels: Pixels, labels: Labels) -> float:
+    def take(
+        self,
+        step: int,
+        shard: int,
+        pixels: Pixels,
+        labels: Labels,
+        *,
+        is_cancelled: Callable[[], bool] = lambda: False,
+    ) -> float | None:
         """Copies a shard of a step's batch out of the ring; steps must be taken in order, shards in any.
 
         Args:
             step, shard: the address of the batch's part.
             pixels, labels: uint32 [b, H, W] and int32 [b], b = batch / num_shards, written.
+            is_cancelled: asked a few times a second while the batch is not there.
 
         Returns:
-            Seconds waited for the batch.
+            Seconds waited for the batch; None where the wait was cancelled, nothing then being taken or written.
 
         Raises:
             FeederError: where the batch did not come in time or never can.
@@ -97,7 +106,8 @@ class Feeder:
         """
         started = time.perf_counter()
         slot = self._slots[step % self._depth]
-        self._wait(lambda: slot.step == step or self._closed, step)
+        if not self._wait(lambda: slot.step == step or self._closed, step, is_cancelled):
+            return None
         if slot.failure is not None:
             raise slot.failure
         if slot.step != step:
@@ -130,11 +140,17 @@ class Feeder:
                 self._next_release += 1
                 self._changed.notify_all()
 
-    def _wait(self, ready: Callable[[], bool], step: int) -> None:
-        """Waits until `ready`; raises FeederError when the time is over or nobody is left who could make it so."""
+    def _wait(self, ready: Callable[[], bool], step: int, is_cancelled: Callable[[], bool]) -> bool:
+        """Waits until `ready`, giving True, or cancelled, giving False.
+
+        Raises:
+            FeederError: when the time is over, or nobody is left who could make it ready.
+        """
         deadline = time.monotonic() + self._timeout_s
         with self._changed:
             while not self._changed.wait_for(ready, timeout=min(_LOOK_EVERY_S, max(0.0, deadline - time.monotonic()))):
+                if is_cancelled():
+                    return False
                 if time.monotonic() >= deadline:
                     raise FeederError(
                         f"the batch of step {step + 1} must be there within {self._timeout_s:g} s, and was not: the "
@@ -142,6 +158,7 @@ class Feeder:
                     )
                 if not any(thread.is_alive() for thread in self._threads):
                     raise FeederError(f"the batch of step {step + 1} cannot come: every reader thread has ended")
+        return True
 
     def _work(self) -> None:
         """A worker's life: claim the next step, wait for its slot, fill it, until all is read or the ring closes."""

@@ -67,11 +67,15 @@ class Infeed:
         pixels, labels, words = results
         try:
             words[...] = self._board.words()
-            if words[0] & STOP:
-                # No batch is taken: it stays for whoever continues at this step.
-                pixels[...], labels[...] = 0, 0
-                return
-            self._wait_s[step] = self._feeder.take(step, shard, pixels, labels)
+            if not words[0] & STOP:
+                is_stopped = self._board.is_stop_requested
+                waited_s = self._feeder.take(step, shard, pixels, labels, is_cancelled=is_stopped)
+                if waited_s is not None:
+                    self._wait_s[step] = waited_s
+                    return
+                words[...] = self._board.words()
+            # A stop takes no batch: it stays for whoever continues at this step.
+            pixels[...], labels[...] = 0, 0
         except BaseException as error:  # noqa: BLE001 - raising through XLA loses it: kept, and raised by the host
             self.failure = error
             pixels[...], labels[...] = 0, 0

@@ -1,6 +1,10 @@
+import threading
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from engine.batches import FunctionBatches
 from engine.control import ControlBoard
@@ -10,14 +14,14 @@ from engine.transport import InplaceTransport
 from tests.toy import BATCH, SIZE, CountedBatches, toy_batch
 
 
-def make_infeed(batches, *, stop_step=4, num_shards=1):
+def make_infeed(batches, *, stop_step=4, num_shards=1, timeout_s=5.0):
     feeder = Feeder(
         FunctionBatches(batches),
         start_step=0,
         stop_step=stop_step,
         depth=2,
         num_threads=1,
-        timeout_s=5,
+        timeout_s=timeout_s,
         num_shards=num_shards,
     )
     feeder.start()
@@ -59,6 +63,28 @@ def test_a_stop_request_takes_no_batch():
     pixels, labels = np.empty((BATCH, SIZE, SIZE), np.uint32), np.empty(BATCH, np.int32)
     feeder.take(1, 0, pixels, labels)  # it is still there
     assert np.array_equal(pixels, toy_batch(1)[0])
+    feeder.close()
+
+
+@pytest.mark.timeout(60)
+def test_a_stop_request_ends_the_wait_for_a_batch_that_does_not_come():
+    released = threading.Event()
+
+    def stalling(step):
+        if step == 1:
+            released.wait(30)
+        return toy_batch(step)
+
+    infeed, feeder, board, pull = make_infeed(stalling, timeout_s=30)
+    pull(0)
+    threading.Timer(0.2, board.request_stop, ["a test"]).start()
+    started = time.monotonic()
+    pulled = pull(1)
+    assert time.monotonic() - started < 20  # neither the source's 30 s nor the infeed's
+    assert pulled.control.stop
+    assert not pulled.pixels.any()
+    assert infeed.failure is None
+    released.set()
     feeder.close()
 
 

@@ -66,3 +66,8 @@ def test_short_floats_are_computed_in_float32(dtype):
     # bfloat16 arithmetic would be wrong in the third digit.
     assert float(loss) == pytest.approx(reference(logits.astype(jnp.float32), labels), rel=1e-6)
     assert jax.grad(cross_entropy)(logits, labels).dtype == dtype
+
+
+@pytest.mark.parametrize("label", [-1, 3, 2**31 - 1])
+def test_a_label_that_is_no_class_makes_the_loss_nan(label):
+    assert np.isnan(cross_entropy(jnp.zeros((2, 3)), jnp.array([0, label])))
