@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -124,8 +125,10 @@ def main(*, dry_run: bool, traceback: bool, **options: Any) -> None:
 
 def _leave(code: int) -> None:
     """Exits; after a stop or failure at once, since a thread stuck in a source or a compiler can't be joined."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        # A full disk or a closed pipe: either it is the failure that is being told, or there is nobody to tell.
+        with suppress(OSError):
+            stream.flush()
     if code != _DONE:
         os._exit(code)
 
