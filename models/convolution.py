@@ -41,6 +41,9 @@ def convolution(
     Returns:
         `[B,P,Q,K]` in the dtype of `x`. Sums are carried out in float32 at least.
 
+    It has its own derivative, so under `shard_map` a replicated kernel is made to vary (`lax.pcast`) before the
+    gradient is taken, and the gradients are averaged after.
+
     Raises:
         ValueError: shapes, dtypes or geometry do not fit each other.
     """
@@ -77,26 +80,28 @@ def _geometry(x: jax.Array, kernel: jax.Array, stride: int | Pair, padding: str 
     return geometry
 
 
-# The choice of forms, measured inside `while_loop` on two AVX-512 cores, float32 (GFLOP/s, B×size, C→K, 3×3):
+# The choice of forms, measured inside `while_loop` on two AVX-512 cores, float32, each row's forms interleaved.
+# GFLOP/s of a 3×3 kernel by B×size C→K ("in tiles": of 16 images, whose patches stay in the cache):
 #
-#   forward              128×32 16→16   128×16 32→32   128×8 64→64   16×8 128→128   16×4 256→256   16×2 512→512
-#     lax                     104            152            171           222            140              1
-#     patches                  20             44             68           257            152            185
-#   input gradient
-#     turned kernel, lax       95            222            256           298            160              2
-#     turned, patches          31             70            126           285            243             73
-#   filter gradient
-#     taps                     45             96            169           105            252            259
-#     patches                  29             44            140           107            257            295
-#     gradient patches         30             53            175           138            321            283
-#     " in tiles              115            158            209
+#   stride 1           128×32 16→16  128×16 32→32  128×8 64→64  16×16 64→64  16×8 128→128  16×4 256→256  16×2 512→512
+#     forward: lax          104           152          171          204           222           140             1
+#              patches       20            44           68          201           257           152           185
+#     input:   lax           95           222          256          359           298           160             2
+#              patches       31            70          126          242           285           243            73
+#     filter:  taps          38            72          129          169           213           192
+#              patches       29            44          140          115           107           257
+#              output rows   59           146          228          231           274           169
+#              " in tiles   168           231          229          (234)         (253)         (246)
 #
-#   stride 2             128×32 16→32   128×16 32→64   16×16 64→128   16×8 128→256   16×4 256→512
-#     input: phases, lax       75            166            163           116             44
-#     input: columns           31            150            237           284            227
-#     filter: taps            123            181            172                          207
-#     filter: patches          65            127            180                          199
+#   stride 2           128×32 16→32  128×16 32→64  16×16 64→128  16×8 128→256  16×4 256→512
+#     forward: lax           86           153          293                         132
+#              patches       36           159          285                         288
+#     input:   phases        75           166          163           116            44
+#              columns       31           150          237           284           227
+#     filter:  taps         123           181          172                         207
+#              patches       65           127          180                         199
 #
+# On small maps with stride 1, columns made ResNet-18 and -50 at 64 px 5 to 10 % faster than patches.
 # On maps of at most 4 px a canonical convolution is slow, and where the kernel is larger than the map XLA swaps its
 # operands, which a loop body does not survive.
 
@@ -114,13 +119,10 @@ def forward_form(input_size: Pair, window: Pair) -> Forward:
 def input_gradient_form(output_size: Pair, window: Pair, strides: Pair, C: int) -> InputGradient:
     """The form of the gradient by the input on a CPU, by height and width of output and kernel, and input channels."""
     forward = forward_form(output_size, window)
-    if window == (1, 1):
+    if forward is forms.forward_patches or (strides != (1, 1) and C > FEW_CHANNELS):
         return forms.input_gradient_columns
-    if strides == (1, 1):
-        return partial(forms.input_gradient_correlation, forward)
-    if C > FEW_CHANNELS or forward is forms.forward_patches:
-        return forms.input_gradient_columns
-    return partial(forms.input_gradient_phases, forward)
+    form = forms.input_gradient_correlation if strides == (1, 1) else forms.input_gradient_phases
+    return partial(form, forward)
 
 
 def filter_gradient_form(num_images: int, window: Pair, strides: Pair, C: int) -> FilterGradient:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import Mesh, PartitionSpec
 
 from models import resnet
 from models.registry import build_model, find_resnet, model_names
@@ -147,7 +148,29 @@ def test_evaluation_leaves_the_statistics_and_treats_images_one_by_one():
     np.testing.assert_allclose(evaluate(images[:1])[0], logits[:1], rtol=1e-4, atol=1e-5)
 
 
-def test_images_too_small_for_the_stem_are_refused_and_any_others_are_not():
+def test_a_step_under_shard_map_is_the_plain_one():
+    """Parameters are made to vary, gradients averaged. One device will do: JAX tells the two apart by type."""
+    model = build_model("resnet8", num_classes=5, image_size=9)
+    params, batch_stats = jax.jit(model.init)(jax.random.key(0))
+    images = normal(0, (32, 9, 9, 3))
+
+    def sharded(params, images):
+        varying = jax.tree.map(lambda leaf: lax.pcast(leaf, "data", to="varying"), params)
+        return lax.pmean(loss_and_gradients(model, varying, batch_stats, images), "data")
+
+    replicated, split = PartitionSpec(), PartitionSpec("data")
+    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+    found = jax.jit(jax.shard_map(sharded, mesh=mesh, in_specs=(replicated, split), out_specs=replicated))
+    wanted = jax.jit(lambda *state: loss_and_gradients(model, *state))(params, batch_stats, images)
+    # The same operations on the same numbers, but what is fused otherwise may round otherwise.
+    jax.tree.map(
+        lambda ours, plain: np.testing.assert_allclose(ours, plain, rtol=0, atol=1e-5 * np.abs(plain).max() + 1e-6),
+        found(params, images),
+        wanted,
+    )
+
+
+def test_any_size_of_image_will_do():
     model = build_model("resnet8", num_classes=10, image_size=1)
     params, batch_stats = jax.eval_shape(model.init, jax.random.key(0))
     for size in (1, 2, 3, 5):
