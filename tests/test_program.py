@@ -20,9 +20,16 @@ def coloured_batch(step, batch=16, size=16):
 
 @pytest.mark.parametrize("transport", ["inplace", "callback"])
 def test_losses_equal_a_plain_loop_of_lax_steps(transport):
-    steps = 12
+    steps, learning_rate = 12, 0.005
     config = toy_config(
-        steps=steps, batch=16, num_classes=10, model="resnet8", momentum=0.9, weight_decay=0.01, transport=transport
+        steps=steps,
+        batch=16,
+        num_classes=10,
+        model="resnet8",
+        learning_rate=learning_rate,
+        momentum=0.9,
+        weight_decay=0.01,
+        transport=transport,
     )
     result = train(config, batches=coloured_batch)
 
@@ -31,9 +38,10 @@ def test_losses_equal_a_plain_loop_of_lax_steps(transport):
     expected = []
     for number in range(steps):
         pixels, labels = coloured_batch(number)
-        state, loss = lax_step(state, pixels, labels, 0.5, 0.25, 0.1, 0.9, 0.01)
+        state, loss = lax_step(state, pixels, labels, 0.5, 0.25, learning_rate, 0.9, 0.01)
         expected.append(float(loss))
-    # 1e-4: sums in another order differ by 1e-7 a step, and training amplifies that.
+    # Seen: 1e-7. At larger rates the plain loop itself is 3e-4 off one in float64 after 12 steps: where rounding turns
+    # the sign of one activation before its ReLU, an unstable rate amplifies it.
     np.testing.assert_allclose(result.losses, expected, rtol=1e-4)
     assert expected[-1] < expected[0] - 0.1  # it learns: the comparison is not one of standing still
     for ours, theirs in zip(jax.tree.leaves(result.batch_stats), jax.tree.leaves(state[1]), strict=True):
