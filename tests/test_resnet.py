@@ -1,5 +1,7 @@
 """The residual networks: composition, feature maps, initial values, gradients against XLA's convolutions."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -72,7 +74,7 @@ def test_the_last_block_of_each_stage_has_the_published_shape(name, image_size, 
     model = build_model(name, num_classes=11, image_size=image_size)
     params, batch_stats = jax.eval_shape(model.init, jax.random.key(0))
     images = jax.ShapeDtypeStruct((2, image_size, image_size, 3), jnp.float32)
-    logits, _ = jax.eval_shape(lambda *state: model.apply(*state, train=False), params, batch_stats, images)
+    logits, _ = jax.eval_shape(partial(model.apply, train=False), params, batch_stats, images)
     assert list(shapes.values()) == [(2, size, size, C) for size, C in STAGES[name, image_size]]
     assert (logits.shape, logits.dtype) == ((2, 11), jnp.float32)
 
@@ -175,5 +177,5 @@ def test_any_size_of_image_will_do():
     params, batch_stats = jax.eval_shape(model.init, jax.random.key(0))
     for size in (1, 2, 3, 5):
         images = jax.ShapeDtypeStruct((2, size, size + 1, 3), jnp.float32)
-        logits, _ = jax.eval_shape(lambda *state: model.apply(*state, train=True), params, batch_stats, images)
+        logits, _ = jax.eval_shape(partial(model.apply, train=True), params, batch_stats, images)
         assert logits.shape == (2, 10)
