@@ -19,6 +19,19 @@ _CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
 
 
 @dataclass(frozen=True)
+class Traced:
+    """A program traced and lowered, not yet compiled.
+
+    Attributes:
+        lowered: jax's stage, in StableHLO.
+        trace_s: seconds that it took.
+    """
+
+    lowered: jax.stages.Lowered
+    trace_s: float
+
+
+@dataclass(frozen=True)
 class Compiled:
     """A compiled program and what is known of it.
 
@@ -38,33 +51,36 @@ class Compiled:
     step_flops: float | None
 
 
-def compile_ahead(
-    function: Callable[..., Any],
-    *arguments: Any,
-    donate: tuple[int, ...] = (),
-    dump_folder: Path | None = None,
-) -> Compiled:
-    """Compiles `function` for arguments of these shapes.
+def trace_ahead(function: Callable[..., Any], *arguments: Any, donate: tuple[int, ...] = ()) -> Traced:
+    """Traces `function` once, on the calling thread, whose jax settings it so obeys.
 
     Args:
-        function: traced once, here.
+        function: what is to be compiled.
         arguments: pytrees of arrays or jax.ShapeDtypeStruct.
         donate: the arguments whose memory the program may reuse.
-        dump_folder: where to write `program.stablehlo.mlir` and `program.optimised.hlo`; None writes neither.
     """
     started = time.perf_counter()
     lowered = jax.jit(function, donate_argnums=donate).lower(*arguments)
-    traced = time.perf_counter()
+    return Traced(lowered, time.perf_counter() - started)
+
+
+def compile_traced(traced: Traced, *, dump_folder: Path | None = None) -> Compiled:
+    """Compiles a traced program, or loads it from the cache on disk.
+
+    Args:
+        traced: what to compile.
+        dump_folder: where to write `program.stablehlo.mlir` and `program.optimised.hlo`; None writes neither.
+    """
+    started = time.perf_counter()
     with _counting_cache_hits() as hits:
-        compiled = lowered.compile()
-    finished = time.perf_counter()
+        compiled = traced.lowered.compile()
+    compile_s = time.perf_counter() - started
     if dump_folder is not None:
         dump_folder.mkdir(parents=True, exist_ok=True)
-        write_whole(dump_folder / "program.stablehlo.mlir", lowered.as_text().encode())
+        write_whole(dump_folder / "program.stablehlo.mlir", traced.lowered.as_text().encode())
         write_whole(dump_folder / "program.optimised.hlo", (compiled.as_text() or "").encode())
-    return Compiled(
-        compiled, traced - started, finished - traced, bool(hits), _memory_bytes(compiled), _step_flops(compiled)
-    )
+    memory_bytes, step_flops = _memory_bytes(compiled), _step_flops(compiled)
+    return Compiled(compiled, traced.trace_s, compile_s, bool(hits), memory_bytes, step_flops)
 
 
 @contextmanager

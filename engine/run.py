@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.batches import BatchFunction, BatchSource
-from engine.compilation import Compiled, caching_compilations, compile_ahead
+from engine.compilation import Compiled, caching_compilations, compile_traced, trace_ahead
 from engine.config import TrainConfig
 from engine.control import ControlBoard
 from engine.feeder import Feeder
@@ -187,9 +187,8 @@ class _Run:
         """Traces the program on this thread and compiles it on a worker."""
         program = make_program(self.resolved.model, self.infeed, self.outfeed)
         dump_folder = None if self.config.dump_hlo is None else Path(self.config.dump_hlo)
-        compiled = call_on_worker(
-            lambda: compile_ahead(program, self.state_shape, self._values(), donate=(0,), dump_folder=dump_folder)
-        )
+        traced = trace_ahead(program, self.state_shape, self._values(), donate=(0,))
+        compiled = call_on_worker(partial(compile_traced, traced, dump_folder=dump_folder))
         origin = "loaded from the cache" if compiled.from_cache else "now in the cache"
         if self.config.compilation_cache == "off":
             origin = "no cache"

@@ -78,7 +78,7 @@ def call_on_worker[T](function: Callable[..., T], *arguments: Any) -> T:
         except BaseException as error:  # noqa: BLE001 - raised by the caller's thread
             failure.append(error)
 
-    thread = threading.Thread(target=work, name=f"worker-{getattr(function, '__name__', 'call')}", daemon=True)
+    thread = threading.Thread(target=work, name="worker", daemon=True)
     thread.start()
     while thread.is_alive():
         thread.join(_LOOK_EVERY_S)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from engine.compilation import caching_compilations, compile_ahead
+from engine.compilation import caching_compilations, compile_traced, trace_ahead
 from tests.toy import Linear
 
 
@@ -17,13 +17,13 @@ def test_the_second_compilation_comes_from_the_folder(tmp_path):
 
     x = jnp.ones((17, 17))
     with caching_compilations(str(tmp_path)):
-        first = compile_ahead(make_function(), x)
-        second = compile_ahead(make_function(), x)
+        first = compile_traced(trace_ahead(make_function(), x))
+        second = compile_traced(trace_ahead(make_function(), x))
     assert (first.from_cache, second.from_cache) == (False, True)
     assert list(tmp_path.iterdir())
     assert np.array_equal(first.call(x), second.call(x))
     with caching_compilations("off"):
-        assert not compile_ahead(make_function(), x).from_cache
+        assert not compile_traced(trace_ahead(make_function(), x)).from_cache
 
 
 def test_jax_settings_are_put_back_after_a_failure_too(tmp_path):
@@ -56,7 +56,8 @@ def test_tracing_happens_once_and_memory_and_work_are_told(tmp_path):
     model = Linear()
     shape = jax.eval_shape(model.init, jax.random.key(0))
     images = jax.ShapeDtypeStruct((64, 4, 4, 3), jnp.float32)
-    compiled = compile_ahead(partial(model.apply, train=True), *shape, images, dump_folder=tmp_path)
+    traced = trace_ahead(partial(model.apply, train=True), *shape, images)
+    compiled = compile_traced(traced, dump_folder=tmp_path)
     assert model.traces == [True]
     assert compiled.memory_bytes["arguments"] == 4 * (48 * 3 + 3 + 1 + 64 * 48)
     assert compiled.step_flops is not None

@@ -71,6 +71,19 @@ def test_a_run_is_traced_once_and_every_runtime_value_reuses_the_compiled_progra
         assert other.losses[0] != pytest.approx(first.losses[-1])
 
 
+def test_the_model_is_traced_under_the_callers_jax_settings():
+    seen = []
+
+    class Watching(Linear):
+        def apply(self, params, batch_stats, images, train):
+            seen.append(jax.config.jax_default_matmul_precision)
+            return super().apply(params, batch_stats, images, train)
+
+    with jax.default_matmul_precision("float32"):
+        train(toy_config(steps=1), model=Watching(), batches=toy_batch)
+    assert seen == ["float32"]
+
+
 def test_the_runtime_values_have_their_effect():
     def losses(**values):
         return train(toy_config(steps=6, **values), model=Linear(), batches=toy_batch).losses

@@ -128,7 +128,7 @@ def test_a_stop_that_cannot_be_told_is_still_a_stop():
 def test_a_worker_gives_its_result():
     assert call_on_worker(lambda *given: (given, threading.current_thread().name), 1, "two") == (
         (1, "two"),
-        "worker-<lambda>",
+        "worker",
     )
     assert call_on_worker(max, 3, 5) == 5
     assert call_on_worker(lambda: None) is None
