@@ -1,27 +1,146 @@
-"""The optimiser: optax transformations whose rates are runtime values of the program."""
+"""The optimisers: optax transformations whose numbers are runtime values of the program.
 
-from typing import NamedTuple
+Each is built anew, inside the program, at every trace: what an optimiser remembers depends on its name alone, never on
+its numbers, so that another rate, momentum or decay compiles nothing. Knows nothing of schedules or of the loop.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
+
+OptimizerName = Literal["sgd", "nesterov", "adamw", "lars", "lamb"]
+# Parameters → a tree of the same structure with a bool at each leaf.
+type Mask = Callable[[Any], Any]
 
 
 class Hyperparams(NamedTuple):
-    """The optimiser's numbers, float32 [] each; traced, so that changing them compiles nothing."""
+    """An optimiser's numbers, float32 [] each; traced, so that changing them compiles nothing.
+
+    Attributes:
+        learning_rate: of this update, at least 0.
+        momentum: in [0, 1); β1 of AdamW and LAMB.
+        weight_decay: at least 0. SGD, Nesterov and LARS add it, times the parameter, to the gradient; AdamW and LAMB
+            add it to the direction that the moments gave ("decoupled"), so that the learning rate multiplies it too.
+        beta2: decay of AdamW's and LAMB's second moment, in [0, 1).
+        epsilon: added to AdamW's and LAMB's denominator, above 0. LAMB's paper takes 1e-6.
+        trust_coefficient: η of LARS.
+        clip_norm: largest global norm of a gradient, above 0; inf clips nothing.
+    """
 
     learning_rate: jax.Array
     momentum: jax.Array
     weight_decay: jax.Array
+    beta2: jax.Array | np.float32 = np.float32(0.999)
+    epsilon: jax.Array | np.float32 = np.float32(1e-8)
+    trust_coefficient: jax.Array | np.float32 = np.float32(1e-3)
+    clip_norm: jax.Array | np.float32 = np.float32(np.inf)
+
+
+def kernels_only(params: Any) -> Any:
+    """Marks the leaves of two dimensions or more: kernels.
+
+    A leaf of one dimension or none is a bias or a norm's scale in every network of `models`; decaying these, or
+    rescaling their updates by their norm, costs accuracy (You et al., 2017; Goyal et al., 2017, section 5.1).
+    """
+    return jax.tree.map(lambda leaf: jnp.ndim(leaf) > 1, params)
+
+
+def every_leaf(params: Any) -> Any:
+    """Marks all leaves, as PyTorch's optimisers do where nobody asks for parameter groups."""
+    return jax.tree.map(lambda _: True, params)
+
+
+def make_optimizer(
+    name: OptimizerName,
+    hyperparams: Hyperparams,
+    *,
+    decay_mask: Mask = kernels_only,
+    trust_mask: Mask = kernels_only,
+) -> optax.GradientTransformation:
+    """Builds an optimiser behind a clip of the gradient's global norm.
+
+    - "sgd": m ← momentum · m + g, parameter ← parameter - rate · m, with g the clipped gradient + decay · parameter, as
+      torch.optim.SGD with dampening 0.
+    - "nesterov": the same with g + momentum · m (the new m) in place of m, as torch.optim.SGD with nesterov=True.
+    - "adamw": Loshchilov and Hutter (2019), arXiv:1711.05101, as torch.optim.AdamW.
+    - "lars": You et al. (2017), arXiv:1708.03888. The rate multiplies before the momentum gathers, so that a falling
+      rate does not shrink what was gathered under a higher one.
+    - "lamb": You et al. (2020), arXiv:1904.00962, without a bound on the trust ratio.
+
+    The optimiser computes and remembers in float32, whatever the types of parameters and gradients. Its `update` needs
+    the parameters, and returns float32 updates for `optax.apply_updates`, which keeps the parameters' types. On
+    several devices, give it gradients that are already reduced: norms are taken of what it sees.
+
+    Args:
+        name: which one; static.
+        hyperparams: its numbers, traced or not.
+        decay_mask: what is decayed; static.
+        trust_mask: what LARS and LAMB rescale by its trust ratio; static.
+
+    Raises:
+        ValueError: for an unknown name.
+    """
+    if name not in get_args(OptimizerName):
+        raise ValueError(f"optimizer must be one of {', '.join(get_args(OptimizerName))}, got {name!r}")
+    clip = optax.clip_by_global_norm(hyperparams.clip_norm)
+    return _in_float32(optax.chain(clip, *_parts(name, hyperparams, decay_mask, trust_mask)))
+
+
+def init_optimizer(name: OptimizerName, params: Any) -> optax.OptState:
+    """Gives the state before the first update: zeros, of a structure that the name and the parameters decide alone."""
+    zero = jnp.zeros((), jnp.float32)
+    return make_optimizer(name, Hyperparams(zero, zero, zero)).init(params)
 
 
 def sgd(hyperparams: Hyperparams) -> optax.GradientTransformation:
     """Stochastic gradient descent with momentum, as PyTorch defines it.
 
-    g ← gradient + weight_decay · parameter; m ← momentum · m + g; parameter ← parameter - learning_rate · m. The
-    shape of its state does not depend on the numbers, so it may be built anew, inside the program, at every trace.
+    g ← gradient + weight_decay · parameter; m ← momentum · m + g; parameter ← parameter - learning_rate · m. Decays
+    every parameter and clips nothing. The shape of its state does not depend on the numbers, so it may be built anew,
+    inside the program, at every trace.
     """
-    return optax.chain(
-        optax.add_decayed_weights(hyperparams.weight_decay),
-        optax.trace(decay=hyperparams.momentum),
-        optax.scale_by_learning_rate(hyperparams.learning_rate),
-    )
+    return optax.chain(*_parts("sgd", hyperparams, every_leaf, every_leaf))
+
+
+def _parts(
+    name: OptimizerName, hyperparams: Hyperparams, decay_mask: Mask, trust_mask: Mask
+) -> tuple[optax.GradientTransformation, ...]:
+    """The optax transformations of an optimiser, in order.
+
+    optax's own `sgd` leaves the trace out where its momentum is None, and its schedules compare step counts in Python;
+    the transformations here only compute with their numbers, so that these may be traced.
+    """
+    decay = optax.add_decayed_weights(hyperparams.weight_decay, mask=decay_mask)
+    rate = optax.scale_by_learning_rate(hyperparams.learning_rate)
+    if name in ("sgd", "nesterov"):
+        return decay, optax.trace(hyperparams.momentum, nesterov=name == "nesterov"), rate
+    if name == "lars":
+        ratio = optax.scale_by_trust_ratio(trust_coefficient=hyperparams.trust_coefficient)
+        return decay, optax.masked(ratio, trust_mask), rate, optax.trace(hyperparams.momentum)
+    adam = optax.scale_by_adam(b1=hyperparams.momentum, b2=hyperparams.beta2, eps=hyperparams.epsilon)
+    if name == "adamw":
+        return adam, decay, rate
+    return adam, decay, optax.masked(optax.scale_by_trust_ratio(), trust_mask), rate
+
+
+def _in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Shows `inner` float32 only.
+
+    A traced float32 number times a bfloat16 moment is float32: the state would change its type at its first update,
+    which the loop's carry forbids, and moments of 8 bits lose what a small rate adds to them.
+    """
+
+    def cast(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
+
+    def init(params: Any) -> optax.OptState:
+        return inner.init(cast(params))
+
+    def update(updates: Any, state: optax.OptState, params: Any = None) -> tuple[Any, optax.OptState]:
+        return inner.update(cast(updates), state, cast(params))
+
+    return optax.GradientTransformation(init, update)

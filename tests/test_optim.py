@@ -1,13 +1,27 @@
-"""SGD: PyTorch's formula, its numbers free to change without another compilation."""
+"""Optimisers: PyTorch's and optax's formulas, their numbers free to change without another compilation."""
+
+import math
+from functools import partial
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
 
-from engine.optim import Hyperparams, sgd
+from engine.optim import (
+    Hyperparams,
+    OptimizerName,
+    every_leaf,
+    init_optimizer,
+    kernels_only,
+    make_optimizer,
+    sgd,
+)
 
+NAMES = get_args(OptimizerName)
 SHAPES = {"kernel": (3, 4), "bias": (4,), "scale": ()}
 
 
@@ -26,15 +40,16 @@ def drawn(seed):
     return {name: np.asarray(random.standard_normal(shape), np.float32) for name, shape in SHAPES.items()}
 
 
-def reference(params, gradients_of_steps, values_of_steps):
-    """The loop of torch.optim.SGD's documentation, dampening 0, no Nesterov, in float64."""
+def reference(params, gradients_of_steps, values_of_steps, *, nesterov=False):
+    """The loop of torch.optim.SGD's documentation, dampening 0, in float64."""
     params = {name: np.asarray(value, np.float64) for name, value in params.items()}
     buffers: dict[str, np.ndarray] = {}
     for gradients, (learning_rate, momentum, weight_decay) in zip(gradients_of_steps, values_of_steps, strict=True):
         for name, param in params.items():
             gradient = gradients[name].astype(np.float64) + weight_decay * param
             buffers[name] = momentum * buffers[name] + gradient if name in buffers else gradient
-            params[name] = param - learning_rate * buffers[name]
+            direction = gradient + momentum * buffers[name] if nesterov else buffers[name]
+            params[name] = param - learning_rate * direction
     return params
 
 
@@ -100,3 +115,180 @@ def test_it_finds_a_minimum():
     for name in SHAPES:
         # Momentum's factor over 200 steps is 0.9**100, 3e-5.
         np.testing.assert_allclose(params[name], target[name], atol=1e-3)
+
+
+def cast(tree, dtype):
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), tree)
+
+
+def named(values):
+    """Hyperparameters by name, as float32; those of the toy problem where nothing else is said."""
+    return Hyperparams(**{name: jnp.float32(value) for name, value in (TOY | values).items()})
+
+
+TOY = {"learning_rate": 0.05, "momentum": 0.875, "weight_decay": 0.01}
+
+
+def run(name, params, gradients, values, **masks):
+    """Updates in a compiled `while_loop` whose carry is donated, gradients by step."""
+
+    @partial(jax.jit, donate_argnums=0)
+    def loop(carry, gradients, values):
+        def one(carry):
+            number, params, opt_state = carry
+            optimizer = make_optimizer(name, values, **masks)
+            gradient = jax.tree.map(lambda leaf: leaf[number], gradients)
+            updates, opt_state = optimizer.update(gradient, opt_state, params)
+            return number + 1, optax.apply_updates(params, updates), opt_state
+
+        num_steps = len(jax.tree.leaves(gradients)[0])
+        return lax.while_loop(lambda carry: carry[0] < num_steps, one, carry)
+
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *gradients)
+    params = jax.tree.map(jnp.array, params)
+    return loop((jnp.int32(0), params, init_optimizer(name, params)), stacked, named(values))[1]
+
+
+def optax_own(name, values, mask):
+    """optax's own optimiser of Python floats."""
+    v = TOY | {"beta2": 0.999, "epsilon": 1e-8, "trust_coefficient": 1e-3, "clip_norm": math.inf} | values
+    rate, momentum, decay = v["learning_rate"], v["momentum"], v["weight_decay"]
+    adam = {"b1": momentum, "b2": v["beta2"], "eps": v["epsilon"], "weight_decay": decay, "mask": mask}
+    own = {
+        "sgd": lambda: optax.chain(optax.add_decayed_weights(decay, mask), optax.sgd(rate, momentum)),
+        "nesterov": lambda: optax.chain(optax.add_decayed_weights(decay, mask), optax.sgd(rate, momentum, True)),
+        "adamw": lambda: optax.adamw(rate, **adam),
+        "lars": lambda: optax.lars(rate, decay, mask, v["trust_coefficient"], 0.0, mask, momentum),
+        "lamb": lambda: optax.lamb(rate, **adam),
+    }[name]()
+    if math.isinf(v["clip_norm"]):
+        return own
+    return optax.chain(optax.clip_by_global_norm(v["clip_norm"]), own)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("values", "tolerance"),
+    [
+        # Twenty steps of a few float32 roundings each. 1 - 2⁻¹⁰ is a float32 whose difference to 1 is exact.
+        ({"beta2": 1 - 2**-10}, 2e-6),
+        ({"beta2": 0.75, "momentum": 0.0, "weight_decay": 0.0, "epsilon": 1e-3}, 2e-6),
+        ({"beta2": 1 - 2**-10, "clip_norm": 0.5, "weight_decay": 0.5, "trust_coefficient": 0.1}, 2e-6),
+        # 0.999 in float32 is 1.3e-8 above, so 1 - β2 is 1.3e-5 of itself off, and what it divides half of that: optax
+        # of Python floats has it exact in the moment and rounded in the correction.
+        ({"beta2": 0.999, "momentum": 0.9}, 2e-5),
+    ],
+)
+def test_equals_optax_of_python_floats_called_from_a_python_loop(name, values, tolerance):
+    # optax's LAMB has no mask of its own for the trust ratio: all leaves are compared there, the default below.
+    masks = {"decay_mask": every_leaf, "trust_mask": every_leaf} if name == "lamb" else {}
+    expected = params = drawn(0)
+    gradients = [drawn(1 + number) for number in range(20)]
+    optimizer = optax_own(name, values, every_leaf if name == "lamb" else kernels_only)
+    state = optimizer.init(params)
+    for gradient in gradients:
+        updates, state = optimizer.update(gradient, state, expected)
+        expected = optax.apply_updates(expected, updates)
+    found = run(name, params, gradients, values, **masks)
+    for leaf in SHAPES:
+        assert found[leaf].dtype == jnp.float32
+        np.testing.assert_allclose(found[leaf], expected[leaf], rtol=tolerance, atol=tolerance)
+
+
+def masked_reference(name, params, gradients):
+    """One update of each optimiser from zero moments, in float64, norms and biases left alone."""
+    rate, decay = TOY["learning_rate"], TOY["weight_decay"]
+    moved = {}
+    for leaf, param in params.items():
+        param, gradient = param.astype(np.float64), gradients[leaf].astype(np.float64)
+        kernel = param.ndim > 1
+        decayed = decay * param if kernel else 0.0
+        if name in ("adamw", "lamb"):
+            # After one update, the corrected moments are the gradient and its square.
+            gradient = gradient / (np.abs(gradient) + 1e-8)
+        direction = gradient + decayed
+        if name == "nesterov":
+            direction = direction * (1 + TOY["momentum"])
+        if kernel and name in ("lars", "lamb"):
+            direction = direction * np.linalg.norm(param) / np.linalg.norm(direction)
+            direction = direction * (1e-3 if name == "lars" else 1.0)
+        moved[leaf] = param - rate * direction
+    return moved
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_norms_and_biases_are_neither_decayed_nor_rescaled(name):
+    params, gradients = drawn(0), drawn(1)
+    expected = masked_reference(name, params, gradients)
+    found = run(name, params, [gradients], {})
+    for leaf in SHAPES:
+        # A few float32 roundings of values up to three.
+        np.testing.assert_allclose(found[leaf], expected[leaf], rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_decay_of_everything_reaches_norms_and_biases(name):
+    zeros = {leaf: np.zeros(shape, np.float32) for leaf, shape in SHAPES.items()}
+    still = run(name, drawn(0), [zeros], {})
+    decayed = run(name, drawn(0), [zeros], {}, decay_mask=every_leaf)
+    np.testing.assert_array_equal(still["bias"], drawn(0)["bias"])
+    np.testing.assert_array_equal(still["scale"], drawn(0)["scale"])
+    factor = 1 - TOY["learning_rate"] * TOY["weight_decay"] * (1 + TOY["momentum"] if name == "nesterov" else 1)
+    np.testing.assert_allclose(decayed["bias"], drawn(0)["bias"] * factor, rtol=1e-6)
+    np.testing.assert_allclose(decayed["scale"], drawn(0)["scale"] * factor, rtol=1e-6)
+
+
+def test_clipping_keeps_the_direction_and_bounds_the_norm():
+    params, gradients = drawn(0), drawn(1)
+    norm = math.sqrt(sum(float(np.sum(np.square(leaf, dtype=np.float64))) for leaf in gradients.values()))
+    plain = {"learning_rate": 1.0, "momentum": 0.0, "weight_decay": 0.0}
+    for limit in (norm / 4, norm * 1.01, math.inf):
+        found = run("sgd", params, [gradients], plain | {"clip_norm": limit})
+        factor = min(1.0, limit / norm)
+        for leaf in SHAPES:
+            np.testing.assert_allclose(params[leaf] - found[leaf], factor * gradients[leaf], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_momentum_is_that_of_pytorch(nesterov):
+    values = [(0.1, 0.9, 1e-2)] * 8
+    params, gradients = drawn(0), [drawn(1 + number) for number in range(8)]
+    expected = reference(params, gradients, values, nesterov=nesterov)
+    found = run(
+        "nesterov" if nesterov else "sgd",
+        params,
+        gradients,
+        {"learning_rate": 0.1, "momentum": 0.9, "weight_decay": 1e-2},
+        decay_mask=every_leaf,
+    )
+    for leaf in SHAPES:
+        # As above: eight steps of a few float32 roundings each.
+        np.testing.assert_allclose(found[leaf], expected[leaf], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_parameters_keep_their_type_and_moments_are_float32(name, dtype):
+    params = cast(drawn(0), dtype)
+    found = run(name, params, [cast(drawn(1), dtype)] * 2, {})
+    assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype(dtype)}
+    state = init_optimizer(name, params)
+    assert {leaf.dtype for leaf in jax.tree.leaves(state)} <= {jnp.dtype(jnp.float32), jnp.dtype(jnp.int32)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_state_does_not_depend_on_the_numbers(name):
+    def form(values):
+        state = make_optimizer(name, named(values)).init(drawn(0))
+        return jax.tree.structure(state), [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)]
+
+    zeros = dict.fromkeys(Hyperparams._fields, 0.0)
+    assert form({}) == form(zeros) == form(dict.fromkeys(Hyperparams._fields, math.inf))
+    initial = init_optimizer(name, drawn(0))
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves(initial))
+
+
+def test_an_unknown_optimizer_is_refused():
+    unknown: Any = "adagrad"
+    with pytest.raises(ValueError, match="optimizer must be one of sgd, nesterov, adamw, lars, lamb, got 'adagrad'"):
+        init_optimizer(unknown, drawn(0))
