@@ -1,0 +1,37 @@
+"""Exponential moving averages of the weights, kept in the loop's carry."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def init_average(tree: Any) -> Any:
+    """Starts an average at the tree itself: float32 leaves of the same shapes, copies that may be donated apart."""
+    return jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32, copy=True), tree)
+
+
+def update_average(average: Any, new: Any, decay: jax.Array, step: jax.Array, *, ramp: bool = True) -> Any:
+    """Moves an average towards new values: average ← average + (1 - d) · (new - average).
+
+    Kept in float32, as 1 - d is below what bfloat16 tells apart. An average that starts at the first weights carries
+    these along for 1 / (1 - decay) updates; `ramp` shortens that memory early on, d = min(decay, (1 + t) / (10 + t)),
+    as TensorFlow's `ExponentialMovingAverage` does with its number of updates.
+
+    Args:
+        average: pytree of float32 leaves, from `init_average`.
+        new: pytree of the same structure and shapes, of any float type.
+        decay: float32 [] in 0 … 1, a runtime value; 0 follows `new`, 1 without a ramp stays where it is.
+        step: int32 [], the t of the ramp: averages taken before this one.
+        ramp: static.
+
+    Returns:
+        The new average, float32.
+    """
+    taken = step.astype(jnp.float32)
+    kept = jnp.minimum(decay, (1 + taken) / (10 + taken)) if ramp else decay
+
+    def move(average: jax.Array, new: jax.Array) -> jax.Array:
+        return average + (1 - kept) * (new.astype(jnp.float32) - average)
+
+    return jax.tree.map(move, average, new)

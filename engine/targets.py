@@ -1,0 +1,16 @@
+"""Soft targets of the loss: what a label asks the network to say of every class."""
+
+import jax
+
+
+def smooth_targets(targets: jax.Array, smoothing: jax.Array) -> jax.Array:
+    """Moves a share of each image's target evenly to all classes (Szegedy et al., 2015, arXiv:1512.00567, section 7).
+
+    Args:
+        targets: float32 [B, K], rows that sum to 1: one-hot labels, or mixtures of them.
+        smoothing: float32 [] in 0 … 1, a runtime value; 0 changes no bit.
+
+    Returns:
+        float32 [B, K], targets · (1 - smoothing) + smoothing / K.
+    """
+    return targets * (1 - smoothing) + smoothing / targets.shape[-1]

@@ -1,0 +1,76 @@
+"""Gathering over pulls: means, when an update is due, and going on in mid-gathering."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.accumulation import accumulate, init_accumulation
+
+gather = jax.jit(accumulate)
+
+
+def values_of(pull, dtype=np.float32):
+    random = np.random.default_rng(pull)
+    return jnp.asarray(random.standard_normal(), dtype), {"kernel": jnp.asarray(random.standard_normal((2, 3)), dtype)}
+
+
+@settings(max_examples=30, deadline=None)
+@given(every=st.integers(-1, 5), pulls=st.integers(1, 12))
+def test_each_group_gives_its_mean_once(every, pulls):
+    gathered = init_accumulation(values_of(0))
+    group: list[Any] = []
+    for pull in range(pulls):
+        group.append(values_of(pull))
+        means, due, gathered = gather(gathered, group[-1], jnp.int32(every))
+        expected = jax.tree.map(lambda *leaves: np.mean(np.stack(leaves).astype(np.float64), axis=0), *group)
+        # Five float32 roundings of values up to three.
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), means, expected)
+        assert bool(due) == (len(group) == max(every, 1))
+        if due:
+            group = []
+            assert all(not np.any(leaf) for leaf in jax.tree.leaves(gathered))
+        assert int(gathered.num_pulls) == len(group)
+
+
+def test_a_group_of_one_is_its_pull_to_the_bit():
+    means, due, _ = gather(init_accumulation(values_of(0)), values_of(3), jnp.int32(1))
+    assert due
+    jax.tree.map(np.testing.assert_array_equal, means, values_of(3))
+
+
+def test_sums_are_float32_and_keep_what_bfloat16_would_lose():
+    ones = jax.tree.map(lambda leaf: jnp.ones_like(leaf, jnp.bfloat16), values_of(0))
+    gathered = init_accumulation(ones)
+    for _ in range(300):
+        means, due, gathered = gather(gathered, ones, jnp.int32(300))
+    assert due
+    assert {leaf.dtype for leaf in jax.tree.leaves(means)} == {jnp.dtype(jnp.float32)}
+    # bfloat16 sums of ones end at 256.
+    assert all(np.all(leaf == 1) for leaf in jax.tree.leaves(means))
+
+
+def test_a_lower_number_of_pulls_is_due_at_once_over_all_gathered():
+    gathered = init_accumulation(values_of(0))
+    for pull in range(3):
+        _, due, gathered = gather(gathered, values_of(pull), jnp.int32(8))
+        assert not due
+    (mean, _), due, gathered = gather(gathered, values_of(3), jnp.int32(2))
+    assert due
+    assert float(mean) == pytest.approx(np.mean([values_of(pull)[0] for pull in range(4)]), abs=1e-6)
+    assert int(gathered.num_pulls) == 0
+
+
+def test_what_is_not_finite_is_gone_with_its_group():
+    broken = jax.tree.map(lambda leaf: leaf * jnp.nan, values_of(0))
+    gathered = init_accumulation(broken)
+    for pull in (broken, values_of(1)):
+        (mean, _), due, gathered = gather(gathered, pull, jnp.int32(2))
+    assert due
+    assert np.isnan(mean)
+    (mean, _), _, _ = gather(gathered, values_of(2), jnp.int32(2))
+    assert float(mean) == float(values_of(2)[0])
