@@ -1,0 +1,294 @@
+"""One contract for every optimiser under every schedule, and what a pull may come to."""
+
+import math
+from functools import partial
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+from engine.averages import init_average, update_average
+from engine.optim import Hyperparams, OptimizerName
+from engine.schedules import ScheduleName, schedule_values
+from engine.update import Pull, UpdateRule, UpdateState, UpdateValues, Weights, init_update, update_weights
+
+NAMES, SCHEDULES = get_args(OptimizerName), get_args(ScheduleName)
+IMAGES, CLASSES, NUM_BATCHES = 12, 3, 24
+# Rates at which each optimiser crosses the toy problem in a hundred updates or so.
+RATES = {"sgd": 0.3, "nesterov": 0.3, "adamw": 0.1, "lars": 0.3, "lamb": 0.03}
+TOTAL = 120
+
+
+def values(
+    name="sgd", *, total=TOTAL, every=1, most_skips=3, average_decay=0.9, momentum=0.875, decay=1e-4, **schedule
+):
+    return UpdateValues(
+        hyperparams=Hyperparams(
+            learning_rate=jnp.float32(1),
+            momentum=jnp.float32(momentum),
+            weight_decay=jnp.float32(decay),
+            beta2=jnp.float32(1 - 2**-10),
+            trust_coefficient=jnp.float32(0.1),
+        ),
+        schedule=schedule_values(**({"peak": RATES[name], "total_steps": total, "warmup_steps": 5} | schedule)),
+        accumulate_steps=jnp.int32(every),
+        average_decay=jnp.float32(average_decay),
+        most_skips=jnp.int32(most_skips),
+    )
+
+
+def images(seed=0, count=IMAGES):
+    random = np.random.default_rng(seed)
+    labels = random.integers(CLASSES, size=count)
+    means = np.random.default_rng(99).standard_normal((CLASSES, 4)) * 2
+    return np.asarray(means[labels] + random.standard_normal((count, 4)), np.float32), np.asarray(labels, np.int32)
+
+
+def first_weights(dtype=jnp.float32):
+    random = np.random.default_rng(7)
+    params = {
+        "kernel": jnp.asarray(0.1 * random.standard_normal((4, CLASSES)), dtype),
+        "bias": jnp.zeros(CLASSES, dtype),
+    }
+    return Weights(params, {"mean": jnp.zeros(4)})
+
+
+def loss_of(params, x, labels):
+    logits = (x @ params["kernel"] + params["bias"]).astype(jnp.float32)
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
+
+
+def pull_of(weights, x, labels):
+    loss, gradients = jax.value_and_grad(loss_of)(weights.params, x, labels)
+    return Pull(loss, gradients, {"mean": 0.5 * weights.batch_stats["mean"] + 0.5 * jnp.mean(x, axis=0)})
+
+
+class Loop:
+    """Pulls in one compiled `while_loop` with a donated carry, as the program makes them; counts its traces."""
+
+    def __init__(self, rule):
+        self.rule, self.num_traces = rule, 0
+        self.compiled = jax.jit(self.loop, donate_argnums=0)
+
+    def start(self, weights):
+        # Fresh buffers, as the loop takes them over.
+        return jnp.array(0), jnp.array(0), jax.tree.map(jnp.array, weights), init_update(self.rule, weights)
+
+    def loop(self, carry, batches, values, stop_pull):
+        self.num_traces += 1
+
+        def goes_on(carry):
+            (pulls, *_), gives_up, _ = carry
+            return (pulls < stop_pull) & ~gives_up
+
+        def one(carry):
+            (pulls, step, weights, state), _, losses = carry
+            num_batches, *columns = batches
+            x, labels = (column[pulls % num_batches] for column in columns)
+            pull = pull_of(weights, x, labels)
+            weights, state, outcome = update_weights(self.rule, weights, state, pull, step, values)
+            losses = losses.at[step].set(jnp.where(outcome.due, outcome.loss, losses[step]))
+            return (pulls + 1, step + outcome.due, weights, state), outcome.gives_up, losses
+
+        losses = jnp.full(TOTAL, -1.0)
+        carry, gives_up, losses = lax.while_loop(goes_on, one, (carry, jnp.zeros((), jnp.bool), losses))
+        return carry, gives_up, losses
+
+    def __call__(self, carry, batches, values, stop_pull):
+        return self.compiled(carry, batches, values, jnp.int32(stop_pull))
+
+
+def stacked(*batches):
+    """Their number, and the batches stacked; padded, so that one compilation takes any number."""
+    padded = [*batches, *[batches[0]] * (NUM_BATCHES - len(batches))]
+    return len(batches), *(np.stack(column) for column in zip(*padded, strict=True))
+
+
+def form(tree):
+    return jax.tree.structure(tree), [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)]
+
+
+@pytest.fixture(scope="module")
+def loops():
+    """Compiled loops by rule: one compilation serves all tests of a rule."""
+    made: dict[UpdateRule, Loop] = {}
+
+    def loop(optimizer="sgd", schedule="constant"):
+        rule = UpdateRule(optimizer=optimizer, schedule=schedule, accumulates=True, averages=True, average_ramp=False)
+        return made.setdefault(rule, Loop(rule))
+
+    return loop
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_converges_in_one_trace_and_keeps_the_carry_s_form(loops, name, schedule):
+    loop = loops(name, schedule)
+    batches = stacked(*(images(seed) for seed in range(8)))
+    start = loop.start(first_weights())
+    before = form(start)
+    carry, gives_up, losses = loop(start, batches, values(name, milestones=[60, 90]), TOTAL)
+    assert form(carry) == before
+    assert not gives_up
+    pulls, step, _, state = carry
+    assert int(pulls) == int(step) == TOTAL
+    assert losses[0] > 1.0
+    assert losses[-8:].mean() < 0.3
+    # The average of the last weights is a solution too.
+    assert loss_of(state.average.params, *images(50, 200)) < 0.5
+    # Another rate, length, cycle, decay, limit and number of pulls: all runtime values.
+    for other in (
+        values(name, peak=0.01, total=7, warmup_steps=0, milestones=[3], every=2, decay=0.0, final_fraction=0.5),
+        values(name, peak=0.0, total=0, warmup_steps=9, average_decay=0.0, most_skips=0, momentum=0.0),
+    ):
+        carry, *_ = loop(carry, batches, other, 5)
+    assert loop.num_traces == 1
+
+
+def test_one_cycle_s_momentum_is_that_of_the_schedule():
+    # With a rate of 0 · anything moved nothing; with momentum from 0 to 0 the updates are plain gradient descent.
+    rule = UpdateRule(schedule="one-cycle", cycle_momentum=True)
+    plain = UpdateRule(schedule="one-cycle")
+    batches = stacked(images(1))
+    runs = []
+    for chosen, numbers in (
+        (rule, values(momentum_high=0.0, momentum_low=0.0, momentum=0.9)),
+        (plain, values(momentum=0.0)),
+        (rule, values(momentum_high=0.9, momentum_low=0.5, momentum=0.0)),
+    ):
+        loop = Loop(chosen)
+        runs.append(loop(loop.start(first_weights()), batches, numbers, 20)[0][2].params)
+    jax.tree.map(np.testing.assert_array_equal, runs[0], runs[1])
+    assert not np.allclose(runs[0]["kernel"], runs[2]["kernel"], atol=1e-3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pulls_of_a_batch_are_one_batch_of_all_their_images(loops, name):
+    every, updates = 4, 6
+    small = stacked(*(images(seed) for seed in range(every * updates)))
+    large = updates, *(column.reshape(updates, every * IMAGES, *column.shape[2:]) for column in small[1:])
+    many = loops(name, "cosine")
+    one = Loop(UpdateRule(optimizer=name, schedule="cosine", averages=True, average_ramp=False))
+    carry, _, losses = many(many.start(first_weights()), small, values(name, every=every), every * updates)
+    expected, _, expected_losses = one(one.start(first_weights()), large, values(name), updates)
+    assert int(carry[0]) == every * int(carry[1]) == every * updates
+    # Sums of the same terms in another order; Adam's quotient enlarges the rounding of a small gradient.
+    for found, wanted in ((carry[2].params, expected[2].params), (carry[3].average.params, expected[3].average.params)):
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), found, wanted)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-5, atol=1e-6)
+
+
+def test_a_run_stopped_at_any_pull_goes_on_to_the_same_bits(loops):
+    loop = loops("adamw", "one-cycle")
+    batches = stacked(*(images(seed) for seed in range(9)))
+    numbers = values("adamw", total=3, every=3, warmup_steps=1)
+    whole, _, losses = loop(loop.start(first_weights()), batches, numbers, 9)
+    for stop in range(10):
+        carry, _, first = loop(loop.start(first_weights()), batches, numbers, stop)
+        assert int(carry[1]) == stop // 3
+        assert int(carry[3].gathered.num_pulls) == stop % 3
+        # Through the host and back, as a snapshot takes it.
+        carry = jax.tree.map(lambda leaf: jnp.array(np.asarray(leaf)), carry)
+        carry, _, second = loop(carry, batches, numbers, 9)
+        jax.tree.map(np.testing.assert_array_equal, carry, whole)
+        np.testing.assert_array_equal(np.where(first == -1, second, first), losses)
+
+
+@pytest.mark.parametrize(
+    ("name", "broken", "accumulates"), [*((name, math.nan, True) for name in NAMES), ("sgd", math.inf, False)]
+)
+def test_an_update_that_is_not_finite_is_as_if_it_had_not_been(loops, name, broken, accumulates):
+    loop = loops(name) if accumulates else Loop(UpdateRule(optimizer=name, averages=True, average_ramp=False))
+    every = 2 if accumulates else 1
+    good = [images(seed) for seed in range(4 * every)]
+    x, labels = images(9)
+    x[3, 1] = broken
+    # The third update's pulls, only the first of which is broken.
+    bad = [(x, labels), images(10)][:every]
+    # A constant rate without warm-up and an average without a ramp: nothing but the count tells the steps apart.
+    numbers = values(name, every=every, warmup_steps=0)
+    with_bad = stacked(*good[: 2 * every], *bad, *good[2 * every :])
+    found, gives_up, losses = loop(loop.start(first_weights()), with_bad, numbers, 5 * every)
+    expected, _, expected_losses = loop(loop.start(first_weights()), stacked(*good), numbers, 4 * every)
+    jax.tree.map(np.testing.assert_array_equal, found[2].params, expected[2].params)
+    jax.tree.map(np.testing.assert_array_equal, found[3].opt_state, expected[3].opt_state)
+    jax.tree.map(np.testing.assert_array_equal, found[3].average.params, expected[3].average.params)
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(found[2:]))
+    assert not gives_up
+    assert int(found[1]) == 5
+    assert (int(found[3].skips.total), int(found[3].skips.in_a_row)) == (1, 0)
+    assert not np.isfinite(losses[2])
+    np.testing.assert_array_equal(np.delete(np.asarray(losses), 2)[:4], expected_losses[:4])
+
+
+def test_too_many_skips_in_a_row_end_the_loop(loops):
+    loop = loops()
+    x, labels = images(0)
+    broken = stacked((x * np.nan, labels))
+    for most in (0, 2, 5):
+        carry, gives_up, _ = loop(loop.start(first_weights()), broken, values(most_skips=most), 50)
+        assert gives_up
+        assert int(carry[1]) == int(carry[3].skips.in_a_row) == most + 1
+        jax.tree.map(np.testing.assert_array_equal, carry[2], first_weights())
+    # Alternately good and broken: never two in a row.
+    mixed = stacked((x * np.nan, labels), (x, labels))
+    carry, gives_up, _ = loop(loop.start(first_weights()), mixed, values(most_skips=1), 20)
+    assert not gives_up
+    assert int(carry[3].skips.total) == 10
+    assert loop.num_traces == 1
+
+
+def test_a_broken_batch_leaves_the_statistics_of_the_others(loops):
+    loop = loops()
+    x, labels = images(0)
+    good, bad = (x, labels), (x * np.nan, labels)
+    found = loop(loop.start(first_weights()), stacked(good, bad, good), values(every=2), 3)[0][2]
+    expected = loop(loop.start(first_weights()), stacked(good, good), values(every=2), 2)[0][2]
+    np.testing.assert_array_equal(found.batch_stats["mean"], expected.batch_stats["mean"])
+
+
+def test_the_average_is_that_of_the_weights_after_each_update():
+    loop = Loop(UpdateRule(averages=True))
+    batches = stacked(*(images(seed) for seed in range(6)))
+    expected = init_average(first_weights())
+    for pulls in range(1, 7):
+        carry, *_ = loop(loop.start(first_weights()), batches, values(), pulls)
+        expected = update_average(expected, carry[2], jnp.float32(0.9), jnp.int32(pulls - 1))
+        # The compiler may join the product and the sum of the average into one rounding.
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), carry[3].average, expected)
+
+
+@pytest.mark.parametrize("decay_all", [False, True])
+def test_decay_all_decays_biases(decay_all):
+    rule = UpdateRule(decay_all=decay_all)
+    weights = Weights({"bias": jnp.ones(3)}, {})
+    pull = Pull(jnp.float32(0), {"bias": jnp.zeros(3)}, {})
+    numbers = values(decay=0.5, peak=0.5, warmup_steps=0)
+    updated, *_ = update_weights(rule, weights, init_update(rule, weights), pull, jnp.int32(0), numbers)
+    np.testing.assert_array_equal(updated.params["bias"], 0.75 if decay_all else 1.0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_half_precision_weights_keep_their_type(name):
+    rule = UpdateRule(optimizer=name, accumulates=True, averages=True)
+    loop = Loop(rule)
+    start = loop.start(first_weights(jnp.bfloat16))
+    before = form(start)
+    x, labels = images(0)
+    carry, *_ = loop(start, stacked((x.astype(jnp.bfloat16), labels)), values(name, every=2), 4)
+    assert form(carry) == before
+    assert carry[2].params["kernel"].dtype == jnp.bfloat16
+    assert carry[3].average.params["kernel"].dtype == jnp.float32
+
+
+def test_what_is_off_takes_no_room():
+    state = init_update(UpdateRule(), first_weights())
+    assert state.gathered is None
+    assert state.average is None
+    assert isinstance(state, UpdateState)
+    # Momentum, and the two counts of skips.
+    assert len(jax.tree.leaves(state)) == 2 + 2
