@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 type Pixels = NDArray[np.uint32]
 type Labels = NDArray[np.int32]
 type BatchFunction = Callable[[int], tuple[Any, Any]]
+type EvaluationArrays = tuple[Any, Any]
+
+PADDING_LABEL = -1
+"""The label of a place in the last batch of an evaluation that holds no image: it is not counted."""
 
 
 class BatchSource(Protocol):
@@ -51,6 +55,64 @@ class ShardBatches:
     def fill(self, step: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
         """Reads the step's images from the shards; raises preprocess.shards.ShardError where that fails."""
         self._split.read_into(self._order.batch(step, self.batch), pixels, labels, timeout_s=timeout_s)
+
+
+class EvaluationSource(BatchSource, Protocol):
+    """Batches of which every `num_batches` hold each image of a split once.
+
+    Batch b of evaluation e is asked for as step e · num_batches + b; places of the last one that hold no image have the
+    label PADDING_LABEL.
+    """
+
+    num_batches: int
+
+
+class SequentialBatches:
+    """Every image of a packed split once, in the order of the split, over and over."""
+
+    thread_safe = True
+
+    def __init__(self, split: "ShardSplit", *, batch: int) -> None:
+        self._split = split
+        self.batch, self.height, self.width = batch, split.height, split.width
+        self.num_batches = -(-split.num_images // batch)
+
+    def fill(self, step: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
+        """Reads the step's images; what the last batch has no image for is black and has the padding label."""
+        start = step % self.num_batches * self.batch
+        count = min(self.batch, self._split.num_images - start)
+        images = np.arange(start, start + count, dtype=np.int64)
+        self._split.read_into(images, pixels[:count], labels[:count], timeout_s=timeout_s)
+        pixels[count:], labels[count:] = 0, PADDING_LABEL
+
+
+class ArrayBatches:
+    """Every image of two arrays once, over and over: an evaluation set that is in memory.
+
+    Args:
+        pixels: uint32 [N, H, W], packed.
+        labels: integers [N].
+        batch: images a pull.
+        num_classes: K; labels must lie in 0 … K - 1. None takes what an int32 holds.
+
+    Raises:
+        ValueError: where the arrays are not of this form.
+    """
+
+    thread_safe = True
+
+    def __init__(self, pixels: Any, labels: Any, *, batch: int, num_classes: int | None = None) -> None:
+        self._pixels, self._labels = _checked(pixels, labels, num_classes=num_classes, giver="the evaluation set")
+        num_images, self.height, self.width = self._pixels.shape
+        self.batch = batch
+        self.num_batches = -(-num_images // batch)
+
+    def fill(self, step: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:  # noqa: ARG002
+        """Copies the step's images."""
+        start = step % self.num_batches * self.batch
+        count = min(self.batch, len(self._pixels) - start)
+        pixels[:count], labels[:count] = self._pixels[start : start + count], self._labels[start : start + count]
+        pixels[count:], labels[count:] = 0, PADDING_LABEL
 
 
 class SyntheticBatches:
@@ -110,21 +172,25 @@ class FunctionBatches:
         given = self._function(step)
         if not isinstance(given, tuple) or len(given) != 2:
             raise ValueError(f"a batch must be a tuple (pixels, labels); the source gave {type(given).__name__}")
-        pixels, labels = np.asarray(given[0]), np.asarray(given[1])
-        if pixels.dtype != np.uint32 or pixels.ndim != 3:
-            raise ValueError(
-                f"pixels must be uint32 [B, H, W], packed R<<24 | G<<16 | B<<8 (preprocess.pixels.pack_rgb); "
-                f"the batch source gave {pixels.dtype} {list(pixels.shape)} at step {step}"
-            )
-        if not np.issubdtype(labels.dtype, np.integer) or labels.shape != pixels.shape[:1]:
-            raise ValueError(
-                f"labels must be integers [{pixels.shape[0]}], one for each image; "
-                f"the batch source gave {labels.dtype} {list(labels.shape)} at step {step}"
-            )
-        highest = np.iinfo(np.int32).max if self._num_classes is None else self._num_classes - 1
-        if labels.size and not 0 <= labels.min() <= labels.max() <= highest:
-            raise ValueError(
-                f"labels must lie in 0 … {highest}; "
-                f"the batch source gave {labels.min()} … {labels.max()} at step {step}"
-            )
-        return pixels, labels.astype(np.int32)
+        return _checked(*given, num_classes=self._num_classes, giver="the batch source", where=f" at step {step}")
+
+
+def _checked(
+    pixels: Any, labels: Any, *, num_classes: int | None, giver: str, where: str = ""
+) -> tuple[Pixels, Labels]:
+    """Gives uint32 [B, H, W] pixels and int32 [B] labels, or raises ValueError naming what is wrong with them."""
+    pixels, labels = np.asarray(pixels), np.asarray(labels)
+    if pixels.dtype != np.uint32 or pixels.ndim != 3:
+        raise ValueError(
+            f"pixels must be uint32 [B, H, W], packed R<<24 | G<<16 | B<<8 (preprocess.pixels.pack_rgb); "
+            f"{giver} gave {pixels.dtype} {list(pixels.shape)}{where}"
+        )
+    if not np.issubdtype(labels.dtype, np.integer) or labels.shape != pixels.shape[:1]:
+        raise ValueError(
+            f"labels must be integers [{pixels.shape[0]}], one for each image; "
+            f"{giver} gave {labels.dtype} {list(labels.shape)}{where}"
+        )
+    highest = np.iinfo(np.int32).max if num_classes is None else num_classes - 1
+    if labels.size and not 0 <= labels.min() <= labels.max() <= highest:
+        raise ValueError(f"labels must lie in 0 … {highest}; {giver} gave {labels.min()} … {labels.max()}{where}")
+    return pixels, labels.astype(np.int32)

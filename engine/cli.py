@@ -23,8 +23,8 @@ _DEFAULTS = TrainConfig()
 
 
 _GROUPS = {
-    "Data": ("data", "split", "synthetic", "image_size", "num_classes"),
-    "Training": ("steps", "batch", "model", "learning_rate", "momentum", "weight_decay", "seed"),
+    "Data": ("data", "split", "eval_split", "synthetic", "image_size", "num_classes"),
+    "Training": ("steps", "batch", "eval_every_steps", "model", "learning_rate", "momentum", "weight_decay", "seed"),
     "Infeed": ("prefetch", "reader_threads", "infeed_timeout_s", "transport"),
     "Output": ("run_dir", "overwrite", "traceback"),
     "Compilation": ("compilation_cache", "dump_hlo", "dry_run"),
@@ -53,6 +53,20 @@ Examples:
     show_default="$FEEDLOOP_DATA, else data/shards, else the demo set",
 )
 @click.option("--split", default=_DEFAULTS.split, metavar="NAME", help="Split to train on.")
+@click.option(
+    "--eval-split",
+    metavar="NAME|off",
+    show_default="val, else test, where the data has one",
+    help="Split to evaluate on.",
+)
+@click.option(
+    "--eval-every",
+    "eval_every_steps",
+    type=int,
+    default=_DEFAULTS.eval_every_steps,
+    metavar="STEPS",
+    help="Steps between evaluations; 0 is one at the end.",
+)
 @click.option("--synthetic", is_flag=True, help="Random batches drawn on the host; needs no data set.")
 @click.option("--model", default=_DEFAULTS.model, metavar="NAME", help="auto is resnet50 from 128 px, resnet8 below.")
 @click.option("--num-classes", type=int, metavar="K", show_default="the data's", help="Outputs of the model.")

@@ -28,6 +28,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "prefetch": (1, 1024),
     "reader_threads": (1, 1024),
     "infeed_timeout_s": (0.001, 86_400),
+    "eval_every_steps": (0, 2**31 - 2),
 }
 
 
@@ -41,6 +42,8 @@ class TrainConfig:
         data: the packed data set: a folder or a TensorStore URL; None is $FEEDLOOP_DATA, else data/shards, else the
             demo set.
         split: the split to train on.
+        eval_split: the split to evaluate on; None is val, else test, where the data has one; "off" evaluates never.
+        eval_every_steps: updates between evaluations; 0 is one at the end of the run. A runtime value.
         synthetic: draw random batches on the host instead of reading a data set.
         model: a name of `models.registry`, or "auto": resnet50 from 128 px, resnet8 below.
         num_classes: K; None is the manifest's (1000 for synthetic batches).
@@ -71,6 +74,8 @@ class TrainConfig:
     batch: int = 128
     data: str | None = None
     split: str = "train"
+    eval_split: str | None = None
+    eval_every_steps: int = 0
     synthetic: bool = False
     model: str = "auto"
     num_classes: int | None = None

@@ -44,6 +44,7 @@ class Feeder:
         num_threads: threads that fill; one, whatever is asked for, where the source is not thread-safe.
         num_shards: parts of a batch that are taken one by one, each batch / num_shards images.
         timeout_s: the longest that `take` waits.
+        name_step: names a step's batch in errors.
     """
 
     def __init__(
@@ -56,12 +57,13 @@ class Feeder:
         num_threads: int,
         timeout_s: float,
         num_shards: int = 1,
+        name_step: Callable[[int], str] = lambda step: f"step {step + 1}",
     ) -> None:
         if source.batch % num_shards:
             raise ValueError(f"batch must be a multiple of the {num_shards} devices, got {source.batch}")
         self.shard_batch = source.batch // num_shards
         self._source, self._stop_step, self._num_shards = source, stop_step, num_shards
-        self._timeout_s = timeout_s
+        self._timeout_s, self._name_step = timeout_s, name_step
         self._depth = max(1, min(depth, stop_step - start_step))
         self._num_threads = min(num_threads, self._depth) if source.thread_safe else 1
         self._slots: list[_Slot] = []
@@ -111,7 +113,7 @@ class Feeder:
         if slot.failure is not None:
             raise slot.failure
         if slot.step != step:
-            raise FeederError(f"the feeder was closed while step {step + 1} waited for its batch")
+            raise FeederError(f"the feeder was closed while {self._name_step(step)} waited for its batch")
         waited_s = time.perf_counter() - started
         rows = slice(shard * self.shard_batch, (shard + 1) * self.shard_batch)
         np.copyto(pixels, slot.pixels[rows])
@@ -148,16 +150,17 @@ class Feeder:
         """
         deadline = time.monotonic() + self._timeout_s
         with self._changed:
+            named = f"the batch of {self._name_step(step)}"
             while not self._changed.wait_for(ready, timeout=min(_LOOK_EVERY_S, max(0.0, deadline - time.monotonic()))):
                 if is_cancelled():
                     return False
                 if time.monotonic() >= deadline:
                     raise FeederError(
-                        f"the batch of step {step + 1} must be there within {self._timeout_s:g} s, and was not: the "
+                        f"{named} must be there within {self._timeout_s:g} s, and was not: the "
                         "source has stalled or is too slow; look at the storage, or raise --infeed-timeout"
                     )
                 if not any(thread.is_alive() for thread in self._threads):
-                    raise FeederError(f"the batch of step {step + 1} cannot come: every reader thread has ended")
+                    raise FeederError(f"{named} cannot come: every reader thread has ended")
         return True
 
     def _work(self) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from engine.control import ControlBoard
-from engine.outfeed import PushedLoss
-from engine.sinks import LossRecord, Sink
+from engine.outfeed import Pushed, PushedEvaluation, PushedLoss
+from engine.sinks import EvaluationRecord, LossRecord, Sink
 
 # A sink that falls this far behind (a terminal held by Ctrl-S, a dead network disk) first slows the run, then ends it.
 _MOST_QUEUED = 65_536
@@ -30,6 +30,7 @@ class LossStream:
 
     Attributes:
         losses: every loss so far, in order.
+        evaluations: every evaluation so far, in order.
         wait_s: seconds waited for batches so far.
         failure: the first exception of a sink, None while there is none.
     """
@@ -37,9 +38,10 @@ class LossStream:
     def __init__(self, *, batch: int, wait_of: Callable[[int], float], board: ControlBoard) -> None:
         self._opened: list[Sink] = []
         self._batch, self._wait_of, self._board = batch, wait_of, board
-        self._queue: queue.Queue[PushedLoss | None] = queue.Queue(_MOST_QUEUED)
+        self._queue: queue.Queue[Pushed | None] = queue.Queue(_MOST_QUEUED)
         self._last_time = time.time()
         self.losses: list[float] = []
+        self.evaluations: list[EvaluationRecord] = []
         self.wait_s = 0.0
         self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="loss-stream", daemon=True)
@@ -60,8 +62,8 @@ class LossStream:
             self._close_sinks()
             raise
 
-    def receive(self, pushed: PushedLoss) -> None:
-        """Takes a loss from the program; raises TimeoutError where the sinks have stood still for too long."""
+    def receive(self, pushed: Pushed) -> None:
+        """Takes what the program emits; raises TimeoutError where the sinks have stood still for too long."""
         try:
             self._queue.put(pushed, timeout=_PUSH_TIMEOUT_S)
         except queue.Full:
@@ -92,10 +94,13 @@ class LossStream:
             working = [sink for sink in working if self._takes(sink, record)]
         self._close_sinks()
 
-    def _takes(self, sink: Sink, record: LossRecord) -> bool:
+    def _takes(self, sink: Sink, record: LossRecord | EvaluationRecord) -> bool:
         """Hands a record to a sink; gives whether the sink goes on."""
         try:
-            sink.write(record)
+            if isinstance(record, EvaluationRecord):
+                sink.write_evaluation(record)
+            else:
+                sink.write(record)
         except BaseException as error:  # noqa: BLE001 - kept for the caller; the other sinks go on, whatever it was
             self._keep(error)
             return False
@@ -109,7 +114,24 @@ class LossStream:
                 self._keep(error)
         self._opened = []
 
-    def _record(self, pushed: PushedLoss) -> LossRecord:
+    def _record(self, pushed: Pushed) -> LossRecord | EvaluationRecord:
+        if isinstance(pushed, PushedEvaluation):
+            count = max(pushed.num_images, 1)
+            evaluation = EvaluationRecord(
+                step=pushed.step,
+                num_images=pushed.num_images,
+                top1=pushed.top1 / count,
+                top5=pushed.top5 / count,
+                loss=pushed.loss,
+                time=pushed.time,
+            )
+            self.evaluations.append(evaluation)
+            # The next step's rate is its own: the evaluation's seconds are not.
+            self._last_time = pushed.time
+            return evaluation
+        return self._loss_record(pushed)
+
+    def _loss_record(self, pushed: PushedLoss) -> LossRecord:
         elapsed_s = pushed.time - self._last_time
         self._last_time = pushed.time
         wait_s = self._wait_of(pushed.step - 1)

@@ -1,4 +1,4 @@
-"""The outfeed: the crossing by which the program emits the loss of each step.
+"""The outfeed: the crossing by which the program emits the loss of each step and the count of each evaluation.
 
 Knows nothing of terminals and files: it hands each record to a receiver that must not block for long. Where that
 fails, the exception is kept and the board is asked to stop the run.
@@ -6,12 +6,14 @@ fails, the exception is kept and the board is asked to stop the run.
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from engine.control import ControlBoard
+from engine.evaluation import Tally
 from engine.transport import Array, Transport
 
 
@@ -31,11 +33,32 @@ class PushedLoss(NamedTuple):
     time: float
 
 
+class PushedEvaluation(NamedTuple):
+    """What the program emits for one evaluation.
+
+    Attributes:
+        step: updates done before it.
+        num_images, top1, top5: images counted, and those right in the first place and among the first five.
+        loss: mean over the images.
+        time: seconds since the epoch at which it reached the host.
+    """
+
+    step: int
+    num_images: int
+    top1: int
+    top5: int
+    loss: float
+    time: float
+
+
+type Pushed = PushedLoss | PushedEvaluation
+
+
 class Outfeed:
-    """Connects the program to a receiver of losses.
+    """Connects the program to a receiver of what it emits.
 
     Args:
-        receive: called with each loss, in the order of the steps, on a thread of the runtime.
+        receive: called with each record, in the order of the program, on a thread of the runtime.
         board: asked to stop the run where `receive` raises.
         transport: how the call is made.
 
@@ -43,22 +66,37 @@ class Outfeed:
         failure: the exception that `receive` raised first, None while there is none.
     """
 
-    def __init__(self, receive: Callable[[PushedLoss], None], board: ControlBoard, transport: Transport) -> None:
+    def __init__(self, receive: Callable[[Pushed], None], board: ControlBoard, transport: Transport) -> None:
         self._receive, self._board, self._transport = receive, board, transport
         self.failure: BaseException | None = None
 
     def push_loss(self, step: jax.Array, loss: jax.Array, learning_rate: jax.Array) -> None:
         """Emits int32 [] `step` (updates done), float32 [] `loss` and `learning_rate`; called while tracing."""
+
+        def read(step: Array, loss: Array, learning_rate: Array) -> PushedLoss:
+            return PushedLoss(int(step), float(loss), float(learning_rate), time.time())
+
+        self._push(read, step, loss, learning_rate)
+
+    def push_evaluation(self, step: jax.Array, tally: Tally) -> None:
+        """Emits the whole `tally` of an evaluation after int32 [] `step` updates; called while tracing."""
+
+        def read(step: Array, num_images: Array, top1: Array, top5: Array, loss_sum: Array) -> PushedEvaluation:
+            mean = float(loss_sum) / max(int(num_images), 1)
+            return PushedEvaluation(int(step), int(num_images), int(top1), int(top5), mean, time.time())
+
+        self._push(read, step, tally.num_images, tally.top1, tally.top5, tally.loss_sum)
+
+    def _push(self, read: Callable[..., Pushed], *operands: jax.Array) -> None:
         # A call without any result is dropped by some backends; one byte keeps it.
         acknowledged = (jax.ShapeDtypeStruct((), jnp.uint8),)
-        self._transport.call(self._accept, acknowledged, step, loss, learning_rate)
+        self._transport.call(partial(self._accept, read), acknowledged, *operands)
 
-    def _accept(self, operands: Sequence[Array], results: Sequence[Array]) -> None:
+    def _accept(self, read: Callable[..., Pushed], operands: Sequence[Array], results: Sequence[Array]) -> None:
         """The host's side of a push; runs on a thread of the runtime."""
         results[0][...] = 0
         try:
-            step, loss, learning_rate = operands
-            self._receive(PushedLoss(int(step), float(loss), float(learning_rate), time.time()))
+            self._receive(read(*operands))
         except BaseException as error:  # noqa: BLE001 - raising through XLA loses it: kept, and raised by the host
             if self.failure is None:
                 self.failure = error

@@ -10,15 +10,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.batches import BatchFunction, BatchSource, FunctionBatches, ShardBatches, SyntheticBatches
+from engine.batches import (
+    ArrayBatches,
+    BatchFunction,
+    BatchSource,
+    EvaluationArrays,
+    EvaluationSource,
+    FunctionBatches,
+    SequentialBatches,
+    ShardBatches,
+    SyntheticBatches,
+)
 from engine.config import TrainConfig
 from engine.dataset import choose_data, make_demo
 from engine.program import TrainModel
 from models.model import Model
 from models.registry import build_model
 from preprocess.manifest import Manifest
-from preprocess.shards import open_split
+from preprocess.shards import list_splits, open_split
 
+_USUAL_EVAL_SPLITS = ("val", "test")
 _SYNTHETIC_SIZE = 224
 _SYNTHETIC_CLASSES = 1000
 # Without a manifest nothing is known of the pixels: 0 … 255 then becomes -2 … 2.
@@ -32,6 +43,7 @@ class Resolved:
 
     Attributes:
         source: of its batches.
+        evaluation: of the batches that it is evaluated on, None without evaluation.
         model: to train.
         model_name: for people: the registry's, or that of the user's own.
         registry_name: the registry's, None for a model of the user's own.
@@ -42,6 +54,7 @@ class Resolved:
     """
 
     source: BatchSource
+    evaluation: EvaluationSource | None
     model: TrainModel
     model_name: str
     registry_name: str | None
@@ -69,6 +82,7 @@ class _OpenData:
     source: BatchSource
     data: str
     num_classes: int | None
+    evaluation: EvaluationSource | None = None
     mean: tuple[float, float, float] = _UNKNOWN_MEAN
     std: tuple[float, float, float] = _UNKNOWN_STD
     manifest_digest: str | None = None
@@ -81,6 +95,7 @@ def resolve(
     *,
     model: TrainModel | None = None,
     batches: BatchFunction | BatchSource | None = None,
+    evaluation: EvaluationSource | EvaluationArrays | None = None,
 ) -> Resolved:
     """Opens the data and builds the model; `stack` closes what was opened.
 
@@ -94,6 +109,11 @@ def resolve(
     else:
         opened = _packed(config, stack, notify)
     source = opened.source
+    if isinstance(evaluation, tuple):
+        evaluation = ArrayBatches(*evaluation, batch=config.batch, num_classes=opened.num_classes)
+    evaluation = evaluation or opened.evaluation
+    if evaluation is not None:
+        _check_same_shape(source, evaluation)
     if config.image_size is not None and (source.height, source.width) != (config.image_size, config.image_size):
         raise ValueError(
             f"image_size must be that of the data, {source.height} × {source.width} px, got {config.image_size}: "
@@ -105,6 +125,7 @@ def resolve(
         model, registry_name = built, built.name
     return Resolved(
         source,
+        evaluation,
         model,
         getattr(model, "name", type(model).__name__),
         registry_name,
@@ -114,6 +135,15 @@ def resolve(
         opened.std,
         opened.manifest_digest,
     )
+
+
+def _check_same_shape(source: BatchSource, evaluation: EvaluationSource) -> None:
+    shapes = [(each.batch, each.height, each.width) for each in (source, evaluation)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"evaluation batches must have the shape of training batches, B × H × W = {shapes[0]}, got {shapes[1]}: "
+            "pack both splits alike, or give --eval-split off"
+        )
 
 
 def _build(config: TrainConfig, opened: _OpenData) -> Model:
@@ -147,18 +177,44 @@ def _packed(config: TrainConfig, stack: ExitStack, notify: Callable[[str], None]
     if choice.is_demo:
         make_demo(Path(choice.data), notify)
     split = stack.enter_context(open_split(choice.data, config.split))
-    manifest: Manifest = split.manifest
+    manifest = split.manifest
     num_classes = config.num_classes or manifest.num_classes
     if num_classes < manifest.num_classes:
         raise ValueError(
             f"num_classes must be at least the {manifest.num_classes} of {choice.data}/{config.split}, "
             f"got {num_classes}: leave it out to take the data's"
         )
+    data = f"{choice.data}/{config.split}, {split.num_images:,} images"
+    evaluation = None
+    if (name := _choose_eval_split(config, choice.data)) is not None:
+        eval_split = stack.enter_context(open_split(choice.data, name))
+        _check_same_classes(manifest, eval_split.manifest, name)
+        evaluation = SequentialBatches(eval_split, batch=config.batch)
+        data += f"; evaluated on {name}, {eval_split.num_images:,} images"
     return _OpenData(
         ShardBatches(split, batch=config.batch, seed=config.seed),
-        f"{choice.data}/{config.split}, {split.num_images:,} images",
+        data,
         num_classes,
+        evaluation,
         manifest.channel_mean,
         manifest.channel_std,
         hashlib.sha256(manifest.to_json().encode()).hexdigest(),
     )
+
+
+def _choose_eval_split(config: TrainConfig, data: str) -> str | None:
+    """Gives the split that was named, else the first of the usual ones that the data has and that is not trained on."""
+    if config.eval_split == "off":
+        return None
+    if config.eval_split is not None:
+        return config.eval_split
+    there = list_splits(data)
+    return next((name for name in _USUAL_EVAL_SPLITS if name in there and name != config.split), None)
+
+
+def _check_same_classes(train: Manifest, evaluation: Manifest, name: str) -> None:
+    if [each.id for each in train.classes] != [each.id for each in evaluation.classes]:
+        raise ValueError(
+            f"the evaluation split must have the classes of the training split, and {name} has others: "
+            "pack both from one source, or give --eval-split off"
+        )

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.batches import BatchFunction, BatchSource
+from engine.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
 from engine.compilation import Compiled, caching_compilations, compile_traced, trace_ahead
 from engine.config import TrainConfig
 from engine.control import ControlBoard
@@ -30,7 +30,7 @@ from engine.program import RunValues, TrainModel, TrainState, init_state, make_p
 from engine.resolve import Resolved, resolve
 from engine.run_folder import RunFolder
 from engine.signals import StopSignals, call_on_worker
-from engine.sinks import JsonLinesSink, Sink
+from engine.sinks import EvaluationRecord, RunFolderSink, Sink
 from engine.transport import Transport, choose_transport
 from engine.unpack import PixelScale
 from engine.weights import name_tensors
@@ -38,6 +38,7 @@ from models.registry import count_params
 
 # A channel without any spread (a set of blank images) must not divide by zero: one level of 255 is the least.
 _LEAST_STD = 1 / 255
+_MOST_STEPS = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class TrainResult:
     Attributes:
         params, batch_stats: the trained model's pytrees.
         losses: float32 [updates made by this call], each step's mean loss.
+        evaluations: of this call, in order.
         steps_done: updates done.
         stopped_by: "steps" when all were made, else the signal's name.
         num_params: learnable numbers.
@@ -60,6 +62,7 @@ class TrainResult:
     params: Any
     batch_stats: Any
     losses: NDArray[np.float32]
+    evaluations: tuple[EvaluationRecord, ...]
     steps_done: int
     stopped_by: str
     num_params: int
@@ -92,6 +95,7 @@ def train(
     *,
     model: TrainModel | None = None,
     batches: BatchFunction | BatchSource | None = None,
+    evaluation: EvaluationSource | EvaluationArrays | None = None,
     sinks: Sequence[Sink] = (),
     notify: Callable[[str], None] = lambda _: None,
 ) -> TrainResult:
@@ -104,6 +108,8 @@ def train(
             [B, H, W, 3]. Convolutions of `models.convolution` stay fast inside the loop on a CPU.
         batches: your own, in place of a packed data set: a function from the step (from 0) to (uint32 [B, H, W] packed
             pixels, integer [B] labels), called in order from one thread; or a `BatchSource`.
+        evaluation: your own: a tuple of all the images to evaluate on (uint32 [N, H, W] packed pixels, integer [N]
+            labels), or an `EvaluationSource`; in place of a split of the data set.
         sinks: further takers of the loss stream.
         notify: told in words what the run does before its first step and after its last.
 
@@ -117,7 +123,7 @@ def train(
             was trained so far is in the run folder.
     """
     with ExitStack() as stack:
-        run = _Run(config, stack, model, batches, notify)
+        run = _Run(config, stack, model, batches, evaluation, notify)
         folder = run.open_folder()
         compiled = run.compile()
         state = call_on_worker(run.draw_state)
@@ -129,13 +135,15 @@ def plan_run(
     *,
     model: TrainModel | None = None,
     batches: BatchFunction | BatchSource | None = None,
+    evaluation: EvaluationSource | EvaluationArrays | None = None,
     notify: Callable[[str], None] = lambda _: None,
 ) -> DryRun:
     """Resolves and compiles what `train` would run, and runs nothing; arguments and errors as there."""
     with ExitStack() as stack:
-        run = _Run(config, stack, model, batches, notify)
+        run = _Run(config, stack, model, batches, evaluation, notify)
         source = run.resolved.source
-        ring_bytes = config.prefetch * source.batch * (source.height * source.width + 1) * 4
+        num_rings = 1 if run.resolved.evaluation is None else 2
+        ring_bytes = num_rings * config.prefetch * source.batch * (source.height * source.width + 1) * 4
         return DryRun(run.compile(), run.num_params, run.resolved, ring_bytes)
 
 
@@ -148,29 +156,45 @@ class _Run:
         stack: ExitStack,
         model: TrainModel | None,
         batches: BatchFunction | BatchSource | None,
+        evaluation: EvaluationSource | EvaluationArrays | None,
         notify: Callable[[str], None],
     ) -> None:
         self.config, self.stack, self.notify = config, stack, notify
         self.board = ControlBoard()
         self.signals = stack.enter_context(StopSignals(self.board, notify))
-        self.resolved = resolve(config, stack, notify, model=model, batches=batches)
+        self.resolved = resolve(config, stack, notify, model=model, batches=batches, evaluation=evaluation)
         self.transport: Transport = choose_transport(config.transport, jax.default_backend())
-        source = self.resolved.source
-        self.feeder = Feeder(
-            source,
-            start_step=0,
-            stop_step=config.steps,
-            depth=config.prefetch,
-            num_threads=config.reader_threads,
-            timeout_s=config.infeed_timeout_s,
-        )
-        self.infeed = Infeed(self.feeder, self.board, self.transport, height=source.height, width=source.width)
+        self.feeders: list[Feeder] = []
+        self.infeed = self._make_infeed(self.resolved.source, config.steps)
+        self.evaluation_infeed = None
+        if (evaluated := self.resolved.evaluation) is not None:
+            self.evaluation_infeed = self._make_infeed(
+                evaluated,
+                _MOST_STEPS,
+                lambda pull: f"evaluation {pull // evaluated.num_batches + 1}, pull {pull % evaluated.num_batches + 1}",
+            )
         self.stream = LossStream(batch=config.batch, wait_of=self.infeed.take_wait_s, board=self.board)
         self.outfeed = Outfeed(self.stream.receive, self.board, self.transport)
         stack.enter_context(caching_compilations(config.compilation_cache))
         self.state_shape = jax.eval_shape(partial(_init_from_words, self.resolved.model), _key_words(0))
         self.num_params = count_params(self.state_shape.params)
         self._describe()
+
+    def _make_infeed(
+        self, source: BatchSource, stop_step: int, name_step: Callable[[int], str] = lambda step: f"step {step + 1}"
+    ) -> Infeed:
+        config = self.config
+        feeder = Feeder(
+            source,
+            start_step=0,
+            stop_step=stop_step,
+            depth=config.prefetch,
+            num_threads=config.reader_threads,
+            timeout_s=config.infeed_timeout_s,
+            name_step=name_step,
+        )
+        self.feeders.append(feeder)
+        return Infeed(feeder, self.board, self.transport, height=source.height, width=source.width)
 
     def _describe(self) -> None:
         source, resolved = self.resolved.source, self.resolved
@@ -185,7 +209,7 @@ class _Run:
 
     def compile(self) -> Compiled:
         """Traces the program on this thread and compiles it on a worker."""
-        program = make_program(self.resolved.model, self.infeed, self.outfeed)
+        program = make_program(self.resolved.model, self.infeed, self.outfeed, self.evaluation_infeed)
         dump_folder = None if self.config.dump_hlo is None else Path(self.config.dump_hlo)
         traced = trace_ahead(program, self.state_shape, self._values(), donate=(0,))
         compiled = call_on_worker(partial(compile_traced, traced, dump_folder=dump_folder))
@@ -216,19 +240,22 @@ class _Run:
         """Runs the program to its end, writes what the run leaves, and raises what went wrong on the host."""
         started = time.perf_counter()
         try:
-            self.stream.start([*sinks, *([JsonLinesSink(folder.loss_log)] if folder else [])])
-            self.feeder.start()
+            self.stream.start([*sinks, *([RunFolderSink(folder.loss_log, folder.evaluation_log)] if folder else [])])
+            for feeder in self.feeders:
+                feeder.start()
             self.signals.launched()
             state = call_on_worker(lambda: jax.block_until_ready(compiled.call(state, self._values())))
         finally:
             train_s = time.perf_counter() - started
-            self.feeder.close()
+            for feeder in self.feeders:
+                feeder.close()
             self.stream.close()
-        failure = self.infeed.failure or self.outfeed.failure or self.stream.failure
+        failure = self._failure()
         result = TrainResult(
             params=state.params,
             batch_stats=state.batch_stats,
             losses=np.array(self.stream.losses, np.float32),
+            evaluations=tuple(self.stream.evaluations),
             steps_done=int(state.step),
             stopped_by="error" if failure else self.board.stop_reason or "steps",
             num_params=self.num_params,
@@ -244,11 +271,18 @@ class _Run:
             raise failure
         return result
 
+    def _failure(self) -> BaseException | None:
+        """Gives what went wrong first on the host, in the order in which one thing causes another."""
+        ends = (self.infeed, self.evaluation_infeed, self.outfeed, self.stream)
+        return next((end.failure for end in ends if end is not None and end.failure is not None), None)
+
     def _values(self) -> RunValues:
         config, resolved = self.config, self.resolved
         std = np.maximum(resolved.std, _LEAST_STD)
         return RunValues(
             stop_step=jnp.int32(config.steps),
+            eval_every_steps=jnp.int32(config.eval_every_steps),
+            num_eval_batches=jnp.int32(resolved.evaluation.num_batches if resolved.evaluation else 0),
             hyperparams=Hyperparams(
                 learning_rate=jnp.float32(config.peak_learning_rate),
                 momentum=jnp.float32(config.momentum),

@@ -18,10 +18,11 @@ from engine.config import TrainConfig
 from engine.whole_file import write_whole
 
 LOSS_LOG = "loss.jsonl"
+EVALUATION_LOG = "eval.jsonl"
 RESULT = "result.json"
 _CONFIG = "config.json"
 _WEIGHTS = "model.safetensors"
-_WRITTEN_HERE = (RESULT, _WEIGHTS, LOSS_LOG, _CONFIG)
+_WRITTEN_HERE = (RESULT, _WEIGHTS, EVALUATION_LOG, LOSS_LOG, _CONFIG)
 _RECORDED_VERSIONS = ("feedloop", "jax", "jaxlib", "numpy", "optax", "tensorstore")
 
 
@@ -55,6 +56,11 @@ class RunFolder:
     def loss_log(self) -> Path:
         """Where the loss stream goes."""
         return self.path / LOSS_LOG
+
+    @property
+    def evaluation_log(self) -> Path:
+        """Where the evaluations go."""
+        return self.path / EVALUATION_LOG
 
     def write_config(self, config: TrainConfig, resolved: Mapping[str, Any], manifest_digest: str | None) -> None:
         """Records the settings as given and as resolved, the versions, and the data they were meant for."""

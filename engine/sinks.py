@@ -1,4 +1,4 @@
-"""What becomes of a loss: lines in a file, lines on a pipe, a progress line on a terminal.
+"""What becomes of losses and evaluations: lines in a file, lines on a pipe, a progress line on a terminal.
 
 A sink gets each record once, in order, on one thread. Knows nothing of queues, jax or the loop.
 """
@@ -8,7 +8,7 @@ import math
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 import numpy as np
 
@@ -38,28 +38,63 @@ class LossRecord:
 
     def to_json(self) -> str:
         """Gives the record as one line of JSON, without its end; what is no finite number is null."""
-        values = asdict(self)
-        rounded = {"images_per_s": 2, "wait_ms": 3, "time": 3}
-        for name, value in values.items():
-            if not math.isfinite(value):
-                values[name] = None
-            elif name in rounded:
-                values[name] = round(value, rounded[name])
-            elif name != "step":
-                # The shortest decimal that reads back as the same float32: 0.05, not 0.05000000074505806.
-                values[name] = float(str(np.float32(value)))
-        return json.dumps(values)
+        return _line(asdict(self))
+
+
+@dataclass(frozen=True)
+class EvaluationRecord:
+    """One evaluation of a whole split.
+
+    Attributes:
+        step: updates done before it.
+        num_images: counted.
+        top1, top5: fractions of them whose class is the first, or among the first five.
+        loss: mean over the images.
+        time: seconds since the epoch.
+    """
+
+    step: int
+    num_images: int
+    top1: float
+    top5: float
+    loss: float
+    time: float
+
+    def to_json(self) -> str:
+        """Gives the record as one line of JSON, without its end; what is no finite number is null."""
+        return _line(asdict(self))
+
+
+# What is measured on the host is rounded; counts and fractions are exact; the rest is float32 on the device.
+_ROUNDED = {"images_per_s": 2, "wait_ms": 3, "time": 3}
+_EXACT = {"step", "num_images", "top1", "top5"}
+
+
+def _line(values: dict[str, Any]) -> str:
+    for name, value in values.items():
+        if not math.isfinite(value):
+            values[name] = None
+        elif name in _ROUNDED:
+            values[name] = round(value, _ROUNDED[name])
+        elif name not in _EXACT:
+            # The shortest decimal that reads back as the same float32: 0.05, not 0.05000000074505806.
+            values[name] = float(str(np.float32(value)))
+    return json.dumps(values)
 
 
 class Sink(Protocol):
-    """Where loss records go."""
+    """Where records go."""
 
     def open(self) -> None:
         """Begins the stream; called once, by the thread that launches the program."""
         ...
 
     def write(self, record: LossRecord) -> None:
-        """Takes one record; may raise, which stops the run cleanly and is raised to the user."""
+        """Takes one loss; may raise, which stops the run cleanly and is raised to the user."""
+        ...
+
+    def write_evaluation(self, record: EvaluationRecord) -> None:
+        """Takes one evaluation, in its order among the losses; may raise likewise."""
         ...
 
     def close(self) -> None:
@@ -67,8 +102,40 @@ class Sink(Protocol):
         ...
 
 
-class JsonLinesSink:
-    """A line of JSON a record, on disk before the next one is taken; a line is there whole or not at all."""
+class RunFolderSink:
+    """The run folder's `loss.jsonl` and `eval.jsonl`; the second is made when there is something to write.
+
+    Args:
+        loss_log, evaluation_log: the files.
+    """
+
+    def __init__(self, loss_log: Path, evaluation_log: Path) -> None:
+        self._losses, self._evaluations = JsonLines(loss_log), JsonLines(evaluation_log)
+        self._is_evaluated = False
+
+    def open(self) -> None:
+        """Opens the loss log."""
+        self._losses.open()
+
+    def write(self, record: LossRecord) -> None:
+        """Appends a loss."""
+        self._losses.append(record.to_json())
+
+    def write_evaluation(self, record: EvaluationRecord) -> None:
+        """Appends an evaluation."""
+        if not self._is_evaluated:
+            self._evaluations.open()
+            self._is_evaluated = True
+        self._evaluations.append(record.to_json())
+
+    def close(self) -> None:
+        """Closes both files."""
+        self._losses.close()
+        self._evaluations.close()
+
+
+class JsonLines:
+    """A file of lines, each on disk before the next one is taken; a line is there whole or not at all."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -98,9 +165,9 @@ class JsonLinesSink:
             )
         return start + end.rfind(b"\n") + 1
 
-    def write(self, record: LossRecord) -> None:
-        """Appends the record's line."""
-        line = (record.to_json() + "\n").encode()
+    def append(self, text: str) -> None:
+        """Appends a line, given without its end."""
+        line = (text + "\n").encode()
         try:
             # A disk takes what fits and reports that it is full at the next call: make that call.
             written = 0
@@ -137,5 +204,17 @@ class PlainSink:
             flush=True,
         )
 
+    def write_evaluation(self, record: EvaluationRecord) -> None:
+        """Prints the evaluation."""
+        print(evaluation_words(record), file=self._stream, flush=True)
+
     def close(self) -> None:
         """Leaves the stream, which belongs to the caller."""
+
+
+def evaluation_words(record: EvaluationRecord) -> str:
+    """Gives an evaluation as a line for people."""
+    return (
+        f"evaluation at step {record.step}: top-1 {100 * record.top1:.2f} %  top-5 {100 * record.top5:.2f} %  "
+        f"loss {record.loss:.4f}  ({record.num_images:,} images)"
+    )

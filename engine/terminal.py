@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from engine.sinks import LossRecord
+from engine.sinks import EvaluationRecord, LossRecord, evaluation_words
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -68,6 +68,10 @@ class ProgressSink:
         self._recent.append(record)
         self._history.add(record.loss)
         self._progress.update(self._task, completed=record.step)
+
+    def write_evaluation(self, record: EvaluationRecord) -> None:
+        """Prints the evaluation above the line."""
+        self._progress.console.print(evaluation_words(record), markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         """Draws the line for the last time and leaves it on the screen."""

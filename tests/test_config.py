@@ -21,6 +21,8 @@ VALID = {
     "batch": st.integers(1, 2**20),
     "data": st.none() | TEXT,
     "split": TEXT,
+    "eval_split": st.none() | TEXT,
+    "eval_every_steps": st.integers(0, 2**31 - 2),
     "model": TEXT,
     "num_classes": st.none() | st.integers(1, 2**16),
     "image_size": st.none() | st.integers(1, 2**14),
@@ -37,11 +39,20 @@ VALID = {
     "compilation_cache": st.none() | TEXT,
     "dump_hlo": st.none() | TEXT,
 }
-INTEGERS = ["steps", "batch", "num_classes", "image_size", "seed", "prefetch", "reader_threads"]
+INTEGERS = ["steps", "batch", "num_classes", "image_size", "seed", "prefetch", "reader_threads", "eval_every_steps"]
 REALS = ["learning_rate", "momentum", "weight_decay", "infeed_timeout_s"]
 SWITCHES = ["synthetic", "overwrite"]
-TEXTS = ["data", "split", "model", "run_dir", "compilation_cache", "dump_hlo"]
-OPTIONAL = ["data", "num_classes", "image_size", "learning_rate", "run_dir", "compilation_cache", "dump_hlo"]
+TEXTS = ["data", "split", "eval_split", "model", "run_dir", "compilation_cache", "dump_hlo"]
+OPTIONAL = [
+    "data",
+    "eval_split",
+    "num_classes",
+    "image_size",
+    "learning_rate",
+    "run_dir",
+    "compilation_cache",
+    "dump_hlo",
+]
 NAMES = [field.name for field in fields(TrainConfig)]
 
 
@@ -68,6 +79,8 @@ def test_golden_json():
         "batch": 128,
         "data": None,
         "split": "train",
+        "eval_split": None,
+        "eval_every_steps": 0,
         "synthetic": False,
         "model": "auto",
         "num_classes": None,

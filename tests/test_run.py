@@ -28,6 +28,9 @@ class FailingSink:
             raise OSError(28, "No space left on device", "/mnt/logs")
         self.taken.append(record.step)
 
+    def write_evaluation(self, record):
+        pass
+
     def close(self):
         self.closed = True
 

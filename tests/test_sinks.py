@@ -13,9 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.sinks import JsonLinesSink, LossRecord, PlainSink
+from engine.sinks import LossRecord, PlainSink, RunFolderSink
 
 FLOAT32 = st.floats(width=32)
+
+
+def folder_sink(path):
+    return RunFolderSink(path, path.with_name("eval.jsonl"))
 
 
 def record(step=1, **changes):
@@ -28,7 +32,7 @@ def as_float32(value):
 
 
 def write_all(path, *records):
-    sink = JsonLinesSink(path)
+    sink = folder_sink(path)
     sink.open()
     for each in records:
         sink.write(each)
@@ -82,7 +86,7 @@ def test_golden_file(tmp_path):
 
 def test_a_line_is_on_disk_before_the_next_is_taken(tmp_path):
     path = tmp_path / "loss.jsonl"
-    sink = JsonLinesSink(path)
+    sink = folder_sink(path)
     sink.open()
     for step in range(1, 4):
         sink.write(record(step))
@@ -115,7 +119,7 @@ def test_a_file_of_something_else_is_left_alone(tmp_path):
 
 
 def test_closing_twice_closes_no_file_of_another(tmp_path):
-    sink = JsonLinesSink(tmp_path / "loss.jsonl")
+    sink = folder_sink(tmp_path / "loss.jsonl")
     sink.close()
     sink.open()
     sink.close()
@@ -139,29 +143,29 @@ def test_a_file_that_cannot_be_taken_is_closed(tmp_path):
     path.write_bytes(b"x" * 70_000)
     before = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(ValueError, match="must hold lines"):
-        JsonLinesSink(path).open()
+        folder_sink(path).open()
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_a_folder_that_is_not_there_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError):
-        JsonLinesSink(tmp_path / "nowhere" / "loss.jsonl").open()
+        folder_sink(tmp_path / "nowhere" / "loss.jsonl").open()
 
 
 FULL_DISK = """
 import os, resource, signal, sys
 from pathlib import Path
-from engine.sinks import JsonLinesSink, LossRecord
+from engine.sinks import LossRecord, RunFolderSink
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-sink = JsonLinesSink(Path(sys.argv[1]))
+sink = RunFolderSink(Path(sys.argv[1]), Path(sys.argv[1]).with_name("eval.jsonl"))
 sink.open()
 for attempt in range(2):
     try:
         for step in range(1, 100):
             sink.write(LossRecord(step, 2.5, 0.1, 100.0, 0.5, 1700000000.0))
     except OSError as error:
-        print(step, error.errno, os.fstat(sink._file).st_size)
+        print(step, error.errno, os.path.getsize(sys.argv[1]))
 sink.close()
 """
 
@@ -193,7 +197,7 @@ def test_a_short_write_is_completed(tmp_path, monkeypatch):
 
 def test_a_short_write_before_a_full_disk_is_undone(tmp_path, monkeypatch):
     path = tmp_path / "loss.jsonl"
-    sink = JsonLinesSink(path)
+    sink = folder_sink(path)
     sink.open()
     sink.write(record(1))
     write = os.write
@@ -252,3 +256,15 @@ def test_a_pipe_that_nobody_reads_is_an_error():
         PlainSink(stream, steps=10).write(record())
     with pytest.raises(BrokenPipeError):
         stream.close()
+
+
+def test_evaluations_have_a_log_of_their_own_that_is_made_when_needed(tmp_path):
+    sink = folder_sink(tmp_path / "loss.jsonl")
+    sink.open()
+    sink.write(record(1))
+    assert not (tmp_path / "eval.jsonl").exists()
+    sink.write_evaluation(EvaluationRecord(step=1, num_images=3, top1=1 / 3, top5=1.0, loss=math.nan, time=1.0004))
+    sink.close()
+    assert (tmp_path / "loss.jsonl").read_text() == record(1).to_json() + "\n"
+    expected = '{"step": 1, "num_images": 3, "top1": 0.3333333333333333, "top5": 1.0, "loss": null, "time": 1.0}\n'
+    assert (tmp_path / "eval.jsonl").read_text() == expected

@@ -1,0 +1,65 @@
+"""What an evaluation counts: exact top-1, top-5 and mean loss over every image of a split once.
+
+Owns the tally and one batch's part in it; the loop over batches is `engine.program`'s.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from engine.batches import PADDING_LABEL
+
+_NO_RANK = 2**31 - 1
+
+
+class Tally(NamedTuple):
+    """What was counted so far.
+
+    Attributes:
+        num_images, top1, top5: int32 [], images seen, and those whose class is the first, or among the first five.
+        loss_sum: float32 [], in nats.
+        loss_lost: float32 [], the digits that `loss_sum` could not hold (Kahan, 1965): a float32 alone loses more with
+            every image.
+    """
+
+    num_images: jax.Array
+    top1: jax.Array
+    top5: jax.Array
+    loss_sum: jax.Array
+    loss_lost: jax.Array
+
+
+def empty_tally() -> Tally:
+    """Gives the tally before the first batch."""
+    none, zero = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32)
+    return Tally(none, none, none, zero, zero)
+
+
+def tally_batch(tally: Tally, logits: jax.Array, labels: jax.Array) -> Tally:
+    """Counts one batch.
+
+    Equal logits rank in the order of their classes, as `lax.top_k` and a stable sort have it; an image with a logit
+    that is no number is wrong.
+
+    Args:
+        tally: of the batches before.
+        logits: [B, K] of any float type.
+        labels: int32 [B], PADDING_LABEL where there is no image.
+    """
+    logits = logits.astype(jnp.float32)
+    is_image = labels != PADDING_LABEL
+    classes = jnp.arange(logits.shape[1])
+    own = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[:, None], axis=1)
+    ahead = (logits > own) | ((logits == own) & (classes < labels[:, None]))
+    rank = jnp.where(jnp.isnan(logits).any(axis=1), _NO_RANK, ahead.sum(axis=1))
+    losses = jax.nn.logsumexp(logits, axis=1) - own[:, 0]
+    added = jnp.where(is_image, losses, 0).sum() - tally.loss_lost
+    loss_sum = tally.loss_sum + added
+    return Tally(
+        num_images=tally.num_images + is_image.sum(dtype=jnp.int32),
+        top1=tally.top1 + (is_image & (rank < 1)).sum(dtype=jnp.int32),
+        top5=tally.top5 + (is_image & (rank < 5)).sum(dtype=jnp.int32),
+        loss_sum=loss_sum,
+        loss_lost=(loss_sum - tally.loss_sum) - added,
+    )

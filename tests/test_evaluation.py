@@ -1,0 +1,191 @@
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine import TrainConfig, train
+from engine.batches import PADDING_LABEL
+from engine.evaluation import empty_tally, tally_batch
+from models.registry import build_model
+from preprocess.pixels import unpack_rgb
+from preprocess.shards import ShardError, open_split
+from tests.fake_source import fake_source, pack
+from tests.toy import BATCH, CLASSES, CountedBatches, Linear, toy_batch, toy_config
+
+
+def plain_count(logits, labels):
+    """Top-1, top-5 and summed loss by a stable sort, in float64."""
+    logits = np.asarray(logits, np.float64)
+    ranks = [list(np.argsort(-row, kind="stable")).index(label) for row, label in zip(logits, labels, strict=True)]
+    shifted = logits - logits.max(1, keepdims=True)
+    losses = np.log(np.exp(shifted).sum(1)) - shifted[np.arange(len(labels)), labels]
+    return sum(rank < 1 for rank in ranks), sum(rank < 5 for rank in ranks), losses.sum()
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.integers(1, 12), st.integers(1, 9), st.integers(0, 4), st.integers(0, 10**6))
+def test_a_batch_is_counted_as_by_sorting_and_padding_is_not(num_images, num_classes, padding, seed):
+    random = np.random.default_rng(seed)
+    # Few distinct values, so that equal logits are common.
+    logits = random.integers(-2, 3, (num_images, num_classes)).astype(np.float32)
+    labels = random.integers(num_classes, size=num_images)
+    top1, top5, loss = plain_count(logits, labels)
+    padded = np.concatenate([logits, random.standard_normal((padding, num_classes))])
+    tally = tally_batch(empty_tally(), jnp.asarray(padded), jnp.array([*labels, *[PADDING_LABEL] * padding]))
+    assert (int(tally.num_images), int(tally.top1), int(tally.top5)) == (num_images, top1, top5)
+    np.testing.assert_allclose(tally.loss_sum, loss, rtol=1e-5)
+
+
+def test_a_row_with_nan_is_wrong_and_shows_in_the_loss():
+    tally = tally_batch(empty_tally(), jnp.array([[jnp.nan, 1.0, 0.0], [0.0, 1.0, 0.0]]), jnp.array([1, 1]))
+    assert (int(tally.num_images), int(tally.top1), int(tally.top5)) == (2, 1, 1)
+    assert np.isnan(tally.loss_sum)
+
+
+def test_the_sum_of_many_losses_keeps_its_digits():
+    logits, labels = jnp.array([[0.0, 0.1]]), jnp.array([0])
+    tally, _ = jax.lax.scan(lambda tally, _: (tally_batch(tally, logits, labels), None), empty_tally(), length=200_000)
+    exact = 200_000 * np.log(1 + np.exp(np.float64(np.float32(0.1))))
+    assert abs(float(tally.loss_sum) / exact - 1) < 1e-6
+    assert abs(float(np.float32(0.0) + np.cumsum(np.full(200_000, exact / 200_000, np.float32))[-1]) / exact - 1) > 1e-6
+
+
+def evaluation_set(num_images, seed=5):
+    batches = [toy_batch(step, seed=seed) for step in range(-(-num_images // BATCH))]
+    pixels, labels = (np.concatenate(part)[:num_images] for part in zip(*batches, strict=True))
+    return pixels, labels
+
+
+def plain_evaluation(result, pixels, labels):
+    images = (unpack_rgb(pixels).astype(np.float32) / 255 - 0.5) / 0.25
+    logits, _ = Linear().apply(result.params, result.batch_stats, images, train=False)
+    return plain_count(logits, labels)
+
+
+@pytest.mark.parametrize("num_images", [1, BATCH, 2 * BATCH + 3])
+def test_an_evaluation_in_the_loop_is_one_in_a_plain_loop_to_the_image(num_images, tmp_path):
+    pixels, labels = evaluation_set(num_images)
+    config = toy_config(steps=7, learning_rate=0.02, run_dir=tmp_path)
+    result = train(config, model=Linear(), batches=toy_batch, evaluation=(pixels, labels))
+    (found,) = result.evaluations
+    top1, top5, loss = plain_evaluation(result, pixels, labels)
+    assert (found.step, found.num_images) == (7, num_images)
+    assert (found.top1, found.top5) == (top1 / num_images, top5 / num_images)
+    np.testing.assert_allclose(found.loss, loss / num_images, rtol=1e-5)
+    (line,) = (tmp_path / "eval.jsonl").read_text().splitlines()
+    assert json.loads(line)["top1"] == found.top1
+
+
+@pytest.mark.parametrize(
+    ("steps", "every", "expected"),
+    [(6, 2, [2, 4, 6]), (7, 3, [3, 6, 7]), (3, 0, [3]), (2, 5, [2]), (3, 1, [1, 2, 3]), (0, 1, [])],
+)
+def test_evaluations_come_at_multiples_and_at_the_end_once(steps, every, expected):
+    batches, model = CountedBatches(), Linear()
+    result = train(
+        toy_config(steps=steps, eval_every_steps=every),
+        model=model,
+        batches=batches,
+        evaluation=evaluation_set(2 * BATCH + 1),
+    )
+    assert [evaluation.step for evaluation in result.evaluations] == expected
+    assert len(result.losses) == steps
+    assert batches.calls == list(range(max(steps, 1)))
+    assert model.traces == [True, False]
+
+
+def test_an_evaluation_changes_nothing_of_the_training():
+    plain = train(toy_config(steps=9), model=Linear(), batches=toy_batch)
+    config = toy_config(steps=9, eval_every_steps=2)
+    evaluated = train(config, model=Linear(), batches=toy_batch, evaluation=evaluation_set(20))
+    assert np.array_equal(plain.losses, evaluated.losses)
+    for first, second in zip(jax.tree.leaves(plain.params), jax.tree.leaves(evaluated.params), strict=True):
+        assert np.array_equal(first, second)
+
+
+def test_another_cadence_and_another_set_reuse_the_program():
+    def run(every, num_images):
+        config = toy_config(eval_every_steps=every)
+        return train(config, model=Linear(), batches=toy_batch, evaluation=evaluation_set(num_images)).from_cache
+
+    run(2, 20)
+    assert run(3, 20)
+    assert run(0, 9)
+
+
+def test_a_packed_validation_split_is_evaluated_with_the_running_statistics(tmp_path):
+    pack(fake_source(20, size=8), tmp_path)
+    pack(fake_source(11, size=8, seed=1, name="val"), tmp_path)
+    result = train(TrainConfig(steps=3, batch=4, data=tmp_path, model="resnet8"))
+    (found,) = result.evaluations
+    with open_split(str(tmp_path), "val") as split, open_split(str(tmp_path), "train") as trained:
+        pixels, labels = np.empty((11, 8, 8), np.uint32), np.empty(11, np.int32)
+        split.read_into(np.arange(11), pixels, labels, timeout_s=10)
+        mean, std = (
+            np.array(part, np.float32) for part in (trained.manifest.channel_mean, trained.manifest.channel_std)
+        )
+    images = jnp.asarray((unpack_rgb(pixels).astype(np.float32) / 255 - mean) / std)
+    model = build_model("resnet8", num_classes=3, image_size=8)
+    logits, _ = model.apply(result.params, result.batch_stats, images, train=False)
+    top1, _, loss = plain_count(logits, labels)
+    assert (found.num_images, found.top1, found.top5) == (11, top1 / 11, 1.0)
+    np.testing.assert_allclose(found.loss, loss / 11, rtol=1e-4)  # float32 through a network, in another order
+
+
+def test_splits_of_other_classes_or_sizes_are_refused_and_off_is_off(tmp_path):
+    pack(fake_source(20, size=8), tmp_path)
+    pack(fake_source(11, size=4, name="val"), tmp_path)
+    config = {"steps": 1, "batch": 4, "data": tmp_path, "model": "resnet8"}
+    with pytest.raises(ValueError, match=r"shape of training batches, .* \(4, 8, 8\), got \(4, 4, 4\)"):
+        train(TrainConfig(**config))
+    with pytest.raises(ShardError, match="test"):
+        train(TrainConfig(**config, eval_split="test"))
+    assert train(TrainConfig(**config, eval_split="off")).evaluations == ()
+    other = fake_source(11, size=8, name="val")
+    pack(other.but(classes=tuple(reversed(other.classes))), tmp_path, overwrite=True)
+    with pytest.raises(ValueError, match="the classes of the training split, and val has others"):
+        train(TrainConfig(**config))
+
+
+def test_a_failing_evaluation_source_ends_the_run_and_no_half_evaluation_is_told():
+    class Failing:
+        batch, height, width, thread_safe, num_batches = BATCH, 4, 4, True, 3
+
+        def fill(self, step, pixels, labels, *, timeout_s):
+            if step == 4:
+                raise ConnectionResetError("the validation disk went away")
+            pixels[...], labels[...] = 0, 0
+
+    seen = []
+
+    class Sink:
+        def open(self): ...
+
+        def write(self, record): ...
+
+        def write_evaluation(self, record):
+            seen.append(record.step)
+
+        def close(self): ...
+
+    with pytest.raises(ConnectionResetError, match="the validation disk went away"):
+        train(
+            toy_config(steps=6, eval_every_steps=2),
+            model=Linear(),
+            batches=toy_batch,
+            evaluation=Failing(),
+            sinks=[Sink()],
+        )
+    assert seen == [2]
+
+
+def test_labels_of_an_evaluation_set_are_checked():
+    pixels, labels = evaluation_set(9)
+    with pytest.raises(ValueError, match=r"labels must lie in 0 … 2; the evaluation set gave .* … 3"):
+        train(toy_config(), model=Linear(), batches=toy_batch, evaluation=(pixels, np.full(9, CLASSES)))
+    with pytest.raises(ValueError, match=r"pixels must be uint32 .* the evaluation set gave float64"):
+        train(toy_config(), model=Linear(), batches=toy_batch, evaluation=(pixels / 2, labels))
