@@ -19,7 +19,7 @@ from engine.update import Pull, UpdateRule, UpdateState, UpdateValues, Weights, 
 NAMES, SCHEDULES = get_args(OptimizerName), get_args(ScheduleName)
 IMAGES, CLASSES, NUM_BATCHES = 12, 3, 24
 # Rates at which each optimiser crosses the toy problem in a hundred updates or so.
-RATES = {"sgd": 0.3, "nesterov": 0.3, "adamw": 0.1, "lars": 0.3, "lamb": 0.03}
+RATES = {"sgd": 0.3, "nesterov": 0.3, "adamw": 0.1, "lars": 0.3, "lamb": 0.06}
 TOTAL = 120
 
 
