@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.sinks import LossRecord, PlainSink, RunFolderSink
+from engine.sinks import EvaluationRecord, LossRecord, PlainSink, RunFolderSink
 
 FLOAT32 = st.floats(width=32)
 
