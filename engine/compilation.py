@@ -1,6 +1,7 @@
 """Ahead-of-time compilation: trace, compile or load from the cache on disk, and say what XLA knows of the program."""
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from engine.locations import user_cache_folder
 from engine.whole_file import write_whole
 
 _CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
+# jax's settings belong to the process, and so does their guard: two runs that compile at once take turns.
+_SETTINGS_GUARD = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -87,23 +90,26 @@ def compile_traced(traced: Traced, *, dump_folder: Path | None = None) -> Compil
 def caching_compilations(folder: str | None) -> Iterator[None]:
     """Keeps compiled programs on disk inside the block, and puts jax's settings back after it.
 
+    Meant for compiling alone: whatever else the process compiles meanwhile is kept too.
+
     Args:
         folder: where; None leaves a cache that the caller or $JAX_COMPILATION_CACHE_DIR has set, else takes the
             user's cache folder; "off" keeps none.
     """
-    if folder is None:
-        folder = jax.config.jax_compilation_cache_dir or os.fspath(user_cache_folder() / "xla")
-    settings = {
-        "jax_compilation_cache_dir": None if folder == "off" else folder,
-        # By default jax leaves out what compiles in under a second, which is most of a small model's start.
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    _configure(settings)
-    try:
-        yield
-    finally:
-        _configure(before)
+    with _SETTINGS_GUARD:
+        if folder is None:
+            folder = jax.config.jax_compilation_cache_dir or os.fspath(user_cache_folder() / "xla")
+        settings = {
+            "jax_compilation_cache_dir": None if folder == "off" else folder,
+            # By default jax leaves out what compiles in under a second, which is most of a small model's start.
+            "jax_persistent_cache_min_compile_time_secs": 0.0,
+        }
+        before = {name: getattr(jax.config, name) for name in settings}
+        _configure(settings)
+        try:
+            yield
+        finally:
+            _configure(before)
 
 
 def _configure(settings: dict[str, Any]) -> None:
@@ -115,11 +121,12 @@ def _configure(settings: dict[str, Any]) -> None:
 
 @contextmanager
 def _counting_cache_hits() -> Iterator[list[str]]:
-    """Collects jax's events of programs found in the cache while the block runs."""
+    """Collects jax's events of programs found in the cache, on this thread and while the block runs."""
     hits: list[str] = []
+    here = threading.get_ident()
 
     def listen(event: str, **_: Any) -> None:
-        if event == _CACHE_HIT_EVENT:
+        if event == _CACHE_HIT_EVENT and threading.get_ident() == here:
             hits.append(event)
 
     jax.monitoring.register_event_listener(listen)

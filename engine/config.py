@@ -16,14 +16,16 @@ TransportName = Literal["auto", "inplace", "callback"]
 
 # Goyal et al. (2017), arXiv:1706.02677: a rate of 0.1 for each 256 images of the batch.
 _RATE_PER_IMAGE = 0.1 / 256
+# They are float32 on the device.
+_MOST_FLOAT32 = (2 - 2**-23) * 2.0**127
 _RANGES: dict[str, tuple[float, float]] = {
     "steps": (0, 2**31 - 2),
     "batch": (1, 2**20),
     "image_size": (1, 2**14),
     "num_classes": (1, 2**16),
-    "learning_rate": (0, math.inf),
+    "learning_rate": (0, _MOST_FLOAT32),
     "momentum": (0, 1),
-    "weight_decay": (0, math.inf),
+    "weight_decay": (0, _MOST_FLOAT32),
     "seed": (0, 2**63 - 1),
     "prefetch": (1, 1024),
     "reader_threads": (1, 1024),
@@ -100,7 +102,7 @@ class TrainConfig:
             value = getattr(self, name)
             # Written so that NaN fails too.
             if value is not None and not (low <= value <= high and math.isfinite(value)):
-                allowed = f"be finite and at least {low}" if high == math.inf else f"lie in {low} … {high}"
+                allowed = f"be at least {low} and finite in float32" if high == _MOST_FLOAT32 else f"lie in {low} … {high}"
                 raise ValueError(f"{name} must {allowed}, got {value}")
         if self.transport not in get_args(TransportName):
             raise ValueError(f"transport must be one of {', '.join(get_args(TransportName))}, got {self.transport!r}")

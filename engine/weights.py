@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,6 +23,23 @@ def name_tensors(registry_name: str | None, params: Any, batch_stats: Any) -> di
     """
     if registry_name is not None:
         return to_torchvision(registry_name, params, batch_stats)
-    trees = {"params": params, "batch_stats": batch_stats}
-    leaves = jax.tree_util.tree_leaves_with_path(trees)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf) for path, leaf in leaves}
+    return {name: np.asarray(_plain(leaf)) for name, leaf in _named_leaves(params, batch_stats)}
+
+
+def check_names(params: Any, batch_stats: Any) -> None:
+    """Raises ValueError where two tensors of a model of the user's own would have one name; takes shapes too."""
+    seen: set[str] = set()
+    for name, _ in _named_leaves(params, batch_stats):
+        if name in seen:
+            raise ValueError(f"every tensor must have a path of its own, and two are called {name}: rename one's key")
+        seen.add(name)
+
+
+def _named_leaves(params: Any, batch_stats: Any) -> list[tuple[str, Any]]:
+    leaves = jax.tree_util.tree_leaves_with_path({"params": params, "batch_stats": batch_stats})
+    return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves]
+
+
+def _plain(leaf: Any) -> Any:
+    """A generator's key as the numbers that it consists of; any other leaf as it is."""
+    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf

@@ -33,8 +33,8 @@ def batch_norm(
         `[B,H,W,C]` in the dtype of `x`, and the running statistics, through which no gradient flows.
     """
     if not train:
-        factor = scale * jax.lax.rsqrt(running.var + EPSILON)
-        return (x * factor + (bias - running.mean * factor)).astype(x.dtype), running
+        centred = x.astype(jnp.float32) - running.mean
+        return (centred * (scale * jax.lax.rsqrt(running.var + EPSILON)) + bias).astype(x.dtype), running
     y, mean, var = _normalise(x, scale, bias)
     count = x.size // x.shape[3]
     unbiased = var * (count / max(count - 1, 1))
