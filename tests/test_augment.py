@@ -1,0 +1,243 @@
+"""The whole of the augmentation: what a position undergoes, whatever stands around it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from engine.augment import augment_batch, one_hot_or_nan, prepare_for_evaluation
+from engine.augmentation import Augmentation
+from engine.objective import cross_entropy
+from engine.positions import Positions, Purpose, positions
+from engine.unpack import PixelScale, unpack_pixels
+from preprocess.pixels import pack_rgb, unpack_rgb
+from tests.threefry_reference import index, words_at
+
+K = 7
+SCALE = PixelScale(
+    mean=jnp.array([0.485, 0.456, 0.406], jnp.float32), std=jnp.array([0.229, 0.224, 0.225], jnp.float32)
+)
+EVERYTHING = Augmentation(
+    crop="resized", size=14, horizontal_flip=0.5, brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1,
+    mixup_alpha=0.4, cutmix_alpha=1.0, erasing=0.5,
+)  # fmt: skip
+CIFAR = Augmentation(crop="random", crop_padding=2, horizontal_flip=0.5)
+AUGMENTATIONS = {
+    "cifar": CIFAR,
+    "reflected": dataclasses.replace(CIFAR, padding_mode="reflect", size=13),
+    "resized": Augmentation(crop="resized", horizontal_flip=0.5),
+    "colours": Augmentation(brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1),
+    "mixup": Augmentation(mixup_alpha=0.2),
+    "cutmix": Augmentation(cutmix_alpha=1.0),
+    "erasing": Augmentation(erasing=0.5),
+    "everything": EVERYTHING,
+}
+
+
+def seed_words(seed):
+    return jnp.array([seed >> 32, seed & 0xFFFFFFFF], jnp.uint32)
+
+
+def stream(start, num, side=16):
+    """Packed pixels and labels, functions of the position alone."""
+    pixels = np.stack([
+        pack_rgb(np.random.default_rng(number).integers(256, size=(side, side, 3), dtype=np.uint8))
+        for number in range(start, start + num)
+    ])  # fmt: skip
+    return jnp.asarray(pixels), jnp.arange(start, start + num, dtype=jnp.int32) % K
+
+
+def augment(augmentation, pixels, labels, at, seed=3):
+    run = jax.jit(augment_batch, static_argnums=(0, 6))
+    return run(augmentation, pixels, labels, at, seed_words(seed), SCALE, K)
+
+
+def augment_stream(augmentation, start, num, seed=3):
+    """Positions start … start + num - 1 in one batch."""
+    at = Positions(jnp.zeros(num, jnp.uint32), jnp.arange(start, start + num, dtype=jnp.uint32))
+    pixels, labels = stream(start, num)
+    return augment(augmentation, pixels, labels, at, seed)
+
+
+def test_nothing_turned_on_is_the_bare_unpacking():
+    pixels, labels = stream(0, 5)
+    images, targets = augment_stream(Augmentation(), 0, 5)
+    np.testing.assert_array_equal(images, jax.jit(unpack_pixels)(pixels, SCALE))
+    np.testing.assert_array_equal(targets, np.eye(K, dtype=np.float32)[labels])
+    assert images.dtype == targets.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("name", AUGMENTATIONS)
+def test_something_happens_and_the_shapes_are_right(name):
+    augmentation = AUGMENTATIONS[name]
+    images, targets = augment_stream(augmentation, 0, 8)
+    assert images.shape == (8, *augmentation.output_shape(16, 16), 3)
+    assert targets.shape == (8, K)
+    np.testing.assert_array_equal(targets.sum(axis=1), np.ones(8))
+    plain = augment_stream(Augmentation(), 0, 8)[0]
+    assert images.shape != plain.shape or not np.array_equal(images, plain)
+    assert np.isfinite(images).all()
+
+
+@pytest.mark.parametrize("name", AUGMENTATIONS)
+def test_batch_size_and_shards_change_no_bit(name):
+    whole = augment_stream(AUGMENTATIONS[name], 0, 64)
+    for count in (2, 16):
+        parts = [augment_stream(AUGMENTATIONS[name], start, count) for start in range(0, 64, count)]
+        for found, expected in zip(zip(*parts, strict=True), whole, strict=True):
+            np.testing.assert_array_equal(np.concatenate(found), expected)
+
+
+@pytest.mark.parametrize("name", ["cifar", "colours", "everything"])
+def test_neighbours_change_nothing(name):
+    pixels, labels = stream(0, 6)
+    at = positions(jnp.int32(0), 6, 0, 6)
+    before = augment(AUGMENTATIONS[name], pixels, labels, at)
+    others = augment(AUGMENTATIONS[name], pixels.at[2:].set(0), labels.at[2:].set(0), at)
+    for one, other in zip(before, others, strict=True):
+        np.testing.assert_array_equal(one[:2], other[:2])
+
+
+def test_a_position_is_step_times_batch_and_a_row():
+    pixels, labels = stream(0, 4)
+    alike = [
+        augment(EVERYTHING, pixels, labels, positions(jnp.int32(step), batch, start, 4))
+        for step, batch, start in ((3, 8, 0), (1, 24, 0), (0, 32, 24), (6, 4, 0))
+    ]
+    for one in alike[1:]:
+        np.testing.assert_array_equal(one[0], alike[0][0])
+        np.testing.assert_array_equal(one[1], alike[0][1])
+
+
+def test_positions_beyond_32_bits_and_other_seeds_are_other_draws():
+    pixels, labels = stream(0, 4)
+    low = jnp.arange(4, dtype=jnp.uint32)
+    results = [
+        augment(CIFAR, pixels, labels, Positions(jnp.full(4, high, jnp.uint32), low), seed)[0]
+        for high, seed in ((0, 0), (1, 0), (0, 1), (0, 2**32))
+    ]
+    assert not any(np.array_equal(one, other) for row, one in enumerate(results) for other in results[row + 1 :])
+
+
+def test_cifar_equals_numpy():
+    pixels, _ = stream(0, 32)
+    expected = []
+    for number, image in enumerate(np.asarray(pixels)):
+        row, column = words_at(3, number, Purpose.CROP, 0)
+        top, left = index(row, 5), index(column, 5)
+        crop = np.pad(image, 2)[top : top + 16, left : left + 16]
+        expected.append(crop[:, ::-1] if words_at(3, number, Purpose.FLIP, 0)[0] < 2**31 else crop)
+    images, _ = augment_stream(CIFAR, 0, 32)
+    np.testing.assert_array_equal(images, jax.jit(unpack_pixels)(jnp.asarray(np.stack(expected)), SCALE))
+
+
+def test_half_of_the_images_are_mirrored():
+    num = 4000
+    pixels = jnp.broadcast_to(jnp.array([[0, 0xFFFFFF00]], jnp.uint32), (num, 1, 2))
+    at = positions(jnp.int32(1), num, 0, num)
+    images, _ = augment(Augmentation(horizontal_flip=0.5), pixels, jnp.zeros(num, jnp.int32), at)
+    # Four standard deviations of 4000 coins.
+    assert np.mean(images[:, 0, 0, 0] > images[:, 0, 1, 0]) == pytest.approx(0.5, abs=0.032)
+
+
+def test_turning_one_on_leaves_the_others_draws():
+    # Two programs may contract the normalisation differently: a few roundings of float32 of values up to 3.
+    def is_close(one, other):
+        return np.isclose(one, other, rtol=0, atol=2e-6).all(axis=-1)
+
+    flipped = augment_stream(Augmentation(horizontal_flip=0.5), 0, 32)[0]
+    erased = augment_stream(Augmentation(horizontal_flip=0.5, erasing=0.9), 0, 32)[0]
+    np.testing.assert_array_equal(is_close(erased, flipped), (erased != 0).any(axis=-1))
+    # The same crop and flip, then whichever colours: where the padding is black, brightness shows nothing.
+    black = (0 - SCALE.mean) / SCALE.std
+    padding = is_close(augment_stream(CIFAR, 0, 32)[0], black)
+    assert 0.05 < padding.mean() < 0.3
+    brighter = augment_stream(dataclasses.replace(CIFAR, brightness=0.1), 0, 32)[0]
+    np.testing.assert_array_equal(is_close(brighter, black), padding)
+    mixed = augment_stream(Augmentation(mixup_alpha=0.4), 0, 32)[1]
+    with_more = augment_stream(dataclasses.replace(CIFAR, mixup_alpha=0.4, erasing=0.5), 0, 32)[1]
+    np.testing.assert_array_equal(mixed, with_more)
+
+
+def test_mixup_mixes_normalised_images():
+    plain = np.asarray(augment_stream(Augmentation(), 0, 8)[0], np.float64)
+    images, targets = augment_stream(Augmentation(mixup_alpha=1.0), 0, 8)
+    labels = np.arange(8) % K
+    for row in range(8):
+        own = float(targets[row, labels[row]])
+        mixture = own * plain[row] + (1 - own) * plain[row ^ 1]
+        # A few roundings of float32 of values up to 3.
+        np.testing.assert_allclose(images[row], mixture, atol=2e-6)
+    assert 0.01 < float(targets[0].max()) < 1
+
+
+def test_cutmix_pastes_from_the_partner():
+    plain = np.asarray(augment_stream(Augmentation(), 0, 32)[0])
+    images, targets = augment_stream(Augmentation(cutmix_alpha=1.0), 0, 32)
+    labels = np.arange(32) % K
+    for row in range(32):
+        own = (np.asarray(images[row]) == plain[row]).all(axis=-1)
+        pasted = (np.asarray(images[row]) == plain[row ^ 1]).all(axis=-1)
+        assert (own | pasted).all()
+        assert own.mean() == pytest.approx(float(targets[row, labels[row]]), abs=1e-4)
+
+
+@pytest.mark.parametrize("label", [-1, K, 2**31 - 1])
+@pytest.mark.parametrize("augmentation", [Augmentation(), EVERYTHING])
+def test_a_label_that_is_no_class_gives_nan(label, augmentation):
+    pixels, labels = stream(0, 4)
+    _, targets = augment(augmentation, pixels, labels.at[1].set(label), positions(jnp.int32(0), 4, 0, 4))
+    assert np.isnan(targets[1]).all()
+    assert np.isfinite(targets[2:]).all()
+    np.testing.assert_array_equal(np.isnan(one_hot_or_nan(jnp.array([label, 0]), K)).all(axis=1), [True, False])
+    assert np.isnan(cross_entropy(jnp.zeros((1, K)), jnp.array([label])))
+
+
+def test_an_odd_batch_can_not_be_mixed():
+    pixels, labels = stream(0, 3)
+    with pytest.raises(ValueError, match="must be even, got 3"):
+        augment(EVERYTHING, pixels, labels, positions(jnp.int32(0), 3, 0, 3))
+
+
+def test_a_loop_sees_what_single_calls_see_and_traces_once():
+    num_traces = 0
+    pixels, labels = stream(0, 4)
+
+    def one_step(step, words):
+        nonlocal num_traces
+        num_traces += 1
+        return augment_batch(EVERYTHING, pixels, labels, positions(step, 4, 0, 4), words, SCALE, K)
+
+    @jax.jit
+    def run(start, stop, words):
+        def body(carry):
+            step, _, _ = carry
+            return step + 1, *one_step(step, words)
+
+        shape = (4, *EVERYTHING.output_shape(16, 16), 3)
+        return lax.while_loop(lambda carry: carry[0] < stop, body, (start, jnp.zeros(shape), jnp.zeros((4, K))))
+
+    for start, stop, seed in ((0, 3, 3), (2**31 - 5, 2**31 - 3, 2**40)):
+        step, images, targets = run(jnp.int32(start), jnp.int32(stop), seed_words(seed))
+        expected = augment(EVERYTHING, pixels, labels, positions(step - 1, 4, 0, 4), seed)
+        np.testing.assert_array_equal(images, expected[0])
+        np.testing.assert_array_equal(targets, expected[1])
+    assert num_traces == 1
+
+
+@pytest.mark.parametrize("size", [None, 16, 11, 1])
+def test_evaluation_takes_the_middle(size):
+    pixels, _ = stream(0, 3)
+    images = prepare_for_evaluation(pixels, size, SCALE)
+    side, start = size or 16, round((16 - (size or 16)) / 2)
+    middle = unpack_rgb(np.asarray(pixels))[:, start : start + side, start : start + side]
+    levels = np.asarray(images) * np.asarray(SCALE.std) + np.asarray(SCALE.mean)
+    np.testing.assert_array_equal(np.round(levels * 255), middle)
+
+
+def test_evaluation_of_images_too_small():
+    with pytest.raises(ValueError, match="must fit into the stored image, got 17×17 px out of 16×16 px"):
+        prepare_for_evaluation(stream(0, 1)[0], 17, SCALE)

@@ -1,0 +1,86 @@
+"""Rectangles by area and aspect: plain Python with the same words, and the distribution they should have."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from engine.boxes import BLOCKS_OF_BOX, Boxes, BoxRule, draw_boxes, mask_boxes
+from tests.threefry_reference import index, unit
+
+
+def random_words(num, seed=0):
+    return np.random.default_rng(seed).integers(2**32, size=(num, BLOCKS_OF_BOX, 2), dtype=np.uint32)
+
+
+def reference(words, rule, height, width):
+    """One image: (top, left, height, width), or None where nothing fits."""
+    for share, stretch in words[:-1].tolist():
+        low, high = rule.area_range
+        area = height * width * (low + unit(share) * (high - low))
+        low, high = map(math.log, rule.ratio_range)
+        ratio = math.exp(low + unit(stretch) * (high - low))
+        rows, columns = round(math.sqrt(area / ratio)), round(math.sqrt(area * ratio))
+        if 0 < rows <= rule.longest[0] and 0 < columns <= rule.longest[1]:
+            top, left = words[-1].tolist()
+            return index(top, height - rows + 1), index(left, width - columns + 1), rows, columns
+    return None
+
+
+RULES = {
+    "resized crop": (BoxRule((0.08, 1.0), (3 / 4, 4 / 3), (48, 64)), 48, 64),
+    "erasing": (BoxRule((0.02, 0.33), (1 / 3.3, 1 / 0.3), (31, 31)), 32, 32),
+    "never": (BoxRule((1.0, 1.0), (2.0, 3.0), (40, 40)), 40, 40),
+    "often not": (BoxRule((0.97, 1.0), (3.1, 4.0), (32, 100)), 32, 100),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_equals_the_reference(name):
+    rule, height, width = RULES[name]
+    words = random_words(600)
+    boxes, found = jax.jit(draw_boxes, static_argnums=(1, 2, 3))(words, rule, height, width)
+    expected = [reference(each, rule, height, width) for each in words]
+    assert found.tolist() == [box is not None for box in expected]
+    drawn = [tuple(box) for box, exists in zip(np.stack(boxes, axis=1).tolist(), found, strict=True) if exists]
+    # float64 against float32: a side within 1e-6 of a half may be rounded the other way, none of these is.
+    assert drawn == [box for box in expected if box is not None]
+    if name == "often not":
+        assert 0.2 < np.mean(found) < 0.999
+    if name == "never":
+        assert not found.any()
+
+
+def test_areas_are_uniform_and_ratios_log_uniform():
+    rule = BoxRule((0.1, 0.3), (1 / 2, 2.0), (1000, 1000))
+    boxes, found = draw_boxes(random_words(20_000, seed=1), rule, 1000, 1000)
+    assert found.all()
+    areas = np.asarray(boxes.height * boxes.width) / 1e6
+    stretches = np.log2(np.asarray(boxes.width) / np.asarray(boxes.height))
+    # Ten bins of 2000 each: five standard deviations are 212.
+    np.testing.assert_allclose(np.histogram(areas, 10, (0.1, 0.3))[0], 2000, atol=212)
+    np.testing.assert_allclose(np.histogram(stretches, 10, (-1, 1))[0], 2000, atol=212)
+    places = np.asarray(boxes.top) / (1000 - np.asarray(boxes.height))
+    np.testing.assert_allclose(np.histogram(places, 10, (0, 1))[0], 2000, atol=212)
+    assert abs(np.corrcoef(areas, stretches)[0, 1]) < 0.03
+
+
+def test_boxes_lie_within_the_image():
+    boxes, found = draw_boxes(random_words(5000, seed=2), BoxRule((0.5, 1.0), (0.5, 2.0), (7, 9)), 7, 9)
+    top, left, height, width = (np.asarray(value)[np.asarray(found)] for value in boxes)
+    assert (top >= 0).all()
+    assert (left >= 0).all()
+    assert (top + height <= 7).all()
+    assert (left + width <= 9).all()
+    assert (top + height == 7).any()
+    assert (left + width == 9).any()
+
+
+def test_masks_are_half_open():
+    boxes = Boxes(*(jnp.array(value, jnp.int32) for value in ([1, 0, 2], [2, 0, 3], [2, 4, 0], [1, 5, 2])))
+    expected = np.zeros((3, 4, 5), bool)
+    expected[0, 1:3, 2:3] = True
+    expected[1] = True
+    np.testing.assert_array_equal(mask_boxes(boxes, 4, 5), expected)
