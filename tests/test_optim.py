@@ -292,3 +292,15 @@ def test_an_unknown_optimizer_is_refused():
     unknown: Any = "adagrad"
     with pytest.raises(ValueError, match="optimizer must be one of sgd, nesterov, adamw, lars, lamb, got 'adagrad'"):
         init_optimizer(unknown, drawn(0))
+
+
+@pytest.mark.parametrize(("name", "moves"), [("sgd", False), ("nesterov", False), ("lars", True)])
+def test_what_was_gathered_under_a_higher_rate_goes_on_in_lars_alone(name, moves):
+    zeros = {leaf: np.zeros(shape, np.float32) for leaf, shape in SHAPES.items()}
+    params, state = drawn(0), init_optimizer(name, drawn(0))
+    updates, state = make_optimizer(name, named({"weight_decay": 0})).update(drawn(1), state, params)
+    at_rest = make_optimizer(name, named({"weight_decay": 0, "learning_rate": 0}))
+    later, _ = at_rest.update(zeros, state, params)
+    for leaf in SHAPES:
+        factor = TOY["momentum"] if moves else 0.0
+        np.testing.assert_allclose(later[leaf], factor * updates[leaf], rtol=1e-6)
