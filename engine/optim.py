@@ -43,8 +43,9 @@ class Hyperparams(NamedTuple):
 def kernels_only(params: Any) -> Any:
     """Marks the leaves of two dimensions or more: kernels.
 
-    A leaf of one dimension or none is a bias or a norm's scale in every network of `models`; decaying these, or
-    rescaling their updates by their norm, costs accuracy (You et al., 2017; Goyal et al., 2017, section 5.1).
+    A leaf of one dimension or none is a bias or a norm's scale in every network of `models`. These are left out, as
+    Goyal et al. (2017, arXiv:1706.02677, section 5.1) and He et al. (2018, arXiv:1812.01187, "no bias decay") do: what
+    they scale has no size to be kept small, and their norm says little of their layer.
     """
     return jax.tree.map(lambda leaf: jnp.ndim(leaf) > 1, params)
 

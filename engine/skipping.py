@@ -58,7 +58,7 @@ def all_finite(tree: Any) -> jax.Array:
 def choose(condition: jax.Array, tree: Any, otherwise: Any) -> Any:
     """Takes one of two pytrees of the same structure, shapes and types, by a bool [].
 
-    A selection in the midst of the arithmetic, not a conditional: it fuses with the update, never asks the host on a
-    GPU, and copies no weights.
+    A selection in the midst of the arithmetic, not a conditional: it fuses with the update, and does not make the host
+    of a GPU wait to learn which branch to launch.
     """
     return jax.tree.map(lambda new, old: jnp.where(condition, new, old), tree, otherwise)
