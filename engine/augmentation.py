@@ -152,10 +152,13 @@ def _whole(name: str, value: Any, low: int, high: int) -> int:
 
 
 def _real(name: str, value: Any, low: float, high: float) -> float:
-    # Written so that NaN fails too.
-    if not isinstance(value, numbers.Real) or isinstance(value, bool) or not low <= float(value) <= high:
+    try:
+        number = float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
+    except OverflowError:  # an integer beyond every float
+        number = math.nan
+    if not low <= number <= high:
         raise ValueError(f"{name} must be a number in {low} … {high}, got {value!r}")
-    return float(value)
+    return number
 
 
 def _pair(name: str, value: Any, highest: float) -> tuple[float, float]:

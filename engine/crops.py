@@ -1,8 +1,8 @@
 """Crops and mirror images of packed pixels: whole words move, a quarter of the traffic of floats, and no bit changes.
 
-On a CPU a dynamic slice an image was the fastest of six forms inside `while_loop`: for 128 images of 32 px with 4 px of
-padding and a flip, 1.5 times the bare unpacking, where gathers of rows and columns took 5 to 10 times, one-hot sums
-15 times.
+On a CPU a dynamic slice an image was the fastest of six forms inside `while_loop`: for 128 images of 32 px, padded by 4
+and mirrored, 1.5 times the bare unpacking, a `lax.map` 2.3 times, gathers of rows and columns 5 to 10 times, sums of
+masked shifts 15 times. The draws come on top: together 0.09 ms a batch where the bare unpacking took 0.04 ms.
 """
 
 import jax

@@ -1,6 +1,10 @@
 """The whole of the augmentation: what a position undergoes, whatever stands around it."""
 
 import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -89,6 +93,34 @@ def test_batch_size_and_shards_change_no_bit(name):
         parts = [augment_stream(AUGMENTATIONS[name], start, count) for start in range(0, 64, count)]
         for found, expected in zip(zip(*parts, strict=True), whole, strict=True):
             np.testing.assert_array_equal(np.concatenate(found), expected)
+
+
+ROOT = Path(__file__).parents[1]
+ON_SO_MANY_DEVICES = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, PartitionSpec
+from engine.augment import augment_batch
+from engine.positions import positions
+from tests.test_augment import EVERYTHING, K, SCALE, seed_words, stream
+
+def run(num_devices):
+    count = 32 // num_devices
+    def on_each(pixels, labels):
+        at = positions(jnp.int32(5), 32, jax.lax.axis_index("data") * count, count)
+        return augment_batch(EVERYTHING, pixels, labels, at, seed_words(1), SCALE, K)
+    mesh, spec = Mesh(jax.devices()[:num_devices], "data"), PartitionSpec("data")
+    return jax.jit(jax.shard_map(on_each, mesh=mesh, in_specs=spec, out_specs=spec))(*stream(0, 32))
+
+for num_devices in (2, 8):
+    for one, other in zip(run(1), run(num_devices), strict=True):
+        np.testing.assert_array_equal(one, other)
+"""
+
+
+def test_any_number_of_devices_sees_the_same():
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-c", ON_SO_MANY_DEVICES], check=True, timeout=240, env=environment, cwd=ROOT)
 
 
 @pytest.mark.parametrize("name", ["cifar", "colours", "everything"])

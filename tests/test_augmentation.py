@@ -58,6 +58,7 @@ def test_numbers_become_pythons_own():
         ({"saturation": math.nan}, "saturation must be a number"),
         ({"hue": 0.6}, "hue must be a number in 0 … 0.5"),
         ({"mixup_alpha": math.inf}, "mixup_alpha must be a number"),
+        ({"mixup_alpha": 10**400}, "mixup_alpha must be a number"),
         ({"cutmix_alpha": -1}, "cutmix_alpha must be a number"),
         ({"erasing": 2}, "erasing must be a number in 0 … 1"),
         ({"area_range": (0.0, 1.0)}, "area_range must rise within 0 … 1, 0 itself excluded, got 0.0 … 1.0"),
