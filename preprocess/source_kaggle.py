@@ -15,6 +15,7 @@ from preprocess.source_tree import FolderStore, file_size, list_folder, read_cla
 
 IMAGES = Path("ILSVRC/Data/CLS-LOC")
 SOLUTION_FILE = "LOC_val_solution.csv"
+MAPPING_FILE = "LOC_synset_mapping.txt"
 
 
 def find_kaggle_tree(root: Path) -> Path | None:
@@ -28,41 +29,60 @@ def find_kaggle_tree(root: Path) -> Path | None:
 def kaggle_openers(root: Path, images: Path) -> dict[str, Callable[[], FoundSplit]]:
     """Returns for every labelled split a function that lists it; names in the listing are relative to `root`."""
     top = Path(os.path.normpath(images.absolute())).parents[len(IMAGES.parts) - 1]
+    names_in = (top, images / "train", images / "val")
     openers: dict[str, Callable[[], FoundSplit]] = {}
     if (images / "train").is_dir():
-        openers["train"] = partial(read_class_folders, root, images / "train", "train", names_in=top)
+        openers["train"] = partial(read_class_folders, root, images / "train", "train", names_in=names_in)
     if (images / "val").is_dir():
-        openers["val"] = partial(_read_val, root, images / "val", top)
+        openers["val"] = partial(_read_val, root, images / "val", top, names_in)
     return openers
 
 
-def _read_val(root: Path, folder: Path, top: Path) -> FoundSplit:
+def _read_val(root: Path, folder: Path, top: Path, names_in: tuple[Path, ...]) -> FoundSplit:
     """Lists the validation images, which lie flat in Kaggle's archive and in class folders after a common script.
 
     Raises:
-        SourceError: the table of labels is missing, damaged or has no line for an image.
+        SourceError: the table of labels is missing, damaged, has no line for an image, or knows other classes than the
+            mapping of readable names.
     """
     folders, files = list_folder(folder)
     if folders:
-        return read_class_folders(root, folder, "val", names_in=top)
+        return read_class_folders(root, folder, "val", names_in=names_in)
     id_of = _read_solution(top / SOLUTION_FILE)
-    names = read_names(top)
-    classes = index_classes(names or set(id_of.values()), names, str(folder))
+    for entry in files:
+        if Path(entry.name).stem not in id_of:
+            raise SourceError(f"{entry.path} has no class in {top / SOLUTION_FILE}; remove it or complete the table")
+    ids, names = set(id_of.values()), read_names(top)
+    if names:
+        _check_ids(ids, set(names), top)
+    classes = index_classes(ids, names, str(folder))
     label_of = {each.id: label for label, each in enumerate(classes)}
     listing = Listing()
     prefix = folder.relative_to(root).as_posix()
     for entry in files:
-        label = label_of.get(id_of.get(Path(entry.name).stem, ""))
-        if label is None:
-            raise SourceError(f"{entry.path} has no class in {top / SOLUTION_FILE}; remove it or complete the table")
+        label = label_of[id_of[Path(entry.name).stem]]
         listing.add(f"{prefix}/{entry.name}", label, file_size(entry))
     return FoundSplit("val", classes, listing, FolderStore(root))
+
+
+def _check_ids(in_table: set[str], in_mapping: set[str], top: Path) -> None:
+    """Makes sure that both files speak of the same classes: one more or less would shift every label behind it."""
+    for ids, has, lacks in (
+        (in_table - in_mapping, SOLUTION_FILE, MAPPING_FILE),
+        (in_mapping - in_table, MAPPING_FILE, SOLUTION_FILE),
+    ):
+        if ids:
+            shown = ", ".join(sorted(ids)[:5]) + (f" and {len(ids) - 5} more" if len(ids) > 5 else "")
+            raise SourceError(
+                f"{top / has} has {len(ids)} classes that {lacks} lacks: {shown}; "
+                f"take both from the same download, or remove {MAPPING_FILE}, which only names the classes"
+            )
 
 
 def _read_solution(path: Path) -> dict[str, str]:
     """Returns image name (without suffix) to class id; a line is `ImageId,n01440764 x y x y [n01440764 …]`."""
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:
             rows = list(csv.DictReader(file, strict=True))
         return {row["ImageId"]: row["PredictionString"].split()[0] for row in rows}
     except OSError as error:

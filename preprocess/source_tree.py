@@ -77,14 +77,17 @@ def split_folders(root: Path) -> dict[str, Path]:
 
 def split_openers(root: Path, folders: dict[str, Path]) -> dict[str, Callable[[], FoundSplit]]:
     """Returns for every split a function that lists it; names in the listing are relative to `root`."""
-    return {split: partial(read_class_folders, root, folder, split) for split, folder in folders.items()}
+    names_in = tuple(dict.fromkeys((root, *folders.values())))
+    return {
+        split: partial(read_class_folders, root, folder, split, names_in=names_in) for split, folder in folders.items()
+    }
 
 
-def read_class_folders(root: Path, folder: Path, split: str, *, names_in: Path | None = None) -> FoundSplit:
+def read_class_folders(root: Path, folder: Path, split: str, *, names_in: tuple[Path, ...]) -> FoundSplit:
     """Lists the classes of one split: each folder directly below `folder` is one, with all files at any depth.
 
     An empty class folder is a class without images. Every file that is not hidden is listed, whatever its suffix.
-    Readable names are looked for in `names_in` (`root` by default) and in `folder`.
+    Readable names are looked for in the folders `names_in`, the first to name a class has it.
 
     Raises:
         SourceError: images lie beside the class folders, a folder contains itself, an entry is no file.
@@ -96,7 +99,7 @@ def read_class_folders(root: Path, folder: Path, split: str, *, names_in: Path |
             f"{folder} has {len(outside)} images outside every class folder, the first is {outside[0]}; "
             "move each into the folder of its class"
         )
-    classes = index_classes((each.name for each in class_entries), read_names(names_in or root, folder), str(folder))
+    classes = index_classes((each.name for each in class_entries), read_names(*names_in), str(folder))
     label_of = {each.id: label for label, each in enumerate(classes)}
     listing = Listing()
     prefix = folder.relative_to(root).as_posix()
@@ -110,8 +113,11 @@ def read_class_folders(root: Path, folder: Path, split: str, *, names_in: Path |
 def read_names(*folders: Path) -> dict[str, str]:
     """Reads readable class names, if a folder has a `classes.txt` or `LOC_synset_mapping.txt`: a class a line.
 
-    A line is the class id, white space, and the name up to a first comma ("n01440764 tench, Tinca tinca"). Lines about
-    classes that are not there are ignored, and the order of lines means nothing.
+    A line is the class id, white space, and the name up to a first comma ("n01440764 tench, Tinca tinca"). The order of
+    lines means nothing; blank lines and a byte order mark are passed over.
+
+    Returns:
+        Class id to readable name, "" where a line has none; also of classes that have no folder.
 
     Raises:
         SourceError: such a file cannot be read as UTF-8 text.
@@ -120,12 +126,12 @@ def read_names(*folders: Path) -> dict[str, str]:
     for path in (folder / name for folder in folders for name in NAME_FILES):
         if path.is_file():
             try:
-                lines = path.read_text(encoding="utf-8").splitlines()
+                lines = path.read_text(encoding="utf-8-sig").splitlines()
             except (OSError, UnicodeDecodeError) as error:
                 raise SourceError(f"{path} cannot be read as UTF-8 text: {error}") from error
             for line in lines:
-                class_id, _, words = line.strip().partition(" ")
-                names.setdefault(class_id, words.partition(",")[0].strip())
+                if words := line.split(None, 1):
+                    names.setdefault(words[0], words[1].partition(",")[0].strip() if len(words) > 1 else "")
     return names
 
 

@@ -6,6 +6,13 @@ from preprocess.sources import ImageClass, SourceError, open_source
 
 CLASSES = (ImageClass("n01", "tench"), ImageClass("n02", "goldfish"))
 
+MAPPING = "n01 tench, Tinca tinca\nn02 goldfish\n"
+SOLUTION = """ImageId,PredictionString
+ILSVRC2012_val_00000002,n01 85 1 499 272 
+ILSVRC2012_val_00000001,n02 1 2 3 4 n02 5 6 7 8
+ILSVRC2012_val_00000003,n02 1 2 3 4
+"""  # noqa: W291 - as in the original
+
 
 @pytest.fixture
 def top(tmp_path):
@@ -18,11 +25,8 @@ def top(tmp_path):
     for k in (1, 2, 3):
         (images / "val" / f"ILSVRC2012_val_{k:08d}.JPEG").write_bytes(bytes([k]))
     (images / "test" / "ILSVRC2012_test_00000001.JPEG").touch()
-    rows = ["ImageId,PredictionString"]
-    rows += ["ILSVRC2012_val_00000002,n01 85 1 499 272 ", "ILSVRC2012_val_00000001,n02 1 2 3 4 n02 5 6 7 8"]
-    rows += ["ILSVRC2012_val_00000003,n02 1 2 3 4"]
-    (tmp_path / "LOC_val_solution.csv").write_text("\n".join(rows) + "\n", encoding="utf-8")
-    (tmp_path / "LOC_synset_mapping.txt").write_text("n01 tench, Tinca tinca\nn02 goldfish\n", encoding="utf-8")
+    (tmp_path / "LOC_val_solution.csv").write_text(SOLUTION, encoding="utf-8")
+    (tmp_path / "LOC_synset_mapping.txt").write_text(MAPPING, encoding="utf-8")
     return tmp_path
 
 
@@ -60,6 +64,29 @@ def test_without_the_mapping_ids_are_names(top):
         assert source.splits["val"].classes == (ImageClass("n01", "n01"), ImageClass("n02", "n02"))
 
 
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        MAPPING + "\n",
+        "\n \n" + MAPPING,
+        "\ufeff" + MAPPING,
+        MAPPING.replace(" ", "\t", 1),
+        MAPPING.replace("\n", "\r\n"),
+    ],
+    ids=["blank end", "blank start", "byte order mark", "tab", "carriage returns"],
+)
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_no_spelling_of_the_tables_shifts_a_label(top, mapping, mark):
+    (top / "LOC_synset_mapping.txt").write_bytes(mapping.encode())
+    (top / "LOC_val_solution.csv").write_bytes((mark + SOLUTION).encode())
+    for splits in (None, ("val",)):
+        with open_source(top, splits=splits) as source:
+            val = source.splits["val"]
+            assert val.classes == CLASSES
+            found = {name[-6:-5]: label for name, (label, _) in listed(val).items()}
+            assert found == {"1": 1, "2": 0, "3": 1}
+
+
 def test_a_val_folder_sorted_into_classes(top):
     val = top / "ILSVRC" / "Data" / "CLS-LOC" / "val"
     for k, name in ((1, "n02"), (2, "n01"), (3, "n02")):
@@ -81,9 +108,10 @@ def test_a_val_folder_sorted_into_classes(top):
             r"val_00000002\.JPEG has no class in .*csv",
         ),
         (
-            "ImageId,PredictionString\nILSVRC2012_val_00000001,n09 1 2 3 4\n",
-            r"val_00000001\.JPEG has no class in .*csv",
+            SOLUTION.replace("01,n02", "01,n09"),
+            r"solution\.csv has 1 classes that LOC_synset_mapping\.txt lacks: n09; take both from the same download",
         ),
+        (SOLUTION.replace(",n02", ",n01"), r"mapping\.txt has 1 classes that LOC_val_solution\.csv lacks: n02"),
     ],
 )
 def test_a_bad_table_is_named(top, table, message):

@@ -88,6 +88,24 @@ def test_readable_names(tmp_path, file):
         assert names == [("n01", "tench"), ("n02", "great white shark"), ("n03", "n03")]
 
 
+@pytest.mark.parametrize("text", ["\ufeffa\talpha\n\n  \nb  beta, second\nc\n", "c \r\nb\tbeta\r\n\r\na alpha"])
+def test_names_in_any_white_space(tmp_path, text):
+    grow(tmp_path, ["a/1.jpg", "b/1.jpg", "c/1.jpg"])
+    (tmp_path / "classes.txt").write_bytes(text.encode())
+    with open_source(tmp_path) as source:
+        assert [each.name for each in source.splits["train"].classes] == ["alpha", "beta", "c"]
+
+
+def test_names_in_one_split_count_for_all(tmp_path):
+    grow(tmp_path, [f"{split}/{each}/1.jpg" for split in ("train", "val") for each in "ab"])
+    (tmp_path / "train" / "classes.txt").write_text("a alpha\nb beta\n", encoding="utf-8")
+    with open_source(tmp_path) as source:
+        assert source.splits["train"].classes == source.splits["val"].classes
+        assert [each.name for each in source.splits["val"].classes] == ["alpha", "beta"]
+    with open_source(tmp_path, splits=("val",)) as source:
+        assert source.splits["val"].classes[0] == ImageClass("a", "alpha")
+
+
 def test_names_that_are_no_text(tmp_path):
     grow(tmp_path, ["a/1.jpg"])
     (tmp_path / "classes.txt").write_bytes(b"\xff\xfe")
