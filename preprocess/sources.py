@@ -180,7 +180,8 @@ def _check_classes(found: dict[str, FoundSplit]) -> None:
     """Makes sure that a label means the same class in every split."""
     for left, right in combinations(found.values(), 2):
         for has, lacks in ((left, right), (right, left)):
-            only = [each.id for each in has.classes if each not in lacks.classes]
+            there = {each.id for each in lacks.classes}
+            only = [each.id for each in has.classes if each.id not in there]
             if only:
                 raise SourceError(
                     f"the split {has.name} has {len(only)} classes that {lacks.name} lacks: {_shown(only)}; "
