@@ -1,4 +1,8 @@
-"""The host's end of the outfeed: a queue between the program, which must not wait, and the sinks, which may be slow."""
+"""The host's end of the outfeed: queues between the program, which must not wait, and the sinks, which may be slow.
+
+What the program emits becomes a record once, in order, on the runtime's thread; each sink then has a queue and a
+thread of its own, so that a terminal that is held keeps no loss from the file.
+"""
 
 import math
 import queue
@@ -15,18 +19,25 @@ from engine.sinks import EvaluationRecord, LossRecord, Sink
 _MOST_QUEUED = 65_536
 _PUSH_TIMEOUT_S = 60.0
 _CLOSE_TIMEOUT_S = 60.0
+# Whoever has asked for a stop waits no longer than this for sinks that take nothing at all.
+_STOP_PATIENCE_S = 3.0
+# How soon a wait sees a stop, or room in a queue: at this bound a slow sink is never idle for lack of records.
+_LOOK_EVERY_S = 0.05
 
 
 class LossStream:
-    """Carries losses to the sinks on a thread of its own.
+    """Carries losses to the sinks, each on a thread of its own.
 
-    A sink that raises is left out from then on, its exception kept, and the run asked to stop; the others get
-    every record. Sinks are written to and closed on that thread, so that one that hangs holds up nobody for good.
+    A sink that raises, or takes nothing for too long, is left out from then on, its exception kept, and the run asked
+    to stop; the others get every record at once. Sinks are written to and closed on their threads, so that one that
+    hangs holds up nobody for good.
 
     Args:
         batch: images a step.
         wait_of: gives the seconds that the program waited for the batch of a step (from 0).
         board: asked to stop the run where a sink fails.
+        on_nonfinite: told of the first step (updates done, from 1) whose loss is not a finite number, once, on a
+            thread of its own; where it blocks or raises, the run goes on untold.
 
     Attributes:
         losses: every loss so far, in order.
@@ -35,16 +46,25 @@ class LossStream:
         failure: the first exception of a sink, None while there is none.
     """
 
-    def __init__(self, *, batch: int, wait_of: Callable[[int], float], board: ControlBoard) -> None:
-        self._opened: list[Sink] = []
+    def __init__(
+        self,
+        *,
+        batch: int,
+        wait_of: Callable[[int], float],
+        board: ControlBoard,
+        on_nonfinite: Callable[[int], None] | None = None,
+    ) -> None:
+        self._lanes: list[_Lane] = []
         self._batch, self._wait_of, self._board = batch, wait_of, board
-        self._queue: queue.Queue[Pushed | None] = queue.Queue(_MOST_QUEUED)
+        self._on_nonfinite = on_nonfinite
+        self._warning: threading.Thread | None = None
+        self._is_closed = False
         self._last_time = time.time()
+        self._failing = threading.Lock()
         self.losses: list[float] = []
         self.evaluations: list[EvaluationRecord] = []
         self.wait_s = 0.0
         self.failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, name="loss-stream", daemon=True)
 
     def start(self, sinks: Sequence[Sink]) -> None:
         """Opens the sinks, which get each record in order, and starts the clock; called once, before the program.
@@ -52,67 +72,94 @@ class LossStream:
         Raises:
             BaseException: what a sink raised in `open`; those opened before it are then closed.
         """
+        opened: list[Sink] = []
         try:
             for sink in sinks:
                 sink.open()
-                self._opened.append(sink)
+                opened.append(sink)
             self._last_time = time.time()
-            self._thread.start()
+            for sink in opened:
+                lane = _Lane(sink, self._keep)
+                lane.thread.start()
+                self._lanes.append(lane)
         except BaseException:
-            self._close_sinks()
+            for sink in opened[len(self._lanes) :]:
+                # The error of the opening is the one that counts.
+                with suppress(BaseException):
+                    sink.close()
+            self.close()
             raise
 
     def receive(self, pushed: Pushed) -> None:
-        """Takes what the program emits; raises TimeoutError where the sinks have stood still for too long."""
-        try:
-            self._queue.put(pushed, timeout=_PUSH_TIMEOUT_S)
-        except queue.Full:
-            raise TimeoutError(
-                f"the loss stream must be read within {_PUSH_TIMEOUT_S:g} s, and {_MOST_QUEUED} losses wait: "
-                "free the terminal or the disk that they go to"
-            ) from None
+        """Takes what the program emits, on one thread at a time; what comes after `close` is dropped.
 
-    def close(self) -> None:
+        Returns at once while every sink keeps up. Otherwise it waits, for a limited time and not after a stop was
+        asked for: a stop's last records are then queued beyond the bound.
+        """
+        if self._is_closed:
+            return
+        record = self._record(pushed)
+        lanes = [lane for lane in self._lanes if not lane.is_left_out]
+        for lane in lanes:
+            lane.records.put(record)
+        for lane in lanes:
+            if lane.is_behind():
+                self._wait_for_room(lane)
+
+    def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
         """Hands what is queued to the sinks and closes them, for a limited time; may be called again.
 
         Keeps the exception of a sink that fails at that, or TimeoutError where one hangs: its thread is then left to
-        itself (a daemon), and still hands over and closes if the sink ever goes on.
+        itself (a daemon), and still hands over and closes if the sink ever goes on. Where a stop was asked for, sinks
+        of which none takes anything are given up after three seconds.
+
+        Args:
+            timeout_s: one limit for all sinks together.
         """
-        if not self._thread.is_alive():
-            return
-        deadline = time.monotonic() + _CLOSE_TIMEOUT_S
-        with suppress(queue.Full):
-            self._queue.put(None, timeout=_CLOSE_TIMEOUT_S)
-        self._thread.join(max(0.0, deadline - time.monotonic()))
-        if self._thread.is_alive():
-            self._keep(TimeoutError(f"the sinks must take the last losses within {_CLOSE_TIMEOUT_S:g} s, and did not"))
+        self._is_closed = True
+        for lane in self._lanes:
+            lane.records.put(None)
+        started = time.monotonic()
+        hung = self._wait_for_ends(started + timeout_s)
+        if hung:
+            names = " and ".join(lane.name for lane in hung)
+            waited_s = time.monotonic() - started
+            self._keep(
+                TimeoutError(
+                    f"sinks must take the last losses in time, and {names} did not within {waited_s:.3g} s: "
+                    "free the terminal or the disk that they go to"
+                )
+            )
+        if self._warning is not None:
+            self._warning.join(_LOOK_EVERY_S)
 
-    def _work(self) -> None:
-        working = list(self._opened)
-        while (pushed := self._queue.get()) is not None:
-            record = self._record(pushed)
-            working = [sink for sink in working if self._takes(sink, record)]
-        self._close_sinks()
+    def _wait_for_ends(self, deadline: float) -> "list[_Lane]":
+        """Waits for the threads to end; gives those that do not in time."""
+        taken, patient_until = -1, math.inf
+        while working := [lane for lane in self._lanes if lane.thread.is_alive() and not lane.is_given_up]:
+            now = time.monotonic()
+            taken_before, taken = taken, sum(lane.num_taken for lane in working)
+            if taken != taken_before or not self._board.is_stop_requested():
+                patient_until = now + _STOP_PATIENCE_S
+            ends = min(deadline, patient_until)
+            if now >= ends:
+                return working
+            working[0].thread.join(min(_LOOK_EVERY_S, ends - now))
+        return []
 
-    def _takes(self, sink: Sink, record: LossRecord | EvaluationRecord) -> bool:
-        """Hands a record to a sink; gives whether the sink goes on."""
-        try:
-            if isinstance(record, EvaluationRecord):
-                sink.write_evaluation(record)
-            else:
-                sink.write(record)
-        except BaseException as error:  # noqa: BLE001 - kept for the caller; the other sinks go on, whatever it was
-            self._keep(error)
-            return False
-        return True
-
-    def _close_sinks(self) -> None:
-        for sink in self._opened:
-            try:
-                sink.close()
-            except BaseException as error:  # noqa: BLE001 - one sink's failure must not keep the others open
-                self._keep(error)
-        self._opened = []
+    def _wait_for_room(self, lane: "_Lane") -> None:
+        deadline = time.monotonic() + _PUSH_TIMEOUT_S
+        while lane.is_behind() and not self._board.is_stop_requested() and not self._is_closed:
+            if time.monotonic() >= deadline:
+                lane.give_up()
+                self._keep(
+                    TimeoutError(
+                        f"a sink must take a loss within {_PUSH_TIMEOUT_S:g} s, and {lane.name} did not, for which "
+                        f"{_MOST_QUEUED} wait: free the terminal or the disk that it goes to"
+                    )
+                )
+                return
+            time.sleep(_LOOK_EVERY_S)
 
     def _record(self, pushed: Pushed) -> LossRecord | EvaluationRecord:
         if isinstance(pushed, PushedEvaluation):
@@ -137,6 +184,13 @@ class LossStream:
         wait_s = self._wait_of(pushed.step - 1)
         self.losses.append(pushed.loss)
         self.wait_s += wait_s
+        if self._on_nonfinite is not None and not math.isfinite(pushed.loss):
+            # Words go to the terminal, which may be held: the program must not wait for it.
+            self._warning = threading.Thread(
+                target=_warn, args=(self._on_nonfinite, pushed.step), name="loss-stream-warning", daemon=True
+            )
+            self._warning.start()
+            self._on_nonfinite = None
         return LossRecord(
             step=pushed.step,
             loss=pushed.loss,
@@ -147,6 +201,60 @@ class LossStream:
         )
 
     def _keep(self, error: BaseException) -> None:
-        if self.failure is None:
-            self.failure = error
+        with self._failing:
+            if self.failure is None:
+                self.failure = error
         self._board.request_stop("a sink of the loss stream failed")
+
+
+def _warn(warn: Callable[[int], None], step: int) -> None:
+    with suppress(Exception):
+        warn(step)
+
+
+class _Lane:
+    """A sink, the records that wait for it and the thread that hands them over.
+
+    Args:
+        sink: open.
+        keep: told what the sink raises.
+
+    Attributes:
+        records: in order, None at the end; not bounded by itself, since the program's last records must find room.
+        num_taken: records that the sink has taken.
+        is_left_out: whether it gets no more records.
+        is_given_up: whether it is not waited for either.
+    """
+
+    def __init__(self, sink: Sink, keep: Callable[[BaseException], None]) -> None:
+        self._sink, self._keep = sink, keep
+        self.name = type(sink).__name__
+        self.records: queue.SimpleQueue[LossRecord | EvaluationRecord | None] = queue.SimpleQueue()
+        self.num_taken = 0
+        self.is_left_out = self.is_given_up = False
+        self.thread = threading.Thread(target=self._work, name=f"loss-stream-{self.name}", daemon=True)
+
+    def is_behind(self) -> bool:
+        """Tells whether more records wait than may."""
+        return not self.is_left_out and self.records.qsize() > _MOST_QUEUED
+
+    def give_up(self) -> None:
+        """Leaves the sink to itself: it gets what is queued, and is closed, if it ever goes on."""
+        self.is_left_out = self.is_given_up = True
+        self.records.put(None)
+
+    def _work(self) -> None:
+        try:
+            while (record := self.records.get()) is not None:
+                if isinstance(record, EvaluationRecord):
+                    self._sink.write_evaluation(record)
+                else:
+                    self._sink.write(record)
+                self.num_taken += 1
+        except BaseException as error:  # noqa: BLE001 - kept for the caller; the other sinks go on, whatever it was
+            self.is_left_out = True
+            self._keep(error)
+        try:
+            self._sink.close()
+        except BaseException as error:  # noqa: BLE001 - raised by the caller's thread, once the others are closed
+            self._keep(error)
