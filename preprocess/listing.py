@@ -1,7 +1,11 @@
 """What a data set looks like before packing: its classes and a compact list of its encoded images.
 
-ImageNet's 1.28 million images must not become as many Python objects, so a listing is one run of name bytes and four
-integer columns (about 70 bytes an image); a `SourceImage` is made when somebody asks for it.
+ImageNet's 1.28 million images must not become as many Python objects, so a listing is one run of name bytes and five
+integer columns (about 75 bytes an image); a `SourceImage` is made when somebody asks for it.
+
+An image has two names. Its *name* says where it lies and stands in messages. Its *key*, class id and path below the
+class ("n01440764/n01440764_18.JPEG"), is the same whether it lies in a folder, in an archive of any name or in Kaggle's
+tree, and whichever of the folders around it is given as the source: order, held-out images and digest go by keys.
 """
 
 import hashlib
@@ -57,7 +61,7 @@ class SourceSplit(Protocol):
         """Returns its encoded bytes, from any thread; raises OSError or ValueError."""
 
     def digest(self) -> str:
-        """Returns the SHA-256, in hex, of the classes and of every image's name, label and size."""
+        """Returns the SHA-256, in hex, of the class ids and of every image's key and size."""
 
 
 class ByteStore(Protocol):
@@ -71,11 +75,17 @@ class ByteStore(Protocol):
 
 
 class Listing:
-    """Names, labels, sizes and offsets of images, in the order they were added, in plain arrays."""
+    """Names, labels, sizes and offsets of images, in the order they were added, in plain arrays.
 
-    def __init__(self) -> None:
+    Args:
+        classes: what the labels mean; none for a listing whose keys nobody asks for.
+    """
+
+    def __init__(self, classes: Iterable[ImageClass] = ()) -> None:
+        self._class_ids = [each.id.encode("utf-8", "surrogateescape") for each in classes]
         self._names = bytearray()
         self._name_stops = array("q")
+        self._folder_lengths = array("I")
         self._labels = array("H")
         self._sizes = array("q")
         self._offsets = array("q")
@@ -83,10 +93,20 @@ class Listing:
     def __len__(self) -> int:
         return len(self._labels)
 
-    def add(self, name: str, label: int, size: int, offset: int = 0) -> None:
-        """Appends an image; `size` and `offset` are in bytes."""
-        self._names += name.encode("utf-8", "surrogateescape")
+    def add(self, folder: str, member: str, label: int, size: int, offset: int = 0) -> None:
+        """Appends an image; its name is `folder` + `member`, its key class id + "/" + `member`.
+
+        Args:
+            folder: what is around the image, with the separator at its end: "train/n01440764/", "set.tar!n01440764/".
+            member: path of the image below its class.
+            label: 0-based class.
+            size: length of the encoded image in bytes.
+            offset: where it begins in its archive, in bytes.
+        """
+        around = folder.encode("utf-8", "surrogateescape")
+        self._names += around + member.encode("utf-8", "surrogateescape")
         self._name_stops.append(len(self._names))
+        self._folder_lengths.append(len(around))
         self._labels.append(label)
         self._sizes.append(size)
         self._offsets.append(offset)
@@ -95,6 +115,14 @@ class Listing:
         """Returns the name as UTF-8; bytes of a file name that are not UTF-8 are kept as they are."""
         start = self._name_stops[index - 1] if index else 0
         return bytes(self._names[start : self._name_stops[index]])
+
+    def key_bytes(self, index: int) -> bytes:
+        """Returns class id and path below the class, as UTF-8: what order, held-out images and digest go by."""
+        return self._class_ids[self._labels[index]] + b"/" + self.name_bytes(index)[self._folder_lengths[index] :]
+
+    def member(self, index: int) -> str:
+        """Returns the path below the class."""
+        return self.name_bytes(index)[self._folder_lengths[index] :].decode("utf-8", "surrogateescape")
 
     def name(self, index: int) -> str:
         """Returns the name."""
@@ -146,7 +174,7 @@ class ListedSplit:
         return self.store.read(self.listing.name(entry), self.listing.offset(entry), size)
 
     def digest(self) -> str:
-        """Returns the SHA-256, in hex, of the classes and of every image's name, label and size, in pack order."""
+        """Returns the SHA-256, in hex, of the class ids and of every image's key and size, in pack order."""
         return self._digest
 
     def _entry(self, index: int) -> int:
@@ -160,13 +188,11 @@ class ListedSplit:
 
     @cached_property
     def _digest(self) -> str:
-        digest = hashlib.sha256(b"feedloop listing 1\n")
+        digest = hashlib.sha256(b"feedloop listing 2\n")
         for each in self.classes:
-            digest.update(f"{each.id}\0{each.name}\n".encode("utf-8", "surrogateescape"))
+            digest.update(each.id.encode("utf-8", "surrogateescape") + b"\n")
         for entry in self.order.tolist():
-            digest.update(
-                b"%s\0%d %d\n" % (self.listing.name_bytes(entry), self._labels[entry], self.listing.size(entry))
-            )
+            digest.update(b"%s\0%d\n" % (self.listing.key_bytes(entry), self.listing.size(entry)))
         return digest.hexdigest()
 
 

@@ -57,11 +57,11 @@ def _read_val(root: Path, folder: Path, top: Path, names_in: tuple[Path, ...]) -
         _check_ids(ids, set(names), top)
     classes = index_classes(ids, names, str(folder))
     label_of = {each.id: label for label, each in enumerate(classes)}
-    listing = Listing()
+    listing = Listing(classes)
     prefix = folder.relative_to(root).as_posix()
     for entry in files:
         label = label_of[id_of[Path(entry.name).stem]]
-        listing.add(f"{prefix}/{entry.name}", label, file_size(entry))
+        listing.add(f"{prefix}/", entry.name, label, file_size(entry))
     return FoundSplit("val", classes, listing, FolderStore(root))
 
 

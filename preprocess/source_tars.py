@@ -93,12 +93,12 @@ def read_train_archive(path: Path) -> FoundSplit:
     with _kept_open(path) as store:
         inner_archives = _inner_archives(path, store.tar)
         classes = index_classes(inner_archives, devkit.names if devkit else {}, str(path))
-        listing = Listing()
+        listing = Listing(classes)
         for label, each in enumerate(classes):
             inner = inner_archives[each.id]
             for member in members(store.tar, inner.offset, inner.offset + inner.size, inside=inner.name):
                 if not _is_hidden_path(member.name):
-                    listing.add(f"{path.name}!{inner.name}!{member.name}", label, member.size, member.offset)
+                    listing.add(f"{path.name}!{inner.name}!", member.name, label, member.size, member.offset)
         return FoundSplit("train", classes, listing, store)
 
 
@@ -115,7 +115,7 @@ def read_val_archive(path: Path) -> FoundSplit:
         )
     classes = index_classes(devkit.names, devkit.names, DEVKIT_ARCHIVE)
     label_of = {each.id: label for label, each in enumerate(classes)}
-    listing = Listing()
+    listing = Listing(classes)
     with _kept_open(path) as store:
         for member in members(store.tar):
             if _is_hidden_path(member.name):
@@ -128,7 +128,7 @@ def read_val_archive(path: Path) -> FoundSplit:
                     f"it labels the images 1 to {len(devkit.validation_ids)}"
                 )
             label = label_of[devkit.validation_ids[number - 1]]
-            listing.add(f"{path.name}!{member.name}", label, member.size, member.offset)
+            listing.add(f"{path.name}!", member.name, label, member.size, member.offset)
         return FoundSplit("val", classes, listing, store)
 
 
@@ -169,7 +169,7 @@ def _class_folders(path: Path, tar: TarFile) -> dict[str, dict[str, Listing]]:
     everything = Listing()
     for member in members(tar):
         if not _is_hidden_path(member.name):
-            everything.add(member.name, 0, member.size, member.offset)
+            everything.add("", member.name, 0, member.size, member.offset)
     depth = _wrapping_depth(everything)
     tops: dict[str, dict[str, Listing]] = {}
     for entry in range(len(everything)):
@@ -178,7 +178,9 @@ def _class_folders(path: Path, tar: TarFile) -> dict[str, dict[str, Listing]]:
         top = parts.pop(0) if len(parts) > 2 and parts[0].lower() in SPLIT_FOLDERS else ""
         if len(parts) > 1:
             listing = tops.setdefault(top, {}).setdefault(parts[0], Listing())
-            listing.add(f"{path.name}!{name}", 0, everything.size(entry), everything.offset(entry))
+            below = "/".join(parts[1:])
+            folder = f"{path.name}!{name.removesuffix(below)}"
+            listing.add(folder, below, 0, everything.size(entry), everything.offset(entry))
         elif Path(name).suffix.lower() in IMAGE_SUFFIXES:
             raise SourceError(f"{path} holds the image {name} outside every class folder; images belong in class/image")
     if not tops:
@@ -204,9 +206,10 @@ def _parts(listing: Listing) -> Iterator[list[str]]:
 
 def _read_folders(path: Path, split: str, members_of: dict[str, Listing]) -> FoundSplit:
     classes = index_classes(members_of, {}, str(path))
-    listing = Listing()
+    listing = Listing(classes)
     for label, each in enumerate(classes):
         found = members_of[each.id]
         for entry in range(len(found)):
-            listing.add(found.name(entry), label, found.size(entry), found.offset(entry))
+            member = found.member(entry)
+            listing.add(found.name(entry).removesuffix(member), member, label, found.size(entry), found.offset(entry))
     return FoundSplit(split, classes, listing, TarStore(open_tar(path)))

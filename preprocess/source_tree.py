@@ -101,12 +101,12 @@ def read_class_folders(root: Path, folder: Path, split: str, *, names_in: tuple[
         )
     classes = index_classes((each.name for each in class_entries), read_names(*names_in), str(folder))
     label_of = {each.id: label for label, each in enumerate(classes)}
-    listing = Listing()
+    listing = Listing(classes)
     prefix = folder.relative_to(root).as_posix()
     prefix = "" if prefix == "." else prefix + "/"
     for entry in class_entries:
         for below, size in _files_below(Path(entry.path), ()):
-            listing.add(f"{prefix}{entry.name}/{below}", label_of[entry.name], size)
+            listing.add(f"{prefix}{entry.name}/", below, label_of[entry.name], size)
     return FoundSplit(split, classes, listing, FolderStore(root))
 
 

@@ -79,7 +79,7 @@ def open_source(
         path: a folder or a tar archive.
         splits: the splits to open; all there are by default.
         holdout: the fraction (0 to 1, exclusive) of the training images to make the split `val` of, where the source
-            has none. Chosen by a hash of each name (see `preprocess.selection.held_out`).
+            has none. Chosen by a hash of each key (see `preprocess.selection.held_out`).
         limit: at most so many images a split, spread evenly over the classes.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Pack order, held-out images and limits: functions of names alone."""
+"""Pack order, held-out images and limits: functions of keys alone."""
 
 from collections import Counter
 
@@ -8,14 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preprocess import selection
-from preprocess.listing import Listing
+from preprocess.listing import ImageClass, Listing, SourceError
 from preprocess.selection import held_out, pack_order
 
 
 def listing_of(pairs):
-    listing = Listing()
+    ids = {label: name.split("/")[0] for name, label in pairs}
+    listing = Listing(ImageClass(ids.get(label, ""), "") for label in range(max(ids) + 1))
     for name, label in pairs:
-        listing.add(name, label, size=10)
+        folder, _, member = name.partition("/")
+        listing.add(folder + "/", member, label, size=10)
     return listing
 
 
@@ -58,8 +60,23 @@ def test_a_limit_uses_what_small_classes_have():
 
 
 def test_equal_hashes_are_ordered_by_name(monkeypatch):
-    monkeypatch.setattr(selection, "name_hashes", lambda listing, key: np.zeros(len(listing), np.uint64))
-    assert names_in_order(listing_of([("b", 0), ("c", 0), ("a", 0)])) == ["a", "b", "c"]
+    monkeypatch.setattr(selection, "key_hashes", lambda listing, purpose: np.zeros(len(listing), np.uint64))
+    assert names_in_order(listing_of([("x/b", 0), ("x/c", 0), ("x/a", 0)])) == ["x/a", "x/b", "x/c"]
+
+
+def test_an_image_that_is_there_twice_is_refused():
+    with pytest.raises(SourceError, match="a/1 is there twice; write the archive again with it once"):
+        names_in_order(listing_of([("a/1", 0), ("a/2", 0), ("a/1", 0)]))
+
+
+def test_what_is_around_a_class_does_not_count():
+    plain = listing_of(tree(2, 40))
+    elsewhere = Listing((ImageClass("c0", "zero"), ImageClass("c1", "one")))
+    for name, label in tree(2, 40):
+        elsewhere.add(f"set.tar!train/c{label}.tar!", name.split("/")[1], label, size=10, offset=3)
+    entries = np.arange(80)
+    np.testing.assert_array_equal(pack_order(elsewhere, entries), pack_order(plain, entries))
+    np.testing.assert_array_equal(held_out(elsewhere, 0.3), held_out(plain, 0.3))
 
 
 def test_classes_mix():
@@ -73,6 +90,20 @@ def test_classes_mix():
 def test_about_the_fraction_is_held_out(fraction):
     taken = held_out(listing_of(tree(1, 20000)), fraction)
     assert abs(taken.mean() - fraction) < 5 * (fraction * (1 - fraction) / 20000) ** 0.5  # five sigma of a fair draw
+
+
+@given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=30), fraction=st.floats(0.01, 0.999))
+def test_every_class_keeps_an_image_to_train_on(sizes, fraction):
+    pairs = [(f"c{label}/{k}", label) for label, size in enumerate(sizes) for k in range(size)]
+    listing = listing_of(pairs)
+    taken = held_out(listing, fraction)
+    assert {label for (_, label), out in zip(pairs, taken, strict=True) if not out} == set(range(len(sizes)))
+    # No image but that one is kept back: one more of a class with several is held out by its own hash alone.
+    hashes = selection.key_hashes(listing, b"feedloop holdout")
+    falls = hashes < np.uint64(round(fraction * 2**64))
+    for label, size in enumerate(sizes):
+        mine = [place for place, (_, each) in enumerate(pairs) if each == label]
+        assert falls[mine].sum() - taken[mine].sum() == (1 if falls[mine].sum() == size else 0)
 
 
 def test_an_image_stays_on_its_side():
@@ -91,5 +122,7 @@ def test_who_is_held_out_says_nothing_about_the_order():
 
 def test_names_that_are_not_utf8_are_kept():
     listing = listing_of([("a/\udcff.jpg", 0)])
+    assert listing.key_bytes(0) == b"a/\xff.jpg"
+    assert listing.member(0) == "\udcff.jpg"
     assert listing.name(0) == "a/\udcff.jpg"
     assert listing.name_bytes(0) == b"a/\xff.jpg"

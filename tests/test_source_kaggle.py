@@ -52,6 +52,21 @@ def test_the_tree_from_any_of_its_roots(top, below):
         }
 
 
+def test_every_root_and_form_of_the_tree_gives_the_same_pack(top):
+    def digests(root):
+        with open_source(root) as source:
+            return {name: split.digest() for name, split in source.splits.items()}
+
+    expected = digests(top)
+    for below in ("ILSVRC", "ILSVRC/Data", "ILSVRC/Data/CLS-LOC"):
+        assert digests(top / below) == expected
+    val = top / "ILSVRC" / "Data" / "CLS-LOC" / "val"
+    for k, name in ((1, "n02"), (2, "n01"), (3, "n02")):
+        (val / name).mkdir(exist_ok=True)
+        (val / f"ILSVRC2012_val_{k:08d}.JPEG").rename(val / name / f"ILSVRC2012_val_{k:08d}.JPEG")
+    assert digests(top) == expected
+
+
 def test_a_relative_path(top, monkeypatch):
     monkeypatch.chdir(top / "ILSVRC" / "Data" / "CLS-LOC")
     with open_source(".") as source:

@@ -153,6 +153,31 @@ def test_a_tar_of_class_folders(tmp_path, wrapped):
         }
 
 
+def test_an_image_twice_in_a_tar_is_refused(tmp_path):
+    path = tmp_path / "set.tar"
+    path.write_bytes(tar_bytes({"a/1.jpg": b"old", "b/2.jpg": b"", "./a/1.jpg": b"new"}))
+    before = num_descriptors()
+    with pytest.raises(SourceError, match=r"set\.tar!a/1\.jpg is there twice; write the archive again with it once"):
+        open_source(path)
+    assert num_descriptors() == before
+
+
+def test_official_archives_and_their_folders_give_the_same_pack(archives, tmp_path_factory):
+    def digest(path):
+        with open_source(path, splits=("train",)) as source:
+            return source.splits["train"].digest()
+
+    folder = tmp_path_factory.mktemp("unpacked")
+    for each in SORTED_IDS:
+        (folder / "train" / each).mkdir(parents=True)
+        for k in range(2):
+            (folder / "train" / each / f"{each}_{k}.JPEG").write_bytes(f"train {each} {k}".encode())
+    expected = digest(folder)
+    assert digest(archives) == expected
+    (archives / TRAIN).rename(archives / "renamed.tar")
+    assert digest(archives / "renamed.tar") == expected
+
+
 def test_a_tar_of_split_folders(tmp_path):
     path = tmp_path / "set.tar"
     entries = {f"set/{split}/{each}/{split}.jpg": split.encode() for split in ("validation", "train") for each in "ab"}

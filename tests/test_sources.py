@@ -86,6 +86,32 @@ def test_the_digest_sees_names_labels_sizes_and_classes(tree):
     assert len({original, resized, renamed, moved, digest(tree)}) == 5
 
 
+def test_the_digest_does_not_see_readable_names(tree):
+    # They are compared by themselves, class by class.
+    original = digest(tree)
+    (tree / "classes.txt").write_text("a alpha\n", encoding="utf-8")
+    assert digest(tree) == original
+
+
+def everything(path):
+    with open_source(path, holdout=0.3) as source:
+        return {
+            name: (split.digest(), [split.read(index) for index in range(len(split))])
+            for name, split in source.splits.items()
+        }
+
+
+def test_another_spelling_of_the_source_is_the_same_pack(tree, tmp_path_factory):
+    plain = everything(tree)
+    around = tmp_path_factory.mktemp("around")
+    (around / "train").symlink_to(tree)
+    assert everything(around) == plain
+    for archive, inside in (("one.tar", "."), ("two.tar", "."), ("deep.tar", "set/inner"), ("split.tar", "set/train")):
+        with tarfile.open(around / archive, "w") as tar:
+            tar.add(tree, inside)
+        assert everything(around / archive) == plain
+
+
 def test_images_are_made_on_demand_and_bounded(tree):
     with open_source(tree) as source:
         split = source.splits["train"]
