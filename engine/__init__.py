@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from engine.batches import BatchSource
     from engine.config import TrainConfig
-    from engine.run import TrainResult, train
+    from engine.result import TrainResult
+    from engine.run import train
 
 __all__ = ["BatchSource", "TrainConfig", "TrainResult", "train"]
 
 _HOME = {
     "BatchSource": "engine.batches",
     "TrainConfig": "engine.config",
-    "TrainResult": "engine.run",
+    "TrainResult": "engine.result",
     "train": "engine.run",
 }
 

@@ -168,11 +168,23 @@ class FunctionBatches:
             )
         pixels[...], labels[...] = given_pixels, given_labels
 
+    def limit_labels(self, num_classes: int) -> None:
+        """Makes K known, before the run; raises ValueError where the first batch has a label beyond it."""
+        self._num_classes = num_classes
+        if self._first is not None:
+            step, pixels, labels = self._first
+            self._check(pixels, labels, step)
+
+    def _check(self, pixels: Any, labels: Any, step: int) -> tuple[Pixels, Labels]:
+        return _checked(
+            pixels, labels, num_classes=self._num_classes, giver="the batch source", where=f" at step {step}"
+        )
+
     def _ask(self, step: int) -> tuple[Pixels, Labels]:
         given = self._function(step)
         if not isinstance(given, tuple) or len(given) != 2:
             raise ValueError(f"a batch must be a tuple (pixels, labels); the source gave {type(given).__name__}")
-        return _checked(*given, num_classes=self._num_classes, giver="the batch source", where=f" at step {step}")
+        return self._check(*given, step)
 
 
 def _checked(

@@ -1,10 +1,13 @@
 """The command `run-train`: options to settings, the loss stream to the terminal, errors to one line."""
 
+import io
+import itertools
 import os
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +18,7 @@ from engine.config import TrainConfig
 from preprocess.grouped_help import GroupedCommand
 
 if TYPE_CHECKING:
-    from engine.run import DryRun, TrainResult
+    from engine.result import DryRun, TrainResult
     from engine.sinks import Sink
 
 _DONE, _FAILED, _WRONG_USAGE, _STOPPED = 0, 1, 2, 130
@@ -68,7 +71,13 @@ Examples:
     help="Steps between evaluations; 0 is one at the end.",
 )
 @click.option("--synthetic", is_flag=True, help="Random batches drawn on the host; needs no data set.")
-@click.option("--model", default=_DEFAULTS.model, metavar="NAME", help="auto is resnet50 from 128 px, resnet8 below.")
+@click.option(
+    "--model",
+    default=_DEFAULTS.model,
+    metavar="NAME",
+    help="resnet18, 34, 50, 101, 152 or resnet50-xlajl; resnet8, 14, 20, 32, 44, 56 or 110 for small images; "
+    "auto is resnet50 from 128 px, resnet8 below.",
+)
 @click.option("--num-classes", type=int, metavar="K", show_default="the data's", help="Outputs of the model.")
 @click.option(
     "--image-size",
@@ -77,7 +86,15 @@ Examples:
     show_default="the data's",
     help="Of synthetic images; a check on others.",
 )
-@click.option("--learning-rate", type=float, metavar="RATE", show_default="0.1 · batch / 256", help="Of SGD.")
+@click.option(
+    "--learning-rate",
+    "--lr",
+    "learning_rate",
+    type=float,
+    metavar="RATE",
+    show_default="0.1 · batch / 256",
+    help="Of SGD.",
+)
 @click.option("--momentum", type=float, default=_DEFAULTS.momentum, metavar="0…1", help="Of SGD.")
 @click.option("--weight-decay", type=float, default=_DEFAULTS.weight_decay, metavar="RATE", help="On all parameters.")
 @click.option("--seed", type=int, default=_DEFAULTS.seed, metavar="N", help="Of initial parameters and image order.")
@@ -124,15 +141,14 @@ def main(*, dry_run: bool, traceback: bool, **options: Any) -> None:
             _show(_plan(TrainConfig(**options)))
             code = _DONE
         else:
-            options["run_dir"] = options["run_dir"] or _new_run_dir()
             code = _train(TrainConfig(**options))
     except KeyboardInterrupt:
-        click.echo("stopped at once; losses up to here are in the run folder", err=True)
+        _say_to_stderr("run-train: stopped at once; no weights were written")
         code = _STOPPED
     except Exception as error:
         if traceback:
             raise
-        click.echo(f"run-train: {_describe(error)}", err=True)
+        _say_to_stderr(f"run-train: {_describe(error)}")
         code = _WRONG_USAGE if isinstance(error, ValueError) else _FAILED
     _leave(code)
 
@@ -140,6 +156,8 @@ def main(*, dry_run: bool, traceback: bool, **options: Any) -> None:
 def _leave(code: int) -> None:
     """Exits; after a stop or failure at once, since a thread stuck in a source or a compiler can't be joined."""
     for stream in (sys.stdout, sys.stderr):
+        if stream is None:  # closed by the shell
+            continue
         # A full disk or a closed pipe: either it is the failure that is being told, or there is nobody to tell.
         with suppress(OSError):
             stream.flush()
@@ -147,21 +165,51 @@ def _leave(code: int) -> None:
         os._exit(code)
 
 
+def _say_to_stderr(text: str) -> None:
+    with suppress(OSError):
+        click.echo(text, err=True)
+
+
 def _describe(error: Exception) -> str:
     """Gives the error in a line or two; one that is no rule of ours says where the rest is."""
     notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
-    if isinstance(error, ValueError | OSError | TimeoutError | RuntimeError) and str(error):
-        return f"{error}{notes}"
-    return f"{type(error).__name__}: {error} (--traceback shows where){notes}"
+    text = str(error).strip()
+    if isinstance(error, BrokenPipeError):
+        text = "the reader of the loss stream went away (broken pipe); the run ended at its next step"
+    elif "RESOURCE_EXHAUSTED" in text:
+        text = f"{text.splitlines()[0]}: the program needs more memory than there is; a smaller --batch needs less"
+    elif not isinstance(error, ValueError | OSError | RuntimeError) or not text:
+        text = f"{type(error).__name__}: {text} (--traceback shows where)"
+    return f"{text}{notes}"
 
 
-def _new_run_dir() -> str:
-    """Names a folder that does not exist yet, by the time."""
-    name = f"runs/{time.strftime('%Y%m%d-%H%M%S')}"
-    number = 1
-    while Path(path := name if number == 1 else f"{name}-{number}").exists():
-        number += 1
-    return path
+@contextmanager
+def _run_dir(named: str | None) -> Iterator[str]:
+    """Gives the folder that was named, or makes a new one called by the time; one that stays empty is removed."""
+    if named is not None:
+        yield named
+        return
+    is_first = not Path("runs").exists()
+    made = _make_run_dir()
+    try:
+        yield os.fspath(made)
+    finally:
+        with suppress(OSError):
+            made.rmdir()
+            if is_first:
+                made.parent.rmdir()
+
+
+def _make_run_dir() -> Path:
+    """Makes a folder under runs/; runs that start in the same second get different ones."""
+    stem = time.strftime("%Y%m%d-%H%M%S")
+    Path("runs").mkdir(exist_ok=True)
+    for number in itertools.count(1):
+        path = Path("runs", stem if number == 1 else f"{stem}-{number}")
+        with suppress(FileExistsError):
+            path.mkdir()
+            return path
+    raise AssertionError
 
 
 def _plan(config: TrainConfig) -> "DryRun":
@@ -175,23 +223,26 @@ def _show(plan: "DryRun") -> None:
     for kind, size_bytes in memory.items():
         click.echo(f"memory, {kind}: {size_bytes / 1e6:,.1f} MB")
     click.echo(f"memory, batches read ahead (host): {plan.ring_bytes / 1e6:,.1f} MB")
+    there = "" if plan.host_bytes is None else f" (this machine has {plan.host_bytes / 1e6:,.0f} MB)"
+    click.echo(f"memory, in all: {(plan.compiled.peak_bytes + plan.ring_bytes) / 1e6:,.1f} MB{there}")
     flops = plan.compiled.step_flops
     click.echo(f"work: {flops / 1e9:,.2f} GFLOP a step" if flops is not None else "work: XLA gives no count here")
-    click.echo("dry run: nothing was trained and nothing written")
+    click.echo("dry run: nothing was trained")
 
 
 def _train(config: TrainConfig) -> int:
     from engine.run import train
 
     sink, notify = _terminal(config)
-    result = train(config, sinks=[sink], notify=notify)
+    with _run_dir(config.run_dir) as run_dir:
+        result = train(replace(config, run_dir=run_dir), sinks=[sink], notify=notify)
     _summarise(result)
     return _DONE if result.stopped_by == "steps" else _STOPPED
 
 
 def _terminal(config: TrainConfig) -> "tuple[Sink, Callable[[str], None]]":
     """Gives the loss stream's sink and the way to say something beside it: for a person, or for a pipe."""
-    if sys.stdout.isatty():
+    if sys.stdout is not None and sys.stdout.isatty():
         from rich.console import Console
 
         from engine.terminal import ProgressSink
@@ -202,7 +253,7 @@ def _terminal(config: TrainConfig) -> "tuple[Sink, Callable[[str], None]]":
         return ProgressSink(console, steps=config.steps, batch=config.batch), say
     from engine.sinks import PlainSink
 
-    return PlainSink(sys.stdout, steps=config.steps), click.echo
+    return PlainSink(sys.stdout or io.StringIO(), steps=config.steps), click.echo
 
 
 def _summarise(result: "TrainResult") -> None:

@@ -53,6 +53,13 @@ class Compiled:
     memory_bytes: dict[str, int]
     step_flops: float | None
 
+    @property
+    def peak_bytes(self) -> int:
+        """Memory of one run by XLA's account: arguments, results and temporaries, reused ones counted once."""
+        account = self.memory_bytes
+        parts = ("arguments", "results", "temporaries")
+        return sum(account.get(part, 0) for part in parts) - account.get("reused", 0)
+
 
 def trace_ahead(function: Callable[..., Any], *arguments: Any, donate: tuple[int, ...] = ()) -> Traced:
     """Traces `function` once, on the calling thread, whose jax settings it so obeys.

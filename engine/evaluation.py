@@ -39,8 +39,8 @@ def empty_tally() -> Tally:
 def tally_batch(tally: Tally, logits: jax.Array, labels: jax.Array) -> Tally:
     """Counts one batch.
 
-    Equal logits rank in the order of their classes, as `lax.top_k` and a stable sort have it; an image with a logit
-    that is no number is wrong.
+    Equal logits rank in the order of their classes, as `lax.top_k` and a stable sort have it. An image with a logit
+    that is no number, or a label that is no class, is wrong and makes the loss NaN.
 
     Args:
         tally: of the batches before.
@@ -52,7 +52,8 @@ def tally_batch(tally: Tally, logits: jax.Array, labels: jax.Array) -> Tally:
     classes = jnp.arange(logits.shape[1])
     own = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[:, None], axis=1)
     ahead = (logits > own) | ((logits == own) & (classes < labels[:, None]))
-    rank = jnp.where(jnp.isnan(logits).any(axis=1), _NO_RANK, ahead.sum(axis=1))
+    is_unranked = jnp.isnan(logits).any(axis=1) | (labels >= logits.shape[1])
+    rank = jnp.where(is_unranked, _NO_RANK, ahead.sum(axis=1))
     losses = jax.nn.logsumexp(logits, axis=1) - own[:, 0]
     added = jnp.where(is_image, losses, 0).sum() - tally.loss_lost
     loss_sum = tally.loss_sum + added

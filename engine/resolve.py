@@ -102,6 +102,7 @@ def resolve(
     Raises:
         ValueError: where settings and data do not fit together, naming both.
     """
+    _check_arguments(config, model, batches)
     if batches is not None:
         opened = _own_batches(config, batches)
     elif config.synthetic:
@@ -135,6 +136,29 @@ def resolve(
         opened.std,
         opened.manifest_digest,
     )
+
+
+def _check_arguments(config: Any, model: Any, batches: Any) -> None:
+    """Raises ValueError where an argument is of another kind, or where one makes another's setting meaningless."""
+    if not isinstance(config, TrainConfig):
+        raise ValueError(f"the settings must be a TrainConfig, got {type(config).__name__}: TrainConfig(steps=…)")
+    if model is not None:
+        if not callable(getattr(model, "init", None)) or not callable(getattr(model, "apply", None)):
+            raise ValueError(
+                f"a model must have the functions init and apply, got {type(model).__name__}: "
+                "one of the registry goes by its name, TrainConfig(model=…)"
+            )
+        if config.model != "auto":
+            raise ValueError(f"the setting model must be left out with a model of your own, got {config.model!r}")
+    if batches is not None:
+        if not callable(batches) and not hasattr(batches, "fill"):
+            raise ValueError(
+                f"batches must be a function from the step to (pixels, labels), or a BatchSource; "
+                f"got {type(batches).__name__}, which cannot be asked for a step again"
+            )
+        for name in ("data", "synthetic"):
+            if value := getattr(config, name):
+                raise ValueError(f"the setting {name} must be left out with batches of your own, got {value!r}")
 
 
 def _check_same_shape(source: BatchSource, evaluation: EvaluationSource) -> None:

@@ -4,13 +4,12 @@ Owns the order in which things are opened and closed and what a failure means; e
 module.
 """
 
+import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,76 +17,33 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
+from engine.checked_model import CheckedModel
 from engine.compilation import Compiled, caching_compilations, compile_traced, trace_ahead
 from engine.config import TrainConfig
 from engine.control import ControlBoard
 from engine.feeder import Feeder
 from engine.infeed import Infeed
 from engine.loss_stream import LossStream
+from engine.machine import host_memory_bytes
 from engine.optim import Hyperparams
 from engine.outfeed import Outfeed
 from engine.program import RunValues, TrainModel, TrainState, init_state, make_program
-from engine.resolve import Resolved, resolve
+from engine.resolve import resolve
+from engine.result import DryRun, TrainResult
 from engine.run_folder import RunFolder
 from engine.signals import StopSignals, call_on_worker
-from engine.sinks import EvaluationRecord, RunFolderSink, Sink
+from engine.sinks import RunFolderSink, Sink
 from engine.transport import Transport, choose_transport
 from engine.unpack import PixelScale
-from engine.weights import name_tensors
+from engine.weights import check_names, name_tensors
 from models.registry import count_params
 
 # A channel without any spread (a set of blank images) must not divide by zero: one level of 255 is the least.
 _LEAST_STD = 1 / 255
 _MOST_STEPS = 2**31 - 1
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """What a run gives back.
-
-    Attributes:
-        params, batch_stats: the trained model's pytrees.
-        losses: float32 [updates made by this call], each step's mean loss.
-        evaluations: of this call, in order.
-        steps_done: updates done.
-        stopped_by: "steps" when all were made, else the signal's name.
-        num_params: learnable numbers.
-        compile_s: seconds of compiling, or of loading.
-        from_cache: whether the program came from the cache on disk.
-        train_s: seconds from the launch to the end of the loop.
-        wait_s: seconds of these that the loop waited for batches.
-        run_dir: the run folder, None where none was asked for.
-    """
-
-    params: Any
-    batch_stats: Any
-    losses: NDArray[np.float32]
-    evaluations: tuple[EvaluationRecord, ...]
-    steps_done: int
-    stopped_by: str
-    num_params: int
-    compile_s: float
-    from_cache: bool
-    train_s: float
-    wait_s: float
-    run_dir: Path | None
-
-
-@dataclass(frozen=True)
-class DryRun:
-    """What is known of a run before it is made.
-
-    Attributes:
-        compiled: the program, with XLA's account of memory and work.
-        num_params: learnable numbers.
-        resolved: the settings' meaning.
-        ring_bytes: host memory of the batches read ahead.
-    """
-
-    compiled: Compiled
-    num_params: int
-    resolved: Resolved
-    ring_bytes: int
+# How long the end waits for the sinks, all together: long after a clean stop, not after one that is to be at once.
+_CLOSE_TIMEOUT_S = 60.0
+_QUIT_TIMEOUT_S = 1.0
 
 
 def train(
@@ -124,10 +80,12 @@ def train(
     """
     with ExitStack() as stack:
         run = _Run(config, stack, model, batches, evaluation, notify)
-        folder = run.open_folder()
-        compiled = run.compile()
-        state = call_on_worker(run.draw_state)
-        return run.launch(compiled, state, sinks, folder)
+        with run.open_folder() as folder:
+            with caching_compilations(config.compilation_cache):
+                compiled = run.compile()
+                state = run.draw_state()
+            run.warn_of_memory(compiled)
+            return run.launch(compiled, state, sinks, folder)
 
 
 def plan_run(
@@ -141,10 +99,8 @@ def plan_run(
     """Resolves and compiles what `train` would run, and runs nothing; arguments and errors as there."""
     with ExitStack() as stack:
         run = _Run(config, stack, model, batches, evaluation, notify)
-        source = run.resolved.source
-        num_rings = 1 if run.resolved.evaluation is None else 2
-        ring_bytes = num_rings * config.prefetch * source.batch * (source.height * source.width + 1) * 4
-        return DryRun(run.compile(), run.num_params, run.resolved, ring_bytes)
+        with caching_compilations(config.compilation_cache):
+            return DryRun(run.compile(), run.num_params, run.resolved, run.ring_bytes, host_memory_bytes())
 
 
 class _Run:
@@ -160,6 +116,7 @@ class _Run:
         notify: Callable[[str], None],
     ) -> None:
         self.config, self.stack, self.notify = config, stack, notify
+        self.is_launched = False
         self.board = ControlBoard()
         self.signals = stack.enter_context(StopSignals(self.board, notify))
         self.resolved = resolve(config, stack, notify, model=model, batches=batches, evaluation=evaluation)
@@ -175,9 +132,10 @@ class _Run:
             )
         self.stream = LossStream(batch=config.batch, wait_of=self.infeed.take_wait_s, board=self.board)
         self.outfeed = Outfeed(self.stream.receive, self.board, self.transport)
-        stack.enter_context(caching_compilations(config.compilation_cache))
         self.state_shape = jax.eval_shape(partial(_init_from_words, self.resolved.model), _key_words(0))
         self.num_params = count_params(self.state_shape.params)
+        if self.resolved.registry_name is None:
+            check_names(self.state_shape.params, self.state_shape.batch_stats)
         self._describe()
 
     def _make_infeed(
@@ -208,56 +166,91 @@ class _Run:
         )
 
     def compile(self) -> Compiled:
-        """Traces the program on this thread and compiles it on a worker."""
-        program = make_program(self.resolved.model, self.infeed, self.outfeed, self.evaluation_infeed)
-        dump_folder = None if self.config.dump_hlo is None else Path(self.config.dump_hlo)
+        """Traces the program on this thread, whose jax settings it so obeys, and compiles it on a worker."""
+        model = CheckedModel(self.resolved.model, self.resolved.num_classes, self.resolved.source)
+        program = make_program(model, self.infeed, self.outfeed, self.evaluation_infeed)
         traced = trace_ahead(program, self.state_shape, self._values(), donate=(0,))
+        dump_folder = None if self.config.dump_hlo is None else Path(self.config.dump_hlo)
         compiled = call_on_worker(partial(compile_traced, traced, dump_folder=dump_folder))
-        origin = "loaded from the cache" if compiled.from_cache else "now in the cache"
-        if self.config.compilation_cache == "off":
-            origin = "no cache"
+        origin = "loaded from the cache, " if compiled.from_cache else ""
         self.notify(
-            f"compiled training program in {compiled.compile_s:.1f} s ({origin}; traced in {compiled.trace_s:.1f} s)"
+            f"compiled training program in {compiled.compile_s:.1f} s ({origin}traced in {compiled.trace_s:.1f} s)"
         )
         return compiled
 
     def draw_state(self) -> TrainState:
         """Draws the state before the first step, from the seed."""
-        draw = jax.jit(partial(_init_from_words, self.resolved.model))
-        return jax.block_until_ready(draw(_key_words(self.config.seed)))
+        words = _key_words(self.config.seed)
+        draw = compile_traced(trace_ahead(partial(_init_from_words, self.resolved.model), words))
+        return call_on_worker(lambda: jax.block_until_ready(draw.call(words)))
 
-    def open_folder(self) -> RunFolder | None:
-        """Makes the run folder, before anything takes long, and records the settings in it."""
+    def warn_of_memory(self, compiled: Compiled) -> None:
+        """Says so where the program will not fit into memory, before the system ends it without a word."""
+        if jax.default_backend() != "cpu":
+            return
+        needed, there = compiled.peak_bytes + self.ring_bytes, host_memory_bytes()
+        if there is not None and needed > there:
+            self.notify(
+                f"warning: the program needs about {needed / 1e9:,.1f} GB and this machine has {there / 1e9:,.1f} GB: "
+                "a smaller --batch needs less"
+            )
+
+    @property
+    def ring_bytes(self) -> int:
+        """Host memory of the batches read ahead."""
+        source, num_rings = self.resolved.source, 1 if self.resolved.evaluation is None else 2
+        return num_rings * self.config.prefetch * source.batch * (source.height * source.width + 1) * 4
+
+    @contextmanager
+    def open_folder(self) -> Iterator[RunFolder | None]:
+        """Claims the run folder, before anything takes long, and records the settings in it.
+
+        Where the run ends before its program was launched, the folder is left as it was.
+        """
         if self.config.run_dir is None:
-            return None
+            yield None
+            return
         folder = RunFolder(Path(self.config.run_dir), overwrite=self.config.overwrite)
-        folder.write_config(self.config, self.resolved.to_json(), self.resolved.manifest_digest)
-        return folder
+        try:
+            folder.write_config(self.config, self.resolved.to_json(), self.resolved.manifest_digest)
+            yield folder
+        finally:
+            if not self.is_launched:
+                folder.abandon()
 
     def launch(
         self, compiled: Compiled, state: TrainState, sinks: Sequence[Sink], folder: RunFolder | None
     ) -> TrainResult:
         """Runs the program to its end, writes what the run leaves, and raises what went wrong on the host."""
+        values = self._values()
         started = time.perf_counter()
+        self.stream.start([*self._folder_sinks(folder), *sinks])
+        close_timeout_s = _CLOSE_TIMEOUT_S
         try:
-            self.stream.start([*sinks, *([RunFolderSink(folder.loss_log, folder.evaluation_log)] if folder else [])])
             for feeder in self.feeders:
                 feeder.start()
             self.signals.launched()
-            state = call_on_worker(lambda: jax.block_until_ready(compiled.call(state, self._values())))
+            self.is_launched = True
+            state = call_on_worker(lambda: jax.block_until_ready(compiled.call(state, values)))
+        except BaseException as error:
+            close_timeout_s = _QUIT_TIMEOUT_S
+            if folder is not None and self.is_launched:
+                self._record_end(folder, error)
+            raise
         finally:
             train_s = time.perf_counter() - started
             for feeder in self.feeders:
                 feeder.close()
-            self.stream.close()
-        failure = self._failure()
+            self.stream.close(close_timeout_s)
+        failure, steps_done = self._failure(), int(state.step)
+        is_complete = steps_done >= self.config.steps and failure is None
         result = TrainResult(
             params=state.params,
             batch_stats=state.batch_stats,
             losses=np.array(self.stream.losses, np.float32),
             evaluations=tuple(self.stream.evaluations),
-            steps_done=int(state.step),
-            stopped_by="error" if failure else self.board.stop_reason or "steps",
+            steps_done=steps_done,
+            stopped_by="error" if failure else "steps" if is_complete else self.board.stop_reason or "steps",
             num_params=self.num_params,
             compile_s=compiled.compile_s,
             from_cache=compiled.from_cache,
@@ -266,19 +259,73 @@ class _Run:
             run_dir=folder.path if folder else None,
         )
         if folder is not None:
-            _leave(folder, result, self.resolved, failure)
+            failure = self._leave(folder, result, failure)
         if failure is not None:
             raise failure
         return result
+
+    def _folder_sinks(self, folder: RunFolder | None) -> list[Sink]:
+        return [] if folder is None else [RunFolderSink(folder.loss_log, folder.evaluation_log)]
+
+    def _leave(self, folder: RunFolder, result: TrainResult, failure: BaseException | None) -> BaseException | None:
+        """Writes the weights and the run's end; gives the failure, which what cannot be written must not hide."""
+        try:
+            if result.steps_done:
+                tensors = name_tensors(self.resolved.registry_name, result.params, result.batch_stats)
+                folder.write_weights(tensors, self._weights_metadata(result))
+        except Exception as error:  # noqa: BLE001 - a model of the user's own may hold anything; the end is told first
+            if failure is None:
+                failure = error
+            else:
+                failure.add_note(f"the weights could not be written either: {error}")
+        self._record_end(folder, failure, result)
+        return failure
+
+    def _weights_metadata(self, result: TrainResult) -> dict[str, str]:
+        """What is needed to use the weights: safetensors takes text alone."""
+        resolved = self.resolved
+        return {
+            "model": resolved.model_name,
+            "steps_done": str(result.steps_done),
+            "image_size": f"{resolved.source.height}x{resolved.source.width}",
+            "mean": " ".join(map(str, resolved.mean)),
+            "std": " ".join(map(str, self._std())),
+        }
+
+    def _record_end(self, folder: RunFolder, failure: BaseException | None, result: TrainResult | None = None) -> None:
+        """Writes `result.json`; where that fails, the failure that it was to tell goes first."""
+        losses = self.stream.losses
+        end = {
+            "steps_done": result.steps_done if result else len(losses),
+            "stopped_by": result.stopped_by if result else "error",
+            "error": None if failure is None else f"{type(failure).__name__}: {failure}",
+            "first_nonfinite_step": next((n for n, loss in enumerate(losses, 1) if not math.isfinite(loss)), None),
+            "num_params": self.num_params,
+        }
+        if result is not None:
+            end |= {
+                "compile_s": round(result.compile_s, 3),
+                "from_cache": result.from_cache,
+                "train_s": round(result.train_s, 3),
+                "wait_s": round(result.wait_s, 3),
+            }
+        try:
+            folder.write_result(end)
+        except OSError as error:
+            if failure is None:
+                raise
+            failure.add_note(f"the run folder could not be completed either: {error}")
 
     def _failure(self) -> BaseException | None:
         """Gives what went wrong first on the host, in the order in which one thing causes another."""
         ends = (self.infeed, self.evaluation_infeed, self.outfeed, self.stream)
         return next((end.failure for end in ends if end is not None and end.failure is not None), None)
 
+    def _std(self) -> tuple[float, ...]:
+        return tuple(max(each, _LEAST_STD) for each in self.resolved.std)
+
     def _values(self) -> RunValues:
         config, resolved = self.config, self.resolved
-        std = np.maximum(resolved.std, _LEAST_STD)
         return RunValues(
             stop_step=jnp.int32(config.steps),
             eval_every_steps=jnp.int32(config.eval_every_steps),
@@ -288,7 +335,7 @@ class _Run:
                 momentum=jnp.float32(config.momentum),
                 weight_decay=jnp.float32(config.weight_decay),
             ),
-            scale=PixelScale(mean=jnp.array(resolved.mean, jnp.float32), std=jnp.array(std, jnp.float32)),
+            scale=PixelScale(mean=jnp.array(resolved.mean, jnp.float32), std=jnp.array(self._std(), jnp.float32)),
         )
 
 
@@ -300,27 +347,3 @@ def _init_from_words(model: TrainModel, words: jax.Array) -> TrainState:
 def _key_words(seed: int) -> NDArray[np.uint32]:
     """The seed's two halves, uint32 [2]: a seed may have more bits than jax takes for an integer."""
     return np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
-
-
-def _leave(folder: RunFolder, result: TrainResult, resolved: Resolved, failure: BaseException | None) -> None:
-    """Writes the weights and the run's end; after a failure, what cannot be written must not hide it."""
-    try:
-        if result.steps_done:
-            tensors = name_tensors(resolved.registry_name, result.params, result.batch_stats)
-            folder.write_weights(tensors, {"model": resolved.model_name, "steps_done": str(result.steps_done)})
-        folder.write_result(
-            {
-                "steps_done": result.steps_done,
-                "stopped_by": result.stopped_by,
-                "error": None if failure is None else f"{type(failure).__name__}: {failure}",
-                "num_params": result.num_params,
-                "compile_s": round(result.compile_s, 3),
-                "from_cache": result.from_cache,
-                "train_s": round(result.train_s, 3),
-                "wait_s": round(result.wait_s, 3),
-            }
-        )
-    except OSError as error:
-        if failure is None:
-            raise
-        failure.add_note(f"the run folder could not be completed either: {error}")

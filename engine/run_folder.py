@@ -7,9 +7,10 @@
 import json
 import platform
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,18 +40,39 @@ class RunFolder:
 
     def __init__(self, path: Path, *, overwrite: bool) -> None:
         self.path = path
+        self._is_new = not path.exists()
         try:
             path.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
             raise ValueError(f"the run folder must be a folder, and {path} is a file: choose another") from None
+        except OSError as error:
+            raise ValueError(
+                f"the run folder must be writable, and {path} cannot be made ({error.strerror}): choose another"
+            ) from error
         left = [name for name in _WRITTEN_HERE if (path / name).exists()]
         if left and not overwrite:
-            raise ValueError(
-                f"the run folder must be new, and {path} holds {left[-1]} of an earlier run: "
-                "choose another --run-dir, or give --overwrite"
-            )
+            self._refuse(left[-1])
         for name in left:
             (path / name).unlink()
+        try:
+            # Claimed in one step: of two runs that find the folder empty, one gets it.
+            (path / _CONFIG).open("x").close()
+        except FileExistsError:
+            self._refuse(_CONFIG)
+
+    def _refuse(self, name: str) -> NoReturn:
+        raise ValueError(
+            f"the run folder must be new, and {self.path} holds {name} of an earlier run: "
+            "choose another (--run-dir), or overwrite it (--overwrite)"
+        )
+
+    def abandon(self) -> None:
+        """Leaves the folder as it was, for a run that made no step."""
+        for name in _WRITTEN_HERE:
+            (self.path / name).unlink(missing_ok=True)
+        if self._is_new:
+            with suppress(OSError):  # somebody else's files are in it by now
+                self.path.rmdir()
 
     @property
     def loss_log(self) -> Path:

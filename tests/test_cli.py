@@ -222,3 +222,43 @@ def test_help_does_not_wait_for_jax():
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
     assert "--learning-rate" in done.stdout
     assert done.stdout.splitlines()[-1] == "False False"
+
+
+def test_runs_that_start_in_the_same_second_get_folders_of_their_own(tmp_path):
+    processes = [start_train(*TINY, "--steps", 1, cwd=tmp_path) for _ in range(3)]
+    for process in processes:
+        process.communicate(timeout=120)
+    assert [process.returncode for process in processes] == [0, 0, 0]
+    folders = sorted((tmp_path / "runs").iterdir())
+    assert [(folder / "result.json").exists() for folder in folders] == [True, True, True]
+
+
+def test_a_closed_stdout_does_not_keep_a_run_from_its_work(tmp_path):
+    command = (
+        f"exec {sys.executable} -c 'from engine.cli import main; main()' {' '.join(TINY)} --steps 2 --run-dir run >&-"
+    )
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run/result.json").read_text())["steps_done"] == 2
+
+
+def test_a_reader_that_goes_away_ends_the_run_in_a_line(tmp_path):
+    command = (
+        f"{sys.executable} -c 'from engine.cli import main; main()' {' '.join(TINY)} --steps 1000000 --run-dir run"
+    )
+    script = f"{command} | head -5; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1] == "1"
+    assert done.stderr.strip() == (
+        "run-train: the reader of the loss stream went away (broken pipe); the run ended at its next step"
+    )
+    assert (tmp_path / "run/model.safetensors").exists()
+
+
+def test_more_memory_than_the_machine_has_is_said_before_the_launch(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("engine.run.host_memory_bytes", lambda: 100_000)
+    result = CliRunner().invoke(main, [*TINY, "--steps", "1", "--run-dir", "run"])
+    assert result.exit_code == 0
+    assert "warning: the program needs about" in result.stdout
+    assert "this machine has 0.0 GB: a smaller --batch needs less" in result.stdout

@@ -1,7 +1,9 @@
 import json
+import signal
 import threading
 import time
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -215,3 +217,186 @@ def test_a_plan_compiles_and_runs_nothing(tmp_path):
 def test_a_model_of_your_own_may_be_called_like_one_of_the_registry(tmp_path):
     train(toy_config(run_dir=tmp_path), model=Linear(name="resnet18"), batches=toy_batch)
     assert "params.weights" in load_file(tmp_path / "model.safetensors")
+
+
+class FalsyError(Exception):
+    """An exception whose truth value is False."""
+
+    def __len__(self):
+        return 0
+
+
+def test_a_failure_whose_truth_value_is_false_is_a_failure():
+    def batches(step):
+        if step == 2:
+            raise FalsyError
+        return toy_batch(step)
+
+    with pytest.raises(FalsyError):
+        train(toy_config(steps=9), model=Linear(), batches=batches)
+
+
+class Returning(Linear):
+    """Gives something else than it should."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def apply(self, params, batch_stats, images, train):
+        return self.change(*super().apply(params, batch_stats, images, train))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda logits, _: logits, r"a tuple \(logits, batch_stats\), and gave \w*Tracer"),
+        (lambda logits, stats: (logits[0], stats), r"logits must be floats \[8, K\], and apply gave float32 \[3\]"),
+        (lambda logits, stats: (logits.argmax(1), stats), r"logits must be floats .* gave int32 \[8\]"),
+        (lambda logits, stats: (logits[:, :2], stats), r"each of the 3 classes, and gives 2: change its last layer"),
+        (lambda logits, _: (logits, {}), "batch statistics of the same keys, shapes and dtypes"),
+        (lambda logits, _: (logits, {"batches": logits}), r"took .*'float32\[\]'.* gave .*'float32\[8, 3\]'"),
+    ],
+)
+def test_a_model_that_gives_something_else_is_told_what_it_must_give(change, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        train(toy_config(run_dir=tmp_path / "run"), model=Returning(change), batches=toy_batch)
+    assert not (tmp_path / "run").exists()  # nothing was launched
+
+
+def test_labels_are_held_to_the_models_classes_where_nothing_else_tells_them():
+    def batches(step):
+        pixels, labels = toy_batch(step)
+        return pixels, labels + (step >= when)
+
+    for when in (0, 3):
+        with pytest.raises(ValueError, match=rf"labels must lie in 0 … 2; .* 3 at step {when}"):
+            train(toy_config(num_classes=None), model=Linear(), batches=batches)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": "resnet8"}, r"a model must have the functions init and apply, got str: .*TrainConfig\(model=…\)"),
+        ({"batches": iter([])}, "batches must be a function from the step .* got list_iterator"),
+        ({"config": {"steps": 1}}, r"the settings must be a TrainConfig, got dict"),
+        ({"config": toy_config(model="resnet8")}, "the setting model must be left out .* got 'resnet8'"),
+        ({"config": toy_config(data="data/shards")}, "the setting data must be left out .* got 'data/shards'"),
+        ({"config": toy_config(synthetic=True)}, "the setting synthetic must be left out .* got True"),
+    ],
+)
+def test_arguments_of_another_kind_or_without_effect_are_refused(arguments, message):
+    given = {"config": toy_config(), "model": Linear(), "batches": toy_batch} | arguments
+    with pytest.raises(ValueError, match=message):
+        train(given.pop("config"), **given)
+
+
+def test_a_failure_before_the_launch_leaves_the_folder_as_it_was(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+
+    def stats_differ(logits, stats):
+        return logits, {"other": 1.0}
+
+    with pytest.raises(ValueError, match="batch statistics"):
+        train(toy_config(run_dir=tmp_path), model=Returning(stats_differ), batches=toy_batch)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    train(toy_config(run_dir=tmp_path), model=Linear(), batches=toy_batch)
+
+
+def test_a_program_that_fails_leaves_its_end_and_its_losses(tmp_path):
+    def fail(step):
+        if step == 3:
+            raise ArithmeticError("the model's own callback")
+
+    class Failing(Linear):
+        def apply(self, params, batch_stats, images, train):
+            logits, stats = super().apply(params, batch_stats, images, train)
+            jax.debug.callback(fail, batch_stats["batches"])
+            return logits, stats
+
+    with pytest.raises(Exception, match="the model's own callback"):
+        train(toy_config(steps=9, run_dir=tmp_path), model=Failing(), batches=toy_batch)
+    end = json.loads((tmp_path / "result.json").read_text())
+    assert end["stopped_by"] == "error"
+    assert "the model's own callback" in end["error"]
+    assert end["steps_done"] == len(read_steps(tmp_path))
+
+
+def test_weights_that_cannot_be_exported_do_not_hide_the_failure_before_them(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise TypeError("no such dtype on disk")
+
+    monkeypatch.setattr("engine.run.name_tensors", refuse)
+    with pytest.raises(ConnectionResetError) as caught:
+        train(toy_config(steps=9, run_dir=tmp_path), model=Linear(), batches=CountedBatches(raise_at=3))
+    assert "no such dtype on disk" in caught.value.__notes__[0]
+    assert json.loads((tmp_path / "result.json").read_text())["steps_done"] == 3
+    with pytest.raises(TypeError, match="no such dtype on disk"):
+        train(toy_config(run_dir=tmp_path, overwrite=True), model=Linear(), batches=toy_batch)
+    assert json.loads((tmp_path / "result.json").read_text())["steps_done"] == 5
+
+
+def test_a_key_in_the_statistics_is_exported_as_its_numbers(tmp_path):
+    class Random(Linear):
+        def init(self, key):
+            params, _ = super().init(key)
+            return params, {"batches": jax.numpy.zeros(()), "key": key}
+
+        def apply(self, params, batch_stats, images, train):
+            logits, stats = super().apply(params, {"batches": batch_stats["batches"]}, images, train)
+            return logits, stats | {"key": jax.random.split(batch_stats["key"])[0]}
+
+    train(toy_config(run_dir=tmp_path), model=Random(), batches=toy_batch)
+    assert load_file(tmp_path / "model.safetensors")["batch_stats.key"].dtype == np.uint32
+
+
+def test_two_tensors_of_one_name_are_refused_before_the_run():
+    class Doubled(Linear):
+        def init(self, key):
+            params, stats = super().init(key)
+            return params | {"a.b": params["bias"], "a": {"b": params["bias"]}}, stats
+
+    with pytest.raises(ValueError, match=r"two are called params\.a\.b"):
+        train(toy_config(), model=Doubled(), batches=toy_batch)
+
+
+def test_a_stop_asked_for_after_the_last_step_does_not_make_the_run_an_interrupted_one():
+    class Late:
+        def open(self): ...
+
+        def write(self, record):
+            if record.step == 3:
+                signal.raise_signal(signal.SIGINT)
+
+        def write_evaluation(self, record): ...
+
+        def close(self): ...
+
+    assert train(toy_config(steps=3), model=Linear(), batches=toy_batch, sinks=[Late()]).stopped_by == "steps"
+
+
+def test_the_first_loss_that_is_no_number_is_recorded(tmp_path):
+    train(toy_config(steps=9, learning_rate=1e38, run_dir=tmp_path), model=Linear(), batches=toy_batch)
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "loss.jsonl").read_text().splitlines()]
+    first = json.loads((tmp_path / "result.json").read_text())["first_nonfinite_step"]
+    assert first is not None
+    assert losses[first - 1] is None
+    assert None not in losses[: first - 1]
+
+
+def test_two_runs_at_once_in_one_process_leave_jax_as_it_was():
+    before = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
+    results = []
+    threads = [
+        threading.Thread(
+            target=lambda seed=seed: results.append(train(toy_config(seed=seed), model=Linear(), batches=toy_batch))
+        )
+        for seed in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert [result.steps_done for result in results] == [5, 5, 5]
+    after = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
+    assert after == before

@@ -3,6 +3,7 @@
 import json
 import platform
 from importlib.metadata import version
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,14 +20,35 @@ def test_a_folder_is_made_with_its_parents(tmp_path):
     folder = RunFolder(tmp_path / "runs" / "first", overwrite=False)
     assert folder.path.is_dir()
     assert folder.loss_log == tmp_path / "runs" / "first" / "loss.jsonl"
-    assert list(folder.path.iterdir()) == []
+    assert [(path.name, path.stat().st_size) for path in folder.path.iterdir()] == [("config.json", 0)]  # its claim
+
+
+def test_of_two_runs_that_find_a_folder_empty_one_gets_it(tmp_path):
+    RunFolder(tmp_path, overwrite=False)
+    with pytest.raises(ValueError, match="must be new"):
+        RunFolder(tmp_path, overwrite=False)
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_an_abandoned_folder_is_as_it_was(tmp_path, is_new):
+    path = tmp_path / "run" if is_new else tmp_path
+    if not is_new:
+        (path / "notes.txt").write_text("mine")
+    RunFolder(path, overwrite=False).abandon()
+    assert path.exists() is not is_new
+    assert [each.name for each in tmp_path.iterdir()] == ([] if is_new else ["notes.txt"])
+
+
+def test_a_folder_that_cannot_be_made_is_named_with_the_reason():
+    with pytest.raises(ValueError, match=r"must be writable, and /proc/run cannot be made \(.*\): choose another"):
+        RunFolder(Path("/proc/run"), overwrite=False)
 
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_an_earlier_run_is_not_overwritten_by_accident(tmp_path, name):
     (tmp_path / name).write_text("precious")
     with pytest.raises(
-        ValueError, match=rf"the run folder must be new, and .* holds {name} .*choose another --run-dir"
+        ValueError, match=rf"the run folder must be new, and .* holds {name} .*choose another \(--run-dir\)"
     ):
         RunFolder(tmp_path, overwrite=False)
     assert (tmp_path / name).read_text() == "precious"
@@ -38,7 +60,7 @@ def test_overwriting_removes_the_earlier_run_and_nothing_else(tmp_path):
         (tmp_path / name).write_text(name)
     (tmp_path / "plots").mkdir()
     RunFolder(tmp_path, overwrite=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*strangers, "plots"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*strangers, "plots", "config.json"])
     for name in strangers:
         assert (tmp_path / name).read_text() == name
 
