@@ -109,6 +109,14 @@ def test_images_that_do_not_fit(settings, message):
         Augmentation(**settings).output_shape(32, 32)
 
 
+@pytest.mark.parametrize("stored", [(32, 40), (40, 32)])
+def test_the_shorter_side_decides(stored):
+    with pytest.raises(
+        ValueError, match=rf"must fit into the stored image, got size 33 for {stored[0]}×{stored[1]} px"
+    ):
+        Augmentation(size=33).output_shape(*stored)
+
+
 def test_mixing_needs_pairs():
     Augmentation().check_batch(3)
     for augmentation in (Augmentation(mixup_alpha=0.2), Augmentation(cutmix_alpha=1.0)):
