@@ -130,7 +130,14 @@ class _Run:
                 _MOST_STEPS,
                 lambda pull: f"evaluation {pull // evaluated.num_batches + 1}, pull {pull % evaluated.num_batches + 1}",
             )
-        self.stream = LossStream(batch=config.batch, wait_of=self.infeed.take_wait_s, board=self.board)
+        self.stream = LossStream(
+            batch=config.batch,
+            wait_of=self.infeed.take_wait_s,
+            board=self.board,
+            on_nonfinite=lambda step: notify(
+                f"warning: the loss is no finite number since step {step}; a lower learning rate may help"
+            ),
+        )
         self.outfeed = Outfeed(self.stream.receive, self.board, self.transport)
         self.state_shape = jax.eval_shape(partial(_init_from_words, self.resolved.model), _key_words(0))
         self.num_params = count_params(self.state_shape.params)
