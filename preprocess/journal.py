@@ -16,9 +16,11 @@ from numpy.typing import NDArray
 from preprocess.arrays import PIXELS, shard_key
 from preprocess.channels import ChannelSums
 from preprocess.location import Location, ShardError
+from preprocess.owner import Owner
+from preprocess.split_files import delete_split_files, split_files
 
 PLAN_KEY = "journal/plan.json"
-_PREFIX = "journal/"
+JOURNAL = "journal/"
 _RECORDS = "journal/shards/"
 
 
@@ -89,8 +91,10 @@ class ShardRecord:
 class Journal:
     """The journal of one split."""
 
-    def __init__(self, location: Location) -> None:
+    def __init__(self, location: Location, owner: Owner | None = None) -> None:
+        """With ``owner``, nothing is noted once another process has taken the split over."""
         self._location = location
+        self._owner = owner
 
     def plan(self) -> dict[str, Any] | None:
         """The plan the unfinished pack was started with, or None when there is no unfinished pack.
@@ -104,7 +108,10 @@ class Journal:
         try:
             return dict(json.loads(text))
         except (ValueError, TypeError) as error:
-            raise ShardError(self._damaged(PLAN_KEY)) from error
+            raise ShardError(
+                f"{self._location.display}{PLAN_KEY}: the plan of the unfinished pack is damaged; clear the folder "
+                "yourself and pack again"
+            ) from error
 
     def begin(self, plan: dict[str, Any]) -> None:
         """Note the plan: from here on the pack can be continued."""
@@ -112,7 +119,13 @@ class Journal:
 
     def append(self, shard: int, record: ShardRecord) -> None:
         """Note shard file ``shard`` as finished; its file must have been written."""
+        self.check_owner()
         self._location.write(_record_key(shard), record.to_json().encode())
+
+    def check_owner(self) -> None:
+        """Make sure that the split is still this process's; raises ShardError when another one packs it."""
+        if self._owner is not None:
+            self._owner.check()
 
     def records(self) -> list[ShardRecord]:
         """The records of the shards 0, 1, 2, … up to the first one that is unfinished or whose file is gone.
@@ -141,8 +154,8 @@ class Journal:
     def delete(self) -> None:
         """Remove the journal; there need not be one."""
         # The plan last: while it stands, what is left is known as part of a pack.
-        self._location.delete_all(_RECORDS)
-        self._location.delete_all(_PREFIX)
+        delete_split_files(self._location, split_files(self._location, _RECORDS))
+        delete_split_files(self._location, [PLAN_KEY])
 
     def _damaged(self, key: str) -> str:
         return f"{self._location.display}{key}: the journal of the unfinished pack is damaged; pack with --overwrite"

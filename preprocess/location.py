@@ -64,8 +64,8 @@ class Location:
     def read_all(self, keys: Sequence[str]) -> list[bytes | None]:
         """The values at ``keys``, read at once; None where there is none. Raises as `read`."""
 
-        def start(store: ts.KvStore) -> _Reads:
-            return _Reads([store.read(key) for key in keys])
+        def start(store: ts.KvStore) -> _Several:
+            return _Several([store.read(key) for key in keys])
 
         values = self._wait("read its records", start)
         return [bytes(value.value) if value.state == "value" else None for value in values]
@@ -78,24 +78,27 @@ class Location:
         """
         self._wait(f"write {key}", lambda store: store.write(key, value))
 
+    def replace(self, key: str, value: bytes) -> bool:
+        """Put ``value`` at ``key`` unless somebody else writes there at the same time; whether it was put."""
+
+        def start(store: ts.KvStore) -> ts.Future[ts.KvStore.TimestampedStorageGeneration]:
+            found = store.read(key).result(timeout=STORE_TIMEOUT_S)
+            return store.write(key, value, if_equal=found.stamp.generation)
+
+        return bool(self._wait(f"write {key}", start).generation)
+
     def delete(self, key: str) -> None:
         """Remove ``key``; it need not exist."""
         self._wait(f"delete {key}", lambda store: store.write(key, None))
+
+    def delete_keys(self, keys: Sequence[str]) -> None:
+        """Remove ``keys``, all at once; they need not exist. Folders stay."""
+        self._wait("delete its files", lambda store: _Several([store.write(key, None) for key in keys]))
 
     def list_keys(self, prefix: str = "") -> list[str]:
         """All keys under this folder that start with ``prefix``, sorted."""
         found: Iterable[bytes] = self._wait("list it", lambda store: store.list(_prefix_range(prefix)))
         return sorted(key.decode() for key in found)
-
-    def delete_all(self, prefix: str = "") -> None:
-        """Remove every key under this folder that starts with ``prefix``, and the local folders left empty by it."""
-        self._wait("empty it", lambda store: store.delete_range(_prefix_range(prefix)))
-        folder = self.local_path
-        if folder is None or not folder.is_dir():
-            return
-        for path in sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True):
-            if path.relative_to(folder).as_posix().startswith(prefix.rstrip("/")) and not any(path.iterdir()):
-                path.rmdir()
 
     def _wait(self, action: str, operation: Any) -> Any:
         try:
@@ -112,8 +115,8 @@ class Location:
             ) from error
 
 
-class _Reads:
-    """Several reads under way, waited for as if they were one."""
+class _Several:
+    """Several operations under way, waited for as if they were one."""
 
     def __init__(self, futures: list[Any]) -> None:
         self._futures = futures
@@ -160,6 +163,11 @@ def reason(error: BaseException) -> str:
     """The first line of a TensorStore error without the details it trails in brackets (source positions, spec…)."""
     text = _TRAILING_DETAILS.split(str(error).replace("\\x00", "/"))[0]
     return text.splitlines()[0] if text else type(error).__name__
+
+
+def printable(name: str) -> str:
+    """The file name as it is, or quoted with escapes where a terminal could not show it or would obey it."""
+    return name if name.isprintable() else ascii(name)
 
 
 def _prefix_range(prefix: str) -> ts.KvStore.KeyRange:

@@ -19,6 +19,9 @@ FORMAT_VERSION = 1
 MANIFEST_KEY = "manifest.json"
 FAILURES_KEY = "failures.jsonl"
 
+# What tells a split's manifest from the many other files of that name.
+_TELLING_KEYS = frozenset({"format_version", "num_images", "source_digest"})
+
 
 @dataclass(frozen=True)
 class Manifest:
@@ -148,6 +151,15 @@ class Manifest:
         for name in ("class_counts", "channel_mean", "channel_std"):
             values[name] = tuple(values[name])
         return cls(**values)
+
+
+def is_manifest(text: bytes) -> bool:
+    """Whether ``text`` is a split's manifest of any version, though perhaps a damaged one, and no other program's."""
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(document, dict) and document.keys() >= _TELLING_KEYS
 
 
 def _image_class(entry: Any) -> ImageClass:

@@ -27,11 +27,13 @@ from preprocess.arrays import (
     write_array,
 )
 from preprocess.channels import ChannelSums
-from preprocess.journal import PLAN_KEY, Failure, Journal, ShardRecord
-from preprocess.location import Location, ShardError, reason
-from preprocess.manifest import FAILURES_KEY, MANIFEST_KEY, Manifest
+from preprocess.journal import JOURNAL, PLAN_KEY, Failure, Journal, ShardRecord
+from preprocess.location import Location, ShardError, printable, reason
+from preprocess.manifest import FAILURES_KEY, MANIFEST_KEY, Manifest, is_manifest
+from preprocess.owner import LOCK_KEY, OWNER_KEY, Owner
 from preprocess.pipeline import PackedImage, decode_in_order
-from preprocess.plan import PackSettings, check_same_plan, make_plan, plan_of
+from preprocess.plan import PackSettings, check_same_plan, is_plan, make_plan, plan_of
+from preprocess.split_files import delete_lock_files, delete_split_files, split_files
 
 if TYPE_CHECKING:
     from preprocess.listing import SourceSplit
@@ -93,7 +95,24 @@ def pack_split(
         KeyboardInterrupt: passed on once the shard being written is noted; run again to continue.
     """
     plan = make_plan(source, settings)
-    journal = Journal(location)
+    manifest = None if overwrite else _complete(location, plan)
+    if manifest is not None and not location.list_keys(JOURNAL):
+        return PackResult(manifest, read_failures(location), was_complete=True, num_resumed=0)
+    # Before the first file is written: a folder of somebody else's stays as it is.
+    _check_ours(location)
+    with Owner(location) as owner:
+        return _pack(source, location, Journal(location, owner), plan, settings, overwrite, on_progress)
+
+
+def _pack(
+    source: SourceSplit,
+    location: Location,
+    journal: Journal,
+    plan: dict[str, Any],
+    settings: PackSettings,
+    overwrite: bool,
+    on_progress: Callable[[PackProgress], None] | None,
+) -> PackResult:
     manifest = _begin(location, journal, plan, overwrite=overwrite)
     if manifest is not None:
         journal.delete()
@@ -121,7 +140,7 @@ def pack_split(
             if on_progress is not None:
                 on_progress(PackProgress(done, total, num_failed, num_resumed))
         writer.finish(total)
-    manifest = _finish(source, location, plan, settings, writer.records)
+    manifest = _finish(source, location, journal, plan, settings, writer.records)
     journal.delete()
     return PackResult(manifest, _failures(writer.records), was_complete=False, num_resumed=num_resumed)
 
@@ -142,22 +161,48 @@ def read_failures(location: Location) -> tuple[Failure, ...]:
         raise ShardError(f"{where}: not as it was written ({error}); pack the split again with --overwrite") from error
 
 
+def _complete(location: Location, plan: dict[str, Any]) -> Manifest | None:
+    """The manifest, when the split is complete and of the same plan; None when it isn't complete."""
+    text = location.read(MANIFEST_KEY)
+    if text is None or Journal(location).plan() == _CLEARING:
+        return None
+    if not is_manifest(text):
+        _check_ours(location)
+    manifest = Manifest.from_json(text, where=f"{location.display}{MANIFEST_KEY}")
+    check_same_plan(plan_of(manifest), plan | {"tool_versions": dict(manifest.tool_versions)}, location.display)
+    return manifest
+
+
+def _check_ours(location: Location) -> None:
+    """Make sure that the folder is empty or holds a pack, so that what is written or deleted in it is a pack's."""
+    plan = Journal(location).plan()
+    if plan is not None and (plan == _CLEARING or is_plan(plan)):
+        return
+    text = location.read(MANIFEST_KEY)
+    if text is not None and is_manifest(text):
+        return
+    others = [key for key in location.list_keys() if key not in (OWNER_KEY, LOCK_KEY)]
+    if others:
+        named = next((key for key in (MANIFEST_KEY, PLAN_KEY) if key in others), others[0])
+        raise ShardError(
+            f"{location.display} holds other files ({printable(named)}); choose an empty folder as DEST or clear this "
+            "one yourself"
+        )
+
+
 def _begin(location: Location, journal: Journal, plan: dict[str, Any], *, overwrite: bool) -> Manifest | None:
     """Make the folder ready; the manifest when the split is already complete."""
-    text = location.read(MANIFEST_KEY)
-    if text is None and location.read(PLAN_KEY) is None:
-        others = location.list_keys()
-        if others:
-            raise ShardError(
-                f"{location.display} holds other files ({others[0]}); choose an empty folder as DEST or clear this one"
-            )
-    elif overwrite or journal.plan() == _CLEARING:
-        _clear(location, journal)
-    elif text is not None:
-        manifest = Manifest.from_json(text, where=f"{location.display}{MANIFEST_KEY}")
-        check_same_plan(plan_of(manifest), plan | {"tool_versions": dict(manifest.tool_versions)}, location.display)
-        return manifest
+    # The owner holds the folder now, and before it did another process may have changed it.
+    _check_ours(location)
+    delete_lock_files(location)
     found = journal.plan()
+    if overwrite or found == _CLEARING:
+        _clear(location, journal)
+        found = None
+    else:
+        manifest = _complete(location, plan)
+        if manifest is not None:
+            return manifest
     if found is None:
         journal.begin(plan)
     else:
@@ -168,8 +213,8 @@ def _begin(location: Location, journal: Journal, plan: dict[str, Any], *, overwr
 def _clear(location: Location, journal: Journal) -> None:
     """Delete the pack and nothing else; interrupted, the next pack goes on deleting."""
     journal.begin(_CLEARING)
-    for prefix in (MANIFEST_KEY, f"{PIXELS}/", f"{LABELS}/", FAILURES_KEY):
-        location.delete_all(prefix)
+    delete_split_files(location, [MANIFEST_KEY])
+    delete_split_files(location, [key for key in split_files(location) if not key.startswith(JOURNAL)])
     journal.delete()
 
 
@@ -237,6 +282,7 @@ class _ShardWriter:
     def _write(self, shard: int, num_images: int) -> Any:
         if not num_images:
             return None
+        self._journal.check_owner()
         # A transaction makes it one write of one file. The words are copied into it, so the buffer is free at once.
         transaction = ts.Transaction()
         first = shard * self._shard_images
@@ -267,7 +313,12 @@ class _ShardWriter:
 
 
 def _finish(
-    source: SourceSplit, location: Location, plan: dict[str, Any], settings: PackSettings, records: list[ShardRecord]
+    source: SourceSplit,
+    location: Location,
+    journal: Journal,
+    plan: dict[str, Any],
+    settings: PackSettings,
+    records: list[ShardRecord],
 ) -> Manifest:
     labels = np.concatenate([record.labels for record in records])
     failures = _failures(records)
@@ -295,9 +346,11 @@ def _finish(
         num_failures=len(failures),
         tool_versions=plan["tool_versions"],
     )
+    journal.check_owner()
     create_array(location, PIXELS, _pixels_metadata(len(labels), settings))
     _write_labels(location, labels)
     location.write(FAILURES_KEY, "".join(f"{failure.to_json()}\n" for failure in failures).encode())
+    journal.check_owner()
     location.write(MANIFEST_KEY, manifest.to_json().encode())
     return manifest
 

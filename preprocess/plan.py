@@ -91,6 +91,11 @@ def make_plan(source: SourceSplit, settings: PackSettings) -> dict[str, Any]:
     return dict(json.loads(json.dumps(plan)))
 
 
+def is_plan(values: dict[str, Any]) -> bool:
+    """Whether ``values`` is a plan, of this version or another one."""
+    return values.keys() >= {"format_version", "num_candidates", "source_digest"}
+
+
 def plan_of(manifest: Manifest) -> dict[str, Any]:
     """The plan a finished split was made from."""
     return {

@@ -14,6 +14,7 @@ import tensorstore as ts
 
 from preprocess import pack as pack_module
 from preprocess import pipeline
+from preprocess import plan as plan_module
 from preprocess.arrays import create_array
 from preprocess.decode import ResizeRule
 from preprocess.journal import Journal
@@ -220,7 +221,7 @@ def test_overwriting_leaves_nothing_of_the_old_pack(tmp_path, source, expected):
 
 
 @pytest.mark.parametrize("is_complete", [True, False])
-@pytest.mark.parametrize("operation", range(7))
+@pytest.mark.parametrize("operation", range(9))
 def test_interrupted_while_deleting_the_old_pack_it_goes_on(
     tmp_path, source, expected, monkeypatch, operation, is_complete
 ):
@@ -240,7 +241,7 @@ def test_interrupted_while_deleting_the_old_pack_it_goes_on(
         return step
 
     with monkeypatch.context() as patched:
-        patched.setattr(Location, "delete_all", counted(Location.delete_all))
+        patched.setattr(Location, "delete_keys", counted(Location.delete_keys))
         patched.setattr(Journal, "begin", counted(Journal.begin))
         with pytest.raises(Stopped):
             pack(source, tmp_path / "again", overwrite=True)
@@ -250,19 +251,74 @@ def test_interrupted_while_deleting_the_old_pack_it_goes_on(
 
 
 def test_overwriting_spares_what_is_not_of_the_pack(tmp_path, source, expected):
-    pack(fake_source(3), tmp_path / "again")
-    (tmp_path / "again/train/notes.txt").write_text("mine")
+    pack(fake_source(30), tmp_path / "again")
+    mine = {
+        f"train/{name}": b"mine"
+        for name in (
+            *("notes.txt", "manifest.json.bak", "failures.jsonl.mine", "pixels/notes/n.txt", "pixels/c/9/x/0"),
+            *("pixels/c/7/0/0.old", "labels/c/3.txt", "journal2/plan.json", "journal/diary.txt", "pixels-mine/c/1/0/0"),
+        )
+    }
+    for name, content in mine.items():
+        path = tmp_path / "again" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    (tmp_path / "again/train/pixels-empty").mkdir()
+    (tmp_path / "again/train/empty").mkdir()
+    (tmp_path / "again/train/pixels/c/link").symlink_to(tmp_path / "again/train/empty")
+    (tmp_path / "again/train/labels-link").symlink_to(tmp_path / "again/train/empty")
     pack(source, tmp_path / "again", overwrite=True)
-    assert files_of(tmp_path / "again") == expected | {"train/notes.txt": b"mine"}
+    assert files_of(tmp_path / "again") == expected | mine
+    folders = {path.name for path in (tmp_path / "again/train").iterdir() if path.is_dir()}
+    assert folders >= {"pixels-empty", "empty", "labels-link"}
+    assert (tmp_path / "again/train/pixels/c/link").is_symlink()
+    assert not (tmp_path / "again/train/pixels/c/6").exists()
 
 
-def test_a_folder_with_other_files_is_left_alone(tmp_path, source):
-    (tmp_path / "train").mkdir()
-    (tmp_path / "train/thesis.tex").write_text("years of work")
-    for overwrite in (False, True):
-        with pytest.raises(ShardError, match=r"train/ holds other files \(thesis.tex\); choose an empty folder"):
-            pack(source, tmp_path, overwrite=overwrite)
-    assert (tmp_path / "train/thesis.tex").read_text() == "years of work"
+@pytest.mark.parametrize("name", ["manifest.json", "journal/plan.json"])
+@pytest.mark.parametrize("content", ['{"name": "my web app", "version": 3}', "{not json", "[]"])
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_a_folder_with_another_programs_manifest_is_left_alone(tmp_path, source, name, content, overwrite):
+    (tmp_path / "train/pixels/c/0/0").mkdir(parents=True)
+    (tmp_path / "train/pixels/c/0/0/0").write_text("a drawing")
+    (tmp_path / "train" / name).parent.mkdir(exist_ok=True)
+    (tmp_path / "train" / name).write_text(content)
+    before = files_of(tmp_path)
+    with pytest.raises(ShardError, match=r"clear (this one|the folder) yourself"):
+        pack(source, tmp_path, overwrite=overwrite)
+    assert files_of(tmp_path) == before
+
+
+def test_a_damaged_manifest_may_be_overwritten(tmp_path, source, expected):
+    path = tmp_path / "expected/train/manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_images": 3, "extra": 1}))
+    with pytest.raises(ShardError, match="--overwrite"):
+        pack(source, tmp_path / "expected")
+    pack(source, tmp_path / "expected", overwrite=True)
+    assert files_of(tmp_path / "expected") == expected
+
+
+def test_lock_files_of_a_killed_process_go(tmp_path, source, expected):
+    with pytest.raises(KeyboardInterrupt):
+        pack(source.but(raising={13: KeyboardInterrupt()}), tmp_path / "again")
+    split = tmp_path / "again/train"
+    ours = ("manifest.json.__lock", "pixels/c/1/0/0.__lock", "journal/plan.json.__lock")
+    for name in (*ours, "thesis.__lock"):
+        (split / name).write_text("")
+    pack(source, tmp_path / "again")
+    assert files_of(tmp_path / "again") == expected | {"train/thesis.__lock": b""}
+
+
+def test_other_programs_that_made_a_finished_pack_do_not_matter(tmp_path, source, monkeypatch):
+    pack(source, tmp_path)
+    monkeypatch.setattr(plan_module, "tool_versions", lambda: {"numpy": "9"})
+    assert pack(source, tmp_path).was_complete
+    # An unfinished one would hold shards of both.
+    with pytest.raises(KeyboardInterrupt):
+        pack(source.but(raising={13: KeyboardInterrupt()}), tmp_path / "again")
+    monkeypatch.setattr(plan_module, "tool_versions", lambda: {"numpy": "10"})
+    with pytest.raises(ShardError, match="tool_versions was numpy 9, is now numpy 10"):
+        pack(source, tmp_path / "again")
 
 
 def test_memory_holds_the_same_bytes_as_files(source, expected):

@@ -1,0 +1,70 @@
+"""Folders in stores: keys by prefix, conditional writes, and paths as users write them."""
+
+from pathlib import Path
+
+import pytest
+import tensorstore as ts
+
+from preprocess.location import open_location, printable
+from preprocess.split_files import delete_split_files, is_split_file, split_files
+
+
+@pytest.mark.parametrize("address", ["memory://x", "file"])
+def test_a_prefix_lists_its_keys_and_no_neighbours(tmp_path, address):
+    location = open_location(address if "://" in address else str(tmp_path), context=ts.Context())
+    for key in ("pixelr/a", "pixels", "pixels/a", "pixels/b/c", "pixels0", "pixels-mine/a", "pixelt/a", "pixelu"):
+        if key != "pixels" or "://" in address:
+            location.write(key, b"x")
+    assert location.list_keys("pixels/") == ["pixels/a", "pixels/b/c"]
+    assert location.list_keys("pixels-") == ["pixels-mine/a"]
+    assert [key for key in location.list_keys("pixel") if key != "pixels"] == [
+        *("pixelr/a", "pixels-mine/a", "pixels/a", "pixels/b/c", "pixels0", "pixelt/a", "pixelu")
+    ]
+
+
+def test_a_write_is_refused_when_somebody_else_wrote_meanwhile(monkeypatch):
+    location = open_location("memory://x", context=ts.Context())
+    assert location.replace("a", b"1")
+    assert location.replace("a", b"2")
+    assert location.read("a") == b"2"
+
+
+@pytest.mark.parametrize(
+    ("key", "is_ours"),
+    [
+        ("manifest.json", True),
+        ("pixels/zarr.json", True),
+        ("pixels/c/12/0/0", True),
+        ("labels/c/12", True),
+        ("journal/shards/00000001.json", True),
+        ("manifest.json.bak", False),
+        ("a/manifest.json", False),
+        ("pixels/c/1/0/1", False),
+        ("pixels/c/1/0/0/0", False),
+        ("labels/c/1/0", False),
+        ("journal/notes", False),
+        ("pixels/c/x/0/0", False),
+        ("manifestxjson", False),
+    ],
+)
+def test_the_files_of_a_split(key, is_ours):
+    assert is_split_file(key) == is_ours
+
+
+def test_only_own_files_and_empty_own_folders_are_deleted(tmp_path):
+    location = open_location(str(tmp_path))
+    for key in ("pixels/c/0/0/0", "pixels/c/1/0/0", "pixels/c/1/0/mine", "labels/c/0", "other/x"):
+        location.write(key, b"x")
+    (tmp_path / "other/empty").mkdir()
+    assert split_files(location) == ["labels/c/0", "pixels/c/0/0/0", "pixels/c/1/0/0"]
+    delete_split_files(location, location.list_keys())
+    left = {path.relative_to(tmp_path).as_posix() for path in Path(tmp_path).rglob("*")}
+    below_mine = {"pixels", "pixels/c", "pixels/c/1", "pixels/c/1/0", "pixels/c/1/0/mine"}
+    assert left == below_mine | {"other", "other/x", "other/empty"}
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"), [("Ära.jpg", "Ära.jpg"), ("\x1b[31m", r"'\x1b[31m'"), ("caf\udce9", r"'caf\udce9'")]
+)
+def test_names_that_a_terminal_would_obey_are_quoted(name, shown):
+    assert printable(name) == shown

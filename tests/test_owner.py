@@ -1,0 +1,161 @@
+"""One packer at a time: a second process is kept out, and one that was overtaken notes nothing more."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import tensorstore as ts
+
+from preprocess.location import Location, ShardError, open_location
+from preprocess.owner import LOCK_KEY, OWNER_KEY, Owner
+from tests.fake_source import FakeSource, fake_source, files_of, pack
+
+TIMEOUT_S = 60
+
+SLOW = """
+import sys, time
+from preprocess import pipeline
+from tests.fake_source import *
+pipeline._MAX_BLOCK_IMAGES = 1
+class Slow(FakeSource):
+    def read(self, index):
+        time.sleep(60 if index == 8 else 0)
+        return super().read(index)
+s = fake_source(14)
+pack(Slow(s.images, s.labels), sys.argv[1])
+"""
+
+
+@pytest.fixture
+def packing(tmp_path):
+    """Another process that packs 14 images at ``again`` and stands still after its first shard."""
+    process = subprocess.Popen([sys.executable, "-c", SLOW, str(tmp_path / "again")])
+    try:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not (tmp_path / "again/train/journal/shards/00000000.json").exists():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("is_suspended", [False, True])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_second_process_is_kept_out_until_the_first_one_dies(tmp_path, packing, is_suspended, overwrite):
+    if is_suspended:
+        packing.send_signal(signal.SIGSTOP)
+    before = files_of(tmp_path / "again")
+    with pytest.raises(ShardError, match=r"train/: another preprocess-imagenet is packing this split; stop one"):
+        pack(fake_source(9, seed=5), tmp_path / "again", overwrite=overwrite)
+    assert files_of(tmp_path / "again") == before
+    packing.kill()
+    packing.wait()
+    assert pack(fake_source(14), tmp_path / "again").num_resumed >= 4
+    pack(fake_source(14), tmp_path / "expected")
+    assert files_of(tmp_path / "again") == files_of(tmp_path / "expected")
+
+
+@pytest.mark.parametrize("at", range(1, 14))
+def test_whoever_is_overtaken_in_a_store_without_locks_stops_and_notes_nothing(at):
+    context = ts.Context()
+    location = open_location("memory://x", context=context).child("train")
+    later = fake_source(10, seed=1)
+
+    class Overtaken(FakeSource):
+        def read(self, index):
+            if index == at:
+                pack(later, "memory://x", context=context, overwrite=True)
+            return super().read(index)
+
+    source = fake_source(14)
+    with pytest.raises(ShardError, match="another preprocess-imagenet is packing"):
+        pack(Overtaken(source.images, source.labels), "memory://x", context=context)
+    left = {key: location.read(key) for key in location.list_keys()}
+    location = open_location("memory://y", context=context).child("train")
+    pack(later, "memory://y", context=context)
+    expected = {key: location.read(key) for key in location.list_keys()}
+    # A shard under way in that moment still arrives; everything that says what the split holds is the later one's.
+    assert {key: left[key] for key in expected if not key.startswith("pixels/c")} == {
+        key: value for key, value in expected.items() if not key.startswith("pixels/c")
+    }
+
+
+def test_of_two_that_start_at_once_one_is_refused(monkeypatch):
+    location = open_location("memory://x", context=ts.Context())
+    read = ts.KvStore.read
+
+    def overtaken(store, key):
+        found = read(store, key)
+        found.result()
+        store.write(key, b"the other").result()
+        return found
+
+    monkeypatch.setattr(ts.KvStore, "read", overtaken)
+    with pytest.raises(ShardError, match="another preprocess-imagenet"), Owner(location):
+        pass
+    monkeypatch.undo()
+    assert location.read(OWNER_KEY) == b"the other"
+
+
+def test_nothing_stays_behind(tmp_path):
+    location = open_location(str(tmp_path / "x"))
+    with Owner(location) as owner:
+        owner.check()
+        assert (tmp_path / "x" / LOCK_KEY).exists()
+    assert list((tmp_path / "x").iterdir()) == []
+
+
+def test_a_folder_that_may_not_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(ShardError, match=r"file/: can't write journal/lock: Not a directory"),
+        Owner(open_location(str(tmp_path / "file"))),
+    ):
+        pass
+
+
+def test_a_lock_file_that_its_holder_removed_is_made_again(tmp_path, monkeypatch):
+    import fcntl
+
+    location = open_location(str(tmp_path))
+    flock = fcntl.flock
+    count = 0
+
+    def removed_at_first(descriptor, how):
+        nonlocal count
+        flock(descriptor, how)
+        count += 1
+        if count == 1:
+            (tmp_path / LOCK_KEY).unlink()
+
+    monkeypatch.setattr(fcntl, "flock", removed_at_first)
+    with Owner(location):
+        assert count == 2
+        with pytest.raises(ShardError, match="another"), Owner(location):
+            pass
+
+
+def test_where_the_system_has_no_locks_the_record_remains(tmp_path, monkeypatch):
+    import fcntl
+
+    def refuse(*_):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    location = open_location(str(tmp_path))
+    with Owner(location) as first, Owner(location) as second:
+        second.check()
+        with pytest.raises(ShardError, match="another preprocess-imagenet"):
+            first.check()
+
+
+def test_the_record_of_another_is_not_removed(tmp_path):
+    location: Location = open_location(str(tmp_path))
+    with Owner(location):
+        location.write(OWNER_KEY, b"another")
+    assert location.read(OWNER_KEY) == b"another"
