@@ -33,7 +33,12 @@ class TarStore:
     tar: TarFile
 
     def read(self, name: str, offset: int, size: int) -> bytes:  # noqa: ARG002 - the offset says it all
-        """Returns the `size` bytes at `offset`."""
+        """Returns the `size` bytes at `offset`.
+
+        Raises:
+            OSError: the archive cannot be read, or has been written to since it was opened.
+        """
+        self.tar.check_unchanged()
         return self.tar.read(offset, size)
 
     def close(self) -> None:

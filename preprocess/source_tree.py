@@ -21,6 +21,9 @@ NAME_FILES = ("classes.txt", "LOC_synset_mapping.txt")
 # Only for telling an image that lies outside every class folder; inside one, everything is tried.
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm"})
 
+# Not every system has these; Windows needs O_BINARY, and has no pipes among its files.
+_READ_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+
 _SYSTEM_FILES = frozenset({"thumbs.db", "desktop.ini", "__macosx"})
 
 
@@ -31,11 +34,33 @@ class FolderStore:
     root: Path
 
     def read(self, name: str, offset: int, size: int) -> bytes:  # noqa: ARG002 - a file is read whole
-        """Returns the content of the file `root/name`."""
-        return (self.root / name).read_bytes()
+        """Returns the content of the file `root/name`.
+
+        Raises:
+            OSError: the file cannot be read.
+            SourceError: it is no longer a file of `size` bytes, as it was when it was listed.
+        """
+        # A pipe that has taken the file's place would otherwise wait for a writer for ever.
+        descriptor = os.open(self.root / name, _READ_FLAGS)
+        with open(descriptor, "rb", buffering=0) as file:  # noqa: PTH123 - a descriptor has no path
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise SourceError("the file has changed since it was listed: it is no file any more; run again")
+            if status.st_size != size:
+                raise _changed(size, status.st_size)
+            content = file.read(size)
+        if len(content) != size:
+            raise _changed(size, len(content))
+        return content
 
     def close(self) -> None:
         """Has nothing to close: each file is closed once it is read."""
+
+
+def _changed(listed_bytes: int, found_bytes: int) -> SourceError:
+    return SourceError(
+        f"the file has changed since it was listed: {listed_bytes} bytes then, {found_bytes} now; run again"
+    )
 
 
 def is_hidden(name: str) -> bool:

@@ -4,6 +4,7 @@ What is understood: folders of classes, alone or below `train/`, `val/`, `test/`
 in place; Kaggle's ImageNet tree; a plain tar archive of class folders. `data/README.md` shows each.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -25,7 +26,7 @@ from preprocess.selection import held_out, pack_order
 from preprocess.source_kaggle import find_kaggle_tree, kaggle_openers
 from preprocess.source_tars import TRAIN_ARCHIVE, VAL_ARCHIVE, imagenet_openers, tar_openers
 from preprocess.source_tree import list_folder, split_folders, split_openers
-from preprocess.tarindex import BLOCK, is_tar
+from preprocess.tarindex import BLOCK, is_tar, open_tar
 
 __all__ = ["ImageClass", "Source", "SourceError", "SourceImage", "SourceSplit", "open_source"]
 
@@ -142,11 +143,13 @@ def _recognise(root: Path) -> Layout:
 
 
 def _recognise_file(path: Path) -> Layout:
+    tar = open_tar(path)
     try:
-        with path.open("rb") as file:
-            head = file.read(BLOCK)
+        head = tar.read(0, min(BLOCK, tar.num_bytes))
     except OSError as error:
         raise SourceError(f"{path} cannot be read: {error.strerror}") from error
+    finally:
+        os.close(tar.descriptor)
     if head.startswith(_COMPRESSED):
         raise SourceError(f"{path} is compressed, so its images cannot be read in place; unpack it and give the folder")
     if not is_tar(head):

@@ -5,7 +5,9 @@ each header's checksum must hold, an archive must end with its empty block, and 
 Format: POSIX.1-1988 (ustar), POSIX.1-2001 (pax) and GNU long names.
 """
 
+import errno
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,11 +32,29 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class TarFile:
-    """An open archive: a descriptor of the file, which is only read with `pread`, its path and its length."""
+    """An open archive.
+
+    Attributes:
+        descriptor: of the file, which is only read with `pread`.
+        path: of the file.
+        num_bytes: its length when it was opened.
+        modified_ns: when it had been written to for the last time before it was opened.
+    """
 
     descriptor: int
     path: Path
     num_bytes: int
+    modified_ns: int
+
+    def check_unchanged(self) -> None:
+        """Makes sure that offsets found earlier still mean the same.
+
+        Raises:
+            OSError: ESTALE, the archive has been written to since it was opened.
+        """
+        status = os.fstat(self.descriptor)
+        if (status.st_size, status.st_mtime_ns) != (self.num_bytes, self.modified_ns):
+            raise OSError(errno.ESTALE, f"{self.path} has changed since it was listed")
 
     def read(self, offset: int, size: int) -> bytes:
         """Returns `size` bytes from `offset`, from any thread.
@@ -65,13 +85,18 @@ def open_tar(path: Path) -> TarFile:
     """Opens an archive for `members`; the caller closes the descriptor.
 
     Raises:
-        SourceError: the file cannot be opened.
+        SourceError: the file cannot be opened, or is none.
     """
+    flags = ("O_RDONLY", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY")  # a pipe would wait for a writer
     try:
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        descriptor = os.open(path, sum(getattr(os, flag, 0) for flag in flags))
     except OSError as error:
         raise SourceError(f"{path} cannot be opened: {error.strerror}") from error
-    return TarFile(descriptor, path, os.fstat(descriptor).st_size)
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise SourceError(f"{path} is no file; give the folder or archive with the images")
+    return TarFile(descriptor, path, status.st_size, status.st_mtime_ns)
 
 
 def is_tar(head: bytes) -> bool:

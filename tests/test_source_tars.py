@@ -1,5 +1,6 @@
 """ImageNet's archives and tar archives of class folders, read in place."""
 
+import errno
 import gc
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -125,6 +126,26 @@ def test_closing_closes_and_reading_then_fails(archives):
     assert num_descriptors() == before
     with pytest.raises(OSError, match="Bad file descriptor"):
         split.read(0)
+
+
+def test_an_archive_that_is_written_to_is_the_machines_trouble(archives):
+    # Not one image's: were each later image noted as a failure, the trouble would stay hidden.
+    with open_source(archives, splits=("train",)) as source:
+        split = source.splits["train"]
+        split.read(0)
+        with (archives / TRAIN).open("ab") as file:
+            file.write(b"more")
+        with pytest.raises(OSError, match=r"img_train\.tar has changed since it was listed") as caught:
+            split.read(0)
+        assert caught.value.errno == errno.ESTALE
+
+
+def test_a_pipe_is_no_source(tmp_path):
+    os.mkfifo(tmp_path / "set.tar")
+    before = num_descriptors()
+    with pytest.raises(SourceError, match=r"set\.tar is no file; give the folder or archive"):
+        open_source(tmp_path / "set.tar")
+    assert num_descriptors() == before
 
 
 def test_threads_read_the_same_bytes(archives):

@@ -149,6 +149,44 @@ def test_a_huge_file_is_refused_unread(tmp_path):
         source.splits["train"].read(0)
 
 
+@pytest.mark.parametrize("content", [b"", b"longer than before", None])
+def test_a_file_that_changed_after_it_was_listed_is_refused(tmp_path, content):
+    grow(tmp_path, ["a/1.jpg"])
+    with open_source(tmp_path) as source:
+        (tmp_path / "a" / "1.jpg").unlink()
+        if content is None:
+            os.mkfifo(tmp_path / "a" / "1.jpg")  # reading it would wait for a writer
+            message = "changed since it was listed: it is no file any more; run again"
+        else:
+            (tmp_path / "a" / "1.jpg").write_bytes(content)
+            message = f"changed since it was listed: 7 bytes then, {len(content)} now; run again"
+        with pytest.raises(SourceError, match=message):
+            source.splits["train"].read(0)
+
+
+def test_a_file_that_grew_enormous_is_not_read(tmp_path):
+    grow(tmp_path, ["a/1.jpg"])
+    with open_source(tmp_path) as source:
+        os.truncate(tmp_path / "a" / "1.jpg", 2**40)  # sparse
+        with pytest.raises(SourceError, match="7 bytes then, 1099511627776 now"):
+            source.splits["train"].read(0)
+
+
+def test_a_file_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
+    grow(tmp_path, ["a/1.jpg"])
+    real = os.fstat
+
+    def fstat(descriptor):
+        status = real(descriptor)
+        os.truncate(tmp_path / "a" / "1.jpg", 3)
+        return status
+
+    with open_source(tmp_path) as source:
+        monkeypatch.setattr(os, "fstat", fstat)
+        with pytest.raises(SourceError, match="7 bytes then, 3 now"):
+            source.splits["train"].read(0)
+
+
 def test_pipes_and_sockets_are_refused(tmp_path, monkeypatch):
     grow(tmp_path, ["a/1.jpg"])
     os.mkfifo(tmp_path / "a" / "pipe.jpg")
