@@ -57,6 +57,18 @@ def augment_batch(
     Raises:
         ValueError: where the augmentation does not fit the images or an odd batch is to be mixed.
     """
+    images, own_share = augment_images(augmentation, pixels, positions, seed_words, scale)
+    return images, make_targets(labels, own_share, num_classes)
+
+
+def augment_images(
+    augmentation: Augmentation, pixels: jax.Array, positions: Positions, seed_words: jax.Array, scale: PixelScale
+) -> tuple[jax.Array, jax.Array | None]:
+    """Makes a device's part of a batch into images; arguments and errors as `augment_batch`, which knows the classes.
+
+    Returns:
+        images float32 [b, h, w, 3], and each image's own share of its target, float32 [b], None where nothing is mixed.
+    """
     augmentation.check_batch(pixels.shape[0])
     height, width = augmentation.output_shape(*pixels.shape[1:])
     keys = image_keys(seed_words, positions)
@@ -65,15 +77,21 @@ def augment_batch(
         flips = to_choice(draw_words(keys, Purpose.FLIP)[:, 0, 0], augmentation.horizontal_flip)
         pixels = flip_horizontally(pixels, flips)
     pixels = jitter_colours(augmentation, pixels, keys)
-    targets = one_hot_or_nan(labels, num_classes)
+    own_share = None
     if augmentation.mixes:
-        images, targets = _mix(augmentation, pixels, targets, keys, scale)
+        images, own_share = _mix(augmentation, pixels, keys, scale)
     else:
         images = unpack_pixels(pixels, scale)
     if augmentation.erasing:
         words = draw_words(keys, Purpose.ERASING, BLOCKS_OF_ERASING)
         images = erase(images, draw_erased(words, height, width, augmentation.erasing))
-    return images, targets
+    return images, own_share
+
+
+def make_targets(labels: jax.Array, own_share: jax.Array | None, num_classes: int) -> jax.Array:
+    """Makes int32 [b] labels into targets float32 [b, K], mixed with their partners' where `augment_images` mixed."""
+    targets = one_hot_or_nan(labels, num_classes)
+    return targets if own_share is None else mix_targets(targets, own_share)
 
 
 def prepare_for_evaluation(pixels: jax.Array, size: int | None, scale: PixelScale) -> jax.Array:
@@ -132,7 +150,7 @@ def jitter_colours(augmentation: Augmentation, pixels: jax.Array, keys: jax.Arra
 
 
 def _mix(
-    augmentation: Augmentation, pixels: jax.Array, targets: jax.Array, keys: jax.Array, scale: PixelScale
+    augmentation: Augmentation, pixels: jax.Array, keys: jax.Array, scale: PixelScale
 ) -> tuple[jax.Array, jax.Array]:
     mixture = draw_mixture(
         keys,
@@ -140,11 +158,10 @@ def _mix(
         mixup_alpha=augmentation.mixup_alpha,
         cutmix_alpha=augmentation.cutmix_alpha,
     )
-    targets = mix_targets(targets, mixture.own_target)
     if augmentation.cutmix_alpha:
         pixels = paste_partners(pixels, mixture.box)
     if not augmentation.mixup_alpha:
-        return unpack_pixels(pixels, scale), targets
+        return unpack_pixels(pixels, scale), mixture.own_target
     levels = mix_levels(jnp.stack(split_planes(pixels), axis=-1), mixture.own_level)
     # The formula of unpack_pixels, on levels between the whole ones.
-    return (levels / 255 - scale.mean) / scale.std, targets
+    return (levels / 255 - scale.mean) / scale.std, mixture.own_target

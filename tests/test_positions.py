@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from engine.positions import Positions, Purpose, draw_words, image_keys, positions, to_choice, to_index, to_unit
 from tests.threefry_reference import threefry, words_at
 
+words_of = jax.jit(draw_words, static_argnums=(1, 2))
+
 
 def joined(at):
     return [int(high) << 32 | int(low) for high, low in zip(*at, strict=True)]
@@ -78,7 +80,7 @@ def test_draws_equal_the_reference(seed):
     numbers = [0, 1, 2**32 - 1, 2**32, 3 * 2**40 + 5]
     keys = image_keys(seed_words(seed), at_positions(numbers))
     for purpose in Purpose:
-        words = draw_words(keys, purpose, 3)
+        words = words_of(keys, purpose, 3)
         assert words.dtype == jnp.uint32
         expected = [[words_at(seed, number, purpose, block) for block in range(3)] for number in numbers]
         np.testing.assert_array_equal(words, np.array(expected, np.uint32))
@@ -99,7 +101,7 @@ def test_the_purposes_keep_their_numbers():
 
 def test_no_two_draws_are_alike():
     draws = [
-        draw_words(image_keys(seed_words(seed), at_positions([0, 1, 2, 2**32, 2**32 + 1])), purpose, 16)
+        words_of(image_keys(seed_words(seed), at_positions([0, 1, 2, 2**32, 2**32 + 1])), purpose, 16)
         for seed in (0, 1, 2**32)
         for purpose in Purpose
     ]
