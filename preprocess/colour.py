@@ -13,7 +13,8 @@ def to_grey_or_rgb(image: Image.Image) -> Image.Image:
     - Transparent images are laid on white, which is what a viewer shows; Pillow's own `convert("RGB")` would uncover
       whatever colour the transparent pixels happen to hold.
     - CMYK becomes (255 − ink) · (255 − black) / 255. Pillow has already undone Adobe's inverted JPEG inks.
-    - More than 8 bits are scaled, not clipped: 0 … 65535 to 0 … 255, rounded; a 32-bit integer must lie in that range.
+    - Grey of more than 8 bits is scaled, not clipped: 0 … 65535 to 0 … 255, rounded; a 32-bit integer must lie in that
+      range. Of 16-bit colour and of 16-bit grey with alpha Pillow has kept the high byte, at most one level from it.
     - Floats in 0 … 1 are scaled to 0 … 255; in 0 … 255 they are taken as they are.
 
     Raises:
@@ -22,7 +23,7 @@ def to_grey_or_rgb(image: Image.Image) -> Image.Image:
     if image.mode in ("L", "RGB") and "transparency" not in image.info:
         return image
     if image.mode == "I" or image.mode.startswith("I;16"):
-        return Image.fromarray(_from_sixteen_bits(np.asarray(image)))
+        return Image.fromarray(_from_sixteen_bits(np.asarray(image), image.info.get("transparency")))
     if image.mode == "F":
         return Image.fromarray(_from_floats(np.asarray(image)))
     if image.has_transparency_data:
@@ -38,12 +39,15 @@ def _on_white(image: Image.Image) -> Image.Image:
     return Image.alpha_composite(white, rgba).convert("RGB")
 
 
-def _from_sixteen_bits(values: np.ndarray) -> np.ndarray:
+def _from_sixteen_bits(values: np.ndarray, transparent: int | None) -> np.ndarray:
     wide = values.astype(np.int64)
     low, high = int(wide.min()), int(wide.max())
     if low < 0 or high > 65535:
         raise ValueError(f"integer pixels run from {low} to {high}; 0 … 65535 is understood, save it with 8 or 16 bits")
-    return ((wide + 128) // 257).astype(np.uint8)  # 65535 = 255 · 257
+    levels = ((wide + 128) // 257).astype(np.uint8)  # 65535 = 255 · 257
+    if transparent is not None:
+        levels[wide == transparent] = 255
+    return levels
 
 
 def _from_floats(values: np.ndarray) -> np.ndarray:

@@ -7,6 +7,7 @@ out, and only the two rare formats whose plugins can still warn are opened one a
 """
 
 import io
+import re
 import struct
 import threading
 import warnings
@@ -31,8 +32,14 @@ _EXIF_HEADER = b"Exif\0\0"
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _PNG_PIXEL_CHUNKS = frozenset({b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"})
 
-# JPEG markers without a length field: TEM, RST0–7, SOI, EOI.
-_JPEG_BARE_MARKERS = frozenset({0x01, *range(0xD0, 0xDA)})
+_PNG_GREY, _PNG_RGB = 0, 2
+
+# A marker with a length field: not a stuffed or fill byte (00, FF), TEM (01), RST0–7, SOI, EOI (D0–D9). In C and in one
+# pass: a loop in Python over 32 MiB of fill bytes kept all other threads from the interpreter for 20 s.
+_JPEG_SEGMENT = re.compile(rb"\xff[^\x00\x01\xd0-\xd9\xff]")
+# Pillow looks at junk byte by byte and at segments and chunks one by one, in Python.
+_MAX_JPEG_JUNK_BYTES = 2**16
+_MAX_PARTS = 2**16
 _JPEG_START_OF_SCAN = 0xDA
 _JPEG_APP1 = 0xE1
 # APP1–APP13, APP15 and comments are metadata. APP0 (JFIF) and APP14 (Adobe) decide the colour transform and stay.
@@ -90,7 +97,7 @@ def open_pixels(encoded: bytes, known: Format, *, max_pixels: int) -> tuple[Imag
         The loaded image, and the EXIF orientation (1 to 8) that is still to be applied.
 
     Raises:
-        ValueError: the image is too large or has no pixels.
+        ValueError: the image is too large, or its parts are beyond what an image has.
         Exception: whatever Pillow makes of damaged bytes.
     """
     orientation = 1
@@ -101,14 +108,21 @@ def open_pixels(encoded: bytes, known: Format, *, max_pixels: int) -> tuple[Imag
     with _pillow_warnings_off() if known.may_warn else nullcontext():
         image = known.opener(io.BytesIO(encoded))
         width, height = image.size
-        if width < 1 or height < 1:
-            raise ValueError(f"the {known.name} header announces {width}×{height} pixels")
         if width * height > max_pixels:
             raise ValueError(f"{width}×{height} is more than the {max_pixels} pixels allowed in one image")
         image.load()
+    if known.name == "PNG":
+        _scale_transparent_grey(image, encoded)
     if known.name == "WebP":
         orientation = exif_orientation(image.info.get("exif", b""))
     return image, orientation  # Pillow itself turns a TIFF the right way up
+
+
+def _scale_transparent_grey(image: Image.Image, encoded: bytes) -> None:
+    """Pillow scales grey of 2 and 4 bits to 8, but not the grey that stands for transparent."""
+    depth, colour = _png_depth_and_colour(encoded)
+    if colour == _PNG_GREY and depth in (2, 4) and "transparency" in image.info:
+        image.info["transparency"] *= 255 // (2**depth - 1)
 
 
 def exif_orientation(exif: bytes) -> int:
@@ -137,30 +151,37 @@ def strip_jpeg(encoded: bytes) -> tuple[bytes, int]:
 
     Returns:
         The file without comments, EXIF, XMP, profiles and thumbnails, and the EXIF orientation (1 to 8).
+
+    Raises:
+        ValueError: more segments or junk ahead of the pixels than any image has.
     """
     kept = [encoded[:2]]
     orientation = None
     position = copied = 2
-    while (start := encoded.find(b"\xff", position)) >= 0:
-        position = start
-        while encoded[position + 1 : position + 2] == b"\xff":  # fill bytes belong to the marker they precede
-            position += 1
-        if position + 4 > len(encoded):
+    junk_bytes = num_segments = 0
+    while position < len(encoded):
+        found = _JPEG_SEGMENT.search(encoded, position)
+        start = found.start() if found else len(encoded)
+        junk_bytes += start - position
+        num_segments += 1
+        if junk_bytes > _MAX_JPEG_JUNK_BYTES or num_segments > _MAX_PARTS:
+            raise ValueError(
+                f"{junk_bytes} bytes of junk and {num_segments} segments come before the pixels; "
+                f"{_MAX_JPEG_JUNK_BYTES} and {_MAX_PARTS} are allowed"
+            )
+        if start + 4 > len(encoded) or encoded[start + 1] == _JPEG_START_OF_SCAN:
             break
-        marker = encoded[position + 1]
-        if marker == 0 or marker in _JPEG_BARE_MARKERS:
-            position += 2
-            continue
-        if marker == _JPEG_START_OF_SCAN:
-            break
-        stop = position + 2 + int.from_bytes(encoded[position + 2 : position + 4])
-        if marker in _JPEG_METADATA_MARKERS and stop <= len(encoded):
-            payload = encoded[position + 4 : stop]
+        marker = encoded[start + 1]
+        cut = start
+        while cut > position and encoded[cut - 1] == 0xFF:  # fill bytes belong to the marker they precede
+            cut -= 1
+        position = start + 2 + int.from_bytes(encoded[start + 2 : start + 4])
+        if marker in _JPEG_METADATA_MARKERS and position <= len(encoded):
+            payload = encoded[start + 4 : position]
             if marker == _JPEG_APP1 and orientation is None and payload.startswith(_EXIF_HEADER):
                 orientation = exif_orientation(payload)
-            kept.append(encoded[copied:start])
-            copied = stop
-        position = stop
+            kept.append(encoded[copied:cut])
+            copied = position
     kept.append(encoded[copied:])
     return b"".join(kept), orientation or 1
 
@@ -170,16 +191,34 @@ def strip_png(encoded: bytes) -> tuple[bytes, int]:
 
     Returns:
         The file with its header, palette, transparency and pixels alone, and the EXIF orientation (1 to 8).
+
+    Raises:
+        ValueError: a chunk is longer than what is left of the file, there are more chunks than any image has, or one
+            16-bit colour stands for transparent, of which Pillow compares 8 bits.
     """
     kept = [_PNG_SIGNATURE]
     orientation = 1
     position = len(_PNG_SIGNATURE)
+    num_chunks = 0
     while position + 8 <= len(encoded):
         length, kind = struct.unpack_from(">I4s", encoded, position)
         stop = position + 12 + length
+        num_chunks += 1
+        if num_chunks > _MAX_PARTS:
+            raise ValueError(f"it has more than {_MAX_PARTS} chunks")
         if kind in _PNG_PIXEL_CHUNKS:
+            if stop - 4 > len(encoded):
+                left = len(encoded) - position - 8
+                raise ValueError(f"its chunk {kind.decode()} is truncated: it says {length} bytes, {left} are there")
             kept.append(encoded[position:stop])
         elif kind == b"eXIf":
             orientation = exif_orientation(encoded[position + 8 : stop - 4])
+        if kind == b"tRNS" and _png_depth_and_colour(encoded) == (16, _PNG_RGB):
+            raise ValueError("one 16-bit colour stands for transparent (tRNS); save it with an alpha channel")
         position = stop
     return b"".join(kept), orientation
+
+
+def _png_depth_and_colour(encoded: bytes) -> tuple[int, int]:
+    """Returns bits a channel and colour type of the header, which always comes first."""
+    return encoded[24], encoded[25]

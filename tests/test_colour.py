@@ -1,6 +1,8 @@
 """Every colour mode against its arithmetic in numpy."""
 
 import io
+import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -94,6 +96,45 @@ def test_sixteen_bits_are_scaled_and_rounded():
     np.testing.assert_array_equal(decoded(Image.fromarray(values.astype(np.int32)), "TIFF"), expected)
     portable = b"P5 16 16 65535\n" + values.astype(">u2").tobytes()
     np.testing.assert_array_equal(decode_image(portable, RULE), expected)
+
+
+def test_every_sixteen_bit_value_is_rounded_to_the_nearest_level():
+    values = np.arange(65536, dtype=np.uint16).reshape(256, 256)
+    file = io.BytesIO()
+    Image.fromarray(values).save(file, "PNG")
+    found = decode_image(file.getvalue(), ResizeRule(size=256, resize=256, resample="nearest"))
+    # The nearest level to v / 257 in whole numbers; 257 is odd, so no value lies halfway.
+    expected = (2 * values.astype(np.int64) + 257) // 514
+    np.testing.assert_array_equal(found, three(expected))
+
+
+def png(depth, colour, pixels, width, transparent):
+    def chunk(kind, payload):
+        return struct.pack(">I", len(payload)) + kind + payload + struct.pack(">I", zlib.crc32(kind + payload))
+
+    rows = b"".join(b"\0" + pixels for _ in range(width))
+    header = struct.pack(">IIBBBBB", width, width, depth, colour, 0, 0, 0)
+    chunks = chunk(b"IHDR", header) + chunk(b"tRNS", struct.pack(f">{len(transparent)}H", *transparent))
+    return b"\x89PNG\r\n\x1a\n" + chunks + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("transparent", [0, 1, 3])
+def test_a_grey_that_stands_for_transparent_is_white_at_any_depth(depth, transparent):
+    most = 2**depth - 1
+    values = [place % (most + 1) for place in range(16)]
+    packed = sum(value << depth * (15 - place) for place, value in enumerate(values)).to_bytes(2 * depth)
+    row = [255 if value == transparent else round(value * 255 / most) for value in values]
+    found = decode_image(png(depth, 0, packed, 16, (transparent,)), RULE)
+    np.testing.assert_array_equal(found, three(np.tile(np.array(row), (16, 1))))
+
+
+def test_a_sixteen_bit_colour_that_stands_for_transparent_is_refused():
+    encoded = png(16, 2, bytes([1, 2] * 48), 16, (0x102, 0x102, 0x102))
+    with pytest.raises(DecodeError, match=r"16-bit colour stands for transparent \(tRNS\); save it with an alpha"):
+        decode_image(encoded, RULE)
+    eight = decode_image(png(8, 2, bytes([7] * 48), 16, (7, 7, 7)), RULE)
+    assert (eight == 255).all()
 
 
 def test_sixteen_bit_colour_keeps_its_scale():

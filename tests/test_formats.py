@@ -99,6 +99,29 @@ def test_jpeg_padding_and_junk_between_segments_is_stepped_over():
     np.testing.assert_array_equal(np.asarray(image), np.asarray(Image.open(io.BytesIO(plain))))
 
 
+@pytest.mark.parametrize(
+    "filling", [b"\xff", b"\xff\x00", b"\xff\xd0", b"junk", segment(0xE1, b""), segment(0xDB, b"")], ids=repr
+)
+def test_endless_junk_or_segments_are_refused_at_once(filling):
+    # Each of these took Pillow or a loop here many seconds in Python, with every other thread waiting.
+    plain = encode(NOISE, "JPEG")
+    known = sniff(plain)
+    assert known is not None
+    for rest in (plain[2:], b""):
+        encoded = plain[:2] + filling * (2**24 // len(filling)) + rest
+        with pytest.raises(ValueError, match=r"\d+ bytes of junk and \d+ segments come before the pixels"):
+            open_pixels(encoded, known, max_pixels=10**6)
+
+
+def test_some_junk_is_stepped_over():
+    plain = encode(NOISE, "JPEG")
+    known = sniff(plain)
+    assert known is not None
+    for filling in (b"\xff" * 60000, b"\xff\x00" * 30000, segment(0xE1, b"x" * 60000) * 20):
+        image, _ = open_pixels(plain[:2] + filling + plain[2:], known, max_pixels=10**6)
+        np.testing.assert_array_equal(np.asarray(image), np.asarray(Image.open(io.BytesIO(plain))))
+
+
 def test_the_scan_is_never_searched_for_markers():
     plain = encode(NOISE, "JPEG")
     trailer = segment(0xE1, exif_block(6)) + b"\xff\xd9"
@@ -120,6 +143,51 @@ def test_png_keeps_what_makes_its_pixels():
         + chunk(b"eXIf", exif_block(5).removeprefix(b"Exif\0\0"))
     )
     assert strip_png(plain[:33] + metadata + plain[33:]) == (plain, 5)
+
+
+def test_endless_png_chunks_are_refused_at_once():
+    plain = encode(NOISE, "PNG")
+    for kind in (b"tEXt", b"IDAT"):
+        with pytest.raises(ValueError, match="it has more than 65536 chunks"):
+            strip_png(plain[:33] + chunk(kind, b"") * 70000 + plain[33:])
+
+
+@pytest.mark.parametrize(("kind", "length"), [(b"IHDR", 2**31), (b"IDAT", 2**32 - 1), (b"IDAT", 5000)])
+def test_a_png_chunk_beyond_the_end_is_named(kind, length):
+    encoded = bytearray(encode(NOISE, "PNG"))
+    place = encoded.index(kind)
+    encoded[place - 4 : place] = struct.pack(">I", length)
+    left = len(encoded) - place - 4
+    with pytest.raises(
+        ValueError, match=f"its chunk {kind.decode()} is truncated: it says {length} bytes, {left} are there"
+    ):
+        strip_png(bytes(encoded))
+
+
+@pytest.mark.parametrize("num_bytes", [1, 4, 12])
+def test_a_png_without_its_very_end_still_has_its_pixels(num_bytes):
+    encoded = encode(NOISE, "PNG")[:-num_bytes]
+    known = sniff(encoded)
+    assert known is not None
+    image, _ = open_pixels(encoded, known, max_pixels=10**6)
+    np.testing.assert_array_equal(np.asarray(image), np.asarray(NOISE))
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "num_bytes"), [("PNG", 16, 4), ("GIF", None, 2), ("BMP", 18, 4), ("JPEG", None, 2), ("PPM", 3, 2)]
+)
+def test_an_image_without_pixels_is_refused(kind, place, num_bytes):
+    encoded = bytearray(encode(NOISE, kind))
+    if kind == "GIF":
+        place = encoded.index(b"\x2c\0\0\0\0") + 5
+        encoded[6:8] = b"\0\0"
+    elif kind == "JPEG":
+        place = encoded.index(b"\xff\xc0") + 7
+    encoded[place : place + num_bytes] = b" 0" if kind == "PPM" else bytes(num_bytes)
+    known = sniff(bytes(encoded))
+    assert known is not None
+    with pytest.raises((ValueError, SyntaxError, OSError)):
+        open_pixels(bytes(encoded), known, max_pixels=10**6)
 
 
 @pytest.mark.parametrize(
