@@ -20,6 +20,7 @@ _FILE_TYPES = frozenset(b"0\x007")
 _FOLDER_TYPE = ord("5")
 _LONG_NAME, _PAX_MEMBER, _PAX_ALL = ord("L"), ord("x"), ord("g")
 _MAX_EXTENSION_BYTES = 2**20
+_SPARSE = "GNU.sparse."  # how all pax keywords of a file that GNU tar stored without its holes begin
 _KINDS = {
     ord("1"): "a hard link",
     ord("2"): "a symbolic link",
@@ -27,6 +28,7 @@ _KINDS = {
     ord("4"): "a device",
     ord("6"): "a pipe",
     ord("K"): "a link",
+    ord("S"): "stored with holes",
 }
 
 
@@ -115,12 +117,13 @@ def members(tar: TarFile, start: int = 0, stop: int | None = None, inside: str =
 
     Raises:
         SourceError: the archive is truncated or damaged (with the offset), or has a member that could write or read
-            outside a folder it is unpacked to: an absolute path, one with "..", a link or a device.
+            outside a folder it is unpacked to (an absolute path, one with "..", a link or a device), or one whose bytes
+            are not all there (GNU's sparse files).
     """
     stop = tar.num_bytes if stop is None else stop
     where = f"{tar.path}!{inside}" if inside else str(tar.path)
     position = start
-    extended: dict[str, str] = {}
+    extended: dict[str, str] = {}  # what extension headers say of the member that follows
     while True:
         block = _read_block(tar, position, stop, where)
         if not any(block):
@@ -143,11 +146,9 @@ def members(tar: TarFile, start: int = 0, stop: int | None = None, inside: str =
         if kind == _PAX_ALL:
             continue
         name = extended.get("path") or _plain_name(block)
+        _refuse_unsafe(name, kind, where, sparse=_SPARSE in extended)
         extended = {}
-        if kind == _FOLDER_TYPE:
-            continue
-        _refuse_unsafe(name, kind, where)
-        if not name.endswith("/"):
+        if kind != _FOLDER_TYPE and not name.endswith("/"):  # before POSIX, a folder was a file with such a name
             yield Member("/".join(part for part in name.split("/") if part not in ("", ".")), data, size)
 
 
@@ -196,7 +197,7 @@ def _plain_name(block: bytes) -> str:
 
 
 def _extension(tar: TarFile, kind: int, data: int, size: int, where: str) -> dict[str, str]:
-    """Returns what an extension header says of the next member: its path, and in pax its size as well."""
+    """Returns what an extension header says of the next member: its path, in pax also its size and if it is sparse."""
     if size > _MAX_EXTENSION_BYTES:
         raise SourceError(f"{where} is damaged: an extension header of {size} bytes at byte {data}")
     content = tar.read(data, size)
@@ -210,14 +211,15 @@ def _extension(tar: TarFile, kind: int, data: int, size: int, where: str) -> dic
         key, _, value = content[len(length) + 1 : int(length) - 1].partition(b"=")
         if key in (b"path", b"size"):
             records[key.decode()] = value.decode("utf-8", "surrogateescape")
+        elif key.startswith(_SPARSE.encode()):
+            records[_SPARSE] = ""
         content = content[int(length) :]
     return records
 
 
-def _refuse_unsafe(name: str, kind: int, where: str) -> None:
-    if kind not in _FILE_TYPES:
-        raise SourceError(
-            f"{where} is refused: its member {name} is {_KINDS.get(kind, f'of type {chr(kind)!r}')}, not a file"
-        )
+def _refuse_unsafe(name: str, kind: int, where: str, *, sparse: bool) -> None:
+    if sparse or (kind not in _FILE_TYPES and kind != _FOLDER_TYPE):
+        what = "stored with holes" if sparse else _KINDS.get(kind, f"of type {chr(kind)!r}")
+        raise SourceError(f"{where} is refused: its member {name} is {what}, not a file")
     if name.startswith("/") or ".." in name.split("/"):
         raise SourceError(f"{where} is refused: its member {name} has a path that leads out of the archive")

@@ -128,13 +128,63 @@ def attack(kind=tarfile.REGTYPE, name="a/x.jpg", link=""):
         (attack(tarfile.CHRTYPE), r"a device, not a file"),
         (attack(tarfile.BLKTYPE), r"a device, not a file"),
         (attack(tarfile.FIFOTYPE), r"a pipe, not a file"),
-        (attack(tarfile.GNUTYPE_SPARSE), r"of type 'S', not a file"),
+        (attack(tarfile.GNUTYPE_SPARSE), r"a/x\.jpg is stored with holes, not a file"),
+        (attack(b"V"), r"of type 'V', not a file"),
+        (attack(tarfile.DIRTYPE, name="../d"), r"its member \.\./d/ has a path that leads out"),
+        (attack(tarfile.DIRTYPE, name="/etc"), r"its member /etc/ has a path that leads out"),
         (attack(tarfile.SYMTYPE, link="l" * 200), r"a link, not a file"),
     ],
 )
 def test_unsafe_members_are_refused_by_name(listed, content, message):
     with pytest.raises(SourceError, match=message):
         listed(content)
+
+
+@pytest.mark.parametrize("keyword", ["GNU.sparse.major", "GNU.sparse.map", "GNU.sparse.name", "GNU.sparse.realsize"])
+def test_a_member_that_pax_calls_sparse_is_refused(listed, keyword):
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        info = tarfile.TarInfo("a/x.jpg")
+        info.pax_headers = {keyword: "1"}
+        archive.addfile(info)
+    with pytest.raises(SourceError, match=r"its member a/x\.jpg is stored with holes, not a file"):
+        listed(file.getvalue())
+
+
+def test_headers_for_all_members_are_passed_over(listed):
+    file = io.BytesIO()
+    with tarfile.open(
+        fileobj=file, mode="w", format=tarfile.PAX_FORMAT, pax_headers={"comment": "a note", "size": "7"}
+    ) as archive:
+        for name in ("a/1.jpg", LONG):
+            info = tarfile.TarInfo(name)
+            info.size = 3
+            archive.addfile(info, io.BytesIO(b"one"))
+    assert listed(file.getvalue()) == [("a/1.jpg", b"one"), (LONG, b"one")]
+
+
+def test_a_folder_from_before_posix_is_no_file(listed):
+    assert listed(attack(name="a/") + tar_bytes([])) == []
+    folder = tarfile.TarInfo("a/").tobuf(tarfile.USTAR_FORMAT)
+    assert listed(folder + tar_bytes([("a/1.jpg", b"one")])) == [("a/1.jpg", b"one")]
+
+
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME])
+def test_an_extension_header_that_would_fill_the_memory_is_refused(listed, kind):
+    def content(num_bytes):
+        info = tarfile.TarInfo("extension")
+        info.type, info.size = kind, num_bytes
+        if kind == tarfile.XHDTYPE:
+            record = f"{num_bytes} comment=".encode()
+            body = record + b"x" * (num_bytes - len(record) - 1) + b"\n"
+        else:
+            body = b"a/1.jpg\0" + bytes(num_bytes - 8)
+        padding = bytes(-num_bytes % BLOCK)
+        return info.tobuf(tarfile.GNU_FORMAT) + body + padding + tar_bytes([("a/1.jpg", b"one")])
+
+    assert listed(content(2**20)) == [("a/1.jpg", b"one")]
+    with pytest.raises(SourceError, match="damaged: an extension header of 1048577 bytes at byte 512"):
+        listed(content(2**20 + 1))
 
 
 def test_truncation_names_the_file_and_the_offset(listed):
