@@ -26,6 +26,14 @@ def test_the_second_compilation_comes_from_the_folder(tmp_path):
         assert not compile_traced(trace_ahead(make_function(), x)).from_cache
 
 
+def test_off_keeps_nothing_and_makes_no_folder_of_that_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with caching_compilations("off"):
+        assert jax.config.jax_compilation_cache_dir is None
+        compile_traced(trace_ahead(lambda x: jnp.cos(x) @ x, jnp.ones((19, 19))))
+    assert not list(tmp_path.iterdir())
+
+
 def test_jax_settings_are_put_back_after_a_failure_too(tmp_path):
     before = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
     try:

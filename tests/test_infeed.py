@@ -44,6 +44,26 @@ def test_a_pull_gives_the_batch_of_its_step_and_a_quiet_control_word():
     feeder.close()
 
 
+@pytest.mark.timeout(60)
+def test_the_wait_for_a_late_batch_is_told_once():
+    pulling = threading.Event()
+
+    def late(step):
+        if step == 1:
+            assert pulling.wait(30)
+            time.sleep(0.5)
+        return toy_batch(step)
+
+    infeed, feeder, _, pull = make_infeed(late)
+    pull(0)
+    threading.Timer(0.1, pulling.set).start()
+    pull(1)
+    # Of 0.5 s and more; the rest is for a machine that is slow to begin the pull.
+    assert infeed.take_wait_s(1) >= 0.2
+    assert infeed.take_wait_s(1) == 0
+    feeder.close()
+
+
 def test_shards_of_a_step_get_its_rows():
     _, feeder, _, pull = make_infeed(toy_batch, num_shards=2)
     for step in range(2):

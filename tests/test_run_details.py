@@ -1,0 +1,130 @@
+"""What a run promises in a word or a number: each of these held by accident until something broke it."""
+
+import json
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import engine.run_folder
+from engine import train
+from engine.control import ControlBoard, encode_control
+from engine.run import plan_run
+from engine.whole_file import write_whole
+from tests.fake_source import fake_source, pack
+from tests.toy import BATCH, SIZE, Linear, toy_batch, toy_config
+
+IMAGE_BYTES = 4 * SIZE * SIZE
+LABEL_BYTES = 4
+
+
+class Records:
+    """Keeps every record, and tells when one of a step has come."""
+
+    def __init__(self, awaited=0):
+        self.losses, self.awaited, self.has_come = [], awaited, threading.Event()
+
+    def open(self):
+        pass
+
+    def write(self, record):
+        self.losses.append(record)
+        if record.step == self.awaited:
+            self.has_come.set()
+
+    def write_evaluation(self, record):
+        pass
+
+    def close(self):
+        pass
+
+
+def run_and_record(**values):
+    records = Records()
+    result = train(toy_config(steps=12, **values), model=Linear(), batches=toy_batch, sinks=[records])
+    return result.losses, np.array([record.lr for record in records.losses], np.float32)
+
+
+def test_the_control_words_factor_multiplies_the_learning_rate_of_the_update_and_of_the_record(monkeypatch):
+    whole_losses, whole_rates = run_and_record(learning_rate=0.1)
+    half_losses, half_rates = run_and_record(learning_rate=0.05)
+    monkeypatch.setattr(ControlBoard, "words", lambda _: encode_control(0, 0.5))
+    losses, rates = run_and_record(learning_rate=0.1)
+    # To the bit: a half is a power of two.
+    np.testing.assert_array_equal(losses, half_losses)
+    np.testing.assert_array_equal(rates, half_rates)
+    np.testing.assert_array_equal(rates, whole_rates / 2)
+    assert losses[0] == whole_losses[0]
+    assert not np.array_equal(losses, whole_losses)
+
+
+def test_the_program_works_in_the_memory_of_the_state_that_it_is_given():
+    plan = plan_run(toy_config(), model=Linear(), batches=toy_batch)
+    # Float32 parameters at the least; the optimiser's state comes on top.
+    assert plan.compiled.memory_bytes["reused"] >= 4 * plan.num_params
+
+
+@pytest.mark.parametrize("level", [0, 255])
+def test_blank_images_train(level, tmp_path):
+    source = fake_source(12, size=SIZE)
+    pack(source.but(images=np.full_like(source.images, level)), tmp_path)
+    config = toy_config(steps=6, data=tmp_path, num_classes=None)
+    assert np.isfinite(train(config, model=Linear()).losses).all()
+
+
+def test_all_64_bits_of_the_seed_count():
+    seeds = (5, 5 + 2**32, 5 + 2**62)
+    first = [
+        float(train(toy_config(steps=1, seed=seed), model=Linear(), batches=toy_batch).losses[0]) for seed in seeds
+    ]
+    assert len(set(first)) == len(seeds)
+
+
+def test_what_the_loop_waited_for_a_batch_is_told_at_its_step_and_in_the_whole():
+    slow_step, sleep_s = 3, 0.5
+    records = Records(awaited=slow_step)
+
+    def sleeping(step):
+        if step == slow_step:
+            assert records.has_come.wait(30)  # the program is then at its next pull
+            time.sleep(sleep_s)
+        return toy_batch(step)
+
+    result = train(toy_config(steps=5), model=Linear(), batches=sleeping, sinks=[records])
+    by_step = {record.step: record.wait_ms for record in records.losses}
+    # The rest is for a machine that is slow to go from the third update to its next pull.
+    assert by_step[slow_step + 1] >= 200
+    assert result.wait_s == pytest.approx(sum(by_step.values()) / 1e3)
+    assert result.train_s >= sleep_s
+    assert result.train_s >= result.wait_s
+
+
+def test_weights_that_cannot_be_written_fail_a_run_that_was_well(tmp_path, monkeypatch):
+    def full(path, content):
+        if path.name == "model.safetensors":
+            raise OSError(28, "No space left on device", str(path))
+        write_whole(path, content)
+
+    monkeypatch.setattr(engine.run_folder, "write_whole", full)
+    with pytest.raises(OSError, match=r"No space left on device.*model\.safetensors"):
+        train(toy_config(steps=3, run_dir=tmp_path / "run"), model=Linear(), batches=toy_batch)
+    end = json.loads((tmp_path / "run/result.json").read_text())
+    assert end["steps_done"] == 3
+    assert "No space left on device" in end["error"]
+
+
+def test_a_run_of_no_step_leaves_its_end_and_no_weights(tmp_path):
+    result = train(toy_config(steps=0, run_dir=tmp_path / "run"), model=Linear(), batches=toy_batch)
+    assert result.steps_done == 0
+    assert json.loads((tmp_path / "run/result.json").read_text())["steps_done"] == 0
+    assert not (tmp_path / "run/model.safetensors").exists()
+
+
+@pytest.mark.parametrize("prefetch", [1, 3])
+def test_the_memory_of_the_batches_read_ahead_is_told_to_the_byte(prefetch):
+    ring_bytes = prefetch * BATCH * (IMAGE_BYTES + LABEL_BYTES)
+    config = toy_config(prefetch=prefetch)
+    assert plan_run(config, model=Linear(), batches=toy_batch).ring_bytes == ring_bytes
+    evaluation = toy_batch(0, batch=20)
+    assert plan_run(config, model=Linear(), batches=toy_batch, evaluation=evaluation).ring_bytes == 2 * ring_bytes
