@@ -90,6 +90,8 @@ def open_source(
         SourceError: nothing is recognised, a split is missing or empty, the splits disagree about the classes, an
             archive is damaged or unsafe, an argument is out of range.
     """
+    if "://" in str(path):
+        raise SourceError(f"SOURCE must be a folder or tar archive on this machine, found {path}; copy it here first")
     root = Path(path)
     if limit is not None and limit < 1:
         raise SourceError(f"limit must be at least 1 image a split, found {limit}")
@@ -119,6 +121,7 @@ def _recognise(root: Path) -> Layout:
         raise SourceError(f"{root} does not exist")
     if not root.is_dir():
         return _recognise_file(root)
+    _refuse_shards(root)
     archives = imagenet_openers(root)
     if archives:
         return Layout("ImageNet's archives of " + " and ".join(archives), archives)
@@ -140,6 +143,17 @@ def _recognise(root: Path) -> Layout:
         if (Path(each.path) / "train").is_dir():
             raise SourceError(f"{root} is not a folder of classes: {each.name}/ has a train/ folder; give {each.path}")
     return Layout("a folder of class folders", split_openers(root, {"train": root}))
+
+
+def _refuse_shards(root: Path) -> None:
+    """Tells a set that was packed already: it would pass for a folder of the classes "labels" and "pixels"."""
+    candidates = (root, *(Path(each.path) for each in list_folder(root)[0]))
+    packed = next((each for each in candidates if (each / "pixels" / "zarr.json").is_file()), None)
+    if packed is not None:
+        raise SourceError(
+            f"{root} holds shards that were packed already, in {packed}: train on them with run-train --data, "
+            "or give the images that they were made from"
+        )
 
 
 def _recognise_file(path: Path) -> Layout:

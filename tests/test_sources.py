@@ -2,11 +2,13 @@
 
 import gzip
 import io
+import os
 import tarfile
 
 import pytest
 
 from preprocess.sources import SourceError, open_source
+from tests.fake_source import fake_source, pack
 
 
 @pytest.fixture
@@ -124,6 +126,44 @@ def test_images_are_made_on_demand_and_bounded(tree):
 def test_a_path_that_is_not_there(tmp_path):
     with pytest.raises(SourceError, match="nowhere does not exist"):
         open_source(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("where", ["gs://bucket/set", "s3://bucket/set.tar", "file:///data/set"])
+def test_a_url_is_no_source(where):
+    with pytest.raises(
+        SourceError, match=f"SOURCE must be a folder or tar archive on this machine, found {where}; copy"
+    ):
+        open_source(where)
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_pack_is_not_packed_again(tmp_path, finished):
+    pack(fake_source(5), tmp_path / "shards")
+    split = tmp_path / "shards" / "train"
+    if not finished:
+        (split / "manifest.json").unlink()
+    for path in (tmp_path / "shards", split):
+        with pytest.raises(SourceError, match=r"holds shards that were packed already, in .*train: train on them"):
+            open_source(path)
+
+
+def test_a_failure_closes_what_was_opened(tree, tmp_path_factory):
+    around = tmp_path_factory.mktemp("around")
+    with tarfile.open(around / "set.tar", "w") as tar:
+        for name in ("train/a/1.jpg", "train/b/1.jpg", "val/a/1.jpg"):
+            tar.addfile(tarfile.TarInfo(name))
+    opened, closed = [], []
+    for fails, message in (({}, "train has 1 classes that val lacks: b"), ({"splits": ("dev",)}, "has no split dev")):
+        with pytest.MonkeyPatch.context() as patch:
+            real_open, real_close = os.open, os.close
+            patch.setattr(os, "open", lambda *args, real=real_open: opened.append(real(*args)) or opened[-1])
+            patch.setattr(
+                os, "close", lambda descriptor, real=real_close: closed.append(descriptor) or real(descriptor)
+            )
+            with pytest.raises(SourceError, match=message):
+                open_source(around / "set.tar", **fails)
+    assert len(opened) >= 4
+    assert sorted(closed) == sorted(opened)
 
 
 def test_files_that_are_no_archive(tmp_path):
