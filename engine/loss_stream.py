@@ -149,7 +149,7 @@ class LossStream:
 
     def _wait_for_room(self, lane: "_Lane") -> None:
         deadline = time.monotonic() + _PUSH_TIMEOUT_S
-        while lane.is_behind() and not self._board.is_stop_requested() and not self._is_closed:
+        while lane.is_behind() and not self._board.is_stop_requested():
             if time.monotonic() >= deadline:
                 lane.give_up()
                 self._keep(

@@ -154,9 +154,15 @@ def test_equal_sinks_are_told_apart():
 
 def test_the_first_failure_stays():
     first, second = OSError("first"), OSError("second")
-    stream = run_stream(
-        RecordingSink(write_error=second, write_error_at=4), RecordingSink(write_error=first, write_error_at=2)
-    )
+    gate = threading.Event()
+    late = RecordingSink(write_error=second, gate=gate)
+    stream = make_stream()
+    stream.start([late, RecordingSink(write_error=first)])
+    stream.receive(pushed(1))
+    wait_until(lambda: stream.failure is not None)
+    gate.set()
+    stream.close()
+    assert late.calls == ["open", "write", "close"]
     assert stream.failure is first
 
 
