@@ -6,9 +6,14 @@ shard is written as one file. Any Zarr 3 reader opens both. Knows the metadata, 
 
 from __future__ import annotations
 
+import hashlib
+import re
+from collections.abc import Iterable
 from typing import Any, Literal
 
+import numpy as np
 import tensorstore as ts
+from numpy.typing import NDArray
 
 from preprocess.listing import MAX_CLASSES
 from preprocess.location import STORE_TIMEOUT_S, Location, ShardError, reason
@@ -31,6 +36,8 @@ LABELS_PER_CHUNK = 1 << 10
 LABELS_PER_SHARD = 1 << 20
 LABEL_CACHE_BYTES = 32 << 20
 
+_MISMATCH = re.compile(r'Expected "\w+" of .*|Mismatch in "codecs"')
+_SHARD_ENTRY = re.compile(r'Error reading shard entry \{[^}]*\}/\{[^}]*\} in [^"]*"[^"]*": ')
 _LITTLE_ENDIAN = {"name": "bytes", "configuration": {"endian": "little"}}
 _CHECKSUM = {"name": "crc32c"}
 
@@ -79,18 +86,35 @@ def write_array(location: Location, name: str, metadata: dict[str, Any]) -> ts.T
     return _open(location, name, {"metadata": metadata}, ts.OpenMode(open=True, assume_metadata=True))
 
 
-def read_array(location: Location, name: str, *, cache_bytes: int = 0) -> ts.TensorStore:
+def read_array(
+    location: Location, name: str, metadata: dict[str, Any] | None = None, *, cache_bytes: int = 0
+) -> ts.TensorStore:
     """Open the array ``name`` for reading; a chunk that is not there is an error, never a fill value.
 
+    Args:
+        location: the split's folder.
+        name: ``pixels`` or ``labels``.
+        metadata: what its metadata must be (shape, type, shards, codecs, fill value), as `pixels_metadata` gives it.
+        cache_bytes: memory for shard indices and chunks.
+
     Raises:
-        ShardError: no such array, or its metadata can't be read.
+        ShardError: no such array, its metadata can't be read, or is not ``metadata``.
     """
-    spec = {
+    spec: dict[str, Any] = {} if metadata is None else {"metadata": metadata}
+    spec |= {
         "fill_missing_data_reads": False,
         "recheck_cached_data": "open",
         "cache_pool": {"total_bytes_limit": cache_bytes},
     }
     return _open(location, name, spec, ts.OpenMode(open=True))
+
+
+def words_digest(parts: Iterable[NDArray[np.unsignedinteger]]) -> str:
+    """SHA-256 of the numbers in ``parts``, one after the other, each little-endian; hexadecimal."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(np.ascontiguousarray(part, part.dtype.newbyteorder("<")).data)
+    return digest.hexdigest()
 
 
 def shard_key(shard: int, rank: int) -> str:
@@ -105,9 +129,12 @@ def damage(error: BaseException) -> str:
         return "the shard file, or the image in it, is missing"
     if "Digest mismatch" in text:
         return "the checksum does not match, the bytes have changed"
+    if "Existing shard has size" in text or "is not valid for value of size" in text:
+        return "the shard file is truncated"
     if isinstance(error, TimeoutError):
         return "no answer from the store"
-    return text
+    # Without the image's place in the shard, so that the same damage to many images is told once.
+    return _SHARD_ENTRY.sub("", text)
 
 
 def _open(location: Location, name: str, spec: dict[str, Any], mode: ts.OpenMode) -> ts.TensorStore:
@@ -115,10 +142,10 @@ def _open(location: Location, name: str, spec: dict[str, Any], mode: ts.OpenMode
     try:
         return ts.open(spec, context=location.context, open_mode=mode).result(timeout=STORE_TIMEOUT_S)
     except (ValueError, OSError, RuntimeError, TimeoutError) as error:
-        raise ShardError(
-            f"{location.display}{name}: the array can't be opened: {reason(error)}; "
-            "pack the split again with --overwrite"
-        ) from error
+        text = reason(error)
+        mismatch = _MISMATCH.search(text)
+        what = f"the array is not as it was packed: {mismatch[0]}" if mismatch else f"the array can't be opened: {text}"
+        raise ShardError(f"{location.display}{name}: {what}; pack the split again with --overwrite") from error
 
 
 def _metadata(

@@ -42,10 +42,11 @@ class Failure:
 
     def to_json(self) -> str:
         """One line of ``failures.jsonl``, without the line's end."""
-        return json.dumps(asdict(self), ensure_ascii=False)
+        # Escapes, because a file name need not be UTF-8.
+        return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, line: str) -> Failure:
+    def from_json(cls, line: bytes) -> Failure:
         """Read what `to_json` wrote; raises TypeError or ValueError when it is something else."""
         return cls(**json.loads(line))
 
@@ -60,6 +61,7 @@ class ShardRecord:
         labels: uint16 ``[n]``, the classes of the images in the shard file; n is 0 when only failures were left.
         failures: the images in between that could not be packed.
         sums: channel sums of the images in the shard file.
+        digest: SHA-256 of the shard file's pixels as little-endian words, hexadecimal.
     """
 
     start: int
@@ -67,12 +69,13 @@ class ShardRecord:
     labels: NDArray[np.uint16]
     failures: tuple[Failure, ...]
     sums: ChannelSums
+    digest: str
 
     def to_json(self) -> str:
         """The record as JSON text."""
         values = {"start": self.start, "stop": self.stop, "labels": self.labels.tolist()}
         failures = [asdict(failure) for failure in self.failures]
-        return json.dumps(values | {"failures": failures, "sums": asdict(self.sums)})
+        return json.dumps(values | {"failures": failures, "sums": asdict(self.sums), "digest": self.digest})
 
     @classmethod
     def from_json(cls, text: bytes) -> ShardRecord:
@@ -85,6 +88,7 @@ class ShardRecord:
             labels=np.array(values["labels"], np.uint16),
             failures=tuple(Failure(**failure) for failure in values["failures"]),
             sums=ChannelSums(sums["num_pixels"], tuple(sums["total"]), tuple(sums["squares"])),
+            digest=values["digest"],
         )
 
 
@@ -107,7 +111,7 @@ class Journal:
             return None
         try:
             return dict(json.loads(text))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise ShardError(
                 f"{self._location.display}{PLAN_KEY}: the plan of the unfinished pack is damaged; clear the folder "
                 "yourself and pack again"
@@ -115,7 +119,7 @@ class Journal:
 
     def begin(self, plan: dict[str, Any]) -> None:
         """Note the plan: from here on the pack can be continued."""
-        self._location.write(PLAN_KEY, json.dumps(plan, ensure_ascii=False).encode())
+        self._location.write(PLAN_KEY, json.dumps(plan).encode())
 
     def append(self, shard: int, record: ShardRecord) -> None:
         """Note shard file ``shard`` as finished; its file must have been written."""
@@ -142,7 +146,7 @@ class Journal:
                 break
             try:
                 record = ShardRecord.from_json(text or b"")
-            except (KeyError, TypeError, ValueError) as error:
+            except (KeyError, TypeError, ValueError, RecursionError) as error:
                 raise ShardError(self._damaged(key)) from error
             if record.start != (records[-1].stop if records else 0):
                 raise ShardError(self._damaged(key))

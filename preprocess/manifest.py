@@ -5,7 +5,9 @@ Owns the manifest's fields, their checks and its strict JSON form. Does not touc
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -19,6 +21,8 @@ FORMAT_VERSION = 1
 MANIFEST_KEY = "manifest.json"
 FAILURES_KEY = "failures.jsonl"
 
+_DIGEST_KEY = "manifest_digest"
+_DIGEST = re.compile("[0-9a-f]{64}")
 # What tells a split's manifest from the many other files of that name.
 _TELLING_KEYS = frozenset({"format_version", "num_images", "source_digest"})
 
@@ -44,6 +48,11 @@ class Manifest:
         source_digest: SHA-256 of the source's listing, hexadecimal.
         num_failures: images that could not be packed; ``failures.jsonl`` names each.
         tool_versions: versions of the programs that decide the pixels, by name.
+        shard_digests: SHA-256 of each shard file's pixels as little-endian words, hexadecimal.
+        labels_digest: the same of all labels.
+        failures_digest: SHA-256 of ``failures.jsonl``.
+
+    On disk there is one field more, ``manifest_digest``, the SHA-256 of all others.
     """
 
     format_version: int
@@ -62,6 +71,9 @@ class Manifest:
     source_digest: str
     num_failures: int
     tool_versions: Mapping[str, str]
+    shard_digests: tuple[str, ...]
+    labels_digest: str
+    failures_digest: str
 
     def __post_init__(self) -> None:
         if self.format_version != FORMAT_VERSION:
@@ -77,6 +89,13 @@ class Manifest:
             value = getattr(self, name)
             is_valid = len(value) == 3 and all(type(part) is float and 0 <= part <= 1 for part in value)
             _require(is_valid, f"{name} is three numbers from 0 to 1", value)
+        _require(
+            len(self.shard_digests) == self.num_shards,
+            f"shard_digests has {self.num_shards} entries",
+            len(self.shard_digests),
+        )
+        for digest in (*self.shard_digests, self.labels_digest, self.failures_digest):
+            _require(type(digest) is str and _DIGEST.fullmatch(digest) is not None, "a digest is a SHA-256", digest)
 
     def _check_classes(self) -> None:
         counts = self.class_counts
@@ -108,21 +127,25 @@ class Manifest:
 
     def to_json(self) -> str:
         """The manifest as JSON text, the same bytes for the same manifest."""
-        return json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n"
+        document = asdict(self)
+        # Escapes, because a class folder's name need not be UTF-8.
+        return json.dumps(document | {_DIGEST_KEY: _digest(document)}, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str | bytes, *, where: str = MANIFEST_KEY) -> Manifest:
         """Read what `to_json` wrote; ``where`` is the place named in errors.
 
         Raises:
-            ShardError: not JSON, an unknown or missing key, a newer format version, or a value out of its range.
+            ShardError: not JSON, an unknown or missing key, a newer format version, a value out of its range, or any
+                value that is not the one that was written.
         """
+        remedy = "restore the file, or clear the split's folder yourself and pack again"
         try:
             document = json.loads(text)
-        except ValueError as error:
-            raise ShardError(f"{where}: not valid JSON ({error}); pack the split again with --overwrite") from error
+        except (ValueError, RecursionError) as error:
+            raise ShardError(f"{where}: not valid JSON ({error}); {remedy}") from error
         if not isinstance(document, dict):
-            raise ShardError(f"{where}: a manifest is a JSON object, found {type(document).__name__}")
+            raise ShardError(f"{where}: a manifest is a JSON object, found {type(document).__name__}; {remedy}")
         try:
             return cls._from_document(document)
         except ShardError as error:
@@ -134,23 +157,34 @@ class Manifest:
         version = document.get("format_version")
         if version != FORMAT_VERSION or type(version) is not int:
             raise ShardError(_version_message(version))
-        known = {field.name for field in fields(cls)}
+        known = {field.name for field in fields(cls)} | {_DIGEST_KEY}
         for kind, keys in (("unknown", set(document) - known), ("missing", known - set(document))):
             if keys:
                 raise ShardError(
                     f"{kind} key {', '.join(sorted(keys))}; restore the file or pack again with --overwrite"
                 )
         values = dict(document)
-        for name in ("classes", "class_counts", "channel_mean", "channel_std"):
+        noted = values.pop(_DIGEST_KEY)
+        for name in ("classes", "class_counts", "channel_mean", "channel_std", "shard_digests"):
             _require(isinstance(values[name], list), f"{name} is a list", values[name])
         for name in ("resize_rule", "tool_versions"):
             _require(isinstance(values[name], dict), f"{name} is an object", values[name])
         for name in ("layout", "codec", "source_digest"):
             _require(isinstance(values[name], str), f"{name} is text", values[name])
         values["classes"] = tuple(_image_class(entry) for entry in values["classes"])
-        for name in ("class_counts", "channel_mean", "channel_std"):
+        for name in ("class_counts", "channel_mean", "channel_std", "shard_digests"):
             values[name] = tuple(values[name])
-        return cls(**values)
+        manifest = cls(**values)
+        if noted != _digest(asdict(manifest)):
+            raise ShardError(
+                f"some value was changed after packing ({_DIGEST_KEY} does not match); restore the file or pack the "
+                "split again with --overwrite"
+            )
+        return manifest
+
+
+def _digest(document: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 def is_manifest(text: bytes) -> bool:

@@ -7,6 +7,7 @@ interruptions. The manifest is written last.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from preprocess.arrays import (
     labels_metadata,
     pixels_metadata,
     shard_key,
+    words_digest,
     write_array,
 )
 from preprocess.channels import ChannelSums
@@ -156,7 +158,7 @@ def read_failures(location: Location) -> tuple[Failure, ...]:
     if text is None:
         raise ShardError(f"{where} is missing; pack the split again with --overwrite")
     try:
-        return tuple(Failure.from_json(line) for line in text.decode().splitlines())
+        return tuple(Failure.from_json(line) for line in text.split(b"\n")[:-1])
     except (TypeError, ValueError) as error:
         raise ShardError(f"{where}: not as it was written ({error}); pack the split again with --overwrite") from error
 
@@ -274,7 +276,8 @@ class _ShardWriter:
         self._settle()
         labels = np.array(self._labels, np.uint16)
         sums = ChannelSums.from_array(len(labels) * self._words[0].size, self._sums)
-        record = ShardRecord(self._start, stop, labels, tuple(self._failures), sums)
+        digest = words_digest([self._words[: len(labels)]])
+        record = ShardRecord(self._start, stop, labels, tuple(self._failures), sums, digest)
         self._writing = (self._write(len(self.records), len(labels)), record)
         self._start = stop
         self._clear()
@@ -327,6 +330,7 @@ def _finish(
             f"none of the {len(source)} images of {source.name!r} could be packed, e.g. {failures[0].path}: "
             f"{failures[0].reason}"
         )
+    noted = "".join(f"{failure.to_json()}\n" for failure in failures).encode()
     sums = sum((record.sums for record in records), ChannelSums())
     manifest = Manifest(
         format_version=plan["format_version"],
@@ -345,11 +349,14 @@ def _finish(
         source_digest=plan["source_digest"],
         num_failures=len(failures),
         tool_versions=plan["tool_versions"],
+        shard_digests=tuple(record.digest for record in records if len(record.labels)),
+        labels_digest=words_digest([labels]),
+        failures_digest=hashlib.sha256(noted).hexdigest(),
     )
     journal.check_owner()
     create_array(location, PIXELS, _pixels_metadata(len(labels), settings))
     _write_labels(location, labels)
-    location.write(FAILURES_KEY, "".join(f"{failure.to_json()}\n" for failure in failures).encode())
+    location.write(FAILURES_KEY, noted)
     journal.check_owner()
     location.write(MANIFEST_KEY, manifest.to_json().encode())
     return manifest
@@ -361,7 +368,13 @@ def _write_labels(location: Location, labels: NDArray[np.uint16]) -> None:
         stop = min(start + LABELS_PER_SHARD, len(labels))
         try:
             with ts.Transaction() as transaction:
-                array.with_transaction(transaction)[start:stop].write(labels[start:stop]).result()
+                array.with_transaction(transaction)[start:stop].write(labels[start:stop]).result(
+                    timeout=SHARD_TIMEOUT_S
+                )
+        except TimeoutError as error:
+            raise ShardError(
+                f"{location.display}{LABELS}: not written in {SHARD_TIMEOUT_S:.0f} s; check the disk and run again"
+            ) from error
         except (ValueError, OSError, RuntimeError) as error:
             raise ShardError(
                 f"{location.display}{LABELS}: can't be written: {reason(error)}; mend it (free space, rights) and run "

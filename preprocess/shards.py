@@ -14,7 +14,17 @@ import numpy as np
 import tensorstore as ts
 from numpy.typing import NDArray
 
-from preprocess.arrays import LABEL_CACHE_BYTES, LABELS, LABELS_PER_SHARD, PIXELS, damage, read_array, shard_key
+from preprocess.arrays import (
+    LABEL_CACHE_BYTES,
+    LABELS,
+    LABELS_PER_SHARD,
+    PIXELS,
+    damage,
+    labels_metadata,
+    pixels_metadata,
+    read_array,
+    shard_key,
+)
 from preprocess.journal import PLAN_KEY
 from preprocess.location import Location, ShardError, open_location, reason
 from preprocess.manifest import MANIFEST_KEY, Manifest
@@ -47,11 +57,10 @@ class ShardSplit:
         self.width = manifest.width
         self.num_classes = manifest.num_classes
         # Decoded images are not cached: a cache only adds a copy (measured), the page cache already holds the file.
-        self._pixels: ts.TensorStore | None = read_array(location, PIXELS)
-        self._labels: ts.TensorStore | None = read_array(location, LABELS, cache_bytes=LABEL_CACHE_BYTES)
+        self._pixels: ts.TensorStore | None = open_pixels(location, manifest)
+        self._labels: ts.TensorStore | None = open_labels(location, manifest)
         self._held_labels: NDArray[np.uint16] | None = None
         self._held_labels_lock = threading.Lock()
-        self._check_arrays()
 
     def __enter__(self) -> Self:
         return self
@@ -151,17 +160,6 @@ class ShardSplit:
             raise ShardError(f"{self._name()}: image {bad} is outside 0..{self.num_images - 1}; check the order's N")
         return indices
 
-    def _check_arrays(self) -> None:
-        pixels, labels = self._arrays()
-        expected = (self.num_images, self.height, self.width)
-        found = {PIXELS: (pixels.dtype.name, pixels.shape), LABELS: (labels.dtype.name, labels.shape)}
-        for name, wanted in ((PIXELS, ("uint32", expected)), (LABELS, ("uint16", expected[:1]))):
-            if found[name] != wanted:
-                raise ShardError(
-                    f"{self._name()}: the manifest says {name} is {wanted[0]} {list(wanted[1])}, the array is "
-                    f"{found[name][0]} {list(found[name][1])}; pack the split again with --overwrite"
-                )
-
     def _blame(self, indices: NDArray[np.int64], error: BaseException, deadline: float) -> str:
         """Find the first image or label that fails alone, so that the message can name its shard file."""
         stored_pixels, stored_labels = self._arrays()
@@ -190,6 +188,24 @@ class ShardSplit:
 
     def _remedy(self) -> str:
         return f"`inspect-shards --verify {self._name().rsplit('/', 1)[0]}` lists what is damaged"
+
+
+def open_pixels(location: Location, manifest: Manifest) -> ts.TensorStore:
+    """The pixels uint32 ``[N, H, W]`` of the split in the folder ``location``; see `read_array`."""
+    metadata = pixels_metadata(
+        manifest.num_images,
+        manifest.height,
+        manifest.width,
+        shard_images=manifest.shard_images,
+        codec=manifest.codec,
+        checksum=manifest.checksum,
+    )
+    return read_array(location, PIXELS, metadata)
+
+
+def open_labels(location: Location, manifest: Manifest) -> ts.TensorStore:
+    """The labels uint16 ``[N]`` of the split in the folder ``location``; see `read_array`."""
+    return read_array(location, LABELS, labels_metadata(manifest.num_images), cache_bytes=LABEL_CACHE_BYTES)
 
 
 def open_split(data: str, split: str, *, context: ts.Context | None = None) -> ShardSplit:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from preprocess.listing import ImageClass
 from preprocess.location import ShardError
-from preprocess.manifest import FORMAT_VERSION, Manifest
+from preprocess.manifest import FORMAT_VERSION, Manifest, is_manifest
 
 MANIFEST = Manifest(
     format_version=1,
@@ -28,6 +28,9 @@ MANIFEST = Manifest(
     source_digest="ab" * 32,
     num_failures=2,
     tool_versions={"pillow": "13.0"},
+    shard_digests=("0" * 64, "1" * 64, "2" * 64),
+    labels_digest="3" * 64,
+    failures_digest="4" * 64,
 )
 
 fractions = st.floats(0, 1)
@@ -35,7 +38,7 @@ fractions = st.floats(0, 1)
 
 @given(
     counts=st.lists(st.integers(0, 2**40), min_size=1, max_size=5).filter(any),
-    names=st.text(),
+    names=st.text(st.characters(codec=None)),
     mean=st.tuples(fractions, fractions, fractions),
     codec=st.sampled_from(["raw", "blosc"]),
     checksum=st.booleans(),
@@ -45,6 +48,8 @@ def test_json_round_trip_is_exact(counts, names, mean, codec, checksum, failures
     manifest = replace(
         MANIFEST,
         num_images=sum(counts),
+        shard_images=sum(counts),
+        shard_digests=("5" * 64,),
         class_counts=tuple(counts),
         classes=tuple(ImageClass(f"{names}{k}", names) for k in range(len(counts))),
         channel_mean=mean,
@@ -107,6 +112,9 @@ def test_an_unknown_and_a_missing_key_are_named():
         ({"resize_rule": [1]}, "resize_rule is an object"),
         ({"source_digest": 3}, "source_digest is text"),
         ({"num_failures": -1}, "num_failures is ≥ 0"),
+        ({"shard_digests": ["0" * 64]}, "shard_digests has 3 entries, found 1"),
+        ({"shard_digests": ["0" * 64, "1" * 64, "no"]}, "a digest is a SHA-256, found 'no'"),
+        ({"labels_digest": 3}, "a digest is a SHA-256, found 3"),
     ],
 )
 def test_each_broken_rule_is_named(changes, message):
@@ -114,7 +122,35 @@ def test_each_broken_rule_is_named(changes, message):
         Manifest.from_json(changed(**changes))
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"codec": "blosc"},
+        {"checksum": False},
+        {"classes": [{"id": "n2", "name": "Ära"}, {"id": "n1", "name": "tench"}]},
+        {"class_counts": [6, 4]},
+        {"channel_mean": [0.1, 0.2, 0.3]},
+        {"resize_rule": {"size": 99}},
+        {"source_digest": "cd" * 32},
+        {"num_failures": 0},
+        {"tool_versions": {}},
+        {"shard_digests": ["1" * 64, "0" * 64, "2" * 64]},
+        {"manifest_digest": "0" * 64},
+    ],
+)
+def test_no_value_can_be_changed_unnoticed(changes):
+    with pytest.raises(ShardError, match=r"some value was changed after packing \(manifest_digest does not match\)"):
+        Manifest.from_json(changed(**changes))
+
+
+def test_what_counts_as_a_manifest():
+    assert is_manifest(MANIFEST.to_json().encode())
+    assert is_manifest(changed(format_version=2, num_images=-1).encode())
+    for text in (b"", b"[]", b'{"name": "web app"}', b'{"format_version": 1}', b"\xff\xfe", b"[" * 100_000):
+        assert not is_manifest(text)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", b"\xff\xfe", "[" * 100_000])
 def test_what_is_no_json_object_is_refused(text):
     with pytest.raises(ShardError, match=r"x/manifest.json: (not valid JSON|a manifest is a JSON object)"):
         Manifest.from_json(text, where="x/manifest.json")

@@ -18,6 +18,7 @@ from preprocess import plan as plan_module
 from preprocess.arrays import create_array
 from preprocess.decode import ResizeRule
 from preprocess.journal import Journal
+from preprocess.listing import ImageClass
 from preprocess.location import Location, ShardError, open_location
 from preprocess.pack import PackProgress, pack_split, read_failures
 from preprocess.pipeline import PackedImage, decode_in_order
@@ -196,6 +197,17 @@ def test_a_damaged_journal_is_named(tmp_path, source):
         pack(source, tmp_path)
 
 
+@pytest.mark.parametrize("gap", [-1, 1])
+def test_a_journal_whose_records_do_not_join_is_damaged(tmp_path, source, gap):
+    with pytest.raises(KeyboardInterrupt):
+        pack(source.but(raising={13: KeyboardInterrupt()}), tmp_path)
+    path = tmp_path / "train/journal/shards/00000001.json"
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps(record | {"start": record["start"] + gap}))
+    with pytest.raises(ShardError, match=r"00000001.json: the journal .* is damaged; pack with --overwrite"):
+        pack(source, tmp_path)
+
+
 @pytest.mark.parametrize("is_complete", [True, False])
 def test_other_settings_are_not_mixed_into_a_pack(tmp_path, source, is_complete):
     if is_complete:
@@ -319,6 +331,24 @@ def test_other_programs_that_made_a_finished_pack_do_not_matter(tmp_path, source
     monkeypatch.setattr(plan_module, "tool_versions", lambda: {"numpy": "10"})
     with pytest.raises(ShardError, match="tool_versions was numpy 9, is now numpy 10"):
         pack(source, tmp_path / "again")
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_names_that_are_not_utf8_are_packed_and_noted(tmp_path, source, overwrite):
+    strange = (ImageClass("caf\udce9", "caf\udce9"), ImageClass("a\u2028b", "line\x85break"), CLASSES[2])
+    source = source.but(classes=strange)
+    if overwrite:
+        pack(fake_source(5), tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        pack(source.but(raising={11: KeyboardInterrupt()}), tmp_path, overwrite=overwrite)
+    result = pack(source, tmp_path)
+    assert result.num_resumed > 0
+    assert result.manifest.classes == strange
+    again = pack(source, tmp_path)
+    assert again.was_complete
+    assert again.failures == result.failures
+    assert result.failures[2].path == "caf\udce9/6.png"
+    assert result.failures[0].path == "a\u2028b/1.png"
 
 
 def test_memory_holds_the_same_bytes_as_files(source, expected):

@@ -1,9 +1,11 @@
 """Reading splits: golden bytes, other Zarr readers, random reads, damage, and what can't be opened."""
 
+import hashlib
 import json
 import struct
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 
 from preprocess import shards
 from preprocess.arrays import LABELS_PER_CHUNK, LABELS_PER_SHARD
+from preprocess.manifest import Manifest
 from preprocess.shards import ShardError, list_splits, open_split
 from tests.fake_source import CLASSES, FakeSource, fake_source, files_of, pack, packed_words
 
@@ -46,6 +49,12 @@ def read(split, indices, timeout_s=10.0):
     return pixels, labels
 
 
+def rewrite_manifest(data, **changes):
+    """A manifest that is sound in itself and says something else than the split holds."""
+    path = data / "train/manifest.json"
+    path.write_text(replace(Manifest.from_json(path.read_bytes()), **changes).to_json())
+
+
 @pytest.fixture
 def source():
     return fake_source(10)
@@ -69,6 +78,14 @@ def test_golden_bytes_of_a_tiny_split(tmp_path):
     assert files.pop("pixels/c/1/0/0") == shard_bytes(chunks[2:], 2)
     assert files.pop("labels/c/0") == shard_bytes([labels + crc32c(labels)], LABELS_PER_SHARD // LABELS_PER_CHUNK)
     assert files.pop("failures.jsonl") == b""
+    manifest = json.loads(files["manifest.json"])
+    assert manifest["shard_digests"] == [
+        hashlib.sha256(pixels).hexdigest() for pixels in (row * 2 + bytes(16), bytes([0, 7, 8, 9]) * 4)
+    ]
+    assert manifest["labels_digest"] == hashlib.sha256(labels[:6]).hexdigest()
+    assert manifest["failures_digest"] == hashlib.sha256(b"").hexdigest()
+    digest = manifest.pop("manifest_digest")
+    assert digest == hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
     assert sorted(files) == ["labels/zarr.json", "manifest.json", "pixels/zarr.json"]
 
 
@@ -196,11 +213,7 @@ def test_labels_too_many_to_be_held_are_read_through_the_store(data, source, mon
 
 
 def test_a_label_without_a_class_is_an_error(data):
-    manifest = data / "train/manifest.json"
-    document = json.loads(manifest.read_text())
-    document["classes"] = document["classes"][:2]
-    document["class_counts"] = [7, 3]
-    manifest.write_text(json.dumps(document))
+    rewrite_manifest(data, classes=CLASSES[:2], class_counts=(7, 3))
     with open_split(str(data), "train") as split, pytest.raises(ShardError, match="label 2 of image 5 is not one of"):
         read(split, [0, 5])
 
@@ -271,12 +284,8 @@ def test_a_split_without_manifest_is_incomplete(data):
 
 
 def test_an_array_that_disagrees_with_the_manifest_is_refused(data):
-    document = json.loads((data / "train/manifest.json").read_text())
-    document["height"] = 5
-    (data / "train/manifest.json").write_text(json.dumps(document))
-    with pytest.raises(
-        ShardError, match=r"the manifest says pixels is uint32 \[10, 5, 4\], the array is .*\[10, 4, 4\]"
-    ):
+    rewrite_manifest(data, height=5)
+    with pytest.raises(ShardError, match=r'pixels: the array is not as it was packed: Expected "shape" of \[10,5,4\]'):
         open_split(str(data), "train")
 
 

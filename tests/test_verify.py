@@ -1,12 +1,11 @@
 """Verifying: intact splits pass, and each kind of damage is found and named, however many there are."""
 
-import json
-
 import numpy as np
 import pytest
 import tensorstore as ts
 
 from preprocess.location import ShardError
+from preprocess.shards import open_split
 from preprocess.verify import Damage, verify_split
 from tests.fake_source import fake_source, pack
 
@@ -56,7 +55,7 @@ def test_every_damage_is_named_not_just_the_first(data):
     assert found[:3] == [
         "pixels/c/1/0/0: the file is missing",
         "pixels/c/9/stray: the file does not belong to the split",
-        "failures.jsonl: 0 failures noted, the manifest says 2",
+        "failures.jsonl: the file is not the one that was written",
     ]
     assert found[3] == "pixels/c/0/0/0: images 1, 3: the checksum does not match, the bytes have changed"
     assert found[4] == "pixels/c/1/0/0: images 4–7: the shard file, or the image in it, is missing"
@@ -64,11 +63,49 @@ def test_every_damage_is_named_not_just_the_first(data):
     assert len(found) == 6
 
 
-def test_without_checksums_a_changed_pixel_is_still_noticed(tmp_path):
+def test_without_checksums_a_changed_pixel_is_still_noticed_in_its_file(tmp_path):
     pack(fake_source(5), tmp_path, checksum=False)
     edit(tmp_path / "train/pixels/c/0/0/0", 65)  # blue of the first pixel of image 1
-    found = damages(tmp_path)
-    assert [each.split(" is (")[0] for each in found] == ["pixels: the channel mean", "pixels: the channel std"]
+    assert damages(tmp_path) == ["pixels/c/0/0/0: its images are not those that were packed in this file"]
+
+
+def test_shard_files_in_each_others_place_are_noticed(data):
+    first, second = data / "train/pixels/c/0/0/0", data / "train/pixels/c/1/0/0"
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+    assert damages(data) == [
+        f"pixels/c/{shard}/0/0: its images are not those that were packed in this file" for shard in (0, 1)
+    ]
+
+
+def test_files_of_another_pack_are_noticed(data, tmp_path):
+    pack(fake_source(13, seed=1, broken=frozenset({3, 11})), tmp_path / "other")
+    for name in ("labels/c/0", "failures.jsonl"):
+        (data / "train" / name).write_bytes((tmp_path / "other/train" / name).read_bytes())
+    assert damages(data) == [
+        "failures.jsonl: the file is not the one that was written",
+        "labels: the labels are not those that were packed",
+    ]
+
+
+@pytest.mark.parametrize("keep", [0, 1, 131])
+@pytest.mark.parametrize("num_images", [4, 12])
+def test_a_truncated_shard_file_is_one_line(tmp_path, keep, num_images):
+    pack(fake_source(num_images), tmp_path, shard_images=8)
+    shard = tmp_path / "train/pixels/c/0/0/0"
+    shard.write_bytes(shard.read_bytes()[:keep])
+    assert damages(tmp_path) == [f"pixels/c/0/0/0: images 0–{min(num_images, 8) - 1}: the shard file is truncated"]
+
+
+def test_what_a_pack_killed_at_its_end_leaves_is_explained(data):
+    (data / "train/journal").mkdir()
+    (data / "train/journal/plan.json").write_text("{}")
+    (data / "train/journal/owner").write_text("x")
+    assert [each.split(";")[1] for each in damages(data)] == [
+        " run the same preprocess-imagenet command again to remove it"
+    ]
+    assert damages(data)[0].startswith("journal/: left by a pack")
 
 
 def test_without_checksums_a_used_low_byte_is_noticed(tmp_path):
@@ -83,8 +120,7 @@ def test_labels_are_checked_against_classes_and_counts(data):
     labels[np.array([3, 4, 9])].write(np.array([7, 0, 3], np.uint16)).result()
     found = damages(data)
     assert found[0] == "labels/c/0: images 3, 9: labels outside 0..2"
-    assert "images of class n" in found[1]
-    assert len(found) == 2
+    assert len(found) == 1
 
 
 def test_a_damaged_label_file_is_named(data):
@@ -92,26 +128,34 @@ def test_a_damaged_label_file_is_named(data):
     assert damages(data) == ["labels/c/0: the checksum does not match, the bytes have changed"]
 
 
-def test_an_array_that_is_not_what_the_manifest_says_is_named(data):
+@pytest.mark.parametrize(
+    ("old", "new", "what"),
+    [
+        ('"shape":[11,4,4]', '"shape":[12,4,4]', 'Expected "shape" of [11,4,4] but received: [12,4,4]'),
+        ('"fill_value":4278255615', '"fill_value":0', 'Expected "fill_value" of 4278255615 but received: 0'),
+        ('"endian":"little"', '"endian":"big"', 'Mismatch in "codecs"'),
+        ('{"chunk_shape":[4,4,4]}', '{"chunk_shape":[8,4,4]}', 'Expected "chunk_shape" of [4,4,4]'),
+    ],
+)
+def test_metadata_that_is_not_what_was_packed_is_named(data, old, new, what):
     path = data / "train/pixels/zarr.json"
-    path.write_text(path.read_text().replace('"shape":[11,4,4]', '"shape":[12,4,4]'))
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
     (data / "train/labels/zarr.json").unlink()
     found = damages(data)
     assert found[0] == "labels/zarr.json: the file is missing"
-    assert found[1].startswith("labels/zarr.json: ")
-    assert found[2] == "pixels/zarr.json: the array is uint32 [12, 4, 4], the manifest says uint32 [11, 4, 4]"
+    assert found[1].startswith(f"pixels/zarr.json: the array is not as it was packed: {what}")
+    assert len(found) == 2
+    with pytest.raises(ShardError, match="the array is not as it was packed"):
+        open_split(str(data), "train")
 
 
-def test_counts_of_the_manifest_are_checked(data):
+def test_an_edited_manifest_is_not_verified(data):
     path = data / "train/manifest.json"
-    document = json.loads(path.read_text())
-    document["class_counts"][0] += 1
-    document["class_counts"][1] -= 1
-    path.write_text(json.dumps(document))
-    assert damages(data) == [
-        f"labels: {document['class_counts'][0] - 1} images of class n1, the manifest says "
-        f"{document['class_counts'][0]}; other classes may differ too"
-    ]
+    path.write_text(path.read_text().replace("goldfish", "shark"))
+    with pytest.raises(ShardError, match=r"manifest.json: some value was changed after packing"):
+        verify_split(str(data), "train")
 
 
 def test_an_unfinished_split_is_not_verified(data):
