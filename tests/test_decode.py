@@ -107,6 +107,29 @@ def test_longer_side_is_rounded_down(short, long, resize):
     assert resized_size(long, short, resize) == (exact, resize)
 
 
+@pytest.mark.parametrize("size", [(600, 2), (2000, 1), (500, 1)])
+@pytest.mark.parametrize("resample", ["bicubic", "lanczos"])
+def test_a_narrow_image_needs_no_more_room_than_its_crop(size, resample):
+    encoded = encode(photograph(*size))
+    rule = ResizeRule(size=56, resize=64, resample=resample)
+    pixels = decode_image(encoded, rule, max_pixels=2000)
+    # Two roundings, and float32 corners, which at hundreds of times the size are a hundredth of a pixel off.
+    assert np.abs(pixels - plain_pipeline(encoded, rule).astype(int)).max() <= 2
+    with pytest.raises(DecodeError, match=f"{size[0]}×{size[1]} is so narrow"):
+        decode_image(encoded, ResizeRule(size=56, resize=64, resample="nearest"), max_pixels=2000)
+
+
+def test_no_box_leaves_the_image():
+    # Of these, some have a quotient that times the size is a little more than the length: 3 in 1,000.
+    beyond = 0
+    for length in range(1, 2000):
+        for size in (49, 64, 107, 224):
+            beyond += length / size * size > length
+            box = (0.0, 0.0, length / size * size, 1.0)
+            Image.new("1", (length, 1)).resize((1, 1), Image.Resampling.BILINEAR, box=box)
+    assert beyond > 10
+
+
 @pytest.mark.parametrize(
     ("length", "offset"), [(224, 0), (225, 0), (226, 1), (227, 2), (256, 16), (341, 58), (343, 60)]
 )
