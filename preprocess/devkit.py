@@ -56,11 +56,15 @@ def _members_of(path: Path) -> dict[str, bytes]:
                 wanted = next(
                     (name for name in (SYNSETS_FILE, GROUND_TRUTH_FILE) if member.name.endswith("/" + name)), None
                 )
-                if wanted and member.isreg() and member.size <= _MAX_MEMBER_BYTES:
+                if wanted and member.size > _MAX_MEMBER_BYTES:
+                    raise SourceError(f"{path}: its {wanted} has {member.size} bytes, too many; download it again")
+                if wanted and member.isreg():
                     content = archive.extractfile(member)
                     found[wanted] = content.read() if content else b""
                 if len(found) == 2:
                     break
+    except SourceError:
+        raise
     except (OSError, EOFError, tarfile.TarError, ValueError) as error:
         raise SourceError(f"{path} cannot be read: {error}; download it again") from error
     return found

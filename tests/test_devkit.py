@@ -31,6 +31,19 @@ def test_an_unpacked_kit_says_the_same(tmp_path):
     assert find_devkit(tmp_path) == packed
 
 
+def test_a_member_that_would_fill_the_memory_is_not_read(tmp_path, monkeypatch):
+    (tmp_path / ARCHIVE).write_bytes(devkit(TRUTH))
+    truth_bytes = len("3\n1\n1\n2\n")
+    with tarfile.open(tmp_path / ARCHIVE) as archive:
+        num_bytes = archive.getmember(f"{FOLDER}/data/meta.mat").size
+    assert num_bytes > truth_bytes
+    monkeypatch.setattr("preprocess.devkit._MAX_MEMBER_BYTES", num_bytes)
+    assert find_devkit(tmp_path) is not None
+    monkeypatch.setattr("preprocess.devkit._MAX_MEMBER_BYTES", num_bytes - 1)
+    with pytest.raises(SourceError, match=rf"its data/meta\.mat has {num_bytes} bytes, too many; download it again"):
+        find_devkit(tmp_path)
+
+
 def test_no_kit_is_none(tmp_path):
     assert find_devkit(tmp_path) is None
 
