@@ -5,13 +5,14 @@ a network has to learn form. Images are JPEG files in class folders, like any ot
 """
 
 import math
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageDraw
+
+from preprocess.cores import num_cores
 
 SUPERSAMPLING = 4
 NUM_TRAIN_IMAGES = 5000
@@ -63,7 +64,7 @@ def draw_demo(dest: Path, *, num_images: int = NUM_TRAIN_IMAGES, size: int = 32,
             folder = dest / split / name
             folder.mkdir(parents=True)
             jobs += [(folder, size, (seed, split_number, index)) for index in range(label, count, num_classes)]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(num_cores()) as pool:
         list(pool.map(lambda job: _save(*job), jobs))
     return dest
 
