@@ -45,10 +45,11 @@ python_candidates() { # MINOR… in order of preference
   fi
 }
 
-# Prints the first candidate that runs, is new enough and can make virtual environments. A name on PATH proves nothing:
-# pyenv's shims exist for every version ever installed and exit 127 for those that are not chosen.
+# Prints the first candidate that runs, is new enough and can make virtual environments. 3.12 goes first: it is what the
+# project is tested on (.python-version). A name on PATH proves nothing: pyenv's shims exist for every version ever
+# installed and exit 127 for those that are not chosen.
 find_python() { # [--lowest]
-  local minors='14 13 12' only='' needed='≥ 3.12' candidates candidate answer status crippled=''
+  local minors='12 13 14' only='' needed='≥ 3.12' candidates candidate answer status crippled=''
   if [ "${1:-}" = --lowest ]; then
     minors=$lowest_minors only=$lowest_minors needed='3.12 or 3.13'
   fi

@@ -132,16 +132,23 @@ def test_a_dead_shim_and_an_old_python_are_passed_over_for_pyenvs_own(machine: M
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, BASE, "")
 
 
-def test_newest_first_and_path_before_pyenv(machine: Machine) -> None:
-    machine.fake(machine.bin / "python3.14", "echo newest")
-    machine.fake(machine.bin / "python3.12", "echo oldest")
-    machine.fake(machine.home / "elsewhere/versions/3.13.0/bin/python", "echo pyenv")
+def test_the_tested_python_first_and_path_before_pyenv(machine: Machine) -> None:
+    for minor in (14, 13, 12):
+        machine.fake(machine.bin / f"python3.{minor}", f"echo 3.{minor}")
+    machine.fake(machine.home / "elsewhere/versions/3.12.0/bin/python", "echo pyenv")
     root = str(machine.home / "elsewhere")
-    assert machine.sourced("find_python", PYENV_ROOT=root).stdout == "newest\n"
-    assert machine.sourced("find_python --lowest", PYENV_ROOT=root).stdout == "oldest\n"
-    (machine.bin / "python3.14").unlink()
-    (machine.bin / "python3.12").unlink()
+    for minor in (12, 13, 14):
+        assert machine.sourced("find_python", PYENV_ROOT=root).stdout == f"3.{minor}\n"
+        (machine.bin / f"python3.{minor}").unlink()
     assert machine.sourced("find_python", PYENV_ROOT=root).stdout == "pyenv\n"
+    assert machine.sourced("find_python --lowest", PYENV_ROOT=root).stdout == "pyenv\n"
+
+
+def test_the_python_that_goes_first_is_the_one_that_the_project_names() -> None:
+    version = (ROOT / ".python-version").read_text(encoding="utf-8").strip()
+    script = (ROOT / "scripts/venv.sh").read_text(encoding="utf-8")
+    for name in ("minors", "lowest_minors"):
+        assert f"{name}='{version.removeprefix('3.')} " in script, name
 
 
 def test_uvs_python_is_the_last_resort(machine: Machine) -> None:
