@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
+    from engine.binned_losses import BinnedLosses
     from engine.loss_chart import Glyphs, Span
-    from engine.loss_log import LossBatch, LossHistory, LossRows, RunEnd, RunFacts
+    from engine.loss_log import LossBatch, LossRows, RunEnd, RunFacts
 
 _START_WAIT_S = 5.0  # run-train imports jax before it makes its folder
 _POLL_START_S = 0.1
@@ -58,7 +59,7 @@ class _Picture:
     """All that a frame shows."""
 
     run: Path
-    history: "LossHistory"
+    history: "BinnedLosses"
     facts: "RunFacts"
     log_scale: bool
     end: "RunEnd | None" = None
@@ -128,9 +129,10 @@ def main(
             return
         from rich.console import Console
 
-        from engine.loss_log import LossHistory, RunFacts
+        from engine.binned_losses import BinnedLosses
+        from engine.loss_log import RunFacts
 
-        picture = _Picture(run, LossHistory(smoothing, last), RunFacts(), log_scale)
+        picture = _Picture(run, BinnedLosses(smoothing, last), RunFacts(), log_scale)
         _draw_frames(Console(width=width, height=height, highlight=False), ticks, picture, once, interval)
     except KeyboardInterrupt:
         raise SystemExit(130) from None

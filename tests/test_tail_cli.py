@@ -17,8 +17,9 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.binned_losses import BinnedLosses
 from engine.loss_chart import ASCII_GLYPHS, UNICODE_GLYPHS, chart_text
-from engine.loss_log import LossHistory, LossRows, RunEnd, RunFacts
+from engine.loss_log import LossRows, RunEnd, RunFacts
 from engine.tail_cli import _Picture, duration_text, frame_lines, main, pack_fields, plain_lines
 from tests.pseudo_terminal import LIMIT_S, Terminal, plain
 
@@ -302,7 +303,7 @@ def test_a_dumb_terminal_gets_plain_lines(tmp_path, open_terminal):
 
 
 def picture(tmp_path, losses, **changes) -> _Picture:
-    history = LossHistory(0.5)
+    history = BinnedLosses(0.5)
     steps = np.arange(1, len(losses) + 1)
     fill = np.full(len(losses), 0.25, np.float64)
     history.add(LossRows(steps, np.array(losses, float), fill, fill, fill, np.array(100.0 + 2.0 * steps, np.float64)))
