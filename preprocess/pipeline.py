@@ -5,7 +5,6 @@ Memory is bounded by the window, not by the data set. Knows nothing of shards.
 
 from __future__ import annotations
 
-import errno
 import queue
 import threading
 from collections import deque
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 from preprocess.channels import channel_sums
 from preprocess.decode import ResizeRule, decode_image
 from preprocess.journal import Failure
-from preprocess.location import ShardError
+from preprocess.location import ShardError, printable
 from preprocess.pixels import pack_rgb
 
 if TYPE_CHECKING:
@@ -34,11 +33,6 @@ _BLOCK_PIXELS = 1 << 16
 _MAX_BLOCK_IMAGES = 64
 _BLOCKS_PER_WORKER = 4
 _JOIN_TIMEOUT_S = 5.0
-
-# These speak of the machine, not of one image: noting every later image as a failure would hide the trouble.
-_MACHINE_ERRORS = frozenset(
-    {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN}
-)
 
 
 @dataclass(frozen=True)
@@ -67,7 +61,7 @@ def decode_in_order(source: SourceSplit, rule: ResizeRule, *, start: int, num_wo
     The outcomes depend on nothing but the source and the rule. Closing the generator stops the threads.
 
     Raises:
-        ShardError: the machine, not an image, is the trouble, or nothing came for `IMAGE_TIMEOUT_S`.
+        ShardError: a listed image can't be read any more, or nothing came for `IMAGE_TIMEOUT_S`.
         Exception: whatever else a worker met, with its own traceback.
     """
     # A task costs about 50 µs of interpreter time, as much as a third of a 32 px image: small images go in blocks.
@@ -121,12 +115,26 @@ def _outcomes(source: SourceSplit, rule: ResizeRule, start: int, stop: int) -> l
 
 def _decode(source: SourceSplit, image: SourceImage, index: int, rule: ResizeRule) -> NDArray[np.uint8] | Failure:
     try:
-        return decode_image(source.read(index), rule)
+        encoded = source.read(index)
+    except OSError as error:
+        # It was there when the source was listed. Noted as failures, the images of a disk that went away would make a
+        # "complete" split of almost nothing.
+        raise ShardError(
+            f"{printable(image.name)}: {_cause(error)}; the source has changed or can't be reached: mend that and run "
+            "the same command again, or remove this image and pack with --overwrite"
+        ) from error
+    except ValueError as error:
+        return Failure(index, image.name, image.label, _cause(error))
+    try:
+        return decode_image(encoded, rule)
     except (OSError, ValueError) as error:
-        if isinstance(error, OSError) and error.errno in _MACHINE_ERRORS:
-            raise ShardError(f"{image.name}: {error}; this is no fault of the image: mend it and run again") from error
-        reason = " ".join(str(error).split()) or type(error).__name__
-        return Failure(index, image.name, image.label, reason)
+        return Failure(index, image.name, image.label, _cause(error))
+
+
+def _cause(error: Exception) -> str:
+    """The error's text in one line, without the path that an error of the system trails."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return " ".join(text.split()) or type(error).__name__
 
 
 def _wait(future: Future[list[Outcome]], source: SourceSplit, first: int) -> list[Outcome]:
@@ -136,7 +144,7 @@ def _wait(future: Future[list[Outcome]], source: SourceSplit, first: int) -> lis
         if future.done():
             raise
         raise ShardError(
-            f"{source.image(first).name}: not read and decoded in {IMAGE_TIMEOUT_S:.0f} s; "
+            f"{printable(source.image(first).name)}: not read and decoded in {IMAGE_TIMEOUT_S:.0f} s; "
             "check the disk or the network and run again, the pack continues"
         ) from error
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -34,6 +35,9 @@ __all__ = ["ShardError", "ShardSplit", "list_splits", "list_unfinished_splits", 
 HELD_LABELS = 1 << 24
 """Splits of up to so many images keep their labels in memory (32 MiB) once read: a gather takes 10 µs, 128 single reads
 through the store 1.8 ms even when cached. Larger splits read through a cache of the same size."""
+
+_BLAME_TIMEOUT_S = 10.0
+"""How long the damaged image is looked for after a failed read, in seconds."""
 
 _READ_ERRORS = (ValueError, OSError, RuntimeError)
 
@@ -79,12 +83,13 @@ class ShardSplit:
     ) -> None:
         """Read images and labels into ready buffers, in the order of ``indices``.
 
-        Blocks without holding the interpreter lock; any number of threads may read at once. After a time-out the store
+        Blocks without holding the interpreter lock; any number of threads may read at once. When labels fail, the
+        pixels under way are awaited within the time limit; after a time-out, or damage among several images, the store
         may still write into ``pixels``: drop that buffer.
 
         Args:
             indices: int64 ``[b]``, 0 ≤ index < N, any order, repeats allowed.
-            pixels: uint32 ``[b, H, W]``, overwritten with packed pixels.
+            pixels: uint32 ``[b, H, W]``, aligned, any strides, overwritten with packed pixels.
             labels: int32 ``[b]``, overwritten with classes 0..K-1.
             timeout_s: how long to wait for the store, in seconds.
 
@@ -107,7 +112,9 @@ class ShardSplit:
         except TimeoutError:
             raise ShardError(self._timeout_message(indices, timeout_s)) from None
         except _READ_ERRORS as error:
-            raise ShardError(self._blame(indices, error, deadline)) from error
+            with suppress(*_READ_ERRORS):
+                reading_pixels.result(timeout=max(0.0, deadline - time.monotonic()))
+            raise ShardError(self._blame(indices, error)) from error
         labels[:] = found
         if found.max() >= self.num_classes:
             index = int(indices[int(found.argmax())])
@@ -144,15 +151,16 @@ class ShardSplit:
         self, indices: NDArray[np.int64], pixels: NDArray[np.uint32], labels: NDArray[np.int32]
     ) -> NDArray[np.int64]:
         shape = (len(indices), self.height, self.width)
-        if pixels.shape != shape or pixels.dtype != np.uint32 or not pixels.flags.writeable:
-            raise ShardError(
-                f"{self._name()}: pixels must be a writeable uint32 {list(shape)}, "
-                f"got {pixels.dtype} {list(pixels.shape)}; allocate it from the split's height and width"
-            )
-        if labels.shape != shape[:1] or labels.dtype != np.int32:
-            raise ShardError(
-                f"{self._name()}: labels must be int32 {list(shape[:1])}, got {labels.dtype} {list(labels.shape)}"
-            )
+        for name, buffer, dtype, wanted in (
+            ("pixels", pixels, np.uint32, shape),
+            ("labels", labels, np.int32, shape[:1]),
+        ):
+            # An unaligned buffer would be copied, and the copy be filled.
+            if buffer.shape != wanted or buffer.dtype != dtype or not (buffer.flags.writeable and buffer.flags.aligned):
+                raise ShardError(
+                    f"{self._name()}: {name} must be a writeable, aligned {np.dtype(dtype).name} {list(wanted)}, "
+                    f"got {_described(buffer)}; allocate it from the split's height and width"
+                )
         if indices.ndim != 1 or indices.dtype != np.int64:
             raise ShardError(f"{self._name()}: indices must be int64 [b], got {indices.dtype} {list(indices.shape)}")
         if len(indices) and (indices.min() < 0 or indices.max() >= self.num_images):
@@ -160,17 +168,20 @@ class ShardSplit:
             raise ShardError(f"{self._name()}: image {bad} is outside 0..{self.num_images - 1}; check the order's N")
         return indices
 
-    def _blame(self, indices: NDArray[np.int64], error: BaseException, deadline: float) -> str:
+    def _blame(self, indices: NDArray[np.int64], error: BaseException) -> str:
         """Find the first image or label that fails alone, so that the message can name its shard file."""
         stored_pixels, stored_labels = self._arrays()
+        deadline = time.monotonic() + _BLAME_TIMEOUT_S
         for index in np.unique(indices).tolist():
             for name, array, shard in (
                 (PIXELS, stored_pixels, shard_key(index // self.manifest.shard_images, 3)),
                 (LABELS, stored_labels, shard_key(index // LABELS_PER_SHARD, 1)),
             ):
                 try:
-                    array[index].read().result(timeout=max(1.0, deadline - time.monotonic()))
-                except (*_READ_ERRORS, TimeoutError) as cause:
+                    array[index].read().result(timeout=max(0.0, deadline - time.monotonic()))
+                except TimeoutError:
+                    return f"{self._name()}: {damage(error)}; {self._remedy()}"
+                except _READ_ERRORS as cause:
                     return f"{self._name()}: image {index} in {name}/{shard}: {damage(cause)}; {self._remedy()}"
         return f"{self._name()}: {reason(error)} (a second read succeeded); check the disk or the network"
 
@@ -188,6 +199,11 @@ class ShardSplit:
 
     def _remedy(self) -> str:
         return f"`inspect-shards --verify {self._name().rsplit('/', 1)[0]}` lists what is damaged"
+
+
+def _described(buffer: NDArray[np.generic]) -> str:
+    lacks = [name for name in ("writeable", "aligned") if not getattr(buffer.flags, name)]
+    return f"{buffer.dtype} {list(buffer.shape)}" + "".join(f", not {name}" for name in lacks)
 
 
 def open_pixels(location: Location, manifest: Manifest) -> ts.TensorStore:
@@ -229,16 +245,23 @@ def read_manifest(location: Location, split: str) -> Manifest:
     text = folder.read(MANIFEST_KEY)
     if text is not None:
         return Manifest.from_json(text, where=f"{folder.display}{MANIFEST_KEY}")
-    if folder.list_keys():
+    if folder.read(PLAN_KEY) is not None:
         raise ShardError(
             f"{folder.display}: the split is not complete, it has no {MANIFEST_KEY}; "
             "run the same preprocess-imagenet command again, it continues where it stopped"
         )
     complete = _complete_splits(location)
-    if not complete and location.read(MANIFEST_KEY) is not None:
+    if complete:
+        raise ShardError(f"{location.display}: there is no split {split!r}; choose one of {', '.join(complete)}")
+    if location.read(MANIFEST_KEY) is not None:
         raise ShardError(f"{location.display} is a split itself; name the folder that holds it")
-    remedy = f"choose one of {', '.join(complete)}" if complete else "pack it with `preprocess-imagenet SOURCE DEST`"
-    raise ShardError(f"{location.display}: there is no split {split!r}; {remedy}")
+    path = location.local_path
+    if path is not None and not path.exists():
+        raise ShardError(
+            f"{location.display.rstrip('/')} does not exist; pack it with `preprocess-imagenet SOURCE DEST`"
+        )
+    source = location.display.rstrip("/") if path is not None and any(path.iterdir()) else "SOURCE"
+    raise ShardError(f"{location.display} holds no pack; make one: preprocess-imagenet {source} DEST")
 
 
 def list_splits(data: str, *, context: ts.Context | None = None) -> tuple[str, ...]:

@@ -6,11 +6,13 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
 import pytest
 import tensorstore as ts
+from PIL import Image
 
 from preprocess import pack as pack_module
 from preprocess import pipeline
@@ -24,6 +26,7 @@ from preprocess.pack import PackProgress, pack_split, read_failures
 from preprocess.pipeline import PackedImage, decode_in_order
 from preprocess.plan import PackSettings
 from preprocess.shards import open_split
+from preprocess.sources import open_source
 from tests.fake_source import CLASSES, FakeSource, fake_source, files_of, pack, packed_words, settings_for
 
 
@@ -384,16 +387,57 @@ def test_on_error_fail_stops_at_the_first_bad_image(tmp_path, source):
         pack(source, tmp_path, on_error="fail")
 
 
-def test_a_missing_file_is_a_failure_of_that_image(tmp_path):
-    source = fake_source(3, raising={1: FileNotFoundError(errno.ENOENT, "No such file", "x.png")})
-    assert [failure.path for failure in pack(source, tmp_path).failures] == ["n2/1.png"]
-
-
-def test_trouble_of_the_machine_stops_instead_of_blaming_images(tmp_path):
-    source = fake_source(6, raising={5: OSError(errno.ESTALE, "Stale file handle")})
-    with pytest.raises(ShardError, match=r"n3/5\.png: .*Stale file handle; this is no fault of the image"):
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError(errno.ENOENT, "No such file", "x.png"),
+        PermissionError(errno.EACCES, "Permission denied", "x.png"),
+        OSError(errno.ESTALE, "Stale file handle"),
+        OSError("the archive ends too early"),
+    ],
+)
+def test_a_listed_image_that_cannot_be_read_stops_the_pack(tmp_path, error):
+    source = fake_source(6, raising={5: error})
+    with pytest.raises(ShardError, match=r"n3/5\.png: .*; the source has changed or can't be reached: .*same command"):
         pack(source, tmp_path)
     assert pack(source.but(raising={}), tmp_path).num_resumed == 4
+
+
+def test_an_image_too_large_to_be_read_is_a_failure(tmp_path):
+    source = fake_source(3, raising={1: ValueError("the file has 600000000 bytes")})
+    assert [failure.reason for failure in pack(source, tmp_path).failures] == ["the file has 600000000 bytes"]
+
+
+def test_a_source_that_goes_away_and_comes_back_is_packed_whole(tmp_path):
+    source = fake_source(14)
+    folder = tmp_path / "source"
+    for index, image in enumerate(source.images):
+        path = folder / "abc"[source.labels[index]] / f"{index:02}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(path)
+
+    def vanish(state):
+        if state.done == 5:
+            folder.rename(tmp_path / "gone")
+
+    with open_source(folder) as opened:
+        split, where = opened.splits["train"], open_location(str(tmp_path / "again")).child("train")
+        with pytest.raises(ShardError, match="No such file or directory; the source has changed or can't be reached"):
+            pack_split(split, where, settings_for(source), on_progress=vanish)
+        assert "train/manifest.json" not in files_of(tmp_path / "again")
+        (tmp_path / "gone").rename(folder)
+        result = pack_split(split, where, settings_for(source))
+        assert (result.manifest.num_images, result.failures) == (14, ())
+        pack_split(split, open_location(str(tmp_path / "expected")).child("train"), settings_for(source))
+    assert files_of(tmp_path / "again") == files_of(tmp_path / "expected")
+
+
+def test_an_ended_pack_leaves_no_thread_behind(tmp_path, source):
+    before = set(threading.enumerate())
+    with pytest.raises(KeyboardInterrupt):
+        pack(source.but(raising={2: KeyboardInterrupt()}), tmp_path, num_workers=3)
+    pack(source, tmp_path, num_workers=3)
+    assert [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("decode-")] == []
 
 
 def test_a_bug_in_a_worker_reaches_the_caller_with_its_traceback(tmp_path):

@@ -222,18 +222,62 @@ def test_a_store_that_does_not_answer_ends_at_the_time_limit(data, monkeypatch):
     unanswered: Any = ts.Promise.new()  # the pair is kept: a promise let go of counts as an answer
 
     class Silent:
+        reads = 0
+
         def __getitem__(self, _):
             return self
 
         def read(self, **_):
+            self.reads += 1
             return unanswered[1]
 
     with open_split(str(data), "train") as split:
-        monkeypatch.setattr(split, "_labels", Silent())
+        silent = Silent()
+        monkeypatch.setattr(split, "_labels", silent)
         start = time.monotonic()
         with pytest.raises(ShardError, match=r"train: no answer in 0\.2 s for 2 images of pixels/c/0/0/0 and 1 more"):
             read(split, [0, 4], timeout_s=0.2)
+        # A second try after the time is up would only hide the first.
+        assert silent.reads == 1
         assert time.monotonic() - start < 30
+
+
+def frozen(array):
+    array.flags.writeable = False
+    return array
+
+
+def unaligned(array):
+    return np.frombuffer(bytearray(array.nbytes + 1), np.uint8)[1:].view(array.dtype).reshape(array.shape)
+
+
+def test_pixels_under_way_are_awaited_when_labels_fail(data, monkeypatch):
+    edit = data / "train/labels/c/0"
+    edit.write_bytes(bytes([edit.read_bytes()[0] ^ 1]) + edit.read_bytes()[1:])
+    waited = []
+    original = ts.TensorStore.write
+
+    class Awaited:
+        def __init__(self, future):
+            self.future = future
+
+        def result(self, timeout):
+            waited.append(timeout)
+            return self.future.result(timeout=timeout)
+
+    monkeypatch.setattr(ts.TensorStore, "write", lambda *args, **kwargs: Awaited(original(*args, **kwargs)))
+    with open_split(str(data), "train") as split, pytest.raises(ShardError, match="labels/c/0"):
+        read(split, [0, 1], timeout_s=20)
+    assert len(waited) == 1
+    assert 0 < waited[0] <= 20
+
+
+def test_what_was_cached_is_not_looked_for_again(data, monkeypatch):
+    monkeypatch.setattr(shards, "HELD_LABELS", 0)
+    with open_split(str(data), "train") as split:
+        _, labels = read(split, [1])
+        (data / "train/labels/c/0").unlink()
+        np.testing.assert_array_equal(read(split, [1])[1], labels)
 
 
 @pytest.mark.parametrize(
@@ -242,8 +286,27 @@ def test_a_store_that_does_not_answer_ends_at_the_time_limit(data, monkeypatch):
         (np.array([10]), np.zeros((1, 4, 4), np.uint32), np.zeros(1, np.int32), r"image 10 is outside 0\.\.9"),
         (np.array([-1]), np.zeros((1, 4, 4), np.uint32), np.zeros(1, np.int32), r"image -1 is outside 0\.\.9"),
         (np.array([0]), np.zeros((1, 4, 5), np.uint32), np.zeros(1, np.int32), r"pixels must be .* \[1, 4, 4\]"),
-        (np.array([0]), np.zeros((1, 4, 4), np.int32), np.zeros(1, np.int32), "pixels must be a writeable uint32"),
-        (np.array([0]), np.zeros((1, 4, 4), np.uint32), np.zeros(2, np.int32), r"labels must be int32 \[1\]"),
+        (
+            np.array([0]),
+            np.zeros((1, 4, 4), np.int32),
+            np.zeros(1, np.int32),
+            "pixels must be a writeable, aligned uint32",
+        ),
+        (np.array([0]), frozen(np.zeros((1, 4, 4), np.uint32)), np.zeros(1, np.int32), "pixels must .*, not writeable"),
+        (
+            np.array([0]),
+            unaligned(np.zeros((1, 4, 4), np.uint32)),
+            np.zeros(1, np.int32),
+            "pixels must .*, not aligned",
+        ),
+        (np.array([0]), np.zeros((1, 4, 4), np.uint32), frozen(np.zeros(1, np.int32)), "labels must .*, not writeable"),
+        (
+            np.array([0]),
+            np.zeros((1, 4, 4), np.uint32),
+            unaligned(np.zeros(1, np.int32)),
+            "labels must .*, not aligned",
+        ),
+        (np.array([0]), np.zeros((1, 4, 4), np.uint32), np.zeros(2, np.int32), r"labels must be .* int32 \[1\]"),
         (np.array([0], np.int32), np.zeros((1, 4, 4), np.uint32), np.zeros(1, np.int32), "indices must be int64"),
     ],
 )
@@ -266,8 +329,10 @@ def test_an_unknown_split_lists_those_there_are(data):
 
 
 def test_an_empty_folder_says_how_to_pack(tmp_path):
-    with pytest.raises(ShardError, match=r"there is no split 'train'; pack it with `preprocess-imagenet"):
+    with pytest.raises(ShardError, match=r"/nothing does not exist; pack it with `preprocess-imagenet SOURCE DEST`"):
         open_split(str(tmp_path / "nothing"), "train")
+    with pytest.raises(ShardError, match=r"/ holds no pack; make one: preprocess-imagenet SOURCE DEST"):
+        open_split(str(tmp_path), "train")
     assert list_splits(str(tmp_path / "nothing")) == ()
 
 
@@ -276,8 +341,17 @@ def test_naming_the_split_instead_of_its_folder_is_explained(data):
         open_split(str(data / "train"), "train")
 
 
-def test_a_split_without_manifest_is_incomplete(data):
+def test_a_folder_of_images_is_no_unfinished_pack(tmp_path):
+    (tmp_path / "train/cat").mkdir(parents=True)
+    (tmp_path / "train/cat/1.jpg").write_bytes(b"x")
+    with pytest.raises(ShardError, match=rf"/ holds no pack; make one: preprocess-imagenet {tmp_path} DEST"):
+        open_split(str(tmp_path), "train")
+
+
+def test_a_split_with_a_journal_is_incomplete(data):
     (data / "train/manifest.json").unlink()
+    (data / "train/journal").mkdir()
+    (data / "train/journal/plan.json").write_text("{}")
     with pytest.raises(ShardError, match=r"train/: the split is not complete.* run the same .* command again"):
         open_split(str(data), "train")
     assert list_splits(str(data)) == ()

@@ -160,7 +160,7 @@ def test_an_edited_manifest_is_not_verified(data):
 
 def test_an_unfinished_split_is_not_verified(data):
     (data / "train/manifest.json").unlink()
-    with pytest.raises(ShardError, match="the split is not complete"):
+    with pytest.raises(ShardError, match="holds no pack"):
         verify_split(str(data), "train")
 
 

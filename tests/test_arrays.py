@@ -1,0 +1,20 @@
+"""The two arrays: metadata that stands in the way is replaced, and damage is told in words."""
+
+import pytest
+
+from preprocess.arrays import LABELS, create_array, damage, labels_metadata, read_array
+from preprocess.location import open_location
+
+
+def test_creating_an_array_replaces_other_metadata(tmp_path):
+    location = open_location(str(tmp_path))
+    create_array(location, LABELS, labels_metadata(3))
+    create_array(location, LABELS, labels_metadata(5))
+    assert read_array(location, LABELS).shape == (5,)
+
+
+@pytest.mark.parametrize("place", ["{0, 0, 0}/{8, 1, 1}", "{7, 0, 0}/{8, 1, 1}"])
+def test_the_same_damage_is_told_the_same_way_whatever_the_image(place):
+    where = f'DATA_LOSS: Error reading shard entry {place} in local file "/x/c/0/0/0": '
+    assert damage(ValueError(where + "Unexpected thing")) == "DATA_LOSS: Unexpected thing"
+    assert damage(ValueError(where + "Existing shard has size of 0 bytes, but")) == "the shard file is truncated"
