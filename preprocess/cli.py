@@ -5,7 +5,6 @@ Only click is imported at the start, so that ``--help`` answers at once.
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ _FAILURES_SHOWN = 3
 # Sets that are natively this small (MNIST 28, CIFAR 32, Tiny ImageNet 64) have no margin to crop away: resizing 32 to
 # 37 pixels and cropping back to 32 would blur them and cut their edges off.
 _LARGEST_SIZE_WITHOUT_MARGIN = 64
+_MAX_SIDE = 4096
 
 # Click keeps the line breaks of a paragraph that begins with a backspace.
 _EPILOG = """\b
@@ -91,10 +91,12 @@ class _Options:
     "--limit", type=click.IntRange(1), metavar="IMAGES", show_default="none", help="At most so many of each split."
 )
 @click.option("--demo", is_flag=True, help="Draw the small demo set and pack it at 32 px: only DEST is given.")
-@click.option("--size", type=click.IntRange(1, 4096), default=224, metavar="PIXELS", help="Side of the packed square.")
+@click.option(
+    "--size", type=click.IntRange(1, _MAX_SIDE), default=224, metavar="PIXELS", help="Side of the packed square."
+)
 @click.option(
     "--resize",
-    type=click.IntRange(1, 4096),
+    type=click.IntRange(1, _MAX_SIDE),
     metavar="PIXELS",
     show_default=f"8/7 of --size, 256 for 224; --size itself up to {_LARGEST_SIZE_WITHOUT_MARGIN}",
     help="Shorter side before the central crop.",
@@ -137,11 +139,19 @@ def main(ctx: click.Context, /, **values: Any) -> None:
     except KeyboardInterrupt:
         click.echo("\nStopped. Run the same command again to continue where it stopped.", err=True)
         sys.exit(STOPPED)
-    except (ValueError, OSError) as error:
+    except BrokenPipeError:
+        raise  # click ends quietly where nobody reads any more
+    except (ValueError, OSError, MemoryError) as error:
         if options.traceback:
             print_exc()
-        click.echo(f"preprocess-imagenet: {error}", err=True)
+        click.echo(f"preprocess-imagenet: {_words(error)}", err=True)
         sys.exit(WRONG)
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, MemoryError):
+        return f"not enough memory ({error or 'allocation failed'}); use fewer --workers or a smaller --shard-images"
+    return str(error)
 
 
 def _run(options: _Options) -> None:
@@ -155,6 +165,7 @@ def _run(options: _Options) -> None:
     from preprocess.sources import open_source
 
     location = open_location(options.dest)
+    _check_dest(options.source, location)
     click.echo(f"Listing {options.source} ...", err=True)
     with open_source(
         options.source, splits=options.split or None, holdout=options.holdout, limit=options.limit
@@ -165,9 +176,24 @@ def _run(options: _Options) -> None:
             _suggest(options.dest)
 
 
+def _check_dest(source: str, location: Location) -> None:
+    """What can't come to a good end is refused before any work."""
+    if location.spec["driver"] == "memory":
+        raise click.UsageError(f"{location.display} ends with this command: DEST is a folder, gs:// or s3://")
+    folder = location.local_path
+    if folder is None:
+        return
+    inner, outer = folder.resolve(), Path(source).resolve()
+    if outer.is_dir() and inner.is_relative_to(outer):
+        raise click.UsageError(
+            f"DEST {location.display} lies inside SOURCE {source}: the shards would be listed as images the next time; "
+            "choose a folder outside it"
+        )
+
+
 def _settings(options: _Options) -> PackSettings:
     from preprocess.decode import ResizeRule
-    from preprocess.plan import PackSettings
+    from preprocess.plan import PackSettings, num_cores
 
     resize = default_resize(options.size) if options.resize is None else options.resize
     if resize < options.size:
@@ -177,19 +203,14 @@ def _settings(options: _Options) -> PackSettings:
         shard_images=options.shard_images,
         codec="raw" if options.codec == "raw" else "blosc",
         checksum=options.checksum,
-        num_workers=options.workers or _num_cores(),
+        num_workers=options.workers or num_cores(),
         on_error="skip" if options.on_error == "skip" else "fail",
     )
 
 
 def default_resize(size: int) -> int:
-    """The shorter side to resize to for a crop of ``size``: 8/7 of it, as 256 is to 224; ``size`` itself up to 64."""
-    return size if size <= _LARGEST_SIZE_WITHOUT_MARGIN else round(size * 256 / 224)
-
-
-def _num_cores() -> int:
-    # The cores this process may use, which in a container are fewer than the machine has.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """The shorter side to resize to for a crop of ``size``: 8/7 of it (256 for 224), 4096 at most; up to 64 ``size`` itself."""
+    return size if size <= _LARGEST_SIZE_WITHOUT_MARGIN else min(_MAX_SIDE, round(size * 256 / 224))
 
 
 def _announce(source: Source, location: Location, settings: PackSettings) -> None:
@@ -236,6 +257,8 @@ def _pack(source: Source, location: Location, settings: PackSettings, *, overwri
 
 
 def _summarise(name: str, result: PackResult, location: Location) -> None:
+    from preprocess.location import printable
+
     manifest = result.manifest
     how = ""
     if result.was_complete:
@@ -247,7 +270,7 @@ def _summarise(name: str, result: PackResult, location: Location) -> None:
         return
     click.echo(f"  Left out: {len(result.failures):,}, see {location.display}failures.jsonl:")
     for failure in result.failures[:_FAILURES_SHOWN]:
-        click.echo(f"    {failure.path}: {failure.reason}")
+        click.echo(f"    {printable(failure.path)}: {failure.reason}")
     if len(result.failures) > _FAILURES_SHOWN:
         click.echo(f"    and {len(result.failures) - _FAILURES_SHOWN:,} more")
 

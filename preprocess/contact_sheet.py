@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from preprocess.arrays import LABELS, read_array
-from preprocess.location import STORE_TIMEOUT_S
+from preprocess.location import STORE_TIMEOUT_S, printable
 from preprocess.pixels import unpack_rgb
 from preprocess.shards import ShardSplit
 
@@ -70,7 +70,7 @@ def draw_contact_sheet(split: ShardSplit, *, title: str, geometry: Geometry | No
         top = geometry.header + row * (pitch + geometry.caption)
         thumbnail = _thumbnail(words, geometry.thumbnail)
         sheet.paste(thumbnail, (left + (geometry.thumbnail - thumbnail.width) // 2, top))
-        name = _fitted(draw, split.manifest.classes[label].name, caption_font, geometry.thumbnail)
+        name = _fitted(draw, printable(split.manifest.classes[label].name), caption_font, geometry.thumbnail)
         middle = left + geometry.thumbnail // 2
         draw.text((middle, top + geometry.thumbnail + 4), name, fill=_INK, font=caption_font, anchor="ma")
     return sheet

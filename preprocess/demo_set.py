@@ -1,6 +1,5 @@
 """The demo set, drawn and packed in one go."""
 
-import os
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +9,7 @@ from preprocess.decode import ResizeRule
 from preprocess.demo import draw_demo
 from preprocess.location import open_location
 from preprocess.pack import PackProgress, pack_split
-from preprocess.plan import PackSettings
+from preprocess.plan import PackSettings, num_cores
 from preprocess.sources import open_source
 
 DEMO_SIZE = 32
@@ -37,7 +36,7 @@ def pack_demo(
     """
     location = open_location(data)
     rule = ResizeRule(size=DEMO_SIZE, resize=DEMO_SIZE)
-    settings = PackSettings(rule=rule, num_workers=os.cpu_count() or 1)
+    settings = PackSettings(rule=rule, num_workers=num_cores())
     with tempfile.TemporaryDirectory(prefix="feedloop-demo-") as folder:
         drawn = draw_demo(Path(folder) / "demo", size=DEMO_SIZE)
         with open_source(drawn) as source:

@@ -46,16 +46,21 @@ def main(dest: str, split: tuple[str, ...], verify: bool, grid: Path | None, as_
     except KeyboardInterrupt:
         click.echo("\nStopped.", err=True)
         sys.exit(STOPPED)
-    except (ValueError, OSError) as error:
+    except BrokenPipeError:
+        raise  # click ends quietly where nobody reads any more
+    except (ValueError, OSError, MemoryError) as error:
         if traceback:
             print_exc()
-        click.echo(f"inspect-shards: {error}", err=True)
+        words = f"not enough memory ({error})" if isinstance(error, MemoryError) else error
+        click.echo(f"inspect-shards: {words}", err=True)
         sys.exit(WRONG)
     if not is_intact:
         sys.exit(WRONG)
 
 
 def _run(dest: str, wanted: tuple[str, ...], *, verify: bool, grid: Path | None, as_json: bool) -> bool:
+    if grid is not None:
+        _check_grid(grid)
     from preprocess.location import ShardError, open_location
     from preprocess.shards import list_splits, list_unfinished_splits, read_manifest
 
@@ -79,7 +84,16 @@ def _run(dest: str, wanted: tuple[str, ...], *, verify: bool, grid: Path | None,
         _print_damages(damages)
     if grid is not None:
         _draw(dest, names[0], grid, is_quiet=as_json)
+    # Here, where a reader that has gone is told apart from trouble.
+    sys.stdout.flush()
     return not any(damages.values())
+
+
+def _check_grid(grid: Path) -> None:
+    if grid.suffix.lower() != ".png":
+        raise click.BadParameter(f"{grid} must end with .png", param_hint="--grid")
+    if not grid.parent.is_dir():
+        raise click.BadParameter(f"the folder {grid.parent} of {grid} does not exist", param_hint="--grid")
 
 
 def _verify(dest: str, names: tuple[str, ...]) -> dict[str, tuple[Damage, ...]]:
@@ -101,8 +115,6 @@ def _draw(dest: str, name: str, grid: Path, *, is_quiet: bool) -> None:
     from preprocess.contact_sheet import draw_contact_sheet
     from preprocess.shards import open_split
 
-    if grid.suffix.lower() != ".png":
-        raise click.BadParameter(f"{grid} must end with .png", param_hint="--grid")
     with open_split(dest, name) as split:
         draw_contact_sheet(split, title=f"{dest}  {name}").save(grid)
     if not is_quiet:
@@ -136,10 +148,13 @@ def _balance(manifest: Manifest) -> list[str]:
         lines.append(f"             {empty:,} classes have no images")
     if manifest.num_classes > _CLASSES_SHOWN:
         return lines
-    width = max(len(each.name) for each in manifest.classes)
-    for each, count in zip(manifest.classes, manifest.class_counts, strict=True):
+    from preprocess.location import printable
+
+    names = [printable(each.name) for each in manifest.classes]
+    width = max(map(len, names))
+    for name, count in zip(names, manifest.class_counts, strict=True):
         bar = "█" * round(_BAR_WIDTH * count / counts[-1])
-        lines.append(f"    {each.name:<{width}}  {count:>9,}  {bar}")
+        lines.append(f"    {name:<{width}}  {count:>9,}  {bar}")
     return lines
 
 
@@ -149,8 +164,11 @@ def _print_damages(damages: dict[str, tuple[Damage, ...]]) -> None:
             click.echo(f"{name}: every byte is as it was packed.")
             continue
         click.echo(
-            f"{name}: damaged in {len(found)} places. Restore these files, or pack the split again with --overwrite."
+            f"{name}: damaged in {len(found)} place{'s' if len(found) > 1 else ''}. Restore these files, or pack the split again with --overwrite."
         )
+        for each in found:
+            places = "1 place" if len(found) == 1 else f"{len(found):,} places"
+        click.echo(f"{name}: damaged in {places}. Restore these files, or pack the split again with --overwrite.")
         for each in found:
             click.echo(f"  {name}/{each}")
 
@@ -163,4 +181,4 @@ def _print_json(dest: str, manifests: dict[str, Manifest], damages: dict[str, tu
             splits[name]["damages"] = [
                 {"file": each.file, "what": each.what, "images": list(each.images)} for each in damages[name]
             ]
-    click.echo(json.dumps({"data": dest, "splits": splits}, ensure_ascii=False, indent=1))
+    click.echo(json.dumps({"data": dest, "splits": splits}, indent=1))

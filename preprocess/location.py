@@ -110,9 +110,7 @@ class Location:
                 "check that the store is reachable"
             ) from error
         except (ValueError, OSError, RuntimeError) as error:
-            raise ShardError(
-                f"{self.display}: can't {action}: {reason(error)}; check the address and its rights"
-            ) from error
+            raise ShardError(f"{self.display}: can't {action}: {reason(error)}; {_remedy(error)}") from error
 
 
 class _Several:
@@ -147,12 +145,15 @@ def open_location(data: str, *, context: ts.Context | None = None, memory_mapped
                 f"{data} is not a URL of a known store: {reason(error)}; use a path, gs:// or s3://"
             ) from error
     else:
-        spec = {"driver": "file", "path": str(Path(data).expanduser().absolute())}
+        spec = {"driver": "file", "path": str(Path(data).expanduser())}
     if not isinstance(spec.get("path", ""), str) or "driver" not in spec:
         raise ShardError(
             f"{data} does not name a folder in one store; use a path, gs://bucket/folder or s3://bucket/folder"
         )
     path = spec.get("path", "")
+    if spec["driver"] == "file":
+        # TensorStore takes no ".."; the folder above a link's target is not the one above the link.
+        path = str(Path(path).resolve() if ".." in Path(path).parts else Path(path).absolute())
     spec["path"] = path if path.endswith("/") or not path else f"{path}/"
     if memory_mapped and spec["driver"] == "file":
         spec["file_io_mode"] = {"mode": "memmap"}
@@ -168,6 +169,17 @@ def reason(error: BaseException) -> str:
 def printable(name: str) -> str:
     """The file name as it is, or quoted with escapes where a terminal could not show it or would obey it."""
     return name if name.isprintable() else ascii(name)
+
+
+def _remedy(error: BaseException) -> str:
+    text = str(error)
+    if "No space left" in text or "quota exceeded" in text:
+        return "free some space and run the same command again"
+    if "Too many open files" in text:
+        return "allow more open files (ulimit -n) and run the same command again"
+    if "Input/output error" in text:
+        return "check the disk"
+    return "check the address and its rights"
 
 
 def _prefix_range(prefix: str) -> ts.KvStore.KeyRange:

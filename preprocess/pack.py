@@ -135,7 +135,9 @@ def _pack(
                     writer.add(outcome)
                     continue
                 if settings.on_error == "fail":
-                    raise ShardError(f"{outcome.path}: {outcome.reason}; remove the image or pack with --on-error skip")
+                    raise ShardError(
+                        f"{printable(outcome.path)}: {outcome.reason}; remove the image or pack with --on-error skip"
+                    )
                 writer.add_failure(outcome)
                 num_failed += 1
             done += len(block)
@@ -327,7 +329,7 @@ def _finish(
     failures = _failures(records)
     if not len(labels):
         raise ShardError(
-            f"none of the {len(source)} images of {source.name!r} could be packed, e.g. {failures[0].path}: "
+            f"none of the {len(source)} images of {source.name!r} could be packed, e.g. {printable(failures[0].path)}: "
             f"{failures[0].reason}"
         )
     noted = "".join(f"{failure.to_json()}\n" for failure in failures).encode()

@@ -7,6 +7,7 @@ is still the same. Reads no image.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,6 +26,7 @@ OnError = Literal["skip", "fail"]
 
 _SHARD_BYTES = 64 << 20
 _MAX_SHARD_IMAGES = 4096
+_MAX_SHARD_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,14 @@ class PackSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, found {value}")
+        # A shard is filled in memory.
+        shard_bytes = self.resolved_shard_images * 4 * self.rule.size**2
+        if shard_bytes > _MAX_SHARD_BYTES:
+            raise ValueError(
+                f"shard_images {self.shard_images:,} at {self.rule.size} px makes shard files of "
+                f"{shard_bytes / 2**30:,.0f} GiB; at most {_MAX_SHARD_BYTES >> 30} GiB fit, which is "
+                f"{_MAX_SHARD_BYTES // (4 * self.rule.size**2):,} images"
+            )
         if self.codec not in CODECS:
             raise ValueError(f"codec must be one of {', '.join(CODECS)}, found {self.codec!r}")
         if self.on_error not in ("skip", "fail"):
@@ -119,15 +129,23 @@ def check_same_plan(found: dict[str, Any], wanted: dict[str, Any], where: str) -
         ShardError: naming each setting that differs.
     """
     differences = [
-        f"{key} was {_shown(found.get(key))}, is now {_shown(wanted.get(key))}"
+        "the source's images are not the same (files were added, removed, renamed or resized, or --holdout or --limit "
+        "was another)"
+        if key == "source_digest"
+        else f"{key} was {_shown(found.get(key))}, is now {_shown(wanted.get(key))}"
         for key in sorted(found.keys() | wanted.keys())
         if found.get(key) != wanted.get(key)
     ]
     if differences:
         raise ShardError(
-            f"{where} was packed with other settings: {'; '.join(differences)}. "
-            "Use the same settings, another DEST, or --overwrite to pack it anew"
+            f"{where} was packed otherwise: {'; '.join(differences)}. "
+            "Use the same source and settings, another DEST, or --overwrite to pack it anew"
         )
+
+
+def num_cores() -> int:
+    """The cores this process may use, which in a container are fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def tool_versions() -> dict[str, str]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from preprocess.arrays import LABELS, LABELS_PER_SHARD, PIXELS, damage, shard_key, words_digest
 from preprocess.journal import JOURNAL
-from preprocess.location import Location, ShardError, open_location
+from preprocess.location import Location, ShardError, open_location, printable
 from preprocess.manifest import FAILURES_KEY, MANIFEST_KEY, Manifest
 from preprocess.pixels import UNUSED_BITS
 from preprocess.shards import open_labels, open_pixels, read_manifest
@@ -73,12 +73,15 @@ def verify_split(
     root = open_location(data, context=context, memory_mapped=True)
     manifest = read_manifest(root, split)
     location = root.child(split)
-    return (
-        *_check_files(location, manifest),
+    files = list(_check_files(location, manifest))
+    contents = (
         *_check_failures(location, manifest),
         *_check_labels(location, manifest),
         *_check_pixels(location, manifest, on_progress or (lambda _done, _total: None)),
     )
+    # A missing file is told once, with its images where it has some.
+    told = {each.file for each in contents}
+    return (*(each for each in files if each.file not in told), *contents)
 
 
 def _check_files(location: Location, manifest: Manifest) -> Iterator[Damage]:
@@ -95,7 +98,7 @@ def _check_files(location: Location, manifest: Manifest) -> Iterator[Damage]:
             "preprocess-imagenet command again to remove it",
         )
     for key in sorted(key for key in found - expected if not key.startswith(JOURNAL)):
-        yield Damage(key, "the file does not belong to the split")
+        yield Damage(printable(key), "the file does not belong to the split")
 
 
 def _check_failures(location: Location, manifest: Manifest) -> Iterator[Damage]:

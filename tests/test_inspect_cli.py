@@ -1,12 +1,15 @@
 """The command inspect-shards: words, JSON, verification and the contact sheet."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from click.testing import CliRunner
 from PIL import Image
 
 from preprocess.inspect_cli import main
+from preprocess.listing import ImageClass
 from tests.fake_source import fake_source, pack
 
 
@@ -48,7 +51,8 @@ def test_verify_names_what_is_damaged_and_exits_2(data):
     result = run(data, "--verify")
     assert result.exit_code == 2
     assert "train/pixels/c/0/0/0: images 0–3: the shard file, or the image in it, is missing" in result.stdout
-    assert "val/labels/c/0: the file is missing" in result.stdout
+    assert "val/labels/c/0: the shard file, or the image in it, is missing" in result.stdout
+    assert "train: damaged in 1 place. Restore" in result.stdout
     assert run(data, "--verify", "--split", "val").exit_code == 2
 
 
@@ -59,7 +63,7 @@ def test_json_holds_manifests_and_damages(data):
     document = json.loads(result.stdout)
     assert set(document["splits"]) == {"train", "val"}
     assert document["splits"]["train"]["manifest"]["num_images"] == 10
-    assert document["splits"]["train"]["damages"][1]["images"] == [0, 1, 2, 3]
+    assert document["splits"]["train"]["damages"][0]["images"] == [0, 1, 2, 3]
     assert document["splits"]["val"]["damages"] == []
     assert "damages" not in json.loads(run(data, "--json").stdout)["splits"]["train"]
 
@@ -78,7 +82,7 @@ def test_grid_draws_the_first_split_asked_for(data, tmp_path):
     [
         (["--split", "test"], "there is no split 'test'; choose one of train, val"),
         (["--grid", "sheet.gif"], "sheet.gif must end with .png"),
-        (["--grid", "nowhere/sheet.png"], "No such file or directory"),
+        (["--grid", "nowhere/sheet.png", "--verify"], "the folder nowhere of nowhere/sheet.png does not exist"),
     ],
 )
 def test_wrong_usage_is_one_message_and_exit_code_2(data, tmp_path, monkeypatch, arguments, message):
@@ -87,6 +91,7 @@ def test_wrong_usage_is_one_message_and_exit_code_2(data, tmp_path, monkeypatch,
     assert result.exit_code == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+    assert result.stdout == ""
 
 
 def test_an_empty_folder_and_an_unfinished_pack_are_told_apart(tmp_path):
@@ -103,3 +108,22 @@ def test_an_empty_folder_and_an_unfinished_pack_are_told_apart(tmp_path):
 
 def test_traceback_is_shown_on_demand(tmp_path):
     assert "Traceback (most recent call last)" in run(tmp_path, "--traceback").stderr
+
+
+def test_a_reader_that_has_gone_is_no_trouble(data):
+    command = [sys.executable, "-c", "from preprocess.inspect_cli import main; main()", str(data)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(timeout=60) == 1
+
+
+def test_names_that_a_terminal_would_obey_are_quoted(tmp_path):
+    classes = (ImageClass("a", "\x1b[31mred"), ImageClass("b", "caf\udce9"), ImageClass("c", "fine"))
+    pack(fake_source(6, classes=classes), tmp_path)
+    result = run(tmp_path, "--grid", tmp_path / "sheet.png")
+    assert result.exit_code == 0, result.output
+    assert r"'\x1b[31mred'" in result.stdout
+    assert "\x1b" not in result.stdout
+    document = json.loads(run(tmp_path, "--json").stdout)
+    assert document["splits"]["train"]["manifest"]["classes"][1]["name"] == "caf\udce9"

@@ -220,10 +220,10 @@ def test_other_settings_are_not_mixed_into_a_pack(tmp_path, source, is_complete)
             pack(source.but(raising={13: KeyboardInterrupt()}), tmp_path)
     before = files_of(tmp_path)
     with pytest.raises(
-        ShardError, match=r"other settings: codec was raw, is now blosc; shard_images was 4, is now 3\. .*"
+        ShardError, match=r"packed otherwise: codec was raw, is now blosc; shard_images was 4, is now 3\. .*"
     ):
         pack(source, tmp_path, codec="blosc", shard_images=3)
-    with pytest.raises(ShardError, match=r"other settings: num_candidates was 14, is now 5; source_digest was .*"):
+    with pytest.raises(ShardError, match=r"was 14, is now 5; the source's images are not the same \(files were"):
         pack(fake_source(5), tmp_path)
     assert files_of(tmp_path) == before
 
@@ -523,6 +523,10 @@ def test_a_shard_fills_at_most_64_mebibytes_by_default(size, shard_images):
     [
         ({"shard_images": 0}, "shard_images must be at least 1, found 0"),
         ({"num_workers": 0}, "num_workers must be at least 1, found 0"),
+        (
+            {"shard_images": 10**9},
+            r"shard_images 1,000,000,000 at 224 px .* 186,\d+ GiB; at most 4 GiB fit, .* 21,399 images",
+        ),
         ({"codec": "zip"}, "codec must be one of raw, blosc, found 'zip'"),
         ({"on_error": "cry"}, "on_error must be skip or fail, found 'cry'"),
     ],

@@ -95,7 +95,7 @@ def test_other_settings_ask_for_overwrite(tmp_path, source):
     run(source, tmp_path / "shards", "--size", 32)
     result = run(source, tmp_path / "shards", "--size", 28)
     assert result.exit_code == 2
-    assert "other settings: resize_rule was size 32" in result.stderr
+    assert "packed otherwise: resize_rule was size 32" in result.stderr
     assert "--overwrite" in result.stderr
     assert len(result.stderr.splitlines()) <= 3
     assert run(source, tmp_path / "shards", "--size", 28, "--overwrite").exit_code == 0
@@ -109,6 +109,8 @@ def test_other_settings_ask_for_overwrite(tmp_path, source):
         (["nowhere", "dest", "--size", "0"], "0 is not in the range 1<=x<=4096"),
         (["nowhere", "dest", "--size", "64", "--resize", "32"], "32 is less than --size 64"),
         (["nowhere", "nosuch://dest"], "not a URL of a known store"),
+        (["nowhere", "memory://dest"], "memory://dest/ ends with this command"),
+        (["nowhere", "dest", "--shard-images", "1000000000"], "at most 4 GiB fit"),
         (["--demo"], "give it DEST alone"),
         (["--demo", "a", "b"], "give it DEST alone"),
         (["--demo", "a", "--size", "64"], "leave --size out"),
@@ -224,3 +226,37 @@ def test_every_option_stands_in_one_group_of_the_help():
     grouped = [name for names in cli._GROUPS.values() for name in names]
     options = [param.name for param in main.params if param.param_type_name == "option"]
     assert sorted([*grouped, "version"]) == sorted(options)
+
+
+@pytest.mark.parametrize("below", ["", "shards", "cat/../shards", "link"])
+def test_a_dest_inside_the_source_is_refused_before_any_work(source, below, tmp_path):
+    (tmp_path / "outside").symlink_to(source)
+    dest = tmp_path / "outside" if below == "link" else source / below
+    before = files_of(source)
+    result = run(source, dest)
+    assert result.exit_code == 2
+    assert "lies inside SOURCE" in result.stderr
+    assert "Listing" not in result.stderr
+    assert files_of(source) == before
+    assert run(source, tmp_path / "images-packed", "--size", "8", "--dry-run").exit_code == 0
+
+
+def test_a_path_with_dots_is_a_path(tmp_path, source):
+    result = run(source, tmp_path / "x/../data", "--size", "8")
+    assert result.exit_code == 0, result.output
+    assert list_splits(str(tmp_path / "data")) == ("train",) == list_splits(f"{tmp_path}/images/../data")
+
+
+def test_too_little_memory_is_one_message(tmp_path, source, monkeypatch):
+    def fail(*_, **__):
+        raise MemoryError("Unable to allocate 3 TiB")
+
+    monkeypatch.setattr("preprocess.pack.pack_split", fail)
+    result = run(source, tmp_path / "data", "--size", "8")
+    assert result.exit_code == 2
+    assert "not enough memory (Unable to allocate 3 TiB); use fewer --workers" in result.stderr
+
+
+def test_the_largest_size_packs(tmp_path, source):
+    assert default_resize(4096) == 4096
+    assert run(source, tmp_path / "data", "--size", "4096", "--dry-run").exit_code == 0
