@@ -209,7 +209,7 @@ def _settings(options: _Options) -> PackSettings:
 
 
 def default_resize(size: int) -> int:
-    """The shorter side to resize to for a crop of ``size``: 8/7 of it (256 for 224), 4096 at most; up to 64 ``size`` itself."""
+    """The shorter side to resize to for a crop of ``size``: 8/7 of it, 4096 at most; up to 64 ``size`` itself."""
     return size if size <= _LARGEST_SIZE_WITHOUT_MARGIN else min(_MAX_SIDE, round(size * 256 / 224))
 
 

@@ -163,11 +163,7 @@ def _print_damages(damages: dict[str, tuple[Damage, ...]]) -> None:
         if not found:
             click.echo(f"{name}: every byte is as it was packed.")
             continue
-        click.echo(
-            f"{name}: damaged in {len(found)} place{'s' if len(found) > 1 else ''}. Restore these files, or pack the split again with --overwrite."
-        )
-        for each in found:
-            places = "1 place" if len(found) == 1 else f"{len(found):,} places"
+        places = "1 place" if len(found) == 1 else f"{len(found):,} places"
         click.echo(f"{name}: damaged in {places}. Restore these files, or pack the split again with --overwrite.")
         for each in found:
             click.echo(f"  {name}/{each}")

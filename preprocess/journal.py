@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from preprocess.arrays import PIXELS, shard_key
 from preprocess.channels import ChannelSums
 from preprocess.location import Location, ShardError
+from preprocess.manifest import FAILURES_KEY
 from preprocess.owner import Owner
 from preprocess.split_files import delete_split_files, split_files
 
@@ -49,6 +50,22 @@ class Failure:
     def from_json(cls, line: bytes) -> Failure:
         """Read what `to_json` wrote; raises TypeError or ValueError when it is something else."""
         return cls(**json.loads(line))
+
+
+def read_failures(location: Location) -> tuple[Failure, ...]:
+    """The failures noted in the split at ``location``.
+
+    Raises:
+        ShardError: ``failures.jsonl`` is missing or not as it was written.
+    """
+    text = location.read(FAILURES_KEY)
+    where = f"{location.display}{FAILURES_KEY}"
+    if text is None:
+        raise ShardError(f"{where} is missing; pack the split again with --overwrite")
+    try:
+        return tuple(Failure.from_json(line) for line in text.split(b"\n")[:-1])
+    except (TypeError, ValueError) as error:
+        raise ShardError(f"{where}: not as it was written ({error}); pack the split again with --overwrite") from error
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from preprocess.arrays import (
     write_array,
 )
 from preprocess.channels import ChannelSums
-from preprocess.journal import JOURNAL, PLAN_KEY, Failure, Journal, ShardRecord
+from preprocess.journal import JOURNAL, PLAN_KEY, Failure, Journal, ShardRecord, read_failures
 from preprocess.location import Location, ShardError, printable, reason
 from preprocess.manifest import FAILURES_KEY, MANIFEST_KEY, Manifest, is_manifest
 from preprocess.owner import LOCK_KEY, OWNER_KEY, Owner
@@ -147,22 +147,6 @@ def _pack(
     manifest = _finish(source, location, journal, plan, settings, writer.records)
     journal.delete()
     return PackResult(manifest, _failures(writer.records), was_complete=False, num_resumed=num_resumed)
-
-
-def read_failures(location: Location) -> tuple[Failure, ...]:
-    """The failures noted in the split at ``location``.
-
-    Raises:
-        ShardError: ``failures.jsonl`` is missing or not as it was written.
-    """
-    text = location.read(FAILURES_KEY)
-    where = f"{location.display}{FAILURES_KEY}"
-    if text is None:
-        raise ShardError(f"{where} is missing; pack the split again with --overwrite")
-    try:
-        return tuple(Failure.from_json(line) for line in text.split(b"\n")[:-1])
-    except (TypeError, ValueError) as error:
-        raise ShardError(f"{where}: not as it was written ({error}); pack the split again with --overwrite") from error
 
 
 def _complete(location: Location, plan: dict[str, Any]) -> Manifest | None:

@@ -1,6 +1,7 @@
 """The command inspect-shards: words, JSON, verification and the contact sheet."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -52,7 +53,11 @@ def test_verify_names_what_is_damaged_and_exits_2(data):
     assert result.exit_code == 2
     assert "train/pixels/c/0/0/0: images 0–3: the shard file, or the image in it, is missing" in result.stdout
     assert "val/labels/c/0: the shard file, or the image in it, is missing" in result.stdout
-    assert "train: damaged in 1 place. Restore" in result.stdout
+    lines = result.stdout[result.stdout.index("train: damaged") :].splitlines()
+    assert [line.partition(". Restore")[0].partition(": images")[0] for line in lines] == [
+        *("train: damaged in 1 place", "  train/pixels/c/0/0/0", "val: damaged in 1 place"),
+        "  val/labels/c/0: the shard file, or the image in it, is missing",
+    ]
     assert run(data, "--verify", "--split", "val").exit_code == 2
 
 
@@ -112,10 +117,14 @@ def test_traceback_is_shown_on_demand(tmp_path):
 
 def test_a_reader_that_has_gone_is_no_trouble(data):
     command = [sys.executable, "-c", "from preprocess.inspect_cli import main; main()", str(data)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        process.stdout.close()
-        assert process.stderr.read() == b""
-        assert process.wait(timeout=60) == 1
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, timeout=60, check=False)
+    finally:
+        os.close(writer)
+    assert ended.stderr == b""
+    assert ended.returncode == 1
 
 
 def test_names_that_a_terminal_would_obey_are_quoted(tmp_path):

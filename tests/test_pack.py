@@ -19,10 +19,10 @@ from preprocess import pipeline
 from preprocess import plan as plan_module
 from preprocess.arrays import create_array
 from preprocess.decode import ResizeRule
-from preprocess.journal import Journal
+from preprocess.journal import Journal, read_failures
 from preprocess.listing import ImageClass
 from preprocess.location import Location, ShardError, open_location
-from preprocess.pack import PackProgress, pack_split, read_failures
+from preprocess.pack import PackProgress, pack_split
 from preprocess.pipeline import PackedImage, decode_in_order
 from preprocess.plan import PackSettings
 from preprocess.shards import open_split
