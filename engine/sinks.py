@@ -71,15 +71,16 @@ _EXACT = {"step", "num_images", "top1", "top5"}
 
 
 def _line(values: dict[str, Any]) -> str:
-    for name, value in values.items():
-        if not math.isfinite(value):
-            values[name] = None
-        elif name in _ROUNDED:
-            values[name] = round(value, _ROUNDED[name])
-        elif name not in _EXACT:
-            # The shortest decimal that reads back as the same float32: 0.05, not 0.05000000074505806.
-            values[name] = float(str(np.float32(value)))
-    return json.dumps(values)
+    return json.dumps(
+        {name: _as_recorded(name, value) if math.isfinite(value) else None for name, value in values.items()}
+    )
+
+
+def _as_recorded(name: str, value: float) -> float:
+    if name in _ROUNDED:
+        return round(value, _ROUNDED[name])
+    # The shortest decimal that reads back as the same float32: 0.05, not 0.05000000074505806.
+    return value if name in _EXACT else float(str(np.float32(value)))
 
 
 class Sink(Protocol):
@@ -197,12 +198,7 @@ class PlainSink:
 
     def write(self, record: LossRecord) -> None:
         """Prints the record."""
-        print(
-            f"step {record.step}/{self._steps}  loss {record.loss:.4f}  lr {record.lr:.3g}  "
-            f"{record.images_per_s:.1f} images/s  wait {record.wait_ms:.2f} ms",
-            file=self._stream,
-            flush=True,
-        )
+        print("  ".join(loss_fields(record, self._steps)), file=self._stream, flush=True)
 
     def write_evaluation(self, record: EvaluationRecord) -> None:
         """Prints the evaluation."""
@@ -210,6 +206,35 @@ class PlainSink:
 
     def close(self) -> None:
         """Leaves the stream, which belongs to the caller."""
+
+
+def loss_fields(record: LossRecord, steps: int | None) -> list[str]:
+    """Gives the parts of a loss's line for people, in order: step, loss, learning rate, images a second, wait.
+
+    Whoever reads a record back from the loss log gives the same words: the numbers are taken as they are written there.
+
+    Args:
+        record: of the step; what is NaN is left out, but for the loss.
+        steps: of the whole run, None where nobody knows.
+    """
+    step = f"step {record.step}" if steps is None else f"step {record.step}/{steps}"
+    fields = [step, f"loss {loss_number(record.loss)}"]
+    if not math.isnan(record.lr):
+        fields.append(f"lr {_as_recorded('lr', record.lr):.3g}")
+    if not math.isnan(record.images_per_s):
+        rate = _as_recorded("images_per_s", record.images_per_s)
+        fields.append(f"{rate:.1f} images/s" if rate >= 10 else f"{rate:.3g} images/s")
+    if not math.isnan(record.wait_ms):
+        fields.append(f"wait {_as_recorded('wait_ms', record.wait_ms):.2f} ms")
+    return fields
+
+
+def loss_number(loss: float) -> str:
+    """Gives a loss in four decimals, or where these tell little (below 0.001, from 100,000), in four digits."""
+    if not math.isfinite(loss):
+        return str(loss)
+    loss = _as_recorded("loss", loss)
+    return f"{loss:.4f}" if loss == 0 or 1e-3 <= abs(loss) < 1e5 else f"{loss:.4g}"
 
 
 def evaluation_words(record: EvaluationRecord) -> str:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.sinks import EvaluationRecord, LossRecord, PlainSink, RunFolderSink
+from engine.sinks import EvaluationRecord, LossRecord, PlainSink, RunFolderSink, loss_fields
 
 FLOAT32 = st.floats(width=32)
 
@@ -227,6 +227,26 @@ def test_golden_plain_line(capsys):
         "step 12/1000  loss 2.5000  lr 0.1  100.0 images/s  wait 0.01 ms\n"
         "step 13/1000  loss nan  lr 0.1  100.0 images/s  wait 0.50 ms\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (0.0, "loss 0.0000"),
+        (0.00123, "loss 0.0012"),
+        (0.000123456, "loss 0.0001235"),
+        (-99999.5, "loss -99999.5000"),
+        (123456.0, "loss 1.235e+05"),
+        (math.inf, "loss inf"),
+    ],
+)
+def test_a_loss_of_any_size_is_told(loss, words):
+    assert loss_fields(record(loss=loss), 10)[1] == words
+
+
+def test_what_a_record_lacks_is_left_out_and_slow_rates_keep_their_digits():
+    lacking = record(3, lr=math.nan, images_per_s=0.03214, wait_ms=math.nan)
+    assert loss_fields(lacking, None) == ["step 3", "loss 2.5000", "0.03 images/s"]
 
 
 def test_a_plain_line_is_flushed_at_once(tmp_path):

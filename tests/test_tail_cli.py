@@ -1,7 +1,7 @@
 """`tail-run` on a pipe and on a pseudo-terminal: what it prints, when it ends, with which exit code."""
 
 import contextlib
-import itertools
+import io
 import json
 import os
 import re
@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +19,9 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.binned_losses import BinnedLosses
-from engine.loss_chart import ASCII_GLYPHS, UNICODE_GLYPHS, chart_text
-from engine.loss_log import LossRows, RunEnd, RunFacts
-from engine.tail_cli import _Picture, duration_text, frame_lines, main, pack_fields, plain_lines
+from engine.loss_log import LossRows
+from engine.sinks import EvaluationRecord, LossRecord, PlainSink, RunFolderSink
+from engine.tail_cli import main, plain_lines
 from tests.pseudo_terminal import LIMIT_S, Terminal, plain
 
 NAN = float("nan")
@@ -89,9 +90,106 @@ def test_piped_it_prints_a_line_a_step_and_ends_with_the_run(tmp_path):
     result = tail(write_run(tmp_path / "run", 12))
     lines = result.stdout.splitlines()
     assert len(lines) == 12
-    assert lines[11] == "step 12/1000  loss 0.2083  lr 0.05  812 images/s  wait 0.1 ms"
+    assert lines[11] == "step 12/1000  loss 0.2083  lr 0.05  812.4 images/s  wait 0.12 ms"
     assert result.stderr == "run ended after 12 steps, stopped by steps\n"
     assert result.exit_code == 0
+
+
+FLOATS = st.floats(0, 1e6, width=32)
+STREAM = st.lists(
+    st.tuples(FLOATS | st.just(NAN), FLOATS, st.floats(0, 1e5) | st.just(NAN), st.floats(0, 1e5)), max_size=9
+)
+
+
+@given(numbers=STREAM, evaluated=st.sets(st.integers(0, 9)))
+def test_it_prints_what_the_run_printed(tmp_path_factory, numbers, evaluated):
+    run = tmp_path_factory.mktemp("run")
+    (run / "config.json").write_text(json.dumps({"config": {"steps": 9}}))
+    printed = io.StringIO()
+    sinks = RunFolderSink(run / "loss.jsonl", run / "eval.jsonl"), PlainSink(printed, steps=9)
+    for sink in sinks:
+        sink.open()
+        for step in range(len(numbers) + 1):
+            if step:
+                loss, rate, images_per_s, wait_ms = numbers[step - 1]
+                sink.write(LossRecord(step, loss, rate, images_per_s, wait_ms, 1.0))
+            if step in evaluated:
+                sink.write_evaluation(EvaluationRecord(step, 37, step / 37, 1.0, 0.5, 1.0))
+        sink.close()
+    assert tail(run, "--once").stdout == printed.getvalue()
+
+
+def evaluate_at(run: Path, *steps: int) -> None:
+    with (run / "eval.jsonl").open("a") as file:
+        for step in steps:
+            file.write(EvaluationRecord(step, 50, 0.5, 0.75, 1.25, 1.0).to_json() + "\n")
+
+
+def first_words(text: str) -> list[str]:
+    return [line.split(":")[0].split("/")[0].split("  ")[0] for line in text.splitlines()]
+
+
+def test_evaluations_stand_after_their_step_and_those_before_the_last_steps_are_left_out(tmp_path):
+    run = write_run(tmp_path / "run", 6)
+    evaluate_at(run, 2, 4, 6)
+    lines = tail(run).stdout.splitlines()
+    assert lines[2] == "evaluation at step 2: top-1 50.00 %  top-5 75.00 %  loss 1.2500  (50 images)"
+    assert first_words(tail(run, "--last", 3).stdout) == [
+        "step 4",
+        "evaluation at step 4",
+        "step 5",
+        "step 6",
+        "evaluation at step 6",
+    ]
+
+
+def test_an_evaluation_of_a_run_without_a_step_is_shown(tmp_path):
+    run = write_run(tmp_path / "run", 0)
+    evaluate_at(run, 0)
+    assert first_words(tail(run).stdout) == ["evaluation at step 0"]
+
+
+def test_evaluations_come_as_they_are_written_and_never_before_their_step(tmp_path, start):
+    run = write_run(tmp_path / "run", 1, ended=False)
+    evaluate_at(run, 2)
+    process = start([*COMMAND, str(run), "--interval", "0.05"])
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("step 1/1000")
+    add_steps(run, 2, 4)
+    assert first_words("".join(process.stdout.readline() for _ in range(3))) == [
+        "step 2",
+        "evaluation at step 2",
+        "step 3",
+    ]
+    evaluate_at(run, 3)
+    assert process.stdout.readline().startswith("evaluation at step 3:")
+    # Another run takes the folder, as --overwrite does.
+    for name in ("eval.jsonl", "loss.jsonl"):
+        (run / name).unlink()
+    add_steps(run, 1, 2)
+    assert process.stdout.readline().startswith("step 1/1000")
+    evaluate_at(run, 1)
+    assert process.stdout.readline().startswith("evaluation at step 1:")
+    end_run(run, 1)
+    assert process.communicate(timeout=LIMIT_S)[0] == ""
+
+
+def test_a_folder_of_runs_names_the_one_that_began_last(tmp_path):
+    for age_s, name in ((30, "a"), (10, "c"), (20, "b")):
+        config = write_run(tmp_path / name, 1) / "config.json"
+        os.utime(config, (time.time() - age_s,) * 2)
+    for options in ([], ["--once"]):
+        result = tail(tmp_path, *options)
+        assert result.exit_code == 2
+        assert result.stderr == (
+            f"Error: RUN must be the folder of a run, {tmp_path} holds 3 of them; "
+            f"give one, the last is {tmp_path / 'c'}\n"
+        )
+
+
+def test_version_and_help_say_what_the_other_commands_say():
+    assert tail("--version").stdout.rstrip().endswith(version("feedloop"))
+    assert "--width and --height shape the chart: piped" in " ".join(tail("--help").stdout.split())
 
 
 def test_last_begins_with_the_last_steps(tmp_path):
@@ -114,7 +212,7 @@ def test_once_does_not_wait_for_the_end(tmp_path):
 def test_what_a_row_lacks_is_left_out_but_never_its_loss():
     blank = np.array([NAN])
     rows = LossRows(np.array([7]), blank, blank, blank, blank, blank)
-    assert list(plain_lines(rows, None)) == ["step 7  loss nan"]
+    assert list(plain_lines(rows, None, deque(), 7)) == ["step 7  loss nan"]
 
 
 def test_unreadable_lines_are_reported_beside_the_steps(tmp_path):
@@ -297,79 +395,3 @@ def test_a_dumb_terminal_gets_plain_lines(tmp_path, open_terminal):
     assert terminal.finish() == 0
     assert "\x1b" not in terminal.output
     assert terminal.output.startswith("step 1/1000")
-
-
-# --- what a frame says
-
-
-def picture(tmp_path, losses, **changes) -> _Picture:
-    history = BinnedLosses(0.5)
-    steps = np.arange(1, len(losses) + 1)
-    fill = np.full(len(losses), 0.25, np.float64)
-    history.add(LossRows(steps, np.array(losses, float), fill, fill, fill, np.array(100.0 + 2.0 * steps, np.float64)))
-    return _Picture(tmp_path, history, changes.pop("facts", RunFacts(10, 4, "resnet18")), log_scale=False, **changes)
-
-
-def status(shown: _Picture, now_s: float) -> str:
-    return chart_text(frame_lines(shown, 200, 12, UNICODE_GLYPHS, now_s)).split("\n")[-1]
-
-
-def test_the_status_line_has_every_number(tmp_path):
-    assert status(picture(tmp_path, [4.0, 2.0]), 104.5) == (
-        "step 2/10  loss 2.0000  smoothed 2.6667  lr 0.25  0.25 images/s  wait 0.2 ms  left 16 s"
-    )
-
-
-def test_a_pause_takes_the_place_of_the_time_left(tmp_path):
-    shown = picture(tmp_path, [4.0, 2.0])
-    assert status(shown, 104 + 10.0).endswith("left 16 s")  # five steps' worth: a pause this long is usual
-    assert status(shown, 104 + 11.0).endswith("last step 11 s ago")
-
-
-def test_an_error_of_the_run_is_shown_without_its_control_characters(tmp_path):
-    shown = picture(tmp_path, [4.0], end=RunEnd(1, "error", "OSError: disk\x1b[2J full"), num_unreadable=2)
-    assert status(shown, 0.0).endswith(
-        "run ended after 1 steps, stopped by error: OSError: disk?[2J full  2 unreadable line(s)"
-    )
-
-
-def test_before_the_first_step_it_says_what_it_waits_for(tmp_path):
-    assert status(picture(tmp_path, []), 0.0) == "waiting for the first step"
-
-
-@given(
-    losses=st.lists(st.floats(-1e30, 1e30) | st.just(NAN), max_size=20),
-    width=st.integers(1, 120),
-    height=st.integers(1, 40),
-    glyphs=st.sampled_from([UNICODE_GLYPHS, ASCII_GLYPHS]),
-    model=st.text(max_size=30) | st.none(),
-)
-def test_a_frame_never_outgrows_the_terminal(losses, width, height, glyphs, model):
-    shown = picture(Path("run"), losses, facts=RunFacts(None, 4, model))
-    lines = chart_text(frame_lines(shown, width, height, glyphs, 150.0)).split("\n")
-    assert len(lines) <= height
-    assert max(map(len, lines)) <= width
-
-
-@given(fields=st.lists(st.text("abc", min_size=1, max_size=20), max_size=8), width=st.integers(1, 40))
-def test_fields_are_packed_in_order_into_as_few_lines_as_they_need(fields, width):
-    lines = pack_fields(fields, width)
-    assert all(0 < len(line) <= width for line in lines)
-    assert "  ".join(lines).split("  ") == [text[:width] for text in fields] or not fields
-    for line, following in itertools.pairwise(lines):
-        assert len(line) + 2 + len(following.split("  ")[0]) > width or len(following) == width
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (-3, "0 s"),
-        (59.4, "59 s"),
-        (59.6, "1 min 00 s"),
-        (3599, "59 min 59 s"),
-        (7500, "2 h 05 min"),
-        (90000, "1 d 01 h"),
-    ],
-)
-def test_durations(seconds, text):
-    assert duration_text(seconds) == text

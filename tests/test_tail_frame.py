@@ -1,0 +1,103 @@
+"""What a frame of `tail-run` says, at every size."""
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.binned_losses import BinnedLosses
+from engine.loss_chart import ASCII_GLYPHS, UNICODE_GLYPHS, chart_text
+from engine.loss_log import LossRows, RunEnd, RunFacts
+from engine.sinks import EvaluationRecord
+from engine.tail_frame import Picture, duration_text, frame_lines, pack_fields
+
+NAN = float("nan")
+
+
+def picture(tmp_path, losses, **changes) -> Picture:
+    history = BinnedLosses(0.5)
+    steps = np.arange(1, len(losses) + 1)
+    fill = np.full(len(losses), 0.25, np.float64)
+    history.add(LossRows(steps, np.array(losses, float), fill, fill, fill, np.array(100.0 + 2.0 * steps, np.float64)))
+    return Picture(tmp_path, history, changes.pop("facts", RunFacts(10, 4, "resnet18")), log_scale=False, **changes)
+
+
+def status(shown: Picture, now_s: float) -> str:
+    return chart_text(frame_lines(shown, 200, 12, UNICODE_GLYPHS, now_s)).split("\n")[-1]
+
+
+def test_the_status_line_has_every_number(tmp_path):
+    assert status(picture(tmp_path, [4.0, 2.0]), 104.5) == (
+        "step 2/10  loss 2.0000  smoothed 2.6667  lr 0.25  0.25 images/s  wait 0.25 ms  left 16 s"
+    )
+
+
+def test_the_newest_evaluation_stands_in_the_status_line(tmp_path):
+    shown = picture(tmp_path, [4.0, 2.0], evaluation=EvaluationRecord(1, 8, 0.625, 1.0, 1.0, 103.0))
+    assert status(shown, 104.5).endswith("wait 0.25 ms  top-1 62.50 % at step 1  left 16 s")
+
+
+def test_a_pause_takes_the_place_of_the_time_left(tmp_path):
+    shown = picture(tmp_path, [4.0, 2.0])
+    assert status(shown, 104 + 10.0).endswith("left 16 s")  # five steps' worth: a pause this long is usual
+    assert status(shown, 104 + 11.0).endswith("last step 11 s ago")
+
+
+def test_an_error_of_the_run_is_shown_without_its_control_characters(tmp_path):
+    shown = picture(tmp_path, [4.0], end=RunEnd(1, "error", "OSError: disk\x1b[2J full"), num_unreadable=2)
+    assert status(shown, 0.0).endswith(
+        "run ended after 1 steps, stopped by error: OSError: disk?[2J full  2 unreadable line(s)"
+    )
+
+
+def test_before_the_first_step_it_says_what_it_waits_for(tmp_path):
+    assert status(picture(tmp_path, []), 0.0) == "waiting for the first step"
+
+
+@given(
+    losses=st.lists(st.floats(-1e30, 1e30) | st.just(NAN), max_size=20),
+    width=st.integers(1, 120),
+    height=st.integers(1, 40),
+    glyphs=st.sampled_from([UNICODE_GLYPHS, ASCII_GLYPHS]),
+    model=st.text(max_size=30) | st.none(),
+)
+def test_a_frame_never_outgrows_the_terminal(losses, width, height, glyphs, model):
+    shown = picture(Path("run"), losses, facts=RunFacts(None, 4, model))
+    lines = chart_text(frame_lines(shown, width, height, glyphs, 150.0)).split("\n")
+    assert len(lines) <= height
+    assert max(map(len, lines)) <= width
+
+
+@given(fields=st.lists(st.text("abc", min_size=1, max_size=20), max_size=8), width=st.integers(1, 40))
+def test_fields_are_packed_in_order_into_as_few_lines_as_they_need(fields, width):
+    lines = pack_fields(fields, width)
+    assert all(0 < len(line) <= width for line in lines)
+    assert "  ".join(lines).split("  ") == [text[:width] for text in fields] or not fields
+    for line, following in itertools.pairwise(lines):
+        assert len(line) + 2 + len(following.split("  ")[0]) > width or len(following) == width
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (-3, "0 s"),
+        (59.4, "59 s"),
+        (59.6, "1 min 00 s"),
+        (3599, "59 min 59 s"),
+        (7500, "2 h 05 min"),
+        (90000, "1 d 01 h"),
+    ],
+)
+def test_durations(seconds, text):
+    assert duration_text(seconds) == text
+
+
+def test_help_loads_neither_numpy_nor_rich():
+    program = "import sys, engine.tail_cli; print({'numpy', 'rich', 'jax'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
