@@ -4,30 +4,68 @@ import io
 import itertools
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from engine.config import TrainConfig
+from engine.augmentation import CropName
+from engine.config import OptimizerName, ScheduleName, TrainConfig
 from preprocess.grouped_help import GroupedCommand
 
 if TYPE_CHECKING:
     from engine.result import DryRun, TrainResult
     from engine.sinks import Sink
 
+_FLUSH_TIMEOUT_S = 1.0
 _DONE, _FAILED, _WRONG_USAGE, _STOPPED = 0, 1, 2, 130
 _DEFAULTS = TrainConfig()
 
 
 _GROUPS = {
     "Data": ("data", "split", "eval_split", "synthetic", "image_size", "num_classes"),
-    "Training": ("steps", "batch", "eval_every_steps", "model", "learning_rate", "momentum", "weight_decay", "seed"),
+    "Training": (
+        "steps",
+        "batch",
+        "eval_every_steps",
+        "model",
+        "seed",
+        "label_smoothing",
+        "ema_decay",
+        "skip_nonfinite",
+    ),
+    "Optimiser": (
+        "optimizer",
+        "learning_rate",
+        "schedule",
+        "warmup_steps",
+        "cycle_momentum",
+        "momentum",
+        "beta2",
+        "weight_decay",
+        "decay_all",
+        "clip_norm",
+        "accumulate_steps",
+    ),
+    "Augmentation": (
+        "crop",
+        "crop_padding",
+        "crop_area",
+        "flip",
+        "brightness",
+        "contrast",
+        "saturation",
+        "hue",
+        "mixup",
+        "cutmix",
+        "erasing",
+    ),
     "Infeed": ("prefetch", "reader_threads", "infeed_timeout_s", "transport"),
     "Output": ("run_dir", "overwrite", "traceback"),
     "Compilation": ("compilation_cache", "dump_hlo", "dry_run"),
@@ -84,7 +122,7 @@ Examples:
     type=int,
     metavar="PX",
     show_default="the data's",
-    help="Of synthetic images; a check on others.",
+    help="What the network sees; at most the data's.",
 )
 @click.option(
     "--learning-rate",
@@ -93,10 +131,69 @@ Examples:
     type=float,
     metavar="RATE",
     show_default="0.1 · batch / 256",
-    help="Of SGD.",
+    help="At the schedule's peak.",
 )
-@click.option("--momentum", type=float, default=_DEFAULTS.momentum, metavar="0…1", help="Of SGD.")
-@click.option("--weight-decay", type=float, default=_DEFAULTS.weight_decay, metavar="RATE", help="On all parameters.")
+@click.option(
+    "--optimizer",
+    type=click.Choice(get_args(OptimizerName)),
+    default=_DEFAULTS.optimizer,
+    help="What makes the updates.",
+)
+@click.option(
+    "--schedule",
+    type=click.Choice(get_args(ScheduleName)),
+    default=_DEFAULTS.schedule,
+    help="Of the learning rate; step divides it by ten after 1/3, 2/3 and 8/9 of the steps.",
+)
+@click.option(
+    "--warmup-steps", type=int, default=_DEFAULTS.warmup_steps, metavar="STEPS", help="Linear rise before the schedule."
+)
+@click.option("--cycle-momentum", is_flag=True, help="Momentum 0.95 to 0.85 and back against the one-cycle rate.")
+@click.option(
+    "--momentum", type=float, default=_DEFAULTS.momentum, metavar="0…1", help="The first beta of adamw and lamb."
+)
+@click.option("--beta2", type=float, default=_DEFAULTS.beta2, metavar="0…1", help="Of adamw and lamb.")
+@click.option("--weight-decay", type=float, default=_DEFAULTS.weight_decay, metavar="RATE", help="On kernels.")
+@click.option("--decay-all", is_flag=True, help="Weight decay on norms and biases too.")
+@click.option("--clip-norm", type=float, metavar="NORM", show_default="none", help="Largest norm of the gradient.")
+@click.option(
+    "--accumulate-steps", type=int, default=_DEFAULTS.accumulate_steps, metavar="BATCHES", help="Batches an update."
+)
+@click.option(
+    "--ema-decay", type=float, metavar="0…1", show_default="none", help="Average the weights; evaluate and keep that."
+)
+@click.option(
+    "--label-smoothing", type=float, default=_DEFAULTS.label_smoothing, metavar="0…1", help="Share for all classes."
+)
+@click.option(
+    "--skip-nonfinite",
+    type=int,
+    default=_DEFAULTS.skip_nonfinite,
+    metavar="N",
+    help="Updates in a row that may be skipped for a gradient that is not finite; one more ends the run.",
+)
+@click.option(
+    "--crop",
+    type=click.Choice(get_args(CropName)),
+    default=_DEFAULTS.crop,
+    help="centre, random, or resized (random area and aspect).",
+)
+@click.option("--crop-padding", type=int, default=_DEFAULTS.crop_padding, metavar="PX", help="Before a random crop.")
+@click.option(
+    "--crop-area", type=float, default=_DEFAULTS.crop_area, metavar="0…1", help="Least area of a resized crop."
+)
+@click.option("--flip", type=float, default=_DEFAULTS.flip, metavar="0…1", help="Probability of mirroring.")
+@click.option("--brightness", type=float, default=_DEFAULTS.brightness, metavar="0…1", help="Largest change.")
+@click.option("--contrast", type=float, default=_DEFAULTS.contrast, metavar="0…1", help="Largest change.")
+@click.option("--saturation", type=float, default=_DEFAULTS.saturation, metavar="0…1", help="Largest change.")
+@click.option("--hue", type=float, default=_DEFAULTS.hue, metavar="0…0.5", help="Largest turn of the colour circle.")
+@click.option("--mixup", type=float, default=_DEFAULTS.mixup, metavar="ALPHA", help="Mix neighbours; 0 is off.")
+@click.option(
+    "--cutmix", type=float, default=_DEFAULTS.cutmix, metavar="ALPHA", help="Cut and paste neighbours; 0 is off."
+)
+@click.option(
+    "--erasing", type=float, default=_DEFAULTS.erasing, metavar="0…1", help="Probability of a blank rectangle."
+)
 @click.option("--seed", type=int, default=_DEFAULTS.seed, metavar="N", help="Of initial parameters and image order.")
 @click.option("--prefetch", type=int, default=_DEFAULTS.prefetch, metavar="BATCHES", help="Batches read ahead.")
 @click.option(
@@ -155,14 +252,21 @@ def main(*, dry_run: bool, traceback: bool, **options: Any) -> None:
 
 def _leave(code: int) -> None:
     """Exits; after a stop or failure at once, since a thread stuck in a source or a compiler can't be joined."""
+    # Where nobody reads, a flush waits for ever, or for the lock of the thread that does, which no signal ends.
+    flusher = threading.Thread(target=_flush, daemon=True)
+    flusher.start()
+    flusher.join(_FLUSH_TIMEOUT_S)
+    if code != _DONE or flusher.is_alive():
+        os._exit(code)
+
+
+def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         if stream is None:  # closed by the shell
             continue
         # A full disk or a closed pipe: either it is the failure that is being told, or there is nobody to tell.
         with suppress(OSError):
             stream.flush()
-    if code != _DONE:
-        os._exit(code)
 
 
 def _say_to_stderr(text: str) -> None:
@@ -178,7 +282,7 @@ def _describe(error: Exception) -> str:
         text = "the reader of the loss stream went away (broken pipe); the run ended at its next step"
     elif "RESOURCE_EXHAUSTED" in text:
         text = f"{text.splitlines()[0]}: the program needs more memory than there is; a smaller --batch needs less"
-    elif not isinstance(error, ValueError | OSError | RuntimeError) or not text:
+    elif not isinstance(error, ValueError | OSError | RuntimeError | ArithmeticError) or not text:
         text = f"{type(error).__name__}: {text} (--traceback shows where)"
     return f"{text}{notes}"
 

@@ -10,9 +10,13 @@ import numbers
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from engine.augmentation import CropName
 
 TransportName = Literal["auto", "inplace", "callback"]
+OptimizerName = Literal["sgd", "nesterov", "adamw", "lars", "lamb"]
+ScheduleName = Literal["constant", "step", "cosine", "linear", "one-cycle"]
 
 # Goyal et al. (2017), arXiv:1706.02677: a rate of 0.1 for each 256 images of the batch.
 _RATE_PER_IMAGE = 0.1 / 256
@@ -31,6 +35,23 @@ _RANGES: dict[str, tuple[float, float]] = {
     "reader_threads": (1, 1024),
     "infeed_timeout_s": (0.001, 86_400),
     "eval_every_steps": (0, 2**31 - 2),
+    "warmup_steps": (0, 2**31 - 2),
+    "beta2": (0, 1),
+    "clip_norm": (1e-30, _MOST_FLOAT32),
+    "accumulate_steps": (1, 2**20),
+    "ema_decay": (0, 1),
+    "label_smoothing": (0, 1),
+    "skip_nonfinite": (0, 2**31 - 2),
+    "crop_padding": (0, 2**14),
+    "crop_area": (0, 1),
+    "flip": (0, 1),
+    "brightness": (0, 1),
+    "contrast": (0, 1),
+    "saturation": (0, 1),
+    "hue": (0, 0.5),
+    "mixup": (0, 1000),
+    "cutmix": (0, 1000),
+    "erasing": (0, 1),
 }
 
 
@@ -49,10 +70,32 @@ class TrainConfig:
         synthetic: draw random batches on the host instead of reading a data set.
         model: a name of `models.registry`, or "auto": resnet50 from 128 px, resnet8 below.
         num_classes: K; None is the manifest's (1000 for synthetic batches).
-        image_size: height and width in pixels; None is the data's (224 for synthetic batches).
-        learning_rate: None is 0.1 · batch / 256. A runtime value.
-        momentum: of SGD, as PyTorch defines it. A runtime value.
-        weight_decay: added to the gradient of every parameter, times the parameter. A runtime value.
+        image_size: height and width that the network sees, in pixels, at most those of the data; None is the data's
+            (224 for synthetic batches).
+        optimizer: "sgd" and "nesterov" as PyTorch defines them, "adamw", "lars" or "lamb".
+        learning_rate: at the schedule's peak; None is 0.1 · batch / 256. A runtime value.
+        schedule: "constant", "step" (a tenth after 1/3, 2/3 and 8/9 of the steps), "cosine" and "linear" (to 0), or
+            "one-cycle" (fastai's).
+        warmup_steps: updates of a linear rise from 0 before the schedule. A runtime value.
+        cycle_momentum: let momentum go 0.95 → 0.85 → 0.95 against the one-cycle rate.
+        momentum: β1 of AdamW and LAMB. A runtime value.
+        beta2: of AdamW and LAMB. A runtime value.
+        weight_decay: of kernels. A runtime value.
+        decay_all: decay norms and biases too.
+        clip_norm: largest global norm of a gradient; None clips nothing. A runtime value.
+        accumulate_steps: batches whose gradients make one update. A runtime value from 2.
+        ema_decay: of a moving average of the weights, which is then evaluated and written; None keeps none. A runtime
+            value.
+        label_smoothing: share of a label that goes to all classes. A runtime value.
+        skip_nonfinite: updates in a row that may be skipped because the gradient is not finite; one more ends the run,
+            with the last good weights. A runtime value.
+        crop: "centre", "random", or "resized" (a random part of random area and aspect, resized).
+        crop_padding: black pixels on every side before a random crop.
+        crop_area: least part of the image's area that a resized crop shows.
+        flip: probability of mirroring left and right.
+        brightness, contrast, saturation, hue: largest relative changes; hue in turns of the colour circle.
+        mixup, cutmix: α of the Beta distribution that mixes neighbours; 0 is off.
+        erasing: probability of blanking a rectangle.
         seed: of the initial parameters and of the order of the images. A runtime value.
         prefetch: batches held in memory ahead of the device.
         reader_threads: threads that fill them from shards; a source of your own is called from one thread, in order.
@@ -82,9 +125,31 @@ class TrainConfig:
     model: str = "auto"
     num_classes: int | None = None
     image_size: int | None = None
+    optimizer: OptimizerName = "sgd"
     learning_rate: float | None = None
+    schedule: ScheduleName = "constant"
+    warmup_steps: int = 0
+    cycle_momentum: bool = False
     momentum: float = 0.9
+    beta2: float = 0.999
     weight_decay: float = 1e-4
+    decay_all: bool = False
+    clip_norm: float | None = None
+    accumulate_steps: int = 1
+    ema_decay: float | None = None
+    label_smoothing: float = 0.0
+    skip_nonfinite: int = 0
+    crop: CropName = "centre"
+    crop_padding: int = 0
+    crop_area: float = 0.08
+    flip: float = 0.0
+    brightness: float = 0.0
+    contrast: float = 0.0
+    saturation: float = 0.0
+    hue: float = 0.0
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    erasing: float = 0.0
     seed: int = 0
     prefetch: int = 4
     reader_threads: int = 2
@@ -102,10 +167,13 @@ class TrainConfig:
             value = getattr(self, name)
             # Written so that NaN fails too.
             if value is not None and not (low <= value <= high and math.isfinite(value)):
-                allowed = f"be at least {low} and finite in float32" if high == _MOST_FLOAT32 else f"lie in {low} … {high}"
+                allowed = (
+                    f"be at least {low} and finite in float32" if high == _MOST_FLOAT32 else f"lie in {low} … {high}"
+                )
                 raise ValueError(f"{name} must {allowed}, got {value}")
-        if self.transport not in get_args(TransportName):
-            raise ValueError(f"transport must be one of {', '.join(get_args(TransportName))}, got {self.transport!r}")
+        for name, declared in get_type_hints(type(self)).items():
+            if get_origin(declared) is Literal and getattr(self, name) not in get_args(declared):
+                raise ValueError(f"{name} must be one of {', '.join(get_args(declared))}, got {getattr(self, name)!r}")
         if self.synthetic and self.data is not None:
             raise ValueError(f"synthetic batches need no data set, got data {self.data!r}: give one of the two")
 
@@ -134,7 +202,7 @@ def _as_declared(name: str, declared: Any, value: Any) -> Any:
     Raises:
         ValueError: where it is of another kind, a bool where a number is meant, or an empty text.
     """
-    kinds = get_args(declared) or (declared,)
+    kinds = (str,) if get_origin(declared) is Literal else get_args(declared) or (declared,)
     if value is None and type(None) in kinds:
         return None
     kind = kinds[0] if kinds[0] in (bool, int, float) else str

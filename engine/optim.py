@@ -5,14 +5,15 @@ its numbers, so that another rate, momentum or decay compiles nothing. Knows not
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-OptimizerName = Literal["sgd", "nesterov", "adamw", "lars", "lamb"]
+from engine.config import OptimizerName
+
 # Parameters → a tree of the same structure with a bool at each leaf.
 type Mask = Callable[[Any], Any]
 
@@ -95,16 +96,6 @@ def init_optimizer(name: OptimizerName, params: Any) -> optax.OptState:
     """Gives the state before the first update: zeros, of a structure that the name and the parameters decide alone."""
     zero = jnp.zeros((), jnp.float32)
     return make_optimizer(name, Hyperparams(zero, zero, zero)).init(params)
-
-
-def sgd(hyperparams: Hyperparams) -> optax.GradientTransformation:
-    """Stochastic gradient descent with momentum, as PyTorch defines it.
-
-    g ← gradient + weight_decay · parameter; m ← momentum · m + g; parameter ← parameter - learning_rate · m. Decays
-    every parameter and clips nothing. The shape of its state does not depend on the numbers, so it may be built anew,
-    inside the program, at every trace.
-    """
-    return optax.chain(*_parts("sgd", hyperparams, every_leaf, every_leaf))
 
 
 def _parts(

@@ -5,19 +5,24 @@ knows nothing of files, threads or terminals.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 
+from engine.augment import augment_images, make_targets, prepare_for_evaluation
 from engine.evaluation import Tally, empty_tally, tally_batch
 from engine.infeed import Infeed, Pulled
 from engine.objective import cross_entropy
-from engine.optim import Hyperparams, sgd
 from engine.outfeed import Outfeed
-from engine.unpack import PixelScale, unpack_pixels
+from engine.positions import positions
+from engine.recipe import Recipe
+from engine.targets import smooth_targets
+from engine.unpack import PixelScale
+from engine.update import Outcome, Pull, UpdateRule, UpdateState, UpdateValues, Weights, init_update, update_weights
 
 
 class TrainModel(Protocol):
@@ -38,15 +43,22 @@ class TrainState(NamedTuple):
     """The carry of the loop: everything that a later step depends on.
 
     Attributes:
-        step: int32 [], updates done.
+        pulls: int32 [], batches taken; addresses the infeed and so the data.
+        step: int32 [], updates done; addresses the schedule.
         params, batch_stats: the model's pytrees.
-        opt_state: the optimiser's.
+        update: what the updates remember.
     """
 
+    pulls: jax.Array
     step: jax.Array
     params: Any
     batch_stats: Any
-    opt_state: optax.OptState
+    update: UpdateState
+
+    @property
+    def evaluated(self) -> Weights:
+        """The weights to evaluate and to keep: their average where there is one."""
+        return self.update.average or Weights(self.params, self.batch_stats)
 
 
 class RunValues(NamedTuple):
@@ -56,23 +68,26 @@ class RunValues(NamedTuple):
         stop_step: int32 [], leave the loop when so many updates are done.
         eval_every_steps: int32 [], evaluate when the updates done are a multiple of it, and at the end; 0: at the end.
         num_eval_batches: int32 [], pulls of one evaluation.
-        hyperparams: of the optimiser.
+        update: the updates' numbers.
+        label_smoothing: float32 [], see `engine.targets`.
+        seed_words: uint32 [2], the seed's high and low half, which key the augmentation.
         scale: of the pixels.
     """
 
     stop_step: jax.Array
     eval_every_steps: jax.Array
     num_eval_batches: jax.Array
-    hyperparams: Hyperparams
+    update: UpdateValues
+    label_smoothing: jax.Array
+    seed_words: jax.Array
     scale: PixelScale
 
 
-def init_state(model: TrainModel, key: jax.Array) -> TrainState:
+def init_state(model: TrainModel, rule: UpdateRule, key: jax.Array) -> TrainState:
     """Draws the state before the first step."""
     params, batch_stats = model.init(key)
-    # The numbers do not matter here: only the state's shape comes from them.
-    optimizer = sgd(Hyperparams(*(jnp.zeros((), jnp.float32) for _ in Hyperparams._fields)))
-    return TrainState(jnp.zeros((), jnp.int32), params, batch_stats, optimizer.init(params))
+    none = jnp.zeros((), jnp.int32)
+    return TrainState(none, none, params, batch_stats, init_update(rule, Weights(params, batch_stats)))
 
 
 class _Carry(NamedTuple):
@@ -92,57 +107,87 @@ class _Carry(NamedTuple):
 
 
 def make_program(
-    model: TrainModel, infeed: Infeed, outfeed: Outfeed, evaluation_infeed: Infeed | None = None
+    model: TrainModel,
+    recipe: Recipe,
+    infeed: Infeed,
+    outfeed: Outfeed,
+    evaluation_infeed: Infeed | None = None,
 ) -> Callable[[TrainState, RunValues], TrainState]:
     """Builds the whole-training function, to be compiled once: (state, values) → the state after the last step.
 
     Args:
         model: what is trained.
+        recipe: how.
         infeed, outfeed: the crossings.
         evaluation_infeed: of the validation batches, pulled by (evaluation · batches + batch); None evaluates never.
     """
+    return _Program(model, recipe, infeed, outfeed, evaluation_infeed).train
 
-    def train(state: TrainState, values: RunValues) -> TrainState:
+
+@dataclass(frozen=True)
+class _Program:
+    """The loops, from the outside in: segments between evaluations, pulls, and what one pull does."""
+
+    model: TrainModel
+    recipe: Recipe
+    infeed: Infeed
+    outfeed: Outfeed
+    evaluation_infeed: Infeed | None
+
+    def train(self, state: TrainState, values: RunValues) -> TrainState:
         def goes_on(carry: _Carry) -> jax.Array:
             return (carry.state.step < values.stop_step) & ~carry.stopped
 
-        def segment(carry: _Carry) -> _Carry:
-            """The steps up to the next evaluation, and that."""
-            boundary = _next_boundary(carry.state.step, values)
-
-            def is_inside(carry: _Carry) -> jax.Array:
-                return (carry.state.step < boundary) & ~carry.stopped & ~carry.evaluate
-
-            carry = lax.while_loop(is_inside, one_step, carry)
-            if evaluation_infeed is None:
-                return carry._replace(evaluate=jnp.zeros_like(carry.evaluate))
-            return lax.cond(carry.stopped, lambda carry: carry, evaluate, carry)
-
-        def one_step(carry: _Carry) -> _Carry:
-            pulled = infeed.pull(carry.state.step, jnp.zeros((), jnp.int32))
-            control = pulled.control
-            # A stop comes in place of a batch: the step is not made, so the state is that of the steps emitted.
-            state = lax.cond(control.stop, lambda state: state, lambda state: update(state, pulled), carry.state)
-            return carry._replace(state=state, stopped=control.stop, evaluate=control.evaluate & ~control.stop)
-
-        def update(state: TrainState, pulled: Pulled) -> TrainState:
-            state, loss, learning_rate = train_step(model, state, pulled, values)
-            outfeed.push_loss(state.step, loss, learning_rate)
-            return state
-
-        def evaluate(carry: _Carry) -> _Carry:
-            assert evaluation_infeed is not None
-            tally, stopped = evaluate_split(
-                model, carry.state, evaluation_infeed, carry.num_evaluations * values.num_eval_batches, values
-            )
-            lax.cond(stopped, lambda: None, lambda: outfeed.push_evaluation(carry.state.step, tally))
-            return _Carry(carry.state, stopped, jnp.zeros((), jnp.bool), carry.num_evaluations + 1)
-
         no = jnp.zeros((), jnp.bool)
-        carry = lax.while_loop(goes_on, segment, _Carry(state, no, no, jnp.zeros((), jnp.int32)))
-        return carry.state
+        start = _Carry(state, no, no, jnp.zeros((), jnp.int32))
+        return lax.while_loop(goes_on, partial(self._segment, values), start).state
 
-    return train
+    def _segment(self, values: RunValues, carry: _Carry) -> _Carry:
+        """The steps up to the next evaluation, and that."""
+        boundary = _next_boundary(carry.state.step, values)
+
+        def goes_on(carry: _Carry) -> jax.Array:
+            return (carry.state.step < boundary) & ~carry.stopped & ~carry.evaluate
+
+        carry = lax.while_loop(goes_on, partial(self._one_pull, values), carry)
+        if self.evaluation_infeed is None:
+            return carry._replace(evaluate=jnp.zeros_like(carry.evaluate))
+        return lax.cond(carry.stopped, lambda carry: carry, partial(self._evaluate, values), carry)
+
+    def _one_pull(self, values: RunValues, carry: _Carry) -> _Carry:
+        pulled = self.infeed.pull(carry.state.pulls, jnp.zeros((), jnp.int32))
+        control = pulled.control
+        # A stop comes in place of a batch: the step is not made, so the state is that of the steps emitted. The branch
+        # costs a copy of the parameters (102 MB a step of ResNet-50).
+        state, gives_up = lax.cond(
+            control.stop,
+            lambda state: (state, jnp.zeros((), jnp.bool)),
+            partial(self._take_in, values, pulled),
+            carry.state,
+        )
+        evaluate = control.evaluate & ~control.stop
+        return carry._replace(state=state, stopped=control.stop | gives_up, evaluate=evaluate)
+
+    def _take_in(self, values: RunValues, pulled: Pulled, state: TrainState) -> tuple[TrainState, jax.Array]:
+        """Trains on one batch and emits the loss of an update; gives the state and whether to give up."""
+        state, outcome = train_step(self.model, self.recipe, state, pulled, values)
+
+        def push() -> None:
+            self.outfeed.push_loss(state.step, outcome.loss, outcome.learning_rate)
+
+        if self.recipe.rule.accumulates:
+            lax.cond(outcome.due, push, lambda: None)
+        else:
+            push()
+        return state, outcome.gives_up
+
+    def _evaluate(self, values: RunValues, carry: _Carry) -> _Carry:
+        assert self.evaluation_infeed is not None
+        first_pull = carry.num_evaluations * values.num_eval_batches
+        weights = carry.state.evaluated
+        tally, stopped = evaluate_split(self.model, self.recipe, weights, self.evaluation_infeed, first_pull, values)
+        lax.cond(stopped, lambda: None, lambda: self.outfeed.push_evaluation(carry.state.step, tally))
+        return _Carry(carry.state, stopped, jnp.zeros((), jnp.bool), carry.num_evaluations + 1)
 
 
 def _next_boundary(step: jax.Array, values: RunValues) -> jax.Array:
@@ -153,13 +198,14 @@ def _next_boundary(step: jax.Array, values: RunValues) -> jax.Array:
 
 
 def evaluate_split(
-    model: TrainModel, state: TrainState, infeed: Infeed, first_pull: jax.Array, values: RunValues
+    model: TrainModel, recipe: Recipe, weights: Weights, infeed: Infeed, first_pull: jax.Array, values: RunValues
 ) -> tuple[Tally, jax.Array]:
     """Counts a whole split with the running statistics.
 
     Args:
         model: what is evaluated.
-        state: its parameters and statistics.
+        recipe: says how large the images are that it is trained on.
+        weights: its parameters and statistics.
         infeed: of the split's batches.
         first_pull: int32 [], the address of the first.
         values: of the run.
@@ -175,8 +221,8 @@ def evaluate_split(
     def one_batch(carry: tuple[jax.Array, jax.Array, Tally]) -> tuple[jax.Array, jax.Array, Tally]:
         batch, _, tally = carry
         pulled = infeed.pull(first_pull + batch, jnp.zeros((), jnp.int32))
-        images = unpack_pixels(pulled.pixels, values.scale)
-        logits, _ = model.apply(state.params, state.batch_stats, images, train=False)
+        images = prepare_for_evaluation(pulled.pixels, recipe.augmentation.size, values.scale)
+        logits, _ = model.apply(weights.params, weights.batch_stats, images, train=False)
         return batch + 1, pulled.control.stop, tally_batch(tally, logits, pulled.labels)
 
     start = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.bool), empty_tally()
@@ -185,22 +231,32 @@ def evaluate_split(
 
 
 def train_step(
-    model: TrainModel, state: TrainState, pulled: Pulled, values: RunValues
-) -> tuple[TrainState, jax.Array, jax.Array]:
-    """Makes one update: unpack, forward, backward, optimiser.
+    model: TrainModel, recipe: Recipe, state: TrainState, pulled: Pulled, values: RunValues
+) -> tuple[TrainState, Outcome]:
+    """Takes in one batch: augment, forward, backward, and the update where one is due.
 
     Returns:
-        The new state, the batch's mean loss (float32 []) and the learning rate of the update (float32 []).
+        The new state, and what the batch came to.
     """
-    images = unpack_pixels(pulled.pixels, values.scale)
-    learning_rate = values.hyperparams.learning_rate * pulled.control.learning_rate_factor
+    batch = len(pulled.labels)
+    at = positions(state.pulls, batch, 0, batch)
+    images, own_share = augment_images(recipe.augmentation, pulled.pixels, at, values.seed_words, values.scale)
 
     def loss_of(params: Any) -> tuple[jax.Array, Any]:
         logits, batch_stats = model.apply(params, state.batch_stats, images, train=True)
-        return cross_entropy(logits, pulled.labels), batch_stats
+        targets = make_targets(pulled.labels, own_share, logits.shape[-1])
+        return cross_entropy(logits, smooth_targets(targets, values.label_smoothing)), batch_stats
 
     (loss, batch_stats), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.params)
-    optimizer = sgd(values.hyperparams._replace(learning_rate=learning_rate))
-    updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
-    return TrainState(state.step + 1, params, batch_stats, opt_state), loss, learning_rate
+    hyperparams = values.update.hyperparams
+    factor = hyperparams.learning_rate * pulled.control.learning_rate_factor
+    (params, batch_stats), update, outcome = update_weights(
+        recipe.rule,
+        Weights(state.params, state.batch_stats),
+        state.update,
+        Pull(loss, gradients, batch_stats),
+        state.step,
+        values.update._replace(hyperparams=hyperparams._replace(learning_rate=factor)),
+    )
+    step = state.step + outcome.due.astype(jnp.int32)
+    return TrainState(state.pulls + 1, step, params, batch_stats, update), outcome

@@ -115,10 +115,10 @@ def resolve(
     evaluation = evaluation or opened.evaluation
     if evaluation is not None:
         _check_same_shape(source, evaluation)
-    if config.image_size is not None and (source.height, source.width) != (config.image_size, config.image_size):
+    if config.image_size is not None and config.image_size > min(source.height, source.width):
         raise ValueError(
-            f"image_size must be that of the data, {source.height} × {source.width} px, got {config.image_size}: "
-            "leave it out, or pack the data at that --size"
+            f"image_size must be at most that of the data, {source.height} × {source.width} px, got "
+            f"{config.image_size}: leave it out, or pack the data at that --size"
         )
     registry_name = None
     if model is None:
@@ -174,7 +174,7 @@ def _build(config: TrainConfig, opened: _OpenData) -> Model:
     """Builds the registry's model for the data; "auto" becomes the name of what it stands for."""
     if opened.num_classes is None:
         raise ValueError("num_classes must be given with batches of your own and a model of the registry, got None")
-    size = min(opened.source.height, opened.source.width)
+    size = config.image_size or min(opened.source.height, opened.source.width)
     return build_model(config.model, num_classes=opened.num_classes, image_size=size)
 
 

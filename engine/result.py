@@ -17,7 +17,7 @@ class TrainResult:
     """What a run gives back.
 
     Attributes:
-        params, batch_stats: the trained model's pytrees.
+        params, batch_stats: the trained model's pytrees; with ema_decay, their average.
         losses: float32 [updates made by this call], each step's mean loss.
         evaluations: of this call, in order.
         steps_done: updates done.

@@ -25,9 +25,9 @@ from engine.feeder import Feeder
 from engine.infeed import Infeed
 from engine.loss_stream import LossStream
 from engine.machine import host_memory_bytes
-from engine.optim import Hyperparams
 from engine.outfeed import Outfeed
 from engine.program import RunValues, TrainModel, TrainState, init_state, make_program
+from engine.recipe import recipe_of, update_values
 from engine.resolve import resolve
 from engine.result import DryRun, TrainResult
 from engine.run_folder import RunFolder
@@ -35,6 +35,7 @@ from engine.signals import StopSignals, call_on_worker
 from engine.sinks import RunFolderSink, Sink
 from engine.transport import Transport, choose_transport
 from engine.unpack import PixelScale
+from engine.update import UpdateRule
 from engine.weights import check_names, name_tensors
 from models.registry import count_params
 
@@ -103,6 +104,10 @@ def plan_run(
             return DryRun(run.compile(), run.num_params, run.resolved, run.ring_bytes, host_memory_bytes())
 
 
+class NonFiniteError(ArithmeticError):
+    """A run's gradients were not finite more often in a row than it was to bear."""
+
+
 class _Run:
     """The parts of one run, opened in order; `stack` closes them in reverse."""
 
@@ -122,7 +127,7 @@ class _Run:
         self.resolved = resolve(config, stack, notify, model=model, batches=batches, evaluation=evaluation)
         self.transport: Transport = choose_transport(config.transport, jax.default_backend())
         self.feeders: list[Feeder] = []
-        self.infeed = self._make_infeed(self.resolved.source, config.steps)
+        self.infeed = self._make_infeed(self.resolved.source, config.steps * config.accumulate_steps)
         self.evaluation_infeed = None
         if (evaluated := self.resolved.evaluation) is not None:
             self.evaluation_infeed = self._make_infeed(
@@ -131,19 +136,26 @@ class _Run:
                 lambda pull: f"evaluation {pull // evaluated.num_batches + 1}, pull {pull % evaluated.num_batches + 1}",
             )
         self.stream = LossStream(
-            batch=config.batch,
-            wait_of=self.infeed.take_wait_s,
+            batch=config.batch * config.accumulate_steps,
+            wait_of=self._wait_of,
             board=self.board,
             on_nonfinite=lambda step: notify(
                 f"warning: the loss is no finite number since step {step}; a lower learning rate may help"
             ),
         )
         self.outfeed = Outfeed(self.stream.receive, self.board, self.transport)
-        self.state_shape = jax.eval_shape(partial(_init_from_words, self.resolved.model), _key_words(0))
+        self.recipe = recipe_of(config)
+        self.draw = partial(_init_from_words, self.resolved.model, self.recipe.rule)
+        self.state_shape = jax.eval_shape(self.draw, _key_words(0))
         self.num_params = count_params(self.state_shape.params)
         if self.resolved.registry_name is None:
             check_names(self.state_shape.params, self.state_shape.batch_stats)
         self._describe()
+
+    def _wait_of(self, step: int) -> float:
+        """Gives the seconds waited for the batches of one update (from 0)."""
+        count = self.config.accumulate_steps
+        return math.fsum(self.infeed.take_wait_s(pull) for pull in range(step * count, (step + 1) * count))
 
     def _make_infeed(
         self, source: BatchSource, stop_step: int, name_step: Callable[[int], str] = lambda step: f"step {step + 1}"
@@ -175,7 +187,7 @@ class _Run:
     def compile(self) -> Compiled:
         """Traces the program on this thread, whose jax settings it so obeys, and compiles it on a worker."""
         model = CheckedModel(self.resolved.model, self.resolved.num_classes, self.resolved.source)
-        program = make_program(model, self.infeed, self.outfeed, self.evaluation_infeed)
+        program = make_program(model, self.recipe, self.infeed, self.outfeed, self.evaluation_infeed)
         traced = trace_ahead(program, self.state_shape, self._values(), donate=(0,))
         dump_folder = None if self.config.dump_hlo is None else Path(self.config.dump_hlo)
         compiled = call_on_worker(partial(compile_traced, traced, dump_folder=dump_folder))
@@ -188,7 +200,7 @@ class _Run:
     def draw_state(self) -> TrainState:
         """Draws the state before the first step, from the seed."""
         words = _key_words(self.config.seed)
-        draw = compile_traced(trace_ahead(partial(_init_from_words, self.resolved.model), words))
+        draw = compile_traced(trace_ahead(self.draw, words))
         return call_on_worker(lambda: jax.block_until_ready(draw.call(words)))
 
     def warn_of_memory(self, compiled: Compiled) -> None:
@@ -250,14 +262,21 @@ class _Run:
                 feeder.close()
             self.stream.close(close_timeout_s)
         failure, steps_done = self._failure(), int(state.step)
-        is_complete = steps_done >= self.config.steps and failure is None
+        if failure is None:
+            failure = self._gave_up(state)
+        is_complete = steps_done >= self.config.steps
+        ended_by = "steps" if is_complete else self.board.stop_reason or "steps"
         result = TrainResult(
-            params=state.params,
-            batch_stats=state.batch_stats,
+            params=state.evaluated.params,
+            batch_stats=state.evaluated.batch_stats,
             losses=np.array(self.stream.losses, np.float32),
             evaluations=tuple(self.stream.evaluations),
             steps_done=steps_done,
-            stopped_by="error" if failure else "steps" if is_complete else self.board.stop_reason or "steps",
+            stopped_by="error"
+            if failure is not None
+            else "steps"
+            if is_complete
+            else self.board.stop_reason or "steps",
             num_params=self.num_params,
             compile_s=compiled.compile_s,
             from_cache=compiled.from_cache,
@@ -331,24 +350,34 @@ class _Run:
     def _std(self) -> tuple[float, ...]:
         return tuple(max(each, _LEAST_STD) for each in self.resolved.std)
 
+    def _gave_up(self, state: TrainState) -> BaseException | None:
+        """Gives the error of a run that left its loop because of gradients that are not finite."""
+        skips = int(state.update.skips.in_a_row)
+        if skips <= self.config.skip_nonfinite:
+            return None
+        return NonFiniteError(
+            f"the gradient must be finite, and was not at step {int(state.step)}"
+            + (f" and the {skips - 1} before it" if skips > 1 else "")
+            + ": the weights are those of the last update that was; a lower learning rate, a warm-up or a limit of the "
+            "gradient's norm may help (--learning-rate, --warmup-steps, --clip-norm), or --skip-nonfinite"
+        )
+
     def _values(self) -> RunValues:
         config, resolved = self.config, self.resolved
         return RunValues(
             stop_step=jnp.int32(config.steps),
             eval_every_steps=jnp.int32(config.eval_every_steps),
             num_eval_batches=jnp.int32(resolved.evaluation.num_batches if resolved.evaluation else 0),
-            hyperparams=Hyperparams(
-                learning_rate=jnp.float32(config.peak_learning_rate),
-                momentum=jnp.float32(config.momentum),
-                weight_decay=jnp.float32(config.weight_decay),
-            ),
+            update=update_values(config),
+            label_smoothing=jnp.float32(config.label_smoothing),
+            seed_words=jnp.asarray(_key_words(config.seed)),
             scale=PixelScale(mean=jnp.array(resolved.mean, jnp.float32), std=jnp.array(self._std(), jnp.float32)),
         )
 
 
-def _init_from_words(model: TrainModel, words: jax.Array) -> TrainState:
+def _init_from_words(model: TrainModel, rule: UpdateRule, words: jax.Array) -> TrainState:
     # The generator is named, so that a user's default of another kind neither changes the run nor the key's shape.
-    return init_state(model, jax.random.wrap_key_data(words, impl="threefry2x32"))
+    return init_state(model, rule, jax.random.wrap_key_data(words, impl="threefry2x32"))
 
 
 def _key_words(seed: int) -> NDArray[np.uint32]:

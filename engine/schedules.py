@@ -6,14 +6,15 @@ counts the updates done before the one whose rate is asked for, from 0.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-ScheduleName = Literal["constant", "step", "cosine", "linear", "one-cycle"]
+from engine.config import ScheduleName
+
 NUM_MILESTONES = 4
 # A milestone that no step reaches.
 _NEVER = 2**31 - 1

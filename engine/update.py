@@ -18,8 +18,9 @@ import optax
 
 from engine.accumulation import Accumulation, accumulate, init_accumulation
 from engine.averages import init_average, update_average
-from engine.optim import Hyperparams, OptimizerName, every_leaf, init_optimizer, kernels_only, make_optimizer
-from engine.schedules import ScheduleName, ScheduleValues, learning_rate_at, momentum_at
+from engine.config import OptimizerName, ScheduleName
+from engine.optim import Hyperparams, every_leaf, init_optimizer, kernels_only, make_optimizer
+from engine.schedules import ScheduleValues, learning_rate_at, momentum_at
 from engine.skipping import Skips, all_finite, choose, count_skips, gives_up, has_finite_norm, init_skips
 
 

@@ -54,6 +54,8 @@ def step(state, pixels, labels, mean, std, learning_rate, momentum, weight_decay
         return -chosen.mean(), new
 
     (loss, stats), gradients = jax.value_and_grad(loss_of, has_aux=True)(params)
-    velocity = jax.tree.map(lambda v, g, p: momentum * v + g + weight_decay * p, velocity, gradients, params)
+    # Norms and biases do not decay.
+    decayed = jax.tree.map(lambda g, p: g + weight_decay * p * (p.ndim > 1), gradients, params)
+    velocity = jax.tree.map(lambda v, g: momentum * v + g, velocity, decayed)
     params = jax.tree.map(lambda p, v: p - learning_rate * v, params, velocity)
     return (params, stats, velocity), loss

@@ -62,7 +62,7 @@ def test_a_piped_run_prints_what_it_is_and_a_line_a_step(tmp_path):
         (["--data", "x", "--synthetic"], "synthetic batches need no data set, got data 'x'"),
         (["--split", "test", "--data", "packed"], "test"),
         (["--num-classes", "2", "--data", "packed"], "num_classes must be at least the 3 of packed/train, got 2"),
-        (["--image-size", "9", "--data", "packed"], "image_size must be that of the data, 8 × 8 px, got 9"),
+        (["--image-size", "9", "--data", "packed"], "image_size must be at most that of the data, 8 × 8 px, got 9"),
         (["--run-dir", "file", "--data", "packed"], "the run folder must be a folder, and file is a file"),
         (["--momentum", "nan"], "momentum must lie in 0 … 1, got nan"),
     ],

@@ -26,6 +26,28 @@ VALID = {
     "model": TEXT,
     "num_classes": st.none() | st.integers(1, 2**16),
     "image_size": st.none() | st.integers(1, 2**14),
+    "optimizer": st.sampled_from(["sgd", "nesterov", "adamw", "lars", "lamb"]),
+    "schedule": st.sampled_from(["constant", "step", "cosine", "linear", "one-cycle"]),
+    "warmup_steps": st.integers(0, 2**31 - 2),
+    "cycle_momentum": st.booleans(),
+    "beta2": st.floats(0, 1),
+    "decay_all": st.booleans(),
+    "clip_norm": st.none() | st.floats(1e-30, float(np.finfo(np.float32).max)),
+    "accumulate_steps": st.integers(1, 2**20),
+    "ema_decay": st.none() | st.floats(0, 1),
+    "label_smoothing": st.floats(0, 1),
+    "skip_nonfinite": st.integers(0, 2**31 - 2),
+    "crop": st.sampled_from(["centre", "random", "resized"]),
+    "crop_padding": st.integers(0, 2**14),
+    "crop_area": st.floats(0, 1),
+    "flip": st.floats(0, 1),
+    "brightness": st.floats(0, 1),
+    "contrast": st.floats(0, 1),
+    "saturation": st.floats(0, 1),
+    "hue": st.floats(0, 0.5),
+    "mixup": st.floats(0, 1000),
+    "cutmix": st.floats(0, 1000),
+    "erasing": st.floats(0, 1),
     "learning_rate": st.none() | st.floats(0, float(np.finfo(np.float32).max)),
     "momentum": st.floats(0, 1),
     "weight_decay": st.floats(0, float(np.finfo(np.float32).max)),
@@ -39,9 +61,17 @@ VALID = {
     "compilation_cache": st.none() | TEXT,
     "dump_hlo": st.none() | TEXT,
 }
-INTEGERS = ["steps", "batch", "num_classes", "image_size", "seed", "prefetch", "reader_threads", "eval_every_steps"]
-REALS = ["learning_rate", "momentum", "weight_decay", "infeed_timeout_s"]
-SWITCHES = ["synthetic", "overwrite"]
+INTEGERS = [
+    *("steps", "batch", "num_classes", "image_size", "seed", "prefetch", "reader_threads", "eval_every_steps"),
+    *("warmup_steps", "accumulate_steps", "skip_nonfinite", "crop_padding"),
+]
+REALS = [
+    *("learning_rate", "momentum", "weight_decay", "infeed_timeout_s", "beta2", "clip_norm", "ema_decay"),
+    *("label_smoothing", "crop_area", "flip", "brightness", "contrast", "saturation", "hue"),
+    *("mixup", "cutmix", "erasing"),
+]
+SWITCHES = ["synthetic", "overwrite", "cycle_momentum", "decay_all"]
+CHOICES = ["transport", "optimizer", "schedule", "crop"]
 TEXTS = ["data", "split", "eval_split", "model", "run_dir", "compilation_cache", "dump_hlo"]
 OPTIONAL = [
     "data",
@@ -49,6 +79,8 @@ OPTIONAL = [
     "num_classes",
     "image_size",
     "learning_rate",
+    "clip_norm",
+    "ema_decay",
     "run_dir",
     "compilation_cache",
     "dump_hlo",
@@ -62,7 +94,7 @@ def configured(**values: Any) -> TrainConfig:
 
 
 def test_every_setting_is_tested_here():
-    assert sorted([*INTEGERS, *REALS, *SWITCHES, *TEXTS, "transport"]) == sorted(NAMES)
+    assert sorted([*INTEGERS, *REALS, *SWITCHES, *TEXTS, *CHOICES]) == sorted(NAMES)
 
 
 @given(st.fixed_dictionaries({}, optional=VALID))
@@ -85,9 +117,31 @@ def test_golden_json():
         "model": "auto",
         "num_classes": None,
         "image_size": None,
+        "optimizer": "sgd",
         "learning_rate": None,
+        "schedule": "constant",
+        "warmup_steps": 0,
+        "cycle_momentum": False,
         "momentum": 0.9,
+        "beta2": 0.999,
         "weight_decay": 1e-4,
+        "decay_all": False,
+        "clip_norm": None,
+        "accumulate_steps": 1,
+        "ema_decay": None,
+        "label_smoothing": 0.0,
+        "skip_nonfinite": 0,
+        "crop": "centre",
+        "crop_padding": 0,
+        "crop_area": 0.08,
+        "flip": 0.0,
+        "brightness": 0.0,
+        "contrast": 0.0,
+        "saturation": 0.0,
+        "hue": 0.0,
+        "mixup": 0.0,
+        "cutmix": 0.0,
+        "erasing": 0.0,
         "seed": 0,
         "prefetch": 4,
         "reader_threads": 2,
@@ -177,7 +231,7 @@ def test_integers_of_numpy_become_integers(name, kind):
     assert (type(value), value) == (int, 7)
 
 
-@pytest.mark.parametrize("name", REALS)
+@pytest.mark.parametrize("name", [name for name in REALS if name != "hue"])
 @pytest.mark.parametrize("given", [1, np.float32(0.5), np.float64(0.25), np.int32(1)])
 def test_any_real_number_becomes_a_float(name, given):
     value = getattr(configured(**{name: given}), name)

@@ -11,18 +11,18 @@ import optax
 import pytest
 from jax import lax
 
+from engine.config import OptimizerName
 from engine.optim import (
     Hyperparams,
-    OptimizerName,
     every_leaf,
     init_optimizer,
     kernels_only,
     make_optimizer,
-    sgd,
 )
 
 NAMES = get_args(OptimizerName)
 SHAPES = {"kernel": (3, 4), "bias": (4,), "scale": ()}
+sgd = partial(make_optimizer, "sgd", decay_mask=every_leaf)  # PyTorch decays every parameter
 
 
 def hyperparams(learning_rate, momentum, weight_decay):

@@ -376,7 +376,8 @@ def test_a_stop_asked_for_after_the_last_step_does_not_make_the_run_an_interrupt
 
 
 def test_the_first_loss_that_is_no_number_is_recorded(tmp_path):
-    train(toy_config(steps=9, learning_rate=1e38, run_dir=tmp_path), model=Linear(), batches=toy_batch)
+    config = toy_config(steps=9, learning_rate=1e38, skip_nonfinite=9, run_dir=tmp_path)
+    train(config, model=Linear(), batches=toy_batch)
     losses = [json.loads(line)["loss"] for line in (tmp_path / "loss.jsonl").read_text().splitlines()]
     first = json.loads((tmp_path / "result.json").read_text())["first_nonfinite_step"]
     assert first is not None

@@ -12,8 +12,9 @@ import pytest
 from jax import lax
 
 from engine.averages import init_average, update_average
-from engine.optim import Hyperparams, OptimizerName
-from engine.schedules import ScheduleName, schedule_values
+from engine.config import OptimizerName, ScheduleName
+from engine.optim import Hyperparams
+from engine.schedules import schedule_values
 from engine.update import Pull, UpdateRule, UpdateState, UpdateValues, Weights, init_update, update_weights
 
 NAMES, SCHEDULES = get_args(OptimizerName), get_args(ScheduleName)

@@ -1,0 +1,158 @@
+"""The recipe's settings reach the program: each is compared with what a plain loop, or a run without it, gives."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from safetensors.numpy import load_file
+
+from engine import TrainConfig, train
+from engine.run import NonFiniteError
+from engine.schedules import learning_rate_at, schedule_values
+from tests.fake_source import fake_source, pack
+from tests.toy import BATCH, CountedBatches, Linear, toy_batch, toy_config
+
+
+def rates(run_dir):
+    return [json.loads(line)["lr"] for line in (run_dir / "loss.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("schedule", ["constant", "step", "cosine", "linear", "one-cycle"])
+def test_the_schedule_and_its_warm_up_are_followed(schedule, tmp_path):
+    config = toy_config(steps=12, schedule=schedule, warmup_steps=3, learning_rate=0.3, run_dir=tmp_path)
+    train(config, model=Linear(), batches=toy_batch)
+    values = schedule_values(0.3, 12, warmup_steps=3, milestones=[4, 8, 11])
+    expected = [float(learning_rate_at(schedule, jnp.int32(step), values)) for step in range(12)]
+    np.testing.assert_allclose(rates(tmp_path), expected, rtol=1e-6)
+    assert len(set(expected)) > 3
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "nesterov", "adamw", "lars", "lamb"])
+def test_every_optimiser_learns_in_the_loop(optimizer):
+    config = toy_config(steps=80, optimizer=optimizer, learning_rate=0.05 if optimizer != "lars" else 20.0)
+    losses = train(config, model=Linear(), batches=toy_batch).losses
+    assert losses[-10:].mean() < 0.5 * losses[0]
+
+
+def test_another_rate_length_decay_or_smoothing_compiles_nothing():
+    def is_cached(**values):
+        config = toy_config(optimizer="adamw", schedule="cosine", **({"ema_decay": 0.9, "clip_norm": 1.0} | values))
+        return train(config, model=Linear(), batches=toy_batch).from_cache
+
+    is_cached()
+    for values in (
+        {"learning_rate": 0.3},
+        {"steps": 9},
+        {"warmup_steps": 2},
+        {"ema_decay": 0.5},
+        {"clip_norm": 3.0},
+        {"label_smoothing": 0.1},
+        {"weight_decay": 0.3},
+        {"beta2": 0.9},
+        {"skip_nonfinite": 4},
+    ):
+        assert is_cached(**values), values
+
+
+def test_gathered_batches_make_the_update_of_one_large_batch():
+    def large(step):
+        parts = [toy_batch(4 * step + i) for i in range(4)]
+        return tuple(np.concatenate(part) for part in zip(*parts, strict=True))
+
+    batches = CountedBatches()
+    gathered = train(toy_config(steps=6, accumulate_steps=4), model=Linear(), batches=batches)
+    whole = train(toy_config(steps=6, batch=4 * BATCH), model=Linear(), batches=large)
+    assert batches.calls == list(range(24))
+    np.testing.assert_allclose(gathered.losses, whole.losses, rtol=1e-5)
+    np.testing.assert_allclose(gathered.params["weights"], whole.params["weights"], rtol=1e-4, atol=1e-6)
+
+
+def test_the_average_of_the_weights_is_evaluated_and_kept(tmp_path):
+    pixels, labels = toy_batch(99)
+    settings = {"steps": 30, "learning_rate": 0.02}
+    plain = train(toy_config(**settings), model=Linear(), batches=toy_batch, evaluation=(pixels, labels))
+    averaged = train(
+        toy_config(**settings, ema_decay=0.9, run_dir=tmp_path),
+        model=Linear(),
+        batches=toy_batch,
+        evaluation=(pixels, labels),
+    )
+    assert np.array_equal(plain.losses, averaged.losses)
+    assert not np.array_equal(plain.params["weights"], averaged.params["weights"])
+    assert plain.evaluations[0].loss != averaged.evaluations[0].loss
+    assert np.array_equal(load_file(tmp_path / "model.safetensors")["params.weights"], averaged.params["weights"])
+
+
+def test_smoothed_labels_cost_what_optax_says():
+    def first_loss(smoothing):
+        return train(toy_config(steps=1, label_smoothing=smoothing), model=Linear(), batches=toy_batch).losses[0]
+
+    start = train(toy_config(steps=0), model=Linear(), batches=toy_batch)
+    pixels, labels = toy_batch(0)
+    channels = np.stack([(pixels >> shift) & 255 for shift in (24, 16, 8)], -1)
+    logits, _ = Linear().apply(start.params, start.batch_stats, (channels / 255 - 0.5) / 0.25, train=True)
+    for smoothing in (0.0, 0.2):
+        targets = optax.smooth_labels(jax.nn.one_hot(labels, 3), smoothing)
+        expected = optax.softmax_cross_entropy(logits, targets).mean()
+        np.testing.assert_allclose(first_loss(smoothing), expected, rtol=1e-5)
+
+
+class Exploding(Linear):
+    """Its gradient is no number from the fourth step on, or at the fourth alone."""
+
+    for_good = True
+
+    def apply(self, params, batch_stats, images, train):
+        logits, stats = super().apply(params, batch_stats, images, train)
+        count = batch_stats["batches"]
+        bad = count >= 3 if self.for_good else count == 3
+        return logits * jnp.where(bad, jnp.nan, 1.0), stats
+
+
+def test_a_gradient_that_is_no_number_ends_the_run_with_the_last_good_weights(tmp_path):
+    good = train(toy_config(steps=3), model=Linear(), batches=toy_batch)
+    with pytest.raises(NonFiniteError, match=r"was not at step 4: .*--learning-rate"):
+        train(toy_config(steps=50, run_dir=tmp_path), model=Exploding(), batches=toy_batch)
+    assert np.array_equal(load_file(tmp_path / "model.safetensors")["params.weights"], good.params["weights"])
+    end = json.loads((tmp_path / "result.json").read_text())
+    assert (end["steps_done"], end["stopped_by"], end["first_nonfinite_step"]) == (4, "error", 4)
+
+
+def test_as_many_bad_updates_in_a_row_as_were_allowed_are_skipped():
+    class Once(Exploding):
+        for_good = False
+
+    result = train(toy_config(steps=8, skip_nonfinite=1), model=Once(), batches=toy_batch)
+    assert result.steps_done == 8
+    assert np.isnan(result.losses[3])
+    assert np.isfinite(np.delete(result.losses, 3)).all()
+    with pytest.raises(NonFiniteError, match="not at step 6 and the 2 before it"):
+        train(toy_config(steps=50, skip_nonfinite=2), model=Exploding(), batches=toy_batch)
+
+
+def test_a_smaller_image_size_crops_and_evaluates_the_centre(tmp_path):
+    pack(fake_source(24, size=12), tmp_path)
+    pack(fake_source(8, size=12, seed=1, name="val"), tmp_path)
+    config = TrainConfig(steps=2, batch=8, data=tmp_path, model="resnet8", image_size=8, crop="random", flip=0.5)
+    result = train(config)
+    assert np.isfinite(result.losses).all()
+    assert result.evaluations[0].num_images == 8
+
+
+def test_augmentation_depends_on_seed_and_position_not_on_the_batch():
+    """The mean loss of two batches of 8 is that of one of 16 when nothing is learned."""
+    settings = {"learning_rate": 0.0, "flip": 0.5, "crop": "random", "crop_padding": 1, "mixup": 0.4, "erasing": 0.5}
+
+    def stream(step, batch):
+        positions = range(step * batch, (step + 1) * batch)
+        parts = [toy_batch(position, batch=1) for position in positions]
+        return tuple(np.concatenate(part) for part in zip(*parts, strict=True))
+
+    small = train(toy_config(steps=4, **settings), model=Linear(), batches=lambda step: stream(step, 8))
+    large = train(toy_config(steps=2, batch=16, **settings), model=Linear(), batches=lambda step: stream(step, 16))
+    np.testing.assert_allclose(small.losses.reshape(2, 2).mean(1), large.losses, rtol=1e-6)
+    plain = train(toy_config(steps=4, learning_rate=0.0), model=Linear(), batches=lambda step: stream(step, 8))
+    assert not np.allclose(plain.losses, small.losses)
