@@ -98,7 +98,7 @@ class Location:
     def list_keys(self, prefix: str = "") -> list[str]:
         """All keys under this folder that start with ``prefix``, sorted."""
         found: Iterable[bytes] = self._wait("list it", lambda store: store.list(_prefix_range(prefix)))
-        return sorted(key.decode() for key in found)
+        return sorted(key.decode("utf-8", "surrogateescape") for key in found)
 
     def _wait(self, action: str, operation: Any) -> Any:
         try:

@@ -30,11 +30,12 @@ pack(Slow(s.images, s.labels), sys.argv[1])
 
 @pytest.fixture
 def packing(tmp_path):
-    """Another process that packs 14 images at ``again`` and stands still after its first shard."""
+    """Another process that packs 14 images at ``again`` and stands still once its second shard file is written."""
     process = subprocess.Popen([sys.executable, "-c", SLOW, str(tmp_path / "again")])
     try:
         deadline = time.monotonic() + TIMEOUT_S
-        while not (tmp_path / "again/train/journal/shards/00000000.json").exists():
+        train = tmp_path / "again/train"
+        while not (train / "pixels/c/1/0/0").exists() or list(train.rglob("*.__lock")):
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.02)

@@ -166,3 +166,14 @@ def test_an_unfinished_split_is_not_verified(data):
 def test_many_images_are_named_in_short():
     text = str(Damage("f", "bad", tuple(range(0, 60, 2))))
     assert text == "f: images 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, … 30 in all: bad"
+
+
+def test_a_stray_file_whose_name_is_not_utf8_is_named(data):
+    (data / "train/stray\udce9").write_bytes(b"x")
+    assert damages(data) == [r"'stray\udce9': the file does not belong to the split"]
+
+
+def test_an_edited_failure_is_noticed(data):
+    path = data / "train/failures.jsonl"
+    path.write_bytes(path.read_bytes().replace(b"2.png", b"3.png"))
+    assert damages(data) == ["failures.jsonl: the file is not the one that was written"]
