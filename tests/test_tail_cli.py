@@ -19,9 +19,10 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.loss_log import LossRows
+from engine.loss_log import LossBatch, LossRows, RunFacts
 from engine.sinks import EvaluationRecord, LossRecord, PlainSink, RunFolderSink
-from engine.tail_cli import main, plain_lines
+from engine.tail_cli import _print_lines, main, plain_lines
+from engine.tail_frame import Tick
 from tests.pseudo_terminal import LIMIT_S, Terminal, plain
 
 NAN = float("nan")
@@ -134,13 +135,8 @@ def test_evaluations_stand_after_their_step_and_those_before_the_last_steps_are_
     evaluate_at(run, 2, 4, 6)
     lines = tail(run).stdout.splitlines()
     assert lines[2] == "evaluation at step 2: top-1 50.00 %  top-5 75.00 %  loss 1.2500  (50 images)"
-    assert first_words(tail(run, "--last", 3).stdout) == [
-        "step 4",
-        "evaluation at step 4",
-        "step 5",
-        "step 6",
-        "evaluation at step 6",
-    ]
+    wanted = ["step 4", "evaluation at step 4", "step 5", "step 6", "evaluation at step 6"]
+    assert first_words(tail(run, "--last", 3).stdout) == wanted
 
 
 def test_an_evaluation_of_a_run_without_a_step_is_shown(tmp_path):
@@ -156,22 +152,24 @@ def test_evaluations_come_as_they_are_written_and_never_before_their_step(tmp_pa
     assert process.stdout is not None
     assert process.stdout.readline().startswith("step 1/1000")
     add_steps(run, 2, 4)
-    assert first_words("".join(process.stdout.readline() for _ in range(3))) == [
-        "step 2",
-        "evaluation at step 2",
-        "step 3",
-    ]
+    lines = "".join(process.stdout.readline() for _ in range(3))
+    assert first_words(lines) == ["step 2", "evaluation at step 2", "step 3"]
     evaluate_at(run, 3)
     assert process.stdout.readline().startswith("evaluation at step 3:")
-    # Another run takes the folder, as --overwrite does.
-    for name in ("eval.jsonl", "loss.jsonl"):
-        (run / name).unlink()
-    add_steps(run, 1, 2)
-    assert process.stdout.readline().startswith("step 1/1000")
-    evaluate_at(run, 1)
-    assert process.stdout.readline().startswith("evaluation at step 1:")
-    end_run(run, 1)
+    end_run(run, 3)
     assert process.communicate(timeout=LIMIT_S)[0] == ""
+
+
+def test_the_evaluations_of_a_run_that_took_over_the_folder_are_its_own(capsys):
+    def tick(*steps, restarted):
+        blank = np.full(len(steps), NAN)
+        batch = LossBatch(LossRows(np.array(steps), *[blank] * 5), restarted)
+        evaluations = tuple(EvaluationRecord(step, 50, 0.5, 0.75, 1.25, 1.0) for step in steps)
+        return Tick(batch, RunFacts(), None, evaluations, caught_up=True)
+
+    _print_lines(iter([tick(1, 2, restarted=False), tick(1, 2, restarted=True)]), last=None, once=False)
+    first = ["step 1", "evaluation at step 1", "step 2", "evaluation at step 2"]
+    assert first_words(capsys.readouterr().out) == first * 2
 
 
 def test_a_folder_of_runs_names_the_one_that_began_last(tmp_path):
