@@ -108,6 +108,8 @@ def open_source(
         opened = _select(found, holdout=holdout, limit=limit)
         for name in wanted:
             if not len(opened[name]):
+                if name == "val" and holdout:
+                    raise SourceError(_nothing_held_out(found["train"], holdout, root))
                 raise SourceError(f"the split {name} of {root} ({layout.words}) has no images")
     except BaseException:
         for each in found.values():
@@ -184,6 +186,14 @@ def _check_holdout(holdout: float, root: Path, layout: Layout) -> None:
         raise SourceError(f"holdout {holdout} was given, but {root} has no train split to hold images out of")
     if holdout and "val" in layout.openers:
         raise SourceError(f"holdout {holdout} was given, but {root} has a val split of its own; leave holdout out")
+
+
+def _nothing_held_out(train: FoundSplit, holdout: float, root: Path) -> str:
+    most = int(np.bincount(train.listing.labels, minlength=1).max())
+    return (
+        f"holdout {holdout} holds no image of {root} out: every class keeps one to train on, and the largest of its "
+        f"{len(train.classes)} classes has {most}; make holdout larger or give a folder with val/"
+    )
 
 
 def _wanted_splits(root: Path, available: tuple[str, ...], splits: tuple[str, ...] | None) -> tuple[str, ...]:

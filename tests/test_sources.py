@@ -39,13 +39,28 @@ def test_holding_out_divides_the_images(tree):
         assert len(source.splits["val"]) == 5
 
 
+def test_classes_of_one_image_are_all_trained_on(tmp_path):
+    for name in "abc":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.jpg").touch()
+    with pytest.raises(
+        SourceError, match="keeps one to train on, and the largest of its 3 classes has 1; make holdout"
+    ):
+        open_source(tmp_path, holdout=0.9)
+    with open_source(tmp_path, holdout=0.9, splits=("train",)) as source:
+        assert len(source.splits["train"]) == 3
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"holdout": -0.1}, "holdout must be a fraction from 0 to below 1, found -0.1"),
         ({"holdout": 1.0}, "holdout must be a fraction"),
         ({"holdout": float("nan")}, "holdout must be a fraction"),
-        ({"holdout": 1e-9}, "the split val of .* has no images"),
+        (
+            {"holdout": 1e-9},
+            "holdout 1e-09 holds no image of .* out: every class keeps one .*of its 3 classes has 100; make",
+        ),
         ({"limit": 0}, "limit must be at least 1 image a split, found 0"),
         ({"splits": ("val",)}, "has no split val; it has train"),
         ({"splits": ("test", "dev"), "holdout": 0.1}, "has no split test, dev; it has train, val"),
