@@ -272,11 +272,7 @@ class _Run:
             losses=np.array(self.stream.losses, np.float32),
             evaluations=tuple(self.stream.evaluations),
             steps_done=steps_done,
-            stopped_by="error"
-            if failure is not None
-            else "steps"
-            if is_complete
-            else self.board.stop_reason or "steps",
+            stopped_by=ended_by if failure is None else "error",
             num_params=self.num_params,
             compile_s=compiled.compile_s,
             from_cache=compiled.from_cache,
