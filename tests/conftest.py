@@ -1,3 +1,5 @@
+"""What every test stands on: caches of its own, and no settings of the user."""
+
 import os
 from pathlib import Path
 

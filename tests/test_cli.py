@@ -1,3 +1,5 @@
+"""`run-train` from outside: what it prints, its exit codes, signals, and errors in a line."""
+
 import json
 import os
 import signal

@@ -1,3 +1,5 @@
+"""The cache of programs, what jax is left with, and what XLA tells of a program."""
+
 from functools import partial
 
 import jax

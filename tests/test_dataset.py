@@ -1,3 +1,5 @@
+"""Which data a run takes, and the making of the demo set."""
+
 import pytest
 
 from engine.dataset import choose_data, make_demo

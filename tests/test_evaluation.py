@@ -1,3 +1,5 @@
+"""Evaluation in the loop: counts to the image, its cadence, and what it must not touch."""
+
 import json
 
 import jax

@@ -1,3 +1,5 @@
+"""The infeed: batches by address, stops, and failures answered with zeros."""
+
 import threading
 import time
 

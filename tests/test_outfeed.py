@@ -1,3 +1,5 @@
+"""The outfeed: each loss once and in order, and a receiver that fails."""
+
 import time
 from typing import Any
 

@@ -1,3 +1,5 @@
+"""The README: its examples run, and what it names exists."""
+
 import re
 from pathlib import Path
 

@@ -1,3 +1,5 @@
+"""From settings to source, model and scale, and what does not fit together."""
+
 from contextlib import ExitStack
 
 import pytest

@@ -1,3 +1,5 @@
+"""A whole run: what it leaves, and how each fault ends it."""
+
 import json
 import signal
 import threading

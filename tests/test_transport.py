@@ -1,3 +1,5 @@
+"""Both transports: operands in, results out, once a call."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np

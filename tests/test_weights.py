@@ -1,3 +1,5 @@
+"""The names of the exported tensors."""
+
 import jax
 import numpy as np
 import pytest
