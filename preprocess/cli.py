@@ -192,8 +192,9 @@ def _check_dest(source: str, location: Location) -> None:
 
 
 def _settings(options: _Options) -> PackSettings:
+    from preprocess.cores import num_cores
     from preprocess.decode import ResizeRule
-    from preprocess.plan import PackSettings, num_cores
+    from preprocess.plan import PackSettings
 
     resize = default_resize(options.size) if options.resize is None else options.resize
     if resize < options.size:

@@ -5,11 +5,12 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from preprocess.cores import num_cores
 from preprocess.decode import ResizeRule
 from preprocess.demo import draw_demo
 from preprocess.location import open_location
 from preprocess.pack import PackProgress, pack_split
-from preprocess.plan import PackSettings, num_cores
+from preprocess.plan import PackSettings
 from preprocess.sources import open_source
 
 DEMO_SIZE = 32

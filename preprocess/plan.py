@@ -7,7 +7,6 @@ is still the same. Reads no image.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal
@@ -141,11 +140,6 @@ def check_same_plan(found: dict[str, Any], wanted: dict[str, Any], where: str) -
             f"{where} was packed otherwise: {'; '.join(differences)}. "
             "Use the same source and settings, another DEST, or --overwrite to pack it anew"
         )
-
-
-def num_cores() -> int:
-    """The cores this process may use, which in a container are fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def tool_versions() -> dict[str, str]:
