@@ -25,49 +25,29 @@ from engine.jitter import (
 from engine.mixing import draw_mixture, mix_levels, mix_targets, paste_partners
 from engine.positions import Positions, Purpose, draw_words, image_keys, to_choice
 from engine.resample import resize_boxes
-from engine.unpack import PixelScale, unpack_pixels
-
-
-def augment_batch(
-    augmentation: Augmentation,
-    pixels: jax.Array,
-    labels: jax.Array,
-    positions: Positions,
-    seed_words: jax.Array,
-    scale: PixelScale,
-    num_classes: int,
-) -> tuple[jax.Array, jax.Array]:
-    """Makes a device's part of a batch into what the network is trained on; called while tracing.
-
-    Args:
-        augmentation: static.
-        pixels: uint32 [b, H, W], packed.
-        labels: int32 [b].
-        positions: of the images, see `engine.positions.positions`. Where images are mixed the first must be even, as it
-            is where every device takes the same even number of a batch.
-        seed_words: uint32 [2], the seed's high and low half.
-        scale: of the pixels.
-        num_classes: K.
-
-    Returns:
-        images float32 [b, h, w, 3], (h, w) being `augmentation.output_shape(H, W)`, and targets float32 [b, K], rows
-        that sum to 1. The row of a label outside 0 … K - 1 is NaN, and its partner's where images are mixed: so is the
-        loss then. With nothing turned on the images are those of `unpack_pixels`, bit for bit.
-
-    Raises:
-        ValueError: where the augmentation does not fit the images or an odd batch is to be mixed.
-    """
-    images, own_share = augment_images(augmentation, pixels, positions, seed_words, scale)
-    return images, make_targets(labels, own_share, num_classes)
+from engine.unpack import PixelScale, normalise_levels, unpack_pixels
 
 
 def augment_images(
     augmentation: Augmentation, pixels: jax.Array, positions: Positions, seed_words: jax.Array, scale: PixelScale
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Makes a device's part of a batch into images; arguments and errors as `augment_batch`, which knows the classes.
+    """Makes a device's part of a batch into what the network is trained on; called while tracing.
+
+    Args:
+        augmentation: static.
+        pixels: uint32 [b, H, W], packed.
+        positions: of the images, see `engine.positions.positions`. Where images are mixed the first must be even, as it
+            is where every device takes the same even number of a batch.
+        seed_words: uint32 [2], the seed's high and low half.
+        scale: of the pixels.
 
     Returns:
-        images float32 [b, h, w, 3], and each image's own share of its target, float32 [b], None where nothing is mixed.
+        images float32 [b, h, w, 3], (h, w) being `augmentation.output_shape(H, W)`, and each image's own share of its
+        target, float32 [b], None where nothing is mixed: `make_targets` takes it. With nothing turned on the images are
+        those of `unpack_pixels`, bit for bit.
+
+    Raises:
+        ValueError: where the augmentation does not fit the images or an odd batch is to be mixed.
     """
     augmentation.check_batch(pixels.shape[0])
     height, width = augmentation.output_shape(*pixels.shape[1:])
@@ -89,7 +69,10 @@ def augment_images(
 
 
 def make_targets(labels: jax.Array, own_share: jax.Array | None, num_classes: int) -> jax.Array:
-    """Makes int32 [b] labels into targets float32 [b, K], mixed with their partners' where `augment_images` mixed."""
+    """Makes int32 [b] labels into targets float32 [b, K], mixed with their partners' where `augment_images` mixed.
+
+    Rows sum to 1. That of a label outside 0 … K - 1 is NaN, and its partner's where images are mixed: so is the loss.
+    """
     targets = one_hot_or_nan(labels, num_classes)
     return targets if own_share is None else mix_targets(targets, own_share)
 
@@ -163,5 +146,4 @@ def _mix(
     if not augmentation.mixup_alpha:
         return unpack_pixels(pixels, scale), mixture.own_target
     levels = mix_levels(jnp.stack(split_planes(pixels), axis=-1), mixture.own_level)
-    # The formula of unpack_pixels, on levels between the whole ones.
-    return (levels / 255 - scale.mean) / scale.std, mixture.own_target
+    return normalise_levels(levels, scale), mixture.own_target

@@ -305,11 +305,11 @@ class _Run:
 
     def _weights_metadata(self, result: TrainResult) -> dict[str, str]:
         """What is needed to use the weights: safetensors takes text alone."""
-        resolved = self.resolved
+        resolved, size = self.resolved, self.config.image_size
         return {
             "model": resolved.model_name,
             "steps_done": str(result.steps_done),
-            "image_size": f"{resolved.source.height}x{resolved.source.width}",
+            "image_size": f"{size or resolved.source.height}x{size or resolved.source.width}",
             "mean": " ".join(map(str, resolved.mean)),
             "std": " ".join(map(str, self._std())),
         }

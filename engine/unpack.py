@@ -24,4 +24,9 @@ def unpack_pixels(pixels: jax.Array, scale: PixelScale) -> jax.Array:
     """Unpacks uint32 [B, H, W] words (R<<24 | G<<16 | B<<8) to float32 [B, H, W, 3], (value / 255 - mean) / std."""
     shifts = jnp.array([24, 16, 8], jnp.uint32)
     levels = (pixels[..., None] >> shifts) & jnp.uint32(0xFF)
-    return (levels.astype(jnp.float32) / 255 - scale.mean) / scale.std
+    return normalise_levels(levels.astype(jnp.float32), scale)
+
+
+def normalise_levels(levels: jax.Array, scale: PixelScale) -> jax.Array:
+    """Normalises float32 [B, H, W, 3] levels, 0 … 255 and whole or between, to (level / 255 - mean) / std."""
+    return (levels / 255 - scale.mean) / scale.std

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from jax import lax
 
-from engine.augment import augment_batch, one_hot_or_nan, prepare_for_evaluation
+from engine.augment import one_hot_or_nan, prepare_for_evaluation
 from engine.augmentation import Augmentation
 from engine.objective import cross_entropy
 from engine.positions import Positions, Purpose, positions
 from engine.unpack import PixelScale, unpack_pixels
 from preprocess.pixels import pack_rgb, unpack_rgb
+from tests.augment_batch import augment_batch
 from tests.threefry_reference import index, words_at
 
 K = 7
@@ -101,7 +102,7 @@ ON_SO_MANY_DEVICES = """
 import sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, PartitionSpec
-from engine.augment import augment_batch
+from tests.augment_batch import augment_batch
 from engine.positions import positions
 from tests.test_augment import EVERYTHING, K, SCALE, seed_words, stream
 

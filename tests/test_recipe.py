@@ -1,12 +1,14 @@
 """The recipe's settings reach the program: each is compared with what a plain loop, or a run without it, gives."""
 
 import json
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from engine import TrainConfig, train
@@ -137,7 +139,9 @@ def test_a_smaller_image_size_crops_and_evaluates_the_centre(tmp_path):
     pack(fake_source(24, size=12), tmp_path)
     pack(fake_source(8, size=12, seed=1, name="val"), tmp_path)
     config = TrainConfig(steps=2, batch=8, data=tmp_path, model="resnet8", image_size=8, crop="random", flip=0.5)
-    result = train(config)
+    result = train(replace(config, run_dir=tmp_path / "run"))
+    with safe_open(tmp_path / "run/model.safetensors", "np") as file:
+        assert file.metadata()["image_size"] == "8x8"
     assert np.isfinite(result.losses).all()
     assert result.evaluations[0].num_images == 8
 

@@ -1,0 +1,8 @@
+"""Images and targets of a batch in one call, as the program makes them around its forward pass."""
+
+from engine.augment import augment_images, make_targets
+
+
+def augment_batch(augmentation, pixels, labels, positions, seed_words, scale, num_classes):
+    images, own_share = augment_images(augmentation, pixels, positions, seed_words, scale)
+    return images, make_targets(labels, own_share, num_classes)
