@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from engine.augmentation import CropName
-from engine.config import OptimizerName, ScheduleName, TrainConfig
+from engine.config import OptimizerName, PrecisionName, ScheduleName, TrainConfig
 from preprocess.grouped_help import GroupedCommand
 
 if TYPE_CHECKING:
@@ -34,11 +34,15 @@ _GROUPS = {
         "steps",
         "batch",
         "eval_every_steps",
+        "stop_at_top1",
         "model",
+        "init_from",
+        "precision",
         "seed",
         "label_smoothing",
         "ema_decay",
         "skip_nonfinite",
+        "stop_on_nan",
     ),
     "Optimiser": (
         "optimizer",
@@ -67,7 +71,7 @@ _GROUPS = {
         "erasing",
     ),
     "Infeed": ("prefetch", "reader_threads", "infeed_timeout_s", "transport"),
-    "Output": ("run_dir", "overwrite", "traceback"),
+    "Output": ("run_dir", "resume", "snapshot_every_steps", "keep_snapshots", "overwrite", "traceback"),
     "Compilation": ("compilation_cache", "dump_hlo", "dry_run"),
 }
 # Click keeps the line breaks of a paragraph that begins with a backspace.
@@ -108,6 +112,9 @@ Examples:
     metavar="STEPS",
     help="Steps between evaluations; 0 is one at the end.",
 )
+@click.option(
+    "--stop-at-top1", type=float, metavar="0…1", show_default="never", help="End at the evaluation that reaches it."
+)
 @click.option("--synthetic", is_flag=True, help="Random batches drawn on the host; needs no data set.")
 @click.option(
     "--model",
@@ -124,6 +131,13 @@ Examples:
     show_default="the data's",
     help="What the network sees; at most the data's.",
 )
+@click.option(
+    "--precision",
+    type=click.Choice(get_args(PrecisionName)),
+    default=_DEFAULTS.precision,
+    help="Of activations and products; weights and loss stay float32.",
+)
+@click.option("--init-from", metavar="FILE", show_default="drawn", help="Weights to start from (safetensors).")
 @click.option(
     "--learning-rate",
     "--lr",
@@ -173,6 +187,11 @@ Examples:
     help="Updates in a row that may be skipped for a gradient that is not finite; one more ends the run.",
 )
 @click.option(
+    "--stop-on-nan/--no-stop-on-nan",
+    default=_DEFAULTS.stop_on_nan,
+    help="End the run there, or skip such updates however many there are.",
+)
+@click.option(
     "--crop",
     type=click.Choice(get_args(CropName)),
     default=_DEFAULTS.crop,
@@ -215,6 +234,20 @@ Examples:
 )
 @click.option(
     "--run-dir", metavar="DIR", show_default="runs/<date>-<time>", help="Where config, losses and weights go."
+)
+@click.option(
+    "--resume", is_flag=True, help="Continue the run in --run-dir from its newest snapshot, to the same bits."
+)
+@click.option(
+    "--snapshot-every",
+    "snapshot_every_steps",
+    type=int,
+    default=_DEFAULTS.snapshot_every_steps,
+    metavar="STEPS",
+    help="Steps between snapshots; 0 is one at the end.",
+)
+@click.option(
+    "--keep", "keep_snapshots", type=int, default=_DEFAULTS.keep_snapshots, metavar="N", help="Snapshots; 0 is all."
 )
 @click.option("--overwrite", is_flag=True, help="Replace an earlier run in --run-dir.")
 @click.option(

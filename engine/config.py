@@ -17,6 +17,7 @@ from engine.augmentation import CropName
 TransportName = Literal["auto", "inplace", "callback"]
 OptimizerName = Literal["sgd", "nesterov", "adamw", "lars", "lamb"]
 ScheduleName = Literal["constant", "step", "cosine", "linear", "one-cycle"]
+PrecisionName = Literal["float32", "bfloat16"]
 
 # Goyal et al. (2017), arXiv:1706.02677: a rate of 0.1 for each 256 images of the batch.
 _RATE_PER_IMAGE = 0.1 / 256
@@ -42,6 +43,9 @@ _RANGES: dict[str, tuple[float, float]] = {
     "ema_decay": (0, 1),
     "label_smoothing": (0, 1),
     "skip_nonfinite": (0, 2**31 - 2),
+    "stop_at_top1": (0, 1),
+    "snapshot_every_steps": (0, 2**31 - 2),
+    "keep_snapshots": (0, 2**31 - 2),
     "crop_padding": (0, 2**14),
     "crop_area": (0, 1),
     "flip": (0, 1),
@@ -67,11 +71,15 @@ class TrainConfig:
         split: the split to train on.
         eval_split: the split to evaluate on; None is val, else test, where the data has one; "off" evaluates never.
         eval_every_steps: updates between evaluations; 0 is one at the end of the run. A runtime value.
+        stop_at_top1: fraction of the evaluated images; the first evaluation that reaches it ends the run. None never
+            does. A runtime value.
         synthetic: draw random batches on the host instead of reading a data set.
         model: a name of `models.registry`, or "auto": resnet50 from 128 px, resnet8 below.
         num_classes: K; None is the manifest's (1000 for synthetic batches).
         image_size: height and width that the network sees, in pixels, at most those of the data; None is the data's
             (224 for synthetic batches).
+        precision: of activations and products; parameters, statistics and the loss are float32 in either.
+        init_from: a safetensors file of weights to start from; None draws them.
         optimizer: "sgd" and "nesterov" as PyTorch defines them, "adamw", "lars" or "lamb".
         learning_rate: at the schedule's peak; None is 0.1 · batch / 256. A runtime value.
         schedule: "constant", "step" (a tenth after 1/3, 2/3 and 8/9 of the steps), "cosine" and "linear" (to 0), or
@@ -89,6 +97,8 @@ class TrainConfig:
         label_smoothing: share of a label that goes to all classes. A runtime value.
         skip_nonfinite: updates in a row that may be skipped because the gradient is not finite; one more ends the run,
             with the last good weights. A runtime value.
+        stop_on_nan: end the run where more are not finite; without it every such update is skipped, however many. A
+            runtime value.
         crop: "centre", "random", or "resized" (a random part of random area and aspect, resized).
         crop_padding: black pixels on every side before a random crop.
         crop_area: least part of the image's area that a resized crop shows.
@@ -102,6 +112,9 @@ class TrainConfig:
         infeed_timeout_s: seconds that a step may wait for its batch before the run ends with an error.
         transport: how batches cross to the device: "inplace" (CPU), "callback" (anything), or "auto".
         run_dir: the run folder; None writes nothing to disk (the command makes one under runs/).
+        resume: continue the run in run_dir from its newest snapshot.
+        snapshot_every_steps: updates between snapshots; 0 takes one at the end alone. A runtime value.
+        keep_snapshots: how many of the newest stay; 0 keeps all.
         overwrite: replace what an earlier run left in run_dir.
         compilation_cache: folder of compiled programs; None is $JAX_COMPILATION_CACHE_DIR, else the user's cache
             folder; "off" keeps none.
@@ -121,10 +134,13 @@ class TrainConfig:
     split: str = "train"
     eval_split: str | None = None
     eval_every_steps: int = 0
+    stop_at_top1: float | None = None
     synthetic: bool = False
     model: str = "auto"
     num_classes: int | None = None
     image_size: int | None = None
+    precision: PrecisionName = "float32"
+    init_from: str | None = None
     optimizer: OptimizerName = "sgd"
     learning_rate: float | None = None
     schedule: ScheduleName = "constant"
@@ -139,6 +155,7 @@ class TrainConfig:
     ema_decay: float | None = None
     label_smoothing: float = 0.0
     skip_nonfinite: int = 0
+    stop_on_nan: bool = True
     crop: CropName = "centre"
     crop_padding: int = 0
     crop_area: float = 0.08
@@ -156,6 +173,9 @@ class TrainConfig:
     infeed_timeout_s: float = 60.0
     transport: TransportName = "auto"
     run_dir: str | None = None
+    resume: bool = False
+    snapshot_every_steps: int = 0
+    keep_snapshots: int = 3
     overwrite: bool = False
     compilation_cache: str | None = None
     dump_hlo: str | None = None

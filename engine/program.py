@@ -19,7 +19,7 @@ from engine.infeed import Infeed, Pulled
 from engine.objective import cross_entropy
 from engine.outfeed import Outfeed
 from engine.positions import positions
-from engine.recipe import Recipe
+from engine.statics import Statics
 from engine.targets import smooth_targets
 from engine.unpack import PixelScale
 from engine.update import Outcome, Pull, UpdateRule, UpdateState, UpdateValues, Weights, init_update, update_weights
@@ -108,7 +108,7 @@ class _Carry(NamedTuple):
 
 def make_program(
     model: TrainModel,
-    recipe: Recipe,
+    statics: Statics,
     infeed: Infeed,
     outfeed: Outfeed,
     evaluation_infeed: Infeed | None = None,
@@ -117,11 +117,11 @@ def make_program(
 
     Args:
         model: what is trained.
-        recipe: how.
+        statics: how.
         infeed, outfeed: the crossings.
         evaluation_infeed: of the validation batches, pulled by (evaluation · batches + batch); None evaluates never.
     """
-    return _Program(model, recipe, infeed, outfeed, evaluation_infeed).train
+    return _Program(model, statics, infeed, outfeed, evaluation_infeed).train
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class _Program:
     """The loops, from the outside in: segments between evaluations, pulls, and what one pull does."""
 
     model: TrainModel
-    recipe: Recipe
+    statics: Statics
     infeed: Infeed
     outfeed: Outfeed
     evaluation_infeed: Infeed | None
@@ -170,12 +170,12 @@ class _Program:
 
     def _take_in(self, values: RunValues, pulled: Pulled, state: TrainState) -> tuple[TrainState, jax.Array]:
         """Trains on one batch and emits the loss of an update; gives the state and whether to give up."""
-        state, outcome = train_step(self.model, self.recipe, state, pulled, values)
+        state, outcome = train_step(self.model, self.statics, state, pulled, values)
 
         def push() -> None:
             self.outfeed.push_loss(state.step, outcome.loss, outcome.learning_rate)
 
-        if self.recipe.rule.accumulates:
+        if self.statics.rule.accumulates:
             lax.cond(outcome.due, push, lambda: None)
         else:
             push()
@@ -185,7 +185,7 @@ class _Program:
         assert self.evaluation_infeed is not None
         first_pull = carry.num_evaluations * values.num_eval_batches
         weights = carry.state.evaluated
-        tally, stopped = evaluate_split(self.model, self.recipe, weights, self.evaluation_infeed, first_pull, values)
+        tally, stopped = evaluate_split(self.model, self.statics, weights, self.evaluation_infeed, first_pull, values)
         lax.cond(stopped, lambda: None, lambda: self.outfeed.push_evaluation(carry.state.step, tally))
         return _Carry(carry.state, stopped, jnp.zeros((), jnp.bool), carry.num_evaluations + 1)
 
@@ -198,13 +198,13 @@ def _next_boundary(step: jax.Array, values: RunValues) -> jax.Array:
 
 
 def evaluate_split(
-    model: TrainModel, recipe: Recipe, weights: Weights, infeed: Infeed, first_pull: jax.Array, values: RunValues
+    model: TrainModel, statics: Statics, weights: Weights, infeed: Infeed, first_pull: jax.Array, values: RunValues
 ) -> tuple[Tally, jax.Array]:
     """Counts a whole split with the running statistics.
 
     Args:
         model: what is evaluated.
-        recipe: says how large the images are that it is trained on.
+        statics: says how large the images are that it is trained on.
         weights: its parameters and statistics.
         infeed: of the split's batches.
         first_pull: int32 [], the address of the first.
@@ -221,7 +221,7 @@ def evaluate_split(
     def one_batch(carry: tuple[jax.Array, jax.Array, Tally]) -> tuple[jax.Array, jax.Array, Tally]:
         batch, _, tally = carry
         pulled = infeed.pull(first_pull + batch, jnp.zeros((), jnp.int32))
-        images = prepare_for_evaluation(pulled.pixels, recipe.augmentation.size, values.scale)
+        images = prepare_for_evaluation(pulled.pixels, statics.augmentation.size, values.scale)
         logits, _ = model.apply(weights.params, weights.batch_stats, images, train=False)
         return batch + 1, pulled.control.stop, tally_batch(tally, logits, pulled.labels)
 
@@ -231,7 +231,7 @@ def evaluate_split(
 
 
 def train_step(
-    model: TrainModel, recipe: Recipe, state: TrainState, pulled: Pulled, values: RunValues
+    model: TrainModel, statics: Statics, state: TrainState, pulled: Pulled, values: RunValues
 ) -> tuple[TrainState, Outcome]:
     """Takes in one batch: augment, forward, backward, and the update where one is due.
 
@@ -240,7 +240,7 @@ def train_step(
     """
     batch = len(pulled.labels)
     at = positions(state.pulls, batch, 0, batch)
-    images, own_share = augment_images(recipe.augmentation, pulled.pixels, at, values.seed_words, values.scale)
+    images, own_share = augment_images(statics.augmentation, pulled.pixels, at, values.seed_words, values.scale)
 
     def loss_of(params: Any) -> tuple[jax.Array, Any]:
         logits, batch_stats = model.apply(params, state.batch_stats, images, train=True)
@@ -251,7 +251,7 @@ def train_step(
     hyperparams = values.update.hyperparams
     factor = hyperparams.learning_rate * pulled.control.learning_rate_factor
     (params, batch_stats), update, outcome = update_weights(
-        recipe.rule,
+        statics.rule,
         Weights(state.params, state.batch_stats),
         state.update,
         Pull(loss, gradients, batch_stats),

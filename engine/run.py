@@ -27,12 +27,12 @@ from engine.loss_stream import LossStream
 from engine.machine import host_memory_bytes
 from engine.outfeed import Outfeed
 from engine.program import RunValues, TrainModel, TrainState, init_state, make_program
-from engine.recipe import recipe_of, update_values
 from engine.resolve import resolve
 from engine.result import DryRun, TrainResult
 from engine.run_folder import RunFolder
 from engine.signals import StopSignals, call_on_worker
 from engine.sinks import RunFolderSink, Sink
+from engine.statics import statics_of, update_values
 from engine.transport import Transport, choose_transport
 from engine.unpack import PixelScale
 from engine.update import UpdateRule
@@ -144,8 +144,8 @@ class _Run:
             ),
         )
         self.outfeed = Outfeed(self.stream.receive, self.board, self.transport)
-        self.recipe = recipe_of(config)
-        self.draw = partial(_init_from_words, self.resolved.model, self.recipe.rule)
+        self.statics = statics_of(config)
+        self.draw = partial(_init_from_words, self.resolved.model, self.statics.rule)
         self.state_shape = jax.eval_shape(self.draw, _key_words(0))
         self.num_params = count_params(self.state_shape.params)
         if self.resolved.registry_name is None:
@@ -187,7 +187,7 @@ class _Run:
     def compile(self) -> Compiled:
         """Traces the program on this thread, whose jax settings it so obeys, and compiles it on a worker."""
         model = CheckedModel(self.resolved.model, self.resolved.num_classes, self.resolved.source)
-        program = make_program(model, self.recipe, self.infeed, self.outfeed, self.evaluation_infeed)
+        program = make_program(model, self.statics, self.infeed, self.outfeed, self.evaluation_infeed)
         traced = trace_ahead(program, self.state_shape, self._values(), donate=(0,))
         dump_folder = None if self.config.dump_hlo is None else Path(self.config.dump_hlo)
         compiled = call_on_worker(partial(compile_traced, traced, dump_folder=dump_folder))

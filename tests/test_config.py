@@ -23,7 +23,10 @@ VALID = {
     "split": TEXT,
     "eval_split": st.none() | TEXT,
     "eval_every_steps": st.integers(0, 2**31 - 2),
+    "stop_at_top1": st.none() | st.floats(0, 1),
     "model": TEXT,
+    "precision": st.sampled_from(["float32", "bfloat16"]),
+    "init_from": st.none() | TEXT,
     "num_classes": st.none() | st.integers(1, 2**16),
     "image_size": st.none() | st.integers(1, 2**14),
     "optimizer": st.sampled_from(["sgd", "nesterov", "adamw", "lars", "lamb"]),
@@ -37,6 +40,7 @@ VALID = {
     "ema_decay": st.none() | st.floats(0, 1),
     "label_smoothing": st.floats(0, 1),
     "skip_nonfinite": st.integers(0, 2**31 - 2),
+    "stop_on_nan": st.booleans(),
     "crop": st.sampled_from(["centre", "random", "resized"]),
     "crop_padding": st.integers(0, 2**14),
     "crop_area": st.floats(0, 1),
@@ -57,22 +61,25 @@ VALID = {
     "infeed_timeout_s": st.floats(0.001, 86_400),
     "transport": st.sampled_from(["auto", "inplace", "callback"]),
     "run_dir": st.none() | TEXT,
+    "resume": st.booleans(),
+    "snapshot_every_steps": st.integers(0, 2**31 - 2),
+    "keep_snapshots": st.integers(0, 2**31 - 2),
     "overwrite": st.booleans(),
     "compilation_cache": st.none() | TEXT,
     "dump_hlo": st.none() | TEXT,
 }
 INTEGERS = [
     *("steps", "batch", "num_classes", "image_size", "seed", "prefetch", "reader_threads", "eval_every_steps"),
-    *("warmup_steps", "accumulate_steps", "skip_nonfinite", "crop_padding"),
+    *("warmup_steps", "accumulate_steps", "skip_nonfinite", "crop_padding", "snapshot_every_steps", "keep_snapshots"),
 ]
 REALS = [
     *("learning_rate", "momentum", "weight_decay", "infeed_timeout_s", "beta2", "clip_norm", "ema_decay"),
     *("label_smoothing", "crop_area", "flip", "brightness", "contrast", "saturation", "hue"),
-    *("mixup", "cutmix", "erasing"),
+    *("mixup", "cutmix", "erasing", "stop_at_top1"),
 ]
-SWITCHES = ["synthetic", "overwrite", "cycle_momentum", "decay_all"]
-CHOICES = ["transport", "optimizer", "schedule", "crop"]
-TEXTS = ["data", "split", "eval_split", "model", "run_dir", "compilation_cache", "dump_hlo"]
+SWITCHES = ["synthetic", "overwrite", "cycle_momentum", "decay_all", "resume", "stop_on_nan"]
+CHOICES = ["transport", "optimizer", "schedule", "crop", "precision"]
+TEXTS = ["data", "split", "eval_split", "model", "run_dir", "compilation_cache", "dump_hlo", "init_from"]
 OPTIONAL = [
     "data",
     "eval_split",
@@ -80,6 +87,8 @@ OPTIONAL = [
     "image_size",
     "learning_rate",
     "clip_norm",
+    "stop_at_top1",
+    "init_from",
     "ema_decay",
     "run_dir",
     "compilation_cache",
@@ -113,10 +122,13 @@ def test_golden_json():
         "split": "train",
         "eval_split": None,
         "eval_every_steps": 0,
+        "stop_at_top1": None,
         "synthetic": False,
         "model": "auto",
         "num_classes": None,
         "image_size": None,
+        "precision": "float32",
+        "init_from": None,
         "optimizer": "sgd",
         "learning_rate": None,
         "schedule": "constant",
@@ -131,6 +143,7 @@ def test_golden_json():
         "ema_decay": None,
         "label_smoothing": 0.0,
         "skip_nonfinite": 0,
+        "stop_on_nan": True,
         "crop": "centre",
         "crop_padding": 0,
         "crop_area": 0.08,
@@ -148,6 +161,9 @@ def test_golden_json():
         "infeed_timeout_s": 60.0,
         "transport": "auto",
         "run_dir": None,
+        "resume": False,
+        "snapshot_every_steps": 0,
+        "keep_snapshots": 3,
         "overwrite": False,
         "compilation_cache": None,
         "dump_hlo": None,

@@ -17,7 +17,7 @@ _EPSILONS = {"lamb": 1e-6}
 _EPSILON = 1e-8
 
 
-class Recipe(NamedTuple):
+class Statics(NamedTuple):
     """What is compiled into the program.
 
     Attributes:
@@ -29,7 +29,7 @@ class Recipe(NamedTuple):
     augmentation: Augmentation
 
 
-def recipe_of(config: TrainConfig) -> Recipe:
+def statics_of(config: TrainConfig) -> Statics:
     """Gives the static part of the settings."""
     rule = UpdateRule(
         optimizer=config.optimizer,
@@ -53,7 +53,7 @@ def recipe_of(config: TrainConfig) -> Recipe:
         cutmix_alpha=config.cutmix,
         erasing=config.erasing,
     )
-    return Recipe(rule, augmentation)
+    return Statics(rule, augmentation)
 
 
 def update_values(config: TrainConfig) -> UpdateValues:

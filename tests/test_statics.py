@@ -1,4 +1,4 @@
-"""The recipe's settings reach the program: each is compared with what a plain loop, or a run without it, gives."""
+"""The settings of a training reach the program: each is compared with what a plain loop, or a run without it, gives."""
 
 import json
 from dataclasses import replace
