@@ -150,6 +150,11 @@ def _check_arguments(config: Any, model: Any, batches: Any) -> None:
             )
         if config.model != "auto":
             raise ValueError(f"the setting model must be left out with a model of your own, got {config.model!r}")
+        if config.precision != "float32":
+            raise ValueError(
+                f"the setting precision must be float32 with a model of your own, got {config.precision!r}: "
+                "leave it out, and cast inside the model's apply"
+            )
     if batches is not None:
         if not callable(batches) and not hasattr(batches, "fill"):
             raise ValueError(
@@ -175,7 +180,7 @@ def _build(config: TrainConfig, opened: _OpenData) -> Model:
     if opened.num_classes is None:
         raise ValueError("num_classes must be given with batches of your own and a model of the registry, got None")
     size = config.image_size or min(opened.source.height, opened.source.width)
-    return build_model(config.model, num_classes=opened.num_classes, image_size=size)
+    return build_model(config.model, num_classes=opened.num_classes, image_size=size, dtype=config.precision)
 
 
 def _own_batches(config: TrainConfig, batches: BatchFunction | BatchSource) -> _OpenData:
