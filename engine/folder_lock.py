@@ -1,0 +1,152 @@
+"""One process at a time in a run folder: a lock that the kernel frees when its process dies, however it dies.
+
+Knows nothing of what a run folder holds besides.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+LOCK_NAME = ".lock"
+
+# A look at the lock (`is_locked`) holds it for microseconds: who comes in that instant tries again.
+_TRIES = 20
+_TRY_EVERY_S = 0.01
+# What file systems without locks answer, some network ones among them.
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
+_LONGEST_RECORD_BYTES = 4096
+
+
+class FolderInUseError(ValueError):
+    """Another process, or another holder in this one, works in the folder."""
+
+
+class FolderLock:
+    """The right to work in a folder: an exclusive `flock` on its file `.lock`; a context manager.
+
+    The file stays when the lock is released, empty. Whoever removes it must hold the lock meanwhile: then nobody can
+    come to hold a file that is no longer there. On a file system without locks everybody is let in.
+
+    Args:
+        folder: that exists and may be written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._path = folder, folder / LOCK_NAME
+        self._file = -1
+
+    def __enter__(self) -> Self:
+        self.acquire()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def acquire(self) -> None:
+        """Takes the lock and notes this process in it; waits for nobody.
+
+        Raises:
+            FolderInUseError: where it is held already, in this process or another.
+            ValueError: where the file cannot be made.
+        """
+        for attempt in range(_TRIES):
+            if attempt:
+                time.sleep(_TRY_EVERY_S)
+            try:
+                file = self._locked_file()
+            except OSError as error:
+                raise ValueError(
+                    f"{self._folder} must be a folder that may be written, {self._path} cannot be opened "
+                    f"({error.strerror}): choose another or mend its permissions"
+                ) from error
+            if file is not None:
+                self._file = file
+                _write_record(file)
+                return
+        raise FolderInUseError(f"{self._folder} is in use by {_holder(self._path)}: wait for it or stop it")
+
+    def release(self) -> None:
+        """Frees the lock; does nothing where it is not held."""
+        if self._file < 0:
+            return
+        file, self._file = self._file, -1
+        try:
+            # A child made by `fork` shares the lock, and would keep it after the file is closed here.
+            with suppress(OSError):
+                os.ftruncate(file, 0)
+                fcntl.flock(file, fcntl.LOCK_UN)
+        finally:
+            os.close(file)
+
+    def _locked_file(self) -> int | None:
+        """Opens and locks the file; None where another has the lock, or had it and removed the file."""
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        is_ours = False
+        try:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return None
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+            with suppress(FileNotFoundError):
+                is_ours = os.path.samestat(os.fstat(file), self._path.stat())
+            return file if is_ours else None
+        finally:
+            if not is_ours:
+                os.close(file)
+
+
+def is_locked(folder: Path) -> bool:
+    """Tells whether somebody holds the lock of a folder, without disturbing him and without making its file.
+
+    Where the file system has no locks, the record of a holder that did not release it counts as one.
+
+    Raises:
+        OSError: where the file is there and cannot be read.
+    """
+    try:
+        file = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    try:
+        # Shared, so that those who look do not see each other.
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return os.fstat(file).st_size > 0
+    finally:
+        os.close(file)
+    return False
+
+
+def _write_record(file: int) -> None:
+    """Notes this process in the file that it has locked."""
+    record = json.dumps({"pid": os.getpid(), "host": os.uname().nodename}).encode()
+    # Only for the words of whoever is refused: the lock holds without it, on a full disk too.
+    with suppress(OSError):
+        os.ftruncate(file, 0)
+        os.pwrite(file, record, 0)
+
+
+def _holder(path: Path) -> str:
+    """Gives the holder in words, as far as the record tells."""
+    try:
+        with path.open("rb") as file:
+            record: Any = json.loads(file.read(_LONGEST_RECORD_BYTES))
+        pid, host = record["pid"], record["host"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return "another process"
+    return f"process {pid} on host {host}"

@@ -1,0 +1,247 @@
+"""The log of what took effect in a run: golden lines, strict reading, crashes, and what a replay takes from it."""
+
+import dataclasses
+import errno
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.control_log import CONTROL_LOG_NAME, ControlEvent, ControlLog, events_at, factor_before, read_events
+
+LIMIT_S = 60
+FACTORS = st.none() | st.just(0.0) | st.floats(2.0**-126, 2.0**127)
+EVENTS = st.builds(
+    ControlEvent,
+    pull=st.integers(0, 2**31 - 1),
+    step=st.integers(1, 2**31 - 1),
+    learning_rate_factor=FACTORS,
+    snapshot=st.booleans(),
+    evaluate=st.booleans(),
+    stop=st.booleans(),
+    request=st.from_regex(r"[A-Za-z0-9_-]{1,100}", fullmatch=True),
+    time=st.floats(0, 2**53, exclude_max=True),
+)
+
+
+def event(pull=0, factor=None, **changes):
+    values = {"snapshot": False, "evaluate": False, "stop": False, "request": "a", "time": 1763712000.5}
+    return ControlEvent(**({"pull": pull, "step": pull + 1, "learning_rate_factor": factor} | values | changes))
+
+
+def write_all(path, *events):
+    log = ControlLog(path)
+    for each in events:
+        log.append(each)
+    log.close()
+
+
+GOLDEN = (
+    b'{"pull": 512, "step": 513, "learning_rate_factor": 0.1, "snapshot": true, "evaluate": false, "stop": false, '
+    b'"request": "a-1", "time": 1763712000.987}\n'
+    b'{"pull": 600, "step": 601, "learning_rate_factor": null, "snapshot": false, "evaluate": false, "stop": true, '
+    b'"request": "b_2", "time": 1763712100.0}\n'
+)
+
+
+def test_golden_file(tmp_path):
+    path = tmp_path / CONTROL_LOG_NAME
+    events = (
+        event(512, 0.1, snapshot=True, request="a-1", time=1763712000.987),
+        event(600, stop=True, request="b_2", time=1763712100.0),
+    )
+    write_all(path, *events)
+    assert path.read_bytes() == GOLDEN
+    assert read_events(path) == events
+    assert CONTROL_LOG_NAME == "control.jsonl"
+
+
+@given(EVENTS)
+def test_a_line_gives_back_the_event_to_the_last_bit(one):
+    line = one.to_json()
+    assert "\n" not in line
+    assert ControlEvent.from_json(line) == one
+    assert ControlEvent.from_json(line.encode()) == one
+
+
+@given(st.lists(EVENTS, max_size=5), st.lists(EVENTS, max_size=5))
+def test_a_log_gives_back_all_events_in_file_order(tmp_path_factory, first, second):
+    path = tmp_path_factory.mktemp("run") / CONTROL_LOG_NAME
+    write_all(path, *first)
+    write_all(path, *second)
+    assert read_events(path) == (*first, *second)
+    assert path.exists() == bool(first or second)
+
+
+WRONG: dict[str, list[object]] = {
+    "pull": [-1, 2**31, 1.0, True, None, "1"],
+    "step": [0, -1, 2**31, 1.0, True, None],
+    "learning_rate_factor": [-0.1, math.nan, math.inf, 1e39, 1e-39, 10**400, True, "0.1", []],
+    "snapshot": [0, 1, None, "true"],
+    "evaluate": [0, None],
+    "stop": [1, None],
+    "request": ["", "a/b", "..", "a.json", "a" * 101, "é", "a\n", 1, None],
+    "time": [-1.0, math.nan, math.inf, None, "now", True, 10**400],
+}
+LINES = [
+    pytest.param(name, value, id=f"{name}-{number}")
+    for name, values in WRONG.items()
+    for number, value in enumerate(values)
+]
+
+
+@pytest.mark.parametrize(("name", "value"), LINES)
+def test_what_is_out_of_range_is_neither_made_nor_read(name, value):
+    with pytest.raises(ValueError, match=name.replace("request", "request's id")):
+        dataclasses.replace(event(), **{name: value})
+    line = json.dumps(dataclasses.asdict(event()) | {name: value})
+    with pytest.raises(ValueError, match=f"{name}|request's id|finite numbers"):
+        ControlEvent.from_json(line)
+
+
+def without(name):
+    return json.dumps({key: value for key, value in dataclasses.asdict(event()).items() if key != name})
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "Expecting value"),
+        ("{", "Expecting property name"),
+        ("[]", "must be a JSON object, is list"),
+        ("null", "must be a JSON object, is NoneType"),
+        (without("stop"), "must have the fields pull, step, .*, differs in stop$"),
+        (event().to_json()[:-1] + ', "more": 1}', "differs in more"),
+        (event().to_json()[:-1] + ', "stop": true}', "each field once"),
+        (event().to_json() + "x", "Extra data"),
+        ("[" * 100_000, "nested too deep"),
+        (b"\xff", "codec can't decode"),
+    ],
+    ids=lambda value: str(value)[:12],
+)
+def test_what_is_no_event_is_named_with_file_and_line(tmp_path, line, message):
+    path = tmp_path / CONTROL_LOG_NAME
+    content = line.encode() if isinstance(line, str) else line
+    path.write_bytes(GOLDEN + content + b"\n" + GOLDEN)
+    with pytest.raises(ValueError, match=message):
+        ControlEvent.from_json(line)
+    with pytest.raises(ValueError, match=r"control\.jsonl must hold an event a line, line 3 does not \("):
+        read_events(path)
+
+
+def test_without_a_file_there_are_no_events_and_none_is_made(tmp_path):
+    log = ControlLog(tmp_path / CONTROL_LOG_NAME)
+    log.close()
+    assert read_events(tmp_path / CONTROL_LOG_NAME) == ()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_log_cut_anywhere_by_a_crash_keeps_its_whole_lines_and_goes_on(tmp_path):
+    for length in range(1, len(GOLDEN)):
+        path = tmp_path / f"{length}.jsonl"
+        path.write_bytes(GOLDEN[:length])
+        whole = GOLDEN[:length].count(b"\n")
+        kept = read_events(path)
+        assert len(kept) == whole
+        write_all(path, event(700))
+        assert read_events(path) == (*kept, event(700))
+        assert path.read_bytes().startswith(b"".join(GOLDEN.splitlines(keepends=True)[:whole]))
+
+
+def test_a_closed_log_goes_on_where_it_ended(tmp_path):
+    log = ControlLog(tmp_path / CONTROL_LOG_NAME)
+    for pull in range(3):
+        log.append(event(pull))
+        log.close()
+        log.close()
+    assert read_events(tmp_path / CONTROL_LOG_NAME) == (event(0), event(1), event(2))
+
+
+DYING = """
+import os, signal, sys
+from pathlib import Path
+from engine.control_log import ControlEvent, ControlLog
+log = ControlLog(Path(sys.argv[1]))
+for pull in range(3):
+    log.append(ControlEvent(pull, pull + 1, 0.5, False, False, False, "a", 1.0))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_an_event_that_was_appended_outlives_the_process(tmp_path):
+    path = tmp_path / CONTROL_LOG_NAME
+    done = subprocess.run([sys.executable, "-c", DYING, path], timeout=LIMIT_S, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert [each.pull for each in read_events(path)] == [0, 1, 2]
+
+
+def test_a_full_disk_leaves_whole_lines_and_is_an_error(tmp_path, monkeypatch):
+    path = tmp_path / CONTROL_LOG_NAME
+    log = ControlLog(path)
+    log.append(event(0))
+    write, room = os.write, [20]
+
+    def write_what_fits(file, content):
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = write(file, content[: room[0]])
+        room[0] -= written
+        return written
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", write_what_fits)
+        with pytest.raises(OSError, match="No space left"):
+            log.append(event(1))
+        assert path.read_bytes() == event(0).to_json().encode() + b"\n"
+    log.append(event(2))
+    log.close()
+    assert read_events(path) == (event(0), event(2))
+
+
+def test_a_log_that_could_not_be_opened_is_opened_later(tmp_path):
+    path = tmp_path / "run" / CONTROL_LOG_NAME
+    log = ControlLog(path)
+    with pytest.raises(FileNotFoundError):
+        log.append(event(0))
+    path.parent.mkdir()
+    log.append(event(1))
+    log.close()
+    assert read_events(path) == (event(1),)
+
+
+# --- what a replay takes from it
+
+FEW = st.lists(st.tuples(st.integers(0, 5), st.none() | st.sampled_from([0.0, 0.1, 0.5, 1.0, 2.0])), max_size=12)
+
+
+@given(FEW, st.integers(0, 7))
+def test_the_factor_before_a_pull_is_that_of_a_board_which_lived_through_all_pulls(few, pull):
+    events = [event(at, factor) for at, factor in few]
+    factor = 1.0
+    for at in range(pull):
+        for each in events_at(events, at):
+            factor = factor if each.learning_rate_factor is None else each.learning_rate_factor
+    assert factor_before(events, pull) == factor
+    assert factor_before(iter(events), pull) == factor
+
+
+@given(FEW)
+def test_every_event_is_at_one_pull_and_in_order(few):
+    events = [event(at, factor, request=f"r{number}") for number, (at, factor) in enumerate(few)]
+    at_pulls = [events_at(iter(events), pull) for pull in range(7)]
+    assert [each for group in at_pulls for each in group] == sorted(events, key=lambda each: each.pull)
+    assert all(each.pull == pull for pull, group in enumerate(at_pulls) for each in group)
+
+
+def test_the_later_line_wins_at_one_pull_and_the_later_pull_wins_over_a_later_line():
+    events = (event(5, 0.5), event(5, 0.25), event(5), event(3, 2.0), event(9, 0.0))
+    factors = {pull: factor_before(events, pull) for pull in (0, 3, 4, 5, 6, 9, 10)}
+    assert factors == {0: 1.0, 3: 1.0, 4: 2.0, 5: 2.0, 6: 0.25, 9: 0.25, 10: 0.0}
+    assert events_at(events, 5) == events[:3]
+    assert events_at(events, 4) == ()

@@ -1,0 +1,231 @@
+"""The lock of a run folder: one holder, in this process or another, until he lets go or dies."""
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from engine.folder_lock import LOCK_NAME, FolderInUseError, FolderLock, is_locked
+
+LIMIT_S = 60
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from engine.folder_lock import FolderLock
+FolderLock(Path(sys.argv[1])).acquire()
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process that holds the lock of `tmp_path`."""
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=LIMIT_S)
+
+
+def names(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()]
+
+
+def test_nobody_holds_a_folder_without_the_file_and_looking_makes_none(tmp_path):
+    assert not is_locked(tmp_path)
+    assert not is_locked(tmp_path / "nowhere")
+    (tmp_path / "file").write_text("")
+    assert not is_locked(tmp_path / "file")
+    assert names(tmp_path) == ["file"]
+
+
+def test_it_is_held_from_acquire_to_release(tmp_path):
+    lock = FolderLock(tmp_path)
+    for _ in range(2):
+        assert not is_locked(tmp_path)
+        lock.acquire()
+        assert is_locked(tmp_path)
+        assert json.loads((tmp_path / LOCK_NAME).read_bytes()) == {"pid": os.getpid(), "host": os.uname().nodename}
+        lock.release()
+    assert not is_locked(tmp_path)
+    assert (tmp_path / LOCK_NAME).read_bytes() == b""
+    assert names(tmp_path) == [LOCK_NAME]
+
+
+def test_it_is_released_at_the_end_of_with_and_after_an_error(tmp_path):
+    def fail():
+        assert is_locked(tmp_path)
+        raise LookupError
+
+    with pytest.raises(LookupError), FolderLock(tmp_path):
+        fail()
+    assert not is_locked(tmp_path)
+
+
+def test_a_second_holder_in_this_process_is_refused_and_takes_nothing(tmp_path):
+    with FolderLock(tmp_path) as first:
+        message = rf"{tmp_path} is in use by process {os.getpid()} on host .+: wait for it or stop it"
+        for lock in (FolderLock(tmp_path), first):
+            with pytest.raises(FolderInUseError, match=message):
+                lock.acquire()
+        FolderLock(tmp_path).release()
+        assert is_locked(tmp_path)
+    assert not is_locked(tmp_path)
+
+
+def test_another_process_is_refused_and_told_who_holds_it(tmp_path, holder):
+    assert is_locked(tmp_path)
+    with pytest.raises(FolderInUseError, match=rf"in use by process {holder.pid} on host {os.uname().nodename}:"):
+        FolderLock(tmp_path).acquire()
+    assert is_locked(tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_it_ends_with_its_process(tmp_path, holder, number):
+    holder.send_signal(number)
+    holder.wait(LIMIT_S)
+    assert not is_locked(tmp_path)
+    assert b"pid" in (tmp_path / LOCK_NAME).read_bytes()  # the record stays, and counts for nothing
+    with FolderLock(tmp_path):
+        assert json.loads((tmp_path / LOCK_NAME).read_bytes())["pid"] == os.getpid()
+
+
+def test_a_child_made_by_fork_does_not_keep_it(tmp_path):
+    # The child shares the open file; run apart, for a fork beside threads is a warning.
+    program = (
+        "import os, signal, sys\nfrom pathlib import Path\nfrom engine.folder_lock import FolderLock, is_locked\n"
+        "lock = FolderLock(Path(sys.argv[1]))\nlock.acquire()\nchild = os.fork()\n"
+        "if not child:\n    signal.pause()\n"
+        "lock.release()\nprint(is_locked(Path(sys.argv[1])))\nos.kill(child, signal.SIGKILL)\nos.waitpid(child, 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=LIMIT_S)
+    assert (done.stdout, done.stderr) == ("False\n", "")
+
+
+def test_releasing_twice_closes_no_file_of_another(tmp_path):
+    lock = FolderLock(tmp_path)
+    lock.release()
+    lock.acquire()
+    lock.release()
+    other = os.open(tmp_path, os.O_RDONLY)
+    lock.release()
+    os.fstat(other)
+    os.close(other)
+
+
+def test_of_many_threads_one_gets_it(tmp_path):
+    locks = [FolderLock(tmp_path) for _ in range(8)]
+    barrier, outcomes = threading.Barrier(len(locks)), []
+
+    def compete(lock):
+        barrier.wait(LIMIT_S)
+        try:
+            lock.acquire()
+            outcomes.append("held")
+        except FolderInUseError:
+            outcomes.append("refused")
+
+    threads = [threading.Thread(target=compete, args=(lock,)) for lock in locks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert sorted(outcomes) == ["held"] + ["refused"] * 7
+    for lock in locks:
+        lock.release()
+    assert not is_locked(tmp_path)
+
+
+def test_who_looks_is_waited_for(tmp_path, monkeypatch):
+    (tmp_path / LOCK_NAME).touch()
+    looking = os.open(tmp_path / LOCK_NAME, os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    monkeypatch.setattr("engine.folder_lock.time.sleep", lambda _: fcntl.flock(looking, fcntl.LOCK_UN))
+    assert not is_locked(tmp_path)  # those who look don't see each other
+    with FolderLock(tmp_path):
+        assert is_locked(tmp_path)
+    os.close(looking)
+
+
+@pytest.mark.parametrize("is_made_again", [False, True])
+def test_a_file_that_its_holder_removed_is_made_again(tmp_path, monkeypatch, is_made_again):
+    path, flock, calls = tmp_path / LOCK_NAME, fcntl.flock, []
+
+    def removed_at_first(file, how):
+        flock(file, how)
+        calls.append(how)
+        if len(calls) == 1:
+            path.unlink()
+            if is_made_again:
+                path.touch()
+
+    monkeypatch.setattr(fcntl, "flock", removed_at_first)
+    with FolderLock(tmp_path):
+        assert len(calls) == 2
+        assert is_locked(tmp_path)
+
+
+def test_whoever_holds_it_may_remove_the_file(tmp_path):
+    with FolderLock(tmp_path):
+        (tmp_path / LOCK_NAME).unlink()
+    assert names(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    for folder, reason in ((tmp_path / "file", "Not a directory"), (tmp_path / "no", "No such file or directory")):
+        with pytest.raises(
+            ValueError, match=rf"{folder} must be a folder that may be written, .* \({reason}\): choose"
+        ):
+            FolderLock(folder).acquire()
+
+
+def test_where_the_system_has_no_locks_everybody_is_let_in_and_the_record_counts(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with FolderLock(tmp_path):
+        assert is_locked(tmp_path)
+        FolderLock(tmp_path).acquire()
+    assert not is_locked(tmp_path)
+
+
+@pytest.mark.parametrize("act", [lambda folder: FolderLock(folder).acquire(), is_locked])
+def test_another_failure_of_the_lock_is_no_silence(tmp_path, monkeypatch, act):
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    (tmp_path / LOCK_NAME).touch()
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with pytest.raises((ValueError, OSError), match="Input/output error"):
+        act(tmp_path)
+
+
+@pytest.mark.parametrize("record", [b"", b"{", b"[1]", b"{}", b"[" * 5000, b"\xff"])
+def test_a_record_that_says_nothing_names_nobody(tmp_path, record):
+    with FolderLock(tmp_path):
+        (tmp_path / LOCK_NAME).write_bytes(record)
+        with pytest.raises(FolderInUseError, match="is in use by another process: wait for it or stop it"):
+            FolderLock(tmp_path).acquire()
+
+
+def test_a_full_disk_does_not_matter(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", fail)
+    with FolderLock(tmp_path):
+        assert is_locked(tmp_path)
