@@ -1,0 +1,375 @@
+"""`control-run` beside a running process: what it prints, what it leaves, with which exit code."""
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from engine import control_cli
+from engine.control_cli import main
+from engine.control_log import CONTROL_LOG_NAME, ControlEvent, ControlLog, read_events
+from engine.control_requests import CONTROL_FOLDER_NAME, ControlMailbox, ControlRequest, send_request
+from engine.folder_lock import FolderLock
+
+LIMIT_S = 60
+COMMAND = [sys.executable, "-c", "from engine.control_cli import main; main()"]
+
+
+class FakeRun:
+    """A process at work in a run folder, played by threads: it holds the lock, and logs what it is asked for.
+
+    Args:
+        folder: of the run.
+        pull: at which requests take effect.
+        takes_up: False leaves requests where they are; "silently" takes them and logs nothing.
+    """
+
+    def __init__(self, folder: Path, pull: int = 512, takes_up: bool | str = True) -> None:
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text("{}")
+        self.folder, self.pull, self.takes_up = folder, pull, takes_up
+        self.requests: list[ControlRequest] = []
+        self._log = ControlLog(folder / CONTROL_LOG_NAME)
+        self._lock = FolderLock(folder)
+        self._mailbox = ControlMailbox(folder, self._take_up)
+
+    def __enter__(self) -> "FakeRun":
+        self._lock.acquire()
+        if self.takes_up:
+            self._mailbox.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._mailbox.close()
+        self._log.close()
+        self.end()
+
+    def end(self) -> None:
+        self._lock.release()
+
+    def _take_up(self, request: ControlRequest) -> None:
+        self.requests.append(request)
+        if self.takes_up != "silently":
+            self.log(request)
+
+    def log(self, request: ControlRequest) -> None:
+        asked = (request.learning_rate_factor, request.snapshot, request.evaluate, request.stop)
+        self._log.append(ControlEvent(self.pull, self.pull + 1, *asked, request.id, time.time()))
+
+
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch):
+    monkeypatch.setattr("engine.control_requests._LOOK_EVERY_S", 0.005)
+    monkeypatch.setattr("engine.control_cli._LOOK_EVERY_S", 0.005)
+
+
+def control(*arguments):
+    return CliRunner().invoke(main, [str(argument) for argument in arguments], catch_exceptions=False)
+
+
+def left(run: Path) -> list[str]:
+    folder = run / CONTROL_FOLDER_NAME
+    return [path.name for path in folder.iterdir()] if folder.exists() else []
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+# --- what takes effect
+
+
+@pytest.mark.parametrize(
+    ("options", "lines"),
+    [
+        (["--learning-rate-factor", "0.1"], ["learning-rate factor 0.1 from step 513"]),
+        (["--learning-rate-factor", "0"], ["learning-rate factor 0 from step 513"]),
+        (["--learning-rate-factor", "2"], ["learning-rate factor 2 from step 513"]),
+        (["--snapshot"], ["snapshot after step 513"]),
+        (["--evaluate"], ["evaluation after step 513"]),
+        (["--stop"], ["stopping before step 513"]),
+        (
+            ["--evaluate", "--snapshot", "--learning-rate-factor", "1e-5"],
+            ["learning-rate factor 1e-05 from step 513", "snapshot after step 513", "evaluation after step 513"],
+        ),
+    ],
+)
+def test_it_says_what_took_effect_at_which_step(tmp_path, options, lines):
+    with FakeRun(tmp_path) as run:
+        result = control(tmp_path, *options)
+        assert (result.stdout.splitlines(), result.stderr, result.exit_code) == (lines, "", 0)
+        (request,) = run.requests
+    assert request.learning_rate_factor == (float(options[-1]) if "--learning-rate-factor" in options else None)
+    assert (request.snapshot, request.evaluate, request.stop) == tuple(
+        option in options for option in ("--snapshot", "--evaluate", "--stop")
+    )
+    assert [event.request for event in read_events(tmp_path / CONTROL_LOG_NAME)] == [request.id]
+    assert left(tmp_path) == []
+
+
+def test_each_call_waits_for_its_own_request(tmp_path):
+    with FakeRun(tmp_path) as run:
+        for pull in (0, 6, 7):
+            run.pull = pull
+            assert control(tmp_path, "--snapshot").stdout == f"snapshot after step {pull + 1}\n"
+
+
+def test_calls_at_the_same_time_are_all_answered(tmp_path):
+    with FakeRun(tmp_path):
+        arguments = [*COMMAND, str(tmp_path), "--learning-rate-factor"]
+        factors = ["0.5", "0.25", "0.125"]
+        processes = [
+            subprocess.Popen([*arguments, factor], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            for factor in factors
+        ]
+        outputs = [process.communicate(timeout=LIMIT_S) for process in processes]
+    assert outputs == [(f"learning-rate factor {factor} from step 513\n", "") for factor in factors]
+    assert [process.returncode for process in processes] == [0, 0, 0]
+    assert len(read_events(tmp_path / CONTROL_LOG_NAME)) == 3
+
+
+# --- what does not
+
+
+def test_a_run_that_is_not_going_is_refused_at_once(tmp_path):
+    with FakeRun(tmp_path):
+        pass
+    result = control(tmp_path, "--snapshot", "--timeout", "inf")
+    assert result.stderr == (
+        f"Error: RUN must be going, no process works in {tmp_path}: it has ended; go on with run-train --resume\n"
+    )
+    assert (result.stdout, result.exit_code, left(tmp_path)) == ("", 1, [])
+    assert not (tmp_path / CONTROL_FOLDER_NAME).exists()
+
+
+@pytest.mark.parametrize(
+    ("prepare", "found"),
+    [
+        (lambda run: None, "does not exist"),
+        (lambda run: run.mkdir(), "holds no config.json"),
+        (lambda run: run.write_text(""), "is a file"),
+    ],
+)
+def test_what_is_no_run_is_wrong_usage(tmp_path, prepare, found):
+    prepare(tmp_path / "run")
+    result = control(tmp_path / "run", "--stop")
+    assert result.exit_code == 2
+    assert result.stderr == (
+        f"Error: RUN must be the folder of a run, {tmp_path / 'run'} {found}; "
+        "give the --run-dir of a run-train that is going\n"
+    )
+
+
+def test_a_request_that_nobody_takes_up_is_withdrawn(tmp_path):
+    with FakeRun(tmp_path, takes_up=False):
+        result = control(tmp_path, "--stop", "--timeout", "0.02")
+    assert result.exit_code == 1
+    assert result.stderr == (
+        f"Error: a request must be taken up in --timeout 0.02 s, {tmp_path} left it in control/ and it is withdrawn: "
+        "see whether the run still makes steps, or raise --timeout\n"
+    )
+    assert (result.stdout, left(tmp_path)) == ("", [])
+
+
+def test_of_a_request_that_waits_in_the_run_it_says_so(tmp_path, monkeypatch):
+    def send_and_wait(folder, request):
+        send_request(folder, request)
+        wait_until(lambda: run.requests)
+
+    monkeypatch.setattr(control_cli, "send_request", send_and_wait)
+    with FakeRun(tmp_path, takes_up="silently") as run:
+        result = control(tmp_path, "--stop", "--timeout", "0.01")
+    assert result.exit_code == 1
+    assert result.stderr == (
+        f"Error: a request must be taken up in --timeout 0.01 s, {tmp_path} has it and began no step since: it takes "
+        "effect at the next one (control.jsonl then says so); raise --timeout to wait for that\n"
+    )
+
+
+@pytest.mark.parametrize("takes_up", [False, "silently"])
+def test_a_run_that_ends_meanwhile_is_not_waited_for(tmp_path, monkeypatch, takes_up):
+    def send_and_end(folder, request):
+        send_request(folder, request)
+        if takes_up:
+            wait_until(lambda: run.requests)
+        run.end()
+
+    monkeypatch.setattr(control_cli, "send_request", send_and_end)
+    with FakeRun(tmp_path, takes_up=takes_up) as run:
+        result = control(tmp_path, "--snapshot", "--timeout", "inf")
+    assert result.exit_code == 1
+    assert result.stderr == (
+        f"Error: RUN must be going, {tmp_path} ended before it took the request up: go on with run-train --resume\n"
+    )
+    assert (result.stdout, left(tmp_path)) == ("", [])
+
+
+def test_what_a_run_took_up_before_it_ended_took_effect(tmp_path, monkeypatch):
+    def send_and_end(folder, request):
+        send_request(folder, request)
+        wait_until(lambda: read_events(folder / CONTROL_LOG_NAME))
+        run.end()
+
+    monkeypatch.setattr(control_cli, "send_request", send_and_end)
+    with FakeRun(tmp_path) as run:
+        result = control(tmp_path, "--stop")
+    assert (result.stdout, result.exit_code) == ("stopping before step 513\n", 0)
+
+
+def test_what_takes_effect_in_the_last_moment_is_told(tmp_path, monkeypatch):
+    def too_late(folder, request_id):
+        run.log(ControlRequest(request_id, stop=True))
+        return False
+
+    monkeypatch.setattr(control_cli, "withdraw", too_late)
+    with FakeRun(tmp_path, takes_up=False) as run:
+        result = control(tmp_path, "--stop", "--timeout", "0.01")
+    assert (result.stdout, result.stderr, result.exit_code) == ("stopping before step 513\n", "", 0)
+
+
+def test_a_log_that_cannot_be_read_is_refused_before_anything_is_asked(tmp_path):
+    with FakeRun(tmp_path) as run:
+        (tmp_path / CONTROL_LOG_NAME).write_text("half a li\n")
+        result = control(tmp_path, "--stop")
+        assert run.requests == []
+    assert result.exit_code == 1
+    assert re.fullmatch(r"Error: .*control\.jsonl must hold an event a line, line 1 does not .*\n", result.stderr)
+    assert left(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_written_is_named_in_one_line(tmp_path):
+    with FakeRun(tmp_path):
+        (tmp_path / CONTROL_FOLDER_NAME).write_text("")
+        result = control(tmp_path, "--stop")
+    assert result.exit_code == 1
+    assert re.fullmatch(r"Error: .*control.* must be readable and writable: .*; check its permissions\n", result.stderr)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            [],
+            "something must be asked for, nothing is: give one of --learning-rate-factor, --snapshot, --evaluate, --s",
+        ),
+        (["--timeout", "5"], "something must be asked for"),
+        (["--stop", "--snapshot"], "--stop must stand alone, --snapshot is there too"),
+        (["--stop", "--evaluate"], "--stop must stand alone, --evaluate is there too"),
+        (["--stop", "--learning-rate-factor", "1"], "--stop must stand alone, --learning-rate-factor is there too"),
+        (["--learning-rate-factor", "nan"], "must be 0 or from 1.2e-38 to 3.4e38, got nan; 1 is the schedule itself"),
+        (["--learning-rate-factor", "-0.1"], "must be 0 or from 1.2e-38 to 3.4e38, got -0.1"),
+        (["--learning-rate-factor", "1e39"], "must be 0 or from 1.2e-38 to 3.4e38, got 1e+39"),
+        (["--learning-rate-factor", "x"], "'x' is not a valid float"),
+        (["--stop", "--timeout", "nan"], "must be a number, got nan"),
+        (["--stop", "--timeout", "0"], "0.0 is not in the range x>0"),
+    ],
+)
+def test_wrong_usage_asks_for_nothing(tmp_path, options, message):
+    with FakeRun(tmp_path) as run:
+        result = control(tmp_path, *options)
+        assert run.requests == []
+    assert (result.stdout, result.exit_code) == ("", 2)
+    assert message in " ".join(result.stderr.split())
+    assert left(tmp_path) == []
+
+
+@pytest.fixture
+def start():
+    """Starts the command beside this process; it does not outlive the test."""
+    started = []
+
+    def start_one(*arguments) -> subprocess.Popen[str]:
+        started.append(
+            subprocess.Popen(
+                [*COMMAND, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+        )
+        return started[-1]
+
+    yield start_one
+    for process in started:
+        process.kill()
+        process.communicate(timeout=LIMIT_S)
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_broken_off_while_it_sends_it_leaves_nothing(tmp_path, monkeypatch, is_there):
+    def send_and_break(folder, request):
+        if is_there:
+            send_request(folder, request)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(control_cli, "send_request", send_and_break)
+    with FakeRun(tmp_path, takes_up=False):
+        result = control(tmp_path, "--stop")
+    assert (result.stdout, result.stderr, result.exit_code) == ("", "", 130)
+    assert left(tmp_path) == []
+
+
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 128 + signal.SIGTERM)])
+def test_whoever_breaks_it_off_withdraws_the_request(tmp_path, start, number, exit_code):
+    with FakeRun(tmp_path, takes_up=False):
+        process = start(tmp_path, "--stop")
+        wait_until(lambda: left(tmp_path) and left(tmp_path)[0].endswith(".json"))
+        process.send_signal(number)
+        out, err = process.communicate(timeout=LIMIT_S)
+    assert (out, err, process.returncode) == ("", "", exit_code)
+    assert left(tmp_path) == []
+
+
+def test_whoever_breaks_it_off_too_late_is_told(tmp_path, start):
+    with FakeRun(tmp_path, takes_up="silently") as run:
+        process = start(tmp_path, "--stop")
+        wait_until(lambda: run.requests)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=LIMIT_S)
+    assert (out, process.returncode) == ("", 130)
+    assert err == "too late to withdraw: the run has the request already\n"
+
+
+# --- how it starts
+
+
+def test_it_works_from_its_own_process_without_jax(tmp_path):
+    with FakeRun(tmp_path):
+        code = (
+            "import sys; from engine.control_cli import main\n"
+            "try:\n    main()\nexcept SystemExit as end: print(end.code, 'jax' in sys.modules)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code, tmp_path, "--evaluate"], capture_output=True, text=True, timeout=LIMIT_S
+        )
+    assert (done.stdout, done.stderr) == ("evaluation after step 513\n0 False\n", "")
+
+
+def test_help_loads_nothing_heavy():
+    code = (
+        "import sys; from engine.control_cli import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit: pass\n"
+        "print('\\nLOADED', *sorted({'jax', 'numpy', 'tensorstore', 'PIL', 'rich'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=LIMIT_S)
+    assert done.stdout.splitlines()[-1] == "LOADED"
+    assert "Exit codes" in done.stdout
+
+
+def test_nothing_on_the_way_of_a_request_loads_jax():
+    code = "import sys, engine.control_requests, engine.control_log, engine.folder_lock; print('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=LIMIT_S)
+    assert done.stdout == "False\n"
+
+
+def test_every_option_stands_in_one_group_of_the_help():
+    grouped = [name for names in control_cli._GROUPS.values() for name in names]
+    options = [param.name for param in main.params if param.param_type_name == "option"]
+    assert sorted([*grouped, "version"]) == sorted(name for name in options if name is not None)
+    assert control("--version").stdout.rstrip().endswith(version("feedloop"))
