@@ -19,12 +19,16 @@ OptimizerName = Literal["sgd", "nesterov", "adamw", "lars", "lamb"]
 ScheduleName = Literal["constant", "step", "cosine", "linear", "one-cycle"]
 PrecisionName = Literal["float32", "bfloat16"]
 
+COUNTED_IN_EPOCHS = (("epochs", "steps"), ("warmup_epochs", "warmup_steps"))
+"""Settings that say one thing in two ways; of each pair the first, where it is given, makes the second."""
+
 # Goyal et al. (2017), arXiv:1706.02677: a rate of 0.1 for each 256 images of the batch.
 _RATE_PER_IMAGE = 0.1 / 256
 # They are float32 on the device.
 _MOST_FLOAT32 = (2 - 2**-23) * 2.0**127
 _RANGES: dict[str, tuple[float, float]] = {
     "steps": (0, 2**31 - 2),
+    "epochs": (0, 2**31 - 2),
     "batch": (1, 2**20),
     "image_size": (1, 2**14),
     "num_classes": (1, 2**16),
@@ -37,6 +41,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "infeed_timeout_s": (0.001, 86_400),
     "eval_every_steps": (0, 2**31 - 2),
     "warmup_steps": (0, 2**31 - 2),
+    "warmup_epochs": (0, 2**31 - 2),
     "beta2": (0, 1),
     "clip_norm": (1e-30, _MOST_FLOAT32),
     "accumulate_steps": (1, 2**20),
@@ -65,6 +70,8 @@ class TrainConfig:
 
     Attributes:
         steps: updates to make; 0 only compiles and initialises. A runtime value: changing it compiles nothing.
+        epochs: passes over the training split, whole or not, in place of `steps`, which `engine.epochs.settle_epochs`
+            fills in. None counts in steps.
         batch: images a step, over all devices.
         data: the packed data set: a folder or a TensorStore URL; None is $FEEDLOOP_DATA, else data/shards, else the
             demo set.
@@ -85,6 +92,7 @@ class TrainConfig:
         schedule: "constant", "step" (a tenth after 1/3, 2/3 and 8/9 of the steps), "cosine" and "linear" (to 0), or
             "one-cycle" (fastai's).
         warmup_steps: updates of a linear rise from 0 before the schedule. A runtime value.
+        warmup_epochs: that rise in passes over the training split, in place of `warmup_steps`. None counts in steps.
         cycle_momentum: let momentum go 0.95 → 0.85 → 0.95 against the one-cycle rate.
         momentum: β1 of AdamW and LAMB. A runtime value.
         beta2: of AdamW and LAMB. A runtime value.
@@ -129,6 +137,7 @@ class TrainConfig:
     """
 
     steps: int = 1000
+    epochs: float | None = None
     batch: int = 128
     data: str | None = None
     split: str = "train"
@@ -145,6 +154,7 @@ class TrainConfig:
     learning_rate: float | None = None
     schedule: ScheduleName = "constant"
     warmup_steps: int = 0
+    warmup_epochs: float | None = None
     cycle_momentum: bool = False
     momentum: float = 0.9
     beta2: float = 0.999
@@ -201,6 +211,11 @@ class TrainConfig:
     def peak_learning_rate(self) -> float:
         """The learning rate with its default filled in."""
         return self.batch * _RATE_PER_IMAGE if self.learning_rate is None else self.learning_rate
+
+    @property
+    def most_skips(self) -> int:
+        """Updates in a row that may be skipped."""
+        return self.skip_nonfinite if self.stop_on_nan else 2**31 - 1
 
     def to_json(self) -> dict[str, Any]:
         """Gives the settings as a JSON object."""

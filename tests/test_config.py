@@ -18,6 +18,7 @@ from engine.config import TrainConfig
 TEXT = st.text(min_size=1, max_size=20)
 VALID = {
     "steps": st.integers(0, 2**31 - 2),
+    "epochs": st.none() | st.floats(0, 2**31 - 2),
     "batch": st.integers(1, 2**20),
     "data": st.none() | TEXT,
     "split": TEXT,
@@ -32,6 +33,7 @@ VALID = {
     "optimizer": st.sampled_from(["sgd", "nesterov", "adamw", "lars", "lamb"]),
     "schedule": st.sampled_from(["constant", "step", "cosine", "linear", "one-cycle"]),
     "warmup_steps": st.integers(0, 2**31 - 2),
+    "warmup_epochs": st.none() | st.floats(0, 2**31 - 2),
     "cycle_momentum": st.booleans(),
     "beta2": st.floats(0, 1),
     "decay_all": st.booleans(),
@@ -75,7 +77,7 @@ INTEGERS = [
 REALS = [
     *("learning_rate", "momentum", "weight_decay", "infeed_timeout_s", "beta2", "clip_norm", "ema_decay"),
     *("label_smoothing", "crop_area", "flip", "brightness", "contrast", "saturation", "hue"),
-    *("mixup", "cutmix", "erasing", "stop_at_top1"),
+    *("mixup", "cutmix", "erasing", "stop_at_top1", "epochs", "warmup_epochs"),
 ]
 SWITCHES = ["synthetic", "overwrite", "cycle_momentum", "decay_all", "resume", "stop_on_nan"]
 CHOICES = ["transport", "optimizer", "schedule", "crop", "precision"]
@@ -86,6 +88,8 @@ OPTIONAL = [
     "num_classes",
     "image_size",
     "learning_rate",
+    "epochs",
+    "warmup_epochs",
     "clip_norm",
     "stop_at_top1",
     "init_from",
@@ -117,6 +121,7 @@ def test_json_gives_back_the_settings(values):
 def test_golden_json():
     assert TrainConfig().to_json() == {
         "steps": 1000,
+        "epochs": None,
         "batch": 128,
         "data": None,
         "split": "train",
@@ -133,6 +138,7 @@ def test_golden_json():
         "learning_rate": None,
         "schedule": "constant",
         "warmup_steps": 0,
+        "warmup_epochs": None,
         "cycle_momentum": False,
         "momentum": 0.9,
         "beta2": 0.999,
@@ -271,7 +277,7 @@ def test_synthetic_batches_need_no_data():
 
 
 def test_an_unknown_key_is_an_error():
-    with pytest.raises(ValueError, match=r"a setting must be one of steps, batch, .*; got 'batchsize'"):
+    with pytest.raises(ValueError, match=r"a setting must be one of steps, epochs, batch, .*; got 'batchsize'"):
         TrainConfig.from_json({"batch": 8, "batchsize": 8})
 
 

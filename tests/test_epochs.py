@@ -1,0 +1,151 @@
+"""Epochs become steps: exactly, once, and only where there is a data set to count."""
+
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.config import TrainConfig
+from engine.dataset import DataChoice
+from engine.epochs import settle_epochs, steps_of_epochs
+from preprocess.shards import ShardError
+from tests.fake_source import fake_source, pack
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    """Ten images to train on, three to evaluate on."""
+    folder = tmp_path_factory.mktemp("packed")
+    pack(fake_source(10), folder)
+    pack(fake_source(3, name="val"), folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "batch", "accumulate_steps", "steps"),
+    [
+        (1, 10, 1, 1),
+        (1, 4, 1, 3),
+        (2, 4, 1, 5),
+        (2, 4, 2, 3),
+        (0.5, 4, 1, 2),
+        (0, 4, 1, 0),
+        (1, 128, 1, 1),
+        (100, 1, 10, 100),
+    ],
+)
+def test_epochs_are_as_many_steps_as_they_take(packed, epochs, batch, accumulate_steps, steps):
+    config = TrainConfig(data=packed, epochs=epochs, batch=batch, accumulate_steps=accumulate_steps)
+    assert settle_epochs(config) == replace(config, steps=steps)
+
+
+def test_a_warm_up_is_counted_alike_and_alone_too(packed):
+    config = TrainConfig(data=packed, epochs=8, warmup_epochs=1.5, batch=4)
+    settled = settle_epochs(config)
+    assert (settled.steps, settled.warmup_steps, settled.epochs, settled.warmup_epochs) == (20, 4, 8, 1.5)
+    alone = settle_epochs(TrainConfig(data=packed, steps=7, warmup_epochs=1, batch=4))
+    assert (alone.steps, alone.warmup_steps) == (7, 3)
+
+
+def test_the_split_that_is_trained_on_is_counted(packed):
+    assert settle_epochs(TrainConfig(data=packed, split="val", epochs=1, batch=1)).steps == 3
+
+
+@given(
+    tenths=st.integers(0, 2000),
+    num_images=st.integers(1, 2**31),
+    images_per_step=st.integers(1, 2**20),
+)
+def test_steps_are_the_least_that_show_all_images(tenths, num_images, images_per_step):
+    steps = steps_of_epochs(tenths / 10, num_images=num_images, images_per_step=images_per_step)
+    wanted = Fraction(tenths, 10) * num_images
+    assert steps * images_per_step >= wanted
+    assert (steps - 1) * images_per_step < wanted
+
+
+def test_an_epoch_of_a_tenth_is_a_tenth():
+    # In binary 0.1 is a little more, and would take a 101st step.
+    assert steps_of_epochs(0.1, num_images=1000, images_per_step=1) == 100
+    assert steps_of_epochs(90.0, num_images=1_281_167, images_per_step=256) == 450_411
+
+
+def test_what_is_settled_stays_as_it_is(packed):
+    said: list[str] = []
+    settled = settle_epochs(TrainConfig(data=packed, epochs=3, warmup_epochs=1, batch=4), notify=said.append)
+    assert said == ["epochs: 3 of 10 images are 8 steps"]
+    assert settle_epochs(settled, notify=said.append) == settled
+    assert len(said) == 1
+    assert settle_epochs(TrainConfig.from_json(settled.to_json())) == settled
+
+
+def test_settings_without_epochs_need_no_data():
+    config = TrainConfig(data="nowhere", steps=7)
+    assert settle_epochs(config, own_batches=True) is config
+
+
+def test_a_real_number_of_numpy_counts_as_it_prints(packed):
+    epochs: float = np.float64(0.3)
+    assert settle_epochs(TrainConfig(data=packed, epochs=epochs, batch=1)).steps == 3
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"epochs": 2, "steps": 7},
+            r"^epochs and steps must not both be given, got 2, which of 10 images are 5 steps, and 7: leave one out$",
+        ),
+        (
+            {"warmup_epochs": 1, "warmup_steps": 2},
+            r"^warmup_epochs and warmup_steps must not both be given, got 1, which of 10 images are 3 steps, and 2: ",
+        ),
+        (
+            {"epochs": 2.0**31 - 2},
+            r"^epochs must come to at most 2147483646 steps, got 2\.14748e\+09, which of 10 images",
+        ),
+        ({"epochs": 1, "split": "test"}, "there is no split 'test'; choose one of train, val"),
+    ],
+)
+def test_what_does_not_fit_is_refused(packed, values, message):
+    with pytest.raises(ValueError, match=message):
+        settle_epochs(TrainConfig(**({"data": packed, "batch": 4} | values)))
+
+
+@pytest.mark.parametrize("name", ["epochs", "warmup_epochs"])
+def test_batches_without_an_end_have_no_epochs(name):
+    config = TrainConfig.from_json({name: 2.5})
+    counted = name.replace("epochs", "steps")
+    message = f"^{name} must be left out with %s, which have no end, got 2.5: give {counted}$"
+    with pytest.raises(ValueError, match=message % "synthetic batches"):
+        settle_epochs(replace(config, synthetic=True))
+    with pytest.raises(ValueError, match=message % "batches of your own"):
+        settle_epochs(config, own_batches=True)
+
+
+def test_a_missing_data_set_is_named(tmp_path):
+    with pytest.raises(ShardError, match="missing does not exist; pack it with"):
+        settle_epochs(TrainConfig(data=str(tmp_path / "missing"), epochs=1))
+
+
+def test_settings_must_be_settings():
+    with pytest.raises(ValueError, match="the settings must be a TrainConfig, got dict"):
+        settle_epochs({"epochs": 1})  # type: ignore[arg-type]
+
+
+def test_a_warm_up_longer_than_the_run_is_told(packed):
+    said: list[str] = []
+    settle_epochs(TrainConfig(data=packed, steps=2, warmup_epochs=1, batch=1), notify=said.append)
+    assert said == [
+        "warning: the warm-up of 10 steps is longer than the run of 2; --warmup-epochs 0 leaves it out",
+    ]
+
+
+def test_a_demo_set_that_is_not_there_yet_is_made_first(packed, monkeypatch):
+    made: list[str] = []
+    monkeypatch.setattr("engine.epochs.choose_data", lambda _: DataChoice(packed, "the demo set", is_demo=True))
+    monkeypatch.setattr("engine.epochs.make_demo", lambda folder, notify: made.append(str(folder)))
+    assert settle_epochs(TrainConfig(epochs=1, batch=5)).steps == 2
+    assert made == [packed]

@@ -1,0 +1,133 @@
+"""Precedence of the sources of settings, and the record of which one won."""
+
+from dataclasses import fields
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.config import TrainConfig
+from engine.option_sources import OptionalNumber, OptionSource, command_line, merge_options
+
+NAMES = [field.name for field in fields(TrainConfig)]
+FREE = ["batch", "momentum", "seed", "flip", "mixup"]  # of no pair
+SETTINGS = st.dictionaries(st.sampled_from(FREE), st.integers(0, 3))
+
+
+@click.command()
+@click.option("--steps", type=int, default=1000)
+@click.option("--epochs", type=OptionalNumber(click.FLOAT))
+@click.option("--num-classes", type=OptionalNumber(click.INT))
+@click.option("--batch", type=int, default=128, envvar="TEST_BATCH")
+@click.option("--decay-all/--no-decay-all", default=False)
+@click.option("--dry-run", is_flag=True)
+def command(**options: Any) -> None:
+    """Takes settings, and one option that is none."""
+
+
+def given_by(*arguments: str) -> dict[str, Any]:
+    return dict(command_line(command.make_context("command", list(arguments))).settings)
+
+
+def test_only_what_was_given_counts_in_any_order():
+    assert given_by() == {}
+    assert given_by("--dry-run") == {}
+    assert given_by("--batch", "128", "--no-decay-all") == {"batch": 128, "decay_all": False}
+    assert given_by("--no-decay-all", "--batch", "128") == {"batch": 128, "decay_all": False}
+
+
+def test_an_environment_variable_counts_as_given(monkeypatch):
+    monkeypatch.setenv("TEST_BATCH", "7")
+    assert given_by() == {"batch": 7}
+
+
+def test_epochs_and_steps_together_are_refused():
+    with pytest.raises(ValueError, match=r"must not both be given, got --epochs 2\.5 and --steps 10: leave one out$"):
+        given_by("--steps", "10", "--epochs", "2.5")
+    assert given_by("--steps", "10", "--epochs", "default") == {"steps": 10, "epochs": None}
+
+
+def test_the_word_default_stands_for_no_number():
+    assert given_by("--epochs", "default", "--num-classes", "default") == {"epochs": None, "num_classes": None}
+    assert given_by("--epochs", "1e1", "--num-classes", "7") == {"epochs": 10.0, "num_classes": 7}
+
+
+@pytest.mark.parametrize(("option", "kind"), [("--epochs", "float"), ("--num-classes", "integer")])
+def test_what_is_neither_a_number_nor_the_word_is_wrong_usage(option, kind):
+    result = CliRunner().invoke(command, [option, "1,5"])
+    assert result.exit_code == 2
+    assert f"Invalid value for '{option}': '1,5' is not a valid {kind}." in result.stderr
+
+
+@given(st.lists(SETTINGS, max_size=4))
+def test_the_last_source_that_gives_a_setting_decides(sources):
+    merged = merge_options(*(OptionSource(f"source {place}", given) for place, given in enumerate(sources)))
+    expected: dict[str, Any] = {}
+    for given_here in sources:
+        expected |= given_here
+    assert merged.settings == expected
+    assert list(merged.origins) == NAMES
+    for name, origin in merged.origins.items():
+        givers = [place for place, given_here in enumerate(sources) if name in given_here]
+        assert origin == (f"source {givers[-1]}" if givers else "default")
+
+
+def test_what_changed_is_told_in_words():
+    recipe = OptionSource("recipe x", {"batch": 256, "learning_rate": 0.1, "model": "resnet50", "flip": 0.5})
+    merged = merge_options(
+        recipe, OptionSource("command line", {"batch": 1024, "learning_rate": None, "flip": 0.5, "mixup": 0.2})
+    )
+    assert merged.overrides == ("batch 256 → 1024", "learning_rate 0.1 → default")
+    assert {name: origin for name, origin in merged.origins.items() if origin != "default"} == {
+        "batch": "command line",
+        "learning_rate": "command line",
+        "model": "recipe x",
+        "flip": "command line",
+        "mixup": "command line",
+    }
+
+
+@pytest.mark.parametrize(
+    ("base", "given_later", "settings", "overrides"),
+    [
+        ({"epochs": 90}, {"steps": 100}, {"steps": 100}, ("epochs 90 → steps 100",)),
+        ({"steps": 100}, {"epochs": 9.0}, {"epochs": 9.0}, ("steps 100 → epochs 9",)),
+        ({"epochs": 90}, {"epochs": 9}, {"epochs": 9}, ("epochs 90 → 9",)),
+        ({"epochs": 90, "steps": 450_411}, {"batch": 8}, {"epochs": 90, "batch": 8}, ()),
+        ({"epochs": None, "steps": 100}, {}, {"steps": 100}, ()),
+        ({"epochs": None, "steps": 100}, {"epochs": 2}, {"epochs": 2}, ("steps 100 → epochs 2",)),
+        ({"epochs": 90}, {"epochs": None}, {"epochs": None}, ("epochs 90 → default",)),
+        ({"warmup_epochs": 5}, {"warmup_steps": 3}, {"warmup_steps": 3}, ("warmup_epochs 5 → warmup_steps 3",)),
+        (
+            {"epochs": 90, "warmup_epochs": 5},
+            {"steps": 3},
+            {"steps": 3, "warmup_epochs": 5},
+            ("epochs 90 → steps 3",),
+        ),
+    ],
+)
+def test_epochs_and_steps_displace_each_other(base, given_later, settings, overrides):
+    merged = merge_options(OptionSource("base", base), OptionSource("later", given_later))
+    assert merged.settings == settings
+    assert merged.overrides == overrides
+    for pair in (("epochs", "steps"), ("warmup_epochs", "warmup_steps")):
+        if any(given_later.get(name) is not None for name in pair):
+            assert {merged.origins[name] for name in pair} == {"later"}
+        elif any(base.get(name) is not None for name in pair) and not any(name in given_later for name in pair):
+            assert {merged.origins[name] for name in pair} == {"base"}
+
+
+def test_the_sources_themselves_stay_as_they_are():
+    base = {"epochs": 90, "steps": 3}
+    merge_options(OptionSource("base", base), OptionSource("later", {"steps": 4}))
+    assert base == {"epochs": 90, "steps": 3}
+
+
+def test_a_recorded_run_comes_back_as_it_was():
+    config = TrainConfig(steps=7, batch=4, learning_rate=0.5, decay_all=True)
+    merged = merge_options(OptionSource("the recorded run", config.to_json()))
+    assert TrainConfig.from_json(merged.settings) == config
+    assert set(merged.origins.values()) == {"the recorded run"}
