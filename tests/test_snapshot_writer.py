@@ -1,0 +1,306 @@
+"""The writer of snapshots: never waited for, newest first, nothing lost at the end, and no fault ends the run."""
+
+import gc
+import sys
+import threading
+import time
+import weakref
+
+import numpy as np
+import pytest
+
+from engine import snapshot_writer
+from engine.snapshot import SnapshotError, read_snapshot, snapshot_steps, write_snapshot
+from engine.snapshot_writer import SnapshotWriter
+
+# A bound on what must come, long enough for a loaded machine; never waited for where the code is right.
+SOON_S = 20.0
+SLOW = "the disk is slower than --snapshot-every"
+
+
+class Disk:
+    """Stands for `write_snapshot`: makes empty snapshots, holds where a test asks, fails where it asks."""
+
+    def __init__(self, *, held=False, fails=None):
+        self.gate, self.entered, self.fails = threading.Event(), threading.Event(), fails or {}
+        self.written, self.threads = [], set()
+        if not held:
+            self.gate.set()
+
+    def write(self, folder, step, pulls, tree):
+        self.threads.add(threading.current_thread())
+        self.entered.set()
+        assert self.gate.wait(SOON_S)
+        if step in self.fails:
+            raise self.fails[step]
+        (folder / str(step)).mkdir(parents=True)
+        self.written.append((step, pulls, tree))
+
+    @property
+    def steps(self):
+        return [step for step, _, _ in self.written]
+
+
+def make_writer(folder, disk, *, keep=0, say=None):
+    words: list[str] = []
+    return SnapshotWriter(folder, keep=keep, say=say or words.append, write=disk.write), words
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + SOON_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come in time"
+        time.sleep(0.005)
+
+
+def test_what_is_submitted_is_written_in_order_on_one_thread_that_is_not_the_callers(tmp_path):
+    disk = Disk()
+    writer, words = make_writer(tmp_path, disk)
+    trees = {step: object() for step in (1, 2, 3)}
+    for step, tree in trees.items():
+        writer.submit(step, 2 * step, tree)
+        wait_until(lambda step=step: writer.last_step == step)
+    assert writer.close(SOON_S)
+    assert disk.written == [(step, 2 * step, tree) for step, tree in trees.items()]
+    assert [thread.name for thread in disk.threads] == ["snapshot-writer"]
+    assert all(thread.daemon for thread in disk.threads)
+    assert words == []
+
+
+def test_a_newer_snapshot_takes_the_place_of_one_that_waits_and_the_last_is_not_lost(tmp_path):
+    disk = Disk(held=True)
+    writer, words = make_writer(tmp_path, disk)
+    writer.submit(1, 1, None)
+    assert disk.entered.wait(SOON_S)
+    for step in (2, 3, 4):
+        writer.submit(step, step, None)
+    closed = []
+    closer = threading.Thread(target=lambda: closed.append(writer.close(SOON_S)), daemon=True)
+    closer.start()
+    disk.gate.set()
+    closer.join(SOON_S)
+    assert closed == [True]
+    assert disk.steps == [1, 4]
+    assert words == [f"snapshot of step {step} left out: {SLOW}" for step in (2, 3)]
+    assert writer.last_step == 4
+
+
+def test_a_failed_write_is_told_once_and_the_next_one_is_made(tmp_path):
+    disk = Disk(fails={1: OSError("no\nroom"), 3: SnapshotError("no right"), 4: MemoryError()})
+    writer, words = make_writer(tmp_path, disk)
+    for step in (1, 2, 3, 4):
+        disk.entered.clear()
+        writer.submit(step, step, None)
+        assert disk.entered.wait(SOON_S)
+        wait_until(lambda: writer._writing_step is None)
+    assert not writer.close(SOON_S), "the last one is not on disk"
+    assert words == [
+        "snapshot of step 1 not written: no room; there is none before it",
+        "snapshot of step 3 not written: no right; the last good one, of step 2, stays",
+        "snapshot of step 4 not written: MemoryError; the last good one, of step 2, stays",
+    ]
+    assert writer.last_step == 2
+    assert snapshot_steps(tmp_path) == [2]
+
+
+def test_an_earlier_failure_does_not_matter_where_the_last_one_is_written(tmp_path):
+    disk = Disk(fails={1: OSError("no room")})
+    writer, words = make_writer(tmp_path, disk)
+    writer.submit(1, 1, None)
+    wait_until(lambda: words)
+    writer.submit(2, 2, None)
+    assert writer.close(SOON_S)
+
+
+@pytest.mark.parametrize(("keep", "left"), [(0, [1, 2, 3, 4, 5]), (1, [5]), (2, [4, 5])])
+def test_older_ones_are_removed_after_each_success(tmp_path, keep, left):
+    disk = Disk()
+    writer, words = make_writer(tmp_path, disk, keep=keep)
+    for step in range(1, 6):
+        writer.submit(step, step, None)
+        wait_until(lambda step=step: writer.last_step == step)
+    assert writer.close(SOON_S)
+    assert snapshot_steps(tmp_path) == left
+    assert words == []
+
+
+def test_nothing_is_removed_for_a_snapshot_that_failed(tmp_path):
+    for step in (1, 2):
+        (tmp_path / str(step)).mkdir()
+    writer, words = make_writer(tmp_path, Disk(fails={3: OSError("no room")}), keep=1)
+    writer.submit(3, 3, None)
+    assert not writer.close(SOON_S)
+    assert snapshot_steps(tmp_path) == [1, 2]
+    assert words == ["snapshot of step 3 not written: no room; the last good one, of step 2, stays"]
+
+
+def test_a_run_that_went_back_keeps_what_it_writes_before_what_it_left_behind(tmp_path):
+    """Resumed at 20 since 30 was damaged: 30 must not push out the good ones."""
+    for step in (10, 20, 30):
+        (tmp_path / str(step)).mkdir()
+    disk = Disk()
+    writer, _ = make_writer(tmp_path, disk, keep=1)
+    writer.submit(25, 25, None)
+    wait_until(lambda: writer.last_step == 25)
+    assert writer.close(SOON_S)
+    assert snapshot_steps(tmp_path) == [25, 30]
+
+
+def test_what_cannot_be_removed_is_told_and_the_run_goes_on(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr(snapshot_writer, "keep_newest", fail)
+    writer, words = make_writer(tmp_path, Disk(), keep=1)
+    writer.submit(1, 1, None)
+    assert writer.close(SOON_S)
+    assert words == [f"old snapshots not removed: not yours; remove them from {tmp_path} by hand"]
+    assert writer.last_step == 1
+
+
+def test_a_disk_that_hangs_is_given_up_at_the_limit_and_told(tmp_path):
+    (tmp_path / "7").mkdir()
+    disk = Disk(held=True)
+    writer, words = make_writer(tmp_path, disk)
+    writer.submit(8, 8, None)
+    assert disk.entered.wait(SOON_S)
+    writer.submit(9, 9, None)
+    assert not writer.close(0.05)
+    assert words == [
+        f"snapshot of step 8 and of step 9 not written within 0.05 s: see to the disk of {tmp_path}; "
+        "the last good one, of step 7, stays"
+    ]
+    disk.gate.set()
+    assert writer.close(SOON_S), "what was given up is written, if the disk ever goes on"
+    assert disk.steps == [8, 9]
+
+
+def test_submitting_never_waits_for_a_disk_that_hangs(tmp_path):
+    disk = Disk(held=True)
+    writer, words = make_writer(tmp_path, disk)
+    submitter = threading.Thread(target=lambda: [writer.submit(step, step, None) for step in range(1000)], daemon=True)
+    submitter.start()
+    submitter.join(SOON_S)
+    assert not submitter.is_alive()
+    assert not disk.written
+    disk.gate.set()
+    assert writer.close(SOON_S)
+    assert disk.steps[-1] == 999
+    assert len(words) + len(disk.steps) == 1000
+
+
+def test_words_that_raise_or_hang_harm_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(snapshot_writer, "_WORDS_TIMEOUT_S", 0.05)
+    held, asked = threading.Event(), []
+
+    def say(line):
+        asked.append(line)
+        if len(asked) == 1:
+            raise ValueError("nobody hears")
+        held.wait(SOON_S)
+
+    disk = Disk(fails={1: OSError("a"), 2: OSError("b"), 3: OSError("c")})
+    writer, _ = make_writer(tmp_path, disk, say=say)
+    for step in (1, 2, 3, 4):
+        disk.entered.clear()
+        writer.submit(step, step, None)
+        assert disk.entered.wait(SOON_S)
+        wait_until(lambda: writer._writing_step is None)
+    assert writer.close(SOON_S)
+    assert [line[:18] for line in asked] == ["snapshot of step 1", "snapshot of step 2"]
+    held.set()
+
+
+def test_closing_without_a_snapshot_is_well_and_what_comes_after_is_dropped(tmp_path):
+    disk = Disk()
+    writer, words = make_writer(tmp_path, disk)
+    assert writer.close(SOON_S)
+    assert writer.last_step is None
+    writer.submit(1, 1, None)
+    assert writer.close(SOON_S)
+    assert (disk.written, words) == ([], [])
+    assert not (tmp_path / "1").exists()
+
+
+def test_both_threads_end(tmp_path):
+    before = set(threading.enumerate())
+    writer, _ = make_writer(tmp_path, Disk())
+    started = set(threading.enumerate()) - before
+    assert {thread.name for thread in started} == {"snapshot-writer", "snapshot-writer-words"}
+    assert writer.close(SOON_S)
+    for thread in started:
+        thread.join(SOON_S)
+        assert not thread.is_alive()
+
+
+def test_the_step_of_an_earlier_run_is_the_last_until_there_is_a_newer_one(tmp_path):
+    for step in (3, 20):
+        (tmp_path / str(step)).mkdir()
+    writer, _ = make_writer(tmp_path, Disk())
+    wait_until(lambda: writer.last_step == 20)
+    writer.submit(21, 21, None)
+    assert writer.close(SOON_S)
+    assert writer.last_step == 21
+
+
+def test_the_arrays_are_freed_once_they_are_written(tmp_path):
+    """A state is as large as the model and its moments: it must not stay in memory up to the next snapshot."""
+    disk = Disk()
+    done = threading.Event()
+
+    def write(folder, step, pulls, tree):
+        done.set()
+
+    writer = SnapshotWriter(tmp_path, keep=0, say=lambda line: None, write=write)
+    array = np.zeros(10)
+    gone = weakref.ref(array)
+    writer.submit(1, 1, {"a": array})
+    del array
+    assert done.wait(SOON_S)
+
+    def is_gone():
+        gc.collect()
+        return gone() is None
+
+    wait_until(is_gone)
+    assert writer.close(SOON_S)
+    assert not disk.written
+
+
+def test_orbax_is_imported_ahead_and_its_failure_told_by_the_write_alone(tmp_path, monkeypatch):
+    loaded = threading.Event()
+    monkeypatch.setattr(snapshot_writer, "load_orbax", loaded.set)
+    writer, _ = make_writer(tmp_path, Disk())
+    assert loaded.wait(SOON_S)
+    assert writer.close(SOON_S)
+
+    def fail():
+        raise ImportError("no Orbax")
+
+    monkeypatch.setattr(snapshot_writer, "load_orbax", fail)
+    writer, words = make_writer(tmp_path, Disk(fails={1: ImportError("no Orbax")}))
+    writer.submit(1, 1, None)
+    assert not writer.close(SOON_S)
+    assert words == ["snapshot of step 1 not written: no Orbax; there is none before it"]
+
+
+def test_the_number_to_keep_is_checked(tmp_path):
+    with pytest.raises(ValueError, match=r"must be 0 \(all\) or more, and is -1"):
+        SnapshotWriter(tmp_path, keep=-1, say=print)
+
+
+def test_real_snapshots_of_a_run_that_is_stopped(tmp_path):
+    """The whole way: some steps, an earlier run's rest beside them, and the final snapshot at the close."""
+    folder = tmp_path / "snapshots"
+    write_snapshot(folder, 1, 1, {"w": np.zeros(3)})
+    words: list[str] = []
+    writer = SnapshotWriter(folder, keep=2, say=words.append)
+    for step in (2, 3):
+        writer.submit(step, step, {"w": np.full(3, float(step))})
+        wait_until(lambda step=step: writer.last_step == step)
+    writer.submit(4, 4, {"w": np.full(3, 4.0)})
+    assert writer.close(SOON_S)
+    assert snapshot_steps(folder) == [3, 4]
+    assert read_snapshot(folder, 4).leaves["w"].tolist() == [4.0] * 3
+    assert words == []
+    assert "orbax.checkpoint" in sys.modules
