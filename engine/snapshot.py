@@ -194,8 +194,11 @@ def _named_arrays(tree: Any) -> dict[str, tuple[tuple[str, ...], NDArray[Any]]]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         parts = _parts(path)
         name = ".".join(parts)
-        if name in named or not parts:
+        if name in named:
             raise SnapshotError(f"every array must have a path of its own, and two are called {name!r}: rename one")
+        # Orbax before 0.12 writes an array under an empty name and does not find it again.
+        if not all(parts or ("",)):
+            raise SnapshotError(f"an array's keys must have characters, and one of {parts} has none: rename it")
         # An array of jax would be fetched from the device here, which is for the caller to do at a time of his own.
         if not isinstance(leaf, np.ndarray | np.generic) or leaf.dtype.hasobject or leaf.dtype.kind in "USMm":
             raise SnapshotError(

@@ -88,7 +88,9 @@ def arrays(draw):
 
 
 Pair = namedtuple("Pair", "first second")
-KEYS = st.text(st.characters(codec="utf-8", exclude_characters="./\0", exclude_categories=["Cs"]), max_size=6)
+KEYS = st.text(
+    st.characters(codec="utf-8", exclude_characters="./\0", exclude_categories=["Cs"]), min_size=1, max_size=6
+)
 TREES = st.recursive(
     arrays() | st.none(),
     lambda inner: (
@@ -188,7 +190,8 @@ def test_a_state_of_another_program_is_refused_by_name(leaves, like, match):
     ("tree", "match"),
     [
         ({"a": {"b": np.ones(1)}, "a.b": np.ones(1)}, r"two are called 'a\.b'"),
-        (np.ones(1), "a path of its own"),
+        (np.ones(1), r"one of \(\) has none"),
+        ({"a": {"": np.ones(1)}}, r"one of \('a', ''\) has none"),
         ({"a": 1.0}, "a is a float"),
         ({"a": jnp.ones(1)}, "a is a ArrayImpl"),
         ({"a": np.array(["x"])}, "a is a ndarray"),
@@ -207,6 +210,13 @@ def test_the_byte_order_and_the_strides_of_an_array_do_not_matter(tmp_path):
     leaves = read_snapshot(tmp_path, 1).leaves
     assert same_bits(leaves["swapped"], np.arange(4, dtype=np.float32))
     assert same_bits(leaves["strided"], np.ascontiguousarray(strange["strided"]))
+
+
+def test_keys_may_hold_dots_and_slashes(tmp_path):
+    """As in the models of libraries that name a layer by its path."""
+    tree = {"net/~/linear": {"w": np.arange(2.0)}, "net/~/linear.1": {"w": np.arange(3.0)}, "net": {"..": np.ones(2)}}
+    write_snapshot(tmp_path, 1, 1, tree)
+    assert_same(match_state(read_snapshot(tmp_path, 1).leaves, tree), tree)
 
 
 def names_in(folder):
