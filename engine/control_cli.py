@@ -158,8 +158,9 @@ def _ask(run: Path, request: ControlRequest, timeout_s: float) -> "ControlEvent"
     deadline = time.monotonic() + timeout_s
     is_sent = False
     try:
-        send_request(run, request)
-        is_sent = True
+        with _signals_held():
+            send_request(run, request)
+            is_sent = True
         while True:
             # Before the log is read: what a run wrote before it ended is then certain to be seen.
             is_going, is_late = is_locked(run), time.monotonic() >= deadline
@@ -171,8 +172,7 @@ def _ask(run: Path, request: ControlRequest, timeout_s: float) -> "ControlEvent"
             time.sleep(min(_LOOK_EVERY_S, max(0.0, deadline - time.monotonic())))
         is_withdrawn = withdraw(run, request.id)
     except BaseException:
-        # Nobody will be there to hear what becomes of it. A signal may come when its file is there, before the sending
-        # is over.
+        # Nobody will be there to hear what becomes of it.
         with suppress(OSError):
             if not withdraw(run, request.id) and is_sent:
                 click.echo("too late to withdraw: the run has the request already", err=True)
@@ -232,3 +232,20 @@ def _sigterm_leaves() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """Lets SIGINT and SIGTERM wait until the end: so that it is known whether a request was sent when they act."""
+    held: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _frame: held.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for held_back in held:
+            signal.raise_signal(held_back)

@@ -114,7 +114,7 @@ def parse_fields(text: str | bytes, names: tuple[str, ...]) -> dict[str, Any]:
         ValueError: where it is anything else.
     """
     try:
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        value = json.loads(text, object_pairs_hook=_unique)
     except RecursionError:
         raise ValueError("must be a JSON object, is nested too deep") from None
     if not isinstance(value, dict):
@@ -129,10 +129,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(values) < len(pairs):
         raise ValueError("must have each field once")
     return values
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"must hold finite numbers, holds {name}")
 
 
 def send_request(run: Path, request: ControlRequest) -> None:
@@ -220,9 +216,8 @@ class ControlMailbox:
 
     def _names(self, *, with_unfinished: bool = False) -> list[str]:
         """Gives the names of the files of requests, in order of time; the unfinished are those of `write_whole`."""
-        with os.scandir(self._folder) as entries:
-            names = [entry.name for entry in entries if not entry.is_dir(follow_symlinks=False)]
-        finished = [name for name in names if name.endswith(_SUFFIX) and not name.startswith(".")]
+        names = [path.name for path in self._folder.iterdir()]
+        finished = [name for name in names if name.endswith(_SUFFIX)]
         unfinished = [name for name in names if name.startswith(".") and f"{_SUFFIX}." in name]
         return sorted(finished) + (unfinished if with_unfinished else [])
 

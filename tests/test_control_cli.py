@@ -1,5 +1,6 @@
 """`control-run` beside a running process: what it prints, what it leaves, with which exit code."""
 
+import errno
 import re
 import signal
 import subprocess
@@ -301,18 +302,40 @@ def start():
         process.communicate(timeout=LIMIT_S)
 
 
-@pytest.mark.parametrize("is_there", [False, True])
-def test_broken_off_while_it_sends_it_leaves_nothing(tmp_path, monkeypatch, is_there):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("takes_up", "words"), [(False, ""), ("silently", "too late to withdraw: the run has the request already\n")]
+)
+@pytest.mark.parametrize("is_late", [False, True])
+def test_broken_off_while_it_sends_it_knows_what_it_sent(tmp_path, monkeypatch, number, takes_up, words, is_late):
     def send_and_break(folder, request):
-        if is_there:
-            send_request(folder, request)
-        raise KeyboardInterrupt
+        if not is_late:
+            signal.raise_signal(number)
+        send_request(folder, request)
+        if takes_up:
+            wait_until(lambda: run.requests)
+        if is_late:
+            signal.raise_signal(number)
 
     monkeypatch.setattr(control_cli, "send_request", send_and_break)
-    with FakeRun(tmp_path, takes_up=False):
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    with FakeRun(tmp_path, takes_up=takes_up) as run:
+        result = control(tmp_path, "--stop")
+    assert (result.stdout, result.stderr) == ("", words)
+    assert result.exit_code == {signal.SIGINT: 130, signal.SIGTERM: 143}[number]
+    assert left(tmp_path) == []
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_broken_off_while_the_disk_fails_it_says_nothing_of_a_request(tmp_path, monkeypatch):
+    def fail(_folder, _request):
+        signal.raise_signal(signal.SIGINT)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(control_cli, "send_request", fail)
+    with FakeRun(tmp_path):
         result = control(tmp_path, "--stop")
     assert (result.stdout, result.stderr, result.exit_code) == ("", "", 130)
-    assert left(tmp_path) == []
 
 
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 128 + signal.SIGTERM)])

@@ -101,7 +101,7 @@ def test_what_is_out_of_range_is_neither_made_nor_read(name, value):
     with pytest.raises(ValueError, match=name.replace("request", "request's id")):
         dataclasses.replace(event(), **{name: value})
     line = json.dumps(dataclasses.asdict(event()) | {name: value})
-    with pytest.raises(ValueError, match=f"{name}|request's id|finite numbers"):
+    with pytest.raises(ValueError, match=name.replace("request", "request's id")):
         ControlEvent.from_json(line)
 
 

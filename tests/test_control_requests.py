@@ -289,7 +289,7 @@ def io_error(*_arguments, **_settings):
     raise OSError(errno.EIO, "Input/output error")
 
 
-@pytest.mark.parametrize(("module", "name"), [(os, "scandir"), (os, "open"), (Path, "unlink")])
+@pytest.mark.parametrize(("module", "name"), [(Path, "iterdir"), (os, "open"), (Path, "unlink")])
 def test_while_the_disk_fails_no_requests_come_and_afterwards_they_do(
     tmp_path, monkeypatch, open_mailbox, module, name
 ):
@@ -316,7 +316,7 @@ def test_while_the_disk_fails_no_requests_come_and_afterwards_they_do(
 def test_a_disk_that_fails_at_the_start_is_no_failure_of_the_run(tmp_path, monkeypatch, open_mailbox):
     delivered: list[ControlRequest] = []
     with monkeypatch.context() as patch:
-        patch.setattr(os, "scandir", io_error)
+        patch.setattr(Path, "iterdir", io_error)
         open_mailbox(delivered.append)
     request = ControlRequest(stop=True)
     send_request(tmp_path, request)
@@ -375,22 +375,25 @@ def test_a_mailbox_that_was_not_started_closes_and_removes_nothing(tmp_path):
     assert files(tmp_path) == ["a.json"]
 
 
-def test_closed_in_the_midst_it_takes_up_no_more(tmp_path, open_mailbox, monkeypatch):
+def test_closed_in_the_midst_it_takes_up_no_more_and_waits_for_no_disk(tmp_path, open_mailbox, monkeypatch):
     monkeypatch.setattr("engine.control_requests._CLOSE_TIMEOUT_S", 0.01)
-    gate, delivered = threading.Event(), []
+    gate, is_closed_first = threading.Event(), []
+    delivered: list[str] = []
 
     def deliver(request):
         delivered.append(request.id)
-        assert gate.wait(LIMIT_S)
+        is_closed_first.append(gate.wait(LIMIT_S))
 
+    (tmp_path / "prepared").mkdir()
+    for name in "ab":
+        (tmp_path / "prepared" / f"{name}.json").write_text(ControlRequest(name, stop=True).to_json())
     mailbox = open_mailbox(deliver)
-    send_request(tmp_path, ControlRequest("a", stop=True))
+    (tmp_path / "prepared").rename(tmp_path / CONTROL_FOLDER_NAME)  # both are found at one look
     wait_until(lambda: delivered)
-    send_request(tmp_path, ControlRequest("b", stop=True))
-    mailbox.close()  # returns, though the thread stands still
+    mailbox.close()
     gate.set()
     wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "control-mailbox"])
-    assert (delivered, files(tmp_path)) == (["a"], ["b.json"])
+    assert (delivered, is_closed_first, files(tmp_path)) == (["a"], [True], ["b.json"])
 
 
 def test_a_mailbox_makes_no_folder(tmp_path, open_mailbox):
