@@ -49,7 +49,8 @@ def convolution(
     """
     geometry = _geometry(x, kernel, stride, padding)
     y = _convolution(geometry, x, kernel)
-    return y if bias is None else y + bias.astype(y.dtype)
+    # Added in float32, so that the bias's gradient, a sum over all places, is one too.
+    return y if bias is None else (_wide(y) + bias).astype(y.dtype)
 
 
 def _geometry(x: jax.Array, kernel: jax.Array, stride: int | Pair, padding: str | Padding) -> Geometry:

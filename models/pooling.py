@@ -59,18 +59,19 @@ def _max_pool_backward(
         max(-(-(H + padding) // stride), P + (window - 1) // stride),
         max(-(-(W + padding) // stride), Q + (window - 1) // stride),
     )
-    zero = jnp.zeros((), gradient.dtype)
+    wide = jnp.promote_types(gradient.dtype, jnp.float32)  # overlapping windows are added up before they are rounded
+    zero = jnp.zeros((), wide)
 
     def phase(row: int, column: int) -> jax.Array:
-        total = jnp.zeros((B, height, width, C), gradient.dtype)
+        total = jnp.zeros((B, height, width, C), wide)
         for i in range(row, window, stride):
             for j in range(column, window, stride):
-                won = jnp.where(winner == i * window + j, gradient, zero)
+                won = jnp.where(winner == i * window + j, gradient.astype(wide), zero)
                 down, right = i // stride, j // stride
                 total += jax.lax.pad(
                     won, zero, [(0, 0, 0), (down, height - P - down, 0), (right, width - Q - right, 0), (0, 0, 0)]
                 )
-        return total
+        return total.astype(gradient.dtype)
 
     phases = [jnp.stack([phase(row, column) for column in range(stride)], axis=3) for row in range(stride)]
     whole = jnp.stack(phases, axis=2).reshape(B, height * stride, width * stride, C)
