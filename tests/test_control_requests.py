@@ -201,13 +201,14 @@ def test_what_was_there_before_is_removed_and_not_taken_up(tmp_path, open_mailbo
     (folder / "broken.json").write_text("{")
     (folder / ".b.json.0a1b2c3d").write_text("what a sender left that was killed")
     (folder / "notes.txt").write_text("of somebody")
+    (folder / "kept.json.bak").write_text("of somebody")
     delivered: list[ControlRequest] = []
     open_mailbox(delivered.append)
-    assert files(tmp_path) == ["notes.txt"]
+    assert files(tmp_path) == ["kept.json.bak", "notes.txt"]
     send_request(tmp_path, ControlRequest("new", stop=True))
     wait_until(lambda: delivered)
     assert [request.id for request in delivered] == ["new"]
-    assert files(tmp_path) == ["notes.txt"]
+    assert files(tmp_path) == ["kept.json.bak", "notes.txt"]
 
 
 VALID = json.loads(ControlRequest("a", stop=True).to_json())

@@ -125,6 +125,18 @@ def test_releasing_twice_closes_no_file_of_another(tmp_path):
     os.close(other)
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are counted in /proc")
+def test_neither_the_refused_nor_those_who_look_keep_a_file_open(tmp_path):
+    with FolderLock(tmp_path):
+        before = len(names(Path("/proc/self/fd")))
+        assert is_locked(tmp_path)
+        with pytest.raises(FolderInUseError):
+            FolderLock(tmp_path).acquire()
+        assert len(names(Path("/proc/self/fd"))) == before
+    assert not is_locked(tmp_path)
+    assert len(names(Path("/proc/self/fd"))) == before - 1
+
+
 def test_of_many_threads_one_gets_it(tmp_path):
     locks = [FolderLock(tmp_path) for _ in range(8)]
     barrier, outcomes = threading.Barrier(len(locks)), []
