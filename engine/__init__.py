@@ -8,15 +8,30 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from engine.batches import BatchSource
     from engine.config import TrainConfig
+    from engine.evaluation_result import EvaluationResult
+    from engine.evaluation_run import evaluate, evaluate_weights, run_settings
     from engine.result import TrainResult
     from engine.run import train
 
-__all__ = ["BatchSource", "TrainConfig", "TrainResult", "train"]
+__all__ = [
+    "BatchSource",
+    "EvaluationResult",
+    "TrainConfig",
+    "TrainResult",
+    "evaluate",
+    "evaluate_weights",
+    "run_settings",
+    "train",
+]
 
 _HOME = {
     "BatchSource": "engine.batches",
+    "EvaluationResult": "engine.evaluation_result",
     "TrainConfig": "engine.config",
     "TrainResult": "engine.result",
+    "evaluate": "engine.evaluation_run",
+    "evaluate_weights": "engine.evaluation_run",
+    "run_settings": "engine.evaluation_run",
     "train": "engine.run",
 }
 

@@ -13,6 +13,17 @@ from engine.batches import PADDING_LABEL
 _NO_RANK = 2**31 - 1
 
 
+class ClassCounts(NamedTuple):
+    """What was counted of each class so far.
+
+    Attributes:
+        num_images, top1: int32 [K], images seen of a class, and those for which it ranks first.
+    """
+
+    num_images: jax.Array
+    top1: jax.Array
+
+
 class Tally(NamedTuple):
     """What was counted so far.
 
@@ -21,6 +32,7 @@ class Tally(NamedTuple):
         loss_sum: float32 [], in nats.
         loss_lost: float32 [], the digits that `loss_sum` could not hold (Kahan, 1965): a float32 alone loses more with
             every image.
+        classes: the same class by class; None, which compiles nothing, where nobody asks for it.
     """
 
     num_images: jax.Array
@@ -28,12 +40,14 @@ class Tally(NamedTuple):
     top5: jax.Array
     loss_sum: jax.Array
     loss_lost: jax.Array
+    classes: ClassCounts | None = None
 
 
-def empty_tally() -> Tally:
-    """Gives the tally before the first batch."""
+def empty_tally(num_classes: int | None = None) -> Tally:
+    """Gives the tally before the first batch; `num_classes`, K, makes it count class by class too."""
     none, zero = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32)
-    return Tally(none, none, none, zero, zero)
+    each = None if num_classes is None else jnp.zeros(num_classes, jnp.int32)
+    return Tally(none, none, none, zero, zero, None if each is None else ClassCounts(each, each))
 
 
 def tally_batch(tally: Tally, logits: jax.Array, labels: jax.Array) -> Tally:
@@ -57,10 +71,21 @@ def tally_batch(tally: Tally, logits: jax.Array, labels: jax.Array) -> Tally:
     losses = jax.nn.logsumexp(logits, axis=1) - own[:, 0]
     added = jnp.where(is_image, losses, 0).sum() - tally.loss_lost
     loss_sum = tally.loss_sum + added
+    is_first = is_image & (rank < 1)
     return Tally(
         num_images=tally.num_images + is_image.sum(dtype=jnp.int32),
-        top1=tally.top1 + (is_image & (rank < 1)).sum(dtype=jnp.int32),
+        top1=tally.top1 + is_first.sum(dtype=jnp.int32),
         top5=tally.top5 + (is_image & (rank < 5)).sum(dtype=jnp.int32),
         loss_sum=loss_sum,
         loss_lost=(loss_sum - tally.loss_sum) - added,
+        classes=None if tally.classes is None else _count_classes(tally.classes, is_first, labels),
+    )
+
+
+def _count_classes(counts: ClassCounts, is_first: jax.Array, labels: jax.Array) -> ClassCounts:
+    """Counts a batch class by class: bool [B] `is_first`, int32 [B] `labels`; one that is no class is left out."""
+    belongs = labels[:, None] == jnp.arange(len(counts.num_images))
+    return ClassCounts(
+        num_images=counts.num_images + belongs.sum(axis=0, dtype=jnp.int32),
+        top1=counts.top1 + (belongs & is_first[:, None]).sum(axis=0, dtype=jnp.int32),
     )
