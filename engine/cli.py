@@ -1,37 +1,33 @@
 """The command `run-train`: options to settings, the loss stream to the terminal, errors to one line."""
 
-import io
-import itertools
-import os
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
 from engine.augmentation import CropName
+from engine.command_end import describe_error, leave, say_to_stderr
 from engine.config import OptimizerName, PrecisionName, ScheduleName, TrainConfig
+from engine.new_run_dir import run_dir_of
+from engine.option_sources import MergedOptions, OptionalNumber, OptionSource, command_line, merge_options
+from engine.recipes import LoadedRecipe, load_recipe, recipe_names
+from engine.run_display import loss_display, show_plan, summarise
 from preprocess.grouped_help import GroupedCommand
 
 if TYPE_CHECKING:
-    from engine.result import DryRun, TrainResult
-    from engine.sinks import Sink
+    from engine.result import DryRun
 
-_FLUSH_TIMEOUT_S = 1.0
 _DONE, _FAILED, _WRONG_USAGE, _STOPPED = 0, 1, 2, 130
 _DEFAULTS = TrainConfig()
+_OPTIONAL_INT, _OPTIONAL_FLOAT = OptionalNumber(click.INT), OptionalNumber(click.FLOAT)
 
 
 _GROUPS = {
+    "Recipes": ("recipe", "list_recipes"),
     "Data": ("data", "split", "eval_split", "synthetic", "image_size", "num_classes"),
     "Training": (
         "steps",
+        "epochs",
         "batch",
         "eval_every_steps",
         "stop_at_top1",
@@ -49,6 +45,7 @@ _GROUPS = {
         "learning_rate",
         "schedule",
         "warmup_steps",
+        "warmup_epochs",
         "cycle_momentum",
         "momentum",
         "beta2",
@@ -75,12 +72,26 @@ _GROUPS = {
     "Compilation": ("compilation_cache", "dump_hlo", "dry_run"),
 }
 # Click keeps the line breaks of a paragraph that begins with a backspace.
-_EPILOG = """\b
+_EPILOG = """
+An option given here wins over the recipe's; the word `default` in place of an optional number takes the recipe's away.
+
+\b
 Examples:
   run-train --steps 1000 --batch 128
   run-train --data data/shards --model resnet50 --steps 450000 --batch 256
+  run-train --recipe imagenet-90 --data data/shards --batch 1024
   run-train --synthetic --model resnet18 --image-size 64 --steps 100
 """
+
+
+def _list_recipes(context: click.Context, _parameter: click.Parameter, is_wanted: bool) -> None:
+    """Prints the recipes and ends the command."""
+    if not is_wanted:
+        return
+    for name in recipe_names():
+        recipe = load_recipe(name)
+        click.echo(f"{name}: {recipe.summary}\n    expected: {recipe.expected}")
+    context.exit()
 
 
 @click.command(
@@ -89,7 +100,25 @@ Examples:
     epilog=_EPILOG,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
 )
+@click.option(
+    "--recipe", metavar="NAME|FILE", show_default="none", help=f"A known way to train: {', '.join(recipe_names())}."
+)
+@click.option(
+    "--list-recipes",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_list_recipes,
+    help="Show the recipes and what to expect of them, and exit.",
+)
 @click.option("--steps", type=int, default=_DEFAULTS.steps, metavar="N", help="Updates to make.")
+@click.option(
+    "--epochs",
+    type=_OPTIONAL_FLOAT,
+    metavar="E",
+    show_default="counted in steps",
+    help="Passes over the training split, in place of --steps.",
+)
 @click.option("--batch", type=int, default=_DEFAULTS.batch, metavar="IMAGES", help="Images a step.")
 @click.option(
     "--data",
@@ -113,9 +142,17 @@ Examples:
     help="Steps between evaluations; 0 is one at the end.",
 )
 @click.option(
-    "--stop-at-top1", type=float, metavar="0…1", show_default="never", help="End at the evaluation that reaches it."
+    "--stop-at-top1",
+    type=_OPTIONAL_FLOAT,
+    metavar="0…1",
+    show_default="never",
+    help="End at the evaluation that reaches it.",
 )
-@click.option("--synthetic", is_flag=True, help="Random batches drawn on the host; needs no data set.")
+@click.option(
+    "--synthetic/--no-synthetic",
+    default=_DEFAULTS.synthetic,
+    help="Random batches drawn on the host; needs no data set.",
+)
 @click.option(
     "--model",
     default=_DEFAULTS.model,
@@ -123,10 +160,10 @@ Examples:
     help="resnet18, 34, 50, 101, 152 or resnet50-xlajl; resnet8, 14, 20, 32, 44, 56 or 110 for small images; "
     "auto is resnet50 from 128 px, resnet8 below.",
 )
-@click.option("--num-classes", type=int, metavar="K", show_default="the data's", help="Outputs of the model.")
+@click.option("--num-classes", type=_OPTIONAL_INT, metavar="K", show_default="the data's", help="Outputs of the model.")
 @click.option(
     "--image-size",
-    type=int,
+    type=_OPTIONAL_INT,
     metavar="PX",
     show_default="the data's",
     help="What the network sees; at most the data's.",
@@ -142,7 +179,7 @@ Examples:
     "--learning-rate",
     "--lr",
     "learning_rate",
-    type=float,
+    type=_OPTIONAL_FLOAT,
     metavar="RATE",
     show_default="0.1 · batch / 256",
     help="At the schedule's peak.",
@@ -162,19 +199,36 @@ Examples:
 @click.option(
     "--warmup-steps", type=int, default=_DEFAULTS.warmup_steps, metavar="STEPS", help="Linear rise before the schedule."
 )
-@click.option("--cycle-momentum", is_flag=True, help="Momentum 0.95 to 0.85 and back against the one-cycle rate.")
+@click.option(
+    "--warmup-epochs",
+    type=_OPTIONAL_FLOAT,
+    metavar="E",
+    show_default="counted in steps",
+    help="The same in passes over the training split.",
+)
+@click.option(
+    "--cycle-momentum/--no-cycle-momentum",
+    default=_DEFAULTS.cycle_momentum,
+    help="Momentum 0.95 to 0.85 and back against the one-cycle rate.",
+)
 @click.option(
     "--momentum", type=float, default=_DEFAULTS.momentum, metavar="0…1", help="The first beta of adamw and lamb."
 )
 @click.option("--beta2", type=float, default=_DEFAULTS.beta2, metavar="0…1", help="Of adamw and lamb.")
 @click.option("--weight-decay", type=float, default=_DEFAULTS.weight_decay, metavar="RATE", help="On kernels.")
-@click.option("--decay-all", is_flag=True, help="Weight decay on norms and biases too.")
-@click.option("--clip-norm", type=float, metavar="NORM", show_default="none", help="Largest norm of the gradient.")
+@click.option("--decay-all/--no-decay-all", default=_DEFAULTS.decay_all, help="Weight decay on norms and biases too.")
+@click.option(
+    "--clip-norm", type=_OPTIONAL_FLOAT, metavar="NORM", show_default="none", help="Largest norm of the gradient."
+)
 @click.option(
     "--accumulate-steps", type=int, default=_DEFAULTS.accumulate_steps, metavar="BATCHES", help="Batches an update."
 )
 @click.option(
-    "--ema-decay", type=float, metavar="0…1", show_default="none", help="Average the weights; evaluate and keep that."
+    "--ema-decay",
+    type=_OPTIONAL_FLOAT,
+    metavar="0…1",
+    show_default="none",
+    help="Average the weights; evaluate and keep that.",
 )
 @click.option(
     "--label-smoothing", type=float, default=_DEFAULTS.label_smoothing, metavar="0…1", help="Share for all classes."
@@ -260,148 +314,58 @@ Examples:
 @click.option("--dry-run", is_flag=True, help="Resolve and compile, print memory and FLOPs, run nothing.")
 @click.option("--traceback", is_flag=True, help="Show a failure's whole traceback.")
 @click.version_option(package_name="feedloop")
-def main(*, dry_run: bool, traceback: bool, **options: Any) -> None:
+@click.pass_context
+def main(context: click.Context, /, *, recipe: str | None, dry_run: bool, traceback: bool, **_options: Any) -> None:
     """Train an image classifier in one compiled program.
 
     Batches stream in and losses stream out while a single while-loop trains on the device. Exit codes: 0 done, 1 the
     run failed, 2 wrong usage or data, 130 stopped by SIGINT or SIGTERM.
     """
     try:
+        merged = _merge(context, None if recipe is None else load_recipe(recipe))
+        config = TrainConfig(**merged.settings)
         if dry_run:
-            _show(_plan(TrainConfig(**options)))
+            show_plan(_plan(config))
             code = _DONE
         else:
-            code = _train(TrainConfig(**options))
+            code = _train(config)
     except KeyboardInterrupt:
-        _say_to_stderr("run-train: stopped at once; no weights were written")
+        say_to_stderr("run-train: stopped at once; no weights were written")
         code = _STOPPED
     except Exception as error:
         if traceback:
             raise
-        _say_to_stderr(f"run-train: {_describe(error)}")
+        say_to_stderr(f"run-train: {describe_error(error)}")
         code = _WRONG_USAGE if isinstance(error, ValueError) else _FAILED
-    _leave(code)
+    leave(code)
 
 
-def _leave(code: int) -> None:
-    """Exits; after a stop or failure at once, since a thread stuck in a source or a compiler can't be joined."""
-    # Where nobody reads, a flush waits for ever, or for the lock of the thread that does, which no signal ends.
-    flusher = threading.Thread(target=_flush, daemon=True)
-    flusher.start()
-    flusher.join(_FLUSH_TIMEOUT_S)
-    if code != _DONE or flusher.is_alive():
-        os._exit(code)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        if stream is None:  # closed by the shell
-            continue
-        # A full disk or a closed pipe: either it is the failure that is being told, or there is nobody to tell.
-        with suppress(OSError):
-            stream.flush()
-
-
-def _say_to_stderr(text: str) -> None:
-    with suppress(OSError):
-        click.echo(text, err=True)
-
-
-def _describe(error: Exception) -> str:
-    """Gives the error in a line or two; one that is no rule of ours says where the rest is."""
-    notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
-    text = str(error).strip()
-    if isinstance(error, BrokenPipeError):
-        text = "the reader of the loss stream went away (broken pipe); the run ended at its next step"
-    elif "RESOURCE_EXHAUSTED" in text:
-        text = f"{text.splitlines()[0]}: the program needs more memory than there is; a smaller --batch needs less"
-    elif not isinstance(error, ValueError | OSError | RuntimeError | ArithmeticError) or not text:
-        text = f"{type(error).__name__}: {text} (--traceback shows where)"
-    return f"{text}{notes}"
-
-
-@contextmanager
-def _run_dir(named: str | None) -> Iterator[str]:
-    """Gives the folder that was named, or makes a new one called by the time; one that stays empty is removed."""
-    if named is not None:
-        yield named
-        return
-    is_first = not Path("runs").exists()
-    made = _make_run_dir()
-    try:
-        yield os.fspath(made)
-    finally:
-        with suppress(OSError):
-            made.rmdir()
-            if is_first:
-                made.parent.rmdir()
-
-
-def _make_run_dir() -> Path:
-    """Makes a folder under runs/; runs that start in the same second get different ones."""
-    stem = time.strftime("%Y%m%d-%H%M%S")
-    Path("runs").mkdir(exist_ok=True)
-    for number in itertools.count(1):
-        path = Path("runs", stem if number == 1 else f"{stem}-{number}")
-        with suppress(FileExistsError):
-            path.mkdir()
-            return path
-    raise AssertionError
+def _merge(context: click.Context, recipe: LoadedRecipe | None) -> MergedOptions:
+    """Puts the command line above the recipe, and says what comes of it."""
+    if recipe is None:
+        return merge_options(command_line(context))
+    merged = merge_options(OptionSource(f"recipe {recipe.name}", recipe.settings), command_line(context))
+    changed = ", ".join(merged.overrides)
+    click.echo(
+        f"recipe {recipe.name}: {recipe.expected}" + (f"; the command line overrides {changed}" if changed else "")
+    )
+    return merged
 
 
 def _plan(config: TrainConfig) -> "DryRun":
+    from engine.epochs import settle_epochs
     from engine.run import plan_run
 
-    return plan_run(config, notify=click.echo)
-
-
-def _show(plan: "DryRun") -> None:
-    memory = plan.compiled.memory_bytes
-    for kind, size_bytes in memory.items():
-        click.echo(f"memory, {kind}: {size_bytes / 1e6:,.1f} MB")
-    click.echo(f"memory, batches read ahead (host): {plan.ring_bytes / 1e6:,.1f} MB")
-    there = "" if plan.host_bytes is None else f" (this machine has {plan.host_bytes / 1e6:,.0f} MB)"
-    click.echo(f"memory, in all: {(plan.compiled.peak_bytes + plan.ring_bytes) / 1e6:,.1f} MB{there}")
-    flops = plan.compiled.step_flops
-    click.echo(f"work: {flops / 1e9:,.2f} GFLOP a step" if flops is not None else "work: XLA gives no count here")
-    click.echo("dry run: nothing was trained")
+    return plan_run(settle_epochs(config, notify=click.echo), notify=click.echo)
 
 
 def _train(config: TrainConfig) -> int:
+    from engine.epochs import settle_epochs
     from engine.run import train
 
-    sink, notify = _terminal(config)
-    with _run_dir(config.run_dir) as run_dir:
+    config = settle_epochs(config, notify=click.echo)
+    sink, notify = loss_display(config)
+    with run_dir_of(config.run_dir) as run_dir:
         result = train(replace(config, run_dir=run_dir), sinks=[sink], notify=notify)
-    _summarise(result)
+    summarise(result)
     return _DONE if result.stopped_by == "steps" else _STOPPED
-
-
-def _terminal(config: TrainConfig) -> "tuple[Sink, Callable[[str], None]]":
-    """Gives the loss stream's sink and the way to say something beside it: for a person, or for a pipe."""
-    if sys.stdout is not None and sys.stdout.isatty():
-        from rich.console import Console
-
-        from engine.terminal import ProgressSink
-
-        # One console for both, so that what is said while the progress line stands goes above it.
-        console = Console()
-        say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-        return ProgressSink(console, steps=config.steps, batch=config.batch), say
-    from engine.sinks import PlainSink
-
-    return PlainSink(sys.stdout or io.StringIO(), steps=config.steps), click.echo
-
-
-def _summarise(result: "TrainResult") -> None:
-    steps = f"{result.steps_done:,} step{'' if result.steps_done == 1 else 's'}"
-    how = "done" if result.stopped_by == "steps" else f"stopped by {result.stopped_by}"
-    line = f"{how}: {steps} in {result.train_s:.1f} s"
-    if len(result.losses):
-        last = result.losses[-min(100, len(result.losses)) :]
-        line += (
-            f", final loss {result.losses[-1]:.4f} (mean of the last {len(last)}: {last.mean():.4f}), "
-            f"infeed wait {100 * result.wait_s / result.train_s:.1f} % of the time"
-        )
-    click.echo(line)
-    click.echo(f"run folder: {result.run_dir}")

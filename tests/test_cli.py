@@ -12,9 +12,25 @@ import pytest
 from click.testing import CliRunner
 
 from engine.cli import main
+from engine.config import TrainConfig
+from engine.recipes import load_recipe, recipe_names
 from tests.fake_source import fake_source, pack
 
 TINY = ["--synthetic", "--model", "resnet8", "--image-size", "8", "--num-classes", "3", "--batch", "4"]
+
+RECIPE = """
+summary = "a summary"
+command = "run-train --recipe mine.toml"
+expected = "12 % top-1"
+source = "the tests"
+hardware = "any"
+[settings]
+epochs = 2
+batch = 4
+learning_rate = 0.01
+model = "resnet8"
+decay_all = true
+"""
 
 
 def run_train(*arguments, cwd, timeout=120):
@@ -67,11 +83,16 @@ def test_a_piped_run_prints_what_it_is_and_a_line_a_step(tmp_path):
         (["--image-size", "9", "--data", "packed"], "image_size must be at most that of the data, 8 × 8 px, got 9"),
         (["--run-dir", "file", "--data", "packed"], "the run folder must be a folder, and file is a file"),
         (["--momentum", "nan"], "momentum must lie in 0 … 1, got nan"),
+        (["--recipe", "imagnet"], "a recipe must be one of cifar-200, "),
+        (["--recipe", "mine.toml"], "mine.toml: a recipe has no setting 'bach': batch is meant?"),
+        (["--epochs", "2"], "epochs and steps must not both be given, got --epochs 2 and --steps 1: leave one out"),
+        (["--warmup-epochs", "1", "--synthetic"], "warmup_epochs must be left out with synthetic batches"),
     ],
 )
 def test_wrong_usage_is_one_clear_error(arguments, message, tmp_path, monkeypatch, capfd):
     pack(fake_source(8, size=8), tmp_path / "packed")
     (tmp_path / "file").write_text("")
+    (tmp_path / "mine.toml").write_text(RECIPE.replace("batch", "bach"))
     monkeypatch.chdir(tmp_path)
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
@@ -200,6 +221,55 @@ def test_a_full_disk_under_the_terminal_exits_with_1(tmp_path):
     assert "No space left on device" in done.stderr
 
 
+def test_the_list_of_recipes_says_what_to_expect_of_each():
+    result = CliRunner().invoke(main, ["--list-recipes", "--steps", "nonsense"])
+    assert result.exit_code == 0
+    recipes = [load_recipe(name) for name in recipe_names()]
+    assert result.stdout.splitlines() == [
+        line for each in recipes for line in (f"{each.name}: {each.summary}", f"    expected: {each.expected}")
+    ]
+
+
+def test_every_setting_is_an_option_with_the_same_default():
+    params = main.make_context("run-train", []).params
+    assert {name: params.get(name, "no option") for name in TrainConfig().to_json()} == TrainConfig().to_json()
+
+
+def test_a_recipe_gives_what_the_command_line_leaves_open(tmp_path):
+    pack(fake_source(10, size=8), tmp_path / "packed")
+    (tmp_path / "mine.toml").write_text(RECIPE)
+    options = ["--run-dir", "run", "--lr", "default", "--batch", 5, "--recipe", "mine.toml", "--no-decay-all"]
+    done = run_train(*options, "--data", "packed", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[:2] == [
+        "recipe mine: 12 % top-1; the command line overrides learning_rate 0.01 → default, batch 4 → 5, "
+        "decay_all True → False",
+        "epochs: 2 of 10 images are 4 steps",
+    ]
+    assert [line.split("  ")[0] for line in lines if line.startswith("step ")] == [f"step {n}/4" for n in (1, 2, 3, 4)]
+    settings = json.loads((tmp_path / "run/config.json").read_text())["config"]
+    chosen = {name: settings[name] for name in ("epochs", "steps", "batch", "learning_rate", "model", "decay_all")}
+    assert chosen == {
+        "epochs": 2.0,
+        "steps": 4,
+        "batch": 5,
+        "learning_rate": None,
+        "model": "resnet8",
+        "decay_all": False,
+    }
+
+
+def test_steps_on_the_command_line_take_the_place_of_a_recipes_epochs(tmp_path, monkeypatch):
+    pack(fake_source(10, size=8), tmp_path / "packed")
+    (tmp_path / "mine.toml").write_text(RECIPE)
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(main, ["--steps", "1", "--recipe", "./mine.toml", "--data", "packed", "--dry-run"])
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[0] == ("recipe mine: 12 % top-1; the command line overrides epochs 2 → steps 1")
+    assert "epochs:" not in result.stdout
+
+
 def test_a_dry_run_prints_memory_and_work_and_writes_nothing(tmp_path):
     done = run_train(*TINY, "--dry-run", "--run-dir", "run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -218,11 +288,16 @@ def test_dump_hlo_writes_both_forms_of_the_program(tmp_path):
     assert " while(" in (tmp_path / "hlo/program.optimised.hlo").read_text()
 
 
-def test_help_does_not_wait_for_jax():
+@pytest.mark.parametrize(
+    ("option", "shown"), [("--help", "--learning-rate"), ("--list-recipes", "imagenet-90: ResNet")]
+)
+def test_help_does_not_wait_for_jax(option, shown):
     source = "import sys\nfrom click.testing import CliRunner\nfrom engine.cli import main\n"
-    source += "print(CliRunner().invoke(main, ['--help']).output)\nprint('jax' in sys.modules, 'numpy' in sys.modules)"
+    source += (
+        f"print(CliRunner().invoke(main, ['{option}']).output)\nprint('jax' in sys.modules, 'numpy' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
-    assert "--learning-rate" in done.stdout
+    assert shown in done.stdout
     assert done.stdout.splitlines()[-1] == "False False"
 
 

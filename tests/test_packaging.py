@@ -151,3 +151,14 @@ def test_every_package_is_typed_and_described() -> None:
     for package in PACKAGES:
         assert (ROOT / package / "py.typed").is_file()
         assert ast.get_docstring(ast.parse((ROOT / package / "__init__.py").read_text(encoding="utf-8")))
+
+
+def test_the_wheel_leaves_out_no_file_of_the_packages() -> None:
+    """Recipes are TOML beside the modules: hatch takes every file of a package where nothing is said to leave it out."""
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]
+    assert list(build) == ["targets"]
+    assert {target: set(said) for target, said in build["targets"].items()} == {"wheel": {"packages"}}
+    assert set(build["targets"]["wheel"]["packages"]) == set(PACKAGES)
+    ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").split()
+    assert not [pattern for pattern in ignored if "toml" in pattern]
+    assert list((ROOT / "engine/recipes").glob("*.toml"))

@@ -1,0 +1,51 @@
+"""How a command ends: the last words, an error in a line or two, and the exit that no stuck thread holds up."""
+
+import os
+import sys
+import threading
+from contextlib import suppress
+
+import click
+
+_FLUSH_TIMEOUT_S = 1.0
+
+
+def leave(code: int) -> None:
+    """Flushes what was said; exits at once where the code is not 0 or nobody reads.
+
+    A thread that is stuck in a source or a compiler can't be joined. With code 0 and all flushed, it returns.
+    """
+    # Where nobody reads, a flush waits for ever, or for the lock of the thread that does, which no signal ends.
+    flusher = threading.Thread(target=_flush, daemon=True)
+    flusher.start()
+    flusher.join(_FLUSH_TIMEOUT_S)
+    if code != 0 or flusher.is_alive():
+        os._exit(code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is None:  # closed by the shell
+            continue
+        # A full disk or a closed pipe: either it is the failure that is being told, or there is nobody to tell.
+        with suppress(OSError):
+            stream.flush()
+
+
+def say_to_stderr(text: str) -> None:
+    """Says something, where stderr can still be written."""
+    with suppress(OSError):
+        click.echo(text, err=True)
+
+
+def describe_error(error: Exception) -> str:
+    """Gives the error in a line or two; one that is no rule of ours says where the rest is."""
+    notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
+    text = str(error).strip()
+    if isinstance(error, BrokenPipeError):
+        text = "the reader of the loss stream went away (broken pipe); the run ended at its next step"
+    elif "RESOURCE_EXHAUSTED" in text:
+        text = f"{text.splitlines()[0]}: the program needs more memory than there is; a smaller --batch needs less"
+    elif not isinstance(error, ValueError | OSError | RuntimeError | ArithmeticError) or not text:
+        text = f"{type(error).__name__}: {text} (--traceback shows where)"
+    return f"{text}{notes}"

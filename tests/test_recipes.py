@@ -1,0 +1,227 @@
+"""Recipes: every shipped one can be run as it says, and a file that is none is refused with its name and the remedy."""
+
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from contextlib import ExitStack
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from engine.cli import main as run_train
+from engine.config import TrainConfig
+from engine.epochs import settle_epochs, steps_of_epochs
+from engine.option_sources import OptionSource, command_line, merge_options
+from engine.recipes import load_recipe, recipe_names
+from engine.resolve import resolve
+from engine.schedules import learning_rate_at
+from engine.statics import statics_of, update_values
+from models.registry import build_model
+from preprocess.cli import main as preprocess_imagenet
+from tests.fake_source import fake_source, pack
+
+NAMES = recipe_names()
+FOLDER = Path(__file__).parents[1] / "engine/recipes"
+COMMANDS = {"run-train": run_train, "preprocess-imagenet": preprocess_imagenet}
+IMAGENET_IMAGES = 1_281_167
+SOUND = """
+summary = "s"
+command = "c"
+expected = "e"
+source = "o"
+hardware = "h"
+[settings]
+batch = 8
+"""
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    """Ten images of 8 px to train on, three to evaluate on."""
+    folder = tmp_path_factory.mktemp("packed")
+    pack(fake_source(10, size=8), folder)
+    pack(fake_source(3, size=8, name="val"), folder)
+    return str(folder)
+
+
+def contexts_of(recipe):
+    """The commands of a recipe as click reads them, by the names of the commands."""
+    lines = [shlex.split(line) for line in recipe.command.splitlines()]
+    return {name: COMMANDS[name].make_context(name, arguments) for name, *arguments in lines}
+
+
+def test_the_usual_recipes_are_there():
+    assert set(NAMES) >= {"cifar-200", "cifar-fast", "demo", "imagenet-16", "imagenet-90"}
+    assert list(NAMES) == sorted(path.stem for path in FOLDER.glob("*.toml"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_is_named_and_run_by_the_command_that_it_states(name):
+    recipe = load_recipe(name)
+    contexts = contexts_of(recipe)
+    assert list(contexts) == ["preprocess-imagenet", "run-train"]
+    training, packing = contexts["run-train"].params, contexts["preprocess-imagenet"].params
+    assert recipe.name == training["recipe"] == name
+    stated = command_line(contexts["run-train"])
+    assert set(stated.settings) == {"data"}
+    assert merge_options(OptionSource(name, recipe.settings), stated).overrides == ()
+    # With --demo the one argument is the destination.
+    assert (packing["source"] if packing["demo"] else packing["dest"]) == training["data"]
+    assert packing["size"] >= recipe.settings.get("image_size", 0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_name_and_summary_say_what_the_settings_do(name):
+    recipe = load_recipe(name)
+    settings = recipe.settings
+    assert "\n" not in recipe.summary + recipe.expected + recipe.hardware
+    if number := re.search(r"-(\d+)$", name):
+        assert settings["epochs"] == int(number[1])
+    assert recipe.summary.lower().replace("-", "").startswith(f"{settings['model']} on ")
+    counted = re.search(r"in ([\d,]+) (epochs|steps)", recipe.summary)
+    assert counted is not None
+    assert settings[counted[2]] == int(counted[1].replace(",", ""))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_settings_are_of_the_way_of_training_alone(name):
+    settings = load_recipe(name).settings
+    assert TrainConfig.from_json(settings).to_json() == TrainConfig().to_json() | settings
+    assert not set(settings) & {"data", "seed", "run_dir", "precision", "prefetch", "reader_threads", "transport"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_fits_a_packed_set_and_comes_to_a_program(name, packed):
+    smaller = {"data": packed, "batch": 4, "model": "resnet8", "image_size": 8}
+    settings = load_recipe(name).settings
+    config = settle_epochs(TrainConfig.from_json(settings | smaller))
+    steps = settings.get("steps") or steps_of_epochs(settings["epochs"], num_images=10, images_per_step=4)
+    assert config.steps == steps
+    assert config.warmup_steps < config.steps
+    with ExitStack() as stack:
+        resolved = resolve(config, stack, lambda _: None)
+        assert resolved.evaluation is not None
+        assert (resolved.model_name, resolved.num_classes) == ("resnet8", 3)
+    statics_of(config).augmentation.check_batch(4)
+    assert int(update_values(config).schedule.total_steps) == steps
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_names_a_model_of_its_size(name):
+    recipe = load_recipe(name)
+    settings = recipe.settings
+    packed_size = contexts_of(recipe)["preprocess-imagenet"].params["size"]
+    size = settings.get("image_size", packed_size)
+    assert build_model(settings["model"], num_classes=10, image_size=size).name == settings["model"]
+    augmentation = statics_of(TrainConfig.from_json(settings)).augmentation
+    assert augmentation.output_shape(packed_size, packed_size) == (size, size)
+    augmentation.check_batch(settings["batch"])
+
+
+@pytest.mark.parametrize(("batch", "steps", "peak"), [(256, 450_411, 0.1), (1024, 112_603, 0.4), (8192, 14_076, 3.2)])
+def test_the_classic_run_keeps_its_rates_at_every_batch(batch, steps, peak, monkeypatch):
+    """Goyal et al. (2017), arXiv:1706.02677, section 5.1: a tenth from epochs 30, 60 and 80 of 90 on, by their rule."""
+    monkeypatch.setattr("engine.epochs._count_images", lambda config, notify: IMAGENET_IMAGES)
+    config = settle_epochs(TrainConfig.from_json(load_recipe("imagenet-90").settings | {"batch": batch}))
+    assert config.steps == steps
+    assert config.warmup_steps == steps_of_epochs(5, num_images=IMAGENET_IMAGES, images_per_step=batch)
+    values = update_values(config).schedule
+    for epoch, rate in [
+        (2.5, peak / 2),
+        (5.1, peak),
+        (29.9, peak),
+        (30.1, peak / 10),
+        (60.1, peak / 100),
+        (80.1, peak / 1000),
+    ]:
+        step = jnp.int32(epoch * IMAGENET_IMAGES / batch)
+        # Half the warm-up is half the rate up to the one step that a half is rounded to.
+        assert float(learning_rate_at(config.schedule, step, values)) == pytest.approx(rate, rel=3e-3)
+
+
+def test_the_shipped_files_are_toml_of_lines_that_fit():
+    for path in FOLDER.glob("*.toml"):
+        text = path.read_text(encoding="utf-8")
+        assert text.startswith("# ")
+        assert max(map(len, text.splitlines())) <= 120, path
+        tomllib.loads(text)
+
+
+def test_a_file_of_ones_own_is_taken(tmp_path, monkeypatch):
+    (tmp_path / "mine.toml").write_text(SOUND)
+    (tmp_path / "other").write_text(SOUND)
+    monkeypatch.chdir(tmp_path)
+    for path in ("mine.toml", tmp_path / "mine.toml", "./mine.toml"):
+        recipe = load_recipe(path)
+        assert (recipe.name, recipe.summary, recipe.settings) == ("mine", "s", {"batch": 8})
+    assert load_recipe("./other").name == "other"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ('expected = "e"', "", r'must have the text expected, got none: add expected = "…", the accuracy$'),
+        ('source = "o"', 'source = "  "', r"must have the text source, got '  ' of str: add source = "),
+        ('hardware = "h"', "hardware = 3", r"must have the text hardware, got 3 of int"),
+        ('command = "c"', 'comand = "c"', r"a recipe has no key 'comand': command is meant\?$"),
+        (
+            'command = "c"',
+            'command = "c"\nbatch = 4',
+            r"a recipe has no key 'batch': move a setting below \[settings\]$",
+        ),
+        (
+            "[settings]\nbatch = 8",
+            "",
+            r"must have the table settings, got None: add \[settings\] and a setting a line$",
+        ),
+        ("[settings]\nbatch = 8", "settings = 3", r"must have the table settings, got 3"),
+        ("batch = 8", "batchs = 8", r"a recipe has no setting 'batchs': batch is meant\?$"),
+        ("batch = 8", "frobnicate = 8", r"a recipe has no setting 'frobnicate': take it out$"),
+        ("batch = 8", "batch = 8.0", r"batch must be of type int, got 8\.0 of float$"),
+        ("batch = 8", "batch = true", r"batch must be of type int, got True of bool$"),
+        ("batch = 8", "flip = 1.5", r"flip must lie in 0 … 1, got 1\.5$"),
+        ("batch = 8", "flip = nan", r"flip must lie in 0 … 1, got nan$"),
+        ("batch = 8", 'schedule = "cosin"', r"schedule must be one of constant, .*, got 'cosin'$"),
+        ("batch = 8", "seed = 2026-11-21", r"seed must be of type int, got datetime\.date"),
+        ("batch = 8", 'run_dir = "x"', r"run_dir belongs to one run, not to a recipe: give it on the command line$"),
+        ("batch = 8", "epochs = 2\nsteps = 9", r"epochs and steps must not both be given, got 2 and 9: leave one out$"),
+        ("batch = 8", 'synthetic = true\ndata = "x"', r"synthetic batches need no data set, got data 'x'"),
+        ("batch = 8", "batch = ", r"a recipe must be TOML in UTF-8: Invalid value"),
+        ("batch = 8", "batch = 8\nbatch = 9", r"a recipe must be TOML in UTF-8: Cannot overwrite"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_refused(before, after, message, tmp_path):
+    assert before in SOUND
+    path = tmp_path / "mine.toml"
+    path.write_text(SOUND.replace(before, after))
+    with pytest.raises(ValueError, match=rf"^{re.escape(str(path))}: .*{message}"):
+        load_recipe(path)
+
+
+def test_what_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"none\.toml: a recipe must be a file that can be read \(No such file"):
+        load_recipe(tmp_path / "none.toml")
+    with pytest.raises(ValueError, match=r"a recipe must be a file that can be read \(Is a directory\)"):
+        load_recipe(f"{tmp_path}/")
+    (tmp_path / "latin.toml").write_bytes(SOUND.replace('"s"', '"é"').encode("latin-1"))
+    with pytest.raises(ValueError, match=r"latin\.toml: a recipe must be TOML in UTF-8: 'utf-8' codec"):
+        load_recipe(tmp_path / "latin.toml")
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    known = ", ".join(NAMES)
+    with pytest.raises(
+        ValueError, match=rf"^a recipe must be one of {known}, or a file that ends in \.toml; got 'imagnet'$"
+    ):
+        load_recipe("imagnet")
+
+
+def test_recipes_do_not_wait_for_jax():
+    code = (
+        "import sys; from engine.recipes import load_recipe; load_recipe('imagenet-90'); "
+        "assert not {'jax', 'numpy', 'tensorstore'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=FOLDER.parents[1])
