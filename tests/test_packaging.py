@@ -154,7 +154,7 @@ def test_every_package_is_typed_and_described() -> None:
 
 
 def test_the_wheel_leaves_out_no_file_of_the_packages() -> None:
-    """Recipes are TOML beside the modules: hatch takes every file of a package where nothing is said to leave it out."""
+    """Recipes are TOML beside the modules: hatch takes every file of a package that nothing leaves out."""
     build = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]
     assert list(build) == ["targets"]
     assert {target: set(said) for target, said in build["targets"].items()} == {"wheel": {"packages"}}
