@@ -80,7 +80,8 @@ class SnapshotWriter:
     def close(self, timeout_s: float) -> bool:
         """Writes what is queued, for a limited time, and takes nothing more; may be called again.
 
-        What the disk does not take in time is said, and left to its thread, a daemon.
+        What the disk does not take in time is said, and left to its thread, a daemon. Python may still wait for it when
+        the process ends, as Orbax makes folders on threads of asyncio, which the interpreter joins.
 
         Args:
             timeout_s: limit; a terminal that is held adds one second to it at most.
