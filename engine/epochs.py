@@ -50,13 +50,8 @@ def settle_epochs(
     num_images = _count_images(config, notify)
     counts = {counted: _settled_count(config, name, counted, num_images) for name, counted in given}
     settled = TrainConfig.from_json(config.to_json() | counts)
-    if settled != config and config.epochs is not None:
-        notify(f"epochs: {config.epochs:g} of {num_images:,} images are {settled.steps:,} steps")
-    if settled.warmup_steps > settled.steps > 0:
-        notify(
-            f"warning: the warm-up of {settled.warmup_steps:,} steps is longer than the run of {settled.steps:,}; "
-            "--warmup-epochs 0 leaves it out"
-        )
+    if settled != config:
+        _tell(settled, num_images, notify)
     return settled
 
 
@@ -74,6 +69,16 @@ def _count_images(config: TrainConfig, notify: Callable[[str], None]) -> int:
     if choice.is_demo:
         make_demo(Path(choice.data), notify)
     return read_manifest(open_location(choice.data), config.split).num_images
+
+
+def _tell(settled: TrainConfig, num_images: int, notify: Callable[[str], None]) -> None:
+    if settled.epochs is not None:
+        notify(f"epochs: {settled.epochs:g} of {num_images:,} images are {settled.steps:,} steps")
+    if settled.warmup_steps > settled.steps > 0:
+        notify(
+            f"warning: the warm-up of {settled.warmup_steps:,} steps is longer than the run of {settled.steps:,}; "
+            "--warmup-epochs 0 leaves it out"
+        )
 
 
 def _settled_count(config: TrainConfig, name: str, counted: str, num_images: int) -> int:

@@ -137,7 +137,8 @@ def test_settings_must_be_settings():
 
 def test_a_warm_up_longer_than_the_run_is_told(packed):
     said: list[str] = []
-    settle_epochs(TrainConfig(data=packed, steps=2, warmup_epochs=1, batch=1), notify=said.append)
+    settled = settle_epochs(TrainConfig(data=packed, steps=2, warmup_epochs=1, batch=1), notify=said.append)
+    settle_epochs(settled, notify=said.append)
     assert said == [
         "warning: the warm-up of 10 steps is longer than the run of 2; --warmup-epochs 0 leaves it out",
     ]

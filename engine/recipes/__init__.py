@@ -108,27 +108,22 @@ def _settings(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path}: a recipe must have the table {_TABLE}, got {settings!r}: add [{_TABLE}] and a setting a line"
         )
-    for name, value in settings.items():
+    for name in settings:
         if name in _OF_ONE_RUN:
             raise ValueError(f"{path}: {name} belongs to one run, not to a recipe: give it on the command line")
         if name not in _SETTINGS:
             raise ValueError(f"{path}: {_unknown('setting', name, _SETTINGS, 'take it out')}")
-        _checked({name: value}, path)
     for epochs, steps in COUNTED_IN_EPOCHS:
         if epochs in settings and steps in settings:
             raise ValueError(
                 f"{path}: {epochs} and {steps} must not both be given, got {settings[epochs]} and {settings[steps]}: "
                 "leave one out"
             )
-    _checked(settings, path)
-    return settings
-
-
-def _checked(settings: dict[str, Any], path: Path) -> None:
     try:
         TrainConfig(**settings)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+    return settings
 
 
 def _unknown(kind: str, name: str, known: tuple[str, ...], otherwise: str) -> str:
