@@ -65,9 +65,6 @@ def files(run: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
 
-# --- what may be asked
-
-
 def test_golden_file(tmp_path):
     send_request(tmp_path, ControlRequest("17-ab", learning_rate_factor=0.1, snapshot=True))
     assert files(tmp_path) == ["17-ab.json"]
@@ -129,9 +126,6 @@ def test_ids_sort_by_time_and_differ(monkeypatch):
     assert [int(one.split("-")[0]) for one in sorted(ids)] == [now for now in times for _ in range(2)]
 
 
-# --- sending and withdrawing
-
-
 def test_a_request_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
     def fail(_handle):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -155,9 +149,6 @@ def test_a_request_is_withdrawn_once(tmp_path):
     assert withdraw(tmp_path, "a")
     assert not withdraw(tmp_path, "a")
     assert files(tmp_path) == ["b.json"]
-
-
-# --- the mailbox
 
 
 def test_each_request_comes_once_in_order_of_time_and_its_file_goes_before(tmp_path, open_mailbox):
