@@ -5,6 +5,8 @@ nothing of who asks or how the word travels.
 """
 
 import threading
+import time
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -12,6 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from numpy.typing import NDArray
+
+from engine.control_log import ControlEvent, events_at, factor_before
+from engine.control_requests import ControlRequest
 
 # uint32 [2]: a word of flags, then the bits of a float32. Two words of four bytes cross in the same call as the
 # pixels; a second call would cost more than both (4 µs).
@@ -63,7 +68,37 @@ class ControlBoard:
     def __init__(self) -> None:
         # Reentrant: a signal handler may run on the main thread in the middle of a request made there.
         self._lock = threading.RLock()
+        self._pending: list[ControlRequest] = []
+        self._replayed: Sequence[ControlEvent] = ()
+        self._record: Callable[[ControlEvent], None] = lambda _: None
+        self._pulls_a_step = 1
+        self._factor = 1.0
         self.stop_reason: str | None = None
+
+    def prepare(
+        self,
+        *,
+        first_pull: int,
+        pulls_a_step: int,
+        replayed: Sequence[ControlEvent],
+        record: Callable[[ControlEvent], None],
+    ) -> None:
+        """Makes the board ready for a launch.
+
+        Args:
+            first_pull: the launch begins with it.
+            pulls_a_step: that make one update.
+            replayed: what took effect at pulls of earlier launches, and takes effect there again; stops do not.
+            record: told of each request before the program is; where it raises, the request is lost and the run ends.
+        """
+        self._record, self._pulls_a_step = record, pulls_a_step
+        self._replayed = [event for event in replayed if event.pull >= first_pull]
+        self._factor = factor_before(replayed, first_pull)
+
+    def request(self, request: ControlRequest) -> None:
+        """Leaves a request for the next pull."""
+        with self._lock:
+            self._pending.append(request)
 
     def request_stop(self, reason: str) -> None:
         """Asks the program to leave its loop at its next pull."""
@@ -75,6 +110,46 @@ class ControlBoard:
         """Tells whether a stop was asked for."""
         return self.stop_reason is not None
 
-    def words(self) -> NDArray[np.uint32]:
-        """Gives the uint32 [2] control words of the next pull."""
+    def words(self, pull: int) -> NDArray[np.uint32]:
+        """Gives the uint32 [2] control words of a pull of training batches (from 0) and takes up what waits for it.
+
+        Raises:
+            BaseException: what the record of a request raised.
+        """
+        if self.is_stop_requested():
+            return encode_control(STOP)
+        flags = 0
+        for event in [*events_at(self._replayed, pull), *self._take_up(pull)]:
+            flags |= SNAPSHOT * event.snapshot | EVALUATE * event.evaluate
+            if event.learning_rate_factor is not None:
+                self._factor = event.learning_rate_factor
+        if self.is_stop_requested():
+            return encode_control(STOP)
+        return encode_control(flags, self._factor)
+
+    def stop_words(self) -> NDArray[np.uint32]:
+        """Gives the uint32 [2] control words of a pull that only a stop concerns."""
         return encode_control(STOP if self.is_stop_requested() else 0)
+
+    def _take_up(self, pull: int) -> list[ControlEvent]:
+        """Records what is asked for as taking effect at this pull, and gives it."""
+        with self._lock:
+            requests, self._pending = self._pending, []
+        events: list[ControlEvent] = []
+        for request in requests:
+            event = ControlEvent(
+                pull=pull,
+                step=pull // self._pulls_a_step + 1,
+                learning_rate_factor=request.learning_rate_factor,
+                snapshot=request.snapshot,
+                evaluate=request.evaluate,
+                stop=request.stop,
+                request=request.id,
+                time=time.time(),
+            )
+            # On disk first: a run that is killed at any instant from here on repeats it, at this pull.
+            self._record(event)
+            events.append(event)
+            if request.stop:
+                self.request_stop("control-run")
+        return events

@@ -4,11 +4,13 @@ A pull is addressed by (step, shard). Where the host fails, the exception is kep
 the stop bit set, and the loop ends before that step; the host then raises what was kept.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
 
 from engine.control import CONTROL_WORDS, STOP, ControlBoard, ControlWord, decode_control, encode_control
 from engine.feeder import Feeder
@@ -34,7 +36,8 @@ class Infeed:
 
     Args:
         feeder: where the batches are.
-        board: where the host's requests are.
+        board: asked whether the run is to stop.
+        words_of: gives a pull's control words, uint32 [2].
         transport: how the call is made.
         height, width: of the images, in pixels.
 
@@ -42,8 +45,17 @@ class Infeed:
         failure: the exception that ended the infeed, None while there is none.
     """
 
-    def __init__(self, feeder: Feeder, board: ControlBoard, transport: Transport, *, height: int, width: int) -> None:
-        self._feeder, self._board, self._transport = feeder, board, transport
+    def __init__(
+        self,
+        feeder: Feeder,
+        board: ControlBoard,
+        transport: Transport,
+        *,
+        words_of: Callable[[int], NDArray[np.uint32]],
+        height: int,
+        width: int,
+    ) -> None:
+        self._feeder, self._board, self._transport, self._words_of = feeder, board, transport, words_of
         self._results = (
             jax.ShapeDtypeStruct((feeder.shard_batch, height, width), jnp.uint32),
             jax.ShapeDtypeStruct((feeder.shard_batch,), jnp.int32),
@@ -66,14 +78,14 @@ class Infeed:
         step, shard = (int(operand) for operand in operands)
         pixels, labels, words = results
         try:
-            words[...] = self._board.words()
+            words[...] = self._words_of(step)
             if not words[0] & STOP:
                 is_stopped = self._board.is_stop_requested
                 waited_s = self._feeder.take(step, shard, pixels, labels, is_cancelled=is_stopped)
                 if waited_s is not None:
                     self._wait_s[step] = waited_s
                     return
-                words[...] = self._board.words()
+                words[...] = self._board.stop_words()
             # A stop takes no batch: it stays for whoever continues at this step.
             pixels[...], labels[...] = 0, 0
         except BaseException as error:  # noqa: BLE001 - raising through XLA loses it: kept, and raised by the host

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from engine.control import ControlBoard
-from engine.outfeed import Pushed, PushedEvaluation, PushedLoss
-from engine.sinks import EvaluationRecord, LossRecord, Sink
+from engine.outfeed import Pushed, PushedEvaluation, PushedLoss, PushedSnapshot
+from engine.sinks import EvaluationRecord, LossRecord, RunFolderSink, Sink
 
 # A sink that falls this far behind (a terminal held by Ctrl-S, a dead network disk) first slows the run, then ends it.
 _MOST_QUEUED = 65_536
@@ -23,6 +23,9 @@ _CLOSE_TIMEOUT_S = 60.0
 _STOP_PATIENCE_S = 3.0
 # How soon a wait sees a stop, or room in a queue: at this bound a slow sink is never idle for lack of records.
 _LOOK_EVERY_S = 0.05
+
+
+type _Record = LossRecord | EvaluationRecord | PushedSnapshot
 
 
 class LossStream:
@@ -36,8 +39,8 @@ class LossStream:
         batch: images a step.
         wait_of: gives the seconds that the program waited for the batch of a step (from 0).
         board: asked to stop the run where a sink fails.
-        on_nonfinite: told of the first step (updates done, from 1) whose loss is not a finite number, once, on a
-            thread of its own; where it blocks or raises, the run goes on untold.
+        on_nonfinite: told of the first step (updates done, from 1) whose loss is not a finite number, once, on the
+            program's thread: it must not block (`engine.notices`).
 
     Attributes:
         losses: every loss so far, in order.
@@ -57,7 +60,6 @@ class LossStream:
         self._lanes: list[_Lane] = []
         self._batch, self._wait_of, self._board = batch, wait_of, board
         self._on_nonfinite = on_nonfinite
-        self._warning: threading.Thread | None = None
         self._is_closed = False
         self._last_time = time.time()
         self._failing = threading.Lock()
@@ -130,8 +132,6 @@ class LossStream:
                     "free the terminal or the disk that they go to"
                 )
             )
-        if self._warning is not None:
-            self._warning.join(_LOOK_EVERY_S)
 
     def _wait_for_ends(self, deadline: float) -> "list[_Lane]":
         """Waits for the threads to end; gives those that do not in time."""
@@ -161,7 +161,9 @@ class LossStream:
                 return
             time.sleep(_LOOK_EVERY_S)
 
-    def _record(self, pushed: Pushed) -> LossRecord | EvaluationRecord:
+    def _record(self, pushed: Pushed) -> _Record:
+        if isinstance(pushed, PushedSnapshot):
+            return pushed
         if isinstance(pushed, PushedEvaluation):
             count = max(pushed.num_images, 1)
             evaluation = EvaluationRecord(
@@ -185,11 +187,7 @@ class LossStream:
         self.losses.append(pushed.loss)
         self.wait_s += wait_s
         if self._on_nonfinite is not None and not math.isfinite(pushed.loss):
-            # Words go to the terminal, which may be held: the program must not wait for it.
-            self._warning = threading.Thread(
-                target=_warn, args=(self._on_nonfinite, pushed.step), name="loss-stream-warning", daemon=True
-            )
-            self._warning.start()
+            self._on_nonfinite(pushed.step)
             self._on_nonfinite = None
         return LossRecord(
             step=pushed.step,
@@ -205,11 +203,6 @@ class LossStream:
             if self.failure is None:
                 self.failure = error
         self._board.request_stop("a sink of the loss stream failed")
-
-
-def _warn(warn: Callable[[int], None], step: int) -> None:
-    with suppress(Exception):
-        warn(step)
 
 
 class _Lane:
@@ -229,7 +222,7 @@ class _Lane:
     def __init__(self, sink: Sink, keep: Callable[[BaseException], None]) -> None:
         self._sink, self._keep = sink, keep
         self.name = type(sink).__name__
-        self.records: queue.SimpleQueue[LossRecord | EvaluationRecord | None] = queue.SimpleQueue()
+        self.records: queue.SimpleQueue[_Record | None] = queue.SimpleQueue()
         self.num_taken = 0
         self.is_left_out = self.is_given_up = False
         self.thread = threading.Thread(target=self._work, name=f"loss-stream-{self.name}", daemon=True)
@@ -243,13 +236,19 @@ class _Lane:
         self.is_left_out = self.is_given_up = True
         self.records.put(None)
 
+    def _hand_over(self, record: _Record) -> None:
+        if isinstance(record, EvaluationRecord):
+            self._sink.write_evaluation(record)
+        elif isinstance(record, LossRecord):
+            self._sink.write(record)
+        elif isinstance(self._sink, RunFolderSink):
+            # Through the lane of the lines, behind those that a run resumed from this snapshot must find.
+            self._sink.write_snapshot(record)
+
     def _work(self) -> None:
         try:
             while (record := self.records.get()) is not None:
-                if isinstance(record, EvaluationRecord):
-                    self._sink.write_evaluation(record)
-                else:
-                    self._sink.write(record)
+                self._hand_over(record)
                 self.num_taken += 1
         except BaseException as error:  # noqa: BLE001 - kept for the caller; the other sinks go on, whatever it was
             self.is_left_out = True

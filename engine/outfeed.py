@@ -1,4 +1,4 @@
-"""The outfeed: the crossing by which the program emits the loss of each step and the count of each evaluation.
+"""The outfeed: the crossing by which the program emits losses, the counts of evaluations, and snapshots of its state.
 
 Knows nothing of terminals and files: it hands each record to a receiver that must not block for long. Where that
 fails, the exception is kept and the board is asked to stop the run.
@@ -7,13 +7,15 @@ fails, the exception is kept and the board is asked to stop the run.
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from engine.control import ControlBoard
 from engine.evaluation import Tally
+from engine.keys import plain_keys
 from engine.transport import Array, Transport
 
 
@@ -51,7 +53,21 @@ class PushedEvaluation(NamedTuple):
     time: float
 
 
-type Pushed = PushedLoss | PushedEvaluation
+class PushedSnapshot(NamedTuple):
+    """What the program emits of its state.
+
+    Attributes:
+        step: updates done.
+        pulls: batches taken.
+        state: the loop's state as a pytree of NumPy arrays of the host's own; of a generator's key its numbers.
+    """
+
+    step: int
+    pulls: int
+    state: Any
+
+
+type Pushed = PushedLoss | PushedEvaluation | PushedSnapshot
 
 
 class Outfeed:
@@ -86,6 +102,17 @@ class Outfeed:
             return PushedEvaluation(int(step), int(num_images), int(top1), int(top5), mean, time.time())
 
         self._push(read, step, tally.num_images, tally.top1, tally.top5, tally.loss_sum)
+
+    def push_snapshot(self, step: jax.Array, pulls: jax.Array, state: Any) -> None:
+        """Emits the `state`, any pytree, after int32 [] `step` updates of `pulls` batches; called while tracing."""
+        leaves, structure = jax.tree.flatten(plain_keys(state))
+
+        def read(step: Array, pulls: Array, *leaves: Array) -> PushedSnapshot:
+            # The operands are the program's own memory, which goes on to its next step once this returns.
+            copies = [np.array(leaf) for leaf in leaves]
+            return PushedSnapshot(int(step), int(pulls), jax.tree.unflatten(structure, copies))
+
+        self._push(read, step, pulls, *leaves)
 
     def _push(self, read: Callable[..., Pushed], *operands: jax.Array) -> None:
         # A call without any result is dropped by some backends; one byte keeps it.

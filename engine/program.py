@@ -47,6 +47,9 @@ class TrainState(NamedTuple):
         step: int32 [], updates done; addresses the schedule.
         params, batch_stats: the model's pytrees.
         update: what the updates remember.
+        owes_evaluation: bool [], one is due before the next pull; lasts while none was completed.
+        num_evaluations: int32 [], completed; addresses the evaluation infeed.
+        top1: float32 [], fraction of the last evaluation's images, 0 before the first.
     """
 
     pulls: jax.Array
@@ -54,6 +57,9 @@ class TrainState(NamedTuple):
     params: Any
     batch_stats: Any
     update: UpdateState
+    owes_evaluation: jax.Array
+    num_evaluations: jax.Array
+    top1: jax.Array
 
     @property
     def evaluated(self) -> Weights:
@@ -68,6 +74,8 @@ class RunValues(NamedTuple):
         stop_step: int32 [], leave the loop when so many updates are done.
         eval_every_steps: int32 [], evaluate when the updates done are a multiple of it, and at the end; 0: at the end.
         num_eval_batches: int32 [], pulls of one evaluation.
+        stop_at_top1: float32 [], leave the loop once an evaluation reaches it; above 1: never.
+        snapshot_every_steps: int32 [], push a snapshot when the updates done are a multiple of it; 0: never.
         update: the updates' numbers.
         label_smoothing: float32 [], see `engine.targets`.
         seed_words: uint32 [2], the seed's high and low half, which key the augmentation.
@@ -77,6 +85,8 @@ class RunValues(NamedTuple):
     stop_step: jax.Array
     eval_every_steps: jax.Array
     num_eval_batches: jax.Array
+    stop_at_top1: jax.Array
+    snapshot_every_steps: jax.Array
     update: UpdateValues
     label_smoothing: jax.Array
     seed_words: jax.Array
@@ -87,7 +97,16 @@ def init_state(model: TrainModel, rule: UpdateRule, key: jax.Array) -> TrainStat
     """Draws the state before the first step."""
     params, batch_stats = model.init(key)
     none = jnp.zeros((), jnp.int32)
-    return TrainState(none, none, params, batch_stats, init_update(rule, Weights(params, batch_stats)))
+    return TrainState(
+        pulls=none,
+        step=none,
+        params=params,
+        batch_stats=batch_stats,
+        update=init_update(rule, Weights(params, batch_stats)),
+        owes_evaluation=jnp.zeros((), jnp.bool),
+        num_evaluations=none,
+        top1=jnp.zeros((), jnp.float32),
+    )
 
 
 class _Carry(NamedTuple):
@@ -96,14 +115,12 @@ class _Carry(NamedTuple):
     Attributes:
         state: of the training.
         stopped: bool [], leave the loops.
-        evaluate: bool [], the host asks for an evaluation after this step.
-        num_evaluations: int32 [], begun so far; addresses the evaluation infeed.
+        snapshot: bool [], the host asks for a snapshot after the update under way.
     """
 
     state: TrainState
     stopped: jax.Array
-    evaluate: jax.Array
-    num_evaluations: jax.Array
+    snapshot: jax.Array
 
 
 def make_program(
@@ -136,23 +153,22 @@ class _Program:
 
     def train(self, state: TrainState, values: RunValues) -> TrainState:
         def goes_on(carry: _Carry) -> jax.Array:
-            return (carry.state.step < values.stop_step) & ~carry.stopped
+            return ~carry.stopped & ~_is_done(carry.state, values)
 
         no = jnp.zeros((), jnp.bool)
-        start = _Carry(state, no, no, jnp.zeros((), jnp.int32))
+        start = _Carry(state, no, no)
         return lax.while_loop(goes_on, partial(self._segment, values), start).state
 
     def _segment(self, values: RunValues, carry: _Carry) -> _Carry:
-        """The steps up to the next evaluation, and that."""
+        """The steps up to the next evaluation or snapshot, and that; a snapshot follows an evaluation of its step."""
         boundary = _next_boundary(carry.state.step, values)
 
         def goes_on(carry: _Carry) -> jax.Array:
-            return (carry.state.step < boundary) & ~carry.stopped & ~carry.evaluate
+            asked = (carry.state.owes_evaluation | carry.snapshot) & _is_between_updates(carry.state)
+            return (carry.state.step < boundary) & ~carry.stopped & ~asked
 
         carry = lax.while_loop(goes_on, partial(self._one_pull, values), carry)
-        if self.evaluation_infeed is None:
-            return carry._replace(evaluate=jnp.zeros_like(carry.evaluate))
-        return lax.cond(carry.stopped, lambda carry: carry, partial(self._evaluate, values), carry)
+        return self._push_snapshot(values, self._evaluate(values, carry))
 
     def _one_pull(self, values: RunValues, carry: _Carry) -> _Carry:
         pulled = self.infeed.pull(carry.state.pulls, jnp.zeros((), jnp.int32))
@@ -165,8 +181,12 @@ class _Program:
             partial(self._take_in, values, pulled),
             carry.state,
         )
-        evaluate = control.evaluate & ~control.stop
-        return carry._replace(state=state, stopped=control.stop | gives_up, evaluate=evaluate)
+        if self.evaluation_infeed is not None:
+            owes = state.owes_evaluation | (control.evaluate & ~control.stop)
+            state = state._replace(owes_evaluation=owes)
+        return carry._replace(
+            state=state, stopped=control.stop | gives_up, snapshot=carry.snapshot | (control.snapshot & ~control.stop)
+        )
 
     def _take_in(self, values: RunValues, pulled: Pulled, state: TrainState) -> tuple[TrainState, jax.Array]:
         """Trains on one batch and emits the loss of an update; gives the state and whether to give up."""
@@ -182,23 +202,76 @@ class _Program:
         return state, outcome.gives_up
 
     def _evaluate(self, values: RunValues, carry: _Carry) -> _Carry:
-        assert self.evaluation_infeed is not None
-        first_pull = carry.num_evaluations * values.num_eval_batches
-        weights = carry.state.evaluated
-        tally, stopped = evaluate_split(self.model, self.statics, weights, self.evaluation_infeed, first_pull, values)
-        lax.cond(stopped, lambda: None, lambda: self.outfeed.push_evaluation(carry.state.step, tally))
-        return _Carry(carry.state, stopped, jnp.zeros((), jnp.bool), carry.num_evaluations + 1)
+        """Evaluates where that is due; what a stop cuts short stays due."""
+        infeed = self.evaluation_infeed
+        if infeed is None:
+            return carry
+        state = carry.state
+        every = values.eval_every_steps
+        on_time = (state.step >= values.stop_step) | _is_multiple(state.step, every)
+        due = ~carry.stopped & (state.owes_evaluation | on_time)
+
+        def evaluate(weights: Weights) -> tuple[Tally, jax.Array]:
+            num_batches = values.num_eval_batches
+            first_pull = state.num_evaluations * num_batches
+            return evaluate_split(self.model, self.statics, weights, infeed, first_pull, num_batches, values.scale)
+
+        none = empty_tally(), jnp.zeros((), jnp.bool)
+        tally, is_cut_short = lax.cond(due, evaluate, lambda _: none, state.evaluated)
+        done = due & ~is_cut_short
+        lax.cond(done, lambda: self.outfeed.push_evaluation(state.step, tally), lambda: None)
+        top1 = tally.top1.astype(jnp.float32) / jnp.maximum(tally.num_images, 1).astype(jnp.float32)
+        state = state._replace(
+            owes_evaluation=due & is_cut_short,
+            num_evaluations=state.num_evaluations + done.astype(jnp.int32),
+            top1=jnp.where(done, top1, state.top1),
+        )
+        return carry._replace(state=state, stopped=carry.stopped | is_cut_short)
+
+    def _push_snapshot(self, values: RunValues, carry: _Carry) -> _Carry:
+        """Pushes the state where that is due; the last one of a run is for the host, which gets it anyway."""
+        state = carry.state
+        asked = carry.snapshot | _is_multiple(state.step, values.snapshot_every_steps)
+        due = asked & ~carry.stopped & ~_is_done(state, values)
+        lax.cond(due, lambda: self.outfeed.push_snapshot(state.step, state.pulls, state), lambda: None)
+        return carry._replace(snapshot=jnp.zeros((), jnp.bool))
+
+
+def _is_done(state: TrainState, values: RunValues) -> jax.Array:
+    """Whether a run ends of its own accord, bool []: its steps are made, and no evaluation is due any more."""
+    return ((state.step >= values.stop_step) & ~state.owes_evaluation) | (state.top1 >= values.stop_at_top1)
+
+
+def _is_between_updates(state: TrainState) -> jax.Array:
+    gathered = state.update.gathered
+    return jnp.ones((), jnp.bool) if gathered is None else gathered.num_pulls == 0
+
+
+def _is_multiple(step: jax.Array, every: jax.Array) -> jax.Array:
+    return (every > 0) & (step % jnp.maximum(every, 1) == 0)
 
 
 def _next_boundary(step: jax.Array, values: RunValues) -> jax.Array:
-    """The updates after which the next evaluation is due, int32 []."""
-    every = values.eval_every_steps
-    multiple = (step // jnp.maximum(every, 1) + 1) * every
-    return jnp.where(every > 0, jnp.minimum(multiple, values.stop_step), values.stop_step)
+    """The updates after which the next evaluation or snapshot is due, int32 []."""
+
+    def following(every: jax.Array) -> jax.Array:
+        multiple = (step // jnp.maximum(every, 1) + 1) * every
+        # Beyond the last int32 a product turns negative.
+        return jnp.where(multiple > step, jnp.minimum(multiple, values.stop_step), values.stop_step)
+
+    return jnp.minimum(following(values.eval_every_steps), following(values.snapshot_every_steps))
 
 
 def evaluate_split(
-    model: TrainModel, statics: Statics, weights: Weights, infeed: Infeed, first_pull: jax.Array, values: RunValues
+    model: TrainModel,
+    statics: Statics,
+    weights: Weights,
+    infeed: Infeed,
+    first_pull: jax.Array,
+    num_batches: jax.Array,
+    scale: PixelScale,
+    *,
+    start: Tally | None = None,
 ) -> tuple[Tally, jax.Array]:
     """Counts a whole split with the running statistics.
 
@@ -208,7 +281,9 @@ def evaluate_split(
         weights: its parameters and statistics.
         infeed: of the split's batches.
         first_pull: int32 [], the address of the first.
-        values: of the run.
+        num_batches: int32 [], how many.
+        scale: of the pixels.
+        start: the tally before the first batch; None: one without classes.
 
     Returns:
         The tally, and whether the host asked for a stop, in which case the tally is not whole (bool []).
@@ -216,17 +291,17 @@ def evaluate_split(
 
     def goes_on(carry: tuple[jax.Array, jax.Array, Tally]) -> jax.Array:
         batch, stopped, _ = carry
-        return (batch < values.num_eval_batches) & ~stopped
+        return (batch < num_batches) & ~stopped
 
     def one_batch(carry: tuple[jax.Array, jax.Array, Tally]) -> tuple[jax.Array, jax.Array, Tally]:
         batch, _, tally = carry
         pulled = infeed.pull(first_pull + batch, jnp.zeros((), jnp.int32))
-        images = prepare_for_evaluation(pulled.pixels, statics.augmentation.size, values.scale)
+        images = prepare_for_evaluation(pulled.pixels, statics.augmentation.size, scale)
         logits, _ = model.apply(weights.params, weights.batch_stats, images, train=False)
         return batch + 1, pulled.control.stop, tally_batch(tally, logits, pulled.labels)
 
-    start = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.bool), empty_tally()
-    _, stopped, tally = lax.while_loop(goes_on, one_batch, start)
+    before = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.bool), start or empty_tally()
+    _, stopped, tally = lax.while_loop(goes_on, one_batch, before)
     return tally, stopped
 
 
@@ -259,4 +334,6 @@ def train_step(
         values.update._replace(hyperparams=hyperparams._replace(learning_rate=factor)),
     )
     step = state.step + outcome.due.astype(jnp.int32)
-    return TrainState(state.pulls + 1, step, params, batch_stats, update), outcome
+    return state._replace(
+        pulls=state.pulls + 1, step=step, params=params, batch_stats=batch_stats, update=update
+    ), outcome

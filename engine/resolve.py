@@ -51,6 +51,7 @@ class Resolved:
         num_classes: K, None where the user's own model alone knows.
         mean, std: of each channel on the scale 0 … 1.
         manifest_digest: sha256 of the data's manifest, None where there is none.
+        eval_manifest_digest: likewise of what it is evaluated on.
     """
 
     source: BatchSource
@@ -63,6 +64,7 @@ class Resolved:
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     manifest_digest: str | None
+    eval_manifest_digest: str | None
 
     def to_json(self) -> dict[str, Any]:
         """Gives what `config.json` records beside the settings."""
@@ -74,6 +76,7 @@ class Resolved:
             "width": self.source.width,
             "mean": self.mean,
             "std": self.std,
+            "eval_manifest_sha256": self.eval_manifest_digest,
         }
 
 
@@ -86,6 +89,7 @@ class _OpenData:
     mean: tuple[float, float, float] = _UNKNOWN_MEAN
     std: tuple[float, float, float] = _UNKNOWN_STD
     manifest_digest: str | None = None
+    eval_manifest_digest: str | None = None
 
 
 def resolve(
@@ -96,15 +100,21 @@ def resolve(
     model: TrainModel | None = None,
     batches: BatchFunction | BatchSource | None = None,
     evaluation: EvaluationSource | EvaluationArrays | None = None,
+    first_pull: int = 0,
 ) -> Resolved:
     """Opens the data and builds the model; `stack` closes what was opened.
+
+    Args:
+        config, notify, model, batches, evaluation: as `engine.run.train` takes them.
+        stack: closes what is opened.
+        first_pull: that the run begins with, from 0.
 
     Raises:
         ValueError: where settings and data do not fit together, naming both.
     """
     _check_arguments(config, model, batches)
     if batches is not None:
-        opened = _own_batches(config, batches)
+        opened = _own_batches(config, batches, first_pull)
     elif config.synthetic:
         opened = _synthetic(config)
     else:
@@ -135,6 +145,7 @@ def resolve(
         opened.mean,
         opened.std,
         opened.manifest_digest,
+        opened.eval_manifest_digest,
     )
 
 
@@ -183,8 +194,12 @@ def _build(config: TrainConfig, opened: _OpenData) -> Model:
     return build_model(config.model, num_classes=opened.num_classes, image_size=size, dtype=config.precision)
 
 
-def _own_batches(config: TrainConfig, batches: BatchFunction | BatchSource) -> _OpenData:
-    source = FunctionBatches(batches, num_classes=config.num_classes) if callable(batches) else batches
+def _own_batches(config: TrainConfig, batches: BatchFunction | BatchSource, first_pull: int) -> _OpenData:
+    source = (
+        FunctionBatches(batches, first_step=first_pull, num_classes=config.num_classes)
+        if callable(batches)
+        else batches
+    )
     if source.batch != config.batch:
         raise ValueError(
             f"every batch must hold the {config.batch} images of the setting batch, "
@@ -214,11 +229,12 @@ def _packed(config: TrainConfig, stack: ExitStack, notify: Callable[[str], None]
             f"got {num_classes}: leave it out to take the data's"
         )
     data = f"{choice.data}/{config.split}, {split.num_images:,} images"
-    evaluation = None
+    evaluation, eval_digest = None, None
     if (name := _choose_eval_split(config, choice.data)) is not None:
         eval_split = stack.enter_context(open_split(choice.data, name))
         _check_same_classes(manifest, eval_split.manifest, name)
         evaluation = SequentialBatches(eval_split, batch=config.batch)
+        eval_digest = _digest(eval_split.manifest)
         data += f"; evaluated on {name}, {eval_split.num_images:,} images"
     return _OpenData(
         ShardBatches(split, batch=config.batch, seed=config.seed),
@@ -227,8 +243,13 @@ def _packed(config: TrainConfig, stack: ExitStack, notify: Callable[[str], None]
         evaluation,
         manifest.channel_mean,
         manifest.channel_std,
-        hashlib.sha256(manifest.to_json().encode()).hexdigest(),
+        _digest(manifest),
+        eval_digest,
     )
+
+
+def _digest(manifest: Manifest) -> str:
+    return hashlib.sha256(manifest.to_json().encode()).hexdigest()
 
 
 def _choose_eval_split(config: TrainConfig, data: str) -> str | None:

@@ -21,8 +21,9 @@ class TrainResult:
         losses: float32 [updates made by this call], each step's mean loss.
         evaluations: of this call, in order.
         steps_done: updates done.
-        stopped_by: "steps" when all were made, else the signal's name.
+        stopped_by: "steps" when all were made, "top1" at `stop_at_top1`, else the signal's name or "control-run".
         num_params: learnable numbers.
+        num_skipped: updates that were not made because a gradient was not finite.
         compile_s: seconds of compiling, or of loading.
         from_cache: whether the program came from the cache on disk.
         train_s: seconds from the launch to the end of the loop.
@@ -37,6 +38,7 @@ class TrainResult:
     steps_done: int
     stopped_by: str
     num_params: int
+    num_skipped: int
     compile_s: float
     from_cache: bool
     train_s: float

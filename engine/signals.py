@@ -5,11 +5,9 @@ itself) runs on a worker thread while the main thread waits here. For the same r
 nobody reads the pipe, the main thread would stand still in it and see no further signal.
 """
 
-import queue
 import signal
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -18,8 +16,6 @@ from engine.control import ControlBoard
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # How soon a signal is acted on while the main thread waits.
 _LOOK_EVERY_S = 0.1
-# A notice that can be given is given in microseconds; one that nobody reads must not hold up the end of the run.
-_NOTICE_TIMEOUT_S = 0.5
 
 
 class StopSignals:
@@ -30,17 +26,14 @@ class StopSignals:
 
     Args:
         board: gets the request, its reason the signal's name.
-        notify: told of it in words, on a thread of its own; where it blocks or raises, the stop goes on untold.
+        say: told of it in words, in a signal handler: see `engine.notices`.
     """
 
-    def __init__(self, board: ControlBoard, notify: Callable[[str], None]) -> None:
-        self._board, self._notify = board, notify
+    def __init__(self, board: ControlBoard, say: Callable[[str], None]) -> None:
+        self._board, self._say = board, say
         self._before: dict[signal.Signals, Any] = {}
         self._is_launched = False
         self._num_seen = 0
-        # Of all ways to hand something on, this queue's `put` alone is promised to be safe in a handler.
-        self._notices: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._notifier = threading.Thread(target=self._give_notices, name="stop-notices", daemon=True)
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -50,20 +43,12 @@ class StopSignals:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        try:
-            self._notices.put(None)
-            if self._notifier.is_alive():
-                # So that the notice comes before whatever the caller says of the end.
-                self._notifier.join(_NOTICE_TIMEOUT_S)
-        finally:
-            for number, handler in self._before.items():
-                # None stands for a handler that was not set from Python, and that Python cannot set again.
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for number, handler in self._before.items():
+            # None stands for a handler that was not set from Python, and that Python cannot set again.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def launched(self) -> None:
         """Marks that from now on there is something to end cleanly; called once."""
-        if self._before:
-            self._notifier.start()
         self._is_launched = True
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
@@ -72,14 +57,7 @@ class StopSignals:
             raise KeyboardInterrupt
         name = signal.Signals(number).name
         self._board.request_stop(name)
-        self._notices.put(f"{name}: stopping at the next step; once more quits at once")
-
-    def _give_notices(self) -> None:
-        while (words := self._notices.get()) is not None:
-            # `run-train | tee log` and Ctrl-C: tee is gone before this is printed. Whatever it is that fails, the
-            # stop counts, not the notice.
-            with suppress(Exception):
-                self._notify(words)
+        self._say(f"{name}: stopping at the next step; once more quits at once")
 
 
 def call_on_worker[T](function: Callable[..., T], *arguments: Any) -> T:

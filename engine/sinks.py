@@ -6,11 +6,16 @@ A sink gets each record once, in order, on one thread. Knows nothing of queues, 
 import json
 import math
 import os
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from engine.outfeed import PushedSnapshot
 
 # More than any record takes: where the last line of a file must begin.
 _LONGEST_LINE_BYTES = 1 << 16
@@ -108,11 +113,20 @@ class RunFolderSink:
 
     Args:
         loss_log, evaluation_log: the files.
+        take_snapshot: gets each snapshot once the lines before it are on disk, so that a run which is resumed from it
+            has them.
+
+    Attributes:
+        last_step: of the last loss that was written, None before the first.
     """
 
-    def __init__(self, loss_log: Path, evaluation_log: Path) -> None:
+    def __init__(
+        self, loss_log: Path, evaluation_log: Path, take_snapshot: "Callable[[PushedSnapshot], None] | None" = None
+    ) -> None:
         self._losses, self._evaluations = JsonLines(loss_log), JsonLines(evaluation_log)
+        self._take_snapshot = take_snapshot
         self._is_evaluated = False
+        self.last_step: int | None = None
 
     def open(self) -> None:
         """Opens the loss log."""
@@ -121,6 +135,7 @@ class RunFolderSink:
     def write(self, record: LossRecord) -> None:
         """Appends a loss."""
         self._losses.append(record.to_json())
+        self.last_step = record.step
 
     def write_evaluation(self, record: EvaluationRecord) -> None:
         """Appends an evaluation."""
@@ -129,8 +144,20 @@ class RunFolderSink:
             self._is_evaluated = True
         self._evaluations.append(record.to_json())
 
+    def write_snapshot(self, snapshot: "PushedSnapshot") -> None:
+        """Brings what was written to the disk and passes the snapshot on."""
+        if self._take_snapshot is not None:
+            self.sync()
+            self._take_snapshot(snapshot)
+
+    def sync(self) -> None:
+        """Brings what was written to the disk."""
+        self._losses.sync()
+        self._evaluations.sync()
+
     def close(self) -> None:
-        """Closes both files."""
+        """Closes both files, their lines on the disk."""
+        self.sync()
         self._losses.close()
         self._evaluations.close()
 
@@ -179,6 +206,12 @@ class JsonLines:
                 os.ftruncate(self._file, self._length)
             raise
         self._length += len(line)
+
+    def sync(self) -> None:
+        """Brings what was appended to the disk; a file that is not open, or a pipe, is left."""
+        if self._file >= 0:
+            with suppress(OSError):
+                os.fsync(self._file)
 
     def close(self) -> None:
         """Closes the file."""

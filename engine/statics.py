@@ -79,7 +79,7 @@ def update_values(config: TrainConfig) -> UpdateValues:
         schedule=jax.tree.map(jnp.asarray, schedule),
         accumulate_steps=jnp.int32(config.accumulate_steps),
         average_decay=jnp.float32(config.ema_decay or 0),
-        most_skips=jnp.int32(config.skip_nonfinite),
+        most_skips=jnp.int32(config.most_skips),
     )
 
 

@@ -40,9 +40,9 @@ def test_zeros_ask_for_nothing_but_a_rate_of_nothing():
 def test_a_board_asks_for_nothing_until_it_is_told():
     board = ControlBoard()
     assert board.stop_reason is None
-    assert board.words().tolist() == encode_control().tolist()
+    assert board.words(0).tolist() == board.stop_words().tolist() == encode_control().tolist()
     board.request_stop("SIGINT")
-    assert board.words().tolist() == encode_control(STOP).tolist()
+    assert board.words(1).tolist() == board.stop_words().tolist() == encode_control(STOP).tolist()
 
 
 def test_the_first_reason_stays():

@@ -28,7 +28,7 @@ def make_infeed(batches, *, stop_step=4, num_shards=1, timeout_s=5.0):
     )
     feeder.start()
     board = ControlBoard()
-    infeed = Infeed(feeder, board, InplaceTransport(), height=SIZE, width=SIZE)
+    infeed = Infeed(feeder, board, InplaceTransport(), words_of=board.words, height=SIZE, width=SIZE)
     pull = jax.jit(infeed.pull).lower(jnp.int32(0), jnp.int32(0)).compile()
     return infeed, feeder, board, lambda step, shard=0: pull(jnp.int32(step), jnp.int32(shard))
 

@@ -2,6 +2,8 @@
 
 import json
 import platform
+import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -20,13 +22,14 @@ def test_a_folder_is_made_with_its_parents(tmp_path):
     folder = RunFolder(tmp_path / "runs" / "first", overwrite=False)
     assert folder.path.is_dir()
     assert folder.loss_log == tmp_path / "runs" / "first" / "loss.jsonl"
-    assert [(path.name, path.stat().st_size) for path in folder.path.iterdir()] == [("config.json", 0)]  # its claim
+    assert [path.name for path in folder.path.iterdir()] == [".lock"]
 
 
 def test_of_two_runs_that_find_a_folder_empty_one_gets_it(tmp_path):
-    RunFolder(tmp_path, overwrite=False)
-    with pytest.raises(ValueError, match="must be new"):
-        RunFolder(tmp_path, overwrite=False)
+    with RunFolder(tmp_path, overwrite=False):
+        for overwrite in (False, True):
+            with pytest.raises(ValueError, match="is in use by process"):
+                RunFolder(tmp_path, overwrite=overwrite)
 
 
 @pytest.mark.parametrize("is_new", [True, False])
@@ -34,7 +37,9 @@ def test_an_abandoned_folder_is_as_it_was(tmp_path, is_new):
     path = tmp_path / "run" if is_new else tmp_path
     if not is_new:
         (path / "notes.txt").write_text("mine")
-    RunFolder(path, overwrite=False).abandon()
+    with RunFolder(path, overwrite=False) as folder:
+        folder.clear()
+        folder.write_config(TrainConfig(), {}, None, origins={})
     assert path.exists() is not is_new
     assert [each.name for each in tmp_path.iterdir()] == ([] if is_new else ["notes.txt"])
 
@@ -59,8 +64,10 @@ def test_overwriting_removes_the_earlier_run_and_nothing_else(tmp_path):
     for name in [*WRITTEN, *strangers]:
         (tmp_path / name).write_text(name)
     (tmp_path / "plots").mkdir()
-    RunFolder(tmp_path, overwrite=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*strangers, "plots", "config.json"])
+    with RunFolder(tmp_path, overwrite=True) as folder:
+        assert (tmp_path / "model.safetensors").exists()  # nothing is lost before the new run is known to be sound
+        folder.clear()
+        assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*strangers, "plots", ".lock"])
     for name in strangers:
         assert (tmp_path / name).read_text() == name
 
@@ -71,7 +78,9 @@ def test_an_interrupted_overwriting_still_asks_for_overwriting(tmp_path, monkeyp
     unlink = type(tmp_path).unlink
     removed: list[str] = []
 
-    def interrupted(path):
+    def interrupted(path, missing_ok=False):
+        if not path.exists():
+            return
         if len(removed) == 3:
             raise KeyboardInterrupt
         removed.append(path.name)
@@ -79,8 +88,8 @@ def test_an_interrupted_overwriting_still_asks_for_overwriting(tmp_path, monkeyp
 
     with monkeypatch.context() as patched:
         patched.setattr(type(tmp_path), "unlink", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            RunFolder(tmp_path, overwrite=True)
+        with pytest.raises(KeyboardInterrupt), RunFolder(tmp_path, overwrite=True) as folder:
+            folder.clear()
     # The mark of a finished run goes first, the mark of any run last.
     assert removed[0] == RESULT
     with pytest.raises(ValueError, match=r"holds config\.json of an earlier run"):
@@ -105,16 +114,70 @@ def test_a_file_is_no_folder(tmp_path, below, overwrite):
 def test_what_config_json_holds(tmp_path):
     folder = RunFolder(tmp_path, overwrite=False)
     config = TrainConfig(steps=7, data="shards", learning_rate=0.25)
-    folder.write_config(config, {"model": "resnet8", "mean": (0.5, 0.25, 0.125)}, "abc123")
+    folder.write_config(
+        config, {"model": "resnet8", "mean": (0.5, 0.25, 0.125)}, "abc123", origins={"steps": "command line"}
+    )
     text = (tmp_path / "config.json").read_text()
     values = json.loads(text)
     assert text.endswith("}\n")
-    assert list(values) == ["config", "resolved", "manifest_sha256", "versions"]
+    assert list(values) == ["config", "origins", "resolved", "manifest_sha256", "versions", "earlier"]
     assert TrainConfig.from_json(values["config"]) == config
     assert values["resolved"] == {"model": "resnet8", "mean": [0.5, 0.25, 0.125]}
     assert values["manifest_sha256"] == "abc123"
+    assert values["origins"] == {"steps": "command line"}
+    assert values["earlier"] == []
     names = ("feedloop", "jax", "jaxlib", "numpy", "optax", "tensorstore")
     assert values["versions"] == {"python": platform.python_version()} | {name: version(name) for name in names}
+
+
+def test_snapshots_and_requests_of_an_earlier_run_go_and_strangers_files_among_them_stay(tmp_path):
+    for path in (
+        "snapshots/3/state",
+        "snapshots/.unfinished/x",
+        "snapshots/mine/x",
+        "control/1-a.json",
+        "control/notes",
+    ):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("x")
+    with pytest.raises(ValueError, match="holds snapshots of an earlier run"):
+        RunFolder(tmp_path, overwrite=False)
+    with RunFolder(tmp_path, overwrite=True) as folder:
+        folder.clear()
+    found = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
+    assert found == ["control/notes", "snapshots/mine/x"]
+    with RunFolder(tmp_path, overwrite=False):  # what is left is none of a run's
+        pass
+
+
+def test_a_run_that_is_not_there_cannot_be_continued(tmp_path):
+    with pytest.raises(ValueError, match=r"holds no config\.json: name the folder of the run"):
+        RunFolder(tmp_path / "run", resume=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_is_continued_is_not_abandoned(tmp_path):
+    with RunFolder(tmp_path) as folder:
+        folder.write_config(TrainConfig(), {}, None, origins={})
+        folder.launched()
+    before = (tmp_path / "config.json").read_bytes()
+    with pytest.raises(LookupError), RunFolder(tmp_path, resume=True):
+        raise LookupError
+    assert (tmp_path / "config.json").read_bytes() == before
+
+
+def test_weights_are_the_same_bytes_in_every_process(tmp_path):
+    metadata = {f"key{number}": "value" for number in range(20)}
+    script = (
+        "import sys, numpy as np, pathlib; from engine.run_folder import RunFolder\n"
+        f"RunFolder(pathlib.Path(sys.argv[1])).write_weights({{'b': np.arange(3.0), 'a': np.eye(2)}}, {metadata})"
+    )
+    for name in ("first", "second"):
+        subprocess.run([sys.executable, "-c", script, str(tmp_path / name)], check=True, timeout=60)
+    contents = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("first", "second")]
+    # The library alone orders the metadata by a hash that each process draws.
+    assert contents[0] == contents[1]
+    assert contents[0].index(b"key0") < contents[0].index(b"key1") < contents[0].index(b"key9")
 
 
 def test_what_result_json_holds(tmp_path):

@@ -122,54 +122,6 @@ def test_off_the_main_thread_nothing_is_touched():
     assert inside == before
 
 
-@pytest.mark.parametrize(
-    "error", [BrokenPipeError(32, "Broken pipe"), RuntimeError("reentrant call inside <_io.BufferedWriter>")]
-)
-def test_a_stop_that_cannot_be_told_is_still_a_stop(error):
-    def fail(words):
-        told.append(words)
-        raise error
-
-    told: list[str] = []
-    board = ControlBoard()
-    with StopSignals(board, fail) as signals:
-        signals.launched()
-        raise_signal(signal.SIGINT)
-    assert board.stop_reason == "SIGINT"
-    assert len(told) == 1
-
-
-def test_a_notice_that_nobody_reads_holds_up_neither_the_stop_nor_the_second_signal():
-    gate, is_telling = threading.Event(), threading.Event()
-
-    def block(words):
-        is_telling.set()
-        assert gate.wait(SOON_S)
-
-    board = ControlBoard()
-    started = time.monotonic()
-    with StopSignals(board, block) as signals:
-        signals.launched()
-        raise_signal(signal.SIGTERM)
-        assert board.stop_reason == "SIGTERM"
-        assert is_telling.wait(SOON_S)
-        with pytest.raises(KeyboardInterrupt):
-            raise_signal(signal.SIGTERM)
-    # Far more than the limit of a notice, far less than its own.
-    assert time.monotonic() - started < SOON_S / 2
-    gate.set()
-
-
-def test_the_notice_is_given_off_the_main_thread_and_before_the_end():
-    threads: list[threading.Thread] = []
-    with StopSignals(ControlBoard(), lambda words: threads.append(threading.current_thread())) as signals:
-        signals.launched()
-        raise_signal(signal.SIGINT)
-    assert len(threads) == 1
-    assert threads[0] is not threading.main_thread()
-    assert not threads[0].is_alive()
-
-
 def test_a_worker_gives_its_result():
     assert call_on_worker(lambda *given: (given, threading.current_thread().name), 1, "two") == (
         (1, "two"),

@@ -1,0 +1,311 @@
+"""One launch of the program: its parts opened in order, compiled, run to the end of the loop, closed.
+
+Owns what is connected to what. Knows nothing of run folders: where the state begins is given, where it goes is the
+caller's.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
+from engine.checked_model import CheckedModel
+from engine.compilation import Compiled, compile_traced, trace_ahead
+from engine.config import TrainConfig
+from engine.control import ControlBoard
+from engine.feeder import Feeder
+from engine.infeed import Infeed
+from engine.initial_weights import InitialWeights, load_initial_weights
+from engine.loss_stream import LossStream
+from engine.machine import host_memory_bytes
+from engine.notices import Notices
+from engine.outfeed import Outfeed
+from engine.program import RunValues, TrainModel, TrainState, init_state, make_program
+from engine.resolve import resolve
+from engine.resume import StartingPoint
+from engine.signals import StopSignals, call_on_worker
+from engine.sinks import Sink
+from engine.statics import statics_of, update_values
+from engine.transport import Transport, choose_transport
+from engine.unpack import PixelScale
+from engine.update import UpdateRule, Weights, init_update
+from engine.weights import check_names
+from models.registry import count_params
+
+# A channel without any spread (a set of blank images) must not divide by zero: one level of 255 is the least.
+_LEAST_STD = 1 / 255
+_MOST_STEPS = 2**31 - 1
+_NO_TOP1_REACHES_IT = 2.0
+# How long the end waits for the sinks, all together: long after a clean stop, not after one that is to be at once.
+_CLOSE_TIMEOUT_S = 60.0
+_QUIT_TIMEOUT_S = 1.0
+
+
+class NonFiniteError(ArithmeticError):
+    """A run's gradients were not finite more often in a row than it was to bear."""
+
+
+class Launch:
+    """The parts of one launch, opened in order; `stack` closes them in reverse.
+
+    Args:
+        config: the settings.
+        stack: closes what is opened.
+        start: where the launch begins.
+        model, batches, evaluation, notify: as `engine.run.train` takes them.
+
+    Attributes:
+        resolved: what the settings stand for.
+        board: of requests to the program.
+        notices: what is said in mid-run.
+        stream: of what the program emits.
+        num_params: learnable numbers.
+        is_begun: whether the program was started.
+        train_s: seconds from the launch to the end of the loop.
+
+    Raises:
+        ValueError: for settings that do not fit each other or the data.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        stack: ExitStack,
+        start: StartingPoint,
+        *,
+        model: TrainModel | None,
+        batches: BatchFunction | BatchSource | None,
+        evaluation: EvaluationSource | EvaluationArrays | None,
+        notify: Callable[[str], None],
+    ) -> None:
+        self.config, self.start, self._notify = config, start, notify
+        self.is_begun, self.train_s = False, 0.0
+        self.board, self.notices = ControlBoard(), Notices(notify)
+        self._signals = stack.enter_context(StopSignals(self.board, self.notices.say))
+        stack.callback(self.notices.close)
+        self.resolved = resolve(
+            config, stack, notify, model=model, batches=batches, evaluation=evaluation, first_pull=start.pulls
+        )
+        self._transport: Transport = choose_transport(config.transport, jax.default_backend())
+        self._feeders: list[Feeder] = []
+        self._infeed = self._make_infeed(
+            self.resolved.source, self.board.words, start.pulls, config.steps * config.accumulate_steps
+        )
+        self._evaluation_infeed = self._make_evaluation_infeed()
+        self.stream = LossStream(
+            batch=config.batch * config.accumulate_steps,
+            wait_of=self._wait_of,
+            board=self.board,
+            on_nonfinite=lambda step: self.notices.say(
+                f"warning: the loss is no finite number since step {step}; a lower learning rate may help"
+            ),
+        )
+        self._outfeed = Outfeed(self.stream.receive, self.board, self._transport)
+        self._statics = statics_of(config)
+        self._draw = partial(_init_from_words, self.resolved.model, self._statics.rule)
+        self._state_shape = jax.eval_shape(self._draw, _key_words(0))
+        self._given = self._read_given_weights()
+        self.num_params = count_params(self._state_shape.params)
+        if self.resolved.registry_name is None:
+            check_names(self._state_shape.params, self._state_shape.batch_stats)
+        self._describe()
+
+    def _wait_of(self, step: int) -> float:
+        """Gives the seconds waited for the batches of one update (from 0)."""
+        count = self.config.accumulate_steps
+        return math.fsum(self._infeed.take_wait_s(pull) for pull in range(step * count, (step + 1) * count))
+
+    def _make_evaluation_infeed(self) -> Infeed | None:
+        evaluated = self.resolved.evaluation
+        if evaluated is None:
+            return None
+        num_batches = evaluated.num_batches
+        return self._make_infeed(
+            evaluated,
+            lambda _: self.board.stop_words(),
+            self.start.num_evaluations * num_batches,
+            _MOST_STEPS,
+            lambda pull: f"evaluation {pull // num_batches + 1}, pull {pull % num_batches + 1}",
+        )
+
+    def _make_infeed(
+        self,
+        source: BatchSource,
+        words_of: Callable[[int], NDArray[np.uint32]],
+        first_pull: int,
+        stop_pull: int,
+        name_pull: Callable[[int], str] = lambda pull: f"step {pull + 1}",
+    ) -> Infeed:
+        config = self.config
+        feeder = Feeder(
+            source,
+            start_step=first_pull,
+            stop_step=max(stop_pull, first_pull),
+            depth=config.prefetch,
+            num_threads=config.reader_threads,
+            timeout_s=config.infeed_timeout_s,
+            name_step=name_pull,
+        )
+        self._feeders.append(feeder)
+        return Infeed(feeder, self.board, self._transport, words_of=words_of, height=source.height, width=source.width)
+
+    def _read_given_weights(self) -> InitialWeights | None:
+        """Reads the weights to start from, before anything takes long."""
+        if self.config.init_from is None or self.start.snapshot is not None:
+            return None
+        shape = self._state_shape
+        given = load_initial_weights(
+            self.config.init_from, self.resolved.registry_name, shape.params, shape.batch_stats
+        )
+        self._notify(f"weights: {self.config.init_from}")
+        for note in given.notes:
+            self._notify(note)
+        return given
+
+    def _describe(self) -> None:
+        source, resolved = self.resolved.source, self.resolved
+        self._notify(
+            f"model: {resolved.model_name}, {self.num_params:,} parameters"
+            + (f", {resolved.num_classes:,} classes" if resolved.num_classes else "")
+        )
+        self._notify(
+            f"the loop waits for: batches of {source.batch} × {source.height} × {source.width} px "
+            f"from {resolved.data}, {self.config.prefetch} read ahead, by the {self._transport.name} transport"
+        )
+
+    def compile(self) -> Compiled:
+        """Traces the program on this thread, whose jax settings it so obeys, and compiles it on a worker."""
+        model = CheckedModel(self.resolved.model, self.resolved.num_classes, self.resolved.source)
+        program = make_program(model, self._statics, self._infeed, self._outfeed, self._evaluation_infeed)
+        traced = trace_ahead(program, self._state_shape, self._values(self.config.steps), donate=(0,))
+        dump_folder = None if self.config.dump_hlo is None else Path(self.config.dump_hlo)
+        compiled = call_on_worker(partial(compile_traced, traced, dump_folder=dump_folder))
+        origin = "loaded from the cache, " if compiled.from_cache else ""
+        self._notify(
+            f"compiled training program in {compiled.compile_s:.1f} s ({origin}traced in {compiled.trace_s:.1f} s)"
+        )
+        return compiled
+
+    def starting_state(self) -> TrainState:
+        """Gives the state of the snapshot that the launch begins with, or draws that before the first step."""
+        if self.start.snapshot is not None:
+            from engine.snapshot import match_state
+
+            saved = match_state(self.start.snapshot.leaves, self._state_shape)
+            # A copy of jax's own: the program takes its memory over, and the snapshot's belongs to the snapshot.
+            return call_on_worker(lambda: jax.block_until_ready(jax.tree.map(partial(jnp.array, copy=True), saved)))
+        words = _key_words(self.config.seed)
+        draw = compile_traced(trace_ahead(self._draw, words))
+        return call_on_worker(lambda: jax.block_until_ready(self._with_given_weights(draw.call(words))))
+
+    def _with_given_weights(self, drawn: TrainState) -> TrainState:
+        if self._given is None:
+            return drawn
+        weights = jax.tree.map(
+            partial(jnp.array, copy=True), self._given.over(Weights(drawn.params, drawn.batch_stats))
+        )
+        params, batch_stats = weights
+        return drawn._replace(params=params, batch_stats=batch_stats, update=init_update(self._statics.rule, weights))
+
+    def warn_of_memory(self, compiled: Compiled) -> None:
+        """Says so where the program will not fit into memory, before the system ends it without a word."""
+        if jax.default_backend() != "cpu":
+            return
+        needed, there = compiled.peak_bytes + self.ring_bytes, host_memory_bytes()
+        if there is not None and needed > there:
+            self._notify(
+                f"warning: the program needs about {needed / 1e9:,.1f} GB and this machine has {there / 1e9:,.1f} GB: "
+                "a smaller --batch needs less"
+            )
+
+    @property
+    def ring_bytes(self) -> int:
+        """Host memory of the batches read ahead."""
+        source, num_rings = self.resolved.source, 1 if self.resolved.evaluation is None else 2
+        return num_rings * self.config.prefetch * source.batch * (source.height * source.width + 1) * 4
+
+    def run(
+        self, compiled: Compiled, state: TrainState, sinks: Sequence[Sink], *, stop_step: int | None = None
+    ) -> TrainState:
+        """Runs the program to its end and gives the state that it leaves; what failed on the host is `failure`'s.
+
+        Args:
+            compiled: the program.
+            state: that it begins with; its memory is given up.
+            sinks: of the loss stream.
+            stop_step: ends the loop after so many updates; None: after those of the settings.
+        """
+        values = self._values(self.config.steps if stop_step is None else stop_step)
+        started = time.perf_counter()
+        self.stream.start(sinks)
+        close_timeout_s = _QUIT_TIMEOUT_S
+        try:
+            for feeder in self._feeders:
+                feeder.start()
+            self._signals.launched()
+            self.notices.start()
+            self.is_begun = True
+            state = call_on_worker(lambda: jax.block_until_ready(compiled.call(state, values)))
+            close_timeout_s = _CLOSE_TIMEOUT_S
+        finally:
+            self.train_s = time.perf_counter() - started
+            for feeder in self._feeders:
+                feeder.close()
+            self.stream.close(close_timeout_s)
+        return state
+
+    def failure(self, state: TrainState) -> BaseException | None:
+        """Gives what went wrong: first on the host, in the order of cause and effect, then in the loop."""
+        ends = (self._infeed, self._evaluation_infeed, self._outfeed, self.stream)
+        failures = [end.failure for end in ends if end is not None and end.failure is not None]
+        return failures[0] if failures else self._gave_up(state)
+
+    @property
+    def std(self) -> tuple[float, ...]:
+        """Of each channel on the scale 0 … 1, as the program divides by it."""
+        return tuple(max(each, _LEAST_STD) for each in self.resolved.std)
+
+    def _gave_up(self, state: TrainState) -> BaseException | None:
+        """Gives the error of a run that left its loop because of gradients that are not finite."""
+        skips = int(state.update.skips.in_a_row)
+        if skips <= self.config.most_skips:
+            return None
+        return NonFiniteError(
+            f"the gradient must be finite, and was not at step {int(state.step)}"
+            + (f" and the {skips - 1} before it" if skips > 1 else "")
+            + ": the weights are those of the last update that was; a lower learning rate, a warm-up or a limit of the "
+            "gradient's norm may help (--learning-rate, --warmup-steps, --clip-norm), or --skip-nonfinite"
+        )
+
+    def _values(self, stop_step: int) -> RunValues:
+        config, resolved = self.config, self.resolved
+        stop_at_top1 = _NO_TOP1_REACHES_IT if config.stop_at_top1 is None else config.stop_at_top1
+        return RunValues(
+            stop_step=jnp.int32(stop_step),
+            eval_every_steps=jnp.int32(config.eval_every_steps),
+            num_eval_batches=jnp.int32(resolved.evaluation.num_batches if resolved.evaluation else 0),
+            stop_at_top1=jnp.float32(stop_at_top1),
+            snapshot_every_steps=jnp.int32(config.snapshot_every_steps),
+            update=update_values(config),
+            label_smoothing=jnp.float32(config.label_smoothing),
+            seed_words=jnp.asarray(_key_words(config.seed)),
+            scale=PixelScale(mean=jnp.array(resolved.mean, jnp.float32), std=jnp.array(self.std, jnp.float32)),
+        )
+
+
+def _init_from_words(model: TrainModel, rule: UpdateRule, words: jax.Array) -> TrainState:
+    # The generator is named, so that a user's default of another kind neither changes the run nor the key's shape.
+    return init_state(model, rule, jax.random.wrap_key_data(words, impl="threefry2x32"))
+
+
+def _key_words(seed: int) -> NDArray[np.uint32]:
+    """The seed's two halves, uint32 [2]: a seed may have more bits than jax takes for an integer."""
+    return np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)

@@ -1,0 +1,292 @@
+"""What a resumed run goes on from: its recorded settings, its newest snapshot, and its logs cut to that.
+
+Owns which settings may change on the way. Knows nothing of the loop or of how snapshots are written.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.config import TrainConfig
+from engine.control_log import CONTROL_LOG_NAME, ControlEvent, read_events
+from engine.resolve import Resolved
+from engine.run_folder import CONFIG, EVALUATION_LOG, LOSS_LOG, SNAPSHOTS, RunFolder, recorded_versions
+
+if TYPE_CHECKING:
+    from engine.snapshot import Snapshot
+
+# The program takes them as arguments. One of them that is None is left out of the program, and so cannot come or go.
+RUNTIME_SETTINGS = frozenset(
+    {
+        "steps",
+        "eval_every_steps",
+        "stop_at_top1",
+        "snapshot_every_steps",
+        "learning_rate",
+        "warmup_steps",
+        "momentum",
+        "beta2",
+        "weight_decay",
+        "clip_norm",
+        "ema_decay",
+        "label_smoothing",
+        "skip_nonfinite",
+        "stop_on_nan",
+    }
+)
+# They concern the host alone, or are records of what another setting was made from. The data are told by their digest.
+HOST_SETTINGS = frozenset(
+    {
+        "data",
+        "epochs",
+        "warmup_epochs",
+        "prefetch",
+        "reader_threads",
+        "infeed_timeout_s",
+        "run_dir",
+        "resume",
+        "keep_snapshots",
+        "overwrite",
+        "compilation_cache",
+        "dump_hlo",
+    }
+)
+_IN_THE_PROGRAM = ("ema_decay",)
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """What `config.json` holds.
+
+    Attributes:
+        config: the settings of the last launch.
+        resolved: what they resolved to.
+        manifest_digest: of the data, None where they had none.
+        origins: where each setting came from.
+        versions: of what took part.
+        earlier: of earlier launches, oldest first: `until_step` and the `settings` that were others until then.
+    """
+
+    config: TrainConfig
+    resolved: dict[str, Any]
+    manifest_digest: str | None
+    origins: dict[str, str]
+    versions: dict[str, str]
+    earlier: tuple[dict[str, Any], ...]
+
+    def config_at(self, step: int) -> TrainConfig:
+        """Gives the settings that the update `step` (from 1) was made with."""
+        config = self.config
+        for launch in reversed(self.earlier):
+            if step <= launch["until_step"]:
+                config = dataclasses.replace(config, **launch["settings"])
+        return config
+
+    def changes(self) -> tuple[int, ...]:
+        """Gives the steps after which settings changed, ascending."""
+        return tuple(sorted({launch["until_step"] for launch in self.earlier}))
+
+
+def read_recorded(run: Path) -> RecordedRun:
+    """Reads `config.json`.
+
+    Raises:
+        ValueError: where it is missing, unreadable or of another form.
+    """
+    path = run / CONFIG
+    try:
+        values = json.loads(path.read_bytes())
+        return RecordedRun(
+            config=TrainConfig.from_json(values["config"]),
+            resolved=dict(values["resolved"]),
+            manifest_digest=values["manifest_sha256"],
+            origins=dict(values["origins"]),
+            versions=dict(values["versions"]),
+            earlier=tuple(
+                {"until_step": int(e["until_step"]), "settings": dict(e["settings"])} for e in values["earlier"]
+            ),
+        )
+    except FileNotFoundError:
+        raise ValueError(f"a run folder must hold {CONFIG}, and {run} does not: name the folder of a run") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} must be what run-train wrote, and cannot be read ({type(error).__name__}: {error}): "
+            "restore it, or begin another run"
+        ) from error
+
+
+def check_settings(config: TrainConfig, recorded: TrainConfig) -> None:
+    """Raises ValueError where settings differ that a run cannot change on its way; names each with both values."""
+    changed = {
+        name: (before, now)
+        for name, before, now in _differences(recorded, config)
+        if name not in HOST_SETTINGS and not _may_change(name, before, now)
+    }
+    if changed:
+        told = "; ".join(f"{name} was {before!r}, got {now!r}" for name, (before, now) in changed.items())
+        raise ValueError(
+            f"a resumed run must keep the settings that its program, its order and its data are made of: {told}. "
+            "Leave them as they were, or begin another run (--run-dir)"
+        )
+
+
+def _differences(before: TrainConfig, now: TrainConfig) -> list[tuple[str, Any, Any]]:
+    names = [field.name for field in dataclasses.fields(TrainConfig)]
+    pairs = [(name, getattr(before, name), getattr(now, name)) for name in names]
+    return [(name, old, new) for name, old, new in pairs if old != new]
+
+
+def _may_change(name: str, before: Any, now: Any) -> bool:
+    if name in _IN_THE_PROGRAM and (before is None or now is None):
+        return False
+    return name in RUNTIME_SETTINGS
+
+
+def check_data(resolved: Resolved, recorded: RecordedRun) -> None:
+    """Raises ValueError where the data or the model are not those of the recorded run."""
+    if resolved.manifest_digest != recorded.manifest_digest:
+        raise ValueError(
+            f"a resumed run must go on with its data, and those of {resolved.data} are others (their manifest's digest "
+            f"was {_short(recorded.manifest_digest)}, is {_short(resolved.manifest_digest)}): name the folder where "
+            "they are now (--data), or begin another run"
+        )
+    now = json.loads(json.dumps(resolved.to_json()))
+    for name in ("model", "num_classes", "height", "width", "mean", "std", "eval_manifest_sha256"):
+        if now.get(name) != recorded.resolved.get(name):
+            raise ValueError(
+                f"a resumed run must keep its {name}, which was {recorded.resolved.get(name)!r}, "
+                f"got {now.get(name)!r}: resume it with the data and the model that it began with"
+            )
+
+
+def _short(digest: str | None) -> str:
+    return "none" if digest is None else digest[:12]
+
+
+def note_changes(recorded: RecordedRun, config: TrainConfig, step: int) -> list[dict[str, Any]]:
+    """Gives the launches before one that goes on after `step`, for its record."""
+    earlier = [{**launch, "until_step": min(launch["until_step"], step)} for launch in recorded.earlier]
+    changed = {name: old for name, old, _ in _differences(recorded.config, config) if name in RUNTIME_SETTINGS}
+    # Where nothing was made yet, nothing was made with the old settings.
+    if changed and step:
+        earlier.append({"until_step": step, "settings": changed})
+    return [launch for launch in earlier if launch["until_step"]]
+
+
+def told_versions(recorded: RecordedRun) -> str | None:
+    """Gives a warning where the run was begun with other versions, which may compute other bits."""
+    now = recorded_versions()
+    others = [
+        f"{name} {before}, now {now.get(name)}" for name, before in recorded.versions.items() if before != now.get(name)
+    ]
+    return (
+        f"warning: the same bits are promised with the same versions alone; the run had {'; '.join(others)}"
+        if others
+        else None
+    )
+
+
+@dataclass(frozen=True)
+class StartingPoint:
+    """Where a launch begins.
+
+    Attributes:
+        step: updates done.
+        pulls: batches taken.
+        num_evaluations: completed.
+        snapshot: of that step, None for the state drawn from the seed.
+        events: requests that took effect in the run so far.
+    """
+
+    step: int = 0
+    pulls: int = 0
+    num_evaluations: int = 0
+    snapshot: "Snapshot | None" = None
+    events: Sequence[ControlEvent] = ()
+
+
+def find_start(run: Path, say: Callable[[str], None]) -> StartingPoint:
+    """Gives where a run goes on: after its newest snapshot that can be read, or where it has none at the beginning.
+
+    Args:
+        run: the run folder.
+        say: told of a snapshot that cannot be read.
+
+    Raises:
+        ValueError: where the log of requests cannot be read.
+    """
+    from engine.snapshot import SnapshotError, read_snapshot, snapshot_steps
+
+    events = read_events(run / CONTROL_LOG_NAME)
+    for step in reversed(snapshot_steps(run / SNAPSHOTS)):
+        try:
+            return start_at(read_snapshot(run / SNAPSHOTS, step), events)
+        except SnapshotError as error:
+            say(f"warning: {error}; the one before it is taken")
+    return StartingPoint(events=events)
+
+
+def start_at(snapshot: "Snapshot", events: Sequence[ControlEvent]) -> StartingPoint:
+    """Gives the start at a snapshot."""
+    num_evaluations = int(snapshot.leaves["num_evaluations"])
+    return StartingPoint(snapshot.step, snapshot.pulls, num_evaluations, snapshot, events)
+
+
+def cut_logs(folder: RunFolder, start: StartingPoint) -> None:
+    """Takes back what the run wrote after its starting point: it will write that again.
+
+    Raises:
+        ValueError: where a line before it is missing or unreadable; nothing is cut then.
+    """
+    cuts = {
+        folder.path / LOSS_LOG: _end_of_steps(folder.path / LOSS_LOG, start.step),
+        folder.path / EVALUATION_LOG: _end_of_lines(folder.path / EVALUATION_LOG, start.num_evaluations),
+    }
+    folder.remove_result()
+    for path, size_bytes in cuts.items():
+        if path.exists() and size_bytes < path.stat().st_size:
+            with path.open("r+b") as file:
+                file.truncate(size_bytes)
+
+
+def _end_of_steps(path: Path, num_steps: int) -> int:
+    """Gives the size of a loss log up to the line of step `num_steps`; lines count from step 1."""
+    end = 0
+    for number, line in enumerate(_lines(path, num_steps), start=1):
+        try:
+            step = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError):
+            step = None
+        if step != number:
+            raise ValueError(f"{path} must have step {number} in line {number}, has {line[:80]!r}: restore that file")
+        end += len(line)
+    return end
+
+
+def _end_of_lines(path: Path, num_lines: int) -> int:
+    return sum(map(len, _lines(path, num_lines)))
+
+
+def _lines(path: Path, count: int) -> list[bytes]:
+    """Gives the first `count` whole lines of a file."""
+    if not count:
+        return []
+    content = path.read_bytes() if path.exists() else b""
+    lines = content.split(b"\n")[:-1][:count]
+    if len(lines) < count:
+        raise ValueError(
+            f"{path} must have the {count} lines that go with the newest snapshot, has {len(lines)}: restore that file"
+        )
+    return [line + b"\n" for line in lines]
+
+
+def recorded_config(run: Path, changes: Mapping[str, Any]) -> TrainConfig:
+    """Gives the settings with which a run is continued: its own, and `changes` over them.
+
+    Raises:
+        ValueError: where the run has no readable record.
+    """
+    return dataclasses.replace(read_recorded(run).config, **{**changes, "run_dir": str(run), "resume": True})

@@ -1,0 +1,67 @@
+"""Words in mid-run: in order, on a thread of their own, and of no consequence where they cannot be told."""
+
+import threading
+import time
+
+import pytest
+
+from engine.notices import Notices
+
+SOON_S = 20.0
+
+
+def test_words_are_told_in_order_off_the_callers_thread_and_before_the_end():
+    told: list[tuple[str, threading.Thread]] = []
+    notices = Notices(lambda words: told.append((words, threading.current_thread())))
+    notices.say("before the start")
+    notices.start()
+    for number in range(50):
+        notices.say(str(number))
+    notices.close()
+    assert [words for words, _ in told] == ["before the start", *map(str, range(50))]
+    assert {thread is threading.main_thread() for _, thread in told} == {False}
+    assert not told[0][1].is_alive()
+
+
+@pytest.mark.parametrize(
+    "error", [BrokenPipeError(32, "Broken pipe"), RuntimeError("reentrant call inside <_io.BufferedWriter>")]
+)
+def test_words_that_cannot_be_told_hold_up_nothing_and_the_next_are_tried(error):
+    told: list[str] = []
+
+    def fail(words):
+        told.append(words)
+        raise error
+
+    notices = Notices(fail)
+    notices.start()
+    notices.say("first")
+    notices.say("second")
+    notices.close()
+    assert told == ["first", "second"]
+
+
+def test_a_terminal_that_nobody_reads_blocks_neither_the_speaker_nor_the_end():
+    gate, is_telling = threading.Event(), threading.Event()
+
+    def block(words):
+        is_telling.set()
+        assert gate.wait(SOON_S)
+
+    notices = Notices(block)
+    notices.start()
+    started = time.monotonic()
+    notices.say("held")
+    assert is_telling.wait(SOON_S)
+    for _ in range(100):
+        notices.say("waiting")
+    notices.close()
+    # Far more than the limit of the last words, far less than the terminal's own.
+    assert time.monotonic() - started < SOON_S / 2
+    gate.set()
+
+
+def test_notices_that_were_never_started_close():
+    notices = Notices(print)
+    notices.say("lost")
+    notices.close()
