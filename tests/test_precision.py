@@ -203,9 +203,9 @@ def test_the_dense_layers_products_are_those_of_rounded_operands():
 def test_a_bias_gathers_its_gradient_in_float32():
     """In bfloat16 a sum of ones stays at 256: 257 is no such number."""
     x, kernel = jnp.ones((2, 40, 40, 1), jnp.bfloat16), jnp.ones((1, 1, 1, 1), jnp.bfloat16)
-    y, pullback = jax.vjp(lambda bias: convolution(x, kernel, bias=bias), jnp.full(1, 1.5 * UNIT))
+    y, pullback = jax.vjp(lambda bias: convolution(x, kernel, bias=bias), jnp.full(1, UNIT * (1 + UNIT / 2)))
     assert pullback(jnp.ones_like(y))[0] == 2 * 40 * 40
-    # Rounded with the convolution's result, not before; numbers above 1 are 2 units apart.
+    # Numbers above 1 are 2 units apart. Rounded first, the bias is a whole unit, and the sum ties back to 1.
     assert y[0, 0, 0, 0] == 1 + 2 * UNIT
 
 
