@@ -1,6 +1,7 @@
 """The command `run-train`: options to settings, the loss stream to the terminal, errors to one line."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import click
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from engine.result import DryRun
 
 _DONE, _FAILED, _WRONG_USAGE, _STOPPED = 0, 1, 2, 130
+_RECORDED = "the recorded run"
 _DEFAULTS = TrainConfig()
 _OPTIONAL_INT, _OPTIONAL_FLOAT = OptionalNumber(click.INT), OptionalNumber(click.FLOAT)
 
@@ -319,7 +321,7 @@ def main(context: click.Context, /, *, recipe: str | None, dry_run: bool, traceb
     """Train an image classifier in one compiled program.
 
     Batches stream in and losses stream out while a single while-loop trains on the device. Exit codes: 0 done, 1 the
-    run failed, 2 wrong usage or data, 130 stopped by SIGINT or SIGTERM.
+    run failed, 2 wrong usage or data, 130 stopped by SIGINT, SIGTERM or control-run with a last snapshot.
     """
     try:
         merged = _merge(context, None if recipe is None else load_recipe(recipe))
@@ -328,7 +330,7 @@ def main(context: click.Context, /, *, recipe: str | None, dry_run: bool, traceb
             show_plan(_plan(config))
             code = _DONE
         else:
-            code = _train(config)
+            code = _train(config, merged.origins)
     except KeyboardInterrupt:
         say_to_stderr("run-train: stopped at once; no weights were written")
         code = _STOPPED
@@ -341,7 +343,9 @@ def main(context: click.Context, /, *, recipe: str | None, dry_run: bool, traceb
 
 
 def _merge(context: click.Context, recipe: LoadedRecipe | None) -> MergedOptions:
-    """Puts the command line above the recipe, and says what comes of it."""
+    """Puts the command line above the recipe, or the record of the run that is resumed, and says what comes of it."""
+    if context.params["resume"]:
+        return _resumed_options(context, recipe)
     if recipe is None:
         return merge_options(command_line(context))
     merged = merge_options(OptionSource(f"recipe {recipe.name}", recipe.settings), command_line(context))
@@ -352,6 +356,30 @@ def _merge(context: click.Context, recipe: LoadedRecipe | None) -> MergedOptions
     return merged
 
 
+def _resumed_options(context: click.Context, recipe: LoadedRecipe | None) -> MergedOptions:
+    """Puts the command line above the settings that the run was begun with."""
+    from engine.recorded_run import read_recorded
+
+    run_dir = context.params["run_dir"]
+    if run_dir is None:
+        raise ValueError("--resume continues the run of a folder, and none is named: give its --run-dir")
+    recorded = read_recorded(Path(run_dir))
+    if recipe is not None and f"recipe {recipe.name}" not in recorded.origins.values():
+        raise ValueError(
+            f"a resumed run keeps the recipe that it began with, and {run_dir} did not begin with {recipe.name}: "
+            "leave --recipe out, or begin another run"
+        )
+    merged = merge_options(OptionSource(_RECORDED, recorded.config.to_json()), command_line(context))
+    overrides = [each for each in merged.overrides if not each.startswith(("run_dir ", "resume "))]
+    if overrides:
+        click.echo(f"resumed with {', '.join(overrides)}")
+    origins = {
+        name: recorded.origins.get(name, origin) if origin == _RECORDED else origin
+        for name, origin in merged.origins.items()
+    }
+    return replace(merged, origins=origins)
+
+
 def _plan(config: TrainConfig) -> "DryRun":
     from engine.epochs import settle_epochs
     from engine.run import plan_run
@@ -359,13 +387,13 @@ def _plan(config: TrainConfig) -> "DryRun":
     return plan_run(settle_epochs(config, notify=click.echo), notify=click.echo)
 
 
-def _train(config: TrainConfig) -> int:
+def _train(config: TrainConfig, origins: dict[str, str]) -> int:
     from engine.epochs import settle_epochs
     from engine.run import train
 
     config = settle_epochs(config, notify=click.echo)
     sink, notify = loss_display(config)
     with run_dir_of(config.run_dir) as run_dir:
-        result = train(replace(config, run_dir=run_dir), sinks=[sink], notify=notify)
+        result = train(replace(config, run_dir=run_dir), sinks=[sink], notify=notify, origins=origins)
     summarise(result)
-    return _DONE if result.stopped_by == "steps" else _STOPPED
+    return _DONE if result.is_complete else _STOPPED

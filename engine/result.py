@@ -45,6 +45,11 @@ class TrainResult:
     wait_s: float
     run_dir: Path | None
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the run came to its own end, and was not stopped."""
+        return self.stopped_by in ("steps", "top1")
+
 
 @dataclass(frozen=True)
 class DryRun:

@@ -5,15 +5,16 @@ Owns which settings may change on the way. Knows nothing of the loop or of how s
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.config import TrainConfig
 from engine.control_log import CONTROL_LOG_NAME, ControlEvent, read_events
+from engine.recorded_run import RecordedRun
 from engine.resolve import Resolved
-from engine.run_folder import CONFIG, EVALUATION_LOG, LOSS_LOG, SNAPSHOTS, RunFolder, recorded_versions
+from engine.run_folder import EVALUATION_LOG, LOSS_LOG, SNAPSHOTS, RunFolder, recorded_versions
 
 if TYPE_CHECKING:
     from engine.snapshot import Snapshot
@@ -55,67 +56,6 @@ HOST_SETTINGS = frozenset(
     }
 )
 _IN_THE_PROGRAM = ("ema_decay",)
-
-
-@dataclass(frozen=True)
-class RecordedRun:
-    """What `config.json` holds.
-
-    Attributes:
-        config: the settings of the last launch.
-        resolved: what they resolved to.
-        manifest_digest: of the data, None where they had none.
-        origins: where each setting came from.
-        versions: of what took part.
-        earlier: of earlier launches, oldest first: `until_step` and the `settings` that were others until then.
-    """
-
-    config: TrainConfig
-    resolved: dict[str, Any]
-    manifest_digest: str | None
-    origins: dict[str, str]
-    versions: dict[str, str]
-    earlier: tuple[dict[str, Any], ...]
-
-    def config_at(self, step: int) -> TrainConfig:
-        """Gives the settings that the update `step` (from 1) was made with."""
-        config = self.config
-        for launch in reversed(self.earlier):
-            if step <= launch["until_step"]:
-                config = dataclasses.replace(config, **launch["settings"])
-        return config
-
-    def changes(self) -> tuple[int, ...]:
-        """Gives the steps after which settings changed, ascending."""
-        return tuple(sorted({launch["until_step"] for launch in self.earlier}))
-
-
-def read_recorded(run: Path) -> RecordedRun:
-    """Reads `config.json`.
-
-    Raises:
-        ValueError: where it is missing, unreadable or of another form.
-    """
-    path = run / CONFIG
-    try:
-        values = json.loads(path.read_bytes())
-        return RecordedRun(
-            config=TrainConfig.from_json(values["config"]),
-            resolved=dict(values["resolved"]),
-            manifest_digest=values["manifest_sha256"],
-            origins=dict(values["origins"]),
-            versions=dict(values["versions"]),
-            earlier=tuple(
-                {"until_step": int(e["until_step"]), "settings": dict(e["settings"])} for e in values["earlier"]
-            ),
-        )
-    except FileNotFoundError:
-        raise ValueError(f"a run folder must hold {CONFIG}, and {run} does not: name the folder of a run") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} must be what run-train wrote, and cannot be read ({type(error).__name__}: {error}): "
-            "restore it, or begin another run"
-        ) from error
 
 
 def check_settings(config: TrainConfig, recorded: TrainConfig) -> None:
@@ -281,12 +221,3 @@ def _lines(path: Path, count: int) -> list[bytes]:
             f"{path} must have the {count} lines that go with the newest snapshot, has {len(lines)}: restore that file"
         )
     return [line + b"\n" for line in lines]
-
-
-def recorded_config(run: Path, changes: Mapping[str, Any]) -> TrainConfig:
-    """Gives the settings with which a run is continued: its own, and `changes` over them.
-
-    Raises:
-        ValueError: where the run has no readable record.
-    """
-    return dataclasses.replace(read_recorded(run).config, **{**changes, "run_dir": str(run), "resume": True})

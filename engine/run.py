@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -23,16 +23,15 @@ from engine.launch import Launch, NonFiniteError
 from engine.machine import host_memory_bytes
 from engine.outfeed import PushedSnapshot
 from engine.program import TrainModel, TrainState
+from engine.recorded_run import RecordedRun, read_recorded
 from engine.result import DryRun, TrainResult
 from engine.resume import (
-    RecordedRun,
     StartingPoint,
     check_data,
     check_settings,
     cut_logs,
     find_start,
     note_changes,
-    read_recorded,
     told_versions,
 )
 from engine.run_folder import RunFolder
@@ -99,8 +98,9 @@ def train(
         origins = _origins(config) if origins is None else origins
         resolved = launch.resolved
         folder.write_config(config, resolved.to_json(), resolved.manifest_digest, origins=origins, earlier=earlier)
+        recorded_run = stack.enter_context(_RecordedRun(config, launch, folder))
         compiled, state = _compile(config, launch)
-        return _RecordedRun(config, launch, folder).run(compiled, state, sinks)
+        return recorded_run.run(compiled, state, sinks)
 
 
 def plan_run(
@@ -204,6 +204,15 @@ class _RecordedRun:
         self._control_log = ControlLog(folder.control_log)
         self._mailbox = ControlMailbox(folder.path, launch.board.request)
 
+    def __enter__(self) -> Self:
+        # Before anything takes long: what is asked for while the program is compiled takes effect at its first step.
+        self._mailbox.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._mailbox.close()
+        self._control_log.close()
+
     def run(self, compiled: Compiled, state: TrainState, sinks: Sequence[Sink]) -> TrainResult:
         """Runs the program, writes what the run leaves, and raises what went wrong."""
         launch, start = self._launch, self._launch.start
@@ -214,15 +223,11 @@ class _RecordedRun:
             record=self._record_event,
         )
         self._folder.launched()
-        self._mailbox.start()
         try:
             state = launch.run(compiled, state, [self._sink, *sinks])
         except BaseException as error:
             self._record_end(error)
             raise
-        finally:
-            self._mailbox.close()
-            self._control_log.close()
         failure = launch.failure(state)
         result = _result(launch, compiled, state, self._folder)
         self._keep_state(state, failure)

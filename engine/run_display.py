@@ -1,6 +1,7 @@
 """How `run-train` shows a run: what a dry run found, the loss stream, the last lines."""
 
 import io
+import shlex
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -47,7 +48,7 @@ def loss_display(config: TrainConfig) -> "tuple[Sink, Callable[[str], None]]":
 def summarise(result: "TrainResult") -> None:
     """Prints how a run ended, and where it left its files."""
     steps = f"{result.steps_done:,} step{'' if result.steps_done == 1 else 's'}"
-    how = "done" if result.stopped_by == "steps" else f"stopped by {result.stopped_by}"
+    how = {"steps": "done", "top1": "done, its top-1 reached"}.get(result.stopped_by, f"stopped by {result.stopped_by}")
     line = f"{how}: {steps} in {result.train_s:.1f} s"
     if len(result.losses):
         last = result.losses[-min(100, len(result.losses)) :]
@@ -56,4 +57,8 @@ def summarise(result: "TrainResult") -> None:
             f"infeed wait {100 * result.wait_s / result.train_s:.1f} % of the time"
         )
     click.echo(line)
+    if result.num_skipped:
+        click.echo(f"skipped: {result.num_skipped:,} updates, whose gradients were not finite")
     click.echo(f"run folder: {result.run_dir}")
+    if not result.is_complete:
+        click.echo(f"to go on: run-train --run-dir {shlex.quote(str(result.run_dir))} --resume")

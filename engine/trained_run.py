@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.config import TrainConfig
-from engine.resume import read_recorded
+from engine.recorded_run import read_recorded
 from engine.run_folder import CONFIG
 from engine.weights import StoredWeights, read_weights
 
