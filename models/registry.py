@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from models import resnet
+from models import pooled_resnet, resnet
 from models.model import BatchStats, Model, Params
+from models.pooled_resnet import PooledResNet
 from models.resnet import ResNet
 
 
@@ -24,8 +25,18 @@ def _bottleneck(*stages: int) -> ResNet:
     return ResNet(stages=stages, width=64, block="bottleneck", stem="imagenet", stride_on="conv2")
 
 
-def resnets() -> dict[str, ResNet]:
+def resnets() -> dict[str, ResNet | PooledResNet]:
     """Every network that can be asked for by name."""
+    networks: dict[str, ResNet | PooledResNet] = {**_imagenet_resnets(), **_cifar_resnets()}
+    # Page's network has 64, 128, 256 and 512 channels and a stem that is not pooled: ten times the multiplications.
+    return networks | {"resnet8-pooled": PooledResNet(stem=32, stages=(96, 192), activation="silu")}
+
+
+def _cifar_resnets() -> dict[str, ResNet]:
+    return {f"resnet{depth}": _cifar(depth) for depth in (8, 14, 20, 32, 44, 56, 110)}
+
+
+def _imagenet_resnets() -> dict[str, ResNet]:
     return {
         "resnet18": _basic(2, 2, 2, 2),
         "resnet34": _basic(3, 4, 6, 3),
@@ -41,7 +52,7 @@ def resnets() -> dict[str, ResNet]:
             conv_bias=True,
             stride_on="conv3",
         ),
-    } | {f"resnet{depth}": _cifar(depth) for depth in (8, 14, 20, 32, 44, 56, 110)}
+    }
 
 
 def model_names() -> tuple[str, ...]:
@@ -49,7 +60,7 @@ def model_names() -> tuple[str, ...]:
     return tuple(resnets())
 
 
-def find_resnet(name: str) -> ResNet:
+def find_resnet(name: str) -> ResNet | PooledResNet:
     """The composition of the network of this name.
 
     Raises:
@@ -78,11 +89,19 @@ def build_model(name: str, *, num_classes: int, image_size: int, dtype: DTypeLik
     if name == "auto":
         name = "resnet50" if image_size >= 128 else "resnet8"
     net = find_resnet(name)
+    forward = partial(pooled_resnet.apply, net) if isinstance(net, PooledResNet) else partial(resnet.apply, net)
 
     def apply(params: Params, batch_stats: BatchStats, images: jax.Array, train: bool) -> tuple[jax.Array, BatchStats]:
-        return resnet.apply(net, params, batch_stats, images, train=train, dtype=jnp.dtype(dtype))
+        return forward(params, batch_stats, images, train=train, dtype=jnp.dtype(dtype))
 
-    return Model(name, partial(resnet.init, net, num_classes), apply)
+    return Model(name, partial(init_resnet, net, num_classes), apply)
+
+
+def init_resnet(net: ResNet | PooledResNet, num_classes: int, key: jax.Array) -> tuple[Params, BatchStats]:
+    """Fresh float32 parameters and batch statistics of either kind of network, a function of the key alone."""
+    if isinstance(net, PooledResNet):
+        return pooled_resnet.init(net, num_classes, key)
+    return resnet.init(net, num_classes, key)
 
 
 def count_params(params: Params) -> int:

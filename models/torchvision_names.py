@@ -1,7 +1,8 @@
 """Parameters under torchvision's names and in PyTorch's layouts, both ways.
 
 The keys of this package's nested parameters already spell torchvision's module paths; what differs is the last word,
-the order of a kernel's axes, and that PyTorch keeps parameters and running statistics in one flat dictionary.
+the order of a kernel's axes, and that PyTorch keeps parameters and running statistics in one flat dictionary. A network
+that torchvision has not, `resnet8-pooled`, has its own paths (`stage1.residual.0.conv.weight`) and the same layouts.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,9 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from models import resnet
 from models.model import BatchStats, Params
-from models.registry import find_resnet
+from models.registry import find_resnet, init_resnet
 
 type Leaves = dict[str, Any]
 
@@ -101,7 +101,7 @@ def _from_torch_layout(array: np.ndarray) -> np.ndarray:
 
 def _shapes(model_name: str, num_classes: int) -> tuple[Params, BatchStats]:
     """The model's parameters and statistics as shapes only."""
-    return jax.eval_shape(partial(resnet.init, find_resnet(model_name), num_classes), jax.random.key(0))
+    return jax.eval_shape(partial(init_resnet, find_resnet(model_name), num_classes), jax.random.key(0))
 
 
 def _check(model_name: str, tensors: Mapping[str, np.ndarray]) -> None:

@@ -263,10 +263,11 @@ def one_block_a_stage(stride_on):
     [
         (build_model("resnet8", num_classes=10, image_size=32), 32, 32),
         (build_model("resnet8", num_classes=10, image_size=31, dtype=jnp.bfloat16), 6, 31),
+        (build_model("resnet8-pooled", num_classes=10, image_size=32), 32, 32),
         (one_block_a_stage("conv2"), 2, 64),
         (one_block_a_stage("conv3"), 2, 65),
     ],
-    ids=["resnet8", "resnet8-bfloat16-odd", "v1.5", "xlajl"],
+    ids=["resnet8", "resnet8-bfloat16-odd", "pooled", "v1.5", "xlajl"],
 )
 def test_a_training_step_in_a_loop_keeps_only_fast_convolutions(model, batch, image_size):
     hlo = training_loop(model, batch, image_size)

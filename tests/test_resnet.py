@@ -11,6 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from models import resnet
 from models.registry import build_model, find_resnet, model_names
+from models.resnet import ResNet
 
 
 def normal(seed, shape):
@@ -79,17 +80,23 @@ def test_the_last_block_of_each_stage_has_the_published_shape(name, image_size, 
     assert (logits.shape, logits.dtype) == ((2, 11), jnp.float32)
 
 
+def blocks(name):
+    net = find_resnet(name)
+    assert isinstance(net, ResNet)
+    return resnet.blocks(net)
+
+
 def strides(name):
-    return [tuple(conv.stride for conv in block.convs) for block in resnet.blocks(find_resnet(name))]
+    return [tuple(conv.stride for conv in block.convs) for block in blocks(name)]
 
 
 def test_where_the_stride_stands():
     assert strides("resnet50")[:4] == [(1, 1, 1)] * 3 + [(1, 2, 1)]
     assert strides("resnet50-xlajl")[:4] == [(1, 1, 1)] * 3 + [(1, 1, 2)]
     assert strides("resnet18")[:4] == [(1, 1), (1, 1), (2, 1), (1, 1)]
-    projected = [block.path for block in resnet.blocks(find_resnet("resnet50-xlajl")) if block.projection]
+    projected = [block.path for block in blocks("resnet50-xlajl") if block.projection]
     assert projected == ["layer1.0", "layer2.0", "layer3.0", "layer4.0"]
-    assert [block.path for block in resnet.blocks(find_resnet("resnet20")) if block.projection] == [
+    assert [block.path for block in blocks("resnet20") if block.projection] == [
         "layer2.0",
         "layer3.0",
     ]

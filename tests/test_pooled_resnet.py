@@ -1,0 +1,205 @@
+"""Residual networks with pooled stages: against XLA's operations, composition, initial values, small images."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from models import pooled_resnet
+from models.model import BatchStats
+from models.pooled_resnet import PooledResNet
+from models.registry import build_model, count_params
+
+NET = PooledResNet(stem=6, stages=(8, 10))
+
+
+def normal(seed, shape):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def drawn(net, num_classes=5):
+    """Parameters and statistics that differ everywhere, so that none can stand in another's place."""
+    shapes = jax.eval_shape(partial(pooled_resnet.init, net, num_classes), jax.random.key(0))
+    rng = np.random.default_rng(1)
+    return jax.tree.map(lambda leaf: jnp.asarray(rng.uniform(0.2, 1.0, leaf.shape), jnp.float32), shapes)
+
+
+def xla_layer(x, params, stats, activation, *, pool, train):
+    """A layer of XLA's own convolution, reduce-window and elementary arithmetic; the new statistics beside it."""
+    x = lax.conv_general_dilated(
+        x, params["conv"]["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    if pool:
+        x = lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+    mean, var = (x.mean((0, 1, 2)), x.var((0, 1, 2))) if train else (stats["norm"]["mean"], stats["norm"]["var"])
+    count = x.size // x.shape[-1]
+    moved = {
+        "mean": 0.9 * stats["norm"]["mean"] + 0.1 * mean,
+        "var": 0.9 * stats["norm"]["var"] + 0.1 * var * count / (count - 1),
+    }
+    x = (x - mean) / jnp.sqrt(var + 1e-5) * params["norm"]["scale"] + params["norm"]["bias"]
+    return activation(x), {"norm": moved if train else stats["norm"]}
+
+
+def xla_network(params, stats, x, activation, *, train):
+    """The network of two stages, written out."""
+    new: BatchStats = {"stage1": {"residual": {}}, "stage2": {"residual": {}}}
+    x, new["stem"] = xla_layer(x, params["stem"], stats["stem"], activation, pool=True, train=train)
+    for stage in ("stage1", "stage2"):
+        p, s, n = params[stage], stats[stage], new[stage]
+        x, n["widen"] = xla_layer(x, p["widen"], s["widen"], activation, pool=True, train=train)
+        y, n["residual"]["0"] = xla_layer(
+            x, p["residual"]["0"], s["residual"]["0"], activation, pool=False, train=train
+        )
+        y, n["residual"]["1"] = xla_layer(
+            y, p["residual"]["1"], s["residual"]["1"], activation, pool=False, train=train
+        )
+        x = x + y
+    return (x.max((1, 2)) @ params["fc"]["kernel"] + params["fc"]["bias"]) / 8, new
+
+
+def logistic_gelu(x):
+    return x / (1 + jnp.exp(-1.702 * x))
+
+
+ACTIVATIONS = {"relu": lambda x: jnp.maximum(x, 0), "silu": logistic_gelu}
+
+
+def loss_and_gradients(forward, params, wanted):
+    def loss(params):
+        logits, new = forward(params)
+        return jnp.square(logits - wanted).mean(), (logits, new)
+
+    (_, (logits, new)), gradients = jax.value_and_grad(loss, has_aux=True)(params)
+    return logits, new, gradients
+
+
+def in_a_loop(function, *operands):
+    """The second of two turns of a `while_loop`, whose body is where the training program has the network."""
+    shapes = jax.eval_shape(function, *operands)
+    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+    @jax.jit
+    def run(operands):
+        return lax.while_loop(
+            lambda carry: carry[0] < 2, lambda carry: (carry[0] + 1, function(*operands)), (jnp.int32(0), nothing)
+        )[1]
+
+    return run(operands)
+
+
+@pytest.mark.parametrize(("activation", "size"), [("relu", (16, 16)), ("silu", (9, 13))])
+def test_logits_statistics_and_gradients_are_those_of_xlas_operations(activation, size):
+    net = PooledResNet(stem=6, stages=(8, 10), activation=activation)
+    params, stats = drawn(net)
+    images, wanted = normal(2, (4, *size, 3)), normal(3, (4, 5))
+
+    def ours(params, images):
+        forward = partial(pooled_resnet.apply, net, train=True, dtype=jnp.dtype(jnp.float32))
+        return loss_and_gradients(lambda params: forward(params, stats, images), params, wanted)
+
+    def plain(params, images):
+        forward = partial(xla_network, activation=ACTIVATIONS[activation], train=True)
+        return loss_and_gradients(lambda params: forward(params, stats, images), params, wanted)
+
+    found = in_a_loop(ours, params, images)
+    reference = jax.jit(plain)(params, images)
+    # Float32 sums in another order, 9 norms deep: 1e-4 of a leaf's largest value.
+    jax.tree.map(
+        lambda ours, xla: np.testing.assert_allclose(ours, xla, rtol=0, atol=1e-4 * np.abs(xla).max() + 1e-7),
+        found,
+        reference,
+    )
+
+
+def test_evaluation_normalises_by_the_running_statistics_and_leaves_them():
+    params, stats = drawn(NET)
+    images = normal(2, (4, 16, 16, 3))
+    evaluate = jax.jit(partial(pooled_resnet.apply, NET, train=False, dtype=jnp.dtype(jnp.float32)))
+    logits, after = evaluate(params, stats, images)
+    wanted, _ = xla_network(params, stats, images, ACTIVATIONS["relu"], train=False)
+    np.testing.assert_allclose(logits, wanted, rtol=1e-4)
+    jax.tree.map(np.testing.assert_array_equal, after, stats)
+    np.testing.assert_allclose(evaluate(params, stats, images[:1])[0], logits[:1], rtol=1e-5)
+
+
+def test_bfloat16_stays_near_float32():
+    """Eight bits of mantissa, rounded after each of 7 layers: logits within 5 % and the gradient within 20 %."""
+    net = PooledResNet(stem=6, stages=(8, 10), activation="silu")
+    params, stats = jax.jit(partial(pooled_resnet.init, net, 5))(jax.random.key(0))
+    images, wanted = normal(2, (16, 16, 16, 3)), normal(3, (16, 5))
+
+    def at(dtype):
+        forward = partial(pooled_resnet.apply, net, train=True, dtype=jnp.dtype(dtype))
+        both = jax.jit(lambda params: loss_and_gradients(lambda params: forward(params, stats, images), params, wanted))
+        logits, new, gradients = both(params)
+        assert {leaf.dtype for leaf in jax.tree.leaves((logits, new, gradients))} == {jnp.dtype(jnp.float32)}
+        return logits, np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(gradients)])
+
+    (logits, gradient), (narrow_logits, narrow_gradient) = at(jnp.float32), at(jnp.bfloat16)
+    np.testing.assert_allclose(narrow_logits, logits, rtol=0, atol=0.05 * np.abs(logits).max())
+    assert np.linalg.norm(narrow_gradient - gradient) < 0.2 * np.linalg.norm(gradient)
+    assert not np.array_equal(narrow_logits, logits)  # it is narrow indeed
+
+
+def test_stages_halve_the_map_and_only_their_first_layer_widens(monkeypatch):
+    shapes = {}
+    apply_layer = pooled_resnet._apply_layer
+
+    def spy(net, layer, params, batch_stats, x, train):
+        y, new = apply_layer(net, layer, params, batch_stats, x, train)
+        shapes[".".join(layer.path)] = y.shape[1:]
+        return y, new
+
+    monkeypatch.setattr(pooled_resnet, "_apply_layer", spy)
+    model = build_model("resnet8-pooled", num_classes=10, image_size=32)
+    params, stats = jax.eval_shape(model.init, jax.random.key(0))
+    images = jax.ShapeDtypeStruct((2, 32, 32, 3), jnp.float32)
+    logits, _ = jax.eval_shape(partial(model.apply, train=True), params, stats, images)
+    assert shapes == {
+        "stem": (16, 16, 32),
+        "stage1.widen": (8, 8, 96),
+        "stage1.residual.0": (8, 8, 96),
+        "stage1.residual.1": (8, 8, 96),
+        "stage2.widen": (4, 4, 192),
+        "stage2.residual.0": (4, 4, 192),
+        "stage2.residual.1": (4, 4, 192),
+    }
+    assert (logits.shape, logits.dtype) == ((2, 10), jnp.float32)
+
+
+def test_parameters_are_counted_by_hand():
+    kernels = 9 * (3 * 32 + 32 * 96 + 2 * 96 * 96 + 96 * 192 + 2 * 192 * 192)
+    norms = 2 * (32 + 3 * 96 + 3 * 192)
+    params, _ = jax.eval_shape(build_model("resnet8-pooled", num_classes=10, image_size=32).init, jax.random.key(0))
+    assert count_params(params) == kernels + norms + 192 * 10 + 10
+
+
+def test_initial_values():
+    init = jax.jit(build_model("resnet8-pooled", num_classes=10, image_size=32).init)
+    params, stats = init(jax.random.key(3))
+    for layer, fan_in in ((params["stem"], 27), (params["stage2"]["residual"]["1"], 9 * 192)):
+        kernel = np.asarray(layer["conv"]["kernel"])
+        # The deviation of n normal draws is known to 1/√(2n); four of those.
+        assert abs(kernel.std() / np.sqrt(2 / fan_in) - 1) < 4 / np.sqrt(2 * kernel.size)
+        np.testing.assert_array_equal(layer["norm"]["scale"], 1)
+        np.testing.assert_array_equal(layer["norm"]["bias"], 0)
+    fc = np.asarray(params["fc"]["kernel"])
+    assert abs(fc.std() * np.sqrt(192) - 1) < 4 / np.sqrt(2 * fc.size)
+    np.testing.assert_array_equal(stats["stem"]["norm"]["mean"], 0)
+    np.testing.assert_array_equal(stats["stem"]["norm"]["var"], 1)
+    pair = params["stage1"]["residual"]
+    assert not np.array_equal(pair["0"]["conv"]["kernel"], pair["1"]["conv"]["kernel"])
+    jax.tree.map(np.testing.assert_array_equal, init(jax.random.key(3)), (params, stats))
+    assert not np.array_equal(init(jax.random.key(4))[0]["fc"]["kernel"], fc)
+
+
+def test_images_that_cannot_be_halved_so_often_are_refused():
+    params, stats = drawn(NET)
+    forward = partial(pooled_resnet.apply, NET, params, stats, train=False, dtype=jnp.dtype(jnp.float32))
+    assert forward(jnp.zeros((1, 8, 8, 3)))[0].shape == (1, 5)
+    with pytest.raises(ValueError, match="at least 8 × 8 px to be halved 3 times, got 9 × 7: give larger ones"):
+        forward(jnp.zeros((1, 9, 7, 3)))
