@@ -13,7 +13,6 @@ import click
 from engine.command_end import describe_error, leave, say_to_stderr
 from engine.config import PrecisionName, TrainConfig, TransportName
 from preprocess.grouped_help import GroupedCommand
-from preprocess.location import printable
 
 if TYPE_CHECKING:
     from engine.evaluation_result import ClassResult, EvaluationResult
@@ -171,17 +170,20 @@ def _evaluate_run(run: str, settings: dict[str, Any], *, per_class: bool) -> "Ev
 
 def _words(result: "EvaluationResult", weights: str | None) -> str:
     from engine.sinks import evaluation_words
+    from preprocess.location import printable
 
     words = evaluation_words(result.record)
     if weights is not None and result.record.step == 0:
         words = f"evaluation of {printable(weights)}: {words.partition(': ')[2]}"
-    return "\n".join([words, *_class_lines(result.classes or ())])
+    return "\n".join([words, *_class_lines(result.classes)])
 
 
 def _class_lines(classes: "tuple[ClassResult, ...]") -> list[str]:
     """A table of the classes: label, identifier, name, images, and the share that is right."""
     if not classes:
         return []
+    from preprocess.location import printable
+
     rows = [("label", "class", "name", "images", "top-1")]
     for label, each in enumerate(classes):
         share = "–" if math.isnan(each.top1) else f"{100 * each.top1:.2f} %"
@@ -195,7 +197,7 @@ def _class_lines(classes: "tuple[ClassResult, ...]") -> list[str]:
 
 
 def _json_line(result: "EvaluationResult") -> str:
-    if result.classes is None:
+    if not result.classes:
         return result.record.to_json()
     classes = [
         {

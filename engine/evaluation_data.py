@@ -77,9 +77,12 @@ def open_evaluation_split(
     """
     data = _choose(config, trained_on, notify)
     name = _choose_eval_split(config, data)
-    if name is None:
-        there = ", ".join(list_splits(data)) or "none"
-        raise ValueError(f"the split must be named, since {data} has no val and no test: --split, one of {there}")
+    if name is None and (there := list_splits(data)):
+        raise ValueError(
+            f"the split must be named, since {data} has none of the usual ones to evaluate on: --split, one of "
+            f"{', '.join(there)}"
+        )
+    name = name or config.split  # where there is none at all, opening it says why
     split = stack.enter_context(open_split(data, name))
     is_known = _compare(config, data, trained_on, split.manifest, name, notify)
     _check_num_classes(split.manifest, f"{data}/{name}", trained_on, is_subset_allowed=is_known)

@@ -34,7 +34,7 @@ class EvaluationResult:
     Attributes:
         record: the numbers, as the training loop records them; its step is 0 where the weights do not tell theirs.
         num_top1, num_top5: images whose class is the first, or among the first five.
-        classes: the same by label, None where it was not asked for.
+        classes: the same by label, none where it was not asked for.
         data: evaluated on, in words.
         compile_s: seconds of compiling, or of loading.
         from_cache: whether the program came from the cache on disk.
@@ -45,7 +45,7 @@ class EvaluationResult:
     record: EvaluationRecord
     num_top1: int
     num_top5: int
-    classes: tuple[ClassResult, ...] | None
+    classes: tuple[ClassResult, ...]
     data: str
     compile_s: float
     from_cache: bool

@@ -252,9 +252,9 @@ def _launch(
     return tally
 
 
-def _class_results(tally: Tally, data: EvaluationData) -> tuple[ClassResult, ...] | None:
+def _class_results(tally: Tally, data: EvaluationData) -> tuple[ClassResult, ...]:
     if tally.classes is None:
-        return None
+        return ()
     counts = zip(tally.classes.num_images.tolist(), tally.classes.top1.tolist(), strict=True)
     results = []
     for label, (num_images, num_top1) in enumerate(counts):

@@ -42,6 +42,42 @@ def test_a_batch_is_counted_as_by_sorting_and_padding_is_not(num_images, num_cla
     np.testing.assert_allclose(tally.loss_sum, loss, rtol=1e-5)
 
 
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 3)), min_size=1, max_size=3), st.integers(1, 9))
+def test_classes_are_counted_as_by_a_loop_over_images(batches, num_classes):
+    random = np.random.default_rng(0)
+    tally = empty_tally(num_classes)
+    num_images, top1 = np.zeros(num_classes, int), np.zeros(num_classes, int)
+    for count, padding in batches:
+        labels = random.integers(num_classes, size=count)
+        logits = random.integers(-2, 3, (count + padding, num_classes)).astype(np.float32)
+        for row, label in zip(logits, labels, strict=False):
+            num_images[label] += 1
+            top1[label] += np.argmax(row) == label
+        padded = jnp.array([*labels, *[PADDING_LABEL] * padding], jnp.int32)
+        tally = tally_batch(tally, jnp.asarray(logits), padded)
+    assert tally.classes is not None
+    np.testing.assert_array_equal(tally.classes.num_images, num_images)
+    np.testing.assert_array_equal(tally.classes.top1, top1)
+    assert (int(tally.num_images), int(tally.top1)) == (num_images.sum(), top1.sum())
+
+
+def test_a_tally_without_classes_compiles_nothing_for_them():
+    def compiled(num_classes):
+        tally = jax.jit(lambda logits, labels: tally_batch(empty_tally(num_classes), logits, labels))
+        return tally.lower(jnp.zeros((4, 7)), jnp.zeros(4, jnp.int32)).as_text()
+
+    assert "tensor<7xi32>" not in compiled(None).split("return")[-1]
+    assert "tensor<7xi32>, tensor<7xi32>" in compiled(7)
+
+
+def test_a_label_that_is_no_class_belongs_to_none_and_counts_as_wrong():
+    tally = tally_batch(empty_tally(3), jnp.zeros((2, 3)), jnp.array([0, 3]))
+    assert tally.classes is not None
+    assert (int(tally.num_images), int(tally.top1)) == (2, 1)
+    assert (tally.classes.num_images.tolist(), tally.classes.top1.tolist()) == ([1, 0, 0], [1, 0, 0])
+
+
 def test_a_row_with_nan_is_wrong_and_shows_in_the_loss():
     tally = tally_batch(empty_tally(), jnp.array([[jnp.nan, 1.0, 0.0], [0.0, 1.0, 0.0]]), jnp.array([1, 1]))
     assert (int(tally.num_images), int(tally.top1), int(tally.top5)) == (2, 1, 1)

@@ -1,0 +1,171 @@
+"""`run-eval` from outside: what it prints, its exit codes, and errors in a line."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from engine import TrainConfig, train
+from engine.eval_cli import main
+from engine.sinks import evaluation_words
+from tests.fake_source import fake_source, pack
+from tests.toy import Linear, toy_batch, toy_config
+
+COMMAND = [sys.executable, "-c", "from engine.eval_cli import main; main()"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a data set, a run on it and a run of a model of somebody's own."""
+    folder = tmp_path_factory.mktemp("place")
+    pack(fake_source(20, size=8), folder / "data")
+    pack(fake_source(11, size=8, seed=1, name="val"), folder / "data")
+    config = TrainConfig(
+        steps=2, batch=4, data=os.fspath(folder / "data"), model="resnet8", run_dir=os.fspath(folder / "run")
+    )
+    result = train(config)
+    train(toy_config(steps=1, run_dir=folder / "own"), model=Linear(), batches=toy_batch)
+    return folder, result.evaluations[-1]
+
+
+def run_eval(*arguments, cwd):
+    return subprocess.run(
+        [*COMMAND, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def invoke(monkeypatch, place, *arguments):
+    """Runs the command in this process, in the folder; its exit code is what it would have left with."""
+    codes: list[int] = []
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(os, "_exit", codes.append)
+    result = CliRunner().invoke(main, list(map(str, arguments)))
+    return (codes or [result.exit_code])[0], result.stdout, result.stderr
+
+
+def test_it_prints_the_line_of_the_loop_and_says_the_rest_to_stderr(place):
+    folder, found = place
+    done = run_eval("run", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == evaluation_words(found) + "\n"
+    told = done.stderr.splitlines()
+    assert told[0] == "weights: run, resnet8 after 2 steps"
+    assert told[1].endswith("data/val, 11 images")
+    assert told[2].startswith("compiled evaluation program in ")
+    assert told[3].startswith("11 images in ")
+
+
+def test_json_is_a_line_as_in_the_log(place, monkeypatch):
+    folder, _ = place
+    code, out, _ = invoke(monkeypatch, folder, "run", "--json")
+    (logged,) = (folder / "run/eval.jsonl").read_text().splitlines()
+    values, wanted = json.loads(out), json.loads(logged)
+    assert code == 0
+    assert values.keys() == wanted.keys()
+    assert {name: values[name] for name in values if name != "time"} == {
+        name: wanted[name] for name in wanted if name != "time"
+    }
+
+
+def test_classes_are_a_table_or_a_list(place, monkeypatch):
+    folder, found = place
+    _, out, _ = invoke(monkeypatch, folder, "run", "--per-class")
+    lines = out.splitlines()
+    assert lines[0] == evaluation_words(found)
+    assert lines[1].split() == ["label", "class", "name", "images", "top-1"]
+    assert [line.split()[:2] for line in lines[2:]] == [["0", "n1"], ["1", "n2"], ["2", "n3"]]
+    assert len({len(line) for line in lines[1:]}) == 1
+    _, out, _ = invoke(monkeypatch, folder, "run", "--per-class", "--json")
+    classes = json.loads(out)["classes"]
+    assert [each["num_images"] for each in classes] == [4, 4, 3]
+    right = sum(round(each["num_images"] * each["top1"]) for each in classes)
+    assert right == round(found.top1 * 11)
+
+
+def test_weights_of_no_run(place, monkeypatch):
+    folder, found = place
+    arguments = ["--weights", "run/model.safetensors", "--data", "data", "--batch", 4]
+    code, out, _ = invoke(monkeypatch, folder, *arguments)
+    assert (code, out) == (0, evaluation_words(found) + "\n")
+    scale = ["--mean", 0.5, 0.5, 0.5, "--std", 0.25, 0.25, 0.25]
+    code, out, err = invoke(monkeypatch, folder, *arguments, *scale, "--model", "resnet8", "--split", "train")
+    assert code == 0
+    assert "20 images" in out
+    assert "ImageNet" not in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the weights must be those of RUN or of --weights FILE, got neither"),
+        (["run", "--weights", "x"], "got run and --weights x: give one of the two"),
+        (["run", "--mean", "0", "0", "0"], "--mean belongs to --weights FILE, got it with RUN run"),
+        (["nowhere"], "RUN must be the folder of a run, and nowhere does not exist"),
+        (["."], "RUN must be the folder of a run, and . holds 2 of them"),
+        (["own"], "own was trained with a model of your own, 'linear', which only Python has"),
+        (["run", "--data", "nowhere"], "nowhere does not exist"),
+        (["run", "--split", "test"], "there is no split 'test'; choose one of train, val"),
+        (["run", "--batch", "0"], "batch must lie in 1 … 1048576, got 0"),
+        (["run", "--image-size", "9"], "as large as those of the training, 9 × 9 px"),
+        (["--weights", "nowhere.safetensors"], "nowhere.safetensors does not exist"),
+        (["--weights", "data/val/manifest.json"], "must be a whole safetensors file"),
+    ],
+)
+def test_wrong_usage_is_one_clear_error(place, monkeypatch, arguments, message):
+    code, out, err = invoke(monkeypatch, place[0], *arguments)
+    assert (code, out) == (2, "")
+    errors = [line for line in err.splitlines() if line.startswith("run-eval: ")]
+    assert len(errors) == 1
+    assert message in errors[0]
+
+
+STUCK = """
+import os, time
+from preprocess.shards import ShardSplit
+def wait(*_, **__):
+    print("stuck", flush=True)
+    time.sleep(600)
+ShardSplit.read_into = wait
+from engine.eval_cli import main
+main()
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_even_where_a_source_is_stuck(place, number):
+    process = subprocess.Popen(
+        [sys.executable, "-c", STUCK, "run"], cwd=place[0], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "stuck\n"
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert err.splitlines()[-1] == "run-eval: stopped; an evaluation is whole or none"
+
+
+@pytest.mark.timeout(120)
+def test_a_stalled_source_is_exit_code_1(place):
+    done = subprocess.run(
+        [sys.executable, "-c", STUCK, "run", "--infeed-timeout", "0.5"],
+        cwd=place[0], capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "evaluation" not in done.stdout
+    assert "run-eval: the batch of evaluation pull 1 of 3 must be there within 0.5 s" in done.stderr
+
+
+def test_help_needs_no_jax():
+    program = (
+        "import sys\nfrom engine.eval_cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: print(*({'jax', 'numpy', 'tensorstore', 'optax'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith("Usage: ")
+    assert done.stderr.strip() == ""

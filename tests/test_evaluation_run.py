@@ -1,0 +1,305 @@
+"""Evaluating trained weights outside of the loop: the loop's own numbers, and what does not fit together."""
+
+import json
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from engine import TrainConfig, evaluate, evaluate_weights, run_settings, train
+from engine.feeder import FeederError
+from preprocess.shards import open_split
+from tests.fake_source import fake_source, pack
+from tests.test_evaluation import evaluation_set
+from tests.toy import BATCH, Linear, toy_batch, toy_config
+
+NUM_IMAGES = 2 * BATCH + 3
+NUM_EVALUATED = 11
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Packed images of 8 px: 20 to train on, 11 and 7 to evaluate on, so that every last batch is padded."""
+    folder = tmp_path_factory.mktemp("data")
+    pack(fake_source(20, size=8), folder)
+    pack(fake_source(NUM_EVALUATED, size=8, seed=1, name="val"), folder)
+    pack(fake_source(7, size=8, seed=2, name="other"), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(data, tmp_path_factory):
+    """A run that crops and averages, its folder and its last evaluation."""
+    run = tmp_path_factory.mktemp("runs") / "run"
+    config = TrainConfig(
+        steps=3, batch=4, data=os.fspath(data), model="resnet8", image_size=6, ema_decay=0.5, run_dir=os.fspath(run)
+    )
+    (found,) = train(config).evaluations
+    return run, found
+
+
+def numbers(record):
+    return record.num_images, record.top1, record.top5, record.loss
+
+
+@pytest.mark.parametrize("transport", ["inplace", "callback"])
+def test_a_run_gives_the_numbers_of_its_own_last_evaluation(trained, transport):
+    run, found = trained
+    result = evaluate(replace(run_settings(run), transport=transport))
+    assert numbers(result.record) == numbers(found)
+    assert result.record.step == found.step == 3
+    assert (result.num_top1 / NUM_EVALUATED, result.num_top5 / NUM_EVALUATED) == (found.top1, found.top5)
+    assert result.classes == ()
+
+
+@pytest.mark.parametrize("batch", [1, 3, 64])
+def test_another_batch_counts_the_same(trained, batch):
+    run, found = trained
+    record = evaluate(replace(run_settings(run), batch=batch)).record
+    assert numbers(record)[:3] == numbers(found)[:3]
+    # The same float32 sums in another order, within a network and over its images: some units of the last place.
+    np.testing.assert_allclose(record.loss, found.loss, rtol=1e-5)
+
+
+@pytest.mark.parametrize("transport", ["inplace", "callback"])
+def test_a_model_of_your_own_gives_the_numbers_of_its_run(tmp_path, transport):
+    config = toy_config(steps=7, learning_rate=0.02, run_dir=tmp_path, ema_decay=0.8, transport=transport)
+    (found,) = train(config, model=Linear(), batches=toy_batch, evaluation=evaluation_set(NUM_IMAGES)).evaluations
+    model = Linear()
+    result = evaluate(tmp_path, model=model, evaluation=evaluation_set(NUM_IMAGES))
+    assert numbers(result.record) == numbers(found)
+    assert model.traces == [False]
+
+
+def test_classes_are_counted_one_by_one(trained, data):
+    run, found = trained
+    result = evaluate(run, per_class=True)
+    assert numbers(result.record) == numbers(found)
+    assert [each.id for each in result.classes] == ["n1", "n2", "n3"]
+    assert [each.name for each in result.classes] == ["tench", "goldfish", "great white shark"]
+    assert [each.num_images for each in result.classes] == [4, 4, 3]
+    assert sum(each.num_top1 for each in result.classes) == result.num_top1
+
+
+def test_the_counts_of_a_class_are_those_of_its_images_alone(tmp_path):
+    train(toy_config(steps=2, learning_rate=0.002, run_dir=tmp_path), model=Linear(), batches=toy_batch)
+    pixels, labels = evaluation_set(60)
+    result = evaluate(tmp_path, model=Linear(), evaluation=(pixels, labels), per_class=True)
+    assert len({each.num_top1 for each in result.classes}) > 1
+    for label, each in enumerate(result.classes):
+        alone = evaluate(tmp_path, model=Linear(), evaluation=(pixels[labels == label], labels[labels == label]))
+        assert (each.num_images, each.num_top1) == (alone.record.num_images, alone.num_top1)
+        assert each.id == each.name == str(label)
+
+
+def test_a_class_without_images_has_no_share(tmp_path):
+    train(toy_config(steps=1, run_dir=tmp_path), model=Linear(), batches=toy_batch)
+    pixels, labels = evaluation_set(9)
+    result = evaluate(tmp_path, model=Linear(), evaluation=(pixels, np.zeros_like(labels)), per_class=True)
+    assert [each.num_images for each in result.classes] == [9, 0, 0]
+    assert np.isnan(result.classes[2].top1)
+
+
+def test_another_split_can_be_named_and_the_training_split_too(trained):
+    run, _ = trained
+    told: list[str] = []
+    for split, count in (("other", 7), ("train", 20)):
+        result = evaluate(replace(run_settings(run), eval_split=split), notify=told.append)
+        assert result.record.num_images == count
+    assert not [words for words in told if "warning" in words]
+
+
+def test_another_split_and_another_scale_reuse_the_program(trained):
+    run, _ = trained
+    evaluate(run)
+    assert evaluate(replace(run_settings(run), eval_split="other")).from_cache
+
+
+def test_moved_data_are_taken_and_other_data_are_told(trained, data, tmp_path):
+    run, found = trained
+    moved = tmp_path / "moved"
+    moved.symlink_to(data)
+    told: list[str] = []
+    result = evaluate(replace(run_settings(run), data=os.fspath(moved)), notify=told.append)
+    assert numbers(result.record) == numbers(found)
+    assert not [words for words in told if "warning" in words]
+
+    pack(fake_source(20, size=8, seed=9), tmp_path / "others")
+    pack(fake_source(5, size=8, seed=8, name="val"), tmp_path / "others")
+    result = evaluate(replace(run_settings(run), data=os.fspath(tmp_path / "others")), notify=told.append)
+    assert result.record.num_images == 5
+    (warning,) = [words for words in told if words.startswith("warning")]
+    assert "others/val is not known to be of the data that the weights were trained on" in warning
+
+
+def test_other_classes_and_sizes_are_refused(trained, data, tmp_path):
+    run, _ = trained
+    settings = run_settings(run)
+    pack(fake_source(20, size=8), tmp_path)
+    shuffled = fake_source(6, size=8, name="shuffled")
+    pack(shuffled.but(classes=tuple(reversed(shuffled.classes))), tmp_path)
+    with pytest.raises(ValueError, match=r"classes of the training split, and .*/shuffled has others than .*/train"):
+        evaluate(replace(settings, data=os.fspath(tmp_path), eval_split="shuffled"))
+    fewer = fake_source(6, size=8, name="fewer")
+    pack(fewer.but(classes=fewer.classes[:2], labels=[0, 1] * 3), tmp_path / "apart")
+    with pytest.raises(ValueError, match=r"must have the 3 classes of the weights, and .*/fewer has 2"):
+        evaluate(replace(settings, data=os.fspath(tmp_path / "apart"), eval_split="fewer"))
+    pack(fake_source(6, size=4, name="small"), tmp_path)
+    with pytest.raises(ValueError, match=r"as large as those of the training, 6 × 6 px, .* got 4 × 4 px"):
+        evaluate(replace(settings, data=os.fspath(tmp_path), eval_split="small"))
+
+
+def test_larger_images_are_cropped_to_those_of_the_training(data, tmp_path):
+    config = TrainConfig(steps=2, batch=4, data=os.fspath(data), model="resnet8", run_dir=os.fspath(tmp_path / "run"))
+    (found,) = train(config).evaluations
+    with open_split(os.fspath(data), "val") as split:
+        pixels, labels = np.empty((NUM_EVALUATED, 8, 8), np.uint32), np.empty(NUM_EVALUATED, np.int32)
+        split.read_into(np.arange(NUM_EVALUATED), pixels, labels, timeout_s=10)
+    framed = np.pad(pixels, ((0, 0), (2, 2), (2, 2)))
+    result = evaluate(tmp_path / "run", evaluation=(framed, labels))
+    assert numbers(result.record) == numbers(found)
+
+
+def test_a_run_that_was_never_evaluated_can_be(data, tmp_path):
+    config = TrainConfig(steps=1, batch=4, data=os.fspath(data), model="resnet8", run_dir=os.fspath(tmp_path / "run"))
+    assert train(replace(config, eval_split="off")).evaluations == ()
+    with pytest.raises(ValueError, match=r"the split must be named.*--split, one of train, other, val"):
+        evaluate(tmp_path / "run")
+    assert evaluate(replace(run_settings(tmp_path / "run"), eval_split="val")).record.num_images == NUM_EVALUATED
+
+
+def test_the_model_must_be_the_runs(trained, tmp_path):
+    run, _ = trained
+    with pytest.raises(ValueError, match=r"model must be left out, since .*run was trained with resnet8"):
+        evaluate(run, model=Linear())
+    train(toy_config(steps=1, run_dir=tmp_path), model=Linear(), batches=toy_batch)
+    with pytest.raises(ValueError, match=r"a model of your own, 'linear', which only Python has: engine\.evaluate\("):
+        evaluate(tmp_path, evaluation=evaluation_set(3))
+    with pytest.raises(ValueError, match=r"must be named, since the weights were trained on batches of your own"):
+        evaluate(tmp_path, model=Linear())
+
+    class Other(Linear):
+        def init(self, key):
+            params, stats = super().init(key)
+            return {"kernel": params["weights"], "bias": params["bias"]}, stats
+
+    with pytest.raises(ValueError, match=r"missing params\.kernel; unexpected params\.weights"):
+        evaluate(tmp_path, model=Other(), evaluation=evaluation_set(3))
+
+
+def test_weights_of_anywhere_are_evaluated(trained, data, tmp_path):
+    run, found = trained
+    config = TrainConfig(data=os.fspath(data), batch=4)
+    told: list[str] = []
+    # Those of a run name all that is needed: model, size, scale and step.
+    result = evaluate_weights(run / "model.safetensors", config, notify=told.append)
+    assert numbers(result.record) == numbers(found)
+    assert result.record.step == 3
+    assert not [words for words in told if "ImageNet" in words]
+
+    bare = tmp_path / "bare.safetensors"
+    save_file(load_file(run / "model.safetensors"), bare)
+    with pytest.raises(ValueError, match=r"the model must be named, since .*bare\.safetensors does not say"):
+        evaluate_weights(bare, config)
+    named = replace(config, model="resnet8", image_size=6)
+    evaluate_weights(bare, named, notify=told.append)
+    assert "normalised with mean 0.485 0.456 0.406 and std 0.229 0.224 0.225" in "".join(told)
+    with open_split(os.fspath(data), "train") as split:
+        mean, std = split.manifest.channel_mean, split.manifest.channel_std
+    result = evaluate_weights(bare, named, mean=mean, std=std)
+    assert numbers(result.record) == numbers(found)
+    assert result.record.step == 0
+    with pytest.raises(ValueError, match=r"bare\.safetensors: the tensors are not those of resnet14"):
+        evaluate_weights(bare, replace(named, model="resnet14"))
+    with pytest.raises(ValueError, match="no model is called 'resnet9'"):
+        evaluate_weights(bare, replace(named, model="resnet9"))
+    with pytest.raises(ValueError, match="image_size must be at most that of the data, 8 × 8 px, got 9"):
+        evaluate_weights(bare, replace(named, image_size=9))
+
+
+class Waiting:
+    """An evaluation set whose second batch does not come before it is let go."""
+
+    batch, height, width, thread_safe, num_batches = BATCH, 4, 4, True, 3
+
+    def __init__(self):
+        self.reached, self.released = threading.Event(), threading.Event()
+
+    def fill(self, step, pixels, labels, *, timeout_s):
+        if step == 1:
+            self.reached.set()
+            self.released.wait(30)
+        pixels[...], labels[...] = toy_batch(step)
+
+
+@pytest.fixture
+def linear_run(tmp_path):
+    train(toy_config(steps=1, run_dir=tmp_path), model=Linear(), batches=toy_batch)
+    return run_settings(tmp_path)
+
+
+@pytest.mark.timeout(60)
+def test_a_stalled_source_ends_the_evaluation_within_the_limit(linear_run):
+    source, started = Waiting(), time.monotonic()
+    with pytest.raises(FeederError, match=r"evaluation pull 2 of 3 must be there within 0\.3 s"):
+        evaluate(replace(linear_run, infeed_timeout_s=0.3), model=Linear(), evaluation=source)
+    source.released.set()
+    assert time.monotonic() - started < 25  # the 30 s of the stalled source were not waited for
+
+
+def test_a_failing_source_raises_its_own_exception(linear_run):
+    class Failing(Waiting):
+        def fill(self, step, pixels, labels, *, timeout_s):
+            raise ConnectionResetError(f"the disk went away at {step}")
+
+    with pytest.raises(ConnectionResetError, match="the disk went away at 0"):
+        evaluate(linear_run, model=Linear(), evaluation=Failing())
+
+
+@pytest.mark.timeout(60)
+def test_a_signal_ends_the_evaluation_at_once_and_its_threads_soon(linear_run):
+    source = Waiting()
+
+    def interrupt():
+        source.reached.wait(20)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(linear_run, model=Linear(), evaluation=source)
+    assert signal.getsignal(signal.SIGINT) is before
+    source.released.set()
+    deadline = time.monotonic() + 20
+    while any(thread.name.startswith(("worker", "feeder")) for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_weights_that_are_no_numbers_are_told_as_such(linear_run):
+    path = f"{linear_run.run_dir}/model.safetensors"
+    tensors = load_file(path)
+    metadata = {"mean": "0.5 0.5 0.5", "std": "0.25 0.25 0.25"}
+    save_file({name: np.full_like(tensor, np.nan) for name, tensor in tensors.items()}, path, metadata)
+    record = evaluate(linear_run, model=Linear(), evaluation=evaluation_set(5)).record
+    assert (record.num_images, record.top1, record.top5) == (5, 0, 0)
+    assert json.loads(record.to_json())["loss"] is None
+
+
+def test_every_image_is_read_once_in_order(linear_run):
+    calls: list[int] = []
+
+    class Counted(Waiting):
+        thread_safe, num_batches = False, 5
+
+        def fill(self, step, pixels, labels, *, timeout_s):
+            calls.append(step)
+            pixels[...], labels[...] = toy_batch(step)
+
+    assert evaluate(linear_run, model=Linear(), evaluation=Counted()).record.num_images == 5 * BATCH
+    assert calls == [0, 1, 2, 3, 4]

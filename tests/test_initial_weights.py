@@ -1,0 +1,228 @@
+"""Weights to start from: taken bit for bit, what may differ, and what is refused."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from engine import train
+from engine.initial_weights import load_initial_weights
+from engine.update import Weights
+from engine.weights import name_tensors
+from models.registry import build_model
+from tests.toy import Linear, toy_batch, toy_config
+
+HERE = Path(__file__).parent
+
+
+def torch_python():
+    if importlib.util.find_spec("torch") is not None:
+        return sys.executable
+    if python := os.environ.get("FEEDLOOP_TORCH_PYTHON"):
+        return python
+    pytest.skip("PyTorch is not installed here; name an interpreter that has it in FEEDLOOP_TORCH_PYTHON")
+
+
+def shapes_of(name, num_classes):
+    return jax.eval_shape(build_model(name, num_classes=num_classes, image_size=32).init, jax.random.key(0))
+
+
+def drawn(name, num_classes, seed=0):
+    """A model's trees with another value everywhere."""
+    random = np.random.default_rng(seed)
+    return jax.tree.map(lambda leaf: random.random(leaf.shape, np.float32), shapes_of(name, num_classes))
+
+
+def saved(path, tensors, metadata=None):
+    save_file({name: np.asarray(tensor, order="C") for name, tensor in tensors.items()}, path, metadata)
+    return path
+
+
+@pytest.fixture
+def resnet8(tmp_path):
+    """The weights of a ResNet-8 of ten classes, and their file."""
+    weights = drawn("resnet8", 10)
+    return weights, saved(tmp_path / "w.safetensors", name_tensors("resnet8", *weights))
+
+
+def assert_same(first, second):
+    # Trees of another structure raise.
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+
+
+def test_a_file_takes_the_place_of_what_was_drawn_or_of_its_shapes(resnet8):
+    weights, path = resnet8
+    for like in (shapes_of("resnet8", 10), drawn("resnet8", 10, seed=1)):
+        loaded = load_initial_weights(path, "resnet8", *like)
+        assert_same((loaded.params, loaded.batch_stats), weights)
+        assert loaded.notes == ()
+        assert_same(loaded.over(Weights(*drawn("resnet8", 10, seed=2))), Weights(*weights))
+
+
+def test_another_number_of_classes_draws_the_classifier_anew_and_says_so(resnet8):
+    (params, batch_stats), path = resnet8
+    fresh = Weights(*drawn("resnet8", 3, seed=1))
+    wanted = Weights(params | {"fc": fresh.params["fc"]}, batch_stats)
+    over_arrays = load_initial_weights(path, "resnet8", *fresh)
+    assert_same((over_arrays.params, over_arrays.batch_stats), tuple(wanted))
+    over_shapes = load_initial_weights(path, "resnet8", *shapes_of("resnet8", 3))
+    assert over_shapes.notes == ("the classifier is drawn anew: the file has 10 classes, the data 3",)
+    assert_same(over_shapes.over(fresh), wanted)
+    assert_same(jax.jit(over_shapes.over)(fresh), wanted)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16, np.float64])
+def test_floats_of_another_width_become_float32_and_are_told(resnet8, tmp_path, dtype):
+    (params, batch_stats), _ = resnet8
+    named = name_tensors("resnet8", params, batch_stats)
+    stored = {name: tensor.astype(dtype) if tensor.dtype == np.float32 else tensor for name, tensor in named.items()}
+    loaded = load_initial_weights(saved(tmp_path / "o.safetensors", stored), "resnet8", params, batch_stats)
+    count = sum(tensor.dtype == np.float32 for tensor in named.values())
+    assert loaded.notes == (f"{count} tensors of {np.dtype(dtype)} are converted to float32",)
+    found = name_tensors("resnet8", loaded.params, loaded.batch_stats)
+    for name, tensor in named.items():
+        np.testing.assert_array_equal(found[name], tensor.astype(stored[name].dtype).astype(tensor.dtype), name)
+
+
+def test_the_counters_of_pytorch_are_not_heeded(resnet8, tmp_path):
+    weights, _ = resnet8
+    named = name_tensors("resnet8", *weights)
+    counted = {name: tensor + 7 if tensor.dtype == np.int64 else tensor for name, tensor in named.items()}
+    without = {name: tensor for name, tensor in named.items() if tensor.dtype != np.int64}
+    for tensors in (counted, without):
+        loaded = load_initial_weights(saved(tmp_path / "o.safetensors", tensors), "resnet8", *weights)
+        assert_same((loaded.params, loaded.batch_stats), weights)
+
+
+def changed(tensors, change):
+    tensors = dict(tensors)
+    change(tensors)
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("layer1.0.conv1.weight"), r"w\.safetensors: .* resnet8: missing layer1\.0\.conv1\.weight;"),
+        (lambda t: t.update(head=np.zeros(2, np.float32)), "unexpected head; name another model"),
+        (lambda t: t.update({"bn1.weight": np.zeros(3, np.float32)}), r"bn1\.weight is \(3,\) instead of \(16,\)"),
+        (lambda t: t.update({"fc.weight": np.zeros((10, 3), np.float32)}), r"fc\.weight is \(10, 3\) instead of"),
+        (lambda t: t.pop("fc.bias"), r"needs a vector fc\.bias"),
+        (lambda t: t.update({"bn1.bias": np.zeros(16, np.int8)}), r"bn1\.bias is int8, no float; save it in float32"),
+        (lambda t: t.update({"bn1.bias": np.full(16, np.nan, np.float32)}), r"must be finite, and bn1\.bias is not"),
+        (lambda t: t.update({"bn1.bias": np.full(16, 1e300)}), r"must be finite, and bn1\.bias is not"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+def test_what_is_not_the_models_is_refused_by_name(resnet8, tmp_path, change, message):
+    weights, _ = resnet8
+    tensors = changed(name_tensors("resnet8", *weights), change)
+    with pytest.raises(ValueError, match=message):
+        load_initial_weights(saved(tmp_path / "w.safetensors", tensors), "resnet8", *weights)
+
+
+def test_another_model_is_named_where_the_file_names_it(resnet8, tmp_path):
+    weights, _ = resnet8
+    path = saved(tmp_path / "w.safetensors", name_tensors("resnet8", *weights), {"model": "resnet8"})
+    with pytest.raises(ValueError, match=r"resnet14: missing .*\(the file says that it is of 'resnet8'\)"):
+        load_initial_weights(path, "resnet14", *shapes_of("resnet14", 10))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "does not exist"),
+        (b"", "must be a whole safetensors file"),
+        (b"PK\x03\x04 and more of what PyTorch writes", "must be a whole safetensors file"),
+    ],
+)
+def test_a_file_that_is_none_is_refused(tmp_path, content, message):
+    path = tmp_path / "w.safetensors"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        load_initial_weights(path, "resnet8", *shapes_of("resnet8", 3))
+    with pytest.raises(ValueError, match="is a folder: name the file in it"):
+        load_initial_weights(tmp_path, "resnet8", *shapes_of("resnet8", 3))
+
+
+def test_a_truncated_file_is_refused(resnet8):
+    weights, path = resnet8
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(ValueError, match=r"must be a whole safetensors file, and .*w\.safetensors is not \("):
+        load_initial_weights(path, "resnet8", *weights)
+
+
+class Keyed(Linear):
+    """A model that draws in its forward pass: its statistics hold a generator's key and a count."""
+
+    def init(self, key):
+        params, stats = super().init(key)
+        return params, stats | {"key": jax.random.key(5, impl="rbg"), "count": jnp.int32(3)}
+
+
+def test_a_model_of_your_own_is_taken_by_its_paths(tmp_path):
+    params, stats = Keyed().init(jax.random.key(0))
+    path = saved(tmp_path / "w.safetensors", name_tensors(None, params, stats))
+    for like in ((params, stats), jax.eval_shape(Keyed().init, jax.random.key(0))):
+        loaded = load_initial_weights(path, None, *like)
+        assert loaded.batch_stats["key"] == stats["key"]
+        assert loaded.batch_stats["count"].dtype == np.int32
+        assert_same(loaded.params, params)
+    other = {"weights": params["weights"][:, :2], "scale": params["bias"]}
+    with pytest.raises(
+        ValueError,
+        match=r"missing params\.scale; unexpected params\.bias; params\.weights is \(48, 3\) instead of \(48, 2\)",
+    ):
+        load_initial_weights(path, None, other, stats)
+    with pytest.raises(ValueError, match=r"batch_stats\.count is int32 instead of float32"):
+        load_initial_weights(path, None, params, stats | {"count": jnp.float32(3)})
+
+
+def test_the_weights_of_a_run_are_taken_bit_for_bit(tmp_path):
+    result = train(toy_config(steps=3, run_dir=tmp_path / "own"), model=Linear(), batches=toy_batch)
+    shapes = jax.eval_shape(Linear().init, jax.random.key(0))
+    loaded = load_initial_weights(tmp_path / "own/model.safetensors", None, *shapes)
+    assert_same((loaded.params, loaded.batch_stats), (result.params, result.batch_stats))
+    config = toy_config(
+        steps=2, synthetic=True, model="resnet8", image_size=8, ema_decay=0.9, run_dir=os.fspath(tmp_path / "run")
+    )
+    result = train(config)
+    loaded = load_initial_weights(tmp_path / "run/model.safetensors", "resnet8", *shapes_of("resnet8", 3))
+    assert_same((loaded.params, loaded.batch_stats), (result.params, result.batch_stats))
+
+
+@pytest.mark.parametrize("name", ["resnet18"])
+def test_pytorch_gives_the_same_logits_both_ways(name, tmp_path):
+    reference = tmp_path / "reference.npz"
+    subprocess.run([torch_python(), HERE / "torch_resnet_reference.py", name, reference], check=True, timeout=240)
+    with np.load(reference) as arrays:
+        images, wanted = arrays["images"], arrays["logits_eval"]
+        theirs = {
+            key.removeprefix("weight/"): np.ascontiguousarray(arrays[key]) for key in arrays if key.startswith("weight")
+        }
+    model = build_model(name, num_classes=10, image_size=64)
+    apply = jax.jit(partial(model.apply, train=False))
+
+    loaded = load_initial_weights(saved(tmp_path / "theirs.safetensors", theirs), name, *shapes_of(name, 10))
+    logits, _ = apply(loaded.params, loaded.batch_stats, images.transpose(0, 2, 3, 1))
+    # 18 float32 layers of sums in another order: 1e-4 of the largest logit.
+    np.testing.assert_allclose(logits, wanted, rtol=0, atol=1e-4 * np.abs(wanted).max())
+
+    ours = jax.tree.map(lambda leaf: leaf * np.float32(1.01), (loaded.params, loaded.batch_stats))
+    saved(tmp_path / "ours.safetensors", name_tensors(name, *ours))
+    np.savez(tmp_path / "ours.npz", images=images)
+    script = [HERE / "torch_weights_reference.py", name, tmp_path / "ours.safetensors", tmp_path / "ours.npz"]
+    subprocess.run([torch_python(), *script], check=True, timeout=240)
+    with np.load(tmp_path / "ours.npz") as arrays:
+        wanted = arrays["logits"]
+    logits, _ = apply(*ours, images.transpose(0, 2, 3, 1))
+    np.testing.assert_allclose(logits, wanted, rtol=0, atol=1e-4 * np.abs(wanted).max())

@@ -1,0 +1,70 @@
+"""Reading the folder of a run back: what it says, and what is no such folder."""
+
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+
+from engine import run_settings, train
+from engine.trained_run import read_run
+from tests.toy import CLASSES, SIZE, Linear, toy_batch, toy_config
+
+
+@pytest.fixture
+def run(tmp_path):
+    train(toy_config(steps=2, run_dir=tmp_path / "run"), model=Linear(), batches=toy_batch)
+    return tmp_path / "run"
+
+
+def test_a_run_is_read_back_wherever_its_folder_is_now(run, tmp_path):
+    moved = tmp_path / "moved"
+    run.rename(moved)
+    recorded = read_run(moved)
+    assert recorded.config == run_settings(moved) == toy_config(steps=2, run_dir=moved)
+    assert (recorded.model_name, recorded.num_classes) == ("linear", CLASSES)
+    assert (recorded.height, recorded.width) == (SIZE, SIZE)
+    assert recorded.manifest_digest is recorded.eval_manifest_digest is None
+    assert recorded.weights.is_of_own_model
+    assert recorded.weights.tensors["batch_stats.batches"] == 2
+    assert recorded.weights.metadata["steps_done"] == "2"
+    np.testing.assert_array_equal([float(part) for part in recorded.weights.metadata["mean"].split()], [0.5] * 3)
+
+
+def test_what_is_no_folder_of_a_run_is_named(run, tmp_path):
+    with pytest.raises(ValueError, match=r"RUN must be the folder of a run, and .*/nowhere does not exist: give"):
+        read_run(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"config\.json is a file"):
+        read_run(run / "config.json")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"empty holds no config\.json"):
+        read_run(tmp_path / "empty")
+    shutil.copytree(run, tmp_path / "later")
+    os.utime(tmp_path / "later/config.json", ns=(2**62, 2**62))
+    with pytest.raises(ValueError, match=r"holds 2 of them; the last is .*/later"):
+        read_run(tmp_path)
+
+
+def test_a_run_without_weights_is_not_over(run):
+    (run / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"must hold model\.safetensors, and .*run does not: the run has not ended"):
+        read_run(run)
+
+
+def test_a_damaged_record_is_named(run):
+    config = run / "config.json"
+    whole = config.read_text()
+    config.write_text(whole[:-9])
+    with pytest.raises(ValueError, match=r"config\.json must be what run-train wrote"):
+        read_run(run)
+    recorded = json.loads(whole)
+    del recorded["resolved"]["height"]
+    config.write_text(json.dumps(recorded))
+    with pytest.raises(ValueError, match=r"what the settings resolved to, and 'height' is missing"):
+        read_run(run)
+    config.write_text(whole)
+    weights = run / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:40])
+    with pytest.raises(ValueError, match="must be a whole safetensors file"):
+        read_run(run)
