@@ -1,0 +1,436 @@
+"""A run that goes on is, to the bit, the run that was never interrupted; what it may not change, it refuses by name."""
+
+import json
+import os
+import shutil
+import signal
+import time
+from dataclasses import fields, replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from engine import TrainConfig, train
+from engine.control_log import read_events
+from engine.control_requests import ControlRequest, send_request
+from engine.launch import NonFiniteError
+from engine.recorded_run import RecordedRun, read_recorded
+from engine.resume import HOST_SETTINGS, RUNTIME_SETTINGS, StartingPoint, check_settings, cut_logs, note_changes
+from engine.run_folder import RunFolder
+from engine.snapshot import snapshot_steps
+from tests.fake_source import fake_source, pack
+from tests.toy import SIZE, Linear, toy_batch, toy_config
+
+STEPS = 8
+EVERYTHING: dict[str, Any] = {
+    "optimizer": "nesterov",
+    "schedule": "cosine",
+    "warmup_steps": 2,
+    "weight_decay": 0.01,
+    "clip_norm": 1.0,
+    "accumulate_steps": 3,
+    "ema_decay": 0.9,
+    "label_smoothing": 0.1,
+    "crop": "random",
+    "crop_padding": 1,
+    "flip": 0.5,
+    "brightness": 0.2,
+    "hue": 0.1,
+    "mixup": 0.2,
+    "erasing": 0.3,
+    "eval_every_steps": 3,
+}
+EVALUATED = (
+    np.concatenate([toy_batch(100 + number)[0] for number in range(3)]),
+    np.concatenate([toy_batch(100 + number)[1] for number in range(3)]),
+)
+
+
+def run(path, *, batches=toy_batch, steps=STEPS, evaluation=EVALUATED, **values):
+    config = toy_config(steps=steps, run_dir=path, **(EVERYTHING | values))
+    return train(config, model=Linear(), batches=batches, evaluation=evaluation)
+
+
+def lines(path, *, without=("images_per_s", "wait_ms", "time")):
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{name: value for name, value in record.items() if name not in without} for record in records]
+
+
+def assert_same(path, reference):
+    assert lines(path / "loss.jsonl") == lines(reference / "loss.jsonl")
+    assert lines(path / "eval.jsonl") == lines(reference / "eval.jsonl")
+    assert (path / "model.safetensors").read_bytes() == (reference / "model.safetensors").read_bytes()
+
+
+class Unhurried:
+    """Toy batches that wait for the snapshots of the steps before, so that the disk keeps up with each."""
+
+    def __init__(self, path, every, pulls=3):
+        self._path, self._every, self._pulls = path, every, pulls
+
+    def __call__(self, step):
+        done = step // self._pulls // self._every * self._every
+        deadline = time.monotonic() + 60
+        # With one batch read ahead, those of the update before are with the program by now: its snapshot will come.
+        while done and done not in snapshot_steps(self._path / "snapshots"):
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        return toy_batch(step)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """An uninterrupted run with all its snapshots."""
+    path = tmp_path_factory.mktemp("reference") / "run"
+    run(path, batches=Unhurried(path, 1), snapshot_every_steps=1, keep_snapshots=0, prefetch=1)
+    return path
+
+
+def test_the_reference_has_snapshots_evaluations_and_learns(reference):
+    assert len(snapshot_steps(reference / "snapshots")) >= STEPS - 2
+    assert [record["step"] for record in lines(reference / "eval.jsonl")] == [3, 6, 8]
+    losses = [record["loss"] for record in lines(reference / "loss.jsonl")]
+    assert len(set(losses)) == STEPS
+
+
+@pytest.mark.parametrize("step", range(STEPS + 1))
+def test_a_run_that_goes_on_from_any_step_ends_with_the_same_bits(reference, tmp_path, step):
+    path = tmp_path / "run"
+    shutil.copytree(reference, path)
+    for later in snapshot_steps(path / "snapshots"):
+        if later > step:
+            shutil.rmtree(path / "snapshots" / str(later))
+    # As after a SIGKILL: what came after the snapshot is there already, and its last line is torn.
+    with (path / "loss.jsonl").open("a") as file:
+        file.write('{"step": 9, "lo')
+    run(path, resume=True, keep_snapshots=0)
+    assert_same(path, reference)
+    assert json.loads((path / "result.json").read_text())["steps_done"] == STEPS
+
+
+@pytest.mark.parametrize("pull", [4, 9, 16])
+def test_a_stop_in_mid_run_and_in_mid_update_goes_on_to_the_same_bits(reference, tmp_path, pull):
+    def interrupted(step):
+        if step == pull:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)
+        return toy_batch(step)
+
+    path = tmp_path / "run"
+    result = run(path, batches=interrupted)
+    assert result.stopped_by == "SIGTERM"
+    assert result.steps_done < STEPS
+    assert snapshot_steps(path / "snapshots") == [result.steps_done]
+    run(path, resume=True)
+    assert_same(path, reference)
+
+
+class StoppingEvaluation:
+    """The toy's evaluation, which asks for a stop in its second pass."""
+
+    thread_safe = True
+    batch, height, width, num_batches = 8, SIZE, SIZE, 3
+
+    def fill(self, step, pixels, labels, *, timeout_s):
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.3)
+        images = slice(step % 3 * 8, step % 3 * 8 + 8)
+        pixels[...], labels[...] = EVALUATED[0][images], EVALUATED[1][images]
+
+
+def test_an_evaluation_that_was_cut_short_is_made_once_after_all(reference, tmp_path):
+    path = tmp_path / "run"
+    result = run(path, evaluation=StoppingEvaluation(), prefetch=1)
+    assert result.steps_done in (5, 6)  # the evaluation batch is read ahead
+    assert [record["step"] for record in lines(path / "eval.jsonl")] == [3]
+    run(path, resume=True)
+    assert_same(path, reference)
+
+
+def test_a_run_killed_before_its_first_snapshot_begins_again(reference, tmp_path):
+    path = tmp_path / "run"
+    shutil.copytree(reference, path)
+    shutil.rmtree(path / "snapshots")
+    told: list[str] = []
+    config = toy_config(steps=STEPS, run_dir=path, resume=True, **EVERYTHING)
+    train(config, model=Linear(), batches=toy_batch, evaluation=EVALUATED, notify=told.append)
+    assert told[0].endswith("from its beginning, as it has no snapshot")
+    assert_same(path, reference)
+
+
+def test_a_damaged_snapshot_is_passed_over_with_a_warning(reference, tmp_path):
+    path = tmp_path / "run"
+    shutil.copytree(reference, path)
+    newest = snapshot_steps(path / "snapshots")[-1]
+    for file in (path / "snapshots" / str(newest) / "state").rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"")
+    told: list[str] = []
+    config = toy_config(steps=STEPS, run_dir=path, resume=True, **EVERYTHING)
+    train(config, model=Linear(), batches=toy_batch, evaluation=EVALUATED, notify=told.append)
+    assert told[0].startswith("warning: ")
+    assert f"snapshots/{newest}" in told[0]
+    assert_same(path, reference)
+
+
+def test_a_finished_run_goes_on_to_nothing_and_leaves_the_same_files(reference, tmp_path):
+    path = tmp_path / "run"
+    shutil.copytree(reference, path)
+    calls: list[int] = []
+
+    def noted(step):
+        calls.append(step)
+        return toy_batch(step)
+
+    result = run(path, batches=noted, resume=True, keep_snapshots=0)
+    assert result.losses.size == 0
+    assert result.stopped_by == "steps"
+    assert calls == [STEPS * 3]  # its shape is part of the program
+    assert_same(path, reference)
+
+
+def test_more_steps_and_another_rate_may_be_given_and_are_recorded(tmp_path):
+    plain: dict[str, Any] = {"optimizer": "sgd", "schedule": "constant", "warmup_steps": 0, "learning_rate": 0.1}
+    run(tmp_path / "a", steps=4, **plain)
+    run(tmp_path / "a", steps=6, resume=True, **plain)
+    run(tmp_path / "b", steps=6, **plain)
+    assert lines(tmp_path / "a/loss.jsonl") == lines(tmp_path / "b/loss.jsonl")
+    run(tmp_path / "a", steps=8, resume=True, **(plain | {"learning_rate": 0.05}))
+    assert [record["lr"] for record in lines(tmp_path / "a/loss.jsonl")] == [0.1] * 6 + [0.05] * 2
+    recorded = read_recorded(tmp_path / "a")
+    assert [recorded.config_at(step).learning_rate for step in range(1, 9)] == [0.1] * 6 + [0.05] * 2
+    assert [recorded.config_at(step).steps for step in range(1, 9)] == [4] * 4 + [6] * 2 + [8] * 2
+    assert recorded.changes() == (4, 6)
+
+
+OTHERS: dict[str, Any] = {
+    "split": "test",
+    "eval_split": "off",
+    "synthetic": True,
+    "batch": 4,
+    "model": "resnet8",
+    "num_classes": 4,
+    "image_size": 2,
+    "precision": "bfloat16",
+    "init_from": "weights.safetensors",
+    "optimizer": "adamw",
+    "schedule": "step",
+    "cycle_momentum": True,
+    "decay_all": True,
+    "accumulate_steps": 2,
+    "crop": "resized",
+    "crop_padding": 2,
+    "crop_area": 0.5,
+    "flip": 0.25,
+    "brightness": 0.1,
+    "contrast": 0.1,
+    "saturation": 0.1,
+    "hue": 0.2,
+    "mixup": 0.1,
+    "cutmix": 0.1,
+    "erasing": 0.1,
+    "seed": 1,
+    "transport": "callback",
+}
+
+
+def test_every_setting_is_fixed_or_may_change():
+    names = {field.name for field in fields(TrainConfig)}
+    assert set(OTHERS) | RUNTIME_SETTINGS | HOST_SETTINGS == names
+    assert not RUNTIME_SETTINGS & HOST_SETTINGS
+    assert not set(OTHERS) & (RUNTIME_SETTINGS | HOST_SETTINGS)
+
+
+@pytest.mark.parametrize("name", sorted(OTHERS))
+def test_what_the_program_its_order_and_its_data_are_made_of_is_refused_by_name(name):
+    before = toy_config(**EVERYTHING)
+    with pytest.raises(ValueError, match=rf"{name} was {getattr(before, name)!r}, got {OTHERS[name]!r}\."):
+        check_settings(replace(before, **{name: OTHERS[name]}), before)
+
+
+@pytest.mark.parametrize(("before", "now"), [(None, 0.9), (0.9, None)])
+def test_an_average_can_neither_come_nor_go(before, now):
+    with pytest.raises(ValueError, match=rf"ema_decay was {before}, got {now}"):
+        check_settings(toy_config(ema_decay=now), toy_config(ema_decay=before))
+    check_settings(toy_config(ema_decay=0.5), toy_config(ema_decay=0.9))
+
+
+def test_a_refused_resume_leaves_everything_as_it_was(reference, tmp_path):
+    path = tmp_path / "run"
+    shutil.copytree(reference, path)
+    before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file() and file.name != ".lock"}
+    for values, message in (
+        ({"seed": 5}, "seed was 0, got 5"),
+        ({"batches": lambda step: toy_batch(step, batch=4)}, "8"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(path, resume=True, **values)
+    assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file() and file.name != ".lock"} == before
+
+
+def test_other_data_are_refused_and_the_same_elsewhere_are_not(tmp_path):
+    source = fake_source(24, size=SIZE)
+    pack(source, tmp_path / "data")
+    config = toy_config(steps=2, data=tmp_path / "data", num_classes=None, run_dir=tmp_path / "run")
+    train(config, model=Linear())
+    pack(source.but(images=source.images[::-1].copy()), tmp_path / "other")
+    with pytest.raises(ValueError, match=r"must go on with its data, and those of .*other/train.* are others"):
+        train(replace(config, steps=3, data=str(tmp_path / "other"), resume=True), model=Linear())
+    (tmp_path / "data").rename(tmp_path / "moved")
+    result = train(replace(config, steps=3, data=str(tmp_path / "moved"), resume=True), model=Linear())
+    assert result.steps_done == 3
+
+
+def test_settings_that_need_a_run_folder_ask_for_it():
+    for values in ({"resume": True}, {"snapshot_every_steps": 5}):
+        with pytest.raises(ValueError, match="needs a run folder, got none"):
+            train(toy_config(**values), model=Linear(), batches=toy_batch)
+
+
+def test_control_requests_take_effect_where_they_are_logged_and_are_repeated(tmp_path):
+    def asking(path):
+        def batches(step):
+            if step == 6:
+                request = ControlRequest(learning_rate_factor=0.5, evaluate=True, snapshot=True)
+                send_request(path, request)
+                deadline = time.monotonic() + 60
+                while any((path / "control").iterdir()):
+                    assert time.monotonic() < deadline
+                    time.sleep(0.01)
+            return toy_batch(step)
+
+        return batches
+
+    plain = {"schedule": "constant", "warmup_steps": 0, "learning_rate": 0.1, "eval_every_steps": 0, "prefetch": 1}
+    path = tmp_path / "run"
+    result = run(path, batches=asking(path), **plain)
+    (event,) = read_events(path / "control.jsonl")
+    assert 4 <= event.pull < STEPS * 3  # batches are read ahead, and the mailbox looks four times a second
+    assert event.step == event.pull // 3 + 1
+    rates = [record["lr"] for record in lines(path / "loss.jsonl")]
+    assert rates == [0.1] * (event.step - 1) + [0.05] * (STEPS - event.step + 1)
+    assert [record["step"] for record in lines(path / "eval.jsonl")] == [event.step, STEPS]
+    assert event.step in snapshot_steps(path / "snapshots")
+    # Killed before the snapshot that was asked for, and resumed: all of it happens again, at the same steps.
+    again = tmp_path / "again"
+    shutil.copytree(path, again)
+    shutil.rmtree(again / "snapshots")
+    repeated = run(again, resume=True, **plain)
+    assert_same(again, path)
+    assert np.array_equal(repeated.losses, result.losses)
+    assert len(read_events(again / "control.jsonl")) == 1
+    # And from behind it the factor still holds.
+    behind = tmp_path / "behind"
+    shutil.copytree(path, behind)
+    shutil.rmtree(behind / "snapshots" / str(STEPS))
+    run(behind, resume=True, **plain)
+    assert_same(behind, path)
+
+
+def test_a_stop_by_request_leaves_a_snapshot_and_is_not_repeated(tmp_path):
+    path = tmp_path / "run"
+
+    def asking(step):
+        if step == 6:
+            send_request(path, ControlRequest(stop=True))
+            time.sleep(1)
+        return toy_batch(step)
+
+    result = run(path, batches=asking)
+    assert result.stopped_by == "control-run"
+    assert snapshot_steps(path / "snapshots") == [result.steps_done]
+    assert run(path, resume=True).steps_done == STEPS
+
+
+def test_a_top1_that_is_reached_ends_the_run_and_a_resumed_one_at_once(tmp_path):
+    values: dict[str, Any] = {"eval_every_steps": 2, "learning_rate": 0.1, "schedule": "constant"}
+    result = run(tmp_path, stop_at_top1=0.9, steps=100, **values)
+    assert result.stopped_by == "top1"
+    assert result.is_complete
+    assert result.evaluations[-1].top1 >= 0.9
+    assert all(record.top1 < 0.9 for record in result.evaluations[:-1])
+    assert result.steps_done == result.evaluations[-1].step < 100
+    again = run(tmp_path, stop_at_top1=0.9, steps=100, resume=True, **values)
+    assert (again.stopped_by, again.steps_done, again.losses.size) == ("top1", result.steps_done, 0)
+    further = run(tmp_path, steps=result.steps_done + 2, resume=True, **values)
+    assert (further.stopped_by, further.losses.size) == ("steps", 2)
+
+
+def test_gradients_that_are_not_finite_leave_the_last_good_snapshot_to_go_on_from(tmp_path):
+    class Breaking(Linear):
+        def apply(self, params, batch_stats, images, train):
+            logits, stats = super().apply(params, batch_stats, images, train)
+            return logits * jax.numpy.where(batch_stats["batches"] >= 5, jax.numpy.nan, 1.0), stats
+
+    config = toy_config(steps=9, run_dir=tmp_path, snapshot_every_steps=2, prefetch=1)
+    with pytest.raises(NonFiniteError, match="was not at step 6") as caught:
+        train(config, model=Breaking(), batches=Unhurried(tmp_path, 2, pulls=1))
+    (step,) = snapshot_steps(tmp_path / "snapshots")[-1:]
+    assert step in (2, 4)
+    assert f"the last good snapshot is that of step {step}" in caught.value.__notes__[0]
+    end = json.loads((tmp_path / "result.json").read_text())
+    assert (end["snapshot_step"], end["first_nonfinite_step"], end["num_skipped"]) == (step, 6, 1)
+    result = train(replace(config, resume=True, stop_on_nan=False), model=Breaking(), batches=toy_batch)
+    assert (result.steps_done, result.num_skipped, result.stopped_by) == (9, 4, "steps")
+
+
+def test_a_program_is_traced_once_across_evaluations_snapshots_requests_and_other_rates(tmp_path):
+    model = Linear()
+
+    def asking(step):
+        if step == 3:
+            send_request(tmp_path, ControlRequest(learning_rate_factor=0.5, evaluate=True, snapshot=True))
+            time.sleep(1)
+        return toy_batch(step)
+
+    config = toy_config(steps=8, run_dir=tmp_path, eval_every_steps=3, snapshot_every_steps=2, schedule="one-cycle")
+    result = train(config, model=model, batches=asking, evaluation=EVALUATED)
+    assert len(result.evaluations) == 4
+    assert read_events(tmp_path / "control.jsonl")
+    # The forward pass of the training, and that of the evaluation.
+    assert model.traces == [True, False]
+    again = replace(config, steps=9, learning_rate=0.3, eval_every_steps=2, snapshot_every_steps=1, resume=True)
+    assert train(again, model=Linear(), batches=toy_batch, evaluation=EVALUATED).from_cache
+
+
+def recorded(config, *earlier):
+    return RecordedRun(config, {}, None, {}, {}, earlier)
+
+
+def test_a_launch_that_was_cut_off_is_forgotten():
+    first, second, third = (toy_config(learning_rate=rate) for rate in (0.1, 0.2, 0.3))
+    earlier = note_changes(recorded(first), second, 6)
+    assert earlier == [{"until_step": 6, "settings": {"learning_rate": 0.1}}]
+    # Its snapshot was lost: the run goes on from an earlier one, with a third rate.
+    earlier = note_changes(recorded(second, *earlier), third, 4)
+    rates = [recorded(third, *earlier).config_at(step).learning_rate for step in (1, 4, 5, 9)]
+    assert rates == [0.1, 0.1, 0.3, 0.3]
+    assert note_changes(recorded(second, *earlier), third, 0) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"step": 1}\n', "must have the 2 lines that go with the newest snapshot, has 1"),
+        ('{"step": 1}\n{"step": 3}\n', "must have step 2 in line 2"),
+        ('{"step": 1}\nnonsense\n', "must have step 2 in line 2"),
+    ],
+)
+def test_a_loss_log_that_lacks_lines_is_refused_before_anything_is_cut(tmp_path, text, message):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "loss.jsonl").write_text(text)
+    (tmp_path / "result.json").write_text("{}")
+    with RunFolder(tmp_path, resume=True) as folder, pytest.raises(ValueError, match=message):
+        cut_logs(folder, StartingPoint(step=2))
+    assert (tmp_path / "loss.jsonl").read_text() == text
+    assert (tmp_path / "result.json").exists()
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"config": {"stops": 5}}', "\xff"])
+def test_an_unreadable_record_is_named(tmp_path, content):
+    (tmp_path / "config.json").write_text(content, encoding="latin-1")
+    with pytest.raises(ValueError, match=r"config\.json must be what run-train wrote, and cannot be read"):
+        read_recorded(tmp_path)
