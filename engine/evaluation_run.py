@@ -79,7 +79,8 @@ def evaluate(
     recorded = read_run(Path(_folder_of(run)))
     config = run if isinstance(run, TrainConfig) else recorded.config
     check_own_model(recorded, model)
-    with ExitStack() as stack:
+    board = ControlBoard()
+    with StopSignals(board, _say_nothing), ExitStack() as stack:
         if evaluation is not None:
             data = open_own(evaluation, batch=config.batch, num_classes=recorded.num_classes)
         else:
@@ -89,7 +90,7 @@ def evaluate(
             data = open_evaluation_split(config, trained_on, stack, notify)
         subject = run_subject(recorded, config, model, data.source)
         notify(f"weights: {recorded.path}, {subject.name} after {subject.step:,} steps")
-        return _count(subject, data, per_class=per_class, notify=notify)
+        return _count(subject, data, board, per_class=per_class, notify=notify)
 
 
 def evaluate_weights(
@@ -117,17 +118,22 @@ def evaluate_weights(
     file = os.fspath(path)
     stored = read_weights(file)
     registry_name_of(file, stored, config)
-    with ExitStack() as stack:
+    board = ControlBoard()
+    with StopSignals(board, _say_nothing), ExitStack() as stack:
         trained_on = TrainedOn("images of somebody's", None, None, num_classes_of(stored))
         data = open_evaluation_split(config, trained_on, stack, notify)
         subject = file_subject(file, stored, config, data.source, mean, std, notify)
         notify(f"weights: {file}, {subject.name}")
-        return _count(subject, data, per_class=per_class, notify=notify)
+        return _count(subject, data, board, per_class=per_class, notify=notify)
 
 
 def run_settings(run: str | os.PathLike[str]) -> TrainConfig:
     """Gives the settings of a finished or stopped run, its folder as `run_dir`; raises ValueError as `evaluate`."""
     return read_run(Path(run)).config
+
+
+def _say_nothing(_: str) -> None:
+    """Signals end an evaluation at once: there is no clean stop to be told of."""
 
 
 def _folder_of(run: str | os.PathLike[str] | TrainConfig) -> str | os.PathLike[str]:
@@ -141,36 +147,36 @@ def _folder_of(run: str | os.PathLike[str] | TrainConfig) -> str | os.PathLike[s
 def _count(
     subject: Subject,
     data: EvaluationData,
+    board: ControlBoard,
     *,
     per_class: bool,
     notify: Callable[[str], None],
 ) -> EvaluationResult:
     """Compiles the evaluation, runs it and reads its counts."""
-    config, source, board = subject.config, data.source, ControlBoard()
+    config, source = subject.config, data.source
     notify(f"images: {data.words}")
-    with StopSignals(board, lambda _: None):
-        feeder = Feeder(
-            source,
-            start_step=0,
-            stop_step=source.num_batches,
-            depth=config.prefetch,
-            num_threads=config.reader_threads,
-            timeout_s=config.infeed_timeout_s,
-            name_step=lambda pull: f"evaluation pull {pull + 1} of {source.num_batches}",
-        )
-        infeed = Infeed(
-            feeder,
-            board,
-            choose_transport(config.transport, jax.default_backend()),
-            words_of=lambda _: board.stop_words(),
-            height=source.height,
-            width=source.width,
-        )
-        compiled = _compile(subject, source, infeed, per_class=per_class)
-        notify(f"compiled evaluation program in {compiled.compile_s:.1f} s" + " (from the cache)" * compiled.from_cache)
-        started = time.perf_counter()
-        tally = _launch(compiled, subject, source, feeder, infeed, board)
-        evaluate_s = time.perf_counter() - started
+    feeder = Feeder(
+        source,
+        start_step=0,
+        stop_step=source.num_batches,
+        depth=config.prefetch,
+        num_threads=config.reader_threads,
+        timeout_s=config.infeed_timeout_s,
+        name_step=lambda pull: f"evaluation pull {pull + 1} of {source.num_batches}",
+    )
+    infeed = Infeed(
+        feeder,
+        board,
+        choose_transport(config.transport, jax.default_backend()),
+        words_of=lambda _: board.stop_words(),
+        height=source.height,
+        width=source.width,
+    )
+    compiled = _compile(subject, source, infeed, per_class=per_class)
+    notify(f"compiled evaluation program in {compiled.compile_s:.1f} s" + " (from the cache)" * compiled.from_cache)
+    started = time.perf_counter()
+    tally = _launch(compiled, subject, source, feeder, infeed, board)
+    evaluate_s = time.perf_counter() - started
     num_images, num_top1, num_top5 = (int(each) for each in (tally.num_images, tally.top1, tally.top5))
     count = max(num_images, 1)
     return EvaluationResult(

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
+from engine.keys import plain_key
 from engine.update import Weights
 from models.torchvision_names import COUNTER, from_torchvision, to_torchvision
 
@@ -51,7 +52,7 @@ def name_tensors(registry_name: str | None, params: Any, batch_stats: Any) -> Te
     """
     if registry_name is not None:
         return to_torchvision(registry_name, params, batch_stats)
-    return {name: np.asarray(_plain(leaf)) for name, leaf in _named_leaves(params, batch_stats)}
+    return {name: np.asarray(plain_key(leaf)) for name, leaf in _named_leaves(params, batch_stats)}
 
 
 def check_names(params: Any, batch_stats: Any) -> None:
@@ -125,7 +126,7 @@ def place_tensors(registry_name: str | None, tensors: Mapping[str, NDArray[Any]]
 
 def _place_by_path(tensors: Mapping[str, NDArray[Any]], like: Weights) -> Weights:
     wanted = dict(_named_leaves(like.params, like.batch_stats))
-    stored = {name: jax.eval_shape(_plain, leaf) for name, leaf in wanted.items()}
+    stored = {name: jax.eval_shape(plain_key, leaf) for name, leaf in wanted.items()}
     faults = [f"missing {name}" for name in wanted if name not in tensors]
     faults += [f"unexpected {name}" for name in tensors if name not in wanted]
     for name, leaf in stored.items():
@@ -161,13 +162,8 @@ def _named_leaves(params: Any, batch_stats: Any) -> list[tuple[str, Any]]:
     return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves]
 
 
-def _plain(leaf: Any) -> Any:
-    """A generator's key as the numbers that it consists of; any other leaf as it is."""
-    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
-
-
 def _like_leaf(tensor: NDArray[Any], leaf: Any) -> Any:
-    """The inverse of `_plain`."""
+    """The inverse of `plain_key`."""
     if not _is_key(leaf):
         return tensor
     generators: list[Any] = []
