@@ -212,6 +212,8 @@ class _RecordedRun:
     def __exit__(self, *_: object) -> None:
         self._mailbox.close()
         self._control_log.close()
+        # Where the run ended well it is closed already, and where it did not nothing is waited for.
+        self._snapshots.close(0)
 
     def run(self, compiled: Compiled, state: TrainState, sinks: Sequence[Sink]) -> TrainResult:
         """Runs the program, writes what the run leaves, and raises what went wrong."""

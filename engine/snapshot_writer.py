@@ -3,7 +3,6 @@
 Knows how to queue, replace and give up; what a snapshot is on disk belongs to `engine.snapshot`.
 """
 
-import queue
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,9 +13,6 @@ from typing import Any
 from engine.orbax_store import load_orbax
 from engine.snapshot import keep_newest, snapshot_steps, write_snapshot
 
-# For how long the last words may take to be said: a terminal that is held keeps nobody.
-_WORDS_TIMEOUT_S = 1.0
-
 
 class SnapshotWriter:
     """Takes snapshots and writes them one after another; at most one waits, and a newer one takes its place.
@@ -26,7 +22,7 @@ class SnapshotWriter:
     Args:
         folder: of the snapshots; made where it is missing.
         keep: how many of the newest stay on disk; 0 keeps all.
-        say: told in a line what was left out or went wrong, on a thread of its own; it may block or raise.
+        say: told in a line what was left out or went wrong, from any thread; it must not block (`engine.notices`).
         write: (folder, step, pulls, tree) → writes one, whole or not at all.
 
     Raises:
@@ -44,7 +40,7 @@ class SnapshotWriter:
         if keep < 0:
             raise ValueError(f"the number of snapshots to keep must be 0 (all) or more, and is {keep}: choose another")
         self._folder, self._keep, self._write = folder, keep, write
-        self._voice = _Voice(say)
+        self._say = say
         self._changed = threading.Condition()
         self._waiting: _Submitted | None = None
         self._writing_step: int | None = None
@@ -75,7 +71,7 @@ class SnapshotWriter:
             self._is_last_written = False
             self._changed.notify_all()
         if left_out is not None:
-            self._voice.say(f"snapshot of step {left_out.step} left out: the disk is slower than --snapshot-every")
+            self._say(f"snapshot of step {left_out.step} left out: the disk is slower than --snapshot-every")
 
     def close(self, timeout_s: float) -> bool:
         """Writes what is queued, for a limited time, and takes nothing more; may be called again.
@@ -84,7 +80,7 @@ class SnapshotWriter:
         the process ends, as Orbax makes folders on threads of asyncio, which the interpreter joins.
 
         Args:
-            timeout_s: limit; a terminal that is held adds one second to it at most.
+            timeout_s: limit.
 
         Returns:
             Whether what was submitted last is on disk; True where nothing was.
@@ -97,11 +93,10 @@ class SnapshotWriter:
             queued = [self._writing_step, self._waiting.step if self._waiting is not None else None]
             is_written = self._is_last_written
         if self._thread.is_alive() and (unwritten := [f"of step {step}" for step in queued if step is not None]):
-            self._voice.say(
+            self._say(
                 f"snapshot {' and '.join(unwritten)} not written within {timeout_s:.3g} s: "
                 f"see to the disk of {self._folder}; {self._what_stays()}"
             )
-        self._voice.close(_WORDS_TIMEOUT_S)
         return is_written
 
     def _work(self) -> None:
@@ -138,7 +133,7 @@ class SnapshotWriter:
         try:
             self._write(self._folder, submitted.step, submitted.pulls, submitted.tree)
         except Exception as error:  # noqa: BLE001 - no snapshot is worth the run, whatever went wrong with it
-            self._voice.say(f"snapshot of step {submitted.step} not written: {_one_line(error)}; {self._what_stays()}")
+            self._say(f"snapshot of step {submitted.step} not written: {_one_line(error)}; {self._what_stays()}")
             return False
         return True
 
@@ -146,7 +141,7 @@ class SnapshotWriter:
         try:
             keep_newest(self._folder, self._keep, up_to=newest)
         except Exception as error:  # noqa: BLE001 - a full disk is told by the next write; until then the run goes on
-            self._voice.say(f"old snapshots not removed: {_one_line(error)}; remove them from {self._folder} by hand")
+            self._say(f"old snapshots not removed: {_one_line(error)}; remove them from {self._folder} by hand")
 
     def _what_stays(self) -> str:
         last = self.last_step
@@ -158,30 +153,6 @@ class _Submitted:
     step: int
     pulls: int
     tree: Any
-
-
-class _Voice:
-    """Says lines in order on a thread of its own, whatever becomes of them."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="snapshot-writer-words", daemon=True)
-        self._thread.start()
-
-    def say(self, line: str) -> None:
-        """Queues a line; after `close` nobody says it."""
-        self._lines.put(line)
-
-    def close(self, timeout_s: float) -> None:
-        """Waits until what is queued has been said, or the limit has passed; may be called again."""
-        self._lines.put(None)
-        self._thread.join(timeout_s)
-
-    def _work(self) -> None:
-        while (line := self._lines.get()) is not None:
-            with suppress(Exception):
-                self._say(line)
 
 
 def _one_line(error: BaseException) -> str:

@@ -43,8 +43,11 @@ def read_steps(run_dir):
     return [json.loads(line)["step"] for line in (run_dir / "loss.jsonl").read_text().splitlines()]
 
 
+_THREADS = ("feeder", "loss-stream", "worker", "snapshot-writer", "control-mailbox", "notices")
+
+
 def feedloop_threads():
-    return [thread for thread in threading.enumerate() if thread.name.startswith(("feeder", "loss-stream", "worker"))]
+    return [thread for thread in threading.enumerate() if thread.name.startswith(_THREADS)]
 
 
 def test_a_run_leaves_settings_losses_weights_and_its_end(tmp_path):

@@ -189,28 +189,6 @@ def test_submitting_never_waits_for_a_disk_that_hangs(tmp_path):
     assert len(words) + len(disk.steps) == 1000
 
 
-def test_words_that_raise_or_hang_harm_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(snapshot_writer, "_WORDS_TIMEOUT_S", 0.05)
-    held, asked = threading.Event(), []
-
-    def say(line):
-        asked.append(line)
-        if len(asked) == 1:
-            raise ValueError("nobody hears")
-        held.wait(SOON_S)
-
-    disk = Disk(fails={1: OSError("a"), 2: OSError("b"), 3: OSError("c")})
-    writer, _ = make_writer(tmp_path, disk, say=say)
-    for step in (1, 2, 3, 4):
-        disk.entered.clear()
-        writer.submit(step, step, None)
-        assert disk.entered.wait(SOON_S)
-        wait_until(lambda: writer._writing_step is None)
-    assert writer.close(SOON_S)
-    assert [line[:18] for line in asked] == ["snapshot of step 1", "snapshot of step 2"]
-    held.set()
-
-
 def test_closing_without_a_snapshot_is_well_and_what_comes_after_is_dropped(tmp_path):
     disk = Disk()
     writer, words = make_writer(tmp_path, disk)
@@ -222,11 +200,11 @@ def test_closing_without_a_snapshot_is_well_and_what_comes_after_is_dropped(tmp_
     assert not (tmp_path / "1").exists()
 
 
-def test_both_threads_end(tmp_path):
+def test_its_thread_ends(tmp_path):
     before = set(threading.enumerate())
     writer, _ = make_writer(tmp_path, Disk())
     started = set(threading.enumerate()) - before
-    assert {thread.name for thread in started} == {"snapshot-writer", "snapshot-writer-words"}
+    assert {thread.name for thread in started} == {"snapshot-writer"}
     assert writer.close(SOON_S)
     for thread in started:
         thread.join(SOON_S)
