@@ -61,6 +61,7 @@ class Launch:
         stack: closes what is opened.
         start: where the launch begins.
         model, batches, evaluation, notify: as `engine.run.train` takes them.
+        board: of requests to the program; None makes one.
 
     Attributes:
         resolved: what the settings stand for.
@@ -85,10 +86,11 @@ class Launch:
         batches: BatchFunction | BatchSource | None,
         evaluation: EvaluationSource | EvaluationArrays | None,
         notify: Callable[[str], None],
+        board: ControlBoard | None = None,
     ) -> None:
         self.config, self.start, self._notify = config, start, notify
         self.is_begun, self.train_s = False, 0.0
-        self.board, self.notices = ControlBoard(), Notices(notify)
+        self.board, self.notices = board or ControlBoard(), Notices(notify)
         self._signals = stack.enter_context(StopSignals(self.board, self.notices.say))
         stack.callback(self.notices.close)
         self.resolved = resolve(
