@@ -16,7 +16,7 @@ from engine.run_display import loss_display, show_plan, summarise
 from preprocess.grouped_help import GroupedCommand
 
 if TYPE_CHECKING:
-    from engine.result import DryRun
+    from engine.result import DryRun, TrainResult
 
 _DONE, _FAILED, _WRONG_USAGE, _STOPPED = 0, 1, 2, 130
 _RECORDED = "the recorded run"
@@ -323,6 +323,7 @@ def main(context: click.Context, /, *, recipe: str | None, dry_run: bool, traceb
     Batches stream in and losses stream out while a single while-loop trains on the device. Exit codes: 0 done, 1 the
     run failed, 2 wrong usage or data, 130 stopped by SIGINT, SIGTERM or control-run with a last snapshot.
     """
+    is_saved = True
     try:
         merged = _merge(context, None if recipe is None else load_recipe(recipe))
         config = TrainConfig(**merged.settings)
@@ -330,7 +331,8 @@ def main(context: click.Context, /, *, recipe: str | None, dry_run: bool, traceb
             show_plan(_plan(config))
             code = _DONE
         else:
-            code = _train(config, merged.origins)
+            result = _train(config, merged.origins)
+            code, is_saved = _DONE if result.is_complete else _STOPPED, result.snapshot_step == result.steps_done
     except KeyboardInterrupt:
         say_to_stderr("run-train: stopped at once; no weights were written")
         code = _STOPPED
@@ -339,7 +341,8 @@ def main(context: click.Context, /, *, recipe: str | None, dry_run: bool, traceb
             raise
         say_to_stderr(f"run-train: {describe_error(error)}")
         code = _WRONG_USAGE if isinstance(error, ValueError) else _FAILED
-    leave(code)
+    # A disk that did not take the last snapshot may hold its thread for ever.
+    leave(code, at_once=not is_saved)
 
 
 def _merge(context: click.Context, recipe: LoadedRecipe | None) -> MergedOptions:
@@ -387,7 +390,7 @@ def _plan(config: TrainConfig) -> "DryRun":
     return plan_run(settle_epochs(config, notify=click.echo), notify=click.echo)
 
 
-def _train(config: TrainConfig, origins: dict[str, str]) -> int:
+def _train(config: TrainConfig, origins: dict[str, str]) -> "TrainResult":
     from engine.epochs import settle_epochs
     from engine.run import train
 
@@ -396,4 +399,4 @@ def _train(config: TrainConfig, origins: dict[str, str]) -> int:
     with run_dir_of(config.run_dir) as run_dir:
         result = train(replace(config, run_dir=run_dir), sinks=[sink], notify=notify, origins=origins)
     summarise(result)
-    return _DONE if result.is_complete else _STOPPED
+    return result

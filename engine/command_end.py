@@ -10,16 +10,16 @@ import click
 _FLUSH_TIMEOUT_S = 1.0
 
 
-def leave(code: int) -> None:
-    """Flushes what was said; exits at once where the code is not 0 or nobody reads.
+def leave(code: int, *, at_once: bool = False) -> None:
+    """Flushes what was said; exits at once where the code is not 0, nobody reads, or the caller asks for it.
 
-    A thread that is stuck in a source or a compiler can't be joined. With code 0 and all flushed, it returns.
+    A thread that is stuck in a source, a compiler or a disk can't be joined. Otherwise it returns.
     """
     # Where nobody reads, a flush waits for ever, or for the lock of the thread that does, which no signal ends.
     flusher = threading.Thread(target=_flush, daemon=True)
     flusher.start()
     flusher.join(_FLUSH_TIMEOUT_S)
-    if code != 0 or flusher.is_alive():
+    if code != 0 or at_once or flusher.is_alive():
         os._exit(code)
 
 

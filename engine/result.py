@@ -29,6 +29,7 @@ class TrainResult:
         train_s: seconds from the launch to the end of the loop.
         wait_s: seconds of these that the loop waited for batches.
         run_dir: the run folder, None where none was asked for.
+        snapshot_step: of its newest snapshot, None where there is none.
     """
 
     params: Any
@@ -44,6 +45,7 @@ class TrainResult:
     train_s: float
     wait_s: float
     run_dir: Path | None
+    snapshot_step: int | None = None
 
     @property
     def is_complete(self) -> bool:

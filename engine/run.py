@@ -6,6 +6,7 @@ Owns the order of these and what a run leaves behind; a launch of the program it
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -225,6 +226,7 @@ class _RecordedRun:
             record=self._record_event,
         )
         self._folder.launched()
+        self._snapshots.start()
         try:
             state = launch.run(compiled, state, [self._sink, *sinks])
         except BaseException as error:
@@ -233,6 +235,7 @@ class _RecordedRun:
         failure = launch.failure(state)
         result = _result(launch, compiled, state, self._folder)
         self._keep_state(state, failure)
+        result = replace(result, snapshot_step=self._snapshots.last_step)
         failure = self._leave(result, failure)
         if failure is not None:
             raise failure
@@ -293,7 +296,7 @@ class _RecordedRun:
             "error": None if failure is None else f"{type(failure).__name__}: {failure}",
             "first_nonfinite_step": next(nonfinite, None),
             "num_params": self._launch.num_params,
-            "snapshot_step": self._snapshots.last_step,
+            "snapshot_step": result.snapshot_step if result else self._snapshots.last_step,
         }
         if result is not None:
             end |= {

@@ -60,5 +60,5 @@ def summarise(result: "TrainResult") -> None:
     if result.num_skipped:
         click.echo(f"skipped: {result.num_skipped:,} updates, whose gradients were not finite")
     click.echo(f"run folder: {result.run_dir}")
-    if not result.is_complete:
+    if not result.is_complete and result.snapshot_step is not None:
         click.echo(f"to go on: run-train --run-dir {shlex.quote(str(result.run_dir))} --resume")

@@ -48,6 +48,13 @@ class SnapshotWriter:
         self._is_last_written = True
         self._is_closed = False
         self._thread = threading.Thread(target=self._work, name="snapshot-writer", daemon=True)
+
+    def start(self) -> None:
+        """Begins to write, and makes ready for it; called once.
+
+        Not while a program is traced: to import Orbax changes what jax compares when it looks for a function that it
+        has traced, and a program that was half traced before it is another one to the cache on disk.
+        """
         self._thread.start()
 
     @property
@@ -88,7 +95,8 @@ class SnapshotWriter:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
         with self._changed:
             queued = [self._writing_step, self._waiting.step if self._waiting is not None else None]
             is_written = self._is_last_written

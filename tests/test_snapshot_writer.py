@@ -43,7 +43,9 @@ class Disk:
 
 def make_writer(folder, disk, *, keep=0, say=None):
     words: list[str] = []
-    return SnapshotWriter(folder, keep=keep, say=say or words.append, write=disk.write), words
+    writer = SnapshotWriter(folder, keep=keep, say=say or words.append, write=disk.write)
+    writer.start()
+    return writer, words
 
 
 def wait_until(condition):
@@ -230,6 +232,7 @@ def test_the_arrays_are_freed_once_they_are_written(tmp_path):
         done.set()
 
     writer = SnapshotWriter(tmp_path, keep=0, say=lambda line: None, write=write)
+    writer.start()
     array = np.zeros(10)
     gone = weakref.ref(array)
     writer.submit(1, 1, {"a": array})
@@ -262,6 +265,12 @@ def test_orbax_is_imported_ahead_and_its_failure_told_by_the_write_alone(tmp_pat
     assert words == ["snapshot of step 1 not written: no Orbax; there is none before it"]
 
 
+def test_one_that_was_never_started_closes(tmp_path):
+    writer = SnapshotWriter(tmp_path, keep=0, say=print)
+    assert writer.close(SOON_S)
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_number_to_keep_is_checked(tmp_path):
     with pytest.raises(ValueError, match=r"must be 0 \(all\) or more, and is -1"):
         SnapshotWriter(tmp_path, keep=-1, say=print)
@@ -273,6 +282,7 @@ def test_real_snapshots_of_a_run_that_is_stopped(tmp_path):
     write_snapshot(folder, 1, 1, {"w": np.zeros(3)})
     words: list[str] = []
     writer = SnapshotWriter(folder, keep=2, say=words.append)
+    writer.start()
     for step in (2, 3):
         writer.submit(step, step, {"w": np.full(3, float(step))})
         wait_until(lambda step=step: writer.last_step == step)
