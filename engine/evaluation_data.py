@@ -11,7 +11,7 @@ from pathlib import Path
 from engine.batches import ArrayBatches, EvaluationArrays, EvaluationSource, SequentialBatches
 from engine.config import TrainConfig
 from engine.dataset import choose_data, make_demo
-from engine.resolve import _choose_eval_split, _digest
+from engine.resolve import choose_eval_split, manifest_digest_of
 from preprocess.listing import ImageClass
 from preprocess.location import open_location
 from preprocess.manifest import Manifest
@@ -76,7 +76,7 @@ def open_evaluation_split(
         ValueError: where there is no such split, or its classes are not those of the weights.
     """
     data = _choose(config, trained_on, notify)
-    name = _choose_eval_split(config, data)
+    name = choose_eval_split(config, data)
     if name is None and (there := list_splits(data)):
         raise ValueError(
             f"the split must be named, since {data} has none of the usual ones to evaluate on: --split, one of "
@@ -116,10 +116,10 @@ def _compare(
     """
     if trained_on.manifest_digest is None:
         return False
-    if _digest(manifest) in (trained_on.manifest_digest, trained_on.eval_manifest_digest):
+    if manifest_digest_of(manifest) in (trained_on.manifest_digest, trained_on.eval_manifest_digest):
         return True
     trained = read_manifest(open_location(data), config.split) if config.split in list_splits(data) else None
-    if trained is None or _digest(trained) != trained_on.manifest_digest:
+    if trained is None or manifest_digest_of(trained) != trained_on.manifest_digest:
         notify(
             f"warning: {data}/{name} is not known to be of the data that the weights were trained on "
             f"({trained_on.words}): the counts hold for these images, whose classes must be those in the same order"

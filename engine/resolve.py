@@ -230,11 +230,11 @@ def _packed(config: TrainConfig, stack: ExitStack, notify: Callable[[str], None]
         )
     data = f"{choice.data}/{config.split}, {split.num_images:,} images"
     evaluation, eval_digest = None, None
-    if (name := _choose_eval_split(config, choice.data)) is not None:
+    if (name := choose_eval_split(config, choice.data)) is not None:
         eval_split = stack.enter_context(open_split(choice.data, name))
         _check_same_classes(manifest, eval_split.manifest, name)
         evaluation = SequentialBatches(eval_split, batch=config.batch)
-        eval_digest = _digest(eval_split.manifest)
+        eval_digest = manifest_digest_of(eval_split.manifest)
         data += f"; evaluated on {name}, {eval_split.num_images:,} images"
     return _OpenData(
         ShardBatches(split, batch=config.batch, seed=config.seed),
@@ -243,16 +243,17 @@ def _packed(config: TrainConfig, stack: ExitStack, notify: Callable[[str], None]
         evaluation,
         manifest.channel_mean,
         manifest.channel_std,
-        _digest(manifest),
+        manifest_digest_of(manifest),
         eval_digest,
     )
 
 
-def _digest(manifest: Manifest) -> str:
+def manifest_digest_of(manifest: Manifest) -> str:
+    """Gives the SHA-256 by which a run tells its data, in hexadecimal."""
     return hashlib.sha256(manifest.to_json().encode()).hexdigest()
 
 
-def _choose_eval_split(config: TrainConfig, data: str) -> str | None:
+def choose_eval_split(config: TrainConfig, data: str) -> str | None:
     """Gives the split that was named, else the first of the usual ones that the data has and that is not trained on."""
     if config.eval_split == "off":
         return None

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -226,3 +227,19 @@ def test_pytorch_gives_the_same_logits_both_ways(name, tmp_path):
         wanted = arrays["logits"]
     logits, _ = apply(*ours, images.transpose(0, 2, 3, 1))
     np.testing.assert_allclose(logits, wanted, rtol=0, atol=1e-4 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("ema_decay", [None, 0.9])
+def test_a_run_begins_with_the_weights_of_another(tmp_path, ema_decay):
+    trained = train(toy_config(steps=3, run_dir=tmp_path / "first"), model=Linear(), batches=toy_batch)
+    told: list[str] = []
+    config = toy_config(steps=0, ema_decay=ema_decay, init_from=tmp_path / "first/model.safetensors", seed=7)
+    begun = train(config, model=Linear(), batches=toy_batch, notify=told.append)
+    # With an average it is that which is given back: it too begins with the file's weights, not with drawn ones.
+    for ours, theirs in zip(jax.tree.leaves(begun.params), jax.tree.leaves(trained.params), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert float(begun.batch_stats["batches"]) == 3
+    assert any("first/model.safetensors" in line for line in told)
+    further = train(replace(config, steps=2), model=Linear(), batches=toy_batch)
+    fresh = train(replace(config, steps=2, init_from=None), model=Linear(), batches=toy_batch)
+    assert further.losses[0] < fresh.losses[0] / 2
