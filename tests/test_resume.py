@@ -1,11 +1,13 @@
 """A run that goes on is, to the bit, the run that was never interrupted; what it may not change, it refuses by name."""
 
+import errno
 import json
 import os
 import shutil
 import signal
 import time
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,7 +21,8 @@ from engine.launch import NonFiniteError
 from engine.recorded_run import RecordedRun, read_recorded
 from engine.resume import HOST_SETTINGS, RUNTIME_SETTINGS, StartingPoint, check_settings, cut_logs, note_changes
 from engine.run_folder import RunFolder
-from engine.snapshot import snapshot_steps
+from engine.snapshot import snapshot_steps, write_snapshot
+from engine.snapshot_writer import SnapshotWriter
 from tests.fake_source import fake_source, pack
 from tests.toy import SIZE, Linear, toy_batch, toy_config
 
@@ -434,3 +437,36 @@ def test_an_unreadable_record_is_named(tmp_path, content):
     (tmp_path / "config.json").write_text(content, encoding="latin-1")
     with pytest.raises(ValueError, match=r"config\.json must be what run-train wrote, and cannot be read"):
         read_recorded(tmp_path)
+
+
+def test_a_snapshot_that_cannot_be_written_is_a_warning_and_the_last_good_one_stays(tmp_path, monkeypatch):
+    def write(folder, step, pulls, tree):
+        if step > 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_snapshot(folder, step, pulls, tree)
+
+    monkeypatch.setattr("engine.run.SnapshotWriter", partial(SnapshotWriter, write=write))
+    told: list[str] = []
+
+    def batches(step):
+        deadline = time.monotonic() + 60
+        while step == 3 and snapshot_steps(tmp_path / "snapshots") != [2] and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return toy_batch(step)
+
+    config = toy_config(steps=6, run_dir=tmp_path, snapshot_every_steps=2, prefetch=1)
+    result = train(config, model=Linear(), batches=batches, notify=told.append)
+    assert (result.steps_done, result.stopped_by, result.snapshot_step) == (6, "steps", 2)
+    assert snapshot_steps(tmp_path / "snapshots") == [2]
+    warnings = [line for line in told if line.startswith("snapshot of step 6 not written")]
+    assert "No space left on device" in warnings[0]
+    assert warnings[0].endswith("the last good one, of step 2, stays")
+    assert (tmp_path / "model.safetensors").exists()
+
+
+def test_a_run_folder_belongs_to_one_process_at_a_time(reference, tmp_path):
+    path = tmp_path / "run"
+    shutil.copytree(reference, path)
+    with RunFolder(path, resume=True), pytest.raises(ValueError, match="is in use by process"):
+        run(path, resume=True)
+    assert_same(path, reference)
