@@ -10,27 +10,35 @@ if TYPE_CHECKING:
     from engine.config import TrainConfig
     from engine.evaluation_result import EvaluationResult
     from engine.evaluation_run import evaluate, evaluate_weights, run_settings
+    from engine.replay import replay_run
+    from engine.replay_report import Difference, ReplayReport
     from engine.result import TrainResult
     from engine.run import train
 
 __all__ = [
     "BatchSource",
+    "Difference",
     "EvaluationResult",
+    "ReplayReport",
     "TrainConfig",
     "TrainResult",
     "evaluate",
     "evaluate_weights",
+    "replay_run",
     "run_settings",
     "train",
 ]
 
 _HOME = {
     "BatchSource": "engine.batches",
+    "Difference": "engine.replay_report",
     "EvaluationResult": "engine.evaluation_result",
+    "ReplayReport": "engine.replay_report",
     "TrainConfig": "engine.config",
     "TrainResult": "engine.result",
     "evaluate": "engine.evaluation_run",
     "evaluate_weights": "engine.evaluation_run",
+    "replay_run": "engine.replay",
     "run_settings": "engine.evaluation_run",
     "train": "engine.run",
 }

@@ -1,0 +1,114 @@
+"""`verify-run` from outside: its verdict, its exit codes, and errors in a line."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from engine import TrainConfig, train
+from engine.verify_cli import main
+from tests.fake_source import fake_source, files_of, pack
+from tests.pseudo_terminal import Terminal, plain
+from tests.toy import Linear, toy_batch, toy_config
+
+COMMAND = [sys.executable, "-c", "from engine.verify_cli import main; main()"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a data set, a run on it, the same with a loss that was changed, and a run of one's own batches."""
+    folder = tmp_path_factory.mktemp("place")
+    pack(fake_source(20, size=8), folder / "data")
+    pack(fake_source(11, size=8, seed=1, name="val"), folder / "data")
+    config = TrainConfig(
+        steps=4, batch=4, data=os.fspath(folder / "data"), model="resnet8", run_dir=os.fspath(folder / "run")
+    )
+    train(config)
+    (folder / "changed").mkdir()
+    for name, content in files_of(folder / "run").items():
+        (folder / "changed" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "changed" / name).write_bytes(content)
+    records = [json.loads(line) for line in (folder / "run/loss.jsonl").read_text().splitlines()]
+    records[2]["loss"] = 0.25
+    (folder / "changed/loss.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    train(toy_config(steps=1, run_dir=folder / "own"), model=Linear(), batches=toy_batch)
+    return folder
+
+
+def invoke(monkeypatch, place, *arguments):
+    """Runs the command in this process, in the folder; its exit code is what it would have left with."""
+    codes: list[int] = []
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(os, "_exit", codes.append)
+    result = CliRunner().invoke(main, list(map(str, arguments)))
+    return (codes or [result.exit_code])[0], result.stdout, result.stderr
+
+
+def test_it_says_what_it_does_and_that_the_bits_are_the_same(place):
+    before = files_of(place / "run")
+    done = subprocess.run([*COMMAND, "run"], cwd=place, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("the same bits: 4 losses, 1 evaluation, ")
+    assert done.stdout.endswith(" arrays of the snapshot of step 4\n")
+    assert done.stderr.splitlines()[0] == "replaying steps 1 … 4 of run from the state before the first step"
+    assert files_of(place / "run") == before
+
+
+def test_a_loss_that_was_changed_is_told(monkeypatch, place):
+    code, said, _ = invoke(monkeypatch, place, "changed", "--to", 3)
+    assert code == 1
+    assert said.startswith("differs: loss of step 3: recorded 0.25, replayed ")
+    assert said.endswith("; 1 of 3 losses differ\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "a run folder must hold config.json, and nowhere does not"),
+        (["run", "--from", 2], "must have a snapshot or be 0, got 2: run has those of 4"),
+        (["run", "--to", 9], "(--to) must be one that run/loss.jsonl holds, 1 … 4, got 9"),
+        (["run", "--data", "elsewhere"], "elsewhere"),
+        (["own"], "which only Python has: engine.replay_run('own', model=…, batches=…)"),
+        (["run", "--from", -1], "Invalid value for '--from'"),
+    ],
+)
+def test_what_cannot_be_replayed_is_told_in_a_line(monkeypatch, place, arguments, message):
+    code, said, told = invoke(monkeypatch, place, *arguments)
+    assert (code, said) == (2, "")
+    assert message in told
+    assert "Traceback" not in told
+
+
+def test_a_terminal_gets_a_progress_line(place):
+    terminal = Terminal(COMMAND, [place / "run"], columns=200, TERM="xterm")
+    assert terminal.finish() == 0
+    assert "the same bits: 4 losses, 1 evaluation, " in plain(terminal.output)
+    assert "4/4" in plain(terminal.output)
+
+
+def test_a_signal_stops_it(place):
+    process = subprocess.Popen(
+        [*COMMAND, "run"], cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )  # fmt: skip
+    assert process.stderr is not None
+    while "replaying" not in process.stderr.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    said, told = process.communicate(timeout=60)
+    # Python's own handling, before the replay has its handlers, ends it by the signal.
+    assert process.returncode in (130, -signal.SIGTERM), told
+    assert said == ""
+
+
+def test_it_answers_help_without_jax_or_numpy():
+    program = (
+        "import sys; from engine.verify_cli import main; main(['--help'], standalone_mode=False); "
+        "print('loaded', {'jax', 'numpy', 'orbax'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "loaded set()"
+    assert "130 stopped by SIGINT" in done.stdout
