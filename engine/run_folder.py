@@ -21,7 +21,7 @@ from engine.config import TrainConfig
 from engine.control_log import CONTROL_LOG_NAME
 from engine.control_requests import CONTROL_FOLDER_NAME
 from engine.folder_lock import LOCK_NAME, FolderLock
-from engine.whole_file import write_whole
+from engine.whole_file import remove_unfinished, write_whole
 
 LOSS_LOG = "loss.jsonl"
 EVALUATION_LOG = "eval.jsonl"
@@ -72,6 +72,7 @@ class RunFolder:
         try:
             if not resume and not overwrite:
                 self._check_is_free()
+            self._remove_unfinished()
         except BaseException:
             self._lock.release()
             raise
@@ -97,6 +98,12 @@ class RunFolder:
                 f"the run folder must be new, and {self.path} holds {left[-1]} of an earlier run: choose another "
                 "(--run-dir), continue the run (--resume) or overwrite it (--overwrite)"
             )
+
+    def _remove_unfinished(self) -> None:
+        """Removes what a kill left: the weights of a large network would take as much room again, each time."""
+        for name in (CONFIG, RESULT, _WEIGHTS):
+            with suppress(OSError):  # no leftover is worth the run
+                remove_unfinished(self.path / name)
 
     def clear(self) -> None:
         """Removes what an earlier run left."""

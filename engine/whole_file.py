@@ -1,6 +1,7 @@
 """Files that are written whole or not at all."""
 
 import os
+import re
 import secrets
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +29,17 @@ def write_whole(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
         raise
     _sync_folder(path.parent)
+
+
+def remove_unfinished(path: Path) -> None:
+    """Removes what a process that was killed in `write_whole` left beside a file, which nobody may be writing now.
+
+    Raises:
+        OSError: where the folder cannot be listed, or a file in it not be removed.
+    """
+    for entry in list(path.parent.iterdir()):
+        if re.fullmatch(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}", entry.name):
+            entry.unlink(missing_ok=True)
 
 
 def _sync_folder(folder: Path) -> None:

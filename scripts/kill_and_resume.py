@@ -60,7 +60,7 @@ class Kill:
     Attributes:
         after_s: seconds, from what comes first of the following that is given.
         moment: is seen in the run folder.
-        step: is in the loss log.
+        step: is in the loss log, and the launch trains.
     """
 
     after_s: float
@@ -70,11 +70,13 @@ class Kill:
     def __str__(self) -> str:
         return f"{self.after_s:.3f} s after {self.moment or (f'step {self.step}' if self.step else 'the start')}"
 
-    def has_come(self, run: Path, steps: int) -> bool:
+    def has_come(self, run: Path, steps: int, said_before: int) -> bool:
         """Tells whether the seconds are to be counted from now on."""
         if self.moment:
             return MOMENTS[self.moment](run, steps)
-        return num_lines(run / "loss.jsonl") >= self.step
+        # A launch before this one left its lines; they are cut by the time that this one has its program.
+        is_training = not self.step or "\ncompiled training program" in read_said(log_of(run), said_before)
+        return is_training and num_lines(run / "loss.jsonl") >= self.step
 
 
 @dataclass
@@ -141,10 +143,10 @@ def main() -> int:
         trial = draw_trial(number, base, plain, asked, cache, draw)
         num_kills += run_trial(trial, options)
         differences = compare(trial.folder, trial.reference.folder, options.steps)
-        for line in trial.story:
-            print(f"{number:3}: {line}", flush=True)
-        verdict = "identical" if not differences else f"DIFFERENT, see {trial.folder}: {'; '.join(differences)}"
-        print(f"{number:3}: {verdict}", flush=True)
+        trial.story[-1] += (
+            f": DIFFERENT, see {trial.folder}: {'; '.join(differences)}" if differences else ": identical"
+        )
+        print("\n".join(f"{number:3}: {line}" for line in trial.story), flush=True)
         if not differences:
             num_identical += 1
             remove(trial)
@@ -238,7 +240,7 @@ def run_trial(trial: Trial, options: argparse.Namespace) -> int:
         said_before = size_of(log_of(trial.folder))
         command = train_command(options, trial.folder, trial.cache, resume=resumes)
         kill = kills.pop(0) if kills else None
-        code = run_and_kill(command, trial.folder, kill, options.steps)
+        code = run_and_kill(command, trial.folder, kill, options.steps, said_before)
         begun = tell_start(log_of(trial.folder), said_before, resumes)
         if code == -signal.SIGKILL and kill is not None:
             num_kills += 1
@@ -264,11 +266,11 @@ def prepare(trial: Trial) -> None:
             shutil.copy(trial.reference.folder / name, trial.folder / name)
 
 
-def run_and_kill(command: list[str], run: Path, kill: Kill | None, steps: int) -> int:
+def run_and_kill(command: list[str], run: Path, kill: Kill | None, steps: int, said_before: int) -> int:
     """Runs a launch, kills its process group at the instant, and gives the exit code."""
     process = start(command, log_of(run))
     if kill is not None:
-        wait_until(lambda: kill.has_come(run, steps), process)
+        wait_until(lambda: kill.has_come(run, steps, said_before), process)
         try:
             process.wait(kill.after_s)
         except subprocess.TimeoutExpired:
@@ -339,13 +341,18 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in content.split(b"\n")[:-1]]
 
 
-def tell_start(log: Path, said_before: int, resumes: bool) -> str:
-    """Gives where a launch began, by its own words."""
+def read_said(log: Path, said_before: int) -> str:
+    """Gives what a launch has said so far."""
     with log.open("rb") as file:
         file.seek(said_before)
-        said = file.read().decode(errors="replace")
+        return file.read().decode(errors="replace")
+
+
+def tell_start(log: Path, said_before: int, resumes: bool) -> str:
+    """Gives where a launch began, by its own words."""
     if not resumes:
         return "begun"
+    said = read_said(log, said_before)
     if found := re.search(r"^resuming .* from (?:the snapshot of )?(step [\d,]+|its beginning)", said, re.MULTILINE):
         return f"resumed from {found[1]}"
     return "resumed, from nowhere yet"

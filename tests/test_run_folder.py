@@ -102,6 +102,17 @@ def test_a_folder_with_strangers_files_is_new(tmp_path):
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_what_a_kill_left_half_written_goes_when_the_folder_is_used_again(resume, tmp_path):
+    if resume:
+        (tmp_path / "config.json").write_text("{}")
+    for name in (".model.safetensors.0123abcd", ".config.json.0123abcd", ".result.json.0123abcd", ".notes.0123abcd"):
+        (tmp_path / name).write_text("half")
+    with RunFolder(tmp_path, resume=resume):
+        left = {path.name for path in tmp_path.iterdir()}
+    assert left == {".lock", ".notes.0123abcd"} | ({"config.json"} if resume else set())
+
+
 @pytest.mark.parametrize("below", ["", "below"])
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_file_is_no_folder(tmp_path, below, overwrite):

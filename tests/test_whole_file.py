@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.whole_file import write_whole
+from engine.whole_file import remove_unfinished, write_whole
 
 
 def test_a_file_holds_what_was_written(tmp_path):
@@ -126,3 +126,18 @@ def test_a_reader_never_sees_a_part(tmp_path):
 def test_a_folder_that_is_not_there_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         write_whole(tmp_path / "nowhere" / "result.json", b"content")
+
+
+def test_what_a_kill_left_of_a_file_is_removed_and_nothing_else(tmp_path, monkeypatch):
+    path = tmp_path / "result.json"
+    kept = ["result.json", ".result.json", ".result.json.backup", ".result_json.0123abcd", ".other.json.0123abcd"]
+    for name in kept:
+        (tmp_path / name).write_text("kept")
+    monkeypatch.setattr(Path, "replace", lambda *_: None)
+    monkeypatch.setattr(Path, "unlink", lambda *_, **__: None)
+    for _ in range(2):
+        write_whole(path, b"never in its place")
+    monkeypatch.undo()
+    assert len(list(tmp_path.iterdir())) == len(kept) + 2
+    remove_unfinished(path)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted(kept)
