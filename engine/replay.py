@@ -6,6 +6,7 @@ Owns the order of a replay. Writes nothing into the run's folder and needs no lo
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -22,6 +23,7 @@ from engine.program import TrainModel, TrainState
 from engine.recorded_stretch import Piece, RecordedStretch, read_stretch
 from engine.replay_report import Comparison, ReplayReport
 from engine.resume import StartingPoint, check_data, told_versions
+from engine.signals import StopSignals
 from engine.sinks import Sink
 from models.registry import model_names
 
@@ -69,19 +71,34 @@ def replay_run(
     """
     stretch = read_stretch(Path(run), from_step, to_step)
     _check_own(stretch, model, batches, evaluation)
-    begin = stretch.start.step
-    origin = f"the snapshot of step {begin:,}" if begin else "the state before the first step"
-    notify(f"replaying steps {begin + 1:,} … {stretch.to_step:,} of {run} from {origin}")
-    if warning := told_versions(stretch.recorded):
-        notify(warning)
+    # A launch handles signals while it is open; before it and between two, they end the replay at once.
+    with StopSignals(ControlBoard(), _say_nothing):
+        begin = stretch.start.step
+        origin = f"the snapshot of step {begin:,}" if begin else "the state before the first step"
+        notify(f"replaying steps {begin + 1:,} … {stretch.to_step:,} of {run} from {origin}")
+        if warning := told_versions(stretch.recorded):
+            notify(warning)
+        make_launch = partial(Launch, model=model, batches=batches, evaluation=evaluation, notify=notify)
+        return _replay(stretch, make_launch, data, display)
+
+
+def _say_nothing(_: str) -> None:
+    """Signals end a replay at once before its first step: there is no clean stop to be told of."""
+
+
+def _replay(
+    stretch: RecordedStretch,
+    make_launch: Callable[..., Launch],
+    data: str | None,
+    display: Callable[[int, int], Sink] | None,
+) -> ReplayReport:
+    """Runs the pieces of a stretch, the state going from one to the next in memory, and compares."""
     comparison, state, start = Comparison(stretch), None, stretch.start
     for piece in stretch.pieces:
         config = piece.config if data is None else replace(piece.config, data=data)
         board = _EndingBoard(piece)
         with ExitStack() as stack:
-            launch = Launch(
-                config, stack, start, model=model, batches=batches, evaluation=evaluation, notify=notify, board=board
-            )
+            launch = make_launch(config, stack, start, board=board)
             check_data(launch.resolved, stretch.recorded)
             sinks = [comparison, *([] if display is None else [display(piece.stop_step, _images_a_step(piece))])]
             state = _replay_piece(launch, state, sinks, start.events)
