@@ -10,7 +10,7 @@ from jax import lax
 
 from models import pooled_resnet
 from models.model import BatchStats
-from models.pooled_resnet import PooledResNet
+from models.pooled_resnet import PooledResNet, cosine_kernel
 from models.registry import build_model, count_params
 
 NET = PooledResNet(stem=6, stages=(8, 10))
@@ -27,10 +27,10 @@ def drawn(net, num_classes=5):
     return jax.tree.map(lambda leaf: jnp.asarray(rng.uniform(0.2, 1.0, leaf.shape), jnp.float32), shapes)
 
 
-def xla_layer(x, params, stats, activation, *, pool, train):
+def xla_layer(x, params, stats, activation, *, pool, train, stride=1):
     """A layer of XLA's own convolution, reduce-window and elementary arithmetic; the new statistics beside it."""
     x = lax.conv_general_dilated(
-        x, params["conv"]["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        x, params["conv"]["kernel"], (stride, stride), [(1, 1)] * 2, dimension_numbers=("NHWC", "HWIO", "NHWC")
     )
     if pool:
         x = lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
@@ -47,7 +47,7 @@ def xla_layer(x, params, stats, activation, *, pool, train):
 def xla_network(params, stats, x, activation, *, train):
     """The network of two stages, written out."""
     new: BatchStats = {"stage1": {"residual": {}}, "stage2": {"residual": {}}}
-    x, new["stem"] = xla_layer(x, params["stem"], stats["stem"], activation, pool=True, train=train)
+    x, new["stem"] = xla_layer(x, params["stem"], stats["stem"], activation, pool=False, train=train, stride=2)
     for stage in ("stage1", "stage2"):
         p, s, n = params[stage], stats[stage], new[stage]
         x, n["widen"] = xla_layer(x, p["widen"], s["widen"], activation, pool=True, train=train)
@@ -160,7 +160,7 @@ def test_stages_halve_the_map_and_only_their_first_layer_widens(monkeypatch):
     images = jax.ShapeDtypeStruct((2, 32, 32, 3), jnp.float32)
     logits, _ = jax.eval_shape(partial(model.apply, train=True), params, stats, images)
     assert shapes == {
-        "stem": (16, 16, 32),
+        "stem": (16, 16, 64),
         "stage1.widen": (8, 8, 96),
         "stage1.residual.0": (8, 8, 96),
         "stage1.residual.1": (8, 8, 96),
@@ -172,8 +172,8 @@ def test_stages_halve_the_map_and_only_their_first_layer_widens(monkeypatch):
 
 
 def test_parameters_are_counted_by_hand():
-    kernels = 9 * (3 * 32 + 32 * 96 + 2 * 96 * 96 + 96 * 192 + 2 * 192 * 192)
-    norms = 2 * (32 + 3 * 96 + 3 * 192)
+    kernels = 16 * 3 * 64 + 9 * (64 * 96 + 2 * 96 * 96 + 96 * 192 + 2 * 192 * 192)
+    norms = 2 * (64 + 3 * 96 + 3 * 192)
     params, _ = jax.eval_shape(build_model("resnet8-pooled", num_classes=10, image_size=32).init, jax.random.key(0))
     assert count_params(params) == kernels + norms + 192 * 10 + 10
 
@@ -181,12 +181,16 @@ def test_parameters_are_counted_by_hand():
 def test_initial_values():
     init = jax.jit(build_model("resnet8-pooled", num_classes=10, image_size=32).init)
     params, stats = init(jax.random.key(3))
-    for layer, fan_in in ((params["stem"], 27), (params["stage2"]["residual"]["1"], 9 * 192)):
+    for layer, fan_in in (
+        (params["stage1"]["widen"], 9 * 64),
+        (params["stage2"]["residual"]["1"], 9 * 192),
+    ):
         kernel = np.asarray(layer["conv"]["kernel"])
         # The deviation of n normal draws is known to 1/√(2n); four of those.
         assert abs(kernel.std() / np.sqrt(2 / fan_in) - 1) < 4 / np.sqrt(2 * kernel.size)
         np.testing.assert_array_equal(layer["norm"]["scale"], 1)
         np.testing.assert_array_equal(layer["norm"]["bias"], 0)
+    np.testing.assert_array_equal(params["stem"]["conv"]["kernel"], cosine_kernel(64))
     fc = np.asarray(params["fc"]["kernel"])
     assert abs(fc.std() * np.sqrt(192) - 1) < 4 / np.sqrt(2 * fc.size)
     np.testing.assert_array_equal(stats["stem"]["norm"]["mean"], 0)
@@ -195,6 +199,35 @@ def test_initial_values():
     assert not np.array_equal(pair["0"]["conv"]["kernel"], pair["1"]["conv"]["kernel"])
     jax.tree.map(np.testing.assert_array_equal, init(jax.random.key(3)), (params, stats))
     assert not np.array_equal(init(jax.random.key(4))[0]["fc"]["kernel"], fc)
+
+
+@pytest.mark.parametrize("num_channels", [2, 64, 96])
+def test_stem_filters_are_orthonormal_and_come_with_their_negatives(num_channels):
+    kernel = cosine_kernel(num_channels)
+    half = kernel.reshape(48, num_channels)[:, : num_channels // 2].astype(np.float64)
+    np.testing.assert_allclose(half.T @ half, np.eye(num_channels // 2), atol=1e-6)  # float32's last digits
+    np.testing.assert_array_equal(kernel[..., num_channels // 2 :], -kernel[..., : num_channels // 2])
+    np.testing.assert_allclose(kernel[..., 0], 48**-0.5, rtol=1e-6)  # brightness
+
+
+def test_stem_filters_see_brightness_finer_than_colour():
+    """By the sum of both frequencies, plus 1.5 for red against blue, 1.75 for green: the lowest 32 of 48.
+
+    Brightness has 10 up to a sum of 3 and 3 of a sum of 4; the colours have 6 each up to 2, and 4 and 3 of a sum of 3.
+    """
+    kernel = cosine_kernel(64)[..., :32]
+    grey = [
+        np.allclose(kernel[:, :, 0, i], kernel[:, :, 2, i]) and np.allclose(kernel[:, :, 0, i], kernel[:, :, 1, i])
+        for i in range(32)
+    ]
+    flat = [np.allclose(kernel[..., i].std((0, 1)), 0, atol=1e-7) for i in range(32)]
+    assert (sum(grey), sum(flat)) == (13, 3)
+
+
+def test_stems_that_have_no_such_filters_are_refused():
+    for stem in (0, 33, 98):
+        with pytest.raises(ValueError, match=rf"stem must be an even number in 2 … 96, got {stem}"):
+            PooledResNet(stem=stem, stages=(8,))
 
 
 def test_images_that_cannot_be_halved_so_often_are_refused():

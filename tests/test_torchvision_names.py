@@ -88,7 +88,7 @@ def test_a_network_that_torchvision_has_not_goes_by_its_own_paths_in_the_same_la
     assert len(tensors) == 7 * 6 + 2  # seven convolutions, each with a norm of five tensors; a classifier of two
     kernel = params["stage2"]["residual"]["0"]["conv"]["kernel"]
     assert tensors["stage2.residual.0.conv.weight"][5, 7, 0, 2] == kernel[0, 2, 7, 5]
-    assert tensors["stem.norm.running_mean"].shape == (32,)
+    assert tensors["stem.norm.running_mean"].shape == (64,)
     assert tensors["fc.weight"].shape == (10, 192)
     with pytest.raises(ValueError, match=r"not those of resnet8-pooled: missing stage1\.widen\.norm\.weight; name"):
         from_torchvision(
