@@ -222,7 +222,7 @@ class _Program:
         lax.cond(done, lambda: self.outfeed.push_evaluation(state.step, tally), lambda: None)
         top1 = tally.top1.astype(jnp.float32) / jnp.maximum(tally.num_images, 1).astype(jnp.float32)
         state = state._replace(
-            owes_evaluation=due & is_cut_short,
+            owes_evaluation=(due & is_cut_short) | (carry.stopped & state.owes_evaluation),
             num_evaluations=state.num_evaluations + done.astype(jnp.int32),
             top1=jnp.where(done, top1, state.top1),
         )

@@ -89,16 +89,16 @@ def check_data(resolved: Resolved, recorded: RecordedRun) -> None:
     """Raises ValueError where the data or the model are not those of the recorded run."""
     if resolved.manifest_digest != recorded.manifest_digest:
         raise ValueError(
-            f"a resumed run must go on with its data, and those of {resolved.data} are others (their manifest's digest "
-            f"was {_short(recorded.manifest_digest)}, is {_short(resolved.manifest_digest)}): name the folder where "
+            f"a run that is resumed or replayed must have its data, and those of {resolved.data} are others "
+            f"(their manifest's digest was {_short(recorded.manifest_digest)}, is {_short(resolved.manifest_digest)}): name the folder where "
             "they are now (--data), or begin another run"
         )
     now = json.loads(json.dumps(resolved.to_json()))
     for name in ("model", "num_classes", "height", "width", "mean", "std", "eval_manifest_sha256"):
         if now.get(name) != recorded.resolved.get(name):
             raise ValueError(
-                f"a resumed run must keep its {name}, which was {recorded.resolved.get(name)!r}, "
-                f"got {now.get(name)!r}: resume it with the data and the model that it began with"
+                f"a run that is resumed or replayed must keep its {name}, which was {recorded.resolved.get(name)!r}, "
+                f"got {now.get(name)!r}: do so with the data and the model that it began with"
             )
 
 

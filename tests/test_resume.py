@@ -280,7 +280,7 @@ def test_other_data_are_refused_and_the_same_elsewhere_are_not(tmp_path):
     config = toy_config(steps=2, data=tmp_path / "data", num_classes=None, run_dir=tmp_path / "run")
     train(config, model=Linear())
     pack(source.but(images=source.images[::-1].copy()), tmp_path / "other")
-    with pytest.raises(ValueError, match=r"must go on with its data, and those of .*other/train.* are others"):
+    with pytest.raises(ValueError, match=r"must have its data, and those of .*other/train.* are others"):
         train(replace(config, steps=3, data=str(tmp_path / "other"), resume=True), model=Linear())
     (tmp_path / "data").rename(tmp_path / "moved")
     result = train(replace(config, steps=3, data=str(tmp_path / "moved"), resume=True), model=Linear())
@@ -331,6 +331,26 @@ def test_control_requests_take_effect_where_they_are_logged_and_are_repeated(tmp
     shutil.rmtree(behind / "snapshots" / str(STEPS))
     run(behind, resume=True, **plain)
     assert_same(behind, path)
+
+
+def test_an_evaluation_that_was_asked_for_in_an_update_that_a_stop_cuts_is_made_after_it(tmp_path):
+    path = tmp_path / "run"
+
+    def asking(step):
+        if step == 6:
+            send_request(path, ControlRequest(evaluate=True))
+        if step == 20:
+            os.kill(os.getpid(), signal.SIGTERM)
+        # The mailbox looks four times a second: it has the request long before the stop.
+        time.sleep(0.1 if 6 < step <= 20 else 0)
+        return toy_batch(step)
+
+    plain: dict[str, Any] = {"accumulate_steps": 24, "eval_every_steps": 0, "steps": 3, "prefetch": 1}
+    result = run(path, batches=asking, **plain)
+    (event,) = read_events(path / "control.jsonl")
+    assert (result.steps_done, event.step, result.evaluations) == (0, 1, ())
+    run(path, resume=True, **plain)
+    assert [record["step"] for record in lines(path / "eval.jsonl")] == [1, 3]
 
 
 def test_a_stop_by_request_leaves_a_snapshot_and_is_not_repeated(tmp_path):
