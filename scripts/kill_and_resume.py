@@ -11,8 +11,7 @@ repeat the requests from the log. What the others do until they are killed is a 
 
 Instants come from the seed: a part of the time that a reference took to its first step, a step and a part of what one
 takes, or a moment that is seen in the run folder (a snapshot or an evaluation under way, the end). Seconds alone would
-not do: on a busy machine a run may be over when they are. scripts/kill-and-resume runs this in the environment of the
-project.
+not do: on a busy machine a run may be over when they are. scripts/kill-and-resume runs this.
 """
 
 import argparse
@@ -30,8 +29,6 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from engine.snapshot import read_snapshot
 
@@ -129,9 +126,8 @@ class Trial:
 def main() -> int:
     """Runs the references and the trials; gives the exit code."""
     options = parse_arguments()
-    base: Path = options.run_dir
+    base, draw = options.run_dir, random.Random(options.seed)
     base.mkdir(parents=True, exist_ok=True)
-    draw = random.Random(options.seed)
     cache = base / "cache"
     print(f"references in {base}, of {options.steps} steps", flush=True)
     plain = run_reference(options, base / "plain", cache, is_asked=False)
@@ -227,8 +223,7 @@ def draw_trial(number: int, base: Path, plain: Reference, asked: Reference, cach
         moment = list(MOMENTS)[number // 4 % len(MOMENTS)]
         kills = [Kill(draw.choice([0.0, 0.003, 0.03, 0.3]) * draw.random(), moment)]
     kills += [timed.draw_kill(draw) for _ in range(draw.choice([0, 0, 0, 1, 2]))]
-    reference = asked if is_asked else plain
-    return Trial(number, base / f"trial-{number}", reference, is_asked, kills, cache)
+    return Trial(number, base / f"trial-{number}", asked if is_asked else plain, is_asked, kills, cache)
 
 
 def run_trial(trial: Trial, options: argparse.Namespace) -> int:
@@ -237,7 +232,8 @@ def run_trial(trial: Trial, options: argparse.Namespace) -> int:
     kills, num_kills = list(trial.kills), 0
     for _ in range(MOST_LAUNCHES):
         resumes = (trial.folder / "config.json").exists()
-        said_before = size_of(log_of(trial.folder))
+        log_of(trial.folder).touch()
+        said_before = log_of(trial.folder).stat().st_size
         command = train_command(options, trial.folder, trial.cache, resume=resumes)
         kill = kills.pop(0) if kills else None
         code = run_and_kill(command, trial.folder, kill, options.steps, said_before)
@@ -330,11 +326,6 @@ def num_lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def size_of(path: Path) -> int:
-    """Gives the size of a file that may not be there."""
-    return path.stat().st_size if path.exists() else 0
-
-
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Reads the whole lines of a log that may not be there."""
     content = path.read_bytes() if path.exists() else b""
@@ -392,13 +383,8 @@ def compare_snapshots(run: Path, reference: Path, steps: int) -> list[str]:
     ours, theirs = (read_snapshot(each / "snapshots", steps).leaves for each in (run, reference))
     if ours.keys() != theirs.keys():
         return ["the names of the last snapshot"]
-    others = [name for name in ours if not np.array_equal(as_bytes(ours[name]), as_bytes(theirs[name]))]
+    others = [name for name in ours if ours[name].tobytes() != theirs[name].tobytes()]
     return [f"{len(others)} arrays of the last snapshot, such as {others[0]}"] if others else []
-
-
-def as_bytes(array: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
-    """Gives an array's bytes, so that no two numbers are equal that differ in one, and no NaN differs from itself."""
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def remove(trial: Trial) -> None:
