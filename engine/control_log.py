@@ -95,6 +95,10 @@ class ControlLog:
             self._is_open = True
         self._lines.append(event.to_json())
 
+    def sync(self) -> None:
+        """Brings what was appended to the disk; does nothing where nothing was."""
+        self._lines.sync()
+
     def close(self) -> None:
         """Closes the file; does nothing where none is open."""
         self._lines.close()

@@ -90,8 +90,8 @@ def check_data(resolved: Resolved, recorded: RecordedRun) -> None:
     if resolved.manifest_digest != recorded.manifest_digest:
         raise ValueError(
             f"a run that is resumed or replayed must have its data, and those of {resolved.data} are others "
-            f"(their manifest's digest was {_short(recorded.manifest_digest)}, is {_short(resolved.manifest_digest)}): name the folder where "
-            "they are now (--data), or begin another run"
+            f"(their manifest's digest was {_short(recorded.manifest_digest)}, is {_short(resolved.manifest_digest)}): "
+            "name the folder where they are now (--data), or begin another run"
         )
     now = json.loads(json.dumps(resolved.to_json()))
     for name in ("model", "num_classes", "height", "width", "mean", "std", "eval_manifest_sha256"):

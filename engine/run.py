@@ -176,7 +176,9 @@ def _result(launch: Launch, compiled: Compiled, state: TrainState, folder: RunFo
     if config.stop_at_top1 is not None and top1 >= np.float32(config.stop_at_top1):
         stopped_by = "top1"
     else:
-        stopped_by = "steps" if steps_done >= config.steps else launch.board.stop_reason or "steps"
+        # A stop in the midst of the last evaluation leaves that to be made.
+        is_done = steps_done >= config.steps and not bool(state.owes_evaluation)
+        stopped_by = "steps" if is_done else launch.board.stop_reason or "steps"
     return TrainResult(
         params=state.evaluated.params,
         batch_stats=state.evaluated.batch_stats,
@@ -242,6 +244,7 @@ class _RecordedRun:
         return result
 
     def _take_snapshot(self, snapshot: PushedSnapshot) -> None:
+        self._control_log.sync()
         self._snapshots.submit(snapshot.step, snapshot.pulls, snapshot.state)
 
     def _record_event(self, event: ControlEvent) -> None:

@@ -153,6 +153,19 @@ def test_an_evaluation_that_was_cut_short_is_made_once_after_all(reference, tmp_
     assert_same(path, reference)
 
 
+def test_a_stop_in_the_last_evaluation_is_no_end_and_that_is_made_after_it(tmp_path, reference):
+    class StoppingLast(StoppingEvaluation):
+        def fill(self, step, pixels, labels, *, timeout_s):
+            super().fill(step - 4 if step == 8 else 0, pixels, labels, timeout_s=timeout_s)
+
+    path = tmp_path / "run"
+    result = run(path, evaluation=StoppingLast(), prefetch=1)
+    assert (result.steps_done, result.stopped_by, result.is_complete) == (STEPS, "SIGTERM", False)
+    assert json.loads((path / "result.json").read_text())["stopped_by"] == "SIGTERM"
+    resumed = run(path, resume=True)
+    assert ([record.step for record in resumed.evaluations], resumed.stopped_by) == ([STEPS], "steps")
+
+
 def test_a_run_killed_before_its_first_snapshot_begins_again(reference, tmp_path):
     path = tmp_path / "run"
     shutil.copytree(reference, path)
