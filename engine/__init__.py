@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from engine.batches import BatchSource
     from engine.config import TrainConfig
-    from engine.evaluation_result import EvaluationResult
-    from engine.evaluation_run import evaluate, evaluate_weights, run_settings
-    from engine.replay import replay_run
-    from engine.replay_report import Difference, ReplayReport
+    from engine.evaluation.result import EvaluationResult
+    from engine.evaluation.run import evaluate, evaluate_weights, run_settings
+    from engine.replay.replay import replay_run
+    from engine.replay.report import Difference, ReplayReport
     from engine.result import TrainResult
     from engine.run import train
 
@@ -31,15 +31,15 @@ __all__ = [
 
 _HOME = {
     "BatchSource": "engine.batches",
-    "Difference": "engine.replay_report",
-    "EvaluationResult": "engine.evaluation_result",
-    "ReplayReport": "engine.replay_report",
+    "Difference": "engine.replay.report",
+    "EvaluationResult": "engine.evaluation.result",
+    "ReplayReport": "engine.replay.report",
     "TrainConfig": "engine.config",
     "TrainResult": "engine.result",
-    "evaluate": "engine.evaluation_run",
-    "evaluate_weights": "engine.evaluation_run",
-    "replay_run": "engine.replay",
-    "run_settings": "engine.evaluation_run",
+    "evaluate": "engine.evaluation.run",
+    "evaluate_weights": "engine.evaluation.run",
+    "replay_run": "engine.replay.replay",
+    "run_settings": "engine.evaluation.run",
     "train": "engine.run",
 }
 

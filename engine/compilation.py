@@ -14,7 +14,7 @@ import jax.monitoring
 from jax.experimental.compilation_cache import compilation_cache
 
 from engine.locations import user_cache_folder
-from engine.whole_file import write_whole
+from engine.records.whole_file import write_whole
 
 _CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
 # jax's settings belong to the process, and so does their guard: two runs that compile at once take turns.

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from engine.augmentation import CropName
+from engine.augmentation.settings import CropName
 
 TransportName = Literal["auto", "inplace", "callback"]
 OptimizerName = Literal["sgd", "nesterov", "adamw", "lars", "lamb"]

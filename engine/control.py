@@ -15,8 +15,8 @@ import numpy as np
 from jax import lax
 from numpy.typing import NDArray
 
-from engine.control_log import ControlEvent, events_at, factor_before
-from engine.control_requests import ControlRequest
+from engine.records.control_log import ControlEvent, events_at, factor_before
+from engine.records.control_requests import ControlRequest
 
 # uint32 [2]: a word of flags, then the bits of a float32. Two words of four bytes cross in the same call as the
 # pixels; a second call would cost more than both (4 µs).

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from engine.update import Weights
-from engine.weights import StoredWeights, Tensors, name_tensors, place_tensors, read_weights
+from engine.records.weights import StoredWeights, Tensors, name_tensors, place_tensors, read_weights
+from engine.updates.update import Weights
 
 _HEAD = "fc"
 _MOST_NAMED = 5

@@ -29,6 +29,7 @@ from engine.machine import host_memory_bytes
 from engine.notices import Notices
 from engine.outfeed import Outfeed
 from engine.program import RunValues, TrainModel, TrainState, init_state, make_program
+from engine.records.weights import check_names
 from engine.resolve import resolve
 from engine.resume import StartingPoint
 from engine.signals import StopSignals, call_on_worker
@@ -36,8 +37,7 @@ from engine.sinks import Sink
 from engine.statics import statics_of, update_values
 from engine.transport import Transport, choose_transport
 from engine.unpack import PixelScale
-from engine.update import UpdateRule, Weights, init_update
-from engine.weights import check_names
+from engine.updates.update import UpdateRule, Weights, init_update
 from models.registry import count_params
 
 # A channel without any spread (a set of blank images) must not divide by zero: one level of 255 is the least.
@@ -199,7 +199,7 @@ class Launch:
     def starting_state(self) -> TrainState:
         """Gives the state of the snapshot that the launch begins with, or draws that before the first step."""
         if self.start.snapshot is not None:
-            from engine.snapshot import match_state
+            from engine.records.snapshot import match_state
 
             saved = match_state(self.start.snapshot.leaves, self._state_shape)
             # A copy of jax's own: the program takes its memory over, and the snapshot's belongs to the snapshot.

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from engine.control import ControlBoard
-from engine.evaluation import Tally
+from engine.evaluation.tally import Tally
 from engine.keys import plain_keys
 from engine.transport import Array, Transport
 

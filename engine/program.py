@@ -13,16 +13,25 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from engine.augment import augment_images, make_targets, prepare_for_evaluation
-from engine.evaluation import Tally, empty_tally, tally_batch
+from engine.augmentation.augment import augment_images, make_targets, prepare_for_evaluation
+from engine.augmentation.positions import positions
+from engine.evaluation.tally import Tally, empty_tally, tally_batch
 from engine.infeed import Infeed, Pulled
 from engine.objective import cross_entropy
 from engine.outfeed import Outfeed
-from engine.positions import positions
 from engine.statics import Statics
 from engine.targets import smooth_targets
 from engine.unpack import PixelScale
-from engine.update import Outcome, Pull, UpdateRule, UpdateState, UpdateValues, Weights, init_update, update_weights
+from engine.updates.update import (
+    Outcome,
+    Pull,
+    UpdateRule,
+    UpdateState,
+    UpdateValues,
+    Weights,
+    init_update,
+    update_weights,
+)
 
 
 class TrainModel(Protocol):

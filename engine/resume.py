@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.config import TrainConfig
-from engine.control_log import CONTROL_LOG_NAME, ControlEvent, read_events
-from engine.recorded_run import RecordedRun
+from engine.records.control_log import CONTROL_LOG_NAME, ControlEvent, read_events
+from engine.records.recorded_run import RecordedRun
+from engine.records.run_folder import EVALUATION_LOG, LOSS_LOG, SNAPSHOTS, RunFolder, recorded_versions
 from engine.resolve import Resolved
-from engine.run_folder import EVALUATION_LOG, LOSS_LOG, SNAPSHOTS, RunFolder, recorded_versions
 
 if TYPE_CHECKING:
-    from engine.snapshot import Snapshot
+    from engine.records.snapshot import Snapshot
 
 # The program takes them as arguments. One of them that is None is left out of the program, and so cannot come or go.
 RUNTIME_SETTINGS = frozenset(
@@ -158,7 +158,7 @@ def find_start(run: Path, say: Callable[[str], None]) -> StartingPoint:
     Raises:
         ValueError: where the log of requests cannot be read.
     """
-    from engine.snapshot import SnapshotError, read_snapshot, snapshot_steps
+    from engine.records.snapshot import SnapshotError, read_snapshot, snapshot_steps
 
     events = read_events(run / CONTROL_LOG_NAME)
     for step in reversed(snapshot_steps(run / SNAPSHOTS)):

@@ -16,15 +16,18 @@ import numpy as np
 from engine.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
 from engine.compilation import Compiled, caching_compilations
 from engine.config import TrainConfig
-from engine.control_log import ControlEvent, ControlLog
-from engine.control_requests import ControlMailbox
 from engine.epochs import settle_epochs
 from engine.keys import plain_keys
 from engine.launch import Launch, NonFiniteError
 from engine.machine import host_memory_bytes
 from engine.outfeed import PushedSnapshot
 from engine.program import TrainModel, TrainState
-from engine.recorded_run import RecordedRun, read_recorded
+from engine.records.control_log import ControlEvent, ControlLog
+from engine.records.control_requests import ControlMailbox
+from engine.records.recorded_run import RecordedRun, read_recorded
+from engine.records.run_folder import RunFolder
+from engine.records.snapshot_writer import SnapshotWriter
+from engine.records.weights import name_tensors
 from engine.result import DryRun, TrainResult
 from engine.resume import (
     StartingPoint,
@@ -35,10 +38,7 @@ from engine.resume import (
     note_changes,
     told_versions,
 )
-from engine.run_folder import RunFolder
 from engine.sinks import RunFolderSink, Sink
-from engine.snapshot_writer import SnapshotWriter
-from engine.weights import name_tensors
 
 # How long the end of a run waits for its last snapshot.
 _SNAPSHOT_TIMEOUT_S = 600.0

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from engine.augmentation import Augmentation
+from engine.augmentation.settings import Augmentation
 from engine.config import TrainConfig
-from engine.optim import Hyperparams
-from engine.schedules import schedule_values
-from engine.update import UpdateRule, UpdateValues
+from engine.updates.optim import Hyperparams
+from engine.updates.schedules import schedule_values
+from engine.updates.update import UpdateRule, UpdateValues
 
 # You et al. (2019), arXiv:1904.00962, for LAMB; Kingma and Ba (2014), arXiv:1412.6980, for Adam.
 _EPSILONS = {"lamb": 1e-6}

@@ -30,7 +30,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from engine.snapshot import read_snapshot
+from engine.records.snapshot import read_snapshot
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from engine import train
 from engine.config import TrainConfig
-from engine.control_requests import ControlRequest, new_request_id, send_request
+from engine.records.control_requests import ControlRequest, new_request_id, send_request
 from tests.toy import CLASSES, Linear, toy_batch
 
 STEPS, SNAPSHOT_EVERY, EVAL_EVERY, ACCUMULATE = 24, 8, 6, 2

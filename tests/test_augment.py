@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from jax import lax
 
-from engine.augment import one_hot_or_nan, prepare_for_evaluation
-from engine.augmentation import Augmentation
+from engine.augmentation.augment import one_hot_or_nan, prepare_for_evaluation
+from engine.augmentation.positions import Positions, Purpose, positions
+from engine.augmentation.settings import Augmentation
 from engine.objective import cross_entropy
-from engine.positions import Positions, Purpose, positions
 from engine.unpack import PixelScale, unpack_pixels
 from preprocess.pixels import pack_rgb, unpack_rgb
 from tests.augment_batch import augment_batch
@@ -103,7 +103,7 @@ import sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from tests.augment_batch import augment_batch
-from engine.positions import positions
+from engine.augmentation.positions import positions
 from tests.test_augment import EVERYTHING, K, SCALE, seed_words, stream
 
 def run(num_devices):

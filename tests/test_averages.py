@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from engine.averages import init_average, update_average
+from engine.updates.averages import init_average, update_average
 
 
 def drawn(seed, dtype=np.float32):

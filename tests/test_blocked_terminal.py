@@ -15,7 +15,7 @@ STEPS = 10**8
 PROGRAM = """
 from functools import partial
 import engine.run
-from engine.cli import main
+from engine.commands.cli import main
 from tests.toy import Linear, toy_batch
 engine.run.train = partial(engine.run.train, model=Linear(), batches={batches})
 main()

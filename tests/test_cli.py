@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from engine.cli import main
+from engine.commands.cli import main
 from engine.config import TrainConfig
 from engine.recipes import load_recipe, recipe_names
 from tests.fake_source import fake_source, pack
@@ -32,15 +32,17 @@ model = "resnet8"
 decay_all = true
 """
 
+MAIN = "from engine.commands.cli import main; main()"
+
 
 def run_train(*arguments, cwd, timeout=120):
     """Runs the command in a process of its own, its output piped."""
-    command = [sys.executable, "-c", "from engine.cli import main; main()", *map(str, arguments)]
+    command = [sys.executable, "-c", MAIN, *map(str, arguments)]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
 
 
 def start_train(*arguments, cwd):
-    command = [sys.executable, "-c", "from engine.cli import main; main()", *map(str, arguments)]
+    command = [sys.executable, "-c", MAIN, *map(str, arguments)]
     return subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -212,7 +214,7 @@ def test_a_failure_of_the_data_in_mid_run_exits_with_2_and_names_the_shard(tmp_p
 
 
 def test_a_full_disk_under_the_terminal_exits_with_1(tmp_path):
-    command = [sys.executable, "-c", "from engine.cli import main; main()", *TINY, "--steps", "100000"]
+    command = [sys.executable, "-c", MAIN, *TINY, "--steps", "100000"]
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             [*command, "--run-dir", "run"], cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120
@@ -292,7 +294,7 @@ def test_dump_hlo_writes_both_forms_of_the_program(tmp_path):
     ("option", "shown"), [("--help", "--learning-rate"), ("--list-recipes", "imagenet-90: ResNet")]
 )
 def test_help_does_not_wait_for_jax(option, shown):
-    source = "import sys\nfrom click.testing import CliRunner\nfrom engine.cli import main\n"
+    source = "import sys\nfrom click.testing import CliRunner\nfrom engine.commands.cli import main\n"
     source += (
         f"print(CliRunner().invoke(main, ['{option}']).output)\nprint('jax' in sys.modules, 'numpy' in sys.modules)"
     )
@@ -311,18 +313,14 @@ def test_runs_that_start_in_the_same_second_get_folders_of_their_own(tmp_path):
 
 
 def test_a_closed_stdout_does_not_keep_a_run_from_its_work(tmp_path):
-    command = (
-        f"exec {sys.executable} -c 'from engine.cli import main; main()' {' '.join(TINY)} --steps 2 --run-dir run >&-"
-    )
+    command = f"exec {sys.executable} -c '{MAIN}' {' '.join(TINY)} --steps 2 --run-dir run >&-"
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "run/result.json").read_text())["steps_done"] == 2
 
 
 def test_a_reader_that_goes_away_ends_the_run_in_a_line(tmp_path):
-    command = (
-        f"{sys.executable} -c 'from engine.cli import main; main()' {' '.join(TINY)} --steps 1000000 --run-dir run"
-    )
+    command = f"{sys.executable} -c '{MAIN}' {' '.join(TINY)} --steps 1000000 --run-dir run"
     script = f"{command} | head -5; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.stdout.splitlines()[-1] == "1"

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from engine import control_cli
-from engine.control_cli import main
-from engine.control_log import CONTROL_LOG_NAME, ControlEvent, ControlLog, read_events
-from engine.control_requests import CONTROL_FOLDER_NAME, ControlMailbox, ControlRequest, send_request
-from engine.folder_lock import FolderLock
+from engine.commands import control_cli
+from engine.commands.control_cli import main
+from engine.records.control_log import CONTROL_LOG_NAME, ControlEvent, ControlLog, read_events
+from engine.records.control_requests import CONTROL_FOLDER_NAME, ControlMailbox, ControlRequest, send_request
+from engine.records.folder_lock import FolderLock
 
 LIMIT_S = 60
-COMMAND = [sys.executable, "-c", "from engine.control_cli import main; main()"]
+COMMAND = [sys.executable, "-c", "from engine.commands.control_cli import main; main()"]
 
 
 class FakeRun:
@@ -66,8 +66,8 @@ class FakeRun:
 
 @pytest.fixture(autouse=True)
 def _looks_often(monkeypatch):
-    monkeypatch.setattr("engine.control_requests._LOOK_EVERY_S", 0.005)
-    monkeypatch.setattr("engine.control_cli._LOOK_EVERY_S", 0.005)
+    monkeypatch.setattr("engine.records.control_requests._LOOK_EVERY_S", 0.005)
+    monkeypatch.setattr("engine.commands.control_cli._LOOK_EVERY_S", 0.005)
 
 
 def control(*arguments):
@@ -365,7 +365,7 @@ def test_whoever_breaks_it_off_too_late_is_told(tmp_path, start):
 def test_it_works_from_its_own_process_without_jax(tmp_path):
     with FakeRun(tmp_path):
         code = (
-            "import sys; from engine.control_cli import main\n"
+            "import sys; from engine.commands.control_cli import main\n"
             "try:\n    main()\nexcept SystemExit as end: print(end.code, 'jax' in sys.modules)"
         )
         done = subprocess.run(
@@ -376,7 +376,7 @@ def test_it_works_from_its_own_process_without_jax(tmp_path):
 
 def test_help_loads_nothing_heavy():
     code = (
-        "import sys; from engine.control_cli import main\n"
+        "import sys; from engine.commands.control_cli import main\n"
         "try:\n    main(['--help'])\nexcept SystemExit: pass\n"
         "print('\\nLOADED', *sorted({'jax', 'numpy', 'tensorstore', 'PIL', 'rich'} & set(sys.modules)))"
     )
@@ -386,7 +386,8 @@ def test_help_loads_nothing_heavy():
 
 
 def test_nothing_on_the_way_of_a_request_loads_jax():
-    code = "import sys, engine.control_requests, engine.control_log, engine.folder_lock; print('jax' in sys.modules)"
+    modules = ("control_requests", "control_log", "folder_lock")
+    code = f"import sys, {', '.join(f'engine.records.{name}' for name in modules)}; print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=LIMIT_S)
     assert done.stdout == "False\n"
 

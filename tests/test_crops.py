@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from engine.boxes import BLOCKS_OF_BOX
-from engine.crops import centre_crop, draw_crop_boxes, flip_horizontally, random_crop
+from engine.augmentation.boxes import BLOCKS_OF_BOX
+from engine.augmentation.crops import centre_crop, draw_crop_boxes, flip_horizontally, random_crop
 from preprocess.decode import crop_offset
 from tests.threefry_reference import index
 

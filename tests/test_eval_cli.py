@@ -10,12 +10,12 @@ import pytest
 from click.testing import CliRunner
 
 from engine import TrainConfig, train
-from engine.eval_cli import main
+from engine.commands.eval_cli import main
 from engine.sinks import evaluation_words
 from tests.fake_source import fake_source, pack
 from tests.toy import Linear, toy_batch, toy_config
 
-COMMAND = [sys.executable, "-c", "from engine.eval_cli import main; main()"]
+COMMAND = [sys.executable, "-c", "from engine.commands.eval_cli import main; main()"]
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,7 @@ def wait(*_, **__):
     print("stuck", flush=True)
     time.sleep(600)
 ShardSplit.read_into = wait
-from engine.eval_cli import main
+from engine.commands.eval_cli import main
 main()
 """
 
@@ -162,7 +162,7 @@ def test_a_stalled_source_is_exit_code_1(place):
 
 def test_help_needs_no_jax():
     program = (
-        "import sys\nfrom engine.eval_cli import main\n"
+        "import sys\nfrom engine.commands.eval_cli import main\n"
         "try: main(['--help'])\n"
         "except SystemExit: print(*({'jax', 'numpy', 'tensorstore', 'optax'} & set(sys.modules)), file=sys.stderr)"
     )

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from engine.evaluation_log import EvaluationLog
+from engine.records.evaluation_log import EvaluationLog
 from engine.sinks import EvaluationRecord, RunFolderSink
 
 

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from engine.folder_lock import LOCK_NAME, FolderInUseError, FolderLock, is_locked
+from engine.records.folder_lock import LOCK_NAME, FolderInUseError, FolderLock, is_locked
 
 LIMIT_S = 60
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from engine.folder_lock import FolderLock
+from engine.records.folder_lock import FolderLock
 FolderLock(Path(sys.argv[1])).acquire()
 print("held", flush=True)
 time.sleep(600)
@@ -105,7 +105,8 @@ def test_it_ends_with_its_process(tmp_path, holder, number):
 def test_a_child_made_by_fork_does_not_keep_it(tmp_path):
     # The child shares the open file; run apart, for a fork beside threads is a warning.
     program = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom engine.folder_lock import FolderLock, is_locked\n"
+        "import os, signal, sys\nfrom pathlib import Path\n"
+        "from engine.records.folder_lock import FolderLock, is_locked\n"
         "lock = FolderLock(Path(sys.argv[1]))\nlock.acquire()\nchild = os.fork()\n"
         "if not child:\n    signal.pause()\n"
         "lock.release()\nprint(is_locked(Path(sys.argv[1])))\nos.kill(child, signal.SIGKILL)\nos.waitpid(child, 0)\n"
@@ -164,7 +165,7 @@ def test_who_looks_is_waited_for(tmp_path, monkeypatch):
     (tmp_path / LOCK_NAME).touch()
     looking = os.open(tmp_path / LOCK_NAME, os.O_RDONLY)
     fcntl.flock(looking, fcntl.LOCK_SH)
-    monkeypatch.setattr("engine.folder_lock.time.sleep", lambda _: fcntl.flock(looking, fcntl.LOCK_UN))
+    monkeypatch.setattr("engine.records.folder_lock.time.sleep", lambda _: fcntl.flock(looking, fcntl.LOCK_UN))
     assert not is_locked(tmp_path)  # those who look don't see each other
     with FolderLock(tmp_path):
         assert is_locked(tmp_path)

@@ -16,8 +16,8 @@ from safetensors.numpy import save_file
 
 from engine import train
 from engine.initial_weights import load_initial_weights
-from engine.update import Weights
-from engine.weights import name_tensors
+from engine.records.weights import name_tensors
+from engine.updates.update import Weights
 from models.registry import build_model
 from tests.toy import Linear, toy_batch, toy_config
 

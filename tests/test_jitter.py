@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageEnhance
 
-from engine.jitter import (
+from engine.augmentation.jitter import (
     change_brightness,
     change_contrast,
     change_saturation,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from engine.loss_chart import ASCII_GLYPHS, UNICODE_GLYPHS, Glyphs, LossCurve, chart_text, draw_chart
+from engine.commands.loss_chart import ASCII_GLYPHS, UNICODE_GLYPHS, Glyphs, LossCurve, chart_text, draw_chart
 
 NAN = float("nan")
 GLYPHS = st.sampled_from([UNICODE_GLYPHS, ASCII_GLYPHS])

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import train
-from engine.loss_log import (
+from engine.records.loss_log import (
     CONFIG_NAME,
     EVALUATION_LOG_NAME,
     LOSS_LOG_NAME,
@@ -234,9 +234,9 @@ def test_the_names_are_those_that_a_run_writes(tmp_path):
     names = {CONFIG_NAME, LOSS_LOG_NAME, EVALUATION_LOG_NAME, RESULT_NAME}
     config = toy_config(steps=1, run_dir=tmp_path)
     train(config, model=Linear(), batches=toy_batch, evaluation=toy_batch(0))
-    assert {path.name for path in tmp_path.iterdir()} == names | {"model.safetensors"}
+    assert {path.name for path in tmp_path.iterdir()} == names | {"model.safetensors", "snapshots", ".lock"}
 
 
 def test_neither_the_log_nor_the_command_loads_jax():
-    program = "import sys, engine.loss_log, engine.tail_cli; print('jax' in sys.modules)"
+    program = "import sys, engine.records.loss_log, engine.commands.tail_cli; print('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"

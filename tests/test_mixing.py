@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax.scipy.special import betainc
 
-from engine.boxes import Boxes
-from engine.mixing import (
+from engine.augmentation.boxes import Boxes
+from engine.augmentation.mixing import (
     WHOLE,
     draw_beta,
     draw_cut,
@@ -17,7 +17,7 @@ from engine.mixing import (
     paste_partners,
     swap_partners,
 )
-from engine.positions import Purpose, image_keys, positions
+from engine.augmentation.positions import Purpose, image_keys, positions
 from tests.threefry_reference import index, unit, words_at
 
 SEED = 11

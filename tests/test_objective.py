@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import objective
-from engine.augment import one_hot_or_nan
+from engine.augmentation.augment import one_hot_or_nan
 
 
 def cross_entropy(logits, labels):

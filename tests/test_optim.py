@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 from engine.config import OptimizerName
-from engine.optim import (
+from engine.updates.optim import (
     Hyperparams,
     every_leaf,
     init_optimizer,

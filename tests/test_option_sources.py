@@ -9,8 +9,8 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.commands.option_sources import OptionalNumber, OptionSource, command_line, merge_options
 from engine.config import TrainConfig
-from engine.option_sources import OptionalNumber, OptionSource, command_line, merge_options
 
 NAMES = [field.name for field in fields(TrainConfig)]
 FREE = ["batch", "momentum", "seed", "flip", "mixup"]  # of no pair

@@ -18,7 +18,7 @@ PACKAGES = ("engine", "preprocess", "models")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 HOST_CALLBACKS = {"buffer_callback", "io_callback", "pure_callback", "host_callback"}
 CROSSINGS = {"engine.infeed", "engine.outfeed"}
-CHOOSE_TRANSPORT = {"engine.launch", "engine.evaluation_run"}  # they hand the crossings the transport that these call
+CHOOSE_TRANSPORT = {"engine.launch", "engine.evaluation.run"}  # they hand the crossings the transport that these call
 
 
 def module_name(path: Path) -> str:

@@ -7,7 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.positions import Positions, Purpose, draw_words, image_keys, positions, to_choice, to_index, to_unit
+from engine.augmentation.positions import (
+    Positions,
+    Purpose,
+    draw_words,
+    image_keys,
+    positions,
+    to_choice,
+    to_index,
+    to_unit,
+)
 from tests.threefry_reference import threefry, words_at
 
 words_of = jax.jit(draw_words, static_argnums=(1, 2))

@@ -31,6 +31,6 @@ def test_every_file_and_option_that_the_readme_names_exists():
     root = README.parent
     for path in set(re.findall(r"`((?:engine|models|preprocess|scripts)/[\w./]+)`", text)):
         assert (root / path).exists(), path
-    options = "".join(path.read_text(encoding="utf-8") for path in root.glob("*/*cli.py"))
-    for option in set(re.findall(r"(?<=[` ])--[a-z-]+", text)):
+    options = "".join(path.read_text(encoding="utf-8") for path in root.glob("*/**/*cli.py"))
+    for option in set(re.findall(r"(?<=[` ])--[a-z0-9-]+", text)):
         assert f'"{option}"' in options or f'"{option}/' in options, option

@@ -11,14 +11,14 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from engine.cli import main as run_train
+from engine.commands.cli import main as run_train
+from engine.commands.option_sources import OptionSource, command_line, merge_options
 from engine.config import TrainConfig
 from engine.epochs import settle_epochs, steps_of_epochs
-from engine.option_sources import OptionSource, command_line, merge_options
 from engine.recipes import load_recipe, recipe_names
 from engine.resolve import resolve
-from engine.schedules import learning_rate_at
 from engine.statics import statics_of, update_values
+from engine.updates.schedules import learning_rate_at
 from models.registry import build_model
 from preprocess.cli import main as preprocess_imagenet
 from tests.fake_source import fake_source, pack

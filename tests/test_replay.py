@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from engine import replay_run, train
-from engine.control_log import read_events
-from engine.control_requests import ControlRequest, send_request
-from engine.replay_report import Difference
-from engine.snapshot import read_snapshot, remove_snapshot, snapshot_steps, write_snapshot
+from engine.records.control_log import read_events
+from engine.records.control_requests import ControlRequest, send_request
+from engine.records.snapshot import read_snapshot, remove_snapshot, snapshot_steps, write_snapshot
+from engine.replay.report import Difference
 from tests.fake_source import fake_source, files_of, pack
 from tests.toy import SIZE, Linear, toy_batch, toy_config
 

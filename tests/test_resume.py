@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 
 from engine import TrainConfig, train
-from engine.control_log import read_events
-from engine.control_requests import ControlRequest, send_request
 from engine.launch import NonFiniteError
-from engine.recorded_run import RecordedRun, read_recorded
+from engine.records.control_log import read_events
+from engine.records.control_requests import ControlRequest, send_request
+from engine.records.recorded_run import RecordedRun, read_recorded
+from engine.records.run_folder import RunFolder
+from engine.records.snapshot import snapshot_steps, write_snapshot
+from engine.records.snapshot_writer import SnapshotWriter
 from engine.resume import HOST_SETTINGS, RUNTIME_SETTINGS, StartingPoint, check_settings, cut_logs, note_changes
-from engine.run_folder import RunFolder
-from engine.snapshot import snapshot_steps, write_snapshot
-from engine.snapshot_writer import SnapshotWriter
 from tests.fake_source import fake_source, pack
 from tests.toy import SIZE, Linear, toy_batch, toy_config
 

@@ -7,11 +7,11 @@ import time
 import numpy as np
 import pytest
 
-import engine.run_folder
+import engine.records.run_folder
 from engine import train
 from engine.control import ControlBoard, encode_control
+from engine.records.whole_file import write_whole
 from engine.run import plan_run
-from engine.whole_file import write_whole
 from tests.fake_source import fake_source, pack
 from tests.toy import BATCH, SIZE, Linear, toy_batch, toy_config
 
@@ -106,7 +106,7 @@ def test_weights_that_cannot_be_written_fail_a_run_that_was_well(tmp_path, monke
             raise OSError(28, "No space left on device", str(path))
         write_whole(path, content)
 
-    monkeypatch.setattr(engine.run_folder, "write_whole", full)
+    monkeypatch.setattr(engine.records.run_folder, "write_whole", full)
     with pytest.raises(OSError, match=r"No space left on device.*model\.safetensors"):
         train(toy_config(steps=3, run_dir=tmp_path / "run"), model=Linear(), batches=toy_batch)
     end = json.loads((tmp_path / "run/result.json").read_text())

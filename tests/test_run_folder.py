@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from engine.config import TrainConfig
-from engine.run_folder import LOSS_LOG, RESULT, RunFolder
+from engine.records.run_folder import LOSS_LOG, RESULT, RunFolder
 
 WRITTEN = ["config.json", "loss.jsonl", "model.safetensors", "result.json"]
 
@@ -180,7 +180,7 @@ def test_a_run_that_is_continued_is_not_abandoned(tmp_path):
 def test_weights_are_the_same_bytes_in_every_process(tmp_path):
     metadata = {f"key{number}": "value" for number in range(20)}
     script = (
-        "import sys, numpy as np, pathlib; from engine.run_folder import RunFolder\n"
+        "import sys, numpy as np, pathlib; from engine.records.run_folder import RunFolder\n"
         f"RunFolder(pathlib.Path(sys.argv[1])).write_weights({{'b': np.arange(3.0), 'a': np.eye(2)}}, {metadata})"
     )
     for name in ("first", "second"):

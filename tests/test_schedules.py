@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.schedules import learning_rate_at, momentum_at, schedule_values
+from engine.updates.schedules import learning_rate_at, momentum_at, schedule_values
 
 SCHEDULES = ["constant", "step", "cosine", "linear", "one-cycle"]
 PEAK = 0.4

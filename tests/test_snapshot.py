@@ -25,8 +25,8 @@ from absl import logging as absl_logging
 from hypothesis import HealthCheck, given, settings
 from jax.experimental import buffer_callback
 
-from engine import orbax_store, snapshot
-from engine.snapshot import (
+from engine.records import orbax_store, snapshot
+from engine.records.snapshot import (
     SnapshotError,
     keep_newest,
     match_state,
@@ -420,7 +420,7 @@ WRITE_FOR_EVER = """
 import sys
 import numpy as np
 from pathlib import Path
-from engine.snapshot import keep_newest, write_snapshot
+from engine.records.snapshot import keep_newest, write_snapshot
 folder, rng = Path(sys.argv[1]), np.random.default_rng(0)
 for step in range(int(sys.argv[2]), 10**6):
     state = {"params": {str(i): rng.normal(size=20_000) for i in range(8)}, "step": np.int32(step)}
@@ -511,7 +511,7 @@ import logging, resource, signal, sys, warnings
 warnings.simplefilter("error")
 import numpy as np
 from pathlib import Path
-from engine.snapshot import SnapshotError, read_snapshot, write_snapshot
+from engine.records.snapshot import SnapshotError, read_snapshot, write_snapshot
 assert not any(name.startswith("orbax") for name in sys.modules), "imported early"
 folder, hook = Path(sys.argv[1]), sys.unraisablehook
 write_snapshot(folder, 1, 1, {"a": np.zeros(2)})

@@ -19,14 +19,14 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.loss_log import LossBatch, LossRows, RunFacts
+from engine.commands.tail_cli import _print_lines, main, plain_lines
+from engine.commands.tail_frame import Tick
+from engine.records.loss_log import LossBatch, LossRows, RunFacts
 from engine.sinks import EvaluationRecord, LossRecord, PlainSink, RunFolderSink
-from engine.tail_cli import _print_lines, main, plain_lines
-from engine.tail_frame import Tick
 from tests.pseudo_terminal import LIMIT_S, Terminal, plain
 
 NAN = float("nan")
-COMMAND = [sys.executable, "-c", "from engine.tail_cli import main; main()"]
+COMMAND = [sys.executable, "-c", "from engine.commands.tail_cli import main; main()"]
 
 
 def write_run(run: Path, steps_done: int, steps: int = 1000, ended: bool = True) -> Path:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from engine.commands.terminal import LossHistory, ProgressSink, sparkline
 from engine.sinks import LossRecord
-from engine.terminal import LossHistory, ProgressSink, sparkline
 
 LOSSES = st.floats(width=32)
 ESCAPES = re.compile(r"\x1b\[[0-9?;]*[A-Za-z]")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from engine import run_settings, train
-from engine.trained_run import read_run
+from engine.evaluation.trained_run import read_run
 from tests.toy import CLASSES, SIZE, Linear, toy_batch, toy_config
 
 

@@ -10,12 +10,12 @@ import pytest
 from click.testing import CliRunner
 
 from engine import TrainConfig, train
-from engine.verify_cli import main
+from engine.commands.verify_cli import main
 from tests.fake_source import fake_source, files_of, pack
 from tests.pseudo_terminal import Terminal, plain
 from tests.toy import Linear, toy_batch, toy_config
 
-COMMAND = [sys.executable, "-c", "from engine.verify_cli import main; main()"]
+COMMAND = [sys.executable, "-c", "from engine.commands.verify_cli import main; main()"]
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def test_a_signal_stops_it(place):
 
 def test_it_answers_help_without_jax_or_numpy():
     program = (
-        "import sys; from engine.verify_cli import main; main(['--help'], standalone_mode=False); "
+        "import sys; from engine.commands.verify_cli import main; main(['--help'], standalone_mode=False); "
         "print('loaded', {'jax', 'numpy', 'orbax'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)

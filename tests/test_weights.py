@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from engine.weights import name_tensors
+from engine.records.weights import name_tensors
 from models.registry import build_model
 from tests.toy import Linear
 

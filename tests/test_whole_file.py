@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.whole_file import remove_unfinished, write_whole
+from engine.records.whole_file import remove_unfinished, write_whole
 
 
 def test_a_file_holds_what_was_written(tmp_path):

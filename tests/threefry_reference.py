@@ -1,4 +1,4 @@
-"""The draws of engine.positions once more, in Python's own integers: Threefry-2x32 with 20 rounds and the key chain."""
+"""The draws of the positions once more, in Python's own integers: Threefry-2x32 with 20 rounds and the key chain."""
 
 _WORD = 0xFFFFFFFF
 _ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)

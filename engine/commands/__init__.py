@@ -1,0 +1,1 @@
+"""The commands: options to settings, streams to terminals, errors to one line."""

@@ -1,0 +1,277 @@
+"""The command `tail-run`: follow the loss of a run from another terminal.
+
+Owns: waiting, ending, and the order of what is printed. Must not know: jax, or how the run is trained.
+numpy and rich are imported where they are first needed, so that `--help` answers at once.
+"""
+
+import contextlib
+import math
+import os
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from engine.commands.tail_frame import Picture, Tick, end_text, frame_text, printable, records_of
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from engine.records.loss_log import LossRows
+    from engine.sinks import EvaluationRecord
+
+_START_WAIT_S = 5.0  # run-train imports jax before it makes its folder
+_POLL_START_S = 0.1
+
+
+class RunNotFoundError(ValueError):
+    """RUN is not, or not yet, the folder of a run."""
+
+
+class RunSilentError(ValueError):
+    """Nothing new was written for longer than the limit."""
+
+
+class _WrongRunError(click.ClickException):
+    exit_code = 2
+
+
+def _refuse_nan(_context: click.Context, parameter: click.Parameter, value: float) -> float:
+    if math.isnan(value):
+        raise click.BadParameter("must be a number, got nan; leave it out for the default", param=parameter)
+    return value
+
+
+def _above(low: float, high: float | None = None) -> click.FloatRange:
+    return click.FloatRange(min=low, min_open=True, max=high)
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--once", is_flag=True, help="Show what is there and end.")
+@click.option(
+    "--interval", type=_above(0, 60), default=0.5, show_default=True, metavar="S", callback=_refuse_nan,
+    help="Seconds between two looks at the log.",
+)  # fmt: skip
+@click.option(
+    "--smoothing", type=click.FloatRange(0, 1, max_open=True), default=0.9, show_default=True, callback=_refuse_nan,
+    help="Weight of the past in the smoothed loss; 0 turns smoothing off.",
+)  # fmt: skip
+@click.option("--last", type=click.IntRange(min=1), metavar="STEPS", help="Show only the last STEPS steps.")
+@click.option("--log-scale", is_flag=True, help="Logarithmic loss axis of the chart.")
+@click.option("--width", type=click.IntRange(min=1), metavar="COLUMNS", help="Of the chart.  [default: the terminal]")
+@click.option("--height", type=click.IntRange(min=1), metavar="LINES", help="Of the chart.  [default: the terminal]")
+@click.option(
+    "--timeout-s", type=_above(0), default=600.0, show_default=True, metavar="S", callback=_refuse_nan,
+    help="Give up when nothing new was written for S seconds; 'inf' never does.",
+)  # fmt: skip
+@click.version_option(package_name="feedloop")
+def main(
+    run: Path,
+    once: bool,
+    interval: float,
+    smoothing: float,
+    last: int | None,
+    log_scale: bool,
+    width: int | None,
+    height: int | None,
+    timeout_s: float,
+) -> None:
+    """Follow the loss of the run in folder RUN, drawn live; piped, print one plain line a step, as run-train does.
+
+    --smoothing, --log-scale, --width and --height shape the chart: piped, or on a dumb terminal, they change nothing.
+
+    Ends by itself when the run has ended. A RUN which is just starting is waited for: 5 seconds for its folder,
+    --timeout-s for its first step.
+
+    Exit codes: 0 the run ended (or --once), 1 silent for --timeout-s, 2 RUN is no run folder, 130 Ctrl-C.
+    """
+    try:
+        _await_run(run, once, timeout_s)
+        ticks = _ticks(run, once, interval, timeout_s)
+        if not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
+            _print_lines(ticks, last, once)
+            return
+        from rich.console import Console
+
+        from engine.commands.binned_losses import BinnedLosses
+        from engine.records.loss_log import RunFacts
+
+        picture = Picture(run, BinnedLosses(smoothing, last), RunFacts(), log_scale)
+        _draw_frames(Console(width=width, height=height, highlight=False), ticks, picture, once, interval)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except BrokenPipeError:
+        _drop_stdout()
+    except RunNotFoundError as error:
+        raise _WrongRunError(printable(str(error))) from error
+    except RunSilentError as error:
+        raise click.ClickException(printable(str(error))) from error
+    except OSError as error:
+        reason = f"RUN must be readable, {error.filename or run}: {error.strerror}; check the path and its permissions"
+        raise _WrongRunError(printable(reason)) from error
+
+
+def _drop_stdout() -> None:
+    """Whoever read our output has left: let the interpreter's last flush go nowhere instead of failing."""
+    with contextlib.suppress(OSError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+
+
+def _await_run(run: Path, once: bool, timeout_s: float) -> None:
+    """Return when RUN holds a log, or the settings of a run whose first step is still to come."""
+    if run.exists() and not run.is_dir():
+        raise RunNotFoundError(f"RUN must be the folder of a run, {run} is a file; give the folder that holds it")
+    wait_s = 0.0 if once else min(_START_WAIT_S, timeout_s)
+    deadline = time.monotonic() + wait_s
+    told = False
+    while not _has_begun(run, once):
+        if below := _runs_in(run):
+            raise RunNotFoundError(
+                f"RUN must be the folder of a run, {run} holds {len(below)} of them; give one, the last is {below[-1]}"
+            )
+        if time.monotonic() >= deadline:
+            found = "holds no loss.jsonl" if run.is_dir() else "does not exist"
+            raise RunNotFoundError(
+                f"RUN must be the folder of a run, {run} {found}; give the --run-dir of a run-train that has begun"
+            )
+        if not told:
+            click.echo(f"waiting up to {wait_s:g} s for {printable(str(run))} to begin", err=True)
+            told = True
+        time.sleep(_POLL_START_S)
+
+
+def _has_begun(run: Path, has_log: bool = False) -> bool:
+    from engine.records.loss_log import CONFIG_NAME, LOSS_LOG_NAME
+
+    return (run / LOSS_LOG_NAME).exists() or (not has_log and (run / CONFIG_NAME).exists())
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    """The folders of runs that lie in this one, the one that began last at the end."""
+    from engine.records.loss_log import CONFIG_NAME
+
+    # A run writes its settings once, when it begins.
+    begun = [(path.stat().st_mtime_ns, path.parent) for path in folder.glob(f"*/{CONFIG_NAME}")]
+    return [path for _, path in sorted(begun)]
+
+
+def _ticks(run: Path, once: bool, interval_s: float, timeout_s: float) -> "Iterator[Tick]":
+    """Look at the run folder again and again, until the run has ended and all its rows were read."""
+    from engine.records.evaluation_log import EvaluationLog
+    from engine.records.loss_log import EVALUATION_LOG_NAME, LOSS_LOG_NAME, LossLog, read_run_end, read_run_facts
+
+    log, evaluation_log = LossLog(run / LOSS_LOG_NAME), EvaluationLog(run / EVALUATION_LOG_NAME)
+    heard, last_step, num_evaluations = time.monotonic(), -1, 0
+    while True:
+        # The end is looked for before the rows are read: rows written before it are then certain to be seen.
+        end, facts, more = read_run_end(run), read_run_facts(run), True
+        while more:
+            batch = log.read()
+            more = batch.more
+            # After the rows: an evaluation is written before the row of the next step, and so is here if that is.
+            evaluations = evaluation_log.read()
+            if len(batch.rows) or batch.restarted or batch.num_unreadable or len(evaluations) != num_evaluations:
+                heard, num_evaluations = time.monotonic(), len(evaluations)
+            if len(batch.rows):
+                last_step = int(batch.rows.step[-1])
+            if more:
+                yield Tick(batch, facts, None, evaluations, caught_up=False)
+        if end is not None and end.steps_done is not None and last_step > end.steps_done:
+            end = None  # left over from before the run was resumed
+        yield Tick(batch, facts, end, evaluations, caught_up=True)
+        if once or end is not None:
+            return
+        if time.monotonic() - heard >= timeout_s:
+            raise RunSilentError(
+                f"a run must write something every --timeout-s {timeout_s:g} s, {run} has been silent since "
+                f"{'step ' + str(last_step) if last_step >= 0 else 'before its first step'}; "
+                "see whether it still runs, or raise --timeout-s"
+            )
+        time.sleep(interval_s)
+
+
+def _print_lines(ticks: "Iterator[Tick]", last: int | None, once: bool) -> None:
+    """One line a step or evaluation on stdout, in order of step; what is neither goes to stderr."""
+    held: LossRows | None = None  # with `last`, the rows to begin with, while the log is read for the first time
+    begun = last is None
+    waiting: deque[EvaluationRecord] = deque()  # read, and the step that they follow is still to come
+    num_evaluations, newest = 0, -1
+    for tick in ticks:
+        rows, batch = tick.batch.rows, tick.batch
+        if batch.restarted:
+            click.echo("loss.jsonl began anew", err=True)
+        if batch.restarted or len(tick.evaluations) < num_evaluations:
+            waiting.clear()
+            num_evaluations = 0
+        waiting.extend(tick.evaluations[num_evaluations:])
+        num_evaluations = len(tick.evaluations)
+        if batch.num_unreadable:
+            where = f"loss.jsonl, the last one line {batch.last_unreadable_line}"
+            click.echo(f"left out {batch.num_unreadable} unreadable line(s) of {where}", err=True)
+        if not begun and last is not None:
+            held = rows = rows.tail(last) if held is None else held.followed_by(rows).tail(last)
+            begun = tick.caught_up
+            while begun and len(rows) and waiting and waiting[0].step < rows.step[0]:
+                waiting.popleft()
+        if begun:
+            newest = int(rows.step[-1]) if len(rows) else newest
+            is_last = tick.caught_up and (once or tick.end is not None)
+            lines = plain_lines(rows, tick.facts.steps, waiting, math.inf if is_last else newest)
+            click.echo("".join(f"{line}\n" for line in lines), nl=False)
+        if tick.end is not None:
+            click.echo(end_text(tick.end), err=True)
+
+
+def plain_lines(
+    rows: "LossRows", steps: int | None, waiting: "deque[EvaluationRecord]", up_to_step: float
+) -> Iterator[str]:
+    """The lines that run-train prints of these rows and evaluations, by step and without newline.
+
+    Args:
+        rows: the next ones.
+        steps: of the whole run, None where nobody knows.
+        waiting: evaluations in order of step; those that are printed are taken out.
+        up_to_step: of these, the last to print; later ones stay.
+    """
+    from engine.sinks import evaluation_words, loss_fields
+
+    for record in records_of(rows):
+        while waiting and waiting[0].step < record.step:
+            yield evaluation_words(waiting.popleft())
+        yield "  ".join(loss_fields(record, steps))
+    while waiting and waiting[0].step <= up_to_step:
+        yield evaluation_words(waiting.popleft())
+
+
+def _draw_frames(console: "Console", ticks: "Iterator[Tick]", picture: Picture, once: bool, interval_s: float) -> None:
+    """Redraw on the alternate screen until the ticks end; the last frame then stays on the ordinary screen."""
+    from rich.live import Live
+
+    # `--once` prints its only frame below: no second screen to flash up.
+    screen = contextlib.nullcontext() if once else Live(console=console, screen=True, auto_refresh=False)
+    drawn_s = -math.inf
+    terminated = signal.signal(signal.SIGTERM, _leave)
+    try:
+        with screen as live:
+            for tick in ticks:
+                picture.take(tick)
+                if live is not None and (tick.caught_up or time.monotonic() - drawn_s >= interval_s):
+                    live.update(frame_text(picture, console, console.height), refresh=True)
+                    drawn_s = time.monotonic()
+    finally:
+        signal.signal(signal.SIGTERM, terminated)
+        # One line is left for the shell's prompt.
+        console.print(frame_text(picture, console, max(1, console.height - 1)))
+
+
+def _leave(signal_number: int, _frame: object) -> None:
+    """End by way of the `finally` blocks: a terminal left on its alternate screen is no use to anybody."""
+    raise SystemExit(128 + signal_number)

@@ -1,0 +1,185 @@
+"""What `tail-run` says: a frame of chart and numbers, and the end of a run in words.
+
+Must not know: terminals, waiting, how the run is trained. numpy and rich are imported where they are first needed, so
+that `--help` answers at once.
+"""
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+    from engine.commands.binned_losses import BinnedLosses
+    from engine.commands.loss_chart import Glyphs, Span
+    from engine.records.loss_log import LossBatch, LossRows, RunEnd, RunFacts
+    from engine.sinks import EvaluationRecord, LossRecord
+
+_SILENT_SHOWN_S = 5.0  # a pause is worth a word after this long, or after this many steps' worth of time
+_SILENT_SHOWN_STEPS = 5
+_STYLES = {"axis": "default", "raw": "dim", "smoothed": "bold cyan", "broken": "bold red"}
+
+
+@dataclass(frozen=True)
+class Tick:
+    """What one look at the run folder found."""
+
+    batch: "LossBatch"
+    facts: "RunFacts"
+    end: "RunEnd | None"  # None while the run goes on
+    evaluations: "tuple[EvaluationRecord, ...]"  # all so far, in file order
+    caught_up: bool  # False while the log holds more that can be read at once
+
+
+@dataclass
+class Picture:
+    """All that a frame shows."""
+
+    run: Path
+    history: "BinnedLosses"
+    facts: "RunFacts"
+    log_scale: bool
+    end: "RunEnd | None" = None
+    evaluation: "EvaluationRecord | None" = None  # the newest
+    num_unreadable: int = 0
+
+    def take(self, tick: Tick) -> None:
+        """Takes in what one look found."""
+        if tick.batch.restarted:
+            self.history.clear()
+            self.num_unreadable = 0
+        self.history.add(tick.batch.rows)
+        self.num_unreadable += tick.batch.num_unreadable
+        self.facts, self.end = tick.facts, tick.end
+        self.evaluation = tick.evaluations[-1] if tick.evaluations else None
+
+
+def records_of(rows: "LossRows") -> "Iterator[LossRecord]":
+    """The rows as the records that a run tells them in; numbers that a row lacks are NaN."""
+    from engine.sinks import LossRecord
+
+    columns = (rows.step, rows.loss, rows.learning_rate, rows.images_per_s, rows.wait_ms, rows.time_s)
+    for step, loss, learning_rate, images_per_s, wait_ms, time_s in zip(*(c.tolist() for c in columns), strict=True):
+        yield LossRecord(step, loss, learning_rate, images_per_s, wait_ms, time_s)
+
+
+def duration_text(seconds: float) -> str:
+    """Two units at most: '45 s', '3 min 20 s', '2 h 05 min', '4 d 03 h'; negative durations count as 0."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
+
+
+def end_text(end: "RunEnd") -> str:
+    """How a run ended, in words that are safe to print."""
+    steps = "" if end.steps_done is None else f" after {end.steps_done} steps"
+    reason = "" if end.stopped_by is None else f", stopped by {end.stopped_by}"
+    error = "" if end.error is None else f": {end.error}"
+    return printable(f"run ended{steps}{reason}{error}")
+
+
+def printable(text: str) -> str:
+    """Paths and settings may hold control characters, which a terminal would obey."""
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def status_fields(picture: Picture, now_s: float) -> list[str]:
+    """What stands under the chart; `now_s` is unix seconds."""
+    from engine.sinks import loss_fields, loss_number
+
+    history, facts = picture.history, picture.facts
+    fields = []
+    if len(history.newest):
+        (newest,) = records_of(history.newest)
+        step, loss, *rates = loss_fields(newest, facts.steps)
+        fields += [step, loss, f"smoothed {loss_number(history.smoothed)}", *rates]
+    elif picture.end is None:
+        fields.append("waiting for the first step")
+    if picture.evaluation is not None:
+        fields.append(f"top-1 {100 * picture.evaluation.top1:.2f} % at step {picture.evaluation.step}")
+    if len(history.newest) and picture.end is None:
+        fields += _clock_fields(newest.step, facts.steps, history.seconds_per_step, now_s - newest.time)
+    if picture.end is not None:
+        fields.append(end_text(picture.end))
+    if picture.num_unreadable:
+        fields.append(f"{picture.num_unreadable} unreadable line(s)")
+    return fields
+
+
+def _clock_fields(step: int, steps: int | None, seconds_per_step: float, silent_s: float) -> list[str]:
+    """How long the run has been silent, where that is worth a word; else how long it has still to go."""
+    pace = 0.0 if math.isnan(seconds_per_step) else seconds_per_step
+    if silent_s > max(_SILENT_SHOWN_S, _SILENT_SHOWN_STEPS * pace):
+        return [f"last step {duration_text(silent_s)} ago"]
+    if steps is None or not pace or step >= steps:
+        return []
+    return [f"left {duration_text((steps - step) * pace)}"]
+
+
+def pack_fields(fields: list[str], width: int) -> list[str]:
+    """Fields joined by two blanks into lines of at most `width` characters; a longer field is cut."""
+    lines: list[str] = []
+    for text in fields:
+        if lines and len(lines[-1]) + 2 + len(text) <= width:
+            lines[-1] += f"  {text}"
+        else:
+            lines.append(text[:width])
+    return lines
+
+
+def frame_lines(picture: Picture, width: int, height: int, glyphs: "Glyphs", now_s: float) -> "list[list[Span]]":
+    """Title, chart and status: at most `height` lines of at most `width` characters (both at least 1)."""
+    from engine.commands.loss_chart import Span, draw_chart
+
+    facts = picture.facts
+    title = [
+        text
+        for text in (facts.model, f"batch {facts.batch}" if facts.batch else None, picture.run.absolute().name)
+        if text
+    ]
+    above = [printable(line) for line in pack_fields(title, width)]
+    below = pack_fields(status_fields(picture, now_s), width)
+    # The numbers go last: where lines are few, first the title gives way, then the chart.
+    below = below[:height]
+    if len(above) + len(below) >= height:
+        above = []
+    chart_height = height - len(above) - len(below)
+    curve = picture.history.curve()
+    chart = draw_chart(curve, width, chart_height, log_scale=picture.log_scale, glyphs=glyphs) if chart_height else []
+    return [*([Span(line, "axis")] for line in above), *chart, *([Span(line, "axis")] for line in below)]
+
+
+def frame_text(picture: Picture, console: "Console", height: int) -> "Text":
+    """The frame, coloured, in the glyphs that the console's encoding has; at most `height` lines."""
+    from rich.text import Text
+
+    from engine.commands.loss_chart import ASCII_GLYPHS, UNICODE_GLYPHS
+
+    encoding = console.encoding
+    glyphs = UNICODE_GLYPHS if _encodes(encoding, "│┤└─┬×⣿") else ASCII_GLYPHS
+    lines = frame_lines(picture, console.width, height, glyphs, time.time())
+    frame = Text("\n").join(
+        Text.assemble(*((s.text.encode(encoding, "replace").decode(encoding), _STYLES[s.ink]) for s in line))
+        for line in lines
+    )
+    # A title in wide characters may still be too long for its line: cut it, for a wrapped line would push the rest.
+    frame.no_wrap, frame.overflow = True, "crop"
+    return frame
+
+
+def _encodes(encoding: str, text: str) -> bool:
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,104 @@
+"""The command `verify-run`: a stretch of a run made once more, and whether it gave the same bits.
+
+jax and numpy are imported where they are first needed, so that `--help` answers at once.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import click
+
+from engine.commands.command_end import describe_error, leave, say_to_stderr
+from engine.commands.tail_frame import printable
+from preprocess.grouped_help import GroupedCommand
+
+if TYPE_CHECKING:
+    from engine.sinks import Sink
+
+_SAME, _DIFFERS, _WRONG_USAGE, _STOPPED = 0, 1, 2, 130
+_GROUPS = {"Stretch": ("from_step", "to_step"), "Data": ("data",), "Output": ("traceback",)}
+# Click keeps the line breaks of a paragraph that begins with a backspace.
+_EPILOG = """\b
+Examples:
+  verify-run runs/first
+  verify-run runs/first --from 0 --to 100
+  verify-run runs/first --from 400 --data /mnt/imagenet
+"""
+
+
+@click.command(
+    cls=GroupedCommand,
+    option_groups=_GROUPS,
+    epilog=_EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
+)
+@click.argument("run")
+@click.option(
+    "--from",
+    "from_step",
+    type=click.IntRange(min=0),
+    metavar="STEP",
+    show_default="the oldest snapshot, else 0",
+    help="Begin with its snapshot; 0 is the state before the first step.",
+)
+@click.option(
+    "--to",
+    "to_step",
+    type=click.IntRange(min=1),
+    metavar="STEP",
+    show_default="the last one recorded",
+    help="The last step to replay; its snapshot, where there is one, is compared too.",
+)
+@click.option("--data", metavar="DIR|URL", show_default="as the run", help="Where the packed data set is now.")
+@click.option("--traceback", is_flag=True, help="Show a failure's whole traceback.")
+@click.version_option(package_name="feedloop")
+def main(run: str, from_step: int | None, to_step: int | None, data: str | None, traceback: bool) -> None:
+    """Replay a stretch of the run in folder RUN, and compare with what it recorded, to the bit.
+
+    Compared are every loss, learning rate and evaluation, and the arrays of the snapshot of the last step. RUN is only
+    read, and may still be going on. The verdict goes to stdout, the rest to stderr.
+
+    Exit codes: 0 the same bits, 1 they differ or the replay failed, 2 wrong usage or data, 130 stopped by SIGINT or
+    SIGTERM.
+    """
+    try:
+        code = _verify(run, from_step, to_step, data)
+    except KeyboardInterrupt:
+        say_to_stderr("verify-run: stopped; nothing was written")
+        code = _STOPPED
+    except Exception as error:
+        if traceback:
+            raise
+        say_to_stderr(f"verify-run: {describe_error(error)}")
+        code = _WRONG_USAGE if isinstance(error, ValueError) else _DIFFERS
+    leave(code)
+
+
+def _verify(run: str, from_step: int | None, to_step: int | None, data: str | None) -> int:
+    from engine.replay.replay import replay_run
+
+    display, say = _progress()
+    report = replay_run(run, from_step=from_step, to_step=to_step, data=data, notify=say, display=display)
+    click.echo("\n".join(map(printable, str(report).splitlines())))
+    if not report.is_same:
+        return _DIFFERS
+    return _SAME if report.stopped_by is None else _STOPPED
+
+
+def _progress() -> "tuple[Callable[[int, int], Sink] | None, Callable[[str], None]]":
+    """Gives what draws a progress line on a terminal, and the way to say something beside it."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        return None, say_to_stderr
+    from rich.console import Console
+
+    from engine.commands.terminal import ProgressSink
+
+    # One console for both, so that what is said while the progress line stands goes above it.
+    console = Console(stderr=True)
+
+    def display(steps: int, batch: int) -> "Sink":
+        return ProgressSink(console, steps=steps, batch=batch)
+
+    return display, partial(console.print, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,270 @@
+"""An evaluation from trained weights to its counts: open, compile, launch, wait, raise or return.
+
+Owns the order of these steps outside of a training; the loop is `engine.program`'s, the same one that a training
+evaluates with, and so are the crossings that feed it.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from engine.augmentation.augment import prepare_for_evaluation
+from engine.batches import EvaluationArrays, EvaluationSource
+from engine.checked_model import CheckedModel
+from engine.compilation import Compiled, caching_compilations, compile_traced, trace_ahead
+from engine.config import TrainConfig
+from engine.control import ControlBoard
+from engine.evaluation.data import EvaluationData, TrainedOn, open_evaluation_split, open_own
+from engine.evaluation.result import ClassResult, EvaluationResult
+from engine.evaluation.subject import (
+    Channels,
+    Subject,
+    check_own_model,
+    file_subject,
+    num_classes_of,
+    registry_name_of,
+    run_subject,
+)
+from engine.evaluation.tally import Tally, empty_tally
+from engine.evaluation.trained_run import read_run
+from engine.feeder import Feeder
+from engine.infeed import Infeed
+from engine.program import TrainModel, evaluate_split
+from engine.records.weights import read_weights
+from engine.signals import StopSignals, call_on_worker
+from engine.sinks import EvaluationRecord
+from engine.statics import statics_of
+from engine.transport import choose_transport
+from engine.unpack import PixelScale
+from engine.updates.update import Weights
+
+
+def evaluate(
+    run: str | os.PathLike[str] | TrainConfig,
+    *,
+    model: TrainModel | None = None,
+    evaluation: EvaluationSource | EvaluationArrays | None = None,
+    per_class: bool = False,
+    notify: Callable[[str], None] = lambda _: None,
+) -> EvaluationResult:
+    """Evaluates a finished or stopped run with the weights that it wrote, as its own training loop does.
+
+    With the batch of the run the counts and the loss are those of its last evaluation, bit for bit on a CPU. Another
+    batch gives other sums of the same numbers: the loss may differ in its last digits, and a count where two logits
+    are equal but for these.
+
+    Args:
+        run: its folder; or its settings with some of them changed (`engine.run_settings` reads them), of which
+            `run_dir` names the folder, and data, eval_split, batch, image_size, precision and those of the infeed are
+            heeded.
+        model: your own, where the run trained one.
+        evaluation: your own images, in place of a split: (uint32 [N, H, W] packed pixels, integer [N] labels), or an
+            `EvaluationSource`.
+        per_class: count class by class too.
+        notify: told in words what is evaluated, on what.
+
+    Raises:
+        ValueError: where the run, its weights, the model and the data do not fit together, before anything is read.
+        KeyboardInterrupt: on SIGINT or SIGTERM, where the caller is the main thread.
+        BaseException: whatever the source of batches raised, or `FeederError` where one did not come in time.
+    """
+    recorded = read_run(Path(_folder_of(run)))
+    config = run if isinstance(run, TrainConfig) else recorded.config
+    check_own_model(recorded, model)
+    board = ControlBoard()
+    with StopSignals(board, _say_nothing), ExitStack() as stack:
+        if evaluation is not None:
+            data = open_own(evaluation, batch=config.batch, num_classes=recorded.num_classes)
+        else:
+            trained_on = TrainedOn(
+                recorded.data, recorded.manifest_digest, recorded.eval_manifest_digest, recorded.num_classes
+            )
+            data = open_evaluation_split(config, trained_on, stack, notify)
+        subject = run_subject(recorded, config, model, data.source)
+        notify(f"weights: {recorded.path}, {subject.name} after {subject.step:,} steps")
+        return _count(subject, data, board, per_class=per_class, notify=notify)
+
+
+def evaluate_weights(
+    path: str | os.PathLike[str],
+    config: TrainConfig,
+    *,
+    mean: Channels | None = None,
+    std: Channels | None = None,
+    per_class: bool = False,
+    notify: Callable[[str], None] = lambda _: None,
+) -> EvaluationResult:
+    """Evaluates weights from anywhere, torchvision's for instance, on a packed split.
+
+    Args:
+        path: of a safetensors file with torchvision's names and layouts.
+        config: model (a name of the registry; "auto" is what the file names), data, eval_split, batch, image_size,
+            precision and the settings of the infeed are heeded.
+        mean, std: of each channel on the scale 0 … 1; None is what the file says, else ImageNet's.
+        per_class: count class by class too.
+        notify: told in words what is evaluated, on what.
+
+    Raises:
+        ValueError, KeyboardInterrupt, BaseException: as `evaluate`.
+    """
+    file = os.fspath(path)
+    stored = read_weights(file)
+    registry_name_of(file, stored, config)
+    board = ControlBoard()
+    with StopSignals(board, _say_nothing), ExitStack() as stack:
+        trained_on = TrainedOn("images of somebody's", None, None, num_classes_of(stored))
+        data = open_evaluation_split(config, trained_on, stack, notify)
+        subject = file_subject(file, stored, config, data.source, mean, std, notify)
+        notify(f"weights: {file}, {subject.name}")
+        return _count(subject, data, board, per_class=per_class, notify=notify)
+
+
+def run_settings(run: str | os.PathLike[str]) -> TrainConfig:
+    """Gives the settings of a finished or stopped run, its folder as `run_dir`; raises ValueError as `evaluate`."""
+    return read_run(Path(run)).config
+
+
+def _say_nothing(_: str) -> None:
+    """Signals end an evaluation at once: there is no clean stop to be told of."""
+
+
+def _folder_of(run: str | os.PathLike[str] | TrainConfig) -> str | os.PathLike[str]:
+    if not isinstance(run, TrainConfig):
+        return run
+    if run.run_dir is None:
+        raise ValueError("the setting run_dir must name the folder of the run, got None: TrainConfig(run_dir=…)")
+    return run.run_dir
+
+
+def _count(
+    subject: Subject,
+    data: EvaluationData,
+    board: ControlBoard,
+    *,
+    per_class: bool,
+    notify: Callable[[str], None],
+) -> EvaluationResult:
+    """Compiles the evaluation, runs it and reads its counts."""
+    config, source = subject.config, data.source
+    notify(f"images: {data.words}")
+    feeder = Feeder(
+        source,
+        start_step=0,
+        stop_step=source.num_batches,
+        depth=config.prefetch,
+        num_threads=config.reader_threads,
+        timeout_s=config.infeed_timeout_s,
+        name_step=lambda pull: f"evaluation pull {pull + 1} of {source.num_batches}",
+    )
+    infeed = Infeed(
+        feeder,
+        board,
+        choose_transport(config.transport, jax.default_backend()),
+        words_of=lambda _: board.stop_words(),
+        height=source.height,
+        width=source.width,
+    )
+    compiled = _compile(subject, source, infeed, per_class=per_class)
+    notify(f"compiled evaluation program in {compiled.compile_s:.1f} s" + " (from the cache)" * compiled.from_cache)
+    started = time.perf_counter()
+    tally = _launch(compiled, subject, source, feeder, infeed, board)
+    evaluate_s = time.perf_counter() - started
+    num_images, num_top1, num_top5 = (int(each) for each in (tally.num_images, tally.top1, tally.top5))
+    count = max(num_images, 1)
+    return EvaluationResult(
+        record=EvaluationRecord(
+            step=subject.step,
+            num_images=num_images,
+            top1=num_top1 / count,
+            top5=num_top5 / count,
+            loss=float(tally.loss_sum) / count,
+            time=time.time(),
+        ),
+        num_top1=num_top1,
+        num_top5=num_top5,
+        classes=_class_results(tally, data),
+        data=data.words,
+        compile_s=compiled.compile_s,
+        from_cache=compiled.from_cache,
+        evaluate_s=evaluate_s,
+        wait_s=math.fsum(infeed.take_wait_s(pull) for pull in range(source.num_batches)),
+    )
+
+
+def _compile(subject: Subject, source: EvaluationSource, infeed: Infeed, *, per_class: bool) -> Compiled:
+    """Traces on this thread, whose jax settings it so obeys, and compiles on a worker."""
+    model = CheckedModel(subject.model, subject.num_classes, source)
+    statics = statics_of(subject.config)
+
+    def program(weights: Weights, num_batches: jax.Array, scale: PixelScale) -> tuple[Tally, jax.Array]:
+        counted = _num_logits(model, weights, subject, source) if per_class else None
+        first_pull = jnp.zeros((), jnp.int32)
+        return evaluate_split(
+            model, statics, weights, infeed, first_pull, num_batches, scale, start=empty_tally(counted)
+        )
+
+    with caching_compilations(subject.config.compilation_cache):
+        traced = trace_ahead(program, subject.weights, *_numbers(subject, source))
+        return call_on_worker(partial(compile_traced, traced))
+
+
+def _num_logits(model: CheckedModel, weights: Weights, subject: Subject, source: EvaluationSource) -> int:
+    """K, as the model has it: one of the user's own alone may know."""
+    pixels = jax.ShapeDtypeStruct((source.batch, source.height, source.width), jnp.uint32)
+
+    def apply(weights: Weights, pixels: jax.Array, scale: PixelScale) -> jax.Array:
+        images = prepare_for_evaluation(pixels, subject.config.image_size, scale)
+        return model.apply(weights.params, weights.batch_stats, images, train=False)[0]
+
+    logits = jax.eval_shape(apply, weights, pixels, _numbers(subject, source)[1])
+    return logits.shape[1]
+
+
+def _numbers(subject: Subject, source: EvaluationSource) -> tuple[jax.Array, PixelScale]:
+    """The arguments beside the weights: another split or another normalisation needs no other program."""
+    scale = PixelScale(mean=jnp.array(subject.mean, jnp.float32), std=jnp.array(subject.std, jnp.float32))
+    return jnp.int32(source.num_batches), scale
+
+
+def _launch(
+    compiled: Compiled,
+    subject: Subject,
+    source: EvaluationSource,
+    feeder: Feeder,
+    infeed: Infeed,
+    board: ControlBoard,
+) -> Tally:
+    """Runs the program to its end; gives the whole tally in NumPy, or raises what the host failed at."""
+    arguments = subject.weights, *_numbers(subject, source)
+    try:
+        feeder.start()
+        tally, _ = call_on_worker(lambda: jax.tree.map(np.asarray, compiled.call(*arguments)))
+    except BaseException:
+        # Nothing is lost by leaving at once; the program, on its own thread, then ends at its next pull.
+        board.request_stop("the evaluation was given up")
+        raise
+    finally:
+        feeder.close()
+    if infeed.failure is not None:
+        raise infeed.failure
+    return tally
+
+
+def _class_results(tally: Tally, data: EvaluationData) -> tuple[ClassResult, ...]:
+    if tally.classes is None:
+        return ()
+    counts = zip(tally.classes.num_images.tolist(), tally.classes.top1.tolist(), strict=True)
+    results = []
+    for label, (num_images, num_top1) in enumerate(counts):
+        named = None if data.classes is None or label >= len(data.classes) else data.classes[label]
+        identifier, name = (str(label), str(label)) if named is None else (named.id, named.name)
+        results.append(ClassResult(identifier, name, num_images, num_top1))
+    return tuple(results)

@@ -1,0 +1,86 @@
+"""What the folder of a finished or stopped run says of it: settings, what they resolved to, and the trained weights.
+
+Owns reading them back for whoever uses the weights. Must not know: data, programs, how they are written.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from engine.config import TrainConfig
+from engine.records.recorded_run import read_recorded
+from engine.records.run_folder import CONFIG
+from engine.records.weights import StoredWeights, read_weights
+
+_WEIGHTS = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A run as its folder has it.
+
+    Attributes:
+        path: the folder.
+        config: the settings of its last launch; `run_dir` is the folder, wherever it was then.
+        model_name: of the model that was trained.
+        data: it was trained on, in words.
+        num_classes: K, None where the user's own model alone knew.
+        height, width: of its images, in pixels, before the crop to `config.image_size`.
+        manifest_digest, eval_manifest_digest: sha256 of the manifests of the training split and of the split that it
+            was evaluated on, None where there was none.
+        weights: the trained ones, with what is written beside them.
+    """
+
+    path: Path
+    config: TrainConfig
+    model_name: str
+    data: str
+    num_classes: int | None
+    height: int
+    width: int
+    manifest_digest: str | None
+    eval_manifest_digest: str | None
+    weights: StoredWeights
+
+
+def read_run(path: Path) -> TrainedRun:
+    """Reads the folder of a run.
+
+    Raises:
+        ValueError: where it is no folder of a run, or has no weights yet.
+    """
+    _check_folder(path)
+    recorded = read_recorded(path)
+    if not (path / _WEIGHTS).exists():
+        raise ValueError(
+            f"RUN must hold {_WEIGHTS}, and {path} does not: the run has not ended, or ended before its first step; "
+            "wait for its end, or stop it (Ctrl-C)"
+        )
+    resolved = recorded.resolved
+    try:
+        return TrainedRun(
+            path=path,
+            config=replace(recorded.config, run_dir=str(path)),
+            model_name=resolved["model"],
+            data=resolved["data"],
+            num_classes=resolved["num_classes"],
+            height=resolved["height"],
+            width=resolved["width"],
+            manifest_digest=recorded.manifest_digest,
+            eval_manifest_digest=resolved.get("eval_manifest_sha256"),
+            weights=read_weights(path / _WEIGHTS),
+        )
+    except KeyError as error:
+        raise ValueError(
+            f"{path / CONFIG} must say what the settings resolved to, and {error} is missing: restore the file"
+        ) from None
+
+
+def _check_folder(path: Path) -> None:
+    """Raises ValueError where there is no folder of a run; where runs lie in it, names the one that began last."""
+    if not path.is_dir():
+        found = "is a file" if path.exists() else "does not exist"
+        raise ValueError(f"RUN must be the folder of a run, and {path} {found}: give the --run-dir of a run-train")
+    if not (path / CONFIG).exists():
+        below = sorted(path.glob(f"*/{CONFIG}"), key=lambda config: config.stat().st_mtime_ns)
+        found = f"holds {len(below)} of them; the last is {below[-1].parent}" if below else f"holds no {CONFIG}"
+        raise ValueError(f"RUN must be the folder of a run, and {path} {found}: give the --run-dir of a run-train")

@@ -1,0 +1,248 @@
+"""The run folder: what a run leaves behind, and where.
+
+`config.json` (settings, what they resolved to, versions, the data's manifest digest), `loss.jsonl`, `eval.jsonl`,
+`control.jsonl` (requests that took effect), `snapshots/`, `result.json` (how the run ended) and `model.safetensors`
+(the trained weights). One process at a time works in it.
+"""
+
+import json
+import platform
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.config import TrainConfig
+from engine.records.control_log import CONTROL_LOG_NAME
+from engine.records.control_requests import CONTROL_FOLDER_NAME
+from engine.records.folder_lock import LOCK_NAME, FolderLock
+from engine.records.whole_file import remove_unfinished, write_whole
+
+LOSS_LOG = "loss.jsonl"
+EVALUATION_LOG = "eval.jsonl"
+RESULT = "result.json"
+CONFIG = "config.json"
+SNAPSHOTS = "snapshots"
+_WEIGHTS = "model.safetensors"
+# In the order in which they are removed: the mark of a finished run first, the mark of any run last.
+_WRITTEN_HERE = (
+    RESULT,
+    _WEIGHTS,
+    EVALUATION_LOG,
+    CONTROL_LOG_NAME,
+    CONTROL_FOLDER_NAME,
+    SNAPSHOTS,
+    LOSS_LOG,
+    CONFIG,
+)
+_RECORDED_VERSIONS = ("feedloop", "jax", "jaxlib", "numpy", "optax", "tensorstore")
+
+
+class RunFolder:
+    """A folder for one run, held for this process until it is closed; a context manager.
+
+    Args:
+        path: made where it is missing.
+        overwrite: remove what an earlier run left; nothing else in the folder is touched.
+        resume: continue the run that is there.
+
+    Raises:
+        ValueError: where an earlier run is there and may not be overwritten, none is there that could be continued,
+            another process works in the folder, or the path cannot be a folder.
+    """
+
+    def __init__(self, path: Path, *, overwrite: bool = False, resume: bool = False) -> None:
+        self.path = path
+        self._is_resumed, self._is_launched = resume, False
+        self._is_cleared = False
+        self._is_new = not path.exists()
+        if resume and not (path / CONFIG).is_file():
+            raise ValueError(
+                f"a run that is to be continued must be there, and {path} holds no {CONFIG}: "
+                "name the folder of the run (--run-dir), or begin one without --resume"
+            )
+        _make_folder(path)
+        self._lock = FolderLock(path)
+        self._lock.acquire()
+        try:
+            if not resume and not overwrite:
+                self._check_is_free()
+            self._remove_unfinished()
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            if not self._is_launched:
+                self._abandon()
+        finally:
+            self._lock.release()
+
+    def launched(self) -> None:
+        """Marks that from now on there is something to keep; before, leaving takes back what was written."""
+        self._is_launched = True
+
+    def _check_is_free(self) -> None:
+        left = [name for name in _WRITTEN_HERE if _is_left(self.path / name)]
+        if left:
+            raise ValueError(
+                f"the run folder must be new, and {self.path} holds {left[-1]} of an earlier run: choose another "
+                "(--run-dir), continue the run (--resume) or overwrite it (--overwrite)"
+            )
+
+    def _remove_unfinished(self) -> None:
+        """Removes what a kill left: the weights of a large network would take as much room again, each time."""
+        for name in (CONFIG, RESULT, _WEIGHTS):
+            with suppress(OSError):  # no leftover is worth the run
+                remove_unfinished(self.path / name)
+
+    def clear(self) -> None:
+        """Removes what an earlier run left."""
+        for name in _WRITTEN_HERE:
+            _remove(self.path / name)
+        self._is_cleared = True
+
+    def _abandon(self) -> None:
+        """Leaves the folder as it was: an earlier run that is continued, or that was not replaced yet, stays."""
+        if self._is_cleared:
+            self.clear()
+        if self._is_resumed or (self.path / CONFIG).exists():
+            return
+        # Its holder alone may remove the lock.
+        (self.path / LOCK_NAME).unlink(missing_ok=True)
+        if self._is_new:
+            with suppress(OSError):  # somebody else's files are in it by now
+                self.path.rmdir()
+
+    @property
+    def loss_log(self) -> Path:
+        """Where the loss stream goes."""
+        return self.path / LOSS_LOG
+
+    @property
+    def evaluation_log(self) -> Path:
+        """Where the evaluations go."""
+        return self.path / EVALUATION_LOG
+
+    @property
+    def control_log(self) -> Path:
+        """Where the requests that took effect go."""
+        return self.path / CONTROL_LOG_NAME
+
+    @property
+    def snapshots(self) -> Path:
+        """Where the snapshots go."""
+        return self.path / SNAPSHOTS
+
+    def write_config(
+        self,
+        config: TrainConfig,
+        resolved: Mapping[str, Any],
+        manifest_digest: str | None,
+        *,
+        origins: Mapping[str, str],
+        earlier: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        """Records the settings as given and as resolved, the versions, and the data they were meant for.
+
+        Args:
+            config, resolved, manifest_digest: of this launch.
+            origins: where each setting came from.
+            earlier: of the launches that this one continues, what their settings were where they differ.
+        """
+        self._write_json(
+            CONFIG,
+            {
+                "config": config.to_json(),
+                "origins": dict(origins),
+                "resolved": dict(resolved),
+                "manifest_sha256": manifest_digest,
+                "versions": recorded_versions(),
+                "earlier": list(earlier),
+            },
+        )
+
+    def remove_result(self) -> None:
+        """Takes back the mark of a finished run, for one that goes on."""
+        (self.path / RESULT).unlink(missing_ok=True)
+
+    def write_result(self, result: Mapping[str, Any]) -> None:
+        """Records how the run ended; its presence means that nothing more will be written."""
+        self._write_json(RESULT, result)
+
+    def write_weights(self, tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> Path:
+        """Writes the weights as safetensors; gives the file's path."""
+        from safetensors.numpy import save
+
+        path = self.path / _WEIGHTS
+        # safetensors writes an array's memory as it lies; ascontiguousarray would make a vector of a scalar.
+        laid_out = {name: np.asarray(tensor, order="C") for name, tensor in tensors.items()}
+        write_whole(path, _in_fixed_order(save(laid_out, dict(metadata))))
+        return path
+
+    def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
+        write_whole(self.path / name, (json.dumps(value, indent=2) + "\n").encode())
+
+
+def recorded_versions() -> dict[str, str]:
+    """Gives the versions of what takes part in a run's numbers."""
+    return {"python": platform.python_version()} | {name: version(name) for name in _RECORDED_VERSIONS}
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ValueError(f"the run folder must be a folder, and {path} is a file: choose another") from None
+    except OSError as error:
+        raise ValueError(
+            f"the run folder must be writable, and {path} cannot be made ({error.strerror}): choose another"
+        ) from error
+
+
+def _is_left(path: Path) -> bool:
+    """Tells whether something of an earlier run is at a path; one of strangers' files alone does not count."""
+    return path.exists() and (not path.is_dir() or any(_own_entries(path)))
+
+
+def _own_entries(folder: Path) -> Iterator[Path]:
+    """Gives what runs write into one of their folders: a folder for a snapshot's step, a file for a request."""
+    for entry in folder.iterdir():
+        if folder.name != SNAPSHOTS:
+            is_own = entry.suffix == ".json"
+        else:
+            is_own = entry.is_dir() and (entry.name.isdigit() or entry.name == ".unfinished")
+        if is_own:
+            yield entry
+
+
+def _remove(path: Path) -> None:
+    """Removes a file, or what runs write into a folder and the folder where nothing else is in it."""
+    if not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    for entry in list(_own_entries(path)):
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    with suppress(OSError):  # somebody else's files are in it
+        path.rmdir()
+
+
+def _in_fixed_order(file: bytes) -> bytes:
+    """Gives a safetensors file with its metadata sorted: the library writes it in the order of a randomised hash."""
+    length = int.from_bytes(file[:8], "little")
+    header = json.loads(file[8 : 8 + length])
+    if "__metadata__" in header:
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    # Tensors begin at a multiple of eight, as the format wants it.
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + file[8 + length :]

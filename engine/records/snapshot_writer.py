@@ -1,0 +1,167 @@
+"""Writes snapshots on a thread of its own, so that neither the program nor the terminal waits for the disk.
+
+Knows how to queue, replace and give up; what a snapshot is on disk belongs to `engine.records.snapshot`.
+"""
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.records.orbax_store import load_orbax
+from engine.records.snapshot import keep_newest, snapshot_steps, write_snapshot
+
+
+class SnapshotWriter:
+    """Takes snapshots and writes them one after another; at most one waits, and a newer one takes its place.
+
+    No failure ends the run: it is told, and the last good snapshot stays.
+
+    Args:
+        folder: of the snapshots; made where it is missing.
+        keep: how many of the newest stay on disk; 0 keeps all.
+        say: told in a line what was left out or went wrong, from any thread; it must not block (`engine.notices`).
+        write: (folder, step, pulls, tree) → writes one, whole or not at all.
+
+    Raises:
+        ValueError: where `keep` is negative.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int,
+        say: Callable[[str], None],
+        write: Callable[[Path, int, int, Any], None] = write_snapshot,
+    ) -> None:
+        if keep < 0:
+            raise ValueError(f"the number of snapshots to keep must be 0 (all) or more, and is {keep}: choose another")
+        self._folder, self._keep, self._write = folder, keep, write
+        self._say = say
+        self._changed = threading.Condition()
+        self._waiting: _Submitted | None = None
+        self._writing_step: int | None = None
+        self._last_step: int | None = None
+        self._is_last_written = True
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._work, name="snapshot-writer", daemon=True)
+
+    def start(self) -> None:
+        """Begins to write, and makes ready for it; called once.
+
+        Not while a program is traced: to import Orbax changes what jax compares when it looks for a function that it
+        has traced, and a program that was half traced before it is another one to the cache on disk.
+        """
+        self._thread.start()
+
+    @property
+    def last_step(self) -> int | None:
+        """The step of the snapshot that was written last; before the first, of the newest one found in the folder."""
+        with self._changed:
+            return self._last_step
+
+    def submit(self, step: int, pulls: int, tree: Any) -> None:
+        """Takes a snapshot to be written, and returns at once; what comes after `close` is dropped.
+
+        Args:
+            step: updates done.
+            pulls: batches taken.
+            tree: a pytree of NumPy arrays, which must not be changed from now on.
+        """
+        with self._changed:
+            if self._is_closed:
+                return
+            left_out, self._waiting = self._waiting, _Submitted(step, pulls, tree)
+            self._is_last_written = False
+            self._changed.notify_all()
+        if left_out is not None:
+            self._say(f"snapshot of step {left_out.step} left out: the disk is slower than --snapshot-every")
+
+    def close(self, timeout_s: float) -> bool:
+        """Writes what is queued, for a limited time, and takes nothing more; may be called again.
+
+        What the disk does not take in time is said, and left to its thread, a daemon. Python may still wait for it when
+        the process ends, as Orbax makes folders on threads of asyncio, which the interpreter joins.
+
+        Args:
+            timeout_s: limit.
+
+        Returns:
+            Whether what was submitted last is on disk; True where nothing was.
+        """
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+        with self._changed:
+            queued = [self._writing_step, self._waiting.step if self._waiting is not None else None]
+            is_written = self._is_last_written
+        if self._thread.is_alive() and (unwritten := [f"of step {step}" for step in queued if step is not None]):
+            self._say(
+                f"snapshot {' and '.join(unwritten)} not written within {timeout_s:.3g} s: "
+                f"see to the disk of {self._folder}; {self._what_stays()}"
+            )
+        return is_written
+
+    def _work(self) -> None:
+        # Whatever is wrong with either, the first write fails of it, and is told.
+        with suppress(Exception):
+            load_orbax()
+        with suppress(Exception):
+            found = snapshot_steps(self._folder)
+            with self._changed:
+                self._last_step = found[-1] if found else None
+        while self._write_next():
+            pass
+
+    def _write_next(self) -> bool:
+        """Waits for a snapshot and writes it; a function of its own, so that its arrays are freed while none waits."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting is not None or self._is_closed)
+            submitted, self._waiting = self._waiting, None
+            if submitted is None:
+                return False
+            self._writing_step = submitted.step
+        is_written = self._write_one(submitted)
+        with self._changed:
+            self._writing_step = None
+            if is_written:
+                self._last_step = submitted.step
+            if self._waiting is None:
+                self._is_last_written = is_written
+        if is_written:
+            self._remove_older(submitted.step)
+        return True
+
+    def _write_one(self, submitted: "_Submitted") -> bool:
+        try:
+            self._write(self._folder, submitted.step, submitted.pulls, submitted.tree)
+        except Exception as error:  # noqa: BLE001 - no snapshot is worth the run, whatever went wrong with it
+            self._say(f"snapshot of step {submitted.step} not written: {_one_line(error)}; {self._what_stays()}")
+            return False
+        return True
+
+    def _remove_older(self, newest: int) -> None:
+        try:
+            keep_newest(self._folder, self._keep, up_to=newest)
+        except Exception as error:  # noqa: BLE001 - a full disk is told by the next write; until then the run goes on
+            self._say(f"old snapshots not removed: {_one_line(error)}; remove them from {self._folder} by hand")
+
+    def _what_stays(self) -> str:
+        last = self.last_step
+        return "there is none before it" if last is None else f"the last good one, of step {last}, stays"
+
+
+@dataclass(frozen=True)
+class _Submitted:
+    step: int
+    pulls: int
+    tree: Any
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,221 @@
+"""What a run recorded of a stretch of its updates: losses, evaluations, the states at both ends, and how to cut it.
+
+Owns what must be there for the stretch to be replayed. Reads only, without the run's lock, so that a run may go on
+meanwhile. Knows nothing of the loop.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from engine.config import TrainConfig
+from engine.records.control_log import CONTROL_LOG_NAME, read_events
+from engine.records.recorded_run import RecordedRun, read_recorded
+from engine.records.run_folder import EVALUATION_LOG, LOSS_LOG, SNAPSHOTS
+from engine.records.snapshot import Snapshot, read_snapshot, snapshot_steps
+from engine.resume import StartingPoint, start_at
+
+LOSS_NUMBERS = ("loss", "lr")
+EVALUATION_NUMBERS = ("num_images", "top1", "top5", "loss")
+
+type Numbers = dict[str, float | None]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive updates that were made with the same settings.
+
+    Attributes:
+        config: the settings, without a run folder or a cadence of snapshots.
+        stop_step: the last update.
+        stop_pull: the batch, from 0, before which the piece ends.
+        cuts_evaluation: whether it ends before an evaluation that is due after its last update.
+    """
+
+    config: TrainConfig
+    stop_step: int
+    stop_pull: int
+    cuts_evaluation: bool
+
+
+@dataclass(frozen=True)
+class RecordedStretch:
+    """The updates `start.step` + 1 … `to_step` of a run as they were recorded.
+
+    Attributes:
+        run: the folder.
+        recorded: its settings.
+        start: where the stretch begins.
+        to_step: its last update.
+        losses: numbers by step, of every step; None stands for what is no finite number.
+        evaluations: likewise, of the steps after which one was made.
+        snapshot: of `to_step`, None where there is none.
+        pieces: of the stretch, in order.
+        is_evaluated: whether the run made any evaluation at all.
+    """
+
+    run: Path
+    recorded: RecordedRun
+    start: StartingPoint
+    to_step: int
+    losses: dict[int, Numbers]
+    evaluations: dict[int, Numbers]
+    snapshot: Snapshot | None
+    pieces: tuple[Piece, ...]
+    is_evaluated: bool
+
+
+def read_stretch(run: Path, from_step: int | None, to_step: int | None) -> RecordedStretch:
+    """Reads a stretch of a run.
+
+    Args:
+        run: its folder.
+        from_step: a step with a snapshot, or 0 for the state drawn from the seed; None is the oldest snapshot before
+            the end, else 0.
+        to_step: the last update; None is the last one that the run recorded.
+
+    Raises:
+        ValueError: where RUN is no run, where there is nothing to begin with or to end with, or a line is missing.
+        OSError: where a file cannot be read.
+    """
+    recorded = read_recorded(run)
+    # In this order: a run that goes on writes an evaluation before the next loss, and a snapshot after both.
+    lines = _read_lines(run / LOSS_LOG)
+    to_step = _checked_end(run, to_step, len(lines))
+    there = snapshot_steps(run / SNAPSHOTS)
+    from_step = _checked_begin(run, from_step, to_step, there)
+    events = tuple(replace(event, snapshot=False) for event in read_events(run / CONTROL_LOG_NAME))
+    start = start_at(read_snapshot(run / SNAPSHOTS, from_step), events) if from_step else StartingPoint(events=events)
+    snapshot = read_snapshot(run / SNAPSHOTS, to_step) if to_step in there else None
+    evaluations = _evaluations(run / EVALUATION_LOG)
+    # An evaluation that a stop cut short after a snapshot's step is made by whoever goes on from that snapshot.
+    first = from_step if _owes_evaluation(start.snapshot) else from_step + 1
+    last = to_step - 1 if _owes_evaluation(snapshot) else to_step
+    return RecordedStretch(
+        run=run,
+        recorded=recorded,
+        start=start,
+        to_step=to_step,
+        losses=_losses(run / LOSS_LOG, lines, from_step, to_step),
+        evaluations={step: numbers for step, numbers in evaluations.items() if first <= step <= last},
+        snapshot=snapshot,
+        pieces=_pieces(
+            run, recorded, from_step, to_step, snapshot, is_end_evaluated=to_step in evaluations or to_step < len(lines)
+        ),
+        is_evaluated=bool(evaluations),
+    )
+
+
+def _checked_end(run: Path, to_step: int | None, num_lines: int) -> int:
+    if not num_lines:
+        raise ValueError(f"a run must have made a step to be replayed, and {run / LOSS_LOG} holds none: wait for one")
+    if to_step is None:
+        return num_lines
+    if not 1 <= to_step <= num_lines:
+        raise ValueError(
+            f"the last step to replay (--to) must be one that {run / LOSS_LOG} holds, 1 … {num_lines}, got {to_step}"
+        )
+    return to_step
+
+
+def _checked_begin(run: Path, from_step: int | None, to_step: int, there: Sequence[int]) -> int:
+    before = [step for step in there if step < to_step]
+    if from_step is None:
+        return before[0] if before else 0
+    if from_step and from_step not in there:
+        found = ", ".join(map(str, there)) or "none"
+        raise ValueError(
+            f"the step to begin with (--from) must have a snapshot or be 0, got {from_step}: {run} has those of {found}"
+        )
+    if not 0 <= from_step < to_step:
+        raise ValueError(f"the step to begin with (--from) must be before the last one, {to_step}, got {from_step}")
+    return from_step
+
+
+def _owes_evaluation(snapshot: Snapshot | None) -> bool:
+    return snapshot is not None and bool(snapshot.leaves["owes_evaluation"])
+
+
+def _pieces(
+    run: Path,
+    recorded: RecordedRun,
+    from_step: int,
+    to_step: int,
+    snapshot: Snapshot | None,
+    *,
+    is_end_evaluated: bool,
+) -> tuple[Piece, ...]:
+    """Cuts a stretch where settings changed."""
+    there = snapshot_steps(run / SNAPSHOTS)
+    ends = [step for step in recorded.changes() if from_step < step < to_step]
+    pieces = []
+    for begin, end in pairwise([from_step, *ends, to_step]):
+        config = replace(recorded.config_at(begin + 1), **_OUTSIDE_OF_A_RUN)
+        if begin:
+            # Weights to start from are of the first step alone.
+            config = replace(config, init_from=None)
+        at_end = snapshot if end == to_step else read_snapshot(run / SNAPSHOTS, end) if end in there else None
+        pulls = end * config.accumulate_steps if at_end is None else at_end.pulls
+        # The last lines of a run that goes on, or was killed, may lack the evaluation that came next.
+        is_cut = _owes_evaluation(at_end) if at_end is not None else end == to_step and not is_end_evaluated
+        pieces.append(Piece(config, end, pulls, is_cut))
+    return tuple(pieces)
+
+
+# Epochs were settled in steps when the run began.
+_OUTSIDE_OF_A_RUN: dict[str, Any] = {
+    "run_dir": None,
+    "resume": False,
+    "overwrite": False,
+    "snapshot_every_steps": 0,
+    "epochs": None,
+    "warmup_epochs": None,
+    "dump_hlo": None,
+}
+
+
+def _read_lines(path: Path) -> list[bytes]:
+    """Gives the whole lines of a file; a last one without its end is being written, or a crash cut it short."""
+    try:
+        return path.read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return []
+
+
+def _losses(path: Path, lines: Sequence[bytes], from_step: int, to_step: int) -> dict[int, Numbers]:
+    losses = {}
+    for step in range(from_step + 1, to_step + 1):
+        found, losses[step] = _numbers(path, step, lines[step - 1], LOSS_NUMBERS)
+        if found != step:
+            raise ValueError(f"{path} must have step {step} in line {step}, has step {found}: restore that file")
+    return losses
+
+
+def _evaluations(path: Path) -> dict[int, Numbers]:
+    evaluations: dict[int, Numbers] = {}
+    for number, line in enumerate(_read_lines(path), start=1):
+        step, numbers = _numbers(path, number, line, EVALUATION_NUMBERS)
+        if evaluations and step <= max(evaluations):
+            raise ValueError(
+                f"{path} must have its steps in order, has {step} in line {number} after {max(evaluations)}: "
+                "restore that file"
+            )
+        evaluations[step] = numbers
+    return evaluations
+
+
+def _numbers(path: Path, line_number: int, line: bytes, names: Sequence[str]) -> tuple[int, Numbers]:
+    try:
+        values = json.loads(line)
+        numbers = {name: values[name] for name in names}
+        step = values["step"]
+        if type(step) is not int or any(type(number) not in (int, float, type(None)) for number in numbers.values()):
+            raise TypeError("not numbers")
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ValueError(
+            f"{path} must hold step, {', '.join(names)} in line {line_number}, has {line[:80]!r}: restore that file"
+        ) from None
+    return step, numbers

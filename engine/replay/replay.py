@@ -1,0 +1,183 @@
+"""A stretch of a recorded run made once more, and compared with what the run recorded.
+
+Owns the order of a replay. Writes nothing into the run's folder and needs no lock of it.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
+from engine.compilation import caching_compilations
+from engine.control import ControlBoard
+from engine.keys import plain_keys
+from engine.launch import Launch, NonFiniteError
+from engine.program import TrainModel, TrainState
+from engine.records.control_log import ControlEvent
+from engine.replay.recorded_stretch import Piece, RecordedStretch, read_stretch
+from engine.replay.report import Comparison, ReplayReport
+from engine.resume import StartingPoint, check_data, told_versions
+from engine.signals import StopSignals
+from engine.sinks import Sink
+from models.registry import model_names
+
+_END = "the end of the replay"
+_OWN_BATCHES = "batches of your own"
+
+
+def replay_run(
+    run: str | Path,
+    *,
+    from_step: int | None = None,
+    to_step: int | None = None,
+    data: str | None = None,
+    model: TrainModel | None = None,
+    batches: BatchFunction | BatchSource | None = None,
+    evaluation: EvaluationSource | EvaluationArrays | None = None,
+    notify: Callable[[str], None] = lambda _: None,
+    display: Callable[[int, int], Sink] | None = None,
+) -> ReplayReport:
+    """Makes the updates `from_step` + 1 … `to_step` of a recorded run once more, and compares them bit by bit.
+
+    Compared are every loss and learning rate of `loss.jsonl`, every evaluation of `eval.jsonl` and, where the run has a
+    snapshot of `to_step`, every array of the state. Requests that took effect in the run are repeated, and where a run
+    was resumed with other settings these change at the same step.
+
+    Args:
+        run: its folder, which is only read; the run may still be going on.
+        from_step: a step with a snapshot, or 0, the state before the first update; None is the oldest snapshot before
+            `to_step`, else 0.
+        to_step: the last update; None is the last one recorded.
+        data: where the packed data set is now; None is where it was.
+        model, batches, evaluation: your own, as `engine.train` was given them.
+        notify: told in words what is replayed.
+        display: gives a further taker of the losses for (the last step, images a step).
+
+    Returns:
+        What was compared and the first difference of each kind. SIGINT and SIGTERM, where the caller is the main
+        thread, end the replay at the next step and are named in `stopped_by`.
+
+    Raises:
+        ValueError: where the run, its data or what is given of your own do not fit, a line is missing, or there is no
+            snapshot to begin with.
+        KeyboardInterrupt: on a signal before the first step, or on a second one.
+        BaseException: whatever the batch source raised.
+    """
+    stretch = read_stretch(Path(run), from_step, to_step)
+    _check_own(stretch, model, batches, evaluation)
+    # A launch handles signals while it is open; before it and between two, they end the replay at once.
+    with StopSignals(ControlBoard(), _say_nothing):
+        begin = stretch.start.step
+        origin = f"the snapshot of step {begin:,}" if begin else "the state before the first step"
+        notify(f"replaying steps {begin + 1:,} … {stretch.to_step:,} of {run} from {origin}")
+        if warning := told_versions(stretch.recorded):
+            notify(warning)
+        make_launch = partial(Launch, model=model, batches=batches, evaluation=evaluation, notify=notify)
+        return _replay(stretch, make_launch, data, display)
+
+
+def _say_nothing(_: str) -> None:
+    """Signals end a replay at once before its first step: there is no clean stop to be told of."""
+
+
+def _replay(
+    stretch: RecordedStretch,
+    make_launch: Callable[..., Launch],
+    data: str | None,
+    display: Callable[[int, int], Sink] | None,
+) -> ReplayReport:
+    """Runs the pieces of a stretch, the state going from one to the next in memory, and compares."""
+    comparison, state, start = Comparison(stretch), None, stretch.start
+    for piece in stretch.pieces:
+        config = piece.config if data is None else replace(piece.config, data=data)
+        board = _EndingBoard(piece)
+        with ExitStack() as stack:
+            launch = make_launch(config, stack, start, board=board)
+            check_data(launch.resolved, stretch.recorded)
+            sinks = [comparison, *([] if display is None else [display(piece.stop_step, _images_a_step(piece))])]
+            state = _replay_piece(launch, state, sinks, start.events)
+        start = StartingPoint(int(state.step), int(state.pulls), int(state.num_evaluations), None, start.events)
+        if board.was_stopped or start.step < piece.stop_step:
+            break
+    if start.step == stretch.to_step and start.pulls == stretch.pieces[-1].stop_pull and state is not None:
+        comparison.compare_state(jax.tree.map(np.asarray, plain_keys(state)))
+    return comparison.report(board.stop_reason if board.was_stopped else None)
+
+
+class _EndingBoard(ControlBoard):
+    """A board of requests that ends the loop after a piece, as a stop would, so that nothing is done beyond it.
+
+    The loop's own end would not do: an evaluation belongs to it, which the run need not have made.
+    """
+
+    def __init__(self, piece: Piece) -> None:
+        super().__init__()
+        self._piece = piece
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether somebody else asked for the stop."""
+        return self.stop_reason not in (None, _END)
+
+    def words(self, pull: int) -> NDArray[np.uint32]:
+        """Gives the control words of a pull, uint32 [2]; behind the last one of the piece they say stop."""
+        if pull >= self._piece.stop_pull:
+            self.request_stop(_END)
+        words = super().words(pull)
+        if self._piece.cuts_evaluation and pull + 1 == self._piece.stop_pull:
+            self.request_stop(_END)
+        return words
+
+
+def _replay_piece(
+    launch: Launch, state: TrainState | None, sinks: list[Sink], events: Sequence[ControlEvent]
+) -> TrainState:
+    """Runs a piece from a state, None for the one that the launch begins with, and gives the one that it ends with."""
+    config = launch.config
+    with caching_compilations(config.compilation_cache):
+        compiled = launch.compile()
+        state = launch.starting_state() if state is None else state
+    launch.warn_of_memory(compiled)
+    launch.board.prepare(
+        first_pull=launch.start.pulls,
+        pulls_a_step=config.accumulate_steps,
+        replayed=events,
+        record=lambda _: None,
+    )
+    state = launch.run(compiled, state, sinks)
+    failure = launch.failure(state)
+    # The run may have ended so too; where it did not, the steps that are missing tell.
+    if failure is not None and not isinstance(failure, NonFiniteError):
+        raise failure
+    return state
+
+
+def _images_a_step(piece: Piece) -> int:
+    return piece.config.batch * piece.config.accumulate_steps
+
+
+def _check_own(stretch: RecordedStretch, model: object, batches: object, evaluation: object) -> None:
+    """Raises ValueError where the run was made with something of your own that is not given, or the reverse."""
+    resolved = stretch.recorded.resolved
+    needed = {
+        "model": resolved.get("model") not in model_names(),
+        "batches": resolved.get("data") == _OWN_BATCHES,
+        "evaluation": stretch.is_evaluated and resolved.get("eval_manifest_sha256") is None,
+    }
+    given = {"model": model, "batches": batches, "evaluation": evaluation}
+    missing = [name for name, is_needed in needed.items() if is_needed and given[name] is None]
+    if missing:
+        words = ", ".join(f"{name}=…" for name in missing)
+        raise ValueError(
+            f"{stretch.run} was made with {' and '.join(missing)} of your own, which only Python has: "
+            f"engine.replay_run({str(stretch.run)!r}, {words})"
+        )
+    for name in ("model", "batches"):
+        if given[name] is not None and not needed[name]:
+            raise ValueError(f"{name} must be left out, since {stretch.run} was made without {name} of your own")

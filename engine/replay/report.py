@@ -1,0 +1,222 @@
+"""What a replay found: numbers compared, the first difference of each kind, and the words for it.
+
+Owns what counts as the same: the bits. Knows nothing of the loop.
+"""
+
+import json
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.records.snapshot import match_state
+from engine.replay.recorded_stretch import EVALUATION_NUMBERS, Numbers, RecordedStretch
+from engine.sinks import EvaluationRecord, LossRecord
+
+_NOT_THERE = "nothing"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first difference of a kind.
+
+    Attributes:
+        kind: "loss", "learning rate", "evaluation" or "array".
+        where: the step and, of evaluations and arrays, the name of what differs.
+        recorded, replayed: the values as they are written; "nothing" where one of the two has none.
+        count: how many of the kind differ.
+        total: how many were compared.
+    """
+
+    kind: str
+    where: str
+    recorded: str
+    replayed: str
+    count: int
+    total: int
+
+    def __str__(self) -> str:
+        plural = "arrays" if self.kind == "array" else "losses" if self.kind == "loss" else f"{self.kind}s"
+        return (
+            f"{self.kind} of {self.where}: recorded {self.recorded}, replayed {self.replayed}; "
+            f"{self.count:,} of {self.total:,} {plural} differ"
+        )
+
+
+@dataclass(frozen=True)
+class ReplayReport:
+    """What became of a replay.
+
+    Attributes:
+        from_step: the updates before it were not replayed.
+        to_step: the last update that was compared.
+        num_losses: compared, each with its learning rate.
+        num_evaluations: compared.
+        num_arrays: of the state at `to_step`, compared with its snapshot; None where there is none.
+        differences: the first of each kind.
+        stopped_by: the signal that ended the replay early, None where none did.
+    """
+
+    from_step: int
+    to_step: int
+    num_losses: int
+    num_evaluations: int
+    num_arrays: int | None
+    differences: tuple[Difference, ...]
+    stopped_by: str | None = None
+
+    @property
+    def is_same(self) -> bool:
+        """Whether all that was compared has the same bits."""
+        return not self.differences
+
+    def __str__(self) -> str:
+        if self.differences:
+            return "\n".join(f"differs: {difference}" for difference in self.differences)
+        counted = [_count(self.num_losses, "loss", "losses"), _count(self.num_evaluations, "evaluation", "evaluations")]
+        if self.num_arrays is not None:
+            counted.append(f"{_count(self.num_arrays, 'array', 'arrays')} of the snapshot of step {self.to_step:,}")
+        words = f"the same bits: {', '.join(counted)}"
+        if self.stopped_by is not None:
+            return f"{words}, up to step {self.to_step:,}, where {self.stopped_by} stopped the replay"
+        return words if self.num_arrays is not None else f"{words}; step {self.to_step:,} has no snapshot to compare"
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number:,} {one if number == 1 else many}"
+
+
+class Comparison:
+    """A sink that holds a replay against the record, step by step.
+
+    Args:
+        stretch: the record.
+    """
+
+    def __init__(self, stretch: RecordedStretch) -> None:
+        self._stretch = stretch
+        self._last_step = stretch.start.step
+        self._loss, self._rate = _Kind("loss"), _Kind("learning rate")
+        self._evaluation, self._array = _Kind("evaluation"), _Kind("array")
+        self._evaluated: set[int] = set()
+
+    def open(self) -> None:
+        """Has nothing to begin; a replay in pieces opens it again."""
+
+    def write(self, record: LossRecord) -> None:
+        """Compares a loss and its learning rate."""
+        replayed, recorded = json.loads(record.to_json()), self._stretch.losses[record.step]
+        self._last_step = record.step
+        for kind, name in ((self._loss, "loss"), (self._rate, "lr")):
+            kind.take(f"step {record.step:,}", recorded[name], replayed[name])
+
+    def write_evaluation(self, record: EvaluationRecord) -> None:
+        """Compares an evaluation."""
+        recorded = self._stretch.evaluations.get(record.step)
+        self._evaluated.add(record.step)
+        self._take_evaluation(record.step, recorded, json.loads(record.to_json()))
+
+    def close(self) -> None:
+        """Has nothing to end."""
+
+    def compare_state(self, state: Any) -> None:
+        """Compares the state after the last update with its snapshot, where there is one.
+
+        Args:
+            state: a pytree of NumPy arrays, of keys their numbers.
+
+        Raises:
+            SnapshotError: where the snapshot is of another program's state.
+        """
+        if self._stretch.snapshot is None:
+            return
+        saved = jax.tree.leaves(match_state(self._stretch.snapshot.leaves, state))
+        paths = jax.tree_util.tree_leaves_with_path(state)
+        for recorded, (path, replayed) in zip(saved, paths, strict=True):
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            self._array.take_array(f"step {self._stretch.to_step:,}, {name}", recorded, replayed)
+
+    def report(self, stopped_by: str | None) -> ReplayReport:
+        """Gives what was found; unless the replay was stopped, steps and evaluations that it lacks are differences."""
+        if stopped_by is None:
+            for step in range(self._last_step + 1, self._stretch.to_step + 1):
+                recorded = self._stretch.losses[step]
+                self._loss.take(f"step {step:,}", recorded["loss"], _NOT_THERE)
+            for step in sorted(self._stretch.evaluations.keys() - self._evaluated):
+                self._take_evaluation(step, self._stretch.evaluations[step], None)
+        kinds = (self._loss, self._rate, self._evaluation, self._array)
+        return ReplayReport(
+            from_step=self._stretch.start.step,
+            to_step=self._last_step,
+            num_losses=self._loss.total,
+            num_evaluations=self._evaluation.total,
+            num_arrays=self._array.total or None,
+            differences=tuple(found for kind in kinds if (found := kind.difference()) is not None),
+            stopped_by=stopped_by,
+        )
+
+    def _take_evaluation(self, step: int, recorded: Numbers | None, replayed: Numbers | None) -> None:
+        where = f"step {step:,}"
+        if recorded is None or replayed is None:
+            found = [_NOT_THERE if numbers is None else "one" for numbers in (recorded, replayed)]
+            self._evaluation.note(where, *found)
+            return
+        unlike = [name for name in EVALUATION_NUMBERS if not _is_same(recorded[name], replayed[name])]
+        if unlike:
+            self._evaluation.note(f"{where}, {unlike[0]}", _text(recorded[unlike[0]]), _text(replayed[unlike[0]]))
+        else:
+            self._evaluation.total += 1
+
+
+class _Kind:
+    """What was compared of one kind."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._first: Difference | None = None
+        self.count = self.total = 0
+
+    def take(self, where: str, recorded: float | None, replayed: float | str | None) -> None:
+        if _is_same(recorded, replayed):
+            self.total += 1
+        else:
+            self.note(where, _text(recorded), _text(replayed))
+
+    def take_array(self, where: str, recorded: NDArray[Any], replayed: NDArray[Any]) -> None:
+        """Takes two arrays of one shape and type."""
+        # As bytes: NaN is the same as itself, and minus zero is another than zero.
+        rows = [
+            np.ascontiguousarray(array).reshape(-1).view(np.uint8).reshape(array.size, array.itemsize)
+            for array in (recorded, replayed)
+        ]
+        unlike = np.flatnonzero((rows[0] != rows[1]).any(axis=1))
+        if not len(unlike):
+            self.total += 1
+            return
+        first = int(unlike[0])
+        index = [int(each) for each in np.unravel_index(first, recorded.shape)]
+        at = f" at {index}, one of {len(unlike):,} numbers" if index else ""
+        self.note(f"{where}{at}", str(recorded.reshape(-1)[first]), str(replayed.reshape(-1)[first]))
+
+    def note(self, where: str, recorded: str, replayed: str) -> None:
+        """Counts a difference; the first is kept."""
+        self.total += 1
+        self.count += 1
+        if self._first is None:
+            self._first = Difference(self._name, where, recorded, replayed, 0, 0)
+
+    def difference(self) -> Difference | None:
+        return None if self._first is None else replace(self._first, count=self.count, total=self.total)
+
+
+def _is_same(recorded: float | str | None, replayed: float | str | None) -> bool:
+    if isinstance(recorded, int | float) and isinstance(replayed, int | float):
+        return recorded == replayed and math.copysign(1, recorded) == math.copysign(1, replayed)
+    return recorded is None and replayed is None
+
+
+def _text(number: float | str | None) -> str:
+    return "no finite number" if number is None else str(number)

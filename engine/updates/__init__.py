@@ -1,0 +1,1 @@
+"""What gradients do to the weights: optimisers, schedules, accumulation, averages, refused updates."""
