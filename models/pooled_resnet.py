@@ -200,5 +200,6 @@ def apply(
             inner, stats = _apply_layer(net, layer, params, batch_stats, inner, train)
             _set(new_stats, layer.path, stats)
         x = x + inner if pair else x
-    features = x.max(PLACES)
+    # In float32, as its derivative counts the places that share a maximum: a sum in bfloat16 stays at 256.
+    features = x.astype(jnp.float32).max(PLACES).astype(dtype)
     return LOGIT_SCALE * dense(features, params["fc"]["kernel"], params["fc"]["bias"]), new_stats

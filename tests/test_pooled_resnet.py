@@ -145,6 +145,21 @@ def test_bfloat16_stays_near_float32():
     assert not np.array_equal(narrow_logits, logits)  # it is narrow indeed
 
 
+def test_places_that_share_a_maximum_share_its_gradient_in_bfloat16_too():
+    """They are counted, and a count in bfloat16 stays at 256: 400 places would get 400/256 of the gradient."""
+    params, stats = drawn(NET)
+    params = jax.tree.map(lambda leaf: 0 * leaf if leaf.ndim == 4 else leaf, params)  # every place is like another
+    images = jnp.zeros((2, 160, 160, 3))
+
+    def logits_of(params, dtype):
+        return pooled_resnet.apply(NET, params, stats, images, train=False, dtype=jnp.dtype(dtype))[0].sum()
+
+    narrow, wide = (jax.jit(jax.grad(partial(logits_of, dtype=dtype)))(params) for dtype in (jnp.bfloat16, jnp.float32))
+    found, wanted = (gradient["stage2"]["residual"]["1"]["norm"]["bias"] for gradient in (narrow, wide))
+    # 400 equal shares, each rounded to eight bits, before their exact sum.
+    np.testing.assert_allclose(found, wanted, rtol=0.05)
+
+
 def test_stages_halve_the_map_and_only_their_first_layer_widens(monkeypatch):
     shapes = {}
     apply_layer = pooled_resnet._apply_layer
