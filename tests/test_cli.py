@@ -2,18 +2,21 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
 from engine.commands.cli import main
 from engine.config import TrainConfig
 from engine.recipes import load_recipe, recipe_names
+from models.registry import model_names
 from tests.fake_source import fake_source, pack
 
 TINY = ["--synthetic", "--model", "resnet8", "--image-size", "8", "--num-classes", "3", "--batch", "4"]
@@ -230,6 +233,15 @@ def test_the_list_of_recipes_says_what_to_expect_of_each():
     assert result.stdout.splitlines() == [
         line for each in recipes for line in (f"{each.name}: {each.summary}", f"    expected: {each.expected}")
     ]
+
+
+def test_every_model_is_named_in_the_help():
+    (option,) = (each for each in main.params if each.name == "model")
+    assert isinstance(option, click.Option)
+    assert option.help is not None
+    depths = re.findall(r"\b\d+\b", option.help)
+    named = {*re.findall(r"resnet[\w-]+", option.help), *(f"resnet{depth}" for depth in depths)}
+    assert set(model_names()) <= named
 
 
 def test_every_setting_is_an_option_with_the_same_default():

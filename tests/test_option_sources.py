@@ -120,6 +120,15 @@ def test_epochs_and_steps_displace_each_other(base, given_later, settings, overr
             assert {merged.origins[name] for name in pair} == {"base"}
 
 
+def test_who_takes_the_epochs_away_decides_on_the_steps():
+    taken_away = OptionSource("command line", {"epochs": None})
+    recipe = merge_options(OptionSource("recipe x", {"epochs": 90}), taken_away)
+    assert (recipe.origins["epochs"], recipe.origins["steps"]) == ("command line", "command line")
+    counted = merge_options(OptionSource("recipe x", {"steps": 90}), taken_away)
+    assert (counted.settings["steps"], counted.origins["steps"]) == (90, "recipe x")
+    assert merge_options(taken_away).origins["steps"] == "default"
+
+
 def test_the_sources_themselves_stay_as_they_are():
     base = {"epochs": 90, "steps": 3}
     merge_options(OptionSource("base", base), OptionSource("later", {"steps": 4}))

@@ -23,7 +23,6 @@ _RECORDED = "the recorded run"
 _DEFAULTS = TrainConfig()
 _OPTIONAL_INT, _OPTIONAL_FLOAT = OptionalNumber(click.INT), OptionalNumber(click.FLOAT)
 
-
 _GROUPS = {
     "Recipes": ("recipe", "list_recipes"),
     "Data": ("data", "split", "eval_split", "synthetic", "image_size", "num_classes"),
@@ -159,8 +158,8 @@ def _list_recipes(context: click.Context, _parameter: click.Parameter, is_wanted
     "--model",
     default=_DEFAULTS.model,
     metavar="NAME",
-    help="resnet18, 34, 50, 101, 152 or resnet50-xlajl; resnet8, 14, 20, 32, 44, 56 or 110 for small images; "
-    "auto is resnet50 from 128 px, resnet8 below.",
+    help="resnet18, 34, 50, 101, 152 or resnet50-xlajl; resnet8, 14, 20, 32, 44, 56, 110 or "
+    "resnet8-pooled for small images; auto is resnet50 from 128 px, resnet8 below.",
 )
 @click.option("--num-classes", type=_OPTIONAL_INT, metavar="K", show_default="the data's", help="Outputs of the model.")
 @click.option(
@@ -291,9 +290,7 @@ def _list_recipes(context: click.Context, _parameter: click.Parameter, is_wanted
 @click.option(
     "--run-dir", metavar="DIR", show_default="runs/<date>-<time>", help="Where config, losses and weights go."
 )
-@click.option(
-    "--resume", is_flag=True, help="Continue the run in --run-dir from its newest snapshot, to the same bits."
-)
+@click.option("--resume", is_flag=True, help="Continue the run in --run-dir from its newest snapshot, bit for bit.")
 @click.option(
     "--snapshot-every",
     "snapshot_every_steps",

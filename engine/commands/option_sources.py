@@ -89,7 +89,7 @@ def merge_options(*sources: OptionSource) -> MergedOptions:
 
     Epochs and steps are two ways of saying one thing: where a source gives one of them, an earlier source's other one
     counts no more, and where one source has both, as the record of a run does, the epochs stand and the steps are
-    counted anew. Both then have the origin of the one that was given.
+    counted anew. Both then have the origin of the one that was given, or taken away.
     """
     settings: dict[str, Any] = {}
     origins = dict.fromkeys(_NAMES, DEFAULT)
@@ -105,6 +105,8 @@ def merge_options(*sources: OptionSource) -> MergedOptions:
                 given.pop(epochs, None)
                 _displace(settings, epochs, steps, given, overrides)
                 origins[epochs] = source.name
+            elif epochs in given and settings.get(epochs) is not None:
+                origins[steps] = source.name
         for name, value in given.items():
             if name in settings and settings[name] != value:
                 overrides.append(f"{name} {_in_words(settings[name])} → {_in_words(value)}")
