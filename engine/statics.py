@@ -83,5 +83,5 @@ def update_values(config: TrainConfig) -> UpdateValues:
     )
 
 
-# He et al. (2015), arXiv:1512.03385: a tenth of the rate at one and at two thirds of 90 epochs, and once more.
+# Goyal et al. (2017), arXiv:1706.02677, section 5.1: a tenth of the rate after 30, 60 and 80 of 90 epochs.
 _STEP_FRACTIONS = (1 / 3, 2 / 3, 8 / 9)

@@ -142,6 +142,15 @@ def test_the_classic_run_keeps_its_rates_at_every_batch(batch, steps, peak, monk
         assert float(learning_rate_at(config.schedule, step, values)) == pytest.approx(rate, rel=3e-3)
 
 
+def test_the_steps_that_a_comment_counts_are_those_of_the_run():
+    text = (FOLDER / "cifar-200.toml").read_text(encoding="utf-8")
+    (found,) = re.findall(r"([\d,]+) epochs of all ([\d,]+) images are ([\d,]+) steps", text)
+    epochs, num_images, steps = (int(number.replace(",", "")) for number in found)
+    settings = load_recipe("cifar-200").settings
+    assert epochs == settings["epochs"]
+    assert steps == steps_of_epochs(epochs, num_images=num_images, images_per_step=settings["batch"])
+
+
 def test_the_shipped_files_are_toml_of_lines_that_fit():
     for path in FOLDER.glob("*.toml"):
         text = path.read_text(encoding="utf-8")
