@@ -52,8 +52,8 @@ def read_run(path: Path) -> TrainedRun:
     recorded = read_recorded(path)
     if not (path / _WEIGHTS).exists():
         raise ValueError(
-            f"RUN must hold {_WEIGHTS}, and {path} does not: the run has not ended, or ended before its first step; "
-            "wait for its end, or stop it (Ctrl-C)"
+            f"RUN must hold {_WEIGHTS}, and {path} does not: the run has not ended, was killed, or ended before its "
+            "first step; wait for its end, stop it (Ctrl-C), or go on with it (run-train --resume)"
         )
     resolved = recorded.resolved
     try:
