@@ -80,7 +80,7 @@ def test_name_and_summary_say_what_the_settings_do(name):
     assert "\n" not in recipe.summary + recipe.expected + recipe.hardware
     if number := re.search(r"-(\d+)$", name):
         assert settings["epochs"] == int(number[1])
-    assert recipe.summary.lower().replace("-", "").startswith(f"{settings['model']} on ")
+    assert recipe.summary.lower().replace("-", "").startswith(f"{settings['model'].replace('-', '')} on ")
     counted = re.search(r"in ([\d,]+) (epochs|steps)", recipe.summary)
     assert counted is not None
     assert settings[counted[2]] == int(counted[1].replace(",", ""))
