@@ -101,7 +101,7 @@ class LossStream:
         if self._is_closed:
             return
         record = self._record(pushed)
-        lanes = [lane for lane in self._lanes if not lane.is_left_out]
+        lanes = [lane for lane in self._lanes if not lane.is_left_out and lane.takes(record)]
         for lane in lanes:
             lane.records.put(record)
         for lane in lanes:
@@ -226,6 +226,10 @@ class _Lane:
         self.num_taken = 0
         self.is_left_out = self.is_given_up = False
         self.thread = threading.Thread(target=self._work, name=f"loss-stream-{self.name}", daemon=True)
+
+    def takes(self, record: _Record) -> bool:
+        """Tells whether the sink has a use for a record: a snapshot would fill the memory behind a held terminal."""
+        return isinstance(self._sink, RunFolderSink) or not isinstance(record, PushedSnapshot)
 
     def is_behind(self) -> bool:
         """Tells whether more records wait than may."""

@@ -3,13 +3,15 @@
 import math
 import threading
 import time
+import weakref
 
+import numpy as np
 import pytest
 
 from engine import loss_stream
 from engine.control import ControlBoard
 from engine.loss_stream import LossStream
-from engine.outfeed import PushedEvaluation, PushedLoss
+from engine.outfeed import PushedEvaluation, PushedLoss, PushedSnapshot
 
 # A bound on what must come, long enough for a loaded machine; never waited for where the code is right.
 SOON_S = 20.0
@@ -259,6 +261,21 @@ def test_a_sink_that_hangs_holds_up_no_other(monkeypatch):
     gate.set()
     stream.close()
     assert hanging.steps == healthy.steps
+    assert stream.failure is None
+
+
+def test_no_snapshot_waits_in_memory_behind_a_sink_that_is_held():
+    gate = threading.Event()
+    stream = make_stream()
+    stream.start([RecordingSink(gate=gate)])
+    stream.receive(pushed(1))
+    state = np.zeros(1)
+    held = weakref.ref(state)
+    stream.receive(PushedSnapshot(1, 1, state))
+    del state
+    assert held() is None
+    gate.set()
+    stream.close()
     assert stream.failure is None
 
 
