@@ -202,6 +202,9 @@ class Launch:
             from engine.records.snapshot import match_state
 
             saved = match_state(self.start.snapshot.leaves, self._state_shape)
+            if self._evaluation_infeed is None:
+                # Nothing would ever make it, and the loop would wait for it without end.
+                saved = saved._replace(owes_evaluation=np.zeros((), np.bool))
             # A copy of jax's own: the program takes its memory over, and the snapshot's belongs to the snapshot.
             return call_on_worker(lambda: jax.block_until_ready(jax.tree.map(partial(jnp.array, copy=True), saved)))
         words = _key_words(self.config.seed)

@@ -5,8 +5,9 @@ Owns which settings may change on the way. Knows nothing of the loop or of how s
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -156,15 +157,22 @@ def find_start(run: Path, say: Callable[[str], None]) -> StartingPoint:
         say: told of a snapshot that cannot be read.
 
     Raises:
-        ValueError: where the log of requests cannot be read.
+        ValueError: where the log of requests cannot be read, or there are snapshots of which none can.
     """
     from engine.records.snapshot import SnapshotError, read_snapshot, snapshot_steps
 
     events = read_events(run / CONTROL_LOG_NAME)
-    for step in reversed(snapshot_steps(run / SNAPSHOTS)):
+    there = snapshot_steps(run / SNAPSHOTS)
+    for step in reversed(there):
         try:
             return start_at(read_snapshot(run / SNAPSHOTS, step), events)
         except SnapshotError as error:
+            if step == there[0]:
+                # To begin again here would throw the whole run away, maybe for a disk that comes back.
+                raise ValueError(
+                    f"of the snapshots in {run / SNAPSHOTS} one must be readable, and none is ({error}): "
+                    "restore one, or remove that folder to begin the run again"
+                ) from error
             say(f"warning: {error}; the one before it is taken")
     return StartingPoint(events=events)
 
@@ -180,12 +188,19 @@ def cut_logs(folder: RunFolder, start: StartingPoint) -> None:
 
     Raises:
         ValueError: where a line before it is missing or unreadable; nothing is cut then.
+        OSError: where a file cannot be read or cut.
     """
+    from engine.records.snapshot import remove_snapshot, snapshot_steps
+
     cuts = {
         folder.path / LOSS_LOG: _end_of_steps(folder.path / LOSS_LOG, start.step),
         folder.path / EVALUATION_LOG: _end_of_lines(folder.path / EVALUATION_LOG, start.num_evaluations),
     }
     folder.remove_result()
+    # First: one that could not be read today must not be found tomorrow, without the lines that go with it.
+    for step in snapshot_steps(folder.snapshots):
+        if step > start.step:
+            remove_snapshot(folder.snapshots, step)
     for path, size_bytes in cuts.items():
         if path.exists() and size_bytes < path.stat().st_size:
             with path.open("r+b") as file:
@@ -210,14 +225,16 @@ def _end_of_lines(path: Path, num_lines: int) -> int:
     return sum(map(len, _lines(path, num_lines)))
 
 
-def _lines(path: Path, count: int) -> list[bytes]:
-    """Gives the first `count` whole lines of a file."""
-    if not count:
-        return []
-    content = path.read_bytes() if path.exists() else b""
-    lines = content.split(b"\n")[:-1][:count]
-    if len(lines) < count:
+def _lines(path: Path, count: int) -> Iterator[bytes]:
+    """Gives the first `count` whole lines of a file, one at a time: a long run has millions."""
+    found = 0
+    if count and path.exists():
+        with path.open("rb") as file:
+            for line in islice(file, count):
+                if line.endswith(b"\n"):
+                    found += 1
+                    yield line
+    if found < count:
         raise ValueError(
-            f"{path} must have the {count} lines that go with the newest snapshot, has {len(lines)}: restore that file"
+            f"{path} must have the {count} lines that go with the newest snapshot, has {found}: restore that file"
         )
-    return [line + b"\n" for line in lines]

@@ -99,7 +99,7 @@ def train(
         origins = _origins(config) if origins is None else origins
         resolved = launch.resolved
         folder.write_config(config, resolved.to_json(), resolved.manifest_digest, origins=origins, earlier=earlier)
-        recorded_run = stack.enter_context(_RecordedRun(config, launch, folder))
+        recorded_run = stack.enter_context(_RecordingLaunch(config, launch, folder))
         compiled, state = _compile(config, launch)
         return recorded_run.run(compiled, state, sinks)
 
@@ -196,7 +196,7 @@ def _result(launch: Launch, compiled: Compiled, state: TrainState, folder: RunFo
     )
 
 
-class _RecordedRun:
+class _RecordingLaunch:
     """A launch whose losses, snapshots, weights and end go to a run folder."""
 
     def __init__(self, config: TrainConfig, launch: Launch, folder: RunFolder) -> None:
@@ -255,9 +255,15 @@ class _RecordedRun:
         """Writes one more snapshot, so that the run can go on from where it ended."""
         # After gradients that are no numbers the last good snapshot is where another rate may help. And lines that the
         # folder did not get would be missing for ever in a run that went on behind them.
-        is_whole = self._sink.last_step == int(state.step) or int(state.step) == self._launch.start.step
+        sink, start = self._sink, self._launch.start
+        written_step = start.step if sink.last_step is None else sink.last_step
+        is_whole = (written_step, start.num_evaluations + sink.num_evaluations) == (
+            int(state.step),
+            int(state.num_evaluations),
+        )
         if is_whole and not isinstance(failure, NonFiniteError):
             tree = jax.tree.map(np.asarray, plain_keys(state))
+            self._control_log.sync()
             self._snapshots.submit(int(state.step), int(state.pulls), tree)
         self._snapshots.close(_SNAPSHOT_TIMEOUT_S)
         if isinstance(failure, NonFiniteError) and (step := self._snapshots.last_step) is not None:

@@ -118,6 +118,7 @@ class RunFolderSink:
 
     Attributes:
         last_step: of the last loss that was written, None before the first.
+        num_evaluations: written.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class RunFolderSink:
         self._take_snapshot = take_snapshot
         self._is_evaluated = False
         self.last_step: int | None = None
+        self.num_evaluations = 0
 
     def open(self) -> None:
         """Opens the loss log."""
@@ -143,6 +145,7 @@ class RunFolderSink:
             self._evaluations.open()
             self._is_evaluated = True
         self._evaluations.append(record.to_json())
+        self.num_evaluations += 1
 
     def write_snapshot(self, snapshot: "PushedSnapshot") -> None:
         """Brings what was written to the disk and passes the snapshot on."""
