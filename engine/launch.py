@@ -262,9 +262,12 @@ class Launch:
             close_timeout_s = _CLOSE_TIMEOUT_S
         finally:
             self.train_s = time.perf_counter() - started
-            for feeder in self._feeders:
-                feeder.close()
-            self.stream.close(close_timeout_s)
+            try:
+                for feeder in self._feeders:
+                    feeder.close()
+            finally:
+                # A signal may end the wait for the feeders: the sinks' threads would then wait for ever.
+                self.stream.close(close_timeout_s)
         return state
 
     def failure(self, state: TrainState) -> BaseException | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from engine import train
+from engine.feeder import Feeder
 from engine.records.control_requests import ControlRequest, send_request
 from engine.records.run_folder import RunFolder
 from engine.records.snapshot import snapshot_steps
@@ -122,3 +123,13 @@ def test_requests_are_on_the_disk_before_the_last_snapshot(tmp_path, monkeypatch
     snapshots = [number for number, name in enumerate(synced) if "/snapshots/" in name]
     assert logs
     assert logs[0] < snapshots[0]
+
+
+def test_a_signal_that_ends_the_wait_for_the_readers_leaves_no_sink_open(tmp_path, monkeypatch):
+    def interrupted(_feeder):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Feeder, "close", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        small_run(tmp_path / "run", steps=2)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("loss-stream")]
