@@ -48,7 +48,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "ema_decay": (0, 1),
     "label_smoothing": (0, 1),
     "skip_nonfinite": (0, 2**31 - 2),
-    "stop_at_top1": (0, 1),
+    "stop_at_top1": (1e-9, 1),
     "snapshot_every_steps": (0, 2**31 - 2),
     "keep_snapshots": (0, 2**31 - 2),
     "crop_padding": (0, 2**14),
@@ -88,7 +88,7 @@ class TrainConfig:
         precision: of activations and products; parameters, statistics and the loss are float32 in either.
         init_from: a safetensors file of weights to start from; None draws them.
         optimizer: "sgd" and "nesterov" as PyTorch defines them, "adamw", "lars" or "lamb".
-        learning_rate: at the schedule's peak; None is 0.1 · batch / 256. A runtime value.
+        learning_rate: at the schedule's peak; None is 0.1 · images of an update / 256. A runtime value.
         schedule: "constant", "step" (a tenth after 1/3, 2/3 and 8/9 of the steps), "cosine" and "linear" (to 0), or
             "one-cycle" (fastai's).
         warmup_steps: updates of a linear rise from 0 before the schedule. A runtime value.
@@ -210,7 +210,9 @@ class TrainConfig:
     @property
     def peak_learning_rate(self) -> float:
         """The learning rate with its default filled in."""
-        return self.batch * _RATE_PER_IMAGE if self.learning_rate is None else self.learning_rate
+        if self.learning_rate is not None:
+            return self.learning_rate
+        return self.batch * self.accumulate_steps * _RATE_PER_IMAGE
 
     @property
     def most_skips(self) -> int:

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from engine.control import ControlBoard
-from engine.evaluation.tally import Tally
 from engine.keys import plain_keys
+from engine.tally import Tally
 from engine.transport import Array, Transport
 
 

@@ -15,11 +15,11 @@ from jax import lax
 
 from engine.augmentation.augment import augment_images, make_targets, prepare_for_evaluation
 from engine.augmentation.positions import positions
-from engine.evaluation.tally import Tally, empty_tally, tally_batch
 from engine.infeed import Infeed, Pulled
 from engine.objective import cross_entropy
 from engine.outfeed import Outfeed
 from engine.statics import Statics
+from engine.tally import Tally, empty_tally, tally_batch
 from engine.targets import smooth_targets
 from engine.unpack import PixelScale
 from engine.updates.update import (

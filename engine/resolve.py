@@ -123,6 +123,11 @@ def resolve(
     if isinstance(evaluation, tuple):
         evaluation = ArrayBatches(*evaluation, batch=config.batch, num_classes=opened.num_classes)
     evaluation = evaluation or opened.evaluation
+    if evaluation is None and config.stop_at_top1 is not None:
+        raise ValueError(
+            f"stop_at_top1 needs images to evaluate on, and there are none with {opened.data}, got "
+            f"{config.stop_at_top1}: leave it out, or name the split (--eval-split)"
+        )
     if evaluation is not None:
         _check_same_shape(source, evaluation)
     if config.image_size is not None and config.image_size > min(source.height, source.width):
@@ -149,10 +154,20 @@ def resolve(
     )
 
 
+def _check_settings(config: TrainConfig) -> None:
+    """Raises ValueError where a setting would do something other than its name says."""
+    if config.cycle_momentum and config.schedule != "one-cycle":
+        raise ValueError(
+            f"cycle_momentum goes with the schedule one-cycle, got {config.schedule}: change one of the two "
+            "(--no-cycle-momentum)"
+        )
+
+
 def _check_arguments(config: Any, model: Any, batches: Any) -> None:
     """Raises ValueError where an argument is of another kind, or where one makes another's setting meaningless."""
     if not isinstance(config, TrainConfig):
         raise ValueError(f"the settings must be a TrainConfig, got {type(config).__name__}: TrainConfig(steps=…)")
+    _check_settings(config)
     if model is not None:
         if not callable(getattr(model, "init", None)) or not callable(getattr(model, "apply", None)):
             raise ValueError(

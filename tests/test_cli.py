@@ -349,3 +349,32 @@ def test_more_memory_than_the_machine_has_is_said_before_the_launch(tmp_path, mo
     assert result.exit_code == 0
     assert "warning: the program needs about" in result.stdout
     assert "this machine has 0.0 GB: a smaller --batch needs less" in result.stdout
+
+
+def test_a_run_is_resumed_with_its_own_settings_and_what_the_command_line_changes_is_said(tmp_path):
+    first = run_train(*TINY, "--steps", 3, "--run-dir", "run", "--seed", 3, "--ema-decay", 0.9, cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    second = run_train("--run-dir", "run", "--resume", "--steps", 5, "--learning-rate", 0.2, cwd=tmp_path)
+    assert second.returncode == 0, second.stderr
+    assert second.stdout.splitlines()[0] == "resumed with steps 3 → 5, learning_rate default → 0.2"
+    assert "resuming run from the snapshot of step 3" in second.stdout
+    assert (tmp_path / "run/loss.jsonl").read_text().count("\n") == 5
+    recorded = json.loads((tmp_path / "run/config.json").read_text())
+    assert (recorded["config"]["seed"], recorded["config"]["steps"], recorded["config"]["batch"]) == (3, 5, 4)
+    assert (recorded["origins"]["seed"], recorded["origins"]["split"]) == ("command line", "default")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--resume"], "--resume continues a run, and none is named: give its --run-dir"),
+        (["--resume", "--run-dir", "none"], "a run folder must hold config.json, and none does not"),
+        (["--resume", "--overwrite", "--run-dir", "none"], "got both: give one of the two"),
+        (["--snapshot-every", "-1"], "snapshot_every_steps must lie in 0 …"),
+    ],
+)
+def test_a_resume_that_cannot_be_is_refused_in_a_line(tmp_path, options, message):
+    done = run_train(*options, cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -291,6 +291,7 @@ def test_a_setting_cannot_be_changed():
 @pytest.mark.parametrize(("batch", "rate"), [(256, 0.1), (128, 0.05), (8192, 3.2)])
 def test_the_default_rate_grows_with_the_batch(batch, rate):
     assert TrainConfig(batch=batch).peak_learning_rate == pytest.approx(rate, rel=1e-12)
+    assert TrainConfig(batch=batch // 4, accumulate_steps=4).peak_learning_rate == pytest.approx(rate, rel=1e-12)
     assert TrainConfig(batch=batch, learning_rate=0).peak_learning_rate == 0
 
 

@@ -15,7 +15,7 @@ from engine import TrainConfig, evaluate, evaluate_weights, run_settings, train
 from engine.feeder import FeederError
 from preprocess.shards import open_split
 from tests.fake_source import fake_source, pack
-from tests.test_evaluation import evaluation_set
+from tests.test_tally import evaluation_set
 from tests.toy import BATCH, Linear, toy_batch, toy_config
 
 NUM_IMAGES = 2 * BATCH + 3

@@ -58,6 +58,11 @@ def test_more_classes_than_the_data_has_are_allowed(tmp_path):
         ({"batch": 9}, "hold the 9 images of the setting batch, the batch source gives 8"),
         ({"num_classes": None}, "num_classes must be given with batches of your own and a model of the registry"),
         ({"image_size": 5}, "image_size must be at most that of the data, 4 × 4 px, got 5"),
+        (
+            {"stop_at_top1": 0.5},
+            r"stop_at_top1 needs images to evaluate on, and there are none with batches of your own, got 0\.5",
+        ),
+        ({"cycle_momentum": True, "schedule": "cosine"}, "cycle_momentum goes with the schedule one-cycle, got cosine"),
     ],
 )
 def test_settings_that_do_not_fit_own_batches_are_refused(values, message):

@@ -182,7 +182,7 @@ def _list_recipes(context: click.Context, _parameter: click.Parameter, is_wanted
     "learning_rate",
     type=_OPTIONAL_FLOAT,
     metavar="RATE",
-    show_default="0.1 · batch / 256",
+    show_default="0.1 · images an update / 256",
     help="At the schedule's peak.",
 )
 @click.option(
@@ -362,12 +362,13 @@ def _resumed_options(context: click.Context, recipe: LoadedRecipe | None) -> Mer
 
     run_dir = context.params["run_dir"]
     if run_dir is None:
-        raise ValueError("--resume continues the run of a folder, and none is named: give its --run-dir")
+        raise ValueError("--resume continues a run, and none is named: give its --run-dir")
+    if context.params["overwrite"]:
+        raise ValueError("--resume continues a run and --overwrite replaces it, got both: give one of the two")
     recorded = read_recorded(Path(run_dir))
     if recipe is not None and f"recipe {recipe.name}" not in recorded.origins.values():
         raise ValueError(
-            f"a resumed run keeps the recipe that it began with, and {run_dir} did not begin with {recipe.name}: "
-            "leave --recipe out, or begin another run"
+            f"a resumed run keeps its recipe, and {run_dir} has none called {recipe.name}: leave --recipe out"
         )
     merged = merge_options(OptionSource(_RECORDED, recorded.config.to_json()), command_line(context))
     overrides = [each for each in merged.overrides if not each.startswith(("run_dir ", "resume "))]

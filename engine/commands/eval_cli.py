@@ -49,6 +49,11 @@ Examples:
 _AS_RUN = "as the run"
 
 
+def _or_default(name: str) -> str:
+    """What the help says of a setting that a run brings and a file does not."""
+    return f"{_AS_RUN}, else {getattr(_DEFAULTS, name)}"
+
+
 @click.command(
     cls=GroupedCommand,
     option_groups=_GROUPS,
@@ -64,7 +69,7 @@ _AS_RUN = "as the run"
 @click.option(
     "--std", type=float, nargs=3, metavar="R G B", show_default="what FILE says, else ImageNet's", help="Of 0 … 1."
 )
-@click.option("--data", metavar="DIR|URL", show_default=_AS_RUN, help="Packed data set.")
+@click.option("--data", metavar="DIR|URL", show_default="as the run; needed with FILE", help="Packed data set.")
 @click.option(
     "--split", "eval_split", metavar="NAME", show_default="as the run, else val, else test", help="Split to evaluate."
 )
@@ -75,18 +80,33 @@ _AS_RUN = "as the run"
     show_default="as the run, or as FILE says",
     help="Of the central crop that the network sees.",
 )
-@click.option("--batch", type=int, metavar="IMAGES", show_default=_AS_RUN, help="Images a pull.")
+@click.option("--batch", type=int, metavar="IMAGES", show_default=_or_default("batch"), help="Images a pull.")
 @click.option(
-    "--precision", type=click.Choice(get_args(PrecisionName)), show_default=_AS_RUN, help="Of activations and products."
+    "--precision",
+    type=click.Choice(get_args(PrecisionName)),
+    show_default=_or_default("precision"),
+    help="Of activations and products.",
 )
-@click.option("--prefetch", type=int, metavar="BATCHES", show_default=_AS_RUN, help="Batches read ahead.")
-@click.option("--reader-threads", type=int, metavar="N", show_default=_AS_RUN, help="Threads that read shards.")
+@click.option(
+    "--prefetch",
+    type=int,
+    metavar="BATCHES",
+    show_default=_or_default("prefetch"),
+    help="Batches read ahead.",
+)
+@click.option(
+    "--reader-threads",
+    type=int,
+    metavar="N",
+    show_default=_or_default("reader_threads"),
+    help="Threads that read shards.",
+)
 @click.option(
     "--infeed-timeout",
     "infeed_timeout_s",
     type=float,
     metavar="SECONDS",
-    show_default=_AS_RUN,
+    show_default=_or_default("infeed_timeout_s"),
     help="Longest wait for a batch before the command fails.",
 )
 @click.option(
@@ -139,6 +159,8 @@ def _evaluate(run: str | None, weights: str | None, options: dict[str, Any]) -> 
         found = "neither" if run is None else f"{run} and --weights {weights}"
         raise ValueError(f"the weights must be those of RUN or of --weights FILE, got {found}: give one of the two")
     settings = {name: options[name] for name in _SETTINGS if options[name] is not None}
+    if settings.get("eval_split") == "off":
+        raise ValueError("the split must be one of the data set's, got off: leave --split out, or name one")
     if weights is None:
         given = [name for name in _GROUPS["Weights of no run"] if options.get(name) is not None]
         if given:

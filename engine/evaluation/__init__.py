@@ -1,1 +1,1 @@
-"""Counting a split: the tally of the program, and evaluations outside of a training."""
+"""Evaluations outside of a training: whose weights, on which images, and what came of it."""

@@ -33,7 +33,6 @@ from engine.evaluation.subject import (
     registry_name_of,
     run_subject,
 )
-from engine.evaluation.tally import Tally, empty_tally
 from engine.evaluation.trained_run import read_run
 from engine.feeder import Feeder
 from engine.infeed import Infeed
@@ -42,6 +41,7 @@ from engine.records.weights import read_weights
 from engine.signals import StopSignals, call_on_worker
 from engine.sinks import EvaluationRecord
 from engine.statics import statics_of
+from engine.tally import Tally, empty_tally
 from engine.transport import choose_transport
 from engine.unpack import PixelScale
 from engine.updates.update import Weights

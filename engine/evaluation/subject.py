@@ -109,7 +109,7 @@ def file_subject(
     """
     name = registry_name_of(path, stored, config)
     num_classes = num_classes_of(stored)
-    size = _crop_of_file(config, stored, source)
+    size = _crop_of_file(config, stored, source, notify)
     model = _build(name, num_classes or 1, config)
     weights = _place(stored, name, model, path)
     mean, std = _scale_of_file(stored, mean, std, notify)
@@ -195,7 +195,9 @@ def _crop_of_run(config: TrainConfig, recorded: TrainedRun, source: EvaluationSo
     )
 
 
-def _crop_of_file(config: TrainConfig, stored: StoredWeights, source: EvaluationSource) -> int | None:
+def _crop_of_file(
+    config: TrainConfig, stored: StoredWeights, source: EvaluationSource, notify: Callable[[str], None]
+) -> int | None:
     least = min(source.height, source.width)
     if config.image_size is not None and config.image_size > least:
         raise ValueError(
@@ -205,5 +207,10 @@ def _crop_of_file(config: TrainConfig, stored: StoredWeights, source: Evaluation
     if config.image_size is not None:
         return config.image_size
     height, _, width = stored.metadata.get("image_size", "").partition("x")
+    if height.isdecimal() and int(height) > least:
+        notify(
+            f"warning: the weights are of images of {height} × {width} px, and these have {source.height} × "
+            f"{source.width}: pack them at that --size for the network's own accuracy"
+        )
     is_smaller = height == width and height.isdecimal() and int(height) <= least
     return int(height) if is_smaller and (source.height, source.width) != (int(height),) * 2 else None

@@ -8,10 +8,8 @@ from pathlib import Path
 
 from engine.config import TrainConfig
 from engine.records.recorded_run import read_recorded
-from engine.records.run_folder import CONFIG
+from engine.records.run_folder import CONFIG, WEIGHTS
 from engine.records.weights import StoredWeights, read_weights
-
-_WEIGHTS = "model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -50,9 +48,9 @@ def read_run(path: Path) -> TrainedRun:
     """
     _check_folder(path)
     recorded = read_recorded(path)
-    if not (path / _WEIGHTS).exists():
+    if not (path / WEIGHTS).exists():
         raise ValueError(
-            f"RUN must hold {_WEIGHTS}, and {path} does not: the run has not ended, was killed, or ended before its "
+            f"RUN must hold {WEIGHTS}, and {path} does not: the run has not ended, was killed, or ended before its "
             "first step; wait for its end, stop it (Ctrl-C), or go on with it (run-train --resume)"
         )
     resolved = recorded.resolved
@@ -67,7 +65,7 @@ def read_run(path: Path) -> TrainedRun:
             width=resolved["width"],
             manifest_digest=recorded.manifest_digest,
             eval_manifest_digest=resolved.get("eval_manifest_sha256"),
-            weights=read_weights(path / _WEIGHTS),
+            weights=read_weights(path / WEIGHTS),
         )
     except KeyError as error:
         raise ValueError(

@@ -28,11 +28,11 @@ EVALUATION_LOG = "eval.jsonl"
 RESULT = "result.json"
 CONFIG = "config.json"
 SNAPSHOTS = "snapshots"
-_WEIGHTS = "model.safetensors"
+WEIGHTS = "model.safetensors"
 # In the order in which they are removed: the mark of a finished run first, the mark of any run last.
 _WRITTEN_HERE = (
     RESULT,
-    _WEIGHTS,
+    WEIGHTS,
     EVALUATION_LOG,
     CONTROL_LOG_NAME,
     CONTROL_FOLDER_NAME,
@@ -101,7 +101,7 @@ class RunFolder:
 
     def _remove_unfinished(self) -> None:
         """Removes what a kill left: the weights of a large network would take as much room again, each time."""
-        for name in (CONFIG, RESULT, _WEIGHTS):
+        for name in (CONFIG, RESULT, WEIGHTS):
             with suppress(OSError):  # no leftover is worth the run
                 remove_unfinished(self.path / name)
 
@@ -183,7 +183,7 @@ class RunFolder:
         """Writes the weights as safetensors; gives the file's path."""
         from safetensors.numpy import save
 
-        path = self.path / _WEIGHTS
+        path = self.path / WEIGHTS
         # safetensors writes an array's memory as it lies; ascontiguousarray would make a vector of a scalar.
         laid_out = {name: np.asarray(tensor, order="C") for name, tensor in tensors.items()}
         write_whole(path, _in_fixed_order(save(laid_out, dict(metadata))))

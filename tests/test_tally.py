@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine import TrainConfig, train
 from engine.batches import PADDING_LABEL
-from engine.evaluation.tally import empty_tally, tally_batch
+from engine.tally import empty_tally, tally_batch
 from models.registry import build_model
 from preprocess.pixels import unpack_rgb
 from preprocess.shards import ShardError, open_split
