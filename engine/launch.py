@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -69,7 +70,6 @@ class Launch:
         notices: what is said in mid-run.
         stream: of what the program emits.
         num_params: learnable numbers.
-        is_begun: whether the program was started.
         train_s: seconds from the launch to the end of the loop.
 
     Raises:
@@ -89,7 +89,7 @@ class Launch:
         board: ControlBoard | None = None,
     ) -> None:
         self.config, self.start, self._notify = config, start, notify
-        self.is_begun, self.train_s = False, 0.0
+        self.train_s = 0.0
         self.board, self.notices = board or ControlBoard(), Notices(notify)
         self._signals = stack.enter_context(StopSignals(self.board, self.notices.say))
         stack.callback(self.notices.close)
@@ -187,7 +187,7 @@ class Launch:
         """Traces the program on this thread, whose jax settings it so obeys, and compiles it on a worker."""
         model = CheckedModel(self.resolved.model, self.resolved.num_classes, self.resolved.source)
         program = make_program(model, self._statics, self._infeed, self._outfeed, self._evaluation_infeed)
-        traced = trace_ahead(program, self._state_shape, self._values(self.config.steps), donate=(0,))
+        traced = trace_ahead(program, self._state_shape, self._values(), donate=(0,))
         dump_folder = None if self.config.dump_hlo is None else Path(self.config.dump_hlo)
         compiled = call_on_worker(partial(compile_traced, traced, dump_folder=dump_folder))
         origin = "loaded from the cache, " if compiled.from_cache else ""
@@ -205,7 +205,8 @@ class Launch:
             if self._evaluation_infeed is None:
                 # Nothing would ever make it, and the loop would wait for it without end.
                 saved = saved._replace(owes_evaluation=np.zeros((), np.bool))
-            # A copy of jax's own: the program takes its memory over, and the snapshot's belongs to the snapshot.
+            # The arrays on the host are as much memory again, for as long as somebody holds them.
+            self.start = replace(self.start, snapshot=None)
             return call_on_worker(lambda: jax.block_until_ready(jax.tree.map(partial(jnp.array, copy=True), saved)))
         words = _key_words(self.config.seed)
         draw = compile_traced(trace_ahead(self._draw, words))
@@ -237,18 +238,15 @@ class Launch:
         source, num_rings = self.resolved.source, 1 if self.resolved.evaluation is None else 2
         return num_rings * self.config.prefetch * source.batch * (source.height * source.width + 1) * 4
 
-    def run(
-        self, compiled: Compiled, state: TrainState, sinks: Sequence[Sink], *, stop_step: int | None = None
-    ) -> TrainState:
+    def run(self, compiled: Compiled, state: TrainState, sinks: Sequence[Sink]) -> TrainState:
         """Runs the program to its end and gives the state that it leaves; what failed on the host is `failure`'s.
 
         Args:
             compiled: the program.
             state: that it begins with; its memory is given up.
             sinks: of the loss stream.
-            stop_step: ends the loop after so many updates; None: after those of the settings.
         """
-        values = self._values(self.config.steps if stop_step is None else stop_step)
+        values = self._values()
         started = time.perf_counter()
         self.stream.start(sinks)
         close_timeout_s = _QUIT_TIMEOUT_S
@@ -257,7 +255,6 @@ class Launch:
                 feeder.start()
             self._signals.launched()
             self.notices.start()
-            self.is_begun = True
             state = call_on_worker(lambda: jax.block_until_ready(compiled.call(state, values)))
             close_timeout_s = _CLOSE_TIMEOUT_S
         finally:
@@ -293,11 +290,11 @@ class Launch:
             "gradient's norm may help (--learning-rate, --warmup-steps, --clip-norm), or --skip-nonfinite"
         )
 
-    def _values(self, stop_step: int) -> RunValues:
+    def _values(self) -> RunValues:
         config, resolved = self.config, self.resolved
         stop_at_top1 = _NO_TOP1_REACHES_IT if config.stop_at_top1 is None else config.stop_at_top1
         return RunValues(
-            stop_step=jnp.int32(stop_step),
+            stop_step=jnp.int32(config.steps),
             eval_every_steps=jnp.int32(config.eval_every_steps),
             num_eval_batches=jnp.int32(resolved.evaluation.num_batches if resolved.evaluation else 0),
             stop_at_top1=jnp.float32(stop_at_top1),

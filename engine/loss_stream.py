@@ -101,7 +101,7 @@ class LossStream:
         if self._is_closed:
             return
         record = self._record(pushed)
-        lanes = [lane for lane in self._lanes if not lane.is_left_out and lane.takes(record)]
+        lanes = [lane for lane in self._lanes if not lane.is_left_out and lane.has_use_for(record)]
         for lane in lanes:
             lane.records.put(record)
         for lane in lanes:
@@ -225,11 +225,20 @@ class _Lane:
         self.records: queue.SimpleQueue[_Record | None] = queue.SimpleQueue()
         self.num_taken = 0
         self.is_left_out = self.is_given_up = False
+        self._has_snapshot = threading.Event()
         self.thread = threading.Thread(target=self._work, name=f"loss-stream-{self.name}", daemon=True)
 
-    def takes(self, record: _Record) -> bool:
-        """Tells whether the sink has a use for a record: a snapshot would fill the memory behind a held terminal."""
-        return isinstance(self._sink, RunFolderSink) or not isinstance(record, PushedSnapshot)
+    def has_use_for(self, record: _Record) -> bool:
+        """Tells whether a record may wait here: of snapshots, which are large, one, and for the run folder alone."""
+        if not isinstance(record, PushedSnapshot):
+            return True
+        if not isinstance(self._sink, RunFolderSink):
+            return False
+        if self._has_snapshot.is_set():
+            self._sink.leave_out(record)
+            return False
+        self._has_snapshot.set()
+        return True
 
     def is_behind(self) -> bool:
         """Tells whether more records wait than may."""
@@ -248,6 +257,7 @@ class _Lane:
         elif isinstance(self._sink, RunFolderSink):
             # Through the lane of the lines, behind those that a run resumed from this snapshot must find.
             self._sink.write_snapshot(record)
+            self._has_snapshot.clear()
 
     def _work(self) -> None:
         try:

@@ -77,6 +77,7 @@ class Resolved:
             "mean": self.mean,
             "std": self.std,
             "eval_manifest_sha256": self.eval_manifest_digest,
+            "num_eval_batches": self.evaluation.num_batches if self.evaluation else 0,
         }
 
 

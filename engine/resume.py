@@ -5,7 +5,7 @@ Owns which settings may change on the way. Knows nothing of the loop or of how s
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -95,7 +95,7 @@ def check_data(resolved: Resolved, recorded: RecordedRun) -> None:
             "name the folder where they are now (--data), or begin another run"
         )
     now = json.loads(json.dumps(resolved.to_json()))
-    for name in ("model", "num_classes", "height", "width", "mean", "std", "eval_manifest_sha256"):
+    for name in ("model", "num_classes", "height", "width", "mean", "std", "eval_manifest_sha256", "num_eval_batches"):
         if now.get(name) != recorded.resolved.get(name):
             raise ValueError(
                 f"a run that is resumed or replayed must keep its {name}, which was {recorded.resolved.get(name)!r}, "
@@ -111,23 +111,25 @@ def note_changes(recorded: RecordedRun, config: TrainConfig, step: int) -> list[
     """Gives the launches before one that goes on after `step`, for its record."""
     earlier = [{**launch, "until_step": min(launch["until_step"], step)} for launch in recorded.earlier]
     changed = {name: old for name, old, _ in _differences(recorded.config, config) if name in RUNTIME_SETTINGS}
+    versions = {} if recorded.versions == recorded_versions() else {"versions": recorded.versions}
     # Where nothing was made yet, nothing was made with the old settings.
-    if changed and step:
-        earlier.append({"until_step": step, "settings": changed})
+    if (changed or versions) and step:
+        earlier.append({"until_step": step, "settings": changed, **versions})
     return [launch for launch in earlier if launch["until_step"]]
 
 
 def told_versions(recorded: RecordedRun) -> str | None:
-    """Gives a warning where the run was begun with other versions, which may compute other bits."""
+    """Gives a warning where a part of the run was made with other versions, which may compute other bits."""
     now = recorded_versions()
-    others = [
-        f"{name} {before}, now {now.get(name)}" for name, before in recorded.versions.items() if before != now.get(name)
-    ]
-    return (
-        f"warning: the same bits are promised with the same versions alone; the run had {'; '.join(others)}"
-        if others
-        else None
-    )
+    others = {
+        f"{name} {before}, now {now.get(name)}"
+        for versions in (recorded.versions, *(launch.get("versions", {}) for launch in recorded.earlier))
+        for name, before in versions.items()
+        if before != now.get(name)
+    }
+    if not others:
+        return None
+    return f"warning: the same bits are promised with the same versions alone; the run had {'; '.join(sorted(others))}"
 
 
 @dataclass(frozen=True)
@@ -183,19 +185,32 @@ def start_at(snapshot: "Snapshot", events: Sequence[ControlEvent]) -> StartingPo
     return StartingPoint(snapshot.step, snapshot.pulls, num_evaluations, snapshot, events)
 
 
-def cut_logs(folder: RunFolder, start: StartingPoint) -> None:
-    """Takes back what the run wrote after its starting point: it will write that again.
+def find_cuts(run: Path, start: StartingPoint) -> dict[Path, int]:
+    """Gives for each log of a run the size in bytes up to its starting point.
 
     Raises:
-        ValueError: where a line before it is missing or unreadable; nothing is cut then.
-        OSError: where a file cannot be read or cut.
+        ValueError: where a line before that is missing or unreadable.
+        OSError: where a file cannot be read.
+    """
+    return {
+        run / LOSS_LOG: _end_of_steps(run / LOSS_LOG, start.step),
+        run / EVALUATION_LOG: _end_of_lines(run / EVALUATION_LOG, start.num_evaluations),
+    }
+
+
+def go_back(folder: RunFolder, start: StartingPoint, cuts: Mapping[Path, int]) -> None:
+    """Takes back what the run wrote after its starting point: it will write that again.
+
+    Args:
+        folder: of the run.
+        start: the starting point.
+        cuts: of `find_cuts`.
+
+    Raises:
+        OSError: where a file cannot be cut or removed.
     """
     from engine.records.snapshot import remove_snapshot, snapshot_steps
 
-    cuts = {
-        folder.path / LOSS_LOG: _end_of_steps(folder.path / LOSS_LOG, start.step),
-        folder.path / EVALUATION_LOG: _end_of_lines(folder.path / EVALUATION_LOG, start.num_evaluations),
-    }
     folder.remove_result()
     # First: one that could not be read today must not be found tomorrow, without the lines that go with it.
     for step in snapshot_steps(folder.snapshots):

@@ -33,8 +33,9 @@ from engine.resume import (
     StartingPoint,
     check_data,
     check_settings,
-    cut_logs,
+    find_cuts,
     find_start,
+    go_back,
     note_changes,
     told_versions,
 )
@@ -90,18 +91,22 @@ def train(
         recorded, start = _find_start(config, folder, notify)
         launch = Launch(config, stack, start, model=model, batches=batches, evaluation=evaluation, notify=notify)
         earlier: list[dict[str, Any]] = []
+        cuts: dict[Path, int] = {}
+        if recorded is not None:
+            check_data(launch.resolved, recorded)
+            cuts = find_cuts(folder.path, start)
+            earlier = note_changes(recorded, config, start.step)
+        recording = stack.enter_context(_RecordingLaunch(config, launch, folder))
+        compiled, state = _compile(config, launch)
+        # Only now is anything taken from the run that is there: whatever could be refused is behind us.
+        start = launch.start
         if recorded is None:
             folder.clear()
         else:
-            check_data(launch.resolved, recorded)
-            cut_logs(folder, start)
-            earlier = note_changes(recorded, config, start.step)
-        origins = _origins(config) if origins is None else origins
-        resolved = launch.resolved
+            go_back(folder, start, cuts)
+        origins, resolved = _origins(config) if origins is None else origins, launch.resolved
         folder.write_config(config, resolved.to_json(), resolved.manifest_digest, origins=origins, earlier=earlier)
-        recorded_run = stack.enter_context(_RecordingLaunch(config, launch, folder))
-        compiled, state = _compile(config, launch)
-        return recorded_run.run(compiled, state, sinks)
+        return recording.run(compiled, state, sinks)
 
 
 def plan_run(
@@ -203,7 +208,12 @@ class _RecordingLaunch:
         self._config, self._launch, self._folder = config, launch, folder
         say = launch.notices.say
         self._snapshots = SnapshotWriter(folder.snapshots, keep=config.keep_snapshots, say=say)
-        self._sink = RunFolderSink(folder.loss_log, folder.evaluation_log, self._take_snapshot)
+        self._sink = RunFolderSink(
+            folder.loss_log,
+            folder.evaluation_log,
+            self._take_snapshot,
+            lambda step: say(f"snapshot of step {step} left out: the disk is slower than the run's lines"),
+        )
         self._control_log = ControlLog(folder.control_log)
         self._mailbox = ControlMailbox(folder.path, launch.board.request)
 
@@ -232,6 +242,9 @@ class _RecordingLaunch:
         try:
             state = launch.run(compiled, state, [self._sink, *sinks])
         except BaseException as error:
+            if not isinstance(error, Exception):
+                # The program and its sinks may be at work still, and must meet nobody else in the folder.
+                self._folder.keep_locked()
             self._record_end(error)
             raise
         failure = launch.failure(state)

@@ -115,6 +115,7 @@ class RunFolderSink:
         loss_log, evaluation_log: the files.
         take_snapshot: gets each snapshot once the lines before it are on disk, so that a run which is resumed from it
             has them.
+        leave_out: told, on the program's thread, of the step of a snapshot that comes while one waits for its lines.
 
     Attributes:
         last_step: of the last loss that was written, None before the first.
@@ -122,10 +123,14 @@ class RunFolderSink:
     """
 
     def __init__(
-        self, loss_log: Path, evaluation_log: Path, take_snapshot: "Callable[[PushedSnapshot], None] | None" = None
+        self,
+        loss_log: Path,
+        evaluation_log: Path,
+        take_snapshot: "Callable[[PushedSnapshot], None] | None" = None,
+        leave_out: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._losses, self._evaluations = JsonLines(loss_log), JsonLines(evaluation_log)
-        self._take_snapshot = take_snapshot
+        self._take_snapshot, self._leave_out = take_snapshot, leave_out
         self._is_evaluated = False
         self.last_step: int | None = None
         self.num_evaluations = 0
@@ -152,6 +157,10 @@ class RunFolderSink:
         if self._take_snapshot is not None:
             self.sync()
             self._take_snapshot(snapshot)
+
+    def leave_out(self, snapshot: "PushedSnapshot") -> None:
+        """Tells of a snapshot that will not be written."""
+        self._leave_out(snapshot.step)
 
     def sync(self) -> None:
         """Brings what was written to the disk."""

@@ -17,6 +17,7 @@ from engine.records.control_requests import (
     ControlMailbox,
     ControlRequest,
     new_request_id,
+    remove_requests,
     send_request,
     withdraw,
 )
@@ -194,9 +195,11 @@ def test_what_was_there_before_is_removed_and_not_taken_up(tmp_path, open_mailbo
     (folder / "notes.txt").write_text("of somebody")
     (folder / "kept.json.bak").write_text("of somebody")
     delivered: list[ControlRequest] = []
-    open_mailbox(delivered.append)
+    remove_requests(tmp_path)
     assert files(tmp_path) == ["kept.json.bak", "notes.txt"]
+    # What comes from then on waits for the mailbox: a run locks its folder long before it looks.
     send_request(tmp_path, ControlRequest("new", stop=True))
+    open_mailbox(delivered.append)
     wait_until(lambda: delivered)
     assert [request.id for request in delivered] == ["new"]
     assert files(tmp_path) == ["kept.json.bak", "notes.txt"]

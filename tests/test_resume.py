@@ -22,7 +22,7 @@ from engine.records.recorded_run import RecordedRun, read_recorded
 from engine.records.run_folder import RunFolder
 from engine.records.snapshot import snapshot_steps, write_snapshot
 from engine.records.snapshot_writer import SnapshotWriter
-from engine.resume import HOST_SETTINGS, RUNTIME_SETTINGS, StartingPoint, check_settings, cut_logs, note_changes
+from engine.resume import HOST_SETTINGS, RUNTIME_SETTINGS, StartingPoint, check_settings, find_cuts, note_changes
 from tests.fake_source import fake_source, pack
 from tests.toy import SIZE, Linear, toy_batch, toy_config
 
@@ -459,8 +459,8 @@ def test_a_loss_log_that_lacks_lines_is_refused_before_anything_is_cut(tmp_path,
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "loss.jsonl").write_text(text)
     (tmp_path / "result.json").write_text("{}")
-    with RunFolder(tmp_path, resume=True) as folder, pytest.raises(ValueError, match=message):
-        cut_logs(folder, StartingPoint(step=2))
+    with pytest.raises(ValueError, match=message):
+        find_cuts(tmp_path, StartingPoint(step=2))
     assert (tmp_path / "loss.jsonl").read_text() == text
     assert (tmp_path / "result.json").exists()
 

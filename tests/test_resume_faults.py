@@ -3,19 +3,24 @@
 import json
 import os
 import shutil
+import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from engine import train
 from engine.feeder import Feeder
+from engine.records.control_log import read_events
 from engine.records.control_requests import ControlRequest, send_request
+from engine.records.folder_lock import is_locked
 from engine.records.run_folder import RunFolder
 from engine.records.snapshot import snapshot_steps
-from engine.resume import StartingPoint, cut_logs
-from tests.test_resume import EVALUATED, STEPS, StoppingEvaluation, run
+from engine.resume import StartingPoint, find_cuts, go_back
+from engine.sinks import JsonLines
+from tests.test_resume import EVALUATED, StoppingEvaluation, run
 from tests.toy import Linear, toy_batch, toy_config
 
 SOON_S = 60.0
@@ -32,14 +37,13 @@ def make_unreadable(path, step):
             file.write_bytes(b"")
 
 
-def test_an_evaluation_that_is_due_holds_up_no_run_that_goes_on_without_any(tmp_path):
+def test_a_run_that_was_evaluated_does_not_go_on_without(tmp_path):
     path = tmp_path / "run"
     run(path, evaluation=StoppingEvaluation(), prefetch=1)
-    results = []
-    thread = threading.Thread(target=lambda: results.append(run(path, evaluation=None, resume=True)), daemon=True)
-    thread.start()
-    thread.join(SOON_S)
-    assert [(result.steps_done, result.stopped_by) for result in results] == [(STEPS, "steps")]
+    with pytest.raises(ValueError, match="must keep its num_eval_batches, which was 3, got 0"):
+        run(path, evaluation=None, resume=True)
+    # An evaluation was due when it stopped; it is made after all.
+    assert run(path, resume=True).evaluations[0].step == 6
 
 
 def test_an_evaluation_that_was_not_written_leaves_no_snapshot_that_counts_it(tmp_path):
@@ -96,8 +100,9 @@ def test_lines_are_counted_without_holding_them_and_a_torn_one_does_not_count(tm
     (tmp_path / "loss.jsonl").write_text("".join(lines) + '{"step": 10')
     with RunFolder(tmp_path, resume=True) as folder:
         with pytest.raises(ValueError, match=r"must have the 1001 lines .* has 1000"):
-            cut_logs(folder, StartingPoint(step=1001))
-        cut_logs(folder, StartingPoint(step=700))
+            find_cuts(tmp_path, StartingPoint(step=1001))
+        start = StartingPoint(step=700)
+        go_back(folder, start, find_cuts(tmp_path, start))
     assert (tmp_path / "loss.jsonl").read_text() == "".join(lines[:700])
 
 
@@ -133,3 +138,85 @@ def test_a_signal_that_ends_the_wait_for_the_readers_leaves_no_sink_open(tmp_pat
     with pytest.raises(KeyboardInterrupt):
         small_run(tmp_path / "run", steps=2)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("loss-stream")]
+
+
+def test_a_request_that_comes_while_the_run_opens_its_data_takes_effect(tmp_path):
+    path = tmp_path / "run"
+
+    class AskingModel(Linear):
+        def init(self, key):
+            # Traced after the folder is locked and before anything is compiled.
+            if not (path / "control").exists():
+                send_request(path, ControlRequest(learning_rate_factor=0.5))
+            return super().init(key)
+
+    train(toy_config(steps=3, run_dir=path), model=AskingModel(), batches=toy_batch)
+    (event,) = read_events(path / "control.jsonl")
+    assert event.learning_rate_factor == 0.5
+
+
+def test_a_resume_that_fails_in_tracing_takes_nothing_from_the_run(tmp_path):
+    path = tmp_path / "run"
+    small_run(path, steps=4)
+    before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file() and file.name != ".lock"}
+
+    class Broken(Linear):
+        def apply(self, params, batch_stats, images, train):
+            raise ZeroDivisionError
+
+    config = toy_config(run_dir=path, resume=True, steps=6)
+    with pytest.raises(ZeroDivisionError):
+        train(config, model=Broken(), batches=toy_batch)
+    with pytest.raises(ZeroDivisionError):
+        train(replace(config, resume=False, overwrite=True), model=Broken(), batches=toy_batch)
+    assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file() and file.name != ".lock"} == before
+
+
+def test_a_run_that_is_broken_off_keeps_its_folder_until_the_process_ends(tmp_path):
+    def interrupting(step):
+        if step == 3:
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.3)
+            time.sleep(1)
+        return toy_batch(step)
+
+    with pytest.raises(KeyboardInterrupt):
+        small_run(tmp_path, steps=1000, batches=interrupting, prefetch=1)
+    assert is_locked(tmp_path)
+    with pytest.raises(ValueError, match="is in use by process"):
+        small_run(tmp_path, steps=1000, resume=True)
+
+
+def test_versions_of_every_part_of_a_run_are_remembered(tmp_path):
+    path = tmp_path / "run"
+    small_run(path, steps=2)
+    recorded = json.loads((path / "config.json").read_text())
+    recorded["versions"]["jax"] = "0.1.2"
+    (path / "config.json").write_text(json.dumps(recorded))
+    for steps in (3, 4):
+        told: list[str] = []
+        small_run(path, steps=steps, resume=True, notify=told.append)
+        assert any(line.startswith("warning: the same bits are promised") and "jax 0.1.2, now" in line for line in told)
+
+
+def test_one_snapshot_at_a_time_waits_for_the_lines_of_a_slow_disk(tmp_path, monkeypatch):
+    gate = threading.Event()
+    told: list[str] = []
+    append = JsonLines.append
+
+    def held(self, text):
+        assert gate.wait(SOON_S)
+        append(self, text)
+
+    monkeypatch.setattr(JsonLines, "append", held)
+
+    def batches(step):
+        if step == 7:
+            gate.set()
+        return toy_batch(step)
+
+    small_run(tmp_path, steps=8, batches=batches, prefetch=1, snapshot_every_steps=1, notify=told.append)
+    left_out = [line for line in told if "slower than the run's lines" in line]
+    assert len(left_out) >= 4
+    assert snapshot_steps(tmp_path / "snapshots")[-1] == 8

@@ -164,6 +164,26 @@ def _path_of(folder: Path, request_id: str) -> Path:
     return folder / f"{request_id}{_SUFFIX}"
 
 
+def remove_requests(run: Path) -> None:
+    """Removes the requests in a run folder, whose senders have given up; for whoever has just locked it.
+
+    Those that come from then on are to him, even before he looks for them. Where the disk fails, they stay.
+    """
+    folder = run / CONTROL_FOLDER_NAME
+    with suppress(OSError):
+        for name in _names(folder, with_unfinished=True):
+            with suppress(OSError):
+                (folder / name).unlink()
+
+
+def _names(folder: Path, *, with_unfinished: bool = False) -> list[str]:
+    """Gives the names of the files of requests, in order of time; the unfinished are those of `write_whole`."""
+    names = [path.name for path in folder.iterdir()]
+    finished = [name for name in names if name.endswith(_SUFFIX)]
+    unfinished = [name for name in names if name.startswith(".") and f"{_SUFFIX}." in name]
+    return sorted(finished) + (unfinished if with_unfinished else [])
+
+
 class ControlMailbox:
     """Looks for requests in a run folder, on a thread of its own, and hands each on once, in order of time.
 
@@ -181,11 +201,7 @@ class ControlMailbox:
         self._thread = threading.Thread(target=self._work, name="control-mailbox", daemon=True)
 
     def start(self) -> None:
-        """Removes the requests that are there, whose senders have given up, and begins to look; called once."""
-        with suppress(OSError):
-            for name in self._names(with_unfinished=True):
-                with suppress(OSError):
-                    (self._folder / name).unlink()
+        """Begins to look; called once."""
         self._thread.start()
 
     def close(self) -> None:
@@ -195,14 +211,15 @@ class ControlMailbox:
             self._thread.join(_CLOSE_TIMEOUT_S)
 
     def _work(self) -> None:
-        while not self._closing.wait(_LOOK_EVERY_S):
+        while not self._closing.is_set():
             # The training goes on, whatever becomes of a request: its sender waits for the log, and tells of it.
             with suppress(Exception):
                 self._look()
+            self._closing.wait(_LOOK_EVERY_S)
 
     def _look(self) -> None:
         try:
-            names = self._names()
+            names = _names(self._folder)
         except FileNotFoundError:
             return  # nobody has asked for anything yet
         for name in names:
@@ -213,13 +230,6 @@ class ControlMailbox:
                 request = self._claim(name)
                 if request is not None:
                     self._deliver(request)
-
-    def _names(self, *, with_unfinished: bool = False) -> list[str]:
-        """Gives the names of the files of requests, in order of time; the unfinished are those of `write_whole`."""
-        names = [path.name for path in self._folder.iterdir()]
-        finished = [name for name in names if name.endswith(_SUFFIX)]
-        unfinished = [name for name in names if name.startswith(".") and f"{_SUFFIX}." in name]
-        return sorted(finished) + (unfinished if with_unfinished else [])
 
     def _claim(self, name: str) -> ControlRequest | None:
         """Reads and removes a file; None where it holds no request, or was withdrawn meanwhile."""

@@ -59,7 +59,7 @@ def read_recorded(run: Path) -> RecordedRun:
             origins=dict(values["origins"]),
             versions=dict(values["versions"]),
             earlier=tuple(
-                {"until_step": int(e["until_step"]), "settings": dict(e["settings"])} for e in values["earlier"]
+                {**e, "until_step": int(e["until_step"]), "settings": dict(e["settings"])} for e in values["earlier"]
             ),
         )
     except FileNotFoundError:

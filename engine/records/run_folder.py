@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from engine.config import TrainConfig
 from engine.records.control_log import CONTROL_LOG_NAME
-from engine.records.control_requests import CONTROL_FOLDER_NAME
+from engine.records.control_requests import CONTROL_FOLDER_NAME, remove_requests
 from engine.records.folder_lock import LOCK_NAME, FolderLock
 from engine.records.whole_file import remove_unfinished, write_whole
 
@@ -59,7 +59,7 @@ class RunFolder:
     def __init__(self, path: Path, *, overwrite: bool = False, resume: bool = False) -> None:
         self.path = path
         self._is_resumed, self._is_launched = resume, False
-        self._is_cleared = False
+        self._is_cleared, self._is_kept = False, False
         self._is_new = not path.exists()
         if resume and not (path / CONFIG).is_file():
             raise ValueError(
@@ -73,6 +73,7 @@ class RunFolder:
             if not resume and not overwrite:
                 self._check_is_free()
             self._remove_unfinished()
+            remove_requests(path)
         except BaseException:
             self._lock.release()
             raise
@@ -85,7 +86,12 @@ class RunFolder:
             if not self._is_launched:
                 self._abandon()
         finally:
-            self._lock.release()
+            if not self._is_kept:
+                self._lock.release()
+
+    def keep_locked(self) -> None:
+        """Keeps the folder for as long as the process lives: something of it may still be writing."""
+        self._is_kept = True
 
     def launched(self) -> None:
         """Marks that from now on there is something to keep; before, leaving takes back what was written."""
@@ -108,7 +114,9 @@ class RunFolder:
     def clear(self) -> None:
         """Removes what an earlier run left."""
         for name in _WRITTEN_HERE:
-            _remove(self.path / name)
+            # Requests that are there by now are to this run: an earlier one's went when the folder was entered.
+            if name != CONTROL_FOLDER_NAME:
+                _remove(self.path / name)
         self._is_cleared = True
 
     def _abandon(self) -> None:
@@ -117,6 +125,7 @@ class RunFolder:
             self.clear()
         if self._is_resumed or (self.path / CONFIG).exists():
             return
+        _remove(self.path / CONTROL_FOLDER_NAME)
         # Its holder alone may remove the lock.
         (self.path / LOCK_NAME).unlink(missing_ok=True)
         if self._is_new:
