@@ -186,3 +186,17 @@ def test_a_sparkline_has_its_width_and_its_extremes(values, width):
 )
 def test_golden_sparklines(values, width, expected):
     assert sparkline(values, width) == expected
+
+
+def test_the_time_left_of_a_resumed_run_does_not_count_the_steps_before_it(monkeypatch):
+    clock = [100.0]
+    sink, _ = make_sink(steps=1000)
+    monkeypatch.setattr(sink._progress, "get_time", lambda: clock[0])
+    sink.open()
+    for step in range(901, 911):
+        sink.write(record(step))
+        clock[0] += 1.0
+    sink.close()
+    (task,) = sink._progress.tasks
+    # Ninety steps are left at one a second; counted from step 0 it would be a tenth of a second.
+    assert task.time_remaining == pytest.approx(90, rel=0.2)

@@ -65,6 +65,9 @@ class ProgressSink:
 
     def write(self, record: LossRecord) -> None:
         """Takes a record."""
+        if not self._recent and record.step > 1:
+            # A resumed run: the steps of others tell nothing of the time that is left.
+            self._progress.reset(self._task, completed=record.step - 1)
         self._recent.append(record)
         self._history.add(record.loss)
         self._progress.update(self._task, completed=record.step)
