@@ -3,6 +3,7 @@
 Owns what a file must hold for that and what may differ. Knows nothing of the run.
 """
 
+import hashlib
 import os
 from collections import Counter
 from typing import Any, NamedTuple
@@ -25,11 +26,13 @@ class InitialWeights(NamedTuple):
         params, batch_stats: the model's pytrees, NumPy arrays; what the file does not give is the leaf that
             `load_initial_weights` was given.
         notes: what the user should know of the file, a line each.
+        digest: sha256 of the file's tensors and their names.
     """
 
     params: Any
     batch_stats: Any
     notes: tuple[str, ...]
+    digest: str
 
     def over(self, drawn: Weights) -> Weights:
         """Gives the drawn weights with those of the file in their places; may be called while tracing.
@@ -76,7 +79,15 @@ def load_initial_weights(
     if registry_name is not None and (classes := _other_classes(placed, like)):
         placed = placed._replace(params=placed.params | {_HEAD: params[_HEAD]})
         notes.append(f"the classifier is drawn anew: the file has {classes[0]:,} classes, the data {classes[1]:,}")
-    return InitialWeights(placed.params, placed.batch_stats, tuple(notes))
+    return InitialWeights(placed.params, placed.batch_stats, tuple(notes), _digest(stored.tensors))
+
+
+def _digest(tensors: Tensors) -> str:
+    found = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        found.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
+        found.update(np.ascontiguousarray(tensor))
+    return found.hexdigest()
 
 
 def _other_classes(placed: Weights, like: Weights) -> tuple[int, int] | None:

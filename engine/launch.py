@@ -159,6 +159,11 @@ class Launch:
         self._feeders.append(feeder)
         return Infeed(feeder, self.board, self._transport, words_of=words_of, height=source.height, width=source.width)
 
+    @property
+    def given_digest(self) -> str | None:
+        """sha256 of the weights that the run starts from, None where there are none or they were read long ago."""
+        return None if self._given is None else self._given.digest
+
     def _read_given_weights(self) -> InitialWeights | None:
         """Reads the weights to start from, before anything takes long."""
         if self.config.init_from is None or self.start.snapshot is not None:

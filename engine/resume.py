@@ -57,6 +57,8 @@ HOST_SETTINGS = frozenset(
     }
 )
 _IN_THE_PROGRAM = ("ema_decay",)
+# Among the resolved settings of `config.json`.
+GIVEN_WEIGHTS = "init_from_sha256"
 
 
 def check_settings(config: TrainConfig, recorded: TrainConfig) -> None:
@@ -101,6 +103,17 @@ def check_data(resolved: Resolved, recorded: RecordedRun) -> None:
                 f"a run that is resumed or replayed must keep its {name}, which was {recorded.resolved.get(name)!r}, "
                 f"got {now.get(name)!r}: do so with the data and the model that it began with"
             )
+
+
+def check_given_weights(digest: str | None, recorded: RecordedRun) -> None:
+    """Raises ValueError where weights to start from were read that are not those of the recorded run."""
+    before = recorded.resolved.get(GIVEN_WEIGHTS)
+    if digest is not None and before is not None and digest != before:
+        raise ValueError(
+            f"a run that is resumed or replayed from its beginning must start from the weights that it began with, "
+            f"and {recorded.config.init_from} holds others (their digest was {_short(before)}, is {_short(digest)}): "
+            "restore the file, or begin another run"
+        )
 
 
 def _short(digest: str | None) -> str:

@@ -30,8 +30,10 @@ from engine.records.snapshot_writer import SnapshotWriter
 from engine.records.weights import name_tensors
 from engine.result import DryRun, TrainResult
 from engine.resume import (
+    GIVEN_WEIGHTS,
     StartingPoint,
     check_data,
+    check_given_weights,
     check_settings,
     find_cuts,
     find_start,
@@ -94,6 +96,7 @@ def train(
         cuts: dict[Path, int] = {}
         if recorded is not None:
             check_data(launch.resolved, recorded)
+            check_given_weights(launch.given_digest, recorded)
             cuts = find_cuts(folder.path, start)
             earlier = note_changes(recorded, config, start.step)
         recording = stack.enter_context(_RecordingLaunch(config, launch, folder))
@@ -104,8 +107,9 @@ def train(
             folder.clear()
         else:
             go_back(folder, start, cuts)
-        origins, resolved = _origins(config) if origins is None else origins, launch.resolved
-        folder.write_config(config, resolved.to_json(), resolved.manifest_digest, origins=origins, earlier=earlier)
+        origins = _origins(config) if origins is None else origins
+        resolved = launch.resolved.to_json() | {GIVEN_WEIGHTS: _given_digest(launch, recorded)}
+        folder.write_config(config, resolved, launch.resolved.manifest_digest, origins=origins, earlier=earlier)
         return recording.run(compiled, state, sinks)
 
 
@@ -161,6 +165,11 @@ def _find_start(
     if warning := told_versions(recorded):
         notify(warning)
     return recorded, start
+
+
+def _given_digest(launch: Launch, recorded: RecordedRun | None) -> str | None:
+    """What the run began with; a launch that goes on from a snapshot does not read it again."""
+    return launch.given_digest or (recorded.resolved.get(GIVEN_WEIGHTS) if recorded else None)
 
 
 def _compile(config: TrainConfig, launch: Launch) -> tuple[Compiled, TrainState]:

@@ -2,7 +2,7 @@
 
 The keys of this package's nested parameters already spell torchvision's module paths; what differs is the last word,
 the order of a kernel's axes, and that PyTorch keeps parameters and running statistics in one flat dictionary. A network
-that torchvision has not, `resnet8-pooled`, has its own paths (`stage1.residual.0.conv.weight`) and the same layouts.
+that torchvision has not, `convnet8`, has its own paths (`stage1.0.conv.weight`) and the same layouts.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from models.model import BatchStats, Params
-from models.registry import find_resnet, init_resnet
+from models.registry import find_network, init_network
 
 type Leaves = dict[str, Any]
 
@@ -101,13 +101,13 @@ def _from_torch_layout(array: np.ndarray) -> np.ndarray:
 
 def _shapes(model_name: str, num_classes: int) -> tuple[Params, BatchStats]:
     """The model's parameters and statistics as shapes only."""
-    return jax.eval_shape(partial(init_resnet, find_resnet(model_name), num_classes), jax.random.key(0))
+    return jax.eval_shape(partial(init_network, find_network(model_name), num_classes), jax.random.key(0))
 
 
 def _check(model_name: str, tensors: Mapping[str, np.ndarray]) -> None:
     """Refuse tensors that are not exactly this model's, naming the first few that are wrong."""
     if "fc.bias" not in tensors or tensors["fc.bias"].ndim != 1:
-        find_resnet(model_name)
+        find_network(model_name)
         raise ValueError(f"{model_name} needs a vector fc.bias, whose length is the number of classes: found none")
     params, batch_stats = _shapes(model_name, tensors["fc.bias"].shape[0])
     expected = {

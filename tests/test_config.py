@@ -24,7 +24,7 @@ VALID = {
     "split": TEXT,
     "eval_split": st.none() | TEXT,
     "eval_every_steps": st.integers(0, 2**31 - 2),
-    "stop_at_top1": st.none() | st.floats(0, 1),
+    "stop_at_top1": st.none() | st.floats(1e-9, 1),
     "model": TEXT,
     "precision": st.sampled_from(["float32", "bfloat16"]),
     "init_from": st.none() | TEXT,

@@ -263,7 +263,7 @@ def one_block_a_stage(stride_on):
     [
         (build_model("resnet8", num_classes=10, image_size=32), 32, 32),
         (build_model("resnet8", num_classes=10, image_size=31, dtype=jnp.bfloat16), 6, 31),
-        (build_model("resnet8-pooled", num_classes=10, image_size=32), 32, 32),
+        (build_model("convnet8", num_classes=10, image_size=32), 32, 32),
         (one_block_a_stage("conv2"), 2, 64),
         (one_block_a_stage("conv3"), 2, 65),
     ],

@@ -127,7 +127,7 @@ STUCK = """
 import os, time
 from preprocess.shards import ShardSplit
 def wait(*_, **__):
-    print("stuck", flush=True)
+    os.write(1, b"stuck\n")  # whole, as several threads may be stuck
     time.sleep(600)
 ShardSplit.read_into = wait
 from engine.commands.eval_cli import main
@@ -138,13 +138,16 @@ main()
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_even_where_a_source_is_stuck(place, number):
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", STUCK, "run"], cwd=place[0], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "stuck\n"
-    process.send_signal(number)
-    _, err = process.communicate(timeout=60)
+    ) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "stuck\n"
+            process.send_signal(number)
+            _, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 130, err
     assert err.splitlines()[-1] == "run-eval: stopped; an evaluation is whole or none"
 

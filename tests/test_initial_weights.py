@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from engine import train
+from engine import replay_run, train
 from engine.initial_weights import load_initial_weights
 from engine.records.weights import name_tensors
 from engine.updates.update import Weights
@@ -243,3 +244,30 @@ def test_a_run_begins_with_the_weights_of_another(tmp_path, ema_decay):
     further = train(replace(config, steps=2), model=Linear(), batches=toy_batch)
     fresh = train(replace(config, steps=2, init_from=None), model=Linear(), batches=toy_batch)
     assert further.losses[0] < fresh.losses[0] / 2
+
+
+def test_a_run_from_given_weights_is_begun_again_or_replayed_with_no_others(tmp_path):
+    path, weights = tmp_path / "run", tmp_path / "first/model.safetensors"
+    train(toy_config(steps=3, run_dir=tmp_path / "first"), model=Linear(), batches=toy_batch)
+    train(toy_config(steps=4, run_dir=tmp_path / "other"), model=Linear(), batches=toy_batch)
+    config = toy_config(steps=2, run_dir=path, init_from=weights, seed=7)
+    train(config, model=Linear(), batches=toy_batch)
+    first = weights.read_bytes()
+    weights.write_bytes((tmp_path / "other/model.safetensors").read_bytes())
+    resumed = replace(config, resume=True, steps=4)
+    # The snapshot holds all that the run goes on from: the file is not read, and its digest is not forgotten.
+    train(resumed, model=Linear(), batches=toy_batch)
+    other_weights = partial(
+        pytest.raises, ValueError, match=r"first/model\.safetensors holds others \(their digest was [0-9a-f]{12}"
+    )
+    with other_weights():
+        replay_run(path, from_step=0, model=Linear(), batches=toy_batch)
+    shutil.rmtree(path / "snapshots")
+    lines = (path / "loss.jsonl").read_bytes()
+    with other_weights():
+        train(resumed, model=Linear(), batches=toy_batch)
+    assert (path / "loss.jsonl").read_bytes() == lines
+    weights.write_bytes(first)
+    train(resumed, model=Linear(), batches=toy_batch)
+    assert (path / "loss.jsonl").read_text().count("\n") == 4
+    assert replay_run(path, from_step=0, model=Linear(), batches=toy_batch).is_same

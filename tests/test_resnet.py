@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from models import resnet
-from models.registry import build_model, find_resnet, model_names
+from models.registry import build_model, find_network, model_names
 from models.resnet import ResNet
 
 
@@ -81,7 +81,7 @@ def test_the_last_block_of_each_stage_has_the_published_shape(name, image_size, 
 
 
 def blocks(name):
-    net = find_resnet(name)
+    net = find_network(name)
     assert isinstance(net, ResNet)
     return resnet.blocks(net)
 

@@ -19,7 +19,7 @@ from engine.launch import NonFiniteError
 from engine.records.control_log import read_events
 from engine.records.control_requests import ControlRequest, send_request
 from engine.records.recorded_run import RecordedRun, read_recorded
-from engine.records.run_folder import RunFolder
+from engine.records.run_folder import RunFolder, recorded_versions
 from engine.records.snapshot import snapshot_steps, write_snapshot
 from engine.records.snapshot_writer import SnapshotWriter
 from engine.resume import HOST_SETTINGS, RUNTIME_SETTINGS, StartingPoint, check_settings, find_cuts, note_changes
@@ -433,7 +433,7 @@ def test_a_program_is_traced_once_across_evaluations_snapshots_requests_and_othe
 
 
 def recorded(config, *earlier):
-    return RecordedRun(config, {}, None, {}, {}, earlier)
+    return RecordedRun(config, {}, None, {}, recorded_versions(), earlier)
 
 
 def test_a_launch_that_was_cut_off_is_forgotten():

@@ -46,11 +46,16 @@ def read_steps(run_dir):
 _THREADS = ("feeder", "loss-stream", "worker", "snapshot-writer", "control-mailbox", "notices")
 
 
-def feedloop_threads():
-    return [thread for thread in threading.enumerate() if thread.name.startswith(_THREADS)]
+@pytest.fixture
+def left_threads():
+    """Gives the threads that a run left; a source that an earlier test left stuck may end in its own time."""
+    before = threading.enumerate()
+    return lambda: [
+        thread for thread in threading.enumerate() if thread.name.startswith(_THREADS) and thread not in before
+    ]
 
 
-def test_a_run_leaves_settings_losses_weights_and_its_end(tmp_path):
+def test_a_run_leaves_settings_losses_weights_and_its_end(tmp_path, left_threads):
     config = toy_config(steps=4, run_dir=tmp_path / "run")
     result = train(config, model=Linear(), batches=toy_batch)
     recorded = json.loads((tmp_path / "run/config.json").read_text())
@@ -67,10 +72,10 @@ def test_a_run_leaves_settings_losses_weights_and_its_end(tmp_path):
     assert weights["batch_stats.batches"] == 4
     end = json.loads((tmp_path / "run/result.json").read_text())
     assert (end["steps_done"], end["stopped_by"], end["error"]) == (4, "steps", None)
-    assert not feedloop_threads()
+    assert not left_threads()
 
 
-def test_a_source_that_raises_ends_the_run_with_its_own_exception_and_keeps_the_steps_before(tmp_path):
+def test_a_source_that_raises_ends_the_run_with_its_own_exception_and_keeps_the_steps_before(tmp_path, left_threads):
     batches = CountedBatches(raise_at=7)
     with pytest.raises(ConnectionResetError, match="the camera went away at step 7") as caught:
         train(toy_config(steps=1000, run_dir=tmp_path, prefetch=3), model=Linear(), batches=batches)
@@ -80,7 +85,7 @@ def test_a_source_that_raises_ends_the_run_with_its_own_exception_and_keeps_the_
     end = json.loads((tmp_path / "result.json").read_text())
     assert (end["steps_done"], end["stopped_by"]) == (7, "error")
     assert "the camera went away" in end["error"]
-    assert not feedloop_threads()
+    assert not left_threads()
 
 
 @pytest.mark.timeout(60)
@@ -206,7 +211,7 @@ def test_an_earlier_run_is_not_overwritten_unless_asked(tmp_path):
     assert read_steps(tmp_path) == [1, 2, 3]
 
 
-def test_a_plan_compiles_and_runs_nothing(tmp_path):
+def test_a_plan_compiles_and_runs_nothing(tmp_path, left_threads):
     batches = CountedBatches()
     plan = plan_run(toy_config(run_dir=tmp_path / "run"), model=Linear(), batches=batches)
     assert batches.calls == [0]  # for its shape
@@ -216,7 +221,7 @@ def test_a_plan_compiles_and_runs_nothing(tmp_path):
     # Forward and weight gradient of one matrix product are the least that a step does.
     assert plan.compiled.step_flops is not None
     assert plan.compiled.step_flops >= 4 * BATCH * SIZE * SIZE * 3 * CLASSES
-    assert not feedloop_threads()
+    assert not left_threads()
 
 
 def test_a_model_of_your_own_may_be_called_like_one_of_the_registry(tmp_path):

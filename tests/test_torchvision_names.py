@@ -59,7 +59,7 @@ def paths(tree):
     return [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-@pytest.mark.parametrize("name", ["resnet8", "resnet18", "resnet50", "resnet50-xlajl", "resnet8-pooled"])
+@pytest.mark.parametrize("name", ["resnet8", "resnet18", "resnet50", "resnet50-xlajl", "convnet8"])
 def test_there_and_back_changes_nothing(name):
     params, batch_stats = drawn(name)
     back = from_torchvision(name, to_torchvision(name, params, batch_stats))
@@ -83,17 +83,15 @@ def test_names_and_layouts_are_torchvisions():
 
 
 def test_a_network_that_torchvision_has_not_goes_by_its_own_paths_in_the_same_layouts():
-    params, batch_stats = drawn("resnet8-pooled")
-    tensors = to_torchvision("resnet8-pooled", params, batch_stats)
-    assert len(tensors) == 7 * 6 + 2  # seven convolutions, each with a norm of five tensors; a classifier of two
-    kernel = params["stage2"]["residual"]["0"]["conv"]["kernel"]
-    assert tensors["stage2.residual.0.conv.weight"][5, 7, 0, 2] == kernel[0, 2, 7, 5]
-    assert tensors["stem.norm.running_mean"].shape == (64,)
-    assert tensors["fc.weight"].shape == (10, 192)
-    with pytest.raises(ValueError, match=r"not those of resnet8-pooled: missing stage1\.widen\.norm\.weight; name"):
-        from_torchvision(
-            "resnet8-pooled", {key: value for key, value in tensors.items() if key != "stage1.widen.norm.weight"}
-        )
+    params, batch_stats = drawn("convnet8")
+    tensors = to_torchvision("convnet8", params, batch_stats)
+    assert len(tensors) == 7 * 5 + 2  # seven convolutions, each with a norm of four tensors; a classifier of two
+    kernel = params["stage2"]["1"]["conv"]["kernel"]
+    assert tensors["stage2.1.conv.weight"][5, 7, 0, 2] == kernel[0, 2, 7, 5]
+    assert tensors["stem.norm.running_mean"].shape == (24,)
+    assert tensors["fc.weight"].shape == (10, 256)
+    with pytest.raises(ValueError, match=r"not those of convnet8: missing stage1\.0\.norm\.bias; name"):
+        from_torchvision("convnet8", {key: value for key, value in tensors.items() if key != "stage1.0.norm.bias"})
 
 
 def test_every_model_can_be_exported():

@@ -159,7 +159,7 @@ def _list_recipes(context: click.Context, _parameter: click.Parameter, is_wanted
     default=_DEFAULTS.model,
     metavar="NAME",
     help="resnet18, 34, 50, 101, 152 or resnet50-xlajl; resnet8, 14, 20, 32, 44, 56, 110 or "
-    "resnet8-pooled for small images; auto is resnet50 from 128 px, resnet8 below.",
+    "convnet8 for small images; auto is resnet50 from 128 px, resnet8 below.",
 )
 @click.option("--num-classes", type=_OPTIONAL_INT, metavar="K", show_default="the data's", help="Outputs of the model.")
 @click.option(

@@ -17,7 +17,7 @@ from engine.evaluation.trained_run import TrainedRun
 from engine.program import TrainModel
 from engine.records.weights import StoredWeights, place_tensors
 from engine.updates.update import Weights
-from models.registry import build_model, find_resnet
+from models.registry import build_model, find_network
 
 type Channels = tuple[float, float, float]
 
@@ -121,7 +121,7 @@ def registry_name_of(path: str, stored: StoredWeights, config: TrainConfig) -> s
     name = stored.metadata.get("model", "auto") if config.model == "auto" else config.model
     if name == "auto":
         raise ValueError(f"the model must be named, since {path} does not say whose weights it holds: --model NAME")
-    find_resnet(name)
+    find_network(name)
     return name
 
 

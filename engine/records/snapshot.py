@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.keys import is_key, like_leaf, plain_key
 from engine.records.orbax_store import first_unreadable, restore_arrays, restore_facts, save_items, short_reason
 
 _FORMAT = 1
@@ -303,19 +303,11 @@ def _restore_arrays(path: Path, described: Mapping[str, Any]) -> dict[str, NDArr
 
 
 def _match(name: str, array: NDArray[Any], like: Any) -> Any:
-    is_key = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
-    plain = jax.eval_shape(jax.random.key_data, like) if is_key else like
+    plain = jax.eval_shape(plain_key, like) if is_key(like) else like
     if array.shape != tuple(plain.shape) or array.dtype != plain.dtype:
         found, expected = (f"{one.dtype.name} {list(one.shape)}" for one in (array, plain))
         raise _not_ours(f"holds {name} as {found} in place of {expected}")
-    return jax.random.wrap_key_data(jnp.asarray(array), impl=_key_impl(like)) if is_key else array
-
-
-def _key_impl(like: Any) -> Any:
-    """The kind of generator of a key, also of one that is only described."""
-    found: list[Any] = []
-    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), like)
-    return found[0]
+    return like_leaf(array, like)
 
 
 def _put_in_place(source: Path, target: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from engine.keys import plain_key
+from engine.keys import like_leaf, plain_key
 from engine.updates.update import Weights
 from models.torchvision_names import COUNTER, from_torchvision, to_torchvision
 
@@ -139,7 +139,7 @@ def _place_by_path(tensors: Mapping[str, NDArray[Any]], like: Weights) -> Weight
             faults.append(f"{name} is {found.dtype} instead of {leaf.dtype}")
     if faults:
         raise ValueError(_list_faults("the model", faults, "they must come from the same model"))
-    leaves = [_like_leaf(tensors[name].astype(stored[name].dtype), leaf) for name, leaf in wanted.items()]
+    leaves = [like_leaf(tensors[name].astype(stored[name].dtype), leaf) for name, leaf in wanted.items()]
     placed = jax.tree.unflatten(jax.tree.structure(_as_tree(*like)), leaves)
     return Weights(placed["params"], placed["batch_stats"])
 
@@ -160,17 +160,3 @@ def _as_tree(params: Any, batch_stats: Any) -> dict[str, Any]:
 def _named_leaves(params: Any, batch_stats: Any) -> list[tuple[str, Any]]:
     leaves = jax.tree_util.tree_leaves_with_path(_as_tree(params, batch_stats))
     return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves]
-
-
-def _like_leaf(tensor: NDArray[Any], leaf: Any) -> Any:
-    """The inverse of `plain_key`."""
-    if not _is_key(leaf):
-        return tensor
-    generators: list[Any] = []
-    # The generator's name can be asked of keys alone, and `leaf` may be their shape: a tracer is as good as a key.
-    jax.eval_shape(lambda keys: generators.append(jax.random.key_impl(keys)), leaf)
-    return jax.random.wrap_key_data(jnp.asarray(tensor), impl=generators[0])
-
-
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -22,7 +22,7 @@ from engine.program import TrainModel, TrainState
 from engine.records.control_log import ControlEvent
 from engine.replay.recorded_stretch import Piece, RecordedStretch, read_stretch
 from engine.replay.report import Comparison, ReplayReport
-from engine.resume import StartingPoint, check_data, told_versions
+from engine.resume import StartingPoint, check_data, check_given_weights, told_versions
 from engine.signals import StopSignals
 from engine.sinks import Sink
 from models.registry import model_names
@@ -100,6 +100,7 @@ def _replay(
         with ExitStack() as stack:
             launch = make_launch(config, stack, start, board=board)
             check_data(launch.resolved, stretch.recorded)
+            check_given_weights(launch.given_digest, stretch.recorded)
             sinks = [comparison, *([] if display is None else [display(piece.stop_step, _images_a_step(piece))])]
             state = _replay_piece(launch, state, sinks, start.events)
         start = StartingPoint(int(state.step), int(state.pulls), int(state.num_evaluations), None, start.events)

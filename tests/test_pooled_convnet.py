@@ -1,0 +1,241 @@
+"""Convolutional networks with pooled stages: against XLA's operations, composition, initial values, small images."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from models import pooled_convnet
+from models.model import BatchStats
+from models.pooled_convnet import PooledConvNet, cosine_kernel
+from models.registry import build_model, count_params
+
+NET = PooledConvNet(stem=6, stages=(8, 10))
+
+
+def normal(seed, shape):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def drawn(net, num_classes=5):
+    """Parameters and statistics that differ everywhere, so that none can stand in another's place."""
+    shapes = jax.eval_shape(partial(pooled_convnet.init, net, num_classes), jax.random.key(0))
+    rng = np.random.default_rng(1)
+
+    def draw(leaf):
+        # Kernels of one sign would make channels that are all alike, and norms that cancel all but rounding.
+        return jnp.asarray(rng.uniform(0.2 if leaf.ndim == 1 else -1.0, 1.0, leaf.shape), jnp.float32)
+
+    return jax.tree.map(draw, shapes)
+
+
+def xla_layer(x, params, stats, *, margin, pool, train):
+    """A layer of XLA's own convolution, reduce-window and elementary arithmetic; the new statistics beside it."""
+    x = lax.conv_general_dilated(
+        x, params["conv"]["kernel"], (1, 1), [(margin, margin)] * 2, dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    if pool:
+        x = lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+    mean, var = (x.mean((0, 1, 2)), x.var((0, 1, 2))) if train else (stats["norm"]["mean"], stats["norm"]["var"])
+    count = x.size // x.shape[-1]
+    moved = {
+        "mean": 0.9 * stats["norm"]["mean"] + 0.1 * mean,
+        "var": 0.9 * stats["norm"]["var"] + 0.1 * var * count / (count - 1),
+    }
+    x = (x - mean) / jnp.sqrt(var + 1e-5) + 8 * params["norm"]["bias"]
+    return x / (1 + jnp.exp(-1.702 * x)), {"norm": moved if train else stats["norm"]}
+
+
+def xla_network(params, stats, x, *, train):
+    """The network of two stages, written out."""
+    new: BatchStats = {"stage1": {}, "stage2": {}}
+    x, new["stem"] = xla_layer(x, params["stem"], stats["stem"], margin=0, pool=False, train=train)
+    for stage in ("stage1", "stage2"):
+        for place, pool in (("0", True), ("1", False)):
+            x, new[stage][place] = xla_layer(
+                x, params[stage][place], stats[stage][place], margin=1, pool=pool, train=train
+            )
+    return (x.max((1, 2)) @ params["fc"]["kernel"] + params["fc"]["bias"]) / 8, new
+
+
+def loss_and_gradients(forward, params, wanted):
+    def loss(params):
+        logits, new = forward(params)
+        return jnp.square(logits - wanted).mean(), (logits, new)
+
+    (_, (logits, new)), gradients = jax.value_and_grad(loss, has_aux=True)(params)
+    return logits, new, gradients
+
+
+def in_a_loop(function, *operands):
+    """The second of two turns of a `while_loop`, whose body is where the training program has the network."""
+    shapes = jax.eval_shape(function, *operands)
+    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+    @jax.jit
+    def run(operands):
+        return lax.while_loop(
+            lambda carry: carry[0] < 2, lambda carry: (carry[0] + 1, function(*operands)), (jnp.int32(0), nothing)
+        )[1]
+
+    return run(operands)
+
+
+@pytest.mark.parametrize("size", [(16, 16), (9, 14)])
+def test_logits_statistics_and_gradients_are_those_of_xlas_operations(size):
+    params, stats = drawn(NET)
+    images, wanted = normal(2, (4, *size, 3)), normal(3, (4, 5))
+
+    def ours(params, images):
+        forward = partial(pooled_convnet.apply, NET, train=True, dtype=jnp.dtype(jnp.float32))
+        return loss_and_gradients(lambda params: forward(params, stats, images), params, wanted)
+
+    def plain(params, images):
+        forward = partial(xla_network, train=True)
+        return loss_and_gradients(lambda params: forward(params, stats, images), params, wanted)
+
+    found = in_a_loop(ours, params, images)
+    reference = jax.jit(plain)(params, images)
+    # Float32 sums in another order, 5 norms deep: 1e-4 of a leaf's largest value.
+    jax.tree.map(
+        lambda ours, xla: np.testing.assert_allclose(ours, xla, rtol=0, atol=1e-4 * np.abs(xla).max() + 1e-7),
+        found,
+        reference,
+    )
+
+
+def test_evaluation_sees_the_mirror_image_too_and_leaves_the_statistics_that_it_normalises_by():
+    params, stats = drawn(NET)
+    images = normal(2, (4, 16, 16, 3))
+    evaluate = jax.jit(partial(pooled_convnet.apply, NET, train=False, dtype=jnp.dtype(jnp.float32)))
+    logits, after = evaluate(params, stats, images)
+    seen, mirrored = (xla_network(params, stats, x, train=False)[0] for x in (images, jnp.flip(images, 2)))
+    np.testing.assert_allclose(logits, (seen + mirrored) / 2, rtol=1e-4, atol=1e-4 * np.abs(seen).max())
+    assert np.abs(seen - mirrored).max() > 0.01 * np.abs(seen).max()
+    jax.tree.map(np.testing.assert_array_equal, after, stats)
+    np.testing.assert_allclose(evaluate(params, stats, images[:1])[0], logits[:1], rtol=1e-4)
+
+
+def test_bfloat16_stays_near_float32():
+    """Eight bits of mantissa, rounded after each of 5 layers: logits within 5 % and the gradient within 20 %."""
+    params, stats = jax.jit(partial(pooled_convnet.init, NET, 5))(jax.random.key(0))
+    images, wanted = normal(2, (16, 16, 16, 3)), normal(3, (16, 5))
+
+    def at(dtype):
+        forward = partial(pooled_convnet.apply, NET, train=True, dtype=jnp.dtype(dtype))
+        both = jax.jit(lambda params: loss_and_gradients(lambda params: forward(params, stats, images), params, wanted))
+        logits, new, gradients = both(params)
+        assert {leaf.dtype for leaf in jax.tree.leaves((logits, new, gradients))} == {jnp.dtype(jnp.float32)}
+        return logits, np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(gradients)])
+
+    (logits, gradient), (narrow_logits, narrow_gradient) = at(jnp.float32), at(jnp.bfloat16)
+    np.testing.assert_allclose(narrow_logits, logits, rtol=0, atol=0.05 * np.abs(logits).max())
+    assert np.linalg.norm(narrow_gradient - gradient) < 0.2 * np.linalg.norm(gradient)
+    assert not np.array_equal(narrow_logits, logits)  # it is narrow indeed
+
+
+def test_places_that_share_a_maximum_share_its_gradient_in_bfloat16_too():
+    """They are counted, and a count in bfloat16 stays at 256: 400 places would get 400/256 of the gradient."""
+    params, stats = drawn(NET)
+    params = jax.tree.map(lambda leaf: 0 * leaf if leaf.ndim == 4 else leaf, params)  # every place is like another
+    images = jnp.zeros((2, 81, 81, 3))
+
+    def logits_of(params, dtype):
+        return pooled_convnet.apply(NET, params, stats, images, train=False, dtype=jnp.dtype(dtype))[0].sum()
+
+    narrow, wide = (jax.jit(jax.grad(partial(logits_of, dtype=dtype)))(params) for dtype in (jnp.bfloat16, jnp.float32))
+    found, wanted = (gradient["stage2"]["1"]["norm"]["bias"] for gradient in (narrow, wide))
+    # 400 equal shares, each rounded to eight bits, before their exact sum.
+    np.testing.assert_allclose(found, wanted, rtol=0.05)
+
+
+def test_stages_halve_the_map_and_only_their_first_layer_widens(monkeypatch):
+    shapes = {}
+    apply_layer = pooled_convnet._apply_layer
+
+    def spy(layer, params, batch_stats, x, train):
+        y, new = apply_layer(layer, params, batch_stats, x, train)
+        shapes[".".join(layer.path)] = y.shape[1:]
+        return y, new
+
+    monkeypatch.setattr(pooled_convnet, "_apply_layer", spy)
+    model = build_model("convnet8", num_classes=10, image_size=32)
+    params, stats = jax.eval_shape(model.init, jax.random.key(0))
+    images = jax.ShapeDtypeStruct((2, 32, 32, 3), jnp.float32)
+    logits, _ = jax.eval_shape(partial(model.apply, train=True), params, stats, images)
+    assert shapes == {
+        "stem": (31, 31, 24),
+        "stage1.0": (15, 15, 64),
+        "stage1.1": (15, 15, 64),
+        "stage2.0": (7, 7, 128),
+        "stage2.1": (7, 7, 128),
+        "stage3.0": (3, 3, 256),
+        "stage3.1": (3, 3, 256),
+    }
+    assert (logits.shape, logits.dtype) == ((2, 10), jnp.float32)
+
+
+def test_parameters_are_counted_by_hand():
+    kernels = 4 * 3 * 24 + 9 * (24 * 64 + 64 * 64 + 64 * 128 + 128 * 128 + 128 * 256 + 256 * 256)
+    biases = 24 + 2 * (64 + 128 + 256)
+    params, _ = jax.eval_shape(build_model("convnet8", num_classes=10, image_size=32).init, jax.random.key(0))
+    assert count_params(params) == kernels + biases + 256 * 10 + 10
+
+
+def test_initial_values():
+    init = jax.jit(build_model("convnet8", num_classes=10, image_size=32).init)
+    params, stats = init(jax.random.key(3))
+    for place, fan_in in (("0", 9 * 64), ("1", 9 * 128)):
+        layer = params["stage2"][place]
+        kernel, passed = np.asarray(layer["conv"]["kernel"]), min(fan_in // 9, 128)
+        unit = np.zeros_like(kernel[..., :passed])
+        unit[1, 1, range(passed), range(passed)] = 1
+        np.testing.assert_array_equal(kernel[..., :passed], unit)
+        np.testing.assert_array_equal(layer["norm"]["bias"], 0)
+        assert set(layer["norm"]) == {"bias"}
+    # The deviation of n normal draws is known to 1/√(2n); four of those.
+    free = np.asarray(params["stage2"]["0"]["conv"]["kernel"])[..., 64:]
+    assert abs(free.std() / np.sqrt(2 / (9 * 64)) - 1) < 4 / np.sqrt(2 * free.size)
+    np.testing.assert_array_equal(params["stem"]["conv"]["kernel"], cosine_kernel(24))
+    fc = np.asarray(params["fc"]["kernel"])
+    assert abs(fc.std() * np.sqrt(256) - 1) < 4 / np.sqrt(2 * fc.size)
+    np.testing.assert_array_equal(stats["stem"]["norm"]["mean"], 0)
+    np.testing.assert_array_equal(stats["stem"]["norm"]["var"], 1)
+    jax.tree.map(np.testing.assert_array_equal, init(jax.random.key(3)), (params, stats))
+    other = init(jax.random.key(4))[0]
+    assert not np.array_equal(other["fc"]["kernel"], fc)
+    assert not np.array_equal(other["stage2"]["0"]["conv"]["kernel"], params["stage2"]["0"]["conv"]["kernel"])
+
+
+@pytest.mark.parametrize("num_channels", [2, 18, 24])
+def test_stem_filters_are_orthonormal_and_come_with_their_negatives(num_channels):
+    kernel = cosine_kernel(num_channels)
+    half = kernel.reshape(12, num_channels)[:, : num_channels // 2].astype(np.float64)
+    np.testing.assert_allclose(half.T @ half, np.eye(num_channels // 2), atol=1e-6)  # float32's last digits
+    np.testing.assert_array_equal(kernel[..., num_channels // 2 :], -kernel[..., : num_channels // 2])
+    np.testing.assert_allclose(kernel[..., 0], 12**-0.5, rtol=1e-6)  # brightness
+
+
+def test_stem_filters_see_brightness_finer_than_colour():
+    """Of 8 filters 4 see brightness; the others are flat colours and red against blue across one direction each."""
+    kernel = cosine_kernel(16)[..., :8]
+    grey = [np.ptp(kernel[..., i], axis=2).max() < 1e-6 for i in range(8)]
+    flat = [kernel[..., i].std((0, 1)).max() < 1e-6 for i in range(8)]
+    assert (sum(grey), sum(flat)) == (4, 3)
+
+
+def test_stems_that_have_no_such_filters_are_refused():
+    for stem in (0, 13, 26):
+        with pytest.raises(ValueError, match=rf"stem must be an even number in 2 … 24, got {stem}"):
+            PooledConvNet(stem=stem, stages=(8,))
+
+
+def test_images_that_cannot_be_halved_so_often_are_refused():
+    params, stats = drawn(NET)
+    forward = partial(pooled_convnet.apply, NET, params, stats, train=False, dtype=jnp.dtype(jnp.float32))
+    assert forward(jnp.zeros((1, 5, 5, 3)))[0].shape == (1, 5)
+    with pytest.raises(ValueError, match="at least 5 × 5 px to be halved 2 times, got 9 × 4: give larger ones"):
+        forward(jnp.zeros((1, 9, 4, 3)))
