@@ -240,7 +240,7 @@ def test_every_model_is_named_in_the_help():
     assert isinstance(option, click.Option)
     assert option.help is not None
     depths = re.findall(r"\b\d+\b", option.help)
-    named = {*re.findall(r"resnet[\w-]+", option.help), *(f"resnet{depth}" for depth in depths)}
+    named = {*re.findall(r"\w+net[\w-]+", option.help), *(f"resnet{depth}" for depth in depths)}
     assert set(model_names()) <= named
 
 

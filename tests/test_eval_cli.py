@@ -127,7 +127,7 @@ STUCK = """
 import os, time
 from preprocess.shards import ShardSplit
 def wait(*_, **__):
-    os.write(1, b"stuck\n")  # whole, as several threads may be stuck
+    os.write(1, b"stuck\\n")  # whole, as several threads may be stuck
     time.sleep(600)
 ShardSplit.read_into = wait
 from engine.commands.eval_cli import main
