@@ -78,6 +78,8 @@ class TrainConfig:
         split: the split to train on.
         eval_split: the split to evaluate on; None is val, else test, where the data has one; "off" evaluates never.
         eval_every_steps: updates between evaluations; 0 is one at the end of the run. A runtime value.
+        eval_mirror: evaluate on the mean of the logits of an image and of its mirror image; not for classes that
+            differ in left and right.
         stop_at_top1: fraction of the evaluated images; the first evaluation that reaches it ends the run. None never
             does. A runtime value.
         synthetic: draw random batches on the host instead of reading a data set.
@@ -143,6 +145,7 @@ class TrainConfig:
     split: str = "train"
     eval_split: str | None = None
     eval_every_steps: int = 0
+    eval_mirror: bool = False
     stop_at_top1: float | None = None
     synthetic: bool = False
     model: str = "auto"

@@ -54,14 +54,14 @@ def load_initial_weights(
     """Reads and checks weights to start from; needs no drawn ones, so that it can stand before everything slow.
 
     Args:
-        path: of a safetensors file: torchvision's names and layouts for a ResNet of the registry, `params.…` and
+        path: of a safetensors file: torchvision's names and layouts for a network of the registry, `params.…` and
             `batch_stats.…` for a model of the user's own, as in the `model.safetensors` of a run.
         registry_name: the model's name in the registry, None for one of the user's own.
         params, batch_stats: its pytrees, arrays or jax.ShapeDtypeStruct: what they should become.
 
     Returns:
         The weights, of the dtypes of `params` and `batch_stats` (floats of another width are converted). The classifier
-        of a ResNet with another number of classes stays the given one.
+        of a network of the registry with another number of classes stays the given one.
 
     Raises:
         ValueError: where the file cannot be read, a tensor is missing, left over or of another shape, or a number is

@@ -286,7 +286,7 @@ def evaluate_split(
 
     Args:
         model: what is evaluated.
-        statics: says how large the images are that it is trained on.
+        statics: says how large the images are that it is trained on, and whether their mirror images are looked at.
         weights: its parameters and statistics.
         infeed: of the split's batches.
         first_pull: int32 [], the address of the first.
@@ -306,7 +306,11 @@ def evaluate_split(
         batch, _, tally = carry
         pulled = infeed.pull(first_pull + batch, jnp.zeros((), jnp.int32))
         images = prepare_for_evaluation(pulled.pixels, statics.augmentation.size, scale)
+        if statics.eval_mirror:
+            images = jnp.concatenate([images, images[:, :, ::-1]])
         logits, _ = model.apply(weights.params, weights.batch_stats, images, train=False)
+        if statics.eval_mirror:
+            logits = logits.astype(jnp.float32).reshape(2, len(pulled.labels), -1).mean(0)
         return batch + 1, pulled.control.stop, tally_batch(tally, logits, pulled.labels)
 
     before = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.bool), start or empty_tally()

@@ -108,7 +108,7 @@ def check_data(resolved: Resolved, recorded: RecordedRun) -> None:
 def check_given_weights(digest: str | None, recorded: RecordedRun) -> None:
     """Raises ValueError where weights to start from were read that are not those of the recorded run."""
     before = recorded.resolved.get(GIVEN_WEIGHTS)
-    if digest is not None and before is not None and digest != before:
+    if digest is not None and digest != before:
         raise ValueError(
             f"a run that is resumed or replayed from its beginning must start from the weights that it began with, "
             f"and {recorded.config.init_from} holds others (their digest was {_short(before)}, is {_short(digest)}): "

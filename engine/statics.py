@@ -23,10 +23,12 @@ class Statics(NamedTuple):
     Attributes:
         rule: of the updates.
         augmentation: of the images.
+        eval_mirror: whether an evaluation sees mirror images too.
     """
 
     rule: UpdateRule
     augmentation: Augmentation
+    eval_mirror: bool
 
 
 def statics_of(config: TrainConfig) -> Statics:
@@ -53,7 +55,7 @@ def statics_of(config: TrainConfig) -> Statics:
         cutmix_alpha=config.cutmix,
         erasing=config.erasing,
     )
-    return Statics(rule, augmentation)
+    return Statics(rule, augmentation, config.eval_mirror)
 
 
 def update_values(config: TrainConfig) -> UpdateValues:

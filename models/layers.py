@@ -1,4 +1,4 @@
-"""What a residual network needs besides convolutions: batch norm, pooling, a dense layer. Pure functions of arrays."""
+"""What the networks need besides convolutions: batch norm, pooling, a dense layer. Pure functions of arrays."""
 
 from typing import NamedTuple
 

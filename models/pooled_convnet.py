@@ -1,13 +1,12 @@
 """A small convolutional network for small images that trains in few passes over them.
 
 After Keller Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU" (2024), arXiv:2404.00498. What is his: a stem of
-2×2 without padding, which starts white; stages of two 3×3 convolutions, of which the first is pooled between it and its
-norm, so that norm and activation touch a quarter of the values; convolutions that start as the identity on the channels
-that they are given; norms that learn a bias alone, and that one faster than the kernels; a maximum over places and a
-classifier whose logits are scaled down; and that out of training the network sees an image and its mirror image, and
-gives the mean of both logits. What is not: widths are a `PooledConvNet`'s own; the stem starts as a cosine
-transform, for what he computes of the data and keeps as it is, and learns; the classifier has a bias; the last map is
-reduced whole, whatever its size.
+2×2 without padding; stages of two 3×3 convolutions, of which the first is pooled between it and its norm, so that norm
+and activation touch a quarter of the values; convolutions that start as the identity on the channels that they are
+given; norms that learn a bias alone, and that one faster than the kernels; a maximum over places and a classifier whose
+logits are scaled down. What is not: widths are a `PooledConvNet`'s own; the stem starts as a cosine transform, learns
+and has a norm, for what he computes of the data and keeps as it is; GELU is approximated; the scale is 1/8 for his 1/9;
+norms average as everywhere here; the classifier has a bias; the last map is reduced whole, whatever its size.
 
 Most of the work lies at half the image's size and below, with many channels, where convolutions are fast on a CPU.
 """
@@ -181,8 +180,6 @@ def apply(
 ) -> tuple[jax.Array, BatchStats]:
     """Float32 logits `[B,K]` of normalised images `[B,H,W,3]`, and new batch statistics; activations are in `dtype`.
 
-    Out of training the logits are the mean of those of the images and of their mirror images.
-
     Raises:
         ValueError: images smaller than `net.smallest_image`.
     """
@@ -191,18 +188,8 @@ def apply(
             f"images must have at least {net.smallest_image} × {net.smallest_image} px to be halved "
             f"{len(net.stages)} times, got {images.shape[1]} × {images.shape[2]}: give larger ones"
         )
-    if train:
-        return _forward(net, params, batch_stats, images.astype(dtype), train)
-    both = jnp.concatenate([images, images[:, :, ::-1]])
-    logits, unchanged = _forward(net, params, batch_stats, both.astype(dtype), train)
-    return logits.reshape(2, images.shape[0], logits.shape[1]).mean(0), unchanged
-
-
-def _forward(
-    net: PooledConvNet, params: Params, batch_stats: BatchStats, x: jax.Array, train: bool
-) -> tuple[jax.Array, BatchStats]:
-    dtype = x.dtype
     new_stats: BatchStats = {}
+    x = images.astype(dtype)
     for layer in layers(net):
         x, stats = _apply_layer(layer, params, batch_stats, x, train)
         _set(new_stats, layer.path, stats)

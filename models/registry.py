@@ -28,7 +28,7 @@ def _bottleneck(*stages: int) -> ResNet:
 def networks() -> dict[str, ResNet | PooledConvNet]:
     """Every network that can be asked for by name."""
     known: dict[str, ResNet | PooledConvNet] = {**_imagenet_resnets(), **_cifar_resnets()}
-    # Jordan's has 24, 64, 256 and 256 channels: 118 million multiplications an image of 32 px for these 66.
+    # Jordan's has 24, 64, 256 and 256 channels: 118 million multiplications an image of 32 px for these 65.
     return known | {"convnet8": PooledConvNet(stem=24, stages=(64, 128, 256))}
 
 

@@ -43,6 +43,7 @@ VALID = {
     "label_smoothing": st.floats(0, 1),
     "skip_nonfinite": st.integers(0, 2**31 - 2),
     "stop_on_nan": st.booleans(),
+    "eval_mirror": st.booleans(),
     "crop": st.sampled_from(["centre", "random", "resized"]),
     "crop_padding": st.integers(0, 2**14),
     "crop_area": st.floats(0, 1),
@@ -79,7 +80,7 @@ REALS = [
     *("label_smoothing", "crop_area", "flip", "brightness", "contrast", "saturation", "hue"),
     *("mixup", "cutmix", "erasing", "stop_at_top1", "epochs", "warmup_epochs"),
 ]
-SWITCHES = ["synthetic", "overwrite", "cycle_momentum", "decay_all", "resume", "stop_on_nan"]
+SWITCHES = ["synthetic", "eval_mirror", "overwrite", "cycle_momentum", "decay_all", "resume", "stop_on_nan"]
 CHOICES = ["transport", "optimizer", "schedule", "crop", "precision"]
 TEXTS = ["data", "split", "eval_split", "model", "run_dir", "compilation_cache", "dump_hlo", "init_from"]
 OPTIONAL = [
@@ -127,6 +128,7 @@ def test_golden_json():
         "split": "train",
         "eval_split": None,
         "eval_every_steps": 0,
+        "eval_mirror": False,
         "stop_at_top1": None,
         "synthetic": False,
         "model": "auto",

@@ -267,7 +267,7 @@ def one_block_a_stage(stride_on):
         (one_block_a_stage("conv2"), 2, 64),
         (one_block_a_stage("conv3"), 2, 65),
     ],
-    ids=["resnet8", "resnet8-bfloat16-odd", "pooled", "v1.5", "xlajl"],
+    ids=["resnet8", "resnet8-bfloat16-odd", "convnet8", "v1.5", "xlajl"],
 )
 def test_a_training_step_in_a_loop_keeps_only_fast_convolutions(model, batch, image_size):
     hlo = training_loop(model, batch, image_size)

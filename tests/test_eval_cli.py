@@ -59,6 +59,20 @@ def test_it_prints_the_line_of_the_loop_and_says_the_rest_to_stderr(place):
     assert told[3].startswith("11 images in ")
 
 
+def test_mirror_images_are_looked_at_where_the_run_or_the_command_says_so(place, monkeypatch, tmp_path):
+    folder, found = place
+    config = TrainConfig(
+        steps=2, batch=4, data=os.fspath(folder / "data"), model="resnet8", eval_mirror=True, run_dir=tmp_path / "run"
+    )
+    (mirrored,) = train(config).evaluations
+    assert mirrored.loss != found.loss
+    for run, option, wanted in (("run", "--no-eval-mirror", found), ("run", None, mirrored)):
+        code, out, _ = invoke(monkeypatch, tmp_path, run, *([option] if option else []))
+        assert (code, out) == (0, evaluation_words(wanted) + "\n")
+    code, out, _ = invoke(monkeypatch, folder, "run", "--eval-mirror")
+    assert (code, out) == (0, evaluation_words(mirrored) + "\n")
+
+
 def test_json_is_a_line_as_in_the_log(place, monkeypatch):
     folder, _ = place
     code, out, _ = invoke(monkeypatch, folder, "run", "--json")

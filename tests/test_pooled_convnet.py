@@ -107,16 +107,17 @@ def test_logits_statistics_and_gradients_are_those_of_xlas_operations(size):
     )
 
 
-def test_evaluation_sees_the_mirror_image_too_and_leaves_the_statistics_that_it_normalises_by():
+def test_evaluation_normalises_by_the_running_statistics_and_leaves_them():
     params, stats = drawn(NET)
     images = normal(2, (4, 16, 16, 3))
     evaluate = jax.jit(partial(pooled_convnet.apply, NET, train=False, dtype=jnp.dtype(jnp.float32)))
     logits, after = evaluate(params, stats, images)
-    seen, mirrored = (xla_network(params, stats, x, train=False)[0] for x in (images, jnp.flip(images, 2)))
-    np.testing.assert_allclose(logits, (seen + mirrored) / 2, rtol=1e-4, atol=1e-4 * np.abs(seen).max())
-    assert np.abs(seen - mirrored).max() > 0.01 * np.abs(seen).max()
+    wanted, _ = xla_network(params, stats, images, train=False)
+    # Float32 sums in another order, here and for one image: 1e-5 of the largest logit.
+    almost = partial(np.testing.assert_allclose, rtol=0, atol=1e-5 * np.abs(wanted).max())
+    almost(logits, wanted)
     jax.tree.map(np.testing.assert_array_equal, after, stats)
-    np.testing.assert_allclose(evaluate(params, stats, images[:1])[0], logits[:1], rtol=1e-4)
+    almost(evaluate(params, stats, images[:1])[0], wanted[:1])
 
 
 def test_bfloat16_stays_near_float32():
@@ -207,6 +208,11 @@ def test_initial_values():
     jax.tree.map(np.testing.assert_array_equal, init(jax.random.key(3)), (params, stats))
     other = init(jax.random.key(4))[0]
     assert not np.array_equal(other["fc"]["kernel"], fc)
+    # Each layer has draws of its own: what passes nothing on is compared, draw by draw.
+    first, second = (np.ravel(params[stage]["0"]["conv"]["kernel"])[:5000] for stage in ("stage2", "stage3"))
+    index = np.arange(5000)
+    are_drawn = (index % 128 >= 64) & (index % 256 >= 128)
+    assert abs(np.corrcoef(first[are_drawn], second[are_drawn])[0, 1]) < 4 / np.sqrt(are_drawn.sum())
     assert not np.array_equal(other["stage2"]["0"]["conv"]["kernel"], params["stage2"]["0"]["conv"]["kernel"])
 
 

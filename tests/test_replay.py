@@ -284,7 +284,8 @@ def test_the_state_in_an_evaluation_that_was_cut_short_is_that_of_the_replay(tmp
     report = replay(path, from_step=0)
     assert report.is_same, report
     assert (report.to_step, report.num_arrays is not None) == (end, True)
-    # Its first push would be of the state after the evaluation, and the next one may come too soon upon it.
+    # With snapshots, the one after the evaluation would still wait for its lines when that of step 8 comes, which is
+    # then left out; `Unhurried` would wait for it in vain.
     run(path, resume=True, batches=toy_batch, snapshot_every_steps=0)
     first, second = replay(path, from_step=0, to_step=end), replay(path, from_step=end)
     assert first.is_same, first

@@ -225,6 +225,7 @@ def test_more_steps_and_another_rate_may_be_given_and_are_recorded(tmp_path):
 OTHERS: dict[str, Any] = {
     "split": "test",
     "eval_split": "off",
+    "eval_mirror": True,
     "synthetic": True,
     "batch": 4,
     "model": "resnet8",

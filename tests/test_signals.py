@@ -122,14 +122,15 @@ def test_off_the_main_thread_nothing_is_touched():
     assert inside == before
 
 
-def test_a_worker_gives_its_result():
+def test_a_worker_gives_its_result_and_leaves_no_thread():
+    before = threading.enumerate()
     assert call_on_worker(lambda *given: (given, threading.current_thread().name), 1, "two") == (
         (1, "two"),
         "worker",
     )
     assert call_on_worker(max, 3, 5) == 5
     assert call_on_worker(lambda: None) is None
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("worker-")]
+    assert not [thread for thread in threading.enumerate() if thread.name == "worker" and thread not in before]
 
 
 @pytest.mark.parametrize("kind", [LookupError, SystemExit, KeyboardInterrupt])

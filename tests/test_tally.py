@@ -33,7 +33,7 @@ def plain_count(logits, labels):
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(st.integers(1, PLACES), st.sampled_from([1, 2, 6, 9]), st.integers(0, 10**6))
+@given(st.integers(1, PLACES), st.sampled_from([1, 2, 5, 6]), st.integers(0, 10**6))
 def test_a_batch_is_counted_as_by_sorting_and_padding_is_not(num_images, num_classes, seed):
     padding = PLACES - num_images
     random = np.random.default_rng(seed)
@@ -48,7 +48,7 @@ def test_a_batch_is_counted_as_by_sorting_and_padding_is_not(num_images, num_cla
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(st.lists(st.integers(0, PLACES), min_size=1, max_size=3), st.sampled_from([1, 2, 6, 9]))
+@given(st.lists(st.integers(0, PLACES), min_size=1, max_size=3), st.sampled_from([1, 2, 5, 6]))
 def test_classes_are_counted_as_by_a_loop_over_images(counts, num_classes):
     random = np.random.default_rng(0)
     tally = empty_tally(num_classes)
@@ -104,19 +104,24 @@ def evaluation_set(num_images, seed=5):
     return pixels, labels
 
 
-def plain_evaluation(result, pixels, labels):
+def plain_evaluation(result, pixels, labels, *, eval_mirror=False):
     images = (unpack_rgb(pixels).astype(np.float32) / 255 - 0.5) / 0.25
     logits, _ = Linear().apply(result.params, result.batch_stats, images, train=False)
+    if eval_mirror:
+        mirrored, _ = Linear().apply(result.params, result.batch_stats, images[:, :, ::-1], train=False)
+        assert not np.allclose(mirrored, logits, atol=0.01)
+        logits = (logits + mirrored) / 2
     return plain_count(logits, labels)
 
 
+@pytest.mark.parametrize("eval_mirror", [False, True])
 @pytest.mark.parametrize("num_images", [1, BATCH, 2 * BATCH + 3])
-def test_an_evaluation_in_the_loop_is_one_in_a_plain_loop_to_the_image(num_images, tmp_path):
+def test_an_evaluation_in_the_loop_is_one_in_a_plain_loop_to_the_image(num_images, eval_mirror, tmp_path):
     pixels, labels = evaluation_set(num_images)
-    config = toy_config(steps=7, learning_rate=0.02, run_dir=tmp_path)
+    config = toy_config(steps=7, learning_rate=0.02, eval_mirror=eval_mirror, run_dir=tmp_path)
     result = train(config, model=Linear(), batches=toy_batch, evaluation=(pixels, labels))
     (found,) = result.evaluations
-    top1, top5, loss = plain_evaluation(result, pixels, labels)
+    top1, top5, loss = plain_evaluation(result, pixels, labels, eval_mirror=eval_mirror)
     assert (found.step, found.num_images) == (7, num_images)
     assert (found.top1, found.top5) == (top1 / num_images, top5 / num_images)
     np.testing.assert_allclose(found.loss, loss / num_images, rtol=1e-5)

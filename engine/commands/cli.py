@@ -31,6 +31,7 @@ _GROUPS = {
         "epochs",
         "batch",
         "eval_every_steps",
+        "eval_mirror",
         "stop_at_top1",
         "model",
         "init_from",
@@ -142,12 +143,9 @@ def _list_recipes(context: click.Context, _parameter: click.Parameter, is_wanted
     metavar="STEPS",
     help="Steps between evaluations; 0 is one at the end.",
 )
+@click.option("--eval-mirror/--no-eval-mirror", default=_DEFAULTS.eval_mirror, help="Evaluate mirror images too.")
 @click.option(
-    "--stop-at-top1",
-    type=_OPTIONAL_FLOAT,
-    metavar="0…1",
-    show_default="never",
-    help="End at the evaluation that reaches it.",
+    "--stop-at-top1", type=_OPTIONAL_FLOAT, metavar="0…1", show_default="never", help="End once one is reached."
 )
 @click.option(
     "--synthetic/--no-synthetic",

@@ -25,6 +25,7 @@ _SETTINGS = (
     "eval_split",
     "batch",
     "image_size",
+    "eval_mirror",
     "precision",
     "prefetch",
     "reader_threads",
@@ -35,7 +36,7 @@ _SETTINGS = (
 _GROUPS = {
     "Weights of no run": ("weights", "model", "mean", "std"),
     "Data": ("data", "eval_split", "image_size"),
-    "Evaluation": ("batch", "precision"),
+    "Evaluation": ("batch", "eval_mirror", "precision"),
     "Infeed": ("prefetch", "reader_threads", "infeed_timeout_s", "transport"),
     "Output": ("per_class", "as_json", "traceback"),
     "Compilation": ("compilation_cache",),
@@ -81,6 +82,12 @@ def _or_default(name: str) -> str:
     help="Of the central crop that the network sees.",
 )
 @click.option("--batch", type=int, metavar="IMAGES", show_default=_or_default("batch"), help="Images a pull.")
+@click.option(
+    "--eval-mirror/--no-eval-mirror",
+    default=None,
+    show_default=f"{_AS_RUN}, else off",
+    help="The mean of the logits of an image and of its mirror image.",
+)
 @click.option(
     "--precision",
     type=click.Choice(get_args(PrecisionName)),

@@ -63,8 +63,8 @@ def evaluate(
 
     Args:
         run: its folder; or its settings with some of them changed (`engine.run_settings` reads them), of which
-            `run_dir` names the folder, and data, eval_split, batch, image_size, precision and those of the infeed are
-            heeded.
+            `run_dir` names the folder, and data, eval_split, batch, image_size, eval_mirror, precision and those of the
+            infeed are heeded.
         model: your own, where the run trained one.
         evaluation: your own images, in place of a split: (uint32 [N, H, W] packed pixels, integer [N] labels), or an
             `EvaluationSource`.
@@ -107,7 +107,7 @@ def evaluate_weights(
     Args:
         path: of a safetensors file with torchvision's names and layouts.
         config: model (a name of the registry; "auto" is what the file names), data, eval_split, batch, image_size,
-            precision and the settings of the infeed are heeded.
+            eval_mirror, precision and the settings of the infeed are heeded.
         mean, std: of each channel on the scale 0 … 1; None is what the file says, else ImageNet's.
         per_class: count class by class too.
         notify: told in words what is evaluated, on what.

@@ -126,7 +126,7 @@ def registry_name_of(path: str, stored: StoredWeights, config: TrainConfig) -> s
 
 
 def num_classes_of(stored: StoredWeights) -> int | None:
-    """Gives how many classes the weights of a ResNet tell apart, None where they have no classifier."""
+    """Gives how many classes weights of the registry tell apart, None where they have no classifier."""
     bias = stored.tensors.get("fc.bias")
     return None if bias is None or bias.ndim != 1 else len(bias)
 

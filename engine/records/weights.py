@@ -47,7 +47,7 @@ def name_tensors(registry_name: str | None, params: Any, batch_stats: Any) -> Te
         params, batch_stats: its pytrees.
 
     Returns:
-        torchvision's names and layouts for a ResNet of the registry; else the path of each leaf, `params.…` and
+        torchvision's names and layouts for a network of the registry; else the path of each leaf, `params.…` and
         `batch_stats.…`, in the model's own layout.
     """
     if registry_name is not None:
@@ -102,12 +102,12 @@ def place_tensors(registry_name: str | None, tensors: Mapping[str, NDArray[Any]]
     Args:
         registry_name: as there.
         tensors: by name. What is float there may be of another float type here. PyTorch's `num_batches_tracked` may
-            stand beside those of a ResNet.
+            stand beside those of a network of the registry.
         like: the model's params and batch_stats, arrays or jax.ShapeDtypeStruct.
 
     Returns:
-        NumPy arrays (jax's where a leaf is a generator's key) of the dtypes of `like`. A ResNet's classifier is as
-        large as the tensors have it, whatever `like` says.
+        NumPy arrays (jax's where a leaf is a generator's key) of the dtypes of `like`. The classifier of the
+        registry's is as large as the tensors have it, whatever `like` says.
 
     Raises:
         ValueError: where a tensor is missing, left over, of another shape or of another kind, naming the first few.
