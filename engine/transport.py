@@ -38,7 +38,7 @@ class Transport(Protocol):
         Args:
             function: called on a thread of the runtime with the operands' values and the arrays to write.
             results: the shapes and dtypes of what it writes.
-            operands: traced arrays of any shape.
+            operands: traced arrays of any shape, of dtypes that NumPy itself has.
 
         Returns:
             One traced array for each of `results`.
@@ -56,8 +56,10 @@ class InplaceTransport:
     ) -> tuple[jax.Array, ...]:
         """See `Transport.call`."""
 
+        # Not `np.asarray`: jaxlib then enters an address of this thread's stack among its living objects, and while any
+        # such array lives, a later call whose buffer is made at that very address is handed the old one.
         def cross(_context: Any, outputs: Sequence[Any], *inputs: Any) -> None:
-            function([np.asarray(value) for value in inputs], [np.asarray(buffer) for buffer in outputs])
+            function([np.from_dlpack(value) for value in inputs], [np.from_dlpack(buffer) for buffer in outputs])
 
         return tuple(buffer_callback(cross, tuple(results), has_side_effect=True)(*operands))
 

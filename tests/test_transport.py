@@ -1,5 +1,7 @@
 """Both transports: operands in, results out, once a call."""
 
+import ctypes
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,6 +48,30 @@ def test_a_call_whose_results_nobody_uses_is_still_made(transport):
     jax.block_until_ready(jax.jit(program)(jnp.float32(2.5)))
     jax.effects_barrier()
     assert seen == [2.5]
+
+
+@pytest.mark.parametrize("transport", [InplaceTransport(), CallbackTransport()], ids=lambda each: each.name)
+def test_arrays_that_the_host_keeps_are_never_taken_for_those_of_a_later_call(transport):
+    kept = []
+    values = []
+
+    def host(operands, results):
+        kept.append((operands, results))
+        values.append([int(operand) for operand in operands])
+        results[0][...] = operands[0] + operands[1]
+
+    def program(number):
+        return transport.call(host, RESULTS[1:], number, number * 7)[0]
+
+    compiled = jax.jit(program).lower(jnp.int32(0)).compile()
+    sums = []
+    # Each argument of a C callback takes its room on the stack: the calls find it at as many different heights.
+    for height in range(100):
+        number = jnp.int32(height)
+        callback = ctypes.CFUNCTYPE(None, *[ctypes.c_int] * height)
+        callback(lambda *_, number=number: sums.append(int(compiled(number))))(*range(height))
+    assert values == [[number, 7 * number] for number in range(100)]
+    assert sums == [8 * number for number in range(100)]
 
 
 @pytest.mark.parametrize(
