@@ -85,18 +85,16 @@ def train(
     config = settle_epochs(config, own_batches=batches is not None, notify=notify)
     if config.run_dir is None:
         if config.resume or config.snapshot_every_steps:
-            name = "resume" if config.resume else "snapshot_every_steps"
-            raise ValueError(f"the setting {name} needs a run folder, got none: name it, TrainConfig(run_dir=…)")
+            _named_folder(config, "resume" if config.resume else "snapshot_every_steps")
         return _train_unrecorded(config, model, batches, evaluation, sinks, notify)
     with ExitStack() as stack:
         folder = stack.enter_context(RunFolder(Path(config.run_dir), overwrite=config.overwrite, resume=config.resume))
-        recorded, start = _find_start(config, folder, notify)
+        recorded, start = _find_start(config, notify)
         launch = Launch(config, stack, start, model=model, batches=batches, evaluation=evaluation, notify=notify)
         earlier: list[dict[str, Any]] = []
         cuts: dict[Path, int] = {}
         if recorded is not None:
-            check_data(launch.resolved, recorded)
-            check_given_weights(launch.given_digest, recorded)
+            _check_data(launch, recorded)
             cuts = find_cuts(folder.path, start)
             earlier = note_changes(recorded, config, start.step)
         recording = stack.enter_context(_RecordingLaunch(config, launch, folder))
@@ -121,12 +119,13 @@ def plan_run(
     evaluation: EvaluationSource | EvaluationArrays | None = None,
     notify: Callable[[str], None] = lambda _: None,
 ) -> DryRun:
-    """Resolves and compiles what `train` would run, and runs nothing; arguments and errors as there."""
+    """Resolves and compiles what `train` would run or resume, and runs nothing; arguments and errors as there."""
     config = settle_epochs(config, own_batches=batches is not None, notify=notify)
+    recorded, start = _find_start(config, notify)
     with ExitStack() as stack:
-        launch = Launch(
-            config, stack, StartingPoint(), model=model, batches=batches, evaluation=evaluation, notify=notify
-        )
+        launch = Launch(config, stack, start, model=model, batches=batches, evaluation=evaluation, notify=notify)
+        if recorded is not None:
+            _check_data(launch, recorded)
         with caching_compilations(config.compilation_cache):
             compiled = launch.compile()
         return DryRun(compiled, launch.num_params, launch.resolved, launch.ring_bytes, host_memory_bytes())
@@ -152,16 +151,26 @@ def _train_unrecorded(
         return _result(launch, compiled, state, None)
 
 
-def _find_start(
-    config: TrainConfig, folder: RunFolder, notify: Callable[[str], None]
-) -> tuple[RecordedRun | None, StartingPoint]:
+def _named_folder(config: TrainConfig, setting: str) -> Path:
+    if config.run_dir is None:
+        raise ValueError(f"the setting {setting} needs a run folder, got none: name it, TrainConfig(run_dir=…)")
+    return Path(config.run_dir)
+
+
+def _check_data(launch: Launch, recorded: RecordedRun) -> None:
+    check_data(launch.resolved, recorded)
+    check_given_weights(launch.given_digest, recorded)
+
+
+def _find_start(config: TrainConfig, notify: Callable[[str], None]) -> tuple[RecordedRun | None, StartingPoint]:
     if not config.resume:
         return None, StartingPoint()
-    recorded = read_recorded(folder.path)
+    path = _named_folder(config, "resume")
+    recorded = read_recorded(path)
     check_settings(config, recorded.config)
-    start = find_start(folder.path, notify)
+    start = find_start(path, notify)
     where = f"the snapshot of step {start.step:,}" if start.snapshot else "its beginning, as it has no snapshot"
-    notify(f"resuming {folder.path} from {where}")
+    notify(f"resuming {path} from {where}")
     if warning := told_versions(recorded):
         notify(warning)
     return recorded, start

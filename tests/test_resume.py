@@ -23,6 +23,7 @@ from engine.records.run_folder import RunFolder, recorded_versions
 from engine.records.snapshot import snapshot_steps, write_snapshot
 from engine.records.snapshot_writer import SnapshotWriter
 from engine.resume import HOST_SETTINGS, RUNTIME_SETTINGS, StartingPoint, check_settings, find_cuts, note_changes
+from engine.run import plan_run
 from tests.fake_source import fake_source, pack
 from tests.toy import SIZE, Linear, toy_batch, toy_config
 
@@ -275,17 +276,40 @@ def test_an_average_can_neither_come_nor_go(before, now):
     check_settings(toy_config(ema_decay=0.5), toy_config(ema_decay=0.9))
 
 
+def contents(path):
+    return {file: file.read_bytes() for file in path.rglob("*") if file.is_file() and file.name != ".lock"}
+
+
+def test_a_planned_resume_says_from_where_and_leaves_everything_as_it_was(reference, tmp_path):
+    path = tmp_path / "run"
+    shutil.copytree(reference, path)
+    shutil.rmtree(path / "snapshots" / str(STEPS))
+    before = contents(path)
+    told: list[str] = []
+    config = toy_config(steps=STEPS, run_dir=path, resume=True, **EVERYTHING)
+    plan_run(config, model=Linear(), batches=toy_batch, evaluation=EVALUATED, notify=told.append)
+    assert f"resuming {path} from the snapshot of step {STEPS - 1}" in told
+    for values, batches, message in (
+        ({"seed": 5}, toy_batch, "seed was 0, got 5"),
+        ({"run_dir": None}, toy_batch, "the setting resume needs a run folder"),
+        ({}, lambda step: toy_batch(step, batch=4), "8"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            plan_run(replace(config, **values), model=Linear(), batches=batches, evaluation=EVALUATED)
+    assert contents(path) == before
+
+
 def test_a_refused_resume_leaves_everything_as_it_was(reference, tmp_path):
     path = tmp_path / "run"
     shutil.copytree(reference, path)
-    before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file() and file.name != ".lock"}
+    before = contents(path)
     for values, message in (
         ({"seed": 5}, "seed was 0, got 5"),
         ({"batches": lambda step: toy_batch(step, batch=4)}, "8"),
     ):
         with pytest.raises(ValueError, match=message):
             run(path, resume=True, **values)
-    assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file() and file.name != ".lock"} == before
+    assert contents(path) == before
 
 
 def test_other_data_are_refused_and_the_same_elsewhere_are_not(tmp_path):
