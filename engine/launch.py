@@ -51,7 +51,15 @@ _QUIT_TIMEOUT_S = 1.0
 
 
 class NonFiniteError(ArithmeticError):
-    """A run's gradients were not finite more often in a row than it was to bear."""
+    """A run's gradients were not finite more often in a row than it was to bear.
+
+    Attributes:
+        first_step: of those in a row.
+    """
+
+    def __init__(self, message: str, first_step: int) -> None:
+        super().__init__(message)
+        self.first_step = first_step
 
 
 class Launch:
@@ -292,7 +300,8 @@ class Launch:
             f"the gradient must be finite, and was not at step {int(state.step)}"
             + (f" and the {skips - 1} before it" if skips > 1 else "")
             + ": the weights are those of the last update that was; a lower learning rate, a warm-up or a limit of the "
-            "gradient's norm may help (--learning-rate, --warmup-steps, --clip-norm), or --skip-nonfinite"
+            "gradient's norm may help (--learning-rate, --warmup-steps, --clip-norm), or --skip-nonfinite",
+            first_step=int(state.step) - skips + 1,
         )
 
     def _values(self) -> RunValues:

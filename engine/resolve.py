@@ -4,7 +4,7 @@ The only place that knows which settings depend on which data.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +25,11 @@ from engine.config import TrainConfig
 from engine.dataset import choose_data, make_demo
 from engine.program import TrainModel
 from models.model import Model
-from models.registry import build_model
+from models.registry import build_model, model_names
 from preprocess.manifest import Manifest
 from preprocess.shards import list_splits, open_split
 
+_OWN_BATCHES = "batches of your own"
 _USUAL_EVAL_SPLITS = ("val", "test")
 _SYNTHETIC_SIZE = 224
 _SYNTHETIC_CLASSES = 1000
@@ -79,6 +80,12 @@ class Resolved:
             "eval_manifest_sha256": self.eval_manifest_digest,
             "num_eval_batches": self.evaluation.num_batches if self.evaluation else 0,
         }
+
+
+def own_parts(recorded: Mapping[str, Any]) -> tuple[str, ...]:
+    """Tells which of "model" and "batches" were the user's own in a run, by its recorded `Resolved.to_json()`."""
+    is_own = {"model": recorded.get("model") not in model_names(), "batches": recorded.get("data") == _OWN_BATCHES}
+    return tuple(name for name, is_so in is_own.items() if is_so)
 
 
 @dataclass(frozen=True)
@@ -221,7 +228,7 @@ def _own_batches(config: TrainConfig, batches: BatchFunction | BatchSource, firs
             f"every batch must hold the {config.batch} images of the setting batch, "
             f"the batch source gives {source.batch}: change one of the two"
         )
-    return _OpenData(source, "batches of your own", config.num_classes)
+    return _OpenData(source, _OWN_BATCHES, config.num_classes)
 
 
 def _synthetic(config: TrainConfig) -> _OpenData:

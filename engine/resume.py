@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.config import TrainConfig
-from engine.records.control_log import CONTROL_LOG_NAME, ControlEvent, read_events
+from engine.locations import with_absolute_paths
+from engine.records.control_log import CONTROL_LOG_NAME, ControlEvent, factor_before, read_events
 from engine.records.recorded_run import RecordedRun
 from engine.records.run_folder import EVALUATION_LOG, LOSS_LOG, SNAPSHOTS, RunFolder, recorded_versions
-from engine.resolve import Resolved
+from engine.resolve import Resolved, own_parts
 
 if TYPE_CHECKING:
     from engine.records.snapshot import Snapshot
@@ -57,6 +58,8 @@ HOST_SETTINGS = frozenset(
     }
 )
 _IN_THE_PROGRAM = ("ema_decay",)
+# They say what a launch is to do, and nothing of the run.
+_OF_THE_LAUNCH = frozenset({"run_dir", "resume", "overwrite"})
 # Among the resolved settings of `config.json`.
 GIVEN_WEIGHTS = "init_from_sha256"
 
@@ -65,7 +68,7 @@ def check_settings(config: TrainConfig, recorded: TrainConfig) -> None:
     """Raises ValueError where settings differ that a run cannot change on its way; names each with both values."""
     changed = {
         name: (before, now)
-        for name, before, now in _differences(recorded, config)
+        for name, before, now in _differences(with_absolute_paths(recorded), with_absolute_paths(config))
         if name not in HOST_SETTINGS and not _may_change(name, before, now)
     }
     if changed:
@@ -88,13 +91,24 @@ def _may_change(name: str, before: Any, now: Any) -> bool:
     return name in RUNTIME_SETTINGS
 
 
+def check_own(recorded: RecordedRun, run: Path, *, model: object, batches: object) -> None:
+    """Raises ValueError where a run was made with a model or batches of the user's own, and none are given."""
+    given = {"model": model, "batches": batches}
+    if missing := [name for name in own_parts(recorded.resolved) if given[name] is None]:
+        words = ", ".join(f"{name}=…" for name in missing)
+        raise ValueError(
+            f"{run} was made with {' and '.join(missing)} of your own, which only Python has: "
+            f"engine.train(TrainConfig(run_dir={str(run)!r}, resume=True, …), {words})"
+        )
+
+
 def check_data(resolved: Resolved, recorded: RecordedRun) -> None:
     """Raises ValueError where the data or the model are not those of the recorded run."""
     if resolved.manifest_digest != recorded.manifest_digest:
         raise ValueError(
-            f"a run that is resumed or replayed must have its data, and those of {resolved.data} are others "
-            f"(their manifest's digest was {_short(recorded.manifest_digest)}, is {_short(resolved.manifest_digest)}): "
-            "name the folder where they are now (--data), or begin another run"
+            f"a run that is resumed or replayed must have its data, and these are others: {resolved.data} "
+            f"(the manifest's digest was {_short(recorded.manifest_digest)}, is {_short(resolved.manifest_digest)}). "
+            "Name the folder where they are now (--data), or begin another run"
         )
     now = json.loads(json.dumps(resolved.to_json()))
     for name in ("model", "num_classes", "height", "width", "mean", "std", "eval_manifest_sha256", "num_eval_batches"):
@@ -118,6 +132,41 @@ def check_given_weights(digest: str | None, recorded: RecordedRun) -> None:
 
 def _short(digest: str | None) -> str:
     return "none" if digest is None else digest[:12]
+
+
+def check_steps(config: TrainConfig, recorded: TrainConfig, steps_done: int) -> None:
+    """Raises ValueError where a run that goes on is to have another length, and has that behind it."""
+    if config.steps == recorded.steps or config.steps > steps_done:
+        return
+    remedy = "give more"
+    if recorded.steps > steps_done:
+        remedy = f"leave them out to go on to {recorded.steps:,}, or give more"
+    raise ValueError(
+        f"the steps of a resumed run must be more than the {steps_done:,} that it goes on from, "
+        f"got {config.steps:,}: {remedy}"
+    )
+
+
+def told_changes(config: TrainConfig, recorded: TrainConfig) -> str | None:
+    """Gives in words the settings that a resume changes."""
+    changed = [
+        f"{name} {_in_words(old)} → {_in_words(now)}"
+        for name, old, now in _differences(with_absolute_paths(recorded), with_absolute_paths(config))
+        if name not in _OF_THE_LAUNCH
+    ]
+    return f"resumed with {', '.join(changed)}" if changed else None
+
+
+def _in_words(value: Any) -> str:
+    return "default" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def told_factor(start: "StartingPoint") -> str | None:
+    """Gives in words what a request made of the learning rate, where that still holds at the start of a launch."""
+    factor = factor_before(start.events, start.pulls)
+    if factor == 1:
+        return None
+    return f"learning-rate factor {factor:g}, asked for earlier, still holds (control-run --learning-rate-factor)"
 
 
 def note_changes(recorded: RecordedRun, config: TrainConfig, step: int) -> list[dict[str, Any]]:

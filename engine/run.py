@@ -19,6 +19,7 @@ from engine.config import TrainConfig
 from engine.epochs import settle_epochs
 from engine.keys import plain_keys
 from engine.launch import Launch, NonFiniteError
+from engine.locations import with_absolute_paths
 from engine.machine import host_memory_bytes
 from engine.outfeed import PushedSnapshot
 from engine.program import TrainModel, TrainState
@@ -34,11 +35,15 @@ from engine.resume import (
     StartingPoint,
     check_data,
     check_given_weights,
+    check_own,
     check_settings,
+    check_steps,
     find_cuts,
     find_start,
     go_back,
     note_changes,
+    told_changes,
+    told_factor,
     told_versions,
 )
 from engine.sinks import RunFolderSink, Sink
@@ -89,12 +94,12 @@ def train(
         return _train_unrecorded(config, model, batches, evaluation, sinks, notify)
     with ExitStack() as stack:
         folder = stack.enter_context(RunFolder(Path(config.run_dir), overwrite=config.overwrite, resume=config.resume))
-        recorded, start = _find_start(config, notify)
+        recorded, start = _find_start(config, notify, model, batches)
         launch = Launch(config, stack, start, model=model, batches=batches, evaluation=evaluation, notify=notify)
         earlier: list[dict[str, Any]] = []
         cuts: dict[Path, int] = {}
         if recorded is not None:
-            _check_data(launch, recorded)
+            _check_continues(launch, recorded, notify)
             cuts = find_cuts(folder.path, start)
             earlier = note_changes(recorded, config, start.step)
         recording = stack.enter_context(_RecordingLaunch(config, launch, folder))
@@ -106,8 +111,13 @@ def train(
         else:
             go_back(folder, start, cuts)
         origins = _origins(config) if origins is None else origins
-        resolved = launch.resolved.to_json() | {GIVEN_WEIGHTS: _given_digest(launch, recorded)}
-        folder.write_config(config, resolved, launch.resolved.manifest_digest, origins=origins, earlier=earlier)
+        resolved = launch.resolved.to_json() | {
+            "learning_rate": config.peak_learning_rate,
+            GIVEN_WEIGHTS: _given_digest(launch, recorded),
+        }
+        folder.write_config(
+            with_absolute_paths(config), resolved, launch.resolved.manifest_digest, origins=origins, earlier=earlier
+        )
         return recording.run(compiled, state, sinks)
 
 
@@ -121,11 +131,11 @@ def plan_run(
 ) -> DryRun:
     """Resolves and compiles what `train` would run or resume, and runs nothing; arguments and errors as there."""
     config = settle_epochs(config, own_batches=batches is not None, notify=notify)
-    recorded, start = _find_start(config, notify)
+    recorded, start = _find_start(config, notify, model, batches)
     with ExitStack() as stack:
         launch = Launch(config, stack, start, model=model, batches=batches, evaluation=evaluation, notify=notify)
         if recorded is not None:
-            _check_data(launch, recorded)
+            _check_continues(launch, recorded, notify)
         with caching_compilations(config.compilation_cache):
             compiled = launch.compile()
         return DryRun(compiled, launch.num_params, launch.resolved, launch.ring_bytes, host_memory_bytes())
@@ -157,18 +167,26 @@ def _named_folder(config: TrainConfig, setting: str) -> Path:
     return Path(config.run_dir)
 
 
-def _check_data(launch: Launch, recorded: RecordedRun) -> None:
+def _check_continues(launch: Launch, recorded: RecordedRun, notify: Callable[[str], None]) -> None:
+    """Raises ValueError where what was opened is not the run's; else says what the resume changes and what holds."""
     check_data(launch.resolved, recorded)
     check_given_weights(launch.given_digest, recorded)
+    for told in (told_changes(launch.config, recorded.config), told_factor(launch.start)):
+        if told is not None:
+            notify(told)
 
 
-def _find_start(config: TrainConfig, notify: Callable[[str], None]) -> tuple[RecordedRun | None, StartingPoint]:
+def _find_start(
+    config: TrainConfig, notify: Callable[[str], None], model: object, batches: object
+) -> tuple[RecordedRun | None, StartingPoint]:
     if not config.resume:
         return None, StartingPoint()
     path = _named_folder(config, "resume")
     recorded = read_recorded(path)
+    check_own(recorded, path, model=model, batches=batches)
     check_settings(config, recorded.config)
     start = find_start(path, notify)
+    check_steps(config, recorded.config, start.step)
     where = f"the snapshot of step {start.step:,}" if start.snapshot else "its beginning, as it has no snapshot"
     notify(f"resuming {path} from {where}")
     if warning := told_versions(recorded):
@@ -329,12 +347,14 @@ class _RecordingLaunch:
     def _record_end(self, failure: BaseException | None, result: TrainResult | None = None) -> None:
         """Writes `result.json`; where that fails, the failure that it was to tell goes first."""
         losses, first_step = self._launch.stream.losses, self._launch.start.step + 1
-        nonfinite = (step for step, loss in enumerate(losses, first_step) if not math.isfinite(loss))
+        nonfinite = [step for step, loss in enumerate(losses, first_step) if not math.isfinite(loss)]
+        if isinstance(failure, NonFiniteError):
+            nonfinite.append(failure.first_step)
         end: dict[str, Any] = {
             "steps_done": result.steps_done if result else self._launch.start.step + len(losses),
             "stopped_by": result.stopped_by if result else "error",
             "error": None if failure is None else f"{type(failure).__name__}: {failure}",
-            "first_nonfinite_step": next(nonfinite, None),
+            "first_nonfinite_step": min(nonfinite, default=None),
             "num_params": self._launch.num_params,
             "snapshot_step": result.snapshot_step if result else self._snapshots.last_step,
         }

@@ -356,12 +356,26 @@ def test_a_run_is_resumed_with_its_own_settings_and_what_the_command_line_change
     assert first.returncode == 0, first.stderr
     second = run_train("--run-dir", "run", "--resume", "--steps", 5, "--learning-rate", 0.2, cwd=tmp_path)
     assert second.returncode == 0, second.stderr
-    assert second.stdout.splitlines()[0] == "resumed with steps 3 → 5, learning_rate default → 0.2"
+    assert "resumed with steps 3 → 5, learning_rate default → 0.2" in second.stdout.splitlines()
     assert "resuming run from the snapshot of step 3" in second.stdout
     assert (tmp_path / "run/loss.jsonl").read_text().count("\n") == 5
     recorded = json.loads((tmp_path / "run/config.json").read_text())
     assert (recorded["config"]["seed"], recorded["config"]["steps"], recorded["config"]["batch"]) == (3, 5, 4)
     assert (recorded["origins"]["seed"], recorded["origins"]["split"]) == ("command line", "default")
+
+
+def test_a_run_finds_its_data_from_another_working_directory(tmp_path):
+    pack(fake_source(10, size=8), tmp_path / "packed")
+    options = ("--data", "packed", "--model", "resnet8", "--batch", 4, "--steps", 2, "--run-dir", "run")
+    first = run_train(*options, cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    recorded = json.loads((tmp_path / "run/config.json").read_text())
+    assert recorded["config"]["data"] == str(tmp_path / "packed")
+    assert recorded["resolved"]["learning_rate"] == TrainConfig(batch=4).peak_learning_rate
+    (tmp_path / "elsewhere").mkdir()
+    second = run_train("--run-dir", "../run", "--resume", "--steps", 3, cwd=tmp_path / "elsewhere")
+    assert second.returncode == 0, second.stderr
+    assert (tmp_path / "run/loss.jsonl").read_text().count("\n") == 3
 
 
 @pytest.mark.parametrize(

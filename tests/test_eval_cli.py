@@ -66,11 +66,12 @@ def test_mirror_images_are_looked_at_where_the_run_or_the_command_says_so(place,
     )
     (mirrored,) = train(config).evaluations
     assert mirrored.loss != found.loss
-    for run, option, wanted in (("run", "--no-eval-mirror", found), ("run", None, mirrored)):
+    told = evaluation_words(mirrored).removesuffix(")") + ", and their mirror images)"
+    for run, option, wanted in (("run", "--no-eval-mirror", evaluation_words(found)), ("run", None, told)):
         code, out, _ = invoke(monkeypatch, tmp_path, run, *([option] if option else []))
-        assert (code, out) == (0, evaluation_words(wanted) + "\n")
+        assert (code, out) == (0, wanted + "\n")
     code, out, _ = invoke(monkeypatch, folder, "run", "--eval-mirror")
-    assert (code, out) == (0, evaluation_words(mirrored) + "\n")
+    assert (code, out) == (0, told + "\n")
 
 
 def test_json_is_a_line_as_in_the_log(place, monkeypatch):

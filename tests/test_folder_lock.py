@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.records.folder_lock import LOCK_NAME, FolderInUseError, FolderLock, is_locked
+from engine.records.folder_lock import LOCK_NAME, FolderInUseError, FolderLock, is_locked, was_killed
 
 LIMIT_S = 60
 
@@ -242,3 +242,17 @@ def test_a_full_disk_does_not_matter(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "pwrite", fail)
     with FolderLock(tmp_path):
         assert is_locked(tmp_path)
+
+
+def test_a_holder_that_was_killed_is_told_from_one_that_works_one_that_ended_and_one_elsewhere(tmp_path, holder):
+    assert not was_killed(tmp_path)
+    holder.kill()
+    holder.wait(LIMIT_S)
+    assert was_killed(tmp_path)
+    record = json.loads((tmp_path / LOCK_NAME).read_text())
+    (tmp_path / LOCK_NAME).write_text(json.dumps(record | {"host": "elsewhere"}))
+    assert not was_killed(tmp_path)
+    with FolderLock(tmp_path):
+        assert not was_killed(tmp_path)
+    assert not was_killed(tmp_path)
+    assert not was_killed(tmp_path / "nowhere")

@@ -16,13 +16,21 @@ import pytest
 
 from engine import TrainConfig, train
 from engine.launch import NonFiniteError
-from engine.records.control_log import read_events
+from engine.records.control_log import ControlEvent, read_events
 from engine.records.control_requests import ControlRequest, send_request
 from engine.records.recorded_run import RecordedRun, read_recorded
 from engine.records.run_folder import RunFolder, recorded_versions
 from engine.records.snapshot import snapshot_steps, write_snapshot
 from engine.records.snapshot_writer import SnapshotWriter
-from engine.resume import HOST_SETTINGS, RUNTIME_SETTINGS, StartingPoint, check_settings, find_cuts, note_changes
+from engine.resume import (
+    HOST_SETTINGS,
+    RUNTIME_SETTINGS,
+    StartingPoint,
+    check_settings,
+    check_steps,
+    find_cuts,
+    note_changes,
+)
 from engine.run import plan_run
 from tests.fake_source import fake_source, pack
 from tests.toy import SIZE, Linear, toy_batch, toy_config
@@ -233,7 +241,7 @@ OTHERS: dict[str, Any] = {
     "num_classes": 4,
     "image_size": 2,
     "precision": "bfloat16",
-    "init_from": "weights.safetensors",
+    "init_from": "/elsewhere/weights.safetensors",
     "optimizer": "adamw",
     "schedule": "step",
     "cycle_momentum": True,
@@ -299,6 +307,48 @@ def test_a_planned_resume_says_from_where_and_leaves_everything_as_it_was(refere
     assert contents(path) == before
 
 
+def test_a_run_may_be_lengthened_or_cut_but_not_to_what_is_behind_it(tmp_path):
+    path = tmp_path / "run"
+    config = toy_config(steps=4, run_dir=path)
+    train(config, model=Linear(), batches=toy_batch)
+    before = contents(path)
+    for steps in (0, 3):
+        with pytest.raises(ValueError, match=rf"more than the 4 that it goes on from, got {steps}: give more"):
+            train(replace(config, steps=steps, resume=True), model=Linear(), batches=toy_batch)
+    assert contents(path) == before
+    with pytest.raises(ValueError, match=r"got 4: leave them out to go on to 9, or give more"):
+        check_steps(replace(config, steps=4), replace(config, steps=9), 4)
+    check_steps(replace(config, steps=5), replace(config, steps=9), 4)
+    check_steps(replace(config, steps=9), replace(config, steps=9), 9)
+
+
+def test_what_is_of_the_users_own_must_be_given_again(tmp_path):
+    config = toy_config(steps=2, run_dir=tmp_path)
+    train(config, model=Linear(), batches=toy_batch)
+    before = contents(tmp_path)
+    with pytest.raises(ValueError, match=r"was made with model and batches of your own, .*resume=True, …\), model=…"):
+        train(replace(config, steps=3, resume=True))
+    with pytest.raises(ValueError, match=r"was made with batches of your own, which only Python has"):
+        train(replace(config, steps=3, resume=True), model=Linear())
+    assert contents(tmp_path) == before
+
+
+def test_a_resume_says_what_it_changes_and_which_factor_still_holds(reference, tmp_path):
+    path = tmp_path / "run"
+    shutil.copytree(reference, path)
+    shutil.rmtree(path / "snapshots" / str(STEPS))
+    event = ControlEvent(pull=3, step=2, learning_rate_factor=0.25, snapshot=False, evaluate=False, stop=False,
+                         request="a", time=1.0)  # fmt: skip
+    (path / "control.jsonl").write_text(event.to_json() + "\n")
+    told: list[str] = []
+    config = toy_config(steps=STEPS, run_dir=path, resume=True, **(EVERYTHING | {"momentum": 0.5, "prefetch": 2}))
+    plan_run(config, model=Linear(), batches=toy_batch, evaluation=EVALUATED, notify=told.append)
+    assert "learning-rate factor 0.25, asked for earlier, still holds (control-run --learning-rate-factor)" in told
+    (changes,) = [each for each in told if each.startswith("resumed with")]
+    assert "momentum 0.9 → 0.5" in changes
+    assert "resume" not in changes.removeprefix("resumed with")
+
+
 def test_a_refused_resume_leaves_everything_as_it_was(reference, tmp_path):
     path = tmp_path / "run"
     shutil.copytree(reference, path)
@@ -318,7 +368,7 @@ def test_other_data_are_refused_and_the_same_elsewhere_are_not(tmp_path):
     config = toy_config(steps=2, data=tmp_path / "data", num_classes=None, run_dir=tmp_path / "run")
     train(config, model=Linear())
     pack(source.but(images=source.images[::-1].copy()), tmp_path / "other")
-    with pytest.raises(ValueError, match=r"must have its data, and those of .*other/train.* are others"):
+    with pytest.raises(ValueError, match=r"must have its data, and these are others: .*other/train, "):
         train(replace(config, steps=3, data=str(tmp_path / "other"), resume=True), model=Linear())
     (tmp_path / "data").rename(tmp_path / "moved")
     result = train(replace(config, steps=3, data=str(tmp_path / "moved"), resume=True), model=Linear())

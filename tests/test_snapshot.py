@@ -270,7 +270,7 @@ def test_the_damaged_array_is_named(tmp_path, damage):
     path = max(every_file(tmp_path), key=lambda path: path.stat().st_size)
     assert path.stat().st_size > 30_000
     {"removed": path.unlink, "cut": lambda: os.truncate(path, 1000), "flipped": lambda: flip(path, 20_000)}[damage]()
-    with pytest.raises(SnapshotError, match=r"in .*/1 params\.poor .*: resume from another one"):
+    with pytest.raises(SnapshotError, match=r"in .*/1 params\.poor .*: it is of no use"):
         read_snapshot(tmp_path, 1)
 
 

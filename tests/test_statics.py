@@ -114,6 +114,22 @@ class Exploding(Linear):
         return logits * jnp.where(bad, jnp.nan, 1.0), stats
 
 
+class Cusped(Linear):
+    """Its fourth gradient is no number, and its loss is one."""
+
+    def apply(self, params, batch_stats, images, train):
+        logits, stats = super().apply(params, batch_stats, images, train)
+        return logits + jnp.sqrt(jnp.where(batch_stats["batches"] == 3, 0 * params["weights"].sum(), 1.0)), stats
+
+
+def test_the_step_of_a_bad_gradient_is_recorded_though_its_loss_is_a_number(tmp_path):
+    with pytest.raises(NonFiniteError, match="was not at step 4: "):
+        train(toy_config(steps=50, run_dir=tmp_path), model=Cusped(), batches=toy_batch)
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "loss.jsonl").read_text().splitlines()]
+    assert all(map(np.isfinite, losses))
+    assert json.loads((tmp_path / "result.json").read_text())["first_nonfinite_step"] == 4
+
+
 def test_a_gradient_that_is_no_number_ends_the_run_with_the_last_good_weights(tmp_path):
     good = train(toy_config(steps=3), model=Linear(), batches=toy_batch)
     with pytest.raises(NonFiniteError, match=r"was not at step 4: .*--learning-rate"):

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from engine.commands.tail_cli import _print_lines, main, plain_lines
 from engine.commands.tail_frame import Tick
+from engine.records.folder_lock import LOCK_NAME
 from engine.records.loss_log import LossBatch, LossRows, RunFacts
 from engine.sinks import EvaluationRecord, LossRecord, PlainSink, RunFolderSink
 from tests.pseudo_terminal import LIMIT_S, Terminal, plain
@@ -393,3 +394,15 @@ def test_a_dumb_terminal_gets_plain_lines(tmp_path, open_terminal):
     assert terminal.finish() == 0
     assert "\x1b" not in terminal.output
     assert terminal.output.startswith("step 1/1000")
+
+
+def test_a_run_whose_process_was_killed_is_not_waited_for(tmp_path):
+    run = write_run(tmp_path, 3, ended=False)
+    (run / LOCK_NAME).write_text(json.dumps({"pid": 1, "host": os.uname().nodename}))
+    result = tail(run)
+    assert result.exit_code == 1
+    assert len(result.stdout.splitlines()) == 3
+    assert "is gone without a result since step 3; go on with run-train --resume" in result.stderr
+    assert tail(run, "--once").exit_code == 0
+    end_run(run, 3)
+    assert tail(run).exit_code == 0

@@ -369,9 +369,6 @@ def _resumed_options(context: click.Context, recipe: LoadedRecipe | None) -> Mer
             f"a resumed run keeps its recipe, and {run_dir} has none called {recipe.name}: leave --recipe out"
         )
     merged = merge_options(OptionSource(_RECORDED, recorded.config.to_json()), command_line(context))
-    overrides = [each for each in merged.overrides if not each.startswith(("run_dir ", "resume "))]
-    if overrides:
-        click.echo(f"resumed with {', '.join(overrides)}")
     origins = {
         name: recorded.origins.get(name, origin) if origin == _RECORDED else origin
         for name, origin in merged.origins.items()

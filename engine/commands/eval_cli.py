@@ -202,6 +202,8 @@ def _words(result: "EvaluationResult", weights: str | None) -> str:
     from preprocess.location import printable
 
     words = evaluation_words(result.record)
+    if result.is_mirrored:
+        words = words.removesuffix(")") + ", and their mirror images)"
     if weights is not None and result.record.step == 0:
         words = f"evaluation of {printable(weights)}: {words.partition(': ')[2]}"
     return "\n".join([words, *_class_lines(result.classes)])

@@ -37,6 +37,10 @@ class RunSilentError(ValueError):
     """Nothing new was written for longer than the limit."""
 
 
+class RunKilledError(ValueError):
+    """The process of the run is gone without a word."""
+
+
 class _WrongRunError(click.ClickException):
     exit_code = 2
 
@@ -89,7 +93,7 @@ def main(
     Ends by itself when the run has ended. A RUN which is just starting is waited for: 5 seconds for its folder,
     --timeout-s for its first step.
 
-    Exit codes: 0 the run ended (or --once), 1 silent for --timeout-s, 2 RUN is no run folder, 130 Ctrl-C.
+    Exit codes: 0 the run ended (or --once), 1 killed, or silent for --timeout-s, 2 RUN is no run folder, 130 Ctrl-C.
     """
     try:
         _await_run(run, once, timeout_s)
@@ -110,7 +114,7 @@ def main(
         _drop_stdout()
     except RunNotFoundError as error:
         raise _WrongRunError(printable(str(error))) from error
-    except RunSilentError as error:
+    except (RunSilentError, RunKilledError) as error:
         raise click.ClickException(printable(str(error))) from error
     except OSError as error:
         reason = f"RUN must be readable, {error.filename or run}: {error.strerror}; check the path and its permissions"
@@ -166,12 +170,14 @@ def _runs_in(folder: Path) -> list[Path]:
 def _ticks(run: Path, once: bool, interval_s: float, timeout_s: float) -> "Iterator[Tick]":
     """Look at the run folder again and again, until the run has ended and all its rows were read."""
     from engine.records.evaluation_log import EvaluationLog
+    from engine.records.folder_lock import was_killed
     from engine.records.loss_log import EVALUATION_LOG_NAME, LOSS_LOG_NAME, LossLog, read_run_end, read_run_facts
 
     log, evaluation_log = LossLog(run / LOSS_LOG_NAME), EvaluationLog(run / EVALUATION_LOG_NAME)
     heard, last_step, num_evaluations = time.monotonic(), -1, 0
     while True:
         # The end is looked for before the rows are read: rows written before it are then certain to be seen.
+        is_killed = was_killed(run)
         end, facts, more = read_run_end(run), read_run_facts(run), True
         while more:
             batch = log.read()
@@ -189,10 +195,15 @@ def _ticks(run: Path, once: bool, interval_s: float, timeout_s: float) -> "Itera
         yield Tick(batch, facts, end, evaluations, caught_up=True)
         if once or end is not None:
             return
+        reached = f"step {last_step}" if last_step >= 0 else "before its first step"
+        if is_killed:
+            raise RunKilledError(
+                f"RUN must be going or have ended, the process of {run} is gone without a result since {reached}; "
+                "go on with run-train --resume"
+            )
         if time.monotonic() - heard >= timeout_s:
             raise RunSilentError(
-                f"a run must write something every --timeout-s {timeout_s:g} s, {run} has been silent since "
-                f"{'step ' + str(last_step) if last_step >= 0 else 'before its first step'}; "
+                f"a run must write something every --timeout-s {timeout_s:g} s, {run} has been silent since {reached}; "
                 "see whether it still runs, or raise --timeout-s"
             )
         time.sleep(interval_s)

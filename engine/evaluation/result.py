@@ -36,6 +36,7 @@ class EvaluationResult:
         num_top1, num_top5: images whose class is the first, or among the first five.
         classes: the same by label, none where it was not asked for.
         data: evaluated on, in words.
+        is_mirrored: whether on mirror images too.
         compile_s: seconds of compiling, or of loading.
         from_cache: whether the program came from the cache on disk.
         evaluate_s: seconds from the launch to the end of the loop.
@@ -47,6 +48,7 @@ class EvaluationResult:
     num_top5: int
     classes: tuple[ClassResult, ...]
     data: str
+    is_mirrored: bool
     compile_s: float
     from_cache: bool
     evaluate_s: float

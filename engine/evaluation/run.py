@@ -192,6 +192,7 @@ def _count(
         num_top5=num_top5,
         classes=_class_results(tally, data),
         data=data.words,
+        is_mirrored=config.eval_mirror,
         compile_s=compiled.compile_s,
         from_cache=compiled.from_cache,
         evaluate_s=evaluate_s,

@@ -132,6 +132,17 @@ def is_locked(folder: Path) -> bool:
     return False
 
 
+def was_killed(folder: Path) -> bool:
+    """Tells whether a holder on this machine died without releasing the lock of a folder; of other machines' never.
+
+    Raises:
+        OSError: as `is_locked`.
+    """
+    # The record before the lock: one that takes over in between is seen to hold it.
+    record = _read_record(folder / LOCK_NAME)
+    return record is not None and record[1] == os.uname().nodename and not is_locked(folder)
+
+
 def _write_record(file: int) -> None:
     """Notes this process in the file that it has locked."""
     record = json.dumps({"pid": os.getpid(), "host": os.uname().nodename}).encode()
@@ -143,10 +154,15 @@ def _write_record(file: int) -> None:
 
 def _holder(path: Path) -> str:
     """Gives the holder in words, as far as the record tells."""
+    record = _read_record(path)
+    return "another process" if record is None else f"process {record[0]} on host {record[1]}"
+
+
+def _read_record(path: Path) -> tuple[Any, Any] | None:
+    """Gives process and host of the record, None where there is none that can be read."""
     try:
         with path.open("rb") as file:
             record: Any = json.loads(file.read(_LONGEST_RECORD_BYTES))
-        pid, host = record["pid"], record["host"]
+        return record["pid"], record["host"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return "another process"
-    return f"process {pid} on host {host}"
+        return None

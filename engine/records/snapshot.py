@@ -344,7 +344,7 @@ def _list(names: list[str]) -> str:
 
 
 def _damaged(path: Path, what: str) -> SnapshotError:
-    return SnapshotError(f"a snapshot must be whole, and in {path} {what}: resume from another one")
+    return SnapshotError(f"a snapshot must be whole, and in {path} {what}: it is of no use")
 
 
 def _not_ours(what: str) -> SnapshotError:

@@ -84,7 +84,9 @@ def read_weights(path: str | os.PathLike[str]) -> StoredWeights:
                     )
             return StoredWeights({name: file.get_tensor(name) for name in names}, dict(file.metadata() or {}))
     except FileNotFoundError:
-        raise ValueError(f"weights must be a safetensors file, and {os.fspath(path)} does not exist") from None
+        raise ValueError(
+            f"weights must be a safetensors file, and {os.fspath(path)} does not exist: see how it is spelt"
+        ) from None
     except SafetensorError as error:
         raise ValueError(
             f"weights must be a whole safetensors file, and {os.fspath(path)} is not ({error}): copy it again, or "

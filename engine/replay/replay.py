@@ -22,13 +22,12 @@ from engine.program import TrainModel, TrainState
 from engine.records.control_log import ControlEvent
 from engine.replay.recorded_stretch import Piece, RecordedStretch, read_stretch
 from engine.replay.report import Comparison, ReplayReport
+from engine.resolve import own_parts
 from engine.resume import StartingPoint, check_data, check_given_weights, told_versions
 from engine.signals import StopSignals
 from engine.sinks import Sink
-from models.registry import model_names
 
 _END = "the end of the replay"
-_OWN_BATCHES = "batches of your own"
 
 
 def replay_run(
@@ -166,9 +165,10 @@ def _images_a_step(piece: Piece) -> int:
 def _check_own(stretch: RecordedStretch, model: object, batches: object, evaluation: object) -> None:
     """Raises ValueError where the run was made with something of your own that is not given, or the reverse."""
     resolved = stretch.recorded.resolved
+    own = own_parts(resolved)
     needed = {
-        "model": resolved.get("model") not in model_names(),
-        "batches": resolved.get("data") == _OWN_BATCHES,
+        "model": "model" in own,
+        "batches": "batches" in own,
         "evaluation": stretch.is_evaluated and resolved.get("eval_manifest_sha256") is None,
     }
     given = {"model": model, "batches": batches, "evaluation": evaluation}
