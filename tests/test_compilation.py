@@ -5,8 +5,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from engine.compilation import caching_compilations, compile_traced, trace_ahead
+from models.registry import build_model
 from tests.toy import Linear
 
 
@@ -74,3 +76,24 @@ def test_tracing_happens_once_and_memory_and_work_are_told(tmp_path):
     assert compiled.step_flops >= 2 * 64 * 48 * 3
     assert (tmp_path / "program.stablehlo.mlir").stat().st_size
     assert (tmp_path / "program.optimised.hlo").stat().st_size
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("name", ["resnet8", "convnet8"])
+def test_a_network_in_bfloat16_is_its_float32_self_but_for_rounding(name, train):
+    images = jax.random.normal(jax.random.key(1), (64, 32, 32, 3))
+
+    def logits(dtype):
+        model = build_model(name, num_classes=10, image_size=32, dtype=dtype)
+        params, batch_stats = model.init(jax.random.key(0))
+
+        def apply(params, batch_stats, images):
+            return model.apply(params, batch_stats, images, train=train)[0]
+
+        return np.asarray(
+            compile_traced(trace_ahead(apply, params, batch_stats, images)).call(params, batch_stats, images)
+        )
+
+    wide = logits("float32")
+    # Eight layers' roundings of 2**-9 each, of sums that partly cancel.
+    assert np.abs(logits("bfloat16") - wide).max() < 0.05 * np.abs(wide).max()
