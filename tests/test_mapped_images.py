@@ -1,0 +1,209 @@
+"""Reads from mapped shard files: the pixels of the store, after its checks, and of no other file than it read."""
+
+import os
+import shutil
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorstore as ts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from preprocess import mapped_images
+from preprocess.mapped_images import MappedImages
+from preprocess.shards import ShardError, open_split
+from tests.fake_source import fake_source, pack, packed_words
+from tests.test_shards import crc32c
+
+NUM_IMAGES = 10
+SHARD_IMAGES = 4
+SMALL, LARGE = 5, 64
+assert 4 * SMALL**2 < mapped_images._LEAST_ONE_BY_ONE_BYTES <= 4 * LARGE**2
+
+
+class CountedReads:
+    """Stands for the store of a split's pixels and notes which images it is asked for."""
+
+    def __init__(self, split):
+        self._stored, self.asked = split._pixels, []
+        split._pixels = self
+
+    def __getitem__(self, indices):
+        self.asked += np.atleast_1d(indices).tolist()
+        return self._stored[indices]
+
+    def take(self):
+        asked, self.asked = self.asked, []
+        return asked
+
+
+def read(split, indices):
+    pixels = np.full((len(indices), split.height, split.width), 7, np.uint32)
+    labels = np.full(len(indices), -1, np.int32)
+    split.read_into(np.array(indices, np.int64), pixels, labels, timeout_s=30.0)
+    return pixels
+
+
+def shard_file(data, number):
+    return data / f"train/pixels/c/{number}/0/0"
+
+
+@pytest.fixture(scope="module")
+def packs(tmp_path_factory):
+    """Packed sets by size and checksum, with their pixels."""
+    made = {}
+    for size in (SMALL, LARGE):
+        source = fake_source(NUM_IMAGES, size=size, seed=size)
+        for checksum in (True, False):
+            folder = tmp_path_factory.mktemp(f"{size}-{checksum}")
+            pack(source, folder, shard_images=SHARD_IMAGES, checksum=checksum)
+            made[size, checksum] = folder, packed_words(source)[0]
+    return made
+
+
+@pytest.fixture
+def data(packs, tmp_path):
+    """A copy to damage, with checksums."""
+    shutil.copytree(packs[LARGE, True][0], tmp_path / "data")
+    return tmp_path / "data"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.sampled_from([SMALL, LARGE]),
+    checksum=st.booleans(),
+    reads=st.lists(st.lists(st.integers(0, NUM_IMAGES - 1), max_size=8), max_size=6),
+)
+def test_any_reads_give_the_packed_pixels_and_ask_the_store_once_for_each_image_or_shard(packs, size, checksum, reads):
+    folder, words = packs[size, checksum]
+    seen: set[int] = set()
+    with open_split(str(folder), "train") as split:
+        store = CountedReads(split)
+        for indices in reads:
+            np.testing.assert_array_equal(read(split, indices), words[indices].reshape(-1, size, size))
+            keys = [index if checksum else index // SHARD_IMAGES for index in indices]
+            assert store.take() == [index for index, key in zip(indices, keys, strict=True) if key not in seen]
+            seen |= set(keys)
+
+
+def test_strided_rows_and_many_threads_are_served(packs):
+    folder, words = packs[LARGE, True]
+    failures = []
+
+    def work(split, seed):
+        random = np.random.default_rng(seed)
+        buffer = np.zeros((6, LARGE, LARGE + 3), np.uint32)
+        try:
+            for _ in range(40):
+                indices = random.integers(0, NUM_IMAGES, 6)
+                split.read_into(indices, buffer[..., :LARGE], np.zeros(6, np.int32), timeout_s=30.0)
+                np.testing.assert_array_equal(buffer[..., :LARGE], words[indices])
+                assert not buffer[..., LARGE:].any()
+        except BaseException as error:  # noqa: BLE001 - raised by the test itself
+            failures.append(error)
+
+    with open_split(str(folder), "train") as split:
+        threads = [threading.Thread(target=work, args=(split, seed)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    if failures:
+        raise failures[0]
+
+
+def test_an_image_that_was_not_read_before_is_still_checked(data):
+    path = shard_file(data, 0)
+    content = bytearray(path.read_bytes())
+    content[2 * (4 * LARGE**2 + 4) + 11] ^= 1  # in the third image
+    path.write_bytes(content)
+    with open_split(str(data), "train") as split:
+        for _ in range(2):
+            read(split, [0, 1, 3])
+            with pytest.raises(ShardError, match=r"image 2 in pixels/c/0/0/0: the checksum does not match"):
+                read(split, [1, 2, 0])
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+def test_a_file_that_takes_the_place_of_another_is_read_and_checked_anew(tmp_path, checksum):
+    sources = [fake_source(NUM_IMAGES, size=LARGE, seed=seed) for seed in (1, 2)]
+    for source, name in zip(sources, ("a", "b"), strict=True):
+        pack(source, tmp_path / name, shard_images=SHARD_IMAGES, checksum=checksum)
+    indices = [0, 5, 1]
+    with open_split(str(tmp_path / "a"), "train") as split:
+        store = CountedReads(split)
+        for _ in range(2):
+            np.testing.assert_array_equal(read(split, indices), packed_words(sources[0])[0][indices])
+        store.take()
+        shard_file(tmp_path / "b", 0).replace(shard_file(tmp_path / "a", 0))
+        expected = packed_words(sources[0])[0][indices]
+        expected[[0, 2]] = packed_words(sources[1])[0][[0, 1]]
+        np.testing.assert_array_equal(read(split, indices), expected)
+        assert store.take() == [0, 1]
+        np.testing.assert_array_equal(read(split, indices), expected)
+        assert store.take() == []
+
+
+def test_a_file_that_goes_or_is_cut_is_told_as_ever(data):
+    with open_split(str(data), "train") as split:
+        read(split, range(NUM_IMAGES))
+        read(split, range(NUM_IMAGES))
+        shard_file(data, 1).unlink()
+        with pytest.raises(ShardError, match=r"image 4 in pixels/c/1/0/0: the shard file, or the image"):
+            read(split, [0, 4])
+        with shard_file(data, 0).open("r+b") as file:
+            file.truncate(1000)
+        with pytest.raises(ShardError, match=r"image 0 in pixels/c/0/0/0: "):
+            read(split, [0])
+        read(split, [8, 9])
+
+
+def test_a_shard_whose_images_lie_in_another_order_stays_with_the_store(tmp_path):
+    source = fake_source(SHARD_IMAGES, size=LARGE)
+    pack(source, tmp_path, shard_images=SHARD_IMAGES, checksum=False)
+    path, image_bytes = shard_file(tmp_path, 0), 4 * LARGE**2
+    content = path.read_bytes()
+    images = [content[place * image_bytes :][:image_bytes] for place in range(SHARD_IMAGES)]
+    # The second and the third exchanged, in the file and in its index.
+    index = np.frombuffer(content, "<u8", 2 * SHARD_IMAGES, SHARD_IMAGES * image_bytes).reshape(-1, 2).copy()
+    index[[1, 2]] = index[[2, 1]]
+    path.write_bytes(images[0] + images[2] + images[1] + images[3] + index.tobytes() + crc32c(index.tobytes()))
+    words = packed_words(source)[0]
+    with open_split(str(tmp_path), "train") as split:
+        store = CountedReads(split)
+        for _ in range(2):
+            np.testing.assert_array_equal(read(split, [0, 1, 2]), words[:3])
+            assert store.take() == [0, 1, 2]
+
+
+def test_what_is_compressed_or_elsewhere_or_of_another_endianness_is_not_mapped(tmp_path, monkeypatch):
+    source = fake_source(NUM_IMAGES, size=SMALL)
+    pack(source, tmp_path / "blosc", codec="blosc")
+    context = ts.Context()
+    pack(source, "memory://set/", context=context)
+    pack(source, tmp_path / "raw")
+    for address, used in ((str(tmp_path / "blosc"), None), ("memory://set/", context)):
+        with open_split(address, "train", context=used) as split:
+            store = CountedReads(split)
+            for _ in range(2):
+                np.testing.assert_array_equal(read(split, [3, 0]), packed_words(source)[0][[3, 0]])
+                assert store.take() == [3, 0]
+    with open_split(str(tmp_path / "raw"), "train") as split:
+        assert MappedImages.is_mappable(split.manifest)
+        monkeypatch.setattr(sys, "byteorder", "big")
+        assert not MappedImages.is_mappable(split.manifest)
+
+
+def test_no_more_files_are_mapped_than_a_process_may(packs, monkeypatch):
+    monkeypatch.setattr(mapped_images, "_MOST_MAPPED", 1)
+    folder, words = packs[LARGE, True]
+    with open_split(str(folder), "train") as split:
+        store = CountedReads(split)
+        for expected in ([0, 4, 8], [4, 8]):
+            np.testing.assert_array_equal(read(split, [0, 4, 8]), words[[0, 4, 8]])
+            assert store.take() == expected
+    maps = Path("/proc/self/maps")
+    assert not maps.exists() or os.fspath(folder) not in maps.read_text()
