@@ -8,13 +8,13 @@ from typing import Any
 import click
 from rich.console import Console
 
-from scripts.benchmarks import infeed, loop, step, stream
+from scripts.benchmarks import infeed, loop, pack, reader, scaling, startup, step, stream
 from scripts.benchmarks.bench import Bench, Settings
 from scripts.benchmarks.report import describe_run, print_about, print_case, write_json
 from scripts.benchmarks.session import ROOT, CaseResult, run_case
 
 BENCHES: tuple[Bench, ...] = tuple(
-    module.BENCH for module in (step, loop, infeed, stream)
+    module.BENCH for module in (step, loop, infeed, stream, reader, pack, startup, scaling)
 )
 _PIPED_WIDTH = 160
 

@@ -95,9 +95,7 @@ def ensure_shards(settings: Settings, say: Say, *, num_images: int, size: int, c
 
 def ensure_jpegs(settings: Settings, say: Say) -> Path:
     """Gives a folder of class folders of JPEG files: the user's, else one of drawn files of a photograph's size."""
-    if settings.images is not None:
-        return settings.images
-    folder = settings.folder / "data" / "jpeg"
+    folder = jpegs_folder(settings)
     if folder.exists():
         return folder
     say(f"drawing {folder}")
@@ -109,6 +107,11 @@ def ensure_jpegs(settings: Settings, say: Say) -> Path:
         list(pool.map(lambda index: _draw_jpeg(unfinished, index), range(_NUM_JPEGS)))
     unfinished.rename(folder)
     return folder
+
+
+def jpegs_folder(settings: Settings) -> Path:
+    """Gives where the JPEG files are, or will be."""
+    return settings.folder / "data" / "jpeg" if settings.images is None else settings.images
 
 
 def jpeg_files(folder: Path) -> list[Path]:

@@ -31,7 +31,7 @@ class Peer:
         requirements: pinned.
         options: of pip, for all of these.
         built: pinned requirements that are built here afterwards, without their dependencies.
-        needs: programs that building takes, with the Debian package of each.
+        libraries: that building takes, by their names for pkg-config, with the Debian package of each.
     """
 
     what: str
@@ -39,7 +39,7 @@ class Peer:
     requirements: tuple[str, ...]
     options: tuple[str, ...] = ()
     built: tuple[str, ...] = ()
-    needs: tuple[tuple[str, str], ...] = ()
+    libraries: tuple[tuple[str, str], ...] = ()
 
 
 PEERS = {
@@ -68,7 +68,7 @@ PEERS = {
         ),
         options=_CPU_TORCH,
         built=("ffcv==1.0.2",),
-        needs=(("pkg-config", "pkg-config"), ("g++", "g++ libopencv-dev libturbojpeg0-dev")),
+        libraries=(("opencv4", "libopencv-dev"), ("libturbojpeg", "libturbojpeg0-dev")),
     ),
     "grain": Peer(
         what="Grain: Google's deterministic loader for JAX, over ArrayRecord files",
@@ -99,16 +99,14 @@ def ensure_peer(name: str, folder: Path, *, say: Callable[[str], None]) -> Path:
     """Makes the environment of a peer where it is not there yet, and gives its Python.
 
     Raises:
-        PeerError: there is no such Python, a program is missing that building takes, or pip fails.
+        PeerError: there is no such Python, a library is missing that building takes, or pip fails.
     """
     peer = PEERS[name]
     home = folder / "environments" / name
     python, stamp = home / "bin" / "python", home / "installed.txt"
     if stamp.exists() and stamp.read_text(encoding="utf-8") == _wanted(peer):
         return python
-    for program, package in peer.needs:
-        if shutil.which(program) is None:
-            raise PeerError(f"{name} is built with {program}, which is not there; on Debian or Ubuntu: {package}")
+    _check_libraries(name, peer)
     base = find_python(peer.python)
     say(f"making {home} with {base}: {', '.join((*peer.requirements, *peer.built))}")
     shutil.rmtree(home, ignore_errors=True)
@@ -122,6 +120,19 @@ def ensure_peer(name: str, folder: Path, *, say: Callable[[str], None]) -> Path:
         _call([*pip, "--no-build-isolation", "--no-deps", requirement], name, log)
     stamp.write_text(_wanted(peer), encoding="utf-8")
     return python
+
+
+def _check_libraries(name: str, peer: Peer) -> None:
+    for library, package in peer.libraries:
+        try:
+            found = subprocess.run(["pkg-config", "--exists", library], timeout=30, check=False).returncode == 0
+        except (OSError, subprocess.TimeoutExpired):
+            found = False
+        if not found:
+            raise PeerError(
+                f"{name} is built with {library}, which pkg-config does not find; on Debian or Ubuntu: "
+                f"apt install g++ pkg-config {' '.join(package for _, package in peer.libraries)}"
+            )
 
 
 def _wanted(peer: Peer) -> str:

@@ -32,7 +32,7 @@ def _case(model: str, image_size: int, batch: int, num_classes: int) -> Case:
         (
             Candidate("feedloop", "step_loop.py", sizes),
             Candidate("jax.jit a step", "step_jit.py", sizes, target=1.0),
-            Candidate("limit: products", "matrix_product.py", (model, str(image_size), str(num_classes)), target=0.6),
+            Candidate("limit: products", "matrix_product.py", (model, str(image_size), str(num_classes))),
             *(
                 Candidate(name, "step_torch.py", (*sizes, *variant), peer="torch", target=1.0)
                 for name, variant in _TORCH.items()

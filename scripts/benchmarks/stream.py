@@ -8,6 +8,7 @@ from scripts.benchmarks.data import SPLIT, ensure_shards, shards_folder
 # model, pixels a side, images a batch
 _CASES = (("resnet18", 64, 16), ("resnet8", 32, 128))
 _NUM_IMAGES = 4096
+_WARM_STEPS = "3"
 
 
 def _cases(settings: Settings) -> list[Case]:
@@ -16,7 +17,7 @@ def _cases(settings: Settings) -> list[Case]:
 
 def _case(settings: Settings, model: str, size: int, batch: int) -> Case:
     data = shards_folder(settings, num_images=_NUM_IMAGES, size=size)
-    arguments = (str(data), SPLIT, model, str(batch))
+    arguments = (str(data), SPLIT, model, str(batch), _WARM_STEPS)
     return Case(
         f"{model} {size} px b{batch} from shards",
         IMAGES_PER_S,

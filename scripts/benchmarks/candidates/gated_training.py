@@ -5,6 +5,8 @@ round is timed from the opening of the gate to the loss of its last step at a si
 and sinks is in it. The ring is empty when a round begins: nothing is read ahead of the clock.
 """
 
+import resource
+import sys
 import threading
 import time
 from typing import Any
@@ -87,8 +89,20 @@ class LastLoss:
         return self._time_s
 
 
+def peak_memory_mb() -> float:
+    """Gives the most memory that this process has had, files that it has mapped included, in MB."""
+    # macOS counts bytes where Linux counts KiB.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e6
+
+
 def serve_training(
-    channel: Channel, config: dict[str, Any], source: BatchSource, *, amount: float, model: Any = None
+    channel: Channel,
+    config: dict[str, Any],
+    source: BatchSource,
+    *,
+    amount: float,
+    model: Any = None,
+    warm_steps: int = _WARM_STEPS,
 ) -> None:
     """Trains on `source` in the background and serves its steps, `amount` a step.
 
@@ -98,6 +112,7 @@ def serve_training(
         source: of the batches.
         amount: what a step comes to.
         model: of one's own, None is the registry's that `config` names.
+        warm_steps: made before the first round.
     """
     gate, sink, ended = GatedBatches(source), LastLoss(), threading.Event()
     # Weight decay and schedule are the defaults; the rate is small, so that a batch seen again and again stays one.
@@ -121,8 +136,8 @@ def serve_training(
         done += num_units
         gate.open_to(done)
         seconds = sink.wait(ended) - started
-        return seconds, {"waited %": 100 * sink.wait_s / seconds}
+        return seconds, {"waited %": 100 * sink.wait_s / seconds, "peak MB": peak_memory_mb()}
 
-    run_steps(_WARM_STEPS)
+    run_steps(warm_steps)
     channel.ready(amount, versions=versions())
     channel.serve(run_steps)
