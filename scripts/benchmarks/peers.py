@@ -84,7 +84,7 @@ PEERS = {
     "streaming": Peer(
         what="MosaicML Streaming: MDS shards, shuffled in blocks",
         python="3.11",
-        requirements=("mosaicml-streaming==0.13.0", "torch==2.13.0", "numpy==2.2.6"),
+        requirements=("mosaicml-streaming==0.13.0", "torch==2.13.0", "torchvision==0.28.0", "numpy==2.1.3"),
         options=_CPU_TORCH,
     ),
     "tensorflow": Peer(

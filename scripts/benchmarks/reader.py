@@ -6,15 +6,16 @@ from scripts.benchmarks.bench import IMAGES_PER_S, Bench, Candidate, Case, Setti
 from scripts.benchmarks.data import SPLIT, array_file, ensure_array, ensure_shards, shards_folder
 
 _NUM_IMAGES, _SIZE, _BATCH = 4096, 224, 128
-_WORKERS = 2
-# name, script, environment: each reads the same images, raw, from the format that is its own
+# name, script, environment, worker processes: each reads the same images, raw, from the format that is its own
 _PEERS = (
-    ("torch DataLoader, memmap", "read_torch.py", "torch"),
-    ("FFCV raw", "read_ffcv.py", "ffcv"),
-    ("Grain, ArrayRecord", "read_grain.py", "grain"),
-    ("WebDataset", "read_webdataset.py", "webdataset"),
-    ("MosaicML Streaming, MDS", "read_streaming.py", "streaming"),
-    ("tf.data, TFRecord", "read_tensorflow.py", "tensorflow"),
+    ("DataLoader, memmap", "read_torch.py", "torch", 2),
+    ("DataLoader, no worker", "read_torch.py", "torch", 0),
+    ("FFCV, raw", "read_ffcv.py", "ffcv", 2),
+    ("Grain, ArrayRecord", "read_grain.py", "grain", 2),
+    ("Grain, threads alone", "read_grain.py", "grain", 0),
+    ("WebDataset", "read_webdataset.py", "webdataset", 2),
+    ("Streaming, MDS", "read_streaming.py", "streaming", 2),
+    ("tf.data, TFRecord", "read_tensorflow.py", "tensorflow", 2),
 )
 
 
@@ -23,8 +24,8 @@ def _cases(settings: Settings) -> list[Case]:
     image_bytes = 4 * _SIZE * _SIZE
     copies = (str(image_bytes), str(_BATCH), str(_NUM_IMAGES * image_bytes))
     peers = tuple(
-        Candidate(name, script, (str(array), str(_BATCH), str(_WORKERS)), peer=peer, target=1.0)
-        for name, script, peer in _PEERS
+        Candidate(name, script, (str(array), str(_BATCH), str(workers)), peer=peer, target=1.0)
+        for name, script, peer, workers in _PEERS
     )
 
     def shards(*, checksum: bool, threads: int = 0) -> tuple[str, ...]:

@@ -112,7 +112,9 @@ def main(name: str, image_size: int, batch: int, num_classes: int, variant: list
     images, labels = torch.randn(batch, 3, image_size, image_size), torch.randint(num_classes, (batch,))
     if "channels_last" in variant:
         net, images = net.to(memory_format=torch.channels_last), images.to(memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(filter(lambda each: each.requires_grad, net.parameters()), LEARNING_RATE, MOMENTUM)
+    optimizer = torch.optim.SGD(
+        filter(lambda each: each.requires_grad, net.parameters()), LEARNING_RATE, MOMENTUM, fused=True
+    )
     called = torch.compile(net) if "compile" in variant else net
 
     def work(num_units: int) -> None:
