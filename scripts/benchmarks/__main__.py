@@ -16,6 +16,7 @@ from scripts.benchmarks.session import ROOT, CaseResult, run_case
 BENCHES: tuple[Bench, ...] = tuple(
     module.BENCH for module in (step, loop, infeed, stream, reader, pack, startup, scaling)
 )
+FOLDER = ROOT / ".bench"
 _PIPED_WIDTH = 160
 
 
@@ -25,9 +26,16 @@ _PIPED_WIDTH = 160
 @click.option("--peers", is_flag=True, help="Measure other projects too, each in an environment made on demand.")
 @click.option("--repeats", type=click.IntRange(1, 1000), default=7, show_default=True, help="Rounds of each case.")
 @click.option("--case", default="", metavar="SUBSTRING", help="Measure only cases whose name has this in it.")
+@click.option("--round-s", type=click.FloatRange(0, min_open=True), help="Seconds of each candidate in a round.")
 @click.option("--images", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Class folders of JPEGs.")
 def main(
-    names: tuple[str, ...], json_path: Path | None, peers: bool, repeats: int, case: str, images: Path | None
+    names: tuple[str, ...],
+    json_path: Path | None,
+    peers: bool,
+    repeats: int,
+    case: str,
+    round_s: float | None,
+    images: Path | None,
 ) -> None:
     """Runs the benchmarks NAME…, "all" for every one, and prints a table of each case; without NAME lists them."""
     if not names:
@@ -35,9 +43,8 @@ def main(
             click.echo(f"{bench.name:10}{bench.summary}")
         return
     signal.signal(signal.SIGTERM, _end)  # so that an end from outside unwinds too, and takes the candidates along
-    folder = ROOT / ".bench"
-    folder.mkdir(exist_ok=True)
-    settings = Settings(folder, None if images is None else images.absolute(), peers, repeats, case)
+    FOLDER.mkdir(exist_ok=True)
+    settings = Settings(FOLDER, None if images is None else images.absolute(), peers, repeats, case, round_s)
     if json_path is not None and not json_path.absolute().parent.is_dir():
         raise click.UsageError(f"--json must name a file in a folder that is there, got {json_path}")
     benches = _chosen(names)

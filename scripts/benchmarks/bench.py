@@ -97,6 +97,7 @@ class Settings:
         peers: whether to measure other projects too.
         repeats: rounds.
         case: a part of the names of the cases to measure; empty is all.
+        round_s: seconds that each candidate is to take in a round; None is the case's own.
     """
 
     folder: Path
@@ -104,6 +105,7 @@ class Settings:
     peers: bool = False
     repeats: int = 7
     case: str = ""
+    round_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -133,9 +135,9 @@ class Bench:
                 f"--case must be a part of one of {self.name}'s cases ({'; '.join(case.name for case in cases)}), "
                 f"got {settings.case!r}"
             )
-        return [_with_peers(case, keep=settings.peers) for case in chosen]
+        return [_as_asked(case, settings) for case in chosen]
 
 
-def _with_peers(case: Case, *, keep: bool) -> Case:
-    kept = tuple(candidate for candidate in case.candidates if keep or not candidate.peer)
-    return replace(case, candidates=kept)
+def _as_asked(case: Case, settings: Settings) -> Case:
+    kept = tuple(candidate for candidate in case.candidates if settings.peers or not candidate.peer)
+    return replace(case, candidates=kept, round_s=settings.round_s or case.round_s)

@@ -32,6 +32,7 @@ def describe_run(settings: Settings) -> dict[str, Any]:
             "repeats": settings.repeats,
             "peers": settings.peers,
             "case": settings.case,
+            "round_s": settings.round_s,
             "images": None if settings.images is None else str(settings.images),
         },
     }
