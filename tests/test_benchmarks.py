@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import textwrap
 import time
@@ -244,6 +245,53 @@ def test_the_end_takes_along_what_a_worker_has_started(tmp_path):
         child = int(worker.wait_ready(20).amount)
     deadline = time.monotonic() + 20
     while is_running(child):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_candidates_are_stopped_while_it_is_not_their_turn(tmp_path):
+    # It counts all the time, and says how far it has come.
+    source = """
+        import sys, threading, time
+        from protocol import Channel
+        channel, counted = Channel(), [1.0]
+        def count():
+            while True:
+                counted[0] += 1
+                time.sleep(0.001)
+        threading.Thread(target=count, daemon=True).start()
+        channel.ready(1)
+        channel.serve(lambda units: (counted[0], {}))
+    """
+    with start(tmp_path, source) as worker:
+        worker.wait_ready(20)
+        before = worker.run(1, 20).seconds
+        time.sleep(0.5)
+        # Half a second would be some hundreds; the moments around a stop are few.
+        assert worker.run(1, 20).seconds < before + 100
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_candidates_end_with_a_bench_that_is_killed(tmp_path):
+    source = f"""
+        import os, sys, time
+        from pathlib import Path
+        from scripts.benchmarks.worker import Worker
+        tmp = Path({str(tmp_path)!r})
+        candidate = "import os, protocol; c = protocol.Channel(); c.ready(os.getpid()); c.serve(lambda units: 1.0)"
+        (tmp / "candidate.py").write_text(candidate)
+        environment = os.environ | {{"PYTHONPATH": {str(CANDIDATES)!r}}}
+        worker = Worker([sys.executable, str(tmp / "candidate.py")], tmp / "log", environment=environment, cwd=tmp)
+        print(int(worker.wait_ready(20).amount), flush=True)
+        time.sleep(0.3)  # until it has stopped
+        os.kill(os.getpid(), 9)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(source)], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == -9, done.stderr
+    deadline = time.monotonic() + 20
+    while is_running(int(done.stdout)):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 

@@ -56,6 +56,7 @@ PEERS = {
             "torch==2.13.0",
             "numpy==2.2.6",
             "numba==0.61.2",
+            "pillow==12.0.0",
             "opencv-python-headless==4.11.0.86",
             "pandas==2.3.3",
             "psutil==7.1.3",
@@ -113,7 +114,7 @@ def ensure_peer(name: str, folder: Path, *, say: Callable[[str], None]) -> Path:
     home.parent.mkdir(parents=True, exist_ok=True)
     log = home.with_name(f"{name}.log")
     log.unlink(missing_ok=True)
-    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check"]
+    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--retries", "1"]
     _call([base, "-m", "venv", str(home)], name, log)
     _call([*pip, *peer.options, *peer.requirements], name, log)
     for requirement in peer.built:

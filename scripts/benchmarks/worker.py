@@ -1,4 +1,8 @@
-"""A candidate's process: started, asked with a time limit, killed with all that it started."""
+"""A candidate's process: started, asked with a time limit, killed with all that it started.
+
+While it is not its turn, its whole process group is stopped (SIGSTOP): it neither takes time from the others nor reads
+ahead of its own clock, and finds its queues as it left them.
+"""
 
 import json
 import os
@@ -64,7 +68,8 @@ class Worker:
                 stderr=file,
                 env=dict(environment),
                 cwd=cwd,
-                start_new_session=True,
+                # Of the same session: where the bench is killed, the system wakes its stopped groups, and hangs up.
+                process_group=0,
             )
         self._started = time.perf_counter()
         self._unread = b""
@@ -83,8 +88,7 @@ class Worker:
             with suppress(OSError):
                 if stream is not None:
                     stream.close()
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_TIMEOUT_S)
 
@@ -100,6 +104,7 @@ class Worker:
                 amount > 0
             ):
                 prepare_s = time.perf_counter() - self._started
+                self._signal(signal.SIGSTOP)
                 return Ready(amount, message["versions"], message["facts"], prepare_s)
         raise self._error(f"said something else than that it is ready: {message!r:.200}")
 
@@ -110,6 +115,7 @@ class Worker:
             WorkerError: it died, did not answer in time, or said something else.
         """
         assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
         try:
             self._process.stdin.write(f"{num_units}\n".encode())
             self._process.stdin.flush()
@@ -118,8 +124,13 @@ class Worker:
         message = self._read(timeout_s, f"to do {num_units} units")
         match message:
             case {"seconds": int() | float() as seconds, "values": dict() as values} if seconds > 0:
+                self._signal(signal.SIGSTOP)
                 return Sample(float(seconds), values)
         raise self._error(f"answered something else than seconds: {message!r:.200}")
+
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, number)
 
     def _read(self, timeout_s: float, wanted: str) -> Any:
         line = self._read_line(timeout_s, wanted)
