@@ -40,6 +40,7 @@ class Candidate:
         script: file name in `candidates/`.
         arguments: of the script.
         peer: the name of its environment in `peers.PEERS`; empty where it runs on this Python.
+        environment: variables of its process, besides the user's own.
         target: how many times as fast as this one the base should be at least; None where nothing is aimed at.
         prepare_timeout_s: seconds that building, compiling and converting may take.
         round_timeout_s: seconds that one answer may take.
@@ -49,6 +50,7 @@ class Candidate:
     script: str
     arguments: tuple[str, ...] = ()
     peer: str = ""
+    environment: tuple[tuple[str, str], ...] = ()
     target: float | None = None
     prepare_timeout_s: float = 900.0
     round_timeout_s: float = 300.0

@@ -57,6 +57,7 @@ class Row:
             "name": self.candidate.name,
             "script": self.candidate.script,
             "arguments": list(self.candidate.arguments),
+            "environment": dict(self.candidate.environment),
             "peer": self.candidate.peer or None,
             "reason": measured.reason or None,
             "differs": self.differs or None,
@@ -151,6 +152,7 @@ def _start(
 ) -> Worker:
     logs = settings.folder / "logs"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    environment |= dict(candidate.environment)
     if candidate.peer:
         python = ensure_peer(candidate.peer, settings.folder, say=say)
         command = candidate.command(str(python))
