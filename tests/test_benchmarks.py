@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from scripts.benchmarks import bench as bench_module
-from scripts.benchmarks.__main__ import BENCHES, main
+from scripts.benchmarks.cli import BENCHES, main
 from scripts.benchmarks.bench import IMAGES_PER_S, Bench, Candidate, Case, Settings, Unit
 from scripts.benchmarks.measure import Measured, Quartiles, calibrate, measure, quartiles, ratios, rotated
 from scripts.benchmarks.peers import PEERS, PeerError, find_python
@@ -436,7 +436,7 @@ def test_peers_are_pinned():
 
 
 def test_the_cheapest_case_runs(tmp_path, monkeypatch):
-    monkeypatch.setattr("scripts.benchmarks.__main__.FOLDER", tmp_path / ".bench")
+    monkeypatch.setattr("scripts.benchmarks.cli.FOLDER", tmp_path / ".bench")
     out = tmp_path / "out.json"
     done = CliRunner().invoke(
         main, ["infeed", "--case", "4 bytes", "--repeats", "1", "--round-s", "0.05", "--json", str(out)]

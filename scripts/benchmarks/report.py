@@ -92,7 +92,9 @@ def _cells(row: Row, result: CaseResult) -> list[str]:
     if row.speed is None:
         return [name, "–", "", "", "", "failed, see below"]
     speed = result.case.unit.shown(row.speed.median)
-    told = row.ready.facts | row.values() if row.ready else row.values()
+    facts = row.ready.facts if row.ready else {}
+    # What must agree with the base is told where it does not.
+    told = {key: value for key, value in facts.items() if key not in result.case.agree} | row.values()
     return [
         name,
         number(speed),
