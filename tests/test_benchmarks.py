@@ -15,8 +15,8 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from scripts.benchmarks import bench as bench_module
-from scripts.benchmarks.cli import BENCHES, main
 from scripts.benchmarks.bench import IMAGES_PER_S, Bench, Candidate, Case, Settings, Unit
+from scripts.benchmarks.cli import BENCHES, main
 from scripts.benchmarks.measure import Measured, Quartiles, calibrate, measure, quartiles, ratios, rotated
 from scripts.benchmarks.peers import PEERS, PeerError, find_python
 from scripts.benchmarks.report import describe_run, number, print_case, write_json
