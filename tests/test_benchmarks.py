@@ -212,8 +212,10 @@ def test_a_worker_tells_what_it_is_and_answers(tmp_path):
     ],
 )
 def test_a_worker_that_is_not_ready_says_why(tmp_path, source, message):
-    with start(tmp_path, source) as worker, pytest.raises(WorkerError, match=message):
+    worker = start(tmp_path, source)
+    with pytest.raises(WorkerError, match=message):
         worker.wait_ready(0.5 if source == HANGS else 20)
+    assert not is_running(worker.process_id)
 
 
 @pytest.mark.parametrize(
@@ -363,7 +365,7 @@ def test_json_has_every_sample_and_what_it_was_measured_on(tmp_path, settings):
     write_json(tmp_path / "out.json", describe_run(settings), [(Bench("b", "", lambda _: []), result)])
     document = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
     assert document.keys() == {
-        "format_version", "date", "commit", "hardware", "versions", "settings", "peers", "benches",
+        "format_version", "date", "commit", "hardware", "versions", "environment", "settings", "peers", "benches",
     }  # fmt: skip
     assert document["hardware"].keys() == {"cpu", "cores", "memory_bytes", "load_average", "system"}
     assert {"python", "jax", "jaxlib", "numpy", "tensorstore", "pillow"} <= document["versions"].keys()

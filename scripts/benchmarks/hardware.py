@@ -25,6 +25,12 @@ def describe_hardware() -> dict[str, Any]:
     }
 
 
+def describe_environment() -> dict[str, str]:
+    """Gives the variables that jax, XLA, OpenMP and the allocator are set by."""
+    prefixes = ("JAX_", "XLA_", "OMP_", "KMP_", "MKL_", "MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
+
+
 def describe_versions() -> dict[str, str]:
     """Gives the versions of Python and of what Feedloop's speed depends on."""
     found = {"python": platform.python_version()}

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from engine.records.whole_file import write_whole
 from scripts.benchmarks.bench import Bench, Settings
-from scripts.benchmarks.hardware import describe_hardware, describe_versions, git_commit
+from scripts.benchmarks.hardware import describe_environment, describe_hardware, describe_versions, git_commit
 from scripts.benchmarks.peers import PEERS
 from scripts.benchmarks.session import ROOT, CaseResult, Row
 
@@ -28,6 +28,7 @@ def describe_run(settings: Settings) -> dict[str, Any]:
         "commit": git_commit(ROOT),
         "hardware": describe_hardware(),
         "versions": describe_versions(),
+        "environment": describe_environment(),
         "settings": {
             "repeats": settings.repeats,
             "peers": settings.peers,

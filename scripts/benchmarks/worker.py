@@ -74,6 +74,11 @@ class Worker:
         self._started = time.perf_counter()
         self._unread = b""
 
+    @property
+    def process_id(self) -> int:
+        """Of the process, and of its group."""
+        return self._process.pid
+
     def __enter__(self) -> Self:
         return self
 
@@ -96,7 +101,7 @@ class Worker:
         """Waits until it is ready, for so many seconds.
 
         Raises:
-            WorkerError: it died, was not ready in time, or said something else.
+            WorkerError: it died, was not ready in time, or said something else; it is then ended.
         """
         message = self._read(timeout_s, "to be ready")
         match message:
@@ -112,7 +117,7 @@ class Worker:
         """Lets it do so many units, for so many seconds at most.
 
         Raises:
-            WorkerError: it died, did not answer in time, or said something else.
+            WorkerError: it died, did not answer in time, or said something else; it is then ended.
         """
         assert self._process.stdin is not None
         self._signal(signal.SIGCONT)
@@ -161,6 +166,8 @@ class Worker:
         return self._error(f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}")
 
     def _error(self, what: str) -> WorkerError:
+        # Of no use any more, it must not take time from the others.
+        self.close()
         try:
             said = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
         except OSError:
