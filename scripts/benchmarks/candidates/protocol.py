@@ -9,11 +9,11 @@ import json
 import os
 import sys
 import time
-from typing import Any, Callable, Dict, Optional, Tuple, Union  # noqa: UP035
+from collections.abc import Callable
+from typing import Any
 
-Seconds = float
-Values = Dict[str, float]  # noqa: UP006
-Answer = Union[Seconds, Tuple[Seconds, Values]]  # noqa: UP006, UP007
+# Seconds, or these and values to record.
+Answer = float | tuple[float, dict[str, float]]
 
 
 class Channel:
@@ -28,8 +28,8 @@ class Channel:
         self,
         amount: float,
         *,
-        versions: Optional[Dict[str, str]] = None,  # noqa: UP006, UP045
-        facts: Optional[Dict[str, Any]] = None,  # noqa: UP006, UP045
+        versions: dict[str, str] | None = None,
+        facts: dict[str, Any] | None = None,
     ) -> None:
         """Says that all is built, compiled and warm.
 
@@ -54,7 +54,7 @@ class Channel:
         sys.stderr.flush()
         os._exit(0)
 
-    def _say(self, message: Dict[str, Any]) -> None:  # noqa: UP006
+    def _say(self, message: dict[str, Any]) -> None:
         self._answers.write(json.dumps(message) + "\n")
         self._answers.flush()
 
