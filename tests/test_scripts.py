@@ -98,7 +98,7 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-@pytest.mark.parametrize("script", ["demo", "test", "lint", "kill-and-resume"])
+@pytest.mark.parametrize("script", ["demo", "test", "lint", "kill-and-resume", "bench"])
 def test_help_makes_nothing(machine: Machine, script: str) -> None:
     before = sorted(machine.clone.rglob("*"))
     done = machine.run(f"{shlex.quote(str(machine.clone))}/scripts/{script} --help")
@@ -107,7 +107,7 @@ def test_help_makes_nothing(machine: Machine, script: str) -> None:
     assert sorted(machine.clone.rglob("*")) == before
 
 
-@pytest.mark.parametrize("script", ["demo", "test", "lint", "kill-and-resume"])
+@pytest.mark.parametrize("script", ["demo", "test", "lint", "kill-and-resume", "bench"])
 def test_without_a_python_one_line_names_the_remedy(machine: Machine, script: str) -> None:
     machine.fake(machine.bin / "python3.12", "echo 'pyenv: python3.12: command not found' >&2; exit 127")
     machine.fake_version(machine.bin / "python3", "3.11.7")
@@ -269,5 +269,12 @@ def test_hooks_and_ci_run_the_same_commands() -> None:
     assert "repo: https" not in hooks
     assert "scripts/test" in (ROOT / ".ci/run").read_text(encoding="utf-8")
     assert "\nscripts/lint" in (ROOT / "scripts/test").read_text(encoding="utf-8")
-    for script in (".ci/run", "scripts/test", "scripts/lint", "scripts/demo", "scripts/kill-and-resume"):
+    for script in (
+        ".ci/run",
+        "scripts/test",
+        "scripts/lint",
+        "scripts/demo",
+        "scripts/kill-and-resume",
+        "scripts/bench",
+    ):
         assert os.access(ROOT / script, os.X_OK), script

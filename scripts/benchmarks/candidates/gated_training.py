@@ -1,0 +1,143 @@
+"""`engine.train` as a candidate: one run that goes on for as long as it is asked to, so many steps at a time.
+
+The source of batches is held by a gate: it fills the batches of steps that were asked for and waits before the next. A
+round is timed from the opening of the gate to the loss of its last step at a sink, so that everything between shards
+and sinks is in it. The ring is empty when a round begins: nothing is read ahead of the clock.
+"""
+
+import resource
+import sys
+import threading
+import time
+from typing import Any
+
+from protocol import Channel
+from resident_training import versions
+
+from engine import TrainConfig, train
+from engine.batches import BatchSource, Labels, Pixels
+from engine.sinks import LossRecord
+
+_LONG_S = 86_400.0
+_MOST_STEPS = 2**31 - 2
+_WARM_STEPS = 3
+
+
+class GatedBatches:
+    """A source that fills no step before it is asked for."""
+
+    def __init__(self, source: BatchSource) -> None:
+        self._source = source
+        self.batch, self.height, self.width = source.batch, source.height, source.width
+        self.thread_safe = source.thread_safe
+        self._opened = threading.Condition()
+        self._stop_step = 0
+
+    def open_to(self, stop_step: int) -> None:
+        """Lets steps up to, and without, this one pass."""
+        with self._opened:
+            self._stop_step = stop_step
+            self._opened.notify_all()
+
+    def fill(self, step: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
+        """Fills a batch once its step was asked for."""
+        if step >= self._stop_step:
+            with self._opened:
+                self._opened.wait_for(lambda: step < self._stop_step)
+        self._source.fill(step, pixels, labels, timeout_s=timeout_s)
+
+
+class LastLoss:
+    """A sink that tells when the last loss of a round has come, and what the loop has waited for batches.
+
+    Attributes:
+        wait_s: seconds waited for the round's batches but the first, the wait for which began before the round.
+    """
+
+    def __init__(self) -> None:
+        self._came = threading.Event()
+        self._first_step = self._last_step = 0
+        self._time_s = 0.0
+        self.wait_s = 0.0
+
+    def open(self) -> None:
+        """Needs nothing."""
+
+    def write(self, record: LossRecord) -> None:
+        """Takes a loss."""
+        self.wait_s += record.wait_ms / 1e3 if record.step > self._first_step else 0.0
+        if record.step == self._last_step:
+            self._time_s = time.perf_counter()
+            self._came.set()
+
+    def write_evaluation(self, record: Any) -> None:
+        """Is not called: nothing is evaluated."""
+
+    def close(self) -> None:
+        """Needs nothing."""
+
+    def begin(self, first_step: int, last_step: int) -> None:
+        """Begins a round of these steps (from 1), before any of them is made."""
+        self._came.clear()
+        self._first_step, self._last_step, self.wait_s = first_step, last_step, 0.0
+
+    def wait(self, ended: threading.Event) -> float:
+        """Gives the time at which the round's last loss came; raises RuntimeError where the run has ended."""
+        while not self._came.wait(1.0):
+            if ended.is_set():
+                raise RuntimeError("the run has ended; its error is above")
+        return self._time_s
+
+
+def peak_memory_mb() -> float:
+    """Gives the most memory that this process has had, files that it has mapped included, in MB."""
+    # macOS counts bytes where Linux counts KiB.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e6
+
+
+def serve_training(
+    channel: Channel,
+    config: dict[str, Any],
+    source: BatchSource,
+    *,
+    amount: float,
+    model: Any = None,
+    warm_steps: int = _WARM_STEPS,
+) -> None:
+    """Trains on `source` in the background and serves its steps, `amount` a step.
+
+    Args:
+        channel: to the bench.
+        config: settings, without those of data, batch and steps.
+        source: of the batches.
+        amount: what a step comes to.
+        model: of one's own, None is the registry's that `config` names.
+        warm_steps: made before the first round.
+    """
+    gate, sink, ended = GatedBatches(source), LastLoss(), threading.Event()
+    # Weight decay and schedule are the defaults; the rate is small, so that a batch seen again and again stays one.
+    settings = TrainConfig(
+        steps=_MOST_STEPS, batch=source.batch, learning_rate=1e-3, infeed_timeout_s=_LONG_S, eval_split="off", **config
+    )
+
+    def run() -> None:
+        try:
+            train(settings, batches=gate, model=model, sinks=[sink], notify=lambda text: print(text, flush=True))
+        finally:
+            ended.set()
+
+    threading.Thread(target=run, daemon=True).start()
+    done = 0
+
+    def run_steps(num_units: int) -> tuple[float, dict[str, float]]:
+        nonlocal done
+        sink.begin(done + 1, done + num_units)
+        started = time.perf_counter()
+        done += num_units
+        gate.open_to(done)
+        seconds = sink.wait(ended) - started
+        return seconds, {"waited %": 100 * sink.wait_s / seconds, "peak MB": peak_memory_mb()}
+
+    run_steps(warm_steps)
+    channel.ready(amount, versions=versions())
+    channel.serve(run_steps)

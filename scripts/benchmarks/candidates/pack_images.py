@@ -1,0 +1,62 @@
+"""Packing a folder of JPEG files into shards; or only decoding and resizing them, or only reading them."""
+
+import shutil
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+
+from protocol import Channel, timed
+
+from preprocess.cores import num_cores
+from preprocess.decode import DecodeError, ResizeRule, decode_image
+from preprocess.location import open_location
+from preprocess.pack import pack_split
+from preprocess.plan import PackSettings
+from preprocess.sources import open_source
+
+RULE = ResizeRule()
+
+
+def decode(path: Path) -> bool:
+    """Decodes and resizes a file; gives whether it could be."""
+    try:
+        decode_image(path.read_bytes(), RULE)
+    except DecodeError:
+        return False
+    return True
+
+
+def pack(images: Path, dest: Path) -> float:
+    """Packs all splits anew, with as many threads as there are cores; gives the seconds."""
+    shutil.rmtree(dest, ignore_errors=True)
+    started = time.perf_counter()
+    with open_source(images) as source:
+        for name, split in source.splits.items():
+            pack_split(split, open_location(str(dest)).child(name), PackSettings(num_workers=num_cores()))
+    return time.perf_counter() - started
+
+
+def main(kind: str, images: Path, dest: Path) -> None:
+    """Serves passes over all images."""
+    channel = Channel()
+    files = sorted(path for path in images.glob("*/*") if path.suffix.lower() in (".jpg", ".jpeg"))
+    pool = ThreadPoolExecutor(num_cores())
+
+    def decode_all(num_units: int) -> None:
+        for _ in range(num_units):
+            list(pool.map(decode, files))
+
+    def pack_all(num_units: int) -> float:
+        return sum(pack(images, dest) for _ in range(num_units))
+
+    run = {"pack": pack_all, "decode": timed(decode_all)}[kind]
+    run(1)
+    versions = {package: version(package) for package in ("pillow", "tensorstore")}
+    channel.ready(len(files), versions=versions, facts={"images": len(files), "threads": num_cores()})
+    channel.serve(run)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,87 @@
+"""Whole processes, from start to end, or to the first line of a file that they write."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from protocol import Channel
+
+TIMEOUT_S = 600.0
+RUN_TRAIN = "import sys; sys.argv[0] = 'run-train'; from engine.commands.cli import main; main()"
+TRAINING = ("--synthetic", "--image-size", "64", "--model", "resnet50", "--batch", "16", "--steps", "2")
+
+
+def run_process(arguments: list[str]) -> float:
+    """Gives the seconds that a process takes."""
+    started = time.perf_counter()
+    subprocess.run([sys.executable, *arguments], stdout=subprocess.DEVNULL, timeout=TIMEOUT_S, check=True)
+    return time.perf_counter() - started
+
+
+def first_loss(folder: Path) -> float:
+    """Gives the seconds from the start of a training's process to its first loss on disk; ends it then."""
+    run = folder / "run"
+    shutil.rmtree(run, ignore_errors=True)
+    arguments = [*TRAINING, "--run-dir", str(run), "--compilation-cache", str(folder / "cache")]
+    started = time.perf_counter()
+    process = subprocess.Popen([sys.executable, "-c", RUN_TRAIN, *arguments], stdout=subprocess.DEVNULL)
+    try:
+        while not has_line(run / "loss.jsonl"):
+            if process.poll() is not None:
+                raise RuntimeError(f"the training ended with exit code {process.returncode} before its first loss")
+            if time.perf_counter() - started > TIMEOUT_S:
+                raise TimeoutError(f"no loss in {TIMEOUT_S:g} s")
+            time.sleep(0.002)
+        return time.perf_counter() - started
+    finally:
+        process.kill()
+        process.wait()
+
+
+def has_line(path: Path) -> bool:
+    """Tells whether a file has a whole line."""
+    return path.exists() and b"\n" in path.read_bytes()
+
+
+def main(kind: str) -> None:
+    """Serves processes."""
+    channel = Channel()
+    folder = Path.cwd() / "processes" / kind
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+    def cold(num_units: int) -> float:
+        seconds = 0.0
+        for _ in range(num_units):
+            shutil.rmtree(folder / "cache", ignore_errors=True)
+            seconds += first_loss(folder)
+        return seconds
+
+    def cached(num_units: int) -> float:
+        return sum(first_loss(folder) for _ in range(num_units))
+
+    def processes(*arguments: str) -> float:
+        return run_process(list(arguments))
+
+    runs = {
+        "nothing": lambda num_units: sum(processes("-c", "pass") for _ in range(num_units)),
+        "jax": lambda num_units: sum(processes("-c", "import jax") for _ in range(num_units)),
+        "engine": lambda num_units: sum(processes("-c", "import engine") for _ in range(num_units)),
+        "train": lambda num_units: sum(processes("-c", "from engine import train") for _ in range(num_units)),
+        "help": lambda num_units: sum(processes("-c", RUN_TRAIN, "--help") for _ in range(num_units)),
+        "cold": cold,
+        "cached": cached,
+    }
+    # Once before the clock: files of Python come from the page cache from then on, and programs from theirs.
+    if kind != "cold":
+        runs[kind](1)
+    channel.ready(1)
+    channel.serve(runs[kind])
+
+
+if __name__ == "__main__":
+    os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
+    main(sys.argv[1])

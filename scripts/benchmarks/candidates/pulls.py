@@ -1,0 +1,119 @@
+"""Pulls of Feedloop's infeed in a loop that does nothing else; or of a host function that leaves its results alone.
+
+The feeder's source gives every batch at once, so what is measured is the crossing: the call, the hand-over between the
+ring's threads, and the copy into the program's buffer. An element of each batch is used, so that nothing is left out.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from protocol import Channel, timed
+from resident_training import versions
+
+from engine.batches import Labels, Pixels
+from engine.control import CONTROL_WORDS, ControlBoard
+from engine.feeder import Feeder
+from engine.infeed import Infeed
+from engine.transport import choose_transport
+
+PREFETCH, READER_THREADS = 4, 2  # as TrainConfig has them
+LAST_STEP = 2**31 - 1
+
+
+class ReadyBatches:
+    """A source whose batches are there already."""
+
+    thread_safe = True
+
+    def __init__(self, batch: int, size: int) -> None:
+        self.batch, self.height, self.width = batch, size, size
+
+    def fill(self, step: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:  # noqa: ARG002
+        """Leaves the buffers as they are once they have been written: untouched pages would all be one."""
+        if step < 2 * PREFETCH:
+            pixels[...], labels[...] = step, 0
+
+
+def make_pull(transport_name: Any, kind: str, batch: int, size: int) -> tuple[Callable[[jax.Array], Any], Any]:
+    """Gives step → (pixels, labels, control words or word), by the infeed or by a function that does nothing.
+
+    And what forgets the waits of so many steps (from, to), as the loss stream does in a run.
+    """
+    transport = choose_transport(transport_name, jax.default_backend())
+    if kind == "empty":
+        shapes = (
+            jax.ShapeDtypeStruct((batch, size, size), jnp.uint32),
+            jax.ShapeDtypeStruct((batch,), jnp.int32),
+            jax.ShapeDtypeStruct((CONTROL_WORDS,), jnp.uint32),
+        )
+
+        def call(step: jax.Array) -> Any:
+            return transport.call(lambda _operands, _results: None, shapes, step, jnp.int32(0))
+
+        return call, lambda _start, _stop: None
+    board = ControlBoard()
+    feeder = Feeder(
+        ReadyBatches(batch, size),
+        start_step=0,
+        stop_step=LAST_STEP,
+        depth=PREFETCH,
+        num_threads=READER_THREADS,
+        timeout_s=600,
+    )
+    feeder.start()
+    infeed = Infeed(feeder, board, transport, words_of=board.words, height=size, width=size)
+
+    def pull(step: jax.Array) -> Any:
+        pulled = infeed.pull(step, jnp.int32(0))
+        return pulled.pixels, pulled.labels, pulled.control.stop
+
+    def forget(start: int, stop: int) -> None:
+        for step in range(start, stop):
+            infeed.take_wait_s(step)
+
+    return pull, forget
+
+
+def main(transport_name: str, kind: str, batch: int, size: int, unit: str) -> None:
+    """Serves pulls, or the bytes of their pixels."""
+    channel = Channel()
+    pull, forget = make_pull(transport_name, kind, batch, size)
+
+    @partial(jax.jit, donate_argnums=0)
+    def loop(start: tuple[jax.Array, jax.Array], count: jax.Array) -> tuple[jax.Array, jax.Array]:
+        stop = start[0] + count
+
+        def body(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            step, total = carry
+            pixels, labels, words = pull(step)
+            used = pixels[-1, -1, -1] + labels[-1].astype(jnp.uint32) + words.reshape(-1)[0].astype(jnp.uint32)
+            return step + 1, total + used
+
+        return lax.while_loop(lambda carry: carry[0] < stop, body, start)
+
+    state = jnp.int32(0), jnp.uint32(0)
+
+    def work(num_units: int) -> None:
+        nonlocal state
+        state = jax.block_until_ready(loop(state, jnp.int32(num_units)))
+
+    run = timed(work)
+
+    def run_and_forget(num_units: int) -> float:
+        start = int(state[0])
+        seconds = run(num_units)
+        forget(start, start + num_units)
+        return seconds
+
+    run_and_forget(8)
+    channel.ready(batch * size * size * 4 if unit == "bytes" else 1, versions=versions())
+    channel.serve(run_and_forget)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])

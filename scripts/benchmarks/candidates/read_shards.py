@@ -1,0 +1,52 @@
+"""Feedloop's reader: packed shards in keyed order into ready buffers, by the engine's own source and feeder."""
+
+import sys
+from importlib.metadata import version
+
+import numpy as np
+from protocol import Channel, timed
+
+from engine import TrainConfig
+from engine.batches import ShardBatches
+from engine.feeder import Feeder
+from preprocess.shards import open_split
+
+DEFAULTS = TrainConfig()
+
+
+def main(data: str, split: str, batch: int, threads: int) -> None:
+    """Serves batches of `batch` images, read by so many threads (0: the engine's default)."""
+    channel = Channel()
+    opened = open_split(data, split)
+    num_threads = threads or DEFAULTS.reader_threads
+    feeder = Feeder(
+        ShardBatches(opened, batch=batch, seed=0),
+        start_step=0,
+        stop_step=2**31 - 1,
+        depth=DEFAULTS.prefetch,
+        num_threads=num_threads,
+        timeout_s=60,
+    )
+    feeder.start()
+    pixels = np.zeros((batch, opened.height, opened.width), np.uint32)
+    labels = np.zeros(batch, np.int32)
+    step = 0
+
+    def work(num_units: int) -> None:
+        nonlocal step
+        for _ in range(num_units):
+            feeder.take(step, 0, pixels, labels)
+            step += 1
+
+    # A whole epoch, so that every shard is in the page cache.
+    work(-(-opened.num_images // batch))
+    channel.ready(
+        batch,
+        versions={package: version(package) for package in ("tensorstore", "numpy")},
+        facts={"threads": num_threads, "ahead": DEFAULTS.prefetch, "bytes an image": opened.manifest.image_bytes},
+    )
+    channel.serve(timed(work))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

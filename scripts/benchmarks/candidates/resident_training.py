@@ -1,0 +1,55 @@
+"""What the two training steps in jax share: a registry's model, SGD with momentum, a batch on the device."""
+
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from engine.objective import cross_entropy
+from models.registry import build_model, count_params
+
+LEARNING_RATE, MOMENTUM = 1e-3, 0.9
+
+
+class State(NamedTuple):
+    """What a step changes: pytrees, and the loss of the last batch, float32 []."""
+
+    params: Any
+    batch_stats: Any
+    velocity: Any
+    loss: jax.Array
+
+
+def make_step(
+    name: str, image_size: int, batch: int, num_classes: int
+) -> tuple[State, Callable[[State], State], dict[str, Any]]:
+    """Gives a fresh state, the step, and what is to be compared between candidates.
+
+    The batch is drawn from a fixed seed: float32 [batch, image_size, image_size, 3] and its labels.
+    """
+    model = build_model(name, num_classes=num_classes, image_size=image_size)
+    params, batch_stats = jax.jit(model.init)(jax.random.key(0))
+    random = np.random.default_rng(0)
+    images = jnp.asarray(random.standard_normal((batch, image_size, image_size, 3), np.float32))
+    targets = jax.nn.one_hot(random.integers(num_classes, size=batch), num_classes)
+
+    def step(state: State) -> State:
+        def loss_of(params: Any) -> tuple[jax.Array, Any]:
+            logits, batch_stats = model.apply(params, state.batch_stats, images, train=True)
+            return cross_entropy(logits, targets), batch_stats
+
+        (loss, batch_stats), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.params)
+        velocity = jax.tree.map(lambda v, g: MOMENTUM * v + g, state.velocity, gradients)
+        params = jax.tree.map(lambda p, v: p - LEARNING_RATE * v, state.params, velocity)
+        return State(params, batch_stats, velocity, loss)
+
+    state = State(params, batch_stats, jax.tree.map(jnp.zeros_like, params), jnp.zeros(()))
+    return state, step, {"parameters": count_params(params)}
+
+
+def versions() -> dict[str, str]:
+    """Gives the versions of what does the work."""
+    return {package: version(package) for package in ("jax", "jaxlib")}

@@ -1,0 +1,29 @@
+"""The engine trains a model from packed shards, or the same program on batches that nobody has to read.
+
+The model is one of the registry, or "perceptron", which is next to nothing.
+"""
+
+import sys
+
+from gated_training import serve_training
+from protocol import Channel
+from pulls import ReadyBatches
+from small_perceptron import Perceptron
+
+from engine.batches import ShardBatches
+from preprocess.shards import open_split
+
+
+def main(kind: str, data: str, split: str, model: str, batch: int, warm_steps: int) -> None:
+    """Serves `batch` images a step, after so many steps."""
+    channel = Channel()
+    opened = open_split(data, split)
+    own = Perceptron() if model == "perceptron" else None
+    config = {"num_classes": opened.num_classes, "model": "auto" if own else model}
+    shards = ShardBatches(opened, batch=batch, seed=0)
+    source = shards if kind == "packed" else ReadyBatches(batch, opened.height)
+    serve_training(channel, config, source, amount=batch, model=own, warm_steps=warm_steps)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4], int(sys.argv[5]), int(sys.argv[6]))

@@ -1,0 +1,44 @@
+"""Counts what a training step has to compute, from the shapes of its convolutions and products."""
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from models import pooled_convnet, resnet
+from models.registry import build_model
+
+
+def image_flop(name: str, image_size: int, num_classes: int) -> float:
+    """Gives the floating-point operations of one image's training step: 2 · multiply-adds · 3.
+
+    Forward, gradient by the input and gradient by the kernel take the same number; the first convolution needs no
+    gradient by its input, and that is left out. Norms, activations, pools and the update are not counted.
+    """
+    counted: list[int] = []
+    modules: tuple[Any, ...] = (resnet, pooled_convnet)
+    originals = [(module, module.convolution, module.dense) for module in modules]
+
+    def counting_convolution(original: Any, x: jax.Array, kernel: jax.Array, **keywords: Any) -> jax.Array:
+        y = original(x, kernel, **keywords)
+        counted.append(math.prod(y.shape[:3]) * kernel.size)
+        return y
+
+    def counting_dense(original: Any, x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
+        counted.append(x.shape[0] * kernel.size)
+        return original(x, kernel, bias)
+
+    model = build_model(name, num_classes=num_classes, image_size=image_size)
+    try:
+        for module, convolution, dense in originals:
+            module.convolution = partial(counting_convolution, convolution)
+            module.dense = partial(counting_dense, dense)
+        shapes = jax.eval_shape(model.init, jax.random.key(0))
+        images = jax.ShapeDtypeStruct((1, image_size, image_size, 3), jnp.float32)
+        jax.eval_shape(lambda weights, images: model.apply(weights[0], weights[1], images, train=True), shapes, images)
+    finally:
+        for module, convolution, dense in originals:
+            module.convolution, module.dense = convolution, dense
+    return 2.0 * (3 * sum(counted) - counted[0])

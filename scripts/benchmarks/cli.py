@@ -1,0 +1,82 @@
+"""The command behind scripts/bench."""
+
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from scripts.benchmarks import infeed, loop, pack, reader, scaling, startup, step, stream
+from scripts.benchmarks.bench import Bench, Settings
+from scripts.benchmarks.report import describe_run, print_about, print_case, write_json
+from scripts.benchmarks.session import ROOT, CaseResult, run_case
+
+BENCHES: tuple[Bench, ...] = tuple(
+    module.BENCH for module in (step, loop, infeed, stream, reader, pack, startup, scaling)
+)
+FOLDER = ROOT / ".bench"
+_PIPED_WIDTH = 160
+
+
+@click.command()
+@click.argument("names", nargs=-1, metavar="NAME…")
+@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write every sample here.")
+@click.option("--peers", is_flag=True, help="Measure other projects too, each in an environment made on demand.")
+@click.option("--repeats", type=click.IntRange(1, 1000), default=7, show_default=True, help="Rounds of each case.")
+@click.option("--case", default="", metavar="SUBSTRING", help="Measure only cases whose name has this in it.")
+@click.option("--round-s", type=click.FloatRange(0, min_open=True), help="Seconds of each candidate in a round.")
+@click.option("--images", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Class folders of JPEGs.")
+def main(
+    names: tuple[str, ...],
+    json_path: Path | None,
+    peers: bool,
+    repeats: int,
+    case: str,
+    round_s: float | None,
+    images: Path | None,
+) -> None:
+    """Runs the benchmarks NAME…, "all" for every one, and prints a table of each case; without NAME lists them."""
+    if not names:
+        for bench in BENCHES:
+            click.echo(f"{bench.name:10}{bench.summary}")
+        return
+    signal.signal(signal.SIGTERM, _end)  # so that an end from outside unwinds too, and takes the candidates along
+    FOLDER.mkdir(exist_ok=True)
+    settings = Settings(FOLDER, None if images is None else images.absolute(), peers, repeats, case, round_s)
+    if json_path is not None and not json_path.absolute().parent.is_dir():
+        raise click.UsageError(f"--json must name a file in a folder that is there, got {json_path}")
+    benches = _chosen(names)
+    try:
+        cases = [(bench, each) for bench in benches for each in bench.chosen_cases(settings)]
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    console = Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH)
+    about, results = describe_run(settings), list[tuple[Bench, CaseResult]]()
+    print_about(console, about)
+    for bench, each in cases:
+        result = run_case(each, settings, say=_say)
+        print_case(console, bench, result)
+        results.append((bench, result))
+        # After each case: what a long run has measured is not lost where it is ended.
+        if json_path is not None:
+            write_json(json_path, about, results)
+
+
+def _chosen(names: tuple[str, ...]) -> list[Bench]:
+    known = {bench.name: bench for bench in BENCHES}
+    if "all" in names:
+        return list(BENCHES)
+    for name in names:
+        if name not in known:
+            raise click.UsageError(f"NAME must be one of {', '.join(known)} or all, got {name!r}")
+    return [known[name] for name in dict.fromkeys(names)]
+
+
+def _say(text: str) -> None:
+    click.echo(text, err=True)
+
+
+def _end(*_: Any) -> None:
+    sys.exit(128 + signal.SIGTERM)

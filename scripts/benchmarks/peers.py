@@ -1,0 +1,191 @@
+"""The other projects that are measured: what each is, its versions, and its environment, made on demand.
+
+An environment is a folder below `.bench/environments/`, made with pip and kept; it is made anew where the table below
+changes. What will not install is a reason in the table of results.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_INSTALL_TIMEOUT_S = 1800.0
+_CPU_TORCH = ("--extra-index-url", "https://download.pytorch.org/whl/cpu")
+_TAIL_LINES = 6
+
+
+class PeerError(RuntimeError):
+    """A peer's environment cannot be made; the message says why."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another project.
+
+    Attributes:
+        what: in words.
+        python: the minor version of Python that the pins are for.
+        requirements: pinned.
+        options: of pip, for all of these.
+        built: pinned requirements that are built here afterwards, without their dependencies.
+        libraries: that building takes, by their names for pkg-config, with the Debian package of each.
+    """
+
+    what: str
+    python: str
+    requirements: tuple[str, ...]
+    options: tuple[str, ...] = ()
+    built: tuple[str, ...] = ()
+    libraries: tuple[tuple[str, str], ...] = ()
+
+
+PEERS = {
+    "torch": Peer(
+        what="PyTorch on oneDNN: eager, channels_last, torch.compile; torch.utils.data.DataLoader",
+        python="3.11",
+        requirements=("torch==2.13.0", "numpy==2.4.6", "pillow==12.0.0", "setuptools==80.9.0"),
+        options=_CPU_TORCH,
+    ),
+    "ffcv": Peer(
+        what="FFCV: a loader of fixed-size records, compiled by Numba",
+        python="3.11",
+        requirements=(
+            "torch==2.13.0",
+            "numpy==2.2.6",
+            "numba==0.61.2",
+            "pillow==12.0.0",
+            "opencv-python-headless==4.11.0.86",
+            "pandas==2.3.3",
+            "psutil==7.1.3",
+            "terminaltables==3.1.10",
+            "fastargs==1.2.0",
+            "tqdm==4.67.1",
+            "assertpy==1.1",
+            "setuptools==80.9.0",
+            "wheel==0.45.1",
+        ),
+        options=_CPU_TORCH,
+        built=("ffcv==1.0.2",),
+        libraries=(("opencv4", "libopencv-dev"), ("libturbojpeg", "libturbojpeg0-dev")),
+    ),
+    "grain": Peer(
+        what="Grain: Google's deterministic loader for JAX, over ArrayRecord files",
+        python="3.12",
+        requirements=("grain==0.2.18", "array-record==0.8.3", "numpy==2.3.5"),
+    ),
+    "webdataset": Peer(
+        what="WebDataset: tar shards read in sequence, shuffled through a buffer",
+        python="3.11",
+        requirements=("webdataset==1.0.2", "torch==2.13.0", "numpy==2.4.6"),
+        options=_CPU_TORCH,
+    ),
+    "streaming": Peer(
+        what="MosaicML Streaming: MDS shards, shuffled in blocks",
+        python="3.11",
+        requirements=("mosaicml-streaming==0.13.0", "torch==2.13.0", "torchvision==0.28.0", "numpy==2.1.3"),
+        options=_CPU_TORCH,
+    ),
+    "tensorflow": Peer(
+        what="tf.data over TFRecord files of raw pixels",
+        python="3.12",
+        requirements=("tensorflow-cpu==2.20.0",),
+    ),
+}
+
+
+def ensure_peer(name: str, folder: Path, *, say: Callable[[str], None]) -> Path:
+    """Makes the environment of a peer where it is not there yet, and gives its Python.
+
+    Raises:
+        PeerError: there is no such Python, a library is missing that building takes, or pip fails.
+    """
+    peer = PEERS[name]
+    home = folder / "environments" / name
+    python, stamp = home / "bin" / "python", home / "installed.txt"
+    if stamp.exists() and stamp.read_text(encoding="utf-8") == _wanted(peer):
+        return python
+    _check_libraries(name, peer)
+    base = find_python(peer.python)
+    say(f"making {home} with {base}: {', '.join((*peer.requirements, *peer.built))}")
+    shutil.rmtree(home, ignore_errors=True)
+    home.parent.mkdir(parents=True, exist_ok=True)
+    log = home.with_name(f"{name}.log")
+    log.unlink(missing_ok=True)
+    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--retries", "1"]
+    _call([base, "-m", "venv", str(home)], name, log)
+    _call([*pip, *peer.options, *peer.requirements], name, log)
+    for requirement in peer.built:
+        _call([*pip, "--no-build-isolation", "--no-deps", requirement], name, log)
+    stamp.write_text(_wanted(peer), encoding="utf-8")
+    return python
+
+
+def _check_libraries(name: str, peer: Peer) -> None:
+    for library, package in peer.libraries:
+        try:
+            found = subprocess.run(["pkg-config", "--exists", library], timeout=30, check=False).returncode == 0
+        except (OSError, subprocess.TimeoutExpired):
+            found = False
+        if not found:
+            raise PeerError(
+                f"{name} is built with {library}, which pkg-config does not find; on Debian or Ubuntu: "
+                f"apt install g++ pkg-config {' '.join(package for _, package in peer.libraries)}"
+            )
+
+
+def _wanted(peer: Peer) -> str:
+    return "\n".join((peer.python, *peer.options, *peer.requirements, *peer.built, ""))
+
+
+def _call(command: list[str], name: str, log: Path) -> None:
+    # Of the user's own Python nothing must reach the environment.
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    with log.open("ab") as file:
+        try:
+            code = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                timeout=_INSTALL_TIMEOUT_S,
+                check=False,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            raise PeerError(f"{name} was not installed in {_INSTALL_TIMEOUT_S:g} s; see {log}") from None
+    if code:
+        tail = "".join(
+            f"\n    {line}" for line in log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
+        )
+        raise PeerError(f"{name} would not install (exit code {code}); {log} ends with:{tail}")
+
+
+def find_python(minor: str) -> str:
+    """Gives the interpreter of a version such as "3.11" from the PATH, pyenv or uv.
+
+    Raises:
+        PeerError: there is none.
+    """
+    program = f"import sys; print(sys.version_info[:2] == ({minor.replace('.', ', ')}))"
+    for python in _pythons(minor):
+        try:
+            done = subprocess.run([python, "-c", program], capture_output=True, text=True, timeout=30, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            continue
+        if done.returncode == 0 and done.stdout.strip() == "True":
+            return python
+    raise PeerError(f"no Python {minor} found: uv python install {minor}, or pyenv install {minor}")
+
+
+def _pythons(minor: str) -> Iterator[str]:
+    if f"{sys.version_info[0]}.{sys.version_info[1]}" == minor:
+        yield getattr(sys, "_base_executable", sys.executable)
+    if found := shutil.which(f"python{minor}"):
+        yield found
+    homes = dict.fromkeys([os.environ.get("PYENV_ROOT", ""), os.path.expanduser("~/.pyenv")])  # noqa: PTH111
+    for home in filter(None, homes):
+        yield from map(str, sorted(Path(home).glob(f"versions/{minor}.*/bin/python")))
+    yield from map(str, sorted(Path.home().glob(f".local/share/uv/python/cpython-{minor}.*/bin/python{minor}")))

@@ -1,0 +1,59 @@
+"""`reader`: images of 224 px from packed files in random order, the page cache warm, by us and by other loaders."""
+
+from collections.abc import Callable
+
+from scripts.benchmarks.bench import IMAGES_PER_S, Bench, Candidate, Case, Settings
+from scripts.benchmarks.data import SPLIT, array_file, ensure_array, ensure_shards, shards_folder
+
+_NUM_IMAGES, _SIZE, _BATCH = 4096, 224, 128
+# name, script, environment, worker processes: each reads the same images, raw, from the format that is its own
+_PEERS = (
+    ("DataLoader, memmap", "read_torch.py", "torch", 2),
+    ("DataLoader, no worker", "read_torch.py", "torch", 0),
+    ("FFCV, raw", "read_ffcv.py", "ffcv", 2),
+    ("Grain, ArrayRecord", "read_grain.py", "grain", 2),
+    ("Grain, threads alone", "read_grain.py", "grain", 0),
+    ("WebDataset", "read_webdataset.py", "webdataset", 2),
+    ("Streaming, MDS", "read_streaming.py", "streaming", 2),
+    ("tf.data, TFRecord", "read_tensorflow.py", "tensorflow", 2),
+)
+
+
+def _cases(settings: Settings) -> list[Case]:
+    array = array_file(settings, num_images=_NUM_IMAGES, size=_SIZE)
+    image_bytes = 4 * _SIZE * _SIZE
+    copies = (str(image_bytes), str(_BATCH), str(_NUM_IMAGES * image_bytes))
+    peers = tuple(
+        Candidate(name, script, (str(array), str(_BATCH), str(workers)), peer=peer, target=1.0)
+        for name, script, peer, workers in _PEERS
+    )
+
+    def shards(*, checksum: bool, threads: int = 0) -> tuple[str, ...]:
+        folder = shards_folder(settings, num_images=_NUM_IMAGES, size=_SIZE, checksum=checksum)
+        return str(folder), SPLIT, str(_BATCH), str(threads)
+
+    def prepare(say: Callable[[str], None]) -> None:
+        for checksum in (True, False):
+            ensure_shards(settings, say, num_images=_NUM_IMAGES, size=_SIZE, checksum=checksum)
+        if settings.peers:
+            ensure_array(settings, say, num_images=_NUM_IMAGES, size=_SIZE)
+
+    return [
+        Case(
+            f"{_NUM_IMAGES} × {_SIZE} px raw, random, b{_BATCH}",
+            IMAGES_PER_S,
+            "checksums",
+            (
+                Candidate("checksums", "read_shards.py", shards(checksum=True)),
+                Candidate("no checksums", "read_shards.py", shards(checksum=False)),
+                Candidate("checksums, 1 thread", "read_shards.py", shards(checksum=True, threads=1)),
+                Candidate("limit: copy, 1 thread", "memory_copies.py", (*copies, "1", "images")),
+                Candidate("limit: copy, all cores", "memory_copies.py", (*copies, "0", "images")),
+                *peers,
+            ),
+            prepare=prepare,
+        )
+    ]
+
+
+BENCH = Bench("reader", "packed images of 224 px in random order, against copies and other projects' loaders", _cases)

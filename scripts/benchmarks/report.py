@@ -1,0 +1,127 @@
+"""Results for people and for programs: a table a case, and one JSON document of a whole run."""
+
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from engine.records.whole_file import write_whole
+from scripts.benchmarks.bench import Bench, Settings
+from scripts.benchmarks.hardware import describe_environment, describe_hardware, describe_versions, git_commit
+from scripts.benchmarks.peers import PEERS
+from scripts.benchmarks.session import ROOT, CaseResult, Row
+
+FORMAT_VERSION = 1
+
+
+def describe_run(settings: Settings) -> dict[str, Any]:
+    """Gives what all results of a run share: date, commit, hardware, versions, settings."""
+    return {
+        "format_version": FORMAT_VERSION,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": git_commit(ROOT),
+        "hardware": describe_hardware(),
+        "versions": describe_versions(),
+        "environment": describe_environment(),
+        "settings": {
+            "repeats": settings.repeats,
+            "peers": settings.peers,
+            "case": settings.case,
+            "round_s": settings.round_s,
+            "images": None if settings.images is None else str(settings.images),
+        },
+    }
+
+
+def write_json(path: Path, about: dict[str, Any], results: Sequence[tuple[Bench, CaseResult]]) -> None:
+    """Writes the whole run, whole or not at all.
+
+    Raises:
+        OSError: where it cannot be written.
+    """
+    benches: dict[str, list[Any]] = {}
+    for bench, result in results:
+        benches.setdefault(bench.name, []).append(result.to_json())
+    peers = {row.candidate.peer for _, result in results for row in result.rows if row.candidate.peer}
+    about = about | {
+        "peers": {name: {"what": PEERS[name].what, "pins": PEERS[name].requirements} for name in sorted(peers)},
+        "benches": [{"name": name, "cases": cases} for name, cases in benches.items()],
+    }
+    write_whole(path, (json.dumps(about, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+def print_about(console: Console, about: dict[str, Any]) -> None:
+    """Prints what the figures are measured on."""
+    hardware, memory = about["hardware"], about["hardware"]["memory_bytes"]
+    console.print(
+        f"{hardware['cpu']}, {hardware['cores']} cores, {f'{memory / 2**30:.0f} GiB, ' if memory else ''}"
+        f"{hardware['system']}; load {hardware['load_average']}",
+        style="dim",
+        highlight=False,
+    )
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    console.print(f"{versions}; commit {(about['commit'] or 'unknown')[:12]}", style="dim", highlight=False)
+
+
+def print_case(console: Console, bench: Bench, result: CaseResult) -> None:
+    """Prints a case as a table, then the reasons of what is not in it."""
+    case = result.case
+    plain = not console.is_terminal
+    table = Table(title=f"{bench.name}: {case.name}", title_justify="left", box=box.ASCII2 if plain else box.SIMPLE)
+    table.add_column("candidate", no_wrap=True)
+    for column in (case.unit.text, "spread", f"{case.base} is", "target"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("also", overflow="fold")
+    for row in result.rows:
+        table.add_row(*_cells(row, result))
+    console.print(table)
+    for row in result.rows:
+        if row.measured.reason:
+            console.print(Text(f"{row.candidate.name}: {row.measured.reason}"))
+        if row.differs:
+            console.print(Text(f"{row.candidate.name}: does other work than {case.base}: {row.differs}"))
+
+
+def _cells(row: Row, result: CaseResult) -> list[str]:
+    name = row.candidate.name
+    if row.speed is None:
+        return [name, "–", "", "", "", "failed, see below"]
+    speed = result.case.unit.shown(row.speed.median)
+    facts = row.ready.facts if row.ready else {}
+    # What must agree with the base is told where it does not.
+    told = {key: value for key, value in facts.items() if key not in result.case.agree} | row.values()
+    return [
+        name,
+        number(speed),
+        f"±{100 * row.speed.spread:.1f} %",
+        _told_ratio(row),
+        _told_target(row),
+        ", ".join(f"{key} {number(value)}" for key, value in told.items()),
+    ]
+
+
+def _told_ratio(row: Row) -> str:
+    ratio = row.ratio
+    return "" if ratio is None else f"{ratio.median:.2f} × [{ratio.q1:.2f}–{ratio.q3:.2f}]"
+
+
+def _told_target(row: Row) -> str:
+    if row.candidate.target is None:
+        return ""
+    verdict = {True: "met", False: "missed", None: "?"}[row.is_met]
+    return f"≥ {row.candidate.target:g} × {verdict}"
+
+
+def number(value: object) -> str:
+    """Gives a number in about four digits, anything else as it is."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, int) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"

@@ -1,0 +1,46 @@
+"""`scaling`: what grows with the data set and the length of a run. The engine runs on one device, so not with these."""
+
+from scripts.benchmarks.bench import Bench, Candidate, Case, Settings, Unit
+from scripts.benchmarks.data import SPLIT, Say
+from scripts.benchmarks.sparse_store import ensure_sparse, sparse_folder
+
+_NUMS_IMAGES = (1_000, 100_000, 1_000_000, 10_000_000, 100_000_000)
+_NUM_STEPS = (2_000, 20_000)
+_BATCH = "128"
+_US_A_STEP = Unit("µs a step", 1e6 * int(_BATCH), is_time=True)
+
+
+def _cases(settings: Settings) -> list[Case]:
+    def arguments(num_images: int, warm_steps: int) -> tuple[str, ...]:
+        data = str(sparse_folder(settings, num_images))
+        return "packed", data, SPLIT, "perceptron", _BATCH, str(warm_steps)
+
+    def prepare_all(say: Say) -> None:
+        for num_images in _NUMS_IMAGES:
+            ensure_sparse(settings, say, num_images=num_images)
+
+    def prepare_one(say: Say) -> None:
+        ensure_sparse(settings, say, num_images=_NUMS_IMAGES[1])
+
+    return [
+        Case(
+            "images of the data set, perceptron 32 px b128",
+            _US_A_STEP,
+            f"{_NUMS_IMAGES[0]:,}",
+            tuple(Candidate(f"{each:,}", "stream_training.py", arguments(each, 100)) for each in _NUMS_IMAGES),
+            prepare=prepare_all,
+        ),
+        Case(
+            "steps of the run, perceptron 32 px b128",
+            _US_A_STEP,
+            f"after {_NUM_STEPS[0]:,}",
+            tuple(
+                Candidate(f"after {each:,}", "stream_training.py", arguments(_NUMS_IMAGES[1], each))
+                for each in _NUM_STEPS
+            ),
+            prepare=prepare_one,
+        ),
+    ]
+
+
+BENCH = Bench("scaling", "step time and memory against the number of images and the length of the run", _cases)

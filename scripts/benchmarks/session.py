@@ -1,0 +1,168 @@
+"""A case from its candidates to its results: processes started one by one, measured together, ended together."""
+
+import math
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scripts.benchmarks.bench import Candidate, Case, Settings
+from scripts.benchmarks.measure import Measured, Quartiles, measure, quartiles, ratios
+from scripts.benchmarks.peers import PeerError, ensure_peer
+from scripts.benchmarks.worker import Ready, Worker, WorkerError
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass
+class Row:
+    """One candidate's line of a result.
+
+    Attributes:
+        candidate: which one.
+        measured: its samples, or why there are none.
+        ready: what it said of itself; None where it was not ready.
+        speed: amounts a second over the rounds, None where there are none.
+        ratio: how many times as fast the base is, round by round; None for the base and where there is none.
+        differs: in what it does not do what the base does; empty where nothing is known of that.
+    """
+
+    candidate: Candidate
+    measured: Measured
+    ready: Ready | None
+    speed: Quartiles | None = None
+    ratio: Quartiles | None = None
+    differs: str = ""
+
+    @property
+    def is_met(self) -> bool | None:
+        """Whether the target is reached, by the median; None where there is no target or no ratio."""
+        if self.candidate.target is None or self.ratio is None:
+            return None
+        return self.ratio.median >= self.candidate.target
+
+    def values(self) -> dict[str, float]:
+        """The medians of what the candidate recorded beside its seconds."""
+        samples = [sample for sample in self.measured.samples if sample is not None]
+        names = dict.fromkeys(name for sample in samples for name in sample.values)
+        found = {name: quartiles([s.values[name] for s in samples if name in s.values]) for name in names}
+        return {name: each.median for name, each in found.items() if each is not None}
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything that is known, with every sample."""
+        measured, ready = self.measured, self.ready
+        return {
+            "name": self.candidate.name,
+            "script": self.candidate.script,
+            "arguments": list(self.candidate.arguments),
+            "environment": dict(self.candidate.environment),
+            "peer": self.candidate.peer or None,
+            "reason": measured.reason or None,
+            "differs": self.differs or None,
+            "versions": ready.versions if ready else {},
+            "facts": ready.facts if ready else {},
+            "prepare_s": ready.prepare_s if ready else None,
+            "amount": measured.amount,
+            "units_a_round": measured.num_units,
+            "samples_s": [sample and sample.seconds for sample in measured.samples],
+            "values": [sample and sample.values for sample in measured.samples],
+            "speeds": measured.speeds,
+            "speed": self.speed and self.speed._asdict(),
+            "base_is_times_as_fast": self.ratio and self.ratio._asdict(),
+            "target": self.candidate.target,
+            "is_met": self.is_met,
+        }
+
+
+@dataclass
+class CaseResult:
+    """A measured case: its rows in the order of its candidates."""
+
+    case: Case
+    rows: list[Row]
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything that is known."""
+        unit = self.case.unit._asdict()
+        return {
+            "name": self.case.name,
+            "unit": unit,
+            "base": self.case.base,
+            "candidates": [r.to_json() for r in self.rows],
+        }
+
+
+def run_case(case: Case, settings: Settings, *, say: Callable[[str], None]) -> CaseResult:
+    """Prepares, measures and ends the candidates of a case; one that fails is a row with the reason."""
+    rows = [Row(candidate, Measured(amount=1.0), None) for candidate in case.candidates]
+    try:
+        case.prepare(say)
+    except (ValueError, OSError, RuntimeError) as error:
+        for row in rows:
+            row.measured.reason = f"its data could not be made: {error}"
+        return CaseResult(case, rows)
+    with ExitStack() as stack:
+        workers: dict[str, Worker] = {}
+        for row in rows:
+            say(f"{case.name}: preparing {row.candidate.name}")
+            try:
+                worker = _start(row.candidate, case, settings, stack, say)
+                row.ready = worker.wait_ready(row.candidate.prepare_timeout_s)
+            except (WorkerError, PeerError, OSError) as error:
+                row.measured.reason = str(error)
+                continue
+            row.measured.amount = row.ready.amount
+            workers[row.candidate.name] = worker
+        measure(
+            workers,
+            {row.candidate.name: row.measured for row in rows},
+            repeats=settings.repeats,
+            round_s=case.round_s,
+            timeouts_s={candidate.name: candidate.round_timeout_s for candidate in case.candidates},
+            on_round=lambda number: say(f"{case.name}: round {number + 1} of {settings.repeats}"),
+        )
+    summarise(case, rows)
+    return CaseResult(case, rows)
+
+
+def summarise(case: Case, rows: list[Row]) -> None:
+    """Fills in speeds and ratios, and in what facts a candidate differs from the base."""
+    base = next(row for row in rows if row.candidate.name == case.base)
+    for row in rows:
+        row.speed = quartiles(row.measured.known_speeds)
+        if row is not base:
+            row.ratio = quartiles(ratios(base.measured.speeds, row.measured.speeds))
+            row.differs = _differences(case.agree, base, row)
+
+
+def _differences(agree: tuple[str, ...], base: Row, row: Row) -> str:
+    ours, theirs = (each.ready.facts if each.ready else {} for each in (base, row))
+    different = [
+        f"{name} {theirs[name]} for {ours[name]}"
+        for name in agree
+        if name in ours and name in theirs and not math.isclose(ours[name], theirs[name], rel_tol=1e-4)
+    ]
+    return ", ".join(different)
+
+
+def _start(
+    candidate: Candidate, case: Case, settings: Settings, stack: ExitStack, say: Callable[[str], None]
+) -> Worker:
+    logs = settings.folder / "logs"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    environment |= dict(candidate.environment)
+    if candidate.peer:
+        python = ensure_peer(candidate.peer, settings.folder, say=say)
+        command = candidate.command(str(python))
+        # Another Python must not see this one's packages.
+        del environment["PYTHONPATH"]
+    else:
+        command = candidate.command()
+    log = logs / f"{_file_name(case.name)}.{_file_name(candidate.name)}.log"
+    return stack.enter_context(Worker(command, log, environment=environment, cwd=settings.folder))
+
+
+def _file_name(name: str) -> str:
+    return "-".join("".join(letter if letter.isalnum() else " " for letter in name).split())

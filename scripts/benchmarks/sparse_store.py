@@ -1,0 +1,90 @@
+"""Packed splits of any number of images that take next to no disk: every shard is a link to the one that there is.
+
+To a reader they are whole: the same number of files, the same indices and checksums, a manifest of the full length.
+"""
+
+import hashlib
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+from preprocess.arrays import (
+    LABELS,
+    LABELS_PER_SHARD,
+    PIXELS,
+    create_array,
+    labels_metadata,
+    pixels_metadata,
+    shard_key,
+    write_array,
+)
+from preprocess.listing import ImageClass
+from preprocess.location import open_location
+from preprocess.manifest import FORMAT_VERSION, MANIFEST_KEY, Manifest
+from preprocess.pixels import LAYOUT
+from scripts.benchmarks.bench import Settings
+from scripts.benchmarks.data import SPLIT, Say, ensure_shards
+
+SIZE, SHARD_IMAGES, NUM_CLASSES = 32, 4096, 10
+
+
+def sparse_folder(settings: Settings, num_images: int) -> Path:
+    """Gives where the split of so many images is, or will be."""
+    return settings.folder / "data" / f"sparse-{num_images}"
+
+
+def ensure_sparse(settings: Settings, say: Say, *, num_images: int) -> Path:
+    """Makes a split of so many images of 32 px where it is not there yet."""
+    folder = sparse_folder(settings, num_images)
+    if (folder / SPLIT / MANIFEST_KEY).exists():
+        return folder
+    real = ensure_shards(settings, say, num_images=SHARD_IMAGES, size=SIZE) / SPLIT / PIXELS / shard_key(0, 3)
+    say(f"making {folder}")
+    shutil.rmtree(folder, ignore_errors=True)
+    split = open_location(str(folder)).child(SPLIT)
+    metadata = pixels_metadata(num_images, SIZE, SIZE, shard_images=SHARD_IMAGES, codec="raw", checksum=True)
+    create_array(split, PIXELS, metadata)
+    num_shards = -(-num_images // SHARD_IMAGES)
+    _link_all(folder / SPLIT / PIXELS, real, range(num_shards), rank=3)
+    labels = np.arange(LABELS_PER_SHARD, dtype=np.uint16) % NUM_CLASSES
+    write_array(split, LABELS, labels_metadata(LABELS_PER_SHARD)).write(labels).result(timeout=60)
+    create_array(split, LABELS, labels_metadata(num_images))
+    first = folder / SPLIT / LABELS / shard_key(0, 1)
+    _link_all(folder / SPLIT / LABELS, first, range(1, -(-num_images // LABELS_PER_SHARD)), rank=1)
+    split.write(MANIFEST_KEY, _manifest(num_images, num_shards).to_json().encode())
+    return folder
+
+
+def _link_all(array: Path, target: Path, shards: range, *, rank: int) -> None:
+    for shard in shards:
+        link = array / shard_key(shard, rank)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(target)
+
+
+def _manifest(num_images: int, num_shards: int) -> Manifest:
+    none = hashlib.sha256().hexdigest()
+    counts = [num_images // NUM_CLASSES] * NUM_CLASSES
+    counts[0] += num_images % NUM_CLASSES
+    return Manifest(
+        format_version=FORMAT_VERSION,
+        num_images=num_images,
+        height=SIZE,
+        width=SIZE,
+        layout=LAYOUT,
+        codec="raw",
+        checksum=True,
+        shard_images=SHARD_IMAGES,
+        classes=tuple(ImageClass(f"c{label}", f"class {label}") for label in range(NUM_CLASSES)),
+        class_counts=tuple(counts),
+        channel_mean=(0.5, 0.5, 0.5),
+        channel_std=(0.25, 0.25, 0.25),
+        resize_rule={"size": SIZE, "resize": SIZE, "resample": "bicubic"},
+        source_digest=none,
+        num_failures=0,
+        tool_versions={},
+        shard_digests=(none,) * num_shards,
+        labels_digest=none,
+        failures_digest=none,
+    )

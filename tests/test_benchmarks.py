@@ -1,0 +1,449 @@
+"""The benchmark suite: its arithmetic, the order of its rounds, and what becomes of candidates that misbehave."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from scripts.benchmarks import bench as bench_module
+from scripts.benchmarks.bench import IMAGES_PER_S, Bench, Candidate, Case, Settings, Unit
+from scripts.benchmarks.cli import BENCHES, main
+from scripts.benchmarks.measure import Measured, Quartiles, calibrate, measure, quartiles, ratios, rotated
+from scripts.benchmarks.peers import PEERS, PeerError, find_python
+from scripts.benchmarks.report import describe_run, number, print_case, write_json
+from scripts.benchmarks.session import CaseResult, Row, run_case, summarise
+from scripts.benchmarks.worker import Ready, Sample, Worker, WorkerError
+
+ROOT = Path(__file__).parents[1]
+CANDIDATES = ROOT / "scripts/benchmarks/candidates"
+# A candidate that pretends: a unit takes as many seconds as its argument says.
+HONEST = """
+    import sys
+    from protocol import Channel
+    channel = Channel()
+    print("this goes to the log")
+    channel.ready(10, versions={"clock": "1"}, facts={"loss": float(sys.argv[1])})
+    channel.serve(lambda units: (units * float(sys.argv[2]), {"waited": 7.0}))
+"""
+DEAD = "import sys; print('no such card', file=sys.stderr); sys.exit(3)"
+DIES_LATER = """
+    import os, sys
+    print('{"ready": true, "amount": 1, "versions": {}, "facts": {}}', flush=True)
+    sys.stdin.readline()
+    print("out of memory", file=sys.stderr, flush=True)
+    os.kill(os.getpid(), 9)
+"""
+HANGS = """
+    import subprocess, sys, time
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    time.sleep(600)
+"""
+RUBBISH = "print('hello'); input()"
+
+
+class FakeRunner:
+    """Takes a fixed time for a unit; notes when it was asked, and fails from a round on."""
+
+    def __init__(self, name, unit_s, order, *, fails_at=99):
+        self.name, self.unit_s, self.order, self.fails_at = name, unit_s, order, fails_at
+
+    def run(self, num_units, timeout_s):
+        self.order.append((self.name, num_units))
+        if len([name for name, _ in self.order if name == self.name]) > self.fails_at:
+            raise WorkerError("it broke")
+        return Sample(self.unit_s * num_units, {})
+
+
+@pytest.fixture
+def settings(tmp_path):
+    return Settings(tmp_path, repeats=3)
+
+
+@pytest.fixture
+def scripts(tmp_path, monkeypatch):
+    """Writes scripts of candidates beside the protocol, and has them started from there."""
+    folder = tmp_path / "candidates"
+    folder.mkdir()
+    (folder / "protocol.py").write_text((CANDIDATES / "protocol.py").read_text(encoding="utf-8"), encoding="utf-8")
+    monkeypatch.setattr(bench_module, "CANDIDATES", folder)
+
+    def write(**sources):
+        for name, source in sources.items():
+            (folder / f"{name}.py").write_text(textwrap.dedent(source), encoding="utf-8")
+
+    return write
+
+
+def start(tmp_path, source, **values):
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(source), encoding="utf-8")
+    environment = os.environ | {"PYTHONPATH": str(CANDIDATES)}
+    return Worker(
+        [sys.executable, str(script), *values.get("arguments", ())],
+        tmp_path / "log",
+        environment=environment,
+        cwd=tmp_path,
+    )
+
+
+def is_running(pid):
+    """Whether a process is there and no zombie, which it may stay until whoever inherits it looks."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] not in "ZX"
+    except ProcessLookupError:
+        return False
+    except FileNotFoundError:  # no /proc, or gone by now
+        return not Path("/proc/self").exists()
+
+
+# The arithmetic, against numbers worked out by hand
+
+
+def test_quartiles_are_interpolated_between_the_values():
+    # Of 1 2 3 4: positions 0.75, 1.5 and 2.25 of 0 … 3.
+    assert quartiles([4, 1, 3, 2]) == Quartiles(1.75, 2.5, 3.25)
+    assert quartiles([5]) == Quartiles(5, 5, 5)
+    assert quartiles([]) is None
+    assert Quartiles(90, 100, 120).spread == 0.15
+
+
+def test_a_ratio_is_taken_within_its_round():
+    # Of the medians it would be 4 / 2; of the rounds it is the median of 4, 0.5 and 3.
+    assert ratios([8, 1, 4.5], [2, 2, 1.5]) == [4, 0.5, 3]
+    assert ratios([8, None, 4], [2, 2, None]) == [4]
+
+
+def test_speeds_are_amounts_a_second():
+    measured = Measured(amount=128, num_units=5, samples=[Sample(2.0, {}), None])
+    assert measured.speeds == [320, None]
+    assert Unit("images/s").shown(320) == 320
+    assert Unit("µs a pull", 1e6, is_time=True).shown(50_000) == 20
+    assert Unit("GB/s", 1e-9).shown(2.5e9) == 2.5
+
+
+def test_summaries_divide_the_base_by_each_other_candidate():
+    names = {"ours": [1.0, 2.0, 4.0], "theirs": [2.0, 2.0, 2.0]}
+    rows = [
+        Row(Candidate(name, "", target=1.5), Measured(6, 1, [Sample(s, {"v": s}) for s in seconds]), None)
+        for name, seconds in names.items()
+    ]
+    summarise(Case("case", IMAGES_PER_S, "ours", tuple(row.candidate for row in rows)), rows)
+    ours, theirs = rows
+    assert ours.ratio is None
+    assert ours.speed == Quartiles(2.25, 3, 4.5)  # of 6, 3 and 1.5
+    assert theirs.ratio == Quartiles(0.75, 1, 1.5)  # of 2, 1 and 0.5
+    assert theirs.is_met is False
+    assert ours.is_met is None
+    assert ours.values() == {"v": 2}
+
+
+def test_numbers_are_short():
+    assert [number(value) for value in (12345.6, 3, 0.123456, "text", True)] == [
+        "12,346",
+        "3",
+        "0.1235",
+        "text",
+        "True",
+    ]
+
+
+# The order of the rounds
+
+
+def test_each_round_begins_with_the_next_candidate():
+    assert [rotated("abc", number) for number in range(4)] == [list("abc"), list("bca"), list("cab"), list("abc")]
+    assert rotated([], 1) == []
+
+
+def test_rounds_interleave_all_candidates():
+    order: list[tuple[str, int]] = []
+    runners = {name: FakeRunner(name, 0.5, order) for name in "abc"}
+    results = {name: Measured(amount=1) for name in "abc"}
+    measure(runners, results, repeats=4, round_s=1.0, timeouts_s=dict.fromkeys("abc", 1.0))
+    assert [name for name, _ in order[3:]] == list(chain("abc", "bca", "cab", "abc"))
+    assert {count for _, count in order[3:]} == {2}  # units of half a second, rounds of one
+    assert [len(result.samples) for result in results.values()] == [4, 4, 4]
+
+
+def test_one_that_fails_in_mid_run_is_left_out_and_the_others_go_on():
+    order: list[tuple[str, int]] = []
+    runners = {"a": FakeRunner("a", 1.0, order), "b": FakeRunner("b", 1.0, order, fails_at=2)}
+    results = {name: Measured(amount=1) for name in "ab"}
+    measure(runners, results, repeats=3, round_s=1.0, timeouts_s={"a": 1.0, "b": 1.0})
+    assert [sample is None for sample in results["a"].samples] == [False] * 3
+    assert [sample is None for sample in results["b"].samples] == [False, True, True]
+    assert results["b"].reason == "it broke"
+    assert [name for name, _ in order].count("b") == 3
+
+
+@pytest.mark.parametrize(("unit_s", "units"), [(1e-6, 1_500_000), (0.01, 150), (0.4, 4), (1.0, 2), (40.0, 1)])
+def test_a_round_is_made_of_as_many_units_as_it_takes(unit_s, units):
+    assert calibrate(FakeRunner("a", unit_s, []), 1.5, 1.0) == units
+
+
+# Processes
+
+
+def test_a_worker_tells_what_it_is_and_answers(tmp_path):
+    with start(tmp_path, HONEST, arguments=("2.5", "0.25")) as worker:
+        ready = worker.wait_ready(20)
+        assert (ready.amount, ready.versions, ready.facts) == (10, {"clock": "1"}, {"loss": 2.5})
+        assert worker.run(4, 20) == Sample(1.0, {"waited": 7.0})
+    assert "this goes to the log" in (tmp_path / "log").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (DEAD, r"(?s)ended with exit code 3.*no such card"),
+        (RUBBISH, "printed something else than an answer: b'hello'"),
+        ("print('[1, 2]'); input()", r"said something else than that it is ready: \[1, 2\]"),
+        (HANGS, "took more than 0.5 s to be ready"),
+    ],
+)
+def test_a_worker_that_is_not_ready_says_why(tmp_path, source, message):
+    worker = start(tmp_path, source)
+    with pytest.raises(WorkerError, match=message):
+        worker.wait_ready(0.5 if source == HANGS else 20)
+    assert not is_running(worker.process_id)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ('print(\'{"seconds": 0, "values": {}}\', flush=True)', "answered something else than seconds"),
+        ("print('{', flush=True)", "printed something else than an answer"),
+        ("import time; time.sleep(600)", "took more than 0.5 s to do 2 units"),
+        ("sys.exit(4)", "ended with exit code 4"),
+    ],
+)
+def test_a_worker_that_does_not_answer_says_why(tmp_path, answer, message):
+    said = '{"ready": true, "amount": 1, "versions": {}, "facts": {}}'
+    source = f"import sys\nprint('{said}', flush=True)\nsys.stdin.readline()\n{answer}\ninput()\n"
+    with start(tmp_path, source) as worker:
+        worker.wait_ready(20)
+        with pytest.raises(WorkerError, match=message):
+            worker.run(2, 0.5 if "sleep" in answer else 20)
+
+
+def test_the_end_takes_along_what_a_worker_has_started(tmp_path):
+    source = """
+        import subprocess, sys
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        print('{"ready": true, "amount": %d, "versions": {}, "facts": {}}' % child.pid, flush=True)
+        sys.stdin.readline()
+    """
+    with start(tmp_path, source) as worker:
+        child = int(worker.wait_ready(20).amount)
+    deadline = time.monotonic() + 20
+    while is_running(child):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_candidates_are_stopped_while_it_is_not_their_turn(tmp_path):
+    # It counts all the time, and says how far it has come.
+    source = """
+        import sys, threading, time
+        from protocol import Channel
+        channel, counted = Channel(), [1.0]
+        def count():
+            while True:
+                counted[0] += 1
+                time.sleep(0.001)
+        threading.Thread(target=count, daemon=True).start()
+        channel.ready(1)
+        channel.serve(lambda units: (counted[0], {}))
+    """
+    with start(tmp_path, source) as worker:
+        worker.wait_ready(20)
+        before = worker.run(1, 20).seconds
+        time.sleep(0.5)
+        # Half a second would be some hundreds; the moments around a stop are few.
+        assert worker.run(1, 20).seconds < before + 100
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_candidates_end_with_a_bench_that_is_killed(tmp_path):
+    source = f"""
+        import os, sys, time
+        from pathlib import Path
+        from scripts.benchmarks.worker import Worker
+        tmp = Path({str(tmp_path)!r})
+        candidate = "import os, protocol; c = protocol.Channel(); c.ready(os.getpid()); c.serve(lambda units: 1.0)"
+        (tmp / "candidate.py").write_text(candidate)
+        environment = os.environ | {{"PYTHONPATH": {str(CANDIDATES)!r}}}
+        worker = Worker([sys.executable, str(tmp / "candidate.py")], tmp / "log", environment=environment, cwd=tmp)
+        print(int(worker.wait_ready(20).amount), flush=True)
+        time.sleep(0.3)  # until it has stopped
+        os.kill(os.getpid(), 9)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(source)], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == -9, done.stderr
+    deadline = time.monotonic() + 20
+    while is_running(int(done.stdout)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_candidates_that_fail_are_rows_with_the_reason_and_the_others_go_on(scripts, settings):
+    scripts(honest=HONEST, dead=DEAD, dies_later=DIES_LATER, hangs=HANGS, rubbish=RUBBISH)
+    candidates = (
+        Candidate("dead", "dead.py"),
+        Candidate("honest", "honest.py", ("2.5", "0.5")),
+        Candidate("rubbish", "rubbish.py"),
+        Candidate("hangs", "hangs.py", prepare_timeout_s=0.5),
+        Candidate("dies later", "dies_later.py"),
+        Candidate("other", "honest.py", ("2.6", "0.25"), target=0.5),
+    )
+    case = Case("a case", IMAGES_PER_S, "honest", candidates, round_s=1.0, agree=("loss",))
+    said: list[str] = []
+    result = run_case(case, settings, say=said.append)
+    rows = {row.candidate.name: row for row in result.rows}
+    assert [row.candidate.name for row in result.rows] == [candidate.name for candidate in candidates]
+    for name, reason in (
+        ("dead", "exit code 3"),
+        ("rubbish", "something else"),
+        ("hangs", "took more than 0.5 s"),
+        ("dies later", "was killed by signal 9"),
+    ):
+        assert reason in rows[name].measured.reason
+        assert rows[name].speed is None
+    assert rows["honest"].speed == Quartiles(20, 20, 20)
+    assert rows["other"].ratio == Quartiles(0.5, 0.5, 0.5)
+    assert rows["other"].is_met
+    assert rows["other"].differs == "loss 2.6 for 2.5"
+    assert "a case: round 3 of 3" in said
+
+
+def test_data_that_cannot_be_made_are_the_reason_of_every_row(settings):
+    def prepare(_say):
+        raise OSError("no space left")
+
+    case = Case("c", IMAGES_PER_S, "a", (Candidate("a", "a.py"), Candidate("b", "b.py")), prepare=prepare)
+    result = run_case(case, settings, say=lambda _: None)
+    assert [row.measured.reason for row in result.rows] == ["its data could not be made: no space left"] * 2
+
+
+# What is told
+
+
+def made_result():
+    candidates = (
+        Candidate("ours", "a.py"),
+        Candidate("theirs", "b.py", peer="torch", target=2.0),
+        Candidate("x", "c.py"),
+    )
+    case = Case("a case", IMAGES_PER_S, "ours", candidates)
+    rows = [
+        Row(
+            candidates[0],
+            Measured(10, 2, [Sample(1.0, {"waited": 1}), Sample(2.0, {})]),
+            Ready(10, {"jax": "1"}, {}, 3.0),
+        ),
+        Row(candidates[1], Measured(10, 2, [Sample(2.0, {}), None]), Ready(10, {}, {"threads": 2}, 3.0)),
+        Row(candidates[2], Measured(1, 0, [], "would not install"), None),
+    ]
+    summarise(case, rows)
+    return CaseResult(case, rows)
+
+
+def test_json_has_every_sample_and_what_it_was_measured_on(tmp_path, settings):
+    result = made_result()
+    write_json(tmp_path / "out.json", describe_run(settings), [(Bench("b", "", lambda _: []), result)])
+    document = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    assert document.keys() == {
+        "format_version", "date", "commit", "hardware", "versions", "environment", "settings", "peers", "benches",
+    }  # fmt: skip
+    assert document["hardware"].keys() == {"cpu", "cores", "memory_bytes", "load_average", "system"}
+    assert {"python", "jax", "jaxlib", "numpy", "tensorstore", "pillow"} <= document["versions"].keys()
+    assert document["peers"]["torch"]["pins"] == list(PEERS["torch"].requirements)
+    (measured,) = document["benches"]
+    ours, theirs, failed = measured["cases"][0]["candidates"]
+    assert (ours["samples_s"], ours["speeds"], ours["values"]) == ([1.0, 2.0], [20.0, 10.0], [{"waited": 1}, {}])
+    assert theirs["samples_s"] == [2.0, None]
+    assert theirs["base_is_times_as_fast"] == {"q1": 2.0, "median": 2.0, "q3": 2.0}
+    assert (theirs["target"], theirs["is_met"]) == (2.0, True)
+    assert (failed["reason"], failed["speed"]) == ("would not install", None)
+
+
+def test_a_table_tells_ratios_targets_and_reasons(capsys):
+    print_case(Console(width=140), Bench("b", "", lambda _: []), made_result())
+    lines = capsys.readouterr().out.splitlines()
+    theirs = next(line for line in lines if "theirs" in line)
+    assert "2.00 × [2.00–2.00]" in theirs
+    assert "≥ 2 × met" in theirs
+    assert "x: would not install" in lines
+
+
+# The benches
+
+
+def test_it_lists_the_benches():
+    done = CliRunner().invoke(main, [])
+    assert done.exit_code == 0
+    listed = [line.split()[0] for line in done.output.splitlines()]
+    assert listed == ["step", "loop", "infeed", "stream", "reader", "pack", "startup", "scaling"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing"], "NAME must be one of step, loop"),
+        (["step", "--case", "resnet1234"], "--case must be a part of one of step's cases"),
+        (["step", "--json", "/no/such/folder/out.json"], "--json must name a file in a folder that is there"),
+    ],
+)
+def test_wrong_usage_is_told(arguments, message):
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 2
+    assert message in done.output
+
+
+@pytest.mark.parametrize("bench", BENCHES, ids=lambda bench: bench.name)
+def test_every_candidate_is_there_and_peers_are_asked_for(bench, settings):
+    cases = bench.chosen_cases(replace(settings, peers=True))
+    for case in cases:
+        for candidate in case.candidates:
+            assert (CANDIDATES / candidate.script).is_file()
+            assert not candidate.peer or candidate.peer in PEERS
+    assert not [each for case in bench.chosen_cases(settings) for each in case.candidates if each.peer]
+
+
+def test_a_case_names_its_base():
+    with pytest.raises(ValueError, match="the base among them"):
+        Case("c", IMAGES_PER_S, "b", (Candidate("a", "a.py"),))
+
+
+def test_a_python_that_is_not_there_is_named():
+    with pytest.raises(PeerError, match=r"no Python 3\.1 found"):
+        find_python("3.1")
+
+
+def test_peers_are_pinned():
+    for peer in PEERS.values():
+        assert all("==" in requirement for requirement in (*peer.requirements, *peer.built))
+
+
+def test_the_cheapest_case_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr("scripts.benchmarks.cli.FOLDER", tmp_path / ".bench")
+    out = tmp_path / "out.json"
+    done = CliRunner().invoke(
+        main, ["infeed", "--case", "4 bytes", "--repeats", "1", "--round-s", "0.05", "--json", str(out)]
+    )
+    assert done.exit_code == 0, done.output
+    assert "limit: copy, 1 thread" in done.output
+    (case,) = json.loads(out.read_text(encoding="utf-8"))["benches"][0]["cases"]
+    assert [each["reason"] for each in case["candidates"]] == [None] * len(case["candidates"])
