@@ -11,7 +11,7 @@ def _cases(_: Settings) -> list[Case]:
             "feedloop",
             (
                 Candidate("feedloop", "loop_engine.py"),
-                Candidate("Python loop, jax.jit", "loop_jit.py", ("python",), target=1.0),
+                Candidate("Python loop, jax.jit", "loop_jit.py", ("python",), target=5.0),
                 Candidate("limit: resident, silent", "loop_jit.py", ("resident",)),
             ),
         )

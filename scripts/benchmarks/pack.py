@@ -15,7 +15,7 @@ def _cases(settings: Settings) -> list[Case]:
             "pack",
             (
                 Candidate("pack", "pack_images.py", ("pack", *arguments)),
-                Candidate("limit: decode, resize", "pack_images.py", ("decode", *arguments)),
+                Candidate("limit: decode, resize", "pack_images.py", ("decode", *arguments), target=0.9),
             ),
             round_s=3.0,
             prepare=partial(ensure_jpegs, settings),
