@@ -4,8 +4,8 @@ A batch source fills the buffers of one step, addressed by the step alone, so th
 uninterrupted one would have. Knows nothing of rings, threads or devices.
 """
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,18 @@ class BatchSource(Protocol):
         ...
 
 
+@runtime_checkable
+class LendingSource(Protocol):
+    """A `BatchSource` that may have its images in memory already, so that they need to be copied only once."""
+
+    def lend(self, step: int, labels: Labels, *, timeout_s: float) -> Sequence[NDArray[np.uint32]] | None:
+        """Writes the labels of `step` and gives its B images, uint32 [H, W] each, to be read until it is done.
+
+        None where `fill` must be asked for that step; the labels then hold nothing.
+        """
+        ...
+
+
 class ShardBatches:
     """Batches of a packed split, in the keyed order of `seed`, every image once an epoch."""
 
@@ -55,6 +67,12 @@ class ShardBatches:
     def fill(self, step: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
         """Reads the step's images from the shards; raises preprocess.shards.ShardError where that fails."""
         self._split.read_into(self._order.batch(step, self.batch), pixels, labels, timeout_s=timeout_s)
+
+    def lend(self, step: int, labels: Labels, *, timeout_s: float) -> Sequence[NDArray[np.uint32]] | None:
+        """Lends the step's images out of mapped shard files, once each was read by `fill`; see `LendingSource`."""
+        if not self._split.lends:
+            return None
+        return self._split.lend(self._order.batch(step, self.batch), labels, timeout_s=timeout_s)
 
 
 class EvaluationSource(BatchSource, Protocol):

@@ -7,11 +7,12 @@ workers live; what a source raises is kept in its slot and raised to the taker w
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
-from engine.batches import BatchSource, Labels, Pixels
+from engine.batches import BatchSource, Labels, LendingSource, Pixels
 
 # How long a wait lasts before it looks again whether the workers live and whether it is still wanted.
 _LOOK_EVERY_S = 0.25
@@ -29,6 +30,7 @@ class _Slot:
     def __init__(self, batch: int, height: int, width: int) -> None:
         self.pixels: Pixels = np.zeros((batch, height, width), np.uint32)
         self.labels: Labels = np.zeros(batch, np.int32)
+        self.lent: Sequence[NDArray[np.uint32]] | None = None  # the images, where they are not in `pixels`
         self.step = -1  # the step whose batch is here, -1 while empty or being filled
         self.failure: BaseException | None = None
         self.shards_to_take = 0
@@ -116,7 +118,11 @@ class Feeder:
             raise FeederError(f"the feeder was closed while {self._name_step(step)} waited for its batch")
         waited_s = time.perf_counter() - started
         rows = slice(shard * self.shard_batch, (shard + 1) * self.shard_batch)
-        np.copyto(pixels, slot.pixels[rows])
+        if slot.lent is None:
+            np.copyto(pixels, slot.pixels[rows])
+        else:
+            for pixels_row, image in zip(pixels, slot.lent[rows], strict=True):
+                np.copyto(pixels_row, image)
         np.copyto(labels, slot.labels[rows])
         self._release(slot)
         return waited_s
@@ -168,7 +174,12 @@ class Feeder:
         while (claimed := self._claim()) is not None:
             step, slot = claimed
             try:
-                self._source.fill(step, slot.pixels, slot.labels, timeout_s=self._timeout_s)
+                source = self._source
+                slot.lent = None
+                if isinstance(source, LendingSource):
+                    slot.lent = source.lend(step, slot.labels, timeout_s=self._timeout_s)
+                if slot.lent is None:
+                    source.fill(step, slot.pixels, slot.labels, timeout_s=self._timeout_s)
                 failure = None
             except BaseException as error:  # noqa: BLE001 - raised to whoever takes this step, traceback included
                 failure = error

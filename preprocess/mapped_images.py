@@ -27,6 +27,8 @@ _CHECKSUM_BYTES = 4
 _MOST_MAPPED = 1 << 14
 # Smaller images are gathered by one call a shard, for which they are copied twice: a call an image costs 2 µs.
 _LEAST_ONE_BY_ONE_BYTES = 1 << 14
+# Of every page of an image one word is read: 4 KiB are the smallest pages there are.
+_PAGE_WORDS = 1 << 10
 
 
 class Identity(NamedTuple):
@@ -65,6 +67,11 @@ class MappedImages:
         self._shards: dict[int, _MappedShard | None] = {}  # None: of another form than is mapped
         self._lock = threading.Lock()
 
+    @property
+    def lends(self) -> bool:
+        """Whether `lend` may ever give something."""
+        return self._image_bytes >= _LEAST_ONE_BY_ONE_BYTES
+
     @staticmethod
     def is_mappable(manifest: Manifest) -> bool:
         """Whether this machine's memory would show the pixels of the files as they are."""
@@ -80,8 +87,8 @@ class MappedImages:
         Returns:
             The rows of ``pixels`` that are still to be read, ascending.
         """
-        gather = self._gather if self._image_bytes < _LEAST_ONE_BY_ONE_BYTES else self._copy_one_by_one
-        return gather(indices, pixels)
+        copy = self._copy_one_by_one if self.lends else self._gather
+        return copy(indices, pixels)
 
     def _copy_one_by_one(self, indices: NDArray[np.int64], pixels: NDArray[np.uint32]) -> NDArray[np.intp]:
         numbers, slots = np.divmod(indices, self._manifest.shard_images)
@@ -113,6 +120,26 @@ class MappedImages:
         """Gives a mapped shard whose file is still there."""
         shard = self._shards.get(number)
         return shard if shard is not None and shard.is_there() else None
+
+    def lend(self, indices: NDArray[np.int64]) -> list[NDArray[np.uint32]] | None:
+        """Gives the images where they lie in the files, uint32 ``[H, W]`` each, read-only, in the order of ``indices``.
+
+        Their pages are brought into memory first. None where an image was not checked yet, or its file is another, or
+        they are so small that `copy` is faster.
+        """
+        if not self.lends:
+            return None
+        numbers, slots = np.divmod(indices, self._manifest.shard_images)
+        shards = {number: self._find(number) for number in np.unique(numbers).tolist()}
+        images = []
+        for number, slot in zip(numbers.tolist(), slots.tolist(), strict=True):
+            shard = shards[number]
+            if shard is None or not shard.is_checked[slot]:
+                return None
+            images.append(shard.images[slot])
+        for image in images:
+            image.reshape(-1)[::_PAGE_WORDS].max()
+        return images
 
     def identify(self, indices: NDArray[np.int64]) -> dict[int, Identity]:
         """Gives the files that hold the images, by number; to be asked for before TensorStore reads them."""

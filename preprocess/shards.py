@@ -9,7 +9,7 @@ import threading
 import time
 from contextlib import suppress
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import tensorstore as ts
@@ -101,7 +101,8 @@ class ShardSplit:
             ShardError: an index, shape or type is wrong, or a shard is missing, damaged or not answering. The message
                 names the split, the shard file and the remedy; the buffers then hold no usable images.
         """
-        indices = self._checked(indices, pixels, labels)
+        self._check_buffer("pixels", pixels, np.uint32, (len(indices), self.height, self.width))
+        indices = self._checked(indices, labels)
         if not len(indices):
             return
         deadline = time.monotonic() + timeout_s
@@ -124,6 +125,44 @@ class ShardSplit:
             raise ShardError(self._blame(indices, error)) from error
         if mapped is not None:
             mapped.learn(wanted, identities)
+        self._take_labels(indices, found, labels)
+
+    @property
+    def lends(self) -> bool:
+        """Whether `lend` may ever give something."""
+        return self._mapped is not None and self._mapped.lends
+
+    def lend(
+        self, indices: NDArray[np.int64], labels: NDArray[np.int32], *, timeout_s: float
+    ) -> list[NDArray[np.uint32]] | None:
+        """Reads the labels of images that lie in mapped files, and lends these in the place of their pixels.
+
+        Args:
+            indices, labels, timeout_s: as `read_into` takes them.
+
+        Returns:
+            An array uint32 ``[H, W]``, read-only, for each index; None where `read_into` must read them, as it must
+            each image once.
+
+        Raises:
+            ShardError: as `read_into`, of the labels.
+        """
+        indices = self._checked(indices, labels)
+        _, stored_labels = self._arrays()
+        images = None if self._mapped is None or not len(indices) else self._mapped.lend(indices)
+        if images is None:
+            return None
+        try:
+            found = self._read_labels(stored_labels, indices, time.monotonic() + timeout_s)
+        except TimeoutError:
+            raise ShardError(self._timeout_message(indices, timeout_s)) from None
+        except _READ_ERRORS as error:
+            raise ShardError(self._blame(indices, error)) from error
+        self._take_labels(indices, found, labels)
+        return images
+
+    def _take_labels(self, indices: NDArray[np.int64], found: NDArray[np.uint16], labels: NDArray[np.int32]) -> None:
+        """Hands out the labels that were read, and refuses those of no class."""
         labels[:] = found
         if found.max() >= self.num_classes:
             index = int(indices[int(found.argmax())])
@@ -156,20 +195,16 @@ class ShardSplit:
             raise ShardError(f"{self._name()}: the split is closed; open it again with open_split")
         return self._pixels, self._labels
 
-    def _checked(
-        self, indices: NDArray[np.int64], pixels: NDArray[np.uint32], labels: NDArray[np.int32]
-    ) -> NDArray[np.int64]:
-        shape = (len(indices), self.height, self.width)
-        for name, buffer, dtype, wanted in (
-            ("pixels", pixels, np.uint32, shape),
-            ("labels", labels, np.int32, shape[:1]),
-        ):
-            # An unaligned buffer would be copied, and the copy be filled.
-            if buffer.shape != wanted or buffer.dtype != dtype or not (buffer.flags.writeable and buffer.flags.aligned):
-                raise ShardError(
-                    f"{self._name()}: {name} must be a writeable, aligned {np.dtype(dtype).name} {list(wanted)}, "
-                    f"got {_described(buffer)}; allocate it from the split's height and width"
-                )
+    def _check_buffer(self, name: str, buffer: NDArray[Any], dtype: type[np.generic], shape: tuple[int, ...]) -> None:
+        # An unaligned buffer would be copied, and the copy be filled.
+        if buffer.shape != shape or buffer.dtype != dtype or not (buffer.flags.writeable and buffer.flags.aligned):
+            raise ShardError(
+                f"{self._name()}: {name} must be a writeable, aligned {np.dtype(dtype).name} {list(shape)}, "
+                f"got {_described(buffer)}; allocate it from the split's height and width"
+            )
+
+    def _checked(self, indices: NDArray[np.int64], labels: NDArray[np.int32]) -> NDArray[np.int64]:
+        self._check_buffer("labels", labels, np.int32, (len(indices),))
         if indices.ndim != 1 or indices.dtype != np.int64:
             raise ShardError(f"{self._name()}: indices must be int64 [b], got {indices.dtype} {list(indices.shape)}")
         if len(indices) and (indices.min() < 0 or indices.max() >= self.num_images):

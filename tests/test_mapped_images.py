@@ -115,6 +115,44 @@ def test_strided_rows_and_many_threads_are_served(packs):
         raise failures[0]
 
 
+@pytest.mark.parametrize("checksum", [True, False])
+def test_images_are_lent_once_all_of_them_were_read(packs, checksum):
+    folder, words = packs[LARGE, checksum]
+    indices = np.array([9, 2, 2, 5])
+    with open_split(str(folder), "train") as split:
+        labels = np.full(4, -1, np.int32)
+        assert split.lends
+        assert split.lend(indices, labels, timeout_s=30.0) is None
+        read(split, [2, 5])
+        assert split.lend(indices, labels, timeout_s=30.0) is None
+        assert (labels == -1).all()
+        read(split, [9])
+        lent = split.lend(indices, labels, timeout_s=30.0)
+        assert lent is not None
+        np.testing.assert_array_equal(lent, words[indices])
+        assert labels.tolist() == (indices % 3).tolist()
+        assert not any(image.flags.writeable for image in lent)
+        assert split.lend(np.array([], np.int64), np.array([], np.int32), timeout_s=30.0) is None
+    with open_split(str(packs[SMALL, checksum][0]), "train") as split:
+        read(split, [1])
+        assert not split.lends
+        assert split.lend(np.array([1]), np.zeros(1, np.int32), timeout_s=30.0) is None
+
+
+def test_nothing_is_lent_of_a_file_that_was_replaced_and_what_was_lent_before_stays(data):
+    with open_split(str(data), "train") as split:
+        before = read(split, [0, 1])
+        labels = np.zeros(2, np.int32)
+        lent = split.lend(np.array([0, 1]), labels, timeout_s=30.0)
+        path = shard_file(data, 0)
+        copy = path.with_name("copy")
+        copy.write_bytes(path.read_bytes())
+        copy.replace(path)
+        assert split.lend(np.array([0, 1]), labels, timeout_s=30.0) is None
+    assert lent is not None
+    np.testing.assert_array_equal(lent, before)
+
+
 def test_an_image_that_was_not_read_before_is_still_checked(data):
     path = shard_file(data, 0)
     content = bytearray(path.read_bytes())

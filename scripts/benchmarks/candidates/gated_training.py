@@ -9,13 +9,16 @@ import resource
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from protocol import Channel
 from resident_training import versions
 
 from engine import TrainConfig, train
-from engine.batches import BatchSource, Labels, Pixels
+from engine.batches import BatchSource, Labels, LendingSource, Pixels
 from engine.sinks import LossRecord
 
 _LONG_S = 86_400.0
@@ -41,10 +44,20 @@ class GatedBatches:
 
     def fill(self, step: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
         """Fills a batch once its step was asked for."""
+        self._await(step)
+        self._source.fill(step, pixels, labels, timeout_s=timeout_s)
+
+    def lend(self, step: int, labels: Labels, *, timeout_s: float) -> Sequence[NDArray[np.uint32]] | None:
+        """Lends what the source lends, once its step was asked for."""
+        self._await(step)
+        if isinstance(self._source, LendingSource):
+            return self._source.lend(step, labels, timeout_s=timeout_s)
+        return None
+
+    def _await(self, step: int) -> None:
         if step >= self._stop_step:
             with self._opened:
                 self._opened.wait_for(lambda: step < self._stop_step)
-        self._source.fill(step, pixels, labels, timeout_s=timeout_s)
 
 
 class LastLoss:

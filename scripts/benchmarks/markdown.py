@@ -1,0 +1,64 @@
+"""A run's JSON document as Markdown tables, for docs/benchmarks.md: `python -m scripts.benchmarks.markdown FILE…`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from scripts.benchmarks.report import number
+
+
+def tables(document: dict[str, Any]) -> str:
+    """Gives what a run was measured on, and a table of each of its cases."""
+    hardware = document["hardware"]
+    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
+    lines = [
+        f"{document['date'][:10]}, commit {(document['commit'] or 'unknown')[:12]}; {hardware['cpu']}, "
+        f"{hardware['cores']} cores, {hardware['system']}; {versions}; {document['settings']['repeats']} rounds.",
+        "",
+    ]
+    for bench in document["benches"]:
+        for case in bench["cases"]:
+            lines += _table(bench["name"], case)
+    return "\n".join(lines)
+
+
+def _table(bench: str, case: dict[str, Any]) -> list[str]:
+    unit = case["unit"]
+    header = ["candidate", unit["text"], "spread", f"{case['base']} is", "target", "also"]
+    lines = [f"### {bench}: {case['name']}", "", _row(header), _row(["---", *["---:"] * 4, "---"])]
+    lines += [_row(_cells(candidate, unit)) for candidate in case["candidates"]]
+    return [*lines, ""]
+
+
+def _cells(candidate: dict[str, Any], unit: dict[str, Any]) -> list[str]:
+    speed, ratio, target = candidate["speed"], candidate["base_is_times_as_fast"], candidate["target"]
+    if speed is None:
+        reason = (candidate["reason"] or "no reason was given").splitlines()[-1].strip()
+        return [candidate["name"], "–", "", "", "", reason]
+    shown = unit["scale"] / speed["median"] if unit["is_time"] else unit["scale"] * speed["median"]
+    return [
+        candidate["name"],
+        number(shown),
+        f"±{50 * (speed['q3'] - speed['q1']) / speed['median']:.1f} %",
+        f"{ratio['median']:.2f} × [{ratio['q1']:.2f}–{ratio['q3']:.2f}]" if ratio else "",
+        f"≥ {target:g} × {'met' if candidate['is_met'] else 'missed'}" if target and ratio else "",
+        ", ".join(f"{name} {number(value)}" for name, value in candidate["facts"].items()),
+    ]
+
+
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+
+
+@click.command()
+@click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+def main(files: tuple[Path, ...]) -> None:
+    """Prints the tables of FILES, which `scripts/bench --json` wrote."""
+    for file in files:
+        click.echo(tables(json.loads(file.read_bytes())))
+
+
+if __name__ == "__main__":
+    main()
