@@ -17,6 +17,7 @@ from rich.console import Console
 from scripts.benchmarks import bench as bench_module
 from scripts.benchmarks.bench import IMAGES_PER_S, Bench, Candidate, Case, Settings, Unit
 from scripts.benchmarks.cli import BENCHES, main
+from scripts.benchmarks.markdown import main as markdown
 from scripts.benchmarks.measure import Measured, Quartiles, calibrate, measure, quartiles, ratios, rotated
 from scripts.benchmarks.peers import PEERS, PeerError, find_python
 from scripts.benchmarks.report import describe_run, number, print_case, write_json
@@ -377,6 +378,22 @@ def test_json_has_every_sample_and_what_it_was_measured_on(tmp_path, settings):
     assert theirs["base_is_times_as_fast"] == {"q1": 2.0, "median": 2.0, "q3": 2.0}
     assert (theirs["target"], theirs["is_met"]) == (2.0, True)
     assert (failed["reason"], failed["speed"]) == ("would not install", None)
+
+
+def test_a_document_becomes_markdown_tables(tmp_path, settings):
+    path = tmp_path / "out.json"
+    write_json(path, describe_run(settings), [(Bench("b", "", lambda _: []), made_result())])
+    done = CliRunner().invoke(markdown, [str(path)])
+    assert done.exit_code == 0, done.output
+    lines = done.output.splitlines()
+    assert any(line.startswith("### b: ") for line in lines)
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    header, rule, ours, theirs, failed = rows
+    assert len({len(row) for row in rows}) == 1
+    assert set(rule) == {"---", "---:"}
+    assert header[0] == "candidate"
+    assert (ours[3], theirs[3], theirs[4]) == ("", "2.00 × [2.00–2.00]", "≥ 2 × met")
+    assert failed[-1] == "would not install"
 
 
 def test_a_table_tells_ratios_targets_and_reasons(capsys):
