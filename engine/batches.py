@@ -69,7 +69,7 @@ class ShardBatches:
         self._split.read_into(self._order.batch(step, self.batch), pixels, labels, timeout_s=timeout_s)
 
     def lend(self, step: int, labels: Labels, *, timeout_s: float) -> Sequence[NDArray[np.uint32]] | None:
-        """Lends the step's images out of mapped shard files, once each was read by `fill`; see `LendingSource`."""
+        """Lends the step's images out of mapped shard files; see `LendingSource`."""
         if not self._split.lends:
             return None
         return self._split.lend(self._order.batch(step, self.batch), labels, timeout_s=timeout_s)

@@ -110,7 +110,6 @@ class ShardSplit:
         mapped = self._mapped
         rows = None if mapped is None else mapped.copy(indices, pixels)
         wanted = indices if rows is None else indices[rows]
-        identities = {} if mapped is None else mapped.identify(wanted)
         reading_pixels = _start_reading(stored_pixels, wanted, pixels, rows)
         try:
             found = self._read_labels(stored_labels, indices, deadline)
@@ -123,8 +122,6 @@ class ShardSplit:
                 if reading_pixels is not None:
                     reading_pixels.result(timeout=max(0.0, deadline - time.monotonic()))
             raise ShardError(self._blame(indices, error)) from error
-        if mapped is not None:
-            mapped.learn(wanted, identities)
         self._take_labels(indices, found, labels)
 
     @property
@@ -135,14 +132,14 @@ class ShardSplit:
     def lend(
         self, indices: NDArray[np.int64], labels: NDArray[np.int32], *, timeout_s: float
     ) -> list[NDArray[np.uint32]] | None:
-        """Reads the labels of images that lie in mapped files, and lends these in the place of their pixels.
+        """Reads the labels of images in mapped files, and lends the images there in the place of copies.
 
         Args:
             indices, labels, timeout_s: as `read_into` takes them.
 
         Returns:
-            An array uint32 ``[H, W]``, read-only, for each index; None where `read_into` must read them, as it must
-            each image once.
+            An array uint32 ``[H, W]``, read-only, for each index; None where `read_into` must read them: small images,
+            compressed or remote ones, and whatever is damaged.
 
         Raises:
             ShardError: as `read_into`, of the labels.

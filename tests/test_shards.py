@@ -251,8 +251,9 @@ def unaligned(array):
     return np.frombuffer(bytearray(array.nbytes + 1), np.uint8)[1:].view(array.dtype).reshape(array.shape)
 
 
-def test_pixels_under_way_are_awaited_when_labels_fail(data, monkeypatch):
-    edit = data / "train/labels/c/0"
+def test_pixels_under_way_are_awaited_when_labels_fail(tmp_path, source, monkeypatch):
+    pack(source, tmp_path, codec="blosc")  # the store reads these
+    edit = tmp_path / "train/labels/c/0"
     edit.write_bytes(bytes([edit.read_bytes()[0] ^ 1]) + edit.read_bytes()[1:])
     waited = []
     original = ts.TensorStore.write
@@ -266,7 +267,7 @@ def test_pixels_under_way_are_awaited_when_labels_fail(data, monkeypatch):
             return self.future.result(timeout=timeout)
 
     monkeypatch.setattr(ts.TensorStore, "write", lambda *args, **kwargs: Awaited(original(*args, **kwargs)))
-    with open_split(str(data), "train") as split, pytest.raises(ShardError, match="labels/c/0"):
+    with open_split(str(tmp_path), "train") as split, pytest.raises(ShardError, match="labels/c/0"):
         read(split, [0, 1], timeout_s=20)
     assert len(waited) == 1
     assert 0 < waited[0] <= 20
