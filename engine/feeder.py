@@ -70,8 +70,10 @@ class Feeder:
         self._num_threads = min(num_threads, self._depth) if source.thread_safe else 1
         self._slots: list[_Slot] = []
         self._threads: list[threading.Thread] = []
-        self._changed = threading.Condition()
-        self._next_fill = start_step  # guarded by _changed, like the two below
+        guard = threading.Lock()
+        self._filled = threading.Condition(guard)  # a batch is there, or never will be: takers wait for it
+        self._emptied = threading.Condition(guard)  # a slot is free, or the ring is closed: workers wait for it
+        self._next_fill = start_step  # guarded, like the two below
         self._next_release = start_step
         self._closed = False
 
@@ -110,7 +112,8 @@ class Feeder:
         """
         started = time.perf_counter()
         slot = self._slots[step % self._depth]
-        if not self._wait(lambda: slot.step == step or self._closed, step, is_cancelled):
+        # A batch that is there stays until it is taken: no lock is needed to see it.
+        if slot.step != step and not self._wait(lambda: slot.step == step or self._closed, step, is_cancelled):
             return None
         if slot.failure is not None:
             raise slot.failure
@@ -132,21 +135,22 @@ class Feeder:
 
         Waits a second at most, for all of them: a source may be stuck for good, and they are daemons.
         """
-        with self._changed:
+        with self._filled:
             self._closed = True
-            self._changed.notify_all()
+            self._filled.notify_all()
+            self._emptied.notify_all()
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
 
     def _release(self, slot: _Slot) -> None:
-        with self._changed:
+        with self._emptied:
             slot.shards_to_take -= 1
             if slot.shards_to_take == 0:
                 slot.step = -1
                 self._next_release += 1
-                self._changed.notify_all()
+                self._emptied.notify()
 
     def _wait(self, ready: Callable[[], bool], step: int, is_cancelled: Callable[[], bool]) -> bool:
         """Waits until `ready`, giving True, or cancelled, giving False.
@@ -155,9 +159,9 @@ class Feeder:
             FeederError: when the time is over, or nobody is left who could make it ready.
         """
         deadline = time.monotonic() + self._timeout_s
-        with self._changed:
+        with self._filled:
             named = f"the batch of {self._name_step(step)}"
-            while not self._changed.wait_for(ready, timeout=min(_LOOK_EVERY_S, max(0.0, deadline - time.monotonic()))):
+            while not self._filled.wait_for(ready, timeout=min(_LOOK_EVERY_S, max(0.0, deadline - time.monotonic()))):
                 if is_cancelled():
                     return False
                 if time.monotonic() >= deadline:
@@ -183,20 +187,20 @@ class Feeder:
                 failure = None
             except BaseException as error:  # noqa: BLE001 - raised to whoever takes this step, traceback included
                 failure = error
-            with self._changed:
+            with self._filled:
                 slot.failure, slot.shards_to_take, slot.step = failure, self._num_shards, step
-                self._changed.notify_all()
+                self._filled.notify_all()
             if failure is not None:
                 return
 
     def _claim(self) -> tuple[int, _Slot] | None:
         """Takes the next step for this thread once its slot is empty; None when there is nothing left to do."""
-        with self._changed:
+        with self._emptied:
             # Not a wait for work done elsewhere: it ends with close(), and a program may take an hour over a step.
             while not self._closed and self._next_fill < self._stop_step:
                 if self._next_fill < self._next_release + self._depth:
                     step = self._next_fill
                     self._next_fill += 1
                     return step, self._slots[step % self._depth]
-                self._changed.wait(_LOOK_EVERY_S)
+                self._emptied.wait(_LOOK_EVERY_S)
         return None
