@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -111,17 +112,16 @@ class ShardSplit:
         rows = None if mapped is None else mapped.copy(indices, pixels)
         wanted = indices if rows is None else indices[rows]
         reading_pixels = _start_reading(stored_pixels, wanted, pixels, rows)
-        try:
-            found = self._read_labels(stored_labels, indices, deadline)
+        with self._telling_what_failed(indices, timeout_s):
+            try:
+                found = self._read_labels(stored_labels, indices, deadline)
+            except _READ_ERRORS as error:
+                if reading_pixels is not None and not isinstance(error, TimeoutError):
+                    with suppress(*_READ_ERRORS):
+                        reading_pixels.result(timeout=max(0.0, deadline - time.monotonic()))
+                raise
             if reading_pixels is not None:
                 reading_pixels.result(timeout=max(0.0, deadline - time.monotonic()))
-        except TimeoutError:
-            raise ShardError(self._timeout_message(indices, timeout_s)) from None
-        except _READ_ERRORS as error:
-            with suppress(*_READ_ERRORS):
-                if reading_pixels is not None:
-                    reading_pixels.result(timeout=max(0.0, deadline - time.monotonic()))
-            raise ShardError(self._blame(indices, error)) from error
         self._take_labels(indices, found, labels)
 
     @property
@@ -149,14 +149,20 @@ class ShardSplit:
         images = None if self._mapped is None or not len(indices) else self._mapped.lend(indices)
         if images is None:
             return None
-        try:
+        with self._telling_what_failed(indices, timeout_s):
             found = self._read_labels(stored_labels, indices, time.monotonic() + timeout_s)
+        self._take_labels(indices, found, labels)
+        return images
+
+    @contextmanager
+    def _telling_what_failed(self, indices: NDArray[np.int64], timeout_s: float) -> Iterator[None]:
+        """Raises ShardError in the place of the store's errors, naming the file."""
+        try:
+            yield
         except TimeoutError:
             raise ShardError(self._timeout_message(indices, timeout_s)) from None
         except _READ_ERRORS as error:
             raise ShardError(self._blame(indices, error)) from error
-        self._take_labels(indices, found, labels)
-        return images
 
     def _take_labels(self, indices: NDArray[np.int64], found: NDArray[np.uint16], labels: NDArray[np.int32]) -> None:
         """Hands out the labels that were read, and refuses those of no class."""
