@@ -6,7 +6,9 @@ from typing import Any
 
 import click
 
-from scripts.benchmarks.report import number
+from scripts.benchmarks.bench import Unit
+from scripts.benchmarks.measure import Quartiles
+from scripts.benchmarks.report import number, told_ratio, told_spread, told_target
 
 
 def tables(document: dict[str, Any]) -> str:
@@ -28,22 +30,21 @@ def _table(bench: str, case: dict[str, Any]) -> list[str]:
     unit = case["unit"]
     header = ["candidate", unit["text"], "spread", f"{case['base']} is", "target", "also"]
     lines = [f"### {bench}: {case['name']}", "", _row(header), _row(["---", *["---:"] * 4, "---"])]
-    lines += [_row(_cells(candidate, unit)) for candidate in case["candidates"]]
+    lines += [_row(_cells(candidate, Unit(**unit))) for candidate in case["candidates"]]
     return [*lines, ""]
 
 
-def _cells(candidate: dict[str, Any], unit: dict[str, Any]) -> list[str]:
-    speed, ratio, target = candidate["speed"], candidate["base_is_times_as_fast"], candidate["target"]
+def _cells(candidate: dict[str, Any], unit: Unit) -> list[str]:
+    speed, ratio = (each and Quartiles(**each) for each in (candidate["speed"], candidate["base_is_times_as_fast"]))
     if speed is None:
         reason = (candidate["reason"] or "no reason was given").splitlines()[-1].strip()
         return [candidate["name"], "–", "", "", "", reason]
-    shown = unit["scale"] / speed["median"] if unit["is_time"] else unit["scale"] * speed["median"]
     return [
         candidate["name"],
-        number(shown),
-        f"±{50 * (speed['q3'] - speed['q1']) / speed['median']:.1f} %",
-        f"{ratio['median']:.2f} × [{ratio['q1']:.2f}–{ratio['q3']:.2f}]" if ratio else "",
-        f"≥ {target:g} × {'met' if candidate['is_met'] else 'missed'}" if target and ratio else "",
+        number(unit.shown(speed.median)),
+        told_spread(speed),
+        told_ratio(ratio),
+        told_target(candidate["target"], candidate["is_met"]),
         ", ".join(f"{name} {number(value)}" for name, value in candidate["facts"].items()),
     ]
 

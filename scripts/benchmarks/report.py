@@ -14,6 +14,7 @@ from rich.text import Text
 from engine.records.whole_file import write_whole
 from scripts.benchmarks.bench import Bench, Settings
 from scripts.benchmarks.hardware import describe_environment, describe_hardware, describe_versions, git_commit
+from scripts.benchmarks.measure import Quartiles
 from scripts.benchmarks.peers import PEERS
 from scripts.benchmarks.session import ROOT, CaseResult, Row
 
@@ -99,23 +100,28 @@ def _cells(row: Row, result: CaseResult) -> list[str]:
     return [
         name,
         number(speed),
-        f"±{100 * row.speed.spread:.1f} %",
-        _told_ratio(row),
-        _told_target(row),
+        told_spread(row.speed),
+        told_ratio(row.ratio),
+        told_target(row.candidate.target, row.is_met),
         ", ".join(f"{key} {number(value)}" for key, value in told.items()),
     ]
 
 
-def _told_ratio(row: Row) -> str:
-    ratio = row.ratio
+def told_spread(speed: Quartiles) -> str:
+    """Gives a spread for a table."""
+    return f"±{100 * speed.spread:.1f} %"
+
+
+def told_ratio(ratio: Quartiles | None) -> str:
+    """Gives a ratio for a table."""
     return "" if ratio is None else f"{ratio.median:.2f} × [{ratio.q1:.2f}–{ratio.q3:.2f}]"
 
 
-def _told_target(row: Row) -> str:
-    if row.candidate.target is None:
+def told_target(target: float | None, is_met: bool | None) -> str:
+    """Gives a target for a table, and whether it is met."""
+    if target is None:
         return ""
-    verdict = {True: "met", False: "missed", None: "?"}[row.is_met]
-    return f"≥ {row.candidate.target:g} × {verdict}"
+    return f"≥ {target:g} × {({True: 'met', False: 'missed', None: '?'})[is_met]}"
 
 
 def number(value: object) -> str:
