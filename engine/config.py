@@ -22,6 +22,9 @@ PrecisionName = Literal["float32", "bfloat16"]
 COUNTED_IN_EPOCHS = (("epochs", "steps"), ("warmup_epochs", "warmup_steps"))
 """Settings that say one thing in two ways; of each pair the first, where it is given, makes the second."""
 
+NO_VALUE = "default"
+"""The word for None, which no number expresses, in options and messages."""
+
 # Goyal et al. (2017), arXiv:1706.02677: a rate of 0.1 for each 256 images of the batch.
 _RATE_PER_IMAGE = 0.1 / 256
 # They are float32 on the device.
@@ -259,3 +262,8 @@ def _as_declared(name: str, declared: Any, value: Any) -> Any:
         return kind(value)
     except OverflowError:
         raise ValueError(f"{name} must be finite, got an integer beyond every float") from None
+
+
+def setting_words(value: Any) -> str:
+    """Gives the value of a setting as messages have it."""
+    return NO_VALUE if value is None else f"{value:g}" if isinstance(value, float) else str(value)

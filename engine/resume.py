@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.config import TrainConfig
+from engine.config import TrainConfig, setting_words
 from engine.locations import with_absolute_paths
 from engine.records.control_log import CONTROL_LOG_NAME, ControlEvent, factor_before, read_events
 from engine.records.recorded_run import RecordedRun
@@ -150,15 +150,11 @@ def check_steps(config: TrainConfig, recorded: TrainConfig, steps_done: int) -> 
 def told_changes(config: TrainConfig, recorded: TrainConfig) -> str | None:
     """Gives in words the settings that a resume changes."""
     changed = [
-        f"{name} {_in_words(old)} → {_in_words(now)}"
+        f"{name} {setting_words(old)} → {setting_words(now)}"
         for name, old, now in _differences(with_absolute_paths(recorded), with_absolute_paths(config))
         if name not in _OF_THE_LAUNCH
     ]
     return f"resumed with {', '.join(changed)}" if changed else None
-
-
-def _in_words(value: Any) -> str:
-    return "default" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def told_factor(start: "StartingPoint") -> str | None:

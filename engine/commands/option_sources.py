@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 import click
 from click.core import ParameterSource
 
-from engine.config import COUNTED_IN_EPOCHS, TrainConfig
+from engine.config import COUNTED_IN_EPOCHS, NO_VALUE, TrainConfig, setting_words
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"
-_NO_VALUE = "default"
 _NAMES = tuple(field.name for field in fields(TrainConfig))
 _GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 
@@ -61,7 +60,7 @@ class OptionalNumber(click.ParamType):  # type: ignore[type-arg]
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Gives the number, None for the word; fails as click's own type does."""
-        return None if value == _NO_VALUE else self._kind.convert(value, param, ctx)
+        return None if value == NO_VALUE else self._kind.convert(value, param, ctx)
 
 
 def command_line(context: click.Context) -> OptionSource:
@@ -109,7 +108,7 @@ def merge_options(*sources: OptionSource) -> MergedOptions:
                 origins[steps] = source.name
         for name, value in given.items():
             if name in settings and settings[name] != value:
-                overrides.append(f"{name} {_in_words(settings[name])} → {_in_words(value)}")
+                overrides.append(f"{name} {setting_words(settings[name])} → {setting_words(value)}")
             settings[name] = value
             origins[name] = source.name
     return MergedOptions(settings, origins, tuple(overrides))
@@ -118,8 +117,4 @@ def merge_options(*sources: OptionSource) -> MergedOptions:
 def _displace(settings: dict[str, Any], old: str, new: str, given: Mapping[str, Any], overrides: list[str]) -> None:
     """Takes away the one of a pair that an earlier source gave, where a later one gives the other."""
     if (value := settings.pop(old, None)) is not None:
-        overrides.append(f"{old} {_in_words(value)} → {new} {_in_words(given[new])}")
-
-
-def _in_words(value: Any) -> str:
-    return _NO_VALUE if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+        overrides.append(f"{old} {setting_words(value)} → {new} {setting_words(given[new])}")
