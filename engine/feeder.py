@@ -175,15 +175,13 @@ class Feeder:
 
     def _work(self) -> None:
         """A worker's life: claim the next step, wait for its slot, fill it, until all is read or the ring closes."""
+        lender = self._source if isinstance(self._source, LendingSource) else None
         while (claimed := self._claim()) is not None:
             step, slot = claimed
             try:
-                source = self._source
-                slot.lent = None
-                if isinstance(source, LendingSource):
-                    slot.lent = source.lend(step, slot.labels, timeout_s=self._timeout_s)
+                slot.lent = None if lender is None else lender.lend(step, slot.labels, timeout_s=self._timeout_s)
                 if slot.lent is None:
-                    source.fill(step, slot.pixels, slot.labels, timeout_s=self._timeout_s)
+                    self._source.fill(step, slot.pixels, slot.labels, timeout_s=self._timeout_s)
                 failure = None
             except BaseException as error:  # noqa: BLE001 - raised to whoever takes this step, traceback included
                 failure = error
