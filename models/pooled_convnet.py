@@ -19,8 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from models.batch_norm import RunningStats, batch_norm
 from models.convolution import convolution
-from models.layers import RunningStats, batch_norm, dense
+from models.layers import dense
 from models.model import BatchStats, Params
 from models.pooling import max_pool
 

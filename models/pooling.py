@@ -4,8 +4,11 @@ from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from models.convolution_forms import Geometry, taps
+
+NO_TAP = 255
 
 
 def max_pool(x: jax.Array, *, window: int = 3, stride: int = 2, padding: int = 1) -> jax.Array:
@@ -52,30 +55,39 @@ def _max_pool_forward(
 def _max_pool_backward(
     window: int, stride: int, padding: int, residuals: tuple[jax.Array, jax.Array], gradient: jax.Array
 ) -> tuple[jax.Array]:
-    """Each of the stride² phases of the input gathers from the few taps that reach it; the phases are interleaved."""
+    """Every place of the input looks at the few windows over it, whether they took their value there.
+
+    By each axis, the place r + stride·p lies in window p as its element r, in window p - 1 as r + stride, and so on.
+    """
     winner, (_, H, W) = residuals[0], residuals[1].shape
     B, P, Q, C = gradient.shape
-    height, width = (
-        max(-(-(H + padding) // stride), P + (window - 1) // stride),
-        max(-(-(W + padding) // stride), Q + (window - 1) // stride),
+    reach = -(-window // stride)  # windows over a place, by each axis
+    height, width = max(-(-(H + padding) // stride), P + reach - 1), max(-(-(W + padding) // stride), Q + reach - 1)
+    around = [(0, 0, 0), (reach - 1, height - P, 0), (reach - 1, width - Q, 0), (0, 0, 0)]
+    # Padded beforehand: a bound that is looked at for every element keeps the loop below from becoming vectors.
+    winner, gradient = jax.lax.optimization_barrier(
+        (
+            jax.lax.pad(winner, jnp.uint8(0), around),
+            jax.lax.pad(gradient, jnp.zeros((), gradient.dtype), around),
+        )
     )
     wide = jnp.promote_types(gradient.dtype, jnp.float32)  # overlapping windows are added up before they are rounded
-    zero = jnp.zeros((), wide)
-
-    def phase(row: int, column: int) -> jax.Array:
-        total = jnp.zeros((B, height, width, C), wide)
-        for i in range(row, window, stride):
-            for j in range(column, window, stride):
-                won = jnp.where(winner == i * window + j, gradient.astype(wide), zero)
-                down, right = i // stride, j // stride
-                total += jax.lax.pad(
-                    won, zero, [(0, 0, 0), (down, height - P - down, 0), (right, width - Q - right, 0), (0, 0, 0)]
-                )
-        return total.astype(gradient.dtype)
-
-    phases = [jnp.stack([phase(row, column) for column in range(stride)], axis=3) for row in range(stride)]
-    whole = jnp.stack(phases, axis=2).reshape(B, height * stride, width * stride, C)
-    return (whole[:, padding : padding + H, padding : padding + W],)
+    total = jnp.zeros((B, height, stride, width, stride, C), wide)
+    for down in range(reach):
+        for right in range(reach):
+            rows, columns = np.arange(stride) + stride * down, np.arange(stride) + stride * right
+            inside = np.logical_and.outer(rows < window, columns < window)
+            tap = np.where(inside, np.add.outer(rows * window, columns), NO_TAP).astype(np.uint8)[:, None, :, None]
+            start = (0, reach - 1 - down, reach - 1 - right, 0)
+            over = (
+                jax.lax.slice(operand, start, (B, start[1] + height, start[2] + width, C))[:, :, None, :, None]
+                for operand in (winner, gradient)
+            )
+            won, value = over
+            total += jnp.where(won == tap, value.astype(wide), 0)
+    whole = total.astype(gradient.dtype).reshape(B, height * stride, width * stride, C)
+    # Stored, or whoever reads it, which may be several, takes this loop into its own and computes it element by element.
+    return (jax.lax.optimization_barrier(whole[:, padding : padding + H, padding : padding + W]),)
 
 
 _max_pool.defvjp(_max_pool_forward, _max_pool_backward)

@@ -11,8 +11,9 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from models.batch_norm import RunningStats, batch_norm, stored_relu
 from models.convolution import convolution
-from models.layers import RunningStats, batch_norm, dense, global_average_pool
+from models.layers import dense, global_average_pool
 from models.model import BatchStats, Params
 from models.pooling import max_pool
 
@@ -186,9 +187,12 @@ def _conv(x: jax.Array, params: Params, conv: Conv) -> jax.Array:
     )
 
 
-def _norm(x: jax.Array, params: Params, stats: BatchStats, train: bool) -> tuple[jax.Array, BatchStats]:
-    y, running = batch_norm(x, params["scale"], params["bias"], RunningStats(stats["mean"], stats["var"]), train=train)
-    return y, {"mean": running.mean, "var": running.var}
+def _norm(
+    x: jax.Array, params: Params, stats: BatchStats, train: bool, relu: bool = False
+) -> tuple[jax.Array, BatchStats]:
+    running = RunningStats(stats["mean"], stats["var"])
+    y, moved = batch_norm(x, params["scale"], params["bias"], running, train=train, relu=relu)
+    return y, {"mean": moved.mean, "var": moved.var}
 
 
 def _apply_block(
@@ -202,9 +206,9 @@ def _apply_block(
         new_stats["downsample"] = {"1": norm_stats}
     for place, conv in enumerate(block.convs, 1):
         x = _conv(x, params[f"conv{place}"], conv)
-        x, new_stats[f"bn{place}"] = _norm(x, params[f"bn{place}"], stats[f"bn{place}"], train)
-        x = jax.nn.relu(x + shortcut if place == len(block.convs) else x)
-    return x, new_stats
+        inner = place < len(block.convs)
+        x, new_stats[f"bn{place}"] = _norm(x, params[f"bn{place}"], stats[f"bn{place}"], train, relu=inner)
+    return stored_relu(x + shortcut), new_stats
 
 
 def apply(
@@ -214,8 +218,7 @@ def apply(
     new_stats: BatchStats = {}
     x = _conv(images.astype(dtype), params["conv1"], stem_conv(net))
     if net.stem_norm:
-        x, new_stats["bn1"] = _norm(x, params["bn1"], batch_stats["bn1"], train)
-        x = jax.nn.relu(x)
+        x, new_stats["bn1"] = _norm(x, params["bn1"], batch_stats["bn1"], train, relu=True)
     if net.stem == "imagenet":
         x = max_pool(x)
     for block in blocks(net):
