@@ -92,8 +92,8 @@ def _mean_and_variance(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Mean and biased variance of every channel of `x [B,H,W,C]`, float32 `[C]`, reading `x` once.
 
     Sums are taken about the mean of a part of the values, as E[x²] - E[x]² loses all digits where the mean is large.
-    The mean of one value in n is never further off than √n deviations, however they lie, so the relative error of the
-    variance stays below 64 roundings of float32, 4e-6; where the part is like the rest, it is that of two passes.
+    The mean of one value in n is never further off than √n deviations, however they lie, so the sums never cancel to
+    less than one in 64, six of float32's 24 bits; where the part is like the rest, they don't, as in two passes.
     """
     wide = x.astype(jnp.float32)
     count = _count(x)

@@ -17,11 +17,11 @@ def max_pool(x: jax.Array, *, window: int = 3, stride: int = 2, padding: int = 1
     Padding counts as minus infinity. The gradient goes to the first maximum in row-major order, as in XLA and PyTorch.
 
     Raises:
-        ValueError: the window does not fit the padded input, or the padding could hold a whole window.
+        ValueError: the window is larger than 15 or than the padded input, or the padding could hold a whole one.
     """
-    if not 0 <= padding <= (window - 1) // 2 or stride < 1:
+    if not 0 <= padding <= (window - 1) // 2 or stride < 1 or window**2 > NO_TAP:
         raise ValueError(
-            f"max_pool takes a stride of at least 1 and a padding below half the window: "
+            f"max_pool takes a window of at most 15, a stride of at least 1 and a padding below half the window: "
             f"found window {window}, stride {stride}, padding {padding}"
         )
     if min(x.shape[1:3]) + 2 * padding < window:
@@ -79,14 +79,11 @@ def _max_pool_backward(
             inside = np.logical_and.outer(rows < window, columns < window)
             tap = np.where(inside, np.add.outer(rows * window, columns), NO_TAP).astype(np.uint8)[:, None, :, None]
             start = (0, reach - 1 - down, reach - 1 - right, 0)
-            over = (
-                jax.lax.slice(operand, start, (B, start[1] + height, start[2] + width, C))[:, :, None, :, None]
-                for operand in (winner, gradient)
-            )
-            won, value = over
+            stop = (B, start[1] + height, start[2] + width, C)
+            won, value = (jax.lax.slice(operand, start, stop)[:, :, None, :, None] for operand in (winner, gradient))
             total += jnp.where(won == tap, value.astype(wide), 0)
     whole = total.astype(gradient.dtype).reshape(B, height * stride, width * stride, C)
-    # Stored, or whoever reads it, which may be several, takes this loop into its own and computes it element by element.
+    # Stored, or each of its readers takes this loop into its own and computes it element by element.
     return (jax.lax.optimization_barrier(whole[:, padding : padding + H, padding : padding + W]),)
 
 

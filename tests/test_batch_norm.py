@@ -1,0 +1,118 @@
+"""Batch norm, alone and with the ReLU behind it, against float64 NumPy and automatic differentiation."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models.batch_norm import EPSILON, SAMPLED, RunningStats, batch_norm
+
+
+def normal(seed, shape, dtype=np.float32):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def plain_batch_norm(x, scale, bias):
+    """Straight from the paper, differentiated by JAX."""
+    mean, var = x.mean((0, 1, 2)), x.var((0, 1, 2))
+    return (x - mean) / jnp.sqrt(var + 1e-5) * scale + bias
+
+
+FRESH = RunningStats(jnp.zeros(5), jnp.ones(5))
+
+
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("shape", [(4, 3, 7, 5), (2, 1, 1, 5), (1, 8, 8, 5), (1, 1, 17, 5)])
+def test_batch_norm_and_its_gradient_are_the_papers(shape, relu):
+    x, scale, bias, gradient = normal(0, shape) * 3 + 2, normal(1, (5,)), normal(2, (5,)), normal(3, shape)
+
+    def found(x, scale, bias):
+        return batch_norm(x, scale, bias, FRESH, train=True, relu=relu)[0]
+
+    def plain(x, scale, bias):
+        y = plain_batch_norm(x, scale, bias)
+        return jnp.where(y > 0, y, 0) if relu else y
+
+    y, pullback = jax.vjp(found, x, scale, bias)
+    wanted, plain_pullback = jax.vjp(plain, x, scale, bias)
+    # float32 sums in another order; with two values a channel the input's gradient cancels to almost nothing
+    np.testing.assert_allclose(y, wanted, rtol=0, atol=1e-5)
+    for found, reference in zip(pullback(gradient), plain_pullback(gradient), strict=True):
+        np.testing.assert_allclose(found, reference, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e2, 1e4])
+def test_batch_norm_keeps_its_digits_far_from_zero(offset):
+    """Against float64. A float32 input near 1e4 is spaced by 1e-3, so its own sum is only that good: 1e-7·offset."""
+    x = normal(0, (8, 16, 16, 5)) + offset
+    exact = np.asarray(x, np.float64)
+    y, running = batch_norm(x, jnp.ones(5), jnp.zeros(5), FRESH, train=True)
+    mean, var = exact.mean((0, 1, 2)), exact.var((0, 1, 2), ddof=1)
+    np.testing.assert_allclose(y, (exact - mean) / np.sqrt(exact.var((0, 1, 2)) + 1e-5), atol=1e-5 + 3e-7 * offset)
+    np.testing.assert_allclose(running.mean, 0.1 * mean, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(running.var, 0.9 + 0.1 * var, rtol=1e-5)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(st.integers(1, 400), st.integers(0, 99), st.sampled_from(["first", "last", "any", "none"]))
+def test_variance_keeps_its_digits_wherever_the_outliers_lie(count, seed, where):
+    """The part whose mean the sums are taken about may be nothing like the rest: all of it outliers, or one of it."""
+    rng = np.random.default_rng(seed)
+    values = rng.standard_normal(count)
+    sampled = -(-count // SAMPLED)
+    places = {"first": slice(sampled), "last": slice(-1, None), "any": rng.integers(count, size=3), "none": slice(0)}
+    values[places[where]] += 1e4
+    x = jnp.asarray(values.reshape(1, 1, count, 1), jnp.float32)
+    _, running = batch_norm(x, jnp.ones(1), jnp.zeros(1), RunningStats(jnp.zeros(1), jnp.zeros(1)), train=True)
+    exact = np.asarray(x, np.float64)
+    unbiased = exact.var() * (count / max(count - 1, 1))
+    # Some roundings of 6e-8; 64 times as much where the part is all outliers, as the sums cancel to one in 64.
+    np.testing.assert_allclose(running.var, [0.1 * unbiased], rtol=3e-5 if where == "first" else 1e-6, atol=1e-7)
+    np.testing.assert_allclose(running.mean, [0.1 * exact.mean()], rtol=1e-6, atol=1e-4)
+
+
+def test_relu_sends_no_gradient_through_zero():
+    """Scale 0 makes every value 0, where the ReLU's derivative is 0, as `jax.nn.relu` has it."""
+    x = normal(0, (2, 3, 3, 5))
+    bias_gradient = jax.grad(lambda bias: batch_norm(x, jnp.zeros(5), bias, FRESH, train=True, relu=True)[0].sum())
+    np.testing.assert_array_equal(bias_gradient(jnp.zeros(5)), 0)
+    np.testing.assert_array_equal(bias_gradient(jnp.ones(5)), 18)
+
+
+def test_running_statistics_move_by_a_tenth_with_the_unbiased_variance():
+    x = jnp.asarray([1.0, 2.0, 3.0, 6.0]).reshape(4, 1, 1, 1)
+    _, running = batch_norm(x, jnp.ones(1), jnp.zeros(1), RunningStats(jnp.ones(1), jnp.ones(1) * 2), train=True)
+    np.testing.assert_allclose(running.mean, [0.9 * 1 + 0.1 * 3], rtol=1e-6)
+    np.testing.assert_allclose(running.var, [0.9 * 2 + 0.1 * 14 / 3], rtol=1e-6)
+    _, single = batch_norm(x[:1], jnp.ones(1), jnp.zeros(1), RunningStats(jnp.ones(1), jnp.ones(1)), train=True)
+    np.testing.assert_allclose(single.var, [0.9], rtol=1e-6)  # one value: no division by zero
+
+
+def test_no_gradient_flows_through_running_statistics():
+    def total(x):
+        return sum(leaf.sum() for leaf in batch_norm(x, jnp.ones(5), jnp.zeros(5), FRESH, train=True)[1])
+
+    np.testing.assert_array_equal(jax.grad(total)(normal(0, (2, 3, 3, 5))), 0)
+
+
+def test_evaluation_uses_the_running_statistics_and_leaves_them():
+    x, scale, bias = normal(0, (2, 3, 3, 5)), normal(1, (5,)), normal(2, (5,))
+    running = RunningStats(normal(3, (5,)), jnp.square(normal(4, (5,))) + 0.5)
+    y, after = batch_norm(x, scale, bias, running, train=False)
+    wanted = (x - running.mean) / np.sqrt(running.var + EPSILON) * scale + bias
+    np.testing.assert_allclose(y, wanted, atol=1e-5)
+    assert after is running
+    rectified, _ = batch_norm(x, scale, bias, running, train=False, relu=True)
+    np.testing.assert_allclose(rectified, np.maximum(wanted, 0), atol=1e-5)
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_bfloat16_activations_keep_float32_statistics(train):
+    x = normal(0, (4, 4, 4, 5), jnp.bfloat16)
+    y, running = batch_norm(x, jnp.ones(5), jnp.zeros(5), FRESH, train=train)
+    assert y.dtype == jnp.bfloat16
+    assert running.mean.dtype == running.var.dtype == jnp.float32
+    exact, _ = batch_norm(x.astype(jnp.float32), jnp.ones(5), jnp.zeros(5), FRESH, train=train)
+    np.testing.assert_allclose(np.asarray(y, np.float32), exact, rtol=2**-8, atol=1e-6)  # rounded once, to 8 bits
