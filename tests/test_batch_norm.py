@@ -28,14 +28,14 @@ FRESH = RunningStats(jnp.zeros(5), jnp.ones(5))
 def test_batch_norm_and_its_gradient_are_the_papers(shape, relu):
     x, scale, bias, gradient = normal(0, shape) * 3 + 2, normal(1, (5,)), normal(2, (5,)), normal(3, shape)
 
-    def found(x, scale, bias):
+    def ours(x, scale, bias):
         return batch_norm(x, scale, bias, FRESH, train=True, relu=relu)[0]
 
     def plain(x, scale, bias):
         y = plain_batch_norm(x, scale, bias)
         return jnp.where(y > 0, y, 0) if relu else y
 
-    y, pullback = jax.vjp(found, x, scale, bias)
+    y, pullback = jax.vjp(ours, x, scale, bias)
     wanted, plain_pullback = jax.vjp(plain, x, scale, bias)
     # float32 sums in another order; with two values a channel the input's gradient cancels to almost nothing
     np.testing.assert_allclose(y, wanted, rtol=0, atol=1e-5)
