@@ -150,7 +150,10 @@ class Feeder:
             if slot.shards_to_take == 0:
                 slot.step = -1
                 self._next_release += 1
-                self._emptied.notify()
+                num_free = self._depth - (self._next_fill - self._next_release)
+                # Woken for every slot, a worker would take the interpreter from the program at every step.
+                if num_free >= self._depth // 2:
+                    self._emptied.notify(num_free)
 
     def _wait(self, ready: Callable[[], bool], step: int, is_cancelled: Callable[[], bool]) -> bool:
         """Waits until `ready`, giving True, or cancelled, giving False.

@@ -21,6 +21,9 @@ _PUSH_TIMEOUT_S = 60.0
 _CLOSE_TIMEOUT_S = 60.0
 # Whoever has asked for a stop waits no longer than this for sinks that take nothing at all.
 _STOP_PATIENCE_S = 3.0
+# A sink rests so long when it has caught up. To be woken for every record costs a fast program more than its step: the
+# threads take the interpreter from each other.
+_REST_S = 0.002
 # How soon a wait sees a stop, or room in a queue: at this bound a slow sink is never idle for lack of records.
 _LOOK_EVERY_S = 0.05
 
@@ -264,6 +267,8 @@ class _Lane:
             while (record := self.records.get()) is not None:
                 self._hand_over(record)
                 self.num_taken += 1
+                if self.records.empty():
+                    time.sleep(_REST_S)
         except BaseException as error:  # noqa: BLE001 - kept for the caller; the other sinks go on, whatever it was
             self.is_left_out = True
             self._keep(error)

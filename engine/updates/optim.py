@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from engine.config import OptimizerName
+from engine.updates.moments import scale_by_adam, trace
 
 # Parameters → a tree of the same structure with a bool at each leaf.
 type Mask = Callable[[Any], Any]
@@ -62,6 +63,7 @@ def make_optimizer(
     *,
     decay_mask: Mask = kernels_only,
     trust_mask: Mask = kernels_only,
+    made: jax.Array | np.bool = np.True_,
 ) -> optax.GradientTransformation:
     """Builds an optimiser behind a clip of the gradient's global norm.
 
@@ -82,6 +84,7 @@ def make_optimizer(
         hyperparams: its numbers, traced or not.
         decay_mask: what is decayed; static.
         trust_mask: what LARS and LAMB rescale by its trust ratio; static.
+        made: bool [], whether the update is made. Where it is not, the state stays, and the updates are not to be used.
 
     Raises:
         ValueError: for an unknown name.
@@ -89,7 +92,7 @@ def make_optimizer(
     if name not in get_args(OptimizerName):
         raise ValueError(f"optimizer must be one of {', '.join(get_args(OptimizerName))}, got {name!r}")
     clip = optax.clip_by_global_norm(hyperparams.clip_norm)
-    return _in_float32(optax.chain(clip, *_parts(name, hyperparams, decay_mask, trust_mask)))
+    return _in_float32(optax.chain(clip, *_parts(name, hyperparams, decay_mask, trust_mask, jnp.asarray(made))))
 
 
 def init_optimizer(name: OptimizerName, params: Any) -> optax.OptState:
@@ -99,7 +102,7 @@ def init_optimizer(name: OptimizerName, params: Any) -> optax.OptState:
 
 
 def _parts(
-    name: OptimizerName, hyperparams: Hyperparams, decay_mask: Mask, trust_mask: Mask
+    name: OptimizerName, hyperparams: Hyperparams, decay_mask: Mask, trust_mask: Mask, made: jax.Array
 ) -> tuple[optax.GradientTransformation, ...]:
     """The optax transformations of an optimiser, in order.
 
@@ -108,12 +111,13 @@ def _parts(
     """
     decay = optax.add_decayed_weights(hyperparams.weight_decay, mask=decay_mask)
     rate = optax.scale_by_learning_rate(hyperparams.learning_rate)
+    momentum = jnp.asarray(hyperparams.momentum)
     if name in ("sgd", "nesterov"):
-        return decay, optax.trace(hyperparams.momentum, nesterov=name == "nesterov"), rate
+        return decay, trace(momentum, nesterov=name == "nesterov", made=made), rate
     if name == "lars":
         ratio = optax.scale_by_trust_ratio(trust_coefficient=hyperparams.trust_coefficient)
-        return decay, optax.masked(ratio, trust_mask), rate, optax.trace(hyperparams.momentum)
-    adam = optax.scale_by_adam(b1=hyperparams.momentum, b2=hyperparams.beta2, eps=hyperparams.epsilon)
+        return decay, optax.masked(ratio, trust_mask), rate, trace(momentum, nesterov=False, made=made)
+    adam = scale_by_adam(momentum, jnp.asarray(hyperparams.beta2), jnp.asarray(hyperparams.epsilon), made=made)
     if name == "adamw":
         return adam, decay, rate
     return adam, decay, optax.masked(optax.scale_by_trust_ratio(), trust_mask), rate

@@ -163,7 +163,7 @@ def update_weights(
 
     hyperparams = hyperparams_at(rule, step, values)
     mask = every_leaf if rule.decay_all else kernels_only
-    optimizer = make_optimizer(rule.optimizer, hyperparams, decay_mask=mask)
+    optimizer = make_optimizer(rule.optimizer, hyperparams, decay_mask=mask, made=made)
     updates, opt_state = optimizer.update(gradients, state.opt_state, weights.params)
     updated = Weights(
         choose(made, optax.apply_updates(weights.params, updates), weights.params),
@@ -175,7 +175,7 @@ def update_weights(
         moved = update_average(average, updated, values.average_decay, step, ramp=rule.average_ramp)
         average = choose(made, moved, average)
     outcome = Outcome(due, made, gives_up(skips, values.most_skips), loss, hyperparams.learning_rate)
-    return updated, UpdateState(choose(made, opt_state, state.opt_state), skips, gathered, average), outcome
+    return updated, UpdateState(opt_state, skips, gathered, average), outcome
 
 
 def hyperparams_at(rule: UpdateRule, step: jax.Array, values: UpdateValues) -> Hyperparams:

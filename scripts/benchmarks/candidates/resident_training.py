@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from engine.objective import cross_entropy
 from models.registry import build_model, count_params
@@ -19,12 +20,12 @@ class State(NamedTuple):
 
     params: Any
     batch_stats: Any
-    velocity: Any
+    opt_state: Any
     loss: jax.Array
 
 
 def make_step(
-    name: str, image_size: int, batch: int, num_classes: int
+    optimizer: optax.GradientTransformation, name: str, image_size: int, batch: int, num_classes: int
 ) -> tuple[State, Callable[[State], State], dict[str, Any]]:
     """Gives a fresh state, the step, and what is to be compared between candidates.
 
@@ -42,11 +43,10 @@ def make_step(
             return cross_entropy(logits, targets), batch_stats
 
         (loss, batch_stats), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.params)
-        velocity = jax.tree.map(lambda v, g: MOMENTUM * v + g, state.velocity, gradients)
-        params = jax.tree.map(lambda p, v: p - LEARNING_RATE * v, state.params, velocity)
-        return State(params, batch_stats, velocity, loss)
+        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+        return State(optax.apply_updates(state.params, updates), batch_stats, opt_state, loss)
 
-    state = State(params, batch_stats, jax.tree.map(jnp.zeros_like, params), jnp.zeros(()))
+    state = State(params, batch_stats, optimizer.init(params), jnp.zeros(()))
     return state, step, {"parameters": count_params(params)}
 
 

@@ -1,7 +1,8 @@
 """The same training step as people write it: a jitted function called from Python, with XLA's own convolutions.
 
-Convolutions and max-pools of the models are replaced, in this process alone, by `lax.conv_general_dilated` and
-`lax.reduce_window`, with the gradients that jax derives. State is donated; nothing waits for a step but the last.
+Convolutions, max-pools and batch norms of the models are replaced, in this process alone, by
+`lax.conv_general_dilated`, `lax.reduce_window` and plain sums, with the gradients that jax derives. State is donated;
+nothing waits for a step but the last.
 """
 
 import sys
@@ -9,11 +10,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 from protocol import Channel, timed
-from resident_training import make_step, versions
+from resident_training import LEARNING_RATE, MOMENTUM, make_step, versions
 
 from models import pooled_convnet, resnet
+from models.batch_norm import EPSILON, RunningStats
+from models.batch_norm import MOMENTUM as SHARE
 
 
 def lax_convolution(
@@ -31,13 +35,35 @@ def lax_max_pool(x: jax.Array, *, window: int = 3, stride: int = 2, padding: int
     return lax.reduce_window(x, -jnp.inf, lax.max, (1, window, window, 1), (1, stride, stride, 1), margins)
 
 
+def plain_batch_norm(
+    x: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array,
+    running: RunningStats,
+    *,
+    train: bool,  # noqa: ARG001 - nothing is evaluated
+    relu: bool = False,
+) -> tuple[jax.Array, RunningStats]:
+    """Stands in for `models.batch_norm.batch_norm`: in one pass, as Flax computes it by default."""
+    mean = x.mean((0, 1, 2))
+    var = jnp.maximum(jnp.square(x).mean((0, 1, 2)) - jnp.square(mean), 0)
+    y = (x - mean) * (scale * lax.rsqrt(var + EPSILON)) + bias
+    count = x.size // x.shape[3]
+    moved = RunningStats(
+        (1 - SHARE) * running.mean + SHARE * mean, (1 - SHARE) * running.var + SHARE * var * count / max(count - 1, 1)
+    )
+    return jax.nn.relu(y) if relu else y, moved
+
+
 def main(name: str, image_size: int, batch: int, num_classes: int) -> None:
     """Serves `batch` images a unit."""
     channel = Channel()
     modules: tuple[Any, ...] = (resnet, pooled_convnet)
     for module in modules:
-        module.convolution, module.max_pool = lax_convolution, lax_max_pool
-    state, step, facts = make_step(name, image_size, batch, num_classes)
+        module.convolution, module.max_pool, module.batch_norm = lax_convolution, lax_max_pool, plain_batch_norm
+    modules[0].stored_relu = jax.nn.relu
+    optimizer = optax.sgd(LEARNING_RATE, momentum=MOMENTUM)
+    state, step, facts = make_step(optimizer, name, image_size, batch, num_classes)
     train = jax.jit(step, donate_argnums=0)
 
     def work(num_units: int) -> None:

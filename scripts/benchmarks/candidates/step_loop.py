@@ -5,16 +5,21 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 from protocol import Channel, timed
-from resident_training import State, make_step, versions
+from resident_training import LEARNING_RATE, MOMENTUM, State, make_step, versions
 from work_of_models import image_flop
+
+from engine.updates.moments import trace
 
 
 def main(name: str, image_size: int, batch: int, num_classes: int) -> None:
     """Serves `batch` images a unit."""
     channel = Channel()
-    state, step, facts = make_step(name, image_size, batch, num_classes)
+    momentum = trace(jnp.float32(MOMENTUM), nesterov=False, made=jnp.bool_(True))
+    optimizer = optax.chain(momentum, optax.scale(-LEARNING_RATE))
+    state, step, facts = make_step(optimizer, name, image_size, batch, num_classes)
 
     @partial(jax.jit, donate_argnums=0)
     def train(state: State, num_steps: jax.Array) -> State:
