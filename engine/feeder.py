@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.batches import BatchSource, Labels, LendingSource, Pixels
+from engine.row_copies import RowCopies
 
 # How long a wait lasts before it looks again whether the workers live and whether it is still wanted.
 _LOOK_EVERY_S = 0.25
@@ -43,7 +44,8 @@ class Feeder:
         source: fills a slot for a step.
         start_step, stop_step: the half-open range of steps to read.
         depth: slots of the ring, each the size of a batch.
-        num_threads: threads that fill; one, whatever is asked for, where the source is not thread-safe.
+        num_threads: threads that fill; one, whatever is asked for, where the source is not thread-safe. A large batch
+            is taken by as many.
         num_shards: parts of a batch that are taken one by one, each batch / num_shards images.
         timeout_s: the longest that `take` waits.
         name_step: names a step's batch in errors.
@@ -68,6 +70,7 @@ class Feeder:
         self._timeout_s, self._name_step = timeout_s, name_step
         self._depth = max(1, min(depth, stop_step - start_step))
         self._num_threads = min(num_threads, self._depth) if source.thread_safe else 1
+        self._copies = RowCopies(num_threads)
         self._slots: list[_Slot] = []
         self._threads: list[threading.Thread] = []
         guard = threading.Lock()
@@ -121,11 +124,7 @@ class Feeder:
             raise FeederError(f"the feeder was closed while {self._name_step(step)} waited for its batch")
         waited_s = time.perf_counter() - started
         rows = slice(shard * self.shard_batch, (shard + 1) * self.shard_batch)
-        if slot.lent is None:
-            np.copyto(pixels, slot.pixels[rows])
-        else:
-            for pixels_row, image in zip(pixels, slot.lent[rows], strict=True):
-                np.copyto(pixels_row, image)
+        self._copies.copy((slot.pixels if slot.lent is None else slot.lent)[rows], pixels)
         np.copyto(labels, slot.labels[rows])
         self._release(slot)
         return waited_s
@@ -139,6 +138,7 @@ class Feeder:
             self._closed = True
             self._filled.notify_all()
             self._emptied.notify_all()
+        self._copies.close()
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S
         for thread in self._threads:
             if thread is not threading.current_thread():

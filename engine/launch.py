@@ -26,7 +26,6 @@ from engine.feeder import Feeder
 from engine.infeed import Infeed
 from engine.initial_weights import InitialWeights, load_initial_weights
 from engine.loss_stream import LossStream
-from engine.machine import host_memory_bytes
 from engine.notices import Notices
 from engine.outfeed import Outfeed
 from engine.program import RunValues, TrainModel, TrainState, init_state, make_program
@@ -40,6 +39,7 @@ from engine.transport import Transport, choose_transport
 from engine.unpack import PixelScale
 from engine.updates.update import UpdateRule, Weights, init_update
 from models.registry import count_params
+from preprocess.memory import host_memory_bytes
 
 # A channel without any spread (a set of blank images) must not divide by zero: one level of 255 is the least.
 _LEAST_STD = 1 / 255

@@ -20,7 +20,6 @@ from engine.epochs import settle_epochs
 from engine.keys import plain_keys
 from engine.launch import Launch, NonFiniteError
 from engine.locations import with_absolute_paths
-from engine.machine import host_memory_bytes
 from engine.outfeed import PushedSnapshot
 from engine.program import TrainModel, TrainState
 from engine.records.control_log import ControlEvent, ControlLog
@@ -47,6 +46,7 @@ from engine.resume import (
     told_versions,
 )
 from engine.sinks import RunFolderSink, Sink
+from preprocess.memory import host_memory_bytes
 
 # How long the end of a run waits for its last snapshot.
 _SNAPSHOT_TIMEOUT_S = 600.0

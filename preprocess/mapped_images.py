@@ -12,10 +12,11 @@ import mmap
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import google_crc32c
 import numpy as np
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 
 from preprocess.arrays import PIXELS, shard_key
 from preprocess.manifest import Manifest
+from preprocess.memory import host_memory_bytes
 
 _CHECKSUM_BYTES = 4
 # Linux lets a process map 65,530 files; the shards beyond these stay with TensorStore.
@@ -33,39 +35,47 @@ _LEAST_ONE_BY_ONE_BYTES = 1 << 14
 # so many NumPy lets go of the interpreter lock, which a read from a disk must not hold.
 _PAGE_WORDS = 1 << 10
 _LEAST_WORDS_READ = 1 << 9
+# A call to the system costs 2 µs, a third of the copy of an image.
+_LOOK_EVERY_S = 1.0
+# Of this machine's memory, the share that a split may have for its images to stay in it once they were read.
+_STAYING_SHARE = 0.5
 
 
-class _Identity(NamedTuple):
-    """What tells a file from one that takes its place: inode, size in bytes, time of the last change in ns."""
-
-    inode: int
-    size_bytes: int
-    changed_ns: int
+# Inode, size in bytes and time of the last change in ns, which tell a file from one that takes its place.
+type _Identity = tuple[int, int, int]
 
 
-class _MappedShard(NamedTuple):
+@dataclass(slots=True)
+class _MappedShard:
     path: str
     identity: _Identity
     images: NDArray[np.uint32]  # [n, H, W], in the file
     checksums: NDArray[np.uint32] | None  # [n], in the file; None where there are none
     is_checked: bytearray  # 1 of each image that was, else 0; n of them
+    looked_s: float  # when it was seen to be the file of that path, on the monotonic clock
 
     def is_there(self) -> bool:
-        """Whether the file is still the one that is mapped."""
-        return _identify(self.path) == self.identity
+        """Whether the file is still the one that is mapped, as of a second ago."""
+        now_s = time.monotonic()
+        if now_s - self.looked_s >= _LOOK_EVERY_S:
+            if _identify(self.path) != self.identity:
+                return False
+            self.looked_s = now_s
+        return True
 
     def check(self, slot: int, image: NDArray[np.uint32]) -> bool:
-        """Whether an image, which lies in one piece, has its checksum; computed once."""
-        if not self.is_checked[slot] and self.checksums is not None:
-            self.is_checked[slot] = google_crc32c.value(image) == int(self.checksums[slot])
+        """Whether an image, which lies in one piece, has its checksum, if it has one; computed once."""
+        if not self.is_checked[slot]:
+            is_sound = self.checksums is None or google_crc32c.value(image) == int(self.checksums[slot])
+            self.is_checked[slot] = is_sound
         return bool(self.is_checked[slot])
 
 
 class MappedImages:
     """The mapped shard files of one split; for any number of threads.
 
-    A file that is replaced is told by its identity, mapped and checked anew. One that is cut off in its place while an
-    image is copied from it ends the process (SIGBUS), as with any mapped file.
+    A file that is replaced is told by its identity within a second, mapped and checked anew. One that is cut off in its
+    place while an image is copied from it ends the process (SIGBUS), as with any mapped file.
 
     Args:
         folder: of the split, on this machine.
@@ -75,6 +85,7 @@ class MappedImages:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder, self._manifest = folder / PIXELS, manifest
         self._image_bytes = 4 * manifest.height * manifest.width
+        self._stays = manifest.num_images * self._image_bytes <= _STAYING_SHARE * (host_memory_bytes() or 0)
         self._shards: dict[int, _MappedShard | None] = {}  # None: of another form than is mapped
         self._lock = threading.Lock()
 
@@ -129,20 +140,20 @@ class MappedImages:
     def lend(self, indices: NDArray[np.int64]) -> list[NDArray[np.uint32]] | None:
         """Gives the images where they lie in the files, uint32 ``[H, W]`` each, read-only, in the order of ``indices``.
 
-        They are checked, and their pages in memory. None where that cannot be, or where they are so small that `copy`
-        is faster.
+        They are checked, and their pages in memory, unless the system has taken them back. None where that cannot be,
+        or where they are so small that `copy` is faster.
         """
         if not self.lends:
             return None
-        step = max(1, min(_PAGE_WORDS, self._image_bytes // 4 // _LEAST_WORDS_READ))
         images = []
         for shard, slot in self._places(indices):
             if shard is None:
                 return None
             image = shard.images[slot]
-            image.reshape(-1)[::step].max()
-            if not shard.check(slot, image):
-                return None
+            if not (self._stays and shard.is_checked[slot]):
+                _read_pages(image)
+                if not shard.check(slot, image):
+                    return None
             images.append(image)
         return images
 
@@ -220,7 +231,13 @@ class MappedImages:
         if manifest.checksum:
             first = start + self._image_bytes
             checksums = np.ndarray((num_images,), np.uint32, mapped, offset=first, strides=(stored_bytes,))
-        return _MappedShard(path, identity, images, checksums, bytearray([checksums is None]) * num_images)
+        return _MappedShard(path, identity, images, checksums, bytearray(num_images), time.monotonic())
+
+
+def _read_pages(image: NDArray[np.uint32]) -> None:
+    """Brings a mapped image into memory, the interpreter lock let go."""
+    words = image.reshape(-1)
+    words[:: max(1, min(_PAGE_WORDS, words.size // _LEAST_WORDS_READ))].max()
 
 
 def _identify(path: str) -> _Identity | None:
@@ -231,4 +248,4 @@ def _identify(path: str) -> _Identity | None:
 
 
 def _identity_of(found: os.stat_result) -> _Identity:
-    return _Identity(found.st_ino, found.st_size, found.st_mtime_ns)
+    return found.st_ino, found.st_size, found.st_mtime_ns

@@ -1,8 +1,12 @@
 """Where batches come from: each source gives the batch of a step, whatever was asked before."""
 
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
+
 import numpy as np
 import pytest
 
+from engine import batches as batches_module
 from engine.batches import FunctionBatches, ShardBatches, SyntheticBatches
 from engine.order import EpochOrder
 from preprocess.pixels import UNUSED_BITS
@@ -136,3 +140,28 @@ def test_what_a_function_raises_passes_through():
 
     with pytest.raises(LookupError, match="no step 3"):
         FunctionBatches(function, first_step=3)
+
+
+def test_steps_asked_for_in_any_order_by_many_threads_are_those_of_the_order(monkeypatch):
+    """Positions are ordered some steps at a time, here three, and kept until others are asked for."""
+    asked = []
+
+    class Split:
+        num_images, height, width, lends = 23, 2, 2, False
+
+        def read_into(self, indices, pixels, labels, *, timeout_s):
+            asked.append((int(pixels[0, 0, 0]), indices.tolist()))
+
+    monkeypatch.setattr(batches_module, "_POSITIONS_AT_ONCE", 3 * 5 + 2)
+    source, order = ShardBatches(cast(Any, Split()), batch=5, seed=3), EpochOrder(23, 3)
+    steps = np.random.default_rng(0).integers(40, size=300).tolist()
+
+    def fill(step):
+        pixels = np.full((5, 2, 2), step, np.uint32)
+        source.fill(step, pixels, np.zeros(5, np.int32), timeout_s=1.0)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(fill, steps))
+    assert sorted(step for step, _ in asked) == sorted(steps)
+    for step, images in asked:
+        assert images == order.batch(step, 5).tolist()

@@ -4,7 +4,9 @@ import os
 import shutil
 import sys
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,6 +51,11 @@ def read(split, indices):
 
 def shard_file(data, number):
     return data / f"train/pixels/c/{number}/0/0"
+
+
+@pytest.fixture(autouse=True)
+def always_look(monkeypatch):
+    monkeypatch.setattr(mapped_images, "_LOOK_EVERY_S", 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -263,3 +270,41 @@ def test_no_more_files_are_mapped_than_a_process_may(packs, monkeypatch):
             assert store.take() == [4, 8]
     maps = Path("/proc/self/maps")
     assert not maps.exists() or os.fspath(folder) not in maps.read_text()
+
+
+def test_a_file_is_looked_at_once_a_second(packs, monkeypatch):
+    looks = []
+    monkeypatch.setattr(mapped_images, "_LOOK_EVERY_S", 1.0)
+    monkeypatch.setattr(mapped_images, "_identify", lambda path: looks.append(path))
+    now_s = [time.monotonic()]
+    monkeypatch.setattr(mapped_images.time, "monotonic", lambda: now_s[0])
+    folder, _ = packs[LARGE, True]
+    with open_split(str(folder), "train") as split:
+        assert split._mapped is not None
+        shard = split._mapped._find(0)
+        assert shard is not None
+        now_s[0] += 0.99
+        assert split._mapped._find(0) is shard
+        assert looks == []
+        now_s[0] += 0.02
+        assert split._mapped._find(0) is not shard  # nothing is there any more, as far as `_identify` says
+        assert looks == [shard.path]
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes", "num_reads"), [(4 * NUM_IMAGES * 4 * LARGE**2, 0), (NUM_IMAGES, 3), (None, 3)]
+)
+def test_pages_are_read_again_only_of_a_split_that_may_have_left_the_memory(
+    packs, monkeypatch, memory_bytes, num_reads
+):
+    monkeypatch.setattr(mapped_images, "host_memory_bytes", lambda: memory_bytes)
+    folder, words = packs[LARGE, True]
+    with open_split(str(folder), "train") as split:
+        indices = np.array([1, 2, 9])
+        split.lend(indices, np.zeros(3, np.int32), timeout_s=30.0)
+        reads: list[Any] = []
+        monkeypatch.setattr(mapped_images, "_read_pages", reads.append)
+        lent = split.lend(indices, np.zeros(3, np.int32), timeout_s=30.0)
+        assert lent is not None
+        assert len(reads) == num_reads
+        np.testing.assert_array_equal(np.stack(lent), words[indices])

@@ -8,8 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from engine.machine import host_memory_bytes
 from preprocess.cores import num_cores
+from preprocess.memory import host_memory_bytes
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "tensorstore", "pillow", "optax")
 

@@ -1,4 +1,4 @@
-"""What this machine has."""
+"""How much memory there is."""
 
 import os
 
