@@ -277,7 +277,7 @@ def test_a_file_is_looked_at_once_a_second(packs, monkeypatch):
     monkeypatch.setattr(mapped_images, "_LOOK_EVERY_S", 1.0)
     monkeypatch.setattr(mapped_images, "_identify", lambda path: looks.append(path))
     now_s = [time.monotonic()]
-    monkeypatch.setattr(mapped_images.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr("preprocess.mapped_images.time.monotonic", lambda: now_s[0])
     folder, _ = packs[LARGE, True]
     with open_split(str(folder), "train") as split:
         assert split._mapped is not None
