@@ -120,7 +120,7 @@ class TrainConfig:
         mixup, cutmix: α of the Beta distribution that mixes neighbours; 0 is off.
         erasing: probability of blanking a rectangle.
         seed: of the initial parameters and of the order of the images. A runtime value.
-        prefetch: batches held in memory ahead of the device.
+        prefetch: batches held in memory ahead of the device; None: 4, and more of small ones (`feeder.ring_depth`).
         reader_threads: threads that fill them from shards; a source of your own is called from one thread, in order.
         infeed_timeout_s: seconds that a step may wait for its batch before the run ends with an error.
         transport: how batches cross to the device: "inplace" (CPU), "callback" (anything), or "auto".
@@ -184,7 +184,7 @@ class TrainConfig:
     cutmix: float = 0.0
     erasing: float = 0.0
     seed: int = 0
-    prefetch: int = 4
+    prefetch: int | None = None
     reader_threads: int = 2
     infeed_timeout_s: float = 60.0
     transport: TransportName = "auto"

@@ -19,10 +19,30 @@ from engine.row_copies import RowCopies
 _LOOK_EVERY_S = 0.25
 # How long `close` waits for the threads, all together: a stalled store may hold every one of them.
 _CLOSE_TIMEOUT_S = 1.0
+# Batches of a few kilobytes are read further ahead: the threads then take turns less often, which costs more than they.
+_LEAST_DEPTH = 4
+_SMALL_RING_BYTES = 1 << 20
+_MOST_SMALL_BATCHES = 64
 
 
 class FeederError(RuntimeError):
     """The ring cannot give the batch that is due: its source is too slow, its threads are gone, or it is closed."""
+
+
+def batch_bytes(source: BatchSource) -> int:
+    """Host memory of one of a source's batches."""
+    return source.batch * (source.height * source.width + 1) * 4
+
+
+def ring_depth(source: BatchSource, prefetch: int | None) -> int:
+    """How many batches to read ahead: `prefetch`, or 4, and of small ones as many as a megabyte holds, up to 64.
+
+    A function of the user's, which is not thread-safe, is asked no earlier for a small batch than for a large one.
+    """
+    if prefetch is not None:
+        return prefetch
+    small = min(_MOST_SMALL_BATCHES, _SMALL_RING_BYTES // batch_bytes(source)) if source.thread_safe else 0
+    return max(_LEAST_DEPTH, small)
 
 
 class _Slot:

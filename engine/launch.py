@@ -22,7 +22,7 @@ from engine.checked_model import CheckedModel
 from engine.compilation import Compiled, compile_traced, trace_ahead
 from engine.config import TrainConfig
 from engine.control import ControlBoard
-from engine.feeder import Feeder
+from engine.feeder import Feeder, batch_bytes, ring_depth
 from engine.infeed import Infeed
 from engine.initial_weights import InitialWeights, load_initial_weights
 from engine.loss_stream import LossStream
@@ -159,7 +159,7 @@ class Launch:
             source,
             start_step=first_pull,
             stop_step=max(stop_pull, first_pull),
-            depth=config.prefetch,
+            depth=ring_depth(source, config.prefetch),
             num_threads=config.reader_threads,
             timeout_s=config.infeed_timeout_s,
             name_step=name_pull,
@@ -191,9 +191,10 @@ class Launch:
             f"model: {resolved.model_name}, {self.num_params:,} parameters"
             + (f", {resolved.num_classes:,} classes" if resolved.num_classes else "")
         )
+        depth = ring_depth(source, self.config.prefetch)
         self._notify(
             f"the loop waits for: batches of {source.batch} × {source.height} × {source.width} px "
-            f"from {resolved.data}, {self.config.prefetch} read ahead, by the {self._transport.name} transport"
+            f"from {resolved.data}, {depth} read ahead, by the {self._transport.name} transport"
         )
 
     def compile(self) -> Compiled:
@@ -248,8 +249,10 @@ class Launch:
     @property
     def ring_bytes(self) -> int:
         """Host memory of the batches read ahead."""
-        source, num_rings = self.resolved.source, 1 if self.resolved.evaluation is None else 2
-        return num_rings * self.config.prefetch * source.batch * (source.height * source.width + 1) * 4
+        sources = (self.resolved.source, self.resolved.evaluation)
+        return sum(
+            ring_depth(source, self.config.prefetch) * batch_bytes(source) for source in sources if source is not None
+        )
 
     def run(self, compiled: Compiled, state: TrainState, sinks: Sequence[Sink]) -> TrainState:
         """Runs the program to its end and gives the state that it leaves; what failed on the host is `failure`'s.

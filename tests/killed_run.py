@@ -62,7 +62,7 @@ def train_here(run: Path, cache: Path, *, batches=None, notify=lambda _: None, *
 def paced_batches(run: Path):
     """Gives batches that wait for each snapshot to be on disk, so that the writer leaves out none."""
     # As far behind the snapshot's own batch as the feeder reads ahead: the loop has emitted it by then.
-    lag = ACCUMULATE + TrainConfig().prefetch
+    lag = ACCUMULATE + 4
 
     def batches(pull):
         step, is_due = divmod((pull - lag), SNAPSHOT_EVERY * ACCUMULATE)

@@ -63,7 +63,7 @@ def test_a_piped_run_prints_what_it_is_and_a_line_a_step(tmp_path):
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("model: resnet8, 77,587 parameters, 3 classes")
-    assert "batches of 4 × 8 × 8 px from synthetic batches, 4 read ahead, by the inplace transport" in lines[1]
+    assert "batches of 4 × 8 × 8 px from synthetic batches, 64 read ahead, by the inplace transport" in lines[1]
     assert lines[2].startswith("compiled training program in ")
     assert [line.split("  ")[0] for line in lines[3:6]] == ["step 1/3", "step 2/3", "step 3/3"]
     assert lines[6].startswith("done: 3 steps in ")

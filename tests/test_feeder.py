@@ -6,6 +6,8 @@ import threading
 import time
 import traceback
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import feeder as feeder_module
-from engine.feeder import Feeder, FeederError
+from engine.feeder import Feeder, FeederError, ring_depth
 
 SHAPE = (4, 2, 3)
 # A bound on what must come, long enough for a loaded machine; never waited for where the code is right.
@@ -347,3 +349,20 @@ def test_memory_is_bounded_by_the_ring():
         for step in range(50):
             assert_taken(feeder, step)
     assert len(buffers) == 3
+
+
+@pytest.mark.parametrize(
+    ("batch", "size", "prefetch", "thread_safe", "depth"),
+    [
+        (128, 224, None, True, 4),  # 25.7 MB
+        (32, 32, None, True, 7),  # of 131,200 bytes seven fit into a megabyte
+        (32, 8, None, True, 64),
+        (1, 1, None, True, 64),
+        (1, 1, None, False, 4),  # a function of the user's
+        (32, 8, 1, True, 1),
+        (128, 224, 100, False, 100),
+    ],
+)
+def test_of_small_batches_more_are_read_ahead_unless_told(batch, size, prefetch, thread_safe, depth):
+    source = SimpleNamespace(batch=batch, height=size, width=size, thread_safe=thread_safe)
+    assert ring_depth(cast(Any, source), prefetch) == depth

@@ -121,10 +121,10 @@ def test_a_run_of_no_step_leaves_its_end_and_no_weights(tmp_path):
     assert not (tmp_path / "run/model.safetensors").exists()
 
 
-@pytest.mark.parametrize("prefetch", [1, 3])
-def test_the_memory_of_the_batches_read_ahead_is_told_to_the_byte(prefetch):
-    ring_bytes = prefetch * BATCH * (IMAGE_BYTES + LABEL_BYTES)
+@pytest.mark.parametrize(("prefetch", "depth", "evaluation_depth"), [(1, 1, 1), (3, 3, 3), (None, 4, 64)])
+def test_the_memory_of_the_batches_read_ahead_is_told_to_the_byte(prefetch, depth, evaluation_depth):
+    batch_bytes = BATCH * (IMAGE_BYTES + LABEL_BYTES)
     config = toy_config(prefetch=prefetch)
-    assert plan_run(config, model=Linear(), batches=toy_batch).ring_bytes == ring_bytes
-    evaluation = toy_batch(0, batch=20)
-    assert plan_run(config, model=Linear(), batches=toy_batch, evaluation=evaluation).ring_bytes == 2 * ring_bytes
+    assert plan_run(config, model=Linear(), batches=toy_batch).ring_bytes == depth * batch_bytes
+    evaluated = plan_run(config, model=Linear(), batches=toy_batch, evaluation=toy_batch(0, batch=20))
+    assert evaluated.ring_bytes == (depth + evaluation_depth) * batch_bytes

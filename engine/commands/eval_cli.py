@@ -98,7 +98,7 @@ def _or_default(name: str) -> str:
     "--prefetch",
     type=int,
     metavar="BATCHES",
-    show_default=_or_default("prefetch"),
+    show_default=f"{_AS_RUN}, else 4, more of small ones",
     help="Batches read ahead.",
 )
 @click.option(

@@ -34,7 +34,7 @@ from engine.evaluation.subject import (
     run_subject,
 )
 from engine.evaluation.trained_run import read_run
-from engine.feeder import Feeder
+from engine.feeder import Feeder, ring_depth
 from engine.infeed import Infeed
 from engine.program import TrainModel, evaluate_split
 from engine.records.weights import read_weights
@@ -159,7 +159,7 @@ def _count(
         source,
         start_step=0,
         stop_step=source.num_batches,
-        depth=config.prefetch,
+        depth=ring_depth(source, config.prefetch),
         num_threads=config.reader_threads,
         timeout_s=config.infeed_timeout_s,
         name_step=lambda pull: f"evaluation pull {pull + 1} of {source.num_batches}",

@@ -17,11 +17,11 @@ from resident_training import versions
 
 from engine.batches import Labels, Pixels
 from engine.control import CONTROL_WORDS, ControlBoard
-from engine.feeder import Feeder
+from engine.feeder import Feeder, ring_depth
 from engine.infeed import Infeed
 from engine.transport import choose_transport
 
-PREFETCH, READER_THREADS = 4, 2  # as TrainConfig has them
+READER_THREADS = 2  # as TrainConfig has it
 LAST_STEP = 2**31 - 1
 
 
@@ -35,7 +35,7 @@ class ReadyBatches:
 
     def fill(self, step: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:  # noqa: ARG002
         """Leaves the buffers as they are once they have been written: untouched pages would all be one."""
-        if step < 2 * PREFETCH:
+        if step < 2 * ring_depth(self, None):
             pixels[...], labels[...] = step, 0
 
 
@@ -57,11 +57,12 @@ def make_pull(transport_name: Any, kind: str, batch: int, size: int) -> tuple[Ca
 
         return call, lambda _start, _stop: None
     board = ControlBoard()
+    source = ReadyBatches(batch, size)
     feeder = Feeder(
-        ReadyBatches(batch, size),
+        source,
         start_step=0,
         stop_step=LAST_STEP,
-        depth=PREFETCH,
+        depth=ring_depth(source, None),
         num_threads=READER_THREADS,
         timeout_s=600,
     )

@@ -8,7 +8,7 @@ from protocol import Channel, timed
 
 from engine import TrainConfig
 from engine.batches import ShardBatches
-from engine.feeder import Feeder
+from engine.feeder import Feeder, ring_depth
 from preprocess.shards import open_split
 
 DEFAULTS = TrainConfig()
@@ -19,11 +19,13 @@ def main(data: str, split: str, batch: int, threads: int) -> None:
     channel = Channel()
     opened = open_split(data, split)
     num_threads = threads or DEFAULTS.reader_threads
+    source = ShardBatches(opened, batch=batch, seed=0)
+    depth = ring_depth(source, DEFAULTS.prefetch)
     feeder = Feeder(
-        ShardBatches(opened, batch=batch, seed=0),
+        source,
         start_step=0,
         stop_step=2**31 - 1,
-        depth=DEFAULTS.prefetch,
+        depth=depth,
         num_threads=num_threads,
         timeout_s=60,
     )
@@ -43,7 +45,7 @@ def main(data: str, split: str, batch: int, threads: int) -> None:
     channel.ready(
         batch,
         versions={package: version(package) for package in ("tensorstore", "numpy")},
-        facts={"threads": num_threads, "ahead": DEFAULTS.prefetch, "bytes an image": opened.manifest.image_bytes},
+        facts={"threads": num_threads, "ahead": depth, "bytes an image": opened.manifest.image_bytes},
     )
     channel.serve(timed(work))
 
