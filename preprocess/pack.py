@@ -8,8 +8,8 @@ interruptions. The manifest is written last.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,7 @@ from preprocess.manifest import FAILURES_KEY, MANIFEST_KEY, Manifest, is_manifes
 from preprocess.owner import LOCK_KEY, OWNER_KEY, Owner
 from preprocess.pipeline import PackedImage, decode_in_order
 from preprocess.plan import PackSettings, check_same_plan, is_plan, make_plan, plan_of
+from preprocess.shard_file import ShardFile
 from preprocess.split_files import delete_lock_files, delete_split_files, split_files
 
 if TYPE_CHECKING:
@@ -206,8 +207,30 @@ def _clear(location: Location, journal: Journal) -> None:
     journal.delete()
 
 
+class _StoredShard:
+    """A shard that TensorStore writes, wherever and however encoded: filled in memory, then written at once."""
+
+    def __init__(self, array: ts.TensorStore, first: int, words: NDArray[np.uint32]) -> None:
+        self._array, self._first, self._words = array, first, words
+        self._num_images = 0
+
+    def add(self, words: NDArray[np.uint32]) -> None:
+        self._words[self._num_images] = words
+        self._num_images += 1
+
+    def commit(self) -> Any:
+        # A transaction makes it one write of one file. The words are copied into it, so the buffer is free at once.
+        transaction = ts.Transaction()
+        slot = self._array.with_transaction(transaction)[self._first : self._first + self._num_images]
+        slot.write(self._words[: self._num_images]).result(timeout=SHARD_TIMEOUT_S)
+        return transaction.commit_async()
+
+    def discard(self) -> None:
+        """Has nothing to leave behind."""
+
+
 class _ShardWriter:
-    """Fills one shard while the one before is being written, and notes each in the journal once it is on disk."""
+    """Fills one shard while the one before is brought to the disk, and notes each in the journal once it is there."""
 
     def __init__(
         self,
@@ -220,12 +243,15 @@ class _ShardWriter:
         self.records = list(records)
         self._location = location
         self._journal = journal
-        self._shard_images = settings.resolved_shard_images
-        size = settings.rule.size
-        # How many images decode is known at the end; the chunks of an array do not depend on its length.
-        self._array = write_array(location, PIXELS, _pixels_metadata(num_candidates, settings))
-        self._words = np.empty((min(self._shard_images, num_candidates), size, size), np.uint32)
+        self._settings, self._shard_images = settings, settings.resolved_shard_images
+        self._folder = location.local_path if settings.codec == "raw" else None
+        if self._folder is None:
+            size = settings.rule.size
+            # How many images decode is known at the end; the chunks of an array do not depend on its length.
+            self._array = write_array(location, PIXELS, _pixels_metadata(num_candidates, settings))
+            self._words = np.empty((min(self._shard_images, num_candidates), size, size), np.uint32)
         self._writing: tuple[Any, ShardRecord] | None = None
+        self._shard: ShardFile | _StoredShard | None = None
         self._start = records[-1].stop if records else 0
         self._clear()
 
@@ -233,11 +259,19 @@ class _ShardWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._settle()
+        try:
+            self._settle()
+        finally:
+            if self._shard is not None:
+                self._shard.discard()
 
     def add(self, image: PackedImage) -> None:
         """Put an image into the shard being filled."""
-        self._words[len(self._labels)] = image.words
+        with self._naming(self._number):
+            if self._shard is None:
+                self._shard = self._begin_shard()
+            self._shard.add(image.words)
+        self._digest.update(np.ascontiguousarray(image.words, "<u4").data)
         self._labels.append(image.label)
         self._sums += image.sums
         if len(self._labels) == self._shard_images:
@@ -253,31 +287,37 @@ class _ShardWriter:
             self._submit(stop)
         self._settle()
 
+    @property
+    def _number(self) -> int:
+        """Of the shard being filled."""
+        return len(self.records) + (self._writing is not None)
+
+    def _begin_shard(self) -> ShardFile | _StoredShard:
+        if self._folder is None:
+            return _StoredShard(self._array, self._number * self._shard_images, self._words)
+        path = self._folder / PIXELS / shard_key(self._number, 3)
+        return ShardFile(path, shard_images=self._shard_images, checksum=self._settings.checksum)
+
     def _clear(self) -> None:
         self._labels: list[int] = []
         self._failures: list[Failure] = []
         self._sums = np.zeros((2, 3), np.int64)
+        self._digest = hashlib.sha256()
 
     def _submit(self, stop: int) -> None:
         self._settle()
         labels = np.array(self._labels, np.uint16)
-        sums = ChannelSums.from_array(len(labels) * self._words[0].size, self._sums)
-        digest = words_digest([self._words[: len(labels)]])
-        record = ShardRecord(self._start, stop, labels, tuple(self._failures), sums, digest)
-        self._writing = (self._write(len(self.records), len(labels)), record)
+        sums = ChannelSums.from_array(len(labels) * self._settings.rule.size**2, self._sums)
+        record = ShardRecord(self._start, stop, labels, tuple(self._failures), sums, self._digest.hexdigest())
+        commit = None
+        if self._shard is not None:
+            self._journal.check_owner()
+            with self._naming(self._number):
+                commit = self._shard.commit()
+        self._shard = None
+        self._writing = (commit, record)
         self._start = stop
         self._clear()
-
-    def _write(self, shard: int, num_images: int) -> Any:
-        if not num_images:
-            return None
-        self._journal.check_owner()
-        # A transaction makes it one write of one file. The words are copied into it, so the buffer is free at once.
-        transaction = ts.Transaction()
-        first = shard * self._shard_images
-        slot = self._array.with_transaction(transaction)[first : first + num_images]
-        slot.write(self._words[:num_images]).result(timeout=SHARD_TIMEOUT_S)
-        return transaction.commit_async()
 
     def _settle(self) -> None:
         """Wait for the shard under way and note it."""
@@ -286,10 +326,18 @@ class _ShardWriter:
         commit, record = self._writing
         self._writing = None
         shard = len(self.records)
+        if commit is not None:
+            with self._naming(shard):
+                commit.result(timeout=SHARD_TIMEOUT_S)
+        self._journal.append(shard, record)
+        self.records.append(record)
+
+    @contextmanager
+    def _naming(self, shard: int) -> Iterator[None]:
+        """Raises ShardError, which names the shard's file, where that can't be written."""
         name = f"{self._location.display}{PIXELS}/{shard_key(shard, 3)}"
         try:
-            if commit is not None:
-                commit.result(timeout=SHARD_TIMEOUT_S)
+            yield
         except TimeoutError as error:
             raise ShardError(f"{name}: not written in {SHARD_TIMEOUT_S:.0f} s; check the disk and run again") from error
         except (ValueError, OSError, RuntimeError) as error:
@@ -297,8 +345,6 @@ class _ShardWriter:
                 f"{name}: can't be written: {reason(error)}; mend it (free space, rights) and run the same command "
                 f"again, it continues at shard {shard}"
             ) from error
-        self._journal.append(shard, record)
-        self.records.append(record)
 
 
 def _finish(

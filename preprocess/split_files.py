@@ -15,7 +15,7 @@ _FILE = re.compile(
     r"|journal/(plan\.json|owner|lock|shards/\d+\.json)"
 )
 _FOLDER = re.compile(r"pixels(/c(/\d+(/0)?)?)?|labels(/c)?|journal(/shards)?")
-_LOCK_SUFFIX = ".__lock"
+LOCK_SUFFIX = ".__lock"
 
 
 def is_split_file(key: str) -> bool:
@@ -41,8 +41,8 @@ def delete_split_files(location: Location, keys: Iterable[str]) -> None:
 def delete_lock_files(location: Location) -> None:
     """Remove the ``.__lock`` files that a killed process left beside a split's files. Nobody else may be writing."""
     for path, _ in _own_folders(location):
-        for found in path.glob(f"*{_LOCK_SUFFIX}"):
-            key = found.relative_to(_root(location)).as_posix().removesuffix(_LOCK_SUFFIX)
+        for found in path.glob(f"*{LOCK_SUFFIX}"):
+            key = found.relative_to(_root(location)).as_posix().removesuffix(LOCK_SUFFIX)
             if is_split_file(key):
                 found.unlink(missing_ok=True)
 

@@ -3,11 +3,13 @@
 import contextlib
 import errno
 import json
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ import tensorstore as ts
 from PIL import Image
 
 from preprocess import pack as pack_module
-from preprocess import pipeline
+from preprocess import pipeline, shard_file
 from preprocess import plan as plan_module
 from preprocess.arrays import create_array
 from preprocess.decode import ResizeRule
@@ -464,7 +466,31 @@ def test_a_read_that_hangs_ends_at_the_time_limit(tmp_path, monkeypatch):
 def test_a_full_disk_is_one_clear_error(tmp_path, source, monkeypatch):
     monkeypatch.setattr(ts.Transaction, "commit_async", lambda self: _Failed())
     with pytest.raises(ShardError, match=r"pixels/c/0/0/0: can't be written: .*No space left.*continues at shard 0"):
-        pack(source, tmp_path)
+        pack(source, tmp_path, codec="blosc")
+
+
+@pytest.mark.parametrize(("call", "num_calls"), [("write", 0), ("write", 13), ("fsync", 2), ("open", 2)])
+def test_a_disk_that_is_full_for_a_while_costs_nothing_that_was_written(
+    tmp_path, source, expected, monkeypatch, call, num_calls
+):
+    """A shard of 4 takes 10 writes (images, checksums, index), 2 syncs (file, folder) and 2 openings (the same)."""
+    left, real = [num_calls], getattr(os, call)
+
+    def fail_later(*args, **kwargs):
+        if not left[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        left[0] -= 1
+        return real(*args, **kwargs)
+
+    shard = 1 if num_calls else 0
+    with monkeypatch.context() as patch:
+        patch.setattr(shard_file, "os", SimpleNamespace(**vars(os) | {call: fail_later}))
+        match = rf"pixels/c/{shard}/0/0: can't be written: .*No space left.*continues at shard {shard}"
+        with pytest.raises(ShardError, match=match):
+            pack(source, tmp_path / "again")
+    assert list(files_of(tmp_path / "again/train/pixels")) == ["c/0/0/0"] * shard
+    pack(source, tmp_path / "again")
+    assert files_of(tmp_path / "again") == expected
 
 
 class _Failed:

@@ -1,0 +1,108 @@
+"""Writes one shard file of raw images on this machine, image after image.
+
+The bytes are those that TensorStore writes, for a fifth of the time: it encodes, copies and collects a shard in memory
+before it writes. The file stands under a name of its own until it is whole and on the disk. Knows the order of bytes in
+a shard (Zarr version 3, codec `sharding_indexed`), not what they mean.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+
+import google_crc32c
+import numpy as np
+from numpy.typing import NDArray
+
+from preprocess.split_files import LOCK_SUFFIX
+
+_NOT_THERE = 2**64 - 1
+
+
+class ShardFile:
+    """A shard file that is being written.
+
+    Args:
+        path: of the file; its folders are made.
+        shard_images: images that a whole shard holds.
+        checksum: whether a checksum follows every image.
+
+    Raises:
+        OSError: it can't be made.
+    """
+
+    def __init__(self, path: Path, *, shard_images: int, checksum: bool) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path, self._checksum = path, checksum
+        self._index = np.full((shard_images, 2), _NOT_THERE, "<u8")
+        self._num_images = self._size_bytes = 0
+        self._unfinished = path.with_name(path.name + LOCK_SUFFIX)
+        self._file = os.open(self._unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+
+    def add(self, words: NDArray[np.uint32]) -> None:
+        """Appends an image, uint32 ``[H, W]``; raises OSError where the disk takes no more."""
+        start = self._size_bytes
+        image = np.ascontiguousarray(words, "<u4")
+        self._write(image)
+        if self._checksum:
+            self._write(_checksum_of(image))
+        self._index[self._num_images] = start, self._size_bytes - start
+        self._num_images += 1
+
+    def commit(self) -> Future[None]:
+        """Brings the file to the disk and gives it its name, on a thread of its own; an OSError is the future's."""
+        finished: Future[None] = Future()
+
+        def finish() -> None:
+            try:
+                self._finish()
+            except BaseException as error:  # noqa: BLE001 - raised to whoever waits
+                finished.set_exception(error)
+            else:
+                finished.set_result(None)
+
+        # A daemon: a disk that hangs must not keep the command from ending.
+        threading.Thread(target=finish, name="shard-file", daemon=True).start()
+        return finished
+
+    def discard(self) -> None:
+        """Leaves nothing of a file that is not to be committed; may be called again."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+            with suppress(OSError):
+                self._unfinished.unlink()
+
+    def _finish(self) -> None:
+        try:
+            self._write(self._index)
+            self._write(_checksum_of(self._index))
+            os.fsync(self._file)
+        except BaseException:
+            self.discard()
+            raise
+        os.close(self._file)
+        self._file = -1
+        self._unfinished.replace(self._path)
+        _sync_folder(self._path.parent)
+
+    def _write(self, data: NDArray[np.unsignedinteger] | bytes) -> None:
+        left = memoryview(data).cast("B")
+        self._size_bytes += len(left)
+        while left:
+            left = left[os.write(self._file, left) :]
+
+
+def _checksum_of(data: NDArray[np.unsignedinteger]) -> bytes:
+    return int(google_crc32c.value(data)).to_bytes(4, "little")
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
