@@ -25,12 +25,14 @@ from numpy.typing import NDArray
 from preprocess.arrays import PIXELS, shard_key
 from preprocess.manifest import Manifest
 from preprocess.memory import host_memory_bytes
+from preprocess.shard_index import CHECKSUM_BYTES, shard_index
 
-_CHECKSUM_BYTES = 4
 # Linux lets a process map 65,530 files; the shards beyond these stay with TensorStore.
-_MOST_MAPPED = 1 << 14
-# Smaller images are gathered by one call a shard, for which they are copied twice: a call an image costs 2 µs.
+_MOST_MAPPED = 1 << 15
+# Smaller images are gathered by one call a shard, for which they are copied twice: a call an image costs 2 µs. A call a
+# shard costs 10 µs, so it must be for several images.
 _LEAST_ONE_BY_ONE_BYTES = 1 << 14
+_LEAST_GATHERED = 4
 # Every page of an image is read once to bring it into memory, 4 KiB at least, by one call on more than 500 words: for
 # so many NumPy lets go of the interpreter lock, which a read from a disk must not hold.
 _PAGE_WORDS = 1 << 10
@@ -51,7 +53,7 @@ class _MappedShard:
     identity: _Identity
     images: NDArray[np.uint32]  # [n, H, W], in the file
     checksums: NDArray[np.uint32] | None  # [n], in the file; None where there are none
-    is_checked: bytearray  # 1 of each image that was, else 0; n of them
+    checked: NDArray[np.uint8]  # a bit of each image, 1 where it was: a set of 1e8 has 12 MB of them
     looked_s: float  # when it was seen to be the file of that path, on the monotonic clock
 
     def is_there(self) -> bool:
@@ -65,10 +67,21 @@ class _MappedShard:
 
     def check(self, slot: int, image: NDArray[np.uint32]) -> bool:
         """Whether an image, which lies in one piece, has its checksum, if it has one; computed once."""
-        if not self.is_checked[slot]:
-            is_sound = self.checksums is None or google_crc32c.value(image) == int(self.checksums[slot])
-            self.is_checked[slot] = is_sound
-        return bool(self.is_checked[slot])
+        if self.is_checked(slot):
+            return True
+        is_sound = self.checksums is None or google_crc32c.value(image) == int(self.checksums[slot])
+        if is_sound:
+            # Where two threads mark neighbours at once one mark may be lost: that image is checked again.
+            self.checked[slot >> 3] |= 1 << (slot & 7)
+        return is_sound
+
+    def is_checked(self, slot: int) -> bool:
+        """Whether an image was checked and had its checksum."""
+        return bool(self.checked[slot >> 3] >> (slot & 7) & 1)
+
+    def unchecked(self, slots: NDArray[np.int64]) -> NDArray[np.intp]:
+        """The places in `slots` of images that were not checked."""
+        return np.flatnonzero(self.checked[slots >> 3] >> (slots & 7).astype(np.uint8) & 1 == 0)
 
 
 class MappedImages:
@@ -109,8 +122,10 @@ class MappedImages:
         Returns:
             The rows of ``pixels`` that hold no sound image, ascending.
         """
-        copy = self._copy_one_by_one if self.lends else self._gather
-        return copy(indices, pixels)
+        num_files = 1 if self.lends else len(np.unique(indices // self._manifest.shard_images))
+        if self.lends or len(indices) < _LEAST_GATHERED * num_files:
+            return self._copy_one_by_one(indices, pixels)
+        return self._gather(indices, pixels)
 
     def _copy_one_by_one(self, indices: NDArray[np.int64], pixels: NDArray[np.uint32]) -> NDArray[np.intp]:
         left = []
@@ -120,7 +135,7 @@ class MappedImages:
                 continue
             # Copied first: that lets go of the interpreter lock, which the wait for a disk must not hold.
             np.copyto(pixels[row], shard.images[slot])
-            if not shard.is_checked[slot] and not shard.check(slot, np.ascontiguousarray(pixels[row])):
+            if not shard.is_checked(slot) and not shard.check(slot, np.ascontiguousarray(pixels[row])):
                 left.append(row)
         return np.array(left, np.intp)
 
@@ -133,7 +148,7 @@ class MappedImages:
             images = shard.images[slots]
             pixels[rows] = images
             is_left[rows] = False
-            for place in np.flatnonzero(np.frombuffer(shard.is_checked, np.uint8)[slots] == 0).tolist():
+            for place in shard.unchecked(slots).tolist():
                 is_left[rows[place]] = not shard.check(int(slots[place]), images[place])
         return np.flatnonzero(is_left)
 
@@ -150,7 +165,7 @@ class MappedImages:
             if shard is None:
                 return None
             image = shard.images[slot]
-            if not (self._stays and shard.is_checked[slot]):
+            if not (self._stays and shard.is_checked(slot)):
                 _read_pages(image)
                 if not shard.check(slot, image):
                     return None
@@ -199,39 +214,34 @@ class MappedImages:
             FileNotFoundError: where it is not there.
         """
         manifest = self._manifest
-        stored_bytes = self._image_bytes + (_CHECKSUM_BYTES if manifest.checksum else 0)
+        stored_bytes = self._image_bytes + (CHECKSUM_BYTES if manifest.checksum else 0)
         num_images = min(manifest.shard_images, manifest.num_images - number * manifest.shard_images)
-        index_bytes = 16 * manifest.shard_images
         try:
-            with Path(path).open("rb") as file:
-                identity = _identity_of(os.fstat(file.fileno()))
-                mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+            identity, mapped = _map_file(path)
         except FileNotFoundError:
             raise
         except (OSError, ValueError):
             return None
-        index_start = len(mapped) - index_bytes - _CHECKSUM_BYTES
-        if index_start < num_images * stored_bytes:
-            return None
-        stored_index = mapped[index_start:]
-        if google_crc32c.value(stored_index[:-_CHECKSUM_BYTES]) != int.from_bytes(
-            stored_index[-_CHECKSUM_BYTES:], "little"
-        ):
-            return None
-        # Of every image its place in the file and its size, in bytes.
-        index = np.frombuffer(stored_index, "<u8", 2 * num_images).reshape(num_images, 2)
-        start = int(index[0, 0])
-        expected = np.stack([start + stored_bytes * np.arange(num_images), np.full(num_images, stored_bytes)], axis=1)
-        is_in_order = np.array_equal(index, expected.astype(np.uint64))
-        if not is_in_order or start % 4 or start + num_images * stored_bytes > index_start:
+        index_start = num_images * stored_bytes
+        # In order from the beginning of the file, the images leave one index that is sound; any other is the store's.
+        if mapped[index_start:] != shard_index(num_images, manifest.shard_images, stored_bytes):
             return None
         shape, strides = (num_images, manifest.height, manifest.width), (stored_bytes, 4 * manifest.width, 4)
-        images = np.ndarray(shape, np.uint32, mapped, offset=start, strides=strides)
+        images = np.ndarray(shape, np.uint32, mapped, strides=strides)
         checksums = None
         if manifest.checksum:
-            first = start + self._image_bytes
-            checksums = np.ndarray((num_images,), np.uint32, mapped, offset=first, strides=(stored_bytes,))
-        return _MappedShard(path, identity, images, checksums, bytearray(num_images), time.monotonic())
+            checksums = np.ndarray((num_images,), np.uint32, mapped, offset=self._image_bytes, strides=(stored_bytes,))
+        marks = np.zeros(-(-num_images // 8), np.uint8)
+        return _MappedShard(path, identity, images, checksums, marks, time.monotonic())
+
+
+def _map_file(path: str) -> tuple[_Identity, mmap.mmap]:
+    """Maps a file to be read; raises OSError, or ValueError where it is empty."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return _identity_of(os.fstat(file)), mmap.mmap(file, 0, prot=mmap.PROT_READ)
+    finally:
+        os.close(file)
 
 
 def _read_pages(image: NDArray[np.uint32]) -> None:

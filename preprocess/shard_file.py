@@ -17,9 +17,8 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
+from preprocess.shard_index import CHECKSUM_BYTES, shard_index
 from preprocess.split_files import LOCK_SUFFIX
-
-_NOT_THERE = 2**64 - 1
 
 
 class ShardFile:
@@ -36,20 +35,17 @@ class ShardFile:
 
     def __init__(self, path: Path, *, shard_images: int, checksum: bool) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._path, self._checksum = path, checksum
-        self._index = np.full((shard_images, 2), _NOT_THERE, "<u8")
+        self._path, self._shard_images, self._checksum = path, shard_images, checksum
         self._num_images = self._size_bytes = 0
         self._unfinished = path.with_name(path.name + LOCK_SUFFIX)
         self._file = os.open(self._unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
 
     def add(self, words: NDArray[np.uint32]) -> None:
-        """Appends an image, uint32 ``[H, W]``; raises OSError where the disk takes no more."""
-        start = self._size_bytes
+        """Appends an image, uint32 ``[H, W]``, all of one size; raises OSError where the disk takes no more."""
         image = np.ascontiguousarray(words, "<u4")
         self._write(image)
         if self._checksum:
-            self._write(_checksum_of(image))
-        self._index[self._num_images] = start, self._size_bytes - start
+            self._write(int(google_crc32c.value(image)).to_bytes(CHECKSUM_BYTES, "little"))
         self._num_images += 1
 
     def commit(self) -> Future[None]:
@@ -78,8 +74,7 @@ class ShardFile:
 
     def _finish(self) -> None:
         try:
-            self._write(self._index)
-            self._write(_checksum_of(self._index))
+            self._write(shard_index(self._num_images, self._shard_images, self._size_bytes // self._num_images))
             os.fsync(self._file)
         except BaseException:
             self.discard()
@@ -89,15 +84,11 @@ class ShardFile:
         self._unfinished.replace(self._path)
         _sync_folder(self._path.parent)
 
-    def _write(self, data: NDArray[np.unsignedinteger] | bytes) -> None:
+    def _write(self, data: NDArray[np.uint32] | bytes) -> None:
         left = memoryview(data).cast("B")
         self._size_bytes += len(left)
         while left:
             left = left[os.write(self._file, left) :]
-
-
-def _checksum_of(data: NDArray[np.unsignedinteger]) -> bytes:
-    return int(google_crc32c.value(data)).to_bytes(4, "little")
 
 
 def _sync_folder(folder: Path) -> None:

@@ -1,13 +1,24 @@
 """`pack`: JPEG files to packed shards of 224 px, as `preprocess-imagenet` does it."""
 
-from functools import partial
+import shutil
+from collections.abc import Callable
+from pathlib import Path
 
+from preprocess.cores import num_cores
 from scripts.benchmarks.bench import IMAGES_PER_S, Bench, Candidate, Case, Settings
-from scripts.benchmarks.data import ensure_jpegs, jpegs_folder
+from scripts.benchmarks.data import ensure_jpegs, jpeg_files
+
+# What begins and ends a pack is next to nothing of a data set's, and would be a tenth of that of some hundred files.
+_LEAST_IMAGES = 2000
 
 
 def _cases(settings: Settings) -> list[Case]:
-    arguments = (str(jpegs_folder(settings)), str(settings.folder / "data" / "packing"))
+    repeated = settings.folder / "data" / "jpeg-repeated"
+    arguments = (str(repeated), str(settings.folder / "data" / "packing"))
+
+    def prepare(say: Callable[[str], None]) -> None:
+        _repeat(ensure_jpegs(settings, say), repeated)
+
     return [
         Case(
             "JPEG to 224 px" if settings.images is None else f"{settings.images.name} to 224 px",
@@ -16,11 +27,23 @@ def _cases(settings: Settings) -> list[Case]:
             (
                 Candidate("pack", "pack_images.py", ("pack", *arguments)),
                 Candidate("limit: decode, resize", "pack_images.py", ("decode", *arguments), target=0.9),
+                Candidate("FFCV, raw", "pack_ffcv.py", (*arguments, str(num_cores())), peer="ffcv", target=1.5),
             ),
             round_s=3.0,
-            prepare=partial(ensure_jpegs, settings),
+            prepare=prepare,
         )
     ]
+
+
+def _repeat(images: Path, folder: Path) -> None:
+    """Makes `folder` anew, of links to the files of `images`, each so often that there are some thousand."""
+    shutil.rmtree(folder, ignore_errors=True)
+    files = jpeg_files(images)
+    for copy in range(-(-_LEAST_IMAGES // max(1, len(files)))):
+        for file in files:
+            link = folder / file.parent.name / f"{copy}-{file.name}"
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(file.resolve())
 
 
 BENCH = Bench("pack", "JPEG files to shards of 224 px, against decoding and resizing alone", _cases)
