@@ -2,19 +2,22 @@
 
 from scripts.benchmarks.bench import Bench, Candidate, Case, Settings, Unit
 
+_SIZES = ((8, 32), (32, 64))
+
 
 def _cases(_: Settings) -> list[Case]:
     return [
         Case(
-            "perceptron 3072-64-10 b32",
+            f"perceptron {3 * size**2}-{hidden}-10 b32",
             Unit("steps/s"),
             "feedloop",
             (
-                Candidate("feedloop", "loop_engine.py"),
-                Candidate("Python loop, jax.jit", "loop_jit.py", ("python",), target=5.0),
-                Candidate("limit: resident, silent", "loop_jit.py", ("resident",)),
+                Candidate("feedloop", "loop_engine.py", (str(size), str(hidden))),
+                Candidate("Python loop, jax.jit", "loop_jit.py", ("python", str(size), str(hidden)), target=5.0),
+                Candidate("limit: resident, silent", "loop_jit.py", ("resident", str(size), str(hidden))),
             ),
         )
+        for size, hidden in _SIZES
     ]
 
 

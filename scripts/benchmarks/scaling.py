@@ -7,13 +7,15 @@ from scripts.benchmarks.sparse_store import ensure_sparse, sparse_folder
 _NUMS_IMAGES = (1_000, 100_000, 1_000_000, 10_000_000, 100_000_000)
 _NUM_STEPS = (2_000, 20_000)
 _BATCH = "128"
+# The base's time over another's: flat within a twentieth.
+_FLAT = 0.95
 _US_A_STEP = Unit("µs a step", 1e6 * int(_BATCH), is_time=True)
 
 
 def _cases(settings: Settings) -> list[Case]:
-    def arguments(num_images: int, warm_steps: int) -> tuple[str, ...]:
+    def arguments(num_images: int, warm_steps: int, model: str = "perceptron") -> tuple[str, ...]:
         data = str(sparse_folder(settings, num_images))
-        return "packed", data, SPLIT, "perceptron", _BATCH, str(warm_steps)
+        return "packed", data, SPLIT, model, _BATCH, str(warm_steps)
 
     def prepare_all(say: Say) -> None:
         for num_images in _NUMS_IMAGES:
@@ -23,6 +25,17 @@ def _cases(settings: Settings) -> list[Case]:
         ensure_sparse(settings, say, num_images=_NUMS_IMAGES[1])
 
     return [
+        Case(
+            "images of the data set, resnet8 32 px b128",
+            _US_A_STEP,
+            f"{_NUMS_IMAGES[0]:,}",
+            tuple(
+                Candidate(f"{each:,}", "stream_training.py", arguments(each, 10, "resnet8"), target=_FLAT)
+                for each in _NUMS_IMAGES
+            ),
+            round_s=3.0,
+            prepare=prepare_all,
+        ),
         Case(
             "images of the data set, perceptron 32 px b128",
             _US_A_STEP,

@@ -1,9 +1,11 @@
 """Steps of the whole engine on a tiny network, its batches in memory: ring, infeed, loop, outfeed and sinks."""
 
+import sys
+
 import numpy as np
 from gated_training import serve_training
 from protocol import Channel
-from small_perceptron import BATCH, NUM_CLASSES, SIZE, Perceptron, draw_batches
+from small_perceptron import BATCH, NUM_CLASSES, Perceptron, draw_batches
 
 from engine.batches import Labels, Pixels
 
@@ -12,10 +14,11 @@ class BatchesInMemory:
     """A source that copies its batches from memory, over and over."""
 
     thread_safe = True
-    batch, height, width = BATCH, SIZE, SIZE
+    batch = BATCH
 
-    def __init__(self) -> None:
-        self._pixels, self._labels = draw_batches()
+    def __init__(self, size: int) -> None:
+        self.height = self.width = size
+        self._pixels, self._labels = draw_batches(size)
 
     def fill(self, step: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:  # noqa: ARG002
         """Copies a batch."""
@@ -24,6 +27,11 @@ class BatchesInMemory:
         np.copyto(labels, self._labels[number])
 
 
+def main(size: int, hidden: int) -> None:
+    """Serves steps."""
+    config = {"num_classes": NUM_CLASSES}
+    serve_training(Channel(), config, BatchesInMemory(size), amount=1.0, model=Perceptron(size, hidden))
+
+
 if __name__ == "__main__":
-    channel = Channel()
-    serve_training(channel, {"num_classes": NUM_CLASSES}, BatchesInMemory(), amount=1.0, model=Perceptron())
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -25,7 +25,6 @@ from engine.objective import cross_entropy
 from engine.unpack import PixelScale, unpack_pixels
 
 AHEAD = 2
-MODEL = Perceptron()
 OPTIMIZER = optax.chain(
     optax.add_decayed_weights(1e-4, mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)),
     optax.sgd(1e-3, momentum=0.9),
@@ -33,12 +32,12 @@ OPTIMIZER = optax.chain(
 SCALE = PixelScale(jnp.full(3, 0.5), jnp.full(3, 0.25))
 
 
-def step(state: Any, pixels: jax.Array, labels: jax.Array) -> tuple[Any, jax.Array]:
+def step(model: Perceptron, state: Any, pixels: jax.Array, labels: jax.Array) -> tuple[Any, jax.Array]:
     """Makes one update; gives the new state and the loss."""
     params, opt_state = state
 
     def loss_of(params: Any) -> jax.Array:
-        logits, _ = MODEL.apply(params, {}, unpack_pixels(pixels, SCALE), train=True)
+        logits, _ = model.apply(params, {}, unpack_pixels(pixels, SCALE), train=True)
         return cross_entropy(logits, jax.nn.one_hot(labels, NUM_CLASSES))
 
     loss, gradients = jax.value_and_grad(loss_of)(params)
@@ -54,13 +53,14 @@ def prefetched(batches: Iterator[Any]) -> Iterator[Any]:
         queue.extend(jax.device_put(batch) for batch in itertools.islice(batches, 1))
 
 
-def main(kind: str) -> None:
+def main(kind: str, size: int, hidden: int) -> None:
     """Serves steps."""
     channel = Channel()
-    params, _ = MODEL.init(jax.random.key(0))
+    model = Perceptron(size, hidden)
+    params, _ = model.init(jax.random.key(0))
     state: Any = params, OPTIMIZER.init(params)
-    pixels, labels = draw_batches()
-    jitted = jax.jit(step, donate_argnums=0)
+    pixels, labels = draw_batches(size)
+    jitted = jax.jit(partial(step, model), donate_argnums=0)
     on_device = jnp.asarray(pixels), jnp.asarray(labels)
 
     def python(num_units: int) -> None:
@@ -80,7 +80,7 @@ def main(kind: str) -> None:
     def loop(state: Any, count: jax.Array) -> Any:
         def body(number: jax.Array, state: Any) -> Any:
             index = number % len(on_device[0])
-            return step(state, on_device[0][index], on_device[1][index])[0]
+            return step(model, state, on_device[0][index], on_device[1][index])[0]
 
         return lax.fori_loop(0, count, body, state)
 
@@ -95,4 +95,4 @@ def main(kind: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -18,7 +18,7 @@ def main(kind: str, data: str, split: str, model: str, batch: int, warm_steps: i
     """Serves `batch` images a step, after so many steps."""
     channel = Channel()
     opened = open_split(data, split)
-    own = Perceptron() if model == "perceptron" else None
+    own = Perceptron(opened.height, 64) if model == "perceptron" else None
     config = {"num_classes": opened.num_classes, "model": "auto" if own else model}
     shards = ShardBatches(opened, batch=batch, seed=0)
     source = shards if kind == "packed" else ReadyBatches(batch, opened.height)
