@@ -44,6 +44,11 @@ class BatchSource(Protocol):
         ...
 
 
+def row_words(source: BatchSource) -> int:
+    """Words of a row of a source's pixels: of a packed split with the dense layout `row_words`, else its width."""
+    return int(getattr(source, "row_words", source.width))
+
+
 @runtime_checkable
 class LendingSource(Protocol):
     """A `BatchSource` that may have its images in memory already, so that they need to be copied only once."""
@@ -65,6 +70,7 @@ class ShardBatches:
         self._split = split
         self._order = EpochOrder(split.num_images, seed)
         self.batch, self.height, self.width = batch, split.height, split.width
+        self.row_words = split.row_words
         self._ordered = 0, np.empty((0, batch), np.int64)  # steps from the first on, in order; replaced as a whole
 
     def fill(self, step: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
@@ -107,6 +113,7 @@ class SequentialBatches:
     def __init__(self, split: "ShardSplit", *, batch: int) -> None:
         self._split = split
         self.batch, self.height, self.width = batch, split.height, split.width
+        self.row_words = split.row_words
         self.num_batches = -(-split.num_images // batch)
 
     def fill(self, step: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.batches import BatchSource, Labels, LendingSource, Pixels
+from engine.batches import BatchSource, Labels, LendingSource, Pixels, row_words
 from engine.row_copies import RowCopies
 
 # How long a wait lasts before it looks again whether the workers live and whether it is still wanted.
@@ -31,7 +31,7 @@ class FeederError(RuntimeError):
 
 def batch_bytes(source: BatchSource) -> int:
     """Host memory of one of a source's batches."""
-    return source.batch * (source.height * source.width + 1) * 4
+    return source.batch * (source.height * row_words(source) + 1) * 4
 
 
 def ring_depth(source: BatchSource, prefetch: int | None) -> int:
@@ -48,8 +48,8 @@ def ring_depth(source: BatchSource, prefetch: int | None) -> int:
 class _Slot:
     """One batch's memory, and what happened to it."""
 
-    def __init__(self, batch: int, height: int, width: int) -> None:
-        self.pixels: Pixels = np.zeros((batch, height, width), np.uint32)
+    def __init__(self, batch: int, height: int, words: int) -> None:
+        self.pixels: Pixels = np.zeros((batch, height, words), np.uint32)
         self.labels: Labels = np.zeros(batch, np.int32)
         self.lent: Sequence[NDArray[np.uint32]] | None = None  # the images, where they are not in `pixels`
         self.step = -1  # the step whose batch is here, -1 while empty or being filled
@@ -103,7 +103,7 @@ class Feeder:
     def start(self) -> None:
         """Allocates the ring and starts to read ahead; called once."""
         source = self._source
-        self._slots = [_Slot(source.batch, source.height, source.width) for _ in range(self._depth)]
+        self._slots = [_Slot(source.batch, source.height, row_words(source)) for _ in range(self._depth)]
         for number in range(self._num_threads):
             thread = threading.Thread(target=self._work, name=f"feeder-{number}", daemon=True)
             thread.start()
@@ -123,7 +123,7 @@ class Feeder:
 
         Args:
             step, shard: the address of the batch's part.
-            pixels, labels: uint32 [b, H, W] and int32 [b], b = batch / num_shards, written.
+            pixels, labels: uint32 [b, H, words of a row] and int32 [b], b = batch / num_shards, written.
             is_cancelled: asked a few times a second while the batch is not there.
 
         Returns:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from engine.control import CONTROL_WORDS, STOP, ControlBoard, ControlWord, decode_control, encode_control
 from engine.feeder import Feeder
 from engine.transport import Array, Transport
+from engine.unpack import pack_dense
 
 
 class Pulled(NamedTuple):
@@ -40,6 +41,7 @@ class Infeed:
         words_of: gives a pull's control words, uint32 [2].
         transport: how the call is made.
         height, width: of the images, in pixels.
+        row_words: words of a row where the layout is dense; None: one a pixel.
 
     Attributes:
         failure: the exception that ended the infeed, None while there is none.
@@ -54,10 +56,12 @@ class Infeed:
         words_of: Callable[[int], NDArray[np.uint32]],
         height: int,
         width: int,
+        row_words: int | None = None,
     ) -> None:
+        self._is_dense = row_words not in (None, width)
         self._feeder, self._board, self._transport, self._words_of = feeder, board, transport, words_of
         self._results = (
-            jax.ShapeDtypeStruct((feeder.shard_batch, height, width), jnp.uint32),
+            jax.ShapeDtypeStruct((feeder.shard_batch, height, row_words or width), jnp.uint32),
             jax.ShapeDtypeStruct((feeder.shard_batch,), jnp.int32),
             jax.ShapeDtypeStruct((CONTROL_WORDS,), jnp.uint32),
         )
@@ -67,7 +71,7 @@ class Infeed:
     def pull(self, step: jax.Array, shard: jax.Array) -> Pulled:
         """Pulls the batch at int32 [] `step` (from 0) for int32 [] `shard`; called while tracing."""
         pixels, labels, words = self._transport.call(self._answer, self._results, step, shard)
-        return Pulled(pixels, labels, decode_control(words))
+        return Pulled(pack_dense(pixels) if self._is_dense else pixels, labels, decode_control(words))
 
     def take_wait_s(self, step: int) -> float:
         """Gives the seconds that the pull of `step` waited for its batch, once."""

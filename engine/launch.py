@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
+from engine.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource, row_words
 from engine.checked_model import CheckedModel
 from engine.compilation import Compiled, compile_traced, trace_ahead
 from engine.config import TrainConfig
@@ -165,7 +165,15 @@ class Launch:
             name_step=name_pull,
         )
         self._feeders.append(feeder)
-        return Infeed(feeder, self.board, self._transport, words_of=words_of, height=source.height, width=source.width)
+        return Infeed(
+            feeder,
+            self.board,
+            self._transport,
+            words_of=words_of,
+            height=source.height,
+            width=source.width,
+            row_words=row_words(source),
+        )
 
     @property
     def given_digest(self) -> str | None:

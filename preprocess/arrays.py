@@ -43,20 +43,20 @@ _CHECKSUM = {"name": "crc32c"}
 
 
 def pixels_metadata(
-    num_images: int, height: int, width: int, *, shard_images: int, codec: Codec, checksum: bool
+    num_images: int, height: int, row_words: int, *, shard_images: int, codec: Codec, checksum: bool
 ) -> dict[str, Any]:
-    """Zarr metadata of ``uint32 [num_images, height, width]``, ``shard_images`` images a file, one an inner chunk."""
+    """Zarr metadata of ``uint32 [num_images, height, row_words]``, ``shard_images`` a file, one an inner chunk."""
     codecs: list[dict[str, Any]] = [_LITTLE_ENDIAN]
     if codec == "blosc":
         blosc = {"cname": "lz4", "clevel": 5, "shuffle": "shuffle", "typesize": 4, "blocksize": 0}
         codecs.append({"name": "blosc", "configuration": blosc})
     return _metadata(
-        [num_images, height, width],
+        [num_images, height, row_words],
         dtype="uint32",
         fill_value=MISSING_PIXEL,
         names=["image", "row", "column"],
-        shard=[shard_images, height, width],
-        chunk=[1, height, width],
+        shard=[shard_images, height, row_words],
+        chunk=[1, height, row_words],
         codecs=[*codecs, _CHECKSUM] if checksum else codecs,
     )
 

@@ -43,7 +43,7 @@ Interrupted, the same command continues. Exit codes: 0 done, 2 wrong usage or da
 _GROUPS = {
     "What to pack": ("split", "holdout", "limit", "demo"),
     "Images": ("size", "resize", "resample", "on_error"),
-    "Shards": ("shard_images", "codec", "checksum"),
+    "Shards": ("shard_images", "layout", "codec", "checksum"),
     "Running": ("workers", "overwrite", "dry_run", "traceback"),
 }
 
@@ -63,6 +63,7 @@ class _Options:
     resample: str
     on_error: str
     shard_images: int | None
+    layout: str
     codec: str
     checksum: bool
     workers: int | None
@@ -112,6 +113,12 @@ class _Options:
 )
 @click.option(
     "--shard-images", type=click.IntRange(1), metavar="IMAGES", show_default="up to 64 MiB", help="Images a shard file."
+)
+@click.option(
+    "--layout",
+    type=click.Choice(["packed", "dense"]),
+    default="packed",
+    help="A word a pixel, or four pixels in three words: a quarter less; for sizes that are multiples of 4.",
 )
 @click.option(
     "--codec", type=click.Choice(["raw", "blosc"]), default="raw", help="raw reads fastest, blosc is a quarter smaller."
@@ -202,6 +209,7 @@ def _settings(options: _Options) -> PackSettings:
     return PackSettings(
         rule=ResizeRule(size=options.size, resize=resize, resample=options.resample),
         shard_images=options.shard_images,
+        layout="packed" if options.layout == "packed" else "dense",
         codec="raw" if options.codec == "raw" else "blosc",
         checksum=options.checksum,
         num_workers=options.workers or num_cores(),
@@ -220,7 +228,7 @@ def _announce(source: Source, location: Location, settings: PackSettings) -> Non
     total = 0
     for name, split in source.splits.items():
         num_shards = -(-len(split) // settings.resolved_shard_images)
-        num_bytes = len(split) * (4 * rule.size**2 + 4 * settings.checksum)
+        num_bytes = len(split) * (settings.image_bytes + 4 * settings.checksum)
         total += num_bytes
         most = "up to " if settings.codec == "blosc" else ""
         click.echo(
@@ -229,7 +237,7 @@ def _announce(source: Source, location: Location, settings: PackSettings) -> Non
         )
     click.echo(
         f"Each image: shorter side to {rule.resize} px ({rule.resample}), central {rule.size} x {rule.size} px; "
-        f"codec {settings.codec}, {'with' if settings.checksum else 'without'} checksums."
+        f"{settings.layout} layout, codec {settings.codec}, {'with' if settings.checksum else 'without'} checksums."
     )
     folder = location.local_path
     if folder is not None:

@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from preprocess.arrays import LABELS, read_array
 from preprocess.location import STORE_TIMEOUT_S, printable
-from preprocess.pixels import unpack_rgb
+from preprocess.pixels import to_rgb
 from preprocess.shards import ShardSplit
 
 READ_TIMEOUT_S = 120.0
@@ -51,7 +51,7 @@ def draw_contact_sheet(split: ShardSplit, *, title: str, geometry: Geometry | No
     """
     geometry = geometry or geometry_for(max(split.height, split.width))
     indices = choose_images(_labels(split), split.num_classes)
-    pixels = np.empty((len(indices), split.height, split.width), np.uint32)
+    pixels = np.empty((len(indices), split.height, split.row_words), np.uint32)
     labels = np.empty(len(indices), np.int32)
     split.read_into(indices, pixels, labels, timeout_s=READ_TIMEOUT_S)
     cells = _place(labels, split.num_classes)
@@ -68,7 +68,7 @@ def draw_contact_sheet(split: ShardSplit, *, title: str, geometry: Geometry | No
     for words, label, (row, column) in zip(pixels, labels.tolist(), cells, strict=True):
         left = geometry.gap + column * pitch
         top = geometry.header + row * (pitch + geometry.caption)
-        thumbnail = _thumbnail(words, geometry.thumbnail)
+        thumbnail = _thumbnail(to_rgb(words, split.manifest.pixel_layout), geometry.thumbnail)
         sheet.paste(thumbnail, (left + (geometry.thumbnail - thumbnail.width) // 2, top))
         name = _fitted(draw, printable(split.manifest.classes[label].name), caption_font, geometry.thumbnail)
         middle = left + geometry.thumbnail // 2
@@ -137,8 +137,8 @@ def _write_header(draw: ImageDraw.ImageDraw, split: ShardSplit, title: str, geom
     draw.text((geometry.gap, geometry.gap + geometry.title_size + 6), facts, fill=_FAINT, font=facts_font)
 
 
-def _thumbnail(words: NDArray[np.uint32], side: int) -> Image.Image:
-    image = Image.fromarray(unpack_rgb(words))
+def _thumbnail(rgb: NDArray[np.uint8], side: int) -> Image.Image:
+    image = Image.fromarray(rgb)
     scale = side / max(image.size)
     size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
     return image.resize(size, Image.Resampling.NEAREST if scale >= 2 else Image.Resampling.LANCZOS)

@@ -130,8 +130,8 @@ def _describe(name: str, manifest: Manifest) -> list[str]:
         f"{name}",
         f"  images     {manifest.num_images:,} of {manifest.width} x {manifest.height} pixels, "
         f"{manifest.num_classes:,} classes",
-        f"  shards     {manifest.num_shards:,} files of {manifest.shard_images:,} images, codec {manifest.codec}, "
-        f"{'with' if manifest.checksum else 'without'} checksums",
+        f"  shards     {manifest.num_shards:,} files of {manifest.shard_images:,} images, layout "
+        f"{manifest.pixel_layout}, codec {manifest.codec}, {'with' if manifest.checksum else 'without'} checksums",
         f"  resizing   {', '.join(f'{key} {value}' for key, value in rule.items())}",
         f"  channels   mean {mean}; std {std} (red, green, blue on 0..1)",
         f"  left out   {manifest.num_failures:,}" + (", see failures.jsonl" if manifest.num_failures else ""),

@@ -15,7 +15,7 @@ from typing import Any
 from preprocess.arrays import CODECS, Codec
 from preprocess.listing import MAX_CLASSES, ImageClass
 from preprocess.location import ShardError
-from preprocess.pixels import LAYOUT
+from preprocess.pixels import LAYOUTS, Layout, words_of_row
 
 FORMAT_VERSION = 1
 MANIFEST_KEY = "manifest.json"
@@ -36,7 +36,7 @@ class Manifest:
         num_images: images packed, N ≥ 1.
         height: rows of an image in pixels.
         width: columns of an image in pixels.
-        layout: the packed-pixel layout, ``R<<24 | G<<16 | B<<8``.
+        layout: how pixels lie in words, by its text in `preprocess.pixels.LAYOUTS`.
         codec: ``raw`` or ``blosc``.
         checksum: whether each image carries a CRC-32C.
         shard_images: images a shard file holds; the last one may hold fewer.
@@ -81,7 +81,10 @@ class Manifest:
         for name in ("num_images", "height", "width", "shard_images"):
             _require(type(value := getattr(self, name)) is int and value >= 1, f"{name} is a whole number ≥ 1", value)
         _require(type(self.num_failures) is int and self.num_failures >= 0, "num_failures is ≥ 0", self.num_failures)
-        _require(self.layout == LAYOUT, f"layout is {LAYOUT!r}", self.layout)
+        known = " or ".join(map(repr, LAYOUTS.values()))
+        _require(self.layout in LAYOUTS.values(), f"layout is {known}", self.layout)
+        is_whole = self.pixel_layout == "packed" or self.width % 4 == 0
+        _require(is_whole, "the width of a dense layout is a multiple of 4", self.width)
         _require(self.codec in CODECS, f"codec is one of {', '.join(CODECS)}", self.codec)
         _require(type(self.checksum) is bool, "checksum is true or false", self.checksum)
         self._check_classes()
@@ -117,8 +120,18 @@ class Manifest:
 
     @property
     def image_bytes(self) -> int:
-        """Bytes of one unpacked image in memory, without codec and checksum."""
-        return self.height * self.width * 4
+        """Bytes of one image in memory as it is stored, without codec and checksum."""
+        return self.height * self.row_words * 4
+
+    @property
+    def pixel_layout(self) -> Layout:
+        """The layout's name."""
+        return next(name for name, text in LAYOUTS.items() if text == self.layout)
+
+    @property
+    def row_words(self) -> int:
+        """Words of a row of pixels."""
+        return words_of_row(self.width, self.pixel_layout)
 
     def shard_range(self, shard: int) -> tuple[int, int]:
         """The images ``start, stop`` of shard file ``shard``."""

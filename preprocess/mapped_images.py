@@ -51,7 +51,7 @@ type _Identity = tuple[int, int, int]
 class _MappedShard:
     path: str
     identity: _Identity
-    images: NDArray[np.uint32]  # [n, H, W], in the file
+    images: NDArray[np.uint32]  # [n, H, words of a row], in the file
     checksums: NDArray[np.uint32] | None  # [n], in the file; None where there are none
     checked: NDArray[np.uint8]  # a bit of each image, 1 where it was: a set of 1e8 has 12 MB of them
     looked_s: float  # when it was seen to be the file of that path, on the monotonic clock
@@ -97,7 +97,7 @@ class MappedImages:
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder, self._manifest = folder / PIXELS, manifest
-        self._image_bytes = 4 * manifest.height * manifest.width
+        self._image_bytes = manifest.image_bytes
         self._stays = manifest.num_images * self._image_bytes <= _STAYING_SHARE * (host_memory_bytes() or 0)
         self._shards: dict[int, _MappedShard | None] = {}  # None: of another form than is mapped
         self._lock = threading.Lock()
@@ -117,7 +117,7 @@ class MappedImages:
 
         Args:
             indices: int64 ``[b]``, 0 ≤ index < N.
-            pixels: uint32 ``[b, H, W]``, overwritten.
+            pixels: uint32 ``[b, H, words of a row]``, overwritten.
 
         Returns:
             The rows of ``pixels`` that hold no sound image, ascending.
@@ -153,10 +153,10 @@ class MappedImages:
         return np.flatnonzero(is_left)
 
     def lend(self, indices: NDArray[np.int64]) -> list[NDArray[np.uint32]] | None:
-        """Gives the images where they lie in the files, uint32 ``[H, W]`` each, read-only, in the order of ``indices``.
+        """Gives the images where they lie in the files, in the order of ``indices``.
 
-        They are checked, and their pages in memory, unless the system has taken them back. None where that cannot be,
-        or where they are so small that `copy` is faster.
+        Each is uint32 ``[H, words of a row]``, read-only. They are checked, and their pages in memory, unless the
+        system has taken them back. None where that cannot be, or where they are so small that `copy` is faster.
         """
         if not self.lends:
             return None
@@ -226,7 +226,8 @@ class MappedImages:
         # In order from the beginning of the file, the images leave one index that is sound; any other is the store's.
         if mapped[index_start:] != shard_index(num_images, manifest.shard_images, stored_bytes):
             return None
-        shape, strides = (num_images, manifest.height, manifest.width), (stored_bytes, 4 * manifest.width, 4)
+        height, row_words = manifest.height, manifest.row_words
+        shape, strides = (num_images, height, row_words), (stored_bytes, 4 * row_words, 4)
         images = np.ndarray(shape, np.uint32, mapped, strides=strides)
         checksums = None
         if manifest.checksum:

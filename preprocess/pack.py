@@ -34,6 +34,7 @@ from preprocess.location import Location, ShardError, printable, reason
 from preprocess.manifest import FAILURES_KEY, MANIFEST_KEY, Manifest, is_manifest
 from preprocess.owner import LOCK_KEY, OWNER_KEY, Owner
 from preprocess.pipeline import PackedImage, decode_in_order
+from preprocess.pixels import words_of_row
 from preprocess.plan import PackSettings, check_same_plan, is_plan, make_plan, plan_of
 from preprocess.shard_file import ShardFile
 from preprocess.split_files import delete_lock_files, delete_split_files, split_files
@@ -127,7 +128,9 @@ def _pack(
     num_failed = sum(len(record.failures) for record in records)
     if on_progress is not None:
         on_progress(PackProgress(num_resumed, total, num_failed, num_resumed))
-    outcomes = decode_in_order(source, settings.rule, start=num_resumed, num_workers=settings.num_workers)
+    outcomes = decode_in_order(
+        source, settings.rule, start=num_resumed, num_workers=settings.num_workers, layout=settings.layout
+    )
     with writer, closing(outcomes):
         done = num_resumed
         for block in outcomes:
@@ -249,7 +252,8 @@ class _ShardWriter:
             size = settings.rule.size
             # How many images decode is known at the end; the chunks of an array do not depend on its length.
             self._array = write_array(location, PIXELS, _pixels_metadata(num_candidates, settings))
-            self._words = np.empty((min(self._shard_images, num_candidates), size, size), np.uint32)
+            shape = (min(self._shard_images, num_candidates), size, words_of_row(size, settings.layout))
+            self._words = np.empty(shape, np.uint32)
         self._writing: tuple[Any, ShardRecord] | None = None
         self._shard: ShardFile | _StoredShard | None = None
         self._start = records[-1].stop if records else 0
@@ -419,7 +423,7 @@ def _pixels_metadata(num_images: int, settings: PackSettings) -> dict[str, Any]:
     return pixels_metadata(
         num_images,
         size,
-        size,
+        words_of_row(size, settings.layout),
         shard_images=settings.resolved_shard_images,
         codec=settings.codec,
         checksum=settings.checksum,

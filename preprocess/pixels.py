@@ -1,19 +1,61 @@
-"""The packed-pixel layout, defined once: an RGB pixel is one ``uint32``, ``R<<24 | G<<16 | B<<8``.
+"""How pixels lie in ``uint32`` words, defined once, in two layouts.
 
-Red stands highest and the low byte is always 0, which is the layout XLA.jl fed to its TPU programs. A packed image
-moves as one aligned word a pixel and is taken apart on the device with three shifts. Knows nothing of files.
+``packed``: an RGB pixel is one word, ``R<<24 | G<<16 | B<<8``. Red stands highest and the low byte is always 0, which
+is the layout XLA.jl fed to its TPU programs. A packed image moves as one aligned word a pixel and is taken apart on the
+device with three shifts. ``dense``: four pixels of a row are three little-endian words, whose bytes are R, G, B, R, G,
+B … in order, a quarter less to store and to move; the device makes it packed. Knows nothing of files.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 from numpy.typing import NDArray
 
-LAYOUT = "R<<24 | G<<16 | B<<8"
-"""How the manifest names this layout."""
+Layout = Literal["packed", "dense"]
+LAYOUTS: dict[Layout, str] = {
+    "packed": "R<<24 | G<<16 | B<<8",
+    "dense": "R, G, B bytes of 4 pixels in 3 little-endian words",
+}
+"""The layouts, and how the manifest names each."""
 
 UNUSED_BITS = 0xFF
 """Bits that are 0 in every packed pixel; anything else under this mask is a damaged or foreign word."""
+
+_DENSE_PIXELS, _DENSE_WORDS = 4, 3
+
+
+def words_of_row(width: int, layout: Layout) -> int:
+    """Words of a row of ``width`` pixels.
+
+    Raises:
+        ValueError: the layout is dense and the width not a multiple of 4.
+    """
+    if layout == "packed":
+        return width
+    if width % _DENSE_PIXELS:
+        raise ValueError(
+            f"the dense layout takes a width that is a multiple of {_DENSE_PIXELS}, found {width}; choose another size "
+            "or the packed layout"
+        )
+    return width // _DENSE_PIXELS * _DENSE_WORDS
+
+
+def to_words(rgb: NDArray[np.uint8], layout: Layout) -> NDArray[np.uint32]:
+    """Lay ``uint8 [..., W, 3]`` RGB out as words ``uint32 [..., words_of_row(W)]``; raises ValueError as both do."""
+    if layout == "packed":
+        return pack_rgb(rgb)
+    words = words_of_row(rgb.shape[-2], layout)
+    return np.ascontiguousarray(rgb).reshape(*rgb.shape[:-2], words * 4).view("<u4").astype(np.uint32, copy=False)
+
+
+def to_rgb(words: NDArray[np.uint32], layout: Layout) -> NDArray[np.uint8]:
+    """Take words ``uint32 [..., words_of_row(W)]`` apart into ``uint8 [..., W, 3]`` RGB; the reverse of `to_words`."""
+    if layout == "packed":
+        return unpack_rgb(words)
+    rgb = np.ascontiguousarray(words, "<u4").view(np.uint8)
+    return rgb.reshape(*words.shape[:-1], words.shape[-1] // _DENSE_WORDS * _DENSE_PIXELS, 3)
 
 
 def pack_rgb(rgb: NDArray[np.uint8]) -> NDArray[np.uint32]:

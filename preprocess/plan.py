@@ -16,7 +16,7 @@ from preprocess.decode import ResizeRule
 from preprocess.listing import MAX_CLASSES
 from preprocess.location import ShardError
 from preprocess.manifest import FORMAT_VERSION, Manifest
-from preprocess.pixels import LAYOUT
+from preprocess.pixels import LAYOUTS, Layout, words_of_row
 
 if TYPE_CHECKING:
     from preprocess.listing import SourceSplit
@@ -38,6 +38,7 @@ class PackSettings:
         codec: ``raw`` reads fastest, ``blosc`` takes about a quarter less space.
         checksum: whether each image carries a CRC-32C, so that a flipped bit is an error.
         num_workers: decoding threads, ≥ 1.
+        layout: ``packed``, a word a pixel, or ``dense``, a quarter less; that takes a size that is a multiple of 4.
         on_error: ``skip`` notes an image that can't be packed in ``failures.jsonl``, ``fail`` stops at it.
     """
 
@@ -46,6 +47,7 @@ class PackSettings:
     codec: Codec = "raw"
     checksum: bool = True
     num_workers: int = 1
+    layout: Layout = "packed"
     on_error: OnError = "skip"
 
     def __post_init__(self) -> None:
@@ -53,13 +55,15 @@ class PackSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, found {value}")
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, found {self.layout!r}")
         # A shard is filled in memory.
-        shard_bytes = self.resolved_shard_images * 4 * self.rule.size**2
+        shard_bytes = self.resolved_shard_images * self.image_bytes
         if shard_bytes > _MAX_SHARD_BYTES:
             raise ValueError(
                 f"shard_images {self.shard_images:,} at {self.rule.size} px makes shard files of "
                 f"{shard_bytes / 2**30:,.0f} GiB; at most {_MAX_SHARD_BYTES >> 30} GiB fit, which is "
-                f"{_MAX_SHARD_BYTES // (4 * self.rule.size**2):,} images"
+                f"{_MAX_SHARD_BYTES // self.image_bytes:,} images"
             )
         if self.codec not in CODECS:
             raise ValueError(f"codec must be one of {', '.join(CODECS)}, found {self.codec!r}")
@@ -67,11 +71,16 @@ class PackSettings:
             raise ValueError(f"on_error must be skip or fail, found {self.on_error!r}")
 
     @property
+    def image_bytes(self) -> int:
+        """Bytes of one image's words."""
+        return 4 * self.rule.size * words_of_row(self.rule.size, self.layout)
+
+    @property
     def resolved_shard_images(self) -> int:
         """Images a shard file, the default worked out."""
         if self.shard_images is not None:
             return self.shard_images
-        fitting = max(1, _SHARD_BYTES // (4 * self.rule.size**2))
+        fitting = max(1, _SHARD_BYTES // self.image_bytes)
         return min(_MAX_SHARD_IMAGES, 1 << (fitting.bit_length() - 1))
 
 
@@ -89,7 +98,7 @@ def make_plan(source: SourceSplit, settings: PackSettings) -> dict[str, Any]:
         "format_version": FORMAT_VERSION,
         "num_candidates": len(source),
         "classes": [[each.id, each.name] for each in source.classes],
-        "layout": LAYOUT,
+        "layout": LAYOUTS[settings.layout],
         "codec": settings.codec,
         "checksum": settings.checksum,
         "shard_images": settings.resolved_shard_images,

@@ -52,6 +52,7 @@ class ShardSplit:
         num_images: N.
         height: H, rows in pixels.
         width: W, columns in pixels.
+        row_words: words of a row, W of the packed layout.
         num_classes: K.
     """
 
@@ -61,6 +62,7 @@ class ShardSplit:
         self.num_images = manifest.num_images
         self.height = manifest.height
         self.width = manifest.width
+        self.row_words = manifest.row_words
         self.num_classes = manifest.num_classes
         # Decoded images are not cached: a cache only adds a copy (measured), the page cache already holds the file.
         self._pixels: ts.TensorStore | None = open_pixels(location, manifest)
@@ -94,7 +96,7 @@ class ShardSplit:
 
         Args:
             indices: int64 ``[b]``, 0 ≤ index < N, any order, repeats allowed.
-            pixels: uint32 ``[b, H, W]``, aligned, any strides, overwritten with packed pixels.
+            pixels: uint32 ``[b, H, row_words]``, aligned, any strides, overwritten with the words of pixels.
             labels: int32 ``[b]``, overwritten with classes 0..K-1.
             timeout_s: how long to wait for the store, in seconds.
 
@@ -102,7 +104,7 @@ class ShardSplit:
             ShardError: an index, shape or type is wrong, or a shard is missing, damaged or not answering. The message
                 names the split, the shard file and the remedy; the buffers then hold no usable images.
         """
-        self._check_buffer("pixels", pixels, np.uint32, (len(indices), self.height, self.width))
+        self._check_buffer("pixels", pixels, np.uint32, (len(indices), self.height, self.row_words))
         indices = self._checked(indices, labels)
         if not len(indices):
             return
@@ -138,8 +140,8 @@ class ShardSplit:
             indices, labels, timeout_s: as `read_into` takes them.
 
         Returns:
-            An array uint32 ``[H, W]``, read-only, for each index; None where `read_into` must read them: small images,
-            compressed or remote ones, and whatever is damaged.
+            An array uint32 ``[H, row_words]``, read-only, for each index; None where `read_into` must read them: small
+            images, compressed or remote ones, and whatever is damaged.
 
         Raises:
             ShardError: as `read_into`, of the labels.
@@ -203,7 +205,7 @@ class ShardSplit:
         if buffer.shape != shape or buffer.dtype != dtype or not (buffer.flags.writeable and buffer.flags.aligned):
             raise ShardError(
                 f"{self._name()}: {name} must be a writeable, aligned {np.dtype(dtype).name} {list(shape)}, "
-                f"got {_described(buffer)}; allocate it from the split's height and width"
+                f"got {_described(buffer)}; allocate it from the split's height and row_words"
             )
 
     def _checked(self, indices: NDArray[np.int64], labels: NDArray[np.int32]) -> NDArray[np.int64]:
@@ -269,11 +271,11 @@ def _described(buffer: NDArray[np.generic]) -> str:
 
 
 def open_pixels(location: Location, manifest: Manifest) -> ts.TensorStore:
-    """The pixels uint32 ``[N, H, W]`` of the split in the folder ``location``; see `read_array`."""
+    """The pixels uint32 ``[N, H, row_words]`` of the split in the folder ``location``; see `read_array`."""
     metadata = pixels_metadata(
         manifest.num_images,
         manifest.height,
-        manifest.width,
+        manifest.row_words,
         shard_images=manifest.shard_images,
         codec=manifest.codec,
         checksum=manifest.checksum,

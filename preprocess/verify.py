@@ -159,7 +159,7 @@ def _readable(
             if isinstance(words, str):
                 broken.setdefault(words, []).append(index)
                 continue
-            if np.any(words & np.uint32(UNUSED_BITS)):
+            if manifest.pixel_layout == "packed" and np.any(words & np.uint32(UNUSED_BITS)):
                 broken.setdefault("pixels with a low byte that is not 0", []).append(index)
             yield words
         on_progress(stop, manifest.num_images)

@@ -301,6 +301,8 @@ def test_while_the_disk_fails_no_requests_come_and_afterwards_they_do(
     open_mailbox(delivered.append)
     with monkeypatch.context() as patch:
         patch.setattr(module, name, fail)
+        if name == "iterdir":  # the look that was under way is over
+            wait_until(lambda: failures)
         (tmp_path / "prepared").rename(tmp_path / CONTROL_FOLDER_NAME / f"{request.id}.json")
         wait_until(lambda: len(failures) > 3)
         assert delivered == []

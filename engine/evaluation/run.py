@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from engine.augmentation.augment import prepare_for_evaluation
-from engine.batches import EvaluationArrays, EvaluationSource
+from engine.batches import EvaluationArrays, EvaluationSource, row_words
 from engine.checked_model import CheckedModel
 from engine.compilation import Compiled, caching_compilations, compile_traced, trace_ahead
 from engine.config import TrainConfig
@@ -171,6 +171,7 @@ def _count(
         words_of=lambda _: board.stop_words(),
         height=source.height,
         width=source.width,
+        row_words=row_words(source),
     )
     compiled = _compile(subject, source, infeed, per_class=per_class)
     notify(f"compiled evaluation program in {compiled.compile_s:.1f} s" + " (from the cache)" * compiled.from_cache)

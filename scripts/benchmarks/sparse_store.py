@@ -22,7 +22,7 @@ from preprocess.arrays import (
 from preprocess.listing import ImageClass
 from preprocess.location import open_location
 from preprocess.manifest import FORMAT_VERSION, MANIFEST_KEY, Manifest
-from preprocess.pixels import LAYOUT
+from preprocess.pixels import LAYOUTS
 from scripts.benchmarks.bench import Settings
 from scripts.benchmarks.data import SPLIT, Say, ensure_shards
 
@@ -72,7 +72,7 @@ def _manifest(num_images: int, num_shards: int) -> Manifest:
         num_images=num_images,
         height=SIZE,
         width=SIZE,
-        layout=LAYOUT,
+        layout=LAYOUTS["packed"],
         codec="raw",
         checksum=True,
         shard_images=SHARD_IMAGES,

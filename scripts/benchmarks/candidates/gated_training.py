@@ -19,7 +19,7 @@ from protocol import Channel
 from resident_training import versions
 
 from engine import TrainConfig, train
-from engine.batches import BatchSource, Labels, LendingSource, Pixels
+from engine.batches import BatchSource, Labels, LendingSource, Pixels, row_words
 from engine.sinks import LossRecord
 
 _LONG_S = 86_400.0
@@ -33,7 +33,7 @@ class GatedBatches:
     def __init__(self, source: BatchSource) -> None:
         self._source = source
         self.batch, self.height, self.width = source.batch, source.height, source.width
-        self.thread_safe = source.thread_safe
+        self.row_words, self.thread_safe = row_words(source), source.thread_safe
         self._opened = threading.Condition()
         self._stop_step = 0
 

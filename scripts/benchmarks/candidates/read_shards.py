@@ -30,7 +30,7 @@ def main(data: str, split: str, batch: int, threads: int) -> None:
         timeout_s=60,
     )
     feeder.start()
-    pixels = np.zeros((batch, opened.height, opened.width), np.uint32)
+    pixels = np.zeros((batch, opened.height, opened.row_words), np.uint32)
     labels = np.zeros(batch, np.int32)
     step = 0
 

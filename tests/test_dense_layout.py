@@ -1,0 +1,145 @@
+"""The dense layout along the whole way of an image: bytes in a shard, words to the device, the same training."""
+
+import jax
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import ImageChops
+
+from engine import TrainConfig, evaluate, train
+from engine.unpack import pack_dense
+from preprocess.cli import main
+from preprocess.contact_sheet import draw_contact_sheet
+from preprocess.location import ShardError
+from preprocess.pixels import LAYOUTS, pack_rgb, to_rgb, to_words, words_of_row
+from preprocess.plan import PackSettings
+from preprocess.shards import open_split
+from preprocess.verify import verify_split
+from tests.fake_source import fake_source, files_of, pack
+
+NUM_IMAGES, SHARD_IMAGES = 22, 8
+
+
+@given(st.lists(st.integers(1, 4), max_size=2), st.integers(1, 5), st.integers(0, 99))
+def test_words_hold_the_bytes_of_pixels_in_order(leading, quarters, seed):
+    rgb = np.random.default_rng(seed).integers(256, size=(*leading, 4 * quarters, 3), dtype=np.uint8)
+    words = to_words(rgb, "dense")
+    assert words.shape == (*leading, 3 * quarters) == (*leading, words_of_row(4 * quarters, "dense"))
+    assert words.astype("<u4").tobytes() == rgb.tobytes()
+    np.testing.assert_array_equal(to_rgb(words, "dense"), rgb)
+    np.testing.assert_array_equal(to_rgb(to_words(rgb, "packed"), "packed"), rgb)
+
+
+def test_golden_words():
+    row = np.arange(1, 13, dtype=np.uint8).reshape(1, 4, 3)
+    assert to_words(row, "dense").tolist() == [[0x04030201, 0x08070605, 0x0C0B0A09]]
+    packed = jax.jit(pack_dense)(to_words(row, "dense")[None])
+    assert packed.tolist() == [[[0x01020300, 0x04050600, 0x07080900, 0x0A0B0C00]]]
+
+
+def test_the_device_makes_them_packed():
+    rgb = np.random.default_rng(0).integers(256, size=(5, 7, 36, 3), dtype=np.uint8)
+    np.testing.assert_array_equal(jax.jit(pack_dense)(to_words(rgb, "dense")), pack_rgb(rgb))
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 30])
+def test_a_width_that_does_not_divide_is_refused(width):
+    with pytest.raises(ValueError, match=f"a width that is a multiple of 4, found {width}; choose another size or"):
+        to_words(np.zeros((2, width, 3), np.uint8), "dense")
+    with pytest.raises(ValueError, match=f"a width that is a multiple of 4, found {width}; choose another size or"):
+        pack(fake_source(3, size=width), "memory://x", layout="dense")
+    with pytest.raises(ValueError, match="layout must be one of packed, dense, found 'loose'"):
+        PackSettings(layout="loose")  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module", params=["raw", "blosc"])
+def packs(request, tmp_path_factory):
+    """The same images in both layouts: small ones, which are gathered, and large ones, which are lent."""
+    made = {}
+    for size in (8, 64):
+        source = fake_source(NUM_IMAGES, size=size, seed=size)
+        for layout in LAYOUTS:
+            made[size, layout] = tmp_path_factory.mktemp(f"{size}-{layout}")
+            for name in ("train", "val"):
+                pack(source.but(name=name), made[size, layout], layout=layout, codec=request.param, shard_images=8)
+    return made
+
+
+def test_shard_files_hold_rgb_bytes(tmp_path):
+    source = fake_source(5, size=8)
+    pack(source, tmp_path, layout="dense", checksum=False)
+    content = (tmp_path / "train/pixels/c/0/0/0").read_bytes()
+    assert content[: 4 * 192] == source.images[:4].tobytes()
+    assert len(content) == 4 * 192 + 4 * 16 + 4  # the index and its checksum
+
+
+@pytest.mark.parametrize("size", [8, 64])
+def test_images_are_read_lent_verified_and_shown(packs, size):
+    words = {}
+    for layout in LAYOUTS:
+        with open_split(str(packs[size, layout]), "train") as split:
+            assert (split.width, split.row_words) == (size, words_of_row(size, layout))
+            assert split.manifest.image_bytes == 4 * size * split.row_words
+            indices = np.random.default_rng(0).integers(NUM_IMAGES, size=30)
+            words[layout] = np.zeros((30, size, split.row_words), np.uint32)
+            split.read_into(indices, words[layout], np.zeros(30, np.int32), timeout_s=30)
+            lent = split.lend(indices, np.zeros(30, np.int32), timeout_s=30)
+            if lent is not None:
+                np.testing.assert_array_equal(np.stack(lent), words[layout])
+    np.testing.assert_array_equal(to_rgb(words["dense"], "dense"), to_rgb(words["packed"], "packed"))
+    sheets = []
+    for layout in LAYOUTS:
+        assert verify_split(str(packs[size, layout]), "train") == ()
+        with open_split(str(packs[size, layout]), "train") as split:
+            sheets.append(draw_contact_sheet(split, title="both"))
+    assert ImageChops.difference(*sheets).getbbox() is None
+
+
+@pytest.mark.parametrize("size", [8, 64])
+def test_training_and_evaluation_are_the_same_to_the_bit(packs, size, tmp_path):
+    results = {}
+    for layout in LAYOUTS:
+        data, run_dir = str(packs[size, layout]), str(tmp_path / layout)
+        config = TrainConfig(
+            steps=3, batch=4, data=data, run_dir=run_dir, model="resnet8", crop="random", crop_padding=2, flip=0.5
+        )
+        losses = train(config).losses.tolist()
+        record = evaluate(tmp_path / layout).record
+        results[layout] = losses, record.loss, record.num_images, record.top1
+    assert results["dense"] == results["packed"]
+
+
+def test_a_changed_pixel_is_noticed_without_checksums(tmp_path):
+    pack(fake_source(5, size=8), tmp_path, layout="dense", checksum=False)
+    file = tmp_path / "train/pixels/c/0/0/0"
+    content = bytearray(file.read_bytes())
+    content[200] ^= 1
+    file.write_bytes(content)
+    (damage,) = verify_split(str(tmp_path), "train")
+    assert str(damage) == "pixels/c/0/0/0: its images are not those that were packed in this file"
+
+
+def test_another_layout_is_another_pack(tmp_path):
+    source = fake_source(5, size=8)
+    pack(source, tmp_path)
+    with pytest.raises(ShardError, match=r"layout was R<<24 .*, is now R, G, B bytes of 4 pixels in 3 little-endian"):
+        pack(source, tmp_path, layout="dense")
+    before = files_of(tmp_path)
+    pack(source, tmp_path, layout="dense", overwrite=True)
+    pixels = "train/pixels/c/0/0/0"
+    assert len(before[pixels]) - len(files_of(tmp_path)[pixels]) == 4 * 8 * 8  # of four images a byte a pixel
+
+
+def test_the_command_packs_and_tells_it(tmp_path):
+    for label, name in enumerate(("n1", "n2")):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        (tmp_path / "images" / name / "0.png").write_bytes(fake_source(2, size=8).read(label))
+    arguments = [str(tmp_path / "images"), str(tmp_path / "data"), "--size", "8", "--layout", "dense"]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    assert "dense layout, codec raw, with checksums" in result.output
+    result = CliRunner().invoke(main, [*arguments[:3], "9", "--layout", "dense"])
+    assert result.exit_code == 2
+    assert "the dense layout takes a width that is a multiple of 4, found 9; choose another size" in result.output
