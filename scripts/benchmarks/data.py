@@ -21,6 +21,7 @@ from preprocess.decode import DecodeError, ResizeRule, decode_image
 from preprocess.listing import ImageClass, SourceImage
 from preprocess.location import open_location
 from preprocess.pack import pack_split
+from preprocess.pixels import Layout
 from preprocess.plan import PackSettings
 from scripts.benchmarks.bench import Settings
 
@@ -40,10 +41,12 @@ def array_file(settings: Settings, *, num_images: int, size: int) -> Path:
     return settings.folder / "data" / f"{origin}-{num_images}-{size}.npy"
 
 
-def shards_folder(settings: Settings, *, num_images: int, size: int, checksum: bool = True) -> Path:
+def shards_folder(
+    settings: Settings, *, num_images: int, size: int, checksum: bool = True, layout: Layout = "packed"
+) -> Path:
     """Gives where they are as packed shards, in the split `SPLIT`."""
     stem = array_file(settings, num_images=num_images, size=size).stem
-    return settings.folder / "data" / f"{stem}-{'crc' if checksum else 'plain'}"
+    return settings.folder / "data" / f"{stem}-{'crc' if checksum else 'plain'}{'-dense' * (layout == 'dense')}"
 
 
 def labels_of(num_images: int) -> np.ndarray:
@@ -78,9 +81,11 @@ def ensure_array(settings: Settings, say: Say, *, num_images: int, size: int) ->
     return path
 
 
-def ensure_shards(settings: Settings, say: Say, *, num_images: int, size: int, checksum: bool = True) -> Path:
+def ensure_shards(
+    settings: Settings, say: Say, *, num_images: int, size: int, checksum: bool = True, layout: Layout = "packed"
+) -> Path:
     """Packs the images where that has not been done; an interrupted pack goes on."""
-    folder = shards_folder(settings, num_images=num_images, size=size, checksum=checksum)
+    folder = shards_folder(settings, num_images=num_images, size=size, checksum=checksum, layout=layout)
     if not (folder / SPLIT / "manifest.json").exists():
         array = ensure_array(settings, say, num_images=num_images, size=size)
         say(f"packing {folder}")
@@ -88,7 +93,7 @@ def ensure_shards(settings: Settings, say: Say, *, num_images: int, size: int, c
         pack_split(
             ArraySource(array),
             open_location(str(folder)).child(SPLIT),
-            PackSettings(rule=rule, checksum=checksum, num_workers=num_cores()),
+            PackSettings(rule=rule, checksum=checksum, layout=layout, num_workers=num_cores()),
         )
     return folder
 

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 
+from preprocess.pixels import Layout
 from scripts.benchmarks.bench import IMAGES_PER_S, Bench, Candidate, Case, Settings
 from scripts.benchmarks.data import SPLIT, array_file, ensure_array, ensure_shards, shards_folder
 
 _NUM_IMAGES, _SIZE, _BATCH = 4096, 224, 128
+_PACKS: tuple[tuple[bool, Layout], ...] = ((True, "packed"), (False, "packed"), (True, "dense"))
 # name, script, environment, worker processes, target: each reads the same images, raw, from the format that is its own
 _PEERS = (
     ("DataLoader, memmap", "read_torch.py", "torch", 2, 1.5),
@@ -28,13 +30,13 @@ def _cases(settings: Settings) -> list[Case]:
         for name, script, peer, workers, target in _PEERS
     )
 
-    def shards(*, checksum: bool, threads: int = 0) -> tuple[str, ...]:
-        folder = shards_folder(settings, num_images=_NUM_IMAGES, size=_SIZE, checksum=checksum)
+    def shards(*, checksum: bool = True, layout: Layout = "packed", threads: int = 0) -> tuple[str, ...]:
+        folder = shards_folder(settings, num_images=_NUM_IMAGES, size=_SIZE, checksum=checksum, layout=layout)
         return str(folder), SPLIT, str(_BATCH), str(threads)
 
     def prepare(say: Callable[[str], None]) -> None:
-        for checksum in (True, False):
-            ensure_shards(settings, say, num_images=_NUM_IMAGES, size=_SIZE, checksum=checksum)
+        for checksum, layout in _PACKS:
+            ensure_shards(settings, say, num_images=_NUM_IMAGES, size=_SIZE, checksum=checksum, layout=layout)
         if settings.peers:
             ensure_array(settings, say, num_images=_NUM_IMAGES, size=_SIZE)
 
@@ -44,9 +46,10 @@ def _cases(settings: Settings) -> list[Case]:
             IMAGES_PER_S,
             "checksums",
             (
-                Candidate("checksums", "read_shards.py", shards(checksum=True)),
+                Candidate("checksums", "read_shards.py", shards()),
                 Candidate("no checksums", "read_shards.py", shards(checksum=False), target=0.7),
-                Candidate("checksums, 1 thread", "read_shards.py", shards(checksum=True, threads=1)),
+                Candidate("checksums, 1 thread", "read_shards.py", shards(threads=1)),
+                Candidate("checksums, dense", "read_shards.py", shards(layout="dense")),
                 Candidate("limit: copy, 1 thread", "memory_copies.py", (*copies, "1", "images")),
                 Candidate("limit: copy, all cores", "memory_copies.py", (*copies, "0", "images"), target=0.7),
                 *peers,
