@@ -40,7 +40,11 @@ class BatchSource(Protocol):
     thread_safe: bool
 
     def fill(self, step: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
-        """Writes the batch of `step` (from 0) into uint32 [B, H, W] packed pixels and int32 [B] labels."""
+        """Writes the batch of `step` (from 0) into uint32 [B, H, W] packed pixels and int32 [B] labels.
+
+        Of a source with an attribute `row_words` other than its width the pixels are of the dense layout, uint32
+        [B, H, row_words] (`preprocess.pixels`); whatever wraps such a source must have it too.
+        """
         ...
 
 
@@ -54,9 +58,9 @@ class LendingSource(Protocol):
     """A `BatchSource` that may have its images in memory already, so that they need to be copied only once."""
 
     def lend(self, step: int, labels: Labels, *, timeout_s: float) -> Sequence[NDArray[np.uint32]] | None:
-        """Writes the labels of `step` and gives its B images, uint32 [H, W] each, to be read until it is done.
+        """Writes the labels of `step` and gives its B images, to be read until the step is done.
 
-        None where `fill` must be asked for that step; the labels then hold nothing.
+        Each is uint32 [H, words of a row]. None where `fill` must be asked for that step; the labels then hold nothing.
         """
         ...
 

@@ -90,6 +90,9 @@ class Feeder:
         self._timeout_s, self._name_step = timeout_s, name_step
         self._depth = max(1, min(depth, stop_step - start_step))
         self._num_threads = min(num_threads, self._depth) if source.thread_safe else 1
+        # Woken for every slot, a worker would take the interpreter from the program at every step; but where all slots
+        # may be with workers at once none is to wait for a second one.
+        self._least_free = max(1, min(self._depth // 2, self._depth - self._num_threads))
         self._copies = RowCopies(num_threads)
         self._slots: list[_Slot] = []
         self._threads: list[threading.Thread] = []
@@ -171,8 +174,7 @@ class Feeder:
                 slot.step = -1
                 self._next_release += 1
                 num_free = self._depth - (self._next_fill - self._next_release)
-                # Woken for every slot, a worker would take the interpreter from the program at every step.
-                if num_free >= self._depth // 2:
+                if num_free >= self._least_free:
                     self._emptied.notify(num_free)
 
     def _wait(self, ready: Callable[[], bool], step: int, is_cancelled: Callable[[], bool]) -> bool:

@@ -4,6 +4,7 @@ A pull is addressed by (step, shard). Where the host fails, the exception is kep
 the stop bit set, and the loop ends before that step; the host then raises what was kept.
 """
 
+import traceback
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -96,3 +97,6 @@ class Infeed:
             self.failure = error
             pixels[...], labels[...] = 0, 0
             words[...] = encode_control(STOP)
+            # The traceback keeps the frames: none may hold the program's memory.
+            traceback.clear_frames(error.__traceback__)
+            del operands, results, pixels, labels, words

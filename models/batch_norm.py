@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from models.stored import stored
+
 MOMENTUM = 0.1
 EPSILON = 1e-5
 # Of the values of a channel, the part whose mean the sums are taken about: one in so many.
@@ -51,7 +53,7 @@ def batch_norm(
     if not train:
         centred = x.astype(jnp.float32) - running.mean
         normal = centred * (scale * lax.rsqrt(running.var + EPSILON)) + bias
-        return _activate(relu, normal).astype(x.dtype), running
+        return _activate(relu, normal.astype(x.dtype)), running
     y, mean, var = _normalise(relu, x, scale, bias)
     count = _count(x)
     unbiased = var * (count / max(count - 1, 1))
@@ -113,16 +115,15 @@ def _normalise(relu: bool, x: jax.Array, scale: jax.Array, bias: jax.Array) -> t
     """
     mean, var = _mean_and_variance(x)
     normal = _affine(x, mean, scale * lax.rsqrt(var + EPSILON), bias)
-    return _activate(relu, normal).astype(x.dtype), mean, var
+    return _activate(relu, normal.astype(x.dtype)), mean, var
 
 
 def stored_relu(x: jax.Array) -> jax.Array:
-    """ReLU whose result is computed once and read wherever it is wanted.
+    """ReLU whose result is stored (`models.stored`).
 
-    XLA takes what is elementwise for free and computes it anew for every reader: the input of each residual block out
-    of the convolutions of all blocks before it, whose results it reads again.
+    Otherwise the input of each residual block is computed anew out of the convolutions of all blocks before it.
     """
-    return lax.optimization_barrier(jax.nn.relu(x))
+    return stored(jax.nn.relu(x))
 
 
 def _activate(relu: bool, x: jax.Array) -> jax.Array:
@@ -163,10 +164,10 @@ def _normalise_backward(
     of_normal, centred = before_relu(x, gradients[0])
     of_bias, of_slope = _sums(of_normal, of_normal * centred)
     of_scale = of_slope * inverse
-    # Behind the barrier XLA computes the same anew from what is in memory; without, it would store it for both.
-    of_normal, centred = before_relu(*lax.optimization_barrier((x, gradients[0])))
+    # From what is stored: XLA computes the same anew, where it would otherwise write it out for both.
+    of_normal, centred = before_relu(*stored((x, gradients[0])))
     of_x = slope * (of_normal - centred * (of_scale * inverse / count) - of_bias / count)
-    return lax.optimization_barrier(of_x.astype(x.dtype)), of_scale, of_bias
+    return stored(of_x.astype(x.dtype)), of_scale, of_bias
 
 
 _normalise.defvjp(_normalise_forward, _normalise_backward)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.convolution_forms import Geometry, taps
+from models.stored import stored
 
 NO_TAP = 255
 
@@ -65,7 +66,7 @@ def _max_pool_backward(
     height, width = max(-(-(H + padding) // stride), P + reach - 1), max(-(-(W + padding) // stride), Q + reach - 1)
     around = [(0, 0, 0), (reach - 1, height - P, 0), (reach - 1, width - Q, 0), (0, 0, 0)]
     # Padded beforehand: a bound that is looked at for every element keeps the loop below from becoming vectors.
-    winner, gradient = jax.lax.optimization_barrier(
+    winner, gradient = stored(
         (
             jax.lax.pad(winner, jnp.uint8(0), around),
             jax.lax.pad(gradient, jnp.zeros((), gradient.dtype), around),
@@ -84,7 +85,7 @@ def _max_pool_backward(
             total += jnp.where(won == tap, value.astype(wide), 0)
     whole = total.astype(gradient.dtype).reshape(B, height * stride, width * stride, C)
     # Stored, or each of its readers takes this loop into its own and computes it element by element.
-    return (jax.lax.optimization_barrier(whole[:, padding : padding + H, padding : padding + W]),)
+    return (stored(whole[:, padding : padding + H, padding : padding + W]),)
 
 
 _max_pool.defvjp(_max_pool_forward, _max_pool_backward)

@@ -26,7 +26,8 @@ PIXELS = "pixels"
 LABELS = "labels"
 
 # What a Zarr reader hands out for a shard file that is gone. Its low byte is not 0, so it is no packed pixel: a missing
-# file shows as magenta and fails `inspect-shards --verify`, where 0 would pass for a black image.
+# file shows as magenta and fails `inspect-shards --verify`, where 0 would pass for a black image. (Of the dense layout
+# any word is pixels; Feedloop itself takes a missing file for an error, whatever the layout.)
 MISSING_PIXEL = 0xFF00FF00 | UNUSED_BITS
 MISSING_LABEL = MAX_CLASSES
 

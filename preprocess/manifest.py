@@ -82,7 +82,8 @@ class Manifest:
             _require(type(value := getattr(self, name)) is int and value >= 1, f"{name} is a whole number ≥ 1", value)
         _require(type(self.num_failures) is int and self.num_failures >= 0, "num_failures is ≥ 0", self.num_failures)
         known = " or ".join(map(repr, LAYOUTS.values()))
-        _require(self.layout in LAYOUTS.values(), f"layout is {known}", self.layout)
+        if self.layout not in LAYOUTS.values():
+            raise ShardError(f"layout is {known}, found {self.layout!r}; for another one install a newer feedloop")
         is_whole = self.pixel_layout == "packed" or self.width % 4 == 0
         _require(is_whole, "the width of a dense layout is a multiple of 4", self.width)
         _require(self.codec in CODECS, f"codec is one of {', '.join(CODECS)}", self.codec)

@@ -8,7 +8,6 @@ a shard (Zarr version 3, codec `sharding_indexed`), not what they mean.
 
 from __future__ import annotations
 
-import mmap
 import os
 import sys
 import threading
@@ -23,12 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from preprocess.arrays import PIXELS, shard_key
+from preprocess.file_maps import map_file
 from preprocess.manifest import Manifest
 from preprocess.memory import host_memory_bytes
 from preprocess.shard_index import CHECKSUM_BYTES, shard_index
 
-# Linux lets a process map 65,530 files; the shards beyond these stay with TensorStore.
-_MOST_MAPPED = 1 << 15
+# Linux lets a process map 65,530 files, here of two splits; the shards beyond these stay with TensorStore.
+_MOST_MAPPED = 3 << 13
 # Smaller images are gathered by one call a shard, for which they are copied twice: a call an image costs 2 µs. A call a
 # shard costs 10 µs, so it must be for several images.
 _LEAST_ONE_BY_ONE_BYTES = 1 << 14
@@ -39,8 +39,9 @@ _PAGE_WORDS = 1 << 10
 _LEAST_WORDS_READ = 1 << 9
 # A call to the system costs 2 µs, a third of the copy of an image.
 _LOOK_EVERY_S = 1.0
-# Of this machine's memory, the share that a split may have for its images to stay in it once they were read.
-_STAYING_SHARE = 0.5
+# Of this machine's memory, the share that a split may have for its images to stay in it once they were read: those of
+# others, and the program, need some too.
+_STAYING_SHARE = 0.4
 
 
 # Inode, size in bytes and time of the last change in ns, which tell a file from one that takes its place.
@@ -88,7 +89,8 @@ class MappedImages:
     """The mapped shard files of one split; for any number of threads.
 
     A file that is replaced is told by its identity within a second, mapped and checked anew. One that is cut off in its
-    place while an image is copied from it ends the process (SIGBUS), as with any mapped file.
+    place while an image is copied from it ends the process (SIGBUS), as with any mapped file. A page that the system
+    has taken back is read again where it is copied, which no time limit can end.
 
     Args:
         folder: of the split, on this machine.
@@ -202,8 +204,8 @@ class MappedImages:
             if self._shards.get(number) is shard and len(self._shards) - (shard is not None) < _MOST_MAPPED:
                 self._shards.pop(number, None)
                 path = os.fspath(self._folder / shard_key(number, 3))
-                # A file that cannot be opened may be there tomorrow: nothing is kept of it.
-                with suppress(FileNotFoundError):
+                # A file that cannot be opened or mapped now may be tomorrow: nothing is kept of it.
+                with suppress(OSError):
                     self._shards[number] = self._map(number, path)
             return self._shards.get(number)
 
@@ -211,21 +213,22 @@ class MappedImages:
         """Maps a file; None where its index is not sound or its images lie in another order than that of their numbers.
 
         Raises:
-            FileNotFoundError: where it is not there.
+            OSError: where it is not there, or the system maps no more.
         """
         manifest = self._manifest
         stored_bytes = self._image_bytes + (CHECKSUM_BYTES if manifest.checksum else 0)
         num_images = min(manifest.shard_images, manifest.num_images - number * manifest.shard_images)
+        index, index_start = shard_index(num_images, manifest.shard_images, stored_bytes), num_images * stored_bytes
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            identity, mapped = _map_file(path)
-        except FileNotFoundError:
-            raise
-        except (OSError, ValueError):
-            return None
-        index_start = num_images * stored_bytes
-        # In order from the beginning of the file, the images leave one index that is sound; any other is the store's.
-        if mapped[index_start:] != shard_index(num_images, manifest.shard_images, stored_bytes):
-            return None
+            identity = _identity_of(os.fstat(file))
+            # In order from the beginning of the file, the images leave one index that is sound; any other is the
+            # store's. Read, not mapped: that lets go of the interpreter lock while the disk is waited for.
+            if os.pread(file, len(index) + 1, index_start) != index:
+                return None
+            mapped = map_file(file, index_start)
+        finally:
+            os.close(file)
         height, row_words = manifest.height, manifest.row_words
         shape, strides = (num_images, height, row_words), (stored_bytes, 4 * row_words, 4)
         images = np.ndarray(shape, np.uint32, mapped, strides=strides)
@@ -234,15 +237,6 @@ class MappedImages:
             checksums = np.ndarray((num_images,), np.uint32, mapped, offset=self._image_bytes, strides=(stored_bytes,))
         marks = np.zeros(-(-num_images // 8), np.uint8)
         return _MappedShard(path, identity, images, checksums, marks, time.monotonic())
-
-
-def _map_file(path: str) -> tuple[_Identity, mmap.mmap]:
-    """Maps a file to be read; raises OSError, or ValueError where it is empty."""
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return _identity_of(os.fstat(file)), mmap.mmap(file, 0, prot=mmap.PROT_READ)
-    finally:
-        os.close(file)
 
 
 def _read_pages(image: NDArray[np.uint32]) -> None:

@@ -8,8 +8,8 @@ interruptions. The manifest is written last.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +23,7 @@ from preprocess.arrays import (
     PIXELS,
     create_array,
     labels_metadata,
-    pixels_metadata,
-    shard_key,
     words_digest,
-    write_array,
 )
 from preprocess.channels import ChannelSums
 from preprocess.journal import JOURNAL, PLAN_KEY, Failure, Journal, ShardRecord, read_failures
@@ -34,16 +31,12 @@ from preprocess.location import Location, ShardError, printable, reason
 from preprocess.manifest import FAILURES_KEY, MANIFEST_KEY, Manifest, is_manifest
 from preprocess.owner import LOCK_KEY, OWNER_KEY, Owner
 from preprocess.pipeline import PackedImage, decode_in_order
-from preprocess.pixels import words_of_row
 from preprocess.plan import PackSettings, check_same_plan, is_plan, make_plan, plan_of
-from preprocess.shard_file import ShardFile
+from preprocess.shard_writer import SHARD_TIMEOUT_S, ShardWriter, metadata_for
 from preprocess.split_files import delete_lock_files, delete_split_files, split_files
 
 if TYPE_CHECKING:
     from preprocess.listing import SourceSplit
-
-SHARD_TIMEOUT_S = 1800.0
-"""How long one shard file may take to be written, in seconds."""
 
 # Stands in the journal in place of a plan while an old pack is being deleted.
 _CLEARING = {"clearing": True}
@@ -124,7 +117,7 @@ def _pack(
     records = journal.records()
     num_resumed = records[-1].stop if records else 0
     total = len(source)
-    writer = _ShardWriter(location, journal, settings, total, records)
+    writer = ShardWriter(location, journal, settings, total, records)
     num_failed = sum(len(record.failures) for record in records)
     if on_progress is not None:
         on_progress(PackProgress(num_resumed, total, num_failed, num_resumed))
@@ -210,147 +203,6 @@ def _clear(location: Location, journal: Journal) -> None:
     journal.delete()
 
 
-class _StoredShard:
-    """A shard that TensorStore writes, wherever and however encoded: filled in memory, then written at once."""
-
-    def __init__(self, array: ts.TensorStore, first: int, words: NDArray[np.uint32]) -> None:
-        self._array, self._first, self._words = array, first, words
-        self._num_images = 0
-
-    def add(self, words: NDArray[np.uint32]) -> None:
-        self._words[self._num_images] = words
-        self._num_images += 1
-
-    def commit(self) -> Any:
-        # A transaction makes it one write of one file. The words are copied into it, so the buffer is free at once.
-        transaction = ts.Transaction()
-        slot = self._array.with_transaction(transaction)[self._first : self._first + self._num_images]
-        slot.write(self._words[: self._num_images]).result(timeout=SHARD_TIMEOUT_S)
-        return transaction.commit_async()
-
-    def discard(self) -> None:
-        """Has nothing to leave behind."""
-
-
-class _ShardWriter:
-    """Fills one shard while the one before is brought to the disk, and notes each in the journal once it is there."""
-
-    def __init__(
-        self,
-        location: Location,
-        journal: Journal,
-        settings: PackSettings,
-        num_candidates: int,
-        records: Sequence[ShardRecord],
-    ) -> None:
-        self.records = list(records)
-        self._location = location
-        self._journal = journal
-        self._settings, self._shard_images = settings, settings.resolved_shard_images
-        self._folder = location.local_path if settings.codec == "raw" else None
-        if self._folder is None:
-            size = settings.rule.size
-            # How many images decode is known at the end; the chunks of an array do not depend on its length.
-            self._array = write_array(location, PIXELS, _pixels_metadata(num_candidates, settings))
-            shape = (min(self._shard_images, num_candidates), size, words_of_row(size, settings.layout))
-            self._words = np.empty(shape, np.uint32)
-        self._writing: tuple[Any, ShardRecord] | None = None
-        self._shard: ShardFile | _StoredShard | None = None
-        self._start = records[-1].stop if records else 0
-        self._clear()
-
-    def __enter__(self) -> _ShardWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        try:
-            self._settle()
-        finally:
-            if self._shard is not None:
-                self._shard.discard()
-
-    def add(self, image: PackedImage) -> None:
-        """Put an image into the shard being filled."""
-        with self._naming(self._number):
-            if self._shard is None:
-                self._shard = self._begin_shard()
-            self._shard.add(image.words)
-        self._digest.update(np.ascontiguousarray(image.words, "<u4").data)
-        self._labels.append(image.label)
-        self._sums += image.sums
-        if len(self._labels) == self._shard_images:
-            self._submit(image.index + 1)
-
-    def add_failure(self, failure: Failure) -> None:
-        """Note an image that is left out."""
-        self._failures.append(failure)
-
-    def finish(self, stop: int) -> None:
-        """Write the last shard, which may be smaller or hold failures alone; ``stop`` is the source's length."""
-        if self._start < stop:
-            self._submit(stop)
-        self._settle()
-
-    @property
-    def _number(self) -> int:
-        """Of the shard being filled."""
-        return len(self.records) + (self._writing is not None)
-
-    def _begin_shard(self) -> ShardFile | _StoredShard:
-        if self._folder is None:
-            return _StoredShard(self._array, self._number * self._shard_images, self._words)
-        path = self._folder / PIXELS / shard_key(self._number, 3)
-        return ShardFile(path, shard_images=self._shard_images, checksum=self._settings.checksum)
-
-    def _clear(self) -> None:
-        self._labels: list[int] = []
-        self._failures: list[Failure] = []
-        self._sums = np.zeros((2, 3), np.int64)
-        self._digest = hashlib.sha256()
-
-    def _submit(self, stop: int) -> None:
-        self._settle()
-        labels = np.array(self._labels, np.uint16)
-        sums = ChannelSums.from_array(len(labels) * self._settings.rule.size**2, self._sums)
-        record = ShardRecord(self._start, stop, labels, tuple(self._failures), sums, self._digest.hexdigest())
-        commit = None
-        if self._shard is not None:
-            self._journal.check_owner()
-            with self._naming(self._number):
-                commit = self._shard.commit()
-        self._shard = None
-        self._writing = (commit, record)
-        self._start = stop
-        self._clear()
-
-    def _settle(self) -> None:
-        """Wait for the shard under way and note it."""
-        if self._writing is None:
-            return
-        commit, record = self._writing
-        self._writing = None
-        shard = len(self.records)
-        if commit is not None:
-            with self._naming(shard):
-                commit.result(timeout=SHARD_TIMEOUT_S)
-        self._journal.append(shard, record)
-        self.records.append(record)
-
-    @contextmanager
-    def _naming(self, shard: int) -> Iterator[None]:
-        """Raises ShardError, which names the shard's file, where that can't be written."""
-        name = f"{self._location.display}{PIXELS}/{shard_key(shard, 3)}"
-        try:
-            yield
-        except TimeoutError as error:
-            raise ShardError(f"{name}: not written in {SHARD_TIMEOUT_S:.0f} s; check the disk and run again") from error
-        except (ValueError, OSError, RuntimeError) as error:
-            raise ShardError(
-                f"{name}: can't be written: {reason(error)}; mend it (free space, rights) and run the same command "
-                f"again, it continues at shard {shard}"
-            ) from error
-
-
 def _finish(
     source: SourceSplit,
     location: Location,
@@ -390,7 +242,7 @@ def _finish(
         failures_digest=hashlib.sha256(noted).hexdigest(),
     )
     journal.check_owner()
-    create_array(location, PIXELS, _pixels_metadata(len(labels), settings))
+    create_array(location, PIXELS, metadata_for(len(labels), settings))
     _write_labels(location, labels)
     location.write(FAILURES_KEY, noted)
     journal.check_owner()
@@ -416,18 +268,6 @@ def _write_labels(location: Location, labels: NDArray[np.uint16]) -> None:
                 f"{location.display}{LABELS}: can't be written: {reason(error)}; mend it (free space, rights) and run "
                 "the same command again"
             ) from error
-
-
-def _pixels_metadata(num_images: int, settings: PackSettings) -> dict[str, Any]:
-    size = settings.rule.size
-    return pixels_metadata(
-        num_images,
-        size,
-        words_of_row(size, settings.layout),
-        shard_images=settings.resolved_shard_images,
-        codec=settings.codec,
-        checksum=settings.checksum,
-    )
 
 
 def _failures(records: Sequence[ShardRecord]) -> tuple[Failure, ...]:

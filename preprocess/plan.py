@@ -57,7 +57,7 @@ class PackSettings:
                 raise ValueError(f"{name} must be at least 1, found {value}")
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, found {self.layout!r}")
-        # A shard is filled in memory.
+        # A shard that is compressed or goes elsewhere is filled in memory.
         shard_bytes = self.resolved_shard_images * self.image_bytes
         if shard_bytes > _MAX_SHARD_BYTES:
             raise ValueError(

@@ -37,8 +37,10 @@ class ShardFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._shard_images, self._checksum = path, shard_images, checksum
         self._num_images = self._size_bytes = 0
+        self._is_done = False
         self._unfinished = path.with_name(path.name + LOCK_SUFFIX)
-        self._file = os.open(self._unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        # Where one is there another packer is at work, or was killed; the next pack then removes it.
+        self._file = os.open(self._unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def add(self, words: NDArray[np.uint32]) -> None:
         """Appends an image, uint32 ``[H, W]``, all of one size; raises OSError where the disk takes no more."""
@@ -66,23 +68,32 @@ class ShardFile:
 
     def discard(self) -> None:
         """Leaves nothing of a file that is not to be committed; may be called again."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-            with suppress(OSError):
+        if self._is_done:
+            return
+        self._is_done = True
+        with suppress(OSError):
+            if self._is_own():
                 self._unfinished.unlink()
+        with suppress(OSError):
+            os.close(self._file)
 
     def _finish(self) -> None:
         try:
             self._write(shard_index(self._num_images, self._shard_images, self._size_bytes // self._num_images))
             os.fsync(self._file)
+            if not self._is_own():
+                raise FileExistsError("another pack writes to this folder")
+            self._unfinished.replace(self._path)
         except BaseException:
             self.discard()
             raise
+        self._is_done = True
         os.close(self._file)
-        self._file = -1
-        self._unfinished.replace(self._path)
         _sync_folder(self._path.parent)
+
+    def _is_own(self) -> bool:
+        """Whether the unfinished file is the one that was made here."""
+        return os.path.samestat(os.fstat(self._file), self._unfinished.stat())
 
     def _write(self, data: NDArray[np.uint32] | bytes) -> None:
         left = memoryview(data).cast("B")

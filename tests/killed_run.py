@@ -16,6 +16,7 @@ from pathlib import Path
 
 from engine import train
 from engine.config import TrainConfig
+from engine.feeder import _LEAST_DEPTH
 from engine.records.control_requests import ControlRequest, new_request_id, send_request
 from tests.toy import CLASSES, Linear, toy_batch
 
@@ -62,7 +63,7 @@ def train_here(run: Path, cache: Path, *, batches=None, notify=lambda _: None, *
 def paced_batches(run: Path):
     """Gives batches that wait for each snapshot to be on disk, so that the writer leaves out none."""
     # As far behind the snapshot's own batch as the feeder reads ahead: the loop has emitted it by then.
-    lag = ACCUMULATE + 4
+    lag = ACCUMULATE + _LEAST_DEPTH
 
     def batches(pull):
         step, is_due = divmod((pull - lag), SNAPSHOT_EVERY * ACCUMULATE)

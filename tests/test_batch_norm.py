@@ -108,11 +108,12 @@ def test_evaluation_uses_the_running_statistics_and_leaves_them():
     np.testing.assert_allclose(rectified, np.maximum(wanted, 0), atol=1e-5)
 
 
+@pytest.mark.parametrize("relu", [True, False])
 @pytest.mark.parametrize("train", [True, False])
-def test_bfloat16_activations_keep_float32_statistics(train):
+def test_bfloat16_activations_keep_float32_statistics(train, relu):
     x = normal(0, (4, 4, 4, 5), jnp.bfloat16)
-    y, running = batch_norm(x, jnp.ones(5), jnp.zeros(5), FRESH, train=train)
+    y, running = batch_norm(x, jnp.ones(5), jnp.zeros(5), FRESH, train=train, relu=relu)
     assert y.dtype == jnp.bfloat16
     assert running.mean.dtype == running.var.dtype == jnp.float32
-    exact, _ = batch_norm(x.astype(jnp.float32), jnp.ones(5), jnp.zeros(5), FRESH, train=train)
+    exact, _ = batch_norm(x.astype(jnp.float32), jnp.ones(5), jnp.zeros(5), FRESH, train=train, relu=relu)
     np.testing.assert_allclose(np.asarray(y, np.float32), exact, rtol=2**-8, atol=1e-6)  # rounded once, to 8 bits

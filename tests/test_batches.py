@@ -147,7 +147,7 @@ def test_steps_asked_for_in_any_order_by_many_threads_are_those_of_the_order(mon
     asked = []
 
     class Split:
-        num_images, height, width, lends = 23, 2, 2, False
+        num_images, height, width, row_words, lends = 23, 2, 2, 2, False
 
         def read_into(self, indices, pixels, labels, *, timeout_s):
             asked.append((int(pixels[0, 0, 0]), indices.tolist()))

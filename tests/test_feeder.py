@@ -366,3 +366,14 @@ def test_memory_is_bounded_by_the_ring():
 def test_of_small_batches_more_are_read_ahead_unless_told(batch, size, prefetch, thread_safe, depth):
     source = SimpleNamespace(batch=batch, height=size, width=size, thread_safe=thread_safe)
     assert ring_depth(cast(Any, source), prefetch) == depth
+
+
+@pytest.mark.parametrize(
+    ("depth", "num_threads", "least_free"),
+    [(1, 1, 1), (2, 2, 1), (4, 1, 2), (4, 2, 2), (4, 3, 1), (4, 4, 1), (64, 2, 32)],
+)
+def test_workers_sleep_for_several_slots_only_where_these_come_together(depth, num_threads, least_free):
+    """With a thread for every slot, all may be at work: the one that ends is needed at once."""
+    source = SimpleNamespace(batch=1, height=1, width=1, thread_safe=True)
+    feeder = Feeder(cast(Any, source), start_step=0, stop_step=100, depth=depth, num_threads=num_threads, timeout_s=1)
+    assert feeder._least_free == least_free

@@ -1,11 +1,13 @@
 """Reads from mapped shard files: the packed pixels, each image checked, and of no file but the one that is there."""
 
+import errno
 import os
 import shutil
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -308,3 +310,20 @@ def test_pages_are_read_again_only_of_a_split_that_may_have_left_the_memory(
         assert lent is not None
         assert len(reads) == num_reads
         np.testing.assert_array_equal(np.stack(lent), words[indices])
+
+
+def test_a_file_that_cannot_be_opened_for_a_while_is_mapped_afterwards(packs, monkeypatch):
+    folder, words = packs[LARGE, True]
+    with open_split(str(folder), "train") as split:
+        with monkeypatch.context() as patch:
+            failing = SimpleNamespace(**vars(os) | {"open": lambda *_: os_error(errno.EMFILE)})
+            patch.setattr(mapped_images, "os", failing)
+            np.testing.assert_array_equal(read(split, [1, 9]), words[[1, 9]])
+            assert split.lend(np.array([1]), np.zeros(1, np.int32), timeout_s=30.0) is None
+        lent = split.lend(np.array([1]), np.zeros(1, np.int32), timeout_s=30.0)
+        assert lent is not None
+        np.testing.assert_array_equal(lent[0], words[1])
+
+
+def os_error(code):
+    raise OSError(code, os.strerror(code))

@@ -1,6 +1,7 @@
 """Copies by one thread and by several: the same bytes, all of them before the call returns."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -58,11 +59,71 @@ def test_a_failure_is_raised_once_no_thread_writes_any_more(copies, monkeypatch,
 
     monkeypatch.setattr(row_copies, "_copy", copy)
     pixels = np.zeros((8, 4, 4), np.uint32)
-    if copies._num_threads == 1 and not fails_on_caller:
+    num_others = copies._num_others
+    if num_others == 0 and not fails_on_caller:
         copies.copy(pixels, pixels)
+        assert late == [False]
         return
     with pytest.raises(ValueError, match="no such page"):
         copies.copy(pixels, pixels)
     is_over = True
     assert not any(late)
-    assert len(late) == (0 if copies._num_threads == 1 else copies._num_threads - 1 if fails_on_caller else 1)
+    assert len(late) == (num_others if fails_on_caller else 1)
+
+
+@pytest.mark.parametrize("num_startable", [0, 1, 2])
+def test_where_threads_cannot_be_started_the_others_copy_all(monkeypatch, num_startable):
+    left, start = [num_startable], threading.Thread.start
+
+    def start_or_fail(thread):
+        if not left[0]:
+            raise RuntimeError("can't start new thread")
+        left[0] -= 1
+        start(thread)
+
+    monkeypatch.setattr(row_copies, "_LEAST_PART_BYTES", 64)
+    monkeypatch.setattr(threading.Thread, "start", start_or_fail)
+    source = np.random.default_rng(0).integers(1 << 32, size=(9, 4, 4), dtype=np.uint32)
+    copies, pixels = RowCopies(4), np.zeros_like(source)
+    copies.copy(source, pixels)
+    copies.close()
+    np.testing.assert_array_equal(pixels, source)
+
+
+def test_closed_it_copies_by_itself(monkeypatch):
+    monkeypatch.setattr(row_copies, "_LEAST_PART_BYTES", 64)
+    source = np.random.default_rng(0).integers(1 << 32, size=(9, 4, 4), dtype=np.uint32)
+    for num_copies_before in (0, 1):
+        copies = RowCopies(3)
+        for _ in range(num_copies_before):
+            copies.copy(source, np.zeros_like(source))
+        copies.close()
+        pixels = np.zeros_like(source)
+        copies.copy(source, pixels)
+        np.testing.assert_array_equal(pixels, source)
+
+
+def test_many_callers_get_their_own_and_the_threads_end(monkeypatch):
+    monkeypatch.setattr(row_copies, "_LEAST_PART_BYTES", 64)
+    before = threading.active_count()
+    copies, wrong = RowCopies(3), []
+
+    def call(seed):
+        source = np.random.default_rng(seed).integers(1 << 32, size=(12, 4, 4), dtype=np.uint32)
+        for _ in range(50):
+            pixels = np.zeros_like(source)
+            copies.copy(source, pixels)
+            if not np.array_equal(pixels, source):
+                wrong.append(seed)
+
+    callers = [threading.Thread(target=call, args=(seed,)) for seed in range(4)]
+    for each in callers:
+        each.start()
+    for each in callers:
+        each.join(timeout=60)
+    copies.close()
+    assert wrong == []
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before

@@ -107,3 +107,27 @@ def test_what_is_not_to_be_committed_leaves_nothing(tmp_path):
     shard.discard()
     shard.discard()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_another_pack_took_over_is_not_published(tmp_path):
+    """Where files cannot be locked a second pack may remove the first one's unfinished file and begin its own."""
+    shard = ShardFile(tmp_path / "own", shard_images=2, checksum=True)
+    shard.add(drawn(1, 2, 2)[0])
+    with pytest.raises(FileExistsError):
+        ShardFile(tmp_path / "own", shard_images=2, checksum=True)
+    next(tmp_path.iterdir()).unlink()
+    other = ShardFile(tmp_path / "own", shard_images=2, checksum=True)
+    with pytest.raises(OSError, match="another pack writes to this folder"):
+        shard.commit().result(timeout=30)
+    other.add(drawn(1, 2, 2)[0])
+    other.commit().result(timeout=30)
+    assert [each.name for each in tmp_path.iterdir()] == ["own"]
+
+
+def test_a_folder_in_the_files_place_leaves_nothing(tmp_path):
+    (tmp_path / "own").mkdir()
+    shard = ShardFile(tmp_path / "own", shard_images=2, checksum=True)
+    shard.add(drawn(1, 2, 2)[0])
+    with pytest.raises(OSError, match="directory"):
+        shard.commit().result(timeout=30)
+    assert [each.name for each in tmp_path.iterdir()] == ["own"]

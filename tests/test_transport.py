@@ -37,6 +37,19 @@ def test_a_host_function_reads_operands_and_writes_results_once_an_iteration(tra
     assert int(negative) == -6
 
 
+def test_the_state_of_a_thread_is_kept_before_anything_else_of_a_call(monkeypatch):
+    """A call on a thread of XLA's would otherwise make one; which thread calls cannot be chosen here."""
+    transport, calls = InplaceTransport(), []
+    monkeypatch.setattr(type(transport._thread_state), "keep", lambda _: calls.append("kept"))
+
+    def program(value):
+        return transport.call(lambda *_: calls.append("called"), RESULTS[1:], value)
+
+    for _ in range(2):
+        jax.block_until_ready(jax.jit(program)(jnp.float32(1)))
+    assert calls == ["kept", "called"] * 2
+
+
 @pytest.mark.parametrize("transport", [InplaceTransport(), CallbackTransport()], ids=lambda each: each.name)
 def test_a_call_whose_results_nobody_uses_is_still_made(transport):
     seen = []

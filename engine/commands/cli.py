@@ -268,11 +268,7 @@ def _list_recipes(context: click.Context, _parameter: click.Parameter, is_wanted
 )
 @click.option("--seed", type=int, default=_DEFAULTS.seed, metavar="N", help="Of initial parameters and image order.")
 @click.option(
-    "--prefetch",
-    type=_OPTIONAL_INT,
-    metavar="BATCHES",
-    show_default="4, more of small ones",
-    help="Batches read ahead.",
+    "--prefetch", type=_OPTIONAL_INT, metavar="BATCHES", show_default="4, more of small", help="Batches read ahead."
 )
 @click.option(
     "--reader-threads", type=int, default=_DEFAULTS.reader_threads, metavar="N", help="Threads that read shards."

@@ -1,4 +1,8 @@
-"""Feedloop's training step on a resident batch: N updates in one `lax.while_loop`, N a runtime value."""
+"""Feedloop's training step on a resident batch: N updates in one `lax.while_loop`, N a runtime value.
+
+The update is SGD with momentum, as every candidate makes it; the engine's own also looks whether the gradient is
+finite, clips and decays.
+"""
 
 import sys
 from functools import partial
