@@ -146,12 +146,17 @@ class ShardWriter:
         if self._writing is None:
             return
         commit, record = self._writing
-        self._writing = None
         shard = len(self.records)
-        if commit is not None:
-            with self._naming(shard):
-                commit.result(timeout=SHARD_TIMEOUT_S)
-        self._journal.append(shard, record)
+        try:
+            if commit is not None:
+                with self._naming(shard):
+                    commit.result(timeout=SHARD_TIMEOUT_S)
+            self._journal.append(shard, record)
+        except Exception:
+            # Not asked again; after an interruption, which is none, it is waited for once more.
+            self._writing = None
+            raise
+        self._writing = None
         self.records.append(record)
 
     @contextmanager
