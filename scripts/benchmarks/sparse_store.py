@@ -23,6 +23,8 @@ from preprocess.listing import ImageClass
 from preprocess.location import open_location
 from preprocess.manifest import FORMAT_VERSION, MANIFEST_KEY, Manifest
 from preprocess.pixels import LAYOUTS
+from preprocess.shard_file import ShardFile
+from preprocess.shards import open_split
 from scripts.benchmarks.bench import Settings
 from scripts.benchmarks.data import SPLIT, Say, ensure_shards
 
@@ -39,14 +41,18 @@ def ensure_sparse(settings: Settings, say: Say, *, num_images: int) -> Path:
     folder = sparse_folder(settings, num_images)
     if (folder / SPLIT / MANIFEST_KEY).exists():
         return folder
-    real = ensure_shards(settings, say, num_images=SHARD_IMAGES, size=SIZE) / SPLIT / PIXELS / shard_key(0, 3)
+    whole = ensure_shards(settings, say, num_images=SHARD_IMAGES, size=SIZE)
+    real = whole / SPLIT / PIXELS / shard_key(0, 3)
     say(f"making {folder}")
     shutil.rmtree(folder, ignore_errors=True)
     split = open_location(str(folder)).child(SPLIT)
     metadata = pixels_metadata(num_images, SIZE, SIZE, shard_images=SHARD_IMAGES, codec="raw", checksum=True)
     create_array(split, PIXELS, metadata)
     num_shards = -(-num_images // SHARD_IMAGES)
-    _link_all(folder / SPLIT / PIXELS, real, range(num_shards), rank=3)
+    num_whole, num_left = divmod(num_images, SHARD_IMAGES)
+    _link_all(folder / SPLIT / PIXELS, real, range(num_whole), rank=3)
+    if num_left:
+        _write_last(whole, folder / SPLIT / PIXELS / shard_key(num_whole, 3), num_left)
     labels = np.arange(LABELS_PER_SHARD, dtype=np.uint16) % NUM_CLASSES
     write_array(split, LABELS, labels_metadata(LABELS_PER_SHARD)).write(labels).result(timeout=60)
     create_array(split, LABELS, labels_metadata(num_images))
@@ -54,6 +60,17 @@ def ensure_sparse(settings: Settings, say: Say, *, num_images: int) -> Path:
     _link_all(folder / SPLIT / LABELS, first, range(1, -(-num_images // LABELS_PER_SHARD)), rank=1)
     split.write(MANIFEST_KEY, _manifest(num_images, num_shards).to_json().encode())
     return folder
+
+
+def _write_last(whole: Path, path: Path, num_images: int) -> None:
+    """Writes the last shard, of the first images of the whole one."""
+    words, labels = np.zeros((num_images, SIZE, SIZE), np.uint32), np.zeros(num_images, np.int32)
+    with open_split(str(whole), SPLIT) as split:
+        split.read_into(np.arange(num_images), words, labels, timeout_s=60)
+    shard = ShardFile(path, shard_images=SHARD_IMAGES, checksum=True)
+    for image in words:
+        shard.add(image)
+    shard.commit().result(timeout=60)
 
 
 def _link_all(array: Path, target: Path, shards: range, *, rank: int) -> None:
