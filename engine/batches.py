@@ -92,9 +92,9 @@ class ShardBatches:
         first, images = self._ordered
         if not first <= step < first + len(images):
             num_steps = max(1, _POSITIONS_AT_ONCE // self.batch)
-            first = step - step % num_steps
-            positions = np.arange(first * self.batch, (first + num_steps) * self.batch, dtype=np.int64)
-            images = self._order.images_at(positions).reshape(num_steps, self.batch)
+            turn = step // num_steps
+            images = self._order.batch(turn, num_steps * self.batch).reshape(num_steps, self.batch)
+            first = turn * num_steps
             self._ordered = first, images
         return images[step - first]
 
