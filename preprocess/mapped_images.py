@@ -217,7 +217,8 @@ class MappedImages:
         """
         manifest = self._manifest
         stored_bytes = self._image_bytes + (CHECKSUM_BYTES if manifest.checksum else 0)
-        num_images = min(manifest.shard_images, manifest.num_images - number * manifest.shard_images)
+        start, stop = manifest.shard_range(number)
+        num_images = stop - start
         index, index_start = shard_index(num_images, manifest.shard_images, stored_bytes), num_images * stored_bytes
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
