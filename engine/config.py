@@ -39,6 +39,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "momentum": (0, 1),
     "weight_decay": (0, _MOST_FLOAT32),
     "seed": (0, 2**63 - 1),
+    "chunk_batches": (1, 1024),
     "prefetch": (1, 1024),
     "reader_threads": (1, 1024),
     "infeed_timeout_s": (0.001, 86_400),
@@ -120,7 +121,10 @@ class TrainConfig:
         mixup, cutmix: α of the Beta distribution that mixes neighbours; 0 is off.
         erasing: probability of blanking a rectangle.
         seed: of the initial parameters and of the order of the images. A runtime value.
-        prefetch: batches held in memory ahead of the device; None: 4, and more of small ones (`feeder.ring_depth`).
+        chunk_batches: batches that cross to the device at once; the steps on them are made without the host. Their
+            losses come back together, and what is asked for meanwhile takes effect after them.
+        prefetch: batches held in memory ahead of the device; None: 4, two chunks, more of small ones
+            (`feeder.ring_depth`).
         reader_threads: threads that fill them from shards; a source of your own is called from one thread, in order.
         infeed_timeout_s: seconds that a step may wait for its batch before the run ends with an error.
         transport: how batches cross to the device: "inplace" (CPU), "callback" (anything), or "auto".
@@ -184,6 +188,7 @@ class TrainConfig:
     cutmix: float = 0.0
     erasing: float = 0.0
     seed: int = 0
+    chunk_batches: int = 1
     prefetch: int | None = None
     reader_threads: int = 2
     infeed_timeout_s: float = 60.0

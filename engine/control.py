@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from engine.records.control_log import ControlEvent, events_at, factor_before
 from engine.records.control_requests import ControlRequest
 
-# uint32 [2]: a word of flags, then the bits of a float32. Two words of four bytes cross in the same call as the
-# pixels; a second call would cost more than both (4 µs).
-CONTROL_WORDS = 2
+# uint32 [3]: a word of flags, the bits of a float32, a number of batches. Words of four bytes cross in the same call as
+# the pixels; a second call would cost more than both (4 µs).
+CONTROL_WORDS = 3
 STOP = 1 << 0
 SNAPSHOT = 1 << 1
 EVALUATE = 1 << 2
@@ -30,32 +30,40 @@ class ControlWord(NamedTuple):
     """A control word as the program reads it.
 
     Attributes:
-        stop: bool [], leave the loop before this step.
-        snapshot: bool [], push a snapshot of the state after this step.
-        evaluate: bool [], evaluate after this step.
-        learning_rate_factor: float32 [], multiplies the schedule's learning rate at this step.
+        stop: bool [], leave the loop after the batches that came with the word.
+        snapshot: bool [], push a snapshot of the state after them.
+        evaluate: bool [], evaluate after them.
+        learning_rate_factor: float32 [], multiplies the schedule's learning rate at their steps.
+        num_batches: int32 [], how many came.
     """
 
     stop: jax.Array
     snapshot: jax.Array
     evaluate: jax.Array
     learning_rate_factor: jax.Array
+    num_batches: jax.Array
 
 
 def decode_control(words: jax.Array) -> ControlWord:
-    """Reads the uint32 [2] words on the device."""
+    """Reads the uint32 [3] words on the device."""
     flags = words[0]
     return ControlWord(
         stop=(flags & STOP) != 0,
         snapshot=(flags & SNAPSHOT) != 0,
         evaluate=(flags & EVALUATE) != 0,
         learning_rate_factor=lax.bitcast_convert_type(words[1], jnp.float32),
+        num_batches=words[2].astype(jnp.int32),
     )
 
 
-def encode_control(flags: int = 0, learning_rate_factor: float = 1.0) -> NDArray[np.uint32]:
-    """Writes uint32 [2] words on the host; `flags` is a union of STOP, SNAPSHOT and EVALUATE."""
-    return np.array([flags, np.float32(learning_rate_factor).view(np.uint32)], np.uint32)
+def encode_control(flags: int, learning_rate_factor: float, num_batches: int) -> NDArray[np.uint32]:
+    """Writes uint32 [3] words on the host; `flags` is a union of STOP, SNAPSHOT and EVALUATE."""
+    return np.array([flags, np.float32(learning_rate_factor).view(np.uint32), num_batches], np.uint32)
+
+
+def stop_at_once() -> NDArray[np.uint32]:
+    """Gives the uint32 [3] words of a stop that comes in the place of batches."""
+    return encode_control(STOP, 1.0, 0)
 
 
 class ControlBoard:
@@ -110,26 +118,34 @@ class ControlBoard:
         """Tells whether a stop was asked for."""
         return self.stop_reason is not None
 
-    def words(self, pull: int) -> NDArray[np.uint32]:
-        """Gives the uint32 [2] control words of a pull of training batches (from 0) and takes up what waits for it.
+    def words(self, pull: int, num_batches: int) -> NDArray[np.uint32]:
+        """Gives the uint32 [3] control words of a pull of training batches and takes up what waits for it.
+
+        Args:
+            pull: its first batch, from 0.
+            num_batches: wanted. Fewer come, at least one, where a request of an earlier launch took effect among
+                them, and one where something is asked for that acts behind it.
 
         Raises:
             BaseException: what the record of a request raised.
         """
         if self.is_stop_requested():
-            return encode_control(STOP)
+            return stop_at_once()
         flags = 0
         for event in [*events_at(self._replayed, pull), *self._take_up(pull)]:
             flags |= SNAPSHOT * event.snapshot | EVALUATE * event.evaluate
             if event.learning_rate_factor is not None:
                 self._factor = event.learning_rate_factor
         if self.is_stop_requested():
-            return encode_control(STOP)
-        return encode_control(flags, self._factor)
+            return stop_at_once()
+        # What acts behind an update does so behind the same one in every launch, whatever chunks that makes.
+        most = 1 if flags else num_batches
+        num_batches = min([most, *(event.pull - pull for event in self._replayed if event.pull > pull)])
+        return encode_control(flags, self._factor, num_batches)
 
-    def stop_words(self) -> NDArray[np.uint32]:
-        """Gives the uint32 [2] control words of a pull that only a stop concerns."""
-        return encode_control(STOP if self.is_stop_requested() else 0)
+    def stop_words(self, num_batches: int) -> NDArray[np.uint32]:
+        """Gives the uint32 [3] control words of a pull of `num_batches` that only a stop concerns."""
+        return stop_at_once() if self.is_stop_requested() else encode_control(0, 1.0, num_batches)
 
     def _take_up(self, pull: int) -> list[ControlEvent]:
         """Records what is asked for as taking effect at this pull, and gives it."""

@@ -34,15 +34,15 @@ def batch_bytes(source: BatchSource) -> int:
     return source.batch * (source.height * row_words(source) + 1) * 4
 
 
-def ring_depth(source: BatchSource, prefetch: int | None) -> int:
-    """How many batches to read ahead: `prefetch`, or 4, and of small ones as many as a megabyte holds, up to 64.
+def ring_depth(source: BatchSource, prefetch: int | None, chunk: int = 1) -> int:
+    """How many batches to read ahead: `prefetch`, or 4 and two chunks, and as many as a megabyte holds, up to 64.
 
     A function of the user's, which is not thread-safe, is asked no earlier for a small batch than for a large one.
     """
     if prefetch is not None:
         return prefetch
     small = min(_MOST_SMALL_BATCHES, _SMALL_RING_BYTES // batch_bytes(source)) if source.thread_safe else 0
-    return max(_LEAST_DEPTH, small)
+    return max(_LEAST_DEPTH, 2 * chunk, small)
 
 
 class _Slot:
@@ -136,16 +136,17 @@ class Feeder:
             FeederError: where the batch did not come in time or never can.
             BaseException: whatever the source raised for this step.
         """
-        started = time.perf_counter()
-        slot = self._slots[step % self._depth]
+        slot, waited_s = self._slots[step % self._depth], 0.0
         # A batch that is there stays until it is taken: no lock is needed to see it.
-        if slot.step != step and not self._wait(lambda: slot.step == step or self._closed, step, is_cancelled):
-            return None
+        if slot.step != step:
+            started = time.perf_counter()
+            if not self._wait(lambda: slot.step == step or self._closed, step, is_cancelled):
+                return None
+            waited_s = time.perf_counter() - started
         if slot.failure is not None:
             raise slot.failure
         if slot.step != step:
             raise FeederError(f"the feeder was closed while {self._name_step(step)} waited for its batch")
-        waited_s = time.perf_counter() - started
         rows = slice(shard * self.shard_batch, (shard + 1) * self.shard_batch)
         self._copies.copy((slot.pixels if slot.lent is None else slot.lent)[rows], pixels)
         np.copyto(labels, slot.labels[rows])

@@ -1,7 +1,8 @@
 """The infeed: the crossing by which the program pulls its batches and the control word.
 
-A pull is addressed by (step, shard). Where the host fails, the exception is kept here, the pull answers zeros with
-the stop bit set, and the loop ends before that step; the host then raises what was kept.
+A pull is addressed by (step, shard) and takes the batches from that step on, one or a chunk of them. Where the host
+fails, the exception is kept here, the pull answers with the batches that came before, and the stop bit set; the loop
+ends after these, and the host then raises what was kept.
 """
 
 import traceback
@@ -11,9 +12,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from numpy.typing import NDArray
 
-from engine.control import CONTROL_WORDS, STOP, ControlBoard, ControlWord, decode_control, encode_control
+from engine.batches import Labels, Pixels
+from engine.control import CONTROL_WORDS, STOP, ControlBoard, ControlWord, decode_control, stop_at_once
 from engine.feeder import Feeder
 from engine.transport import Array, Transport
 from engine.unpack import pack_dense
@@ -23,14 +26,26 @@ class Pulled(NamedTuple):
     """What one pull gives the program.
 
     Attributes:
-        pixels: uint32 [b, H, W], packed; b is the shard's part of the batch.
-        labels: int32 [b].
-        control: what the host asks for at this step.
+        pixels: uint32 [n, b, H, words of a row], of up to n batches; b is the shard's part of one.
+        labels: int32 [n, b].
+        control: what the host asks for, and how many batches there are; behind them are zeros.
     """
 
     pixels: jax.Array
     labels: jax.Array
     control: ControlWord
+
+
+class Batch(NamedTuple):
+    """One batch on the device.
+
+    Attributes:
+        pixels: uint32 [b, H, W], packed.
+        labels: int32 [b].
+    """
+
+    pixels: jax.Array
+    labels: jax.Array
 
 
 class Infeed:
@@ -39,12 +54,14 @@ class Infeed:
     Args:
         feeder: where the batches are.
         board: asked whether the run is to stop.
-        words_of: gives a pull's control words, uint32 [2].
+        words_of: gives the control words, uint32 [3], of a pull of batches from (step, at most so many).
         transport: how the call is made.
         height, width: of the images, in pixels.
         row_words: words of a row where the layout is dense; None: one a pixel.
+        chunk: batches a pull, n.
 
     Attributes:
+        chunk: as given.
         failure: the exception that ended the infeed, None while there is none.
     """
 
@@ -54,25 +71,40 @@ class Infeed:
         board: ControlBoard,
         transport: Transport,
         *,
-        words_of: Callable[[int], NDArray[np.uint32]],
+        words_of: Callable[[int, int], NDArray[np.uint32]],
         height: int,
         width: int,
         row_words: int | None = None,
+        chunk: int = 1,
     ) -> None:
         self._is_dense = row_words not in (None, width)
         self._feeder, self._board, self._transport, self._words_of = feeder, board, transport, words_of
+        self.chunk = chunk
         self._results = (
-            jax.ShapeDtypeStruct((feeder.shard_batch, height, row_words or width), jnp.uint32),
-            jax.ShapeDtypeStruct((feeder.shard_batch,), jnp.int32),
+            jax.ShapeDtypeStruct((chunk, feeder.shard_batch, height, row_words or width), jnp.uint32),
+            jax.ShapeDtypeStruct((chunk, feeder.shard_batch), jnp.int32),
             jax.ShapeDtypeStruct((CONTROL_WORDS,), jnp.uint32),
         )
         self._wait_s: dict[int, float] = {}
         self.failure: BaseException | None = None
 
-    def pull(self, step: jax.Array, shard: jax.Array) -> Pulled:
-        """Pulls the batch at int32 [] `step` (from 0) for int32 [] `shard`; called while tracing."""
-        pixels, labels, words = self._transport.call(self._answer, self._results, step, shard)
-        return Pulled(pack_dense(pixels) if self._is_dense else pixels, labels, decode_control(words))
+    def pull(self, step: jax.Array, shard: jax.Array, num_batches: jax.Array) -> Pulled:
+        """Pulls batches for a shard; called while tracing.
+
+        Args:
+            step: int32 [], of the first (from 0).
+            shard: int32 [].
+            num_batches: int32 [], how many are wanted, at most n.
+        """
+        address = jnp.stack([step, shard, num_batches])
+        pixels, labels, words = self._transport.call(self._answer, self._results, address)
+        return Pulled(pixels, labels, decode_control(words))
+
+    def batch(self, pulled: Pulled, number: jax.Array) -> Batch:
+        """Takes one of the batches of a pull, by int32 [] `number` (from 0)."""
+        pixels = lax.dynamic_index_in_dim(pulled.pixels, number, keepdims=False)
+        labels = lax.dynamic_index_in_dim(pulled.labels, number, keepdims=False)
+        return Batch(pack_dense(pixels) if self._is_dense else pixels, labels)
 
     def take_wait_s(self, step: int) -> float:
         """Gives the seconds that the pull of `step` waited for its batch, once."""
@@ -80,23 +112,38 @@ class Infeed:
 
     def _answer(self, operands: Sequence[Array], results: Sequence[Array]) -> None:
         """The host's side of a pull; runs on a thread of the runtime."""
-        step, shard = (int(operand) for operand in operands)
+        step, shard, num_wanted = operands[0].tolist()
         pixels, labels, words = results
+        num_taken = 0
         try:
-            words[...] = self._words_of(step)
-            if not words[0] & STOP:
-                is_stopped = self._board.is_stop_requested
-                waited_s = self._feeder.take(step, shard, pixels, labels, is_cancelled=is_stopped)
-                if waited_s is not None:
-                    self._wait_s[step] = waited_s
-                    return
-                words[...] = self._board.stop_words()
-            # A stop takes no batch: it stays for whoever continues at this step.
-            pixels[...], labels[...] = 0, 0
+            words[...] = self._words_of(step, num_wanted)
+            num_batches = int(words[2])
+            while num_taken < num_batches:
+                if not self._take(step + num_taken, shard, pixels[num_taken], labels[num_taken]):
+                    break
+                num_taken += 1
+            if num_taken < num_batches:
+                _end_with(num_taken, words)
         except BaseException as error:  # noqa: BLE001 - raising through XLA loses it: kept, and raised by the host
             self.failure = error
-            pixels[...], labels[...] = 0, 0
-            words[...] = encode_control(STOP)
+            _end_with(num_taken, words)
+        if num_taken < len(pixels):
+            pixels[num_taken:], labels[num_taken:] = 0, 0
+        if self.failure is not None:
             # The traceback keeps the frames: none may hold the program's memory.
-            traceback.clear_frames(error.__traceback__)
+            traceback.clear_frames(self.failure.__traceback__)
             del operands, results, pixels, labels, words
+
+    def _take(self, step: int, shard: int, pixels: Pixels, labels: Labels) -> bool:
+        """Takes a batch; False where a stop came before it, which takes none: it stays for whoever continues there."""
+        waited_s = self._feeder.take(step, shard, pixels, labels, is_cancelled=self._board.is_stop_requested)
+        if waited_s is None:
+            return False
+        if waited_s:
+            self._wait_s[step] = waited_s
+        return True
+
+
+def _end_with(num_batches: int, words: NDArray[np.uint32]) -> None:
+    """Makes the control words of a pull those of a stop after so many batches; without any they say nothing else."""
+    words[...] = (words[0] | STOP, words[1], num_batches) if num_batches else stop_at_once()

@@ -107,7 +107,11 @@ class Launch:
         self._transport: Transport = choose_transport(config.transport, jax.default_backend())
         self._feeders: list[Feeder] = []
         self._infeed = self._make_infeed(
-            self.resolved.source, self.board.words, start.pulls, config.steps * config.accumulate_steps
+            self.resolved.source,
+            self.board.words,
+            start.pulls,
+            config.steps * config.accumulate_steps,
+            chunk=config.chunk_batches,
         )
         self._evaluation_infeed = self._make_evaluation_infeed()
         self.stream = LossStream(
@@ -140,7 +144,7 @@ class Launch:
         num_batches = evaluated.num_batches
         return self._make_infeed(
             evaluated,
-            lambda _: self.board.stop_words(),
+            lambda _, num_batches: self.board.stop_words(num_batches),
             self.start.num_evaluations * num_batches,
             _MOST_STEPS,
             lambda pull: f"evaluation {pull // num_batches + 1}, pull {pull % num_batches + 1}",
@@ -149,17 +153,19 @@ class Launch:
     def _make_infeed(
         self,
         source: BatchSource,
-        words_of: Callable[[int], NDArray[np.uint32]],
+        words_of: Callable[[int, int], NDArray[np.uint32]],
         first_pull: int,
         stop_pull: int,
         name_pull: Callable[[int], str] = lambda pull: f"step {pull + 1}",
+        *,
+        chunk: int = 1,
     ) -> Infeed:
         config = self.config
         feeder = Feeder(
             source,
             start_step=first_pull,
             stop_step=max(stop_pull, first_pull),
-            depth=ring_depth(source, config.prefetch),
+            depth=ring_depth(source, config.prefetch, chunk),
             num_threads=config.reader_threads,
             timeout_s=config.infeed_timeout_s,
             name_step=name_pull,
@@ -173,6 +179,7 @@ class Launch:
             height=source.height,
             width=source.width,
             row_words=row_words(source),
+            chunk=chunk,
         )
 
     @property
@@ -257,10 +264,11 @@ class Launch:
     @property
     def ring_bytes(self) -> int:
         """Host memory of the batches read ahead."""
-        sources = (self.resolved.source, self.resolved.evaluation)
-        return sum(
-            ring_depth(source, self.config.prefetch) * batch_bytes(source) for source in sources if source is not None
-        )
+        source, evaluated, config = self.resolved.source, self.resolved.evaluation, self.config
+        num_bytes = ring_depth(source, config.prefetch, config.chunk_batches) * batch_bytes(source)
+        if evaluated is not None:
+            num_bytes += ring_depth(evaluated, config.prefetch) * batch_bytes(evaluated)
+        return num_bytes
 
     def run(self, compiled: Compiled, state: TrainState, sinks: Sequence[Sink]) -> TrainState:
         """Runs the program to its end and gives the state that it leaves; what failed on the host is `failure`'s.

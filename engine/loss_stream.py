@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from engine.control import ControlBoard
-from engine.outfeed import Pushed, PushedEvaluation, PushedLoss, PushedSnapshot
+from engine.outfeed import Pushed, PushedEvaluation, PushedLosses, PushedSnapshot
 from engine.sinks import EvaluationRecord, LossRecord, RunFolderSink, Sink
 
 # A sink that falls this far behind (a terminal held by Ctrl-S, a dead network disk) first slows the run, then ends it.
@@ -103,13 +103,13 @@ class LossStream:
         """
         if self._is_closed:
             return
-        record = self._record(pushed)
-        lanes = [lane for lane in self._lanes if not lane.is_left_out and lane.has_use_for(record)]
-        for lane in lanes:
-            lane.records.put(record)
-        for lane in lanes:
-            if lane.is_behind():
-                self._wait_for_room(lane)
+        for record in self._records(pushed):
+            lanes = [lane for lane in self._lanes if not lane.is_left_out and lane.has_use_for(record)]
+            for lane in lanes:
+                lane.records.put(record)
+            for lane in lanes:
+                if lane.is_behind():
+                    self._wait_for_room(lane)
 
     def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
         """Hands what is queued to the sinks and closes them, for a limited time; may be called again.
@@ -164,9 +164,9 @@ class LossStream:
                 return
             time.sleep(_LOOK_EVERY_S)
 
-    def _record(self, pushed: Pushed) -> _Record:
+    def _records(self, pushed: Pushed) -> Sequence[_Record]:
         if isinstance(pushed, PushedSnapshot):
-            return pushed
+            return [pushed]
         if isinstance(pushed, PushedEvaluation):
             count = max(pushed.num_images, 1)
             evaluation = EvaluationRecord(
@@ -180,26 +180,36 @@ class LossStream:
             self.evaluations.append(evaluation)
             # The next step's rate is its own: the evaluation's seconds are not.
             self._last_time = pushed.time
-            return evaluation
-        return self._loss_record(pushed)
+            return [evaluation]
+        return self._loss_records(pushed)
 
-    def _loss_record(self, pushed: PushedLoss) -> LossRecord:
+    def _loss_records(self, pushed: PushedLosses) -> list[LossRecord]:
+        num_images = self._batch * len(pushed.losses)
         elapsed_s = pushed.time - self._last_time
-        self._last_time = pushed.time
-        wait_s = self._wait_of(pushed.step - 1)
-        self.losses.append(pushed.loss)
-        self.wait_s += wait_s
-        if self._on_nonfinite is not None and not math.isfinite(pushed.loss):
-            self._on_nonfinite(pushed.step)
-            self._on_nonfinite = None
-        return LossRecord(
-            step=pushed.step,
-            loss=pushed.loss,
-            lr=pushed.learning_rate,
-            images_per_s=self._batch / elapsed_s if elapsed_s > 0 else math.nan,
-            wait_ms=wait_s * 1e3,
-            time=pushed.time,
-        )
+        if num_images:
+            self._last_time = pushed.time
+        images_per_s = num_images / elapsed_s if elapsed_s > 0 else math.nan
+        records = []
+        for step, (loss, learning_rate) in enumerate(
+            zip(pushed.losses, pushed.learning_rates, strict=True), start=pushed.first_step
+        ):
+            wait_s = self._wait_of(step - 1)
+            self.wait_s += wait_s
+            self.losses.append(loss)
+            if self._on_nonfinite is not None and not math.isfinite(loss):
+                self._on_nonfinite(step)
+                self._on_nonfinite = None
+            records.append(
+                LossRecord(
+                    step=step,
+                    loss=loss,
+                    lr=learning_rate,
+                    images_per_s=images_per_s,
+                    wait_ms=wait_s * 1e3,
+                    time=pushed.time,
+                )
+            )
+        return records
 
     def _keep(self, error: BaseException) -> None:
         with self._failing:

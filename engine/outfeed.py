@@ -19,19 +19,19 @@ from engine.tally import Tally
 from engine.transport import Array, Transport
 
 
-class PushedLoss(NamedTuple):
-    """What the program emits for one update.
+class PushedLosses(NamedTuple):
+    """What the program emits for one update, or for several in a row.
 
     Attributes:
-        step: updates done, from 1.
-        loss: mean over the batch, as the program computed it in float32.
-        learning_rate: of this update.
-        time: seconds since the epoch at which it reached the host.
+        first_step: updates done with the first of them, from 1.
+        losses: means over the batch, as the program computed them in float32; none where no update was due.
+        learning_rates: of these updates.
+        time: seconds since the epoch at which they reached the host.
     """
 
-    step: int
-    loss: float
-    learning_rate: float
+    first_step: int
+    losses: list[float]
+    learning_rates: list[float]
     time: float
 
 
@@ -67,7 +67,7 @@ class PushedSnapshot(NamedTuple):
     state: Any
 
 
-type Pushed = PushedLoss | PushedEvaluation | PushedSnapshot
+type Pushed = PushedLosses | PushedEvaluation | PushedSnapshot
 
 
 class Outfeed:
@@ -86,13 +86,21 @@ class Outfeed:
         self._receive, self._board, self._transport = receive, board, transport
         self.failure: BaseException | None = None
 
-    def push_loss(self, step: jax.Array, loss: jax.Array, learning_rate: jax.Array) -> None:
-        """Emits int32 [] `step` (updates done), float32 [] `loss` and `learning_rate`; called while tracing."""
+    def push_losses(self, step: jax.Array, num_updates: jax.Array, numbers: jax.Array) -> None:
+        """Emits the losses of the last updates; called while tracing.
 
-        def read(step: Array, loss: Array, learning_rate: Array) -> PushedLoss:
-            return PushedLoss(int(step), float(loss), float(learning_rate), time.time())
+        Args:
+            step: int32 [], updates done with the last of them.
+            num_updates: int32 [], how many they are, at most n.
+            numbers: float32 [n, 2], of each its loss and its learning rate.
+        """
 
-        self._push(read, step, loss, learning_rate)
+        def read(counts: Array, numbers: Array) -> PushedLosses:
+            step, num_updates = counts.tolist()
+            losses, learning_rates = numbers[:num_updates].T.tolist()
+            return PushedLosses(step - num_updates + 1, losses, learning_rates, time.time())
+
+        self._push(read, jnp.stack([step, num_updates]), numbers)
 
     def push_evaluation(self, step: jax.Array, tally: Tally) -> None:
         """Emits the whole `tally` of an evaluation after int32 [] `step` updates; called while tracing."""

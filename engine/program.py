@@ -15,7 +15,8 @@ from jax import lax
 
 from engine.augmentation.augment import augment_images, make_targets, prepare_for_evaluation
 from engine.augmentation.positions import positions
-from engine.infeed import Infeed, Pulled
+from engine.control import ControlWord
+from engine.infeed import Batch, Infeed, Pulled
 from engine.objective import cross_entropy
 from engine.outfeed import Outfeed
 from engine.statics import Statics
@@ -132,6 +133,27 @@ class _Carry(NamedTuple):
     snapshot: jax.Array
 
 
+class _Made(NamedTuple):
+    """What the loop over the batches of one pull carries.
+
+    A stop that comes in the place of batches makes it a loop of no turn, which changes the state where it lies:
+    `lax.cond` copies it, which took a step of ResNet-50 102 MB, and one of a small perceptron a fifth of its time.
+
+    Attributes:
+        state: of the training.
+        num_taken: int32 [], batches trained on.
+        num_updates: int32 [], updates that were due.
+        numbers: float32 [n, 2], the loss and the learning rate of each of them.
+        gives_up: bool [], leave the loops.
+    """
+
+    state: TrainState
+    num_taken: jax.Array
+    num_updates: jax.Array
+    numbers: jax.Array
+    gives_up: jax.Array
+
+
 def make_program(
     model: TrainModel,
     statics: Statics,
@@ -176,32 +198,39 @@ class _Program:
             asked = (carry.state.owes_evaluation | carry.snapshot) & _is_between_updates(carry.state)
             return (carry.state.step < boundary) & ~carry.stopped & ~asked
 
-        carry = lax.while_loop(goes_on, partial(self._one_pull, values), carry)
+        carry = lax.while_loop(goes_on, partial(self._one_pull, values, boundary), carry)
         return self._push_snapshot(values, self._evaluate(values, carry))
 
-    def _one_pull(self, values: RunValues, carry: _Carry) -> _Carry:
-        pulled = self.infeed.pull(carry.state.pulls, jnp.zeros((), jnp.int32))
+    def _one_pull(self, values: RunValues, boundary: jax.Array, carry: _Carry) -> _Carry:
+        """Trains on what one pull brings, none of it beyond the boundary, and emits the losses of its updates."""
+        asked = carry.state.owes_evaluation | carry.snapshot
+        num_wanted = _pulls_to(jnp.where(asked, 0, boundary), carry.state, values.update, self.infeed.chunk)
+        pulled = self.infeed.pull(carry.state.pulls, jnp.zeros((), jnp.int32), num_wanted)
         control = pulled.control
-        state, gives_up = _unless(control.stop, partial(self._take_in, values, pulled), carry.state)
-        if self.evaluation_infeed is not None:
-            owes = state.owes_evaluation | (control.evaluate & ~control.stop)
-            state = state._replace(owes_evaluation=owes)
-        return carry._replace(
-            state=state, stopped=control.stop | gives_up, snapshot=carry.snapshot | (control.snapshot & ~control.stop)
+        made = lax.while_loop(
+            lambda made: (made.num_taken < control.num_batches) & ~made.gives_up,
+            partial(self._take_in, values, pulled),
+            _nothing_made(carry.state, self.infeed.chunk),
         )
+        self.outfeed.push_losses(made.state.step, made.num_updates, made.numbers)
+        state = made.state
+        if self.evaluation_infeed is not None:
+            state = state._replace(owes_evaluation=state.owes_evaluation | control.evaluate)
+        return _Carry(state, control.stop | made.gives_up, carry.snapshot | control.snapshot)
 
-    def _take_in(self, values: RunValues, pulled: Pulled, state: TrainState) -> tuple[TrainState, jax.Array]:
-        """Trains on one batch and emits the loss of an update; gives the state and whether to give up."""
-        state, outcome = train_step(self.model, self.statics, state, pulled, values)
-
-        def push() -> None:
-            self.outfeed.push_loss(state.step, outcome.loss, outcome.learning_rate)
-
-        if self.statics.rule.accumulates:
-            lax.cond(outcome.due, push, lambda: None)
-        else:
-            push()
-        return state, outcome.gives_up
+    def _take_in(self, values: RunValues, pulled: Pulled, made: _Made) -> _Made:
+        """Trains on the next batch of a pull."""
+        batch = self.infeed.batch(pulled, made.num_taken)
+        state, outcome = train_step(self.model, self.statics, made.state, batch, pulled.control, values)
+        numbers = jnp.stack([outcome.loss, outcome.learning_rate])
+        # Where no update was due the next one, or nobody, takes the place.
+        return _Made(
+            state=state,
+            num_taken=made.num_taken + 1,
+            num_updates=made.num_updates + outcome.due.astype(jnp.int32),
+            numbers=lax.dynamic_update_index_in_dim(made.numbers, numbers, made.num_updates, axis=0),
+            gives_up=outcome.gives_up,
+        )
 
     def _evaluate(self, values: RunValues, carry: _Carry) -> _Carry:
         """Evaluates where that is due; what a stop cuts short stays due."""
@@ -239,21 +268,21 @@ class _Program:
         return carry._replace(snapshot=jnp.zeros((), jnp.bool))
 
 
-def _unless(
-    stop: jax.Array, step: Callable[[TrainState], tuple[TrainState, jax.Array]], state: TrainState
-) -> tuple[TrainState, jax.Array]:
-    """Makes one step, unless the host asks for a stop, which comes in place of a batch: gives `step`'s results.
+def _nothing_made(state: TrainState, chunk: int) -> _Made:
+    none = jnp.zeros((), jnp.int32)
+    return _Made(state, none, none, jnp.zeros((chunk, 2), jnp.float32), jnp.zeros((), jnp.bool))
 
-    A loop of one turn or none, as it changes the state where it lies: `lax.cond` copies it, which took a step of
-    ResNet-50 102 MB, and one of a small perceptron a fifth of its time.
-    """
-    no = jnp.zeros((), jnp.bool)
 
-    def turn(carry: tuple[jax.Array, TrainState, jax.Array]) -> tuple[jax.Array, TrainState, jax.Array]:
-        return (~no, *step(carry[1]))
-
-    _, state, gives_up = lax.while_loop(lambda carry: ~carry[0], turn, (stop, state, no))
-    return state, gives_up
+def _pulls_to(boundary: jax.Array, state: TrainState, values: UpdateValues, chunk: int) -> jax.Array:
+    """How many batches to pull at once, int32 []: a chunk, or fewer, up to the next update or that of `boundary`."""
+    if chunk == 1:
+        return jnp.ones((), jnp.int32)
+    num_updates = jnp.clip(boundary - state.step, 1, chunk)
+    gathered = state.update.gathered
+    if gathered is None:
+        return num_updates
+    first = jnp.maximum(values.accumulate_steps - gathered.num_pulls, 1)
+    return jnp.minimum(first + (num_updates - 1) * values.accumulate_steps, chunk)
 
 
 def _is_done(state: TrainState, values: RunValues) -> jax.Array:
@@ -314,14 +343,16 @@ def evaluate_split(
 
     def one_batch(carry: tuple[jax.Array, jax.Array, Tally]) -> tuple[jax.Array, jax.Array, Tally]:
         batch, _, tally = carry
-        pulled = infeed.pull(first_pull + batch, jnp.zeros((), jnp.int32))
-        images = prepare_for_evaluation(pulled.pixels, statics.augmentation.size, scale)
+        none, one = jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32)
+        pulled = infeed.pull(first_pull + batch, none, one)
+        pixels, labels = infeed.batch(pulled, none)
+        images = prepare_for_evaluation(pixels, statics.augmentation.size, scale)
         if statics.eval_mirror:
             images = jnp.concatenate([images, images[:, :, ::-1]])
         logits, _ = model.apply(weights.params, weights.batch_stats, images, train=False)
         if statics.eval_mirror:
-            logits = logits.astype(jnp.float32).reshape(2, len(pulled.labels), -1).mean(0)
-        return batch + 1, pulled.control.stop, tally_batch(tally, logits, pulled.labels)
+            logits = logits.astype(jnp.float32).reshape(2, len(labels), -1).mean(0)
+        return batch + 1, pulled.control.stop, tally_batch(tally, logits, labels)
 
     before = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.bool), start or empty_tally()
     _, stopped, tally = lax.while_loop(goes_on, one_batch, before)
@@ -329,25 +360,33 @@ def evaluate_split(
 
 
 def train_step(
-    model: TrainModel, statics: Statics, state: TrainState, pulled: Pulled, values: RunValues
+    model: TrainModel, statics: Statics, state: TrainState, batch: Batch, control: ControlWord, values: RunValues
 ) -> tuple[TrainState, Outcome]:
     """Takes in one batch: augment, forward, backward, and the update where one is due.
+
+    Args:
+        model: what is trained.
+        statics: how.
+        state: before it.
+        batch: the images and their labels.
+        control: what came with it; read is the learning rate's factor.
+        values: the run's numbers.
 
     Returns:
         The new state, and what the batch came to.
     """
-    batch = len(pulled.labels)
-    at = positions(state.pulls, batch, 0, batch)
-    images, own_share = augment_images(statics.augmentation, pulled.pixels, at, values.seed_words, values.scale)
+    num_images = len(batch.labels)
+    at = positions(state.pulls, num_images, 0, num_images)
+    images, own_share = augment_images(statics.augmentation, batch.pixels, at, values.seed_words, values.scale)
 
     def loss_of(params: Any) -> tuple[jax.Array, Any]:
         logits, batch_stats = model.apply(params, state.batch_stats, images, train=True)
-        targets = make_targets(pulled.labels, own_share, logits.shape[-1])
+        targets = make_targets(batch.labels, own_share, logits.shape[-1])
         return cross_entropy(logits, smooth_targets(targets, values.label_smoothing)), batch_stats
 
     (loss, batch_stats), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.params)
     hyperparams = values.update.hyperparams
-    factor = hyperparams.learning_rate * pulled.control.learning_rate_factor
+    factor = hyperparams.learning_rate * control.learning_rate_factor
     (params, batch_stats), update, outcome = update_weights(
         statics.rule,
         Weights(state.params, state.batch_stats),

@@ -41,6 +41,9 @@ class RowCopies:
         """
         num_parts = min(1 + self._num_others, pixels.nbytes // _LEAST_PART_BYTES, len(pixels))
         num_parts = min(num_parts, 1 + self._start(num_parts - 1)) if num_parts > 1 else 1
+        if num_parts == 1:
+            _copy(rows, pixels)
+            return
         bounds = [len(pixels) * part // num_parts for part in range(num_parts + 1)]
         own, *others = [slice(*bound) for bound in pairwise(bounds)]
         copies: list[Future[None]] = []

@@ -59,6 +59,7 @@ VALID = {
     "momentum": st.floats(0, 1),
     "weight_decay": st.floats(0, float(np.finfo(np.float32).max)),
     "seed": st.integers(0, 2**63 - 1),
+    "chunk_batches": st.integers(1, 1024),
     "prefetch": st.none() | st.integers(1, 1024),
     "reader_threads": st.integers(1, 1024),
     "infeed_timeout_s": st.floats(0.001, 86_400),
@@ -74,6 +75,7 @@ VALID = {
 INTEGERS = [
     *("steps", "batch", "num_classes", "image_size", "seed", "prefetch", "reader_threads", "eval_every_steps"),
     *("warmup_steps", "accumulate_steps", "skip_nonfinite", "crop_padding", "snapshot_every_steps", "keep_snapshots"),
+    "chunk_batches",
 ]
 REALS = [
     *("learning_rate", "momentum", "weight_decay", "infeed_timeout_s", "beta2", "clip_norm", "ema_decay"),
@@ -165,6 +167,7 @@ def test_golden_json():
         "cutmix": 0.0,
         "erasing": 0.0,
         "seed": 0,
+        "chunk_batches": 1,
         "prefetch": None,
         "reader_threads": 2,
         "infeed_timeout_s": 60.0,
@@ -188,6 +191,7 @@ def test_golden_json():
         ("num_classes", 1, 2**16),
         ("momentum", 0, 1),
         ("seed", 0, 2**63 - 1),
+        ("chunk_batches", 1, 1024),
         ("prefetch", 1, 1024),
         ("reader_threads", 1, 1024),
         ("infeed_timeout_s", 0.001, 86_400),

@@ -7,15 +7,26 @@ import jax
 import numpy as np
 import pytest
 
-from engine.control import CONTROL_WORDS, EVALUATE, SNAPSHOT, STOP, ControlBoard, decode_control, encode_control
+from engine.control import (
+    CONTROL_WORDS,
+    EVALUATE,
+    SNAPSHOT,
+    STOP,
+    ControlBoard,
+    decode_control,
+    encode_control,
+    stop_at_once,
+)
+from engine.records.control_log import ControlEvent
 
 
 @pytest.mark.parametrize(
     "flags", [sum(chosen) for chosen in itertools.product((0, STOP), (0, SNAPSHOT), (0, EVALUATE))]
 )
 @pytest.mark.parametrize("factor", [1.0, 0.1, 0.0, 1e-30, -2.5])
-def test_the_device_reads_what_the_host_wrote(flags, factor):
-    words = encode_control(flags, factor)
+@pytest.mark.parametrize("num_batches", [0, 1, 1024])
+def test_the_device_reads_what_the_host_wrote(flags, factor, num_batches):
+    words = encode_control(flags, factor, num_batches)
     assert words.dtype == np.uint32
     assert words.shape == (CONTROL_WORDS,)
     word = jax.jit(decode_control)(words)
@@ -24,25 +35,40 @@ def test_the_device_reads_what_the_host_wrote(flags, factor):
     assert bool(word.evaluate) == bool(flags & EVALUATE)
     assert word.learning_rate_factor.dtype == np.float32
     assert np.asarray(word.learning_rate_factor) == np.float32(factor)
+    assert word.num_batches.dtype == np.int32
+    assert word.num_batches == num_batches
 
 
 def test_golden_words():
-    assert encode_control().tolist() == [0, 0x3F800000]
-    assert encode_control(STOP | EVALUATE, 0.5).tolist() == [0b101, 0x3F000000]
+    assert encode_control(STOP | EVALUATE, 0.5, 7).tolist() == [0b101, 0x3F000000, 7]
+    assert stop_at_once().tolist() == [0b001, 0x3F800000, 0]
 
 
 def test_zeros_ask_for_nothing_but_a_rate_of_nothing():
     # What a pull answers where the host could write no word at all.
     word = decode_control(jax.numpy.zeros(CONTROL_WORDS, jax.numpy.uint32))
-    assert [float(value) for value in word] == [0, 0, 0, 0]
+    assert [float(value) for value in word] == [0, 0, 0, 0, 0]
 
 
 def test_a_board_asks_for_nothing_until_it_is_told():
     board = ControlBoard()
     assert board.stop_reason is None
-    assert board.words(0).tolist() == board.stop_words().tolist() == encode_control().tolist()
+    assert board.words(0, 3).tolist() == board.stop_words(3).tolist() == encode_control(0, 1.0, 3).tolist()
     board.request_stop("SIGINT")
-    assert board.words(1).tolist() == board.stop_words().tolist() == encode_control(STOP).tolist()
+    assert board.words(3, 3).tolist() == board.stop_words(3).tolist() == stop_at_once().tolist()
+
+
+def test_a_chunk_ends_where_a_request_of_an_earlier_launch_took_effect():
+    def event(pull, **values):
+        given = {"learning_rate_factor": None, "snapshot": False, "evaluate": False, "stop": False}
+        return ControlEvent(pull=pull, step=pull + 1, request=f"{pull}-a", time=1.0, **(given | values))
+
+    board = ControlBoard()
+    events = [event(3, learning_rate_factor=0.5), event(6, evaluate=True), event(7, snapshot=True)]
+    board.prepare(first_pull=4, pulls_a_step=1, replayed=events, record=lambda _: None)
+    assert board.words(4, 4).tolist() == encode_control(0, 0.5, 2).tolist()
+    assert board.words(6, 4).tolist() == encode_control(EVALUATE, 0.5, 1).tolist()
+    assert board.words(7, 4).tolist() == encode_control(SNAPSHOT, 0.5, 4).tolist()
 
 
 def test_the_first_reason_stays():

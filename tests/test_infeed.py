@@ -2,6 +2,7 @@
 
 import threading
 import time
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,12 @@ from engine.batches import FunctionBatches
 from engine.control import ControlBoard
 from engine.feeder import Feeder
 from engine.infeed import Infeed
+from engine.records.control_requests import ControlRequest
 from engine.transport import InplaceTransport
 from tests.toy import BATCH, SIZE, CountedBatches, toy_batch
 
 
-def make_infeed(batches, *, stop_step=4, num_shards=1, timeout_s=5.0):
+def make_infeed(batches, *, stop_step=4, num_shards=1, timeout_s=5.0, chunk=1):
     feeder = Feeder(
         FunctionBatches(batches),
         start_step=0,
@@ -28,9 +30,14 @@ def make_infeed(batches, *, stop_step=4, num_shards=1, timeout_s=5.0):
     )
     feeder.start()
     board = ControlBoard()
-    infeed = Infeed(feeder, board, InplaceTransport(), words_of=board.words, height=SIZE, width=SIZE)
-    pull = jax.jit(infeed.pull).lower(jnp.int32(0), jnp.int32(0)).compile()
-    return infeed, feeder, board, lambda step, shard=0: pull(jnp.int32(step), jnp.int32(shard))
+    infeed = Infeed(feeder, board, InplaceTransport(), words_of=board.words, height=SIZE, width=SIZE, chunk=chunk)
+    none = jnp.int32(0)
+    pull = jax.jit(infeed.pull).lower(none, none, none).compile()
+
+    def pull_chunk(step, shard=0, num_batches=chunk):
+        return pull(jnp.int32(step), jnp.int32(shard), jnp.int32(num_batches))
+
+    return infeed, feeder, board, pull_chunk
 
 
 def test_a_pull_gives_the_batch_of_its_step_and_a_quiet_control_word():
@@ -38,8 +45,8 @@ def test_a_pull_gives_the_batch_of_its_step_and_a_quiet_control_word():
     for step in range(4):
         pulled = pull(step)
         pixels, labels = toy_batch(step)
-        assert np.array_equal(pulled.pixels, pixels)
-        assert np.array_equal(pulled.labels, labels)
+        assert np.array_equal(pulled.pixels, pixels[None])
+        assert np.array_equal(pulled.labels, labels[None])
         assert not pulled.control.stop
         assert pulled.control.learning_rate_factor == 1
         assert infeed.take_wait_s(step) >= 0
@@ -69,7 +76,7 @@ def test_the_wait_for_a_late_batch_is_told_once():
 def test_shards_of_a_step_get_its_rows():
     _, feeder, _, pull = make_infeed(toy_batch, num_shards=2)
     for step in range(2):
-        pixels = np.concatenate([pull(step, shard).pixels for shard in (0, 1)])
+        pixels = np.concatenate([pull(step, shard).pixels[0] for shard in (0, 1)])
         assert np.array_equal(pixels, toy_batch(step)[0])
     feeder.close()
 
@@ -118,4 +125,72 @@ def test_a_failure_is_kept_and_answered_with_zeros_and_a_stop():
     assert not pulled.pixels.any()
     assert not pulled.labels.any()
     assert isinstance(infeed.failure, ConnectionResetError)
+    feeder.close()
+
+
+def assert_holds(pulled, steps, *, stop, chunk):
+    """The pull gave these batches, and zeros behind them."""
+    assert pulled.control.num_batches == len(steps)
+    assert bool(pulled.control.stop) is stop
+    for number in range(chunk):
+        pixels, labels = toy_batch(steps[number]) if number < len(steps) else (0, 0)
+        assert (pulled.pixels[number] == pixels).all()
+        assert (pulled.labels[number] == labels).all()
+
+
+def test_a_chunk_holds_as_many_batches_as_are_wanted():
+    infeed, feeder, _, pull = make_infeed(toy_batch, stop_step=7, chunk=4)
+    assert_holds(pull(0), [0, 1, 2, 3], stop=False, chunk=4)
+    assert_holds(pull(4, num_batches=2), [4, 5], stop=False, chunk=4)
+    assert_holds(pull(6, num_batches=1), [6], stop=False, chunk=4)
+    assert infeed.failure is None
+    feeder.close()
+
+
+def test_each_batch_of_a_chunk_is_taken_by_its_number():
+    infeed, feeder, _, pull = make_infeed(toy_batch, chunk=3)
+    pulled = pull(0)
+    for number in range(3):
+        batch = jax.jit(infeed.batch)(pulled, jnp.int32(number))
+        assert np.array_equal(batch.pixels, toy_batch(number)[0])
+        assert np.array_equal(batch.labels, toy_batch(number)[1])
+    feeder.close()
+
+
+def test_a_failure_in_a_chunk_keeps_the_batches_before_it():
+    infeed, feeder, _, pull = make_infeed(CountedBatches(raise_at=2), chunk=4)
+    assert_holds(pull(0), [0, 1], stop=True, chunk=4)
+    assert isinstance(infeed.failure, ConnectionResetError)
+    feeder.close()
+
+
+@pytest.mark.timeout(60)
+def test_a_stop_request_in_the_midst_of_a_chunk_keeps_the_batches_before_it_and_what_came_with_them():
+    released = threading.Event()
+
+    def stalling(step):
+        if step == 2:
+            released.wait(30)
+        return toy_batch(step)
+
+    infeed, feeder, board, pull = make_infeed(stalling, timeout_s=30, chunk=4)
+    board.request(ControlRequest(learning_rate_factor=0.5))
+    threading.Timer(0.2, board.request_stop, ["a test"]).start()
+    pulled = pull(0)
+    assert_holds(pulled, [0, 1], stop=True, chunk=4)
+    assert pulled.control.learning_rate_factor == 0.5
+    assert infeed.failure is None
+    released.set()
+    feeder.close()
+
+
+@pytest.mark.parametrize("num_before", [0, 1])
+def test_a_failure_holds_no_memory_of_the_program(num_before):
+    infeed, feeder, _, _ = make_infeed(CountedBatches(raise_at=1), chunk=2)
+    results = [np.ones(shape.shape, shape.dtype) for shape in infeed._results]
+    memory = [weakref.ref(array) for array in results]
+    infeed._answer([np.array([1 - num_before, 0, 2], np.int32)], results)
+    assert isinstance(infeed.failure, ConnectionResetError)
+    del results
+    assert [reference() for reference in memory] == [None, None, None]
     feeder.close()

@@ -11,7 +11,7 @@ import pytest
 from engine import loss_stream
 from engine.control import ControlBoard
 from engine.loss_stream import LossStream
-from engine.outfeed import PushedEvaluation, PushedLoss, PushedSnapshot
+from engine.outfeed import PushedEvaluation, PushedLosses, PushedSnapshot
 
 # A bound on what must come, long enough for a loaded machine; never waited for where the code is right.
 SOON_S = 20.0
@@ -52,8 +52,8 @@ class RecordingSink:
         return [record.step for record in self.records]
 
 
-def pushed(step, **changes):
-    return PushedLoss(step, loss=10.0 / step, learning_rate=0.5, time=100.0 + step)._replace(**changes)
+def pushed(step, *, loss=None, time=None):
+    return PushedLosses(step, [10.0 / step if loss is None else loss], [0.5], 100.0 + step if time is None else time)
 
 
 def make_stream(board=None, wait_of=lambda step: 0.25 * step, **options):
@@ -115,6 +115,27 @@ def test_what_a_record_says(monkeypatch):
     assert (first.step, first.loss, first.lr, first.time) == (1, 10.0, 0.5, 100.5)
     assert (first.images_per_s, second.images_per_s) == (16.0, 4.0)
     assert (first.wait_ms, second.wait_ms) == (0.0, 250.0)
+
+
+def test_losses_that_come_together_share_the_time_since_those_before(monkeypatch):
+    sink = RecordingSink()
+    stream = make_stream()
+    monkeypatch.setattr(time, "time", lambda: 100.0)
+    stream.start([sink])
+    stream.receive(PushedLosses(1, [4.0, 3.0, 2.0], [0.5, 0.25, 0.125], 102.0))
+    stream.receive(PushedLosses(4, [], [], 103.0))  # pulls that ended in no update
+    stream.receive(PushedLosses(4, [1.0], [0.5], 104.0))
+    stream.close()
+    assert [(record.step, record.loss, record.lr) for record in sink.records] == [
+        (1, 4.0, 0.5),
+        (2, 3.0, 0.25),
+        (3, 2.0, 0.125),
+        (4, 1.0, 0.5),
+    ]
+    assert [record.images_per_s for record in sink.records] == [12.0, 12.0, 12.0, 4.0]
+    assert [record.wait_ms for record in sink.records] == [0.0, 250.0, 500.0, 750.0]
+    assert [record.time for record in sink.records] == [102.0, 102.0, 102.0, 104.0]
+    assert stream.losses == [4.0, 3.0, 2.0, 1.0]
 
 
 def test_a_clock_set_back_gives_no_rate():

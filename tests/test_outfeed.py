@@ -5,6 +5,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import pytest
 from jax import lax
 
 from engine.control import ControlBoard
@@ -14,7 +16,8 @@ from engine.transport import InplaceTransport
 
 def push_steps(outfeed, steps):
     def body(step):
-        outfeed.push_loss(step + 1, 1.0 / (step + 1), jnp.float32(0.25))
+        numbers = jnp.array([[1.0 / (step + 1), 0.25]], jnp.float32)
+        outfeed.push_losses(step + 1, jnp.int32(1), numbers)
         return step + 1
 
     jax.block_until_ready(jax.jit(lambda: lax.while_loop(lambda step: step < steps, body, jnp.int32(0)))())
@@ -25,18 +28,31 @@ def test_each_loss_arrives_once_in_order_with_its_time():
     board = ControlBoard()
     before = time.time()
     push_steps(Outfeed(received.append, board, InplaceTransport()), 5)
-    assert [pushed.step for pushed in received] == [1, 2, 3, 4, 5]
-    assert [pushed.loss for pushed in received[:2]] == [1.0, 0.5]
-    assert {pushed.learning_rate for pushed in received} == {0.25}
+    assert [pushed.first_step for pushed in received] == [1, 2, 3, 4, 5]
+    assert [pushed.losses for pushed in received[:2]] == [[1.0], [0.5]]
+    assert [pushed.learning_rates for pushed in received] == [[0.25]] * 5
     assert before <= received[0].time <= received[-1].time <= time.time()
     assert board.stop_reason is None
+
+
+@pytest.mark.parametrize("num_updates", [0, 1, 3, 4])
+def test_a_push_may_hold_several_losses_or_none(num_updates):
+    received: list[Any] = []
+    outfeed = Outfeed(received.append, ControlBoard(), InplaceTransport())
+    numbers = jnp.array([[2.5, 0.1], [1.5, 0.2], [jnp.nan, 0.3], [0.5, 0.4]], jnp.float32)
+    jax.block_until_ready(jax.jit(outfeed.push_losses)(jnp.int32(10), jnp.int32(num_updates), numbers))
+    (pushed,) = received
+    assert pushed.first_step == 10 - num_updates + 1
+    np.testing.assert_array_equal(pushed.losses, numbers[:num_updates, 0])
+    np.testing.assert_array_equal(pushed.learning_rates, numbers[:num_updates, 1])
+    assert all(type(number) is float for number in [*pushed.losses, *pushed.learning_rates])
 
 
 def test_a_receiver_that_raises_stops_the_run_and_its_first_exception_is_kept():
     board = ControlBoard()
 
     def receive(pushed):
-        raise OSError(f"no room for step {pushed.step}")
+        raise OSError(f"no room for step {pushed.first_step}")
 
     outfeed = Outfeed(receive, board, InplaceTransport())
     push_steps(outfeed, 3)

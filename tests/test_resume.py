@@ -260,6 +260,7 @@ OTHERS: dict[str, Any] = {
     "erasing": 0.1,
     "seed": 1,
     "transport": "callback",
+    "chunk_batches": 2,
 }
 
 

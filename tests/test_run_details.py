@@ -49,7 +49,7 @@ def run_and_record(**values):
 def test_the_control_words_factor_multiplies_the_learning_rate_of_the_update_and_of_the_record(monkeypatch):
     whole_losses, whole_rates = run_and_record(learning_rate=0.1)
     half_losses, half_rates = run_and_record(learning_rate=0.05)
-    monkeypatch.setattr(ControlBoard, "words", lambda _board, _pull: encode_control(0, 0.5))
+    monkeypatch.setattr(ControlBoard, "words", lambda _board, _pull, num_batches: encode_control(0, 0.5, num_batches))
     losses, rates = run_and_record(learning_rate=0.1)
     # To the bit: a half is a power of two.
     np.testing.assert_array_equal(losses, half_losses)

@@ -69,7 +69,7 @@ _GROUPS = {
         "cutmix",
         "erasing",
     ),
-    "Infeed": ("prefetch", "reader_threads", "infeed_timeout_s", "transport"),
+    "Infeed": ("chunk_batches", "prefetch", "reader_threads", "infeed_timeout_s", "transport"),
     "Output": ("run_dir", "resume", "snapshot_every_steps", "keep_snapshots", "overwrite", "traceback"),
     "Compilation": ("compilation_cache", "dump_hlo", "dry_run"),
 }
@@ -268,7 +268,19 @@ def _list_recipes(context: click.Context, _parameter: click.Parameter, is_wanted
 )
 @click.option("--seed", type=int, default=_DEFAULTS.seed, metavar="N", help="Of initial parameters and image order.")
 @click.option(
-    "--prefetch", type=_OPTIONAL_INT, metavar="BATCHES", show_default="4, more of small", help="Batches read ahead."
+    "--chunk",
+    "chunk_batches",
+    type=int,
+    default=_DEFAULTS.chunk_batches,
+    metavar="BATCHES",
+    help="Batches that cross at once; what is asked for takes effect after them.",
+)
+@click.option(
+    "--prefetch",
+    type=_OPTIONAL_INT,
+    metavar="BATCHES",
+    show_default="4, or 2 chunks, more of small",
+    help="Batches read ahead.",
 )
 @click.option(
     "--reader-threads", type=int, default=_DEFAULTS.reader_threads, metavar="N", help="Threads that read shards."

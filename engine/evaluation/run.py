@@ -168,7 +168,7 @@ def _count(
         feeder,
         board,
         choose_transport(config.transport, jax.default_backend()),
-        words_of=lambda _: board.stop_words(),
+        words_of=lambda _, num_batches: board.stop_words(num_batches),
         height=source.height,
         width=source.width,
         row_words=row_words(source),

@@ -125,12 +125,13 @@ class _EndingBoard(ControlBoard):
         """Whether somebody else asked for the stop."""
         return self.stop_reason not in (None, _END)
 
-    def words(self, pull: int) -> NDArray[np.uint32]:
-        """Gives the control words of a pull, uint32 [2]; behind the last one of the piece they say stop."""
-        if pull >= self._piece.stop_pull:
+    def words(self, pull: int, num_batches: int) -> NDArray[np.uint32]:
+        """Gives the control words of a pull, uint32 [3]; behind the last batch of the piece they say stop."""
+        left = self._piece.stop_pull - pull
+        if left <= 0:
             self.request_stop(_END)
-        words = super().words(pull)
-        if self._piece.cuts_evaluation and pull + 1 == self._piece.stop_pull:
+        words = super().words(pull, min(num_batches, left))
+        if self._piece.cuts_evaluation and words[2] == left:
             self.request_stop(_END)
         return words
 

@@ -24,7 +24,7 @@ from engine.sinks import LossRecord
 
 _LONG_S = 86_400.0
 _MOST_STEPS = 2**31 - 2
-_WARM_STEPS = 3
+_WARM_UNITS = 3
 
 
 class GatedBatches:
@@ -120,9 +120,9 @@ def serve_training(
     *,
     amount: float,
     model: Any = None,
-    warm_steps: int = _WARM_STEPS,
+    warm_units: int = _WARM_UNITS,
 ) -> None:
-    """Trains on `source` in the background and serves its steps, `amount` a step.
+    """Trains on `source` in the background and serves its steps, a chunk of them a unit.
 
     Args:
         channel: to the bench.
@@ -130,7 +130,7 @@ def serve_training(
         source: of the batches.
         amount: what a step comes to.
         model: of one's own, None is the registry's that `config` names.
-        warm_steps: made before the first round.
+        warm_units: made before the first round.
     """
     gate, sink, ended = GatedBatches(source), LastLoss(), threading.Event()
     # Weight decay and schedule are the defaults; the rate is small, so that a batch seen again and again stays one.
@@ -147,15 +147,16 @@ def serve_training(
     threading.Thread(target=run, daemon=True).start()
     done = 0
 
-    def run_steps(num_units: int) -> tuple[float, dict[str, float]]:
+    def run_units(num_units: int) -> tuple[float, dict[str, float]]:
         nonlocal done
-        sink.begin(done + 1, done + num_units)
+        first_step = done + 1
+        done += num_units * settings.chunk_batches
+        sink.begin(first_step, done)
         started = time.perf_counter()
-        done += num_units
         gate.open_to(done)
         seconds = sink.wait(ended) - started
         return seconds, {"waited %": 100 * sink.wait_s / seconds, "own MB": own_memory_mb()}
 
-    run_steps(warm_steps)
-    channel.ready(amount, versions=versions())
-    channel.serve(run_steps)
+    run_units(warm_units)
+    channel.ready(amount * settings.chunk_batches, versions=versions())
+    channel.serve(run_units)

@@ -27,11 +27,11 @@ class BatchesInMemory:
         np.copyto(labels, self._labels[number])
 
 
-def main(size: int, hidden: int) -> None:
+def main(size: int, hidden: int, chunk: int) -> None:
     """Serves steps."""
-    config = {"num_classes": NUM_CLASSES}
+    config = {"num_classes": NUM_CLASSES, "chunk_batches": chunk}
     serve_training(Channel(), config, BatchesInMemory(size), amount=1.0, model=Perceptron(size, hidden))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(*map(int, sys.argv[1:]))

@@ -70,7 +70,7 @@ def make_pull(transport_name: Any, kind: str, batch: int, size: int) -> tuple[Ca
     infeed = Infeed(feeder, board, transport, words_of=board.words, height=size, width=size)
 
     def pull(step: jax.Array) -> Any:
-        pulled = infeed.pull(step, jnp.int32(0))
+        pulled = infeed.pull(step, jnp.int32(0), jnp.int32(1))
         return pulled.pixels, pulled.labels, pulled.control.stop
 
     def forget(start: int, stop: int) -> None:
@@ -92,7 +92,11 @@ def main(transport_name: str, kind: str, batch: int, size: int, unit: str) -> No
         def body(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             step, total = carry
             pixels, labels, words = pull(step)
-            used = pixels[-1, -1, -1] + labels[-1].astype(jnp.uint32) + words.reshape(-1)[0].astype(jnp.uint32)
+            used = (
+                pixels.reshape(-1)[-1]
+                + labels.reshape(-1)[-1].astype(jnp.uint32)
+                + words.reshape(-1)[0].astype(jnp.uint32)
+            )
             return step + 1, total + used
 
         return lax.while_loop(lambda carry: carry[0] < stop, body, start)

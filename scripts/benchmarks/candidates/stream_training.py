@@ -22,7 +22,7 @@ def main(kind: str, data: str, split: str, model: str, batch: int, warm_steps: i
     config = {"num_classes": opened.num_classes, "model": "auto" if own else model}
     shards = ShardBatches(opened, batch=batch, seed=0)
     source = shards if kind == "packed" else ReadyBatches(batch, opened.height)
-    serve_training(channel, config, source, amount=batch, model=own, warm_steps=warm_steps)
+    serve_training(channel, config, source, amount=batch, model=own, warm_units=warm_steps)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,213 @@
+"""Several batches a crossing: the steps of one by one, fewer crossings, and what is asked for acts between them."""
+
+import json
+import signal
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine import replay_run, train
+from engine.control import ControlBoard
+from engine.launch import NonFiniteError
+from engine.records.control_log import read_events
+from engine.records.control_requests import ControlRequest
+from engine.records.snapshot import read_snapshot, snapshot_steps
+from tests.toy import CountedBatches, Linear, toy_batch, toy_config
+
+EVALUATED = toy_batch(100, batch=16)
+SETTINGS: dict[str, Any] = {
+    "steps": 11,
+    "optimizer": "nesterov",
+    "schedule": "cosine",
+    "ema_decay": 0.9,
+    "crop": "random",
+    "crop_padding": 1,
+    "flip": 0.5,
+    "eval_every_steps": 4,
+    "snapshot_every_steps": 3,
+    "keep_snapshots": 0,
+}
+
+
+@pytest.fixture
+def pulls(monkeypatch):
+    """The (first batch, number) of every pull."""
+    made = []
+    words_of = ControlBoard.words
+
+    def words(board, pull, num_batches):
+        words = words_of(board, pull, num_batches)
+        made.append((pull, int(words[2])))
+        return words
+
+    monkeypatch.setattr(ControlBoard, "words", words)
+    return made
+
+
+def run(path, *, batches=toy_batch, **values):
+    config = toy_config(**({"run_dir": path} | SETTINGS | values))
+    return train(config, model=Linear(), batches=batches, evaluation=EVALUATED)
+
+
+def lines(path, *, without=("images_per_s", "wait_ms", "time")):
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{name: value for name, value in record.items() if name not in without} for record in records]
+
+
+def leaves(path, step=11):
+    return {name: np.asarray(value) for name, value in read_snapshot(path / "snapshots", step).leaves.items()}
+
+
+def assert_same(path, reference):
+    assert lines(path / "loss.jsonl") == lines(reference / "loss.jsonl")
+    assert lines(path / "eval.jsonl") == lines(reference / "eval.jsonl")
+    for (name, value), expected in zip(leaves(path).items(), leaves(reference).values(), strict=True):
+        np.testing.assert_array_equal(value, expected, err_msg=name)
+
+
+def assert_close(path, reference):
+    """The same but for what another program rounds in another order."""
+    for log in ("loss.jsonl", "eval.jsonl"):
+        for line, expected in zip(lines(path / log), lines(reference / log), strict=True):
+            assert line == pytest.approx(expected, rel=1e-5)
+    for (name, value), expected in zip(leaves(path).items(), leaves(reference).values(), strict=True):
+        assert value.dtype == expected.dtype
+        np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    """Runs whose batches cross one by one, by the batches of an update."""
+    paths = {accumulate: tmp_path_factory.mktemp("single") for accumulate in (1, 3)}
+    for accumulate, path in paths.items():
+        run(path, accumulate_steps=accumulate)
+    return paths
+
+
+@pytest.mark.parametrize(("accumulate", "chunk"), [(1, 2), (1, 3), (1, 4), (1, 64), (3, 2), (3, 3), (3, 7)])
+def test_any_chunk_makes_the_steps_and_the_records_of_single_batches(single, tmp_path, accumulate, chunk):
+    run(tmp_path, chunk_batches=chunk, accumulate_steps=accumulate)
+    assert_close(tmp_path, single[accumulate])
+    # Each of evaluations and snapshots comes at its own step, which need not be a multiple of the chunk.
+    assert [line["step"] for line in lines(tmp_path / "eval.jsonl")] == [4, 8, 11]
+    assert {3, 6, 9, 11} >= set(snapshot_steps(tmp_path / "snapshots")) >= {11}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, [(0, 4), (4, 4), (8, 3)]),
+        ({"steps": 4}, [(0, 4)]),
+        ({"steps": 0}, []),
+        ({"eval_every_steps": 3}, [(0, 3), (3, 3), (6, 3), (9, 2)]),
+        ({"accumulate_steps": 3, "steps": 2}, [(0, 4), (4, 2)]),
+        ({"accumulate_steps": 3, "steps": 4, "eval_every_steps": 2}, [(0, 4), (4, 2), (6, 4), (10, 2)]),
+    ],
+)
+def test_no_pull_brings_more_than_the_steps_to_the_next_boundary_need(pulls, values, expected):
+    batches = CountedBatches()
+    config = toy_config(**({"steps": 11, "chunk_batches": 4} | values))
+    train(config, model=Linear(), batches=batches, evaluation=EVALUATED)
+    assert pulls == expected
+    assert batches.calls == list(range(max(sum(number for _, number in expected), 1)))
+
+
+def test_a_source_that_raises_in_the_midst_of_a_chunk_loses_no_step_and_the_run_goes_on_to_the_same_bits(tmp_path):
+    run(tmp_path / "whole", chunk_batches=4)
+    with pytest.raises(ConnectionResetError):
+        run(tmp_path / "run", batches=CountedBatches(raise_at=6), chunk_batches=4)
+    assert [line["step"] for line in lines(tmp_path / "run" / "loss.jsonl")] == [1, 2, 3, 4, 5, 6]
+    run(tmp_path / "run", chunk_batches=4, resume=True)
+    assert_same(tmp_path / "run", tmp_path / "whole")
+    # Its boundaries are no longer those of its chunks.
+    report = replay_run(tmp_path / "run", model=Linear(), batches=toy_batch, evaluation=EVALUATED, from_step=0)
+    assert report.is_same
+
+
+@pytest.mark.timeout(60)
+def test_a_signal_ends_the_run_behind_the_batches_that_are_there(tmp_path, pulls):
+    main_thread, released = threading.get_ident(), threading.Event()
+
+    def stalling(step):
+        if step == 6:
+            while not pulls:  # the program waits for this batch
+                time.sleep(0.01)
+            signal.pthread_kill(main_thread, signal.SIGINT)
+            released.wait(30)
+        return toy_batch(step)
+
+    result = run(tmp_path / "run", batches=stalling, chunk_batches=64, eval_every_steps=0, snapshot_every_steps=0)
+    released.set()
+    assert result.stopped_by == "SIGINT"
+    assert result.steps_done == 6
+    assert list(snapshot_steps(tmp_path / "run" / "snapshots")) == [6]
+
+
+class Requests:
+    """Asks when the program comes for a batch, as if it had been asked for while it was busy with those before."""
+
+    def __init__(self, monkeypatch, requests):
+        words_of = ControlBoard.words
+
+        def words(board, pull, num_batches):
+            for asked_at in [asked_at for asked_at in requests if asked_at <= pull]:
+                board.request(requests.pop(asked_at))
+            return words_of(board, pull, num_batches)
+
+        monkeypatch.setattr(ControlBoard, "words", words)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_requests_wait_for_the_chunk_under_way_act_at_one_update_and_are_repeated_there(
+    tmp_path, monkeypatch, accumulate
+):
+    halve, look = ControlRequest(learning_rate_factor=0.5), ControlRequest(evaluate=True, snapshot=True)
+    requests = {2: halve, 9: look}
+    Requests(monkeypatch, requests)
+    path = tmp_path / "run"
+    run(path, chunk_batches=4, accumulate_steps=accumulate, eval_every_steps=0, snapshot_every_steps=5)
+    assert not requests
+    slow, looked = read_events(path / "control.jsonl")
+    assert (slow.pull, slow.learning_rate_factor) == (4, 0.5)
+    assert looked.evaluate
+    # With the update that it was asked for in, and not with the end of a chunk.
+    assert lines(path / "eval.jsonl")[0]["step"] == looked.pull // accumulate + 1 < 11
+    # A replay pushes no snapshots, and so makes other chunks.
+    for begin in (0, snapshot_steps(path / "snapshots")[0]):
+        report = replay_run(path, from_step=begin, model=Linear(), batches=toy_batch, evaluation=EVALUATED)
+        assert report.is_same, begin
+
+
+def test_an_update_that_is_given_up_on_ends_its_chunk(tmp_path):
+    ends = {}
+    for chunk in (1, 4):
+        path = tmp_path / f"{chunk}"
+        with pytest.raises(NonFiniteError, match="was not at step 3: the weights are those of the last update"):
+            run(path, chunk_batches=chunk, learning_rate=1e30)
+        ends[chunk] = lines(path / "loss.jsonl")
+    assert ends[1] == ends[4]
+    assert [line["step"] for line in ends[4]] == [1, 2, 3]
+
+
+def test_a_run_is_resumed_with_the_chunk_that_it_had(tmp_path):
+    run(tmp_path, chunk_batches=4)
+    with pytest.raises(ValueError, match="chunk_batches was 4, got 2"):
+        run(tmp_path, chunk_batches=2, steps=20, resume=True)
+
+
+def test_images_of_a_chunk_are_counted_over_its_own_time():
+    class Records(list[Any]):
+        open = close = lambda _: None
+        write = list.append
+
+        def write_evaluation(self, record):
+            pass
+
+    records = Records()
+    train(toy_config(steps=8, chunk_batches=4), model=Linear(), batches=toy_batch, sinks=[records])
+    assert [record.step for record in records] == list(range(1, 9))
+    assert len({record.images_per_s for record in records[4:]}) == 1
+    assert 0 < records[4].images_per_s < 1e6
