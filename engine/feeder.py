@@ -96,11 +96,12 @@ class Feeder:
         self._copies = RowCopies(num_threads)
         self._slots: list[_Slot] = []
         self._threads: list[threading.Thread] = []
-        guard = threading.Lock()
-        self._filled = threading.Condition(guard)  # a batch is there, or never will be: takers wait for it
-        self._emptied = threading.Condition(guard)  # a slot is free, or the ring is closed: workers wait for it
-        self._next_fill = start_step  # guarded, like the two below
+        self._guard = threading.Lock()
+        self._filled = threading.Condition(self._guard)  # a batch is there, or never will be: takers wait for it
+        self._emptied = threading.Condition(self._guard)  # a slot is free, or the ring is closed: workers wait for it
+        self._next_fill = start_step  # guarded, like the rest
         self._next_release = start_step
+        self._num_waiting = 0
         self._closed = False
 
     def start(self) -> None:
@@ -147,9 +148,12 @@ class Feeder:
             raise slot.failure
         if slot.step != step:
             raise FeederError(f"the feeder was closed while {self._name_step(step)} waited for its batch")
-        rows = slice(shard * self.shard_batch, (shard + 1) * self.shard_batch)
-        self._copies.copy((slot.pixels if slot.lent is None else slot.lent)[rows], pixels)
-        np.copyto(labels, slot.labels[rows])
+        images, classes = slot.pixels if slot.lent is None else slot.lent, slot.labels
+        if self._num_shards > 1:
+            rows = slice(shard * self.shard_batch, (shard + 1) * self.shard_batch)
+            images, classes = images[rows], classes[rows]
+        self._copies.copy(images, pixels)
+        np.copyto(labels, classes)
         self._release(slot)
         return waited_s
 
@@ -169,7 +173,7 @@ class Feeder:
                 thread.join(max(0.0, deadline - time.monotonic()))
 
     def _release(self, slot: _Slot) -> None:
-        with self._emptied:
+        with self._guard:
             slot.shards_to_take -= 1
             if slot.shards_to_take == 0:
                 slot.step = -1
@@ -185,19 +189,26 @@ class Feeder:
             FeederError: when the time is over, or nobody is left who could make it ready.
         """
         deadline = time.monotonic() + self._timeout_s
-        with self._filled:
-            named = f"the batch of {self._name_step(step)}"
-            while not self._filled.wait_for(ready, timeout=min(_LOOK_EVERY_S, max(0.0, deadline - time.monotonic()))):
-                if is_cancelled():
-                    return False
-                if time.monotonic() >= deadline:
-                    raise FeederError(
-                        f"{named} must be there within {self._timeout_s:g} s, and was not: the "
-                        "source has stalled or is too slow; look at the storage, or raise --infeed-timeout"
-                    )
-                if not any(thread.is_alive() for thread in self._threads):
-                    raise FeederError(f"{named} cannot come: every reader thread has ended")
+        with self._guard:
+            self._num_waiting += 1
+            try:
+                while not self._filled.wait_for(ready, min(_LOOK_EVERY_S, max(0.0, deadline - time.monotonic()))):
+                    if is_cancelled():
+                        return False
+                    self._check_is_to_come(step, deadline)
+            finally:
+                self._num_waiting -= 1
         return True
+
+    def _check_is_to_come(self, step: int, deadline: float) -> None:
+        named = f"the batch of {self._name_step(step)}"
+        if time.monotonic() >= deadline:
+            raise FeederError(
+                f"{named} must be there within {self._timeout_s:g} s, and was not: the "
+                "source has stalled or is too slow; look at the storage, or raise --infeed-timeout"
+            )
+        if not any(thread.is_alive() for thread in self._threads):
+            raise FeederError(f"{named} cannot come: every reader thread has ended")
 
     def _work(self) -> None:
         """A worker's life: claim the next step, wait for its slot, fill it, until all is read or the ring closes."""
@@ -211,15 +222,16 @@ class Feeder:
                 failure = None
             except BaseException as error:  # noqa: BLE001 - raised to whoever takes this step, traceback included
                 failure = error
-            with self._filled:
+            with self._guard:
                 slot.failure, slot.shards_to_take, slot.step = failure, self._num_shards, step
-                self._filled.notify_all()
+                if self._num_waiting:
+                    self._filled.notify_all()
             if failure is not None:
                 return
 
     def _claim(self) -> tuple[int, _Slot] | None:
         """Takes the next step for this thread once its slot is empty; None when there is nothing left to do."""
-        with self._emptied:
+        with self._guard:
             # Not a wait for work done elsewhere: it ends with close(), and a program may take an hour over a step.
             while not self._closed and self._next_fill < self._stop_step:
                 if self._next_fill < self._next_release + self._depth:

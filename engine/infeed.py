@@ -16,7 +16,15 @@ from jax import lax
 from numpy.typing import NDArray
 
 from engine.batches import Labels, Pixels
-from engine.control import CONTROL_WORDS, STOP, ControlBoard, ControlWord, decode_control, stop_at_once
+from engine.control import (
+    CONTROL_WORDS,
+    STOP,
+    ControlBoard,
+    ControlWord,
+    ControlWords,
+    decode_control,
+    stop_at_once,
+)
 from engine.feeder import Feeder
 from engine.transport import Array, Transport
 from engine.unpack import pack_dense
@@ -54,7 +62,7 @@ class Infeed:
     Args:
         feeder: where the batches are.
         board: asked whether the run is to stop.
-        words_of: gives the control words, uint32 [3], of a pull of batches from (step, at most so many).
+        words_of: gives the control words of a pull of batches from (step, at most so many).
         transport: how the call is made.
         height, width: of the images, in pixels.
         row_words: words of a row where the layout is dense; None: one a pixel.
@@ -71,7 +79,7 @@ class Infeed:
         board: ControlBoard,
         transport: Transport,
         *,
-        words_of: Callable[[int, int], NDArray[np.uint32]],
+        words_of: Callable[[int, int], ControlWords],
         height: int,
         width: int,
         row_words: int | None = None,
@@ -116,8 +124,9 @@ class Infeed:
         pixels, labels, words = results
         num_taken = 0
         try:
-            words[...] = self._words_of(step, num_wanted)
-            num_batches = int(words[2])
+            asked = self._words_of(step, num_wanted)
+            words[...] = asked
+            num_batches = asked[2]
             while num_taken < num_batches:
                 if not self._take(step + num_taken, shard, pixels[num_taken], labels[num_taken]):
                     break

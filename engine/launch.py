@@ -21,7 +21,7 @@ from engine.batches import BatchFunction, BatchSource, EvaluationArrays, Evaluat
 from engine.checked_model import CheckedModel
 from engine.compilation import Compiled, compile_traced, trace_ahead
 from engine.config import TrainConfig
-from engine.control import ControlBoard
+from engine.control import ControlBoard, ControlWords
 from engine.feeder import Feeder, batch_bytes, ring_depth
 from engine.infeed import Infeed
 from engine.initial_weights import InitialWeights, load_initial_weights
@@ -153,7 +153,7 @@ class Launch:
     def _make_infeed(
         self,
         source: BatchSource,
-        words_of: Callable[[int, int], NDArray[np.uint32]],
+        words_of: Callable[[int, int], ControlWords],
         first_pull: int,
         stop_pull: int,
         name_pull: Callable[[int], str] = lambda pull: f"step {pull + 1}",

@@ -39,9 +39,11 @@ class RowCopies:
         Returns or raises when no thread writes any more, and not before: the memory of `pixels` is the program's again
         then. There is no time limit, as there is none to a copy.
         """
-        num_parts = min(1 + self._num_others, pixels.nbytes // _LEAST_PART_BYTES, len(pixels))
-        num_parts = min(num_parts, 1 + self._start(num_parts - 1)) if num_parts > 1 else 1
-        if num_parts == 1:
+        num_parts = pixels.nbytes // _LEAST_PART_BYTES
+        if num_parts > 1:
+            num_parts = min(num_parts, 1 + self._num_others, len(pixels))
+            num_parts = min(num_parts, 1 + self._start(num_parts - 1))
+        if num_parts <= 1:
             _copy(rows, pixels)
             return
         bounds = [len(pixels) * part // num_parts for part in range(num_parts + 1)]

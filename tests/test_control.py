@@ -27,9 +27,8 @@ from engine.records.control_log import ControlEvent
 @pytest.mark.parametrize("num_batches", [0, 1, 1024])
 def test_the_device_reads_what_the_host_wrote(flags, factor, num_batches):
     words = encode_control(flags, factor, num_batches)
-    assert words.dtype == np.uint32
-    assert words.shape == (CONTROL_WORDS,)
-    word = jax.jit(decode_control)(words)
+    assert len(words) == CONTROL_WORDS
+    word = jax.jit(decode_control)(np.array(words, np.uint32))
     assert bool(word.stop) == bool(flags & STOP)
     assert bool(word.snapshot) == bool(flags & SNAPSHOT)
     assert bool(word.evaluate) == bool(flags & EVALUATE)
@@ -40,8 +39,8 @@ def test_the_device_reads_what_the_host_wrote(flags, factor, num_batches):
 
 
 def test_golden_words():
-    assert encode_control(STOP | EVALUATE, 0.5, 7).tolist() == [0b101, 0x3F000000, 7]
-    assert stop_at_once().tolist() == [0b001, 0x3F800000, 0]
+    assert encode_control(STOP | EVALUATE, 0.5, 7) == (0b101, 0x3F000000, 7)
+    assert stop_at_once() == (0b001, 0x3F800000, 0)
 
 
 def test_zeros_ask_for_nothing_but_a_rate_of_nothing():
@@ -53,9 +52,9 @@ def test_zeros_ask_for_nothing_but_a_rate_of_nothing():
 def test_a_board_asks_for_nothing_until_it_is_told():
     board = ControlBoard()
     assert board.stop_reason is None
-    assert board.words(0, 3).tolist() == board.stop_words(3).tolist() == encode_control(0, 1.0, 3).tolist()
+    assert board.words(0, 3) == board.stop_words(3) == encode_control(0, 1.0, 3)
     board.request_stop("SIGINT")
-    assert board.words(3, 3).tolist() == board.stop_words(3).tolist() == stop_at_once().tolist()
+    assert board.words(3, 3) == board.stop_words(3) == stop_at_once()
 
 
 def test_a_chunk_ends_where_a_request_of_an_earlier_launch_took_effect():
@@ -66,9 +65,10 @@ def test_a_chunk_ends_where_a_request_of_an_earlier_launch_took_effect():
     board = ControlBoard()
     events = [event(3, learning_rate_factor=0.5), event(6, evaluate=True), event(7, snapshot=True)]
     board.prepare(first_pull=4, pulls_a_step=1, replayed=events, record=lambda _: None)
-    assert board.words(4, 4).tolist() == encode_control(0, 0.5, 2).tolist()
-    assert board.words(6, 4).tolist() == encode_control(EVALUATE, 0.5, 1).tolist()
-    assert board.words(7, 4).tolist() == encode_control(SNAPSHOT, 0.5, 4).tolist()
+    assert board.words(4, 4) == encode_control(0, 0.5, 2)
+    assert board.words(6, 4) == encode_control(EVALUATE, 0.5, 1)
+    assert board.words(7, 4) == encode_control(SNAPSHOT, 0.5, 1)  # behind this batch, whatever is wanted
+    assert board.words(8, 4) == encode_control(0, 0.5, 4)
 
 
 def test_the_first_reason_stays():

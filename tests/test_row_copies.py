@@ -126,4 +126,4 @@ def test_many_callers_get_their_own_and_the_threads_end(monkeypatch):
     deadline = time.monotonic() + 10
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # a thread of an earlier test may have ended meanwhile

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
 from engine.compilation import caching_compilations
-from engine.control import ControlBoard
+from engine.control import ControlBoard, ControlWords
 from engine.keys import plain_keys
 from engine.launch import Launch, NonFiniteError
 from engine.program import TrainModel, TrainState
@@ -125,8 +124,8 @@ class _EndingBoard(ControlBoard):
         """Whether somebody else asked for the stop."""
         return self.stop_reason not in (None, _END)
 
-    def words(self, pull: int, num_batches: int) -> NDArray[np.uint32]:
-        """Gives the control words of a pull, uint32 [3]; behind the last batch of the piece they say stop."""
+    def words(self, pull: int, num_batches: int) -> ControlWords:
+        """Gives the control words of a pull; behind the last batch of the piece they say stop."""
         left = self._piece.stop_pull - pull
         if left <= 0:
             self.request_stop(_END)

@@ -32,10 +32,11 @@ class ReadyBatches:
 
     def __init__(self, batch: int, size: int) -> None:
         self.batch, self.height, self.width = batch, size, size
+        self._num_first = 2 * ring_depth(self, None)
 
     def fill(self, step: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:  # noqa: ARG002
         """Leaves the buffers as they are once they have been written: untouched pages would all be one."""
-        if step < 2 * ring_depth(self, None):
+        if step < self._num_first:
             pixels[...], labels[...] = step, 0
 
 
