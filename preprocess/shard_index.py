@@ -5,12 +5,15 @@ Images of one size that lie in their order from the beginning of the file leave 
 
 from __future__ import annotations
 
+import struct
 from functools import lru_cache
 
 import google_crc32c
 import numpy as np
 
 CHECKSUM_BYTES = 4
+ENTRY = struct.Struct("<QQ")
+"""Of a chunk its place in the file and its size there, in bytes."""
 _NOT_THERE = 2**64 - 1
 
 

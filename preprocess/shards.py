@@ -30,7 +30,8 @@ from preprocess.arrays import (
 from preprocess.journal import PLAN_KEY
 from preprocess.location import Location, ShardError, open_location, reason
 from preprocess.manifest import MANIFEST_KEY, Manifest
-from preprocess.mapped_images import MappedImages
+from preprocess.mapped_images import MappedImages, MappedLabels
+from preprocess.mapped_shards import MappedShards
 
 __all__ = ["ShardError", "ShardSplit", "list_splits", "list_unfinished_splits", "open_split"]
 
@@ -72,6 +73,9 @@ class ShardSplit:
         folder = location.local_path
         is_mappable = folder is not None and MappedImages.is_mappable(manifest)
         self._mapped = MappedImages(folder, manifest) if folder is not None and is_mappable else None
+        self._mapped_labels: MappedLabels | None = None
+        if folder is not None and MappedShards.is_possible() and manifest.num_images > HELD_LABELS:
+            self._mapped_labels = MappedLabels(folder, manifest.num_images)
 
     def __enter__(self) -> Self:
         return self
@@ -83,7 +87,7 @@ class ShardSplit:
 
     def close(self) -> None:
         """Let go of the store; reading afterwards is an error. May be called again."""
-        self._pixels = self._labels = self._held_labels = self._mapped = None
+        self._pixels = self._labels = self._held_labels = self._mapped = self._mapped_labels = None
 
     def read_into(
         self, indices: NDArray[np.int64], pixels: NDArray[np.uint32], labels: NDArray[np.int32], *, timeout_s: float
@@ -191,6 +195,9 @@ class ShardSplit:
                     raise
             finally:
                 self._held_labels_lock.release()
+        mapped = self._mapped_labels
+        if mapped is not None and (found := mapped.read(indices)) is not None:
+            return found
         with ts.Batch() as batch:
             reading = stored[indices].read(batch=batch)
         return reading.result(timeout=max(0.0, deadline - time.monotonic()))

@@ -1,6 +1,7 @@
 """Reads from mapped shard files: the packed pixels, each image checked, and of no file but the one that is there."""
 
 import errno
+import math
 import os
 import shutil
 import sys
@@ -16,8 +17,9 @@ import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preprocess import mapped_images
-from preprocess.mapped_images import MappedImages
+from preprocess import mapped_images, mapped_shards, shards
+from preprocess.arrays import LABELS_PER_CHUNK
+from preprocess.mapped_images import MappedImages, MappedLabels
 from preprocess.shards import ShardError, open_split
 from tests.fake_source import fake_source, pack, packed_words
 from tests.test_shards import crc32c
@@ -57,7 +59,8 @@ def shard_file(data, number):
 
 @pytest.fixture(autouse=True)
 def always_look(monkeypatch):
-    monkeypatch.setattr(mapped_images, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(mapped_shards, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(mapped_shards, "_MOST_LOOKS_A_S", math.inf)
 
 
 @pytest.fixture(scope="module")
@@ -181,11 +184,25 @@ def test_a_damaged_small_image_is_told_too(packs, tmp_path):
                 read(split, [5, 4])
 
 
-def test_a_damaged_index_leaves_its_shard_to_the_store_which_says_so(data):
-    path = shard_file(data, 0)
+@pytest.mark.parametrize("checksum", [True, False])
+@pytest.mark.parametrize("place", [0, 9])  # of the image's entry: where it lies, how large it is
+def test_an_image_whose_place_is_damaged_is_left_to_the_store_which_says_so(packs, tmp_path, checksum, place):
+    shutil.copytree(packs[LARGE, checksum][0], tmp_path / "data")
+    path = shard_file(tmp_path / "data", 0)
     content = bytearray(path.read_bytes())
-    content[-10] ^= 1
+    content[-4 - 16 * (SHARD_IMAGES - 1) + place] ^= 1  # of the second image
     path.write_bytes(content)
+    with open_split(str(tmp_path / "data"), "train") as split:
+        np.testing.assert_array_equal(read(split, [0, 2, 3, 5]), packs[LARGE, checksum][1][[0, 2, 3, 5]])
+        # To the store no image of that shard is good any more.
+        with pytest.raises(ShardError, match=r"image 0 in pixels/c/0/0/0: the checksum does not match"):
+            read(split, [0, 1])
+        assert split.lend(np.array([0, 1]), np.zeros(2, np.int32), timeout_s=30.0) is None
+
+
+def test_a_file_of_another_size_is_left_to_the_store_which_says_so(data):
+    with shard_file(data, 0).open("ab") as file:
+        file.write(b"more")
     with open_split(str(data), "train") as split:
         read(split, [5])
         with pytest.raises(ShardError, match=r"image 0 in pixels/c/0/0/0: "):
@@ -226,7 +243,7 @@ def test_a_file_that_goes_or_is_cut_is_told_as_ever(data):
         read(split, [8, 9])
 
 
-def test_a_shard_whose_images_lie_in_another_order_stays_with_the_store(tmp_path):
+def test_images_that_lie_in_another_order_stay_with_the_store(tmp_path):
     source = fake_source(SHARD_IMAGES, size=LARGE)
     pack(source, tmp_path, shard_images=SHARD_IMAGES, checksum=False)
     path, image_bytes = shard_file(tmp_path, 0), 4 * LARGE**2
@@ -241,7 +258,7 @@ def test_a_shard_whose_images_lie_in_another_order_stays_with_the_store(tmp_path
         store = CountedReads(split)
         for _ in range(2):
             np.testing.assert_array_equal(read(split, [0, 1, 2]), words[:3])
-            assert store.take() == [0, 1, 2]
+            assert store.take() == [1, 2]
 
 
 def test_what_is_compressed_or_elsewhere_or_of_another_endianness_is_not_mapped(tmp_path, monkeypatch):
@@ -263,7 +280,7 @@ def test_what_is_compressed_or_elsewhere_or_of_another_endianness_is_not_mapped(
 
 
 def test_no_more_files_are_mapped_than_a_process_may(packs, monkeypatch):
-    monkeypatch.setattr(mapped_images, "_MOST_MAPPED", 1)
+    monkeypatch.setattr(mapped_shards, "MOST_MAPPED", 1)
     folder, words = packs[LARGE, True]
     with open_split(str(folder), "train") as split:
         store = CountedReads(split)
@@ -274,22 +291,25 @@ def test_no_more_files_are_mapped_than_a_process_may(packs, monkeypatch):
     assert not maps.exists() or os.fspath(folder) not in maps.read_text()
 
 
-def test_a_file_is_looked_at_once_a_second(packs, monkeypatch):
+@pytest.mark.parametrize(("most_looks_a_s", "every_s"), [(1_000, 1.0), (0.25, 4.0)])
+def test_a_file_is_looked_at_once_a_second_and_of_many_not_all_in_one(packs, monkeypatch, most_looks_a_s, every_s):
     looks = []
-    monkeypatch.setattr(mapped_images, "_LOOK_EVERY_S", 1.0)
-    monkeypatch.setattr(mapped_images, "_identify", lambda path: looks.append(path))
+    monkeypatch.setattr(mapped_shards, "_LOOK_EVERY_S", 1.0)
+    monkeypatch.setattr(mapped_shards, "_MOST_LOOKS_A_S", most_looks_a_s)
+    monkeypatch.setattr(mapped_shards, "_identify", lambda path: looks.append(path))
     now_s = [time.monotonic()]
-    monkeypatch.setattr("preprocess.mapped_images.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("preprocess.mapped_shards.time.monotonic", lambda: now_s[0])
     folder, _ = packs[LARGE, True]
     with open_split(str(folder), "train") as split:
         assert split._mapped is not None
-        shard = split._mapped._find(0)
+        shards = split._mapped._shards
+        shard = shards.find(0)
         assert shard is not None
-        now_s[0] += 0.99
-        assert split._mapped._find(0) is shard
+        now_s[0] += every_s - 0.01
+        assert shards.find(0) is shard
         assert looks == []
         now_s[0] += 0.02
-        assert split._mapped._find(0) is not shard  # nothing is there any more, as far as `_identify` says
+        assert shards.find(0) is not shard  # nothing is there any more, as far as `_identify` says
         assert looks == [shard.path]
 
 
@@ -305,7 +325,7 @@ def test_pages_are_read_again_only_of_a_split_that_may_have_left_the_memory(
         indices = np.array([1, 2, 9])
         split.lend(indices, np.zeros(3, np.int32), timeout_s=30.0)
         reads: list[Any] = []
-        monkeypatch.setattr(mapped_images, "_read_pages", reads.append)
+        monkeypatch.setattr(mapped_images, "read_pages", reads.append)
         lent = split.lend(indices, np.zeros(3, np.int32), timeout_s=30.0)
         assert lent is not None
         assert len(reads) == num_reads
@@ -317,12 +337,51 @@ def test_a_file_that_cannot_be_opened_for_a_while_is_mapped_afterwards(packs, mo
     with open_split(str(folder), "train") as split:
         with monkeypatch.context() as patch:
             failing = SimpleNamespace(**vars(os) | {"open": lambda *_: os_error(errno.EMFILE)})
-            patch.setattr(mapped_images, "os", failing)
+            patch.setattr(mapped_shards, "os", failing)
             np.testing.assert_array_equal(read(split, [1, 9]), words[[1, 9]])
             assert split.lend(np.array([1]), np.zeros(1, np.int32), timeout_s=30.0) is None
         lent = split.lend(np.array([1]), np.zeros(1, np.int32), timeout_s=30.0)
         assert lent is not None
         np.testing.assert_array_equal(lent[0], words[1])
+
+
+@pytest.fixture(scope="module")
+def labelled(tmp_path_factory):
+    """A pack of more labels than a chunk of them holds, and the labels."""
+    source = fake_source(LABELS_PER_CHUNK + 5, size=SMALL)
+    folder = tmp_path_factory.mktemp("labelled")
+    pack(source, folder, shard_images=512)
+    return folder, packed_words(source)[1].astype(np.int32)
+
+
+def test_labels_that_are_too_many_to_hold_are_read_from_the_files(labelled, monkeypatch):
+    monkeypatch.setattr(shards, "HELD_LABELS", 0)
+    folder, expected = labelled
+    indices = np.array([0, LABELS_PER_CHUNK + 4, 7, LABELS_PER_CHUNK - 1, LABELS_PER_CHUNK, 7])
+    found = np.zeros(len(indices), np.int32)
+    with open_split(str(folder), "train") as split:
+        monkeypatch.setattr(split, "_labels", None)  # not by the store
+        monkeypatch.setattr(split, "_arrays", lambda: (split._pixels, None))
+        for _ in range(2):
+            split.read_into(indices, np.zeros((6, SMALL, SMALL), np.uint32), found, timeout_s=30.0)
+            np.testing.assert_array_equal(found, expected[indices])
+
+
+@pytest.mark.parametrize("place", [3, 2 * LABELS_PER_CHUNK + 4 + 3])
+def test_a_flipped_label_is_told(labelled, monkeypatch, tmp_path, place):
+    monkeypatch.setattr(shards, "HELD_LABELS", 0)
+    shutil.copytree(labelled[0], tmp_path / "data")
+    path = tmp_path / "data/train/labels/c/0"
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+    chunk = int(place > 2 * LABELS_PER_CHUNK)
+    damaged, sound = np.array([chunk * LABELS_PER_CHUNK]), np.array([(1 - chunk) * LABELS_PER_CHUNK])
+    assert MappedLabels(tmp_path / "data/train", LABELS_PER_CHUNK + 5).read(damaged) is None
+    with open_split(str(tmp_path / "data"), "train") as split:
+        read(split, sound)
+        with pytest.raises(ShardError, match=rf"image {damaged[0]} in labels/c/0: the checksum does not match"):
+            read(split, damaged)
 
 
 def os_error(code):

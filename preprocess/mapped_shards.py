@@ -1,0 +1,217 @@
+"""Mapped shard files of raw arrays on this machine (Zarr version 3, codec `sharding_indexed`).
+
+Knows the order of bytes in a shard, and which chunks of it were checked; not what they mean. A chunk that does not lie
+where its number says, or is not as its checksum says, is not given out: the store then says what is wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
+from numpy.typing import NDArray
+
+from preprocess.arrays import shard_key
+from preprocess.file_maps import map_file
+from preprocess.shard_index import CHECKSUM_BYTES, ENTRY
+
+# Linux lets a process map 65,530 files, here of two splits; the shards beyond these stay with the store.
+MOST_MAPPED = 3 << 13
+# Every page of an array is read once to bring it into memory, 4 KiB at least, by one call on more than 500 numbers: for
+# so many NumPy lets go of the interpreter lock, which a read from a disk must not hold.
+_PAGE_BYTES = 1 << 12
+_LEAST_NUMBERS_READ = 1 << 9
+# A call to the system costs 2 to 6 µs, as much as the copy of an image: of many files no more than so many a second.
+_LOOK_EVERY_S = 1.0
+_MOST_LOOKS_A_S = 1_000
+
+# Inode, size in bytes and time of the last change in ns, which tell a file from one that takes its place.
+type _Identity = tuple[int, int, int]
+
+
+@dataclass(slots=True)
+class MappedShard:
+    """One mapped file.
+
+    Attributes:
+        path: of the file.
+        identity: of the file.
+        chunks: ``[n, …]`` of the array's type, in the file.
+        checksums: uint32 ``[n]``, in the file; None where there are none.
+        index: uint8, the part of the file that says of each chunk where it lies (`ENTRY`).
+        checked: a bit of each chunk, 1 where it was: a set of 1e8 images has 12 MB of them.
+        looked_s: when it was seen to be the file of that path, on the monotonic clock.
+    """
+
+    path: str
+    identity: _Identity
+    chunks: NDArray[Any]
+    checksums: NDArray[np.uint32] | None
+    index: NDArray[np.uint8]
+    checked: NDArray[np.uint8]
+    looked_s: float
+
+    def check(self, slot: int, chunk: NDArray[Any]) -> bool:
+        """Whether a chunk, which lies in one piece, is that of its number and has its checksum; found out once."""
+        if self.is_checked(slot):
+            return True
+        is_sound = self._is_in_place(slot) and (
+            self.checksums is None or google_crc32c.value(chunk) == int(self.checksums[slot])
+        )
+        if is_sound:
+            # Where two threads mark neighbours at once one mark may be lost: that chunk is checked again.
+            self.checked[slot >> 3] |= 1 << (slot & 7)
+        return is_sound
+
+    def _is_in_place(self, slot: int) -> bool:
+        """Whether the index says of a chunk that it lies where chunks of one size in their order lie."""
+        stored_bytes = self.chunks.strides[0]
+        return ENTRY.unpack_from(self.index, slot * ENTRY.size) == (slot * stored_bytes, stored_bytes)
+
+    def is_checked(self, slot: int) -> bool:
+        """Whether a chunk was checked and found sound."""
+        return bool(self.checked[slot >> 3] >> (slot & 7) & 1)
+
+    def unchecked(self, slots: NDArray[np.int64]) -> NDArray[np.intp]:
+        """The places in ``slots`` of chunks that were not checked."""
+        return np.flatnonzero(self.checked[slots >> 3] >> (slots & 7).astype(np.uint8) & 1 == 0)
+
+
+class MappedShards:
+    """The mapped files of one array; for any number of threads.
+
+    A file that is replaced is told by its identity within a second, or as many as it has thousands of files, and mapped
+    and checked anew. One that is cut off in its place while a chunk is copied from it ends the process (SIGBUS), as
+    with any mapped file. A page that the system has taken back is read again where it is copied, which no time limit
+    can end.
+
+    Args:
+        folder: of the array, on this machine.
+        rank: of the array.
+        num_chunks: of the array, all along its first axis.
+        shard_chunks: of a whole file.
+        chunk_shape: of one.
+        dtype: of the array, little-endian.
+        checksum: whether a CRC-32C follows each chunk.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        rank: int,
+        num_chunks: int,
+        shard_chunks: int,
+        chunk_shape: tuple[int, ...],
+        dtype: type[np.generic],
+        checksum: bool,
+    ) -> None:
+        self._folder, self._rank = folder, rank
+        self._num_chunks, self._shard_chunks = num_chunks, shard_chunks
+        self._shape, self._dtype, self._checksum = chunk_shape, np.dtype(dtype), checksum
+        self._shards: dict[int, MappedShard | None] = {}  # None: of another form than is mapped
+        self._lock = threading.Lock()
+
+    @staticmethod
+    def is_possible() -> bool:
+        """Whether this machine's memory would show the numbers of the files as they are."""
+        return sys.byteorder == "little"
+
+    def places(self, chunks: NDArray[np.int64]) -> Iterator[tuple[MappedShard | None, int]]:
+        """Gives each chunk's shard, None where it is not mapped, and its place in it; looks at each file once."""
+        numbers, slots = np.divmod(chunks, self._shard_chunks)
+        found: dict[int, MappedShard | None] = {}
+        for number, slot in zip(numbers.tolist(), slots.tolist(), strict=True):
+            if number not in found:
+                found[number] = self.find(number)
+            yield found[number], slot
+
+    def by_shard(self, chunks: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.intp], NDArray[np.int64]]]:
+        """Gives each shard's number, the rows of its chunks, and their places in it."""
+        if not len(chunks):
+            return
+        numbers, slots = np.divmod(chunks, self._shard_chunks)
+        order = np.argsort(numbers, kind="stable")
+        starts = np.flatnonzero(np.diff(numbers[order], prepend=-1))
+        for rows in np.split(order, starts[1:]):
+            yield int(numbers[rows[0]]), rows, slots[rows]
+
+    def find(self, number: int) -> MappedShard | None:
+        """Gives the mapped shard of that number; None where its file is missing or of another form."""
+        shard = self._shards.get(number)
+        if shard is not None and self._is_there(shard):
+            return shard
+        if shard is None and number in self._shards:
+            return None
+        with self._lock:
+            if self._shards.get(number) is shard and len(self._shards) - (shard is not None) < MOST_MAPPED:
+                self._shards.pop(number, None)
+                path = os.fspath(self._folder / shard_key(number, self._rank))
+                # A file that cannot be opened or mapped now may be tomorrow: nothing is kept of it.
+                with suppress(OSError):
+                    self._shards[number] = self._map(number, path)
+            return self._shards.get(number)
+
+    def _is_there(self, shard: MappedShard) -> bool:
+        """Whether the file is still the one that is mapped, as of a while ago."""
+        now_s = time.monotonic()
+        if now_s - shard.looked_s >= max(_LOOK_EVERY_S, len(self._shards) / _MOST_LOOKS_A_S):
+            if _identify(shard.path) != shard.identity:
+                return False
+            shard.looked_s = now_s
+        return True
+
+    def _map(self, number: int, path: str) -> MappedShard | None:
+        """Maps a file; None where it is not of the size that chunks of one size leave.
+
+        Raises:
+            OSError: where it is not there, or the system maps no more.
+        """
+        num_chunks = min(self._shard_chunks, self._num_chunks - number * self._shard_chunks)
+        chunk_bytes = int(np.prod(self._shape)) * self._dtype.itemsize
+        stored_bytes = chunk_bytes + (CHECKSUM_BYTES if self._checksum else 0)
+        index_start = num_chunks * stored_bytes
+        index_bytes = self._shard_chunks * ENTRY.size
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            identity = _identity_of(os.fstat(file))
+            if identity[1] != index_start + index_bytes + CHECKSUM_BYTES:
+                return None
+            mapped = map_file(file, identity[1])
+        finally:
+            os.close(file)
+        strides = (stored_bytes, *np.empty((1, *self._shape), self._dtype).strides[1:])
+        chunks = np.ndarray((num_chunks, *self._shape), self._dtype, mapped, strides=strides)
+        checksums = None
+        if self._checksum:
+            checksums = np.ndarray((num_chunks,), np.uint32, mapped, offset=chunk_bytes, strides=(stored_bytes,))
+        index = mapped[index_start : index_start + index_bytes]
+        read_pages(index)
+        marks = np.zeros(-(-num_chunks // 8), np.uint8)
+        return MappedShard(path, identity, chunks, checksums, index, marks, time.monotonic())
+
+
+def read_pages(array: NDArray[Any]) -> None:
+    """Brings a mapped array, which lies in one piece, into memory, the interpreter lock let go."""
+    numbers = array.reshape(-1)
+    numbers[:: max(1, min(_PAGE_BYTES // array.itemsize, numbers.size // _LEAST_NUMBERS_READ))].max()
+
+
+def _identify(path: str) -> _Identity | None:
+    try:
+        return _identity_of(os.stat(path))  # noqa: PTH116 - a Path costs three times as much, once a shard and batch
+    except OSError:
+        return None
+
+
+def _identity_of(found: os.stat_result) -> _Identity:
+    return found.st_ino, found.st_size, found.st_mtime_ns
