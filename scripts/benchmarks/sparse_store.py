@@ -55,9 +55,14 @@ def ensure_sparse(settings: Settings, say: Say, *, num_images: int) -> Path:
         _write_last(whole, folder / SPLIT / PIXELS / shard_key(num_whole, 3), num_left)
     labels = np.arange(LABELS_PER_SHARD, dtype=np.uint16) % NUM_CLASSES
     write_array(split, LABELS, labels_metadata(LABELS_PER_SHARD)).write(labels).result(timeout=60)
-    create_array(split, LABELS, labels_metadata(num_images))
     first = folder / SPLIT / LABELS / shard_key(0, 1)
-    _link_all(folder / SPLIT / LABELS, first, range(1, -(-num_images // LABELS_PER_SHARD)), rank=1)
+    num_whole, num_left = divmod(num_images, LABELS_PER_SHARD)
+    if num_whole == 0:
+        first.unlink()
+    _link_all(folder / SPLIT / LABELS, first, range(1, num_whole), rank=1)
+    stored = create_array(split, LABELS, labels_metadata(num_images))
+    if num_left:
+        stored[num_images - num_left :].write(labels[:num_left]).result(timeout=60)
     split.write(MANIFEST_KEY, _manifest(num_images, num_shards).to_json().encode())
     return folder
 
