@@ -43,15 +43,20 @@ class Compiled:
         trace_s, compile_s: seconds that tracing and lowering took, and compiling or loading.
         from_cache: whether it was loaded from the cache on disk.
         memory_bytes: XLA's account by kind (arguments, results, temporaries, code), in bytes; empty where it has none.
-        step_flops: floating-point operations of one step by XLA's count, None where it has none.
     """
 
-    call: Callable[..., Any]
+    call: jax.stages.Compiled
     trace_s: float
     compile_s: float
     from_cache: bool
     memory_bytes: dict[str, int]
-    step_flops: float | None
+
+    @property
+    def step_flops(self) -> float | None:
+        """Floating-point operations of one step by XLA's count, None where it has none."""
+        # XLA counts the body of a loop without a known trip count once, so the program's count is that of one step.
+        analysis = self.call.cost_analysis()
+        return None if not analysis or "flops" not in analysis else float(analysis["flops"])
 
     @property
     def peak_bytes(self) -> int:
@@ -89,8 +94,7 @@ def compile_traced(traced: Traced, *, dump_folder: Path | None = None) -> Compil
         dump_folder.mkdir(parents=True, exist_ok=True)
         write_whole(dump_folder / "program.stablehlo.mlir", traced.lowered.as_text().encode())
         write_whole(dump_folder / "program.optimised.hlo", (compiled.as_text() or "").encode())
-    memory_bytes, step_flops = _memory_bytes(compiled), _step_flops(compiled)
-    return Compiled(compiled, traced.trace_s, compile_s, bool(hits), memory_bytes, step_flops)
+    return Compiled(compiled, traced.trace_s, compile_s, bool(hits), _memory_bytes(compiled))
 
 
 def _compiler_options(lowered: jax.stages.Lowered) -> dict[str, str]:
@@ -166,9 +170,3 @@ def _memory_bytes(compiled: jax.stages.Compiled) -> dict[str, int]:
         "temporaries": analysis.temp_size_in_bytes,
         "code": analysis.generated_code_size_in_bytes,
     }
-
-
-def _step_flops(compiled: jax.stages.Compiled) -> float | None:
-    # XLA counts the body of a loop without a known trip count once, so the program's count is that of one step.
-    analysis = compiled.cost_analysis()
-    return None if not analysis or "flops" not in analysis else float(analysis["flops"])

@@ -7,7 +7,7 @@ caller's.
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from engine.program import RunValues, TrainModel, TrainState, init_state, make_p
 from engine.records.weights import check_names
 from engine.resolve import resolve
 from engine.resume import StartingPoint
-from engine.signals import StopSignals, call_on_worker
+from engine.signals import StopSignals, call_on_worker, start_on_worker
 from engine.sinks import Sink
 from engine.statics import statics_of, update_values
 from engine.transport import Transport, choose_transport
@@ -212,18 +212,39 @@ class Launch:
             f"from {resolved.data}, {depth} read ahead, by the {self._transport.name} transport"
         )
 
+    def prepare(self) -> tuple[Compiled, TrainState]:
+        """Gives the program and the state that it begins with, which is made while the program is compiled."""
+        finish = self._begin_to_compile()
+        try:
+            state = self.starting_state()
+        except Exception:
+            # Its error is the one that counts, and jax's settings are not to change under a compilation.
+            with suppress(Exception):
+                finish()
+            raise
+        return finish(), state
+
     def compile(self) -> Compiled:
-        """Traces the program on this thread, whose jax settings it so obeys, and compiles it on a worker."""
+        """Gives the program, compiled."""
+        return self._begin_to_compile()()
+
+    def _begin_to_compile(self) -> Callable[[], Compiled]:
+        """Traces the program on this thread, whose jax settings it so obeys, and has a worker compile it."""
         model = CheckedModel(self.resolved.model, self.resolved.num_classes, self.resolved.source)
         program = make_program(model, self._statics, self._infeed, self._outfeed, self._evaluation_infeed)
         traced = trace_ahead(program, self._state_shape, self._values(), donate=(0,))
         dump_folder = None if self.config.dump_hlo is None else Path(self.config.dump_hlo)
-        compiled = call_on_worker(partial(compile_traced, traced, dump_folder=dump_folder))
-        origin = "loaded from the cache, " if compiled.from_cache else ""
-        self._notify(
-            f"compiled training program in {compiled.compile_s:.1f} s ({origin}traced in {compiled.trace_s:.1f} s)"
-        )
-        return compiled
+        wait = start_on_worker(partial(compile_traced, traced, dump_folder=dump_folder))
+
+        def finish() -> Compiled:
+            compiled = wait()
+            origin = "loaded from the cache, " if compiled.from_cache else ""
+            self._notify(
+                f"compiled training program in {compiled.compile_s:.1f} s ({origin}traced in {compiled.trace_s:.1f} s)"
+            )
+            return compiled
+
+        return finish
 
     def starting_state(self) -> TrainState:
         """Gives the state of the snapshot that the launch begins with, or draws that before the first step."""

@@ -201,8 +201,7 @@ def _given_digest(launch: Launch, recorded: RecordedRun | None) -> str | None:
 
 def _compile(config: TrainConfig, launch: Launch) -> tuple[Compiled, TrainState]:
     with caching_compilations(config.compilation_cache):
-        compiled = launch.compile()
-        state = launch.starting_state()
+        compiled, state = launch.prepare()
     launch.warn_of_memory(compiled)
     return compiled, state
 

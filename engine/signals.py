@@ -61,9 +61,14 @@ class StopSignals:
 
 
 def call_on_worker[T](function: Callable[..., T], *arguments: Any) -> T:
-    """Calls `function` on a thread of its own and waits for it, leaving the caller's thread open to signals.
+    """Calls `function` on a thread of its own and waits for it; see `start_on_worker`."""
+    return start_on_worker(function, *arguments)()
 
-    Raises:
+
+def start_on_worker[T](function: Callable[..., T], *arguments: Any) -> Callable[[], T]:
+    """Calls `function` on a thread of its own; gives what waits for it, leaving the waiting thread open to signals.
+
+    That raises:
         BaseException: whatever the function raised, with its traceback; KeyboardInterrupt where a signal ends the
             wait, the thread then being left to itself (a daemon).
     """
@@ -78,8 +83,12 @@ def call_on_worker[T](function: Callable[..., T], *arguments: Any) -> T:
 
     thread = threading.Thread(target=work, name="worker", daemon=True)
     thread.start()
-    while thread.is_alive():
-        thread.join(_LOOK_EVERY_S)
-    if failure:
-        raise failure[0]
-    return result[0]
+
+    def wait() -> T:
+        while thread.is_alive():
+            thread.join(_LOOK_EVERY_S)
+        if failure:
+            raise failure[0]
+        return result[0]
+
+    return wait

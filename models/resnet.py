@@ -226,6 +226,7 @@ def apply(
         x = max_pool(x)
     for block in blocks(net):
         stage, index = block.path.split(".")
-        x, block_stats = _apply_block(block.convs, block.projection, params[stage][index], batch_stats[stage][index], x, train)
+        of_block = params[stage][index], batch_stats[stage][index]
+        x, block_stats = _apply_block(block.convs, block.projection, *of_block, x, train)
         new_stats.setdefault(stage, {})[index] = block_stats
     return dense(global_average_pool(x), params["fc"]["kernel"], params["fc"]["bias"]), new_stats

@@ -21,3 +21,13 @@ def _own_caches(tmp_path_factory):
 @pytest.fixture(scope="session")
 def cache_folder(_own_caches) -> Path:
     return Path(os.environ["XDG_CACHE_HOME"]) / "feedloop"
+
+
+@pytest.fixture
+def untraced_blocks():
+    """Has residual blocks traced anew, for tests that put something else into them."""
+    from models import resnet
+
+    resnet._apply_block.clear_cache()  # type: ignore[attr-defined]
+    yield
+    resnet._apply_block.clear_cache()  # type: ignore[attr-defined]

@@ -256,6 +256,7 @@ def outcome(dtype):
 @pytest.mark.parametrize(
     ("has_relu", "gradient_error"), [(True, FLIPPED_ERROR + BACKWARD_ERROR), (False, BACKWARD_ERROR)]
 )
+@pytest.mark.usefixtures("untraced_blocks")
 def test_a_whole_networks_error_is_that_of_its_roundings(has_relu, gradient_error, monkeypatch):
     if not has_relu:
         monkeypatch.setattr(resnet, "stored_relu", lambda x: x)

@@ -10,6 +10,7 @@ import pytest
 import engine.records.run_folder
 from engine import train
 from engine.control import ControlBoard, encode_control
+from engine.launch import Launch
 from engine.records.whole_file import write_whole
 from engine.run import plan_run
 from tests.fake_source import fake_source, pack
@@ -128,3 +129,16 @@ def test_the_memory_of_the_batches_read_ahead_is_told_to_the_byte(prefetch, dept
     assert plan_run(config, model=Linear(), batches=toy_batch).ring_bytes == depth * batch_bytes
     evaluated = plan_run(config, model=Linear(), batches=toy_batch, evaluation=toy_batch(0, batch=20))
     assert evaluated.ring_bytes == (depth + evaluation_depth) * batch_bytes
+
+
+def test_a_state_that_cannot_be_made_while_the_program_is_compiled_ends_the_run_with_its_own_error(
+    tmp_path, monkeypatch
+):
+    def fail(_launch):
+        raise MemoryError("no room for the state")
+
+    monkeypatch.setattr(Launch, "starting_state", fail)
+    with pytest.raises(MemoryError, match="no room for the state"):
+        train(toy_config(run_dir=tmp_path / "run"), model=Linear(), batches=toy_batch)
+    # Nothing goes on behind it.
+    assert not [thread for thread in threading.enumerate() if thread.name == "worker"]
