@@ -316,8 +316,10 @@ def test_closing_ends_threads_that_wait_for_a_slot():
 def test_closing_twice_and_before_the_start_is_nothing_special():
     feeder = Feeder(Source(), start_step=0, stop_step=3, depth=2, num_threads=1, timeout_s=1)
     feeder.close()
+    assert feeder._threads == []
     with running(Source()) as started:
         started.close()
+        assert not any(thread.is_alive() for thread in started._threads)
 
 
 def test_a_thread_that_cannot_start_is_no_obstacle_to_closing(monkeypatch):
