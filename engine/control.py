@@ -134,20 +134,20 @@ class ControlBoard:
         Raises:
             BaseException: what the record of a request raised.
         """
-        if self.is_stop_requested():
-            return stop_at_once()
         if not self._pending and not self._replayed:
-            return encode_control(0, self._factor, num_batches)
+            return stop_at_once() if self.is_stop_requested() else encode_control(0, self._factor, num_batches)
+        # At a stop, too: what is recorded here takes effect here in the launch that goes on.
         flags = 0
         for event in [*events_at(self._replayed, pull), *self._take_up(pull)]:
             flags |= SNAPSHOT * event.snapshot | EVALUATE * event.evaluate
             if event.learning_rate_factor is not None:
                 self._factor = event.learning_rate_factor
+        self._replayed = [event for event in self._replayed if event.pull > pull]
         if self.is_stop_requested():
             return stop_at_once()
         # What acts behind an update does so behind the same one in every launch, whatever chunks that makes.
         most = 1 if flags else num_batches
-        num_batches = min([most, *(event.pull - pull for event in self._replayed if event.pull > pull)])
+        num_batches = min([most, *(event.pull - pull for event in self._replayed)])
         return encode_control(flags, self._factor, num_batches)
 
     def stop_words(self, num_batches: int) -> ControlWords:

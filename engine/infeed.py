@@ -36,7 +36,8 @@ class Pulled(NamedTuple):
     Attributes:
         pixels: uint32 [n, b, H, words of a row], of up to n batches; b is the shard's part of one.
         labels: int32 [n, b].
-        control: what the host asks for, and how many batches there are; behind them are zeros.
+        control: what the host asks for, and how many batches there are; what is behind them is nothing. Where there is
+            none, all are zeros.
     """
 
     pixels: jax.Array
@@ -127,7 +128,7 @@ class Infeed:
             asked = self._words_of(step, num_wanted)
             words[...] = asked
             num_batches = asked[2]
-            while num_taken < num_batches:
+            while num_taken < num_batches and not (num_taken and self._board.is_stop_requested()):
                 if not self._take(step + num_taken, shard, pixels[num_taken], labels[num_taken]):
                     break
                 num_taken += 1
@@ -136,8 +137,8 @@ class Infeed:
         except BaseException as error:  # noqa: BLE001 - raising through XLA loses it: kept, and raised by the host
             self.failure = error
             _end_with(num_taken, words)
-        if num_taken < len(pixels):
-            pixels[num_taken:], labels[num_taken:] = 0, 0
+        if num_taken == 0:
+            pixels[...], labels[...] = 0, 0
         if self.failure is not None:
             # The traceback keeps the frames: none may hold the program's memory.
             traceback.clear_frames(self.failure.__traceback__)

@@ -99,7 +99,8 @@ class Launch:
         self.config, self.start, self._notify = config, start, notify
         self.train_s = 0.0
         self.board, self.notices = board or ControlBoard(), Notices(notify)
-        self._signals = stack.enter_context(StopSignals(self.board, self.notices.say))
+        where = "behind the chunk of steps under way" if config.chunk_batches > 1 else "at the next step"
+        self._signals = stack.enter_context(StopSignals(self.board, self.notices.say, where))
         stack.callback(self.notices.close)
         self.resolved = resolve(
             config, stack, notify, model=model, batches=batches, evaluation=evaluation, first_pull=start.pulls
@@ -206,10 +207,12 @@ class Launch:
             f"model: {resolved.model_name}, {self.num_params:,} parameters"
             + (f", {resolved.num_classes:,} classes" if resolved.num_classes else "")
         )
-        depth = ring_depth(source, self.config.prefetch)
+        chunk = self.config.chunk_batches
+        depth = ring_depth(source, self.config.prefetch, chunk)
         self._notify(
             f"the loop waits for: batches of {source.batch} × {source.height} × {source.width} px "
             f"from {resolved.data}, {depth} read ahead, by the {self._transport.name} transport"
+            + (f", {chunk} at once" if chunk > 1 else "")
         )
 
     def prepare(self) -> tuple[Compiled, TrainState]:

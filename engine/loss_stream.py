@@ -185,14 +185,16 @@ class LossStream:
 
     def _loss_records(self, pushed: PushedLosses) -> list[LossRecord]:
         num_images = self._batch * len(pushed.losses)
-        elapsed_s = pushed.time - self._last_time
+        started, elapsed_s = self._last_time, pushed.time - self._last_time
         if num_images:
             self._last_time = pushed.time
         images_per_s = num_images / elapsed_s if elapsed_s > 0 else math.nan
         records = []
-        for step, (loss, learning_rate) in enumerate(
-            zip(pushed.losses, pushed.learning_rates, strict=True), start=pushed.first_step
-        ):
+        for number, (loss, learning_rate) in enumerate(zip(pushed.losses, pushed.learning_rates, strict=True), start=1):
+            step = pushed.first_step + number - 1
+            # Losses that come together share the time since those before.
+            is_last = number == len(pushed.losses) or elapsed_s <= 0
+            came = pushed.time if is_last else started + elapsed_s * number / len(pushed.losses)
             wait_s = self._wait_of(step - 1)
             self.wait_s += wait_s
             self.losses.append(loss)
@@ -206,7 +208,7 @@ class LossStream:
                     lr=learning_rate,
                     images_per_s=images_per_s,
                     wait_ms=wait_s * 1e3,
-                    time=pushed.time,
+                    time=came,
                 )
             )
         return records

@@ -27,10 +27,11 @@ class StopSignals:
     Args:
         board: gets the request, its reason the signal's name.
         say: told of it in words, in a signal handler: see `engine.notices`.
+        where: the run then stops, in words.
     """
 
-    def __init__(self, board: ControlBoard, say: Callable[[str], None]) -> None:
-        self._board, self._say = board, say
+    def __init__(self, board: ControlBoard, say: Callable[[str], None], where: str = "at the next step") -> None:
+        self._board, self._say, self._where = board, say, where
         self._before: dict[signal.Signals, Any] = {}
         self._is_launched = False
         self._num_seen = 0
@@ -57,7 +58,7 @@ class StopSignals:
             raise KeyboardInterrupt
         name = signal.Signals(number).name
         self._board.request_stop(name)
-        self._say(f"{name}: stopping at the next step; once more quits at once")
+        self._say(f"{name}: stopping {self._where}; once more quits at once")
 
 
 def call_on_worker[T](function: Callable[..., T], *arguments: Any) -> T:

@@ -29,9 +29,10 @@ class LossRecord:
         step: updates done, from 1.
         loss: mean over the batch.
         lr: learning rate of the update.
-        images_per_s: images of this step over the seconds since the last one; NaN where the clock was set back.
+        images_per_s: images of this step, or of all whose losses came together, over the seconds since the last loss;
+            NaN where the clock was set back.
         wait_ms: milliseconds that the loop waited for the batch.
-        time: seconds since the epoch.
+        time: seconds since the epoch; losses that came together share the time that they took.
     """
 
     step: int
@@ -243,11 +244,16 @@ class PlainSink:
 
     def write(self, record: LossRecord) -> None:
         """Prints the record."""
-        print("  ".join(loss_fields(record, self._steps)), file=self._stream, flush=True)
+        self._print("  ".join(loss_fields(record, self._steps)))
 
     def write_evaluation(self, record: EvaluationRecord) -> None:
         """Prints the evaluation."""
-        print(evaluation_words(record), file=self._stream, flush=True)
+        self._print(evaluation_words(record))
+
+    def _print(self, line: str) -> None:
+        # In one piece: another thread that says something must not come between a line and its end.
+        self._stream.write(line + "\n")
+        self._stream.flush()
 
     def close(self) -> None:
         """Leaves the stream, which belongs to the caller."""

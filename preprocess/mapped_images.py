@@ -142,7 +142,12 @@ class MappedLabels:
         labels = np.empty(len(indices), np.uint16)
         chunks, places = np.divmod(indices, LABELS_PER_CHUNK)
         for row, ((shard, slot), place) in enumerate(zip(self._shards.places(chunks), places.tolist(), strict=True)):
-            if shard is None or not shard.check(slot, shard.chunks[slot]):
+            if shard is None:
                 return None
-            labels[row] = shard.chunks[slot, place]
+            chunk = shard.chunks[slot]
+            if not shard.is_checked(slot):
+                read_pages(chunk)
+                if not shard.check(slot, chunk):
+                    return None
+            labels[row] = chunk[place]
         return labels

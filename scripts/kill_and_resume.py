@@ -37,7 +37,7 @@ BIN = Path(sys.executable).parent
 EVAL_EVERY, SNAPSHOT_EVERY = 20, 7
 # Everything that a step can depend on is on.
 TRAINING = (
-    "--image-size 32 --model resnet8 --batch 32 --accumulate-steps 2 --optimizer nesterov --schedule cosine "
+    "--image-size 32 --model resnet8 --batch 32 --accumulate-steps 2 --chunk 3 --optimizer nesterov --schedule cosine "
     "--warmup-steps 6 --ema-decay 0.99 --label-smoothing 0.1 --clip-norm 1 --skip-nonfinite 2 --flip 0.5 "
     "--crop random --crop-padding 4 --mixup 0.2 --brightness 0.2 --contrast 0.2 --saturation 0.2 --hue 0.05 "
     f"--erasing 0.25 --eval-every {EVAL_EVERY} --snapshot-every {SNAPSHOT_EVERY} --keep 3"

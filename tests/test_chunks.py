@@ -1,6 +1,7 @@
 """Several batches a crossing: the steps of one by one, fewer crossings, and what is asked for acts between them."""
 
 import json
+import shutil
 import signal
 import threading
 import time
@@ -93,7 +94,50 @@ def test_any_chunk_makes_the_steps_and_the_records_of_single_batches(single, tmp
     assert_close(tmp_path, single[accumulate])
     # Each of evaluations and snapshots comes at its own step, which need not be a multiple of the chunk.
     assert [line["step"] for line in lines(tmp_path / "eval.jsonl")] == [4, 8, 11]
-    assert {3, 6, 9, 11} >= set(snapshot_steps(tmp_path / "snapshots")) >= {11}
+    assert 11 in snapshot_steps(tmp_path / "snapshots")
+
+
+def test_snapshots_come_at_their_own_step_and_are_the_state_there(tmp_path):
+    def unhurried(step):
+        # Until the snapshot of the boundary before is there: a second one would be left out.
+        due = [boundary for boundary in (3, 6, 9) if boundary <= step - 1]
+        deadline = time.monotonic() + 30
+        while due and due[-1] not in snapshot_steps(tmp_path / "snapshots") and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return toy_batch(step)
+
+    run(tmp_path, batches=unhurried, chunk_batches=2, prefetch=1)
+    assert list(snapshot_steps(tmp_path / "snapshots")) == [3, 6, 9, 11]
+    for step in (3, 6, 9):
+        report = replay_run(
+            tmp_path, from_step=0, to_step=step, model=Linear(), batches=toy_batch, evaluation=EVALUATED
+        )
+        assert report.is_same
+        assert report.num_arrays
+
+
+@pytest.mark.parametrize("end", [1, 3, 6, 7, 11])
+def test_a_replay_ends_within_a_chunk_too(tmp_path, end):
+    run(tmp_path, chunk_batches=4, eval_every_steps=5, snapshot_every_steps=0)
+    report = replay_run(tmp_path, from_step=0, to_step=end, model=Linear(), batches=toy_batch, evaluation=EVALUATED)
+    assert report.is_same
+    assert report.num_losses == end
+
+
+@pytest.mark.parametrize("chunk", [1, 8])
+def test_a_replay_that_ends_before_an_evaluation_waits_for_the_batches_of_its_last_steps(tmp_path, chunk):
+    def slow(step):
+        time.sleep(0.3)  # longer than a wait lasts before it looks for a stop
+        return toy_batch(step)
+
+    path = tmp_path / "run"
+    run(path, steps=4, chunk_batches=chunk, eval_every_steps=0, snapshot_every_steps=0, prefetch=1)
+    # As a kill before the evaluation at the end leaves it.
+    (path / "eval.jsonl").write_text("")
+    shutil.rmtree(path / "snapshots")
+    report = replay_run(path, from_step=0, model=Linear(), batches=slow, evaluation=EVALUATED)
+    assert report.is_same
+    assert (report.num_losses, report.num_evaluations) == (4, 0)
 
 
 @pytest.mark.parametrize(
@@ -160,6 +204,31 @@ class Requests:
         monkeypatch.setattr(ControlBoard, "words", words)
 
 
+def test_a_request_that_meets_a_stop_takes_effect_in_the_launch_that_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(ControlBoard, "words", stop_and_ask_at(4, ControlBoard.words))
+    result = run(tmp_path, chunk_batches=4, eval_every_steps=0, snapshot_every_steps=0)
+    assert (result.steps_done, result.stopped_by) == (4, "a test")
+    (event,) = read_events(tmp_path / "control.jsonl")
+    assert (event.pull, event.step) == (4, 5)
+    run(tmp_path, chunk_batches=4, eval_every_steps=0, snapshot_every_steps=0, resume=True)
+    rates = [line["lr"] for line in lines(tmp_path / "loss.jsonl")]
+    assert rates[4] < 0.6 * rates[3]
+
+
+def stop_and_ask_at(first_pull, words_of):
+    """A board's `words` that is told to stop while a request waits, when the program first comes for that batch."""
+    asked: list[int] = []
+
+    def words(board, pull, num_batches):
+        if pull == first_pull and not asked:
+            asked.append(pull)
+            board.request(ControlRequest(learning_rate_factor=0.5))
+            board.request_stop("a test")
+        return words_of(board, pull, num_batches)
+
+    return words
+
+
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_requests_wait_for_the_chunk_under_way_act_at_one_update_and_are_repeated_there(
     tmp_path, monkeypatch, accumulate
@@ -179,6 +248,22 @@ def test_requests_wait_for_the_chunk_under_way_act_at_one_update_and_are_repeate
     for begin in (0, snapshot_steps(path / "snapshots")[0]):
         report = replay_run(path, from_step=begin, model=Linear(), batches=toy_batch, evaluation=EVALUATED)
         assert report.is_same, begin
+
+
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_a_replay_knows_whose_evaluation_a_run_owed_that_ended_in_mid_update(tmp_path, monkeypatch, chunk):
+    look = ControlRequest(evaluate=True)
+    Requests(monkeypatch, {9: look, 12: look})
+    settings = {"steps": 6, "accumulate_steps": 3, "chunk_batches": chunk, "eval_every_steps": 0}
+    with pytest.raises(ConnectionResetError):
+        run(tmp_path, batches=CountedBatches(raise_at=13), snapshot_every_steps=0, **settings)
+    begin = snapshot_steps(tmp_path / "snapshots")[-1]
+    run(tmp_path, snapshot_every_steps=0, resume=True, **settings)
+    # A chunk of four brings batches 8 to 11 together: the first request waits for their end.
+    assert [line["step"] for line in lines(tmp_path / "eval.jsonl")] == [4, 5, 6][chunk == 4 :]
+    for from_step in (0, begin):
+        report = replay_run(tmp_path, from_step=from_step, model=Linear(), batches=toy_batch, evaluation=EVALUATED)
+        assert report.is_same, (from_step, report)
 
 
 def test_an_update_that_is_given_up_on_ends_its_chunk(tmp_path):

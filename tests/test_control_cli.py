@@ -191,8 +191,8 @@ def test_of_a_request_that_waits_in_the_run_it_says_so(tmp_path, monkeypatch):
         result = control(tmp_path, "--stop", "--timeout", "0.01")
     assert result.exit_code == 1
     assert result.stderr == (
-        f"Error: a request must be taken up in --timeout 0.01 s, {tmp_path} has it and began no step since: it takes "
-        "effect at the next one (control.jsonl then says so); raise --timeout to wait for that\n"
+        f"Error: a request must be taken up in --timeout 0.01 s, {tmp_path} has it and began no step, or chunk of "
+        "steps, since: it takes effect at the next one (control.jsonl then says so); raise --timeout to wait for that\n"
     )
 
 

@@ -379,3 +379,17 @@ def test_workers_sleep_for_several_slots_only_where_these_come_together(depth, n
     source = SimpleNamespace(batch=1, height=1, width=1, thread_safe=True)
     feeder = Feeder(cast(Any, source), start_step=0, stop_step=100, depth=depth, num_threads=num_threads, timeout_s=1)
     assert feeder._least_free == least_free
+
+
+@pytest.mark.timeout(30)
+def test_a_batch_wakes_whoever_waits_for_it(monkeypatch):
+    # Not found by looking, which would take a minute here.
+    monkeypatch.setattr(feeder_module, "_LOOK_EVERY_S", 60.0)
+    gate = threading.Event()
+    with running(Source(before=lambda step: step == 0 or gate.wait(SOON_S)), timeout_s=120) as feeder:
+        pixels, labels = np.zeros(SHAPE, np.uint32), np.zeros(SHAPE[0], np.int32)
+        feeder.take(0, 0, pixels, labels)
+        threading.Timer(0.3, gate.set).start()
+        waited_s = feeder.take(1, 0, pixels, labels)
+        assert waited_s is not None
+        assert 0.2 < waited_s < SOON_S

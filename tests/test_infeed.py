@@ -128,21 +128,20 @@ def test_a_failure_is_kept_and_answered_with_zeros_and_a_stop():
     feeder.close()
 
 
-def assert_holds(pulled, steps, *, stop, chunk):
-    """The pull gave these batches, and zeros behind them."""
+def assert_holds(pulled, steps, *, stop):
+    """The pull gave these batches."""
     assert pulled.control.num_batches == len(steps)
     assert bool(pulled.control.stop) is stop
-    for number in range(chunk):
-        pixels, labels = toy_batch(steps[number]) if number < len(steps) else (0, 0)
-        assert (pulled.pixels[number] == pixels).all()
-        assert (pulled.labels[number] == labels).all()
+    for number, step in enumerate(steps):
+        assert np.array_equal(pulled.pixels[number], toy_batch(step)[0])
+        assert np.array_equal(pulled.labels[number], toy_batch(step)[1])
 
 
 def test_a_chunk_holds_as_many_batches_as_are_wanted():
     infeed, feeder, _, pull = make_infeed(toy_batch, stop_step=7, chunk=4)
-    assert_holds(pull(0), [0, 1, 2, 3], stop=False, chunk=4)
-    assert_holds(pull(4, num_batches=2), [4, 5], stop=False, chunk=4)
-    assert_holds(pull(6, num_batches=1), [6], stop=False, chunk=4)
+    assert_holds(pull(0), [0, 1, 2, 3], stop=False)
+    assert_holds(pull(4, num_batches=2), [4, 5], stop=False)
+    assert_holds(pull(6, num_batches=1), [6], stop=False)
     assert infeed.failure is None
     feeder.close()
 
@@ -159,7 +158,7 @@ def test_each_batch_of_a_chunk_is_taken_by_its_number():
 
 def test_a_failure_in_a_chunk_keeps_the_batches_before_it():
     infeed, feeder, _, pull = make_infeed(CountedBatches(raise_at=2), chunk=4)
-    assert_holds(pull(0), [0, 1], stop=True, chunk=4)
+    assert_holds(pull(0), [0, 1], stop=True)
     assert isinstance(infeed.failure, ConnectionResetError)
     feeder.close()
 
@@ -177,10 +176,25 @@ def test_a_stop_request_in_the_midst_of_a_chunk_keeps_the_batches_before_it_and_
     board.request(ControlRequest(learning_rate_factor=0.5))
     threading.Timer(0.2, board.request_stop, ["a test"]).start()
     pulled = pull(0)
-    assert_holds(pulled, [0, 1], stop=True, chunk=4)
+    assert_holds(pulled, [0, 1], stop=True)
     assert pulled.control.learning_rate_factor == 0.5
     assert infeed.failure is None
     released.set()
+    feeder.close()
+
+
+@pytest.mark.timeout(60)
+def test_a_stop_is_seen_between_the_batches_of_a_chunk_though_none_is_long_in_coming():
+    def asking(step):
+        if step == 3:
+            board.request_stop("a test")
+        time.sleep(0.05)
+        return toy_batch(step)
+
+    _, feeder, board, pull = make_infeed(asking, stop_step=64, chunk=64)
+    pulled = pull(0)
+    assert pulled.control.stop
+    assert 1 <= pulled.control.num_batches <= 4
     feeder.close()
 
 

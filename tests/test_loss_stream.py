@@ -134,7 +134,7 @@ def test_losses_that_come_together_share_the_time_since_those_before(monkeypatch
     ]
     assert [record.images_per_s for record in sink.records] == [12.0, 12.0, 12.0, 4.0]
     assert [record.wait_ms for record in sink.records] == [0.0, 250.0, 500.0, 750.0]
-    assert [record.time for record in sink.records] == [102.0, 102.0, 102.0, 104.0]
+    assert [record.time for record in sink.records] == pytest.approx([100 + 2 / 3, 100 + 4 / 3, 102.0, 104.0])
     assert stream.losses == [4.0, 3.0, 2.0, 1.0]
 
 

@@ -62,7 +62,7 @@ def test_a_terminal_that_nobody_reads_blocks_neither_the_speaker_nor_the_end():
 
 
 def test_notices_that_were_never_started_close():
-    said = []
+    said: list[str] = []
     notices = Notices(said.append)
     notices.say("lost")
     notices.close()

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import TextIO, cast
 
 import numpy as np
 import pytest
@@ -257,6 +259,17 @@ def test_a_plain_line_is_flushed_at_once(tmp_path):
         assert path.read_text().startswith("step 1/10 ")
         sink.close()
         assert not stream.closed
+
+
+def test_a_plain_line_is_written_in_one_piece_with_its_end():
+    # What another thread says would come between them.
+    pieces: list[str] = []
+    stream = SimpleNamespace(write=pieces.append, flush=lambda: None)
+    sink = PlainSink(cast(TextIO, stream), steps=10)
+    sink.write(record(1))
+    sink.write_evaluation(EvaluationRecord(step=1, num_images=10, top1=0.5, top5=1.0, loss=0.1, time=1.0))
+    assert [piece.count("\n") for piece in pieces] == [1, 1]
+    assert all(piece.endswith("\n") for piece in pieces)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")

@@ -273,13 +273,13 @@ def _list_recipes(context: click.Context, _parameter: click.Parameter, is_wanted
     type=int,
     default=_DEFAULTS.chunk_batches,
     metavar="BATCHES",
-    help="Batches that cross at once; what is asked for takes effect after them.",
+    help="Batches that cross at once, up to 1024: for steps shorter than a crossing. Signals and requests wait.",
 )
 @click.option(
     "--prefetch",
     type=_OPTIONAL_INT,
     metavar="BATCHES",
-    show_default="4, or 2 chunks, more of small",
+    show_default="4, two chunks, or a megabyte of small ones",
     help="Batches read ahead.",
 )
 @click.option(

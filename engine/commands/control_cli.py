@@ -81,7 +81,7 @@ def _checked_timeout(_context: click.Context, parameter: click.Parameter, value:
     help="Multiply the schedule's learning rate by this from the next step on, in place of any earlier factor; "
     "1 is the schedule itself.",
 )  # fmt: skip
-@click.option("--snapshot", is_flag=True, help="Make a snapshot after the next step.")
+@click.option("--snapshot", is_flag=True, help="Make a snapshot after the next step (a step begins behind a --chunk).")
 @click.option("--evaluate", is_flag=True, help="Evaluate after the next step.")
 @click.option("--stop", is_flag=True, help="Stop before the next step.")
 @click.option(
@@ -196,8 +196,8 @@ def _why_not(run: Path, timeout_s: float, *, is_going: bool, is_withdrawn: bool)
             "see whether the run still makes steps, or raise --timeout"
         )
     return (
-        f"{late}, {run} has it and began no step since: it takes effect at the next one "
-        f"({CONTROL_LOG_NAME} then says so); raise --timeout to wait for that"
+        f"{late}, {run} has it and began no step, or chunk of steps, since: it takes "
+        f"effect at the next one ({CONTROL_LOG_NAME} then says so); raise --timeout to wait for that"
     )
 
 

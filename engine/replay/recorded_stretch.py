@@ -136,7 +136,11 @@ def _checked_begin(run: Path, from_step: int | None, to_step: int, there: Sequen
 
 
 def _owes_evaluation(snapshot: Snapshot | None) -> bool:
-    return snapshot is not None and bool(snapshot.leaves["owes_evaluation"])
+    """Whether the evaluation of a snapshot's own step is still to be made: in mid-update, that of the next one is."""
+    if snapshot is None or not snapshot.leaves["owes_evaluation"]:
+        return False
+    gathered = [leaf for name, leaf in snapshot.leaves.items() if name.endswith("gathered.num_pulls")]
+    return not any(gathered)
 
 
 def _pieces(

@@ -118,6 +118,7 @@ class _EndingBoard(ControlBoard):
     def __init__(self, piece: Piece) -> None:
         super().__init__()
         self._piece = piece
+        self._is_through = False
 
     @property
     def was_stopped(self) -> bool:
@@ -130,9 +131,17 @@ class _EndingBoard(ControlBoard):
         if left <= 0:
             self.request_stop(_END)
         words = super().words(pull, min(num_batches, left))
-        if self._piece.cuts_evaluation and words[2] == left:
-            self.request_stop(_END)
+        self._is_through = words[2] == left
         return words
+
+    def stop_words(self, num_batches: int) -> ControlWords:
+        """Gives the control words of a pull of an evaluation; of the one that the piece is to end before they say stop.
+
+        Not sooner: a stop would end the wait for the batches of the last steps.
+        """
+        if self._is_through and self._piece.cuts_evaluation:
+            self.request_stop(_END)
+        return super().stop_words(num_batches)
 
 
 def _replay_piece(
@@ -141,8 +150,7 @@ def _replay_piece(
     """Runs a piece from a state, None for the one that the launch begins with, and gives the one that it ends with."""
     config = launch.config
     with caching_compilations(config.compilation_cache):
-        compiled = launch.compile()
-        state = launch.starting_state() if state is None else state
+        compiled, state = launch.prepare() if state is None else (launch.compile(), state)
     launch.warn_of_memory(compiled)
     launch.board.prepare(
         first_pull=launch.start.pulls,
