@@ -149,8 +149,10 @@ def _read_text(element: _Element, order: str, shape: tuple[int, ...]) -> str:
         text = "".join(map(chr, _numbers(element, order).tolist()))
     else:
         text = element.data.decode(encoding + ("" if element.kind == 16 else "-le" if order == "<" else "-be"))
-    if len(shape) != 2 or shape[0] <= 1:
+    if len(shape) != 2 or shape[0] <= 1 or not text:
         return text
+    if shape[0] > len(text):
+        raise MatFileError(f"the MAT file is damaged: {len(text)} characters for the shape {shape}")
     return "\n".join(text[row :: shape[0]] for row in range(shape[0]))
 
 

@@ -31,7 +31,7 @@ HONEST = """
     import sys
     from protocol import Channel
     channel = Channel()
-    print("this goes to the log")
+    print("this goes to the log", flush=True)
     channel.ready(10, versions={"clock": "1"}, facts={"loss": float(sys.argv[1])})
     channel.serve(lambda units: (units * float(sys.argv[2]), {"waited": 7.0}))
 """

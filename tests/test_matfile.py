@@ -41,6 +41,15 @@ def test_rows_of_text():
     assert read_matfile(written({"text": np.array(["one", "two"])}))["text"] == "one\ntwo"
 
 
+@pytest.mark.timeout(30)
+def test_more_rows_than_characters_are_damage():
+    content = written({"rows": np.array(["ab", "cd"])}, compress=False)
+    shape = struct.pack("<2i", 2, 2)
+    assert content.count(shape) == 1
+    with pytest.raises(MatFileError, match=r"damaged: 4 characters for the shape \(2147483647, 2\)"):
+        read_matfile(content.replace(shape, struct.pack("<2i", 2**31 - 1, 2)))
+
+
 @pytest.mark.parametrize("compress", [True, False])
 def test_struct_arrays_cells_and_nesting(compress):
     kinds = [("ID", object), ("WNID", object), ("children", object)]
