@@ -112,7 +112,6 @@ class Launch:
             self.board.words,
             start.pulls,
             config.steps * config.accumulate_steps,
-            chunk=config.chunk_batches,
         )
         self._evaluation_infeed = self._make_evaluation_infeed()
         self.stream = LossStream(
@@ -158,15 +157,13 @@ class Launch:
         first_pull: int,
         stop_pull: int,
         name_pull: Callable[[int], str] = lambda pull: f"step {pull + 1}",
-        *,
-        chunk: int = 1,
     ) -> Infeed:
         config = self.config
         feeder = Feeder(
             source,
             start_step=first_pull,
             stop_step=max(stop_pull, first_pull),
-            depth=ring_depth(source, config.prefetch, chunk),
+            depth=self._ring_depth(source),
             num_threads=config.reader_threads,
             timeout_s=config.infeed_timeout_s,
             name_step=name_pull,
@@ -180,8 +177,15 @@ class Launch:
             height=source.height,
             width=source.width,
             row_words=row_words(source),
-            chunk=chunk,
+            chunk=self._chunk(source),
         )
+
+    def _chunk(self, source: BatchSource) -> int:
+        """Batches of a source that cross at once: an evaluation's cross one by one."""
+        return self.config.chunk_batches if source is self.resolved.source else 1
+
+    def _ring_depth(self, source: BatchSource) -> int:
+        return ring_depth(source, self.config.prefetch, self._chunk(source))
 
     @property
     def given_digest(self) -> str | None:
@@ -207,8 +211,7 @@ class Launch:
             f"model: {resolved.model_name}, {self.num_params:,} parameters"
             + (f", {resolved.num_classes:,} classes" if resolved.num_classes else "")
         )
-        chunk = self.config.chunk_batches
-        depth = ring_depth(source, self.config.prefetch, chunk)
+        depth, chunk = self._ring_depth(source), self._chunk(source)
         self._notify(
             f"the loop waits for: batches of {source.batch} × {source.height} × {source.width} px "
             f"from {resolved.data}, {depth} read ahead, by the {self._transport.name} transport"
@@ -288,11 +291,8 @@ class Launch:
     @property
     def ring_bytes(self) -> int:
         """Host memory of the batches read ahead."""
-        source, evaluated, config = self.resolved.source, self.resolved.evaluation, self.config
-        num_bytes = ring_depth(source, config.prefetch, config.chunk_batches) * batch_bytes(source)
-        if evaluated is not None:
-            num_bytes += ring_depth(evaluated, config.prefetch) * batch_bytes(evaluated)
-        return num_bytes
+        sources = (self.resolved.source, self.resolved.evaluation)
+        return sum(self._ring_depth(source) * batch_bytes(source) for source in sources if source is not None)
 
     def run(self, compiled: Compiled, state: TrainState, sinks: Sequence[Sink]) -> TrainState:
         """Runs the program to its end and gives the state that it leaves; what failed on the host is `failure`'s.

@@ -15,7 +15,6 @@ from jax import lax
 
 from engine.augmentation.augment import augment_images, make_targets, prepare_for_evaluation
 from engine.augmentation.positions import positions
-from engine.control import ControlWord
 from engine.infeed import Batch, Infeed, Pulled
 from engine.objective import cross_entropy
 from engine.outfeed import Outfeed
@@ -221,7 +220,9 @@ class _Program:
     def _take_in(self, values: RunValues, pulled: Pulled, made: _Made) -> _Made:
         """Trains on the next batch of a pull."""
         batch = self.infeed.batch(pulled, made.num_taken)
-        state, outcome = train_step(self.model, self.statics, made.state, batch, pulled.control, values)
+        state, outcome = train_step(
+            self.model, self.statics, made.state, batch, pulled.control.learning_rate_factor, values
+        )
         numbers = jnp.stack([outcome.loss, outcome.learning_rate])
         # Where no update was due the next one, or nobody, takes the place.
         return _Made(
@@ -360,7 +361,12 @@ def evaluate_split(
 
 
 def train_step(
-    model: TrainModel, statics: Statics, state: TrainState, batch: Batch, control: ControlWord, values: RunValues
+    model: TrainModel,
+    statics: Statics,
+    state: TrainState,
+    batch: Batch,
+    learning_rate_factor: jax.Array,
+    values: RunValues,
 ) -> tuple[TrainState, Outcome]:
     """Takes in one batch: augment, forward, backward, and the update where one is due.
 
@@ -369,7 +375,7 @@ def train_step(
         statics: how.
         state: before it.
         batch: the images and their labels.
-        control: what came with it; read is the learning rate's factor.
+        learning_rate_factor: float32 [], multiplies the schedule's rate.
         values: the run's numbers.
 
     Returns:
@@ -386,7 +392,7 @@ def train_step(
 
     (loss, batch_stats), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.params)
     hyperparams = values.update.hyperparams
-    factor = hyperparams.learning_rate * control.learning_rate_factor
+    factor = hyperparams.learning_rate * learning_rate_factor
     (params, batch_stats), update, outcome = update_weights(
         statics.rule,
         Weights(state.params, state.batch_stats),

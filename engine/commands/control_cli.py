@@ -81,7 +81,7 @@ def _checked_timeout(_context: click.Context, parameter: click.Parameter, value:
     help="Multiply the schedule's learning rate by this from the next step on, in place of any earlier factor; "
     "1 is the schedule itself.",
 )  # fmt: skip
-@click.option("--snapshot", is_flag=True, help="Make a snapshot after the next step (a step begins behind a --chunk).")
+@click.option("--snapshot", is_flag=True, help="Make a snapshot after the next step.")
 @click.option("--evaluate", is_flag=True, help="Evaluate after the next step.")
 @click.option("--stop", is_flag=True, help="Stop before the next step.")
 @click.option(
