@@ -122,7 +122,8 @@ for num_devices in (2, 8):
 
 def test_any_number_of_devices_sees_the_same():
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-    subprocess.run([sys.executable, "-c", ON_SO_MANY_DEVICES], check=True, timeout=240, env=environment, cwd=ROOT)
+    command = [sys.executable, "-c", ON_SO_MANY_DEVICES]
+    assert subprocess.run(command, check=False, timeout=240, env=environment, cwd=ROOT).returncode == 0
 
 
 @pytest.mark.parametrize("name", ["cifar", "colours", "everything"])

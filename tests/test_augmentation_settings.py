@@ -129,4 +129,4 @@ def test_mixing_needs_pairs():
 
 def test_the_settings_need_no_jax():
     code = "import sys, engine.augmentation.settings; sys.exit('jax' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

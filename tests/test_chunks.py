@@ -97,16 +97,21 @@ def test_any_chunk_makes_the_steps_and_the_records_of_single_batches(single, tmp
     assert 11 in snapshot_steps(tmp_path / "snapshots")
 
 
-def test_snapshots_come_at_their_own_step_and_are_the_state_there(tmp_path):
-    def unhurried(step):
-        # Until the snapshot of the boundary before is there: a second one would be left out.
-        due = [boundary for boundary in (3, 6, 9) if boundary <= step - 1]
-        deadline = time.monotonic() + 30
-        while due and due[-1] not in snapshot_steps(tmp_path / "snapshots") and time.monotonic() < deadline:
-            time.sleep(0.005)
-        return toy_batch(step)
+def unhurried(path, boundaries, accumulate=1):
+    """Toy batches that wait for the snapshots before them: one that comes while another waits is left out."""
 
-    run(tmp_path, batches=unhurried, chunk_batches=2, prefetch=1)
+    def batches(pull):
+        due = [boundary for boundary in boundaries if boundary <= pull // accumulate - 1]
+        deadline = time.monotonic() + 30
+        while due and due[-1] not in snapshot_steps(path / "snapshots") and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return toy_batch(pull)
+
+    return batches
+
+
+def test_snapshots_come_at_their_own_step_and_are_the_state_there(tmp_path):
+    run(tmp_path, batches=unhurried(tmp_path, (3, 6, 9)), chunk_batches=2, prefetch=1)
     assert list(snapshot_steps(tmp_path / "snapshots")) == [3, 6, 9, 11]
     for step in (3, 6, 9):
         report = replay_run(
@@ -237,7 +242,9 @@ def test_requests_wait_for_the_chunk_under_way_act_at_one_update_and_are_repeate
     requests = {2: halve, 9: look}
     Requests(monkeypatch, requests)
     path = tmp_path / "run"
-    run(path, chunk_batches=4, accumulate_steps=accumulate, eval_every_steps=0, snapshot_every_steps=5)
+    batches = unhurried(path, (5,), accumulate)
+    cadences = {"eval_every_steps": 0, "snapshot_every_steps": 5}
+    run(path, batches=batches, chunk_batches=4, accumulate_steps=accumulate, **cadences)
     assert not requests
     slow, looked = read_events(path / "control.jsonl")
     assert (slow.pull, slow.learning_rate_factor) == (4, 0.5)
@@ -245,7 +252,8 @@ def test_requests_wait_for_the_chunk_under_way_act_at_one_update_and_are_repeate
     # With the update that it was asked for in, and not with the end of a chunk.
     assert lines(path / "eval.jsonl")[0]["step"] == looked.pull // accumulate + 1 < 11
     # A replay pushes no snapshots, and so makes other chunks.
-    for begin in (0, snapshot_steps(path / "snapshots")[0]):
+    assert 5 in snapshot_steps(path / "snapshots")
+    for begin in (0, 5):
         report = replay_run(path, from_step=begin, model=Linear(), batches=toy_batch, evaluation=EVALUATED)
         assert report.is_same, begin
 
@@ -275,6 +283,12 @@ def test_an_update_that_is_given_up_on_ends_its_chunk(tmp_path):
         ends[chunk] = lines(path / "loss.jsonl")
     assert ends[1] == ends[4]
     assert [line["step"] for line in ends[4]] == [1, 2, 3]
+
+
+def test_what_is_read_ahead_is_told_with_the_chunk():
+    told: list[str] = []
+    train(toy_config(steps=0, synthetic=True, image_size=64, chunk_batches=32), model=None, notify=told.append)
+    assert any("64 read ahead, by the inplace transport, 32 at once" in line for line in told), told
 
 
 def test_a_run_is_resumed_with_the_chunk_that_it_had(tmp_path):

@@ -122,7 +122,7 @@ def test_releasing_twice_closes_no_file_of_another(tmp_path):
     lock.release()
     other = os.open(tmp_path, os.O_RDONLY)
     lock.release()
-    os.fstat(other)
+    assert os.path.samestat(os.fstat(other), tmp_path.stat())
     os.close(other)
 
 

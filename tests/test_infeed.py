@@ -95,16 +95,21 @@ def test_a_stop_request_takes_no_batch():
     feeder.close()
 
 
-@pytest.mark.timeout(60)
-def test_a_stop_request_ends_the_wait_for_a_batch_that_does_not_come():
-    released = threading.Event()
+def stalling_at(stalled, released):
+    """Toy batches of which one does not come until it is released."""
 
-    def stalling(step):
-        if step == 1:
+    def batches(step):
+        if step == stalled:
             released.wait(30)
         return toy_batch(step)
 
-    infeed, feeder, board, pull = make_infeed(stalling, timeout_s=30)
+    return batches
+
+
+@pytest.mark.timeout(60)
+def test_a_stop_request_ends_the_wait_for_a_batch_that_does_not_come():
+    released = threading.Event()
+    infeed, feeder, board, pull = make_infeed(stalling_at(1, released), timeout_s=30)
     pull(0)
     threading.Timer(0.2, board.request_stop, ["a test"]).start()
     started = time.monotonic()
@@ -166,13 +171,7 @@ def test_a_failure_in_a_chunk_keeps_the_batches_before_it():
 @pytest.mark.timeout(60)
 def test_a_stop_request_in_the_midst_of_a_chunk_keeps_the_batches_before_it_and_what_came_with_them():
     released = threading.Event()
-
-    def stalling(step):
-        if step == 2:
-            released.wait(30)
-        return toy_batch(step)
-
-    infeed, feeder, board, pull = make_infeed(stalling, timeout_s=30, chunk=4)
+    infeed, feeder, board, pull = make_infeed(stalling_at(2, released), timeout_s=30, chunk=4)
     board.request(ControlRequest(learning_rate_factor=0.5))
     threading.Timer(0.2, board.request_stop, ["a test"]).start()
     pulled = pull(0)

@@ -127,7 +127,7 @@ def test_closing_twice_closes_no_file_of_another(tmp_path):
     sink.close()
     other = os.open(tmp_path, os.O_RDONLY)
     sink.close()
-    os.fstat(other)
+    assert os.path.samestat(os.fstat(other), tmp_path.stat())
     os.close(other)
 
 

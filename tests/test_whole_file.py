@@ -100,6 +100,7 @@ def test_the_umask_is_never_touched(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "umask", refuse)
     write_whole(tmp_path / "result.json", b"content")
+    assert (tmp_path / "result.json").read_bytes() == b"content"
 
 
 def test_a_reader_never_sees_a_part(tmp_path):
