@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from engine.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource, row_words
 from engine.checked_model import CheckedModel
-from engine.compilation import Compiled, compile_traced, trace_ahead
+from engine.compilation import Compiled, compile_traced, trace_ahead, without_collector
 from engine.config import TrainConfig
 from engine.control import ControlBoard, ControlWords
 from engine.feeder import Feeder, batch_bytes, ring_depth
@@ -220,14 +220,15 @@ class Launch:
 
     def prepare(self) -> tuple[Compiled, TrainState]:
         """Gives the program and the state that it begins with, which is made while the program is compiled."""
-        finish = self._begin_to_compile()
-        try:
-            state = self.starting_state()
-        except Exception:
-            # Its error is the one that counts, and jax's settings are not to change under a compilation.
-            with suppress(Exception):
-                finish()
-            raise
+        with without_collector():
+            finish = self._begin_to_compile()
+            try:
+                state = self.starting_state()
+            except Exception:
+                # Its error is the one that counts, and jax's settings are not to change under a compilation.
+                with suppress(Exception):
+                    finish()
+                raise
         return finish(), state
 
     def compile(self) -> Compiled:

@@ -1,5 +1,6 @@
 """The cache of programs, what jax is left with, and what XLA tells of a program."""
 
+import gc
 from functools import partial
 
 import jax
@@ -76,6 +77,27 @@ def test_tracing_happens_once_and_memory_and_work_are_told(tmp_path):
     assert compiled.step_flops >= 2 * 64 * 48 * 3
     assert (tmp_path / "program.stablehlo.mlir").stat().st_size
     assert (tmp_path / "program.optimised.hlo").stat().st_size
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_the_collector_waits_while_a_program_is_traced_and_is_left_as_it_was(collects):
+    seen = []
+
+    def function(x):
+        seen.append(gc.isenabled())
+        if x.ndim:
+            raise KeyError
+        return x
+
+    (gc.enable if collects else gc.disable)()
+    try:
+        trace_ahead(function, jnp.zeros(()))
+        with pytest.raises(KeyError):
+            trace_ahead(function, jnp.zeros(1))
+        assert gc.isenabled() == collects
+    finally:
+        gc.enable()
+    assert seen == [False, False]
 
 
 @pytest.mark.parametrize("train", [False, True])

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from engine.config import OptimizerName
+from engine.updates.clipping import clip_by_global_norm
 from engine.updates.moments import scale_by_adam, trace
 
 # Parameters → a tree of the same structure with a bool at each leaf.
@@ -91,7 +92,7 @@ def make_optimizer(
     """
     if name not in get_args(OptimizerName):
         raise ValueError(f"optimizer must be one of {', '.join(get_args(OptimizerName))}, got {name!r}")
-    clip = optax.clip_by_global_norm(hyperparams.clip_norm)
+    clip = clip_by_global_norm(hyperparams.clip_norm)
     return _in_float32(optax.chain(clip, *_parts(name, hyperparams, decay_mask, trust_mask, jnp.asarray(made))))
 
 

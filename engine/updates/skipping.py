@@ -4,11 +4,13 @@
 and too many in a row are the sign to leave the loop.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
+
+from engine.updates.clipping import global_norm
 
 
 class Skips(NamedTuple):
@@ -46,7 +48,7 @@ def has_finite_norm(tree: Any) -> jax.Array:
     The norm that clipping takes anyway answers for all leaves in one pass. A norm beyond 1.8e19, whose square no
     float32 holds, counts as infinite: clipping could not scale such a gradient either.
     """
-    return jnp.isfinite(optax.tree.norm(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)))
+    return jnp.isfinite(global_norm(tree))
 
 
 def all_finite(tree: Any) -> jax.Array:
@@ -61,4 +63,4 @@ def choose(condition: jax.Array, tree: Any, otherwise: Any) -> Any:
     A selection in the midst of the arithmetic, not a conditional: it fuses with the update, and does not make the host
     of a GPU wait to learn which branch to launch.
     """
-    return jax.tree.map(lambda new, old: jnp.where(condition, new, old), tree, otherwise)
+    return jax.tree.map(partial(jax.lax.select, condition), tree, otherwise)

@@ -1,0 +1,29 @@
+"""The gradient's global norm, and the optimisers' clip by it.
+
+As optax has them, for real numbers alone: of these optax takes the imaginary parts too, which is half of what there is
+to trace of an update.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+def global_norm(tree: Any) -> jax.Array:
+    """Gives the Euclidean norm of all numbers of a pytree of real leaves, float32 []; 0 for one without leaves."""
+    squares = [jnp.sum(jax.lax.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)]
+    return jnp.sqrt(sum(squares, start=jnp.zeros(())))
+
+
+def clip_by_global_norm(largest: jax.typing.ArrayLike) -> optax.GradientTransformation:
+    """Scales gradients, float32 leaves, to a global norm of at most `largest`, float32 []; inf clips nothing."""
+
+    def update(updates: Any, state: optax.OptState, params: Any = None) -> tuple[Any, optax.OptState]:
+        norm = global_norm(updates)
+        fits = norm < largest
+        clipped = jax.tree.map(lambda leaf: jax.lax.select(fits, leaf, leaf / norm * largest), updates)
+        return clipped, state
+
+    return optax.GradientTransformation(optax.init_empty_state, update)
