@@ -20,10 +20,9 @@ def global_norm(tree: Any) -> jax.Array:
 def clip_by_global_norm(largest: jax.typing.ArrayLike) -> optax.GradientTransformation:
     """Scales gradients, float32 leaves, to a global norm of at most `largest`, float32 []; inf clips nothing."""
 
-    def update(updates: Any, state: optax.OptState, params: Any = None) -> tuple[Any, optax.OptState]:
+    def clip(updates: Any, _: Any) -> Any:
         norm = global_norm(updates)
         fits = norm < largest
-        clipped = jax.tree.map(lambda leaf: jax.lax.select(fits, leaf, leaf / norm * largest), updates)
-        return clipped, state
+        return jax.tree.map(lambda leaf: jax.lax.select(fits, leaf, leaf / norm * largest), updates)
 
-    return optax.GradientTransformation(optax.init_empty_state, update)
+    return optax.stateless(clip)
