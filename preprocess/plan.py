@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 OnError = Literal["skip", "fail"]
 
 _SHARD_BYTES = 64 << 20
-_MAX_SHARD_IMAGES = 4096
+_MAX_SHARD_IMAGES = 1 << 14
 _MAX_SHARD_BYTES = 4 << 30
 
 
@@ -34,7 +34,7 @@ class PackSettings:
 
     Attributes:
         rule: how images become squares.
-        shard_images: images a shard file, ≥ 1; None takes the power of two that fills at most 64 MiB, 4,096 at most.
+        shard_images: images a shard file, ≥ 1; None takes the power of two that fills at most 64 MiB, 16,384 at most.
         codec: ``raw`` reads fastest, ``blosc`` takes about a quarter less space.
         checksum: whether each image carries a CRC-32C, so that a flipped bit is an error.
         num_workers: decoding threads, ≥ 1.

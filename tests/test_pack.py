@@ -546,7 +546,7 @@ def test_failures_are_read_back(tmp_path, source):
 
 
 @pytest.mark.parametrize(
-    ("size", "shard_images"), [(224, 256), (32, 4096), (64, 4096), (384, 64), (4096, 1), (1, 4096)]
+    ("size", "shard_images"), [(224, 256), (32, 16384), (64, 4096), (384, 64), (4096, 1), (1, 16384)]
 )
 def test_a_shard_fills_at_most_64_mebibytes_by_default(size, shard_images):
     assert PackSettings(rule=ResizeRule(size, size)).resolved_shard_images == shard_images

@@ -19,21 +19,24 @@ from preprocess.arrays import (
     shard_key,
     write_array,
 )
+from preprocess.decode import ResizeRule
 from preprocess.listing import ImageClass
 from preprocess.location import open_location
 from preprocess.manifest import FORMAT_VERSION, MANIFEST_KEY, Manifest
 from preprocess.pixels import LAYOUTS
+from preprocess.plan import PackSettings
 from preprocess.shard_file import ShardFile
 from preprocess.shards import open_split
 from scripts.benchmarks.bench import Settings
 from scripts.benchmarks.data import SPLIT, Say, ensure_shards
 
-SIZE, SHARD_IMAGES, NUM_CLASSES = 32, 4096, 10
+SIZE, NUM_CLASSES = 32, 10
+SHARD_IMAGES = PackSettings(rule=ResizeRule(size=SIZE, resize=SIZE)).resolved_shard_images
 
 
 def sparse_folder(settings: Settings, num_images: int) -> Path:
     """Gives where the split of so many images is, or will be."""
-    return settings.folder / "data" / f"sparse-{num_images}"
+    return settings.folder / "data" / f"sparse-{num_images}-by-{SHARD_IMAGES}"
 
 
 def ensure_sparse(settings: Settings, say: Say, *, num_images: int) -> Path:
