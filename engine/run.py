@@ -314,7 +314,7 @@ class _RecordingLaunch:
             self._control_log.sync()
             self._snapshots.submit(int(state.step), int(state.pulls), tree)
         self._snapshots.close(_SNAPSHOT_TIMEOUT_S)
-        if isinstance(failure, NonFiniteError) and (step := self._snapshots.last_step) is not None:
+        if failure is not None and (step := self._snapshots.last_step) is not None:
             failure.add_note(f"the last good snapshot is that of step {step}: --resume goes on from it")
 
     def _leave(self, result: TrainResult, failure: BaseException | None) -> BaseException | None:

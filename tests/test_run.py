@@ -339,7 +339,9 @@ def test_weights_that_cannot_be_exported_do_not_hide_the_failure_before_them(tmp
     monkeypatch.setattr("engine.run.name_tensors", refuse)
     with pytest.raises(ConnectionResetError) as caught:
         train(toy_config(steps=9, run_dir=tmp_path), model=Linear(), batches=CountedBatches(raise_at=3))
-    assert "no such dtype on disk" in caught.value.__notes__[0]
+    goes_on, unwritten = caught.value.__notes__
+    assert goes_on == "the last good snapshot is that of step 3: --resume goes on from it"
+    assert "no such dtype on disk" in unwritten
     assert json.loads((tmp_path / "result.json").read_text())["steps_done"] == 3
     with pytest.raises(TypeError, match="no such dtype on disk"):
         train(toy_config(run_dir=tmp_path, overwrite=True), model=Linear(), batches=toy_batch)
