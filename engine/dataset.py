@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.locations import user_cache_folder
-from preprocess.demo_set import pack_demo
 from preprocess.shards import list_splits
 
 DATA_VARIABLE = "FEEDLOOP_DATA"
@@ -50,6 +49,8 @@ def make_demo(folder: Path, notify: Callable[[str], None]) -> None:
     """Draws and packs the demo set where it is not there yet; it appears whole, whoever else makes it meanwhile."""
     if _is_complete(folder):
         return
+    from preprocess.demo_set import pack_demo  # with the packer, which no other run needs
+
     notify("drawing and packing the demo set, once")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix="demo-") as beside:
