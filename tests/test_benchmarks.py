@@ -1,5 +1,6 @@
 """The benchmark suite: its arithmetic, the order of its rounds, and what becomes of candidates that misbehave."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -464,3 +465,20 @@ def test_the_cheapest_case_runs(tmp_path, monkeypatch):
     assert "limit: copy, 1 thread" in done.output
     (case,) = json.loads(out.read_text(encoding="utf-8"))["benches"][0]["cases"]
     assert [each["reason"] for each in case["candidates"]] == [None] * len(case["candidates"])
+
+
+@pytest.mark.parametrize(
+    ("name", "image_size", "num_classes", "gflop"),
+    [
+        # Multiply-adds of one image forward as torchvision's documentation of its weights states them ("GFLOPS").
+        ("resnet50", 224, 1000, 6 * 4.09),
+        ("resnet18", 224, 1000, 6 * 1.81),
+    ],
+)
+def test_the_work_of_a_network_counts_every_block(monkeypatch, name, image_size, num_classes, gflop):
+    monkeypatch.syspath_prepend(CANDIDATES)
+    work_of_models = importlib.import_module("work_of_models")
+    first_input_gradient = 2e-9 * 112 * 112 * 64 * 7 * 7 * 3
+    found = work_of_models.image_flop(name, image_size, num_classes) / 1e9
+    # Two decimals stand there.
+    assert found == pytest.approx(gflop - first_input_gradient, rel=3e-3)
