@@ -106,8 +106,8 @@ def without_collector() -> Iterator[None]:
     To look through them again and again took a fourth of the time.
     """
     collects = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         if collects:

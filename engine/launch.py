@@ -220,15 +220,18 @@ class Launch:
 
     def prepare(self) -> tuple[Compiled, TrainState]:
         """Gives the program and the state that it begins with, which is made while the program is compiled."""
-        with without_collector():
-            finish = self._begin_to_compile()
-            try:
+        finish: Callable[[], Compiled] | None = None
+        try:
+            # Nor does the collector hold up the worker, which needs the interpreter lock before XLA has its program.
+            with without_collector():
+                finish = self._begin_to_compile()
                 state = self.starting_state()
-            except Exception:
-                # Its error is the one that counts, and jax's settings are not to change under a compilation.
-                with suppress(Exception):
+        except Exception:
+            # Its error is the one that counts, and jax's settings are not to change under a compilation.
+            with suppress(Exception):
+                if finish is not None:
                     finish()
-                raise
+            raise
         return finish(), state
 
     def compile(self) -> Compiled:
@@ -237,6 +240,7 @@ class Launch:
 
     def _begin_to_compile(self) -> Callable[[], Compiled]:
         """Traces the program on this thread, whose jax settings it so obeys, and has a worker compile it."""
+        self._notify("compiling the training program, or loading it from the cache")
         model = CheckedModel(self.resolved.model, self.resolved.num_classes, self.resolved.source)
         program = make_program(model, self._statics, self._infeed, self._outfeed, self._evaluation_infeed)
         traced = trace_ahead(program, self._state_shape, self._values(), donate=(0,))

@@ -4,6 +4,7 @@ Owns the order of these and what a run leaves behind; a launch of the program it
 """
 
 import math
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -189,6 +190,8 @@ def _find_start(
     check_steps(config, recorded.config, start.step)
     where = f"the snapshot of step {start.step:,}" if start.snapshot else "its beginning, as it has no snapshot"
     notify(f"resuming {path} from {where}")
+    if start.snapshot and start.step >= config.steps:
+        notify(f"no step is left to make: the run is to have {config.steps:,}; give --steps more to go further")
     if warning := told_versions(recorded):
         notify(warning)
     return recorded, start
@@ -288,6 +291,12 @@ class _RecordingLaunch:
         result = replace(result, snapshot_step=self._snapshots.last_step)
         failure = self._leave(result, failure)
         if failure is not None:
+            if result.snapshot_step is not None:
+                folder = shlex.quote(str(self._folder.path))
+                failure.add_note(
+                    f"the last good snapshot is that of step {result.snapshot_step}: once this is mended, run-train "
+                    f"--run-dir {folder} --resume goes on from it, or resume=True where model or batches are Python's"
+                )
             raise failure
         return result
 
@@ -314,8 +323,6 @@ class _RecordingLaunch:
             self._control_log.sync()
             self._snapshots.submit(int(state.step), int(state.pulls), tree)
         self._snapshots.close(_SNAPSHOT_TIMEOUT_S)
-        if failure is not None and (step := self._snapshots.last_step) is not None:
-            failure.add_note(f"the last good snapshot is that of step {step}: --resume goes on from it")
 
     def _leave(self, result: TrainResult, failure: BaseException | None) -> BaseException | None:
         """Writes the weights and the run's end; gives the failure, which what cannot be written must not hide."""

@@ -112,7 +112,11 @@ class _Options:
     help="An image that can't be packed is left out and noted in failures.jsonl, or ends the pack.",
 )
 @click.option(
-    "--shard-images", type=click.IntRange(1), metavar="IMAGES", show_default="up to 64 MiB", help="Images a shard file."
+    "--shard-images",
+    type=click.IntRange(1),
+    metavar="IMAGES",
+    show_default="up to 64 MiB",
+    help="Images a shard file, 16,384 at most by default.",
 )
 @click.option(
     "--layout",

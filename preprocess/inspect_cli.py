@@ -130,7 +130,8 @@ def _describe(name: str, manifest: Manifest) -> list[str]:
         f"{name}",
         f"  images     {manifest.num_images:,} of {manifest.width} x {manifest.height} pixels, "
         f"{manifest.num_classes:,} classes",
-        f"  shards     {manifest.num_shards:,} files of {manifest.shard_images:,} images, layout "
+        f"  shards     {manifest.num_shards:,} file{'s' * (manifest.num_shards != 1)} of up to "
+        f"{manifest.shard_images:,} images, layout "
         f"{manifest.pixel_layout}, codec {manifest.codec}, {'with' if manifest.checksum else 'without'} checksums",
         f"  resizing   {', '.join(f'{key} {value}' for key, value in rule.items())}",
         f"  channels   mean {mean}; std {std} (red, green, blue on 0..1)",
@@ -164,7 +165,10 @@ def _print_damages(damages: dict[str, tuple[Damage, ...]]) -> None:
             click.echo(f"{name}: every byte is as it was packed.")
             continue
         places = "1 place" if len(found) == 1 else f"{len(found):,} places"
-        click.echo(f"{name}: damaged in {places}. Restore these files, or pack the split again with --overwrite.")
+        click.echo(
+            f"{name}: damaged in {places}. Restore these files, or pack anew, with --overwrite and the options of the "
+            "first time (--size, --holdout, …)."
+        )
         for each in found:
             click.echo(f"  {name}/{each}")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -91,6 +91,8 @@ def pack_split(
             could be packed, or an image fails with ``on_error="fail"``. What is finished stays and is continued.
         KeyboardInterrupt: passed on once the shard being written is noted; run again to continue.
     """
+    if not overwrite and settings.shard_images is None:
+        settings = _as_it_was_begun(location, settings)
     plan = make_plan(source, settings)
     manifest = None if overwrite else _complete(location, plan)
     if manifest is not None and not location.list_keys(JOURNAL):
@@ -144,6 +146,19 @@ def _pack(
     manifest = _finish(source, location, journal, plan, settings, writer.records)
     journal.delete()
     return PackResult(manifest, _failures(writer.records), was_complete=False, num_resumed=num_resumed)
+
+
+def _as_it_was_begun(location: Location, settings: PackSettings) -> PackSettings:
+    """Takes the images a shard file of the pack that is there, where nobody asks for a number: defaults may change."""
+    found = Journal(location).plan()
+    if found is None or not is_plan(found):
+        text = location.read(MANIFEST_KEY)
+        if text is None or not is_manifest(text):
+            return settings
+        found = plan_of(Manifest.from_json(text, where=f"{location.display}{MANIFEST_KEY}"))
+    if found["resize_rule"] != settings.rule.to_json():
+        return settings  # packed otherwise, as will be said
+    return replace(settings, shard_images=found["shard_images"])
 
 
 def _complete(location: Location, plan: dict[str, Any]) -> Manifest | None:

@@ -18,6 +18,7 @@ from rich.console import Console
 from scripts.benchmarks import bench as bench_module
 from scripts.benchmarks.bench import IMAGES_PER_S, Bench, Candidate, Case, Settings, Unit
 from scripts.benchmarks.cli import BENCHES, main
+from scripts.benchmarks.hardware import short_commit
 from scripts.benchmarks.markdown import main as markdown
 from scripts.benchmarks.measure import Measured, Quartiles, calibrate, measure, quartiles, ratios, rotated
 from scripts.benchmarks.peers import PEERS, PeerError, find_python
@@ -482,3 +483,9 @@ def test_the_work_of_a_network_counts_every_block(monkeypatch, name, image_size,
     found = work_of_models.image_flop(name, image_size, num_classes) / 1e9
     # Two decimals stand there.
     assert found == pytest.approx(gflop - first_input_gradient, rel=3e-3)
+
+
+def test_a_tree_that_is_not_its_commit_is_told():
+    assert short_commit("0123456789abcdef") == "0123456789ab"
+    assert short_commit("0123456789abcdef+") == "0123456789ab+"
+    assert short_commit(None) == "unknown"

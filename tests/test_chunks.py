@@ -281,8 +281,10 @@ def test_an_update_that_is_given_up_on_ends_its_chunk(tmp_path):
         with pytest.raises(NonFiniteError, match="was not at step 3: the weights are those of the last update"):
             run(path, chunk_batches=chunk, learning_rate=1e30)
         ends[chunk] = lines(path / "loss.jsonl")
-    assert ends[1] == ends[4]
-    assert [line["step"] for line in ends[4]] == [1, 2, 3]
+    assert [line["step"] for line in ends[1]] == [line["step"] for line in ends[4]] == [1, 2, 3]
+    # Two programs: jax 0.11.2 rounds the mean of the first batch otherwise in one of them.
+    losses = [np.array([line["loss"] for line in ends[chunk]], np.float64) for chunk in (1, 4)]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6)
 
 
 def test_what_is_read_ahead_is_told_with_the_chunk():

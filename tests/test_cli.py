@@ -64,10 +64,11 @@ def test_a_piped_run_prints_what_it_is_and_a_line_a_step(tmp_path):
     lines = done.stdout.splitlines()
     assert lines[0].startswith("model: resnet8, 77,587 parameters, 3 classes")
     assert "batches of 4 × 8 × 8 px from synthetic batches, 64 read ahead, by the inplace transport" in lines[1]
-    assert lines[2].startswith("compiled training program in ")
-    assert [line.split("  ")[0] for line in lines[3:6]] == ["step 1/3", "step 2/3", "step 3/3"]
-    assert lines[6].startswith("done: 3 steps in ")
-    assert lines[7:] == ["run folder: run"]
+    assert lines[2] == "compiling the training program, or loading it from the cache"
+    assert lines[3].startswith("compiled training program in ")
+    assert [line.split("  ")[0] for line in lines[4:7]] == ["step 1/3", "step 2/3", "step 3/3"]
+    assert lines[7].startswith("done: 3 steps in ")
+    assert lines[8:] == ["run folder: run"]
     assert done.stderr == ""
     assert (tmp_path / "run/model.safetensors").exists()
 
@@ -338,7 +339,10 @@ def test_a_reader_that_goes_away_ends_the_run_in_a_line(tmp_path):
     assert done.stdout.splitlines()[-1] == "1"
     said, note = done.stderr.splitlines()
     assert said == "run-train: the reader of the loss stream went away (broken pipe); the run ended at its next step"
-    assert re.fullmatch(r"  the last good snapshot is that of step \d+: --resume goes on from it", note)
+    assert re.match(
+        r"  the last good snapshot is that of step \d+: once this is mended, run-train --run-dir run --resume goes on",
+        note,
+    )
     assert (tmp_path / "run/model.safetensors").exists()
 
 

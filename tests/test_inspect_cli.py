@@ -30,7 +30,7 @@ def test_the_manifest_in_words(data):
     assert result.exit_code == 0, result.output
     for words in (
         "images     10 of 4 x 4 pixels, 3 classes",
-        "shards     3 files of 4 images, layout packed, codec raw, with checksums",
+        "shards     3 files of up to 4 images, layout packed, codec raw, with checksums",
         "resizing   size 4, resize 4, resample bicubic",
         "left out   1, see failures.jsonl",
         "balance    3 to 4 images a class, median 3",

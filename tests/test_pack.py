@@ -214,6 +214,21 @@ def test_a_journal_whose_records_do_not_join_is_damaged(tmp_path, source, gap):
 
 
 @pytest.mark.parametrize("is_complete", [True, False])
+def test_where_no_number_is_asked_for_a_pack_keeps_the_shards_it_was_begun_with(tmp_path, source, is_complete):
+    if is_complete:
+        pack(source, tmp_path, shard_images=3)
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            pack(source.but(raising={13: KeyboardInterrupt()}), tmp_path, shard_images=3)
+    result = pack(source, tmp_path, shard_images=None)
+    assert (result.was_complete, result.manifest.shard_images) == (is_complete, 3)
+    with pytest.raises(ShardError, match="resize_rule was"):
+        pack(fake_source(14, size=5), tmp_path, shard_images=None)
+    anew = pack(source, tmp_path, shard_images=None, overwrite=True)
+    assert anew.manifest.shard_images == PackSettings(rule=ResizeRule(4, 4)).resolved_shard_images
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
 def test_other_settings_are_not_mixed_into_a_pack(tmp_path, source, is_complete):
     if is_complete:
         pack(source, tmp_path)

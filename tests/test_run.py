@@ -1,5 +1,6 @@
 """A whole run: what it leaves, and how each fault ends it."""
 
+import gc
 import json
 import signal
 import threading
@@ -12,6 +13,7 @@ from safetensors.numpy import load_file
 
 from engine import TrainConfig, train
 from engine.feeder import FeederError
+from engine.launch import Launch
 from engine.run import plan_run
 from preprocess.shards import ShardError, ShardSplit
 from tests.fake_source import fake_source, pack
@@ -339,9 +341,12 @@ def test_weights_that_cannot_be_exported_do_not_hide_the_failure_before_them(tmp
     monkeypatch.setattr("engine.run.name_tensors", refuse)
     with pytest.raises(ConnectionResetError) as caught:
         train(toy_config(steps=9, run_dir=tmp_path), model=Linear(), batches=CountedBatches(raise_at=3))
-    goes_on, unwritten = caught.value.__notes__
-    assert goes_on == "the last good snapshot is that of step 3: --resume goes on from it"
+    unwritten, goes_on = caught.value.__notes__
     assert "no such dtype on disk" in unwritten
+    assert goes_on == (
+        f"the last good snapshot is that of step 3: once this is mended, run-train --run-dir {tmp_path} --resume goes "
+        "on from it, or resume=True where model or batches are Python's"
+    )
     assert json.loads((tmp_path / "result.json").read_text())["steps_done"] == 3
     with pytest.raises(TypeError, match="no such dtype on disk"):
         train(toy_config(run_dir=tmp_path, overwrite=True), model=Linear(), batches=toy_batch)
@@ -413,3 +418,31 @@ def test_two_runs_at_once_in_one_process_leave_jax_as_it_was():
     assert [result.steps_done for result in results] == [5, 5, 5]
     after = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
     assert after == before
+
+
+def test_a_process_in_64_bit_mode_trains():
+    jax.config.update("jax_enable_x64", True)
+    try:
+        result = train(toy_config(steps=3), model=Linear(), batches=toy_batch)
+    finally:
+        jax.config.update("jax_enable_x64", False)
+    assert result.losses.dtype == np.float32
+    assert np.isfinite(result.losses).tolist() == [True, True, True]
+
+
+def test_the_collector_waits_until_the_state_is_made_and_collects_in_the_run(monkeypatch):
+    seen = []
+    starting_state = Launch.starting_state
+
+    def look(launch):
+        seen.append(gc.isenabled())
+        return starting_state(launch)
+
+    def batches(step):
+        seen.append(gc.isenabled())
+        return toy_batch(step)
+
+    monkeypatch.setattr(Launch, "starting_state", look)
+    train(toy_config(steps=3, prefetch=1), model=Linear(), batches=batches)
+    assert seen[:2] == [True, False]  # the first batch is asked for ahead, for its shape
+    assert seen[-1]

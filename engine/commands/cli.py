@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _DONE, _FAILED, _WRONG_USAGE, _STOPPED = 0, 1, 2, 130
 _RECORDED = "the recorded run"
+_OF_THE_DATA = "the data's, {} of --synthetic"
 _DEFAULTS = TrainConfig()
 _OPTIONAL_INT, _OPTIONAL_FLOAT = OptionalNumber(click.INT), OptionalNumber(click.FLOAT)
 
@@ -159,12 +160,18 @@ def _list_recipes(context: click.Context, _parameter: click.Parameter, is_wanted
     help="resnet18, 34, 50, 101, 152 or resnet50-xlajl; resnet8, 14, 20, 32, 44, 56, 110 or "
     "convnet8 for small images; auto is resnet50 from 128 px, resnet8 below.",
 )
-@click.option("--num-classes", type=_OPTIONAL_INT, metavar="K", show_default="the data's", help="Outputs of the model.")
+@click.option(
+    "--num-classes",
+    type=_OPTIONAL_INT,
+    metavar="K",
+    show_default=_OF_THE_DATA.format(1000),
+    help="Outputs of the model.",
+)
 @click.option(
     "--image-size",
     type=_OPTIONAL_INT,
     metavar="PX",
-    show_default="the data's",
+    show_default=_OF_THE_DATA.format(224),
     help="What the network sees; at most the data's.",
 )
 @click.option(

@@ -48,6 +48,8 @@ def loss_display(config: TrainConfig) -> "tuple[Sink, Callable[[str], None]]":
 def summarise(result: "TrainResult") -> None:
     """Prints how a run ended, and where it left its files."""
     steps = f"{result.steps_done:,} step{'' if result.steps_done == 1 else 's'}"
+    if result.steps_done != len(result.losses):
+        steps += f", {len(result.losses):,} of them"
     how = {"steps": "done", "top1": "done, its top-1 reached"}.get(result.stopped_by, f"stopped by {result.stopped_by}")
     line = f"{how}: {steps} in {result.train_s:.1f} s"
     if len(result.losses):

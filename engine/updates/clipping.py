@@ -14,7 +14,7 @@ import optax
 def global_norm(tree: Any) -> jax.Array:
     """Gives the Euclidean norm of all numbers of a pytree of real leaves, float32 []; 0 for one without leaves."""
     squares = [jnp.sum(jax.lax.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)]
-    return jnp.sqrt(sum(squares, start=jnp.zeros(())))
+    return jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
 
 
 def clip_by_global_norm(largest: jax.typing.ArrayLike) -> optax.GradientTransformation:

@@ -53,6 +53,11 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
+def short_commit(commit: str | None) -> str:
+    """Gives what tells a commit among others, and the "+" of a changed one."""
+    return "unknown" if commit is None else commit[:12] + "+" * commit.endswith("+")
+
+
 def git_commit(root: Path) -> str | None:
     """Gives the commit that is checked out at `root`, with "+" where files differ from it; None where there is none."""
 

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from scripts.benchmarks.bench import Unit
+from scripts.benchmarks.hardware import short_commit
 from scripts.benchmarks.measure import Quartiles
 from scripts.benchmarks.report import number, told_ratio, told_spread, told_target
 
@@ -16,7 +17,7 @@ def tables(document: dict[str, Any]) -> str:
     hardware = document["hardware"]
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
     lines = [
-        f"{document['date'][:10]}, commit {(document['commit'] or 'unknown')[:12]}; {hardware['cpu']}, "
+        f"{document['date'][:10]}, commit {short_commit(document['commit'])}; {hardware['cpu']}, "
         f"{hardware['cores']} cores, {hardware['system']}; {versions}; {document['settings']['repeats']} rounds.",
         "",
     ]

@@ -13,7 +13,13 @@ from rich.text import Text
 
 from engine.records.whole_file import write_whole
 from scripts.benchmarks.bench import Bench, Settings
-from scripts.benchmarks.hardware import describe_environment, describe_hardware, describe_versions, git_commit
+from scripts.benchmarks.hardware import (
+    describe_environment,
+    describe_hardware,
+    describe_versions,
+    git_commit,
+    short_commit,
+)
 from scripts.benchmarks.measure import Quartiles
 from scripts.benchmarks.peers import PEERS
 from scripts.benchmarks.session import ROOT, CaseResult, Row
@@ -67,7 +73,7 @@ def print_about(console: Console, about: dict[str, Any]) -> None:
         highlight=False,
     )
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    console.print(f"{versions}; commit {(about['commit'] or 'unknown')[:12]}", style="dim", highlight=False)
+    console.print(f"{versions}; commit {short_commit(about['commit'])}", style="dim", highlight=False)
 
 
 def print_case(console: Console, bench: Bench, result: CaseResult) -> None:

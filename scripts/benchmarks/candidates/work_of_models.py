@@ -39,7 +39,7 @@ def image_flop(name: str, image_size: int, num_classes: int) -> float:
         images = jax.ShapeDtypeStruct((1, image_size, image_size, 3), jnp.float32)
         # Blocks of one shape are traced once, and are to be counted each.
         with jax.disable_jit():
-            jax.eval_shape(lambda weights, images: model.apply(*weights, images, train=True), shapes, images)
+            jax.eval_shape(lambda weights, x: model.apply(weights[0], weights[1], x, train=True), shapes, images)
     finally:
         for module, convolution, dense in originals:
             module.convolution, module.dense = convolution, dense
