@@ -182,6 +182,8 @@ def _run(options: _Options) -> None:
         options.source, splits=options.split or None, holdout=options.holdout, limit=options.limit
     ) as source:
         _announce(source, location, settings)
+        if options.overwrite:
+            _warn_of_others(source, options.dest)
         if not options.dry_run:
             _pack(source, location, settings, overwrite=options.overwrite)
             _suggest(options.dest)
@@ -251,6 +253,18 @@ def _announce(source: Source, location: Location, settings: PackSettings) -> Non
         click.echo(f"Into {location.display}: {_size(free)} are free{scarce}.")
     else:
         click.echo(f"Into {location.display}.")
+
+
+def _warn_of_others(source: Source, dest: str) -> None:
+    """Says which splits stay as they are: where one was held out, its images would be in two."""
+    from preprocess.shards import list_splits
+
+    others = [name for name in list_splits(dest) if name not in source.splits]
+    if others:
+        click.echo(
+            f"warning: {', '.join(others)} at DEST stays, as this command does not make it; if its images were held "
+            "out (--holdout), hold the same out again, or they are in two splits"
+        )
 
 
 def _pack(source: Source, location: Location, settings: PackSettings, *, overwrite: bool) -> None:

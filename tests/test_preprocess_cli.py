@@ -91,6 +91,17 @@ def test_small_images_are_not_enlarged_to_be_cropped(size, resize):
     assert default_resize(size) == resize
 
 
+def test_a_split_that_was_held_out_and_is_not_made_anew_is_warned_of(tmp_path, source):
+    dest = tmp_path / "shards"
+    assert run(source, dest, "--size", 28, "--holdout", 0.5).exit_code == 0
+    same = run(source, dest, "--size", 28, "--holdout", 0.5, "--overwrite")
+    assert (same.exit_code, "warning" in same.stdout) == (0, False)
+    for dry_run in ("--dry-run",), ():
+        other = run(source, dest, "--size", 28, "--overwrite", *dry_run)
+        assert other.exit_code == 0
+        assert "warning: val at DEST stays, as this command does not make it" in other.stdout
+
+
 def test_other_settings_ask_for_overwrite(tmp_path, source):
     run(source, tmp_path / "shards", "--size", 32)
     result = run(source, tmp_path / "shards", "--size", 28)
