@@ -25,6 +25,8 @@ COUNTED_IN_EPOCHS = (("epochs", "steps"), ("warmup_epochs", "warmup_steps"))
 NO_VALUE = "default"
 """The word for None, which no number expresses, in options and messages."""
 
+# What synthetic batches are where nothing else is asked for: ImageNet's.
+SYNTHETIC_IMAGE_SIZE, SYNTHETIC_CLASSES = 224, 1000
 # Goyal et al. (2017), arXiv:1706.02677: a rate of 0.1 for each 256 images of the batch.
 _RATE_PER_IMAGE = 0.1 / 256
 # They are float32 on the device.

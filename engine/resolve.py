@@ -21,7 +21,7 @@ from engine.batches import (
     ShardBatches,
     SyntheticBatches,
 )
-from engine.config import TrainConfig
+from engine.config import SYNTHETIC_CLASSES, SYNTHETIC_IMAGE_SIZE, TrainConfig
 from engine.dataset import choose_data, make_demo
 from engine.program import TrainModel
 from models.model import Model
@@ -31,8 +31,6 @@ from preprocess.shards import list_splits, open_split
 
 _OWN_BATCHES = "batches of your own"
 _USUAL_EVAL_SPLITS = ("val", "test")
-_SYNTHETIC_SIZE = 224
-_SYNTHETIC_CLASSES = 1000
 # Without a manifest nothing is known of the pixels: 0 … 255 then becomes -2 … 2.
 _UNKNOWN_MEAN = (0.5, 0.5, 0.5)
 _UNKNOWN_STD = (0.25, 0.25, 0.25)
@@ -232,8 +230,8 @@ def _own_batches(config: TrainConfig, batches: BatchFunction | BatchSource, firs
 
 
 def _synthetic(config: TrainConfig) -> _OpenData:
-    size = config.image_size or _SYNTHETIC_SIZE
-    num_classes = config.num_classes or _SYNTHETIC_CLASSES
+    size = config.image_size or SYNTHETIC_IMAGE_SIZE
+    num_classes = config.num_classes or SYNTHETIC_CLASSES
     source = SyntheticBatches(batch=config.batch, height=size, width=size, num_classes=num_classes, seed=config.seed)
     return _OpenData(source, "synthetic batches", num_classes)
 

@@ -156,9 +156,9 @@ def _as_it_was_begun(location: Location, settings: PackSettings) -> PackSettings
         if text is None or not is_manifest(text):
             return settings
         found = plan_of(Manifest.from_json(text, where=f"{location.display}{MANIFEST_KEY}"))
-    if found["resize_rule"] != settings.rule.to_json():
+    if found.get("resize_rule") != settings.rule.to_json():
         return settings  # packed otherwise, as will be said
-    return replace(settings, shard_images=found["shard_images"])
+    return replace(settings, shard_images=found.get("shard_images"))
 
 
 def _complete(location: Location, plan: dict[str, Any]) -> Manifest | None:

@@ -11,7 +11,14 @@ from engine.commands.command_end import describe_error, leave, say_to_stderr
 from engine.commands.new_run_dir import run_dir_of
 from engine.commands.option_sources import MergedOptions, OptionalNumber, OptionSource, command_line, merge_options
 from engine.commands.run_display import loss_display, show_plan, summarise
-from engine.config import OptimizerName, PrecisionName, ScheduleName, TrainConfig
+from engine.config import (
+    SYNTHETIC_CLASSES,
+    SYNTHETIC_IMAGE_SIZE,
+    OptimizerName,
+    PrecisionName,
+    ScheduleName,
+    TrainConfig,
+)
 from engine.recipes import LoadedRecipe, load_recipe, recipe_names
 from preprocess.grouped_help import GroupedCommand
 
@@ -164,14 +171,14 @@ def _list_recipes(context: click.Context, _parameter: click.Parameter, is_wanted
     "--num-classes",
     type=_OPTIONAL_INT,
     metavar="K",
-    show_default=_OF_THE_DATA.format(1000),
+    show_default=_OF_THE_DATA.format(SYNTHETIC_CLASSES),
     help="Outputs of the model.",
 )
 @click.option(
     "--image-size",
     type=_OPTIONAL_INT,
     metavar="PX",
-    show_default=_OF_THE_DATA.format(224),
+    show_default=_OF_THE_DATA.format(SYNTHETIC_IMAGE_SIZE),
     help="What the network sees; at most the data's.",
 )
 @click.option(
