@@ -81,16 +81,18 @@ def trace_ahead(function: Callable[..., Any], *arguments: Any, donate: tuple[int
     return Traced(lowered, time.perf_counter() - started)
 
 
-def compile_traced(traced: Traced, *, dump_folder: Path | None = None) -> Compiled:
+def compile_traced(traced: Traced, *, deterministic: bool = True, dump_folder: Path | None = None) -> Compiled:
     """Compiles a traced program, or loads it from the cache on disk.
 
     Args:
         traced: what to compile.
+        deterministic: whether operations are left out that may give other bits each time.
         dump_folder: where to write `program.stablehlo.mlir` and `program.optimised.hlo`; None writes neither.
     """
     started = time.perf_counter()
     with _counting_cache_hits() as hits:
-        compiled = traced.lowered.compile(compiler_options=_compiler_options(traced.lowered))
+        options = compiler_options(traced.lowered, jax.default_backend(), deterministic=deterministic)
+        compiled = traced.lowered.compile(compiler_options=options)
     compile_s = time.perf_counter() - started
     if dump_folder is not None:
         dump_folder.mkdir(parents=True, exist_ok=True)
@@ -114,13 +116,22 @@ def without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _compiler_options(lowered: jax.stages.Lowered) -> dict[str, str]:
-    """Gives the settings of XLA that a program needs to be right.
+def compiler_options(lowered: jax.stages.Lowered, backend: str, *, deterministic: bool) -> dict[str, str | bool | int]:
+    """Gives the settings of XLA that a program needs to be right on a backend, by jax's name of it.
 
     On a CPU jaxlib 0.11.2 and 0.12.0 join convolutions, norms and the mean behind them to one computation of YNNPACK,
     which in bfloat16 came out as NaN (`resnet8` in evaluation at 32 px). Products and convolutions alone are right.
+
+    A deterministic program for a GPU has no operation that is not; XLA refuses one that knows no other way. Which way
+    is the fastest XLA finds out by trying, with another result each time: it must be kept with the program, in the
+    cache, or nothing be tried.
     """
-    if jax.default_backend() != "cpu" or "bf16" not in lowered.as_text():
+    if backend == "gpu" and deterministic:
+        options: dict[str, str | bool | int] = {"xla_gpu_exclude_nondeterministic_ops": True}
+        if jax.config.jax_compilation_cache_dir is None:
+            options["xla_gpu_autotune_level"] = 0
+        return options
+    if backend != "cpu" or "bf16" not in lowered.as_text():
         return {}
     kinds = ("LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT", "LIBRARY_FUSION_TYPE_INDIVIDUAL_CONVOLUTION")
     return {"xla_cpu_experimental_ynn_fusion_type": ",".join(kinds)}

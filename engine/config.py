@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from engine.augmentation.settings import CropName
 
-TransportName = Literal["auto", "inplace", "callback"]
+TransportName = Literal["auto", "inplace", "cuda", "callback"]
 OptimizerName = Literal["sgd", "nesterov", "adamw", "lars", "lamb"]
 ScheduleName = Literal["constant", "step", "cosine", "linear", "one-cycle"]
 PrecisionName = Literal["float32", "bfloat16"]
@@ -115,6 +115,9 @@ class TrainConfig:
             with the last good weights. A runtime value.
         stop_on_nan: end the run where more are not finite; without it every such update is skipped, however many. A
             runtime value.
+        deterministic: on NVIDIA, take no operation that gives other bits when it is run again, though it may be faster;
+            elsewhere there are none. Which of the others are fastest is measured when a program is compiled: the same
+            bits in every launch take the same compiled program (`compilation_cache`), card and versions.
         crop: "centre", "random", or "resized" (a random part of random area and aspect, resized).
         crop_padding: black pixels on every side before a random crop.
         crop_area: least part of the image's area that a resized crop shows.
@@ -124,12 +127,14 @@ class TrainConfig:
         erasing: probability of blanking a rectangle.
         seed: of the initial parameters and of the order of the images. A runtime value.
         chunk_batches: batches that cross to the device at once; the steps on them are made without the host. Their
-            losses come back together, and what is asked for meanwhile takes effect after them.
+            losses come back together, and what is asked for meanwhile takes effect after them. With transport "cuda"
+            steps that are enqueued ahead of the device, best a divisor of those between evaluations and snapshots;
+            losses come one by one. None: 1, or 10 with "cuda".
         prefetch: batches held in memory ahead of the device; None: 4, two chunks, more of small ones
             (`feeder.ring_depth`).
         reader_threads: threads that fill them from shards; a source of your own is called from one thread, in order.
         infeed_timeout_s: seconds that a step may wait for its batch before the run ends with an error.
-        transport: how batches cross to the device: "inplace" (CPU), "callback" (anything), or "auto".
+        transport: how batches cross to the device: "inplace" (CPU), "cuda" (NVIDIA), "callback" (anything), or "auto".
         run_dir: the run folder; None writes nothing to disk (the command makes one under runs/).
         resume: continue the run in run_dir from its newest snapshot.
         snapshot_every_steps: updates between snapshots; 0 takes one at the end alone. A runtime value.
@@ -178,6 +183,7 @@ class TrainConfig:
     label_smoothing: float = 0.0
     skip_nonfinite: int = 0
     stop_on_nan: bool = True
+    deterministic: bool = True
     crop: CropName = "centre"
     crop_padding: int = 0
     crop_area: float = 0.08
@@ -190,7 +196,7 @@ class TrainConfig:
     cutmix: float = 0.0
     erasing: float = 0.0
     seed: int = 0
-    chunk_batches: int = 1
+    chunk_batches: int | None = None
     prefetch: int | None = None
     reader_threads: int = 2
     infeed_timeout_s: float = 60.0

@@ -5,6 +5,7 @@ of jax. Memory is bounded: `depth` batches, allocated once. Whoever waits has a 
 workers live; what a source raises is kept in its slot and raised to the taker when that step is due.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -45,16 +46,27 @@ def ring_depth(source: BatchSource, prefetch: int | None, chunk: int = 1) -> int
     return max(_LEAST_DEPTH, 2 * chunk, small)
 
 
-class _Slot:
-    """One batch's memory, and what happened to it."""
+type Allocate = Callable[[int], NDArray[np.uint8]]
+"""Bytes → zeros in one block."""
 
-    def __init__(self, batch: int, height: int, words: int) -> None:
-        self.pixels: Pixels = np.zeros((batch, height, words), np.uint32)
-        self.labels: Labels = np.zeros(batch, np.int32)
+
+class _Slot:
+    """One batch's memory, pixels and then labels in one block, and what happened to it."""
+
+    def __init__(self, batch: int, height: int, words: int, allocate: Allocate) -> None:
+        num_words = batch * height * words
+        self.block = allocate(4 * (num_words + batch))
+        self.pixels: Pixels = self.block[: 4 * num_words].view(np.uint32).reshape(batch, height, words)
+        self.labels: Labels = self.block[4 * num_words :].view(np.int32)
         self.lent: Sequence[NDArray[np.uint32]] | None = None  # the images, where they are not in `pixels`
         self.step = -1  # the step whose batch is here, -1 while empty or being filled
         self.failure: BaseException | None = None
         self.shards_to_take = 0
+
+    def let_go(self) -> None:
+        """Gives up the memory, and the batch in it."""
+        self.step, self.block = -1, self.block[:0].copy()
+        self.pixels, self.labels = self.pixels[:0].copy(), self.labels[:0].copy()
 
 
 class Feeder:
@@ -69,6 +81,16 @@ class Feeder:
         num_shards: parts of a batch that are taken one by one, each batch / num_shards images.
         timeout_s: the longest that `take` waits.
         name_step: names a step's batch in errors.
+        allocate: gives the memory of a slot, in which every batch then is, and none lent by its source: it is to be
+            copied from by other means than the processor's. None takes NumPy's.
+
+    Attributes:
+        shard_batch: images of a part.
+        shard_shape: of its pixels, [b, H, words of a row].
+        is_dense: whether they are of the dense layout.
+        depth: slots that there are, no more than steps.
+        most_borrowed: batches that may be kept between `borrow` and `give_back` while the next is filled.
+        start_step, stop_step, timeout_s: as given.
     """
 
     def __init__(
@@ -82,17 +104,23 @@ class Feeder:
         timeout_s: float,
         num_shards: int = 1,
         name_step: Callable[[int], str] = lambda step: f"step {step + 1}",
+        allocate: Allocate | None = None,
     ) -> None:
         if source.batch % num_shards:
             raise ValueError(f"batch must be a multiple of the {num_shards} devices, got {source.batch}")
         self.shard_batch = source.batch // num_shards
-        self._source, self._stop_step, self._num_shards = source, stop_step, num_shards
-        self._timeout_s, self._name_step = timeout_s, name_step
-        self._depth = max(1, min(depth, stop_step - start_step))
-        self._num_threads = min(num_threads, self._depth) if source.thread_safe else 1
+        self.shard_shape = self.shard_batch, source.height, row_words(source)
+        self.is_dense = row_words(source) != source.width
+        self._source, self._num_shards = source, num_shards
+        self.start_step, self.stop_step = start_step, stop_step
+        self.timeout_s, self._name_step = timeout_s, name_step
+        self.depth = max(1, min(depth, stop_step - start_step))
+        self._num_threads = min(num_threads, self.depth) if source.thread_safe else 1
         # Woken for every slot, a worker would take the interpreter from the program at every step; but where all slots
         # may be with workers at once none is to wait for a second one.
-        self._least_free = max(1, min(self._depth // 2, self._depth - self._num_threads))
+        self._least_free = max(1, min(self.depth // 2, self.depth - self._num_threads))
+        self.most_borrowed = self.depth - self._least_free
+        self._allocate = allocate
         self._copies = RowCopies(num_threads)
         self._slots: list[_Slot] = []
         self._threads: list[threading.Thread] = []
@@ -106,8 +134,8 @@ class Feeder:
 
     def start(self) -> None:
         """Allocates the ring and starts to read ahead; called once."""
-        source = self._source
-        self._slots = [_Slot(source.batch, source.height, row_words(source)) for _ in range(self._depth)]
+        source, allocate = self._source, self._allocate or (lambda num_bytes: np.zeros(num_bytes, np.uint8))
+        self._slots = [_Slot(source.batch, source.height, row_words(source), allocate) for _ in range(self.depth)]
         for number in range(self._num_threads):
             thread = threading.Thread(target=self._work, name=f"feeder-{number}", daemon=True)
             thread.start()
@@ -137,17 +165,14 @@ class Feeder:
             FeederError: where the batch did not come in time or never can.
             BaseException: whatever the source raised for this step.
         """
-        slot, waited_s = self._slots[step % self._depth], 0.0
+        slot, started = self._slots[step % self.depth], None
         # A batch that is there stays until it is taken: no lock is needed to see it.
         if slot.step != step:
             started = time.perf_counter()
-            if not self._wait(lambda: slot.step == step or self._closed, step, is_cancelled):
+            if not self._wait(slot, step, is_cancelled, started + self.timeout_s):
                 return None
-            waited_s = time.perf_counter() - started
-        if slot.failure is not None:
-            raise slot.failure
-        if slot.step != step:
-            raise FeederError(f"the feeder was closed while {self._name_step(step)} waited for its batch")
+        waited_s = 0.0 if started is None else time.perf_counter() - started
+        self._check_is_sound(slot, step)
         images, classes = slot.pixels if slot.lent is None else slot.lent, slot.labels
         if self._num_shards > 1:
             rows = slice(shard * self.shard_batch, (shard + 1) * self.shard_batch)
@@ -156,6 +181,25 @@ class Feeder:
         np.copyto(labels, classes)
         self._release(slot)
         return waited_s
+
+    def borrow(self, step: int, *, is_cancelled: Callable[[], bool]) -> NDArray[np.uint8] | None:
+        """Waits for a step's batch, however long, and gives its memory, uint8, pixels and then labels.
+
+        For one part of a batch, in order; each stays as it is until `give_back`. None where the wait was cancelled.
+
+        Raises:
+            FeederError: where the batch never can come.
+            BaseException: whatever the source raised for this step.
+        """
+        slot = self._slots[step % self.depth]
+        if not self._wait(slot, step, is_cancelled, math.inf):
+            return None
+        self._check_is_sound(slot, step)
+        return slot.block
+
+    def give_back(self, step: int) -> None:
+        """Frees the memory of a step's batch; called in order."""
+        self._release(self._slots[step % self.depth])
 
     def close(self) -> None:
         """Stops the threads; may be called again.
@@ -171,6 +215,10 @@ class Feeder:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
+        # Page-locked memory is dear; what a thread still writes to stays.
+        if self._allocate is not None and not any(thread.is_alive() for thread in self._threads):
+            for slot in self._slots:
+                slot.let_go()
 
     def _release(self, slot: _Slot) -> None:
         with self._guard:
@@ -178,21 +226,24 @@ class Feeder:
             if slot.shards_to_take == 0:
                 slot.step = -1
                 self._next_release += 1
-                num_free = self._depth - (self._next_fill - self._next_release)
+                num_free = self.depth - (self._next_fill - self._next_release)
                 if num_free >= self._least_free:
                     self._emptied.notify(num_free)
 
-    def _wait(self, ready: Callable[[], bool], step: int, is_cancelled: Callable[[], bool]) -> bool:
-        """Waits until `ready`, giving True, or cancelled, giving False.
+    def _wait(self, slot: _Slot, step: int, is_cancelled: Callable[[], bool], deadline: float) -> bool:
+        """Waits until the batch of `step` is in its slot, giving True, or cancelled, giving False.
 
         Raises:
             FeederError: when the time is over, or nobody is left who could make it ready.
         """
-        deadline = time.monotonic() + self._timeout_s
+
+        def ready() -> bool:
+            return slot.step == step or self._closed
+
         with self._guard:
             self._num_waiting += 1
             try:
-                while not self._filled.wait_for(ready, min(_LOOK_EVERY_S, max(0.0, deadline - time.monotonic()))):
+                while not self._filled.wait_for(ready, min(_LOOK_EVERY_S, max(0.0, deadline - time.perf_counter()))):
                     if is_cancelled():
                         return False
                     self._check_is_to_come(step, deadline)
@@ -200,25 +251,35 @@ class Feeder:
                 self._num_waiting -= 1
         return True
 
-    def _check_is_to_come(self, step: int, deadline: float) -> None:
-        named = f"the batch of {self._name_step(step)}"
-        if time.monotonic() >= deadline:
+    def _check_is_sound(self, slot: _Slot, step: int) -> None:
+        """Raises what the source did for a step whose turn it is, or that the ring was closed before it came."""
+        if slot.failure is not None:
+            raise slot.failure
+        if slot.step != step:
+            raise FeederError(f"the feeder was closed while {self._name_step(step)} waited for its batch")
+
+    def check_is_in_time(self, step: int, deadline: float) -> None:
+        """Raises FeederError where a step's batch, which is not there, is too late by perf_counter's clock."""
+        if time.perf_counter() >= deadline:
             raise FeederError(
-                f"{named} must be there within {self._timeout_s:g} s, and was not: the "
+                f"the batch of {self._name_step(step)} must be there within {self.timeout_s:g} s, and was not: the "
                 "source has stalled or is too slow; look at the storage, or raise --infeed-timeout"
             )
+
+    def _check_is_to_come(self, step: int, deadline: float) -> None:
+        self.check_is_in_time(step, deadline)
         if not any(thread.is_alive() for thread in self._threads):
-            raise FeederError(f"{named} cannot come: every reader thread has ended")
+            raise FeederError(f"the batch of {self._name_step(step)} cannot come: every reader thread has ended")
 
     def _work(self) -> None:
         """A worker's life: claim the next step, wait for its slot, fill it, until all is read or the ring closes."""
-        lender = self._source if isinstance(self._source, LendingSource) else None
+        lender = self._source if self._allocate is None and isinstance(self._source, LendingSource) else None
         while (claimed := self._claim()) is not None:
             step, slot = claimed
             try:
-                slot.lent = None if lender is None else lender.lend(step, slot.labels, timeout_s=self._timeout_s)
+                slot.lent = None if lender is None else lender.lend(step, slot.labels, timeout_s=self.timeout_s)
                 if slot.lent is None:
-                    self._source.fill(step, slot.pixels, slot.labels, timeout_s=self._timeout_s)
+                    self._source.fill(step, slot.pixels, slot.labels, timeout_s=self.timeout_s)
                 failure = None
             except BaseException as error:  # noqa: BLE001 - raised to whoever takes this step, traceback included
                 failure = error
@@ -233,10 +294,10 @@ class Feeder:
         """Takes the next step for this thread once its slot is empty; None when there is nothing left to do."""
         with self._guard:
             # Not a wait for work done elsewhere: it ends with close(), and a program may take an hour over a step.
-            while not self._closed and self._next_fill < self._stop_step:
-                if self._next_fill < self._next_release + self._depth:
+            while not self._closed and self._next_fill < self.stop_step:
+                if self._next_fill < self._next_release + self.depth:
                     step = self._next_fill
                     self._next_fill += 1
-                    return step, self._slots[step % self._depth]
+                    return step, self._slots[step % self.depth]
                 self._emptied.wait(_LOOK_EVERY_S)
         return None

@@ -11,19 +11,21 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource, row_words
+from engine.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
 from engine.checked_model import CheckedModel
 from engine.compilation import Compiled, compile_traced, trace_ahead, without_collector
 from engine.config import TrainConfig
-from engine.control import ControlBoard, ControlWords
+from engine.control import ControlBoard
+from engine.crossings import choose_chunk, choose_transport, make_infeed, this_device, this_platform, told_waste
 from engine.feeder import Feeder, batch_bytes, ring_depth
-from engine.infeed import Infeed
+from engine.infeed import BatchInfeed, WordsOf
 from engine.initial_weights import InitialWeights, load_initial_weights
 from engine.loss_stream import LossStream
 from engine.notices import Notices
@@ -35,7 +37,6 @@ from engine.resume import StartingPoint
 from engine.signals import StopSignals, call_on_worker, start_on_worker
 from engine.sinks import Sink
 from engine.statics import statics_of, update_values
-from engine.transport import Transport, choose_transport
 from engine.unpack import PixelScale
 from engine.updates.update import UpdateRule, Weights, init_update
 from models.registry import count_params
@@ -99,14 +100,15 @@ class Launch:
         self.config, self.start, self._notify = config, start, notify
         self.train_s = 0.0
         self.board, self.notices = board or ControlBoard(), Notices(notify)
-        where = "behind the chunk of steps under way" if config.chunk_batches > 1 else "at the next step"
+        self._transport = choose_transport(config.transport, this_platform())
+        self._chunk = choose_chunk(config.chunk_batches, self._transport)
+        where = "behind the chunk of steps under way" if self._chunk > 1 else "at the next step"
         self._signals = stack.enter_context(StopSignals(self.board, self.notices.say, where))
         stack.callback(self.notices.close)
         self.resolved = resolve(
             config, stack, notify, model=model, batches=batches, evaluation=evaluation, first_pull=start.pulls
         )
-        self._transport: Transport = choose_transport(config.transport, jax.default_backend())
-        self._feeders: list[Feeder] = []
+        self._infeeds: list[BatchInfeed] = []
         self._infeed = self._make_infeed(
             self.resolved.source,
             self.board.words,
@@ -137,7 +139,7 @@ class Launch:
         count = self.config.accumulate_steps
         return math.fsum(self._infeed.take_wait_s(pull) for pull in range(step * count, (step + 1) * count))
 
-    def _make_evaluation_infeed(self) -> Infeed | None:
+    def _make_evaluation_infeed(self) -> BatchInfeed | None:
         evaluated = self.resolved.evaluation
         if evaluated is None:
             return None
@@ -148,44 +150,59 @@ class Launch:
             self.start.num_evaluations * num_batches,
             _MOST_STEPS,
             lambda pull: f"evaluation {pull // num_batches + 1}, pull {pull % num_batches + 1}",
+            times_waits=False,
         )
 
     def _make_infeed(
         self,
         source: BatchSource,
-        words_of: Callable[[int, int], ControlWords],
+        words_of: WordsOf,
         first_pull: int,
         stop_pull: int,
         name_pull: Callable[[int], str] = lambda pull: f"step {pull + 1}",
-    ) -> Infeed:
+        *,
+        times_waits: bool = True,
+    ) -> BatchInfeed:
         config = self.config
-        feeder = Feeder(
-            source,
-            start_step=first_pull,
-            stop_step=max(stop_pull, first_pull),
-            depth=self._ring_depth(source),
-            num_threads=config.reader_threads,
-            timeout_s=config.infeed_timeout_s,
-            name_step=name_pull,
-        )
-        self._feeders.append(feeder)
-        return Infeed(
-            feeder,
-            self.board,
+        infeed = make_infeed(
             self._transport,
+            lambda allocate: Feeder(
+                source,
+                start_step=first_pull,
+                stop_step=max(stop_pull, first_pull),
+                depth=self._ring_depth(source),
+                num_threads=config.reader_threads,
+                timeout_s=config.infeed_timeout_s,
+                name_step=name_pull,
+                allocate=allocate,
+            ),
+            self.board,
             words_of=words_of,
-            height=source.height,
-            width=source.width,
-            row_words=row_words(source),
-            chunk=self._chunk(source),
+            chunk=self._chunk_of(source),
+            times_waits=times_waits,
         )
+        self._infeeds.append(infeed)
+        return infeed
 
-    def _chunk(self, source: BatchSource) -> int:
-        """Batches of a source that cross at once: an evaluation's cross one by one."""
-        return self.config.chunk_batches if source is self.resolved.source else 1
+    def _chunk_of(self, source: BatchSource) -> int:
+        """Batches of a source that cross at once: an evaluation's as it suits the transport."""
+        evaluated = self.resolved.evaluation
+        if evaluated is None or source is not evaluated:
+            return self._chunk
+        return choose_chunk(None, self._transport)
 
     def _ring_depth(self, source: BatchSource) -> int:
-        return ring_depth(source, self.config.prefetch, self._chunk(source))
+        return ring_depth(source, self.config.prefetch, 1 if self._transport.runs_ahead else self._chunk_of(source))
+
+    @property
+    def crossings(self) -> dict[str, Any]:
+        """How the program and the host meet, for the record: device, transport, batches a chunk and read ahead."""
+        return {
+            "device": this_device(),
+            "transport": self._transport.name,
+            "chunk_batches": self._chunk,
+            "prefetch": self._ring_depth(self.resolved.source),
+        }
 
     @property
     def given_digest(self) -> str | None:
@@ -211,12 +228,15 @@ class Launch:
             f"model: {resolved.model_name}, {self.num_params:,} parameters"
             + (f", {resolved.num_classes:,} classes" if resolved.num_classes else "")
         )
-        depth, chunk = self._ring_depth(source), self._chunk(source)
+        depth, chunk = self._ring_depth(source), self._chunk
         self._notify(
             f"the loop waits for: batches of {source.batch} × {source.height} × {source.width} px "
             f"from {resolved.data}, {depth} read ahead, by the {self._transport.name} transport"
-            + (f", {chunk} at once" if chunk > 1 else "")
+            + ("" if this_platform() == "cpu" else f" on {this_device()}")
+            + (f", {chunk} {'steps enqueued ' * self._transport.runs_ahead}at once" if chunk > 1 else "")
         )
+        if self._transport.runs_ahead and (told := told_waste(self.config, chunk)):
+            self._notify(told)
 
     def prepare(self) -> tuple[Compiled, TrainState]:
         """Gives the program and the state that it begins with, which is made while the program is compiled."""
@@ -245,7 +265,8 @@ class Launch:
         program = make_program(model, self._statics, self._infeed, self._outfeed, self._evaluation_infeed)
         traced = trace_ahead(program, self._state_shape, self._values(), donate=(0,))
         dump_folder = None if self.config.dump_hlo is None else Path(self.config.dump_hlo)
-        wait = start_on_worker(partial(compile_traced, traced, dump_folder=dump_folder))
+        deterministic = self.config.deterministic
+        wait = start_on_worker(partial(compile_traced, traced, deterministic=deterministic, dump_folder=dump_folder))
 
         def finish() -> Compiled:
             compiled = wait()
@@ -312,25 +333,25 @@ class Launch:
         self.stream.start(sinks)
         close_timeout_s = _QUIT_TIMEOUT_S
         try:
-            for feeder in self._feeders:
-                feeder.start()
-            self._signals.launched()
-            self.notices.start()
-            state = call_on_worker(lambda: jax.block_until_ready(compiled.call(state, values)))
+            state = self._run_loop(compiled, state, values)
             close_timeout_s = _CLOSE_TIMEOUT_S
         finally:
             self.train_s = time.perf_counter() - started
-            try:
-                for feeder in self._feeders:
-                    feeder.close()
-            finally:
-                # A signal may end the wait for the feeders: the sinks' threads would then wait for ever.
-                self.stream.close(close_timeout_s)
+            self.stream.close(close_timeout_s)
         return state
+
+    def _run_loop(self, compiled: Compiled, state: TrainState, values: RunValues) -> TrainState:
+        with self._transport.running(), ExitStack() as infeeds:
+            for infeed in self._infeeds:
+                infeeds.callback(infeed.close)
+                infeed.start()
+            self._signals.launched()
+            self.notices.start()
+            return call_on_worker(lambda: jax.block_until_ready(compiled.call(state, values)))
 
     def failure(self, state: TrainState) -> BaseException | None:
         """Gives what went wrong: first on the host, in the order of cause and effect, then in the loop."""
-        ends = (self._infeed, self._evaluation_infeed, self._outfeed, self.stream)
+        ends = (self._infeed, self._evaluation_infeed, self._outfeed, self.stream, self._transport)
         failures = [end.failure for end in ends if end is not None and end.failure is not None]
         return failures[0] if failures else self._gave_up(state)
 

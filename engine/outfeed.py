@@ -123,13 +123,10 @@ class Outfeed:
         self._push(read, step, pulls, *leaves)
 
     def _push(self, read: Callable[..., Pushed], *operands: jax.Array) -> None:
-        # A call without any result is dropped by some backends; one byte keeps it.
-        acknowledged = (jax.ShapeDtypeStruct((), jnp.uint8),)
-        self._transport.call(partial(self._accept, read), acknowledged, *operands)
+        self._transport.emit(partial(self._accept, read), *operands)
 
-    def _accept(self, read: Callable[..., Pushed], operands: Sequence[Array], results: Sequence[Array]) -> None:
-        """The host's side of a push; runs on a thread of the runtime."""
-        results[0][...] = 0
+    def _accept(self, read: Callable[..., Pushed], operands: Sequence[Array]) -> None:
+        """The host's side of a push; runs on a thread of the runtime, or of the transport."""
         try:
             self._receive(read(*operands))
         except BaseException as error:  # noqa: BLE001 - raising through XLA loses it: kept, and raised by the host

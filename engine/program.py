@@ -15,7 +15,8 @@ from jax import lax
 
 from engine.augmentation.augment import augment_images, make_targets, prepare_for_evaluation
 from engine.augmentation.positions import positions
-from engine.infeed import Batch, Infeed, Pulled
+from engine.control import ControlWord
+from engine.infeed import Batch, BatchInfeed
 from engine.objective import cross_entropy
 from engine.outfeed import Outfeed
 from engine.statics import Statics
@@ -135,19 +136,14 @@ class _Carry(NamedTuple):
 class _Made(NamedTuple):
     """What the loop over the batches of one pull carries.
 
-    A stop that comes in the place of batches makes it a loop of no turn, which changes the state where it lies:
-    `lax.cond` copies it, which took a step of ResNet-50 102 MB, and one of a small perceptron a fifth of its time.
-
     Attributes:
         state: of the training.
-        num_taken: int32 [], batches trained on.
-        num_updates: int32 [], updates that were due.
+        num_updates: int32 [], updates that were due and whose losses were not emitted yet.
         numbers: float32 [n, 2], the loss and the learning rate of each of them.
         gives_up: bool [], leave the loops.
     """
 
     state: TrainState
-    num_taken: jax.Array
     num_updates: jax.Array
     numbers: jax.Array
     gives_up: jax.Array
@@ -156,9 +152,9 @@ class _Made(NamedTuple):
 def make_program(
     model: TrainModel,
     statics: Statics,
-    infeed: Infeed,
+    infeed: BatchInfeed,
     outfeed: Outfeed,
-    evaluation_infeed: Infeed | None = None,
+    evaluation_infeed: BatchInfeed | None = None,
 ) -> Callable[[TrainState, RunValues], TrainState]:
     """Builds the whole-training function, to be compiled once: (state, values) → the state after the last step.
 
@@ -177,9 +173,9 @@ class _Program:
 
     model: TrainModel
     statics: Statics
-    infeed: Infeed
+    infeed: BatchInfeed
     outfeed: Outfeed
-    evaluation_infeed: Infeed | None
+    evaluation_infeed: BatchInfeed | None
 
     def train(self, state: TrainState, values: RunValues) -> TrainState:
         def goes_on(carry: _Carry) -> jax.Array:
@@ -206,32 +202,36 @@ class _Program:
         num_wanted = _pulls_to(jnp.where(asked, 0, boundary), carry.state, values.update, self.infeed.chunk)
         pulled = self.infeed.pull(carry.state.pulls, jnp.zeros((), jnp.int32), num_wanted)
         control = pulled.control
-        made = lax.while_loop(
-            lambda made: (made.num_taken < control.num_batches) & ~made.gives_up,
-            partial(self._take_in, values, pulled),
-            _nothing_made(carry.state, self.infeed.chunk),
+        made, num_taken = self.infeed.for_each(
+            pulled,
+            partial(self._take_in, values, control),
+            _nothing_made(carry.state, self.infeed.num_together),
+            is_over=lambda made: made.gives_up,
+            emit=self._push_losses,
         )
-        self.outfeed.push_losses(made.state.step, made.num_updates, made.numbers)
         state = made.state
+        # What came with a pull of which nothing was taken in after all comes again with the pull of whoever goes on.
+        is_heeded = num_taken > 0
         if self.evaluation_infeed is not None:
-            state = state._replace(owes_evaluation=state.owes_evaluation | control.evaluate)
-        return _Carry(state, control.stop | made.gives_up, carry.snapshot | control.snapshot)
+            state = state._replace(owes_evaluation=state.owes_evaluation | (control.evaluate & is_heeded))
+        stopped = control.stop | made.gives_up | (num_taken < control.num_batches)
+        return _Carry(state, stopped, carry.snapshot | (control.snapshot & is_heeded))
 
-    def _take_in(self, values: RunValues, pulled: Pulled, made: _Made) -> _Made:
+    def _take_in(self, values: RunValues, control: ControlWord, made: _Made, batch: Batch) -> _Made:
         """Trains on the next batch of a pull."""
-        batch = self.infeed.batch(pulled, made.num_taken)
-        state, outcome = train_step(
-            self.model, self.statics, made.state, batch, pulled.control.learning_rate_factor, values
-        )
+        state, outcome = train_step(self.model, self.statics, made.state, batch, control.learning_rate_factor, values)
         numbers = jnp.stack([outcome.loss, outcome.learning_rate])
         # Where no update was due the next one, or nobody, takes the place.
         return _Made(
             state=state,
-            num_taken=made.num_taken + 1,
             num_updates=made.num_updates + outcome.due.astype(jnp.int32),
             numbers=lax.dynamic_update_index_in_dim(made.numbers, numbers, made.num_updates, axis=0),
             gives_up=outcome.gives_up,
         )
+
+    def _push_losses(self, made: _Made) -> _Made:
+        self.outfeed.push_losses(made.state.step, made.num_updates, made.numbers)
+        return made._replace(num_updates=jnp.zeros_like(made.num_updates))
 
     def _evaluate(self, values: RunValues, carry: _Carry) -> _Carry:
         """Evaluates where that is due; what a stop cuts short stays due."""
@@ -269,9 +269,9 @@ class _Program:
         return carry._replace(snapshot=jnp.zeros((), jnp.bool))
 
 
-def _nothing_made(state: TrainState, chunk: int) -> _Made:
+def _nothing_made(state: TrainState, num_together: int) -> _Made:
     none = jnp.zeros((), jnp.int32)
-    return _Made(state, none, none, jnp.zeros((chunk, 2), jnp.float32), jnp.zeros((), jnp.bool))
+    return _Made(state, none, jnp.zeros((num_together, 2), jnp.float32), jnp.zeros((), jnp.bool))
 
 
 def _pulls_to(boundary: jax.Array, state: TrainState, values: UpdateValues, chunk: int) -> jax.Array:
@@ -315,7 +315,7 @@ def evaluate_split(
     model: TrainModel,
     statics: Statics,
     weights: Weights,
-    infeed: Infeed,
+    infeed: BatchInfeed,
     first_pull: jax.Array,
     num_batches: jax.Array,
     scale: PixelScale,
@@ -342,21 +342,24 @@ def evaluate_split(
         batch, stopped, _ = carry
         return (batch < num_batches) & ~stopped
 
-    def one_batch(carry: tuple[jax.Array, jax.Array, Tally]) -> tuple[jax.Array, jax.Array, Tally]:
+    def one_pull(carry: tuple[jax.Array, jax.Array, Tally]) -> tuple[jax.Array, jax.Array, Tally]:
         batch, _, tally = carry
-        none, one = jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32)
-        pulled = infeed.pull(first_pull + batch, none, one)
-        pixels, labels = infeed.batch(pulled, none)
-        images = prepare_for_evaluation(pixels, statics.augmentation.size, scale)
+        num_wanted = jnp.minimum(num_batches - batch, infeed.chunk)
+        pulled = infeed.pull(first_pull + batch, jnp.zeros((), jnp.int32), num_wanted)
+        tally, num_taken = infeed.for_each(pulled, count, tally)
+        return batch + num_taken, num_taken < num_wanted, tally
+
+    def count(tally: Tally, batch: Batch) -> Tally:
+        images = prepare_for_evaluation(batch.pixels, statics.augmentation.size, scale)
         if statics.eval_mirror:
             images = jnp.concatenate([images, images[:, :, ::-1]])
         logits, _ = model.apply(weights.params, weights.batch_stats, images, train=False)
         if statics.eval_mirror:
-            logits = logits.astype(jnp.float32).reshape(2, len(labels), -1).mean(0)
-        return batch + 1, pulled.control.stop, tally_batch(tally, logits, labels)
+            logits = logits.astype(jnp.float32).reshape(2, len(batch.labels), -1).mean(0)
+        return tally_batch(tally, logits, batch.labels)
 
     before = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.bool), start or empty_tally()
-    _, stopped, tally = lax.while_loop(goes_on, one_batch, before)
+    _, stopped, tally = lax.while_loop(goes_on, one_pull, before)
     return tally, stopped
 
 

@@ -112,7 +112,9 @@ def train(
         else:
             go_back(folder, start, cuts)
         origins = _origins(config) if origins is None else origins
-        resolved = launch.resolved.to_json() | {
+        resolved = {
+            **launch.resolved.to_json(),
+            **launch.crossings,
             "learning_rate": config.peak_learning_rate,
             GIVEN_WEIGHTS: _given_digest(launch, recorded),
         }

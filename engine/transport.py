@@ -7,16 +7,17 @@ them hangs or aborts the program: it never touches jax, never blocks without a t
 
 import ctypes
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 from jax.experimental.buffer_callback import buffer_callback
 from numpy.typing import NDArray
-
-from engine.config import TransportName
 
 type Array = NDArray[Any]
 type HostFunction = Callable[[Sequence[Array], Sequence[Array]], None]
@@ -28,9 +29,13 @@ class Transport(Protocol):
 
     Attributes:
         name: as the user gives it to --transport.
+        runs_ahead: whether the host is called when the work is enqueued, not when the device has come so far.
+        failure: what kept something that was emitted from its function, None while nothing did.
     """
 
     name: str
+    runs_ahead: bool
+    failure: BaseException | None
 
     def call(
         self, function: HostFunction, results: Sequence[jax.ShapeDtypeStruct], *operands: jax.Array
@@ -47,8 +52,47 @@ class Transport(Protocol):
         """
         ...
 
+    def emit(self, function: Callable[[Sequence[Array]], None], *operands: jax.Array) -> None:
+        """Has `function` called with the operands' values each time that the program passes here, while tracing.
 
-class _ThreadState(threading.local):
+        In the order of the program, on one thread at a time, now or later, but before the end of `running`; the
+        operands' memory is the program's again when the function returns.
+        """
+        ...
+
+    def running(self) -> AbstractContextManager[None]:
+        """Opens what a launch of the program needs, and closes it behind the program, when all emitted arrived."""
+        ...
+
+
+class _PromptTransport(ABC):
+    """Transports whose calls have the operands' values at once: to emit is to call."""
+
+    runs_ahead = False
+    failure: BaseException | None = None
+
+    @abstractmethod
+    def call(
+        self, function: HostFunction, results: Sequence[jax.ShapeDtypeStruct], *operands: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        """See `Transport.call`."""
+
+    def emit(self, function: Callable[[Sequence[Array]], None], *operands: jax.Array) -> None:
+        """See `Transport.emit`."""
+
+        def take(operands: Sequence[Array], results: Sequence[Array]) -> None:
+            results[0][...] = 0
+            function(operands)
+
+        # A call without any result is dropped by some backends; one byte keeps it.
+        self.call(take, (jax.ShapeDtypeStruct((), jnp.uint8),), *operands)
+
+    def running(self) -> AbstractContextManager[None]:
+        """See `Transport.running`: there is nothing to open."""
+        return nullcontext()
+
+
+class ThreadState(threading.local):
     """What Python knows of a thread of XLA's, kept from its first call on.
 
     Otherwise it is made at the beginning of every call and taken down at its end: 12 µs, more than the rest of a call.
@@ -62,13 +106,13 @@ class _ThreadState(threading.local):
         """Keeps that of this thread, by being asked for: `__init__` has then run on it, once."""
 
 
-class InplaceTransport:
+class InplaceTransport(_PromptTransport):
     """CPU: the function reads and writes XLA's own buffers (4–7 µs a call where `io_callback` takes 120 µs)."""
 
     name = "inplace"
 
     def __init__(self) -> None:
-        self._thread_state = _ThreadState()
+        self._thread_state = ThreadState()
 
     def call(
         self, function: HostFunction, results: Sequence[jax.ShapeDtypeStruct], *operands: jax.Array
@@ -84,7 +128,7 @@ class InplaceTransport:
         return tuple(buffer_callback(cross, tuple(results), has_side_effect=True)(*operands))
 
 
-class CallbackTransport:
+class CallbackTransport(_PromptTransport):
     """Any backend: the runtime copies operands to the host and results to the device."""
 
     name = "callback"
@@ -101,18 +145,3 @@ class CallbackTransport:
 
         # Unordered: the address that the loop carries gives the order, so no token has to pass through the loop.
         return tuple(io_callback(cross, tuple(results), *operands, ordered=False))
-
-
-def choose_transport(name: TransportName, platform: str) -> Transport:
-    """Gives the transport of that name, or for "auto" the fastest one that runs on `platform` ("cpu", "gpu", "tpu").
-
-    Raises:
-        ValueError: where the named transport does not run on the platform.
-    """
-    if name == "auto":
-        return InplaceTransport() if platform == "cpu" else CallbackTransport()
-    if name == "inplace":
-        if platform != "cpu":
-            raise ValueError(f"--transport inplace runs on cpu only, the program runs on {platform}: use callback")
-        return InplaceTransport()
-    return CallbackTransport()

@@ -7,6 +7,7 @@ it should be is left to TensorStore, which says what is wrong.
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +15,16 @@ from numpy.typing import NDArray
 
 from preprocess.arrays import LABELS, LABELS_PER_CHUNK, LABELS_PER_SHARD, PIXELS
 from preprocess.manifest import Manifest
-from preprocess.mapped_shards import MappedShards, read_pages
+from preprocess.mapped_shards import MOST_MAPPED, MappedShards, read_pages
 from preprocess.memory import host_memory_bytes
+from preprocess.shard_index import CHECKSUM_BYTES
 
 # Smaller images are gathered by one call a shard, for which they are copied twice: a call an image costs 2 µs. A call a
 # shard costs 10 µs, so it must be for several images.
 _LEAST_ONE_BY_ONE_BYTES = 1 << 14
 _LEAST_GATHERED = 4
+# Of the files that a process may have open, the share that small images of a split may keep so; it reads two splits.
+_OPEN_SHARE = 1 / 4
 # Of this machine's memory, the share that a split may have for its images to stay in it once they were read: those of
 # others, and the program, need some too.
 _STAYING_SHARE = 0.4
@@ -44,6 +48,7 @@ class MappedImages:
             chunk_shape=(manifest.height, manifest.row_words),
             dtype=np.uint32,
             checksum=manifest.checksum,
+            most_open=0 if self.lends else _most_open_files(),
         )
         self._stays = manifest.num_images * self._image_bytes <= _STAYING_SHARE * (host_memory_bytes() or 0)
 
@@ -74,13 +79,17 @@ class MappedImages:
 
     def _copy_one_by_one(self, indices: NDArray[np.int64], pixels: NDArray[np.uint32]) -> NDArray[np.intp]:
         left = []
-        for row, (shard, slot) in enumerate(self._shards.places(indices)):
+        checksum, is_one_piece = bytearray(CHECKSUM_BYTES), pixels.flags.c_contiguous
+        for row, (image, (shard, slot)) in enumerate(zip(pixels, self._shards.places(indices), strict=True)):
             if shard is None:
-                left.append(row)
-                continue
-            # Copied first: that lets go of the interpreter lock, which the wait for a disk must not hold.
-            np.copyto(pixels[row], shard.chunks[slot])
-            if not shard.is_checked(slot) and not shard.check(slot, np.ascontiguousarray(pixels[row])):
+                is_sound = False
+            elif shard.file is not None and is_one_piece:
+                is_sound = shard.read(slot, image, checksum)
+            else:
+                # Copied first: that lets go of the interpreter lock, which the wait for a disk must not hold.
+                np.copyto(image, shard.chunks[slot])
+                is_sound = shard.check(slot, image)
+            if not is_sound:
                 left.append(row)
         return np.array(left, np.intp)
 
@@ -116,6 +125,12 @@ class MappedImages:
                     return None
             images.append(image)
         return images
+
+
+def _most_open_files() -> int:
+    """How many files a split may keep open."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return int(_OPEN_SHARE * (MOST_MAPPED if most == resource.RLIM_INFINITY else most))
 
 
 class MappedLabels:

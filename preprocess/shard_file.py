@@ -13,10 +13,10 @@ from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 
-import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
+from preprocess.checksum import crc32c
 from preprocess.shard_index import CHECKSUM_BYTES, shard_index
 from preprocess.split_files import LOCK_SUFFIX
 
@@ -47,7 +47,7 @@ class ShardFile:
         image = np.ascontiguousarray(words, "<u4")
         self._write(image)
         if self._checksum:
-            self._write(int(google_crc32c.value(image)).to_bytes(CHECKSUM_BYTES, "little"))
+            self._write(crc32c(image).to_bytes(CHECKSUM_BYTES, "little"))
         self._num_images += 1
 
     def commit(self) -> Future[None]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import struct
 from functools import lru_cache
 
-import google_crc32c
 import numpy as np
+
+from preprocess.checksum import crc32c
 
 CHECKSUM_BYTES = 4
 ENTRY = struct.Struct("<QQ")
@@ -29,4 +30,4 @@ def shard_index(num_images: int, shard_images: int, stored_bytes: int) -> bytes:
     index = np.full((shard_images, 2), _NOT_THERE, "<u8")
     index[:num_images, 0] = stored_bytes * np.arange(num_images, dtype=np.uint64)
     index[:num_images, 1] = stored_bytes
-    return index.tobytes() + int(google_crc32c.value(index)).to_bytes(CHECKSUM_BYTES, "little")
+    return index.tobytes() + crc32c(index).to_bytes(CHECKSUM_BYTES, "little")

@@ -2,8 +2,16 @@
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.fake_cuda import FakeCuda
+
+
+# A card is used by those tests alone that ask for it, and then by scripts/gpu-check, which says so beforehand.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -31,3 +39,26 @@ def untraced_blocks():
     resnet._apply_block.clear_cache()  # type: ignore[attr-defined]
     yield
     resnet._apply_block.clear_cache()  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def cards(monkeypatch):
+    """Has the transport "cuda" take a fake card, a new one each time; they are looked at once the test is over."""
+    from engine.crossings import choose_transport
+    from tests.fake_xla import fake_transport
+
+    made: list[FakeCuda] = []
+
+    def choose(name, platform):
+        if name != "cuda":
+            return choose_transport(name, platform)
+        transport, fake = fake_transport(seed=len(made))
+        made.append(fake)
+        return transport
+
+    for module in ("engine.launch", "engine.evaluation.run"):
+        monkeypatch.setattr(f"{module}.choose_transport", choose)
+    yield made
+    for fake in made:
+        assert fake.violations == []
+        assert fake.num_device_blocks == 0

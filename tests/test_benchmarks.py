@@ -370,7 +370,7 @@ def test_json_has_every_sample_and_what_it_was_measured_on(tmp_path, settings):
     assert document.keys() == {
         "format_version", "date", "commit", "hardware", "versions", "environment", "settings", "peers", "benches",
     }  # fmt: skip
-    assert document["hardware"].keys() == {"cpu", "cores", "memory_bytes", "load_average", "system"}
+    assert document["hardware"].keys() == {"cpu", "cores", "memory_bytes", "load_average", "system", "cards"}
     assert {"python", "jax", "jaxlib", "numpy", "tensorstore", "pillow"} <= document["versions"].keys()
     assert document["peers"]["torch"]["pins"] == list(PEERS["torch"].requirements)
     (measured,) = document["benches"]
@@ -414,7 +414,7 @@ def test_it_lists_the_benches():
     done = CliRunner().invoke(main, [])
     assert done.exit_code == 0
     listed = [line.split()[0] for line in done.output.splitlines()]
-    assert listed == ["step", "loop", "infeed", "stream", "reader", "pack", "startup", "scaling"]
+    assert listed == ["step", "loop", "infeed", "stream", "reader", "pack", "startup", "scaling", "card"]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from engine.compilation import caching_compilations, compile_traced, trace_ahead
+from engine.compilation import caching_compilations, compile_traced, compiler_options, trace_ahead
 from models.registry import build_model
 from tests.toy import Linear
 
@@ -98,6 +98,22 @@ def test_the_collector_waits_while_a_program_is_traced_and_is_left_as_it_was(col
     finally:
         gc.enable()
     assert seen == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "cache", "expected"),
+    [
+        (True, "kept", {"xla_gpu_exclude_nondeterministic_ops": True}),
+        (True, None, {"xla_gpu_exclude_nondeterministic_ops": True, "xla_gpu_autotune_level": 0}),
+        (False, "kept", {}),
+        (False, None, {}),
+    ],
+)
+def test_a_gpus_program_is_the_same_each_time_unless_it_need_not_be(tmp_path, deterministic, cache, expected):
+    lowered = trace_ahead(jnp.sin, jnp.zeros(1)).lowered
+    with caching_compilations("off" if cache is None else str(tmp_path)):
+        assert compiler_options(lowered, "gpu", deterministic=deterministic) == expected
+        assert compiler_options(lowered, "cpu", deterministic=deterministic) == {}
 
 
 @pytest.mark.parametrize("train", [False, True])

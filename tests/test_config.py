@@ -43,6 +43,7 @@ VALID = {
     "label_smoothing": st.floats(0, 1),
     "skip_nonfinite": st.integers(0, 2**31 - 2),
     "stop_on_nan": st.booleans(),
+    "deterministic": st.booleans(),
     "eval_mirror": st.booleans(),
     "crop": st.sampled_from(["centre", "random", "resized"]),
     "crop_padding": st.integers(0, 2**14),
@@ -59,11 +60,11 @@ VALID = {
     "momentum": st.floats(0, 1),
     "weight_decay": st.floats(0, float(np.finfo(np.float32).max)),
     "seed": st.integers(0, 2**63 - 1),
-    "chunk_batches": st.integers(1, 1024),
+    "chunk_batches": st.none() | st.integers(1, 1024),
     "prefetch": st.none() | st.integers(1, 1024),
     "reader_threads": st.integers(1, 1024),
     "infeed_timeout_s": st.floats(0.001, 86_400),
-    "transport": st.sampled_from(["auto", "inplace", "callback"]),
+    "transport": st.sampled_from(["auto", "inplace", "cuda", "callback"]),
     "run_dir": st.none() | TEXT,
     "resume": st.booleans(),
     "snapshot_every_steps": st.integers(0, 2**31 - 2),
@@ -82,7 +83,16 @@ REALS = [
     *("label_smoothing", "crop_area", "flip", "brightness", "contrast", "saturation", "hue"),
     *("mixup", "cutmix", "erasing", "stop_at_top1", "epochs", "warmup_epochs"),
 ]
-SWITCHES = ["synthetic", "eval_mirror", "overwrite", "cycle_momentum", "decay_all", "resume", "stop_on_nan"]
+SWITCHES = [
+    "synthetic",
+    "eval_mirror",
+    "overwrite",
+    "cycle_momentum",
+    "decay_all",
+    "resume",
+    "stop_on_nan",
+    "deterministic",
+]
 CHOICES = ["transport", "optimizer", "schedule", "crop", "precision"]
 TEXTS = ["data", "split", "eval_split", "model", "run_dir", "compilation_cache", "dump_hlo", "init_from"]
 OPTIONAL = [
@@ -94,6 +104,7 @@ OPTIONAL = [
     "epochs",
     "warmup_epochs",
     "clip_norm",
+    "chunk_batches",
     "prefetch",
     "stop_at_top1",
     "init_from",
@@ -155,6 +166,7 @@ def test_golden_json():
         "label_smoothing": 0.0,
         "skip_nonfinite": 0,
         "stop_on_nan": True,
+        "deterministic": True,
         "crop": "centre",
         "crop_padding": 0,
         "crop_area": 0.08,
@@ -167,7 +179,7 @@ def test_golden_json():
         "cutmix": 0.0,
         "erasing": 0.0,
         "seed": 0,
-        "chunk_batches": 1,
+        "chunk_batches": None,
         "prefetch": None,
         "reader_threads": 2,
         "infeed_timeout_s": 60.0,
@@ -274,7 +286,7 @@ def test_a_path_becomes_text(name):
 
 
 def test_a_transport_has_a_known_name():
-    with pytest.raises(ValueError, match="transport must be one of auto, inplace, callback, got 'pigeon'"):
+    with pytest.raises(ValueError, match="transport must be one of auto, inplace, cuda, callback, got 'pigeon'"):
         configured(transport="pigeon")
 
 

@@ -47,7 +47,8 @@ def numbers(record):
     return record.num_images, record.top1, record.top5, record.loss
 
 
-@pytest.mark.parametrize("transport", ["inplace", "callback"])
+@pytest.mark.usefixtures("cards")
+@pytest.mark.parametrize("transport", ["inplace", "callback", "cuda"])
 def test_a_run_gives_the_numbers_of_its_own_last_evaluation(trained, transport):
     run, found = trained
     result = evaluate(replace(run_settings(run), transport=transport))
@@ -66,7 +67,8 @@ def test_another_batch_counts_the_same(trained, batch):
     np.testing.assert_allclose(record.loss, found.loss, rtol=1e-5)
 
 
-@pytest.mark.parametrize("transport", ["inplace", "callback"])
+@pytest.mark.usefixtures("cards")
+@pytest.mark.parametrize("transport", ["inplace", "callback", "cuda"])
 def test_a_model_of_your_own_gives_the_numbers_of_its_run(tmp_path, transport):
     config = toy_config(steps=7, learning_rate=0.02, run_dir=tmp_path, ema_decay=0.8, transport=transport)
     (found,) = train(config, model=Linear(), batches=toy_batch, evaluation=evaluation_set(NUM_IMAGES)).evaluations

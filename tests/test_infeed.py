@@ -30,7 +30,7 @@ def make_infeed(batches, *, stop_step=4, num_shards=1, timeout_s=5.0, chunk=1):
     )
     feeder.start()
     board = ControlBoard()
-    infeed = Infeed(feeder, board, InplaceTransport(), words_of=board.words, height=SIZE, width=SIZE, chunk=chunk)
+    infeed = Infeed(feeder, board, InplaceTransport(), words_of=board.words, chunk=chunk)
     none = jnp.int32(0)
     pull = jax.jit(infeed.pull).lower(none, none, none).compile()
 
@@ -45,8 +45,8 @@ def test_a_pull_gives_the_batch_of_its_step_and_a_quiet_control_word():
     for step in range(4):
         pulled = pull(step)
         pixels, labels = toy_batch(step)
-        assert np.array_equal(pulled.pixels, pixels[None])
-        assert np.array_equal(pulled.labels, labels[None])
+        assert np.array_equal(pulled.batches.pixels, pixels[None])
+        assert np.array_equal(pulled.batches.labels, labels[None])
         assert not pulled.control.stop
         assert pulled.control.learning_rate_factor == 1
         assert infeed.take_wait_s(step) >= 0
@@ -76,7 +76,7 @@ def test_the_wait_for_a_late_batch_is_told_once():
 def test_shards_of_a_step_get_its_rows():
     _, feeder, _, pull = make_infeed(toy_batch, num_shards=2)
     for step in range(2):
-        pixels = np.concatenate([pull(step, shard).pixels[0] for shard in (0, 1)])
+        pixels = np.concatenate([pull(step, shard).batches.pixels[0] for shard in (0, 1)])
         assert np.array_equal(pixels, toy_batch(step)[0])
     feeder.close()
 
@@ -87,7 +87,7 @@ def test_a_stop_request_takes_no_batch():
     board.request_stop("a test")
     pulled = pull(1)
     assert pulled.control.stop
-    assert not pulled.pixels.any()
+    assert not pulled.batches.pixels.any()
     assert infeed.failure is None
     pixels, labels = np.empty((BATCH, SIZE, SIZE), np.uint32), np.empty(BATCH, np.int32)
     feeder.take(1, 0, pixels, labels)  # it is still there
@@ -116,7 +116,7 @@ def test_a_stop_request_ends_the_wait_for_a_batch_that_does_not_come():
     pulled = pull(1)
     assert time.monotonic() - started < 20  # neither the source's 30 s nor the infeed's
     assert pulled.control.stop
-    assert not pulled.pixels.any()
+    assert not pulled.batches.pixels.any()
     assert infeed.failure is None
     released.set()
     feeder.close()
@@ -127,8 +127,8 @@ def test_a_failure_is_kept_and_answered_with_zeros_and_a_stop():
     assert not pull(0).control.stop
     pulled = pull(1)
     assert pulled.control.stop
-    assert not pulled.pixels.any()
-    assert not pulled.labels.any()
+    assert not pulled.batches.pixels.any()
+    assert not pulled.batches.labels.any()
     assert isinstance(infeed.failure, ConnectionResetError)
     feeder.close()
 
@@ -138,8 +138,8 @@ def assert_holds(pulled, steps, *, stop):
     assert pulled.control.num_batches == len(steps)
     assert bool(pulled.control.stop) is stop
     for number, step in enumerate(steps):
-        assert np.array_equal(pulled.pixels[number], toy_batch(step)[0])
-        assert np.array_equal(pulled.labels[number], toy_batch(step)[1])
+        assert np.array_equal(pulled.batches.pixels[number], toy_batch(step)[0])
+        assert np.array_equal(pulled.batches.labels[number], toy_batch(step)[1])
 
 
 def test_a_chunk_holds_as_many_batches_as_are_wanted():
@@ -151,13 +151,31 @@ def test_a_chunk_holds_as_many_batches_as_are_wanted():
     feeder.close()
 
 
-def test_each_batch_of_a_chunk_is_taken_by_its_number():
+@pytest.mark.parametrize("over_at", [1, 2, 99])
+def test_the_batches_of_a_chunk_are_taken_in_in_order_until_it_is_over(over_at):
     infeed, feeder, _, pull = make_infeed(toy_batch, chunk=3)
     pulled = pull(0)
-    for number in range(3):
-        batch = jax.jit(infeed.batch)(pulled, jnp.int32(number))
-        assert np.array_equal(batch.pixels, toy_batch(number)[0])
-        assert np.array_equal(batch.labels, toy_batch(number)[1])
+    emitted = []
+
+    def take_in(seen, batch):
+        count, pixels, labels = seen
+        return count + 1, pixels.at[count].set(batch.pixels), labels.at[count].set(batch.labels)
+
+    def emit(seen):
+        emitted.append(seen)
+        return seen
+
+    def take_all(pulled):
+        nothing = jnp.int32(0), jnp.zeros((3, BATCH, SIZE, SIZE), jnp.uint32), jnp.zeros((3, BATCH), jnp.int32)
+        return infeed.for_each(pulled, take_in, nothing, is_over=lambda seen: seen[0] >= over_at, emit=emit)
+
+    (count, pixels, labels), num_taken = jax.jit(take_all)(pulled)
+    assert count == num_taken == min(over_at, 3)
+    for step in range(num_taken):
+        assert np.array_equal(pixels[step], toy_batch(step)[0])
+        assert np.array_equal(labels[step], toy_batch(step)[1])
+    assert not pixels[num_taken:].any()
+    assert len(emitted) == 1
     feeder.close()
 
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -83,15 +84,16 @@ def data(packs, tmp_path):
     return tmp_path / "data"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=90, deadline=None)
 @given(
     size=st.sampled_from([SMALL, LARGE]),
     checksum=st.booleans(),
+    open_share=st.sampled_from([0, 1 / 4]),
     reads=st.lists(st.lists(st.integers(0, NUM_IMAGES - 1), max_size=8), max_size=6),
 )
-def test_any_reads_give_the_packed_pixels_and_need_no_store(packs, size, checksum, reads):
+def test_any_reads_give_the_packed_pixels_and_need_no_store(packs, size, checksum, open_share, reads):
     folder, words = packs[size, checksum]
-    with open_split(str(folder), "train") as split:
+    with patch.object(mapped_images, "_OPEN_SHARE", open_share), open_split(str(folder), "train") as split:
         store = CountedReads(split)
         for indices in reads:
             np.testing.assert_array_equal(read(split, indices), words[indices].reshape(-1, size, size))
@@ -171,7 +173,9 @@ def test_every_image_is_checked_though_others_of_its_file_were(data):
             assert split.lend(np.array([1, 3]), labels, timeout_s=30.0) is not None
 
 
-def test_a_damaged_small_image_is_told_too(packs, tmp_path):
+@pytest.mark.parametrize("open_share", [0, 1 / 4])
+def test_a_damaged_small_image_is_told_too(packs, tmp_path, monkeypatch, open_share):
+    monkeypatch.setattr(mapped_images, "_OPEN_SHARE", open_share)
     shutil.copytree(packs[SMALL, True][0], tmp_path / "data")
     path = shard_file(tmp_path / "data", 1)
     content = bytearray(path.read_bytes())
@@ -182,6 +186,58 @@ def test_a_damaged_small_image_is_told_too(packs, tmp_path):
             np.testing.assert_array_equal(read(split, [5, 0, 9, 5]), packs[SMALL, True][1][[5, 0, 9, 5]])
             with pytest.raises(ShardError, match=r"image 4 in pixels/c/1/0/0: the checksum does not match"):
                 read(split, [5, 4])
+
+
+def open_files(folder):
+    """The names of the files below a folder that this process has open."""
+    links = [os.fspath(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return sorted(link.removeprefix(f"{folder}/train/pixels/") for link in links if link.startswith(os.fspath(folder)))
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux's list of open files")
+def test_files_of_small_images_stay_open_as_many_as_may_and_are_closed_with_the_split(packs, tmp_path, monkeypatch):
+    shutil.copytree(packs[SMALL, True][0], tmp_path / "data")
+    monkeypatch.setattr(mapped_images, "_most_open_files", lambda: 2)
+    with open_split(str(tmp_path / "data"), "train") as split:
+        read(split, [0, 4, 8])
+        assert open_files(tmp_path / "data") == ["c/0/0/0", "c/1/0/0"]
+        shutil.copy(shard_file(tmp_path / "data", 1), tmp_path / "copy")
+        (tmp_path / "copy").replace(shard_file(tmp_path / "data", 1))
+        np.testing.assert_array_equal(read(split, [8, 4, 0]), packs[SMALL, True][1][[8, 4, 0]])
+        assert open_files(tmp_path / "data") == ["c/0/0/0"]
+    del split
+    assert open_files(tmp_path / "data") == []
+
+
+def test_files_of_large_images_are_not_kept_open(packs):
+    with open_split(str(packs[LARGE, True][0]), "train") as split:
+        read(split, [0, 4, 8])
+        assert open_files(packs[LARGE, True][0]) == []
+
+
+def test_a_small_image_of_a_file_that_was_cut_since_is_told(packs, tmp_path, monkeypatch):
+    """A mapped file that is cut ends the process; one that is read does not."""
+    shutil.copytree(packs[SMALL, True][0], tmp_path / "data")
+    with open_split(str(tmp_path / "data"), "train") as split:
+        read(split, [0, 4])
+        monkeypatch.setattr(mapped_shards, "_LOOK_EVERY_S", math.inf)
+        with shard_file(tmp_path / "data", 1).open("r+b") as file:
+            file.truncate(4 * SMALL**2)
+        with pytest.raises(ShardError, match=r"image 4 in pixels/c/1/0/0: "):
+            read(split, [4, 0])
+        np.testing.assert_array_equal(read(split, [0]), packs[SMALL, True][1][[0]])
+
+
+def test_a_read_that_fails_is_left_to_the_store(packs, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    folder, words = packs[SMALL, True]
+    with open_split(str(folder), "train") as split:
+        store = CountedReads(split)
+        monkeypatch.setattr(os, "preadv", fail)
+        np.testing.assert_array_equal(read(split, [4, 0]), words[[4, 0]])
+        assert sorted(store.take()) == [0, 4]
 
 
 @pytest.mark.parametrize("checksum", [True, False])

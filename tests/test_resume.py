@@ -261,6 +261,7 @@ OTHERS: dict[str, Any] = {
     "seed": 1,
     "transport": "callback",
     "chunk_batches": 2,
+    "deterministic": False,
 }
 
 

@@ -98,7 +98,7 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-@pytest.mark.parametrize("script", ["demo", "test", "lint", "kill-and-resume", "bench"])
+@pytest.mark.parametrize("script", ["demo", "test", "lint", "kill-and-resume", "bench", "gpu-check"])
 def test_help_makes_nothing(machine: Machine, script: str) -> None:
     before = sorted(machine.clone.rglob("*"))
     done = machine.run(f"{shlex.quote(str(machine.clone))}/scripts/{script} --help")
@@ -276,5 +276,83 @@ def test_hooks_and_ci_run_the_same_commands() -> None:
         "scripts/demo",
         "scripts/kill-and-resume",
         "scripts/bench",
+        "scripts/gpu-check",
     ):
         assert os.access(ROOT / script, os.X_OK), script
+
+
+def fake_jax(machine: Machine, *, tests: int = 0) -> Path:
+    """A Python whose jax sees a card; it notes what it is asked to run, and the tests end with that code."""
+    return machine.fake(
+        machine.bin / "python3",
+        f"""
+echo "$JAX_PLATFORMS $*" >>"$PIP_LOG"
+case "$*" in
+  -) echo "jax 9.9 on a card" ;;
+  *'-m pytest'*) echo "9 of the tests"; exit {tests} ;;
+  *) echo "a table" ;;
+esac""",
+    )
+
+
+def gpu_check(machine: Machine, arguments: str = "") -> subprocess.CompletedProcess[str]:
+    for tool in ("date", "tee", "tail"):
+        found = shutil.which(tool)
+        assert found
+        if not (machine.bin / tool).exists():
+            (machine.bin / tool).symlink_to(found)
+    return machine.run(f"{shlex.quote(str(machine.clone))}/scripts/gpu-check {arguments}")
+
+
+@pytest.mark.parametrize(("tests", "code"), [(0, 0), (1, 1)])
+def test_a_gpu_check_reports_tests_and_benchmarks_and_whether_the_tests_passed(
+    machine: Machine, tests: int, code: int
+) -> None:
+    fake_jax(machine, tests=tests)
+    done = gpu_check(machine, f"--out {shlex.quote(str(machine.home / 'a report'))} --repeats 3 --case feed")
+    assert done.returncode == code
+    report = (machine.home / "a report/report.txt").read_text(encoding="utf-8").splitlines()
+    assert report[1:] == ["jax 9.9 on a card", "9 of the tests", "a table"]
+    card, pytest_line, bench = machine.installs()
+    assert card == "cuda,cpu -"
+    assert pytest_line.endswith("-m gpu -rs tests/test_gpu.py")
+    assert bench == (
+        f"cuda,cpu -m scripts.benchmarks card --repeats 3 --case feed --json {machine.home}/a report/card.json"
+    )
+
+
+@pytest.mark.parametrize(("part", "word"), [("--tests", "pytest"), ("--benchmarks", "scripts.benchmarks")])
+def test_a_part_of_a_gpu_check_can_be_run(machine: Machine, part: str, word: str) -> None:
+    fake_jax(machine)
+    assert gpu_check(machine, part).returncode == 0
+    _, ran = machine.installs()
+    assert word in ran
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"), [("--fast", "unknown argument --fast"), ("--out", "--out needs a value")]
+)
+def test_a_gpu_check_takes_no_unknown_arguments(machine: Machine, arguments: str, words: str) -> None:
+    fake_jax(machine)
+    done = gpu_check(machine, arguments)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert machine.installs() == []
+
+
+def test_a_gpu_check_without_a_card_says_so(machine: Machine) -> None:
+    machine.fake(machine.bin / "python3", "echo 'jax 9.9 sees no card, only [cpu]' >&2; exit 1")
+    done = gpu_check(machine)
+    assert done.returncode == 2
+    assert "sees no card, only [cpu]" in done.stderr
+    assert "jax see an NVIDIA card: pip install '.[cuda]' pytest pytest-timeout" in done.stderr
+    assert not (machine.clone / ".bench").exists()
+
+
+def test_a_gpu_check_by_a_python_that_is_not_there_says_so(machine: Machine) -> None:
+    done = gpu_check(machine)
+    assert done.returncode == 2
+    assert (
+        done.stderr
+        == "scripts/gpu-check: there is no python3; name another: PYTHON=/path/to/python scripts/gpu-check\n"
+    )

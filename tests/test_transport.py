@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from engine.transport import CallbackTransport, InplaceTransport, choose_transport
+from engine.transport import CallbackTransport, InplaceTransport
 
 RESULTS = (jax.ShapeDtypeStruct((2, 3), jnp.uint32), jax.ShapeDtypeStruct((), jnp.int32))
 
@@ -85,23 +85,3 @@ def test_arrays_that_the_host_keeps_are_never_taken_for_those_of_a_later_call(tr
         callback(lambda *_, number=number: sums.append(int(compiled(number))))(*range(height))
     assert values == [[number, 7 * number] for number in range(100)]
     assert sums == [8 * number for number in range(100)]
-
-
-@pytest.mark.parametrize(
-    ("name", "platform", "chosen"),
-    [
-        ("auto", "cpu", "inplace"),
-        ("auto", "tpu", "callback"),
-        ("auto", "gpu", "callback"),
-        ("inplace", "cpu", "inplace"),
-        ("callback", "cpu", "callback"),
-        ("callback", "gpu", "callback"),
-    ],
-)
-def test_the_transport_follows_name_and_platform(name, platform, chosen):
-    assert choose_transport(name, platform).name == chosen
-
-
-def test_inplace_off_the_cpu_is_refused():
-    with pytest.raises(ValueError, match="inplace runs on cpu only, the program runs on gpu: use callback"):
-        choose_transport("inplace", "gpu")

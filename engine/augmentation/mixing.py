@@ -56,7 +56,12 @@ def draw_mixture(keys: jax.Array, height: int, width: int, *, mixup_alpha: float
         area = (box.height * box.width).astype(jnp.float32) / (height * width)
         own_target = jnp.where(cuts, WHOLE - _to_share(area), own_target)
     mixture = Mixture(own_level, box, own_target)
-    return jax.tree.map(lambda of_pair: jnp.repeat(of_pair, 2, total_repeat_length=keys.shape[0]), mixture)
+
+    def for_both(of_pair: jax.Array) -> jax.Array:
+        # `jnp.repeat` scatters, one by one where that must be deterministic.
+        return jnp.stack([of_pair, of_pair], axis=1).reshape(-1, *of_pair.shape[1:])[: keys.shape[0]]
+
+    return jax.tree.map(for_both, mixture)
 
 
 def draw_beta(words: jax.Array, alpha: float) -> jax.Array:

@@ -49,6 +49,7 @@ _GROUPS = {
         "ema_decay",
         "skip_nonfinite",
         "stop_on_nan",
+        "deterministic",
     ),
     "Optimiser": (
         "optimizer",
@@ -259,6 +260,11 @@ def _list_recipes(context: click.Context, _parameter: click.Parameter, is_wanted
     help="End the run there, or skip such updates however many there are.",
 )
 @click.option(
+    "--deterministic/--no-deterministic",
+    default=_DEFAULTS.deterministic,
+    help="On NVIDIA: the same bits again, or whatever is fastest. A CPU knows no difference.",
+)
+@click.option(
     "--crop",
     type=click.Choice(get_args(CropName)),
     default=_DEFAULTS.crop,
@@ -284,10 +290,11 @@ def _list_recipes(context: click.Context, _parameter: click.Parameter, is_wanted
 @click.option(
     "--chunk",
     "chunk_batches",
-    type=int,
-    default=_DEFAULTS.chunk_batches,
+    type=_OPTIONAL_INT,
     metavar="BATCHES",
-    help="Batches that cross at once, up to 1024: for steps shorter than a crossing. Signals and requests wait.",
+    show_default="1; with cuda 10",
+    help="Steps between two looks at the host, up to 1024, whose batches cross at once (on NVIDIA: are enqueued): for "
+    "steps under a millisecond. Signals and requests wait. Part of the program: a run keeps it.",
 )
 @click.option(
     "--prefetch",
@@ -309,9 +316,9 @@ def _list_recipes(context: click.Context, _parameter: click.Parameter, is_wanted
 )
 @click.option(
     "--transport",
-    type=click.Choice(["auto", "inplace", "callback"]),
+    type=click.Choice(["auto", "inplace", "cuda", "callback"]),
     default=_DEFAULTS.transport,
-    help="How batches cross to the device.",
+    help="How batches cross to the device: auto is inplace on a CPU, cuda on NVIDIA, else callback, the slowest.",
 )
 @click.option(
     "--run-dir", metavar="DIR", show_default="runs/<date>-<time>", help="Where config, losses and weights go."

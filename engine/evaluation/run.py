@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
@@ -17,11 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from engine.augmentation.augment import prepare_for_evaluation
-from engine.batches import EvaluationArrays, EvaluationSource, row_words
+from engine.batches import EvaluationArrays, EvaluationSource
 from engine.checked_model import CheckedModel
 from engine.compilation import Compiled, caching_compilations, compile_traced, trace_ahead
 from engine.config import TrainConfig
 from engine.control import ControlBoard
+from engine.crossings import choose_chunk, choose_transport, make_infeed, this_platform
 from engine.evaluation.data import EvaluationData, TrainedOn, open_evaluation_split, open_own
 from engine.evaluation.result import ClassResult, EvaluationResult
 from engine.evaluation.subject import (
@@ -35,14 +36,14 @@ from engine.evaluation.subject import (
 )
 from engine.evaluation.trained_run import read_run
 from engine.feeder import Feeder, ring_depth
-from engine.infeed import Infeed
+from engine.infeed import BatchInfeed
 from engine.program import TrainModel, evaluate_split
 from engine.records.weights import read_weights
 from engine.signals import StopSignals, call_on_worker
 from engine.sinks import EvaluationRecord
 from engine.statics import statics_of
 from engine.tally import Tally, empty_tally
-from engine.transport import choose_transport
+from engine.transport import Transport
 from engine.unpack import PixelScale
 from engine.updates.update import Weights
 
@@ -155,28 +156,27 @@ def _count(
     """Compiles the evaluation, runs it and reads its counts."""
     config, source = subject.config, data.source
     notify(f"images: {data.words}")
-    feeder = Feeder(
-        source,
-        start_step=0,
-        stop_step=source.num_batches,
-        depth=ring_depth(source, config.prefetch),
-        num_threads=config.reader_threads,
-        timeout_s=config.infeed_timeout_s,
-        name_step=lambda pull: f"evaluation pull {pull + 1} of {source.num_batches}",
-    )
-    infeed = Infeed(
-        feeder,
+    transport = choose_transport(config.transport, this_platform())
+    infeed = make_infeed(
+        transport,
+        lambda allocate: Feeder(
+            source,
+            start_step=0,
+            stop_step=source.num_batches,
+            depth=ring_depth(source, config.prefetch),
+            num_threads=config.reader_threads,
+            timeout_s=config.infeed_timeout_s,
+            name_step=lambda pull: f"evaluation pull {pull + 1} of {source.num_batches}",
+            allocate=allocate,
+        ),
         board,
-        choose_transport(config.transport, jax.default_backend()),
         words_of=lambda _, num_batches: board.stop_words(num_batches),
-        height=source.height,
-        width=source.width,
-        row_words=row_words(source),
+        chunk=choose_chunk(None, transport),
     )
     compiled = _compile(subject, source, infeed, per_class=per_class)
     notify(f"compiled evaluation program in {compiled.compile_s:.1f} s" + " (from the cache)" * compiled.from_cache)
     started = time.perf_counter()
-    tally = _launch(compiled, subject, source, feeder, infeed, board)
+    tally = _launch(compiled, subject, source, transport, infeed, board)
     evaluate_s = time.perf_counter() - started
     num_images, num_top1, num_top5 = (int(each) for each in (tally.num_images, tally.top1, tally.top5))
     count = max(num_images, 1)
@@ -201,7 +201,7 @@ def _count(
     )
 
 
-def _compile(subject: Subject, source: EvaluationSource, infeed: Infeed, *, per_class: bool) -> Compiled:
+def _compile(subject: Subject, source: EvaluationSource, infeed: BatchInfeed, *, per_class: bool) -> Compiled:
     """Traces on this thread, whose jax settings it so obeys, and compiles on a worker."""
     model = CheckedModel(subject.model, subject.num_classes, source)
     statics = statics_of(subject.config)
@@ -215,7 +215,7 @@ def _compile(subject: Subject, source: EvaluationSource, infeed: Infeed, *, per_
 
     with caching_compilations(subject.config.compilation_cache):
         traced = trace_ahead(program, subject.weights, *_numbers(subject, source))
-        return call_on_worker(partial(compile_traced, traced))
+        return call_on_worker(partial(compile_traced, traced, deterministic=subject.config.deterministic))
 
 
 def _num_logits(model: CheckedModel, weights: Weights, subject: Subject, source: EvaluationSource) -> int:
@@ -240,23 +240,23 @@ def _launch(
     compiled: Compiled,
     subject: Subject,
     source: EvaluationSource,
-    feeder: Feeder,
-    infeed: Infeed,
+    transport: Transport,
+    infeed: BatchInfeed,
     board: ControlBoard,
 ) -> Tally:
     """Runs the program to its end; gives the whole tally in NumPy, or raises what the host failed at."""
     arguments = subject.weights, *_numbers(subject, source)
-    try:
-        feeder.start()
-        tally, _ = call_on_worker(lambda: jax.tree.map(np.asarray, compiled.call(*arguments)))
-    except BaseException:
-        # Nothing is lost by leaving at once; the program, on its own thread, then ends at its next pull.
-        board.request_stop("the evaluation was given up")
-        raise
-    finally:
-        feeder.close()
-    if infeed.failure is not None:
-        raise infeed.failure
+    with transport.running(), closing(infeed):
+        infeed.start()
+        try:
+            tally, _ = call_on_worker(lambda: jax.tree.map(np.asarray, compiled.call(*arguments)))
+        except BaseException:
+            # Nothing is lost by leaving at once; the program, on its own thread, then ends at its next pull.
+            board.request_stop("the evaluation was given up")
+            raise
+    for end in (infeed, transport):
+        if end.failure is not None:
+            raise end.failure
     return tally
 
 

@@ -10,7 +10,6 @@ import platform
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,6 +20,7 @@ from engine.config import TrainConfig
 from engine.records.control_log import CONTROL_LOG_NAME
 from engine.records.control_requests import CONTROL_FOLDER_NAME, remove_requests
 from engine.records.folder_lock import LOCK_NAME, FolderLock
+from engine.records.versions import version_of
 from engine.records.whole_file import remove_unfinished, write_whole
 
 LOSS_LOG = "loss.jsonl"
@@ -204,7 +204,7 @@ class RunFolder:
 
 def recorded_versions() -> dict[str, str]:
     """Gives the versions of what takes part in a run's numbers."""
-    return {"python": platform.python_version()} | {name: version(name) for name in _RECORDED_VERSIONS}
+    return {"python": platform.python_version()} | {name: version_of(name) for name in _RECORDED_VERSIONS}
 
 
 def _make_folder(path: Path) -> None:

@@ -16,7 +16,6 @@ import secrets
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from numpy.typing import NDArray
 
 from engine.keys import is_key, like_leaf, plain_key
 from engine.records.orbax_store import first_unreadable, restore_arrays, restore_facts, save_items, short_reason
+from engine.records.versions import version_of
 
 _FORMAT = 1
 _UNFINISHED = ".unfinished"
@@ -239,7 +239,7 @@ def _make_facts(step: int, pulls: int, arrays: Mapping[str, NDArray[Any]]) -> di
         "format": _FORMAT,
         "step": step,
         "pulls": pulls,
-        "versions": {name: version(name) for name in ("feedloop", "jax", "orbax-checkpoint")},
+        "versions": {name: version_of(name) for name in ("feedloop", "jax", "orbax-checkpoint")},
         "leaves": {name: _describe(name, array) for name, array in arrays.items()},
     }
     return {**facts, "sha256": _facts_digest(facts)}

@@ -8,13 +8,13 @@ from typing import Any
 import click
 from rich.console import Console
 
-from scripts.benchmarks import infeed, loop, pack, reader, scaling, startup, step, stream
+from scripts.benchmarks import card, infeed, loop, pack, reader, scaling, startup, step, stream
 from scripts.benchmarks.bench import Bench, Settings
 from scripts.benchmarks.report import describe_run, print_about, print_case, write_json
 from scripts.benchmarks.session import ROOT, CaseResult, run_case
 
 BENCHES: tuple[Bench, ...] = tuple(
-    module.BENCH for module in (step, loop, infeed, stream, reader, pack, startup, scaling)
+    module.BENCH for module in (step, loop, infeed, stream, reader, pack, startup, scaling, card)
 )
 FOLDER = ROOT / ".bench"
 _PIPED_WIDTH = 160
@@ -37,7 +37,7 @@ def main(
     round_s: float | None,
     images: Path | None,
 ) -> None:
-    """Runs the benchmarks NAME…, "all" for every one, and prints a table of each case; without NAME lists them."""
+    """Runs the benchmarks NAME… ("all": every one but the card's), a table for each case; without NAME lists them."""
     if not names:
         for bench in BENCHES:
             click.echo(f"{bench.name:10}{bench.summary}")
@@ -67,7 +67,7 @@ def main(
 def _chosen(names: tuple[str, ...]) -> list[Bench]:
     known = {bench.name: bench for bench in BENCHES}
     if "all" in names:
-        return list(BENCHES)
+        return [bench for bench in BENCHES if bench is not card.BENCH]
     for name in names:
         if name not in known:
             raise click.UsageError(f"NAME must be one of {', '.join(known)} or all, got {name!r}")

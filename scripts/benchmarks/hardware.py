@@ -11,7 +11,7 @@ from typing import Any
 from preprocess.cores import num_cores
 from preprocess.memory import host_memory_bytes
 
-_PACKAGES = ("jax", "jaxlib", "numpy", "tensorstore", "pillow", "optax")
+_PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "numpy", "tensorstore", "pillow", "optax", "torch")
 
 
 def describe_hardware() -> dict[str, Any]:
@@ -22,7 +22,18 @@ def describe_hardware() -> dict[str, Any]:
         "memory_bytes": host_memory_bytes(),
         "load_average": [round(load, 2) for load in os.getloadavg()] if hasattr(os, "getloadavg") else None,
         "system": platform.platform(),
+        "cards": describe_cards(),
     }
+
+
+def describe_cards() -> list[str]:
+    """Gives NVIDIA's cards, each with its driver and memory, as their own tool tells them; none where there is none."""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.strip() for line in told.splitlines() if line.strip()]
 
 
 def describe_environment() -> dict[str, str]:

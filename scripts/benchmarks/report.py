@@ -69,6 +69,7 @@ def print_about(console: Console, about: dict[str, Any]) -> None:
     console.print(
         f"{hardware['cpu']}, {hardware['cores']} cores, {f'{memory / 2**30:.0f} GiB, ' if memory else ''}"
         f"{hardware['system']}; load {hardware['load_average']}",
+        *(f"card {card}" for card in hardware["cards"]),
         style="dim",
         highlight=False,
     )

@@ -6,6 +6,7 @@ and sinks is in it. The ring is empty when a round begins: nothing is read ahead
 """
 
 import resource
+import statistics
 import sys
 import threading
 import time
@@ -20,6 +21,7 @@ from resident_training import versions
 
 from engine import TrainConfig, train
 from engine.batches import BatchSource, Labels, LendingSource, Pixels, row_words
+from engine.cuda.infeed import StreamedInfeed
 from engine.sinks import LossRecord
 
 _LONG_S = 86_400.0
@@ -113,6 +115,20 @@ def own_memory_mb() -> float:
     return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssShmem:"))) * 1024 / 1e6
 
 
+def timed_pulls() -> list[float]:
+    """Has a card's infeed note the seconds that each turn of a pull holds up the thread that launches kernels."""
+    times_s: list[float] = []
+    give = StreamedInfeed._give
+
+    def timed_give(infeed: StreamedInfeed, *arguments: Any) -> None:
+        started = time.perf_counter()
+        give(infeed, *arguments)
+        times_s.append(time.perf_counter() - started)
+
+    StreamedInfeed._give = timed_give  # type: ignore[method-assign, assignment]
+    return times_s
+
+
 def serve_training(
     channel: Channel,
     config: dict[str, Any],
@@ -132,7 +148,7 @@ def serve_training(
         model: of one's own, None is the registry's that `config` names.
         warm_units: made before the first round.
     """
-    gate, sink, ended = GatedBatches(source), LastLoss(), threading.Event()
+    gate, sink, ended, pull_times_s = GatedBatches(source), LastLoss(), threading.Event(), timed_pulls()
     # Weight decay and schedule are the defaults; the rate is small, so that a batch seen again and again stays one.
     settings = TrainConfig(
         steps=_MOST_STEPS, batch=source.batch, learning_rate=1e-3, infeed_timeout_s=_LONG_S, eval_split="off", **config
@@ -150,13 +166,17 @@ def serve_training(
     def run_units(num_units: int) -> tuple[float, dict[str, float]]:
         nonlocal done
         first_step = done + 1
-        done += num_units * settings.chunk_batches
+        done += num_units * (settings.chunk_batches or 1)
         sink.begin(first_step, done)
         started = time.perf_counter()
         gate.open_to(done)
         seconds = sink.wait(ended) - started
-        return seconds, {"waited %": 100 * sink.wait_s / seconds, "own MB": own_memory_mb()}
+        values = {"waited %": 100 * sink.wait_s / seconds, "own MB": own_memory_mb()}
+        if pull_times_s:
+            values["pull µs"] = 1e6 * statistics.median(pull_times_s)
+            pull_times_s.clear()
+        return seconds, values
 
     run_units(warm_units)
-    channel.ready(amount * settings.chunk_batches, versions=versions())
+    channel.ready(amount * (settings.chunk_batches or 1), versions=versions())
     channel.serve(run_units)

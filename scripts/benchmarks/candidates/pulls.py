@@ -17,9 +17,9 @@ from resident_training import versions
 
 from engine.batches import Labels, Pixels
 from engine.control import CONTROL_WORDS, ControlBoard
+from engine.crossings import choose_transport
 from engine.feeder import Feeder, ring_depth
 from engine.infeed import Infeed
-from engine.transport import choose_transport
 
 READER_THREADS = 2  # as TrainConfig has it
 LAST_STEP = 2**31 - 1
@@ -67,12 +67,13 @@ def make_pull(transport_name: Any, kind: str, batch: int, size: int) -> tuple[Ca
         num_threads=READER_THREADS,
         timeout_s=600,
     )
-    feeder.start()
-    infeed = Infeed(feeder, board, transport, words_of=board.words, height=size, width=size)
+    infeed = Infeed(feeder, board, transport, words_of=board.words)
+    infeed.start()
 
     def pull(step: jax.Array) -> Any:
         pulled = infeed.pull(step, jnp.int32(0), jnp.int32(1))
-        return pulled.pixels, pulled.labels, pulled.control.stop
+        assert pulled.batches is not None
+        return *pulled.batches, pulled.control.stop
 
     def forget(start: int, stop: int) -> None:
         for step in range(start, stop):

@@ -14,16 +14,16 @@ from engine.batches import ShardBatches
 from preprocess.shards import open_split
 
 
-def main(kind: str, data: str, split: str, model: str, batch: int, warm_steps: int) -> None:
+def main(kind: str, data: str, split: str, model: str, batch: int, warm_steps: int, precision: str = "float32") -> None:
     """Serves `batch` images a step, after so many steps."""
     channel = Channel()
     opened = open_split(data, split)
     own = Perceptron(opened.height, 64) if model == "perceptron" else None
-    config = {"num_classes": opened.num_classes, "model": "auto" if own else model}
+    config = {"num_classes": opened.num_classes, "model": "auto" if own else model, "precision": precision}
     shards = ShardBatches(opened, batch=batch, seed=0)
     source = shards if kind == "packed" else ReadyBatches(batch, opened.height)
     serve_training(channel, config, source, amount=batch, model=own, warm_units=warm_steps)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4], int(sys.argv[5]), int(sys.argv[6]))
+    main(sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4], int(sys.argv[5]), int(sys.argv[6]), *sys.argv[7:])

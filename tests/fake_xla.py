@@ -1,0 +1,27 @@
+"""A program compiled for the CPU that takes its crossings for a card's: its stream does everything at once."""
+
+import numpy as np
+
+from engine.cuda.driver import CudaDriver
+from engine.cuda.transport import CudaTransport, XlaBuffers
+from tests.fake_cuda import FakeCuda
+
+
+class CpuBuffers(XlaBuffers):
+    """The buffers of XLA on a CPU, of which the fake driver takes any address for the device's."""
+
+    def __init__(self, stream):
+        self._stream = stream
+
+    def stream_of(self, context):
+        return self._stream
+
+    def address_of(self, buffer):
+        return np.from_dlpack(buffer).ctypes.data
+
+
+def fake_transport(seed=0, eagerness=0.5):
+    """A transport on a fake card, and the card."""
+    fake = FakeCuda(seed, eagerness, takes_any_address=True)
+    transport = CudaTransport(CudaDriver(functions=fake.functions), CpuBuffers(fake.new_stream(is_prompt=True)))
+    return transport, fake

@@ -1,0 +1,121 @@
+"""Which form the crossings take: by name, by backend, and how many batches a pull brings."""
+
+import re
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from engine import crossings
+from engine.config import TrainConfig
+from engine.crossings import choose_chunk, choose_transport, this_platform, told_waste
+from engine.cuda.driver import CudaDriver, CudaError
+from engine.transport import InplaceTransport
+from tests.fake_cuda import FakeCuda
+
+
+@pytest.mark.parametrize(
+    ("name", "platform", "chosen"),
+    [
+        ("auto", "cpu", "inplace"),
+        ("auto", "tpu", "callback"),
+        ("auto", "rocm", "callback"),
+        ("inplace", "cpu", "inplace"),
+        ("callback", "cpu", "callback"),
+        ("callback", "cuda", "callback"),
+    ],
+)
+def test_the_transport_follows_name_and_platform(name, platform, chosen):
+    transport = choose_transport(name, platform)
+    assert transport.name == chosen
+    assert not transport.runs_ahead
+
+
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+def test_on_a_card_the_driver_is_asked_for_the_device_that_jax_computes_on(monkeypatch, name):
+    fake = FakeCuda()
+    monkeypatch.setattr("engine.cuda.driver.load_functions", lambda: fake.functions)
+    transport = choose_transport(name, "cuda")
+    assert transport.name == "cuda"
+    assert transport.runs_ahead
+    assert fake.calls["cuDevicePrimaryCtxRetain"] == 1
+
+
+@pytest.mark.parametrize(("name", "needed"), [("inplace", "cpu"), ("cuda", "cuda")])
+def test_a_transport_elsewhere_than_on_its_backend_is_refused(name, needed):
+    with pytest.raises(
+        ValueError, match=f"--transport {name} needs jax to compute on {needed}, and it computes on tpu.*: leave --tr"
+    ):
+        choose_transport(name, "tpu")
+
+
+def test_a_machine_without_the_driver_says_what_to_do(monkeypatch):
+    monkeypatch.setattr("engine.cuda.driver.LIBRARY", "libcuda-that-is-not-there.so.1")
+    with pytest.raises(
+        CudaError, match=r"needs NVIDIA's driver, libcuda-that-is-not-there.so.1, .* --transport callback"
+    ):
+        CudaDriver()
+
+
+@pytest.mark.parametrize(
+    ("backend", "version", "platform"),
+    [
+        ("cpu", "cpu", "cpu"),
+        ("gpu", "PJRT C API\ncuda 13000", "cuda"),
+        ("gpu", "PJRT C API\nrocm 60300", "rocm"),
+        ("tpu", "PJRT C API\nTFRT TPU v4", "tpu"),
+    ],
+)
+def test_the_two_kinds_of_gpu_are_told_apart(monkeypatch, backend, version, platform):
+    device = SimpleNamespace(client=SimpleNamespace(platform_version=version))
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    assert this_platform() == platform
+
+
+@pytest.mark.parametrize("error", [AssertionError(), RuntimeError("no plugin")])
+def test_a_jax_without_any_device_is_told_with_the_remedy(monkeypatch, error):
+    def fail():
+        raise error
+
+    monkeypatch.setattr(jax, "default_backend", fail)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    with pytest.raises(ValueError, match=r"finds none with JAX_PLATFORMS=cuda.*: for an NVIDIA card install"):
+        this_platform()
+
+
+class Ahead(InplaceTransport):
+    runs_ahead = True
+
+
+@pytest.mark.parametrize(("asked", "chunk"), [(None, 10), (1, 1), (8, 8)])
+def test_a_host_that_runs_ahead_pulls_several_batches(asked, chunk):
+    assert choose_chunk(asked, Ahead()) == chunk
+
+
+@pytest.mark.parametrize(("asked", "chunk"), [(None, 1), (8, 8)])
+def test_elsewhere_a_pull_brings_one_batch_or_what_was_asked_for(asked, chunk):
+    assert choose_chunk(asked, InplaceTransport()) == chunk
+
+
+def test_a_default_device_of_jaxs_is_the_one_that_is_driven():
+    assert crossings._device() == jax.local_devices()[0]
+    with jax.default_device(jax.local_devices(backend="cpu")[-1]):
+        assert crossings._device() == jax.local_devices(backend="cpu")[-1]
+
+
+@pytest.mark.parametrize(
+    ("values", "chunk", "told"),
+    [
+        ({"steps": 1000}, 10, None),
+        ({"steps": 1001}, 10, None),  # nine turns of a thousand
+        ({"steps": 15}, 10, r"every 15 batches, and of the 10 .* 5 then compute for nothing: --chunk should divide 15"),
+        ({"steps": 1000, "eval_every_steps": 100, "snapshot_every_steps": 250}, 50, None),
+        ({"steps": 1000, "eval_every_steps": 100, "snapshot_every_steps": 250}, 40, r"every 50 .* 30 then"),
+        ({"steps": 9, "accumulate_steps": 10}, 10, None),
+        ({"steps": 0}, 10, None),
+    ],
+)
+def test_turns_that_compute_for_nothing_are_told_where_they_are_many(values, chunk, told):
+    found = told_waste(TrainConfig(**values), chunk)
+    assert found is None if told is None else re.search(told, str(found))

@@ -1,0 +1,197 @@
+"""NVIDIA's driver: what is called, what its errors say, and that everything is given back."""
+
+import gc
+import threading
+from functools import partial
+
+import numpy as np
+import pytest
+
+from engine.cuda.arena import Arena
+from engine.cuda.collector import Collector
+from engine.cuda.driver import PROTOTYPES, CudaDriver, CudaError
+from tests.fake_cuda import FakeCuda
+
+
+def test_every_function_that_is_declared_is_used(monkeypatch):
+    """A prototype that nothing calls would be one that nothing checks."""
+    called = set()
+    real = CudaDriver._call
+
+    def call(self, name, *arguments):
+        called.add(name)
+        real(self, name, *arguments)
+
+    monkeypatch.setattr(CudaDriver, "_call", call)
+    fake = FakeCuda()
+    driver = CudaDriver(functions=fake.functions)
+    with driver.current():
+        pinned, device = driver.allocate_pinned(64), driver.allocate_device(64)
+        stream, before, after = (
+            driver.create_stream(),
+            driver.create_event(timing=True),
+            driver.create_event(timing=True),
+        )
+        driver.record(before, stream)
+        driver.wait_for(stream, before)
+        driver.copy_to_device(device, pinned, 64, stream)
+        driver.copy_on_device(device + 32, device, 32, stream)
+        driver.fill_words(device, 7, 2, stream)
+        driver.copy_to_host(pinned, device, 64, stream)
+        driver.record(after, stream)
+        driver.synchronize(after)
+        assert driver.elapsed_s(before, after) > 0
+        assert np.frombuffer(fake.peek(pinned, 8), np.uint32).tolist() == [7, 7]
+        driver.synchronize_stream(stream)
+        driver.synchronize_device()
+        driver.free_pinned(pinned)
+        driver.free_device(device)
+        driver.destroy_event(before)
+        driver.destroy_event(after)
+        driver.destroy_stream(stream)
+    fake.fail("cuInit", 100)
+    with pytest.raises(CudaError):
+        CudaDriver(functions=fake.functions)
+    del driver
+    gc.collect()
+    assert not fake.violations
+    assert fake.left() == []
+    assert called | {"cuGetErrorName", "cuGetErrorString", "cuDevicePrimaryCtxRelease_v2"} == set(PROTOTYPES)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (2, "refused cuMemAlloc_v2: CUDA_ERROR_OUT_OF_MEMORY, words of error 2; a smaller --batch needs less"),
+        (700, "refused cuMemAlloc_v2: CUDA_ERROR_ILLEGAL_ADDRESS, words of error 700$"),
+    ],
+)
+def test_an_error_carries_the_drivers_name_for_it(code, words):
+    fake = FakeCuda()
+    driver = CudaDriver(functions=fake.functions)
+    fake.fail("cuMemAlloc_v2", code)
+    with driver.current(), pytest.raises(CudaError, match=words) as caught:
+        driver.allocate_device(8)
+    assert caught.value.name in words
+
+
+def test_page_locked_memory_that_is_not_to_be_had_has_another_remedy():
+    fake = FakeCuda()
+    driver = CudaDriver(functions=fake.functions)
+    fake.fail("cuMemHostAlloc", 2)
+    with (
+        driver.current(),
+        pytest.raises(CudaError, match="page-locked, a smaller --prefetch"),
+    ):
+        driver.allocate_pinned(8)
+
+
+def test_an_error_that_the_driver_has_no_name_for_is_told_by_its_number():
+    fake = FakeCuda()
+    driver = CudaDriver(functions=fake.functions)
+    fake.fail("cuMemAlloc_v2", 12_345)
+    fake.fail("cuGetErrorName", 1)
+    with driver.current(), pytest.raises(CudaError, match="error 12345"):
+        driver.allocate_device(8)
+
+
+def test_a_card_that_is_not_there_is_told():
+    with pytest.raises(CudaError, match=r"cuDeviceGet: CUDA_ERROR_NO_DEVICE.*CUDA_VISIBLE_DEVICES"):
+        CudaDriver(3, FakeCuda().functions)
+
+
+def test_a_call_outside_of_current_is_the_fakes_to_refuse():
+    """The check on which all other tests of the crossings lean."""
+    fake = FakeCuda()
+    with pytest.raises(CudaError, match="CUDA_ERROR_INVALID_CONTEXT"):
+        CudaDriver(functions=fake.functions).create_stream()
+    assert fake.violations
+
+
+def test_an_arena_gives_back_all_but_memory_that_somebody_still_holds():
+    fake = FakeCuda()
+    arena = Arena(driver := CudaDriver(functions=fake.functions))
+    with driver.current():
+        held, view = arena.pinned(64), arena.pinned(64)[8:]
+        arena.pinned(64)
+        arena.device(64), arena.stream(), arena.event(), arena.event(timing=True)
+    assert not held.any()
+    arena.close()
+    assert (fake.num_device_blocks, fake.num_streams) == (0, 0)
+    assert fake.left() == ["2 pinned", "the context"]
+    held[...] = 1  # it is memory still
+    view[...] = 2
+    del held, view
+    gc.collect()
+    assert fake.left() == ["the context"]
+    arena.close()
+    assert not fake.violations
+
+
+def test_an_arena_gives_back_what_it_can_though_the_device_failed():
+    fake = FakeCuda()
+    arena = Arena(driver := CudaDriver(functions=fake.functions))
+    with driver.current():
+        arena.stream(), arena.device(8)
+    fake.fail("cuCtxSynchronize", 700)
+    with pytest.raises(CudaError, match="cuCtxSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS"):
+        arena.close()
+    assert (fake.num_device_blocks, fake.num_streams) == (0, 0)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("eagerness", [0.0, 1.0])
+def test_a_collector_calls_in_order_each_when_its_event_has_passed(eagerness):
+    fake = FakeCuda(eagerness=eagerness)
+    arena, collector = Arena(driver := CudaDriver(functions=fake.functions)), Collector(driver)
+    collector.start()
+    seen = []
+
+    def note(block, number):
+        seen.append(int(block.view(np.uint32)[number]))
+
+    with driver.current():
+        block, device, stream = arena.pinned(400), arena.device(400), arena.stream()
+        for number in range(100):
+            event = arena.event()
+            driver.fill_words(device + 4 * number, number, 1, stream)
+            driver.copy_to_host(block.ctypes.data + 4 * number, device + 4 * number, 4, stream)
+            driver.record(event, stream)
+            collector.put(event, partial(note, block, number))
+    collector.close(30)
+    assert seen == list(range(100))
+    del block
+    arena.close()
+    assert not fake.violations
+
+
+@pytest.mark.timeout(60)
+def test_a_collector_keeps_what_failed_and_calls_nothing_after_it():
+    fake = FakeCuda()
+    arena, collector = Arena(driver := CudaDriver(functions=fake.functions)), Collector(driver)
+    collector.start()
+    with driver.current():
+        event = arena.event()
+    fake.fail("cuEventSynchronize", 700)
+    collector.put(event, lambda: pytest.fail("called"))
+    collector.close(30)
+    assert isinstance(collector.failure, CudaError)
+    collector.close(30)
+    arena.close()
+
+
+def hang(released):
+    released.wait(30)
+
+
+@pytest.mark.timeout(60)
+def test_a_collector_whose_taker_hangs_is_left_to_itself():
+    fake, released = FakeCuda(), threading.Event()
+    arena, collector = Arena(driver := CudaDriver(functions=fake.functions)), Collector(driver)
+    collector.start()
+    with driver.current():
+        collector.put(arena.event(), partial(hang, released))
+    with pytest.raises(TimeoutError, match=r"must reach the host within 0.05 s of its end"):
+        collector.close(0.05)
+    released.set()
+    collector.close(30)

@@ -1,0 +1,85 @@
+"""The program as it is handed to XLA for a card, which needs no card to be looked at."""
+
+import re
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from engine import TrainConfig, train
+
+CHUNK, SIZE = 20, 32
+
+
+def blank(num_images):
+    return np.zeros((num_images, SIZE, SIZE), np.uint32), np.zeros(num_images, np.int32)
+
+
+class LoweredError(Exception):
+    """Ends a launch before its program is compiled."""
+
+
+def lowered_for_a_card(monkeypatch, **values):
+    """The StableHLO of a run's program."""
+    texts = []
+
+    def trace_ahead(function, *arguments, donate=()):
+        traced = jax.jit(function, donate_argnums=donate).trace(*arguments)
+        texts.append(traced.lower(lowering_platforms=("cuda",)).as_text())
+        raise LoweredError
+
+    monkeypatch.setattr("engine.launch.trace_ahead", trace_ahead)
+    settings: dict[str, Any] = {"steps": 100, "batch": 6, "precision": "bfloat16", "chunk_batches": CHUNK}
+    config = TrainConfig(transport="cuda", **(settings | values))
+    with pytest.raises(LoweredError):
+        train(config, batches=lambda _: blank(6), evaluation=blank(13))
+    return texts[0]
+
+
+AUGMENTED = {
+    "crop": "random",
+    "crop_padding": 2,
+    "flip": 0.5,
+    "brightness": 0.2,
+    "contrast": 0.2,
+    "saturation": 0.2,
+    "hue": 0.1,
+    "mixup": 0.2,
+    "cutmix": 1.0,
+    "erasing": 0.3,
+    "label_smoothing": 0.1,
+}
+RESIZED = AUGMENTED | {"crop": "resized", "crop_padding": 0}
+UPDATED = {"ema_decay": 0.9, "clip_norm": 1.0, "accumulate_steps": 2, "optimizer": "lamb", "schedule": "cosine"}
+
+
+@pytest.mark.usefixtures("cards")
+@pytest.mark.parametrize("model", ["resnet8", "resnet50", "convnet8"])
+@pytest.mark.parametrize(
+    "values", [AUGMENTED, AUGMENTED | UPDATED | {"crop": "resized", "crop_padding": 0}], ids=["plain", "all"]
+)
+def test_no_operation_of_the_program_gives_other_bits_when_it_is_run_again(monkeypatch, model, values):
+    """XLA refuses select-and-scatter, and makes loops of other scatters, where all is to be deterministic."""
+    text = lowered_for_a_card(monkeypatch, model=model, num_classes=3, **values)
+    assert re.findall(r"stablehlo\.(?:select_and_)?scatter|stablehlo\.rng\b", text) == []
+    assert "stablehlo.convolution" in text  # cuDNN's, not the products that are fast on a CPU
+
+
+@pytest.mark.usefixtures("cards")
+def test_loops_over_chunks_have_a_fixed_number_of_turns_and_all_crossings_are_enqueued(monkeypatch):
+    text = lowered_for_a_card(monkeypatch, model="resnet8", num_classes=3)
+    bounds = re.findall(r"stablehlo\.while.*?cond \{\s*(.*?)\} do \{", text, re.DOTALL)
+    fixed = [
+        int(found[2])
+        for bound in bounds
+        if (
+            found := re.match(
+                r"%(\w+) = .*?dense<(\d+)> : tensor<i32>\s*%\w+ = stablehlo\.compare +LT, %iterArg\w*, %\1,", bound
+            )
+        )
+    ]
+    assert sorted(fixed) == sorted([CHUNK, 10])
+    # A pull and a batch of each of the two infeeds; losses, an evaluation, a snapshot.
+    assert re.findall(r"custom_call @(\w+)", text).count("xla_buffer_python_gpu_callback") == 7
+    assert "io_callback" not in text

@@ -1,0 +1,301 @@
+"""The crossings of a card's program: values in, results out, what is emitted in order, nothing left behind."""
+
+import ctypes
+import gc
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from engine.cuda import transport as cuda_transport
+from engine.cuda.driver import CudaError
+from tests.fake_xla import fake_transport
+
+RESULTS = (jax.ShapeDtypeStruct((2, 3), jnp.uint32), jax.ShapeDtypeStruct((), jnp.int32))
+
+
+def check_clean(fake):
+    """What must hold at the end of every launch: the transport's own hold of the device alone is left."""
+    gc.collect()
+    assert fake.violations == []
+    assert fake.left() == ["the context"]
+    assert fake.num_device_blocks == 0
+
+
+@pytest.mark.parametrize("eagerness", [0.0, 1.0])
+def test_a_call_reads_operands_and_writes_results_once_an_iteration(eagerness):
+    transport, fake = fake_transport(eagerness=eagerness)
+    seen = []
+
+    def host(operands, results):
+        step, vector = operands
+        seen.append((int(step), vector.tolist()))
+        results[0][...] = int(step) * 10 + np.arange(6).reshape(2, 3)
+        results[1][...] = -int(step)
+
+    def program(steps):
+        def body(carry):
+            step, total, negative = carry
+            table, number = transport.call(host, RESULTS, step, jnp.array([0.5, 2.0]) * step)
+            return step + 1, total + table.sum(), negative + number
+
+        return lax.while_loop(lambda carry: carry[0] < steps, body, (jnp.int32(0), jnp.uint32(0), jnp.int32(0)))
+
+    with transport.running():
+        _, total, negative = jax.block_until_ready(jax.jit(program)(jnp.int32(4)))
+    assert seen == [(step, [0.5 * step, 2.0 * step]) for step in range(4)]
+    assert int(total) == sum(6 * 10 * step + 15 for step in range(4))
+    assert int(negative) == -6
+    check_clean(fake)
+
+
+@pytest.mark.parametrize("eagerness", [0.0, 1.0])
+def test_what_is_emitted_arrives_in_order_before_the_end(eagerness):
+    transport, fake = fake_transport(eagerness=eagerness)
+    seen: list[tuple[object, ...]] = []
+
+    def program(steps):
+        def body(step):
+            transport.emit(lambda arrays: seen.append(("number", int(arrays[0]))), step)
+            transport.emit(
+                lambda arrays: seen.append(("arrays", arrays[0].tolist(), arrays[1].dtype)),
+                step + jnp.arange(2),
+                step > 1,
+            )
+            return step + 1
+
+        return lax.while_loop(lambda step: step < steps, body, jnp.int32(0))
+
+    with transport.running():
+        jax.block_until_ready(jax.jit(program)(jnp.int32(600)))
+    expected = []
+    for step in range(600):
+        expected += [("number", step), ("arrays", [step, step + 1], np.bool)]
+    assert sorted(seen[:2]) == sorted(expected[:2])  # which of two that know nothing of each other is first is XLA's
+    assert [entry for entry in seen if entry[0] == "number"] == expected[::2]
+    assert [entry for entry in seen if entry[0] == "arrays"] == expected[1::2]
+    check_clean(fake)
+
+
+@pytest.mark.timeout(60)
+def test_a_taker_who_falls_behind_is_waited_for(monkeypatch):
+    """The host's memory for what is on its way is bounded, and nothing in it is lost."""
+    monkeypatch.setattr(cuda_transport, "_MOST_SMALL_BLOCKS", 2)
+    transport, fake = fake_transport()
+    seen, released = [], threading.Event()
+
+    def take(arrays):
+        assert released.wait(30)
+        seen.append(int(arrays[0]))
+
+    def program(steps):
+        def body(step):
+            transport.emit(take, step)
+            return step + 1
+
+        return lax.while_loop(lambda step: step < steps, body, jnp.int32(0))
+
+    threading.Timer(0.3, released.set).start()
+    with transport.running():
+        jax.block_until_ready(jax.jit(program)(jnp.int32(50)))
+    assert seen == list(range(50))
+    check_clean(fake)
+
+
+@pytest.mark.timeout(60)
+def test_a_taker_who_hangs_ends_the_program_in_time(monkeypatch):
+    monkeypatch.setattr(cuda_transport, "_MOST_SMALL_BLOCKS", 1)
+    monkeypatch.setattr(cuda_transport, "_BLOCK_TIMEOUT_S", 0.2)
+    transport, _ = fake_transport()
+    released = threading.Event()
+
+    def program(step):
+        transport.emit(lambda _: released.wait(30), step)
+        transport.emit(lambda _: None, step)
+
+        def body(step):
+            transport.emit(lambda _: released.wait(30), step)
+            return step + 1
+
+        return lax.while_loop(lambda step: step < 4, body, step)
+
+    compiled = jax.jit(program).lower(jnp.int32(0)).compile()
+    threading.Timer(1.0, released.set).start()
+    with pytest.raises(TimeoutError, match=r"must take what the program emits within 0.2 s"):
+        run(transport, compiled, jnp.int32(0))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("function", ["cuMemcpyDtoHAsync_v2", "cuEventRecord"])
+def test_a_driver_that_fails_in_mid_run_ends_the_launch_with_its_own_error(function):
+    transport, fake = fake_transport()
+    compiled = jax.jit(emitting(transport)).lower(jnp.int32(0)).compile()
+    fake.fail(function, 700, after=3)
+    with pytest.raises(CudaError, match=f"^NVIDIA's driver refused {function}: CUDA_ERROR_ILLEGAL_ADDRESS"):
+        run(transport, compiled, jnp.int32(1000))
+    assert fake.violations == []
+
+
+@pytest.mark.timeout(60)
+def test_what_kept_an_emitted_value_from_the_host_is_told_behind_the_program():
+    """The program has come to its end, and its state is good."""
+    transport, fake = fake_transport()
+    compiled = jax.jit(emitting(transport)).lower(jnp.int32(0)).compile()
+    fake.fail("cuEventSynchronize", 700, after=3)
+    assert run(transport, compiled, jnp.int32(8)) == 8
+    assert isinstance(transport.failure, CudaError)
+    assert fake.violations == []
+
+
+@pytest.mark.timeout(60)
+def test_a_taker_that_hangs_at_the_end_keeps_its_memory(monkeypatch):
+    monkeypatch.setattr(cuda_transport, "_CLOSE_TIMEOUT_S", 0.05)
+    transport, fake = fake_transport()
+    released, seen = threading.Event(), []
+
+    def take(arrays):
+        released.wait(30)
+        seen.append(int(arrays[0]))
+
+    compiled = jax.jit(emitting(transport, take)).lower(jnp.int32(0)).compile()
+    assert run(transport, compiled, jnp.int32(5)) == 5
+    assert isinstance(transport.failure, TimeoutError)
+    released.set()
+    transport._collector.close(30)
+    assert seen == list(range(5))
+    assert fake.violations == []
+
+
+def emitting(transport, take=lambda _: None):
+    def program(steps):
+        def body(step):
+            transport.emit(take, step)
+            return step + 1
+
+        return lax.while_loop(lambda step: step < steps, body, jnp.int32(0))
+
+    return program
+
+
+def run(transport, compiled, *arguments):
+    with transport.running():
+        return jax.block_until_ready(compiled(*arguments))
+
+
+class LazyXla:
+    """XLA's side of the crossings on a stream that works as late as it may: calls come when work is enqueued."""
+
+    def __init__(self, monkeypatch, seed=0):
+        self.transport, self.fake = fake_transport(seed=seed, eagerness=0.0)
+        self.stream, self.calls = self.fake.new_stream(), list[Any]()
+        self.transport._buffers = self
+
+        def buffer_callback(cross, results, *, has_side_effect):
+            assert has_side_effect
+            self.calls.append(cross)
+            return lambda *_: results
+
+        monkeypatch.setattr(cuda_transport, "buffer_callback", buffer_callback)
+
+    def stream_of(self, _):
+        return self.stream
+
+    def address_of(self, buffer):
+        return buffer
+
+    def call(self, number, outputs=(), inputs=()):
+        with self.fake.as_xla():
+            self.calls[number](None, outputs, *inputs)
+
+    def write(self, address, value):
+        """A kernel that writes a number."""
+        self.fake.compute(self.stream, lambda: ctypes.memmove(address, int(value).to_bytes(4, "little"), 4))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_emitted_is_what_was_there_in_the_streams_order(monkeypatch, seed):
+    """XLA's buffer is written again by the next step, long before the host is told of this one."""
+    xla, seen = LazyXla(monkeypatch, seed), []
+    xla.transport.emit(lambda arrays: seen.append(int(arrays[0])), jax.ShapeDtypeStruct((), jnp.int32))
+    buffer = xla.fake.new_memory(4)
+    with xla.transport.running():
+        for step in range(40):
+            xla.write(buffer, step)
+            xla.call(0, [xla.fake.new_memory(4)], [buffer])
+            xla.write(buffer, 999)
+    assert seen == list(range(40))
+    assert xla.fake.violations == []
+
+
+@pytest.mark.timeout(60)
+def test_a_call_reads_what_the_stream_has_written_before_it_and_its_results_come_behind(monkeypatch):
+    xla, seen = LazyXla(monkeypatch), []
+
+    def host(operands, results):
+        seen.append(int(operands[0]))
+        results[0][...] = 2 * operands[0]
+
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    xla.transport.call(host, (number,), number)
+    source, target = xla.fake.new_memory(4), xla.fake.new_memory(4)
+    doubled = []
+    with xla.transport.running():
+        for step in range(10):
+            xla.write(source, step)
+            xla.call(0, [target], [source])
+            xla.fake.compute(xla.stream, lambda: doubled.append(int.from_bytes(xla.fake.peek(target, 4), "little")))
+            xla.write(target, 999)
+    assert seen == list(range(10))
+    assert doubled == [2 * step for step in range(10)]
+    assert xla.fake.violations == []
+
+
+def test_a_launch_that_is_interrupted_before_its_program_gives_everything_back():
+    transport, fake = fake_transport()
+
+    def interrupted():
+        with transport.running(), transport.driver.current():
+            transport.arena.device(64)
+            transport.arena.stream()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert fake.num_device_blocks == 0
+    check_clean(fake)
+
+
+def test_an_interrupted_launch_takes_nothing_from_a_program_that_still_runs():
+    transport, fake = fake_transport()
+
+    compiled = jax.jit(emitting(transport)).lower(jnp.int32(0)).compile()
+
+    def interrupted():
+        with transport.running(), transport.driver.current():
+            transport.arena.device(64)
+            jax.block_until_ready(compiled(jnp.int32(3)))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert fake.num_device_blocks == 1
+
+
+def test_outside_of_a_launch_there_is_no_memory():
+    transport, _ = fake_transport()
+    for what in ("arena", "collector"):
+        with pytest.raises(RuntimeError, match=r"must be open while its program runs, and is not"):
+            getattr(transport, what)
+
+
+def test_a_memory_of_the_device_that_is_not_enough_is_told_before_the_program_runs():
+    transport, fake = fake_transport()
+    fake.fail("cuMemAlloc_v2", 2)
+    with pytest.raises(CudaError, match="CUDA_ERROR_OUT_OF_MEMORY"), transport.running(), transport.driver.current():
+        transport.arena.device(64)
+    assert fake.num_device_blocks == 0

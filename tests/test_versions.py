@@ -1,0 +1,10 @@
+"""Versions in records: of what is installed, and of a source tree that is not."""
+
+from importlib.metadata import version
+
+from engine.records.versions import NOT_INSTALLED, version_of
+
+
+def test_an_installed_package_has_its_version_and_another_says_that_it_is_none():
+    assert version_of("jax") == version("jax")
+    assert version_of("no-such-package") == NOT_INSTALLED
