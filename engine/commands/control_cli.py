@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from engine.commands.held_signals import signals_held
 from engine.commands.tail_frame import printable
 from engine.records.control_requests import (
     CONTROL_FOLDER_NAME,
@@ -158,7 +159,7 @@ def _ask(run: Path, request: ControlRequest, timeout_s: float) -> "ControlEvent"
     deadline = time.monotonic() + timeout_s
     is_sent = False
     try:
-        with _signals_held():
+        with signals_held():
             send_request(run, request)
             is_sent = True
         while True:
@@ -232,20 +233,3 @@ def _sigterm_leaves() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
-def _signals_held() -> Iterator[None]:
-    """Lets SIGINT and SIGTERM wait until the end: so that it is known whether a request was sent when they act."""
-    held: list[int] = []
-    before = {
-        number: signal.signal(number, lambda number, _frame: held.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        for held_back in held:
-            signal.raise_signal(held_back)

@@ -7,7 +7,6 @@ numpy and rich are imported where they are first needed, so that `--help` answer
 import contextlib
 import math
 import os
-import signal
 import sys
 import time
 from collections import deque
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from engine.commands.held_signals import signals_held
 from engine.commands.tail_frame import Picture, Tick, end_text, frame_text, printable, records_of
 
 if TYPE_CHECKING:
@@ -269,20 +269,15 @@ def _draw_frames(console: "Console", ticks: "Iterator[Tick]", picture: Picture, 
     # `--once` prints its only frame below: no second screen to flash up.
     screen = contextlib.nullcontext() if once else Live(console=console, screen=True, auto_refresh=False)
     drawn_s = -math.inf
-    terminated = signal.signal(signal.SIGTERM, _leave)
-    try:
-        with screen as live:
-            for tick in ticks:
-                picture.take(tick)
-                if live is not None and (tick.caught_up or time.monotonic() - drawn_s >= interval_s):
-                    live.update(frame_text(picture, console, console.height), refresh=True)
-                    drawn_s = time.monotonic()
-    finally:
-        signal.signal(signal.SIGTERM, terminated)
-        # One line is left for the shell's prompt.
-        console.print(frame_text(picture, console, max(1, console.height - 1)))
-
-
-def _leave(signal_number: int, _frame: object) -> None:
-    """End by way of the `finally` blocks: a terminal left on its alternate screen is no use to anybody."""
-    raise SystemExit(128 + signal_number)
+    # A frame that is broken off would leave a terminal without its cursor, on its other screen, and no use to anybody.
+    with signals_held() as signals:
+        try:
+            with screen as live:
+                for tick in signals.let_in(ticks):
+                    picture.take(tick)
+                    if live is not None and (tick.caught_up or time.monotonic() - drawn_s >= interval_s):
+                        live.update(frame_text(picture, console, console.height), refresh=True)
+                        drawn_s = time.monotonic()
+        finally:
+            # One line is left for the shell's prompt.
+            console.print(frame_text(picture, console, max(1, console.height - 1)))

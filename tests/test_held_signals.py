@@ -1,0 +1,64 @@
+"""Signals act between the pieces of work that must be whole, each once."""
+
+import signal
+
+import pytest
+
+from engine.commands.held_signals import signals_held
+
+NUMBERS = [signal.SIGINT, signal.SIGTERM]
+
+
+def interrupted(numbers_of_item, done):
+    """Works on items 0, 1, 2; while item K is worked on, or waited for where K is negative, signals come."""
+
+    def items():
+        for item in range(3):
+            for number in numbers_of_item.get(-1 - item, ()):
+                signal.raise_signal(number)
+            yield item
+
+    with signals_held() as signals:
+        try:
+            for item in signals.let_in(items()):
+                for number in numbers_of_item.get(item, ()):
+                    signal.raise_signal(number)
+                done.append(item)
+        finally:
+            done.append("restored")
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_signal_ends_the_wait_and_never_the_work(number):
+    before = [signal.getsignal(each) for each in NUMBERS]
+    done = []
+    with pytest.raises(SystemExit) as caught:
+        interrupted({1: [number]}, done)
+    assert (caught.value.code, done) == (128 + number, [0, 1, "restored"])
+    done = []
+    with pytest.raises(SystemExit) as caught:
+        interrupted({-2: [number]}, done)
+    assert (caught.value.code, done) == (128 + number, [0, "restored"])
+    assert [signal.getsignal(each) for each in NUMBERS] == before
+
+
+def test_without_a_signal_all_is_done():
+    done = []
+    interrupted({}, done)
+    assert done == [0, 1, 2, "restored"]
+
+
+def test_a_second_signal_waits_for_what_the_first_left_to_do():
+    done = []
+    with pytest.raises(KeyboardInterrupt):
+        interrupted({0: [signal.SIGTERM, signal.SIGINT]}, done)
+    assert done == [0, "restored"]
+
+
+def test_a_signal_behind_the_last_item_acts_when_the_block_ends():
+    done = []
+    with pytest.raises(KeyboardInterrupt), signals_held() as signals:
+        assert list(signals.let_in("ab")) == ["a", "b"]
+        signal.raise_signal(signal.SIGINT)
+        done.append("whole")
+    assert done == ["whole"]
