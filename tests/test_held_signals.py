@@ -31,7 +31,7 @@ def interrupted(numbers_of_item, done):
 @pytest.mark.parametrize("number", NUMBERS)
 def test_a_signal_ends_the_wait_and_never_the_work(number):
     before = [signal.getsignal(each) for each in NUMBERS]
-    done = []
+    done: list[object] = []
     with pytest.raises(SystemExit) as caught:
         interrupted({1: [number]}, done)
     assert (caught.value.code, done) == (128 + number, [0, 1, "restored"])
@@ -43,22 +43,27 @@ def test_a_signal_ends_the_wait_and_never_the_work(number):
 
 
 def test_without_a_signal_all_is_done():
-    done = []
+    done: list[object] = []
     interrupted({}, done)
     assert done == [0, 1, 2, "restored"]
 
 
 def test_a_second_signal_waits_for_what_the_first_left_to_do():
-    done = []
+    done: list[object] = []
     with pytest.raises(KeyboardInterrupt):
         interrupted({0: [signal.SIGTERM, signal.SIGINT]}, done)
     assert done == [0, "restored"]
 
 
 def test_a_signal_behind_the_last_item_acts_when_the_block_ends():
-    done = []
-    with pytest.raises(KeyboardInterrupt), signals_held() as signals:
-        assert list(signals.let_in("ab")) == ["a", "b"]
-        signal.raise_signal(signal.SIGINT)
-        done.append("whole")
-    assert done == ["whole"]
+    done: list[object] = []
+
+    def work() -> None:
+        with signals_held() as signals:
+            done.extend(signals.let_in("ab"))
+            signal.raise_signal(signal.SIGINT)
+            done.append("whole")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == ["a", "b", "whole"]
