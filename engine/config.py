@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from engine.augmentation.settings import CropName
+from engine.augmentation.settings import CropName, PaddingName
 
 TransportName = Literal["auto", "inplace", "cuda", "callback"]
 OptimizerName = Literal["sgd", "nesterov", "adamw", "lars", "lamb"]
@@ -119,7 +119,8 @@ class TrainConfig:
             elsewhere there are none. Which of the others are fastest is measured when a program is compiled: the same
             bits in every launch take the same compiled program (`compilation_cache`), card and versions.
         crop: "centre", "random", or "resized" (a random part of random area and aspect, resized).
-        crop_padding: black pixels on every side before a random crop.
+        crop_padding: pixels on every side before a random crop.
+        padding_mode: what they are: "zeros" (black), or "reflect" (the picture mirrored at its border pixels).
         crop_area: least part of the image's area that a resized crop shows.
         flip: probability of mirroring left and right.
         brightness, contrast, saturation, hue: largest relative changes; hue in turns of the colour circle.
@@ -186,6 +187,7 @@ class TrainConfig:
     deterministic: bool = True
     crop: CropName = "centre"
     crop_padding: int = 0
+    padding_mode: PaddingName = "zeros"
     crop_area: float = 0.08
     flip: float = 0.0
     brightness: float = 0.0

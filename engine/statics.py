@@ -45,6 +45,7 @@ def statics_of(config: TrainConfig) -> Statics:
         crop=config.crop,
         size=config.image_size,
         crop_padding=config.crop_padding,
+        padding_mode=config.padding_mode,
         area_range=(config.crop_area, 1.0),
         horizontal_flip=config.flip,
         brightness=config.brightness,

@@ -28,8 +28,11 @@ def _bottleneck(*stages: int) -> ResNet:
 def networks() -> dict[str, ResNet | PooledConvNet]:
     """Every network that can be asked for by name."""
     known: dict[str, ResNet | PooledConvNet] = {**_imagenet_resnets(), **_cifar_resnets()}
-    # Jordan's has 24, 64, 256 and 256 channels: 118 million multiplications an image of 32 px for these 65.
-    return known | {"convnet8": PooledConvNet(stem=24, stages=(64, 128, 256))}
+    # Of 32 px an image takes 65 and 118 million multiplications; the wide one's channels are Jordan's.
+    return known | {
+        "convnet8": PooledConvNet(stem=24, stages=(64, 128, 256)),
+        "convnet8-wide": PooledConvNet(stem=24, stages=(64, 256, 256)),
+    }
 
 
 def _cifar_resnets() -> dict[str, ResNet]:

@@ -50,6 +50,10 @@ def test_numbers_become_pythons_own():
         ({"size": 1.5}, "size must be a whole number"),
         ({"size": True}, "size must be a whole number"),
         ({"crop_padding": -1, "crop": "random"}, "crop_padding must be a whole number from 0"),
+        (
+            {"crop": "random", "padding_mode": "reflect"},
+            "padding_mode belongs to a crop_padding, got .* reflect without",
+        ),
         ({"crop_padding": 4}, "crop_padding belongs to crop random, got crop_padding 4 with crop centre: choose"),
         ({"horizontal_flip": 1.01}, r"horizontal_flip must be a number in 0 … 1, got 1.01"),
         ({"horizontal_flip": True}, "horizontal_flip must be a number"),

@@ -79,20 +79,20 @@ def test_a_piped_run_prints_what_it_is_and_a_line_a_step(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--batch", "0"], "batch must lie in 1 … 1048576, got 0"),
-        (["--seed", "-1"], "seed must lie in 0 …"),
+        (["--batch", "0"], "--batch must lie in 1 … 1048576, got 0"),
+        (["--seed", "-1"], "--seed must lie in 0 …"),
         (["--model", "resnet51", "--synthetic"], "resnet51"),
         (["--data", "nowhere"], "nowhere"),
         (["--data", "x", "--synthetic"], "synthetic batches need no data set, got data 'x'"),
         (["--split", "test", "--data", "packed"], "test"),
-        (["--num-classes", "2", "--data", "packed"], "num_classes must be at least the 3 of packed/train, got 2"),
-        (["--image-size", "9", "--data", "packed"], "image_size must be at most that of the data, 8 × 8 px, got 9"),
+        (["--num-classes", "2", "--data", "packed"], "--num-classes must be at least the 3 of packed/train, got 2"),
+        (["--image-size", "9", "--data", "packed"], "--image-size must be at most that of the data, 8 × 8 px, got 9"),
         (["--run-dir", "file", "--data", "packed"], "the run folder must be a folder, and file is a file"),
-        (["--momentum", "nan"], "momentum must lie in 0 … 1, got nan"),
+        (["--momentum", "nan"], "--momentum must lie in 0 … 1, got nan"),
         (["--recipe", "imagnet"], "a recipe must be one of cifar-200, "),
         (["--recipe", "mine.toml"], "mine.toml: a recipe has no setting 'bach': batch is meant?"),
         (["--epochs", "2"], "epochs and steps must not both be given, got --epochs 2 and --steps 1: leave one out"),
-        (["--warmup-epochs", "1", "--synthetic"], "warmup_epochs must be left out with synthetic batches"),
+        (["--warmup-epochs", "1", "--synthetic"], "--warmup-epochs must be left out with synthetic batches"),
     ],
 )
 def test_wrong_usage_is_one_clear_error(arguments, message, tmp_path, monkeypatch, capfd):
@@ -388,7 +388,7 @@ def test_a_run_finds_its_data_from_another_working_directory(tmp_path):
         (["--resume"], "--resume continues a run, and none is named: give its --run-dir"),
         (["--resume", "--run-dir", "none"], "a run folder must hold config.json, and none does not"),
         (["--resume", "--overwrite", "--run-dir", "none"], "got both: give one of the two"),
-        (["--snapshot-every", "-1"], "snapshot_every_steps must lie in 0 …"),
+        (["--snapshot-every", "-1"], "--snapshot-every must lie in 0 …"),
     ],
 )
 def test_a_resume_that_cannot_be_is_refused_in_a_line(tmp_path, options, message):

@@ -47,6 +47,7 @@ VALID = {
     "eval_mirror": st.booleans(),
     "crop": st.sampled_from(["centre", "random", "resized"]),
     "crop_padding": st.integers(0, 2**14),
+    "padding_mode": st.sampled_from(["zeros", "reflect"]),
     "crop_area": st.floats(0, 1),
     "flip": st.floats(0, 1),
     "brightness": st.floats(0, 1),
@@ -93,7 +94,7 @@ SWITCHES = [
     "stop_on_nan",
     "deterministic",
 ]
-CHOICES = ["transport", "optimizer", "schedule", "crop", "precision"]
+CHOICES = ["transport", "optimizer", "schedule", "crop", "padding_mode", "precision"]
 TEXTS = ["data", "split", "eval_split", "model", "run_dir", "compilation_cache", "dump_hlo", "init_from"]
 OPTIONAL = [
     "data",
@@ -169,6 +170,7 @@ def test_golden_json():
         "deterministic": True,
         "crop": "centre",
         "crop_padding": 0,
+        "padding_mode": "zeros",
         "crop_area": 0.08,
         "flip": 0.0,
         "brightness": 0.0,

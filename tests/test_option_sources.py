@@ -9,7 +9,14 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.commands.option_sources import OptionalNumber, OptionSource, command_line, merge_options
+from engine.commands.cli import main as run_train
+from engine.commands.option_sources import (
+    OptionalNumber,
+    OptionSource,
+    command_line,
+    merge_options,
+    with_option_names,
+)
 from engine.config import TrainConfig
 
 NAMES = [field.name for field in fields(TrainConfig)]
@@ -140,3 +147,18 @@ def test_a_recorded_run_comes_back_as_it_was():
     merged = merge_options(OptionSource("the recorded run", config.to_json()))
     assert TrainConfig.from_json(merged.settings) == config
     assert set(merged.origins.values()) == {"the recorded run"}
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("chunk_batches must lie in 1 … 1024, got 0", "--chunk must lie in 1 … 1024, got 0"),
+        ("batch must lie in 1 …: a smaller batch", "--batch must lie in 1 …: a smaller batch"),
+        ("give a crop_padding, or keep_snapshots.", "give a --crop-padding, or --keep."),
+        ("a batch must be even: change image_size", "a batch must be even: change --image-size"),
+        ("no file run_dir/x nor /run_dir", "no file run_dir/x nor /run_dir"),
+        ("no setting 'crop_padding' in my.crop_padding.toml", "no setting 'crop_padding' in my.crop_padding.toml"),
+    ],
+)
+def test_a_message_names_the_options_of_the_command_and_not_their_settings(text, told):
+    assert with_option_names(text, run_train) == told

@@ -184,6 +184,9 @@ def test_parameters_are_counted_by_hand():
     biases = 24 + 2 * (64 + 128 + 256)
     params, _ = jax.eval_shape(build_model("convnet8", num_classes=10, image_size=32).init, jax.random.key(0))
     assert count_params(params) == kernels + biases + 256 * 10 + 10
+    wider = 9 * (64 * 128 + 256 * 256 - 128 * 128 + 128 * 256) + 2 * 128
+    params, _ = jax.eval_shape(build_model("convnet8-wide", num_classes=10, image_size=32).init, jax.random.key(0))
+    assert count_params(params) == kernels + biases + wider + 256 * 10 + 10
 
 
 def test_initial_values():

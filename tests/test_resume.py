@@ -249,6 +249,7 @@ OTHERS: dict[str, Any] = {
     "accumulate_steps": 2,
     "crop": "resized",
     "crop_padding": 2,
+    "padding_mode": "reflect",
     "crop_area": 0.5,
     "flip": 0.25,
     "brightness": 0.1,

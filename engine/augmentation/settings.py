@@ -89,6 +89,11 @@ class Augmentation:
                 f"crop_padding belongs to crop random, got crop_padding {self.crop_padding} with crop {self.crop}: "
                 f"choose crop random, or leave the padding out"
             )
+        if self.padding_mode != "zeros" and not self.crop_padding:
+            raise ValueError(
+                f"padding_mode belongs to a crop_padding, got padding_mode {self.padding_mode} without one: "
+                f"give a crop_padding, or leave the mode out"
+            )
 
     @property
     def mixes(self) -> bool:
@@ -128,7 +133,7 @@ class Augmentation:
         if self.mixes and batch % 2:
             raise ValueError(
                 f"mixup and cutmix take images in pairs, so the batch of each device must be even, got {batch}: "
-                f"change the batch, or turn mixup_alpha and cutmix_alpha off"
+                f"change the batch, or turn mixup and cutmix off"
             )
 
     def to_json(self) -> dict[str, Any]:

@@ -6,10 +6,17 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from engine.augmentation.settings import CropName
+from engine.augmentation.settings import CropName, PaddingName
 from engine.commands.command_end import describe_error, leave, say_to_stderr
 from engine.commands.new_run_dir import run_dir_of
-from engine.commands.option_sources import MergedOptions, OptionalNumber, OptionSource, command_line, merge_options
+from engine.commands.option_sources import (
+    MergedOptions,
+    OptionalNumber,
+    OptionSource,
+    command_line,
+    merge_options,
+    with_option_names,
+)
 from engine.commands.run_display import loss_display, show_plan, summarise
 from engine.config import (
     SYNTHETIC_CLASSES,
@@ -68,6 +75,7 @@ _GROUPS = {
     "Augmentation": (
         "crop",
         "crop_padding",
+        "padding_mode",
         "crop_area",
         "flip",
         "brightness",
@@ -165,8 +173,8 @@ def _list_recipes(context: click.Context, _parameter: click.Parameter, is_wanted
     "--model",
     default=_DEFAULTS.model,
     metavar="NAME",
-    help="resnet18, 34, 50, 101, 152 or resnet50-xlajl; resnet8, 14, 20, 32, 44, 56, 110 or "
-    "convnet8 for small images; auto is resnet50 from 128 px, resnet8 below.",
+    help="resnet18, 34, 50, 101, 152 or resnet50-xlajl; resnet8, 14, 20, 32, 44, 56, 110, "
+    "convnet8 or convnet8-wide for small images; auto is resnet50 from 128 px, resnet8 below.",
 )
 @click.option(
     "--num-classes",
@@ -272,6 +280,12 @@ def _list_recipes(context: click.Context, _parameter: click.Parameter, is_wanted
 )
 @click.option("--crop-padding", type=int, default=_DEFAULTS.crop_padding, metavar="PX", help="Before a random crop.")
 @click.option(
+    "--padding-mode",
+    type=click.Choice(get_args(PaddingName)),
+    default=_DEFAULTS.padding_mode,
+    help="Black, or the picture mirrored at its border.",
+)
+@click.option(
     "--crop-area", type=float, default=_DEFAULTS.crop_area, metavar="0…1", help="Least area of a resized crop."
 )
 @click.option("--flip", type=float, default=_DEFAULTS.flip, metavar="0…1", help="Probability of mirroring.")
@@ -369,7 +383,7 @@ def main(context: click.Context, /, *, recipe: str | None, dry_run: bool, traceb
     except Exception as error:
         if traceback:
             raise
-        say_to_stderr(f"run-train: {describe_error(error)}")
+        say_to_stderr(f"run-train: {with_option_names(describe_error(error), main)}")
         code = _WRONG_USAGE if isinstance(error, ValueError) else _FAILED
     # A disk that did not take the last snapshot may hold its thread for ever.
     leave(code, at_once=not is_saved)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from engine.commands.command_end import describe_error, leave, say_to_stderr
+from engine.commands.option_sources import with_option_names
 from engine.config import PrecisionName, TrainConfig, TransportName
 from preprocess.grouped_help import GroupedCommand
 
@@ -156,7 +157,7 @@ def main(
     except Exception as error:
         if traceback:
             raise
-        say_to_stderr(f"run-eval: {describe_error(error)}")
+        say_to_stderr(f"run-eval: {with_option_names(describe_error(error), main)}")
         code = _WRONG_USAGE if isinstance(error, ValueError) else _FAILED
     leave(code)
 

@@ -4,6 +4,7 @@ Owns the precedence of these sources and the record of which one won; knows noth
 command's options.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -81,6 +82,20 @@ def command_line(context: click.Context) -> OptionSource:
             options = [f"--{name.replace('_', '-')} {given[name]:g}" for name in (epochs, steps)]
             raise ValueError(f"{epochs} and {steps} must not both be given, got {' and '.join(options)}: leave one out")
     return OptionSource(COMMAND_LINE, given)
+
+
+def with_option_names(text: str, command: click.Command) -> str:
+    """Gives a message in the words of a command line: `chunk_batches must …` becomes `--chunk must …`.
+
+    A name of one word is one of a setting where the message begins with it; elsewhere it is English.
+    """
+    options = {option.name: option.opts[0] for option in command.params if isinstance(option, click.Option)}
+    for name in _NAMES:
+        if name in options:
+            # Neither a part of a path nor of another name.
+            pattern = rf"(?<![\w/.'-]){name}(?![\w/'-]|\.\w)" if "_" in name else rf"^{name}(?= must )"
+            text = re.sub(pattern, options[name], text)
+    return text
 
 
 def merge_options(*sources: OptionSource) -> MergedOptions:

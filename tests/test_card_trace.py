@@ -1,0 +1,76 @@
+"""What is read out of a profile of a card: written by hand, as no card is at hand here."""
+
+import pytest
+from jax.profiler import ProfileData
+
+from scripts.benchmarks.card_trace import Waits, describe, read_trace
+
+US = 10**6  # picoseconds
+
+
+def line(name, *events):
+    """A line of a plane: its events as (name's number, begin in µs, length in µs)."""
+    written = "".join(
+        f"events {{ metadata_id: {number} offset_ps: {round(start * US)} duration_ps: {round(length * US)} }}\n"
+        for number, start, length in events
+    )
+    return f'lines {{ name: "{name}" timestamp_ns: 1000\n{written}}}\n'
+
+
+def plane(name, names, *lines):
+    metadata = "".join(
+        f'event_metadata {{ key: {number} value {{ id: {number} name: "{each}" }} }}\n'
+        for number, each in enumerate(names)
+    )
+    return f'planes {{ name: "{name}"\n{"".join(lines)}{metadata}}}\n'
+
+
+def profile(*planes):
+    return ProfileData.from_text_proto("".join(planes))
+
+
+KERNELS = ("conv", "MemcpyD2D", "MemcpyH2D")
+
+
+def test_busy_is_what_any_stream_of_kernels_does_and_copies_beside_it_are_not():
+    card = plane(
+        "/device:GPU:0",
+        KERNELS,
+        line("Stream #13(Compute,MemcpyD2D)", (0, 0, 100), (1, 100, 20), (0, 200, 50), (0, 1000, 10)),
+        line("Stream #14(Compute)", (0, 210, 60)),
+        line("Stream #20(MemcpyH2D)", (2, 0, 5000)),
+        line("XLA Ops", (0, 0, 9000)),
+    )
+    trace = read_trace(profile(card, plane("/device:GPU:1", KERNELS, line("Stream #1(Compute)", (0, 0, 10**5)))))
+    assert trace.span_ns == pytest.approx(1010e3)
+    assert trace.busy_ns == pytest.approx((120 + 70 + 10) * 1e3)
+    assert trace.gaps_ns == pytest.approx((730e3, 80e3))
+    assert trace.waits == {}
+
+
+def test_short_gaps_count_as_standing_still_and_are_not_listed():
+    card = plane("/device:GPU:0", KERNELS, line("Stream #1(Compute)", *((0, 15 * turn, 10) for turn in range(10))))
+    trace = read_trace(profile(card))
+    assert trace.gaps_ns == ()
+    assert trace.busy_ns == pytest.approx(100e3)
+    assert trace.span_ns == pytest.approx(145e3)
+
+
+def test_waits_are_counted_over_the_threads_of_the_host():
+    names = ("cuStreamSynchronize", "cuLaunchKernel", "cuEventSynchronize")
+    host = plane("/host:CPU", names, line("main", (0, 0, 10), (1, 10, 5)), line("collector", (2, 0, 300), (0, 400, 30)))
+    card = plane("/device:GPU:0", KERNELS, line("Stream #1(Compute)", (0, 0, 1000)))
+    trace = read_trace(profile(host, card))
+    assert trace.waits == {
+        "cuStreamSynchronize": Waits(2, pytest.approx(40e3)),
+        "cuEventSynchronize": Waits(1, pytest.approx(300e3)),
+    }
+    told = "\n".join(describe(trace, 10))
+    assert "10 steps in 1.0 ms, 0.10 ms a step" in told
+    assert "stood still for 0.00 %" in told
+    assert "cuStreamSynchronize: 0.20 calls a step, 20 µs each" in told
+
+
+def test_a_profile_without_a_card_says_what_is_in_it():
+    with pytest.raises(ValueError, match="streams of /device:GPU:0 with kernels; found /host:CPU"):
+        read_trace(profile(plane("/host:CPU", ("cuStreamSynchronize",), line("main", (0, 0, 1)))))
