@@ -4,12 +4,12 @@ A gap is a time in which no kernel and no copy ran on any stream that runs kerne
 their own fill none.
 """
 
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 _CARD_PLANE = "/device:GPU:0"
 _STREAM_LINE = "Stream #"
@@ -22,14 +22,16 @@ _GAP_NS = 20_000.0
 _WARM_STEPS, _TRACED_STEPS = 40, 60
 
 
-class Waits(NamedTuple):
+@dataclass(frozen=True)
+class Waits:
     """Calls of one of the driver's functions, and nanoseconds spent in them by all threads."""
 
     count: int
     total_ns: float
 
 
-class CardTrace(NamedTuple):
+@dataclass(frozen=True)
+class CardTrace:
     """What a trace tells.
 
     Attributes:
@@ -173,4 +175,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
