@@ -122,15 +122,16 @@ def compiler_options(lowered: jax.stages.Lowered, backend: str, *, deterministic
     On a CPU jaxlib 0.11.2 and 0.12.0 join convolutions, norms and the mean behind them to one computation of YNNPACK,
     which in bfloat16 came out as NaN (`resnet8` in evaluation at 32 px). Products and convolutions alone are right.
 
-    A deterministic program for a GPU has no operation that is not; XLA refuses one that knows no other way. Which way
-    is the fastest XLA finds out by trying, with another result each time: it must be kept with the program, in the
-    cache, or nothing be tried.
+    A deterministic program for a GPU has no operation that is not; XLA refuses one that knows no other way. Of the
+    others it tries none to find the fastest, which would be another one each time, but takes the libraries' first
+    choice. Products are left to cuBLAS: its own kernels for them XLA 0.11.2 (jaxlib's) cannot choose without trying.
     """
     if backend == "gpu" and deterministic:
-        options: dict[str, str | bool | int] = {"xla_gpu_exclude_nondeterministic_ops": True}
-        if jax.config.jax_compilation_cache_dir is None:
-            options["xla_gpu_autotune_level"] = 0
-        return options
+        return {
+            "xla_gpu_exclude_nondeterministic_ops": True,
+            "xla_gpu_autotune_level": 0,
+            "xla_gpu_enable_triton_gemm": False,
+        }
     if backend != "cpu" or "bf16" not in lowered.as_text():
         return {}
     kinds = ("LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT", "LIBRARY_FUSION_TYPE_INDIVIDUAL_CONVOLUTION")

@@ -45,7 +45,7 @@ def test_busy_is_what_any_stream_of_kernels_does_and_copies_beside_it_are_not():
     assert trace.span_ns == pytest.approx(1010e3)
     assert trace.busy_ns == pytest.approx((120 + 70 + 10) * 1e3)
     assert trace.gaps_ns == pytest.approx((730e3, 80e3))
-    assert trace.waits == {}
+    assert trace.xla_waits == Waits(0, 0)
 
 
 def test_short_gaps_count_as_standing_still_and_are_not_listed():
@@ -57,15 +57,18 @@ def test_short_gaps_count_as_standing_still_and_are_not_listed():
 
 
 def test_waits_are_counted_over_the_threads_of_the_host():
-    names = ("cuStreamSynchronize", "cuLaunchKernel", "cuEventSynchronize")
-    host = plane("/host:CPU", names, line("main", (0, 0, 10), (1, 10, 5)), line("collector", (2, 0, 300), (0, 400, 30)))
+    names = ("CudaStream::BlockHostUntilDone", "cuLaunchKernel")
+    host = plane("/host:CPU", names, line("main", (0, 0, 10), (1, 10, 5)), line("other", (0, 400, 30)))
     card = plane("/device:GPU:0", KERNELS, line("Stream #1(Compute)", (0, 0, 1000)))
     trace = read_trace(profile(host, card))
-    assert trace.waits == {"cuStreamSynchronize": Waits(2, 40e3), "cuEventSynchronize": Waits(1, 300e3)}
-    told = "\n".join(describe(trace, 10))
-    assert "10 steps in 1.0 ms, 0.10 ms a step" in told
-    assert "stood still for 0.00 %" in told
-    assert "cuStreamSynchronize: 0.20 calls a step, 20 µs each" in told
+    assert trace.xla_waits == Waits(2, 40e3)
+    told = describe(trace, {"the thread that copies": Waits(5, 1e6)}, 10)
+    assert told[0] == "10 steps in 1.0 ms, 0.10 ms a step"
+    assert told[1].startswith("the card stood still for 0.00 % of it, 0 µs a step; 0 gaps of 20 µs and more")
+    assert told[2:] == [
+        "waits of XLA, for a stream: 0.20 a step, 20 µs each",
+        "waits of the thread that copies: 0.50 a step, 200 µs each",
+    ]
 
 
 def test_a_profile_without_a_card_says_what_is_in_it():

@@ -54,7 +54,7 @@ def contexts_of(recipe):
 
 
 def test_the_usual_recipes_are_there():
-    assert set(NAMES) >= {"cifar-200", "cifar-fast", "demo", "imagenet-16", "imagenet-90"}
+    assert set(NAMES) >= {"cifar-200", "cifar-fast", "cifar-gpu", "demo", "imagenet-16", "imagenet-90"}
     assert list(NAMES) == sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 

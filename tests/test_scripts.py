@@ -312,14 +312,18 @@ def test_a_gpu_check_reports_tests_and_benchmarks_and_whether_the_tests_passed(
     done = gpu_check(machine, f"--out {shlex.quote(str(machine.home / 'a report'))} --repeats 3 --case feed")
     assert done.returncode == code
     report = (machine.home / "a report/report.txt").read_text(encoding="utf-8").splitlines()
-    assert report[1:] == ["jax 9.9 on a card", "9 of the tests", "a table", "a table"]
-    card, pytest_line, bench, trace = machine.installs()
+    assert report[1:] == ["jax 9.9 on a card", "9 of the tests", "a table", "a table", "a table"]
+    card, pytest_line, bench, *traces = machine.installs()
     assert card == "cuda,cpu -"
     assert pytest_line.endswith("-m gpu -rs tests/test_gpu.py")
     assert bench == (
         f"cuda,cpu -m scripts.benchmarks card --repeats 3 --case feed --json {machine.home}/a report/card.json"
     )
-    assert trace == "cuda,cpu -m scripts.benchmarks.card_trace"
+    script = "scripts/benchmarks/candidates/traced_training.py"
+    assert traces == [
+        f"cuda,cpu {script} resnet50 224 256 1000 bfloat16",
+        f"cuda,cpu {script} resnet8 32 512 10 bfloat16",
+    ]
 
 
 def test_a_gpu_check_trains_on_cifar_10_once_to_compile_and_once_to_be_timed(machine: Machine) -> None:
@@ -336,17 +340,21 @@ def test_a_gpu_check_trains_on_cifar_10_once_to_compile_and_once_to_be_timed(mac
     *_, pack, compiled, timed = machine.installs()
     assert pack.endswith(f"main() {source} {out}/cifar --size 32 --overwrite")
     for ran, turn in ((compiled, "compiled"), (timed, "timed")):
-        assert ran.endswith(f"main() --recipe cifar-gpu --data {out}/cifar --overwrite --run-dir {out}/cifar-{turn}")
+        assert "main() --recipe cifar-gpu --precision bfloat16 " in ran
+        assert ran.endswith(f" --data {out}/cifar --overwrite --run-dir {out}/cifar-{turn}")
     report = (out / "report.txt").read_text(encoding="utf-8").splitlines()
     assert report[-4:] == ["recipe cifar-gpu; the whole of it is in cifar.log", "a table", "a table", "a table"]
 
 
-@pytest.mark.parametrize(("part", "word"), [("--tests", "pytest"), ("--benchmarks", "scripts.benchmarks")])
+@pytest.mark.parametrize(
+    ("part", "word"), [("--tests", "pytest"), ("--benchmarks", "scripts.benchmarks"), ("--trace", "traced_training.py")]
+)
 def test_a_part_of_a_gpu_check_can_be_run(machine: Machine, part: str, word: str) -> None:
     fake_jax(machine)
     assert gpu_check(machine, part).returncode == 0
-    _, ran, *_ = machine.installs()
-    assert word in ran
+    _, *ran = machine.installs()
+    assert len(ran) == (2 if part == "--trace" else 1)
+    assert all(word in each for each in ran)
 
 
 @pytest.mark.parametrize(

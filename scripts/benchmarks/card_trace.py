@@ -1,33 +1,35 @@
-"""What jax's profiler sees of a training on a card: how long the card stood still, and what the host waited for.
+"""What jax's profiler sees of a training on a card: for how long the card stood still, and whether XLA waited for it.
 
 A gap is a time in which no kernel and no copy ran on any stream that runs kernels; copies to the card on streams of
-their own fill none.
+their own fill none. Calls of the driver that wait, such as `cuStreamSynchronize`, the profiler does not record; what it
+has is XLA's own word for them, at the highest level of detail.
 """
 
-import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 _CARD_PLANE = "/device:GPU:0"
 _STREAM_LINE = "Stream #"
 _COPIES = ("Memcpy", "Memset")
-# Calls of the driver in which a thread waits for the card.
-_WAITS = ("cuStreamSynchronize", "cuEventSynchronize", "cuCtxSynchronize")
+# XLA's name for waiting until a stream is empty.
+_XLA_WAIT = "BlockHostUntilDone"
 # Between two kernels that were launched one behind the other lie a few µs.
 _GAP_NS = 20_000.0
-
-_WARM_STEPS, _TRACED_STEPS = 40, 60
 
 
 @dataclass(frozen=True)
 class Waits:
-    """Calls of one of the driver's functions, and nanoseconds spent in them by all threads."""
+    """How often a thread waited, and nanoseconds of it."""
 
     count: int
     total_ns: float
+
+    @property
+    def mean_ns(self) -> float:
+        """Of one wait, 0 where there was none."""
+        return self.total_ns / max(self.count, 1)
 
 
 @dataclass(frozen=True)
@@ -38,13 +40,13 @@ class CardTrace:
         span_ns: from the first kernel's begin to the last one's end.
         busy_ns: of these, while something ran.
         gaps_ns: times between, of `_GAP_NS` and more, longest first.
-        waits: by the driver's function.
+        xla_waits: of XLA's threads for a stream.
     """
 
     span_ns: float
     busy_ns: float
     gaps_ns: tuple[float, ...]
-    waits: dict[str, Waits]
+    xla_waits: Waits
 
 
 def read_trace(profile: Any) -> CardTrace:
@@ -62,7 +64,7 @@ def read_trace(profile: Any) -> CardTrace:
         span_ns=spans[-1][1] - spans[0][0],
         busy_ns=sum(end - start for start, end in spans),
         gaps_ns=tuple(gap for gap in gaps if gap >= _GAP_NS),
-        waits=_waits(profile),
+        xla_waits=_xla_waits(profile),
     )
 
 
@@ -97,82 +99,35 @@ def _united(spans: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float
         yield current
 
 
-def _waits(profile: Any) -> dict[str, Waits]:
-    found: dict[str, Waits] = {}
-    for plane in profile.planes:
-        if not plane.name.startswith("/host:"):
-            continue
-        for line in plane.lines:
-            for event in line.events:
-                name = event.name.removesuffix("_ptsz")
-                if name in _WAITS:
-                    before = found.get(name, Waits(0, 0.0))
-                    found[name] = Waits(before.count + 1, before.total_ns + event.duration_ns)
-    return found
+def _xla_waits(profile: Any) -> Waits:
+    lengths_ns = [
+        event.duration_ns
+        for plane in profile.planes
+        if plane.name.startswith("/host:")
+        for line in plane.lines
+        for event in line.events
+        if _XLA_WAIT in event.name
+    ]
+    return Waits(len(lengths_ns), sum(lengths_ns))
 
 
-def describe(trace: CardTrace, num_steps: int) -> list[str]:
-    """Gives the lines for a person, of a trace of so many steps."""
+def describe(trace: CardTrace, driver_waits: Mapping[str, Waits], num_steps: int) -> list[str]:
+    """Gives the lines for a person.
+
+    Args:
+        trace: of `num_steps` steps.
+        driver_waits: for an event of the driver, by the thread that waited.
+        num_steps: that were traced.
+    """
     still_ns = trace.span_ns - trace.busy_ns
-    lines = [
+    waits = {"XLA, for a stream": trace.xla_waits, **driver_waits}
+    return [
         f"{num_steps} steps in {trace.span_ns / 1e6:,.1f} ms, {trace.span_ns / 1e6 / num_steps:,.2f} ms a step",
         f"the card stood still for {100 * still_ns / trace.span_ns:.2f} % of it, {still_ns / 1e3 / num_steps:,.0f} µs "
         f"a step; {len(trace.gaps_ns)} gaps of {_GAP_NS / 1e3:.0f} µs and more, the longest: "
         + (", ".join(f"{gap / 1e3:,.0f}" for gap in trace.gaps_ns[:5]) + " µs" if trace.gaps_ns else "none"),
+        *(
+            f"waits of {who}: {each.count / num_steps:.2f} a step, {each.mean_ns / 1e3:,.0f} µs each"
+            for who, each in waits.items()
+        ),
     ]
-    lines += [
-        f"{name}: {waits.count / num_steps:.2f} calls a step, {waits.total_ns / 1e3 / waits.count:,.0f} µs each"
-        for name, waits in sorted(trace.waits.items())
-    ]
-    return lines if trace.waits else [*lines, f"none of {', '.join(_WAITS)} was called"]
-
-
-def trace_training(folder: Path, **settings: Any) -> CardTrace:
-    """Trains on synthetic batches and reads the trace of the steps after the first ones.
-
-    Args:
-        folder: where the profile goes.
-        settings: of `engine.TrainConfig`, without those of data and steps.
-    """
-    import jax
-
-    from engine import TrainConfig, train
-    from engine.sinks import LossRecord
-
-    class TracingSink:
-        """Has the profiler look at the steps `_WARM_STEPS` … `_WARM_STEPS + _TRACED_STEPS`."""
-
-        def open(self) -> None: ...
-
-        def write(self, record: LossRecord) -> None:
-            if record.step == _WARM_STEPS:
-                options = jax.profiler.ProfileOptions()
-                options.python_tracer_level = 0
-                jax.profiler.start_trace(folder, profiler_options=options)
-            elif record.step == _WARM_STEPS + _TRACED_STEPS:
-                jax.profiler.stop_trace()
-
-        def write_evaluation(self, record: Any) -> None: ...
-
-        def close(self) -> None: ...
-
-    # A few steps more, so that the last ones traced are not those that end the run.
-    steps = _WARM_STEPS + _TRACED_STEPS + 20
-    train(TrainConfig(steps=steps, synthetic=True, eval_split="off", **settings), sinks=[TracingSink()])
-    (written,) = folder.rglob("*.xplane.pb")
-    return read_trace(jax.profiler.ProfileData.from_file(str(written)))
-
-
-def main() -> None:
-    """Traces the two networks of the bench `card` and prints what was seen."""
-    for model, size, batch in (("resnet50", 224, 256), ("resnet8", 32, 512)):
-        with tempfile.TemporaryDirectory() as folder:
-            settings = {"model": model, "image_size": size, "batch": batch, "precision": "bfloat16"}
-            trace = trace_training(Path(folder), **settings, num_classes=1000 if size == 224 else 10)
-        print(f"trace of {model} {size} px b{batch} bfloat16, synthetic batches", flush=True)
-        for line in describe(trace, _TRACED_STEPS):
-            print(f"  {line}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

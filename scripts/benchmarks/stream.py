@@ -24,7 +24,7 @@ def _case(settings: Settings, model: str, size: int, batch: int) -> Case:
         "from shards",
         (
             Candidate("from shards", "stream_training.py", ("packed", *arguments)),
-            Candidate("limit: nothing to read", "stream_training.py", ("resident", *arguments), target=0.98),
+            Candidate("limit: nothing to read", "stream_training.py", ("ready", *arguments), target=0.98),
         ),
         round_s=3.0,
         prepare=partial(ensure_shards, settings, num_images=_NUM_IMAGES, size=size),

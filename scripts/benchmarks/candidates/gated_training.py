@@ -21,12 +21,15 @@ from resident_training import versions
 
 from engine import TrainConfig, train
 from engine.batches import BatchSource, Labels, LendingSource, Pixels, row_words
+from engine.cuda.driver import CudaDriver
 from engine.cuda.infeed import StreamedInfeed
 from engine.sinks import LossRecord
 
 _LONG_S = 86_400.0
 _MOST_STEPS = 2**31 - 2
 _WARM_UNITS = 3
+# Control words are fewer, batches more.
+_FEW_BYTES = 1024
 
 
 class GatedBatches:
@@ -127,6 +130,17 @@ def timed_pulls() -> list[float]:
 
     StreamedInfeed._give = timed_give  # type: ignore[method-assign, assignment]
     return times_s
+
+
+def leave_out_copies() -> None:
+    """Has a card's ring copy no batch: what lies in its slots is trained on. Copies of a few words are made."""
+    copy = CudaDriver.copy_to_device
+
+    def copy_words(driver: CudaDriver, target: int, source: int, num_bytes: int, stream: int) -> None:
+        if num_bytes <= _FEW_BYTES:
+            copy(driver, target, source, num_bytes, stream)
+
+    CudaDriver.copy_to_device = copy_words  # type: ignore[method-assign, assignment]
 
 
 def serve_training(

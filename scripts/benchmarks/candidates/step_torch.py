@@ -113,6 +113,7 @@ def main(name: str, image_size: int, batch: int, num_classes: int, variant: list
     images, labels = torch.randn(batch, 3, image_size, image_size), torch.randint(num_classes, (batch,))
     on_card = "cuda" in variant
     if on_card:
+        torch.backends.cudnn.benchmark = True
         net, images, labels = net.cuda(), images.cuda(), labels.cuda()
     if "channels_last" in variant:
         net, images = net.to(memory_format=torch.channels_last), images.to(memory_format=torch.channels_last)

@@ -1,11 +1,13 @@
-"""The engine trains a model from packed shards, or the same program on batches that nobody has to read.
+"""The engine trains a model from packed shards ("packed"), or the same program on other batches.
 
-The model is one of the registry, or "perceptron", which is next to nothing.
+"ready": on batches that lie in the host's memory, so that nobody has to read; "resident": on those that lie on a card,
+so that nobody has to copy them there either. The model is one of the registry, or "perceptron", which is next to
+nothing.
 """
 
 import sys
 
-from gated_training import serve_training
+from gated_training import leave_out_copies, serve_training
 from protocol import Channel
 from pulls import ReadyBatches
 from small_perceptron import Perceptron
@@ -14,14 +16,30 @@ from engine.batches import ShardBatches
 from preprocess.shards import open_split
 
 
-def main(kind: str, data: str, split: str, model: str, batch: int, warm_steps: int, precision: str = "float32") -> None:
-    """Serves `batch` images a step, after so many steps."""
+def main(
+    kind: str,
+    data: str,
+    split: str,
+    model: str,
+    batch: int,
+    warm_steps: int,
+    precision: str = "float32",
+    bits: str = "deterministic",
+) -> None:
+    """Serves `batch` images a step, after so many steps; `bits` is "deterministic" or "any"."""
     channel = Channel()
     opened = open_split(data, split)
     own = Perceptron(opened.height, 64) if model == "perceptron" else None
-    config = {"num_classes": opened.num_classes, "model": "auto" if own else model, "precision": precision}
+    config = {
+        "num_classes": opened.num_classes,
+        "model": "auto" if own else model,
+        "precision": precision,
+        "deterministic": bits == "deterministic",
+    }
     shards = ShardBatches(opened, batch=batch, seed=0)
     source = shards if kind == "packed" else ReadyBatches(batch, opened.height)
+    if kind == "resident":
+        leave_out_copies()
     serve_training(channel, config, source, amount=batch, model=own, warm_units=warm_steps)
 
 
