@@ -1,0 +1,103 @@
+"""Compiles a run's program for an NVIDIA card that is not there: `python -m tests.card_compilation FOLDER SETTINGS`.
+
+XLA's compiler for cards is jax's CUDA plugin, which needs neither card nor driver for it, but a card's description. It
+runs in a process of its own: with the plugin on its path jax would look for a card wherever it is imported.
+
+FOLDER holds the plugin; SETTINGS are those of `TrainConfig`, as JSON. The optimised program goes to stdout.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+from unittest import mock
+
+H100 = """
+gpu_device_info {
+  name: "NVIDIA H100 80GB HBM3" model_str: "sm_9.0a" device_vendor: "NVIDIA Corporation"
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  platform_version: "Compute Capability 9.0a" driver_version: "13.0.0" runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0" dnn_version: "9.12.0" cub_version: "3.1.2"
+  core_count: 132 fpus_per_core: 128 threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 84942979072
+  device_address_bits: 64 pcie_bandwidth: 34359738368 ecc_enabled: true collective_memory_granularity: 2097152
+}
+platform_name: "CUDA"
+device_description_str: "NVIDIA H100 80GB HBM3"
+dnn_version_info { major: 9 minor: 12 patch: 0 }
+"""
+
+
+class TracedError(Exception):
+    """Ends a launch before its program is compiled."""
+
+
+def traced_program(settings: dict[str, Any]) -> tuple[Any, Any]:
+    """Gives the run's whole program as a jitted function, and its arguments."""
+    import jax
+    import numpy as np
+
+    from engine import TrainConfig, train
+    from engine.crossings import choose_transport
+    from tests.fake_xla import fake_transport
+
+    found: list[Any] = []
+
+    def trace_ahead(function: Any, *arguments: Any, donate: Any = ()) -> NoReturn:
+        found.append((jax.jit(function, donate_argnums=donate), arguments))
+        raise TracedError
+
+    def on_fake_card(name: Any, platform: str) -> Any:
+        return fake_transport()[0] if name == "cuda" else choose_transport(name, platform)
+
+    def blank(count: int) -> Any:
+        size = settings["image_size"]
+        return np.zeros((count, size, size), np.uint32), np.zeros(count, np.int32)
+
+    config = TrainConfig(transport="cuda", num_classes=10, **settings)
+    with (
+        mock.patch("engine.launch.trace_ahead", trace_ahead),
+        mock.patch("engine.launch.choose_transport", on_fake_card),
+    ):
+        try:
+            train(config, batches=lambda _: blank(config.batch), evaluation=blank(config.batch + 3))
+        except TracedError:
+            return found[0]
+    raise AssertionError("the run has not come to its program")
+
+
+def main(folder: str, settings: dict[str, Any]) -> None:
+    """Prints the program as XLA's compiler for cards leaves it."""
+    sys.path.insert(0, folder)
+    import jax
+    from jax._src import compiler
+    from jax.experimental import topologies
+
+    from engine.compilation import compiler_options
+
+    card = topologies.get_topology_desc(
+        platform="cuda", topology_name="", target_config=H100, topology="1x1x1"
+    ).devices[0]
+    function, arguments = traced_program(settings)
+    placed = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jax.sharding.SingleDeviceSharding(card)),
+        arguments,
+    )
+    lowered = function.lower(*placed)
+    compile_whole = compiler.backend_compile_and_load
+
+    def without_callbacks(backend: Any, module: Any, devices: Any, options: Any, _callbacks: Any) -> Any:
+        """Functions of the host can be called by a card alone, and are refused where there is none."""
+        return compile_whole(backend, module, devices, options, ())
+
+    options: dict[str, Any] = compiler_options(lowered, "gpu", deterministic=settings.get("deterministic", True))
+    with mock.patch.object(compiler, "backend_compile_and_load", without_callbacks):
+        print(lowered.compile(compiler_options=options).as_text())
+
+
+if __name__ == "__main__":
+    main(str(Path(sys.argv[1])), json.loads(sys.argv[2]))
