@@ -1,15 +1,19 @@
 """NVIDIA's driver: what is called, what its errors say, and that everything is given back."""
 
 import gc
+import os
+import re
 import threading
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 
+from engine.cuda import driver as driver_module
 from engine.cuda.arena import Arena
 from engine.cuda.collector import Collector
-from engine.cuda.driver import PROTOTYPES, CudaDriver, CudaError
+from engine.cuda.driver import PROTOTYPES, CudaDriver, CudaError, load_functions
 from tests.fake_cuda import FakeCuda
 
 
@@ -195,3 +199,27 @@ def test_a_collector_whose_taker_hangs_is_left_to_itself():
         collector.close(0.05)
     released.set()
     collector.close(30)
+
+
+def test_what_may_wait_gives_the_interpreters_lock_up(monkeypatch):
+    """Of ctypes' flags 4 is that of a call that keeps it."""
+    monkeypatch.setattr(driver_module, "LIBRARY", None)  # this process itself
+    monkeypatch.setattr(driver_module, "PROTOTYPES", {"getppid": (), "getpid": ()})
+    monkeypatch.setattr(driver_module, "_BRIEF", {"getppid"})
+    functions = load_functions()
+    kept: Any = functions("getppid")
+    given_up: Any = functions("getpid")
+    assert (kept(), given_up()) == (os.getppid(), os.getpid())
+    assert [bool(function._flags_ & 4) for function in (kept, given_up)] == [True, False]
+    monkeypatch.undo()
+    waits = {
+        name for name in PROTOTYPES if re.search("Synchronize|Alloc|Free|Create|Destroy|Ctx(Retain|Release)", name)
+    }
+    asks = {"cuInit", "cuGetErrorName", "cuGetErrorString", "cuDeviceGet"}
+    assert set(PROTOTYPES) - waits - asks == driver_module._BRIEF
+
+
+def test_a_driver_without_a_function_is_too_old(monkeypatch):
+    monkeypatch.setattr(driver_module, "LIBRARY", None)
+    with pytest.raises(CudaError, match="must have cuInit and has not: it is too old, install a newer one"):
+        CudaDriver()

@@ -45,6 +45,23 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
 }
 """The types of the arguments of every function that is called; each gives a CUresult, an int."""
 
+# What only enqueues is called with the interpreter's lock held: to give the lock up for a microsecond is to wait for it
+# behind the reader threads, nine times a batch. (Nine calls of libc took 3 times as long so, beside one busy thread.)
+# Where a stream is full such a call waits for the device, which waits for nobody's lock.
+_BRIEF = frozenset(
+    {
+        "cuCtxPushCurrent_v2",
+        "cuCtxPopCurrent_v2",
+        "cuMemcpyHtoDAsync_v2",
+        "cuMemcpyDtoHAsync_v2",
+        "cuMemcpyDtoDAsync_v2",
+        "cuMemsetD32Async",
+        "cuStreamWaitEvent",
+        "cuEventRecord",
+        "cuEventElapsedTime",
+    }
+)
+
 type Functions = Callable[[str], Callable[..., int]]
 """The name of a function of `PROTOTYPES` → the function, which takes what ctypes makes of its arguments."""
 
@@ -86,7 +103,8 @@ def load_functions() -> Functions:
 
     def function(name: str) -> Callable[..., int]:
         try:
-            return ctypes.CFUNCTYPE(c_int, *PROTOTYPES[name])((name, library))
+            prototype = ctypes.PYFUNCTYPE if name in _BRIEF else ctypes.CFUNCTYPE
+            return prototype(c_int, *PROTOTYPES[name])((name, library))
         except AttributeError:
             raise CudaError(
                 f"NVIDIA's driver, {LIBRARY}, must have {name} and has not: it is too old, install a newer one",
