@@ -4,8 +4,8 @@ After Keller Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU" (2024), a
 2×2 without padding; stages of two 3×3 convolutions, of which the first is pooled between it and its norm, so that norm
 and activation touch a quarter of the values; convolutions that start as the identity on the channels that they are
 given; norms that learn a bias alone, and that one faster than the kernels; a maximum over places and a classifier whose
-logits are scaled down. What is not: widths are a `PooledConvNet`'s own; the stem starts as a cosine transform, learns
-and has a norm, for what he computes of the data and keeps as it is; GELU is approximated; the scale is 1/8 for his 1/9;
+logits are scaled down. What is not: widths are a `PooledConvNet`'s own; the stem is a cosine transform, which learns or
+stays, and has a norm, for what he computes of the data and keeps as it is; GELU is approximated; the scale is 1/8 for his 1/9;
 norms average as everywhere here; the classifier has a bias; the last map is reduced whole, whatever its size.
 
 Most of the work lies at half the image's size and below, with many channels, where convolutions are fast on a CPU.
@@ -42,6 +42,7 @@ class PooledConvNet:
     Attributes:
         stem: channels of the first convolution, an even number up to `MOST_STEM_CHANNELS`.
         stages: channels of each stage, each of which halves the map.
+        stem_learns: whether the stem's kernel is a parameter, or stays what it starts as.
 
     Raises:
         ValueError: a number of stem channels that is none of these.
@@ -49,6 +50,7 @@ class PooledConvNet:
 
     stem: int
     stages: tuple[int, ...]
+    stem_learns: bool = True
 
     def __post_init__(self) -> None:
         if self.stem % 2 or not 2 <= self.stem <= MOST_STEM_CHANNELS:
@@ -62,18 +64,19 @@ class PooledConvNet:
 
 @dataclass(frozen=True)
 class Layer:
-    """A convolution from C to K channels, a 2×2 max-pool or none, batch norm and the activation."""
+    """A convolution from C to K channels, by parameters or fixed, a 2×2 max-pool or none, batch norm, the activation."""
 
     path: tuple[str, ...]
     C: int
     K: int
     pool: bool = False
     margin: int = 1
+    learns: bool = True
 
 
 def layers(net: PooledConvNet) -> list[Layer]:
     """The layers in order: the stem, then each stage's pooled and its other one."""
-    found = [Layer(("stem",), 3, net.stem, margin=0)]
+    found = [Layer(("stem",), 3, net.stem, margin=0, learns=net.stem_learns)]
     for number, K in enumerate(net.stages, 1):
         stage = f"stage{number}"
         found += [Layer((stage, "0"), found[-1].K, K, pool=True), Layer((stage, "1"), K, K)]
@@ -140,7 +143,7 @@ def _init_kernels(every: list[Layer], key: jax.Array) -> Iterator[jax.Array]:
 def init(net: PooledConvNet, num_classes: int, key: jax.Array) -> tuple[Params, BatchStats]:
     """Fresh float32 parameters and batch statistics, a function of the key alone.
 
-    Stem: `cosine_kernel`. Other convolutions: the identity for as many outputs as there are inputs, He normal by
+    Stem: `cosine_kernel`, where it learns. Other convolutions: the identity for as many outputs as there are inputs, He normal by
     fan-in beyond. Norms: bias 0. Classifier: normal of deviation 1/√C, bias 0.
     """
     kernels_key, fc_key = jax.random.split(key)
@@ -149,7 +152,8 @@ def init(net: PooledConvNet, num_classes: int, key: jax.Array) -> tuple[Params, 
     stats: BatchStats = {}
     for layer, kernel in zip(every, _init_kernels(every, kernels_key), strict=True):
         zeros, ones = jnp.zeros(layer.K, jnp.float32), jnp.ones(layer.K, jnp.float32)
-        _set(params, layer.path, {"conv": {"kernel": kernel}, "norm": {"bias": zeros}})
+        learned = {"conv": {"kernel": kernel}} if layer.learns else {}
+        _set(params, layer.path, learned | {"norm": {"bias": zeros}})
         _set(stats, layer.path, {"norm": {"mean": zeros, "var": ones}})
     C = every[-1].K
     params["fc"] = {
@@ -166,7 +170,7 @@ def _apply_layer(
     layer: Layer, params: Params, batch_stats: BatchStats, x: jax.Array, train: bool
 ) -> tuple[jax.Array, BatchStats]:
     """One layer, which takes its own part of the network's parameters and statistics, and its new statistics."""
-    kernel = _get(params, (*layer.path, "conv", "kernel"))
+    kernel = _get(params, (*layer.path, "conv", "kernel")) if layer.learns else jnp.asarray(cosine_kernel(layer.K))
     x = convolution(x, kernel.astype(x.dtype), stride=1, padding=((layer.margin, layer.margin),) * 2)
     if layer.pool:
         x = max_pool(x, window=2, stride=2, padding=0)

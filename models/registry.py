@@ -28,10 +28,11 @@ def _bottleneck(*stages: int) -> ResNet:
 def networks() -> dict[str, ResNet | PooledConvNet]:
     """Every network that can be asked for by name."""
     known: dict[str, ResNet | PooledConvNet] = {**_imagenet_resnets(), **_cifar_resnets()}
-    # Of 32 px an image takes 65 and 118 million multiplications; the wide one's channels are Jordan's.
+    # An image of 32 px takes 65 and 118 million multiplications. The wide one's channels are Jordan's, and his stem stays
+    # as it is: prototypes of six epochs came to 88.5 % so, and to 87.7 % where it learns.
     return known | {
         "convnet8": PooledConvNet(stem=24, stages=(64, 128, 256)),
-        "convnet8-wide": PooledConvNet(stem=24, stages=(64, 256, 256)),
+        "convnet8-wide": PooledConvNet(stem=24, stages=(64, 256, 256), stem_learns=False),
     }
 
 

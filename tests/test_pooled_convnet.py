@@ -1,5 +1,6 @@
 """Convolutional networks with pooled stages: against XLA's operations, composition, initial values, small images."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -14,6 +15,7 @@ from models.pooled_convnet import PooledConvNet, cosine_kernel
 from models.registry import build_model, count_params
 
 NET = PooledConvNet(stem=6, stages=(8, 10))
+FIXED = replace(NET, stem_learns=False)
 
 
 def normal(seed, shape):
@@ -52,7 +54,8 @@ def xla_layer(x, params, stats, *, margin, pool, train):
 def xla_network(params, stats, x, *, train):
     """The network of two stages, written out."""
     new: BatchStats = {"stage1": {}, "stage2": {}}
-    x, new["stem"] = xla_layer(x, params["stem"], stats["stem"], margin=0, pool=False, train=train)
+    stem = {"conv": {"kernel": cosine_kernel(6)}} | params["stem"]
+    x, new["stem"] = xla_layer(x, stem, stats["stem"], margin=0, pool=False, train=train)
     for stage in ("stage1", "stage2"):
         for place, pool in (("0", True), ("1", False)):
             x, new[stage][place] = xla_layer(
@@ -84,13 +87,14 @@ def in_a_loop(function, *operands):
     return run(operands)
 
 
+@pytest.mark.parametrize("net", [NET, FIXED], ids=["learns", "fixed"])
 @pytest.mark.parametrize("size", [(16, 16), (9, 14)])
-def test_logits_statistics_and_gradients_are_those_of_xlas_operations(size):
-    params, stats = drawn(NET)
+def test_logits_statistics_and_gradients_are_those_of_xlas_operations(size, net):
+    params, stats = drawn(net)
     images, wanted = normal(2, (4, *size, 3)), normal(3, (4, 5))
 
     def ours(params, images):
-        forward = partial(pooled_convnet.apply, NET, train=True, dtype=jnp.dtype(jnp.float32))
+        forward = partial(pooled_convnet.apply, net, train=True, dtype=jnp.dtype(jnp.float32))
         return loss_and_gradients(lambda params: forward(params, stats, images), params, wanted)
 
     def plain(params, images):
@@ -186,7 +190,7 @@ def test_parameters_are_counted_by_hand():
     assert count_params(params) == kernels + biases + 256 * 10 + 10
     wider = 9 * (64 * 128 + 256 * 256 - 128 * 128 + 128 * 256) + 2 * 128
     params, _ = jax.eval_shape(build_model("convnet8-wide", num_classes=10, image_size=32).init, jax.random.key(0))
-    assert count_params(params) == kernels + biases + wider + 256 * 10 + 10
+    assert count_params(params) == kernels + biases + wider + 256 * 10 + 10 - 4 * 3 * 24  # whose stem stays
 
 
 def test_initial_values():
@@ -226,6 +230,14 @@ def test_stem_filters_are_orthonormal_and_come_with_their_negatives(num_channels
     np.testing.assert_allclose(half.T @ half, np.eye(num_channels // 2), atol=1e-6)  # float32's last digits
     np.testing.assert_array_equal(kernel[..., num_channels // 2 :], -kernel[..., : num_channels // 2])
     np.testing.assert_allclose(kernel[..., 0], 12**-0.5, rtol=1e-6)  # brightness
+
+
+def test_a_stem_that_stays_is_no_parameter():
+    params, stats = jax.eval_shape(partial(pooled_convnet.init, FIXED, 5), jax.random.key(0))
+    learning, same_stats = jax.eval_shape(partial(pooled_convnet.init, NET, 5), jax.random.key(0))
+    assert set(learning["stem"].pop("conv")) == {"kernel"}
+    assert jax.tree.structure(params) == jax.tree.structure(learning)
+    assert stats == same_stats
 
 
 def test_stem_filters_see_brightness_finer_than_colour():

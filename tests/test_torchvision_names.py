@@ -59,7 +59,7 @@ def paths(tree):
     return [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-@pytest.mark.parametrize("name", ["resnet8", "resnet18", "resnet50", "resnet50-xlajl", "convnet8"])
+@pytest.mark.parametrize("name", ["resnet8", "resnet18", "resnet50", "resnet50-xlajl", "convnet8", "convnet8-wide"])
 def test_there_and_back_changes_nothing(name):
     params, batch_stats = drawn(name)
     back = from_torchvision(name, to_torchvision(name, params, batch_stats))
