@@ -5,8 +5,8 @@ After Keller Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU" (2024), a
 and activation touch a quarter of the values; convolutions that start as the identity on the channels that they are
 given; norms that learn a bias alone, and that one faster than the kernels; a maximum over places and a classifier whose
 logits are scaled down. What is not: widths are a `PooledConvNet`'s own; the stem is a cosine transform, which learns or
-stays, and has a norm, for what he computes of the data and keeps as it is; GELU is approximated; the scale is 1/8 for his 1/9;
-norms average as everywhere here; the classifier has a bias; the last map is reduced whole, whatever its size.
+stays, and has a norm, for what he computes of the data and keeps as it is; GELU is approximated; the scale is 1/8 for
+his 1/9; norms average as everywhere here; the classifier has a bias; the last map is reduced whole, whatever its size.
 
 Most of the work lies at half the image's size and below, with many channels, where convolutions are fast on a CPU.
 """
@@ -64,7 +64,7 @@ class PooledConvNet:
 
 @dataclass(frozen=True)
 class Layer:
-    """A convolution from C to K channels, by parameters or fixed, a 2×2 max-pool or none, batch norm, the activation."""
+    """A convolution from C to K channels that learns or stays, a 2×2 max-pool or none, batch norm, the activation."""
 
     path: tuple[str, ...]
     C: int
@@ -143,8 +143,8 @@ def _init_kernels(every: list[Layer], key: jax.Array) -> Iterator[jax.Array]:
 def init(net: PooledConvNet, num_classes: int, key: jax.Array) -> tuple[Params, BatchStats]:
     """Fresh float32 parameters and batch statistics, a function of the key alone.
 
-    Stem: `cosine_kernel`, where it learns. Other convolutions: the identity for as many outputs as there are inputs, He normal by
-    fan-in beyond. Norms: bias 0. Classifier: normal of deviation 1/√C, bias 0.
+    Stem: `cosine_kernel`, where it learns. Other convolutions: the identity for as many outputs as there are inputs,
+    He normal by fan-in beyond. Norms: bias 0. Classifier: normal of deviation 1/√C, bias 0.
     """
     kernels_key, fc_key = jax.random.split(key)
     every = layers(net)
