@@ -28,8 +28,8 @@ def _bottleneck(*stages: int) -> ResNet:
 def networks() -> dict[str, ResNet | PooledConvNet]:
     """Every network that can be asked for by name."""
     known: dict[str, ResNet | PooledConvNet] = {**_imagenet_resnets(), **_cifar_resnets()}
-    # An image of 32 px takes 65 and 118 million multiplications. The wide one's channels are Jordan's, and its stem stays
-    # as his does: on CIFAR-10's JPEG files PyTorch came to 88.5 % in six epochs so, to 87.7 % where the stem learns.
+    # An image of 32 px takes 65 and 118 million multiplications. The wide one's channels are Jordan's, and its stem
+    # stays, as his does: on CIFAR-10's JPEG files PyTorch came to 88.5 % in six epochs so, to 87.7 % where it learns.
     return known | {
         "convnet8": PooledConvNet(stem=24, stages=(64, 128, 256)),
         "convnet8-wide": PooledConvNet(stem=24, stages=(64, 256, 256), stem_learns=False),
