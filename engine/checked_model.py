@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from engine.batches import BatchSource, FunctionBatches
-from engine.program import TrainModel
+from engine.train_state import TrainModel
 
 
 class CheckedModel:

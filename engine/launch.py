@@ -30,13 +30,14 @@ from engine.initial_weights import InitialWeights, load_initial_weights
 from engine.loss_stream import LossStream
 from engine.notices import Notices
 from engine.outfeed import Outfeed
-from engine.program import RunValues, TrainModel, TrainState, init_state, make_program
+from engine.program import make_program
 from engine.records.weights import check_names
 from engine.resolve import resolve
 from engine.resume import StartingPoint
 from engine.signals import StopSignals, call_on_worker, start_on_worker
 from engine.sinks import Sink
 from engine.statics import statics_of, update_values
+from engine.train_state import RunValues, TrainModel, TrainState, init_state
 from engine.unpack import PixelScale
 from engine.updates.update import UpdateRule, Weights, init_update
 from models.registry import count_params

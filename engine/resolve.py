@@ -23,7 +23,7 @@ from engine.batches import (
 )
 from engine.config import SYNTHETIC_CLASSES, SYNTHETIC_IMAGE_SIZE, TrainConfig
 from engine.dataset import choose_data, make_demo
-from engine.program import TrainModel
+from engine.train_state import TrainModel
 from models.model import Model
 from models.registry import build_model, model_names
 from preprocess.manifest import Manifest

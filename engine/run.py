@@ -22,7 +22,6 @@ from engine.keys import plain_keys
 from engine.launch import Launch, NonFiniteError
 from engine.locations import with_absolute_paths
 from engine.outfeed import PushedSnapshot
-from engine.program import TrainModel, TrainState
 from engine.records.control_log import ControlEvent, ControlLog
 from engine.records.control_requests import ControlMailbox
 from engine.records.recorded_run import RecordedRun, read_recorded
@@ -47,6 +46,7 @@ from engine.resume import (
     told_versions,
 )
 from engine.sinks import RunFolderSink, Sink
+from engine.train_state import TrainModel, TrainState
 from preprocess.memory import host_memory_bytes
 
 # How long the end of a run waits for its last snapshot.

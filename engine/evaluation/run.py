@@ -37,12 +37,13 @@ from engine.evaluation.subject import (
 from engine.evaluation.trained_run import read_run
 from engine.feeder import Feeder, ring_depth
 from engine.infeed import BatchInfeed
-from engine.program import TrainModel, evaluate_split
+from engine.program import evaluate_split
 from engine.records.weights import read_weights
 from engine.signals import StopSignals, call_on_worker
 from engine.sinks import EvaluationRecord
 from engine.statics import statics_of
 from engine.tally import Tally, empty_tally
+from engine.train_state import TrainModel
 from engine.transport import Transport
 from engine.unpack import PixelScale
 from engine.updates.update import Weights

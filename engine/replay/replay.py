@@ -17,7 +17,6 @@ from engine.compilation import caching_compilations
 from engine.control import ControlBoard, ControlWords
 from engine.keys import plain_keys
 from engine.launch import Launch, NonFiniteError
-from engine.program import TrainModel, TrainState
 from engine.records.control_log import ControlEvent
 from engine.replay.recorded_stretch import Piece, RecordedStretch, read_stretch
 from engine.replay.report import Comparison, ReplayReport
@@ -25,6 +24,7 @@ from engine.resolve import own_parts
 from engine.resume import StartingPoint, check_data, check_given_weights, told_versions
 from engine.signals import StopSignals
 from engine.sinks import Sink
+from engine.train_state import TrainModel, TrainState
 
 _END = "the end of the replay"
 
