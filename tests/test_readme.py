@@ -31,6 +31,7 @@ def test_every_file_and_option_that_the_readme_names_exists():
     root = README.parent
     for path in set(re.findall(r"`((?:engine|models|preprocess|scripts)/[\w./]+)`", text)):
         assert (root / path).exists(), path
-    options = "".join(path.read_text(encoding="utf-8") for path in root.glob("*/**/*cli.py"))
+    declared = [*root.glob("*/**/*cli.py"), *root.glob("engine/commands/*_options.py")]
+    options = "".join(path.read_text(encoding="utf-8") for path in declared)
     for option in set(re.findall(r"(?<=[` ])--[a-z0-9-]+", text)):
         assert f'"{option}"' in options or f'"{option}/' in options, option
