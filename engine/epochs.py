@@ -73,7 +73,8 @@ def _count_images(config: TrainConfig, notify: Callable[[str], None]) -> int:
 
 def _tell(settled: TrainConfig, num_images: int, notify: Callable[[str], None]) -> None:
     if settled.epochs is not None:
-        notify(f"epochs: {settled.epochs:g} of {num_images:,} images are {settled.steps:,} steps")
+        made = "1 step" if settled.steps == 1 else f"{settled.steps:,} steps"
+        notify(f"epochs: {settled.epochs:g} of {num_images:,} images come to {made}")
     if settled.warmup_steps > settled.steps > 0:
         notify(
             f"warning: the warm-up of {settled.warmup_steps:,} steps is longer than the run of {settled.steps:,}; "

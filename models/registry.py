@@ -72,7 +72,7 @@ def find_network(name: str) -> ResNet | PooledConvNet:
     """
     known = networks()
     if name not in known:
-        raise ValueError(f"no model is called {name!r}; choose one of {', '.join(['auto', *known])}")
+        raise ValueError(f"model must be one of {', '.join(['auto', *known])}, got {name!r}")
     return known[name]
 
 

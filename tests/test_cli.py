@@ -260,7 +260,7 @@ def test_a_recipe_gives_what_the_command_line_leaves_open(tmp_path):
     assert lines[:2] == [
         "recipe mine: 12 % top-1; the command line overrides learning_rate 0.01 → default, batch 4 → 5, "
         "decay_all True → False",
-        "epochs: 2 of 10 images are 4 steps",
+        "epochs: 2 of 10 images come to 4 steps",
     ]
     assert [line.split("  ")[0] for line in lines if line.startswith("step ")] == [f"step {n}/4" for n in (1, 2, 3, 4)]
     settings = json.loads((tmp_path / "run/config.json").read_text())["config"]

@@ -75,7 +75,7 @@ def test_an_epoch_of_a_tenth_is_a_tenth():
 def test_what_is_settled_stays_as_it_is(packed):
     said: list[str] = []
     settled = settle_epochs(TrainConfig(data=packed, epochs=3, warmup_epochs=1, batch=4), notify=said.append)
-    assert said == ["epochs: 3 of 10 images are 8 steps"]
+    assert said == ["epochs: 3 of 10 images come to 8 steps"]
     assert settle_epochs(settled, notify=said.append) == settled
     assert len(said) == 1
     assert settle_epochs(TrainConfig.from_json(settled.to_json())) == settled

@@ -53,7 +53,7 @@ def test_auto_takes_the_size_of_the_images():
 def test_wrong_requests_are_refused():
     with pytest.raises(
         ValueError,
-        match=r"no model is called 'resnet9'; choose one of auto, resnet18, .*resnet110, convnet8, convnet8-wide",
+        match=r"model must be one of auto, resnet18, .*resnet110, convnet8, convnet8-wide, got 'resnet9'",
     ):
         build_model("resnet9", num_classes=10, image_size=32)
     with pytest.raises(ValueError, match="at least 1: found 0 and 32"):

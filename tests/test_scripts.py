@@ -317,7 +317,7 @@ def test_a_gpu_check_reports_tests_and_benchmarks_and_whether_the_tests_passed(
     assert card == "cuda,cpu -"
     assert pytest_line.endswith("-m gpu -rs tests/test_gpu.py")
     assert bench == (
-        f"cuda,cpu -m scripts.benchmarks card --repeats 3 --case feed --json {machine.home}/a report/card.json"
+        f"cuda,cpu -m scripts.benchmarks card --repeats 3 --case feed --json {machine.home}/a report/card-feed.json"
     )
     script = "scripts/benchmarks/candidates/traced_training.py"
     assert traces == [
@@ -330,14 +330,14 @@ def test_a_gpu_check_trains_on_cifar_10_once_to_compile_and_once_to_be_timed(mac
     fake_jax(machine)
     source = machine.home / "cifar 10"
     out = machine.home / "report"
-    arguments = f"--benchmarks --out {shlex.quote(str(out))} --cifar {shlex.quote(str(source))}"
+    arguments = f"--out {shlex.quote(str(out))} --cifar {shlex.quote(str(source))}"
     done = gpu_check(machine, arguments)
     assert (done.returncode, machine.installs()) == (2, [])
     assert "--cifar must be a folder with train and test" in done.stderr
-    for split in ("train", "test"):
+    for split in ("train", "val"):
         (source / split).mkdir(parents=True)
     assert gpu_check(machine, arguments).returncode == 0
-    *_, pack, compiled, timed = machine.installs()
+    _, pack, compiled, timed = machine.installs()
     assert pack.endswith(f"main() {source} {out}/cifar --size 32 --overwrite")
     for ran, turn in ((compiled, "compiled"), (timed, "timed")):
         assert "main() --recipe cifar-gpu --precision bfloat16 " in ran
@@ -358,7 +358,13 @@ def test_a_part_of_a_gpu_check_can_be_run(machine: Machine, part: str, word: str
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"), [("--fast", "unknown argument --fast"), ("--out", "--out needs a value")]
+    ("arguments", "words"),
+    [
+        ("--fast", "unknown argument --fast"),
+        ("--out", "--out needs a value"),
+        ("--repeats some", "--repeats must be a number from 1, got 'some'"),
+        ("--cifar ''", "--cifar must be a folder with train and test (or val), got ''"),
+    ],
 )
 def test_a_gpu_check_takes_no_unknown_arguments(machine: Machine, arguments: str, words: str) -> None:
     fake_jax(machine)
@@ -368,12 +374,22 @@ def test_a_gpu_check_takes_no_unknown_arguments(machine: Machine, arguments: str
     assert machine.installs() == []
 
 
-def test_a_gpu_check_without_a_card_says_so(machine: Machine) -> None:
-    machine.fake(machine.bin / "python3", "echo 'jax 9.9 sees no card, only [cpu]' >&2; exit 1")
+@pytest.mark.parametrize(
+    ("found", "remedy"),
+    [
+        ("jax 9.9 sees no NVIDIA card, only [cpu]", "nvidia-smi must list a card, and python3 have jax with its CUDA"),
+        (
+            "this Python lacks jax, click",
+            "get them: pip install '.[cuda]' pytest pytest-timeout; PYTHON=… names another",
+        ),
+    ],
+)
+def test_a_gpu_check_without_a_card_says_so(machine: Machine, found: str, remedy: str) -> None:
+    machine.fake(machine.bin / "python3", f"echo '{found}' >&2; exit 1")
     done = gpu_check(machine)
     assert done.returncode == 2
-    assert "sees no card, only [cpu]" in done.stderr
-    assert "jax see an NVIDIA card: pip install '.[cuda]' pytest pytest-timeout" in done.stderr
+    assert found in done.stderr
+    assert remedy in done.stderr
     assert not (machine.clone / ".bench").exists()
 
 

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from importlib.metadata import version
@@ -19,9 +20,10 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.commands import tail_cli
 from engine.commands.tail_cli import _print_lines, main, plain_lines
 from engine.commands.tail_frame import Tick
-from engine.records.folder_lock import LOCK_NAME
+from engine.records.folder_lock import LOCK_NAME, FolderLock
 from engine.records.loss_log import LossBatch, LossRows, RunFacts
 from engine.sinks import EvaluationRecord, LossRecord, PlainSink, RunFolderSink
 from tests.pseudo_terminal import LIMIT_S, Terminal, plain
@@ -288,6 +290,22 @@ def test_a_run_that_is_just_starting_is_waited_for(tmp_path, start):
     write_run(tmp_path / "run", 1)
     out, _ = process.communicate(timeout=LIMIT_S)
     assert (len(out.splitlines()), process.returncode) == (1, 0)
+
+
+def test_a_run_that_compiles_is_waited_for_as_long_as_for_a_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(tail_cli, "_START_WAIT_S", 0.0)
+    run = tmp_path / "run"
+    run.mkdir()
+    with FolderLock(run):
+        result = tail(run, "--timeout-s", "0.3")
+        assert result.exit_code == 2
+        assert "RUN must have begun to train, " in result.stderr
+        assert "is still compiling; look again later" in result.stderr
+        assert "is still compiling" in tail(run, "--once").stderr
+        begins = threading.Timer(0.3, lambda: write_run(run, 1))
+        begins.start()
+        assert len(tail(run).stdout.splitlines()) == 1
+        begins.join()
 
 
 @pytest.mark.parametrize("option", ["--interval", "--smoothing", "--timeout-s"])

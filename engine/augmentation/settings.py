@@ -87,12 +87,12 @@ class Augmentation:
         if self.crop_padding and self.crop != "random":
             raise ValueError(
                 f"crop_padding belongs to crop random, got crop_padding {self.crop_padding} with crop {self.crop}: "
-                f"choose crop random, or leave the padding out"
+                f"take crop random, or crop_padding 0"
             )
         if self.padding_mode != "zeros" and not self.crop_padding:
             raise ValueError(
                 f"padding_mode belongs to a crop_padding, got padding_mode {self.padding_mode} without one: "
-                f"give a crop_padding, or leave the mode out"
+                f"give a crop_padding, or take padding_mode zeros"
             )
 
     @property

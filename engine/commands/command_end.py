@@ -40,7 +40,9 @@ def say_to_stderr(text: str) -> None:
 
 def describe_error(error: Exception) -> str:
     """Gives the error in a line or two; one that is no rule of ours says where the rest is."""
-    notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
+    # jax notes how its own frames of a traceback can be seen, of which there is none here.
+    told = (note for note in getattr(error, "__notes__", ()) if "JAX_TRACEBACK_FILTERING" not in note)
+    notes = "".join(f"\n  {note}" for note in told)
     text = str(error).strip()
     if isinstance(error, BrokenPipeError):
         text = "the reader of the loss stream went away (broken pipe); the run ended at its next step"

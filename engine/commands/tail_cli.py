@@ -91,7 +91,7 @@ def main(
     --smoothing, --log-scale, --width and --height shape the chart: piped, or on a dumb terminal, they change nothing.
 
     Ends by itself when the run has ended. A RUN which is just starting is waited for: 5 seconds for its folder,
-    --timeout-s for its first step.
+    --timeout-s while it compiles, as long again for its first step.
 
     Exit codes: 0 the run ended (or --once), 1 killed, or silent for --timeout-s, 2 RUN is no run folder, 130 Ctrl-C.
     """
@@ -130,18 +130,28 @@ def _drop_stdout() -> None:
 
 
 def _await_run(run: Path, once: bool, timeout_s: float) -> None:
-    """Return when RUN holds a log, or the settings of a run whose first step is still to come."""
+    """Return when RUN holds a log, or the settings of a run whose first step is still to come.
+
+    Raises:
+        RunNotFoundError: it is no folder of a run, or of one that does not come to train in time.
+    """
     if run.exists() and not run.is_dir():
         raise RunNotFoundError(f"RUN must be the folder of a run, {run} is a file; give the folder that holds it")
+    from engine.records.folder_lock import is_locked
+
     wait_s = 0.0 if once else min(_START_WAIT_S, timeout_s)
-    deadline = time.monotonic() + wait_s
+    started_s = time.monotonic()
     told = False
     while not _has_begun(run, once):
         if below := _runs_in(run):
             raise RunNotFoundError(
                 f"RUN must be the folder of a run, {run} holds {len(below)} of them; give one, the last is {below[-1]}"
             )
-        if time.monotonic() >= deadline:
+        # A run holds its folder from before it compiles, which may take minutes.
+        is_held = is_locked(run)
+        if time.monotonic() - started_s >= (timeout_s if is_held and not once else wait_s):
+            if is_held:
+                raise RunNotFoundError(f"RUN must have begun to train, {run} is still compiling; look again later")
             found = "holds no loss.jsonl" if run.is_dir() else "does not exist"
             raise RunNotFoundError(
                 f"RUN must be the folder of a run, {run} {found}; give the --run-dir of a run-train that has begun"
