@@ -115,9 +115,8 @@ class TrainConfig:
             with the last good weights. A runtime value.
         stop_on_nan: end the run where more are not finite; without it every such update is skipped, however many. A
             runtime value.
-        deterministic: on NVIDIA, take no operation that gives other bits when it is run again, though it may be faster;
-            elsewhere there are none. Which of the others are fastest is measured when a program is compiled: the same
-            bits in every launch take the same compiled program (`compilation_cache`), card and versions.
+        deterministic: on NVIDIA, take no operation that gives other bits when it is run again, and try no others to
+            find the fastest: the same bits in every launch on the same card and versions. Elsewhere it changes nothing.
         crop: "centre", "random", or "resized" (a random part of random area and aspect, resized).
         crop_padding: pixels on every side before a random crop.
         padding_mode: what they are: "zeros" (black), or "reflect" (the picture mirrored at its border pixels).

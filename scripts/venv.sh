@@ -137,3 +137,19 @@ install_project() { # VENV EXTRA CONSTRAINTS
   fi
   return "$status"
 }
+
+# XLA's compiler for NVIDIA cards, which needs none: beside the packages, since with it among them jax would look for a
+# card at every start. Without it the tests that compile for a card are skipped.
+ensure_card_compiler() { # VENV
+  local python=$1/bin/python folder=$1/card-compiler log=$1/card-compiler.log version
+  version=$("$python" -c 'import jaxlib, sys; print(jaxlib.__version__ if sys.platform == "linux" else "")') || version=''
+  if [ -z "$version" ] || [ -e "$folder/.installed-$version" ]; then return 0; fi
+  say "downloading XLA's compiler for NVIDIA cards, 145 MB"
+  rm -rf "$folder"
+  if "$python" -m pip install --disable-pip-version-check --timeout 15 --retries 1 --only-binary=:all: --no-deps \
+    --target "$folder" "jax-cuda13-pjrt==$version" "jax-cuda13-plugin==$version" >"$log" 2>&1 </dev/null; then
+    : >"$folder/.installed-$version"
+  else
+    say "pip could not get it, so that nothing is compiled for a card; why stands in $log"
+  fi
+}

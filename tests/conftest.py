@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 
 if TYPE_CHECKING:
@@ -12,6 +13,10 @@ if TYPE_CHECKING:
 
 # A card is used by those tests alone that ask for it, and then by scripts/gpu-check, which says so beforehand.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+# Nothing is timed in a test: pytest's own limit ends one that hangs.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -19,7 +19,7 @@ def values_of(pull, dtype=np.float32):
     return jnp.asarray(random.standard_normal(), dtype), {"kernel": jnp.asarray(random.standard_normal((2, 3)), dtype)}
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(every=st.integers(-1, 5), pulls=st.integers(1, 12))
 def test_each_group_gives_its_mean_once(every, pulls):
     gathered = init_accumulation(values_of(0))

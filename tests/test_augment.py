@@ -89,6 +89,17 @@ def test_something_happens_and_the_shapes_are_right(name):
     assert np.isfinite(images).all()
 
 
+def test_a_reflected_padding_is_not_black():
+    """The pixels are drawn from all 256 levels: three zeros in one place are a padding's alone."""
+    black = -np.asarray(SCALE.mean) / np.asarray(SCALE.std)
+
+    def shows_black(padding_mode):
+        images, _ = augment_stream(dataclasses.replace(CIFAR, padding_mode=padding_mode), 0, 64)
+        return bool(np.isclose(images, black, atol=1e-5).all(axis=-1).any())
+
+    assert (shows_black("zeros"), shows_black("reflect")) == (True, False)
+
+
 @pytest.mark.parametrize("name", AUGMENTATIONS)
 def test_batch_size_and_shards_change_no_bit(name):
     whole = augment_stream(AUGMENTATIONS[name], 0, 64)

@@ -456,6 +456,15 @@ def test_peers_are_pinned():
         assert all("==" in requirement for requirement in (*peer.requirements, *peer.built))
 
 
+def test_a_bench_whose_base_was_not_measured_has_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr("scripts.benchmarks.cli.FOLDER", tmp_path / ".bench")
+    monkeypatch.setattr("scripts.benchmarks.card.describe_cards", list)
+    done = CliRunner().invoke(main, ["card", "--case", "host to card, 128", "--repeats", "1"])
+    assert done.exit_code == 1
+    assert "its data could not be made: nvidia-smi lists no card" in " ".join(done.output.split())
+    assert "must run, and did not in card, host to card, 128×224×224 uint32" in " ".join(done.output.split())
+
+
 def test_the_cheapest_case_runs(tmp_path, monkeypatch):
     monkeypatch.setattr("scripts.benchmarks.cli.FOLDER", tmp_path / ".bench")
     out = tmp_path / "out.json"

@@ -82,7 +82,7 @@ def test_overshooting_edges_equal_plain_pillow(size, resample):
     assert difference.max() <= (0 if resample in ("box", "nearest") else 2)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     width=st.integers(1, 90),
     height=st.integers(1, 90),
@@ -257,7 +257,7 @@ def test_pillows_own_limit_is_left_alone():
     assert before == Image.MAX_IMAGE_PIXELS
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_damage_ends_in_an_image_or_a_reason(data):
     kind = data.draw(st.sampled_from(["JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM"]))

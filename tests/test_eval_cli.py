@@ -124,7 +124,7 @@ def test_weights_of_no_run(place, monkeypatch):
         (["own"], "own was trained with a model of your own, 'linear', which only Python has"),
         (["run", "--data", "nowhere"], "nowhere does not exist"),
         (["run", "--split", "test"], "there is no split 'test'; choose one of train, val"),
-        (["run", "--batch", "0"], "batch must lie in 1 … 1048576, got 0"),
+        (["run", "--batch", "0"], "--batch must lie in 1 … 1048576, got 0"),
         (["run", "--image-size", "9"], "as large as those of the training, 9 × 9 px"),
         (["--weights", "nowhere.safetensors"], "nowhere.safetensors does not exist"),
         (["--weights", "data/val/manifest.json"], "must be a whole safetensors file"),

@@ -137,7 +137,7 @@ def test_threads_that_fill_out_of_order_give_ordered_batches():
             assert_taken(feeder, step)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 2**32),
     depth=st.integers(1, 6),

@@ -1,12 +1,23 @@
 """Signals act between the pieces of work that must be whole, each once."""
 
 import signal
+from contextlib import contextmanager
 
 import pytest
 
 from engine.commands.held_signals import signals_held
 
 NUMBERS = [signal.SIGINT, signal.SIGTERM]
+
+
+@contextmanager
+def ended_by_sigterm(done):
+    """Notes what would end the process."""
+    before = signal.signal(signal.SIGTERM, lambda _number, _frame: done.append("SIGTERM"))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def interrupted(numbers_of_item, done):
@@ -67,3 +78,57 @@ def test_a_signal_behind_the_last_item_acts_when_the_block_ends():
     with pytest.raises(KeyboardInterrupt):
         work()
     assert done == ["a", "b", "whole"]
+
+
+def test_the_way_out_is_not_interrupted_by_a_second_signal():
+    done: list[object] = []
+
+    def items():
+        try:
+            signal.raise_signal(signal.SIGTERM)
+            yield 0
+        finally:
+            signal.raise_signal(signal.SIGTERM)
+            done.append("left")
+
+    with pytest.raises(SystemExit) as caught, ended_by_sigterm(done), signals_held() as signals:
+        list(signals.let_in(items()))
+    assert caught.value.code == 128 + signal.SIGTERM
+    assert done == ["left", "SIGTERM"]
+
+
+def test_each_that_was_held_acts():
+    done: list[object] = []
+
+    def work():
+        with signals_held():
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGTERM)
+            done.append("whole")
+
+    with pytest.raises(KeyboardInterrupt), ended_by_sigterm(done):
+        work()
+    assert done == ["whole", "SIGTERM"]
+
+
+def test_the_third_signal_acts_at_once():
+    def hold_on():
+        with signals_held():
+            for _ in range(9):
+                signal.raise_signal(signal.SIGTERM)
+
+    done: list[object] = []
+    with pytest.raises(SystemExit), ended_by_sigterm(done):
+        hold_on()
+    assert done == ["SIGTERM"] * 2
+
+
+def test_what_is_ignored_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with signals_held() as signals:
+            signal.raise_signal(signal.SIGINT)
+            assert list(signals.let_in("ab")) == ["a", "b"]
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)

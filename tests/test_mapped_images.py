@@ -84,7 +84,7 @@ def data(packs, tmp_path):
     return tmp_path / "data"
 
 
-@settings(max_examples=90, deadline=None)
+@settings(max_examples=90)
 @given(
     size=st.sampled_from([SMALL, LARGE]),
     checksum=st.booleans(),

@@ -106,7 +106,7 @@ ROWS[0, 0], ROWS[1, 0] = ("x", np.arange(3)), ("yy", np.arange(2))
 PLAIN = written({"rows": ROWS, "cells": np.array([["p", 1]], object)}, compress=False)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_damage_ends_in_values_or_a_reason(data):
     content = bytearray(PLAIN)

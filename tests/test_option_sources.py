@@ -157,8 +157,12 @@ def test_a_recorded_run_comes_back_as_it_was():
         ("give a crop_padding, or keep_snapshots.", "give a --crop-padding, or --keep."),
         ("a batch must be even: change image_size", "a batch must be even: change --image-size"),
         ("no file run_dir/x nor /run_dir", "no file run_dir/x nor /run_dir"),
-        ("no setting 'crop_padding' in my.crop_padding.toml", "no setting 'crop_padding' in my.crop_padding.toml"),
+        ("no setting 'crop_padding'", "no setting 'crop_padding'"),
+        ("mine.toml: crop_padding must be of type int", "mine.toml: crop_padding must be of type int"),
+        ("engine.train(TrainConfig(run_dir='own'))", "engine.train(TrainConfig(run_dir='own'))"),
+        ("my run_dir has no config: give a run_dir", "my run_dir has no config: give a --run-dir"),
     ],
 )
 def test_a_message_names_the_options_of_the_command_and_not_their_settings(text, told):
-    assert with_option_names(text, run_train) == told
+    context = run_train.make_context("run-train", ["--run-dir", "my run_dir"])
+    assert with_option_names(text, context) == told

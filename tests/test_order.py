@@ -71,13 +71,13 @@ def test_an_epoch_is_a_permutation(num_images, seed):
 
 
 @given(num_images=st.integers(1, 3000), seed=SEEDS, epoch=st.integers(0, 10**6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_an_epoch_is_a_permutation_whatever_its_keys(num_images, seed, epoch):
     np.testing.assert_array_equal(np.sort(epoch_of(num_images, seed, epoch)), np.arange(num_images))
 
 
 @given(num_images=st.integers(1, 2**40), seed=SEEDS, positions=st.lists(st.integers(0, 2**62), max_size=20))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_equals_the_reference_at_any_position(num_images, seed, positions):
     found = EpochOrder(num_images, seed).images_at(np.array(positions, np.int64))
     assert found.dtype == np.int64
@@ -86,7 +86,7 @@ def test_equals_the_reference_at_any_position(num_images, seed, positions):
 
 
 @given(num_images=st.integers(1, 60), batch=st.integers(1, 50), seed=SEEDS, num_epochs=st.integers(1, 3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_image_once_an_epoch_across_ragged_batches(num_images, batch, seed, num_epochs):
     order = EpochOrder(num_images, seed)
     num_steps = -(-num_images * num_epochs // batch)

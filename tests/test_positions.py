@@ -42,7 +42,7 @@ def seed_words(seed):
     batch=st.one_of(st.integers(1, 2**31 - 1), st.sampled_from([1, 2**16, 2**20, 2**31 - 1])),
     data=st.data(),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_positions_equal_pythons_integers(step, batch, data):
     count = data.draw(st.integers(1, min(batch, 5)))
     start = data.draw(st.integers(0, batch - count))
@@ -150,7 +150,7 @@ def test_another_seed_or_step_needs_no_other_trace():
 
 
 @given(word=st.integers(0, 2**32 - 1), count=st.one_of(st.integers(1, 2**31), st.sampled_from([1, 2**16, 2**31])))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_index_is_the_scaled_word(word, count):
     assert int(to_index(jnp.uint32(word), jnp.uint32(count))) == word * count >> 32
 

@@ -110,7 +110,7 @@ def float64_rate(name, step, total, warmup, *, start, alpha, drop, milestones, r
     return cosine(PEAK, PEAK / 1e5, min((since - rise_steps) / falling, 1) if falling else 1.0)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(data=st.data())
 def test_equals_its_description_for_any_numbers(compiled, data):
     name = data.draw(st.sampled_from(SCHEDULES))

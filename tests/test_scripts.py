@@ -10,6 +10,7 @@ import shutil
 import stat
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -281,6 +282,23 @@ def test_hooks_and_ci_run_the_same_commands() -> None:
         assert os.access(ROOT / script, os.X_OK), script
 
 
+def test_the_compiler_for_cards_is_brought_once_and_can_be_done_without(machine: Machine) -> None:
+    venv = machine.clone / ".venv"
+    target = "--target " + str(venv / "card-compiler")
+    make = f"{shutil.which('mkdir')} -p {shlex.quote(str(venv / 'card-compiler'))}"
+    machine.fake_installer(venv / "bin/python", make)
+    for _ in range(2):
+        assert machine.sourced('ensure_card_compiler "$root/.venv"').returncode == 0
+    (install,) = machine.installs()
+    assert target in install
+    assert f"jax-cuda13-pjrt=={version('jaxlib')} jax-cuda13-plugin=={version('jaxlib')}" in install
+    machine.fake_installer(venv / "bin/python", "exit 1")
+    (venv / f"card-compiler/.installed-{version('jaxlib')}").unlink()
+    done = machine.sourced('ensure_card_compiler "$root/.venv"; echo goes on')
+    assert (done.returncode, done.stdout) == (0, "goes on\n")
+    assert "nothing is compiled for a card; why stands in" in done.stderr
+
+
 def fake_jax(machine: Machine, *, tests: int = 0) -> Path:
     """A Python whose jax sees a card; it notes what it is asked to run, and the tests end with that code."""
     return machine.fake(
@@ -302,6 +320,25 @@ def gpu_check(machine: Machine, arguments: str = "") -> subprocess.CompletedProc
         if not (machine.bin / tool).exists():
             (machine.bin / tool).symlink_to(found)
     return machine.run(f"{shlex.quote(str(machine.clone))}/scripts/gpu-check {arguments}")
+
+
+@pytest.mark.parametrize(
+    ("part", "fails"),
+    [
+        ("--tests", "-m pytest"),
+        ("--benchmarks", "scripts.benchmarks card"),
+        ("--trace", "traced_training.py resnet50"),
+        ("--trace", "traced_training.py resnet8"),
+        ("--cifar .", "preprocess.cli"),
+        ("--cifar .", "cifar-compiled"),
+        ("--cifar .", "cifar-timed"),
+    ],
+)
+def test_a_gpu_check_tells_of_every_part_that_failed(machine: Machine, part: str, fails: str) -> None:
+    for split in ("train", "test"):
+        (machine.home / split).mkdir()
+    machine.fake(machine.bin / "python3", f"""case "$*" in *'{fails}'*) exit 1 ;; *) echo fine ;; esac""")
+    assert gpu_check(machine, part).returncode == 1
 
 
 @pytest.mark.parametrize(("tests", "code"), [(0, 0), (1, 1)])

@@ -35,7 +35,7 @@ def test_golden_order():
     assert names_in_order(listing_of(tree(3, 3))) == order.split()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.data())
 def test_order_does_not_depend_on_how_files_are_listed(data):
     pairs = tree(3, 12)

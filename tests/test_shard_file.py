@@ -39,7 +39,7 @@ def stored_by_tensorstore(folder, words, *, shard_images, checksum):
     return [Path(folder, PIXELS, shard_key(number, 3)).read_bytes() for number in range(len(starts))]
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(st.data())
 def test_the_bytes_are_tensorstores(data):
     shard_images, checksum = data.draw(st.integers(1, 5)), data.draw(st.booleans())

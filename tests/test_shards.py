@@ -101,7 +101,7 @@ def test_any_zarr_reader_finds_the_packed_pixels(tmp_path, source, codec, checks
         np.testing.assert_array_equal(ts.open(spec).result().read().result(), expected)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(indices=st.lists(st.integers(0, 9), max_size=12))
 def test_images_come_in_the_order_asked_for_with_repeats(tmp_path_factory, indices):
     source = fake_source(10)

@@ -103,7 +103,7 @@ TREES = st.recursive(
 )
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tree=st.dictionaries(KEYS, TREES, max_size=3), step=st.integers(0, 2**40))
 def test_any_state_comes_back_bit_by_bit(tmp_path, tree, step):
     shutil.rmtree(tmp_path / "any", ignore_errors=True)

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 
 from engine import TrainConfig, train
 from engine.launch import NonFiniteError
+from engine.statics import statics_of
 from engine.updates.schedules import learning_rate_at, schedule_values
 from tests.fake_source import fake_source, pack
 from tests.toy import BATCH, CountedBatches, Linear, toy_batch, toy_config
@@ -37,6 +38,13 @@ def test_every_optimiser_learns_in_the_loop(optimizer):
     config = toy_config(steps=80, optimizer=optimizer, learning_rate=0.05 if optimizer != "lars" else 20.0)
     losses = train(config, model=Linear(), batches=toy_batch).losses
     assert losses[-10:].mean() < 0.5 * losses[0]
+
+
+def test_a_crop_is_padded_as_asked_for():
+    def padding_mode(**values):
+        return statics_of(toy_config(crop="random", crop_padding=2, **values)).augmentation.padding_mode
+
+    assert (padding_mode(), padding_mode(padding_mode="reflect")) == ("zeros", "reflect")
 
 
 def test_another_rate_length_decay_or_smoothing_compiles_nothing():

@@ -32,7 +32,7 @@ def plain_count(logits, labels):
     return sum(rank < 1 for rank in ranks), sum(rank < 5 for rank in ranks), losses.sum()
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(st.integers(1, PLACES), st.sampled_from([1, 2, 5, 6]), st.integers(0, 10**6))
 def test_a_batch_is_counted_as_by_sorting_and_padding_is_not(num_images, num_classes, seed):
     padding = PLACES - num_images
@@ -47,7 +47,7 @@ def test_a_batch_is_counted_as_by_sorting_and_padding_is_not(num_images, num_cla
     np.testing.assert_allclose(tally.loss_sum, loss, rtol=1e-5)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(st.lists(st.integers(0, PLACES), min_size=1, max_size=3), st.sampled_from([1, 2, 5, 6]))
 def test_classes_are_counted_as_by_a_loop_over_images(counts, num_classes):
     random = np.random.default_rng(0)

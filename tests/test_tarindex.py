@@ -74,7 +74,7 @@ def test_a_size_beyond_eight_gibibytes_is_understood(listed, tmp_path):
         os.close(tar.descriptor)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     names=st.lists(
         st.text(st.characters(codec="utf-8", exclude_characters="\0/"), min_size=1, max_size=150), unique=True
@@ -229,7 +229,7 @@ def test_telling_a_tar_by_its_head():
     assert not is_tar(b"\x1f\x8b" + bytes(BLOCK))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_damage_ends_in_members_or_a_reason(tmp_path_factory, data):
     content = bytearray(tar_bytes([("a/1.jpg", b"one"), (LONG, b"two")]))

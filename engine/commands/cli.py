@@ -61,7 +61,7 @@ def main(context: click.Context, /, *, recipe: str | None, dry_run: bool, traceb
     except Exception as error:
         if traceback:
             raise
-        say_to_stderr(f"run-train: {with_option_names(describe_error(error), main)}")
+        say_to_stderr(f"run-train: {with_option_names(describe_error(error), context)}")
         code = _WRONG_USAGE if isinstance(error, ValueError) else _FAILED
     # A disk that did not take the last snapshot may hold its thread for ever.
     leave(code, at_once=not is_saved)

@@ -157,7 +157,7 @@ def main(
     except Exception as error:
         if traceback:
             raise
-        say_to_stderr(f"run-eval: {with_option_names(describe_error(error), main)}")
+        say_to_stderr(f"run-eval: {with_option_names(describe_error(error), click.get_current_context())}")
         code = _WRONG_USAGE if isinstance(error, ValueError) else _FAILED
     leave(code)
 

@@ -2,9 +2,11 @@
 
 import signal
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 _NUMBERS = (signal.SIGINT, signal.SIGTERM)
+# Whoever asks so often means it: a write to a terminal that nobody reads would wait for ever.
+_MOST_HELD = 2
 
 
 class HeldSignals:
@@ -12,11 +14,13 @@ class HeldSignals:
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
+        self._num_seen = 0
         self._is_let_in = False
 
     def handle(self, number: int, _frame: object) -> None:
-        """Keeps the signal, or ends the command where `let_in` waits."""
-        if not self._is_let_in:
+        """Keeps the signal, or ends the command where `let_in` waits, and with the third signal in any place."""
+        self._num_seen += 1
+        if not self._is_let_in and self._num_seen <= _MOST_HELD:
             self.numbers.append(number)
             return
         self._is_let_in = False  # the way out is not interrupted once more
@@ -41,16 +45,23 @@ class HeldSignals:
                 self._is_let_in = False
             yield item
 
+    def deliver(self) -> None:
+        """Has all that were kept act, each on its own; what the last one raises is raised."""
+        with ExitStack() as stack:
+            for number in reversed(self.numbers):
+                stack.callback(signal.raise_signal, number)
+
 
 @contextmanager
 def signals_held() -> Iterator[HeldSignals]:
-    """Lets SIGINT and SIGTERM wait until the block ends, and act then as they would have."""
+    """Lets SIGINT and SIGTERM wait until the block ends, and act then as they would have; those ignored stay so."""
     held = HeldSignals()
-    before = {number: signal.signal(number, held.handle) for number in _NUMBERS}
-    try:
+    # Whatever one of them raises, the others are called: handlers first, in the end what they are to handle.
+    with ExitStack() as stack:
+        stack.callback(held.deliver)
+        for number in _NUMBERS:
+            before = signal.getsignal(number)
+            if before not in (signal.SIG_IGN, None):
+                stack.callback(signal.signal, number, before)
+                signal.signal(number, held.handle)
         yield held
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        for held_back in held.numbers:
-            signal.raise_signal(held_back)

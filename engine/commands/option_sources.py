@@ -17,6 +17,7 @@ from engine.config import COUNTED_IN_EPOCHS, NO_VALUE, TrainConfig, setting_word
 COMMAND_LINE = "command line"
 DEFAULT = "default"
 _NAMES = tuple(field.name for field in fields(TrainConfig))
+_IN_A_FILE = re.compile(r".*\.toml: ")
 _GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 
 
@@ -84,18 +85,25 @@ def command_line(context: click.Context) -> OptionSource:
     return OptionSource(COMMAND_LINE, given)
 
 
-def with_option_names(text: str, command: click.Command) -> str:
+def with_option_names(text: str, context: click.Context) -> str:
     """Gives a message in the words of a command line: `chunk_batches must …` becomes `--chunk must …`.
 
-    A name of one word is one of a setting where the message begins with it; elsewhere it is English.
+    A name of one word is one of a setting where the message begins with it; elsewhere it is English. What was given to
+    the command, such as a path, stays as it is, and so does what a recipe's file is told of its own settings.
     """
-    options = {option.name: option.opts[0] for option in command.params if isinstance(option, click.Option)}
-    for name in _NAMES:
-        if name in options:
-            # Neither a part of a path nor of another name.
-            pattern = rf"(?<![\w/.'-]){name}(?![\w/'-]|\.\w)" if "_" in name else rf"^{name}(?= must )"
-            text = re.sub(pattern, options[name], text)
-    return text
+    if _IN_A_FILE.match(text):
+        return text
+    options = {option.name: option.opts[0] for option in context.command.params if isinstance(option, click.Option)}
+    names = "|".join(name for name in _NAMES if name in options and "_" in name)
+    words = "|".join(name for name in _NAMES if name in options and "_" not in name)
+    # Neither a part of a path or another name nor an argument in Python.
+    pattern = re.compile(rf"(?<![\w/.'-])(?:{names})(?![\w/'=-]|\.\w)|^(?:{words})(?= must )")
+    values = (value for value in context.params.values() if isinstance(value, str))
+    given = "|".join(re.escape(value) for value in values if any(name in value for name in _NAMES if "_" in name))
+    pieces = re.split(f"({given})", text) if given else [text]
+    # Split by what was given, every second piece is that.
+    pieces[::2] = [pattern.sub(lambda found: options[found[0]], piece) for piece in pieces[::2]]
+    return "".join(pieces)
 
 
 def merge_options(*sources: OptionSource) -> MergedOptions:

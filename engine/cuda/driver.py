@@ -47,7 +47,8 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
 
 # What only enqueues is called with the interpreter's lock held: to give the lock up for a microsecond is to wait for it
 # behind the reader threads, nine times a batch. (Nine calls of libc took 3 times as long so, beside one busy thread.)
-# Where a stream is full such a call waits for the device, which waits for nobody's lock.
+# Where a stream is full, as it may be behind a large network, such a call waits with it until the device, which needs
+# nobody's lock, has come to the next kernels.
 _BRIEF = frozenset(
     {
         "cuCtxPushCurrent_v2",

@@ -62,6 +62,9 @@ def main(
         # After each case: what a long run has measured is not lost where it is ended.
         if json_path is not None:
             write_json(json_path, about, results)
+    failed = [f"{bench.name}, {result.case.name}" for bench, result in results if not result.has_base]
+    if failed:
+        raise click.ClickException(f"what the others are compared with must run, and did not in {'; '.join(failed)}")
 
 
 def _chosen(names: tuple[str, ...]) -> list[Bench]:

@@ -83,6 +83,11 @@ class CaseResult:
     case: Case
     rows: list[Row]
 
+    @property
+    def has_base(self) -> bool:
+        """Whether the candidate that the others are compared with was measured."""
+        return any(row.candidate.name == self.case.base and row.speed is not None for row in self.rows)
+
     def to_json(self) -> dict[str, Any]:
         """Everything that is known."""
         unit = self.case.unit._asdict()

@@ -25,7 +25,7 @@ from engine.cuda.driver import CudaDriver
 from engine.cuda.infeed import StreamedInfeed
 from engine.sinks import LossRecord
 
-_LONG_S = 86_400.0
+LONG_S = 86_400.0
 _MOST_STEPS = 2**31 - 2
 _WARM_UNITS = 3
 # Control words are fewer, batches more.
@@ -133,12 +133,14 @@ def timed_pulls() -> list[float]:
 
 
 def leave_out_copies() -> None:
-    """Has a card's ring copy no batch: what lies in its slots is trained on. Copies of a few words are made."""
+    """Has a card's ring copy one batch into each of its slots, which is then trained on again and again."""
     copy = CudaDriver.copy_to_device
+    filled: set[int] = set()
 
     def copy_words(driver: CudaDriver, target: int, source: int, num_bytes: int, stream: int) -> None:
-        if num_bytes <= _FEW_BYTES:
+        if num_bytes <= _FEW_BYTES or target not in filled:
             copy(driver, target, source, num_bytes, stream)
+            filled.add(target)
 
     CudaDriver.copy_to_device = copy_words  # type: ignore[method-assign, assignment]
 
@@ -165,7 +167,7 @@ def serve_training(
     gate, sink, ended, pull_times_s = GatedBatches(source), LastLoss(), threading.Event(), timed_pulls()
     # Weight decay and schedule are the defaults; the rate is small, so that a batch seen again and again stays one.
     settings = TrainConfig(
-        steps=_MOST_STEPS, batch=source.batch, learning_rate=1e-3, infeed_timeout_s=_LONG_S, eval_split="off", **config
+        steps=_MOST_STEPS, batch=source.batch, learning_rate=1e-3, infeed_timeout_s=LONG_S, eval_split="off", **config
     )
 
     def run() -> None:

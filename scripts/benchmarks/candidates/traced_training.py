@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from gated_training import GatedBatches, LastLoss
+from gated_training import LONG_S, GatedBatches, LastLoss
 from pulls import ReadyBatches
 
 from engine import TrainConfig, train
@@ -44,11 +44,17 @@ def main(model: str, size: int, batch: int, num_classes: int, precision: str) ->
     waits = count_waits()
     gate, sink, ended = GatedBatches(ReadyBatches(batch, size)), LastLoss(), threading.Event()
     settings: dict[str, Any] = {"model": model, "num_classes": num_classes, "precision": precision, "eval_split": "off"}
-    config = TrainConfig(steps=WARM_STEPS + TRACED_STEPS + LAST_STEPS, batch=batch, learning_rate=1e-3, **settings)
+    # The gate holds the program up for as long as the profiler takes.
+    settings |= {"batch": batch, "learning_rate": 1e-3, "infeed_timeout_s": LONG_S}
+    config = TrainConfig(steps=WARM_STEPS + TRACED_STEPS + LAST_STEPS, **settings)
+    failures: list[BaseException] = []
 
     def run() -> None:
         try:
             train(config, batches=gate, sinks=[sink])
+        except BaseException as error:
+            failures.append(error)
+            raise
         finally:
             ended.set()
 
@@ -70,6 +76,8 @@ def main(model: str, size: int, batch: int, num_classes: int, precision: str) ->
         jax.profiler.stop_trace()
         make_steps(WARM_STEPS + TRACED_STEPS + 1, config.steps)
         thread.join()
+        if failures:
+            raise failures[0]
         (written,) = Path(folder).rglob("*.xplane.pb")
         trace = read_trace(jax.profiler.ProfileData.from_file(str(written)))
     print(f"trace of {model} {size} px b{batch} {precision}, batches at hand")
