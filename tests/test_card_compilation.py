@@ -67,6 +67,8 @@ def test_a_program_for_a_card_runs_ahead_of_it(values):
     # The others are those over the pulls.
     assert turns.count(None) == 2
     assert '"__cudnn$convForward"' in program
+    assert '"__cublas$lt$matmul"' in program
+    assert "gemm_fusion" not in program
     # What no library takes: slow, or of other bits each time.
     assert not re.search(r" (convolution|scatter|select-and-scatter)\(", program)
 
@@ -74,3 +76,5 @@ def test_a_program_for_a_card_runs_ahead_of_it(values):
 def test_a_program_may_leave_the_order_of_sums_to_the_card():
     program = compiled_for_a_card(model="resnet8", deterministic=False)
     assert program.count('custom_call_target="xla_buffer_python_gpu_callback"') == 7
+    # Kernels of XLA's own for products, which it chooses by trying; a deterministic program has cuBLAS's.
+    assert "gemm_fusion" in program
