@@ -78,6 +78,8 @@ def test_name_and_summary_say_what_the_settings_do(name):
     recipe = load_recipe(name)
     settings = recipe.settings
     assert "\n" not in recipe.summary + recipe.expected + recipe.hardware
+    # What is still to be measured is written in capitals until it is.
+    assert not re.search(r"\b(TODO|EXPECTED|HARDWARE|RESULT)\b", recipe.expected + recipe.hardware + recipe.source)
     if number := re.search(r"-(\d+)$", name):
         assert settings["epochs"] == int(number[1])
     assert recipe.summary.lower().replace("-", "").startswith(f"{settings['model'].replace('-', '')} on ")
