@@ -1,10 +1,10 @@
 """What every test stands on: caches of its own, and no settings of the user."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import hypothesis
 import pytest
 
 if TYPE_CHECKING:
@@ -14,9 +14,12 @@ if TYPE_CHECKING:
 # A card is used by those tests alone that ask for it, and then by scripts/gpu-check, which says so beforehand.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-# Nothing is timed in a test: pytest's own limit ends one that hangs.
-hypothesis.settings.register_profile("untimed", deadline=None)
-hypothesis.settings.load_profile("untimed")
+# Nothing is timed in a test: pytest's own limit ends one that hangs. The tests of a card do without hypothesis.
+with suppress(ModuleNotFoundError):
+    import hypothesis
+
+    hypothesis.settings.register_profile("untimed", deadline=None)
+    hypothesis.settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session", autouse=True)
