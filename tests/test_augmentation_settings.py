@@ -54,7 +54,7 @@ def test_numbers_become_pythons_own():
             {"crop": "random", "padding_mode": "reflect"},
             "padding_mode belongs to a crop_padding, got .* reflect without",
         ),
-        ({"crop_padding": 4}, "crop_padding belongs to crop random, got crop_padding 4 with crop centre: choose"),
+        ({"crop_padding": 4}, "crop_padding belongs to crop random, got crop_padding 4 with crop centre: take"),
         ({"horizontal_flip": 1.01}, r"horizontal_flip must be a number in 0 … 1, got 1.01"),
         ({"horizontal_flip": True}, "horizontal_flip must be a number"),
         ({"brightness": -0.1}, "brightness must be a number in 0 … 10"),
