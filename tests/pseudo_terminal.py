@@ -1,5 +1,6 @@
 """A program on a pseudo-terminal, as its user would see it."""
 
+import codecs
 import fcntl
 import os
 import pty
@@ -28,6 +29,8 @@ class Terminal:
         )  # fmt: skip
         os.close(slave)
         self.output = ""
+        # A read may end within a character.
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
 
     def resize(self, columns: int, lines: int) -> None:
         fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
@@ -59,7 +62,7 @@ class Terminal:
             data = os.read(self.master, 65536)
         except OSError:  # Linux reports the end of a pseudo-terminal as EIO
             return False
-        self.output += data.decode()
+        self.output += self._decoder.decode(data)
         return bool(data)
 
 
