@@ -124,7 +124,7 @@ def compiler_options(lowered: jax.stages.Lowered, backend: str, *, deterministic
 
     A deterministic program for a GPU has no operation that is not; XLA refuses one that knows no other way. Of the
     others it tries none to find the fastest, which would be another one each time, but takes the libraries' first
-    choice. Products are left to cuBLAS: its own kernels for them XLA 0.11.2 (jaxlib's) cannot choose without trying.
+    choice. Products are left to cuBLAS: of XLA's own kernels for them none is sure to do untried (jaxlib 0.11.2).
     """
     if backend == "gpu" and deterministic:
         return {

@@ -46,19 +46,20 @@ def traced_program(settings: dict[str, Any]) -> tuple[Any, Any]:
     from tests.fake_xla import fake_transport
 
     found: list[Any] = []
+    transport, fake = fake_transport()
 
     def trace_ahead(function: Any, *arguments: Any, donate: Any = ()) -> NoReturn:
         found.append((jax.jit(function, donate_argnums=donate), arguments))
         raise TracedError
 
     def on_fake_card(name: Any, platform: str) -> Any:
-        return fake_transport()[0] if name == "cuda" else choose_transport(name, platform)
+        return transport if name == "cuda" else choose_transport(name, platform)
 
     def blank(count: int) -> Any:
         size = settings["image_size"]
         return np.zeros((count, size, size), np.uint32), np.zeros(count, np.int32)
 
-    config = TrainConfig(transport="cuda", num_classes=10, **settings)
+    config = TrainConfig(transport="cuda", **({"num_classes": 10} | settings))
     with (
         mock.patch("engine.launch.trace_ahead", trace_ahead),
         mock.patch("engine.launch.choose_transport", on_fake_card),
@@ -66,6 +67,8 @@ def traced_program(settings: dict[str, Any]) -> tuple[Any, Any]:
         try:
             train(config, batches=lambda _: blank(config.batch), evaluation=blank(config.batch + 3))
         except TracedError:
+            assert fake.violations == []
+            assert fake.num_device_blocks == 0
             return found[0]
     raise AssertionError("the run has not come to its program")
 

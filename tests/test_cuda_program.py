@@ -3,38 +3,18 @@
 import re
 from typing import Any
 
-import jax
-import numpy as np
 import pytest
 
-from engine import TrainConfig, train
+from tests.card_compilation import traced_program
 
-CHUNK, SIZE = 20, 32
-
-
-def blank(num_images):
-    return np.zeros((num_images, SIZE, SIZE), np.uint32), np.zeros(num_images, np.int32)
+CHUNK = 20
 
 
-class LoweredError(Exception):
-    """Ends a launch before its program is compiled."""
-
-
-def lowered_for_a_card(monkeypatch, **values):
+def lowered_for_a_card(**values: Any) -> str:
     """The StableHLO of a run's program."""
-    texts = []
-
-    def trace_ahead(function, *arguments, donate=()):
-        traced = jax.jit(function, donate_argnums=donate).trace(*arguments)
-        texts.append(traced.lower(lowering_platforms=("cuda",)).as_text())
-        raise LoweredError
-
-    monkeypatch.setattr("engine.launch.trace_ahead", trace_ahead)
-    settings: dict[str, Any] = {"steps": 100, "batch": 6, "precision": "bfloat16", "chunk_batches": CHUNK}
-    config = TrainConfig(transport="cuda", **(settings | values))
-    with pytest.raises(LoweredError):
-        train(config, batches=lambda _: blank(6), evaluation=blank(13))
-    return texts[0]
+    settings = {"steps": 100, "batch": 6, "image_size": 32, "precision": "bfloat16", "chunk_batches": CHUNK}
+    function, arguments = traced_program(settings | values)
+    return function.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
 AUGMENTED = {
@@ -54,21 +34,19 @@ RESIZED = AUGMENTED | {"crop": "resized", "crop_padding": 0}
 UPDATED = {"ema_decay": 0.9, "clip_norm": 1.0, "accumulate_steps": 2, "optimizer": "lamb", "schedule": "cosine"}
 
 
-@pytest.mark.usefixtures("cards")
 @pytest.mark.parametrize("model", ["resnet8", "resnet50", "convnet8"])
 @pytest.mark.parametrize(
     "values", [AUGMENTED, AUGMENTED | UPDATED | {"crop": "resized", "crop_padding": 0}], ids=["plain", "all"]
 )
-def test_no_operation_of_the_program_gives_other_bits_when_it_is_run_again(monkeypatch, model, values):
+def test_no_operation_of_the_program_gives_other_bits_when_it_is_run_again(model, values):
     """XLA refuses select-and-scatter, and makes loops of other scatters, where all is to be deterministic."""
-    text = lowered_for_a_card(monkeypatch, model=model, num_classes=3, **values)
+    text = lowered_for_a_card(model=model, num_classes=3, **values)
     assert re.findall(r"stablehlo\.(?:select_and_)?scatter|stablehlo\.rng\b", text) == []
     assert "stablehlo.convolution" in text  # cuDNN's, not the products that are fast on a CPU
 
 
-@pytest.mark.usefixtures("cards")
-def test_loops_over_chunks_have_a_fixed_number_of_turns_and_all_crossings_are_enqueued(monkeypatch):
-    text = lowered_for_a_card(monkeypatch, model="resnet8", num_classes=3)
+def test_loops_over_chunks_have_a_fixed_number_of_turns_and_all_crossings_are_enqueued():
+    text = lowered_for_a_card(model="resnet8", num_classes=3)
     bounds = re.findall(r"stablehlo\.while.*?cond \{\s*(.*?)\} do \{", text, re.DOTALL)
     fixed = [
         int(found[2])

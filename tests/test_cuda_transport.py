@@ -13,9 +13,8 @@ from jax import lax
 
 from engine.cuda import transport as cuda_transport
 from engine.cuda.driver import CudaError
+from tests.called_loop import check_calls
 from tests.fake_xla import fake_transport
-
-RESULTS = (jax.ShapeDtypeStruct((2, 3), jnp.uint32), jax.ShapeDtypeStruct((), jnp.int32))
 
 
 def check_clean(fake):
@@ -29,27 +28,7 @@ def check_clean(fake):
 @pytest.mark.parametrize("eagerness", [0.0, 1.0])
 def test_a_call_reads_operands_and_writes_results_once_an_iteration(eagerness):
     transport, fake = fake_transport(eagerness=eagerness)
-    seen = []
-
-    def host(operands, results):
-        step, vector = operands
-        seen.append((int(step), vector.tolist()))
-        results[0][...] = int(step) * 10 + np.arange(6).reshape(2, 3)
-        results[1][...] = -int(step)
-
-    def program(steps):
-        def body(carry):
-            step, total, negative = carry
-            table, number = transport.call(host, RESULTS, step, jnp.array([0.5, 2.0]) * step)
-            return step + 1, total + table.sum(), negative + number
-
-        return lax.while_loop(lambda carry: carry[0] < steps, body, (jnp.int32(0), jnp.uint32(0), jnp.int32(0)))
-
-    with transport.running():
-        _, total, negative = jax.block_until_ready(jax.jit(program)(jnp.int32(4)))
-    assert seen == [(step, [0.5 * step, 2.0 * step]) for step in range(4)]
-    assert int(total) == sum(6 * 10 * step + 15 for step in range(4))
-    assert int(negative) == -6
+    check_calls(transport)
     check_clean(fake)
 
 

@@ -4,37 +4,15 @@ import ctypes
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax import lax
 
 from engine.transport import CallbackTransport, InplaceTransport
-
-RESULTS = (jax.ShapeDtypeStruct((2, 3), jnp.uint32), jax.ShapeDtypeStruct((), jnp.int32))
+from tests.called_loop import RESULTS, check_calls
 
 
 @pytest.mark.parametrize("transport", [InplaceTransport(), CallbackTransport()], ids=lambda each: each.name)
 def test_a_host_function_reads_operands_and_writes_results_once_an_iteration(transport):
-    seen = []
-
-    def host(operands, results):
-        step, vector = operands
-        seen.append((int(step), vector.tolist()))
-        results[0][...] = int(step) * 10 + np.arange(6).reshape(2, 3)
-        results[1][...] = -int(step)
-
-    def program(steps):
-        def body(carry):
-            step, total, negative = carry
-            table, number = transport.call(host, RESULTS, step, jnp.array([0.5, 2.0]) * step)
-            return step + 1, total + table.sum(), negative + number
-
-        return lax.while_loop(lambda carry: carry[0] < steps, body, (jnp.int32(0), jnp.uint32(0), jnp.int32(0)))
-
-    _, total, negative = jax.jit(program)(jnp.int32(4))
-    assert seen == [(step, [0.5 * step, 2.0 * step]) for step in range(4)]
-    assert int(total) == sum(6 * 10 * step + 15 for step in range(4))
-    assert int(negative) == -6
+    check_calls(transport)
 
 
 def test_the_state_of_a_thread_is_kept_before_anything_else_of_a_call(monkeypatch):
