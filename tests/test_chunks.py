@@ -13,6 +13,7 @@ import pytest
 
 from engine import replay_run, train
 from engine.control import ControlBoard
+from engine.cuda.ring import DeviceRing
 from engine.launch import NonFiniteError
 from engine.records.control_log import read_events
 from engine.records.control_requests import ControlRequest
@@ -185,12 +186,20 @@ def test_a_source_that_raises_in_the_midst_of_a_chunk_loses_no_step_and_the_run_
 
 
 @pytest.mark.timeout(60)
-def test_a_signal_ends_the_run_behind_the_batches_that_are_there(tmp_path, pulls):
+def test_a_signal_ends_the_run_behind_the_batches_that_are_there(tmp_path, pulls, transport, monkeypatch):
     main_thread, released = threading.get_ident(), threading.Event()
+    # A pull brings the batches together; on a card they come one by one, and each is waited for.
+    awaited, wait_for = set(), DeviceRing._wait_for
+
+    def noted_wait_for(ring, slot, step, is_cancelled):
+        awaited.add(step)
+        return wait_for(ring, slot, step, is_cancelled)
+
+    monkeypatch.setattr(DeviceRing, "_wait_for", noted_wait_for)
 
     def stalling(step):
         if step == 6:
-            while not pulls:  # the program waits for this batch
+            while not (6 in awaited if transport == "cuda" else pulls):  # the program waits for this batch
                 time.sleep(0.01)
             signal.pthread_kill(main_thread, signal.SIGINT)
             released.wait(30)
