@@ -8,10 +8,18 @@ import re
 import select
 import struct
 import subprocess
+import sys
 import termios
 import time
 
 LIMIT_S = 60.0  # for what takes tenths of a second on an idle machine
+# The terminal controls the program, so that its keys send signals. One sent beside a key would not do: the kernel drops
+# what is on its way to the terminal as it takes the key.
+_CONTROLLED = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
 
 
 class Terminal:
@@ -24,8 +32,8 @@ class Terminal:
         base = {name: value for name, value in os.environ.items() if name not in names}
         settings = base | {"TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"} | environment
         self.process = subprocess.Popen(
-            [*command, *map(str, arguments)], stdin=slave, stdout=slave, stderr=slave, env=settings,
-            start_new_session=True,
+            [sys.executable, "-c", _CONTROLLED, *command, *map(str, arguments)], stdin=slave, stdout=slave,
+            stderr=slave, env=settings, start_new_session=True,
         )  # fmt: skip
         os.close(slave)
         self.output = ""
@@ -34,6 +42,10 @@ class Terminal:
 
     def resize(self, columns: int, lines: int) -> None:
         fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+
+    def press(self, keys: str) -> None:
+        """Types; Ctrl-C is "\\x03", whose signal the terminal sends."""
+        os.write(self.master, keys.encode())
 
     def read_until(self, pattern: str, start: int = 0) -> None:
         """Read until `pattern` shows up after character `start` of the output, its escapes aside."""

@@ -373,9 +373,7 @@ def test_it_draws_new_steps_follows_a_resize_and_obeys_ctrl_c(tmp_path, open_ter
     terminal.read_until("\n[^\n]{0,8}└[^\n]{0,49}\n")  # an axis that ends within 50 columns
     seen = len(terminal.output)
     terminal.read_until("step 60/1000", start=seen)
-    os.write(terminal.master, b"\x03")
-    # The terminal is a controlling one only for a session leader that opened it, so the signal is sent as well.
-    terminal.process.send_signal(signal.SIGINT)
+    terminal.press("\x03")
     assert terminal.finish() == 130
     assert "Traceback" not in terminal.output
     assert "Aborted" not in terminal.output
