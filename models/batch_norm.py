@@ -1,7 +1,8 @@
 """Batch norm, with the ReLU behind it, in as few passes over memory as its sums allow.
 
-On a CPU a training step waits for memory wherever it does not multiply matrices, and batch norm is most of that: both
-sums of a pass are taken at once, and where a ReLU follows its derivative is computed where needed instead of stored.
+A training step waits for memory wherever it does not multiply matrices, and batch norm is most of that: both sums of a
+pass are taken at once, and where a ReLU follows its derivative is computed where needed instead of stored. On a card a
+small network waits for its many small kernels as well: there each sum is two of them.
 """
 
 from functools import partial
@@ -71,39 +72,58 @@ def _count(x: jax.Array) -> int:
 def _sums(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The sums by channel of two arrays `[B,H,W,C]` that are computed from the same ones, which are read once.
 
-    On a CPU the arrays are first folded into one of `PARTS` parts: as a reduction of a pair XLA computes that together
-    with what makes the arrays, at the speed of memory; summed one after the other each is written out before.
+    As a reduction of a pair XLA:CPU computes them together with what makes the arrays, where it would otherwise write
+    each out before; it goes at the speed of memory where they are first folded into one of `PARTS` parts. On a card the
+    parts that thread blocks summed up are then added for both by one kernel.
     """
-    return lax.platform_dependent(first, second, cpu=_folded_sums, default=_plain_sums)
+    return lax.platform_dependent(
+        first, second, cpu=_folded_sums, cuda=partial(_pair_sums, (0, 1, 2)), default=_plain_sums
+    )
 
 
 def _plain_sums(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
     return first.sum((0, 1, 2)), second.sum((0, 1, 2))
 
 
+def _pair_sums(axes: tuple[int, ...], first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
+    zero = jnp.zeros((), first.dtype)
+    return lax.reduce((first, second), (zero, zero), lambda sums, more: (sums[0] + more[0], sums[1] + more[1]), axes)
+
+
 def _folded_sums(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
     count, C = _count(first), first.shape[3]
     parts = max(divisor for divisor in range(1, PARTS + 1) if count % divisor == 0)
-    operands = tuple(operand.reshape(parts, count // parts, C) for operand in (first, second))
-    zero = jnp.zeros((), first.dtype)
-    folded = lax.reduce(operands, (zero, zero), lambda sums, values: (sums[0] + values[0], sums[1] + values[1]), (0,))
+    folded = _pair_sums((0,), *(operand.reshape(parts, count // parts, C) for operand in (first, second)))
     return folded[0].sum(0), folded[1].sum(0)
 
 
 def _mean_and_variance(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Mean and biased variance of every channel of `x [B,H,W,C]`, float32 `[C]`, reading `x` once.
 
-    Sums are taken about the mean of a part of the values, as E[x²] - E[x]² loses all digits where the mean is large.
-    The mean of one value in n is never further off than √n deviations, however they lie, so the sums never cancel to
-    less than one in 64, six of float32's 24 bits; where the part is like the rest, they don't, as in two passes.
+    Sums are taken about a value like the others (`_about`), as E[x²] - E[x]² loses all digits where the mean is large.
     """
     wide = x.astype(jnp.float32)
     count = _count(x)
-    about = wide.reshape(count, -1)[: -(-count // SAMPLED)].mean(0)
-    centred = wide - about
+    centred = wide - (about := _about(wide))
     total, squares = _sums(centred, jnp.square(centred))
     shift = total / count
     return about + shift, jnp.maximum(squares / count - jnp.square(shift), 0)
+
+
+def _about(wide: jax.Array) -> jax.Array:
+    """What the sums of `wide [B,H,W,C]` are taken about, `[C]`: where it is like the rest of them, no digit is lost.
+
+    The mean of one value in n is never further off than √n deviations, however they lie, so sums about it never cancel
+    to less than one in n: with one in 64, six of float32's 24 bits. On a card, where that mean would be three kernels
+    of a few µs each, it is one value, from the middle of an image, where nothing is padded. It is some deviations off,
+    d, and the sums cancel to one in 1 + d²; only in a place that is like no other do they lose as much as is above.
+    """
+    count, (_, H, W, _) = _count(wide), wide.shape
+    return lax.platform_dependent(
+        wide,
+        cuda=lambda wide: wide[0, H // 2, W // 2],
+        default=lambda wide: wide.reshape(count, -1)[: -(-count // SAMPLED)].mean(0),
+    )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -118,12 +138,26 @@ def _normalise(relu: bool, x: jax.Array, scale: jax.Array, bias: jax.Array) -> t
     return _activate(relu, normal.astype(x.dtype)), mean, var
 
 
+@jax.custom_vjp
 def stored_relu(x: jax.Array) -> jax.Array:
-    """ReLU whose result is stored (`models.stored`).
+    """ReLU whose result is stored (`models.stored`), and its derivative taken from that.
 
-    Otherwise the input of each residual block is computed anew out of the convolutions of all blocks before it.
+    Otherwise the input of each residual block is computed anew out of the convolutions of all blocks before it, and on
+    a card the derivative reads the two arrays whose sum `x` is in the place of one. (On a CPU that comes to the same.)
     """
-    return stored(jax.nn.relu(x))
+    return stored(jnp.maximum(x, 0), on_cards=True)
+
+
+def _stored_relu_forward(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    y = stored_relu(x)
+    return y, y
+
+
+def _stored_relu_backward(y: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
+    return (jnp.where(y > 0, gradient, 0),)
+
+
+stored_relu.defvjp(_stored_relu_forward, _stored_relu_backward)
 
 
 def _activate(relu: bool, x: jax.Array) -> jax.Array:

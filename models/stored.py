@@ -1,8 +1,9 @@
 """A value that is computed once and stored, instead of anew wherever it is read.
 
-XLA:CPU takes what is elementwise for free and makes it part of each of its readers, which then read what it was
-computed from. Where that is more than the value itself, or where a loop of vectors becomes one of elements by it,
-storing is faster. Other platforms have fast memory and decide for themselves.
+XLA takes what is elementwise for free and makes it part of each of its readers, which then read what it was computed
+from. Where that is more than the value itself, or where a loop of vectors becomes one of elements by it, storing is
+faster. Mostly that is so on a CPU, whose memory is slow; on an NVIDIA card XLA weighs the two, and only what it weighs
+wrongly is stored there too.
 """
 
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from jax import lax
 
 
-def stored(values: Any) -> Any:
-    """`values`, a pytree of arrays; on a CPU behind a barrier that XLA computes nothing across."""
-    return lax.platform_dependent(values, cpu=lax.optimization_barrier, default=lambda values: values)
+def stored(values: Any, *, on_cards: bool = False) -> Any:
+    """`values`, a pytree of arrays; on a CPU (and a card) behind a barrier that XLA computes nothing across."""
+    form = {"cpu": lax.optimization_barrier} | ({"cuda": lax.optimization_barrier} if on_cards else {})
+    return lax.platform_dependent(values, default=lambda values: values, **form)
