@@ -104,19 +104,20 @@ def _mean_and_variance(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     wide = x.astype(jnp.float32)
     count = _count(x)
-    centred = wide - (about := _about(wide))
+    about = _about(wide)
+    centred = wide - about
     total, squares = _sums(centred, jnp.square(centred))
     shift = total / count
     return about + shift, jnp.maximum(squares / count - jnp.square(shift), 0)
 
 
 def _about(wide: jax.Array) -> jax.Array:
-    """What the sums of `wide [B,H,W,C]` are taken about, `[C]`: where it is like the rest of them, no digit is lost.
+    """What the sums of `wide [B,H,W,C]` are taken about, `[C]`: if it is like the rest of them, no digit is lost.
 
     The mean of one value in n is never further off than √n deviations, however they lie, so sums about it never cancel
     to less than one in n: with one in 64, six of float32's 24 bits. On a card, where that mean would be three kernels
     of a few µs each, it is one value, from the middle of an image, where nothing is padded. It is some deviations off,
-    d, and the sums cancel to one in 1 + d²; only in a place that is like no other do they lose as much as is above.
+    d, and the sums cancel to one in 1 + d².
     """
     count, (_, H, W, _) = _count(wide), wide.shape
     return lax.platform_dependent(

@@ -7,7 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.batch_norm import EPSILON, SAMPLED, RunningStats, batch_norm
+from models.batch_norm import EPSILON, SAMPLED, RunningStats, batch_norm, stored_relu
+from tests.card_forms import use_card_forms
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def platform(request, monkeypatch):
+    """The one whose forms are computed."""
+    if request.param == "cuda":
+        use_card_forms(monkeypatch)
+    return request.param
 
 
 def normal(seed, shape, dtype=np.float32):
@@ -23,6 +32,7 @@ def plain_batch_norm(x, scale, bias):
 FRESH = RunningStats(jnp.zeros(5), jnp.ones(5))
 
 
+@pytest.mark.usefixtures("platform")
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("shape", [(4, 3, 7, 5), (2, 1, 1, 5), (1, 8, 8, 5), (1, 1, 17, 5)])
 def test_batch_norm_and_its_gradient_are_the_papers(shape, relu):
@@ -44,9 +54,12 @@ def test_batch_norm_and_its_gradient_are_the_papers(shape, relu):
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e2, 1e4])
-def test_batch_norm_keeps_its_digits_far_from_zero(offset):
-    """Against float64. A float32 input near 1e4 is spaced by 1e-3, so its own sum is only that good: 1e-7·offset."""
-    x = normal(0, (8, 16, 16, 5)) + offset
+def test_batch_norm_keeps_its_digits_far_from_zero(platform, offset):
+    """Against float64. A float32 input near 1e4 is spaced by 1e-3, so its own sum is only that good: 1e-7·offset.
+
+    A card's sums are added up one by one here, and so over fewer values.
+    """
+    x = normal(0, (8, 16, 16, 5) if platform == "cpu" else (4, 8, 8, 5)) + offset
     exact = np.asarray(x, np.float64)
     y, running = batch_norm(x, jnp.ones(5), jnp.zeros(5), FRESH, train=True)
     mean, var = exact.mean((0, 1, 2)), exact.var((0, 1, 2), ddof=1)
@@ -73,6 +86,30 @@ def test_variance_keeps_its_digits_wherever_the_outliers_lie(count, seed, where)
     np.testing.assert_allclose(running.mean, [0.1 * exact.mean()], rtol=1e-6, atol=1e-4)
 
 
+@pytest.mark.parametrize(("deviations", "lost"), [(0, 1), (3, 10), (15, 226)])
+def test_on_a_card_as_many_digits_are_lost_as_the_one_value_is_off(monkeypatch, deviations, lost):
+    """The sums cancel to one in 1 + deviations²; added up one by one, they lose up to 20 roundings before."""
+    use_card_forms(monkeypatch)
+    values = np.random.default_rng(0).standard_normal((1, 1, 256, 1)).astype(np.float32)
+    values[0, 0, 128] = deviations
+    _, running = batch_norm(
+        jnp.asarray(values), jnp.ones(1), jnp.zeros(1), RunningStats(*jnp.zeros((2, 1))), train=True
+    )
+    exact = values.astype(np.float64)
+    np.testing.assert_allclose(running.var, [0.1 * exact.var(ddof=1)], rtol=20 * lost * 2**-24)
+    np.testing.assert_allclose(running.mean, [0.1 * exact.mean()], rtol=0, atol=20 * (1 + deviations) * 2**-24)
+
+
+@pytest.mark.usefixtures("platform")
+def test_a_stored_relu_and_its_gradient_are_jaxs():
+    x, gradient = normal(0, (3, 4)).at[0, 0].set(0).at[0, 1].set(jnp.nan).at[0, 2].set(-0.0), normal(1, (3, 4))
+    y, pullback = jax.vjp(stored_relu, x)
+    wanted, plain_pullback = jax.vjp(jax.nn.relu, x)
+    np.testing.assert_array_equal(y, wanted)
+    np.testing.assert_array_equal(*pullback(gradient), *plain_pullback(gradient))
+
+
+@pytest.mark.usefixtures("platform")
 def test_relu_sends_no_gradient_through_zero():
     """Scale 0 makes every value 0, where the ReLU's derivative is 0, as `jax.nn.relu` has it."""
     x = normal(0, (2, 3, 3, 5))
@@ -81,6 +118,7 @@ def test_relu_sends_no_gradient_through_zero():
     np.testing.assert_array_equal(bias_gradient(jnp.ones(5)), 18)
 
 
+@pytest.mark.usefixtures("platform")
 def test_running_statistics_move_by_a_tenth_with_the_unbiased_variance():
     x = jnp.asarray([1.0, 2.0, 3.0, 6.0]).reshape(4, 1, 1, 1)
     _, running = batch_norm(x, jnp.ones(1), jnp.zeros(1), RunningStats(jnp.ones(1), jnp.ones(1) * 2), train=True)
@@ -90,6 +128,7 @@ def test_running_statistics_move_by_a_tenth_with_the_unbiased_variance():
     np.testing.assert_allclose(single.var, [0.9], rtol=1e-6)  # one value: no division by zero
 
 
+@pytest.mark.usefixtures("platform")
 def test_no_gradient_flows_through_running_statistics():
     def total(x):
         return sum(leaf.sum() for leaf in batch_norm(x, jnp.ones(5), jnp.zeros(5), FRESH, train=True)[1])
@@ -108,6 +147,7 @@ def test_evaluation_uses_the_running_statistics_and_leaves_them():
     np.testing.assert_allclose(rectified, np.maximum(wanted, 0), atol=1e-5)
 
 
+@pytest.mark.usefixtures("platform")
 @pytest.mark.parametrize("relu", [True, False])
 @pytest.mark.parametrize("train", [True, False])
 def test_bfloat16_activations_keep_float32_statistics(train, relu):

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.card_program import CALL_OF_THE_HOST, CardProgram, size_of
+
 COMPILER = Path(sys.prefix) / "card-compiler"
 CHUNK = 7
 EVALUATION_CHUNK = 10  # `crossings.choose_chunk`
@@ -46,23 +48,13 @@ def compiled_for_a_card(**values):
     return done.stdout
 
 
-def bodies_of_loops(program):
-    """The text of each computation that is the body of a loop, and the number of its turns where XLA knows it."""
-    computations = {text.split(" ", 1)[0]: text for text in re.split(r"\n(?=%|ENTRY )", program)}
-    for line in program.splitlines():
-        if found := re.search(r" while\(.*body=(%[\w.\-]+)", line):
-            turns = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
-            yield computations[found[1]], None if turns is None else int(turns[1])
-
-
 @pytest.mark.parametrize("values", [{"model": "resnet8"}, EVERYTHING], ids=["plain", "all"])
 def test_a_program_for_a_card_runs_ahead_of_it(values):
     program = compiled_for_a_card(**values)
-    calls = program.count('custom_call_target="xla_buffer_python_gpu_callback"')
     # A pull, a turn's batch and an emission in training; the same in an evaluation, and a snapshot.
-    assert calls == 7
+    assert program.count(CALL_OF_THE_HOST) == 7
     # Nobody waits for the predicate of a loop whose turns XLA knows: those over the batches of a pull.
-    turns = [turns for body, turns in bodies_of_loops(program) if "xla_buffer_python_gpu_callback" in body]
+    turns = [loop.turns for loop in CardProgram(program).loops() if CALL_OF_THE_HOST in loop.body]
     assert sorted(each for each in turns if each is not None) == [CHUNK, EVALUATION_CHUNK]
     # The others are those over the pulls.
     assert turns.count(None) == 2
@@ -75,6 +67,30 @@ def test_a_program_for_a_card_runs_ahead_of_it(values):
 
 def test_a_program_may_leave_the_order_of_sums_to_the_card():
     program = compiled_for_a_card(model="resnet8", deterministic=False)
-    assert program.count('custom_call_target="xla_buffer_python_gpu_callback"') == 7
+    assert program.count(CALL_OF_THE_HOST) == 7
     # Kernels of XLA's own for products, which it chooses by trying; a deterministic program has cuBLAS's.
     assert "gemm_fusion" in program
+
+
+@pytest.mark.parametrize(
+    ("model", "most_kernels", "most_passes"), [("resnet8", 170, 16.5), ("convnet8-wide", 155, 13.5)]
+)
+def test_a_step_on_a_card_is_few_kernels_and_few_passes_over_memory(model, most_kernels, most_passes):
+    """What XLA makes of the models' code, as it was when this was written and a little more, as its fusions may change.
+
+    A pass is one over what the convolutions give. A residual network cannot do with fewer than 14: a convolution writes
+    it and batch norm reads it twice and gives as much, which the next convolution reads; backwards batch norm reads it
+    and its gradient twice and gives one, which two kernels read, one of them beside the input, and one gives that's.
+    """
+    step = CardProgram(compiled_for_a_card(model=model, batch=256)).training_step()
+    convolutions = [kernel for kernel in step if kernel.target.startswith("__cudnn$conv")]
+    filter_gradients = [kernel for kernel in convolutions if kernel.target == "__cudnn$convBackwardFilter"]
+    given = sum(size_of(kernel.operands[1:2]) for kernel in filter_gradients)
+    assert len(step) <= most_kernels
+    assert sum(kernel.num_bytes for kernel in step) <= most_passes * given
+    for kernel in convolutions:
+        *arrays, scratch = kernel.operands + kernel.results
+        assert scratch[0] == "u8"
+        assert {dtype for dtype, _ in arrays} == {"bf16"}
+        # Tensor cores take channels by eights, and a photograph's by four.
+        assert all(shape[-1] % 8 == 0 or shape[-1] == 4 for _, shape in arrays), kernel

@@ -20,6 +20,7 @@ from models.convolution_forms import Geometry
 from models.model import Model
 from models.registry import build_model
 from models.resnet import ResNet
+from tests.card_forms import use_card_forms
 
 # Sums of at most a few thousand float32 products, in another order.
 RTOL = 1e-5
@@ -148,17 +149,43 @@ def test_the_chosen_forms_are_xlas_convolution(shape, window, stride, K, padding
         assert_close(found, reference)
 
 
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+@pytest.mark.parametrize(("C", "K"), [(7, 5), (3, 32), (3, 16), (8, 8)])
 @pytest.mark.parametrize("stride", [1, 2])
-def test_bfloat16_is_rounded_once(stride):
+def test_bfloat16_is_rounded_once(monkeypatch, stride, C, K, platform):
     """Sums are float32, so each result is within half a unit in its last of eight bits: 2⁻⁸ of the exact value."""
-    x, kernel = normal(0, (2, 8, 9, 7), jnp.bfloat16), normal(1, (3, 3, 7, 5), jnp.bfloat16)
-    gradient = normal(2, (2, -(-8 // stride), -(-9 // stride), 5), jnp.bfloat16)
+    if platform == "cuda":
+        use_card_forms(monkeypatch)
+    x, kernel = normal(0, (2, 8, 9, C), jnp.bfloat16), normal(1, (3, 3, C, K), jnp.bfloat16)
+    gradient = normal(2, (2, -(-8 // stride), -(-9 // stride), K), jnp.bfloat16)
     ours = value_and_gradients(partial(convolution, stride=stride), x, kernel, gradient)
     wide = [operand.astype(jnp.float32) for operand in (x, kernel, gradient)]
     exact = value_and_gradients(partial(convolution, stride=stride), *wide)
     for found, wanted in zip(ours, exact, strict=True):
         assert found.dtype == jnp.bfloat16
         np.testing.assert_allclose(np.asarray(found, np.float32), wanted, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("C", "K", "dtype", "padded"),
+    [
+        (3, 64, "bfloat16", 4),
+        (3, 16, "bfloat16", 8),
+        (4, 64, "float16", 8),
+        (12, 32, "bfloat16", 16),
+        (16, 3, "bfloat16", 16),
+        (3, 64, "float32", 3),
+    ],
+)
+def test_a_card_gets_channels_that_its_tensor_cores_take(C, K, dtype, padded):
+    x, kernel = jnp.zeros((2, 8, 8, C), dtype), jnp.zeros((3, 3, C, K), dtype)
+    step = jax.jit(lambda *pair: jax.vjp(convolution, *pair)[1](jnp.ones((2, 8, 8, K), dtype)))
+    lowered = jax.export.export(step, platforms=["cuda"])(x, kernel).mlir_module()
+    assert f"tensor<2x8x8x{padded}x{SHORT[dtype]}>" in lowered
+    assert padded == C or f"tensor<3x3x{padded}x{K}x{SHORT[dtype]}>" in lowered
+
+
+SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 
 def test_a_bias_is_added_and_has_its_gradient():

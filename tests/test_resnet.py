@@ -12,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 from models import resnet
 from models.registry import build_model, find_network, model_names
 from models.resnet import ResNet
+from tests.card_forms import use_card_forms
 
 
 def normal(seed, shape):
@@ -24,6 +25,24 @@ def loss_and_gradients(model, params, batch_stats, images):
         return jnp.square(logits - 1).mean(), new
 
     return jax.value_and_grad(loss, has_aux=True)(params)
+
+
+@pytest.mark.usefixtures("untraced_blocks")
+def test_a_whole_network_gives_the_same_by_the_forms_for_a_card(monkeypatch):
+    model = build_model("resnet8", num_classes=7, image_size=18)
+    state = *jax.jit(model.init)(jax.random.key(0)), normal(0, (32, 18, 17, 3))
+    (wanted, wanted_stats), reference = jax.jit(lambda *state: loss_and_gradients(model, *state))(*state)
+    use_card_forms(monkeypatch)
+    resnet._apply_block.clear_cache()  # type: ignore[attr-defined]
+    (loss, stats), gradients = jax.jit(lambda *state: loss_and_gradients(model, *state))(*state)
+    np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5), stats, wanted_stats)
+    # As below.
+    jax.tree.map(
+        lambda one, other: np.testing.assert_allclose(one, other, rtol=0, atol=1e-3 * np.abs(other).max()),
+        gradients,
+        reference,
+    )
 
 
 @pytest.mark.usefixtures("untraced_blocks")

@@ -16,6 +16,7 @@ from jax import lax
 
 from engine.control import CONTROL_WORDS, ControlBoard, ControlWord, decode_control, stop_at_once
 from engine.cuda.driver import CudaError
+from engine.cuda.packed_carry import PackedForm
 from engine.cuda.ring import DeviceRing, Places, Stopwatch
 from engine.cuda.transport import CudaTransport
 from engine.feeder import Allocate, Feeder
@@ -102,15 +103,18 @@ class StreamedInfeed:
         emit: Callable[[C], C] = lambda carry: carry,
     ) -> tuple[C, jax.Array]:
         """See `BatchInfeed.for_each`; what a turn without a batch comes to is thrown away."""
+        form = PackedForm.of(carry)
 
-        def turn(_: jax.Array, turns: tuple[C, jax.Array]) -> tuple[C, jax.Array]:
-            carry, num_taken = turns
+        def turn(_: jax.Array, turns: tuple[list[jax.Array], jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+            packed, num_taken = turns
+            carry = form.unpack(packed)
             batch, is_there = self._next_batch(pulled.control, num_taken)
             is_taken = is_there & ~is_over(carry)
             carry = emit(choose(is_taken, take_in(carry, batch), carry))
-            return carry, num_taken + is_taken.astype(jnp.int32)
+            return form.pack(carry), num_taken + is_taken.astype(jnp.int32)
 
-        return lax.fori_loop(0, self.chunk, turn, (carry, jnp.zeros((), jnp.int32)))
+        packed, num_taken = lax.fori_loop(0, self.chunk, turn, (form.pack(carry), jnp.zeros((), jnp.int32)))
+        return form.unpack(packed), num_taken
 
     def take_wait_s(self, step: int) -> float:
         """See `BatchInfeed.take_wait_s`: the device's stream waited so long, by its own clock."""

@@ -1,0 +1,59 @@
+"""What a card's loop carries comes out as it went in, whatever is put together on the way."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from engine.cuda.packed_carry import LONGEST, MOST_TOGETHER, PackedForm
+
+DTYPES = ("float32", "int32", "uint32", "bool", "bfloat16")
+
+
+def random_tree(seed, num_leaves):
+    """Dictionaries, lists and tuples of arrays of all sorts, empty ones among them."""
+    random = np.random.default_rng(seed)
+    shapes = [(), (0,), (1,), (16,), (33,), (LONGEST,), (LONGEST + 1,), (3, 5), (1, 1, 2)]
+
+    def leaf():
+        shape = shapes[random.integers(len(shapes))]
+        return jnp.asarray(random.integers(0, 100, shape), str(random.choice(DTYPES)))
+
+    leaves = [leaf() for _ in range(num_leaves)]
+    third = num_leaves // 3
+    return {"b": leaves[:third], "a": (tuple(leaves[third : 2 * third]), {"x": leaves[2 * third :], "none": None})}
+
+
+@pytest.mark.parametrize("num_leaves", [0, 1, 7, 40, 5 * MOST_TOGETHER])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_tree_comes_out_as_it_went_in(seed, num_leaves):
+    tree = random_tree(seed, num_leaves)
+    form = PackedForm.of(tree)
+    packed = jax.jit(form.pack)(tree)
+    found = jax.jit(form.unpack)(packed)
+    assert str(jax.tree.structure(found)) == str(jax.tree.structure(tree))
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(tree), strict=True):
+        assert one.dtype == other.dtype
+        assert one.shape == other.shape
+        np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+
+
+def test_short_vectors_of_one_dtype_are_put_together_and_nothing_else():
+    short, other = jnp.arange(5.0), jnp.arange(3)
+    alone = [jnp.zeros(()), jnp.zeros((2, 2)), jnp.zeros(LONGEST + 1)]
+    form = PackedForm.of([short, *alone, other, short + 5])
+    packed = form.pack([short, *alone, other, short + 5])
+    assert [each.tolist() for each in packed[:2]] == [list(range(10)), [0, 1, 2]]
+    assert [each.shape for each in packed[2:]] == [each.shape for each in alone]
+
+
+def test_a_kernel_is_not_given_more_vectors_than_it_can_take():
+    vectors = [jnp.full(2, number, jnp.float32) for number in range(2 * MOST_TOGETHER + 1)]
+    packed = PackedForm.of(vectors).pack(vectors)
+    assert [len(each) for each in packed] == [2 * MOST_TOGETHER, 2 * MOST_TOGETHER, 2]
+
+
+def test_a_form_is_for_trees_of_its_own_structure():
+    form = PackedForm.of({"a": jnp.zeros(3)})
+    with pytest.raises(ValueError, match="a"):
+        form.pack({"b": jnp.zeros(3)})
