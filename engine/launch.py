@@ -22,7 +22,7 @@ from engine.batches import BatchFunction, BatchSource, EvaluationArrays, Evaluat
 from engine.checked_model import CheckedModel
 from engine.compilation import Compiled, compile_traced, trace_ahead, without_collector
 from engine.config import TrainConfig
-from engine.control import ControlBoard
+from engine.control import ControlBoard, ControlWords
 from engine.crossings import choose_chunk, choose_transport, make_infeed, this_device, this_platform, told_waste
 from engine.feeder import Feeder, batch_bytes, ring_depth
 from engine.infeed import BatchInfeed, WordsOf
@@ -119,6 +119,7 @@ class Launch:
         self._evaluation_infeed = self._make_evaluation_infeed()
         self.stream = LossStream(
             batch=config.batch * config.accumulate_steps,
+            step=start.step,
             wait_of=self._wait_of,
             board=self.board,
             on_nonfinite=lambda step: self.notices.say(
@@ -145,9 +146,14 @@ class Launch:
         if evaluated is None:
             return None
         num_batches = evaluated.num_batches
+
+        def words_of(pull: int, num_wanted: int) -> ControlWords:
+            self.stream.tell_evaluation(pull % num_batches, num_batches)
+            return self.board.stop_words(num_wanted)
+
         return self._make_infeed(
             evaluated,
-            lambda _, num_batches: self.board.stop_words(num_batches),
+            words_of,
             self.start.num_evaluations * num_batches,
             _MOST_STEPS,
             lambda pull: f"evaluation {pull // num_batches + 1}, pull {pull % num_batches + 1}",

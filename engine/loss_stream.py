@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from engine.control import ControlBoard
 from engine.outfeed import Pushed, PushedEvaluation, PushedLosses, PushedSnapshot
-from engine.sinks import EvaluationRecord, LossRecord, RunFolderSink, Sink
+from engine.sinks import EvaluationProgress, EvaluationRecord, LossRecord, RunFolderSink, ShowsProgress, Sink
 
 # A sink that falls this far behind (a terminal held by Ctrl-S, a dead network disk) first slows the run, then ends it.
 _MOST_QUEUED = 65_536
@@ -28,7 +28,7 @@ _REST_S = 0.002
 _LOOK_EVERY_S = 0.05
 
 
-type _Record = LossRecord | EvaluationRecord | PushedSnapshot
+type _Record = LossRecord | EvaluationRecord | EvaluationProgress | PushedSnapshot
 
 
 class LossStream:
@@ -40,6 +40,7 @@ class LossStream:
 
     Args:
         batch: images a step.
+        step: updates done before.
         wait_of: gives the seconds that the program waited for the batch of a step (from 0).
         board: asked to stop the run where a sink fails.
         on_nonfinite: told of the first step (updates done, from 1) whose loss is not a finite number, once, on the
@@ -56,12 +57,14 @@ class LossStream:
         self,
         *,
         batch: int,
+        step: int = 0,
         wait_of: Callable[[int], float],
         board: ControlBoard,
         on_nonfinite: Callable[[int], None] | None = None,
     ) -> None:
         self._lanes: list[_Lane] = []
         self._batch, self._wait_of, self._board = batch, wait_of, board
+        self._last_step = step
         self._on_nonfinite = on_nonfinite
         self._is_closed = False
         self._last_time = time.time()
@@ -110,6 +113,12 @@ class LossStream:
             for lane in lanes:
                 if lane.is_behind():
                     self._wait_for_room(lane)
+
+    def tell_evaluation(self, batch: int, num_batches: int) -> None:
+        """Tells sinks that show it how far an evaluation has come: the batch asked for next, from 0; never waits."""
+        for lane in self._lanes:
+            if lane.shows_progress and not lane.is_left_out and not lane.is_behind():
+                lane.records.put(EvaluationProgress(self._last_step, batch, num_batches))
 
     def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
         """Hands what is queued to the sinks and closes them, for a limited time; may be called again.
@@ -195,6 +204,7 @@ class LossStream:
             # Losses that come together share the time since those before.
             is_last = number == len(pushed.losses) or elapsed_s <= 0
             came = pushed.time if is_last else started + elapsed_s * number / len(pushed.losses)
+            self._last_step = step
             wait_s = self._wait_of(step - 1)
             self.wait_s += wait_s
             self.losses.append(loss)
@@ -230,6 +240,7 @@ class _Lane:
     Attributes:
         records: in order, None at the end; not bounded by itself, since the program's last records must find room.
         num_taken: records that the sink has taken.
+        shows_progress: whether the sink is told of evaluations that are under way.
         is_left_out: whether it gets no more records.
         is_given_up: whether it is not waited for either.
     """
@@ -237,6 +248,7 @@ class _Lane:
     def __init__(self, sink: Sink, keep: Callable[[BaseException], None]) -> None:
         self._sink, self._keep = sink, keep
         self.name = type(sink).__name__
+        self.shows_progress = isinstance(sink, ShowsProgress)
         self.records: queue.SimpleQueue[_Record | None] = queue.SimpleQueue()
         self.num_taken = 0
         self.is_left_out = self.is_given_up = False
@@ -269,6 +281,9 @@ class _Lane:
             self._sink.write_evaluation(record)
         elif isinstance(record, LossRecord):
             self._sink.write(record)
+        elif isinstance(record, EvaluationProgress):
+            if isinstance(self._sink, ShowsProgress):
+                self._sink.write_progress(record)
         elif isinstance(self._sink, RunFolderSink):
             # Through the lane of the lines, behind those that a run resumed from this snapshot must find.
             self._sink.write_snapshot(record)

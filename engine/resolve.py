@@ -4,7 +4,7 @@ The only place that knows which settings depend on which data.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +27,12 @@ from engine.train_state import TrainModel
 from models.model import Model
 from models.registry import build_model, model_names
 from preprocess.manifest import Manifest
-from preprocess.shards import list_splits, open_split
+from preprocess.shards import list_splits, list_unfinished_splits, open_split
 
 _OWN_BATCHES = "batches of your own"
 _USUAL_EVAL_SPLITS = ("val", "test")
+# Optimisers whose updates do not grow with the gradient.
+_SMALL_RATES = ("adamw", "lamb")
 # Without a manifest nothing is known of the pixels: 0 … 255 then becomes -2 … 2.
 _UNKNOWN_MEAN = (0.5, 0.5, 0.5)
 _UNKNOWN_STD = (0.25, 0.25, 0.25)
@@ -134,6 +136,8 @@ def resolve(
             f"stop_at_top1 needs images to evaluate on, and there are none with {opened.data}, got "
             f"{config.stop_at_top1}: leave it out, or name the split (--eval-split)"
         )
+    for warning in _hardly_meant(config, is_evaluated=evaluation is not None):
+        notify(f"warning: {warning}")
     if evaluation is not None:
         _check_same_shape(source, evaluation)
     if config.image_size is not None and config.image_size > min(source.height, source.width):
@@ -166,6 +170,22 @@ def _check_settings(config: TrainConfig) -> None:
         raise ValueError(
             f"cycle_momentum goes with the schedule one-cycle, got {config.schedule}: change one of the two "
             "(--no-cycle-momentum)"
+        )
+
+
+def _hardly_meant(config: TrainConfig, *, is_evaluated: bool) -> Iterator[str]:
+    """Gives, in words, what settings come to that are right and surprise."""
+    if config.eval_every_steps and not is_evaluated:
+        yield f"there is nothing to evaluate on; --eval-every {config.eval_every_steps} changes nothing"
+    if 0 < config.steps <= config.warmup_steps:
+        yield (
+            f"the warm-up of {config.warmup_steps:,} steps does not end before the run, of {config.steps:,}, does: "
+            "the learning rate stays below its peak"
+        )
+    if config.learning_rate is None and config.optimizer in _SMALL_RATES:
+        yield (
+            f"the default learning rate of {config.peak_learning_rate:.2g} is one for sgd, and {config.optimizer} "
+            "mostly wants about 0.001: --learning-rate"
         )
 
 
@@ -252,6 +272,11 @@ def _packed(config: TrainConfig, stack: ExitStack, notify: Callable[[str], None]
     data = f"{choice.data}/{config.split}, {split.num_images:,} images"
     evaluation, eval_digest = None, None
     if (name := choose_eval_split(config, choice.data)) is not None:
+        if config.eval_split is None and name in list_unfinished_splits(choice.data):
+            raise ValueError(
+                f"the split to evaluate on must be complete, and the packing of {choice.data}/{name} was begun and not "
+                "finished: run the same preprocess-imagenet command again, or give --eval-split off"
+            )
         eval_split = stack.enter_context(open_split(choice.data, name))
         _check_same_classes(manifest, eval_split.manifest, name)
         evaluation = SequentialBatches(eval_split, batch=config.batch)
@@ -275,12 +300,15 @@ def manifest_digest_of(manifest: Manifest) -> str:
 
 
 def choose_eval_split(config: TrainConfig, data: str) -> str | None:
-    """Gives the split that was named, else the first of the usual ones that the data has and that is not trained on."""
+    """Gives the split that was named, else the first of the usual ones that the data has and that is not trained on.
+
+    One whose packing was not finished is among these: left out without a word it would be missed at the end of the run.
+    """
     if config.eval_split == "off":
         return None
     if config.eval_split is not None:
         return config.eval_split
-    there = list_splits(data)
+    there = {*list_splits(data), *list_unfinished_splits(data)}
     return next((name for name in _USUAL_EVAL_SPLITS if name in there and name != config.split), None)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO, runtime_checkable
 
 import numpy as np
 
@@ -71,6 +71,21 @@ class EvaluationRecord:
         return _line(asdict(self))
 
 
+@dataclass(frozen=True)
+class EvaluationProgress:
+    """How far an evaluation has come.
+
+    Attributes:
+        step: updates done before it.
+        batch: that is asked for next, from 0.
+        num_batches: of the split.
+    """
+
+    step: int
+    batch: int
+    num_batches: int
+
+
 # What is measured on the host is rounded; counts and fractions are exact; the rest is float32 on the device.
 _ROUNDED = {"images_per_s": 2, "wait_ms": 3, "time": 3}
 _EXACT = {"step", "num_images", "top1", "top5"}
@@ -106,6 +121,15 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Ends the stream; called once, after the last record, on the thread of `write`, where `open` succeeded."""
+        ...
+
+
+@runtime_checkable
+class ShowsProgress(Protocol):
+    """What a sink may do as well: show an evaluation that is under way."""
+
+    def write_progress(self, progress: EvaluationProgress) -> None:
+        """Takes how far it has come, in its order among the records; some are left out where the sink is slow."""
         ...
 
 

@@ -3,7 +3,7 @@
 XLA:CPU rewrites only the convolutions of a program's *entry* computation into the form it has fast kernels for. In a
 loop body the gradients of `lax.conv_general_dilated` fall to a naive loop nest (30 times slower). So on a CPU each of
 the three parts of a convolution is one of the forms of `convolution_forms.py`, chosen by shape; on any other platform
-all are XLA's own.
+all are XLA's own, on an NVIDIA card with channels that its tensor cores take.
 """
 
 from collections.abc import Callable
@@ -162,10 +162,13 @@ def _gradients_cpu(
 
 
 def channels_on_cards(C: int, K: int) -> int:
-    """How many input channels a narrow convolution from C to K has on an NVIDIA card.
+    """How many input channels a convolution of 16-bit numbers from C to K has on an NVIDIA card.
 
-    cuDNN's kernels for tensor cores take multiples of 8, and 4 for photographs; XLA pads to these in float16 alone.
+    cuDNN's kernels for tensor cores take multiples of 8, and 4 for photographs. XLA itself pads to these in float16
+    alone, and only where little is added. Where the output's are none such, it would be in vain.
     """
+    if K % 8:
+        return C
     return 4 if C < 4 and K in (32, 64) else -(-C // 8) * 8
 
 

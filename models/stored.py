@@ -12,6 +12,11 @@ from jax import lax
 
 
 def stored(values: Any, *, on_cards: bool = False) -> Any:
-    """`values`, a pytree of arrays; on a CPU (and a card) behind a barrier that XLA computes nothing across."""
+    """`values`, a pytree of arrays; on a CPU behind a barrier that XLA computes nothing across.
+
+    Args:
+        values: what is stored.
+        on_cards: whether on NVIDIA cards too.
+    """
     form = {"cpu": lax.optimization_barrier} | ({"cuda": lax.optimization_barrier} if on_cards else {})
     return lax.platform_dependent(values, default=lambda values: values, **form)

@@ -332,6 +332,8 @@ def read_manifest(location: Location, split: str) -> Manifest:
         raise ShardError(
             f"{location.display.rstrip('/')} does not exist; pack it with `preprocess-imagenet SOURCE DEST`"
         )
+    if path is not None and not path.is_dir():
+        raise ShardError(f"{location.display.rstrip('/')} must be the folder of a pack, and is a file")
     source = location.display.rstrip("/") if path is not None and any(path.iterdir()) else "SOURCE"
     raise ShardError(f"{location.display} holds no pack; make one: preprocess-imagenet {source} DEST")
 

@@ -86,6 +86,16 @@ def test_variance_keeps_its_digits_wherever_the_outliers_lie(count, seed, where)
     np.testing.assert_allclose(running.mean, [0.1 * exact.mean()], rtol=1e-6, atol=1e-4)
 
 
+def test_on_a_card_a_channel_that_is_constant_but_there_stays_finite(monkeypatch):
+    """The worst that the one value may be: all digits of the variance may go, and nothing else."""
+    use_card_forms(monkeypatch)
+    x = jnp.zeros((4, 33, 33, 1)).at[0, 16, 16].set(3.3)
+    y, running = batch_norm(x, jnp.ones(1), jnp.zeros(1), RunningStats(*jnp.zeros((2, 1))), train=True)
+    assert np.isfinite(y).all()
+    assert 0 <= running.var[0] <= 1e-3
+    np.testing.assert_allclose(running.mean, [0.1 * 3.3 / x.size], atol=1e-4)
+
+
 @pytest.mark.parametrize(("deviations", "lost"), [(0, 1), (3, 10), (15, 226)])
 def test_on_a_card_as_many_digits_are_lost_as_the_one_value_is_off(monkeypatch, deviations, lost):
     """The sums cancel to one in 1 + deviations²; added up one by one, they lose up to 20 roundings before."""

@@ -12,6 +12,7 @@ from engine import loss_stream
 from engine.control import ControlBoard
 from engine.loss_stream import LossStream
 from engine.outfeed import PushedEvaluation, PushedLosses, PushedSnapshot
+from engine.sinks import EvaluationProgress
 
 # A bound on what must come, long enough for a loaded machine; never waited for where the code is right.
 SOON_S = 20.0
@@ -101,6 +102,24 @@ def test_every_record_reaches_every_sink_in_order():
     assert stream.wait_s == sum(0.25 * step for step in range(200))
     assert stream.failure is None
     assert board.stop_reason is None
+
+
+def test_an_evaluation_under_way_is_told_in_its_order_to_those_that_show_it():
+    class Showing(RecordingSink):
+        def write_progress(self, progress):
+            self.records.append(progress)
+
+    showing, other = Showing(), RecordingSink()
+    stream = make_stream(step=7)
+    stream.start([showing, other])
+    stream.tell_evaluation(0, 3)
+    stream.receive(pushed(8))
+    stream.tell_evaluation(2, 3)
+    stream.close()
+    first, _, second = showing.records
+    assert (first, second) == (EvaluationProgress(7, 0, 3), EvaluationProgress(8, 2, 3))
+    assert showing.records[1] == other.records[0]
+    assert len(other.records) == 1
 
 
 def test_what_a_record_says(monkeypatch):

@@ -6,6 +6,7 @@ import pytest
 
 from engine import TrainConfig
 from engine.resolve import resolve
+from preprocess.journal import PLAN_KEY
 from tests.fake_source import fake_source, pack
 from tests.toy import Linear, toy_batch, toy_config
 
@@ -23,6 +24,40 @@ def test_a_packed_split_gives_size_classes_and_scale(tmp_path):
     assert (found.mean, found.std) == (done.manifest.channel_mean, done.manifest.channel_std)
     assert len(found.manifest_digest) == 64
     assert found.data == f"{tmp_path}/train, 9 images"
+
+
+def test_a_split_to_evaluate_on_that_is_not_packed_to_its_end_is_not_left_out(tmp_path):
+    pack(fake_source(9, size=8), tmp_path)
+    plan = tmp_path / "test" / PLAN_KEY
+    plan.parent.mkdir(parents=True)
+    plan.write_text("{}")
+    with pytest.raises(ValueError, match=r"the packing of .*/test was begun and not finished: .* --eval-split off"):
+        resolved(TrainConfig(data=tmp_path, batch=4))
+    assert resolved(TrainConfig(data=tmp_path, batch=4, eval_split="off")).evaluation is None
+    with pytest.raises(ValueError, match=r"/test/: the split is not complete"):
+        resolved(TrainConfig(data=tmp_path, batch=4, eval_split="test"))
+
+
+@pytest.mark.parametrize(
+    ("values", "warning"),
+    [
+        ({"eval_every_steps": 5}, "there is nothing to evaluate on; --eval-every 5 changes nothing"),
+        ({"warmup_steps": 10, "steps": 10}, "the warm-up of 10 steps does not end before the run, of 10, does"),
+        ({"optimizer": "adamw"}, "the default learning rate of 0.0016 is one for sgd, and adamw"),
+        ({"optimizer": "lars"}, None),
+        ({"optimizer": "adamw", "learning_rate": 1e-3}, None),
+        ({"warmup_steps": 9, "steps": 10}, None),
+        ({}, None),
+    ],
+)
+def test_what_is_hardly_meant_is_said(tmp_path, values, warning):
+    pack(fake_source(9, size=8), tmp_path)
+    told = []
+    with ExitStack() as stack:
+        resolve(TrainConfig(**({"data": tmp_path, "batch": 4, "steps": 10} | values)), stack, told.append)
+    warnings = [each for each in told if each.startswith("warning: ")]
+    assert len(warnings) == (warning is not None)
+    assert warning is None or warning in warnings[0]
 
 
 @pytest.mark.parametrize(

@@ -392,6 +392,33 @@ def test_a_stop_asked_for_after_the_last_step_does_not_make_the_run_an_interrupt
     assert train(toy_config(steps=3), model=Linear(), batches=toy_batch, sinks=[Late()]).stopped_by == "steps"
 
 
+def test_how_far_an_evaluation_has_come_is_told():
+    told = []
+
+    class Showing:
+        def open(self): ...
+
+        def write(self, record): ...
+
+        def write_evaluation(self, record):
+            told.append(record.step)
+
+        def write_progress(self, progress):
+            told.append((progress.step, progress.batch, progress.num_batches))
+
+        def close(self): ...
+
+    config = toy_config(steps=4, eval_every_steps=2)
+    train(
+        config,
+        model=Linear(),
+        batches=toy_batch,
+        evaluation=toy_batch(0, batch=2 * config.batch + 1),
+        sinks=[Showing()],
+    )
+    assert told == [(2, 0, 3), (2, 1, 3), (2, 2, 3), 2, (4, 0, 3), (4, 1, 3), (4, 2, 3), 4]
+
+
 def test_the_first_loss_that_is_no_number_is_recorded(tmp_path):
     config = toy_config(steps=9, learning_rate=1e38, skip_nonfinite=9, run_dir=tmp_path)
     train(config, model=Linear(), batches=toy_batch)

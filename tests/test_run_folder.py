@@ -96,6 +96,25 @@ def test_an_interrupted_overwriting_still_asks_for_overwriting(tmp_path, monkeyp
         RunFolder(tmp_path, overwrite=False)
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(
+    ("below", "found"),
+    [
+        ("run7/config.json", "run7"),
+        ("train/manifest.json", "train"),
+        ("demo/train/manifest.json", "demo/train"),
+        ("manifest.json", "packed data"),
+    ],
+)
+def test_a_folder_of_runs_or_data_is_no_run_folder(tmp_path, below, found, overwrite):
+    (tmp_path / below).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / below).write_text("{}")
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    with pytest.raises(ValueError, match=rf"must hold its run alone, and .* holds {found}: name one below it"):
+        RunFolder(tmp_path, overwrite=overwrite)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
 def test_a_folder_with_strangers_files_is_new(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     RunFolder(tmp_path, overwrite=False)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from engine.commands.terminal import LossHistory, ProgressSink, sparkline
-from engine.sinks import LossRecord
+from engine.sinks import EvaluationProgress, EvaluationRecord, LossRecord
 
 LOSSES = st.floats(width=32)
 ESCAPES = re.compile(r"\x1b\[[0-9?;]*[A-Za-z]")
@@ -53,6 +53,21 @@ def test_the_last_line_says_how_the_run_ended():
     assert "█" in last
     assert "▁  lr 0.05  12,800 img/s  wait 12.3 ms" in last
     assert "00:00" in last
+
+
+def test_an_evaluation_under_way_stands_in_the_place_of_the_loss():
+    sink, _ = make_sink()
+    assert sink.summary().plain == "waiting for the first step"
+    # Of a resumed run, whose evaluation comes before any step.
+    sink.write_progress(EvaluationProgress(step=30, batch=12, num_batches=1079))
+    assert sink.summary().plain == "evaluating: 12 of 1,079 batches"
+    assert sink._progress.tasks[0].completed == 30
+    sink.write_evaluation(EvaluationRecord(step=30, num_images=9, top1=0.5, top5=0.9, loss=1.0, time=1e9))
+    assert sink.summary().plain == "waiting for the first step"
+    sink.write(record(31))
+    sink.write_progress(EvaluationProgress(step=31, batch=0, num_batches=2))
+    sink.write(record(32))
+    assert sink.summary().plain.startswith("loss ")
 
 
 @pytest.mark.parametrize("width", [30, 40, 50, 60, 72, 80, 100, 120, 200])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from engine.sinks import EvaluationRecord, LossRecord, evaluation_words
+from engine.sinks import EvaluationProgress, EvaluationRecord, LossRecord, evaluation_words
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,6 +47,7 @@ class ProgressSink:
                 return sink.summary(console.width - taken)
 
         self._batch = batch
+        self._evaluation: EvaluationProgress | None = None
         self._recent: deque[LossRecord] = deque(maxlen=_SMOOTHED_STEPS)
         self._history = LossHistory()
         self._progress = Progress(
@@ -68,12 +69,19 @@ class ProgressSink:
         if not self._recent and record.step > 1:
             # A resumed run: the steps of others tell nothing of the time that is left.
             self._progress.reset(self._task, completed=record.step - 1)
+        self._evaluation = None
         self._recent.append(record)
         self._history.add(record.loss)
         self._progress.update(self._task, completed=record.step)
 
+    def write_progress(self, progress: EvaluationProgress) -> None:
+        """Takes how far an evaluation has come; it stands in the line in the place of the loss."""
+        self._evaluation = progress
+        self._progress.update(self._task, completed=progress.step)
+
     def write_evaluation(self, record: EvaluationRecord) -> None:
         """Prints the evaluation above the line."""
+        self._evaluation = None
         self._progress.console.print(evaluation_words(record), markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
@@ -82,13 +90,16 @@ class ProgressSink:
         self._progress.stop()
 
     def summary(self, width: int = 10**6) -> "Text":
-        """Gives the line's text: loss (mean of the last steps), its course so far, rates, infeed wait.
+        """Gives the line's text: loss (mean of the last steps), its course so far, rates, wait; or the evaluation.
 
         Args:
             width: columns that there are; the course is the first to shrink and to go, the infeed wait the last.
         """
         from rich.text import Text
 
+        evaluation = self._evaluation
+        if evaluation is not None:
+            return Text(f"evaluating: {evaluation.batch:,} of {evaluation.num_batches:,} batches")
         recent = tuple(self._recent)
         if not recent:
             return Text("waiting for the first step", style="dim")

@@ -22,6 +22,7 @@ from engine.records.control_requests import CONTROL_FOLDER_NAME, remove_requests
 from engine.records.folder_lock import LOCK_NAME, FolderLock
 from engine.records.versions import version_of
 from engine.records.whole_file import remove_unfinished, write_whole
+from preprocess.manifest import MANIFEST_KEY
 
 LOSS_LOG = "loss.jsonl"
 EVALUATION_LOG = "eval.jsonl"
@@ -40,6 +41,8 @@ _WRITTEN_HERE = (
     LOSS_LOG,
     CONFIG,
 )
+# What lies in a folder of runs, in a split of a pack, in a pack, in a folder of packs.
+_OF_OTHERS = (f"*/{CONFIG}", MANIFEST_KEY, f"*/{MANIFEST_KEY}", f"*/*/{MANIFEST_KEY}")
 _RECORDED_VERSIONS = ("feedloop", "jax", "jaxlib", "numpy", "optax", "tensorstore")
 
 
@@ -53,7 +56,7 @@ class RunFolder:
 
     Raises:
         ValueError: where an earlier run is there and may not be overwritten, none is there that could be continued,
-            another process works in the folder, or the path cannot be a folder.
+            other runs or packed data lie below, another process works in the folder, or the path cannot be a folder.
     """
 
     def __init__(self, path: Path, *, overwrite: bool = False, resume: bool = False) -> None:
@@ -66,6 +69,8 @@ class RunFolder:
                 f"a run that is to be continued must be there, and {path} holds no {CONFIG}: "
                 "name the folder of the run (--run-dir), or begin one without --resume"
             )
+        if not resume:
+            self._check_is_no_other()
         _make_folder(path)
         self._lock = FolderLock(path)
         self._lock.acquire()
@@ -96,6 +101,16 @@ class RunFolder:
     def launched(self) -> None:
         """Marks that from now on there is something to keep; before, leaving takes back what was written."""
         self._is_launched = True
+
+    def _check_is_no_other(self) -> None:
+        """Raises ValueError where other runs or packed data lie below: of DIR/NAME the name was forgotten."""
+        below = (each.parent for pattern in _OF_OTHERS for each in self.path.glob(pattern))
+        if (found := next(below, None)) is not None:
+            holds = "packed data" if found == self.path else found.relative_to(self.path)
+            raise ValueError(
+                f"a run folder must hold its run alone, and {self.path} holds {holds}: name one below it, such as "
+                f"{self.path / 'run'} (--run-dir)"
+            )
 
     def _check_is_free(self) -> None:
         left = [name for name in _WRITTEN_HERE if _is_left(self.path / name)]
