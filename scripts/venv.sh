@@ -120,7 +120,7 @@ install_project() { # VENV EXTRA CONSTRAINTS
   if ! "$venv/bin/python" -c 'import pip' 2>/dev/null; then # uv makes environments without pip
     "$venv/bin/python" -m ensurepip >"$log" 2>&1 || { cat "$log" >&2 && return 1; }
   fi
-  say "installing feedloop${extra:+[$extra]} into ${venv##*/}: about 1 GB, some minutes at first (${venv##*/}/install.log)"
+  say "installing feedloop${extra:+[$extra]} into ${venv##*/}: about 750 MB, some minutes at first (${venv##*/}/install.log)"
   : >"$venv/.installing"
   # Wheels only: without a compiler, building a dependency fails minutes later and less plainly.
   "$venv/bin/python" -m pip install --disable-pip-version-check --only-binary=:all: \

@@ -22,8 +22,9 @@ def show_plan(plan: "DryRun") -> None:
     for kind, size_bytes in memory.items():
         click.echo(f"memory, {kind}: {size_bytes / 1e6:,.1f} MB")
     click.echo(f"memory, batches read ahead (host): {plan.ring_bytes / 1e6:,.1f} MB")
-    there = "" if plan.host_bytes is None else f" (this machine has {plan.host_bytes / 1e6:,.0f} MB)"
-    click.echo(f"memory, in all: {(plan.compiled.peak_bytes + plan.ring_bytes) / 1e6:,.1f} MB{there}")
+    needed, has = plan.compiled.peak_bytes + plan.ring_bytes, plan.host_bytes
+    there = "" if has is None else f" ({'too much: ' * (needed > has)}this machine has {has / 1e6:,.0f} MB)"
+    click.echo(f"memory, in all: {needed / 1e6:,.1f} MB{there}")
     flops = plan.compiled.step_flops
     click.echo(f"work: {flops / 1e9:,.2f} GFLOP a step" if flops is not None else "work: XLA gives no count here")
     click.echo("dry run: nothing was trained")

@@ -182,7 +182,7 @@ _OPTIONS = (
         type=_OPTIONAL_FLOAT,
         metavar="RATE",
         show_default="0.1 · images an update / 256",
-        help="At the schedule's peak.",
+        help="At the schedule's peak; the default is one for sgd, adamw and lamb want less.",
     ),
     click.option(
         "--optimizer",
@@ -244,12 +244,13 @@ _OPTIONS = (
         type=int,
         default=_DEFAULTS.skip_nonfinite,
         metavar="N",
-        help="Updates in a row that may be skipped for a gradient that is not finite; one more ends the run.",
+        help="Updates in a row that may be skipped for a gradient that is not finite; one more ends the run, unless "
+        "--no-stop-on-nan.",
     ),
     click.option(
         "--stop-on-nan/--no-stop-on-nan",
         default=_DEFAULTS.stop_on_nan,
-        help="End the run there, or skip such updates however many there are.",
+        help="End the run after --skip-nonfinite of these, or skip them however many they are.",
     ),
     click.option(
         "--deterministic/--no-deterministic",
