@@ -27,7 +27,7 @@ from engine.train_state import TrainModel
 from models.model import Model
 from models.registry import build_model, model_names
 from preprocess.manifest import Manifest
-from preprocess.shards import list_splits, list_unfinished_splits, open_split
+from preprocess.shards import ShardError, list_splits, list_unfinished_splits, open_split
 
 _OWN_BATCHES = "batches of your own"
 _USUAL_EVAL_SPLITS = ("val", "test")
@@ -272,12 +272,12 @@ def _packed(config: TrainConfig, stack: ExitStack, notify: Callable[[str], None]
     data = f"{choice.data}/{config.split}, {split.num_images:,} images"
     evaluation, eval_digest = None, None
     if (name := choose_eval_split(config, choice.data)) is not None:
-        if config.eval_split is None and name in list_unfinished_splits(choice.data):
-            raise ValueError(
-                f"the split to evaluate on must be complete, and the packing of {choice.data}/{name} was begun and not "
-                "finished: run the same preprocess-imagenet command again, or give --eval-split off"
-            )
-        eval_split = stack.enter_context(open_split(choice.data, name))
+        try:
+            eval_split = stack.enter_context(open_split(choice.data, name))
+        except ShardError as error:
+            if config.eval_split is not None:
+                raise
+            raise ValueError(f"{error}; or evaluate on nothing: --eval-split off") from error
         _check_same_classes(manifest, eval_split.manifest, name)
         evaluation = SequentialBatches(eval_split, batch=config.batch)
         eval_digest = manifest_digest_of(eval_split.manifest)
@@ -302,14 +302,19 @@ def manifest_digest_of(manifest: Manifest) -> str:
 def choose_eval_split(config: TrainConfig, data: str) -> str | None:
     """Gives the split that was named, else the first of the usual ones that the data has and that is not trained on.
 
-    One whose packing was not finished is among these: left out without a word it would be missed at the end of the run.
+    Where none is there, one whose packing was not finished is given: left out without a word it would be missed at the
+    end of the run.
     """
     if config.eval_split == "off":
         return None
     if config.eval_split is not None:
         return config.eval_split
-    there = {*list_splits(data), *list_unfinished_splits(data)}
-    return next((name for name in _USUAL_EVAL_SPLITS if name in there and name != config.split), None)
+    usual = [name for name in _USUAL_EVAL_SPLITS if name != config.split]
+    for list_names in (list_splits, list_unfinished_splits):
+        there = list_names(data)
+        if found := [name for name in usual if name in there]:
+            return found[0]
+    return None
 
 
 def _check_same_classes(train: Manifest, evaluation: Manifest, name: str) -> None:

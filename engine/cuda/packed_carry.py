@@ -33,7 +33,7 @@ class PackedForm:
     """
 
     structure: jax.tree_util.PyTreeDef
-    leaves: tuple[jax.core.ShapedArray, ...]
+    leaves: tuple[jax.ShapeDtypeStruct, ...]
     groups: tuple[tuple[int, ...], ...]
     alone: tuple[int, ...]
 
@@ -61,8 +61,7 @@ class PackedForm:
             if _kind_of(array) != leaf:
                 name = jax.tree_util.keystr(path)
                 raise ValueError(
-                    f"what a loop carries must keep its form, and {name}, {leaf.str_short()}, became "
-                    f"{_kind_of(array).str_short()}"
+                    f"what a loop carries must keep its form, and {name}, {_in_words(leaf)}, became {_in_words(array)}"
                 )
         together = [jnp.concatenate([arrays[index] for index in group]) for group in self.groups]
         return together + [arrays[index] for index in self.alone]
@@ -79,6 +78,10 @@ class PackedForm:
         return self.structure.unflatten([arrays[index] for index in range(len(arrays))])
 
 
-def _kind_of(array: Any) -> jax.core.ShapedArray:
-    """Shape and dtype, weak types counted as others."""
-    return jax.core.ShapedArray(jnp.shape(array), jnp.result_type(array))
+def _kind_of(array: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype; a weak type counts as what it is."""
+    return jax.ShapeDtypeStruct(jnp.shape(array), jnp.result_type(array))
+
+
+def _in_words(array: Any) -> str:
+    return f"{array.dtype}{list(array.shape)}"
