@@ -52,7 +52,7 @@ def test_a_split_to_evaluate_on_that_is_not_packed_to_its_end_is_not_left_out(tm
 )
 def test_what_is_hardly_meant_is_said(tmp_path, values, warning):
     pack(fake_source(9, size=8), tmp_path)
-    told = []
+    told: list[str] = []
     with ExitStack() as stack:
         resolve(TrainConfig(**({"data": tmp_path, "batch": 4, "steps": 10} | values)), stack, told.append)
     warnings = [each for each in told if each.startswith("warning: ")]
