@@ -17,6 +17,8 @@ from engine.sinks import EvaluationProgress, EvaluationRecord, LossRecord, RunFo
 
 # A sink that falls this far behind (a terminal held by Ctrl-S, a dead network disk) first slows the run, then ends it.
 _MOST_QUEUED = 65_536
+# What may be left out is told to a sink that is no further behind than this.
+_FEW_QUEUED = 16
 _PUSH_TIMEOUT_S = 60.0
 _CLOSE_TIMEOUT_S = 60.0
 # Whoever has asked for a stop waits no longer than this for sinks that take nothing at all.
@@ -115,9 +117,9 @@ class LossStream:
                     self._wait_for_room(lane)
 
     def tell_evaluation(self, batch: int, num_batches: int) -> None:
-        """Tells sinks that show it how far an evaluation has come: the batch asked for next, from 0; never waits."""
+        """Tells sinks that show it, and keep up, how far an evaluation has come: the batch asked for next, from 0."""
         for lane in self._lanes:
-            if lane.shows_progress and not lane.is_left_out and not lane.is_behind():
+            if lane.shows_progress and not lane.is_left_out and lane.records.qsize() < _FEW_QUEUED:
                 lane.records.put(EvaluationProgress(self._last_step, batch, num_batches))
 
     def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:

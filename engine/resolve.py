@@ -4,9 +4,10 @@ The only place that knows which settings depend on which data.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,11 @@ from engine.train_state import TrainModel
 from models.model import Model
 from models.registry import build_model, model_names
 from preprocess.manifest import Manifest
-from preprocess.shards import ShardError, list_splits, list_unfinished_splits, open_split
+from preprocess.shards import list_splits, list_unfinished_splits, open_split
 
 _OWN_BATCHES = "batches of your own"
 _USUAL_EVAL_SPLITS = ("val", "test")
-# Optimisers whose updates do not grow with the gradient.
+# Optimisers whose updates are as large as the rate, whatever the gradient; lars, too, is used with rates like sgd's.
 _SMALL_RATES = ("adamw", "lamb")
 # Without a manifest nothing is known of the pixels: 0 … 255 then becomes -2 … 2.
 _UNKNOWN_MEAN = (0.5, 0.5, 0.5)
@@ -136,8 +137,6 @@ def resolve(
             f"stop_at_top1 needs images to evaluate on, and there are none with {opened.data}, got "
             f"{config.stop_at_top1}: leave it out, or name the split (--eval-split)"
         )
-    for warning in _hardly_meant(config, is_evaluated=evaluation is not None):
-        notify(f"warning: {warning}")
     if evaluation is not None:
         _check_same_shape(source, evaluation)
     if config.image_size is not None and config.image_size > min(source.height, source.width):
@@ -173,19 +172,51 @@ def _check_settings(config: TrainConfig) -> None:
         )
 
 
-def _hardly_meant(config: TrainConfig, *, is_evaluated: bool) -> Iterator[str]:
-    """Gives, in words, what settings come to that are right and surprise."""
+def check_beginning(
+    config: TrainConfig, notify: Callable[[str], None], *, own_batches: bool, own_evaluation: bool
+) -> None:
+    """Looks, where a run begins and not where it goes on, for what is hardly meant.
+
+    Args:
+        config: the settings.
+        notify: told in words of what is right and surprises.
+        own_batches, own_evaluation: whether these are the user's own.
+
+    Raises:
+        ValueError: where the split to evaluate on was not packed to its end. The run would be without it, or with
+            another, and could not go on with it once it is.
+    """
+    is_evaluated = own_evaluation
+    if not own_batches and not config.synthetic:
+        choice = choose_data(config.data)
+        _check_is_packed(config, choice.data)
+        # The demo set may still have to be made.
+        is_evaluated |= choice.is_demo or choose_eval_split(config, choice.data) is not None
     if config.eval_every_steps and not is_evaluated:
-        yield f"there is nothing to evaluate on; --eval-every {config.eval_every_steps} changes nothing"
+        notify(f"warning: there is nothing to evaluate on; --eval-every {config.eval_every_steps} changes nothing")
     if 0 < config.steps <= config.warmup_steps:
-        yield (
-            f"the warm-up of {config.warmup_steps:,} steps does not end before the run, of {config.steps:,}, does: "
-            "the learning rate stays below its peak"
+        notify(
+            f"warning: the warm-up of {config.warmup_steps:,} steps does not end before the run, of {config.steps:,}, "
+            "does: the learning rate stays below its peak"
         )
     if config.learning_rate is None and config.optimizer in _SMALL_RATES:
-        yield (
-            f"the default learning rate of {config.peak_learning_rate:.2g} is one for sgd, and {config.optimizer} "
-            "mostly wants about 0.001: --learning-rate"
+        notify(
+            f"warning: the default learning rate of {config.peak_learning_rate:.2g} is one for sgd, and "
+            f"{config.optimizer} mostly wants about 0.001: --learning-rate"
+        )
+
+
+def _check_is_packed(config: TrainConfig, data: str) -> None:
+    if config.eval_split is not None:
+        return
+    complete = list_splits(data)
+    usual = (name for name in _USUAL_EVAL_SPLITS if name != config.split)
+    # All that stand before the one that would be chosen.
+    missing = [*takewhile(lambda name: name not in complete, usual)]
+    if missing and (found := set(missing).intersection(list_unfinished_splits(data))):
+        raise ValueError(
+            f"the split to evaluate on must be complete, and the packing of {data.rstrip('/')}/{min(found)} was begun "
+            "and not finished: run the same preprocess-imagenet command again, or give --eval-split, another or off"
         )
 
 
@@ -272,12 +303,7 @@ def _packed(config: TrainConfig, stack: ExitStack, notify: Callable[[str], None]
     data = f"{choice.data}/{config.split}, {split.num_images:,} images"
     evaluation, eval_digest = None, None
     if (name := choose_eval_split(config, choice.data)) is not None:
-        try:
-            eval_split = stack.enter_context(open_split(choice.data, name))
-        except ShardError as error:
-            if config.eval_split is not None:
-                raise
-            raise ValueError(f"{error}; or evaluate on nothing: --eval-split off") from error
+        eval_split = stack.enter_context(open_split(choice.data, name))
         _check_same_classes(manifest, eval_split.manifest, name)
         evaluation = SequentialBatches(eval_split, batch=config.batch)
         eval_digest = manifest_digest_of(eval_split.manifest)
@@ -300,21 +326,13 @@ def manifest_digest_of(manifest: Manifest) -> str:
 
 
 def choose_eval_split(config: TrainConfig, data: str) -> str | None:
-    """Gives the split that was named, else the first of the usual ones that the data has and that is not trained on.
-
-    Where none is there, one whose packing was not finished is given: left out without a word it would be missed at the
-    end of the run.
-    """
+    """Gives the split that was named, else the first of the usual ones that the data has and that is not trained on."""
     if config.eval_split == "off":
         return None
     if config.eval_split is not None:
         return config.eval_split
-    usual = [name for name in _USUAL_EVAL_SPLITS if name != config.split]
-    for list_names in (list_splits, list_unfinished_splits):
-        there = list_names(data)
-        if found := [name for name in usual if name in there]:
-            return found[0]
-    return None
+    there = list_splits(data)
+    return next((name for name in _USUAL_EVAL_SPLITS if name in there and name != config.split), None)
 
 
 def _check_same_classes(train: Manifest, evaluation: Manifest, name: str) -> None:

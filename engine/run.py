@@ -28,6 +28,7 @@ from engine.records.recorded_run import RecordedRun, read_recorded
 from engine.records.run_folder import RunFolder
 from engine.records.snapshot_writer import SnapshotWriter
 from engine.records.weights import name_tensors
+from engine.resolve import check_beginning
 from engine.result import DryRun, TrainResult
 from engine.resume import (
     GIVEN_WEIGHTS,
@@ -95,7 +96,7 @@ def train(
         return _train_unrecorded(config, model, batches, evaluation, sinks, notify)
     with ExitStack() as stack:
         folder = stack.enter_context(RunFolder(Path(config.run_dir), overwrite=config.overwrite, resume=config.resume))
-        recorded, start = _find_start(config, notify, model, batches)
+        recorded, start = _find_start(config, notify, model, batches, evaluation)
         launch = Launch(config, stack, start, model=model, batches=batches, evaluation=evaluation, notify=notify)
         earlier: list[dict[str, Any]] = []
         cuts: dict[Path, int] = {}
@@ -134,7 +135,7 @@ def plan_run(
 ) -> DryRun:
     """Resolves and compiles what `train` would run or resume, and runs nothing; arguments and errors as there."""
     config = settle_epochs(config, own_batches=batches is not None, notify=notify)
-    recorded, start = _find_start(config, notify, model, batches)
+    recorded, start = _find_start(config, notify, model, batches, evaluation)
     with ExitStack() as stack:
         launch = Launch(config, stack, start, model=model, batches=batches, evaluation=evaluation, notify=notify)
         if recorded is not None:
@@ -153,10 +154,9 @@ def _train_unrecorded(
     notify: Callable[[str], None],
 ) -> TrainResult:
     """Runs without a trace on disk."""
+    _, start = _find_start(config, notify, model, batches, evaluation)
     with ExitStack() as stack:
-        launch = Launch(
-            config, stack, StartingPoint(), model=model, batches=batches, evaluation=evaluation, notify=notify
-        )
+        launch = Launch(config, stack, start, model=model, batches=batches, evaluation=evaluation, notify=notify)
         compiled, state = _compile(config, launch)
         state = launch.run(compiled, state, sinks)
         if (failure := launch.failure(state)) is not None:
@@ -180,9 +180,10 @@ def _check_continues(launch: Launch, recorded: RecordedRun, notify: Callable[[st
 
 
 def _find_start(
-    config: TrainConfig, notify: Callable[[str], None], model: object, batches: object
+    config: TrainConfig, notify: Callable[[str], None], model: object, batches: object, evaluation: object
 ) -> tuple[RecordedRun | None, StartingPoint]:
     if not config.resume:
+        check_beginning(config, notify, own_batches=batches is not None, own_evaluation=evaluation is not None)
         return None, StartingPoint()
     path = _named_folder(config, "resume")
     recorded = read_recorded(path)

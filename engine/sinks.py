@@ -76,8 +76,8 @@ class EvaluationProgress:
     """How far an evaluation has come.
 
     Attributes:
-        step: updates done before it.
-        batch: that is asked for next, from 0.
+        step: updates done before it, as far as their losses have come; on a card the last may follow.
+        batch: that is asked for next, from 0; on a card the first of those that cross together.
         num_batches: of the split.
     """
 
@@ -129,7 +129,7 @@ class ShowsProgress(Protocol):
     """What a sink may do as well: show an evaluation that is under way."""
 
     def write_progress(self, progress: EvaluationProgress) -> None:
-        """Takes how far it has come, in its order among the records; some are left out where the sink is slow."""
+        """Takes how far it has come; left out where the sink is behind."""
         ...
 
 

@@ -122,6 +122,30 @@ def test_an_evaluation_under_way_is_told_in_its_order_to_those_that_show_it():
     assert len(other.records) == 1
 
 
+def test_evaluations_told_to_a_sink_that_hangs_hold_up_nobody(monkeypatch):
+    monkeypatch.setattr(loss_stream, "_MOST_QUEUED", 100)
+    taken, goes_on = threading.Event(), threading.Event()
+
+    class Hanging(RecordingSink):
+        def write_progress(self, progress):
+            taken.set()
+            assert goes_on.wait(SOON_S)
+
+    board = ControlBoard()
+    stream = make_stream(board)
+    stream.start([Hanging()])
+    stream.tell_evaluation(0, 1000)
+    assert taken.wait(SOON_S)
+    for batch in range(1, 1000):
+        stream.tell_evaluation(batch, 1000)
+    for step in range(1, 50):
+        stream.receive(pushed(step))
+    goes_on.set()
+    stream.close()
+    assert stream.failure is None
+    assert board.stop_reason is None
+
+
 def test_what_a_record_says(monkeypatch):
     sink = RecordingSink()
     stream = make_stream()

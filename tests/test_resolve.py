@@ -5,7 +5,7 @@ from contextlib import ExitStack
 import pytest
 
 from engine import TrainConfig
-from engine.resolve import resolve
+from engine.resolve import check_beginning, resolve
 from preprocess.journal import PLAN_KEY
 from tests.fake_source import fake_source, pack
 from tests.toy import Linear, toy_batch, toy_config
@@ -26,16 +26,38 @@ def test_a_packed_split_gives_size_classes_and_scale(tmp_path):
     assert found.data == f"{tmp_path}/train, 9 images"
 
 
-def test_a_split_to_evaluate_on_that_is_not_packed_to_its_end_is_not_left_out(tmp_path):
-    pack(fake_source(9, size=8), tmp_path)
-    plan = tmp_path / "test" / PLAN_KEY
+def begin_to_pack(folder):
+    """Leaves what a packing of a split leaves that was interrupted at its start."""
+    plan = folder / PLAN_KEY
     plan.parent.mkdir(parents=True)
     plan.write_text("{}")
-    with pytest.raises(ValueError, match=r"/test/: the split is not complete.* again, .*; or .*: --eval-split off"):
-        resolved(TrainConfig(data=tmp_path, batch=4))
-    assert resolved(TrainConfig(data=tmp_path, batch=4, eval_split="off")).evaluation is None
-    with pytest.raises(ValueError, match=r"/test/: the split is not complete.*where it stopped$"):
-        resolved(TrainConfig(data=tmp_path, batch=4, eval_split="test"))
+
+
+def told_at_the_beginning(config, *, own_batches=False, own_evaluation=False):
+    told: list[str] = []
+    check_beginning(config, told.append, own_batches=own_batches, own_evaluation=own_evaluation)
+    return told
+
+
+@pytest.mark.parametrize("other", [None, "test"])
+def test_a_run_does_not_begin_without_a_split_whose_packing_is_not_finished(tmp_path, other):
+    pack(fake_source(9, size=8), tmp_path)
+    if other is not None:
+        pack(fake_source(9, size=8, name=other), tmp_path)
+    begin_to_pack(tmp_path / "val")
+    with pytest.raises(ValueError, match=r"the packing of .*/val was begun and not finished: .* --eval-split"):
+        told_at_the_beginning(TrainConfig(data=tmp_path, batch=4))
+    assert told_at_the_beginning(TrainConfig(data=tmp_path, batch=4, eval_split="off")) == []
+    # Nothing of it to a run that goes on.
+    found = resolved(TrainConfig(data=tmp_path, batch=4)).evaluation
+    assert (found is None) == (other is None)
+
+
+def test_an_unfinished_split_behind_the_one_that_is_chosen_disturbs_nobody(tmp_path):
+    pack(fake_source(9, size=8), tmp_path)
+    pack(fake_source(9, size=8, name="val"), tmp_path)
+    begin_to_pack(tmp_path / "test")
+    assert told_at_the_beginning(TrainConfig(data=tmp_path, batch=4, eval_every_steps=5)) == []
 
 
 @pytest.mark.parametrize(
@@ -44,6 +66,7 @@ def test_a_split_to_evaluate_on_that_is_not_packed_to_its_end_is_not_left_out(tm
         ({"eval_every_steps": 5}, "there is nothing to evaluate on; --eval-every 5 changes nothing"),
         ({"warmup_steps": 10, "steps": 10}, "the warm-up of 10 steps does not end before the run, of 10, does"),
         ({"optimizer": "adamw"}, "the default learning rate of 0.0016 is one for sgd, and adamw"),
+        ({"optimizer": "lamb"}, "the default learning rate of 0.0016 is one for sgd, and lamb"),
         ({"optimizer": "lars"}, None),
         ({"optimizer": "adamw", "learning_rate": 1e-3}, None),
         ({"warmup_steps": 9, "steps": 10}, None),
@@ -52,12 +75,15 @@ def test_a_split_to_evaluate_on_that_is_not_packed_to_its_end_is_not_left_out(tm
 )
 def test_what_is_hardly_meant_is_said(tmp_path, values, warning):
     pack(fake_source(9, size=8), tmp_path)
-    told: list[str] = []
-    with ExitStack() as stack:
-        resolve(TrainConfig(**({"data": tmp_path, "batch": 4, "steps": 10} | values)), stack, told.append)
-    warnings = [each for each in told if each.startswith("warning: ")]
-    assert len(warnings) == (warning is not None)
-    assert warning is None or warning in warnings[0]
+    told = told_at_the_beginning(TrainConfig(**({"data": tmp_path, "batch": 4, "steps": 10} | values)))
+    assert len(told) == (warning is not None)
+    assert warning is None or told[0].startswith(f"warning: {warning}")
+
+
+def test_what_is_the_users_own_is_evaluated():
+    config = TrainConfig(batch=4, steps=10, eval_every_steps=5)
+    assert told_at_the_beginning(config, own_batches=True, own_evaluation=True) == []
+    assert len(told_at_the_beginning(config, own_batches=True)) == 1
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from engine import TrainConfig, train
+from engine import TrainConfig, replay_run, train
 from engine.launch import NonFiniteError
 from engine.records.control_log import ControlEvent, read_events
 from engine.records.control_requests import ControlRequest, send_request
@@ -32,6 +32,7 @@ from engine.resume import (
     note_changes,
 )
 from engine.run import plan_run
+from preprocess.journal import PLAN_KEY
 from tests.fake_source import fake_source, pack
 from tests.toy import SIZE, Linear, toy_batch, toy_config
 
@@ -229,6 +230,23 @@ def test_more_steps_and_another_rate_may_be_given_and_are_recorded(tmp_path):
     assert [recorded.config_at(step).learning_rate for step in range(1, 9)] == [0.1] * 6 + [0.05] * 2
     assert [recorded.config_at(step).steps for step in range(1, 9)] == [4] * 4 + [6] * 2 + [8] * 2
     assert recorded.changes() == (4, 6)
+
+
+def test_a_split_that_somebody_begins_to_pack_beside_a_run_does_not_end_it(tmp_path):
+    pack(fake_source(20), tmp_path / "packed")
+    plain: dict[str, Any] = {"data": tmp_path / "packed", "batch": 4, "run_dir": tmp_path / "run", "learning_rate": 0.1}
+    train(TrainConfig(steps=2, **plain), model=Linear())
+    plan = tmp_path / "packed/val" / PLAN_KEY
+    plan.parent.mkdir(parents=True)
+    plan.write_text("{}")
+    told: list[str] = []
+    result = train(TrainConfig(steps=4, resume=True, **plain), model=Linear(), notify=told.append)
+    assert result.steps_done == 4
+    assert not any("warning" in each for each in told)
+    assert replay_run(tmp_path / "run", from_step=0, model=Linear()).differences == ()
+    with pytest.raises(ValueError, match="/val was begun and not finished"):
+        train(TrainConfig(steps=2, **(plain | {"run_dir": tmp_path / "other"})), model=Linear())
+    assert not (tmp_path / "other").exists()
 
 
 OTHERS: dict[str, Any] = {

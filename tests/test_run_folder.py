@@ -96,23 +96,46 @@ def test_an_interrupted_overwriting_still_asks_for_overwriting(tmp_path, monkeyp
         RunFolder(tmp_path, overwrite=False)
 
 
+BELOW = {
+    "run7/loss.jsonl": "run7",
+    "pixels/zarr.json": "pixels",
+    "train/pixels/zarr.json": "train/pixels",
+    "demo/val/pixels/zarr.json": "demo/val/pixels",
+}
+
+
+def write_below(folder, name):
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text("{}")
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize(
-    ("below", "found"),
-    [
-        ("run7/config.json", "run7"),
-        ("train/manifest.json", "train"),
-        ("demo/train/manifest.json", "demo/train"),
-        ("manifest.json", "packed data"),
-    ],
-)
+@pytest.mark.parametrize(("below", "found"), BELOW.items())
 def test_a_folder_of_runs_or_data_is_no_run_folder(tmp_path, below, found, overwrite):
-    (tmp_path / below).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / below).write_text("{}")
+    write_below(tmp_path, below)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     with pytest.raises(ValueError, match=rf"must hold its run alone, and .* holds {found}: name one below it"):
         RunFolder(tmp_path, overwrite=overwrite)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+@pytest.mark.parametrize("below", BELOW)
+def test_a_run_may_have_others_below_it(tmp_path, below):
+    write_below(tmp_path, below)
+    (tmp_path / "config.json").write_text("{}")
+    for how in ({"resume": True}, {"overwrite": True}):
+        with RunFolder(tmp_path, **how):
+            pass
+    with pytest.raises(ValueError, match=r"holds config\.json of an earlier run: .*--resume"):
+        RunFolder(tmp_path)
+    assert (tmp_path / below).exists()
+
+
+def test_strangers_files_below_are_no_runs(tmp_path):
+    for name in ("net/config.json", "manifest.json", "app/manifest.json"):
+        write_below(tmp_path, name)
+    with RunFolder(tmp_path):
+        pass
 
 
 def test_a_folder_with_strangers_files_is_new(tmp_path):

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from engine.commands import tail_cli
 from engine.commands.tail_cli import _print_lines, main, plain_lines
 from engine.commands.tail_frame import Tick
-from engine.records.folder_lock import LOCK_NAME, FolderLock, is_locked
+from engine.records.folder_lock import LOCK_NAME, FolderLock
 from engine.records.loss_log import LossBatch, LossRows, RunFacts
 from engine.sinks import EvaluationRecord, LossRecord, PlainSink, RunFolderSink
 from tests.pseudo_terminal import LIMIT_S, Terminal, plain
@@ -304,29 +304,26 @@ def test_a_run_that_compiles_is_waited_for_as_long_as_for_a_step(tmp_path, monke
         assert "is still compiling" in tail(run, "--once").stderr
         begins = threading.Timer(0.3, lambda: write_run(run, 1, ended=False))
         begins.start()
-        result = tail(run, "--timeout-s", "1")
+        result = tail(run, "--timeout-s", "10", "--interval", "0.05")
         begins.join()
-    assert result.stderr.startswith(f"{run} is compiling; waiting up to 1 s for its first step\n")
+    assert result.stderr.startswith(f"{run} is getting ready or compiling; waiting up to 10 s for that\n")
     assert len(result.stdout.splitlines()) == 1
 
 
 def test_a_run_that_somebody_goes_on_with_has_not_ended(tmp_path):
     run = write_run(tmp_path / "run", 3)
-    ends = threading.Event()
+    os.utime(run / "result.json", ns=(1, 1))
 
     def go_on():
-        with FolderLock(run):
-            ends.wait(LIMIT_S)
-            add_steps(run, 4, 6)
-            end_run(run, 5)
+        add_steps(run, 4, 6)
+        end_run(run, 5)
 
-    going = threading.Thread(target=go_on)
-    going.start()
-    while not is_locked(run):
-        time.sleep(0.001)
-    threading.Timer(0.2, ends.set).start()
-    assert len(tail(run, "--interval", "0.01").stdout.splitlines()) == 5
-    going.join()
+    with FolderLock(run):
+        goes_on = threading.Timer(0.2, go_on)
+        goes_on.start()
+        # Ended by the one who holds it, who may do so for as long as he lives.
+        assert len(tail(run, "--interval", "0.01", "--timeout-s", "30").stdout.splitlines()) == 5
+        goes_on.join()
 
 
 @pytest.mark.parametrize("option", ["--interval", "--smoothing", "--timeout-s"])

@@ -70,6 +70,15 @@ def test_an_evaluation_under_way_stands_in_the_place_of_the_loss():
     assert sink.summary().plain.startswith("loss ")
 
 
+def test_a_run_that_ends_in_mid_evaluation_leaves_its_loss_on_the_screen():
+    sink, drawn = make_sink()
+    sink.open()
+    sink.write(record(1))
+    sink.write_progress(EvaluationProgress(step=1, batch=12, num_batches=40))
+    sink.close()
+    assert "loss 6.8960" in lines_of(drawn)[-1]
+
+
 @pytest.mark.parametrize("width", [30, 40, 50, 60, 72, 80, 100, 120, 200])
 @pytest.mark.parametrize("steps", [1, 1000, 450_000])
 def test_one_line_whatever_the_width(width, steps):

@@ -158,7 +158,7 @@ def _await_run(run: Path, once: bool, timeout_s: float) -> None:
             )
         name = printable(str(run))
         words = (
-            f"{name} is compiling; waiting up to {timeout_s:g} s for its first step"
+            f"{name} is getting ready or compiling; waiting up to {timeout_s:g} s for that"
             if is_held
             else f"waiting up to {wait_s:g} s for {name} to begin"
         )
@@ -186,7 +186,7 @@ def _runs_in(folder: Path) -> list[Path]:
 def _ticks(run: Path, once: bool, interval_s: float, timeout_s: float) -> "Iterator[Tick]":
     """Look at the run folder again and again, until the run has ended and all its rows were read."""
     from engine.records.evaluation_log import EvaluationLog
-    from engine.records.folder_lock import is_locked, was_killed
+    from engine.records.folder_lock import was_killed
     from engine.records.loss_log import EVALUATION_LOG_NAME, LOSS_LOG_NAME, LossLog, read_run_end, read_run_facts
 
     log, evaluation_log = LossLog(run / LOSS_LOG_NAME), EvaluationLog(run / EVALUATION_LOG_NAME)
@@ -194,8 +194,7 @@ def _ticks(run: Path, once: bool, interval_s: float, timeout_s: float) -> "Itera
     while True:
         # The end is looked for before the rows are read: rows written before it are then certain to be seen.
         is_killed = was_killed(run)
-        # Whoever holds the folder has not ended: of a run that goes on, the end that is there is an earlier one.
-        end, facts, more = None if is_locked(run) else read_run_end(run), read_run_facts(run), True
+        end, facts, more = read_run_end(run), read_run_facts(run), True
         while more:
             batch = log.read()
             more = batch.more

@@ -86,6 +86,7 @@ class ProgressSink:
 
     def close(self) -> None:
         """Draws the line for the last time and leaves it on the screen."""
+        self._evaluation = None
         self._progress.refresh()
         self._progress.stop()
 

@@ -61,7 +61,8 @@ class PackedForm:
             if _kind_of(array) != leaf:
                 name = jax.tree_util.keystr(path)
                 raise ValueError(
-                    f"what a loop carries must keep its form, and {name}, {_in_words(leaf)}, became {_in_words(array)}"
+                    f"what a loop carries must keep its form, and {name}, {_in_words(leaf)}, became "
+                    f"{_in_words(_kind_of(array))}"
                 )
         together = [jnp.concatenate([arrays[index] for index in group]) for group in self.groups]
         return together + [arrays[index] for index in self.alone]
@@ -83,5 +84,5 @@ def _kind_of(array: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(array), jnp.result_type(array))
 
 
-def _in_words(array: Any) -> str:
-    return f"{array.dtype}{list(array.shape)}"
+def _in_words(leaf: jax.ShapeDtypeStruct) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}"

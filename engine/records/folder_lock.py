@@ -106,6 +106,14 @@ class FolderLock:
                 os.close(file)
 
 
+def held_since_ns(folder: Path) -> int | None:
+    """Gives when whoever holds the lock of a folder took it, in ns since the epoch; None where nobody is known to."""
+    try:
+        return (folder / LOCK_NAME).stat().st_mtime_ns if is_locked(folder) else None
+    except OSError:
+        return None
+
+
 def is_locked(folder: Path) -> bool:
     """Tells whether somebody holds the lock of a folder, without disturbing him and without making its file.
 

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from engine.records.folder_lock import held_since_ns
+
 # The names that `run_folder` writes under; a test holds them equal. To import them from there would load the
 # settings and importlib.metadata: 50 ms of a start of 400 ms, for four words.
 LOSS_LOG_NAME = "loss.jsonl"
@@ -195,11 +197,22 @@ def read_run_facts(run: Path) -> RunFacts:
 
 
 def read_run_end(run: Path) -> RunEnd | None:
-    """The end of the run from `RUN/result.json`; None while that is missing or half written."""
+    """The end of the run from `RUN/result.json`; None while that is missing, half written, or older than who holds RUN.
+
+    Of a run that goes on, the end that is there is an earlier one.
+    """
+    held_ns = held_since_ns(run)
     result = _read_object(run / RESULT_NAME)
-    if result is None:
+    if result is None or (held_ns is not None and _written_ns(run / RESULT_NAME) < held_ns):
         return None
     return RunEnd(_count(result.get("steps_done")), _text(result.get("stopped_by")), _text(result.get("error")))
+
+
+def _written_ns(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _read_object(path: Path) -> dict[str, Any] | None:

@@ -22,7 +22,7 @@ from engine.records.control_requests import CONTROL_FOLDER_NAME, remove_requests
 from engine.records.folder_lock import LOCK_NAME, FolderLock
 from engine.records.versions import version_of
 from engine.records.whole_file import remove_unfinished, write_whole
-from preprocess.manifest import MANIFEST_KEY
+from preprocess.arrays import PIXELS
 
 LOSS_LOG = "loss.jsonl"
 EVALUATION_LOG = "eval.jsonl"
@@ -42,7 +42,7 @@ _WRITTEN_HERE = (
     CONFIG,
 )
 # What lies in a folder of runs, in a split of a pack, in a pack, in a folder of packs.
-_OF_OTHERS = (f"*/{CONFIG}", MANIFEST_KEY, f"*/{MANIFEST_KEY}", f"*/*/{MANIFEST_KEY}")
+_OF_OTHERS = (f"*/{LOSS_LOG}", *(f"{place}{PIXELS}/zarr.json" for place in ("", "*/", "*/train/", "*/val/", "*/test/")))
 _RECORDED_VERSIONS = ("feedloop", "jax", "jaxlib", "numpy", "optax", "tensorstore")
 
 
@@ -69,7 +69,7 @@ class RunFolder:
                 f"a run that is to be continued must be there, and {path} holds no {CONFIG}: "
                 "name the folder of the run (--run-dir), or begin one without --resume"
             )
-        if not resume:
+        if not (path / CONFIG).is_file():
             self._check_is_no_other()
         _make_folder(path)
         self._lock = FolderLock(path)
@@ -104,9 +104,9 @@ class RunFolder:
 
     def _check_is_no_other(self) -> None:
         """Raises ValueError where other runs or packed data lie below: of DIR/NAME the name was forgotten."""
-        below = (each.parent for pattern in _OF_OTHERS for each in self.path.glob(pattern))
+        below = (each for pattern in _OF_OTHERS for each in self.path.glob(pattern))
         if (found := next(below, None)) is not None:
-            holds = "packed data" if found == self.path else found.relative_to(self.path)
+            holds = found.relative_to(self.path).parent
             raise ValueError(
                 f"a run folder must hold its run alone, and {self.path} holds {holds}: name one below it, such as "
                 f"{self.path / 'run'} (--run-dir)"
