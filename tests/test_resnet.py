@@ -27,17 +27,13 @@ def loss_and_gradients(model, params, batch_stats, images):
     return jax.value_and_grad(loss, has_aux=True)(params)
 
 
-@pytest.mark.usefixtures("untraced_blocks")
-def test_a_whole_network_gives_the_same_by_the_forms_for_a_card(monkeypatch):
-    model = build_model("resnet8", num_classes=7, image_size=18)
-    state = *jax.jit(model.init)(jax.random.key(0)), normal(0, (32, 18, 17, 3))
-    (wanted, wanted_stats), reference = jax.jit(lambda *state: loss_and_gradients(model, *state))(*state)
-    use_card_forms(monkeypatch)
-    resnet._apply_block.clear_cache()  # type: ignore[attr-defined]
-    (loss, stats), gradients = jax.jit(lambda *state: loss_and_gradients(model, *state))(*state)
-    np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+def assert_same(found, wanted):
+    """Compares what `loss_and_gradients` gives."""
+    (loss, stats), gradients = found
+    (wanted_loss, wanted_stats), reference = wanted
+    np.testing.assert_allclose(loss, wanted_loss, rtol=1e-5)
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5), stats, wanted_stats)
-    # As below.
+    # Sums in another order, and now and then a ReLU on the other side of zero: 1e-3 of a leaf's largest gradient.
     jax.tree.map(
         lambda one, other: np.testing.assert_allclose(one, other, rtol=0, atol=1e-3 * np.abs(other).max()),
         gradients,
@@ -46,11 +42,20 @@ def test_a_whole_network_gives_the_same_by_the_forms_for_a_card(monkeypatch):
 
 
 @pytest.mark.usefixtures("untraced_blocks")
+def test_a_whole_network_gives_the_same_by_the_forms_for_a_card(monkeypatch):
+    model = build_model("resnet8", num_classes=7, image_size=18)
+    state = *jax.jit(model.init)(jax.random.key(0)), normal(0, (32, 18, 17, 3))
+    wanted = jax.jit(lambda *state: loss_and_gradients(model, *state))(*state)
+    use_card_forms(monkeypatch)
+    resnet._apply_block.clear_cache()  # type: ignore[attr-defined]
+    assert_same(jax.jit(lambda *state: loss_and_gradients(model, *state))(*state), wanted)
+
+
+@pytest.mark.usefixtures("untraced_blocks")
 def test_a_whole_network_has_the_gradients_it_has_with_xlas_convolutions(monkeypatch):
     model = build_model("resnet8", num_classes=7, image_size=18)
-    params, batch_stats = jax.jit(model.init)(jax.random.key(0))
-    images = normal(0, (32, 18, 17, 3))
-    (loss, stats), gradients = jax.jit(lambda *state: loss_and_gradients(model, *state))(params, batch_stats, images)
+    state = *jax.jit(model.init)(jax.random.key(0)), normal(0, (32, 18, 17, 3))
+    ours = jax.jit(lambda *state: loss_and_gradients(model, *state))(*state)
 
     def plain(x, kernel, *, stride, padding, bias):
         assert bias is None
@@ -59,17 +64,7 @@ def test_a_whole_network_has_the_gradients_it_has_with_xlas_convolutions(monkeyp
 
     monkeypatch.setattr(resnet, "convolution", plain)
     resnet._apply_block.clear_cache()  # type: ignore[attr-defined]
-    (wanted, wanted_stats), reference = jax.jit(lambda *state: loss_and_gradients(model, *state))(
-        params, batch_stats, images
-    )
-    np.testing.assert_allclose(loss, wanted, rtol=1e-5)
-    jax.tree.map(lambda ours, xla: np.testing.assert_allclose(ours, xla, rtol=1e-4, atol=1e-5), stats, wanted_stats)
-    # Sums in another order, and now and then a ReLU on the other side of zero: 1e-3 of a leaf's largest gradient.
-    jax.tree.map(
-        lambda ours, xla: np.testing.assert_allclose(ours, xla, rtol=0, atol=1e-3 * np.abs(xla).max()),
-        gradients,
-        reference,
-    )
+    assert_same(ours, jax.jit(lambda *state: loss_and_gradients(model, *state))(*state))
 
 
 STAGES = {

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from engine.config import TrainConfig
+from engine.records.folder_lock import is_locked
 from engine.records.run_folder import LOSS_LOG, RESULT, RunFolder
 
 WRITTEN = ["config.json", "loss.jsonl", "model.safetensors", "result.json"]
@@ -132,10 +133,12 @@ def test_a_run_may_have_others_below_it(tmp_path, below):
 
 
 def test_strangers_files_below_are_no_runs(tmp_path):
-    for name in ("net/config.json", "manifest.json", "app/manifest.json"):
+    names = ("net/config.json", "manifest.json", "app/manifest.json")
+    for name in names:
         write_below(tmp_path, name)
     with RunFolder(tmp_path):
-        pass
+        assert is_locked(tmp_path)
+    assert all((tmp_path / name).read_text() == "{}" for name in names)
 
 
 def test_a_folder_with_strangers_files_is_new(tmp_path):
