@@ -189,9 +189,11 @@ def check_beginning(
     is_evaluated = own_evaluation
     if not own_batches and not config.synthetic:
         choice = choose_data(config.data)
-        _check_is_packed(config, choice.data)
+        chosen = choose_eval_split(config, choice.data)
+        if config.eval_split is None:
+            _check_none_is_unfinished(config, choice.data, chosen)
         # The demo set may still have to be made.
-        is_evaluated |= choice.is_demo or choose_eval_split(config, choice.data) is not None
+        is_evaluated |= choice.is_demo or chosen is not None
     if config.eval_every_steps and not is_evaluated:
         notify(f"warning: there is nothing to evaluate on; --eval-every {config.eval_every_steps} changes nothing")
     if 0 < config.steps <= config.warmup_steps:
@@ -206,13 +208,9 @@ def check_beginning(
         )
 
 
-def _check_is_packed(config: TrainConfig, data: str) -> None:
-    if config.eval_split is not None:
-        return
-    complete = list_splits(data)
-    usual = (name for name in _USUAL_EVAL_SPLITS if name != config.split)
-    # All that stand before the one that would be chosen.
-    missing = [*takewhile(lambda name: name not in complete, usual)]
+def _check_none_is_unfinished(config: TrainConfig, data: str, chosen: str | None) -> None:
+    """Raises ValueError where one of the usual splits that stand before the chosen one was not packed to its end."""
+    missing = [*takewhile(lambda name: name != chosen, (name for name in _USUAL_EVAL_SPLITS if name != config.split))]
     if missing and (found := set(missing).intersection(list_unfinished_splits(data))):
         raise ValueError(
             f"the split to evaluate on must be complete, and the packing of {data.rstrip('/')}/{min(found)} was begun "
