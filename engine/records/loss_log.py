@@ -201,9 +201,10 @@ def read_run_end(run: Path) -> RunEnd | None:
 
     Of a run that goes on, the end that is there is an earlier one.
     """
-    held_ns = held_since_ns(run)
+    # When it was written is asked first: what is read then is as new, or newer.
+    held_ns, written_ns = held_since_ns(run), _written_ns(run / RESULT_NAME)
     result = _read_object(run / RESULT_NAME)
-    if result is None or (held_ns is not None and _written_ns(run / RESULT_NAME) < held_ns):
+    if result is None or (held_ns is not None and written_ns < held_ns):
         return None
     return RunEnd(_count(result.get("steps_done")), _text(result.get("stopped_by")), _text(result.get("error")))
 
