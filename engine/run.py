@@ -283,7 +283,11 @@ class _RecordingLaunch:
         try:
             state = launch.run(compiled, state, [self._sink, *sinks])
         except BaseException as error:
-            if not isinstance(error, Exception):
+            if isinstance(error, Exception):
+                # Of its state nothing is left but the snapshots that it had emitted, of which one may be under way.
+                self._snapshots.close(_SNAPSHOT_TIMEOUT_S)
+                self._note_how_to_go_on(error, self._snapshots.last_step)
+            else:
                 # The program and its sinks may be at work still, and must meet nobody else in the folder.
                 self._folder.keep_locked()
             self._record_end(error)
@@ -294,12 +298,7 @@ class _RecordingLaunch:
         result = replace(result, snapshot_step=self._snapshots.last_step)
         failure = self._leave(result, failure)
         if failure is not None:
-            if result.snapshot_step is not None:
-                folder = shlex.quote(str(self._folder.path))
-                failure.add_note(
-                    f"the last good snapshot is that of step {result.snapshot_step}: once this is mended, run-train "
-                    f"--run-dir {folder} --resume goes on from it, or resume=True where model or batches are Python's"
-                )
+            self._note_how_to_go_on(failure, result.snapshot_step)
             raise failure
         return result
 
@@ -326,6 +325,14 @@ class _RecordingLaunch:
             self._control_log.sync()
             self._snapshots.submit(int(state.step), int(state.pulls), tree)
         self._snapshots.close(_SNAPSHOT_TIMEOUT_S)
+
+    def _note_how_to_go_on(self, failure: BaseException, snapshot_step: int | None) -> None:
+        if snapshot_step is not None:
+            folder = shlex.quote(str(self._folder.path))
+            failure.add_note(
+                f"the last good snapshot is that of step {snapshot_step}: once this is mended, run-train --run-dir "
+                f"{folder} --resume goes on from it, or resume=True where model or batches are Python's"
+            )
 
     def _leave(self, result: TrainResult, failure: BaseException | None) -> BaseException | None:
         """Writes the weights and the run's end; gives the failure, which what cannot be written must not hide."""

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 from engine import TrainConfig, train
 from engine.feeder import FeederError
 from engine.launch import Launch
+from engine.records.snapshot_writer import SnapshotWriter
 from engine.run import plan_run
 from preprocess.shards import ShardError, ShardSplit
 from tests.fake_source import fake_source, pack
@@ -326,12 +327,33 @@ def test_a_program_that_fails_leaves_its_end_and_its_losses(tmp_path):
             jax.debug.callback(fail, batch_stats["batches"])
             return logits, stats
 
-    with pytest.raises(Exception, match="the model's own callback"):
+    with pytest.raises(Exception, match="the model's own callback") as caught:
         train(toy_config(steps=9, run_dir=tmp_path), model=Failing(), batches=toy_batch)
     end = json.loads((tmp_path / "result.json").read_text())
     assert end["stopped_by"] == "error"
     assert "the model's own callback" in end["error"]
     assert end["steps_done"] == len(read_steps(tmp_path))
+    assert end["snapshot_step"] is None
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_a_program_that_fails_writes_the_snapshot_under_way_and_says_how_to_go_on(tmp_path, monkeypatch):
+    def run(launch, compiled, state, sinks):
+        launch_run(launch, compiled, state, sinks)
+        raise ArithmeticError("the card fell off the bus")
+
+    def write_late(writer, submitted):
+        # Whoever does not wait for it misses it.
+        time.sleep(0.3)
+        return write(writer, submitted)
+
+    launch_run, write = Launch.run, SnapshotWriter._write_one
+    monkeypatch.setattr(Launch, "run", run)
+    monkeypatch.setattr(SnapshotWriter, "_write_one", write_late)
+    with pytest.raises(ArithmeticError, match="off the bus") as caught:
+        train(toy_config(steps=6, run_dir=tmp_path, snapshot_every_steps=4), model=Linear(), batches=toy_batch)
+    assert json.loads((tmp_path / "result.json").read_text())["snapshot_step"] == 4
+    assert f"that of step 4: once this is mended, run-train --run-dir {tmp_path} --resume" in caught.value.__notes__[0]
 
 
 def test_weights_that_cannot_be_exported_do_not_hide_the_failure_before_them(tmp_path, monkeypatch):
