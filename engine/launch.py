@@ -354,7 +354,11 @@ class Launch:
                 infeed.start()
             self._signals.launched()
             self.notices.start()
-            return call_on_worker(lambda: jax.block_until_ready(compiled.call(state, values)))
+            return call_on_worker(self._call, compiled, state, values)
+
+    def _call(self, compiled: Compiled, state: TrainState, values: RunValues) -> TrainState:
+        """Calls the program; on a thread of its own, which keeps what the program calls even where nobody waits."""
+        return jax.block_until_ready(compiled.call(state, values))
 
     def failure(self, state: TrainState) -> BaseException | None:
         """Gives what went wrong: first on the host, in the order of cause and effect, then in the loop."""

@@ -7,6 +7,7 @@ them hangs or aborts the program: it never touches jax, never blocks without a t
 
 import ctypes
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -71,6 +72,9 @@ class _PromptTransport(ABC):
     runs_ahead = False
     failure: BaseException | None = None
 
+    def __init__(self) -> None:
+        self._called = Called[HostFunction]()
+
     @abstractmethod
     def call(
         self, function: HostFunction, results: Sequence[jax.ShapeDtypeStruct], *operands: jax.Array
@@ -90,6 +94,26 @@ class _PromptTransport(ABC):
     def running(self) -> AbstractContextManager[None]:
         """See `Transport.running`: there is nothing to open."""
         return nullcontext()
+
+
+class Called[F]:
+    """What the program calls, by numbers: jax may keep a program, and with it whatever its callbacks refer to.
+
+    Of a launch that failed it would keep all: its error's frames hold the program, and no collector sees through that.
+    """
+
+    def __init__(self) -> None:
+        self._functions: list[F] = []
+
+    def enter(self, function: F) -> Callable[[], F]:
+        """Takes a function in; gives what finds it again for as long as somebody else keeps this.
+
+        That raises:
+            ReferenceError: nobody does any more.
+        """
+        number, these = len(self._functions), weakref.proxy(self)
+        self._functions.append(function)
+        return lambda: these._functions[number]
 
 
 class ThreadState(threading.local):
@@ -112,18 +136,20 @@ class InplaceTransport(_PromptTransport):
     name = "inplace"
 
     def __init__(self) -> None:
+        super().__init__()
         self._thread_state = ThreadState()
 
     def call(
         self, function: HostFunction, results: Sequence[jax.ShapeDtypeStruct], *operands: jax.Array
     ) -> tuple[jax.Array, ...]:
         """See `Transport.call`."""
+        find, thread_state = self._called.enter(function), self._thread_state
 
         # Not `np.asarray`: jaxlib then enters an address of this thread's stack among its living objects, and while any
         # such array lives, a later call whose buffer is made at that very address is handed the old one.
         def cross(_context: Any, outputs: Sequence[Any], *inputs: Any) -> None:
-            self._thread_state.keep()
-            function([np.from_dlpack(value) for value in inputs], [np.from_dlpack(buffer) for buffer in outputs])
+            thread_state.keep()
+            find()([np.from_dlpack(value) for value in inputs], [np.from_dlpack(buffer) for buffer in outputs])
 
         return tuple(buffer_callback(cross, tuple(results), has_side_effect=True)(*operands))
 
@@ -137,10 +163,11 @@ class CallbackTransport(_PromptTransport):
         self, function: HostFunction, results: Sequence[jax.ShapeDtypeStruct], *operands: jax.Array
     ) -> tuple[jax.Array, ...]:
         """See `Transport.call`."""
+        find = self._called.enter(function)
 
         def cross(*inputs: Any) -> tuple[Array, ...]:
             written = tuple(np.zeros(result.shape, result.dtype) for result in results)
-            function([np.asarray(value) for value in inputs], written)
+            find()([np.asarray(value) for value in inputs], written)
             return written
 
         # Unordered: the address that the loop carries gives the order, so no token has to pass through the loop.

@@ -5,6 +5,7 @@ import json
 import signal
 import threading
 import time
+import weakref
 
 import jax
 import numpy as np
@@ -335,6 +336,17 @@ def test_a_program_that_fails_leaves_its_end_and_its_losses(tmp_path):
     assert end["steps_done"] == len(read_steps(tmp_path))
     assert end["snapshot_step"] is None
     assert not hasattr(caught.value, "__notes__")
+
+
+@pytest.mark.parametrize("transport", ["inplace", "callback", "cuda"])
+def test_of_a_run_that_failed_nothing_stays_in_memory_once_its_error_is_forgotten(transport, cards):
+    batches = CountedBatches(raise_at=3)
+    watched = weakref.ref(batches)
+    with pytest.raises(ConnectionResetError):
+        train(toy_config(steps=9, transport=transport), model=Linear(), batches=batches)
+    del batches
+    gc.collect()
+    assert watched() is None
 
 
 def test_a_program_that_fails_writes_the_snapshot_under_way_and_says_how_to_go_on(tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from engine.cuda.arena import Arena
 from engine.cuda.collector import Collector
 from engine.cuda.driver import CudaDriver
-from engine.transport import Array, HostFunction, ThreadState
+from engine.transport import Array, Called, HostFunction, ThreadState
 
 type Handler = Callable[[int, Sequence[int], Sequence[int]], None]
 """(stream, addresses of the operands, those of the results) → None; enqueues, and does not wait."""
@@ -67,6 +67,7 @@ class CudaTransport:
     def __init__(self, driver: CudaDriver, buffers: XlaBuffers | None = None) -> None:
         self.driver, self._buffers = driver, buffers or XlaBuffers()
         self._thread_state = ThreadState()
+        self._crossings = Called[Callable[..., None]]()
         self._is_called = False
         self._raised: BaseException | None = None  # by a host function, into the program
         self.failure: BaseException | None = None
@@ -171,7 +172,7 @@ class CudaTransport:
         """Has `handler` called each time that the program passes here, while tracing; gives the results."""
         buffers, driver = self._buffers, self.driver
 
-        def cross(context: Any, outputs: Sequence[Any], *inputs: Any) -> None:
+        def handle(context: Any, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
             self._thread_state.keep()
             if self._arena is None:
                 raise RuntimeError(_NOT_OPEN)
@@ -187,6 +188,11 @@ class CudaTransport:
                 # Through XLA goes its text alone.
                 self._raised = self._raised or error
                 raise
+
+        find = self._crossings.enter(handle)
+
+        def cross(context: Any, outputs: Sequence[Any], *inputs: Any) -> None:
+            find()(context, outputs, inputs)
 
         return tuple(buffer_callback(cross, tuple(results), has_side_effect=True)(*operands))
 
