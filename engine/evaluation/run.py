@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -250,7 +251,7 @@ def _launch(
     with transport.running(), closing(infeed):
         infeed.start()
         try:
-            tally, _ = call_on_worker(lambda: jax.tree.map(np.asarray, compiled.call(*arguments)))
+            tally = call_on_worker(_call_program, compiled, arguments, transport)
         except BaseException:
             # Nothing is lost by leaving at once; the program, on its own thread, then ends at its next pull.
             board.request_stop("the evaluation was given up")
@@ -258,6 +259,13 @@ def _launch(
     for end in (infeed, transport):
         if end.failure is not None:
             raise end.failure
+    return tally
+
+
+def _call_program(compiled: Compiled, arguments: tuple[Any, ...], _transport: Transport) -> Tally:
+    """Calls the program on a thread that so keeps the transport, which is called even where nobody waits any more."""
+    tally: Tally
+    tally, _ = jax.tree.map(np.asarray, compiled.call(*arguments))
     return tally
 
 
