@@ -113,7 +113,12 @@ def choose_chunk(asked: int | None, transport: Transport) -> int:
 
 def told_waste(config: TrainConfig, chunk: int) -> str | None:
     """Gives a warning where many turns of the chunks, which all are made, come behind the last batch that is wanted."""
-    cadences = [each for each in (config.eval_every_steps, config.snapshot_every_steps) if each] or [config.steps]
+    cadences = [each for each in (config.eval_every_steps, config.snapshot_every_steps) if each]
+    if not cadences:
+        if config.chunk_batches is None:
+            # At the run's end alone, and a few.
+            return None
+        cadences = [config.steps]
     # Batches between two places where the program has more to do than the next step.
     between = config.accumulate_steps * math.gcd(*cadences)
     wasted = -between % chunk

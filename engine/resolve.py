@@ -299,6 +299,11 @@ def _packed(config: TrainConfig, stack: ExitStack, notify: Callable[[str], None]
             f"got {num_classes}: leave it out to take the data's"
         )
     data = f"{choice.data}/{config.split}, {split.num_images:,} images"
+    if config.batch > split.num_images:
+        notify(
+            f"warning: a batch is to have {config.batch:,} images and {choice.data}/{config.split} has "
+            f"{split.num_images:,}: some come in it more than once; --batch may be less"
+        )
     evaluation, eval_digest = None, None
     if (name := choose_eval_split(config, choice.data)) is not None:
         eval_split = stack.enter_context(open_split(choice.data, name))

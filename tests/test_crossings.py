@@ -108,8 +108,13 @@ def test_a_default_device_of_jaxs_is_the_one_that_is_driven():
     ("values", "chunk", "told"),
     [
         ({"steps": 1000}, 10, None),
-        ({"steps": 1001}, 10, None),  # nine turns of a thousand
-        ({"steps": 15}, 10, r"every 15 batches, and of the 10 .* 5 then compute for nothing: --chunk should divide 15"),
+        ({"steps": 1001, "chunk_batches": 10}, 10, None),  # nine turns of a thousand
+        ({"steps": 15}, 10, None),  # once, and five alone
+        (
+            {"steps": 15, "chunk_batches": 10},
+            10,
+            r"every 15 batches, and of the 10 .* 5 then compute for nothing: --chunk should divide 15",
+        ),
         ({"steps": 1000, "eval_every_steps": 100, "snapshot_every_steps": 250}, 50, None),
         ({"steps": 1000, "eval_every_steps": 100, "snapshot_every_steps": 250}, 40, r"every 50 .* 30 then"),
         ({"steps": 9, "accumulate_steps": 10}, 10, None),

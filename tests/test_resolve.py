@@ -26,6 +26,19 @@ def test_a_packed_split_gives_size_classes_and_scale(tmp_path):
     assert found.data == f"{tmp_path}/train, 9 images"
 
 
+@pytest.mark.parametrize(("batch", "num_warnings"), [(9, 0), (10, 1)])
+def test_a_batch_of_more_images_than_there_are_is_told(tmp_path, batch, num_warnings):
+    pack(fake_source(9, size=8), tmp_path)
+    told: list[str] = []
+    with ExitStack() as stack:
+        resolve(TrainConfig(data=tmp_path, batch=batch), stack, told.append)
+    warnings = [each for each in told if each.startswith("warning: ")]
+    assert warnings == num_warnings * [
+        f"warning: a batch is to have 10 images and {tmp_path}/train has 9: some come in it more than once; "
+        "--batch may be less"
+    ]
+
+
 def begin_to_pack(folder):
     """Leaves what a packing of a split leaves that was interrupted at its start."""
     plan = folder / PLAN_KEY
