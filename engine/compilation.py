@@ -44,6 +44,7 @@ class Compiled:
         trace_s, compile_s: seconds that tracing and lowering took, and compiling or loading.
         from_cache: whether it was loaded from the cache on disk.
         memory_bytes: XLA's account by kind (arguments, results, temporaries, code), in bytes; empty where it has none.
+        keeps: what the program calls, which lives as long as this: a thread that waits for `call` must hold this.
     """
 
     call: jax.stages.Compiled
@@ -51,6 +52,7 @@ class Compiled:
     compile_s: float
     from_cache: bool
     memory_bytes: dict[str, int]
+    keeps: object = None
 
     @property
     def step_flops(self) -> float | None:
@@ -81,13 +83,16 @@ def trace_ahead(function: Callable[..., Any], *arguments: Any, donate: tuple[int
     return Traced(lowered, time.perf_counter() - started)
 
 
-def compile_traced(traced: Traced, *, deterministic: bool = True, dump_folder: Path | None = None) -> Compiled:
+def compile_traced(
+    traced: Traced, *, deterministic: bool = True, dump_folder: Path | None = None, keeps: object = None
+) -> Compiled:
     """Compiles a traced program, or loads it from the cache on disk.
 
     Args:
         traced: what to compile.
         deterministic: whether operations are left out that may give other bits each time.
         dump_folder: where to write `program.stablehlo.mlir` and `program.optimised.hlo`; None writes neither.
+        keeps: see `Compiled`.
     """
     started = time.perf_counter()
     with _counting_cache_hits() as hits:
@@ -98,7 +103,7 @@ def compile_traced(traced: Traced, *, deterministic: bool = True, dump_folder: P
         dump_folder.mkdir(parents=True, exist_ok=True)
         write_whole(dump_folder / "program.stablehlo.mlir", traced.lowered.as_text().encode())
         write_whole(dump_folder / "program.optimised.hlo", (compiled.as_text() or "").encode())
-    return Compiled(compiled, traced.trace_s, compile_s, bool(hits), _memory_bytes(compiled))
+    return Compiled(compiled, traced.trace_s, compile_s, bool(hits), _memory_bytes(compiled), keeps)
 
 
 @contextmanager

@@ -116,7 +116,7 @@ def told_waste(config: TrainConfig, chunk: int) -> str | None:
     cadences = [each for each in (config.eval_every_steps, config.snapshot_every_steps) if each]
     if not cadences:
         if config.chunk_batches is None:
-            # At the run's end alone, and a few.
+            # The run's last chunk alone has such turns, and nobody chose how many.
             return None
         cadences = [config.steps]
     # Batches between two places where the program has more to do than the next step.

@@ -272,8 +272,15 @@ class Launch:
         program = make_program(model, self._statics, self._infeed, self._outfeed, self._evaluation_infeed)
         traced = trace_ahead(program, self._state_shape, self._values(), donate=(0,))
         dump_folder = None if self.config.dump_hlo is None else Path(self.config.dump_hlo)
-        deterministic = self.config.deterministic
-        wait = start_on_worker(partial(compile_traced, traced, deterministic=deterministic, dump_folder=dump_folder))
+        wait = start_on_worker(
+            partial(
+                compile_traced,
+                traced,
+                deterministic=self.config.deterministic,
+                dump_folder=dump_folder,
+                keeps=self._transport,
+            )
+        )
 
         def finish() -> Compiled:
             compiled = wait()
@@ -342,6 +349,9 @@ class Launch:
         try:
             state = self._run_loop(compiled, state, values)
             close_timeout_s = _CLOSE_TIMEOUT_S
+        except Exception:
+            self._signals.failed()
+            raise
         finally:
             self.train_s = time.perf_counter() - started
             self.stream.close(close_timeout_s)
@@ -354,11 +364,7 @@ class Launch:
                 infeed.start()
             self._signals.launched()
             self.notices.start()
-            return call_on_worker(self._call, compiled, state, values)
-
-    def _call(self, compiled: Compiled, state: TrainState, values: RunValues) -> TrainState:
-        """Calls the program; on a thread of its own, which keeps what the program calls even where nobody waits."""
-        return jax.block_until_ready(compiled.call(state, values))
+            return call_on_worker(lambda: jax.block_until_ready(compiled.call(state, values)))
 
     def failure(self, state: TrainState) -> BaseException | None:
         """Gives what went wrong: first on the host, in the order of cause and effect, then in the loop."""

@@ -28,7 +28,7 @@ from engine.records.recorded_run import RecordedRun, read_recorded
 from engine.records.run_folder import RunFolder
 from engine.records.snapshot_writer import SnapshotWriter
 from engine.records.weights import name_tensors
-from engine.resolve import check_beginning
+from engine.resolve import check_beginning, own_parts
 from engine.result import DryRun, TrainResult
 from engine.resume import (
     GIVEN_WEIGHTS,
@@ -283,13 +283,12 @@ class _RecordingLaunch:
         try:
             state = launch.run(compiled, state, [self._sink, *sinks])
         except BaseException as error:
-            if isinstance(error, Exception):
-                # Of its state nothing is left but the snapshots that it had emitted, of which one may be under way.
-                self._snapshots.close(_SNAPSHOT_TIMEOUT_S)
-                self._note_how_to_go_on(error, self._snapshots.last_step)
-            else:
+            self._record_end(error)
+            if not isinstance(error, Exception):
                 # The program and its sinks may be at work still, and must meet nobody else in the folder.
                 self._folder.keep_locked()
+                raise
+            self._await_snapshot(error)
             self._record_end(error)
             raise
         failure = launch.failure(state)
@@ -326,13 +325,31 @@ class _RecordingLaunch:
             self._snapshots.submit(int(state.step), int(state.pulls), tree)
         self._snapshots.close(_SNAPSHOT_TIMEOUT_S)
 
+    def _await_snapshot(self, failure: Exception) -> None:
+        """Waits for the snapshot under way: of a program that failed by itself it may be all that is left.
+
+        Who does not want to wait interrupts; it is the failure that is raised then too.
+        """
+        step, name = self._snapshots.unwritten_step, type(failure).__name__
+        if step is not None:
+            self._launch.notices.say(f"{name}: the snapshot of step {step} is waited for; Ctrl-C leaves it")
+        try:
+            self._snapshots.close(_SNAPSHOT_TIMEOUT_S)
+        except KeyboardInterrupt:
+            self._folder.keep_locked()
+        self._note_how_to_go_on(failure, self._snapshots.last_step)
+
     def _note_how_to_go_on(self, failure: BaseException, snapshot_step: int | None) -> None:
-        if snapshot_step is not None:
-            folder = shlex.quote(str(self._folder.path))
-            failure.add_note(
-                f"the last good snapshot is that of step {snapshot_step}: once this is mended, run-train --run-dir "
-                f"{folder} --resume goes on from it, or resume=True where model or batches are Python's"
-            )
+        if snapshot_step is None:
+            return
+        path = str(self._folder.path)
+        if own := own_parts(self._launch.resolved.to_json()):
+            how = f"train with TrainConfig(run_dir={path!r}, resume=True) and the same {' and '.join(own)}"
+        else:
+            how = f"run-train --run-dir {shlex.quote(path)} --resume"
+        failure.add_note(
+            f"the last good snapshot is that of step {snapshot_step}: once this is mended, {how} goes on from it"
+        )
 
     def _leave(self, result: TrainResult, failure: BaseException | None) -> BaseException | None:
         """Writes the weights and the run's end; gives the failure, which what cannot be written must not hide."""

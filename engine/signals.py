@@ -21,8 +21,8 @@ _LOOK_EVERY_S = 0.1
 class StopSignals:
     """Turns SIGINT and SIGTERM into a clean stop while it is entered; does nothing off the main thread.
 
-    Before the program is launched a signal raises KeyboardInterrupt, since nothing would be lost. Afterwards the
-    first asks the board for a stop at the next step, and the second raises KeyboardInterrupt.
+    Before the program is launched, and once it has failed, a signal raises KeyboardInterrupt, since nothing would be
+    lost. In between the first asks the board for a stop at the next step, and the second raises KeyboardInterrupt.
 
     Args:
         board: gets the request, its reason the signal's name.
@@ -51,6 +51,10 @@ class StopSignals:
     def launched(self) -> None:
         """Marks that from now on there is something to end cleanly; called once."""
         self._is_launched = True
+
+    def failed(self) -> None:
+        """Marks that nothing is there any more to end cleanly: a signal raises KeyboardInterrupt again."""
+        self._is_launched = False
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         self._num_seen += 1

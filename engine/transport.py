@@ -28,6 +28,8 @@ type HostFunction = Callable[[Sequence[Array], Sequence[Array]], None]
 class Transport(Protocol):
     """A way to call the host from the device.
 
+    Whoever may run a program keeps the transport that it was traced with (`Compiled.keeps`): the program does not.
+
     Attributes:
         name: as the user gives it to --transport.
         runs_ahead: whether the host is called when the work is enqueued, not when the device has come so far.
@@ -97,23 +99,31 @@ class _PromptTransport(ABC):
 
 
 class Called[F]:
-    """What the program calls, by numbers: jax may keep a program, and with it whatever its callbacks refer to.
+    """What a program calls, found through a weak reference.
 
-    Of a launch that failed it would keep all: its error's frames hold the program, and no collector sees through that.
+    A compiled program is C++, through which Python's collector cannot look. If it referred to the launch that it calls,
+    a launch that failed, whose error's frames hold the program, would stay in memory for ever.
     """
 
     def __init__(self) -> None:
         self._functions: list[F] = []
 
     def enter(self, function: F) -> Callable[[], F]:
-        """Takes a function in; gives what finds it again for as long as somebody else keeps this.
+        """Takes a function in; gives what finds it again.
 
         That raises:
-            ReferenceError: nobody does any more.
+            RuntimeError: this is gone.
         """
-        number, these = len(self._functions), weakref.proxy(self)
+        number, reference = len(self._functions), weakref.ref(self)
         self._functions.append(function)
-        return lambda: these._functions[number]
+
+        def find() -> F:
+            these = reference()
+            if these is None:
+                raise RuntimeError("a transport must live as long as its program runs, and is gone: keep it")
+            return these._functions[number]
+
+        return find
 
 
 class ThreadState(threading.local):

@@ -1,6 +1,7 @@
 """The cache of programs, what jax is left with, and what XLA tells of a program."""
 
 import gc
+import weakref
 from functools import partial
 
 import jax
@@ -9,8 +10,42 @@ import numpy as np
 import pytest
 
 from engine.compilation import caching_compilations, compile_traced, compiler_options, trace_ahead
+from engine.transport import InplaceTransport
 from models.registry import build_model
 from tests.toy import Linear
+
+
+def calling_program(*, is_kept):
+    """A program that calls the host, its transport, and a weak reference to that."""
+    transport = InplaceTransport()
+
+    def answer(operands, results):
+        results[0][...] = operands[0] + 1
+
+    def program(x):
+        return transport.call(answer, (jax.ShapeDtypeStruct((), jnp.int32),), x)[0]
+
+    traced = trace_ahead(program, jnp.int32(0))
+    return compile_traced(traced, keeps=transport if is_kept else None), weakref.ref(transport)
+
+
+def test_what_a_program_calls_lives_as_long_as_it_and_no_longer():
+    compiled, transport = calling_program(is_kept=True)
+    gc.collect()
+    assert int(compiled.call(jnp.int32(4))) == 5
+    del compiled
+    gc.collect()
+    assert transport() is None
+
+
+def test_a_program_whose_transport_is_gone_says_so():
+    compiled, transport = calling_program(is_kept=False)
+    gc.collect()
+    assert transport() is None
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match="a transport must live as long as its program runs, and is gone"
+    ):
+        jax.block_until_ready(compiled.call(jnp.int32(4)))
 
 
 def test_the_second_compilation_comes_from_the_folder(tmp_path):

@@ -4,6 +4,8 @@ import gc
 import os
 import re
 import threading
+import time
+import weakref
 from functools import partial
 from typing import Any
 
@@ -141,6 +143,35 @@ def test_an_arena_gives_back_what_it_can_though_the_device_failed():
     with pytest.raises(CudaError, match="cuCtxSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS"):
         arena.close()
     assert (fake.num_device_blocks, fake.num_streams) == (0, 0)
+
+
+@pytest.mark.timeout(60)
+def test_a_collector_that_waits_keeps_nothing_of_what_it_called():
+    """Whoever is interrupted leaves one that waits for ever."""
+    fake = FakeCuda(eagerness=1.0)
+    arena, collector = Arena(driver := CudaDriver(functions=fake.functions)), Collector(driver)
+    collector.start()
+    called = threading.Event()
+
+    class Sink:
+        def take(self):
+            called.set()
+
+    sink = Sink()
+    watched = weakref.ref(sink)
+    with driver.current():
+        event, stream = arena.event(), arena.stream()
+        driver.record(event, stream)
+        collector.put(event, sink.take)
+    assert called.wait(30)
+    del sink
+    deadline = time.monotonic() + 30
+    while watched() is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+        gc.collect()
+    collector.close(30)
+    arena.close()
 
 
 @pytest.mark.timeout(60)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import engine.evaluation.run as evaluation_run
 from engine import TrainConfig, evaluate, evaluate_weights, run_settings, train
 from engine.feeder import FeederError
 from preprocess.shards import open_split
@@ -56,6 +57,20 @@ def test_a_run_gives_the_numbers_of_its_own_last_evaluation(trained, transport):
     assert result.record.step == found.step == 3
     assert (result.num_top1 / NUM_EVALUATED, result.num_top5 / NUM_EVALUATED) == (found.top1, found.top5)
     assert result.classes == ()
+
+
+def test_a_program_keeps_what_it_calls(trained, monkeypatch):
+    """A thread that runs it may be left alone with it."""
+    kept = []
+
+    def launch(compiled, subject, source, transport, *others):
+        kept.append(compiled.keeps is transport)
+        return launch_it(compiled, subject, source, transport, *others)
+
+    launch_it = evaluation_run._launch
+    monkeypatch.setattr(evaluation_run, "_launch", launch)
+    evaluate(trained[0])
+    assert kept == [True]
 
 
 @pytest.mark.parametrize("batch", [1, 3, 64])

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import signal
 import threading
 import time
@@ -17,6 +18,7 @@ from engine.feeder import FeederError
 from engine.launch import Launch
 from engine.records.snapshot_writer import SnapshotWriter
 from engine.run import plan_run
+from engine.transport import InplaceTransport
 from preprocess.shards import ShardError, ShardSplit
 from tests.fake_source import fake_source, pack
 from tests.toy import BATCH, CLASSES, SIZE, CountedBatches, Linear, toy_batch, toy_config
@@ -219,6 +221,7 @@ def test_a_plan_compiles_and_runs_nothing(tmp_path, left_threads):
     batches = CountedBatches()
     plan = plan_run(toy_config(run_dir=tmp_path / "run"), model=Linear(), batches=batches)
     assert batches.calls == [0]  # for its shape
+    assert isinstance(plan.compiled.keeps, InplaceTransport)
     assert not (tmp_path / "run").exists()
     assert plan.num_params == SIZE * SIZE * 3 * CLASSES + CLASSES
     assert plan.compiled.memory_bytes["arguments"] > plan.num_params * 8  # parameters and momentum
@@ -365,7 +368,39 @@ def test_a_program_that_fails_writes_the_snapshot_under_way_and_says_how_to_go_o
     with pytest.raises(ArithmeticError, match="off the bus") as caught:
         train(toy_config(steps=6, run_dir=tmp_path, snapshot_every_steps=4), model=Linear(), batches=toy_batch)
     assert json.loads((tmp_path / "result.json").read_text())["snapshot_step"] == 4
-    assert f"that of step 4: once this is mended, run-train --run-dir {tmp_path} --resume" in caught.value.__notes__[0]
+    assert "that of step 4: once this is mended, train with TrainConfig" in caught.value.__notes__[0]
+
+
+def test_who_does_not_wait_for_the_last_snapshot_of_a_program_that_failed_still_sees_why(tmp_path, monkeypatch):
+    go_on, told = threading.Event(), []
+
+    def run(launch, compiled, state, sinks):
+        def fail(*_):
+            run_loop(launch, compiled, state, launch._values())
+            raise ArithmeticError("the card fell off the bus")
+
+        monkeypatch.setattr(Launch, "_run_loop", fail)
+        return launch_run(launch, compiled, state, sinks)
+
+    def notify(words):
+        told.append(words)
+        if "is waited for" in words:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    launch_run, run_loop = Launch.run, Launch._run_loop
+    monkeypatch.setattr(Launch, "run", run)
+    monkeypatch.setattr(SnapshotWriter, "_write_one", lambda *_: go_on.wait(60))
+    config = toy_config(steps=6, run_dir=tmp_path, snapshot_every_steps=4)
+    try:
+        with pytest.raises(ArithmeticError, match="off the bus"):
+            train(config, model=Linear(), batches=toy_batch, notify=notify)
+        assert told[-1] == "ArithmeticError: the snapshot of step 4 is waited for; Ctrl-C leaves it"
+        assert "off the bus" in json.loads((tmp_path / "result.json").read_text())["error"]
+        # What writes it still must meet nobody else there.
+        with pytest.raises(ValueError, match="in use by"):
+            train(toy_config(run_dir=tmp_path, resume=True), model=Linear(), batches=toy_batch)
+    finally:
+        go_on.set()
 
 
 def test_weights_that_cannot_be_exported_do_not_hide_the_failure_before_them(tmp_path, monkeypatch):
@@ -378,8 +413,8 @@ def test_weights_that_cannot_be_exported_do_not_hide_the_failure_before_them(tmp
     unwritten, goes_on = caught.value.__notes__
     assert "no such dtype on disk" in unwritten
     assert goes_on == (
-        f"the last good snapshot is that of step 3: once this is mended, run-train --run-dir {tmp_path} --resume goes "
-        "on from it, or resume=True where model or batches are Python's"
+        f"the last good snapshot is that of step 3: once this is mended, train with TrainConfig(run_dir='{tmp_path}', "
+        "resume=True) and the same model and batches goes on from it"
     )
     assert json.loads((tmp_path / "result.json").read_text())["steps_done"] == 3
     with pytest.raises(TypeError, match="no such dtype on disk"):

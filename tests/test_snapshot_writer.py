@@ -160,6 +160,20 @@ def test_what_cannot_be_removed_is_told_and_the_run_goes_on(tmp_path, monkeypatc
     assert writer.last_step == 1
 
 
+def test_what_is_not_written_yet_is_told(tmp_path):
+    disk = Disk(held=True)
+    writer, _ = make_writer(tmp_path, disk)
+    assert writer.unwritten_step is None
+    writer.submit(1, 1, None)
+    assert disk.entered.wait(SOON_S)
+    assert writer.unwritten_step == 1
+    writer.submit(2, 2, None)
+    assert writer.unwritten_step == 2
+    disk.gate.set()
+    assert writer.close(SOON_S)
+    assert writer.unwritten_step is None
+
+
 def test_a_disk_that_hangs_is_given_up_at_the_limit_and_told(tmp_path):
     (tmp_path / "7").mkdir()
     disk = Disk(held=True)
@@ -191,14 +205,14 @@ def test_submitting_never_waits_for_a_disk_that_hangs(tmp_path):
     assert len(words) + len(disk.steps) == 1000
 
 
-def test_closing_without_a_snapshot_is_well_and_what_comes_after_is_dropped(tmp_path):
+def test_closing_without_a_snapshot_is_well_and_what_comes_after_is_left_out(tmp_path):
     disk = Disk()
     writer, words = make_writer(tmp_path, disk)
     assert writer.close(SOON_S)
     assert writer.last_step is None
     writer.submit(1, 1, None)
     assert writer.close(SOON_S)
-    assert (disk.written, words) == ([], [])
+    assert (disk.written, words) == ([], ["snapshot of step 1 left out: it came when the run was over"])
     assert not (tmp_path / "1").exists()
 
 

@@ -58,5 +58,7 @@ class Collector:
                 while (job := self._jobs.get()) is not None:
                     self._driver.synchronize(job.event)
                     job.function()
+                    # It would keep the launch until the next.
+                    del job
         except BaseException as error:  # noqa: BLE001 - raised by whoever launched the program
             self.failure = error

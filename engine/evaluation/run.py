@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -175,7 +174,7 @@ def _count(
         words_of=lambda _, num_batches: board.stop_words(num_batches),
         chunk=choose_chunk(None, transport),
     )
-    compiled = _compile(subject, source, infeed, per_class=per_class)
+    compiled = _compile(subject, source, transport, infeed, per_class=per_class)
     notify(f"compiled evaluation program in {compiled.compile_s:.1f} s" + " (from the cache)" * compiled.from_cache)
     started = time.perf_counter()
     tally = _launch(compiled, subject, source, transport, infeed, board)
@@ -203,7 +202,9 @@ def _count(
     )
 
 
-def _compile(subject: Subject, source: EvaluationSource, infeed: BatchInfeed, *, per_class: bool) -> Compiled:
+def _compile(
+    subject: Subject, source: EvaluationSource, transport: Transport, infeed: BatchInfeed, *, per_class: bool
+) -> Compiled:
     """Traces on this thread, whose jax settings it so obeys, and compiles on a worker."""
     model = CheckedModel(subject.model, subject.num_classes, source)
     statics = statics_of(subject.config)
@@ -217,7 +218,8 @@ def _compile(subject: Subject, source: EvaluationSource, infeed: BatchInfeed, *,
 
     with caching_compilations(subject.config.compilation_cache):
         traced = trace_ahead(program, subject.weights, *_numbers(subject, source))
-        return call_on_worker(partial(compile_traced, traced, deterministic=subject.config.deterministic))
+        deterministic = subject.config.deterministic
+        return call_on_worker(partial(compile_traced, traced, deterministic=deterministic, keeps=transport))
 
 
 def _num_logits(model: CheckedModel, weights: Weights, subject: Subject, source: EvaluationSource) -> int:
@@ -251,7 +253,7 @@ def _launch(
     with transport.running(), closing(infeed):
         infeed.start()
         try:
-            tally = call_on_worker(_call_program, compiled, arguments, transport)
+            tally, _ = call_on_worker(lambda: jax.tree.map(np.asarray, compiled.call(*arguments)))
         except BaseException:
             # Nothing is lost by leaving at once; the program, on its own thread, then ends at its next pull.
             board.request_stop("the evaluation was given up")
@@ -259,13 +261,6 @@ def _launch(
     for end in (infeed, transport):
         if end.failure is not None:
             raise end.failure
-    return tally
-
-
-def _call_program(compiled: Compiled, arguments: tuple[Any, ...], _transport: Transport) -> Tally:
-    """Calls the program on a thread that so keeps the transport, which is called even where nobody waits any more."""
-    tally: Tally
-    tally, _ = jax.tree.map(np.asarray, compiled.call(*arguments))
     return tally
 
 

@@ -63,8 +63,14 @@ class SnapshotWriter:
         with self._changed:
             return self._last_step
 
+    @property
+    def unwritten_step(self) -> int | None:
+        """The step of the snapshot that waits, or else is being written; None where there is none."""
+        with self._changed:
+            return self._writing_step if self._waiting is None else self._waiting.step
+
     def submit(self, step: int, pulls: int, tree: Any) -> None:
-        """Takes a snapshot to be written, and returns at once; what comes after `close` is dropped.
+        """Takes a snapshot to be written, and returns at once; what comes after `close` is left out.
 
         Args:
             step: updates done.
@@ -72,11 +78,14 @@ class SnapshotWriter:
             tree: a pytree of NumPy arrays, which must not be changed from now on.
         """
         with self._changed:
-            if self._is_closed:
-                return
-            left_out, self._waiting = self._waiting, _Submitted(step, pulls, tree)
-            self._is_last_written = False
-            self._changed.notify_all()
+            is_closed = self._is_closed
+            if not is_closed:
+                left_out, self._waiting = self._waiting, _Submitted(step, pulls, tree)
+                self._is_last_written = False
+                self._changed.notify_all()
+        if is_closed:
+            self._say(f"snapshot of step {step} left out: it came when the run was over")
+            return
         if left_out is not None:
             self._say(f"snapshot of step {left_out.step} left out: the disk is slower than --snapshot-every")
 
