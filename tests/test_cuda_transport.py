@@ -61,6 +61,22 @@ def test_what_is_emitted_arrives_in_order_before_the_end(eagerness):
 
 
 @pytest.mark.timeout(60)
+def test_the_arrays_of_one_block_are_aligned():
+    transport, fake = fake_transport()
+    starts: list[int] = []
+
+    def program(x):
+        transport.emit(
+            lambda arrays: starts.extend(each.ctypes.data for each in arrays), x > 0, x, (x > 0)[:3], jnp.float32(1)
+        )
+        return x
+
+    with transport.running():
+        jax.block_until_ready(jax.jit(program)(jnp.arange(5.0)))
+    assert [start - starts[0] for start in starts] == [0, 16, 48, 64]
+    check_clean(fake)
+
+
 def test_a_taker_who_falls_behind_is_waited_for(monkeypatch):
     """The host's memory for what is on its way is bounded, and nothing in it is lost."""
     monkeypatch.setattr(cuda_transport, "_MOST_SMALL_BLOCKS", 2)

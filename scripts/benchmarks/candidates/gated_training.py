@@ -10,19 +10,23 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
+from jax.experimental.buffer_callback import buffer_callback
 from numpy.typing import NDArray
 from protocol import Channel
 from resident_training import versions
 
 from engine import TrainConfig, train
 from engine.batches import BatchSource, Labels, LendingSource, Pixels, row_words
+from engine.cuda import transport as transport_module
 from engine.cuda.driver import CudaDriver
 from engine.cuda.infeed import StreamedInfeed
+from engine.cuda.transport import CudaTransport
 from engine.sinks import LossRecord
 
 LONG_S = 86_400.0
@@ -119,16 +123,28 @@ def own_memory_mb() -> float:
 
 
 def timed_pulls() -> list[float]:
-    """Has a card's infeed note the seconds that each turn of a pull holds up the thread that launches kernels."""
+    """Has the seconds noted that each call for a batch holds up the thread that launches kernels.
+
+    All of it but jax's own part, before it calls Python.
+    """
     times_s: list[float] = []
-    give = StreamedInfeed._give
+    enqueue = CudaTransport.enqueue
 
-    def timed_give(infeed: StreamedInfeed, *arguments: Any) -> None:
-        started = time.perf_counter()
-        give(infeed, *arguments)
-        times_s.append(time.perf_counter() - started)
+    def timed_callback(cross: Callable[..., None], *arguments: Any, **settings: Any) -> Any:
+        def timed_cross(*buffers: Any) -> None:
+            started = time.perf_counter()
+            cross(*buffers)
+            times_s.append(time.perf_counter() - started)
 
-    StreamedInfeed._give = timed_give  # type: ignore[method-assign, assignment]
+        return buffer_callback(timed_cross, *arguments, **settings)
+
+    def timed_enqueue(transport: CudaTransport, handler: Any, *arguments: Any) -> Any:
+        if getattr(handler, "__func__", None) is not StreamedInfeed._give:
+            return enqueue(transport, handler, *arguments)
+        with mock.patch.object(transport_module, "buffer_callback", timed_callback):
+            return enqueue(transport, handler, *arguments)
+
+    CudaTransport.enqueue = timed_enqueue  # type: ignore[method-assign, assignment]
     return times_s
 
 
