@@ -298,11 +298,14 @@ def _packed(config: TrainConfig, stack: ExitStack, notify: Callable[[str], None]
             f"num_classes must be at least the {manifest.num_classes} of {choice.data}/{config.split}, "
             f"got {num_classes}: leave it out to take the data's"
         )
+    if num_classes == 1:
+        notify(f"warning: {choice.data}/{config.split} has one class alone, in which there is nothing to learn")
     data = f"{choice.data}/{config.split}, {split.num_images:,} images"
     if config.batch > split.num_images:
         notify(
             f"warning: a batch is to have {config.batch:,} images and {choice.data}/{config.split} has "
-            f"{split.num_images:,}: some come in it more than once; --batch may be less"
+            f"{split.num_images:,}, some of which come in it more than once: --batch {split.num_images} or "
+            "less has each once"
         )
     evaluation, eval_digest = None, None
     if (name := choose_eval_split(config, choice.data)) is not None:

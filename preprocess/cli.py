@@ -293,6 +293,12 @@ def _summarise(name: str, result: PackResult, location: Location) -> None:
     elif result.num_resumed:
         how = f" (continued after image {result.num_resumed:,})"
     click.echo(f"{name}: {manifest.num_images:,} images of {manifest.num_classes:,} classes packed{how}.")
+    if manifest.num_classes == 1:
+        click.echo(
+            f"warning: all images of {name} are of one class, {manifest.classes[0].id}: give as SOURCE the folder "
+            "whose folders are the classes",
+            err=True,
+        )
     if not result.failures:
         return
     click.echo(f"  Left out: {len(result.failures):,}, see {location.display}failures.jsonl:")

@@ -190,9 +190,10 @@ def _check_holdout(holdout: float, root: Path, layout: Layout) -> None:
 
 def _nothing_held_out(train: FoundSplit, holdout: float, root: Path) -> str:
     most = int(np.bincount(train.listing.labels, minlength=1).max())
+    remedy = "make holdout larger or give a folder with val/" if most > 1 else "give a folder with val/"
     return (
         f"holdout {holdout} holds no image of {root} out: every class keeps one to train on, and the largest of its "
-        f"{len(train.classes)} classes has {most}; make holdout larger or give a folder with val/"
+        f"{len(train.classes)} classes has {most}; {remedy}"
     )
 
 

@@ -54,6 +54,17 @@ def test_a_folder_is_packed_and_the_next_command_named(tmp_path, source):
     assert json.loads((dest / "train/failures.jsonl").read_text())["path"] == "dog/broken.jpg"
 
 
+def test_a_folder_one_level_too_deep_is_one_class_and_that_is_said(tmp_path_factory, source):
+    result = run(source.parent, tmp_path_factory.mktemp("packed"), "--size", 32)
+    assert result.exit_code == 0, result.output
+    assert "train: 12 images of 1 classes packed." in result.stdout
+    assert (
+        "warning: all images of train are of one class, images: give as SOURCE the folder whose folders are the classes"
+        in result.stderr
+    )
+    assert "warning" not in run(source, tmp_path_factory.mktemp("others"), "--size", 32).stderr
+
+
 def test_the_same_command_again_has_nothing_to_do(tmp_path, source):
     first = run(source, tmp_path / "shards", "--size", 32)
     before = files_of(tmp_path / "shards")

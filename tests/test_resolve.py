@@ -2,12 +2,13 @@
 
 from contextlib import ExitStack
 
+import numpy as np
 import pytest
 
 from engine import TrainConfig
 from engine.resolve import check_beginning, resolve
 from preprocess.journal import PLAN_KEY
-from tests.fake_source import fake_source, pack
+from tests.fake_source import CLASSES, FakeSource, fake_source, pack
 from tests.toy import Linear, toy_batch, toy_config
 
 
@@ -34,9 +35,17 @@ def test_a_batch_of_more_images_than_there_are_is_told(tmp_path, batch, num_warn
         resolve(TrainConfig(data=tmp_path, batch=batch), stack, told.append)
     warnings = [each for each in told if each.startswith("warning: ")]
     assert warnings == num_warnings * [
-        f"warning: a batch is to have 10 images and {tmp_path}/train has 9: some come in it more than once; "
-        "--batch may be less"
+        f"warning: a batch is to have 10 images and {tmp_path}/train has 9, some of which come in it more than once: "
+        "--batch 9 or less has each once"
     ]
+
+
+def test_data_of_one_class_are_told(tmp_path):
+    pack(FakeSource(np.zeros((4, 8, 8, 3), np.uint8), [0] * 4, classes=CLASSES[:1]), tmp_path)
+    told: list[str] = []
+    with ExitStack() as stack:
+        resolve(TrainConfig(data=tmp_path, batch=4), stack, told.append)
+    assert f"warning: {tmp_path}/train has one class alone, in which there is nothing to learn" in told
 
 
 def begin_to_pack(folder):

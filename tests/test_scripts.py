@@ -414,7 +414,10 @@ def test_a_gpu_check_takes_no_unknown_arguments(machine: Machine, arguments: str
 @pytest.mark.parametrize(
     ("found", "remedy"),
     [
-        ("jax 9.9 sees no NVIDIA card, only [cpu]", "nvidia-smi must list a card, and python3 have jax with its CUDA"),
+        (
+            "jax 9.9 sees no NVIDIA card, only [cpu]",
+            "nvidia-smi must list a card, its driver be 580 or newer, and python3 have the plugin",
+        ),
         (
             "this Python lacks jax, click",
             "get them: pip install '.[cuda]' pytest pytest-timeout; PYTHON=… names another",

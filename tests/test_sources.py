@@ -44,7 +44,7 @@ def test_classes_of_one_image_are_all_trained_on(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "1.jpg").touch()
     with pytest.raises(
-        SourceError, match="keeps one to train on, and the largest of its 3 classes has 1; make holdout"
+        SourceError, match="keeps one to train on, and the largest of its 3 classes has 1; give a folder with val/"
     ):
         open_source(tmp_path, holdout=0.9)
     with open_source(tmp_path, holdout=0.9, splits=("train",)) as source:
