@@ -287,6 +287,7 @@ class _RecordingLaunch:
             if not isinstance(error, Exception):
                 # The program and its sinks may be at work still, and must meet nobody else in the folder.
                 self._folder.keep_locked()
+                self._note_how_to_go_on(error, self._snapshots.last_step)
                 raise
             self._await_snapshot(error)
             self._record_end(error)
@@ -347,9 +348,7 @@ class _RecordingLaunch:
             how = f"train with TrainConfig(run_dir={path!r}, resume=True) and the same {' and '.join(own)}"
         else:
             how = f"run-train --run-dir {shlex.quote(path)} --resume"
-        failure.add_note(
-            f"the last good snapshot is that of step {snapshot_step}: once this is mended, {how} goes on from it"
-        )
+        failure.add_note(f"the last good snapshot is that of step {snapshot_step}: {how} goes on from it")
 
     def _leave(self, result: TrainResult, failure: BaseException | None) -> BaseException | None:
         """Writes the weights and the run's end; gives the failure, which what cannot be written must not hide."""
@@ -383,10 +382,12 @@ class _RecordingLaunch:
         nonfinite = [step for step, loss in enumerate(losses, first_step) if not math.isfinite(loss)]
         if isinstance(failure, NonFiniteError):
             nonfinite.append(failure.first_step)
+        is_interrupted = isinstance(failure, KeyboardInterrupt)
+        given_up_by = self._launch.board.stop_reason or "KeyboardInterrupt" if is_interrupted else "error"
         end: dict[str, Any] = {
             "steps_done": result.steps_done if result else self._launch.start.step + len(losses),
-            "stopped_by": result.stopped_by if result else "error",
-            "error": None if failure is None else f"{type(failure).__name__}: {failure}",
+            "stopped_by": result.stopped_by if result else given_up_by,
+            "error": None if failure is None or is_interrupted else f"{type(failure).__name__}: {failure}",
             "first_nonfinite_step": min(nonfinite, default=None),
             "num_params": self._launch.num_params,
             "snapshot_step": result.snapshot_step if result else self._snapshots.last_step,

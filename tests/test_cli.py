@@ -340,7 +340,7 @@ def test_a_reader_that_goes_away_ends_the_run_in_a_line(tmp_path):
     said, note = done.stderr.splitlines()
     assert said == "run-train: the reader of the loss stream went away (broken pipe); the run ended at its next step"
     assert re.match(
-        r"  the last good snapshot is that of step \d+: once this is mended, run-train --run-dir run --resume goes on",
+        r"  the last good snapshot is that of step \d+: run-train --run-dir run --resume goes on",
         note,
     )
     assert (tmp_path / "run/model.safetensors").exists()

@@ -368,7 +368,36 @@ def test_a_program_that_fails_writes_the_snapshot_under_way_and_says_how_to_go_o
     with pytest.raises(ArithmeticError, match="off the bus") as caught:
         train(toy_config(steps=6, run_dir=tmp_path, snapshot_every_steps=4), model=Linear(), batches=toy_batch)
     assert json.loads((tmp_path / "result.json").read_text())["snapshot_step"] == 4
-    assert "that of step 4: once this is mended, train with TrainConfig" in caught.value.__notes__[0]
+    assert "that of step 4: train with TrainConfig" in caught.value.__notes__[0]
+
+
+def test_a_run_that_is_given_up_tells_by_what_and_how_to_go_on(tmp_path):
+    go_on = threading.Event()
+
+    def compute_for_long(step):
+        if step == 6:
+            deadline = time.monotonic() + 60
+            while not (tmp_path / "snapshots/4").exists() and time.monotonic() < deadline:
+                time.sleep(0.005)
+            for _ in range(2):
+                time.sleep(0.3)
+                os.kill(os.getpid(), signal.SIGINT)
+            go_on.wait(60)
+
+    class Long(Linear):
+        def apply(self, params, batch_stats, images, train):
+            jax.debug.callback(compute_for_long, batch_stats["batches"])
+            return super().apply(params, batch_stats, images, train)
+
+    config = toy_config(steps=50, run_dir=tmp_path, snapshot_every_steps=4)
+    try:
+        with pytest.raises(KeyboardInterrupt) as caught:
+            train(config, model=Long(), batches=toy_batch)
+    finally:
+        go_on.set()
+    end = json.loads((tmp_path / "result.json").read_text())
+    assert (end["stopped_by"], end["error"], end["snapshot_step"]) == ("SIGINT", None, 4)
+    assert caught.value.__notes__[0].startswith("the last good snapshot is that of step 4: train with TrainConfig(")
 
 
 def test_who_does_not_wait_for_the_last_snapshot_of_a_program_that_failed_still_sees_why(tmp_path, monkeypatch):
@@ -413,7 +442,7 @@ def test_weights_that_cannot_be_exported_do_not_hide_the_failure_before_them(tmp
     unwritten, goes_on = caught.value.__notes__
     assert "no such dtype on disk" in unwritten
     assert goes_on == (
-        f"the last good snapshot is that of step 3: once this is mended, train with TrainConfig(run_dir='{tmp_path}', "
+        f"the last good snapshot is that of step 3: train with TrainConfig(run_dir='{tmp_path}', "
         "resume=True) and the same model and batches goes on from it"
     )
     assert json.loads((tmp_path / "result.json").read_text())["steps_done"] == 3

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from engine.commands.command_end import describe_error, leave, say_to_stderr
+from engine.commands.command_end import describe_error, leave, notes_of, say_to_stderr
 from engine.commands.new_run_dir import run_dir_of
 from engine.commands.option_sources import (
     MergedOptions,
@@ -55,8 +55,8 @@ def main(context: click.Context, /, *, recipe: str | None, dry_run: bool, traceb
         else:
             result = _train(config, merged.origins)
             code, is_saved = _DONE if result.is_complete else _STOPPED, result.snapshot_step == result.steps_done
-    except KeyboardInterrupt:
-        say_to_stderr("run-train: stopped at once; no weights were written")
+    except KeyboardInterrupt as interrupt:
+        say_to_stderr(f"run-train: stopped at once; no weights were written{notes_of(interrupt)}")
         code = _STOPPED
     except Exception as error:
         if traceback:

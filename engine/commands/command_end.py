@@ -40,9 +40,6 @@ def say_to_stderr(text: str) -> None:
 
 def describe_error(error: Exception) -> str:
     """Gives the error in a line or two; one that is no rule of ours says where the rest is."""
-    # jax notes how its own frames of a traceback can be seen, of which there is none here.
-    told = (note for note in getattr(error, "__notes__", ()) if "JAX_TRACEBACK_FILTERING" not in note)
-    notes = "".join(f"\n  {note}" for note in told)
     text = str(error).strip()
     if isinstance(error, BrokenPipeError):
         text = "the reader of the loss stream went away (broken pipe); the run ended at its next step"
@@ -50,4 +47,11 @@ def describe_error(error: Exception) -> str:
         text = f"{text.splitlines()[0]}: the program needs more memory than there is; a smaller --batch needs less"
     elif not isinstance(error, ValueError | OSError | RuntimeError | ArithmeticError) or not text:
         text = f"{type(error).__name__}: {text} (--traceback shows where)"
-    return f"{text}{notes}"
+    return f"{text}{notes_of(error)}"
+
+
+def notes_of(error: BaseException) -> str:
+    """Gives the notes of an error, each on a line of its own behind it."""
+    # jax notes how its own frames of a traceback can be seen, of which there is none here.
+    told = (note for note in getattr(error, "__notes__", ()) if "JAX_TRACEBACK_FILTERING" not in note)
+    return "".join(f"\n  {note}" for note in told)
