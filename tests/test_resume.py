@@ -574,7 +574,7 @@ def test_a_snapshot_that_cannot_be_written_is_a_warning_and_the_last_good_one_st
             raise OSError(errno.ENOSPC, "No space left on device")
         write_snapshot(folder, step, pulls, tree)
 
-    monkeypatch.setattr("engine.run.SnapshotWriter", partial(SnapshotWriter, write=write))
+    monkeypatch.setattr("engine.recorded_launch.SnapshotWriter", partial(SnapshotWriter, write=write))
     told: list[str] = []
 
     def batches(step):

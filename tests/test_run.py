@@ -436,7 +436,7 @@ def test_weights_that_cannot_be_exported_do_not_hide_the_failure_before_them(tmp
     def refuse(*_):
         raise TypeError("no such dtype on disk")
 
-    monkeypatch.setattr("engine.run.name_tensors", refuse)
+    monkeypatch.setattr("engine.recorded_launch.name_tensors", refuse)
     with pytest.raises(ConnectionResetError) as caught:
         train(toy_config(steps=9, run_dir=tmp_path), model=Linear(), batches=CountedBatches(raise_at=3))
     unwritten, goes_on = caught.value.__notes__
