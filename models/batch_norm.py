@@ -116,7 +116,7 @@ def _about(wide: jax.Array) -> jax.Array:
 
     The mean of one value in n is never further off than √n deviations, however they lie, so sums about it never cancel
     to less than one in n: with one in 64, six of float32's 24 bits. On a card, where that mean would be three kernels
-    of a few µs each, it is one value, from the middle of an image, where padding is far. It is some deviations off, d,
+    more, it is one value, from the middle of an image, where padding is far. It is some deviations off, d,
     and the sums cancel to one in 1 + d². No one value keeps a bound: the only one that is not zero among n is √n off.
     The variance is then lost, of what is of no use but at that place.
     """

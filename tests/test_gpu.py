@@ -85,9 +85,15 @@ def test_a_source_that_fails_in_mid_chunk_loses_no_step_before_it(tmp_path):
     assert len((tmp_path / "loss.jsonl").read_text().splitlines()) == 27
 
 
-def test_two_runs_have_the_same_bits(tmp_path):
-    cache = ("--compilation-cache", str(tmp_path / "cache"))
-    losses = [run_train(tmp_path / name, "--steps", "60", *cache) for name in "ab"]
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_two_runs_that_compile_for_themselves_have_the_same_bits(tmp_path, precision):
+    losses = [
+        run_train(
+            tmp_path / name,
+            *("--steps", "60", "--precision", precision, "--compilation-cache", str(tmp_path / f"cache-{name}")),
+        )
+        for name in "ab"
+    ]
     assert losses[0] == losses[1]
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in "ab"]
     assert weights[0] == weights[1]
