@@ -114,13 +114,11 @@ def choose_chunk(asked: int | None, transport: Transport) -> int:
 def told_waste(config: TrainConfig, chunk: int) -> str | None:
     """Gives a warning where many turns of the chunks, which all are made, come behind the last batch that is wanted."""
     cadences = [each for each in (config.eval_every_steps, config.snapshot_every_steps) if each]
-    if not cadences:
-        if config.chunk_batches is None:
-            # The run's last chunk alone has such turns, and nobody chose how many.
-            return None
-        cadences = [config.steps]
+    if not cadences and config.chunk_batches is None:
+        # The run's last chunk alone has such turns, and nobody chose how many.
+        return None
     # Batches between two places where the program has more to do than the next step.
-    between = config.accumulate_steps * math.gcd(*cadences)
+    between = config.accumulate_steps * math.gcd(*(cadences or [config.steps]))
     wasted = -between % chunk
     if wasted <= _MOST_WASTED * between:
         return None

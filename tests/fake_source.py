@@ -10,6 +10,7 @@ import tensorstore as ts
 from PIL import Image
 
 from preprocess.decode import ResizeRule
+from preprocess.journal import PLAN_KEY
 from preprocess.listing import ImageClass, SourceImage
 from preprocess.location import open_location
 from preprocess.pack import PackResult, pack_split
@@ -67,6 +68,13 @@ def pack(source: FakeSource, dest: Path | str, *, context: ts.Context | None = N
     overwrite = values.pop("overwrite", False)
     location = open_location(str(dest), context=context).child(source.name)
     return pack_split(source, location, settings_for(source, **values), overwrite=overwrite)
+
+
+def begin_to_pack(split: Path) -> None:
+    """Leaves what a packing of a split leaves that was interrupted at its start."""
+    plan = split / PLAN_KEY
+    plan.parent.mkdir(parents=True)
+    plan.write_text("{}")
 
 
 def packed_words(source: FakeSource) -> tuple[np.ndarray, np.ndarray]:

@@ -7,14 +7,20 @@ import pytest
 
 from engine import TrainConfig
 from engine.resolve import check_beginning, resolve
-from preprocess.journal import PLAN_KEY
-from tests.fake_source import CLASSES, FakeSource, fake_source, pack
+from tests.fake_source import CLASSES, FakeSource, begin_to_pack, fake_source, pack
 from tests.toy import Linear, toy_batch, toy_config
 
 
 def resolved(config, **arguments):
     with ExitStack() as stack:
         return resolve(config, stack, lambda _: None, **arguments)
+
+
+def told_while_resolving(config):
+    told: list[str] = []
+    with ExitStack() as stack:
+        resolve(config, stack, told.append)
+    return told
 
 
 def test_a_packed_split_gives_size_classes_and_scale(tmp_path):
@@ -30,10 +36,9 @@ def test_a_packed_split_gives_size_classes_and_scale(tmp_path):
 @pytest.mark.parametrize(("batch", "num_warnings"), [(9, 0), (10, 1)])
 def test_a_batch_of_more_images_than_there_are_is_told(tmp_path, batch, num_warnings):
     pack(fake_source(9, size=8), tmp_path)
-    told: list[str] = []
-    with ExitStack() as stack:
-        resolve(TrainConfig(data=tmp_path, batch=batch), stack, told.append)
-    warnings = [each for each in told if each.startswith("warning: ")]
+    warnings = [
+        each for each in told_while_resolving(TrainConfig(data=tmp_path, batch=batch)) if each.startswith("warning: ")
+    ]
     assert warnings == num_warnings * [
         f"warning: a batch is to have 10 images and {tmp_path}/train has 9, some of which come in it more than once: "
         "--batch 9 or less has each once"
@@ -42,17 +47,8 @@ def test_a_batch_of_more_images_than_there_are_is_told(tmp_path, batch, num_warn
 
 def test_data_of_one_class_are_told(tmp_path):
     pack(FakeSource(np.zeros((4, 8, 8, 3), np.uint8), [0] * 4, classes=CLASSES[:1]), tmp_path)
-    told: list[str] = []
-    with ExitStack() as stack:
-        resolve(TrainConfig(data=tmp_path, batch=4), stack, told.append)
+    told = told_while_resolving(TrainConfig(data=tmp_path, batch=4))
     assert f"warning: {tmp_path}/train has one class alone, in which there is nothing to learn" in told
-
-
-def begin_to_pack(folder):
-    """Leaves what a packing of a split leaves that was interrupted at its start."""
-    plan = folder / PLAN_KEY
-    plan.parent.mkdir(parents=True)
-    plan.write_text("{}")
 
 
 def told_at_the_beginning(config, *, own_batches=False, own_evaluation=False):

@@ -32,8 +32,7 @@ from engine.resume import (
     note_changes,
 )
 from engine.run import plan_run
-from preprocess.journal import PLAN_KEY
-from tests.fake_source import fake_source, pack
+from tests.fake_source import begin_to_pack, fake_source, pack
 from tests.toy import SIZE, Linear, toy_batch, toy_config
 
 STEPS = 8
@@ -236,9 +235,7 @@ def test_a_split_that_somebody_begins_to_pack_beside_a_run_does_not_end_it(tmp_p
     pack(fake_source(20), tmp_path / "packed")
     plain: dict[str, Any] = {"data": tmp_path / "packed", "batch": 4, "run_dir": tmp_path / "run", "learning_rate": 0.1}
     train(TrainConfig(steps=2, **plain), model=Linear())
-    plan = tmp_path / "packed/val" / PLAN_KEY
-    plan.parent.mkdir(parents=True)
-    plan.write_text("{}")
+    begin_to_pack(tmp_path / "packed/val")
     told: list[str] = []
     result = train(TrainConfig(steps=4, resume=True, **plain), model=Linear(), notify=told.append)
     assert result.steps_done == 4

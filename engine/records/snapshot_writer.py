@@ -78,14 +78,12 @@ class SnapshotWriter:
             tree: a pytree of NumPy arrays, which must not be changed from now on.
         """
         with self._changed:
-            is_closed = self._is_closed
-            if not is_closed:
-                left_out, self._waiting = self._waiting, _Submitted(step, pulls, tree)
-                self._is_last_written = False
-                self._changed.notify_all()
-        if is_closed:
-            self._say(f"snapshot of step {step} left out: it came when the run was over")
-            return
+            if self._is_closed:
+                self._say(f"snapshot of step {step} left out: it came when the run was over")
+                return
+            left_out, self._waiting = self._waiting, _Submitted(step, pulls, tree)
+            self._is_last_written = False
+            self._changed.notify_all()
         if left_out is not None:
             self._say(f"snapshot of step {left_out.step} left out: the disk is slower than --snapshot-every")
 
