@@ -1,0 +1,70 @@
+import errno
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from preprocess.regular_file import IrregularFileError, is_regular, open_regular, read_regular
+
+
+def test_reads_a_file_whole(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 1000)
+    assert read_regular(path, max_bytes=1000) == b"x" * 1000
+    assert is_regular(path)
+
+
+def test_reads_an_empty_file(tmp_path):
+    (tmp_path / "file").touch()
+    assert read_regular(tmp_path / "file", max_bytes=0) == b""
+
+
+def test_follows_a_link(tmp_path):
+    (tmp_path / "file").write_bytes(b"content")
+    (tmp_path / "link").symlink_to("file")
+    assert read_regular(tmp_path / "link", max_bytes=100) == b"content"
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("kind", ["pipe", "device", "socket", "folder"])
+def test_refuses_what_is_no_file_at_once(tmp_path, kind):
+    path = tmp_path / "entry"
+    listener = socket.socket(socket.AF_UNIX)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "socket":
+        listener.bind(str(path))
+    else:
+        path.mkdir()
+    with listener, pytest.raises(OSError, match=r"it is a \w+, not a file|No such device or address"):
+        open_regular(path)
+    assert not is_regular(path)
+
+
+@pytest.mark.timeout(10)
+def test_says_what_a_pipe_is(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(IrregularFileError, match="it is a pipe, not a file"):
+        open_regular(tmp_path / "pipe")
+
+
+def test_refuses_a_file_that_is_too_large(tmp_path):
+    (tmp_path / "file").write_bytes(b"123")
+    with pytest.raises(OSError, match="larger than the 2 bytes") as caught:
+        read_regular(tmp_path / "file", max_bytes=2)
+    assert caught.value.errno == errno.EFBIG
+
+
+def test_leaks_no_descriptor(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    descriptors = Path("/proc/self/fd")
+    if not descriptors.is_dir():
+        pytest.skip("this system does not list a process's descriptors")
+    before = len(list(descriptors.iterdir()))
+    for _ in range(5):
+        with pytest.raises(IrregularFileError):
+            open_regular(tmp_path / "pipe")
+    assert len(list(descriptors.iterdir())) == before
