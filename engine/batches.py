@@ -53,15 +53,37 @@ def row_words(source: BatchSource) -> int:
     return int(getattr(source, "row_words", source.width))
 
 
+class Lent(Protocol):
+    """Images in the source's own memory, in place of copies."""
+
+    @property
+    def images(self) -> Sequence[NDArray[np.uint32]]:
+        """The B images, uint32 [H, words of a row] each, to be read until the step is done."""
+        ...
+
+    def check(self) -> None:
+        """Make sure, after the images were copied, that they were sound all the while; raises what the source does."""
+        ...
+
+
 @runtime_checkable
 class LendingSource(Protocol):
     """A `BatchSource` that may have its images in memory already, so that they need to be copied only once."""
 
-    def lend(self, step: int, labels: Labels, *, timeout_s: float) -> Sequence[NDArray[np.uint32]] | None:
-        """Writes the labels of `step` and gives its B images, to be read until the step is done.
+    def lend(self, step: int, labels: Labels, *, timeout_s: float) -> Lent | None:
+        """Write the labels of `step` and return its images; None where `fill` must be asked for that step.
 
-        Each is uint32 [H, words of a row]. None where `fill` must be asked for that step; the labels then hold nothing.
+        The labels then hold nothing.
         """
+        ...
+
+
+@runtime_checkable
+class CheckedSource(Protocol):
+    """A `BatchSource` that can tell afterwards whether its files were written to while it read them."""
+
+    def check_unchanged(self) -> None:
+        """Raise an error where batches may have been others than they should; to be called after the last of them."""
         ...
 
 
@@ -81,11 +103,15 @@ class ShardBatches:
         """Reads the step's images from the shards; raises preprocess.shards.ShardError where that fails."""
         self._split.read_into(self._images_of(step), pixels, labels, timeout_s=timeout_s)
 
-    def lend(self, step: int, labels: Labels, *, timeout_s: float) -> Sequence[NDArray[np.uint32]] | None:
-        """Lends the step's images out of mapped shard files; see `LendingSource`."""
+    def lend(self, step: int, labels: Labels, *, timeout_s: float) -> Lent | None:
+        """Lend the step's images out of mapped shard files; see `LendingSource`."""
         if not self._split.lends:
             return None
         return self._split.lend(self._images_of(step), labels, timeout_s=timeout_s)
+
+    def check_unchanged(self) -> None:
+        """See `CheckedSource`; raises preprocess.shards.ShardError."""
+        self._split.check_unchanged()
 
     def _images_of(self, step: int) -> NDArray[np.int64]:
         """Gives a step's images. Some thousand positions together take as long as some hundred (90 µs)."""
@@ -127,6 +153,10 @@ class SequentialBatches:
         images = np.arange(start, start + count, dtype=np.int64)
         self._split.read_into(images, pixels[:count], labels[:count], timeout_s=timeout_s)
         pixels[count:], labels[count:] = 0, PADDING_LABEL
+
+    def check_unchanged(self) -> None:
+        """See `CheckedSource`; raises preprocess.shards.ShardError."""
+        self._split.check_unchanged()
 
 
 class ArrayBatches:

@@ -8,12 +8,12 @@ workers live; what a source raises is kept in its slot and raised to the taker w
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.batches import BatchSource, Labels, LendingSource, Pixels, row_words
+from engine.batches import BatchSource, Labels, LendingSource, Lent, Pixels, row_words
 from engine.row_copies import RowCopies
 
 # How long a wait lasts before it looks again whether the workers live and whether it is still wanted.
@@ -58,7 +58,7 @@ class _Slot:
         self.block = allocate(4 * (num_words + batch))
         self.pixels: Pixels = self.block[: 4 * num_words].view(np.uint32).reshape(batch, height, words)
         self.labels: Labels = self.block[4 * num_words :].view(np.int32)
-        self.lent: Sequence[NDArray[np.uint32]] | None = None  # the images, where they are not in `pixels`
+        self.lent: Lent | None = None  # the images, where they are not in `pixels`
         self.step = -1  # the step whose batch is here, -1 while empty or being filled
         self.failure: BaseException | None = None
         self.shards_to_take = 0
@@ -173,11 +173,14 @@ class Feeder:
                 return None
         waited_s = 0.0 if started is None else time.perf_counter() - started
         self._check_is_sound(slot, step)
-        images, classes = slot.pixels if slot.lent is None else slot.lent, slot.labels
+        lent = slot.lent
+        images, classes = slot.pixels if lent is None else lent.images, slot.labels
         if self._num_shards > 1:
             rows = slice(shard * self.shard_batch, (shard + 1) * self.shard_batch)
             images, classes = images[rows], classes[rows]
         self._copies.copy(images, pixels)
+        if lent is not None:
+            lent.check()
         np.copyto(labels, classes)
         self._release(slot)
         return waited_s

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
+from engine.batches import BatchFunction, BatchSource, CheckedSource, EvaluationArrays, EvaluationSource
 from engine.checked_model import CheckedModel
 from engine.compilation import Compiled, compile_traced, trace_ahead, without_collector
 from engine.config import TrainConfig
@@ -370,7 +370,17 @@ class Launch:
         """Gives what went wrong: first on the host, in the order of cause and effect, then in the loop."""
         ends = (self._infeed, self._evaluation_infeed, self._outfeed, self.stream, self._transport)
         failures = [end.failure for end in ends if end is not None and end.failure is not None]
-        return failures[0] if failures else self._gave_up(state)
+        return failures[0] if failures else self._changed_data() or self._gave_up(state)
+
+    def _changed_data(self) -> BaseException | None:
+        """Return the error of a source whose files were written to in the midst of the run."""
+        for source in (self.resolved.source, self.resolved.evaluation):
+            if isinstance(source, CheckedSource):
+                try:
+                    source.check_unchanged()
+                except ValueError as error:
+                    return error
+        return None
 
     @property
     def std(self) -> tuple[float, ...]:

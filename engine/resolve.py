@@ -28,7 +28,7 @@ from engine.train_state import TrainModel
 from models.model import Model
 from models.registry import build_model, model_names
 from preprocess.manifest import Manifest
-from preprocess.shards import list_splits, list_unfinished_splits, open_split
+from preprocess.shards import list_broken_splits, list_splits, list_unfinished_splits, open_split
 
 _OWN_BATCHES = "batches of your own"
 _USUAL_EVAL_SPLITS = ("val", "test")
@@ -209,12 +209,17 @@ def check_beginning(
 
 
 def _check_none_is_unfinished(config: TrainConfig, data: str, chosen: str | None) -> None:
-    """Raises ValueError where one of the usual splits that stand before the chosen one was not packed to its end."""
+    """Raise ValueError where a usual split that goes before the chosen one is unfinished, or has lost its manifest."""
     missing = [*takewhile(lambda name: name != chosen, (name for name in _USUAL_EVAL_SPLITS if name != config.split))]
     if missing and (found := set(missing).intersection(list_unfinished_splits(data))):
         raise ValueError(
             f"the split to evaluate on must be complete, and the packing of {data.rstrip('/')}/{min(found)} was begun "
             "and not finished: run the same preprocess-imagenet command again, or give --eval-split, another or off"
+        )
+    if missing and (found := set(missing).intersection(list_broken_splits(data))):
+        raise ValueError(
+            f"the split to evaluate on must have its manifest.json, and {data.rstrip('/')}/{min(found)} has lost it: "
+            "restore that file, or give --eval-split, another or off"
         )
 
 
@@ -292,6 +297,11 @@ def _packed(config: TrainConfig, stack: ExitStack, notify: Callable[[str], None]
         make_demo(Path(choice.data), notify)
     split = stack.enter_context(open_split(choice.data, config.split))
     manifest = split.manifest
+    if manifest.format_version == 1:
+        notify(
+            f"{choice.data} was packed before shard files were told apart while they are read: "
+            "`inspect-shards --verify` notices files in each other's place"
+        )
     num_classes = config.num_classes or manifest.num_classes
     if num_classes < manifest.num_classes:
         raise ValueError(

@@ -1,7 +1,8 @@
-"""The two arrays of a split on disk: ``pixels/`` and ``labels/``, Zarr version 3 with the ``sharding_indexed`` codec.
+"""The arrays of a split on disk: ``pixels/``, ``labels/`` and ``checksums/``, Zarr 3 with ``sharding_indexed``.
 
-One shard file holds ``shard_images`` images, one inner chunk is one image, so an image is read alone at any index and a
-shard is written as one file. Any Zarr 3 reader opens both. Knows the metadata, not what the numbers mean.
+One shard file of ``pixels/`` holds ``shard_images`` images, one inner chunk is one image, so an image is read alone at
+any index and a shard is written as one file. The other two have a number for each image. Any Zarr 3 reader opens them.
+Knows the metadata, not what the numbers mean.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ CODECS: tuple[Codec, ...] = ("raw", "blosc")
 
 PIXELS = "pixels"
 LABELS = "labels"
+CHECKSUMS = "checksums"
+METADATA_KEY = "zarr.json"
 
 # What a Zarr reader hands out for a shard file that is gone. Its low byte is not 0, so it is no packed pixel: a missing
 # file shows as magenta and fails `inspect-shards --verify`, where 0 would pass for a black image. (Of the dense layout
@@ -31,11 +34,10 @@ LABELS = "labels"
 MISSING_PIXEL = 0xFF00FF00 | UNUSED_BITS
 MISSING_LABEL = MAX_CLASSES
 
-# A random label costs one 2 KiB read at most, and a shard's index 16 KiB: both stay in a small cache, and 10^8 labels
-# are 96 files.
-LABELS_PER_CHUNK = 1 << 10
-LABELS_PER_SHARD = 1 << 20
-LABEL_CACHE_BYTES = 32 << 20
+# Of labels and checksums. A shard file is what is read, and compared with its digest, at once (2 or 4 MiB); 10^8 images
+# have 96 of each.
+NUMBERS_PER_CHUNK = 1 << 10
+NUMBERS_PER_SHARD = 1 << 20
 
 _MISMATCH = re.compile(r'Expected "\w+" of .*|Mismatch in "codecs"')
 _SHARD_ENTRY = re.compile(r'Error reading shard entry \{[^}]*\}/\{[^}]*\} in [^"]*"[^"]*": ')
@@ -63,14 +65,24 @@ def pixels_metadata(
 
 
 def labels_metadata(num_images: int) -> dict[str, Any]:
-    """Zarr metadata of ``uint16 [num_images]``, always with a checksum: it costs 4 bytes in 2 KiB."""
+    """Return the Zarr metadata of the labels, ``uint16 [num_images]``."""
+    return _numbers_metadata(num_images, dtype="uint16", fill_value=MISSING_LABEL)
+
+
+def checksums_metadata(num_images: int) -> dict[str, Any]:
+    """Return the Zarr metadata of the images' checksums, ``uint32 [num_images]``."""
+    return _numbers_metadata(num_images, dtype="uint32", fill_value=0)
+
+
+def _numbers_metadata(num_images: int, *, dtype: str, fill_value: int) -> dict[str, Any]:
+    """A number for each image, always with a checksum: it costs 4 bytes in 2 or 4 KiB."""
     return _metadata(
         [num_images],
-        dtype="uint16",
-        fill_value=MISSING_LABEL,
+        dtype=dtype,
+        fill_value=fill_value,
         names=["image"],
-        shard=[LABELS_PER_SHARD],
-        chunk=[LABELS_PER_CHUNK],
+        shard=[NUMBERS_PER_SHARD],
+        chunk=[NUMBERS_PER_CHUNK],
         codecs=[_LITTLE_ENDIAN, _CHECKSUM],
     )
 
@@ -78,7 +90,7 @@ def labels_metadata(num_images: int) -> dict[str, Any]:
 def create_array(location: Location, name: str, metadata: dict[str, Any]) -> ts.TensorStore:
     """Write the metadata of the array ``name`` (replacing what was there) and open it."""
     path = location.child(name)
-    path.delete("zarr.json")
+    path.delete(METADATA_KEY)
     return _open(location, name, {"metadata": metadata}, ts.OpenMode(create=True, open=True))
 
 
@@ -101,6 +113,7 @@ def read_array(
     Raises:
         ShardError: no such array, its metadata can't be read, or is not ``metadata``.
     """
+    location.child(name).check_regular(METADATA_KEY)
     spec: dict[str, Any] = {} if metadata is None else {"metadata": metadata}
     spec |= {
         "fill_missing_data_reads": False,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
+    from preprocess.location import Location
     from preprocess.manifest import Manifest
     from preprocess.verify import Damage
 
@@ -61,18 +62,18 @@ def main(dest: str, split: tuple[str, ...], verify: bool, grid: Path | None, as_
 def _run(dest: str, wanted: tuple[str, ...], *, verify: bool, grid: Path | None, as_json: bool) -> bool:
     if grid is not None:
         _check_grid(grid)
-    from preprocess.location import ShardError, open_location
-    from preprocess.shards import list_splits, list_unfinished_splits, read_manifest
+    from preprocess.location import open_location
+    from preprocess.splits import list_broken_splits, read_manifest
 
     location = open_location(dest)
-    names = wanted or list_splits(dest)
-    unfinished = list_unfinished_splits(dest)
-    for name in unfinished:
-        click.echo(f"{name}: not finished; run the same preprocess-imagenet command again to continue", err=True)
-    if not names:
-        if unfinished:
-            raise ShardError(f"{location.display} has no finished split yet")
-        raise ShardError(f"{location.display} holds no pack; make one with `preprocess-imagenet SOURCE {dest}`")
+    broken = () if wanted else list_broken_splits(dest)
+    for name in broken:
+        click.echo(
+            f"{location.display}{name}/ holds files of a split and has lost its manifest.json: restore that file, or "
+            "pack the split again with --overwrite",
+            err=True,
+        )
+    names = wanted or _complete_splits(dest, location, is_any_broken=bool(broken))
     manifests = {name: read_manifest(location, name) for name in names}
     if not as_json:
         for name, manifest in manifests.items():
@@ -86,7 +87,23 @@ def _run(dest: str, wanted: tuple[str, ...], *, verify: bool, grid: Path | None,
         _draw(dest, names[0], grid, is_quiet=as_json)
     # Here, where a reader that has gone is told apart from trouble.
     sys.stdout.flush()
-    return not any(damages.values())
+    return not any(damages.values()) and not (verify and broken)
+
+
+def _complete_splits(dest: str, location: Location, *, is_any_broken: bool) -> tuple[str, ...]:
+    """Return the names of the complete splits; says which are unfinished, and raises ShardError where there is none."""
+    from preprocess.location import ShardError
+    from preprocess.splits import list_splits, list_unfinished_splits
+
+    unfinished = list_unfinished_splits(dest)
+    for name in unfinished:
+        click.echo(f"{name}: not finished; run the same preprocess-imagenet command again to continue", err=True)
+    names = list_splits(dest)
+    if not names and (unfinished or is_any_broken):
+        raise ShardError(f"{location.display} has no {'finished split yet' if unfinished else 'complete split'}")
+    if not names:
+        raise ShardError(f"{location.display} holds no pack; make one with `preprocess-imagenet SOURCE {dest}`")
+    return names
 
 
 def _check_grid(grid: Path) -> None:
@@ -133,6 +150,7 @@ def _describe(name: str, manifest: Manifest) -> list[str]:
         f"  shards     {manifest.num_shards:,} file{'s' * (manifest.num_shards != 1)} of up to "
         f"{manifest.shard_images:,} images, layout "
         f"{manifest.pixel_layout}, codec {manifest.codec}, {'with' if manifest.checksum else 'without'} checksums",
+        f"  format     version {manifest.format_version}{_promise(manifest)}",
         f"  resizing   {', '.join(f'{key} {value}' for key, value in rule.items())}",
         f"  channels   mean {mean}; std {std} (red, green, blue on 0..1)",
         f"  left out   {manifest.num_failures:,}" + (", see failures.jsonl" if manifest.num_failures else ""),
@@ -140,6 +158,15 @@ def _describe(name: str, manifest: Manifest) -> list[str]:
         f"  made with  {', '.join(f'{tool} {version}' for tool, version in manifest.tool_versions.items())}",
     ]
     return lines + _balance(manifest)
+
+
+def _promise(manifest: Manifest) -> str:
+    """What reading an image notices, where that is less than it could be."""
+    if not manifest.checksum:
+        return ": without checksums, damage is noticed by --verify alone"
+    if manifest.format_version == 1:
+        return ": shard files in each other's place are noticed by --verify alone"
+    return ""
 
 
 def _balance(manifest: Manifest) -> list[str]:

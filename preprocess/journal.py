@@ -6,6 +6,7 @@ or decoded twice. The journal is deleted once the manifest stands.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from preprocess.split_files import delete_split_files, split_files
 PLAN_KEY = "journal/plan.json"
 JOURNAL = "journal/"
 _RECORDS = "journal/shards/"
+_RECORD_DIGEST = "sha256"
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,9 @@ class ShardRecord:
         failures: the images in between that could not be packed.
         sums: channel sums of the images in the shard file.
         digest: SHA-256 of the shard file's pixels as little-endian words, hexadecimal.
+        checksums: uint32 ``[n]``, the CRC-32C of each image in the shard file; ``[0]`` where images have none.
+
+    On disk there is one field more, the SHA-256 of all others.
     """
 
     start: int
@@ -87,17 +92,30 @@ class ShardRecord:
     failures: tuple[Failure, ...]
     sums: ChannelSums
     digest: str
+    checksums: NDArray[np.uint32]
 
     def to_json(self) -> str:
-        """The record as JSON text."""
-        values = {"start": self.start, "stop": self.stop, "labels": self.labels.tolist()}
-        failures = [asdict(failure) for failure in self.failures]
-        return json.dumps(values | {"failures": failures, "sums": asdict(self.sums), "digest": self.digest})
+        """Return the record as JSON text."""
+        values = {
+            "start": self.start,
+            "stop": self.stop,
+            "labels": self.labels.tolist(),
+            "failures": [asdict(failure) for failure in self.failures],
+            "sums": asdict(self.sums),
+            "digest": self.digest,
+            "checksums": self.checksums.tolist(),
+        }
+        return json.dumps(values | {_RECORD_DIGEST: _digest(values)})
 
     @classmethod
     def from_json(cls, text: bytes) -> ShardRecord:
-        """Read what `to_json` wrote; raises KeyError, TypeError or ValueError when it is something else."""
-        values: dict[str, Any] = json.loads(text)
+        """Read what `to_json` wrote; raises KeyError, TypeError or ValueError when it is something else.
+
+        A record of format version 1 has neither checksums nor a digest.
+        """
+        values: dict[str, Any] = dict(json.loads(text))
+        if "checksums" in values and values.pop(_RECORD_DIGEST) != _digest(values):
+            raise ValueError("the record is not what was written")
         sums = values["sums"]
         return cls(
             start=values["start"],
@@ -106,6 +124,7 @@ class ShardRecord:
             failures=tuple(Failure(**failure) for failure in values["failures"]),
             sums=ChannelSums(sums["num_pixels"], tuple(sums["total"]), tuple(sums["squares"])),
             digest=values["digest"],
+            checksums=np.array(values.get("checksums", ()), np.uint32),
         )
 
 
@@ -163,7 +182,7 @@ class Journal:
                 break
             try:
                 record = ShardRecord.from_json(text or b"")
-            except (KeyError, TypeError, ValueError, RecursionError) as error:
+            except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
                 raise ShardError(self._damaged(key)) from error
             if record.start != (records[-1].stop if records else 0):
                 raise ShardError(self._damaged(key))
@@ -184,3 +203,7 @@ class Journal:
 
 def _record_key(shard: int) -> str:
     return f"{_RECORDS}{shard:08d}.json"
+
+
+def _digest(values: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()

@@ -13,8 +13,13 @@ from typing import Any
 
 import tensorstore as ts
 
+from preprocess.regular_file import check_regular, read_regular
+
 STORE_TIMEOUT_S = 120.0
 """How long one small read, write, listing or deletion may take, in seconds."""
+
+MAX_VALUE_BYTES = 1 << 30
+"""The largest value that is read whole: ``failures.jsonl`` with some million failures."""
 
 
 # Some paths come with each "/" shown as "\\x00".
@@ -44,6 +49,11 @@ class Location:
         """The folder as a path, or None when it is not on a mounted file system."""
         return Path(self.spec["path"]) if self.spec["driver"] == "file" else None
 
+    @property
+    def remedy(self) -> str:
+        """What to do where something of the split in this folder is damaged."""
+        return f"`inspect-shards --verify {self.display.rstrip('/').rpartition('/')[0] or '.'}` lists what is damaged"
+
     def child(self, name: str) -> Location:
         """The folder ``name`` inside this one."""
         return Location(self.spec | {"path": f"{self.spec['path']}{name}/"}, f"{self.display}{name}/", self.context)
@@ -58,11 +68,41 @@ class Location:
         Raises:
             ShardError: the store can't be reached or refuses.
         """
+        if self.local_path is not None:
+            return self._read_file(self.local_path / key)
         value = self._wait(f"read {key}", lambda store: store.read(key))
         return bytes(value.value) if value.state == "value" else None
 
+    def check_regular(self, key: str) -> None:
+        """Raise ShardError where, on this machine, something else than a file lies at ``key``, or leads there.
+
+        TensorStore would wait without end for a pipe that nobody writes to.
+        """
+        if self.local_path is None:
+            return
+        path = self.local_path / key
+        try:
+            check_regular(path.stat(), path)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            raise self._unreadable(path, error) from error
+
+    def _read_file(self, path: Path) -> bytes | None:
+        try:
+            return read_regular(path, max_bytes=MAX_VALUE_BYTES)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise self._unreadable(path, error) from error
+
+    def _unreadable(self, path: Path, error: OSError) -> ShardError:
+        return ShardError(f"{printable(str(path))} can't be read: {error.strerror}; restore the file or its rights")
+
     def read_all(self, keys: Sequence[str]) -> list[bytes | None]:
         """The values at ``keys``, read at once; None where there is none. Raises as `read`."""
+        if self.local_path is not None:
+            return [self.read(key) for key in keys]
 
         def start(store: ts.KvStore) -> _Several:
             return _Several([store.read(key) for key in keys])
@@ -80,6 +120,7 @@ class Location:
 
     def replace(self, key: str, value: bytes) -> bool:
         """Put ``value`` at ``key`` unless somebody else writes there at the same time; whether it was put."""
+        self.check_regular(key)
 
         def start(store: ts.KvStore) -> ts.Future[ts.KvStore.TimestampedStorageGeneration]:
             found = store.read(key).result(timeout=STORE_TIMEOUT_S)

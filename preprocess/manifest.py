@@ -9,18 +9,23 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from preprocess.arrays import CODECS, Codec
+from preprocess.arrays import CHECKSUMS, CODECS, LABELS, NUMBERS_PER_SHARD, PIXELS, Codec
 from preprocess.listing import MAX_CLASSES, ImageClass
 from preprocess.location import ShardError
 from preprocess.pixels import LAYOUTS, Layout, words_of_row
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""The version that is written. Version 1, which is still read, has no ``checksums/``, and in its manifest no digests of
+these, of the shard files of the labels and of the arrays' metadata."""
+_READABLE_VERSIONS = (1, 2)
 MANIFEST_KEY = "manifest.json"
 FAILURES_KEY = "failures.jsonl"
 
+_SINCE_VERSION_2 = ("label_digests", "checksum_digests", "metadata_digests")
+_LISTS = ("class_counts", "channel_mean", "channel_std", "shard_digests", "label_digests", "checksum_digests")
 _DIGEST_KEY = "manifest_digest"
 _DIGEST = re.compile("[0-9a-f]{64}")
 # What tells a split's manifest from the many other files of that name.
@@ -32,7 +37,7 @@ class Manifest:
     """What a split holds. Checks itself.
 
     Attributes:
-        format_version: version of the on-disk format, 1 here.
+        format_version: version of the on-disk format, 2, or 1 of an older pack.
         num_images: images packed, N ≥ 1.
         height: rows of an image in pixels.
         width: columns of an image in pixels.
@@ -51,8 +56,12 @@ class Manifest:
         shard_digests: SHA-256 of each shard file's pixels as little-endian words, hexadecimal.
         labels_digest: the same of all labels.
         failures_digest: SHA-256 of ``failures.jsonl``.
+        label_digests: SHA-256 of the labels in each shard file of ``labels/``; none in version 1.
+        checksum_digests: the same of ``checksums/``; none in version 1, nor where ``checksum`` is false.
+        metadata_digests: SHA-256 of each array's ``zarr.json``, by the array's name; none in version 1.
 
-    On disk there is one field more, ``manifest_digest``, the SHA-256 of all others.
+    On disk there is one field more, ``manifest_digest``, the SHA-256 of all others; the last three are not there in
+    version 1.
     """
 
     format_version: int
@@ -74,10 +83,12 @@ class Manifest:
     shard_digests: tuple[str, ...]
     labels_digest: str
     failures_digest: str
+    label_digests: tuple[str, ...] = ()
+    checksum_digests: tuple[str, ...] = ()
+    metadata_digests: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.format_version != FORMAT_VERSION:
-            raise ShardError(_version_message(self.format_version))
+        _check_version(self.format_version)
         for name in ("num_images", "height", "width", "shard_images"):
             _require(type(value := getattr(self, name)) is int and value >= 1, f"{name} is a whole number ≥ 1", value)
         _require(type(self.num_failures) is int and self.num_failures >= 0, "num_failures is ≥ 0", self.num_failures)
@@ -93,12 +104,22 @@ class Manifest:
             value = getattr(self, name)
             is_valid = len(value) == 3 and all(type(part) is float and 0 <= part <= 1 for part in value)
             _require(is_valid, f"{name} is three numbers from 0 to 1", value)
-        _require(
-            len(self.shard_digests) == self.num_shards,
-            f"shard_digests has {self.num_shards} entries",
-            len(self.shard_digests),
-        )
-        for digest in (*self.shard_digests, self.labels_digest, self.failures_digest):
+        self._check_digests()
+
+    def _check_digests(self) -> None:
+        is_first = self.format_version == 1
+        num_parts = 0 if is_first else -(-self.num_images // NUMBERS_PER_SHARD)
+        names = [] if is_first else [CHECKSUMS] * self.checksum + [LABELS, PIXELS]
+        for name, count in (
+            ("shard_digests", self.num_shards),
+            ("label_digests", num_parts),
+            ("checksum_digests", num_parts * self.checksum),
+        ):
+            _require(len(getattr(self, name)) == count, f"{name} has {count} entries", len(getattr(self, name)))
+        found = sorted(self.metadata_digests)
+        _require(found == names, f"metadata_digests are of {', '.join(names) or 'nothing'}", found)
+        digests = (*self.shard_digests, *self.label_digests, *self.checksum_digests, *self.metadata_digests.values())
+        for digest in (*digests, self.labels_digest, self.failures_digest):
             _require(type(digest) is str and _DIGEST.fullmatch(digest) is not None, "a digest is a SHA-256", digest)
 
     def _check_classes(self) -> None:
@@ -139,9 +160,15 @@ class Manifest:
         start = shard * self.shard_images
         return start, min(start + self.shard_images, self.num_images)
 
+    def _document(self) -> dict[str, Any]:
+        document = asdict(self)
+        for name in _SINCE_VERSION_2 if self.format_version == 1 else ():
+            del document[name]
+        return document
+
     def to_json(self) -> str:
         """The manifest as JSON text, the same bytes for the same manifest."""
-        document = asdict(self)
+        document = self._document()
         # Escapes, because a class folder's name need not be UTF-8.
         return json.dumps(document | {_DIGEST_KEY: _digest(document)}, indent=1) + "\n"
 
@@ -168,10 +195,10 @@ class Manifest:
     @classmethod
     def _from_document(cls, document: dict[str, Any]) -> Manifest:
         # The version comes first: another version may well have other keys.
-        version = document.get("format_version")
-        if version != FORMAT_VERSION or type(version) is not int:
-            raise ShardError(_version_message(version))
-        known = {field.name for field in fields(cls)} | {_DIGEST_KEY}
+        _check_version(document.get("format_version"))
+        known = {each.name for each in fields(cls)} | {_DIGEST_KEY}
+        if document["format_version"] == 1:
+            known -= set(_SINCE_VERSION_2)
         for kind, keys in (("unknown", set(document) - known), ("missing", known - set(document))):
             if keys:
                 raise ShardError(
@@ -179,17 +206,18 @@ class Manifest:
                 )
         values = dict(document)
         noted = values.pop(_DIGEST_KEY)
-        for name in ("classes", "class_counts", "channel_mean", "channel_std", "shard_digests"):
+        lists = [name for name in _LISTS if name in known]
+        for name in ("classes", *lists):
             _require(isinstance(values[name], list), f"{name} is a list", values[name])
-        for name in ("resize_rule", "tool_versions"):
+        for name in ("resize_rule", "tool_versions", *({"metadata_digests"} & known)):
             _require(isinstance(values[name], dict), f"{name} is an object", values[name])
         for name in ("layout", "codec", "source_digest"):
             _require(isinstance(values[name], str), f"{name} is text", values[name])
         values["classes"] = tuple(_image_class(entry) for entry in values["classes"])
-        for name in ("class_counts", "channel_mean", "channel_std", "shard_digests"):
+        for name in lists:
             values[name] = tuple(values[name])
         manifest = cls(**values)
-        if noted != _digest(asdict(manifest)):
+        if noted != _digest(manifest._document()):
             raise ShardError(
                 f"some value was changed after packing ({_DIGEST_KEY} does not match); restore the file or pack the "
                 "split again with --overwrite"
@@ -223,9 +251,12 @@ def _require(is_kept: bool, rule: str, found: object) -> None:
         raise ShardError(f"{rule}, found {text}; restore the file or pack the split again with --overwrite")
 
 
-def _version_message(version: object) -> str:
+def _check_version(version: object) -> None:
+    if type(version) is int and version in _READABLE_VERSIONS:
+        return
     if type(version) is int and version > FORMAT_VERSION:
-        return (
+        raise ShardError(
             f"format version {version} is newer than {FORMAT_VERSION}, the newest known here: install a newer feedloop"
         )
-    return f"format_version is {FORMAT_VERSION}, found {version!r}; pack the split again with --overwrite"
+    known = " or ".join(map(str, _READABLE_VERSIONS))
+    raise ShardError(f"format_version is {known}, found {version!r}; pack the split again with --overwrite")

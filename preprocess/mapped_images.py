@@ -1,4 +1,4 @@
-"""Images and labels of a local split straight from its mapped shard files.
+"""Images of a local split straight from its mapped shard files.
 
 TensorStore finds and decodes an image anew on every read: its shard's index, its checksum, a copy. Of files in the page
 cache that is most of the work. Here an image is looked for and checked once, and a read is one copy. Whatever is not as
@@ -8,14 +8,15 @@ it should be is left to TensorStore, which says what is wrong.
 from __future__ import annotations
 
 import resource
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from preprocess.arrays import LABELS, LABELS_PER_CHUNK, LABELS_PER_SHARD, PIXELS
+from preprocess.arrays import PIXELS
 from preprocess.manifest import Manifest
-from preprocess.mapped_shards import MOST_MAPPED, MappedShards, read_pages
+from preprocess.mapped_shards import MOST_MAPPED, ExpectedChecksums, MappedShard, MappedShards, read_pages
 from preprocess.memory import host_memory_bytes
 from preprocess.shard_index import CHECKSUM_BYTES
 
@@ -36,9 +37,10 @@ class MappedImages:
     Args:
         folder: of the split, on this machine.
         manifest: of the split, which must be `is_mappable`.
+        expected: checksums of images by the split's record of them; None where it has none.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, expected: ExpectedChecksums | None) -> None:
         self._image_bytes, self._shard_images = manifest.image_bytes, manifest.shard_images
         self._shards = MappedShards(
             folder / PIXELS,
@@ -49,6 +51,7 @@ class MappedImages:
             dtype=np.uint32,
             checksum=manifest.checksum,
             most_open=0 if self.lends else _most_open_files(),
+            expected=expected,
         )
         self._stays = manifest.num_images * self._image_bytes <= _STAYING_SHARE * (host_memory_bytes() or 0)
 
@@ -62,107 +65,99 @@ class MappedImages:
         """Whether this machine's memory would show the pixels of the files as they are."""
         return manifest.codec == "raw" and MappedShards.is_possible()
 
-    def copy(self, indices: NDArray[np.int64], pixels: NDArray[np.uint32]) -> NDArray[np.intp]:
-        """Copies images and checks those that were not checked before.
+    def look(self) -> None:
+        """Look at every mapped file once more; raises ChangedFileError where one was written to."""
+        self._shards.look()
+
+    def copy(
+        self, indices: NDArray[np.int64], pixels: NDArray[np.uint32], expected: NDArray[np.uint32] | None
+    ) -> NDArray[np.intp]:
+        """Copy images and check those that were not checked before.
 
         Args:
             indices: int64 ``[b]``, 0 ≤ index < N.
             pixels: uint32 ``[b, H, words of a row]``, overwritten.
+            expected: uint32 ``[b]``, the images' checksums; None takes those in the files, where there are any.
 
         Returns:
             The rows of ``pixels`` that hold no sound image, ascending.
+
+        Raises:
+            ChangedFileError: a file was written to since images were copied from it.
         """
         num_files = 1 if self.lends else len(np.unique(indices // self._shard_images))
         if self.lends or len(indices) < _LEAST_GATHERED * num_files:
-            return self._copy_one_by_one(indices, pixels)
-        return self._gather(indices, pixels)
+            return self._copy_one_by_one(indices, pixels, expected)
+        return self._gather(indices, pixels, expected)
 
-    def _copy_one_by_one(self, indices: NDArray[np.int64], pixels: NDArray[np.uint32]) -> NDArray[np.intp]:
+    def _copy_one_by_one(
+        self, indices: NDArray[np.int64], pixels: NDArray[np.uint32], expected: NDArray[np.uint32] | None
+    ) -> NDArray[np.intp]:
         left = []
-        checksum, is_one_piece = bytearray(CHECKSUM_BYTES), pixels.flags.c_contiguous
-        for row, (image, (shard, slot)) in enumerate(zip(pixels, self._shards.places(indices), strict=True)):
+        own, is_one_piece = bytearray(CHECKSUM_BYTES), pixels.flags.c_contiguous
+        checksums = repeat(None) if expected is None else expected.tolist()
+        places = self._shards.places(indices)
+        for row, (image, (shard, slot), checksum) in enumerate(zip(pixels, places, checksums, strict=False)):
             if shard is None:
                 is_sound = False
             elif shard.file is not None and is_one_piece:
-                is_sound = shard.read(slot, image, checksum)
+                is_sound = shard.read(slot, image, own, checksum)
             else:
                 # Copied first: that lets go of the interpreter lock, which the wait for a disk must not hold.
                 np.copyto(image, shard.chunks[slot])
-                is_sound = shard.check(slot, image)
+                is_sound = shard.check(slot, image, checksum)
             if not is_sound:
                 left.append(row)
         return np.array(left, np.intp)
 
-    def _gather(self, indices: NDArray[np.int64], pixels: NDArray[np.uint32]) -> NDArray[np.intp]:
+    def _gather(
+        self, indices: NDArray[np.int64], pixels: NDArray[np.uint32], expected: NDArray[np.uint32] | None
+    ) -> NDArray[np.intp]:
         is_left = np.ones(len(indices), np.bool)
         for number, rows, slots in self._shards.by_shard(indices):
             shard = self._shards.find(number)
             if shard is None:
                 continue
             images = shard.chunks[slots]
+            if shard.is_torn:
+                continue
             pixels[rows] = images
             is_left[rows] = False
             for place in shard.unchecked(slots).tolist():
-                is_left[rows[place]] = not shard.check(int(slots[place]), images[place])
+                checksum = None if expected is None else int(expected[rows[place]])
+                is_left[rows[place]] = not shard.check(int(slots[place]), images[place], checksum)
         return np.flatnonzero(is_left)
 
-    def lend(self, indices: NDArray[np.int64]) -> list[NDArray[np.uint32]] | None:
-        """Gives the images where they lie in the files, in the order of ``indices``.
+    def lend(
+        self, indices: NDArray[np.int64], expected: NDArray[np.uint32] | None
+    ) -> tuple[list[NDArray[np.uint32]], list[MappedShard]] | None:
+        """Return the images where they lie in the files, in the order of ``indices``, and the files.
 
         Each is uint32 ``[H, words of a row]``, read-only. They are checked, and their pages in memory, unless the
-        system has taken them back. None where that cannot be, or where they are so small that `copy` is faster.
+        system has taken them back. What is copied from them counts only if none of the files `is_torn` afterwards. None
+        where that cannot be, or where they are so small that `copy` is faster.
+
+        Raises:
+            ChangedFileError: as `copy`.
         """
         if not self.lends:
             return None
-        images = []
-        for shard, slot in self._shards.places(indices):
+        images, shards = [], []
+        checksums = repeat(None) if expected is None else expected.tolist()
+        for (shard, slot), checksum in zip(self._shards.places(indices), checksums, strict=False):
             if shard is None:
                 return None
             image = shard.chunks[slot]
             if not (self._stays and shard.is_checked(slot)):
                 read_pages(image)
-                if not shard.check(slot, image):
+                if not shard.check(slot, image, checksum):
                     return None
             images.append(image)
-        return images
+            shards.append(shard)
+        return images, shards
 
 
 def _most_open_files() -> int:
     """How many files a split may keep open."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return int(_OPEN_SHARE * (MOST_MAPPED if most == resource.RLIM_INFINITY else most))
-
-
-class MappedLabels:
-    """The mapped labels of one split; for any number of threads.
-
-    Args:
-        folder: of the split, on this machine.
-        num_images: of the split.
-    """
-
-    def __init__(self, folder: Path, num_images: int) -> None:
-        self._shards = MappedShards(
-            folder / LABELS,
-            rank=1,
-            num_chunks=-(-num_images // LABELS_PER_CHUNK),
-            shard_chunks=LABELS_PER_SHARD // LABELS_PER_CHUNK,
-            chunk_shape=(LABELS_PER_CHUNK,),
-            dtype=np.uint16,
-            checksum=True,
-        )
-
-    def read(self, indices: NDArray[np.int64]) -> NDArray[np.uint16] | None:
-        """Gives the labels, uint16 ``[b]``, of images int64 ``[b]``, 0 ≤ index < N; None where one is not sound."""
-        labels = np.empty(len(indices), np.uint16)
-        chunks, places = np.divmod(indices, LABELS_PER_CHUNK)
-        for row, ((shard, slot), place) in enumerate(zip(self._shards.places(chunks), places.tolist(), strict=True)):
-            if shard is None:
-                return None
-            chunk = shard.chunks[slot]
-            if not shard.is_checked(slot):
-                read_pages(chunk)
-                if not shard.check(slot, chunk):
-                    return None
-            labels[row] = chunk[place]
-        return labels

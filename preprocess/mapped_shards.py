@@ -6,11 +6,12 @@ where its number says, or is not as its checksum says, is not given out: the sto
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,8 @@ from numpy.typing import NDArray
 
 from preprocess.arrays import shard_key
 from preprocess.checksum import crc32c
-from preprocess.file_maps import map_file
+from preprocess.file_maps import FileMap, map_file
+from preprocess.regular_file import open_regular
 from preprocess.shard_index import CHECKSUM_BYTES, ENTRY, shard_index
 
 # Linux lets a process map 65,530 files, here of two splits; the shards beyond these stay with the store.
@@ -36,6 +38,14 @@ _MOST_LOOKS_A_S = 1_000
 
 # Inode, size in bytes and time of the last change in ns, which tell a file from one that takes its place.
 type _Identity = tuple[int, int, int]
+
+
+type ExpectedChecksums = Callable[[int, int], NDArray[np.uint32]]
+"""Chunks ``start, stop`` → their checksums, uint32 ``[stop - start]``, by another record than the file's own."""
+
+
+class ChangedFileError(OSError):
+    """A file was written to while it was mapped, and chunks that were handed out are others now."""
 
 
 class OpenFile:
@@ -55,6 +65,7 @@ class MappedShard:
     Attributes:
         path: of the file.
         identity: of the file.
+        map: of the file.
         chunks: ``[n, …]`` of the array's type, in the file.
         checksums: uint32 ``[n]``, in the file; None where there are none.
         misplaced: the numbers of chunks that do not lie where chunks of one size in their order lie, as its index says.
@@ -65,6 +76,7 @@ class MappedShard:
 
     path: str
     identity: _Identity
+    map: FileMap
     chunks: NDArray[Any]
     checksums: NDArray[np.uint32] | None
     misplaced: frozenset[int]
@@ -72,8 +84,13 @@ class MappedShard:
     looked_s: float
     file: OpenFile | None
 
-    def read(self, slot: int, chunk: NDArray[Any], checksum: bytearray) -> bool:
-        """Reads a chunk from `file` to memory in one piece, and its checksum; whether it is there and as in `check`.
+    @property
+    def is_torn(self) -> bool:
+        """Whether the file was cut short since it was mapped: what was copied from `chunks` may be zeros."""
+        return self.map.is_torn
+
+    def read(self, slot: int, chunk: NDArray[Any], checksum: bytearray, expected: int | None) -> bool:
+        """Read a chunk from `file` to memory in one piece, and its checksum; whether it is there and as in `check`.
 
         To map a page that was not looked at before takes 5 µs, which a read does not.
         """
@@ -85,13 +102,23 @@ class MappedShard:
                 return False
         except OSError:  # the store will meet it too, and name the file
             return False
-        return self.is_checked(slot) or self._is_sound(slot, chunk, int.from_bytes(checksum, "little"))
+        if expected is None:
+            expected = int.from_bytes(checksum, "little")
+        return self.is_checked(slot) or self._is_sound(slot, chunk, expected)
 
-    def check(self, slot: int, chunk: NDArray[Any]) -> bool:
-        """Whether a chunk is that of its number and has its checksum; found out once."""
+    def check(self, slot: int, chunk: NDArray[Any], expected: int | None) -> bool:
+        """Return whether what was copied from ``chunks[slot]`` is that chunk, with its checksum.
+
+        Args:
+            slot: of the chunk in the file.
+            chunk: what was copied, or the chunk in the file itself.
+            expected: the checksum by another record; None takes the file's own, where it has one.
+        """
         if self.is_checked(slot):
-            return True
-        return self._is_sound(slot, chunk, None if self.checksums is None else int(self.checksums[slot]))
+            return not self.is_torn
+        if expected is None and self.checksums is not None:
+            expected = int(self.checksums[slot])
+        return self._is_sound(slot, chunk, expected) and not self.is_torn
 
     def _is_sound(self, slot: int, chunk: NDArray[Any], checksum: int | None) -> bool:
         if slot in self.misplaced:
@@ -115,9 +142,10 @@ class MappedShards:
     """The mapped files of one array; for any number of threads.
 
     A file that is replaced is told by its identity within a second, or as many as it has thousands of files, and mapped
-    and checked anew. One that is cut off in its place while a chunk is copied from it ends the process (SIGBUS), as
-    with any mapped file. A page that the system has taken back is read again where it is copied, which no time limit
-    can end.
+    and checked anew. One that is written to in its place is told likewise: chunks that were handed out of it are
+    compared with their checksums once more, and where one is another now, that is a `ChangedFileError`. One that is cut
+    short while a chunk is copied is torn (`preprocess.file_maps`). A page that the system has taken back is read again
+    where it is copied, which no time limit can end.
 
     Args:
         folder: of the array, on this machine.
@@ -128,6 +156,7 @@ class MappedShards:
         dtype: of the array, little-endian.
         checksum: whether a CRC-32C follows each chunk.
         most_open: files, the first that are mapped, that stay open for reads beside their maps.
+        expected: checksums of chunks by another record than the files' own; None takes those.
     """
 
     def __init__(
@@ -141,8 +170,9 @@ class MappedShards:
         dtype: type[np.generic],
         checksum: bool,
         most_open: int = 0,
+        expected: ExpectedChecksums | None = None,
     ) -> None:
-        self._most_open = most_open
+        self._most_open, self._expected = most_open, expected
         self._folder, self._rank = folder, rank
         self._num_chunks, self._shard_chunks = num_chunks, shard_chunks
         self._shape, self._dtype, self._checksum = chunk_shape, np.dtype(dtype), checksum
@@ -174,7 +204,11 @@ class MappedShards:
             yield int(numbers[rows[0]]), rows, slots[rows]
 
     def find(self, number: int) -> MappedShard | None:
-        """Gives the mapped shard of that number; None where its file is missing or of another form."""
+        """Return the mapped shard of that number; None where its file is missing or of another form.
+
+        Raises:
+            ChangedFileError: it was written to in its place, and what was handed out of it is another now.
+        """
         shard = self._shards.get(number)
         if shard is not None and self._is_there(shard):
             return shard
@@ -187,10 +221,33 @@ class MappedShards:
                 # A file that cannot be opened or mapped now may be tomorrow: nothing is kept of it.
                 with suppress(OSError):
                     self._shards[number] = self._map(number, path)
+                if shard is not None:
+                    self._compare_again(number, shard, self._shards.get(number))
             return self._shards.get(number)
+
+    def look(self) -> None:
+        """Look at every mapped file once more; raises ChangedFileError as `find`."""
+        for number, shard in list(self._shards.items()):
+            if shard is not None:
+                shard.looked_s = -math.inf
+                self.find(number)
+
+    def _compare_again(self, number: int, before: MappedShard, now: MappedShard | None) -> None:
+        """Compare what was handed out of a file with what it holds now, where the file is the same one (its inode)."""
+        found = _identify(before.path)
+        if found is None or found[0] != before.identity[0]:
+            return  # it was replaced or removed; what was mapped stayed as it was
+        slots = np.flatnonzero(np.unpackbits(before.checked, bitorder="little")[: len(before.chunks)])
+        start = number * self._shard_chunks
+        for slot in slots.tolist():
+            expected = None if self._expected is None else int(self._expected(start + slot, start + slot + 1)[0])
+            if now is None or not now.check(slot, np.array(now.chunks[slot]), expected):
+                raise ChangedFileError(before.path)
 
     def _is_there(self, shard: MappedShard) -> bool:
         """Whether the file is still the one that is mapped, as of a while ago."""
+        if shard.is_torn:
+            return False
         now_s = time.monotonic()
         if now_s - shard.looked_s >= max(_LOOK_EVERY_S, len(self._shards) / _MOST_LOOKS_A_S):
             if _identify(shard.path) != shard.identity:
@@ -209,11 +266,12 @@ class MappedShards:
         stored_bytes = chunk_bytes + (CHECKSUM_BYTES if self._checksum else 0)
         index_start = num_chunks * stored_bytes
         index_bytes = self._shard_chunks * ENTRY.size
-        file = OpenFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        file = OpenFile(open_regular(path))
         identity = _identity_of(os.fstat(file.descriptor))
         if identity[1] != index_start + index_bytes + CHECKSUM_BYTES:
             return None
-        mapped = map_file(file.descriptor, identity[1])
+        file_map = map_file(file.descriptor, identity[1])
+        mapped = file_map.array
         strides = (stored_bytes, *np.empty((1, *self._shape), self._dtype).strides[1:])
         chunks = np.ndarray((num_chunks, *self._shape), self._dtype, mapped, strides=strides)
         checksums = None
@@ -228,6 +286,7 @@ class MappedShards:
         return MappedShard(
             path=path,
             identity=identity,
+            map=file_map,
             chunks=chunks,
             checksums=checksums,
             misplaced=frozenset(map(int, misplaced)),

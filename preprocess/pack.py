@@ -18,17 +18,21 @@ import tensorstore as ts
 from numpy.typing import NDArray
 
 from preprocess.arrays import (
+    CHECKSUMS,
     LABELS,
-    LABELS_PER_SHARD,
+    METADATA_KEY,
+    NUMBERS_PER_SHARD,
     PIXELS,
+    checksums_metadata,
     create_array,
     labels_metadata,
     words_digest,
+    write_array,
 )
 from preprocess.channels import ChannelSums
 from preprocess.journal import JOURNAL, PLAN_KEY, Failure, Journal, ShardRecord, read_failures
 from preprocess.location import Location, ShardError, printable, reason
-from preprocess.manifest import FAILURES_KEY, MANIFEST_KEY, Manifest, is_manifest
+from preprocess.manifest import FAILURES_KEY, FORMAT_VERSION, MANIFEST_KEY, Manifest, is_manifest
 from preprocess.owner import LOCK_KEY, OWNER_KEY, Owner
 from preprocess.pipeline import PackedImage, decode_in_order
 from preprocess.plan import PackSettings, check_same_plan, is_plan, make_plan, plan_of
@@ -94,6 +98,8 @@ def pack_split(
     if not overwrite and settings.shard_images is None:
         settings = _as_it_was_begun(location, settings)
     plan = make_plan(source, settings)
+    if not overwrite:
+        plan["format_version"] = _version_begun(location)
     manifest = None if overwrite else _complete(location, plan)
     if manifest is not None and not location.list_keys(JOURNAL):
         return PackResult(manifest, read_failures(location), was_complete=True, num_resumed=0)
@@ -161,6 +167,12 @@ def _as_it_was_begun(location: Location, settings: PackSettings) -> PackSettings
     return replace(settings, shard_images=found.get("shard_images"))
 
 
+def _version_begun(location: Location) -> int:
+    """Return the format version of the unfinished pack that is there, which is finished in it; else the newest."""
+    found = (Journal(location).plan() or {}).get("format_version")
+    return 1 if found == 1 else FORMAT_VERSION
+
+
 def _complete(location: Location, plan: dict[str, Any]) -> Manifest | None:
     """The manifest, when the split is complete and of the same plan; None when it isn't complete."""
     text = location.read(MANIFEST_KEY)
@@ -169,7 +181,9 @@ def _complete(location: Location, plan: dict[str, Any]) -> Manifest | None:
     if not is_manifest(text):
         _check_ours(location)
     manifest = Manifest.from_json(text, where=f"{location.display}{MANIFEST_KEY}")
-    check_same_plan(plan_of(manifest), plan | {"tool_versions": dict(manifest.tool_versions)}, location.display)
+    # What made it, and in which version of the format, makes no other pixels.
+    unchecked = {"tool_versions": dict(manifest.tool_versions), "format_version": manifest.format_version}
+    check_same_plan(plan_of(manifest), plan | unchecked, location.display)
     return manifest
 
 
@@ -233,10 +247,20 @@ def _finish(
             f"none of the {len(source)} images of {source.name!r} could be packed, e.g. {printable(failures[0].path)}: "
             f"{failures[0].reason}"
         )
+    version = plan["format_version"]
+    parts = [slice(start, start + NUMBERS_PER_SHARD) for start in range(0, len(labels), NUMBERS_PER_SHARD)]
+    checksums = None
+    if settings.checksum and version > 1:
+        checksums = np.concatenate([record.checksums for record in records])
     noted = "".join(f"{failure.to_json()}\n" for failure in failures).encode()
     sums = sum((record.sums for record in records), ChannelSums())
+    journal.check_owner()
+    metadata_digests = {PIXELS: _create_array(location, PIXELS, metadata_for(len(labels), settings))}
+    metadata_digests[LABELS] = _write_numbers(location, LABELS, labels_metadata(len(labels)), labels)
+    if checksums is not None:
+        metadata_digests[CHECKSUMS] = _write_numbers(location, CHECKSUMS, checksums_metadata(len(labels)), checksums)
     manifest = Manifest(
-        format_version=plan["format_version"],
+        format_version=version,
         num_images=len(labels),
         height=settings.rule.size,
         width=settings.rule.size,
@@ -255,34 +279,45 @@ def _finish(
         shard_digests=tuple(record.digest for record in records if len(record.labels)),
         labels_digest=words_digest([labels]),
         failures_digest=hashlib.sha256(noted).hexdigest(),
+        label_digests=tuple(words_digest([labels[part]]) for part in parts) if version > 1 else (),
+        checksum_digests=() if checksums is None else tuple(words_digest([checksums[part]]) for part in parts),
+        metadata_digests=metadata_digests if version > 1 else {},
     )
-    journal.check_owner()
-    create_array(location, PIXELS, metadata_for(len(labels), settings))
-    _write_labels(location, labels)
     location.write(FAILURES_KEY, noted)
     journal.check_owner()
     location.write(MANIFEST_KEY, manifest.to_json().encode())
     return manifest
 
 
-def _write_labels(location: Location, labels: NDArray[np.uint16]) -> None:
-    array = create_array(location, LABELS, labels_metadata(len(labels)))
-    for start in range(0, len(labels), LABELS_PER_SHARD):
-        stop = min(start + LABELS_PER_SHARD, len(labels))
+def _create_array(location: Location, name: str, metadata: dict[str, Any]) -> str:
+    """Write an array's metadata; return the SHA-256 of the file, hexadecimal."""
+    create_array(location, name, metadata)
+    return hashlib.sha256(location.read(f"{name}/{METADATA_KEY}") or b"").hexdigest()
+
+
+def _write_numbers(
+    location: Location, name: str, metadata: dict[str, Any], numbers: NDArray[np.unsignedinteger]
+) -> str:
+    """Write the array of one number an image; return the digest of its metadata."""
+    digest = _create_array(location, name, metadata)
+    array = write_array(location, name, metadata)
+    for start in range(0, len(numbers), NUMBERS_PER_SHARD):
+        stop = min(start + NUMBERS_PER_SHARD, len(numbers))
         try:
             with ts.Transaction() as transaction:
-                array.with_transaction(transaction)[start:stop].write(labels[start:stop]).result(
+                array.with_transaction(transaction)[start:stop].write(numbers[start:stop]).result(
                     timeout=SHARD_TIMEOUT_S
                 )
         except TimeoutError as error:
             raise ShardError(
-                f"{location.display}{LABELS}: not written in {SHARD_TIMEOUT_S:.0f} s; check the disk and run again"
+                f"{location.display}{name}: not written in {SHARD_TIMEOUT_S:.0f} s; check the disk and run again"
             ) from error
         except (ValueError, OSError, RuntimeError) as error:
             raise ShardError(
-                f"{location.display}{LABELS}: can't be written: {reason(error)}; mend it (free space, rights) and run "
+                f"{location.display}{name}: can't be written: {reason(error)}; mend it (free space, rights) and run "
                 "the same command again"
             ) from error
+    return digest
 
 
 def _failures(records: Sequence[ShardRecord]) -> tuple[Failure, ...]:

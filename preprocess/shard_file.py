@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from preprocess.checksum import crc32c
 from preprocess.shard_index import CHECKSUM_BYTES, shard_index
 from preprocess.split_files import LOCK_SUFFIX
 
@@ -27,27 +26,29 @@ class ShardFile:
     Args:
         path: of the file; its folders are made.
         shard_images: images that a whole shard holds.
-        checksum: whether a checksum follows every image.
 
     Raises:
         OSError: it can't be made.
     """
 
-    def __init__(self, path: Path, *, shard_images: int, checksum: bool) -> None:
+    def __init__(self, path: Path, *, shard_images: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._path, self._shard_images, self._checksum = path, shard_images, checksum
+        self._path, self._shard_images = path, shard_images
         self._num_images = self._size_bytes = 0
         self._is_done = False
         self._unfinished = path.with_name(path.name + LOCK_SUFFIX)
         # Where one is there another packer is at work, or was killed; the next pack then removes it.
         self._file = os.open(self._unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
-    def add(self, words: NDArray[np.uint32]) -> None:
-        """Appends an image, uint32 ``[H, W]``, all of one size; raises OSError where the disk takes no more."""
-        image = np.ascontiguousarray(words, "<u4")
+    def add(self, image: NDArray[np.uint32], checksum: int | None) -> None:
+        """Append an image, little-endian uint32 ``[H, W]`` in one piece, all of one size, and its CRC-32C if any.
+
+        Raises:
+            OSError: the disk takes no more.
+        """
         self._write(image)
-        if self._checksum:
-            self._write(crc32c(image).to_bytes(CHECKSUM_BYTES, "little"))
+        if checksum is not None:
+            self._write(checksum.to_bytes(CHECKSUM_BYTES, "little"))
         self._num_images += 1
 
     def commit(self) -> Future[None]:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from preprocess.arrays import PIXELS, pixels_metadata, shard_key, write_array
 from preprocess.channels import ChannelSums
+from preprocess.checksum import crc32c
 from preprocess.journal import Failure, Journal, ShardRecord
 from preprocess.location import Location, ShardError, reason
 from preprocess.pipeline import PackedImage
@@ -35,8 +36,8 @@ class _StoredShard:
         self._array, self._first, self._words = array, first, words
         self._num_images = 0
 
-    def add(self, words: NDArray[np.uint32]) -> None:
-        self._words[self._num_images] = words
+    def add(self, image: NDArray[np.uint32], _checksum: int | None) -> None:
+        self._words[self._num_images] = image
         self._num_images += 1
 
     def commit(self) -> Any:
@@ -89,11 +90,15 @@ class ShardWriter:
 
     def add(self, image: PackedImage) -> None:
         """Put an image into the shard being filled."""
+        words = np.ascontiguousarray(image.words, "<u4")
+        checksum = crc32c(words) if self._settings.checksum else None
         with self._naming(self._number):
             if self._shard is None:
                 self._shard = self._begin_shard()
-            self._shard.add(image.words)
-        self._digest.update(np.ascontiguousarray(image.words, "<u4").data)
+            self._shard.add(words, checksum)
+        self._digest.update(words.data)
+        if checksum is not None:
+            self._checksums.append(checksum)
         self._labels.append(image.label)
         self._sums += image.sums
         if len(self._labels) == self._shard_images:
@@ -118,10 +123,11 @@ class ShardWriter:
         if self._folder is None:
             return _StoredShard(self._array, self._number * self._shard_images, self._words)
         path = self._folder / PIXELS / shard_key(self._number, 3)
-        return ShardFile(path, shard_images=self._shard_images, checksum=self._settings.checksum)
+        return ShardFile(path, shard_images=self._shard_images)
 
     def _clear(self) -> None:
         self._labels: list[int] = []
+        self._checksums: list[int] = []
         self._failures: list[Failure] = []
         self._sums = np.zeros((2, 3), np.int64)
         self._digest = hashlib.sha256()
@@ -130,7 +136,15 @@ class ShardWriter:
         self._settle()
         labels = np.array(self._labels, np.uint16)
         sums = ChannelSums.from_array(len(labels) * self._settings.rule.size**2, self._sums)
-        record = ShardRecord(self._start, stop, labels, tuple(self._failures), sums, self._digest.hexdigest())
+        record = ShardRecord(
+            start=self._start,
+            stop=stop,
+            labels=labels,
+            failures=tuple(self._failures),
+            sums=sums,
+            digest=self._digest.hexdigest(),
+            checksums=np.array(self._checksums, np.uint32),
+        )
         commit = None
         if self._shard is not None:
             self._journal.check_owner()

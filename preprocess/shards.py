@@ -5,10 +5,10 @@ Owns opening and reading. Knows nothing of order, batches or devices; writing is
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,33 +17,64 @@ import tensorstore as ts
 from numpy.typing import NDArray
 
 from preprocess.arrays import (
-    LABEL_CACHE_BYTES,
+    CHECKSUMS,
     LABELS,
-    LABELS_PER_SHARD,
+    NUMBERS_PER_SHARD,
     PIXELS,
+    checksums_metadata,
     damage,
     labels_metadata,
     pixels_metadata,
     read_array,
     shard_key,
 )
-from preprocess.journal import PLAN_KEY
-from preprocess.location import Location, ShardError, open_location, reason
-from preprocess.manifest import MANIFEST_KEY, Manifest
-from preprocess.mapped_images import MappedImages, MappedLabels
-from preprocess.mapped_shards import MappedShards
+from preprocess.checksum import crc32c
+from preprocess.file_maps import WatchedFolder
+from preprocess.image_numbers import ImageNumbers
+from preprocess.location import STORE_TIMEOUT_S, Location, ShardError, open_location, printable, reason
+from preprocess.manifest import Manifest
+from preprocess.mapped_images import MappedImages
+from preprocess.mapped_shards import ChangedFileError, MappedShard
+from preprocess.splits import list_broken_splits, list_splits, list_unfinished_splits, read_manifest
 
-__all__ = ["ShardError", "ShardSplit", "list_splits", "list_unfinished_splits", "open_split"]
-
-HELD_LABELS = 1 << 24
-"""Splits of up to so many images keep their labels in memory (32 MiB) once read: a gather takes 10 µs, 128 single reads
-through the store 1.8 ms even when cached. Of larger splits they are read from the mapped files where these are local
-(0.3 ms), else through a cache of the same size."""
+__all__ = [
+    "LentImages",
+    "ShardError",
+    "ShardSplit",
+    "list_broken_splits",
+    "list_splits",
+    "list_unfinished_splits",
+    "open_split",
+    "read_manifest",
+]
 
 _BLAME_TIMEOUT_S = 10.0
 """How long the damaged image is looked for after a failed read, in seconds."""
 
 _READ_ERRORS = (ValueError, OSError, RuntimeError)
+
+
+@dataclass(frozen=True)
+class LentImages:
+    """Images where they lie in mapped files, in place of copies.
+
+    Attributes:
+        images: uint32 ``[H, row_words]`` each, read-only.
+    """
+
+    images: list[NDArray[np.uint32]]
+    _shards: list[MappedShard]
+    _split: ShardSplit
+
+    def check(self) -> None:
+        """Make sure that what was copied from the images is what was packed: to be called after the copy.
+
+        Raises:
+            ShardError: a file was cut short meanwhile; the copies are of no use.
+        """
+        for shard in self._shards:
+            if shard.is_torn:
+                raise ShardError(self._split.cut_message(shard.path))
 
 
 class ShardSplit:
@@ -56,6 +87,9 @@ class ShardSplit:
         width: W, columns in pixels.
         row_words: words of a row, W of the packed layout.
         num_classes: K.
+
+    Raises:
+        ShardError: an array can't be opened.
     """
 
     def __init__(self, location: Location, manifest: Manifest) -> None:
@@ -68,15 +102,14 @@ class ShardSplit:
         self.num_classes = manifest.num_classes
         # Decoded images are not cached: a cache only adds a copy (measured), the page cache already holds the file.
         self._pixels: ts.TensorStore | None = open_pixels(location, manifest)
-        self._labels: ts.TensorStore | None = open_labels(location, manifest)
-        self._held_labels: NDArray[np.uint16] | None = None
-        self._held_labels_lock = threading.Lock()
+        self._labels: ImageNumbers | None = open_labels(location, manifest)
+        self._checksums = open_checksums(location, manifest)
+        self._mapped: MappedImages | None = None
         folder = location.local_path
-        is_mappable = folder is not None and MappedImages.is_mappable(manifest)
-        self._mapped = MappedImages(folder, manifest) if folder is not None and is_mappable else None
-        self._mapped_labels: MappedLabels | None = None
-        if folder is not None and MappedShards.is_possible() and manifest.num_images > HELD_LABELS:
-            self._mapped_labels = MappedLabels(folder, manifest.num_images)
+        self._watch = None if folder is None else WatchedFolder(folder)
+        if folder is not None and MappedImages.is_mappable(manifest):
+            expected = None if self._checksums is None else self._read_checksums
+            self._mapped = MappedImages(folder, manifest, expected)
 
     def __enter__(self) -> Self:
         return self
@@ -88,16 +121,15 @@ class ShardSplit:
 
     def close(self) -> None:
         """Let go of the store; reading afterwards is an error. May be called again."""
-        self._pixels = self._labels = self._held_labels = self._mapped = self._mapped_labels = None
+        self._pixels = self._labels = self._checksums = self._mapped = self._watch = None
 
     def read_into(
         self, indices: NDArray[np.int64], pixels: NDArray[np.uint32], labels: NDArray[np.int32], *, timeout_s: float
     ) -> None:
         """Read images and labels into ready buffers, in the order of ``indices``.
 
-        Blocks without holding the interpreter lock; any number of threads may read at once. When labels fail, the
-        pixels under way are awaited within the time limit; after a time-out, or damage among several images, the store
-        may still write into ``pixels``: drop that buffer.
+        Blocks without holding the interpreter lock; any number of threads may read at once. After a time-out, or damage
+        among several images, the store may still write into ``pixels``: drop that buffer.
 
         Args:
             indices: int64 ``[b]``, 0 ≤ index < N, any order, repeats allowed.
@@ -106,73 +138,120 @@ class ShardSplit:
             timeout_s: how long to wait for the store, in seconds.
 
         Raises:
-            ShardError: an index, shape or type is wrong, or a shard is missing, damaged or not answering. The message
-                names the split, the shard file and the remedy; the buffers then hold no usable images.
+            ShardError: an index, shape or type is wrong, or a shard is missing, damaged, another than was packed, or
+                not answering. The message names the split, the shard file and the remedy; the buffers then hold no
+                usable images.
         """
         self._check_buffer("pixels", pixels, np.uint32, (len(indices), self.height, self.row_words))
         indices = self._checked(indices, labels)
         if not len(indices):
             return
         deadline = time.monotonic() + timeout_s
-        stored_pixels, stored_labels = self._arrays()
-        mapped = self._mapped
-        rows = None if mapped is None else mapped.copy(indices, pixels)
-        wanted = indices if rows is None else indices[rows]
-        reading_pixels = _start_reading(stored_pixels, wanted, pixels, rows)
-        with self._telling_what_failed(indices, timeout_s):
-            try:
-                found = self._read_labels(stored_labels, indices, deadline)
-            except _READ_ERRORS as error:
-                if reading_pixels is not None and not isinstance(error, TimeoutError):
-                    with suppress(*_READ_ERRORS):
-                        reading_pixels.result(timeout=max(0.0, deadline - time.monotonic()))
-                raise
-            if reading_pixels is not None:
-                reading_pixels.result(timeout=max(0.0, deadline - time.monotonic()))
-        self._take_labels(indices, found, labels)
+        stored = self._open_array()
+        self._take_labels(indices, labels, deadline)
+        expected = None if self._checksums is None else self._checksums.read(indices, deadline)
+        rows = np.arange(len(indices))
+        if self._mapped is not None:
+            with self._naming_changed_files():
+                rows = self._mapped.copy(indices, pixels, expected)
+        if len(rows):
+            left = None if expected is None else expected[rows]
+            self._read_stored(stored, indices[rows], pixels, rows, left, deadline, timeout_s)
 
     @property
     def lends(self) -> bool:
         """Whether `lend` may ever give something."""
         return self._mapped is not None and self._mapped.lends
 
-    def lend(
-        self, indices: NDArray[np.int64], labels: NDArray[np.int32], *, timeout_s: float
-    ) -> list[NDArray[np.uint32]] | None:
-        """Reads the labels of images in mapped files, and lends the images there in the place of copies.
+    def lend(self, indices: NDArray[np.int64], labels: NDArray[np.int32], *, timeout_s: float) -> LentImages | None:
+        """Read the labels of images in mapped files, and lend the images there in place of copies.
 
         Args:
             indices, labels, timeout_s: as `read_into` takes them.
 
         Returns:
-            An array uint32 ``[H, row_words]``, read-only, for each index; None where `read_into` must read them: small
-            images, compressed or remote ones, and whatever is damaged.
+            An image for each index; None where `read_into` must read them: small images, compressed or remote ones, and
+            whatever is damaged.
 
         Raises:
-            ShardError: as `read_into`, of the labels.
+            ShardError: as `read_into`.
         """
         indices = self._checked(indices, labels)
-        _, stored_labels = self._arrays()
-        images = None if self._mapped is None or not len(indices) else self._mapped.lend(indices)
-        if images is None:
+        self._open_array()
+        if self._mapped is None or not self._mapped.lends or not len(indices):
             return None
-        with self._telling_what_failed(indices, timeout_s):
-            found = self._read_labels(stored_labels, indices, time.monotonic() + timeout_s)
-        self._take_labels(indices, found, labels)
-        return images
+        deadline = time.monotonic() + timeout_s
+        expected = None if self._checksums is None else self._checksums.read(indices, deadline)
+        with self._naming_changed_files():
+            lent = self._mapped.lend(indices, expected)
+        if lent is None:
+            return None
+        self._take_labels(indices, labels, deadline)
+        return LentImages(*lent, self)
+
+    def check_unchanged(self) -> None:
+        """Look at every file that images were copied from once more, after the last of them was used.
+
+        Raises:
+            ShardError: one was written to in its place, so that images may have been others than those packed.
+        """
+        if self._mapped is not None:
+            with self._naming_changed_files():
+                self._mapped.look()
+
+    def cut_message(self, path: str) -> str:
+        """Return what to say of a file that was cut short while it was being read."""
+        return f"{printable(path)} was cut short, or can't be read any more, while it was being read; {self._remedy()}"
 
     @contextmanager
-    def _telling_what_failed(self, indices: NDArray[np.int64], timeout_s: float) -> Iterator[None]:
-        """Raises ShardError in the place of the store's errors, naming the file."""
+    def _naming_changed_files(self) -> Iterator[None]:
         try:
             yield
+        except ChangedFileError as error:
+            raise ShardError(
+                f"{printable(str(error))} was written to while it was being read, and other pixels may have been used "
+                f"in the last seconds; stop what writes there and restore the file: {self._remedy()}"
+            ) from error
+
+    def _read_checksums(self, start: int, stop: int) -> NDArray[np.uint32]:
+        assert self._checksums is not None
+        return self._checksums.read(np.arange(start, stop), time.monotonic() + STORE_TIMEOUT_S)
+
+    def _read_stored(
+        self,
+        stored: ts.TensorStore,
+        indices: NDArray[np.int64],
+        pixels: NDArray[np.uint32],
+        rows: NDArray[np.intp],
+        expected: NDArray[np.uint32] | None,
+        deadline: float,
+        timeout_s: float,
+    ) -> None:
+        """Read the images ``indices`` by TensorStore to ``pixels[rows]``, and compare them with their checksums."""
+        for shard in np.unique(indices // self.manifest.shard_images).tolist():
+            self.location.child(PIXELS).check_regular(shard_key(shard, 3))
+        num_torn = 0 if self._watch is None else self._watch.num_torn
+        try:
+            _start_reading(stored, indices, pixels, rows).result(timeout=max(0.0, deadline - time.monotonic()))
         except TimeoutError:
             raise ShardError(self._timeout_message(indices, timeout_s)) from None
         except _READ_ERRORS as error:
             raise ShardError(self._blame(indices, error)) from error
+        if self._watch is not None and self._watch.num_torn != num_torn:
+            raise ShardError(self._blame(indices, OSError("a file was cut short while it was being read")))
+        if expected is None:
+            return
+        for index, row, checksum in zip(indices.tolist(), rows.tolist(), expected.tolist(), strict=True):
+            if crc32c(np.ascontiguousarray(pixels[row], "<u4")) != checksum:
+                raise ShardError(
+                    f"{self._name()}: image {index} in {self._shard_file(index)}: the image is not the one that was "
+                    f"packed there; {self._remedy()}"
+                )
 
-    def _take_labels(self, indices: NDArray[np.int64], found: NDArray[np.uint16], labels: NDArray[np.int32]) -> None:
-        """Hands out the labels that were read, and refuses those of no class."""
+    def _take_labels(self, indices: NDArray[np.int64], labels: NDArray[np.int32], deadline: float) -> None:
+        """Hand out labels, and refuse those of no class."""
+        assert self._labels is not None
+        found = self._labels.read(indices, deadline)
         labels[:] = found
         if found.max() >= self.num_classes:
             index = int(indices[int(found.argmax())])
@@ -181,32 +260,10 @@ class ShardSplit:
                 f"{self._remedy()}"
             )
 
-    def _read_labels(self, stored: ts.TensorStore, indices: NDArray[np.int64], deadline: float) -> NDArray[np.uint16]:
-        if self.num_images <= HELD_LABELS:
-            if not self._held_labels_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
-                raise TimeoutError
-            try:
-                held = self._held_labels
-                if held is None:
-                    held = self._held_labels = stored.read().result(timeout=max(0.0, deadline - time.monotonic()))
-                return held[indices]
-            except _READ_ERRORS as error:
-                # Damage among other images' labels is no reason to refuse these: below they are read by themselves.
-                if isinstance(error, TimeoutError):
-                    raise
-            finally:
-                self._held_labels_lock.release()
-        mapped = self._mapped_labels
-        if mapped is not None and (found := mapped.read(indices)) is not None:
-            return found
-        with ts.Batch() as batch:
-            reading = stored[indices].read(batch=batch)
-        return reading.result(timeout=max(0.0, deadline - time.monotonic()))
-
-    def _arrays(self) -> tuple[ts.TensorStore, ts.TensorStore]:
-        if self._pixels is None or self._labels is None:
+    def _open_array(self) -> ts.TensorStore:
+        if self._pixels is None:
             raise ShardError(f"{self._name()}: the split is closed; open it again with open_split")
-        return self._pixels, self._labels
+        return self._pixels
 
     def _check_buffer(self, name: str, buffer: NDArray[Any], dtype: type[np.generic], shape: tuple[int, ...]) -> None:
         # An unaligned buffer would be copied, and the copy be filled.
@@ -226,21 +283,20 @@ class ShardSplit:
         return indices
 
     def _blame(self, indices: NDArray[np.int64], error: BaseException) -> str:
-        """Find the first image or label that fails alone, so that the message can name its shard file."""
-        stored_pixels, stored_labels = self._arrays()
+        """Find the first image that fails alone, so that the message can name its shard file."""
+        stored = self._open_array()
         deadline = time.monotonic() + _BLAME_TIMEOUT_S
         for index in np.unique(indices).tolist():
-            for name, array, shard in (
-                (PIXELS, stored_pixels, shard_key(index // self.manifest.shard_images, 3)),
-                (LABELS, stored_labels, shard_key(index // LABELS_PER_SHARD, 1)),
-            ):
-                try:
-                    array[index].read().result(timeout=max(0.0, deadline - time.monotonic()))
-                except TimeoutError:
-                    return f"{self._name()}: {damage(error)}; {self._remedy()}"
-                except _READ_ERRORS as cause:
-                    return f"{self._name()}: image {index} in {name}/{shard}: {damage(cause)}; {self._remedy()}"
+            try:
+                stored[index].read().result(timeout=max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                return f"{self._name()}: {damage(error)}; {self._remedy()}"
+            except _READ_ERRORS as cause:
+                return f"{self._name()}: image {index} in {self._shard_file(index)}: {damage(cause)}; {self._remedy()}"
         return f"{self._name()}: {reason(error)} (a second read succeeded); check the disk or the network"
+
+    def _shard_file(self, index: int) -> str:
+        return f"{PIXELS}/{shard_key(index // self.manifest.shard_images, 3)}"
 
     def _timeout_message(self, indices: NDArray[np.int64], timeout_s: float) -> str:
         shards = np.unique(indices // self.manifest.shard_images)
@@ -255,17 +311,15 @@ class ShardSplit:
         return self.location.display.rstrip("/")
 
     def _remedy(self) -> str:
-        return f"`inspect-shards --verify {self._name().rsplit('/', 1)[0]}` lists what is damaged"
+        return self.location.remedy
 
 
 def _start_reading(
-    stored: ts.TensorStore, indices: NDArray[np.int64], pixels: NDArray[np.uint32], rows: NDArray[np.intp] | None
-) -> ts.WriteFutures | None:
-    """Begins to read images into a buffer, or into some of its rows; None where there are none to read."""
-    if not len(indices):
-        return None
+    stored: ts.TensorStore, indices: NDArray[np.int64], pixels: NDArray[np.uint32], rows: NDArray[np.intp]
+) -> ts.WriteFutures:
+    """Begin to read images into rows of a buffer."""
     target = ts.array(pixels)
-    if rows is not None and len(rows) < len(pixels):
+    if len(rows) < len(pixels):
         target = target[rows]
     # Writing from the store into the buffer spares the array that read() allocates: 1.3 to 1.7 times the images
     # per second; the order of the indices then makes no difference.
@@ -291,9 +345,21 @@ def open_pixels(location: Location, manifest: Manifest) -> ts.TensorStore:
     return read_array(location, PIXELS, metadata)
 
 
-def open_labels(location: Location, manifest: Manifest) -> ts.TensorStore:
-    """The labels uint16 ``[N]`` of the split in the folder ``location``; see `read_array`."""
-    return read_array(location, LABELS, labels_metadata(manifest.num_images), cache_bytes=LABEL_CACHE_BYTES)
+def open_labels(location: Location, manifest: Manifest) -> ImageNumbers:
+    """Open the labels, uint16, of the split in the folder ``location``; raises ShardError."""
+    digests = manifest.label_digests or None
+    if digests is None and manifest.num_images <= NUMBERS_PER_SHARD:
+        digests = (manifest.labels_digest,)  # version 1; of a single file it is the same
+    return ImageNumbers(location, LABELS, labels_metadata(manifest.num_images), np.uint16, digests)
+
+
+def open_checksums(location: Location, manifest: Manifest) -> ImageNumbers | None:
+    """Open the images' checksums, uint32, of the split in the folder ``location``; None where it has none."""
+    if not manifest.checksum_digests:
+        return None
+    return ImageNumbers(
+        location, CHECKSUMS, checksums_metadata(manifest.num_images), np.uint32, manifest.checksum_digests
+    )
 
 
 def open_split(data: str, split: str, *, context: ts.Context | None = None) -> ShardSplit:
@@ -309,60 +375,3 @@ def open_split(data: str, split: str, *, context: ts.Context | None = None) -> S
     """
     location = open_location(data, context=context, memory_mapped=True)
     return ShardSplit(location.child(split), read_manifest(location, split))
-
-
-def read_manifest(location: Location, split: str) -> Manifest:
-    """The manifest of ``split`` in the pack at ``location``; raises as `open_split`."""
-    folder = location.child(split)
-    text = folder.read(MANIFEST_KEY)
-    if text is not None:
-        return Manifest.from_json(text, where=f"{folder.display}{MANIFEST_KEY}")
-    if folder.read(PLAN_KEY) is not None:
-        raise ShardError(
-            f"{folder.display}: the split is not complete, it has no {MANIFEST_KEY}; "
-            "run the same preprocess-imagenet command again, it continues where it stopped"
-        )
-    complete = _complete_splits(location)
-    if complete:
-        raise ShardError(f"{location.display}: there is no split {split!r}; choose one of {', '.join(complete)}")
-    if location.read(MANIFEST_KEY) is not None:
-        raise ShardError(f"{location.display} is a split itself; name the folder that holds it")
-    path = location.local_path
-    if path is not None and not path.exists():
-        raise ShardError(
-            f"{location.display.rstrip('/')} does not exist; pack it with `preprocess-imagenet SOURCE DEST`"
-        )
-    if path is not None and not path.is_dir():
-        raise ShardError(f"{location.display.rstrip('/')} must be the folder of a pack, and is a file")
-    source = location.display.rstrip("/") if path is not None and any(path.iterdir()) else "SOURCE"
-    raise ShardError(f"{location.display} holds no pack; make one: preprocess-imagenet {source} DEST")
-
-
-def list_splits(data: str, *, context: ts.Context | None = None) -> tuple[str, ...]:
-    """Names of the complete splits of the pack at ``data``, ``train`` first, then by name; empty if there is none.
-
-    Raises:
-        ShardError: the store can't be reached.
-    """
-    return _complete_splits(open_location(data, context=context))
-
-
-def list_unfinished_splits(data: str, *, context: ts.Context | None = None) -> tuple[str, ...]:
-    """Names of the splits at ``data`` whose packing was begun and not finished; raises as `list_splits`."""
-    location = open_location(data, context=context)
-    complete = _complete_splits(location)
-    return tuple(name for name in _folders_with(location, PLAN_KEY) if name not in complete)
-
-
-def _complete_splits(location: Location) -> tuple[str, ...]:
-    return _folders_with(location, MANIFEST_KEY)
-
-
-def _folders_with(location: Location, key: str) -> tuple[str, ...]:
-    folder = location.local_path
-    if folder is not None:
-        names = [path.name for path in folder.glob("*/") if (path / key).is_file()]
-    else:
-        paths = [path.split("/", 1) for path in location.list_keys()]
-        names = [path[0] for path in paths if path[1:] == [key]]
-    return tuple(sorted(names, key=lambda name: (name != "train", name)))

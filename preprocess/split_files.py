@@ -11,10 +11,10 @@ from pathlib import Path
 from preprocess.location import Location
 
 _FILE = re.compile(
-    r"manifest\.json|failures\.jsonl|(pixels|labels)/zarr\.json|pixels/c/\d+/0/0|labels/c/\d+"
+    r"manifest\.json|failures\.jsonl|(pixels|labels|checksums)/zarr\.json|pixels/c/\d+/0/0|(labels|checksums)/c/\d+"
     r"|journal/(plan\.json|owner|lock|shards/\d+\.json)"
 )
-_FOLDER = re.compile(r"pixels(/c(/\d+(/0)?)?)?|labels(/c)?|journal(/shards)?")
+_FOLDER = re.compile(r"pixels(/c(/\d+(/0)?)?)?|(labels|checksums)(/c)?|journal(/shards)?")
 LOCK_SUFFIX = ".__lock"
 
 
@@ -52,7 +52,7 @@ def _own_folders(location: Location) -> Iterator[tuple[Path, str]]:
     if location.local_path is None:
         return
     root = _root(location)
-    for name in ("pixels", "labels", "journal"):
+    for name in ("pixels", "labels", "checksums", "journal"):
         # Links to folders are not followed.
         for folder, _, _ in os.walk(root / name, topdown=False):
             path = Path(folder)

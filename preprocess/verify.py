@@ -9,17 +9,32 @@ import hashlib
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import tensorstore as ts
 from numpy.typing import NDArray
 
-from preprocess.arrays import LABELS, LABELS_PER_SHARD, PIXELS, damage, shard_key, words_digest
+from preprocess.arrays import (
+    CHECKSUMS,
+    LABELS,
+    METADATA_KEY,
+    NUMBERS_PER_SHARD,
+    PIXELS,
+    checksums_metadata,
+    damage,
+    labels_metadata,
+    read_array,
+    shard_key,
+    words_digest,
+)
 from preprocess.journal import JOURNAL
 from preprocess.location import Location, ShardError, open_location, printable
 from preprocess.manifest import FAILURES_KEY, MANIFEST_KEY, Manifest
 from preprocess.pixels import UNUSED_BITS
-from preprocess.shards import open_labels, open_pixels, read_manifest
+from preprocess.regular_file import check_regular
+from preprocess.shards import open_pixels
+from preprocess.splits import read_manifest
 
 READ_TIMEOUT_S = 600.0
 """How long one piece of at most 64 MiB may take to be read, in seconds."""
@@ -39,11 +54,13 @@ class Damage:
         file: the file below the split's folder.
         what: what is wrong, in one line.
         images: the images it concerns, by index; empty when it is not about single images.
+        is_irregular: whether something else than a file is there, which cannot be read at all.
     """
 
     file: str
     what: str
     images: tuple[int, ...] = ()
+    is_irregular: bool = False
 
     def __str__(self) -> str:
         return f"{self.file}: {_ranges(self.images)}{self.what}"
@@ -70,27 +87,33 @@ def verify_split(
     Raises:
         ShardError: there is no such split, it is unfinished, or its manifest is damaged or was changed.
     """
-    root = open_location(data, context=context, memory_mapped=True)
+    # Not mapped: a file that is cut short meanwhile is an error of one read then, wherever it is read.
+    root = open_location(data, context=context)
     manifest = read_manifest(root, split)
     location = root.child(split)
     files = list(_check_files(location, manifest))
+    irregular = {each.file for each in files if each.is_irregular}
     contents = (
-        *_check_failures(location, manifest),
-        *_check_labels(location, manifest),
-        *_check_pixels(location, manifest, on_progress or (lambda _done, _total: None)),
+        *_check_failures(location, manifest, irregular),
+        *_check_numbers(location, manifest, LABELS, irregular),
+        *_check_numbers(location, manifest, CHECKSUMS, irregular),
+        *_check_pixels(location, manifest, irregular, on_progress or (lambda _done, _total: None)),
     )
     # A missing file is told once, with its images where it has some.
     told = {each.file for each in contents}
-    return (*(each for each in files if each.file not in told), *contents)
+    rest = (*files, *_check_metadata(location, manifest, irregular))
+    return (*(each for each in rest if each.file not in told), *contents)
 
 
 def _check_files(location: Location, manifest: Manifest) -> Iterator[Damage]:
-    expected = {MANIFEST_KEY, FAILURES_KEY, f"{PIXELS}/zarr.json", f"{LABELS}/zarr.json"}
+    expected = {MANIFEST_KEY, FAILURES_KEY, *(f"{name}/{METADATA_KEY}" for name in _arrays(manifest))}
     expected |= {f"{PIXELS}/{shard_key(shard, 3)}" for shard in range(manifest.num_shards)}
-    expected |= {f"{LABELS}/{shard_key(shard, 1)}" for shard in range(-(-manifest.num_images // LABELS_PER_SHARD))}
+    num_parts = -(-manifest.num_images // NUMBERS_PER_SHARD)
+    expected |= {f"{name}/{shard_key(part, 1)}" for name in _arrays(manifest)[1:] for part in range(num_parts)}
     found = set(location.list_keys())
-    for key in sorted(expected - found):
-        yield Damage(key, "the file is missing")
+    for key in sorted(expected):
+        if (damage := _file_damage(location, key, is_listed=key in found)) is not None:
+            yield damage
     if any(key.startswith(JOURNAL) for key in found):
         yield Damage(
             JOURNAL,
@@ -101,42 +124,85 @@ def _check_files(location: Location, manifest: Manifest) -> Iterator[Damage]:
         yield Damage(printable(key), "the file does not belong to the split")
 
 
-def _check_failures(location: Location, manifest: Manifest) -> Iterator[Damage]:
-    text = location.read(FAILURES_KEY)
+def _arrays(manifest: Manifest) -> tuple[str, ...]:
+    return (PIXELS, LABELS, CHECKSUMS) if manifest.checksum_digests else (PIXELS, LABELS)
+
+
+def _file_damage(location: Location, key: str, *, is_listed: bool) -> Damage | None:
+    """What keeps a file that must be there from being read; a listing also has links that lead nowhere, and pipes."""
+    folder = location.local_path
+    if folder is None:
+        return None if is_listed else Damage(key, "the file is missing")
+    try:
+        status = (folder / key).stat()
+        check_regular(status, folder / key)
+    except (FileNotFoundError, NotADirectoryError):
+        return Damage(key, "the file is missing")
+    except OSError as error:
+        return Damage(key, str(error.strerror), is_irregular=True)
+    return None
+
+
+def _check_failures(location: Location, manifest: Manifest, irregular: set[str]) -> Iterator[Damage]:
+    text = None if FAILURES_KEY in irregular else location.read(FAILURES_KEY)
     if text is not None and hashlib.sha256(text).hexdigest() != manifest.failures_digest:
         yield Damage(FAILURES_KEY, "the file is not the one that was written")
 
 
-def _check_labels(location: Location, manifest: Manifest) -> Iterator[Damage]:
-    array = yield from _opened(location, LABELS, lambda: open_labels(location, manifest))
+def _check_metadata(location: Location, manifest: Manifest, irregular: set[str]) -> Iterator[Damage]:
+    """Compare the arrays' metadata byte by byte: what differs might mean something to another reader."""
+    for name, digest in manifest.metadata_digests.items():
+        key = f"{name}/{METADATA_KEY}"
+        text = None if key in irregular else location.read(key)
+        if text is not None and hashlib.sha256(text).hexdigest() != digest:
+            yield Damage(key, "the file is not the one that was written")
+
+
+def _check_numbers(location: Location, manifest: Manifest, name: str, irregular: set[str]) -> Iterator[Damage]:
+    """Check labels, or checksums where there are any."""
+    if name not in _arrays(manifest):
+        return
+    metadata = (labels_metadata if name == LABELS else checksums_metadata)(manifest.num_images)
+    array = yield from _opened(location, name, lambda: read_array(location, name, metadata), irregular)
     if array is None:
         return
-    whole: list[NDArray[np.uint16]] = []
+    whole: list[NDArray[Any]] = []
     has_foreign = False
-    for start in range(0, manifest.num_images, LABELS_PER_SHARD):
-        stop = min(start + LABELS_PER_SHARD, manifest.num_images)
-        file = f"{LABELS}/{shard_key(start // LABELS_PER_SHARD, 1)}"
+    for start in range(0, manifest.num_images, NUMBERS_PER_SHARD):
+        stop = min(start + NUMBERS_PER_SHARD, manifest.num_images)
+        file = f"{name}/{shard_key(start // NUMBERS_PER_SHARD, 1)}"
+        if file in irregular:
+            continue
         try:
-            labels = array[start:stop].read().result(timeout=READ_TIMEOUT_S)
+            numbers = array[start:stop].read().result(timeout=READ_TIMEOUT_S)
         except _READ_ERRORS as error:
             yield Damage(file, damage(error))
             continue
-        whole.append(labels)
-        foreign = np.flatnonzero(labels >= manifest.num_classes)
+        whole.append(numbers)
+        foreign = np.flatnonzero(numbers >= manifest.num_classes) if name == LABELS else np.empty(0, np.intp)
         if len(foreign):
             has_foreign = True
             images = tuple((foreign + start).tolist())
             yield Damage(file, f"labels outside 0..{manifest.num_classes - 1}", images)
     is_whole = sum(map(len, whole)) == manifest.num_images
-    if is_whole and not has_foreign and words_digest(whole) != manifest.labels_digest:
-        yield Damage(LABELS, "the labels are not those that were packed")
+    if is_whole and not has_foreign and not _are_as_packed(whole, manifest, name):
+        yield Damage(name, f"the {name} are not those that were packed")
 
 
-def _check_pixels(location: Location, manifest: Manifest, on_progress: Callable[[int, int], None]) -> Iterator[Damage]:
-    array = yield from _opened(location, PIXELS, lambda: open_pixels(location, manifest))
+def _are_as_packed(parts: list[NDArray[Any]], manifest: Manifest, name: str) -> bool:
+    if name == LABELS and words_digest(parts) != manifest.labels_digest:
+        return False
+    digests = manifest.label_digests if name == LABELS else manifest.checksum_digests
+    return not digests or tuple(words_digest([part]) for part in parts) == digests
+
+
+def _check_pixels(
+    location: Location, manifest: Manifest, irregular: set[str], on_progress: Callable[[int, int], None]
+) -> Iterator[Damage]:
+    array = yield from _opened(location, PIXELS, lambda: open_pixels(location, manifest), irregular)
     if array is None:
         return
-    pieces = _read_ahead(array, manifest)
+    pieces = _read_ahead(array, manifest, irregular)
     for shard, group in groupby(pieces, key=lambda piece: piece[0] // manifest.shard_images):
         file = f"{PIXELS}/{shard_key(shard, 3)}"
         broken: dict[str, list[int]] = {}
@@ -165,10 +231,17 @@ def _readable(
         on_progress(stop, manifest.num_images)
 
 
-def _read_ahead(array: ts.TensorStore, manifest: Manifest) -> Iterator[tuple[int, int, Images]]:
+def _read_ahead(array: ts.TensorStore, manifest: Manifest, irregular: set[str]) -> Iterator[tuple[int, int, Images]]:
     """Runs of images ``start, stop`` with their words, each read while the one before is being looked at."""
-    pieces = _pieces(manifest)
-    start, stop = next(pieces)
+    pieces = (
+        (start, stop)
+        for start, stop in _pieces(manifest)
+        if f"{PIXELS}/{shard_key(start // manifest.shard_images, 3)}" not in irregular
+    )
+    first_piece = next(pieces, None)
+    if first_piece is None:
+        return
+    start, stop = first_piece
     reading = array[start:stop].read()
     for following in [*pieces, None]:
         current, first, last = reading, start, stop
@@ -200,10 +273,12 @@ def _one_by_one(array: ts.TensorStore, start: int, stop: int) -> Images:
 
 
 def _opened(
-    location: Location, name: str, open_array: Callable[[], ts.TensorStore]
+    location: Location, name: str, open_array: Callable[[], ts.TensorStore], irregular: set[str]
 ) -> Generator[Damage, None, ts.TensorStore | None]:
     """Returns the array, or None after yielding the damage that keeps it from being checked."""
-    key = f"{name}/zarr.json"
+    key = f"{name}/{METADATA_KEY}"
+    if key in irregular:
+        return None
     try:
         return open_array()
     except ShardError as error:

@@ -101,7 +101,7 @@ def test_images_are_read_lent_verified_and_shown(packs, size):
             split.read_into(indices, words[layout], np.zeros(30, np.int32), timeout_s=30)
             lent = split.lend(indices, np.zeros(30, np.int32), timeout_s=30)
             if lent is not None:
-                np.testing.assert_array_equal(np.stack(lent), words[layout])
+                np.testing.assert_array_equal(np.stack(lent.images), words[layout])
     np.testing.assert_array_equal(to_rgb(words["dense"], "dense"), to_rgb(words["packed"], "packed"))
     sheets = []
     for layout in LAYOUTS:

@@ -27,7 +27,7 @@ def mappings():
 
 def test_a_view_keeps_the_file_mapped_and_nothing_else_does(file):
     before = mappings()
-    view = map_file(file, 256 * 64)[256:].view(np.uint32)[::2]
+    view = map_file(file, 256 * 64).array[256:].view(np.uint32)[::2]
     gc.collect()
     assert mappings() == before + 1
     assert view[1] == int.from_bytes(bytes([8, 9, 10, 11]), sys.byteorder)
@@ -62,7 +62,7 @@ with open_split(sys.argv[1], "train") as split:
     indices = np.arange(150)
     lent = split.lend(indices, np.zeros(150, np.int32), timeout_s=30.0)
     assert lent is not None
-    np.testing.assert_array_equal(np.stack(lent), packed_words(source)[0])
+    np.testing.assert_array_equal(np.stack(lent.images), packed_words(source)[0])
 """
     ended = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False

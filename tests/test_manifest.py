@@ -12,7 +12,7 @@ from preprocess.location import ShardError
 from preprocess.manifest import FORMAT_VERSION, Manifest, is_manifest
 
 MANIFEST = Manifest(
-    format_version=1,
+    format_version=2,
     num_images=10,
     height=4,
     width=6,
@@ -31,7 +31,11 @@ MANIFEST = Manifest(
     shard_digests=("0" * 64, "1" * 64, "2" * 64),
     labels_digest="3" * 64,
     failures_digest="4" * 64,
+    label_digests=("3" * 64,),
+    checksum_digests=("6" * 64,),
+    metadata_digests={"pixels": "7" * 64, "labels": "8" * 64, "checksums": "9" * 64},
 )
+FIRST = replace(MANIFEST, format_version=1, label_digests=(), checksum_digests=(), metadata_digests={})
 
 fractions = st.floats(0, 1)
 
@@ -46,7 +50,7 @@ fractions = st.floats(0, 1)
 )
 def test_json_round_trip_is_exact(counts, names, mean, codec, checksum, failures):
     manifest = replace(
-        MANIFEST,
+        FIRST,
         num_images=sum(counts),
         shard_images=sum(counts),
         shard_digests=("5" * 64,),
@@ -58,6 +62,22 @@ def test_json_round_trip_is_exact(counts, names, mean, codec, checksum, failures
         num_failures=failures,
     )
     assert Manifest.from_json(manifest.to_json()) == manifest
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+def test_digests_of_the_second_version_are_kept(checksum):
+    digests = dict(MANIFEST.metadata_digests)
+    manifest = MANIFEST
+    if not checksum:
+        del digests["checksums"]
+        manifest = replace(MANIFEST, checksum=False, checksum_digests=(), metadata_digests=digests)
+    assert Manifest.from_json(manifest.to_json()) == manifest
+
+
+def test_the_first_version_has_no_later_keys():
+    assert not json.loads(FIRST.to_json()).keys() & {"label_digests", "checksum_digests", "metadata_digests"}
+    with pytest.raises(ShardError, match="unknown key label_digests"):
+        Manifest.from_json(json.dumps(json.loads(FIRST.to_json()) | {"label_digests": []}))
 
 
 def test_shard_arithmetic():
@@ -73,7 +93,7 @@ def changed(**changes):
 
 def test_a_newer_version_asks_for_a_newer_feedloop():
     # Whatever else a newer version holds: its version is what the reader is told.
-    with pytest.raises(ShardError, match=r"here/manifest.json: format version 2 is newer than 1.*install a newer"):
+    with pytest.raises(ShardError, match=r"here/manifest.json: format version 3 is newer than 2.*install a newer"):
         Manifest.from_json(changed(format_version=FORMAT_VERSION + 1, colour_space="oklab"), where="here/manifest.json")
 
 
@@ -89,8 +109,8 @@ def test_an_unknown_and_a_missing_key_are_named():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format_version": "1"}, "format_version is 1, found '1'"),
-        ({"format_version": True}, "format_version is 1, found True"),
+        ({"format_version": "1"}, "format_version is 1 or 2, found '1'"),
+        ({"format_version": True}, "format_version is 1 or 2, found True"),
         ({"num_images": 0}, "num_images is a whole number ≥ 1, found 0"),
         ({"num_images": 11}, "class_counts add up to 11 images, found 10"),
         ({"height": 4.0}, "height is a whole number"),
@@ -114,6 +134,10 @@ def test_an_unknown_and_a_missing_key_are_named():
         ({"num_failures": -1}, "num_failures is ≥ 0"),
         ({"shard_digests": ["0" * 64]}, "shard_digests has 3 entries, found 1"),
         ({"shard_digests": ["0" * 64, "1" * 64, "no"]}, "a digest is a SHA-256, found 'no'"),
+        ({"label_digests": []}, "label_digests has 1 entries, found 0"),
+        ({"checksum_digests": ["6" * 64] * 2}, "checksum_digests has 1 entries, found 2"),
+        ({"metadata_digests": {"pixels": "7" * 64}}, "metadata_digests are of checksums, labels, pixels"),
+        ({"metadata_digests": []}, "metadata_digests is an object"),
         ({"labels_digest": 3}, "a digest is a SHA-256, found 3"),
     ],
 )
@@ -126,7 +150,8 @@ def test_each_broken_rule_is_named(changes, message):
     "changes",
     [
         {"codec": "blosc"},
-        {"checksum": False},
+        {"checksum": False, "checksum_digests": [], "metadata_digests": {"pixels": "7" * 64, "labels": "8" * 64}},
+        {"label_digests": ["4" * 64]},
         {"classes": [{"id": "n2", "name": "Ära"}, {"id": "n1", "name": "tench"}]},
         {"class_counts": [6, 4]},
         {"channel_mean": [0.1, 0.2, 0.3]},

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from preprocess import shard_file
 from preprocess.arrays import PIXELS, pixels_metadata, shard_key, write_array
+from preprocess.checksum import crc32c
 from preprocess.location import open_location
 from preprocess.shard_file import ShardFile
 
@@ -48,9 +49,9 @@ def test_the_bytes_are_tensorstores(data):
         expected = stored_by_tensorstore(folder, words, shard_images=shard_images, checksum=checksum)
         for number, wanted in enumerate(expected):
             start, path = number * shard_images, Path(folder, "own", str(number))
-            shard = ShardFile(path, shard_images=shard_images, checksum=checksum)
+            shard = ShardFile(path, shard_images=shard_images)
             for image in words[start : start + shard_images]:
-                shard.add(image)
+                shard.add(image, crc32c(image) if checksum else None)
             shard.commit().result(timeout=30)
             assert path.read_bytes() == wanted
         assert {each.name for each in path.parent.iterdir()} == {str(number) for number in range(len(expected))}
@@ -61,9 +62,9 @@ def test_a_disk_that_takes_a_part_at_a_time_gets_all(tmp_path, monkeypatch):
     (expected,) = stored_by_tensorstore(tmp_path, words, shard_images=4, checksum=True)
     write = os.write
     replace_calls(monkeypatch, write=lambda file, data: write(file, bytes(data[:3])))
-    shard = ShardFile(tmp_path / "own", shard_images=4, checksum=True)
+    shard = ShardFile(tmp_path / "own", shard_images=4)
     for image in words:
-        shard.add(image)
+        shard.add(image, crc32c(image))
     shard.commit().result(timeout=30)
     assert (tmp_path / "own").read_bytes() == expected
 
@@ -77,8 +78,8 @@ def test_a_file_has_its_name_once_it_is_on_the_disk(tmp_path, monkeypatch):
         fsync(file)
 
     replace_calls(monkeypatch, fsync=sync)
-    shard = ShardFile(path, shard_images=1, checksum=True)
-    shard.add(drawn(1, 2, 2)[0])
+    shard = ShardFile(path, shard_images=1)
+    shard.add(drawn(1, 2, 2)[0], 0)
     assert not path.exists()
     shard.commit().result(timeout=30)
     assert synced == [False, True]  # the file, then its folder
@@ -92,8 +93,8 @@ def test_what_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, 
 
     path = tmp_path / "own"
     path.write_bytes(b"old")
-    shard = ShardFile(path, shard_images=2, checksum=True)
-    shard.add(drawn(1, 2, 2)[0])
+    shard = ShardFile(path, shard_images=2)
+    shard.add(drawn(1, 2, 2)[0], 0)
     replace_calls(monkeypatch, **{call: full})
     with pytest.raises(OSError, match="No space left"):
         shard.commit().result(timeout=30)
@@ -102,8 +103,8 @@ def test_what_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, 
 
 
 def test_what_is_not_to_be_committed_leaves_nothing(tmp_path):
-    shard = ShardFile(tmp_path / "own", shard_images=2, checksum=True)
-    shard.add(drawn(1, 2, 2)[0])
+    shard = ShardFile(tmp_path / "own", shard_images=2)
+    shard.add(drawn(1, 2, 2)[0], 0)
     shard.discard()
     shard.discard()
     assert list(tmp_path.iterdir()) == []
@@ -111,23 +112,23 @@ def test_what_is_not_to_be_committed_leaves_nothing(tmp_path):
 
 def test_a_file_that_another_pack_took_over_is_not_published(tmp_path):
     """Where files cannot be locked a second pack may remove the first one's unfinished file and begin its own."""
-    shard = ShardFile(tmp_path / "own", shard_images=2, checksum=True)
-    shard.add(drawn(1, 2, 2)[0])
+    shard = ShardFile(tmp_path / "own", shard_images=2)
+    shard.add(drawn(1, 2, 2)[0], 0)
     with pytest.raises(FileExistsError):
-        ShardFile(tmp_path / "own", shard_images=2, checksum=True)
+        ShardFile(tmp_path / "own", shard_images=2)
     next(tmp_path.iterdir()).unlink()
-    other = ShardFile(tmp_path / "own", shard_images=2, checksum=True)
+    other = ShardFile(tmp_path / "own", shard_images=2)
     with pytest.raises(OSError, match="another pack writes to this folder"):
         shard.commit().result(timeout=30)
-    other.add(drawn(1, 2, 2)[0])
+    other.add(drawn(1, 2, 2)[0], 0)
     other.commit().result(timeout=30)
     assert [each.name for each in tmp_path.iterdir()] == ["own"]
 
 
 def test_a_folder_in_the_files_place_leaves_nothing(tmp_path):
     (tmp_path / "own").mkdir()
-    shard = ShardFile(tmp_path / "own", shard_images=2, checksum=True)
-    shard.add(drawn(1, 2, 2)[0])
+    shard = ShardFile(tmp_path / "own", shard_images=2)
+    shard.add(drawn(1, 2, 2)[0], 0)
     with pytest.raises(OSError, match="directory"):
         shard.commit().result(timeout=30)
     assert [each.name for each in tmp_path.iterdir()] == ["own"]

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preprocess import shards
-from preprocess.arrays import LABELS_PER_CHUNK, LABELS_PER_SHARD
+from preprocess.arrays import NUMBERS_PER_CHUNK, NUMBERS_PER_SHARD
 from preprocess.manifest import Manifest
 from preprocess.shards import ShardError, list_splits, open_split
 from tests.fake_source import CLASSES, FakeSource, fake_source, files_of, pack, packed_words
@@ -73,10 +73,14 @@ def test_golden_bytes_of_a_tiny_split(tmp_path):
     row = bytes([0, 3, 2, 1, 0, 128, 0, 255])
     chunks = [row * 2, bytes(16), bytes([0, 7, 8, 9]) * 4]
     chunks = [chunk + crc32c(chunk) for chunk in chunks]
-    labels = struct.pack("<HHH", 2, 0, 1) + b"\xff" * 2 * (LABELS_PER_CHUNK - 3)
+    labels = struct.pack("<HHH", 2, 0, 1) + b"\xff" * 2 * (NUMBERS_PER_CHUNK - 3)
     assert files.pop("pixels/c/0/0/0") == shard_bytes(chunks[:2], 2)
     assert files.pop("pixels/c/1/0/0") == shard_bytes(chunks[2:], 2)
-    assert files.pop("labels/c/0") == shard_bytes([labels + crc32c(labels)], LABELS_PER_SHARD // LABELS_PER_CHUNK)
+    assert files.pop("labels/c/0") == shard_bytes([labels + crc32c(labels)], NUMBERS_PER_SHARD // NUMBERS_PER_CHUNK)
+    checksums = b"".join(chunk[-4:] for chunk in chunks) + bytes(4 * (NUMBERS_PER_CHUNK - 3))
+    assert files.pop("checksums/c/0") == shard_bytes(
+        [checksums + crc32c(checksums)], NUMBERS_PER_SHARD // NUMBERS_PER_CHUNK
+    )
     assert files.pop("failures.jsonl") == b""
     manifest = json.loads(files["manifest.json"])
     assert manifest["shard_digests"] == [
@@ -84,9 +88,14 @@ def test_golden_bytes_of_a_tiny_split(tmp_path):
     ]
     assert manifest["labels_digest"] == hashlib.sha256(labels[:6]).hexdigest()
     assert manifest["failures_digest"] == hashlib.sha256(b"").hexdigest()
+    assert manifest["label_digests"] == [manifest["labels_digest"]]
+    assert manifest["checksum_digests"] == [hashlib.sha256(checksums[:12]).hexdigest()]
+    assert manifest["metadata_digests"] == {
+        name: hashlib.sha256(files[f"{name}/zarr.json"]).hexdigest() for name in ("pixels", "labels", "checksums")
+    }
     digest = manifest.pop("manifest_digest")
     assert digest == hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-    assert sorted(files) == ["labels/zarr.json", "manifest.json", "pixels/zarr.json"]
+    assert sorted(files) == ["checksums/zarr.json", "labels/zarr.json", "manifest.json", "pixels/zarr.json"]
 
 
 @pytest.mark.parametrize("codec", ["raw", "blosc"])
@@ -186,30 +195,11 @@ def test_a_truncated_shard_is_an_error(data):
         read(split, [9, 2])
 
 
-def test_missing_labels_are_an_error(data):
-    (data / "train/labels/c/0").unlink()
-    with open_split(str(data), "train") as split, pytest.raises(ShardError, match=r"image 1 in labels/c/0: .*missing"):
+@pytest.mark.parametrize("name", ["labels", "checksums"])
+def test_missing_labels_or_checksums_are_an_error(data, name):
+    (data / f"train/{name}/c/0").unlink()
+    with open_split(str(data), "train") as split, pytest.raises(ShardError, match=rf"train/{name}/c/0: .*missing"):
         read(split, [1])
-
-
-def test_damage_among_other_labels_does_not_keep_an_image_from_being_read(tmp_path):
-    # Two chunks of labels; the second is damaged.
-    source = fake_source(LABELS_PER_CHUNK + 1, size=1)
-    pack(source, tmp_path)
-    file = tmp_path / "train/labels/c/0"
-    damaged = bytearray(file.read_bytes())
-    damaged[2 * LABELS_PER_CHUNK + 4] ^= 1
-    file.write_bytes(damaged)
-    with open_split(str(tmp_path), "train") as split:
-        np.testing.assert_array_equal(read(split, [5, 0])[1], packed_words(source)[1][[5, 0]])
-        with pytest.raises(ShardError, match=r"image 1024 in labels/c/0: the checksum does not match"):
-            read(split, [5, LABELS_PER_CHUNK])
-
-
-def test_labels_too_many_to_be_held_are_read_through_the_store(data, source, monkeypatch):
-    monkeypatch.setattr(shards, "HELD_LABELS", 9)
-    with open_split(str(data), "train") as split:
-        np.testing.assert_array_equal(read(split, [9, 2, 2])[1], packed_words(source)[1][[9, 2, 2]])
 
 
 def test_a_label_without_a_class_is_an_error(data):
@@ -218,22 +208,38 @@ def test_a_label_without_a_class_is_an_error(data):
         read(split, [0, 5])
 
 
-def test_a_store_that_does_not_answer_ends_at_the_time_limit(data, monkeypatch):
-    unanswered: Any = ts.Promise.new()  # the pair is kept: a promise let go of counts as an answer
+class Silent:
+    """Stands for an array whose store never answers."""
 
-    class Silent:
-        reads = 0
+    def __init__(self):
+        self.pair: Any = ts.Promise.new()  # kept: a promise let go of counts as an answer
+        self.reads = 0
 
-        def __getitem__(self, _):
-            return self
+    def __getitem__(self, _):
+        return self
 
-        def read(self, **_):
-            self.reads += 1
-            return unanswered[1]
+    def read(self, **_):
+        self.reads += 1
+        return self.pair[1]
 
+
+@pytest.mark.parametrize("name", ["_labels", "_checksums"])
+def test_numbers_of_a_store_that_does_not_answer_end_at_the_time_limit(data, monkeypatch, name):
     with open_split(str(data), "train") as split:
         silent = Silent()
-        monkeypatch.setattr(split, "_labels", silent)
+        monkeypatch.setattr(getattr(split, name), "_array", silent)
+        start = time.monotonic()
+        with pytest.raises(ShardError, match=rf"train/{name[1:]}/c/0: no answer in time"):
+            read(split, [0, 4], timeout_s=0.2)
+        assert silent.reads == 1
+        assert time.monotonic() - start < 30
+
+
+def test_pixels_of_a_store_that_does_not_answer_end_at_the_time_limit(tmp_path, source, monkeypatch):
+    pack(source, tmp_path, codec="blosc")  # the store reads these
+    silent = Silent()
+    monkeypatch.setattr(shards, "_start_reading", lambda *_: silent.read())
+    with open_split(str(tmp_path), "train") as split:
         start = time.monotonic()
         with pytest.raises(ShardError, match=r"train: no answer in 0\.2 s for 2 images of pixels/c/0/0/0 and 1 more"):
             read(split, [0, 4], timeout_s=0.2)
@@ -249,36 +255,6 @@ def frozen(array):
 
 def unaligned(array):
     return np.frombuffer(bytearray(array.nbytes + 1), np.uint8)[1:].view(array.dtype).reshape(array.shape)
-
-
-def test_pixels_under_way_are_awaited_when_labels_fail(tmp_path, source, monkeypatch):
-    pack(source, tmp_path, codec="blosc")  # the store reads these
-    edit = tmp_path / "train/labels/c/0"
-    edit.write_bytes(bytes([edit.read_bytes()[0] ^ 1]) + edit.read_bytes()[1:])
-    waited = []
-    original = ts.TensorStore.write
-
-    class Awaited:
-        def __init__(self, future):
-            self.future = future
-
-        def result(self, timeout):
-            waited.append(timeout)
-            return self.future.result(timeout=timeout)
-
-    monkeypatch.setattr(ts.TensorStore, "write", lambda *args, **kwargs: Awaited(original(*args, **kwargs)))
-    with open_split(str(tmp_path), "train") as split, pytest.raises(ShardError, match="labels/c/0"):
-        read(split, [0, 1], timeout_s=20)
-    assert len(waited) == 1
-    assert 0 < waited[0] <= 20
-
-
-def test_what_was_cached_is_not_looked_for_again(data, monkeypatch):
-    monkeypatch.setattr(shards, "HELD_LABELS", 0)
-    with open_split(str(data), "train") as split:
-        _, labels = read(split, [1])
-        (data / "train/labels/c/0").unlink()
-        np.testing.assert_array_equal(read(split, [1])[1], labels)
 
 
 @pytest.mark.parametrize(

@@ -5,28 +5,36 @@ To a reader they are whole: the same number of files, the same indices and check
 
 import hashlib
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from preprocess.arrays import (
+    CHECKSUMS,
     LABELS,
-    LABELS_PER_SHARD,
+    NUMBERS_PER_SHARD,
     PIXELS,
+    checksums_metadata,
     create_array,
     labels_metadata,
     pixels_metadata,
     shard_key,
+    words_digest,
     write_array,
 )
+from preprocess.checksum import crc32c
 from preprocess.decode import ResizeRule
 from preprocess.listing import ImageClass
-from preprocess.location import open_location
+from preprocess.location import Location, open_location
 from preprocess.manifest import FORMAT_VERSION, MANIFEST_KEY, Manifest
 from preprocess.pixels import LAYOUTS
 from preprocess.plan import PackSettings
 from preprocess.shard_file import ShardFile
-from preprocess.shards import open_split
+from preprocess.shards import open_checksums, open_split, read_manifest
 from scripts.benchmarks.bench import Settings
 from scripts.benchmarks.data import SPLIT, Say, ensure_shards
 
@@ -36,7 +44,7 @@ SHARD_IMAGES = PackSettings(rule=ResizeRule(size=SIZE, resize=SIZE)).resolved_sh
 
 def sparse_folder(settings: Settings, num_images: int) -> Path:
     """Gives where the split of so many images is, or will be."""
-    return settings.folder / "data" / f"sparse-{num_images}-by-{SHARD_IMAGES}"
+    return settings.folder / "data" / f"sparse-{num_images}-by-{SHARD_IMAGES}-v{FORMAT_VERSION}"
 
 
 def ensure_sparse(settings: Settings, say: Say, *, num_images: int) -> Path:
@@ -56,18 +64,45 @@ def ensure_sparse(settings: Settings, say: Say, *, num_images: int) -> Path:
     _link_all(folder / SPLIT / PIXELS, real, range(num_whole), rank=3)
     if num_left:
         _write_last(whole, folder / SPLIT / PIXELS / shard_key(num_whole, 3), num_left)
-    labels = np.arange(LABELS_PER_SHARD, dtype=np.uint16) % NUM_CLASSES
-    write_array(split, LABELS, labels_metadata(LABELS_PER_SHARD)).write(labels).result(timeout=60)
-    first = folder / SPLIT / LABELS / shard_key(0, 1)
-    num_whole, num_left = divmod(num_images, LABELS_PER_SHARD)
+    labels = np.arange(NUMBERS_PER_SHARD, dtype=np.uint16) % NUM_CLASSES
+    checksums = np.resize(_stored_checksums(whole), NUMBERS_PER_SHARD)
+    digests = {
+        LABELS: _write_numbers(split, LABELS, labels_metadata, labels, num_images),
+        CHECKSUMS: _write_numbers(split, CHECKSUMS, checksums_metadata, checksums, num_images),
+    }
+    split.write(MANIFEST_KEY, _manifest(num_images, num_shards, digests).to_json().encode())
+    return folder
+
+
+def _stored_checksums(whole: Path) -> NDArray[np.uint32]:
+    """Read the checksums of the whole shard's images."""
+    split = open_location(str(whole)).child(SPLIT)
+    numbers = open_checksums(split, read_manifest(open_location(str(whole)), SPLIT))
+    assert numbers is not None
+    return numbers.read(np.arange(SHARD_IMAGES), time.monotonic() + 60)
+
+
+def _write_numbers(
+    split: Location,
+    name: str,
+    metadata: Callable[[int], dict[str, Any]],
+    whole: NDArray[np.unsignedinteger[Any]],
+    num_images: int,
+) -> tuple[str, ...]:
+    """Write an array whose whole shard files all hold the same; return their digests."""
+    folder = Path(str(split.local_path)) / name
+    write_array(split, name, metadata(NUMBERS_PER_SHARD)).write(whole).result(timeout=60)
+    first = folder / shard_key(0, 1)
+    num_whole, num_left = divmod(num_images, NUMBERS_PER_SHARD)
     if num_whole == 0:
         first.unlink()
-    _link_all(folder / SPLIT / LABELS, first, range(1, num_whole), rank=1)
-    stored = create_array(split, LABELS, labels_metadata(num_images))
+    _link_all(folder, first, range(1, num_whole), rank=1)
+    stored = create_array(split, name, metadata(num_images))
+    digests = [words_digest([whole])] * num_whole
     if num_left:
-        stored[num_images - num_left :].write(labels[:num_left]).result(timeout=60)
-    split.write(MANIFEST_KEY, _manifest(num_images, num_shards).to_json().encode())
-    return folder
+        stored[num_images - num_left :].write(whole[:num_left]).result(timeout=60)
+        digests.append(words_digest([whole[:num_left]]))
+    return tuple(digests)
 
 
 def _write_last(whole: Path, path: Path, num_images: int) -> None:
@@ -75,9 +110,9 @@ def _write_last(whole: Path, path: Path, num_images: int) -> None:
     words, labels = np.zeros((num_images, SIZE, SIZE), np.uint32), np.zeros(num_images, np.int32)
     with open_split(str(whole), SPLIT) as split:
         split.read_into(np.arange(num_images), words, labels, timeout_s=60)
-    shard = ShardFile(path, shard_images=SHARD_IMAGES, checksum=True)
+    shard = ShardFile(path, shard_images=SHARD_IMAGES)
     for image in words:
-        shard.add(image)
+        shard.add(image, crc32c(image))
     shard.commit().result(timeout=60)
 
 
@@ -88,7 +123,7 @@ def _link_all(array: Path, target: Path, shards: range, *, rank: int) -> None:
         link.symlink_to(target)
 
 
-def _manifest(num_images: int, num_shards: int) -> Manifest:
+def _manifest(num_images: int, num_shards: int, digests: dict[str, tuple[str, ...]]) -> Manifest:
     none = hashlib.sha256().hexdigest()
     counts = [num_images // NUM_CLASSES] * NUM_CLASSES
     counts[0] += num_images % NUM_CLASSES
@@ -112,4 +147,7 @@ def _manifest(num_images: int, num_shards: int) -> Manifest:
         shard_digests=(none,) * num_shards,
         labels_digest=none,
         failures_digest=none,
+        label_digests=digests[LABELS],
+        checksum_digests=digests[CHECKSUMS],
+        metadata_digests=dict.fromkeys((PIXELS, LABELS, CHECKSUMS), none),
     )

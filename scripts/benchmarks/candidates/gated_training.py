@@ -10,19 +10,17 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
-from numpy.typing import NDArray
 from protocol import Channel
 from resident_training import versions
 
 from engine import TrainConfig, train
-from engine.batches import BatchSource, Labels, LendingSource, Pixels, row_words
+from engine.batches import BatchSource, Labels, LendingSource, Lent, Pixels, row_words
 from engine.cuda import transport as transport_module
 from engine.cuda.driver import CudaDriver
 from engine.cuda.infeed import StreamedInfeed
@@ -57,7 +55,7 @@ class GatedBatches:
         self._await(step)
         self._source.fill(step, pixels, labels, timeout_s=timeout_s)
 
-    def lend(self, step: int, labels: Labels, *, timeout_s: float) -> Sequence[NDArray[np.uint32]] | None:
+    def lend(self, step: int, labels: Labels, *, timeout_s: float) -> Lent | None:
         """Lends what the source lends, once its step was asked for."""
         self._await(step)
         if isinstance(self._source, LendingSource):

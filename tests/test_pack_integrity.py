@@ -1,0 +1,226 @@
+"""Files of a pack that are sound in themselves and in the wrong place, or no files at all: noticed by whoever reads."""
+
+import math
+import os
+import shutil
+import socket
+import time
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from engine.config import TrainConfig
+from engine.run import train
+from preprocess import image_numbers, mapped_images, mapped_shards
+from preprocess.inspect_cli import main
+from preprocess.shards import ShardError, open_split
+from preprocess.splits import list_broken_splits
+from preprocess.verify import verify_split
+from tests.fake_source import fake_source, pack, packed_words
+
+SMALL, LARGE = 4, 64
+
+
+def read(data, indices=None, split="train"):
+    with open_split(str(data), split) as opened:
+        indices = np.arange(opened.num_images) if indices is None else np.array(indices)
+        pixels = np.zeros((len(indices), opened.height, opened.row_words), np.uint32)
+        labels = np.zeros(len(indices), np.int32)
+        opened.read_into(indices, pixels, labels, timeout_s=10)
+    return pixels, labels
+
+
+def shard_file(data, number, split="train"):
+    return data / split / f"pixels/c/{number}/0/0"
+
+
+def exchange(first, second):
+    first.rename(first.with_name("between"))
+    second.rename(first)
+    first.with_name("between").rename(second)
+
+
+@pytest.fixture(params=[(SMALL, "raw"), (LARGE, "raw"), (LARGE, "blosc")], ids=["gathered", "one by one", "stored"])
+def data(request, tmp_path):
+    size, codec = request.param
+    pack(fake_source(12, size=size), tmp_path, codec=codec)
+    pack(fake_source(12, size=size, seed=1, name="val"), tmp_path, codec=codec)
+    return tmp_path
+
+
+def test_shards_of_a_split_in_each_others_place_are_noticed(data):
+    exchange(shard_file(data, 0), shard_file(data, 1))
+    with pytest.raises(ShardError, match=r"image [0-7] in pixels/c/[01]/0/0: the image is not the one that was packed"):
+        read(data)
+    assert len(read(data, [8, 11])[0]) == 2
+
+
+def test_a_shard_that_is_a_link_to_another_is_noticed(data):
+    shard_file(data, 2).unlink()
+    shard_file(data, 2).symlink_to(shard_file(data, 0))
+    with pytest.raises(ShardError, match=r"image (8|9|10|11) in pixels/c/2/0/0: the image is not the one"):
+        read(data)
+
+
+def test_shards_of_two_splits_in_each_others_place_are_noticed(data):
+    exchange(shard_file(data, 1), shard_file(data, 1, "val"))
+    for split in ("train", "val"):
+        with pytest.raises(ShardError, match=r"image 4 in pixels/c/1/0/0: the image is not the one that was packed"):
+            read(data, [4], split)
+
+
+@pytest.mark.parametrize("name", ["labels", "checksums"])
+def test_labels_and_checksums_of_another_split_are_noticed(data, name):
+    pack(fake_source(12, size=SMALL, seed=2).but(labels=[2] * 12), data / "other")
+    shutil.copy(data / f"other/train/{name}/c/0", data / f"train/{name}/c/0")
+    with pytest.raises(ShardError, match=f"{name}/c/0: the {name} are not those that were packed"):
+        read(data)
+
+
+def test_a_lent_image_of_another_shard_is_noticed(tmp_path):
+    pack(fake_source(12, size=LARGE), tmp_path)
+    exchange(shard_file(tmp_path, 0), shard_file(tmp_path, 1))
+    with open_split(str(tmp_path), "train") as split:
+        assert split.lend(np.array([0]), np.zeros(1, np.int32), timeout_s=10) is None  # left to the read, which tells
+        assert split.lend(np.array([8]), np.zeros(1, np.int32), timeout_s=10) is not None
+
+
+@pytest.mark.parametrize("held", [0, 1 << 24])
+@pytest.mark.parametrize("per_shard", [1 << 10, 1 << 20])
+def test_labels_and_checksums_of_several_files_are_read_in_any_order(tmp_path, monkeypatch, held, per_shard):
+    for module in (image_numbers, *(__import__(f"preprocess.{name}", fromlist="x") for name in ("arrays", "pack"))):
+        monkeypatch.setattr(module, "NUMBERS_PER_SHARD", per_shard)
+    monkeypatch.setattr("preprocess.manifest.NUMBERS_PER_SHARD", per_shard)
+    monkeypatch.setattr("preprocess.shards.NUMBERS_PER_SHARD", per_shard)
+    monkeypatch.setattr("preprocess.verify.NUMBERS_PER_SHARD", per_shard)
+    monkeypatch.setattr(image_numbers, "HELD_NUMBERS", held)
+    source = fake_source(2100, size=2)
+    pack(source, tmp_path, shard_images=512)
+    words, labels = packed_words(source)
+    indices = np.array([2099, 0, 1023, 1024, 2047, 2048, 7, 7])
+    found = read(tmp_path, indices)
+    np.testing.assert_array_equal(found[0], words[indices])
+    np.testing.assert_array_equal(found[1], labels[indices])
+    assert verify_split(str(tmp_path), "train") == ()
+    # A label that is another, with the right checksum of its chunk, in one of the files.
+    other = fake_source(2100, size=2).but(labels=[*source.labels[:-1], 0])
+    pack(other, tmp_path / "other", shard_images=512)
+    last = 2100 // per_shard
+    shutil.copy(tmp_path / f"other/train/labels/c/{last}", tmp_path / f"train/labels/c/{last}")
+    with pytest.raises(ShardError, match=f"labels/c/{last}: the labels are not those that were packed"):
+        read(tmp_path, [2099])
+
+
+@pytest.mark.parametrize("key", ["manifest.json", "failures.jsonl", "pixels/zarr.json", "labels/zarr.json"])
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_verify_does_not_pass_a_split_that_lacks_a_file(data, key, split):
+    (data / split / key).unlink()
+    (data / split / key).symlink_to("nowhere")
+    result = CliRunner().invoke(main, [str(data), "--verify"])
+    assert result.exit_code == 2
+    assert split in result.output
+    assert key in result.output
+
+
+def test_a_split_that_lost_its_manifest_is_named_and_not_passed(data):
+    (data / "val/manifest.json").unlink()
+    assert list_broken_splits(str(data)) == ("val",)
+    for arguments, code in ((["--verify"], 2), ([], 0)):
+        result = CliRunner().invoke(main, [str(data), *arguments])
+        assert result.exit_code == code
+        assert "val/ holds files of a split and has lost its manifest.json" in result.output
+    with pytest.raises(ValueError, match=r"must have its manifest.json, and .*/val has lost it: .*--eval-split"):
+        train(TrainConfig(data=str(data), steps=1, batch=4, model="resnet8"))
+
+
+def irregular(path, kind):
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        here = os.open(path.parent, os.O_RDONLY)  # a socket's path may not be long
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"/proc/self/fd/{here}/{path.name}")
+        os.close(here)
+
+
+FILES = ["manifest.json", "failures.jsonl", "pixels/c/1/0/0"]
+FILES += [f"{name}/{part}" for name in ("labels", "checksums") for part in ("zarr.json", "c/0")] + ["pixels/zarr.json"]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("key", FILES)
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "socket"])
+def test_what_is_no_file_is_named_at_once(tmp_path, key, kind):
+    pack(fake_source(12, size=SMALL), tmp_path, codec="blosc" if kind in ("pipe", "socket") else "raw")
+    irregular(tmp_path / "train" / key, kind)
+    started = time.monotonic()
+    result = CliRunner().invoke(main, [str(tmp_path), "--verify"])
+    assert result.exit_code == 2
+    assert key in result.output
+    if key != "failures.jsonl":
+        with pytest.raises(ShardError, match=f"{key}|has lost"):
+            read(tmp_path)
+    assert time.monotonic() - started < 8
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("codec", ["raw", "blosc"])
+def test_a_pipe_that_takes_a_shards_place_while_it_is_read_is_named_at_once(tmp_path, codec, monkeypatch):
+    monkeypatch.setattr(mapped_shards, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(mapped_shards, "_MOST_LOOKS_A_S", math.inf)
+    pack(fake_source(12, size=SMALL), tmp_path, codec=codec)
+    with open_split(str(tmp_path), "train") as split:
+        pixels, labels = np.zeros((1, SMALL, SMALL), np.uint32), np.zeros(1, np.int32)
+        split.read_into(np.array([5]), pixels, labels, timeout_s=30)
+        irregular(shard_file(tmp_path, 1), "pipe")
+        started = time.monotonic()
+        with pytest.raises(ShardError, match="pixels/c/1/0/0 can't be read: it is a pipe"):
+            split.read_into(np.array([5]), pixels, labels, timeout_s=30)
+        assert time.monotonic() - started < 8
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_a_shard_cut_short_while_it_is_mapped_is_an_error_and_no_crash(tmp_path, size, monkeypatch):
+    """Of files that are not looked at meanwhile, and not held open: the fault itself is what is noticed."""
+    monkeypatch.setattr(mapped_shards, "_LOOK_EVERY_S", 1e9)
+    monkeypatch.setattr(mapped_images, "_OPEN_SHARE", 0)
+    source = fake_source(1200, size=size) if size == SMALL else fake_source(12, size=size)
+    pack(source, tmp_path, shard_images=len(source))
+    with open_split(str(tmp_path), "train") as split:
+        everything = np.arange(len(source))
+        pixels = np.zeros((len(source), size, size), np.uint32)
+        labels = np.zeros(len(source), np.int32)
+        split.read_into(everything, pixels, labels, timeout_s=30)
+        lent = split.lend(everything, labels, timeout_s=30)
+        os.truncate(shard_file(tmp_path, 0), 4096)
+        if lent is not None:
+            np.copyto(pixels, np.stack(lent.images))
+            with pytest.raises(ShardError, match="pixels/c/0/0/0 was cut short"):
+                lent.check()
+        with pytest.raises(ShardError, match="pixels/c/0/0/0"):
+            split.read_into(everything, pixels, labels, timeout_s=30)
+
+
+def test_a_file_written_to_in_its_place_is_told_unless_it_holds_the_same(tmp_path):
+    pack(fake_source(12, size=LARGE), tmp_path)
+    path = shard_file(tmp_path, 0)
+    with open_split(str(tmp_path), "train") as split:
+        pixels, labels = np.zeros((4, LARGE, LARGE), np.uint32), np.zeros(4, np.int32)
+        split.read_into(np.arange(4), pixels, labels, timeout_s=30)
+        split.check_unchanged()
+        os.utime(path)
+        split.check_unchanged()
+        path.write_bytes(path.read_bytes())
+        split.check_unchanged()
+        content = bytearray(path.read_bytes())
+        content[7] ^= 1
+        with path.open("r+b") as file:
+            file.write(content)
+        with pytest.raises(ShardError, match=r"pixels/c/0/0/0 was written to while it was being read"):
+            split.check_unchanged()
