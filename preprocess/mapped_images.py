@@ -130,7 +130,7 @@ class MappedImages:
 
     def lend(
         self, indices: NDArray[np.int64], expected: NDArray[np.uint32] | None
-    ) -> tuple[list[NDArray[np.uint32]], list[MappedShard]] | None:
+    ) -> tuple[list[NDArray[np.uint32]], set[MappedShard]] | None:
         """Return the images where they lie in the files, in the order of ``indices``, and the files.
 
         Each is uint32 ``[H, words of a row]``, read-only. They are checked, and their pages in memory, unless the
@@ -142,7 +142,7 @@ class MappedImages:
         """
         if not self.lends:
             return None
-        images, shards = [], []
+        images, shards = [], set()
         checksums = repeat(None) if expected is None else expected.tolist()
         for (shard, slot), checksum in zip(self._shards.places(indices), checksums, strict=False):
             if shard is None:
@@ -153,7 +153,7 @@ class MappedImages:
                 if not shard.check(slot, image, checksum):
                     return None
             images.append(image)
-            shards.append(shard)
+            shards.add(shard)
         return images, shards
 
 

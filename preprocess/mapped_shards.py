@@ -58,7 +58,7 @@ class OpenFile:
         os.close(self.descriptor)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class MappedShard:
     """One mapped file.
 

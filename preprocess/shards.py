@@ -63,7 +63,7 @@ class LentImages:
     """
 
     images: list[NDArray[np.uint32]]
-    _shards: list[MappedShard]
+    _shards: set[MappedShard]
     _split: ShardSplit
 
     def check(self) -> None:
