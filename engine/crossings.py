@@ -95,7 +95,7 @@ def make_infeed(
 ) -> BatchInfeed:
     """Gives the infeed that goes with a transport; the arguments are those of `engine.cuda.infeed.StreamedInfeed`."""
     if not transport.runs_ahead:
-        return Infeed(make_feeder(None), board, transport, words_of=words_of, chunk=chunk)
+        return Infeed(make_feeder(None), board, transport, words_of=words_of, chunk=chunk, times_waits=times_waits)
     from engine.cuda.infeed import StreamedInfeed
     from engine.cuda.transport import CudaTransport
 

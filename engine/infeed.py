@@ -128,14 +128,23 @@ class Infeed:
         transport: how the call is made.
         words_of: gives the control words of a pull.
         chunk: batches a pull, n.
+        times_waits: whether `take_wait_s` is asked for every step; waits that nobody asks for would pile up.
 
     Attributes:
         chunk, num_together, failure: see `BatchInfeed`.
     """
 
     def __init__(
-        self, feeder: Feeder, board: ControlBoard, transport: Transport, *, words_of: WordsOf, chunk: int = 1
+        self,
+        feeder: Feeder,
+        board: ControlBoard,
+        transport: Transport,
+        *,
+        words_of: WordsOf,
+        chunk: int = 1,
+        times_waits: bool = True,
     ) -> None:
+        self._times_waits = times_waits
         self._feeder, self._board, self._transport, self._words_of = feeder, board, transport, words_of
         self.chunk = self.num_together = chunk
         self._results = (
@@ -227,7 +236,7 @@ class Infeed:
         waited_s = self._feeder.take(step, shard, pixels, labels, is_cancelled=self._board.is_stop_requested)
         if waited_s is None:
             return False
-        if waited_s:
+        if waited_s and self._times_waits:
             self._wait_s[step] = waited_s
         return True
 
