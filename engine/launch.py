@@ -126,6 +126,7 @@ class Launch:
                 f"warning: the loss is no finite number since step {step}; a lower learning rate may help"
             ),
         )
+        stack.callback(self.stream.release)
         self._outfeed = Outfeed(self.stream.receive, self.board, self._transport)
         self._statics = statics_of(config)
         self._draw = partial(_init_from_words, self.resolved.model, self._statics.rule)

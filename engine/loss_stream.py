@@ -11,9 +11,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engine.control import ControlBoard
 from engine.outfeed import Pushed, PushedEvaluation, PushedLosses, PushedSnapshot
 from engine.sinks import EvaluationProgress, EvaluationRecord, LossRecord, RunFolderSink, ShowsProgress, Sink
+from engine.spooled_losses import SpooledLosses
 
 # A sink that falls this far behind (a terminal held by Ctrl-S, a dead network disk) first slows the run, then ends it.
 _MOST_QUEUED = 65_536
@@ -49,7 +53,7 @@ class LossStream:
             program's thread: it must not block (`engine.notices`).
 
     Attributes:
-        losses: every loss so far, in order.
+        first_nonfinite_step: the first step (updates done, from 1) whose loss is not a finite number, None so far.
         evaluations: every evaluation so far, in order.
         wait_s: seconds waited for batches so far.
         failure: the first exception of a sink, None while there is none.
@@ -71,10 +75,25 @@ class LossStream:
         self._is_closed = False
         self._last_time = time.time()
         self._failing = threading.Lock()
-        self.losses: list[float] = []
+        self._losses = SpooledLosses()
+        self.first_nonfinite_step: int | None = None
         self.evaluations: list[EvaluationRecord] = []
         self.wait_s = 0.0
         self.failure: BaseException | None = None
+
+    @property
+    def num_losses(self) -> int:
+        """How many losses came so far."""
+        return len(self._losses)
+
+    @property
+    def losses(self) -> NDArray[np.float32]:
+        """Every loss so far in order, float32 [n]."""
+        return self._losses.to_array()
+
+    def release(self) -> None:
+        """Forget the losses, whose file is closed; what `losses` gave stays."""
+        self._losses.close()
 
     def start(self, sinks: Sequence[Sink]) -> None:
         """Opens the sinks, which get each record in order, and starts the clock; called once, before the program.
@@ -209,10 +228,11 @@ class LossStream:
             self._last_step = step
             wait_s = self._wait_of(step - 1)
             self.wait_s += wait_s
-            self.losses.append(loss)
-            if self._on_nonfinite is not None and not math.isfinite(loss):
-                self._on_nonfinite(step)
-                self._on_nonfinite = None
+            self._losses.append(loss)
+            if self.first_nonfinite_step is None and not math.isfinite(loss):
+                self.first_nonfinite_step = step
+                if self._on_nonfinite is not None:
+                    self._on_nonfinite(step)
             records.append(
                 LossRecord(
                     step=step,

@@ -3,7 +3,6 @@
 Owns what a run leaves behind, however it ended; what a run goes through before is `engine.run`'s.
 """
 
-import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
@@ -43,7 +42,7 @@ def result_of(launch: Launch, compiled: Compiled, state: TrainState, folder: Run
     return TrainResult(
         params=state.evaluated.params,
         batch_stats=state.evaluated.batch_stats,
-        losses=np.array(launch.stream.losses, np.float32),
+        losses=launch.stream.losses,
         evaluations=tuple(launch.stream.evaluations),
         steps_done=steps_done,
         stopped_by=stopped_by if launch.failure(state) is None else "error",
@@ -193,14 +192,14 @@ class RecordedLaunch:
 
     def _record_end(self, failure: BaseException | None, result: TrainResult | None = None) -> None:
         """Writes `result.json`; where that fails, the failure that it was to tell goes first."""
-        losses, first_step = self._launch.stream.losses, self._launch.start.step + 1
-        nonfinite = [step for step, loss in enumerate(losses, first_step) if not math.isfinite(loss)]
+        stream = self._launch.stream
+        nonfinite = [] if stream.first_nonfinite_step is None else [stream.first_nonfinite_step]
         if isinstance(failure, NonFiniteError):
             nonfinite.append(failure.first_step)
         is_interrupted = isinstance(failure, KeyboardInterrupt)
         given_up_by = self._launch.board.stop_reason or "KeyboardInterrupt" if is_interrupted else "error"
         end: dict[str, Any] = {
-            "steps_done": result.steps_done if result else self._launch.start.step + len(losses),
+            "steps_done": result.steps_done if result else self._launch.start.step + stream.num_losses,
             "stopped_by": result.stopped_by if result else given_up_by,
             "error": None if failure is None or is_interrupted else f"{type(failure).__name__}: {failure}",
             "first_nonfinite_step": min(nonfinite, default=None),
