@@ -4,8 +4,9 @@ Owns what a run leaves behind, however it ended; what a run goes through before 
 """
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Self
 
 import jax
@@ -18,6 +19,10 @@ from engine.launch import Launch, NonFiniteError
 from engine.outfeed import PushedSnapshot
 from engine.records.control_log import ControlEvent, ControlLog
 from engine.records.control_requests import ControlMailbox
+from engine.records.digests import RunningDigest
+from engine.records.file_errors import LostFileError
+from engine.records.folder_state import FolderState
+from engine.records.recorded_end import FILES, WEIGHTS_DIGEST
 from engine.records.run_folder import RunFolder
 from engine.records.snapshot_writer import SnapshotWriter
 from engine.records.weights import name_tensors
@@ -59,17 +64,23 @@ def result_of(launch: Launch, compiled: Compiled, state: TrainState, folder: Run
 class RecordedLaunch:
     """A launch whose losses, snapshots, weights and end go to a run folder."""
 
-    def __init__(self, config: TrainConfig, launch: Launch, folder: RunFolder) -> None:
+    def __init__(
+        self, config: TrainConfig, launch: Launch, folder: RunFolder, begun: Mapping[Path, RunningDigest] | None = None
+    ) -> None:
+        """Connect a launch with its folder; `begun` is the digest of what each log holds, None that of a new run."""
         self._config, self._launch, self._folder = config, launch, folder
         say = launch.notices.say
         self._snapshots = SnapshotWriter(folder.snapshots, keep=config.keep_snapshots, say=say)
+        if begun is None:
+            begun = {path: RunningDigest() for path in (folder.loss_log, folder.evaluation_log, folder.control_log)}
         self._sink = RunFolderSink(
             folder.loss_log,
             folder.evaluation_log,
             self._take_snapshot,
             lambda step: say(f"snapshot of step {step} left out: the disk is slower than the run's lines"),
+            begun,
         )
-        self._control_log = ControlLog(folder.control_log)
+        self._control_log = ControlLog(folder.control_log, begun[folder.control_log])
         self._mailbox = ControlMailbox(folder.path, launch.board.request)
 
     def __enter__(self) -> Self:
@@ -108,7 +119,7 @@ class RecordedLaunch:
             raise
         failure = launch.failure(state)
         result = result_of(launch, compiled, state, self._folder)
-        self._keep_state(state, failure)
+        failure = self._keep_state(state, failure)
         result = replace(result, snapshot_step=self._snapshots.last_step)
         failure = self._leave(result, failure)
         if failure is not None:
@@ -118,14 +129,25 @@ class RecordedLaunch:
 
     def _take_snapshot(self, snapshot: PushedSnapshot) -> None:
         self._control_log.sync()
-        self._snapshots.submit(snapshot.step, snapshot.pulls, snapshot.state)
+        self._snapshots.submit(snapshot.step, snapshot.pulls, snapshot.state, self._folder_state())
+
+    def _folder_state(self) -> FolderState:
+        """Return what the other files hold by now: the lines before a snapshot, where its turn among them has come."""
+        logs = {**self._sink.states(), self._folder.control_log.name: self._control_log.state()}
+        return FolderState(self._folder.config_digest, logs)
 
     def _record_event(self, event: ControlEvent) -> None:
+        self._folder.check_kept()
         self._control_log.append(event)
         self._launch.notices.say(f"control-run: {_in_words(event)}")
 
-    def _keep_state(self, state: TrainState, failure: BaseException | None) -> None:
-        """Writes one more snapshot, so that the run can go on from where it ended."""
+    def _keep_state(self, state: TrainState, failure: BaseException | None) -> BaseException | None:
+        """Writes one more snapshot, to go on from where the run ended; gives the failure, also a new one."""
+        try:
+            self._folder.check_kept()
+            self._control_log.sync()
+        except LostFileError as error:
+            failure = failure or error
         # After gradients that are no numbers the last good snapshot is where another rate may help. And lines that the
         # folder did not get would be missing for ever in a run that went on behind them.
         sink, start = self._sink, self._launch.start
@@ -134,11 +156,11 @@ class RecordedLaunch:
             int(state.step),
             int(state.num_evaluations),
         )
-        if is_whole and not isinstance(failure, NonFiniteError):
+        if is_whole and not isinstance(failure, NonFiniteError | LostFileError):
             tree = jax.tree.map(np.asarray, plain_keys(state))
-            self._control_log.sync()
-            self._snapshots.submit(int(state.step), int(state.pulls), tree)
+            self._snapshots.submit(int(state.step), int(state.pulls), tree, self._folder_state())
         self._snapshots.close(_SNAPSHOT_TIMEOUT_S)
+        return failure
 
     def _await_snapshot(self, failure: Exception) -> None:
         """Waits for the snapshot under way: of a program that failed by itself it may be all that is left.
@@ -155,7 +177,8 @@ class RecordedLaunch:
         self._note_how_to_go_on(failure, self._snapshots.last_step)
 
     def _note_how_to_go_on(self, failure: BaseException, snapshot_step: int | None) -> None:
-        if snapshot_step is None:
+        # What became of its folder is told by the failure itself, and there is nothing to go on from.
+        if snapshot_step is None or isinstance(failure, LostFileError):
             return
         path = str(self._folder.path)
         if own := own_parts(self._launch.resolved.to_json()):
@@ -215,11 +238,17 @@ class RecordedLaunch:
                 "wait_s": round(result.wait_s, 3),
             }
         try:
-            self._folder.write_result(end)
+            self._folder.write_result({**end, FILES: self._files_at_end(failure)})
         except OSError as error:
             if failure is None:
                 raise
             failure.add_note(f"the run folder could not be completed either: {error}")
+
+    def _files_at_end(self, failure: BaseException | None) -> dict[str, Any] | None:
+        """Return what the other files hold, None where one is lost or may still be being written."""
+        if failure is not None and (not isinstance(failure, Exception) or isinstance(failure, LostFileError)):
+            return None
+        return {**self._folder_state().to_json(), WEIGHTS_DIGEST: self._folder.weights_digest}
 
 
 def _in_words(event: ControlEvent) -> str:

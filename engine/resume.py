@@ -5,18 +5,38 @@ Owns which settings may change on the way. Knows nothing of the loop or of how s
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.config import TrainConfig, setting_words
 from engine.locations import with_absolute_paths
 from engine.records.control_log import CONTROL_LOG_NAME, ControlEvent, factor_before, read_events
+from engine.records.digests import RunningDigest
+from engine.records.file_errors import name_file
+from engine.records.folder_state import (
+    by_result,
+    by_snapshot,
+    check_config_digest,
+    check_no_more,
+    digest_log,
+    whole_lines_digest,
+)
+from engine.records.recorded_end import read_result
 from engine.records.recorded_run import RecordedRun
-from engine.records.run_folder import EVALUATION_LOG, LOSS_LOG, SNAPSHOTS, RunFolder, recorded_versions
+from engine.records.run_folder import (
+    CONFIG,
+    EVALUATION_LOG,
+    LOSS_LOG,
+    RESULT,
+    SNAPSHOTS,
+    RunFolder,
+    recorded_versions,
+)
 from engine.resolve import Resolved, own_parts
+from preprocess.regular_file import open_regular
 
 if TYPE_CHECKING:
     from engine.records.snapshot import Snapshot
@@ -58,6 +78,8 @@ HOST_SETTINGS = frozenset(
     }
 )
 _IN_THE_PROGRAM = ("ema_decay",)
+# More than any record takes.
+_LONGEST_LINE_BYTES = 1 << 16
 # They say what a launch is to do, and nothing of the run.
 _OF_THE_LAUNCH = frozenset({"run_dir", "resume", "overwrite"})
 # Among the resolved settings of `config.json`.
@@ -221,7 +243,7 @@ def find_start(run: Path, say: Callable[[str], None]) -> StartingPoint:
     """
     from engine.records.snapshot import SnapshotError, read_snapshot, snapshot_steps
 
-    events = read_events(run / CONTROL_LOG_NAME)
+    events = _read_events(run / CONTROL_LOG_NAME)
     there = snapshot_steps(run / SNAPSHOTS)
     for step in reversed(there):
         try:
@@ -237,26 +259,68 @@ def find_start(run: Path, say: Callable[[str], None]) -> StartingPoint:
     return StartingPoint(events=events)
 
 
+def _read_events(path: Path) -> Sequence[ControlEvent]:
+    try:
+        return read_events(path)
+    except OSError as error:
+        raise ValueError(
+            f"{path} must be a readable file, and is not ({error.strerror}): restore that file, or its permissions"
+        ) from error
+
+
 def start_at(snapshot: "Snapshot", events: Sequence[ControlEvent]) -> StartingPoint:
     """Gives the start at a snapshot."""
     num_evaluations = int(snapshot.leaves["num_evaluations"])
     return StartingPoint(snapshot.step, snapshot.pulls, num_evaluations, snapshot, events)
 
 
-def find_cuts(run: Path, start: StartingPoint) -> dict[Path, int]:
-    """Gives for each log of a run the size in bytes up to its starting point.
+def find_cuts(run: Path, start: StartingPoint) -> dict[Path, RunningDigest]:
+    """Return for each log of a run the digest of what it holds up to its starting point, checked where that is known.
+
+    Its number of bytes is where the log is to be cut; of the requests that took effect all stay.
 
     Raises:
-        ValueError: where a line before that is missing or unreadable.
+        ValueError: where a line before that is missing, unreadable, or was changed since it was written.
         OSError: where a file cannot be read.
     """
-    return {
-        run / LOSS_LOG: _end_of_steps(run / LOSS_LOG, start.step),
-        run / EVALUATION_LOG: _end_of_lines(run / EVALUATION_LOG, start.num_evaluations),
-    }
+    result = read_result(run)
+    known = start.snapshot.folder if start.snapshot is not None else None
+    if known is not None:
+        by = by_snapshot(run / SNAPSHOTS, start.step)
+        cuts = {run / name: digest_log(run / name, (known.logs[name], by)) for name in (LOSS_LOG, EVALUATION_LOG)}
+        digest_log(run / CONTROL_LOG_NAME, (known.logs[CONTROL_LOG_NAME], by))
+    else:
+        cuts = {
+            run / LOSS_LOG: _digest_of_steps(run / LOSS_LOG, start.step),
+            run / EVALUATION_LOG: _digest_of_lines(run / EVALUATION_LOG, start.num_evaluations),
+        }
+    if result is not None and result.folder is not None:
+        for name, state in result.folder.logs.items():
+            digest_log(run / name, (state, by_result(run / RESULT)))
+        check_no_more(run / CONTROL_LOG_NAME, result.folder.logs[CONTROL_LOG_NAME], by_result(run / RESULT))
+    return {**cuts, run / CONTROL_LOG_NAME: whole_lines_digest(run / CONTROL_LOG_NAME)}
 
 
-def go_back(folder: RunFolder, start: StartingPoint, cuts: Mapping[Path, int]) -> None:
+def check_chain(run: Path, recorded: RecordedRun, start: StartingPoint) -> None:
+    """Raise ValueError where `config.json` is not the one whose run left the snapshot, or the result, beside it."""
+    if start.snapshot is not None and start.snapshot.folder is not None:
+        by = f"the snapshot of step {start.step}"
+        check_config_digest(run / CONFIG, recorded.digest, recorded.continued, start.snapshot.folder, by)
+    result = read_result(run)
+    if result is not None and result.folder is not None:
+        # No launch leaves the end of an earlier one behind.
+        check_config_digest(run / CONFIG, recorded.digest, recorded.continued, result.folder, RESULT)
+
+
+def unchecked_words(recorded: RecordedRun, start: StartingPoint) -> str | None:
+    """Return in words that an older run's files cannot be checked, None where they can."""
+    if recorded.digest is not None and (start.snapshot is None or start.snapshot.folder is not None):
+        return None
+    which = "this run" if recorded.digest is None else "the snapshot"
+    return f"{which} was made before a run's files carried digests: whether they were changed cannot be checked"
+
+
+def go_back(folder: RunFolder, start: StartingPoint, cuts: Mapping[Path, RunningDigest]) -> None:
     """Takes back what the run wrote after its starting point: it will write that again.
 
     Args:
@@ -274,39 +338,44 @@ def go_back(folder: RunFolder, start: StartingPoint, cuts: Mapping[Path, int]) -
     for step in snapshot_steps(folder.snapshots):
         if step > start.step:
             remove_snapshot(folder.snapshots, step)
-    for path, size_bytes in cuts.items():
-        if path.exists() and size_bytes < path.stat().st_size:
-            with path.open("r+b") as file:
-                file.truncate(size_bytes)
+    for path, kept in cuts.items():
+        try:
+            if path.exists() and kept.num_bytes < path.stat().st_size:
+                os.truncate(path, kept.num_bytes)
+        except OSError as error:
+            name_file(error, path)
+            raise
 
 
-def _end_of_steps(path: Path, num_steps: int) -> int:
-    """Gives the size of a loss log up to the line of step `num_steps`; lines count from step 1."""
-    end = 0
+def _digest_of_steps(path: Path, num_steps: int) -> RunningDigest:
+    """Return the digest of a loss log up to the line of step `num_steps`; lines count from step 1."""
+    found = RunningDigest()
     for number, line in enumerate(_lines(path, num_steps), start=1):
         try:
             step = json.loads(line)["step"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             step = None
         if step != number:
             raise ValueError(f"{path} must have step {number} in line {number}, has {line[:80]!r}: restore that file")
-        end += len(line)
-    return end
+        found.update(line)
+    return found
 
 
-def _end_of_lines(path: Path, num_lines: int) -> int:
-    return sum(map(len, _lines(path, num_lines)))
+def _digest_of_lines(path: Path, num_lines: int) -> RunningDigest:
+    found = RunningDigest()
+    for line in _lines(path, num_lines):
+        found.update(line)
+    return found
 
 
 def _lines(path: Path, count: int) -> Iterator[bytes]:
-    """Gives the first `count` whole lines of a file, one at a time: a long run has millions."""
+    """Return the first `count` whole lines of a file, one at a time: a long run has millions."""
     found = 0
     if count and path.exists():
-        with path.open("rb") as file:
-            for line in islice(file, count):
-                if line.endswith(b"\n"):
-                    found += 1
-                    yield line
+        with os.fdopen(open_regular(path), "rb") as file:
+            while found < count and (line := file.readline(_LONGEST_LINE_BYTES)).endswith(b"\n"):
+                found += 1
+                yield line
     if found < count:
         raise ValueError(
             f"{path} must have the {count} lines that go with the newest snapshot, has {found}: restore that file"

@@ -15,6 +15,7 @@ from engine.epochs import settle_epochs
 from engine.launch import Launch
 from engine.locations import with_absolute_paths
 from engine.recorded_launch import RecordedLaunch, result_of
+from engine.records.digests import RunningDigest
 from engine.records.recorded_run import RecordedRun, read_recorded
 from engine.records.run_folder import RunFolder
 from engine.resolve import check_beginning
@@ -22,6 +23,7 @@ from engine.result import DryRun, TrainResult
 from engine.resume import (
     GIVEN_WEIGHTS,
     StartingPoint,
+    check_chain,
     check_data,
     check_given_weights,
     check_own,
@@ -34,6 +36,7 @@ from engine.resume import (
     told_changes,
     told_factor,
     told_versions,
+    unchecked_words,
 )
 from engine.sinks import Sink
 from engine.train_state import TrainModel, TrainState
@@ -85,16 +88,18 @@ def train(
         recorded, start = _find_start(config, notify, model, batches, evaluation)
         launch = Launch(config, stack, start, model=model, batches=batches, evaluation=evaluation, notify=notify)
         earlier: list[dict[str, Any]] = []
-        cuts: dict[Path, int] = {}
+        cuts: dict[Path, RunningDigest] | None = None
+        continued: tuple[str, ...] = ()
         if recorded is not None:
             _check_continues(launch, recorded, notify)
             cuts = find_cuts(folder.path, start)
             earlier = note_changes(recorded, config, start.step)
-        recording = stack.enter_context(RecordedLaunch(config, launch, folder))
+            continued = recorded.seals
+        recording = stack.enter_context(RecordedLaunch(config, launch, folder, cuts))
         compiled, state = _compile(config, launch)
         # Only now is anything taken from the run that is there: whatever could be refused is behind us.
         start = launch.start
-        if recorded is None:
+        if cuts is None:
             folder.clear()
         else:
             go_back(folder, start, cuts)
@@ -106,7 +111,12 @@ def train(
             GIVEN_WEIGHTS: _given_digest(launch, recorded),
         }
         folder.write_config(
-            with_absolute_paths(config), resolved, launch.resolved.manifest_digest, origins=origins, earlier=earlier
+            with_absolute_paths(config),
+            resolved,
+            launch.resolved.manifest_digest,
+            origins=origins,
+            earlier=earlier,
+            continued=continued,
         )
         return recording.run(compiled, state, sinks)
 
@@ -126,6 +136,7 @@ def plan_run(
         launch = Launch(config, stack, start, model=model, batches=batches, evaluation=evaluation, notify=notify)
         if recorded is not None:
             _check_continues(launch, recorded, notify)
+            find_cuts(_named_folder(config, "resume"), start)
         with caching_compilations(config.compilation_cache):
             compiled = launch.compile()
         return DryRun(compiled, launch.num_params, launch.resolved, launch.ring_bytes, host_memory_bytes())
@@ -176,13 +187,15 @@ def _find_start(
     check_own(recorded, path, model=model, batches=batches)
     check_settings(config, recorded.config)
     start = find_start(path, notify)
+    check_chain(path, recorded, start)
     check_steps(config, recorded.config, start.step)
     where = f"the snapshot of step {start.step:,}" if start.snapshot else "its beginning, as it has no snapshot"
     notify(f"resuming {path} from {where}")
     if start.snapshot and start.step >= config.steps:
         notify(f"no step is left to make: the run is to have {config.steps:,}; give --steps more to go further")
-    if warning := told_versions(recorded):
-        notify(warning)
+    for words in (told_versions(recorded), unchecked_words(recorded, start)):
+        if words is not None:
+            notify(words)
     return recorded, start
 
 

@@ -5,20 +5,18 @@ A sink gets each record once, in order, on one thread. Knows nothing of queues, 
 
 import json
 import math
-import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO, runtime_checkable
 
 import numpy as np
 
+from engine.records.digests import LogState, RunningDigest
+from engine.records.json_lines import JsonLines
+
 if TYPE_CHECKING:
     from engine.outfeed import PushedSnapshot
-
-# More than any record takes: where the last line of a file must begin.
-_LONGEST_LINE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -141,6 +139,7 @@ class RunFolderSink:
         take_snapshot: gets each snapshot once the lines before it are on disk, so that a run which is resumed from it
             has them.
         leave_out: told, on the program's thread, of the step of a snapshot that comes while one waits for its lines.
+        begun: the digests of what the files hold already; of one that is left out the file is read.
 
     Attributes:
         last_step: of the last loss that was written, None before the first.
@@ -153,8 +152,12 @@ class RunFolderSink:
         evaluation_log: Path,
         take_snapshot: "Callable[[PushedSnapshot], None] | None" = None,
         leave_out: Callable[[int], None] = lambda _: None,
+        begun: Mapping[Path, RunningDigest] | None = None,
     ) -> None:
-        self._losses, self._evaluations = JsonLines(loss_log), JsonLines(evaluation_log)
+        self._losses, self._evaluations = (
+            JsonLines(path, (begun or {}).get(path)) for path in (loss_log, evaluation_log)
+        )
+        self._names = loss_log.name, evaluation_log.name
         self._take_snapshot, self._leave_out = take_snapshot, leave_out
         self._is_evaluated = False
         self.last_step: int | None = None
@@ -172,6 +175,7 @@ class RunFolderSink:
     def write_evaluation(self, record: EvaluationRecord) -> None:
         """Appends an evaluation."""
         if not self._is_evaluated:
+            self._losses.check_place()  # no new file in a folder that is another run's by now
             self._evaluations.open()
             self._is_evaluated = True
         self._evaluations.append(record.to_json())
@@ -192,69 +196,17 @@ class RunFolderSink:
         self._losses.sync()
         self._evaluations.sync()
 
-    def close(self) -> None:
-        """Closes both files, their lines on the disk."""
-        self.sync()
-        self._losses.close()
-        self._evaluations.close()
-
-
-class JsonLines:
-    """A file of lines, each on disk before the next one is taken; a line is there whole or not at all."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file, self._length = -1, 0
-
-    def open(self) -> None:
-        """Opens the file, to append; a last line that a crash cut short is removed."""
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        try:
-            self._length = self._end_of_lines()
-            if self._length < os.fstat(self._file).st_size:
-                os.ftruncate(self._file, self._length)
-        except BaseException:
-            self.close()
-            raise
-
-    def _end_of_lines(self) -> int:
-        """Gives the size of the file up to the end of its last whole line; 0 for what has no size, like a pipe."""
-        size = os.fstat(self._file).st_size
-        if size == 0:
-            return 0
-        start = max(0, size - _LONGEST_LINE_BYTES)
-        end = os.pread(self._file, size - start, start)
-        if start and b"\n" not in end:
-            raise ValueError(
-                f"{self._path} must hold lines of losses, and its last line has no end: choose another file"
-            )
-        return start + end.rfind(b"\n") + 1
-
-    def append(self, text: str) -> None:
-        """Appends a line, given without its end."""
-        line = (text + "\n").encode()
-        try:
-            # A disk takes what fits and reports that it is full at the next call: make that call.
-            written = 0
-            while written < len(line):
-                written += os.write(self._file, line[written:])
-        except OSError:
-            if os.fstat(self._file).st_size > self._length:
-                os.ftruncate(self._file, self._length)
-            raise
-        self._length += len(line)
-
-    def sync(self) -> None:
-        """Brings what was appended to the disk; a file that is not open, or a pipe, is left."""
-        if self._file >= 0:
-            with suppress(OSError):
-                os.fsync(self._file)
+    def states(self) -> dict[str, LogState]:
+        """Return how far each file has come, by its name; of one that was not begun, the state of no bytes."""
+        return dict(zip(self._names, (self._losses.state(), self._evaluations.state()), strict=True))
 
     def close(self) -> None:
-        """Closes the file."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        """Closes both files, their lines on the disk; raises LostFileError where they are no longer in their places."""
+        try:
+            self.sync()
+        finally:
+            self._losses.close()
+            self._evaluations.close()
 
 
 class PlainSink:

@@ -63,7 +63,7 @@ DEATHS = [
     ({"event": "os.rename", "path": r"config\.json$"}, None),  # nothing is there to be resumed
     ({"event": "write", "path": '"step": 3,'}, None),  # no snapshot yet, and a line in half
     ({"event": "write", "path": '"step": 13,', "after": "snapshots/8"}, "from its beginning"),  # behind a snapshot
-    ({"event": "open", "path": r"eval\.jsonl$", "nth": 2}, "of step 8"),  # the losses are cut back, evaluations not
+    ({"event": "os.truncate", "path": r"eval\.jsonl$"}, "of step 8"),  # the losses are cut back, evaluations not
     ({"event": "os.rename", "path": "/16$"}, "of step 8"),  # a snapshot is written and not in its place yet
     ({"event": "os.rename", "path": r"model\.safetensors$"}, "of step 8"),
     ({"event": "os.rename", "path": r"result\.json$"}, "of step 24"),

@@ -358,6 +358,7 @@ def test_a_resume_says_what_it_changes_and_which_factor_still_holds(reference, t
     event = ControlEvent(pull=3, step=2, learning_rate_factor=0.25, snapshot=False, evaluate=False, stop=False,
                          request="a", time=1.0)  # fmt: skip
     (path / "control.jsonl").write_text(event.to_json() + "\n")
+    (path / "result.json").unlink()  # it tells of no request
     told: list[str] = []
     config = toy_config(steps=STEPS, run_dir=path, resume=True, **(EVERYTHING | {"momentum": 0.5, "prefetch": 2}))
     plan_run(config, model=Linear(), batches=toy_batch, evaluation=EVALUATED, notify=told.append)
@@ -566,10 +567,10 @@ def test_an_unreadable_record_is_named(tmp_path, content):
 
 
 def test_a_snapshot_that_cannot_be_written_is_a_warning_and_the_last_good_one_stays(tmp_path, monkeypatch):
-    def write(folder, step, pulls, tree):
+    def write(folder, step, pulls, tree, state=None):
         if step > 2:
             raise OSError(errno.ENOSPC, "No space left on device")
-        write_snapshot(folder, step, pulls, tree)
+        write_snapshot(folder, step, pulls, tree, state)
 
     monkeypatch.setattr("engine.recorded_launch.SnapshotWriter", partial(SnapshotWriter, write=write))
     told: list[str] = []

@@ -1,5 +1,6 @@
 """The run folder: an earlier run is safe unless its end was asked for, and strangers' files always."""
 
+import hashlib
 import json
 import platform
 import subprocess
@@ -13,6 +14,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from engine.config import TrainConfig
+from engine.records.digests import is_as_sealed
 from engine.records.folder_lock import is_locked
 from engine.records.run_folder import LOSS_LOG, RESULT, RunFolder
 
@@ -176,7 +178,10 @@ def test_what_config_json_holds(tmp_path):
     text = (tmp_path / "config.json").read_text()
     values = json.loads(text)
     assert text.endswith("}\n")
-    assert list(values) == ["config", "origins", "resolved", "manifest_sha256", "versions", "earlier"]
+    keys = ["config", "origins", "resolved", "manifest_sha256", "versions", "earlier", "continues", "sha256"]
+    assert list(values) == keys
+    assert is_as_sealed(values)
+    assert values["sha256"] == folder.config_digest
     assert TrainConfig.from_json(values["config"]) == config
     assert values["resolved"] == {"model": "resnet8", "mean": [0.5, 0.25, 0.125]}
     assert values["manifest_sha256"] == "abc123"
@@ -239,7 +244,8 @@ def test_weights_are_the_same_bytes_in_every_process(tmp_path):
 def test_what_result_json_holds(tmp_path):
     folder = RunFolder(tmp_path, overwrite=False)
     folder.write_result({"steps_done": 3, "error": None})
-    assert (tmp_path / RESULT).read_text() == '{\n  "steps_done": 3,\n  "error": null\n}\n'
+    seal = hashlib.sha256(b'{"error": null, "steps_done": 3}').hexdigest()
+    assert (tmp_path / RESULT).read_text() == f'{{\n  "steps_done": 3,\n  "error": null,\n  "sha256": "{seal}"\n}}\n'
 
 
 def test_the_loss_log_is_where_followers_look(tmp_path):
@@ -266,4 +272,5 @@ def test_weights_are_read_back(tmp_path):
         assert found[name].dtype == tensor.dtype
         np.testing.assert_array_equal(found[name], tensor, strict=True)
     with safe_open(path, framework="numpy") as file:
-        assert file.metadata() == {"model": "resnet8", "steps_done": "3"}
+        digest = {"digest": "sha256", "sha256": folder.weights_digest}
+        assert file.metadata() == {"model": "resnet8", "steps_done": "3"} | digest

@@ -131,12 +131,12 @@ def test_closing_twice_closes_no_file_of_another(tmp_path):
     os.close(other)
 
 
-def test_lines_may_go_to_a_pipe(tmp_path):
+def test_a_pipe_or_a_device_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    reading = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-    write_all(tmp_path / "pipe", record(1), record(2))
-    assert os.read(reading, 10_000).decode() == record(1).to_json() + "\n" + record(2).to_json() + "\n"
-    os.close(reading)
+    (tmp_path / "device").symlink_to("/dev/null")
+    for name, kind in (("pipe", "a pipe"), ("device", "a device")):
+        with pytest.raises(OSError, match=f"it is {kind}, not a file: '.*/{name}'"):
+            folder_sink(tmp_path / name).open()
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are counted in /proc")

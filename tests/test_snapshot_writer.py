@@ -27,7 +27,7 @@ class Disk:
         if not held:
             self.gate.set()
 
-    def write(self, folder, step, pulls, tree):
+    def write(self, folder, step, pulls, tree, state=None):
         self.threads.add(threading.current_thread())
         self.entered.set()
         assert self.gate.wait(SOON_S)
@@ -242,7 +242,7 @@ def test_the_arrays_are_freed_once_they_are_written(tmp_path):
     disk = Disk()
     done = threading.Event()
 
-    def write(folder, step, pulls, tree):
+    def write(folder, step, pulls, tree, state=None):
         done.set()
 
     writer = SnapshotWriter(tmp_path, keep=0, say=lambda line: None, write=write)

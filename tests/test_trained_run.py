@@ -9,6 +9,7 @@ import pytest
 
 from engine import run_settings, train
 from engine.evaluation.trained_run import read_run
+from engine.records.digests import sealed
 from tests.toy import CLASSES, SIZE, Linear, toy_batch, toy_config
 
 
@@ -63,6 +64,9 @@ def test_a_damaged_record_is_named(run):
     recorded = json.loads(whole)
     del recorded["resolved"]["height"]
     config.write_text(json.dumps(recorded))
+    with pytest.raises(ValueError, match=r"config\.json must be what run-train wrote, and was changed since"):
+        read_run(run)
+    config.write_text(json.dumps(sealed(recorded)))
     with pytest.raises(ValueError, match=r"what the settings resolved to, and 'height' is missing"):
         read_run(run)
     config.write_text(whole)

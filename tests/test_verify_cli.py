@@ -54,15 +54,20 @@ def test_it_says_what_it_does_and_that_the_bits_are_the_same(place):
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("the same bits: 4 losses, 1 evaluation, ")
     assert done.stdout.endswith(" arrays of the snapshot of step 4\n")
-    assert done.stderr.splitlines()[0] == "replaying steps 1 … 4 of run from the state before the first step"
+    assert done.stderr.splitlines()[:2] == [
+        "files: 6 as written (a snapshot counts as one)",
+        "replaying steps 1 … 4 of run from the state before the first step",
+    ]
     assert files_of(place / "run") == before
 
 
 def test_a_loss_that_was_changed_is_told(monkeypatch, place):
     code, said, _ = invoke(monkeypatch, place, "changed", "--to", 3)
     assert code == 1
-    assert said.startswith("differs: loss of step 3: recorded 0.25, replayed ")
-    assert said.endswith("; 1 of 3 losses differ\n")
+    file, loss = said.splitlines()
+    assert file.startswith("not as written: changed/loss.jsonl must hold what it held for the snapshot of step 4 (")
+    assert loss.startswith("differs: loss of step 3: recorded 0.25, replayed ")
+    assert loss.endswith("; 1 of 3 losses differ")
 
 
 @pytest.mark.parametrize(

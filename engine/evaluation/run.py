@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -34,10 +35,11 @@ from engine.evaluation.subject import (
     registry_name_of,
     run_subject,
 )
-from engine.evaluation.trained_run import read_run
+from engine.evaluation.trained_run import check_has_weights, read_run
 from engine.feeder import Feeder, ring_depth
 from engine.infeed import BatchInfeed
 from engine.program import evaluate_split
+from engine.records.recorded_run import read_recorded
 from engine.records.weights import read_weights
 from engine.signals import StopSignals, call_on_worker
 from engine.sinks import EvaluationRecord
@@ -91,7 +93,10 @@ def evaluate(
             )
             data = open_evaluation_split(config, trained_on, stack, notify)
         subject = run_subject(recorded, config, model, data.source)
-        notify(f"weights: {recorded.path}, {subject.name} after {subject.step:,} steps")
+        notify(
+            f"weights: {recorded.path}, {subject.name} after {subject.step:,} steps"
+            + (", made before files carried digests: unchecked" if recorded.weights.digest is None else "")
+        )
         return _count(subject, data, board, per_class=per_class, notify=notify)
 
 
@@ -125,13 +130,14 @@ def evaluate_weights(
         trained_on = TrainedOn("images of somebody's", None, None, num_classes_of(stored))
         data = open_evaluation_split(config, trained_on, stack, notify)
         subject = file_subject(file, stored, config, data.source, mean, std, notify)
-        notify(f"weights: {file}, {subject.name}")
+        notify(f"weights: {file}, {subject.name}" + (" (no digest: unchecked)" if stored.digest is None else ""))
         return _count(subject, data, board, per_class=per_class, notify=notify)
 
 
 def run_settings(run: str | os.PathLike[str]) -> TrainConfig:
     """Gives the settings of a finished or stopped run, its folder as `run_dir`; raises ValueError as `evaluate`."""
-    return read_run(Path(run)).config
+    check_has_weights(path := Path(run))
+    return replace(read_recorded(path).config, run_dir=os.fspath(path))
 
 
 def _say_nothing(_: str) -> None:

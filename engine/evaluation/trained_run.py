@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.config import TrainConfig
+from engine.records.recorded_end import read_result
 from engine.records.recorded_run import read_recorded
 from engine.records.run_folder import CONFIG, WEIGHTS
 from engine.records.weights import StoredWeights, read_weights
@@ -44,16 +45,12 @@ def read_run(path: Path) -> TrainedRun:
     """Reads the folder of a run.
 
     Raises:
-        ValueError: where it is no folder of a run, or has no weights yet.
+        ValueError: where it is no folder of a run, has no weights yet, or one of its files was changed since.
     """
-    _check_folder(path)
+    check_has_weights(path)
     recorded = read_recorded(path)
-    if not (path / WEIGHTS).exists():
-        raise ValueError(
-            f"RUN must hold {WEIGHTS}, and {path} does not: the run has not ended, was killed, or ended before its "
-            "first step; wait for its end, stop it (Ctrl-C), or go on with it (run-train --resume)"
-        )
     resolved = recorded.resolved
+    weights = _read_weights(path)
     try:
         return TrainedRun(
             path=path,
@@ -65,12 +62,34 @@ def read_run(path: Path) -> TrainedRun:
             width=resolved["width"],
             manifest_digest=recorded.manifest_digest,
             eval_manifest_digest=resolved.get("eval_manifest_sha256"),
-            weights=read_weights(path / WEIGHTS),
+            weights=weights,
         )
     except KeyError as error:
         raise ValueError(
             f"{path / CONFIG} must say what the settings resolved to, and {error} is missing: restore the file"
         ) from None
+
+
+def _read_weights(path: Path) -> StoredWeights:
+    """Read the weights of a run; raise ValueError where they were changed since, or are not those of its end."""
+    weights, end = read_weights(path / WEIGHTS), read_result(path)
+    if end is not None and end.weights_digest not in (None, weights.digest):
+        found = "carries none" if weights.digest is None else f"is {weights.digest[:12]}"
+        raise ValueError(
+            f"{path / WEIGHTS} must be what the run wrote at its end, and is not (its digest (sha256) was "
+            f"{str(end.weights_digest)[:12]}, the file {found}): restore that file, or evaluate it as --weights FILE"
+        )
+    return weights
+
+
+def check_has_weights(path: Path) -> None:
+    """Raise ValueError where a folder is none of a run, or its run has no weights yet."""
+    _check_folder(path)
+    if not (path / WEIGHTS).exists():
+        raise ValueError(
+            f"RUN must hold {WEIGHTS}, and {path} does not: the run has not ended, was killed, or ended before its "
+            "first step; wait for its end, stop it (Ctrl-C), or go on with it (run-train --resume)"
+        )
 
 
 def _check_folder(path: Path) -> None:

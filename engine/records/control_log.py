@@ -9,10 +9,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from engine.records.control_requests import check_flags, check_learning_rate_factor, check_request_id, parse_fields
-from engine.sinks import JsonLines
+from engine.records.digests import LogState, RunningDigest
+from engine.records.json_lines import JsonLines
+from preprocess.regular_file import read_regular
 
 CONTROL_LOG_NAME = "control.jsonl"
 
+# Some hundred thousand requests.
+_MOST_BYTES = 1 << 26
 _MAX_COUNT = 2**31  # the device counts in int32
 
 
@@ -78,10 +82,11 @@ class ControlLog:
 
     Args:
         path: the file, made when there is something to write.
+        begun: the digest of what it holds already; None reads the file for it.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._lines = JsonLines(path)
+    def __init__(self, path: Path, begun: RunningDigest | None = None) -> None:
+        self._lines = JsonLines(path, begun)
         self._is_open = False
 
     def append(self, event: ControlEvent) -> None:
@@ -95,8 +100,16 @@ class ControlLog:
             self._is_open = True
         self._lines.append(event.to_json())
 
+    def state(self) -> LogState:
+        """Return how far the log has come; from any thread."""
+        return self._lines.state()
+
     def sync(self) -> None:
-        """Brings what was appended to the disk; does nothing where nothing was."""
+        """Brings what was appended to the disk; does nothing where nothing was.
+
+        Raises:
+            LostFileError: where the file was removed or replaced.
+        """
         self._lines.sync()
 
     def close(self) -> None:
@@ -115,7 +128,7 @@ def read_events(path: Path) -> tuple[ControlEvent, ...]:
         OSError: where the file cannot be read.
     """
     try:
-        content = path.read_bytes()
+        content = read_regular(path, max_bytes=_MOST_BYTES)
     except FileNotFoundError:
         return ()
     return tuple(_read_line(path, number, line) for number, line in enumerate(content.split(b"\n")[:-1], start=1))

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from engine.sinks import EvaluationRecord
+from preprocess.regular_file import read_regular
 
+_MOST_BYTES = 1 << 26
 _MAX_COUNT = 2**53  # above it a float64 is no longer exact
 
 
@@ -30,7 +32,7 @@ class EvaluationLog:
             status = self._path.stat()
             state = status.st_ino, status.st_size, status.st_mtime_ns
             if state != self._state:
-                content = self._path.read_bytes()
+                content = read_regular(self._path, max_bytes=_MOST_BYTES)
                 self._records = tuple(filter(None, map(_parse, content.split(b"\n")[:-1])))
                 self._state = state
         except FileNotFoundError:

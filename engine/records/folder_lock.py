@@ -13,6 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from preprocess.regular_file import check_regular, open_regular
+
 LOCK_NAME = ".lock"
 
 # A look at the lock (`is_locked`) holds it for microseconds: who comes in that instant tries again.
@@ -86,11 +88,23 @@ class FolderLock:
         finally:
             os.close(file)
 
+    def is_in_place(self) -> bool:
+        """Return whether the lock's file is still the one of its name: the folder was neither removed nor emptied."""
+        try:
+            return self._file >= 0 and os.path.samestat(os.fstat(self._file), self._path.stat())
+        except OSError:
+            return False
+
+    def is_taken(self) -> bool:
+        """Return whether the folder was emptied while it was held, and somebody else has made a lock of his own."""
+        return self._file >= 0 and not self.is_in_place() and self._path.exists()
+
     def _locked_file(self) -> int | None:
         """Opens and locks the file; None where another has the lock, or had it and removed the file."""
-        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
         is_ours = False
         try:
+            check_regular(os.fstat(file), self._path)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -123,7 +137,7 @@ def is_locked(folder: Path) -> bool:
         OSError: where the file is there and cannot be read.
     """
     try:
-        file = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+        file = open_regular(folder / LOCK_NAME)
     except (FileNotFoundError, NotADirectoryError):
         return False
     try:
@@ -169,7 +183,7 @@ def _holder(path: Path) -> str:
 def _read_record(path: Path) -> tuple[Any, Any] | None:
     """Gives process and host of the record, None where there is none that can be read."""
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             record: Any = json.loads(file.read(_LONGEST_RECORD_BYTES))
         return record["pid"], record["host"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

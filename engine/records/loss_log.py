@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.records.folder_lock import held_since_ns
+from preprocess.regular_file import open_regular, read_regular
 
 # The names that `run_folder` writes under; a test holds them equal. To import them from there would load the
 # settings and importlib.metadata: 50 ms of a start of 400 ms, for four words.
@@ -23,6 +24,7 @@ EVALUATION_LOG_NAME = "eval.jsonl"
 CONFIG_NAME = "config.json"
 RESULT_NAME = "result.json"
 
+_MOST_JSON_BYTES = 1 << 24  # of config.json and result.json
 _MAX_STEP = 2**53  # above it a float64 step is no longer exact
 _FINGERPRINT_BYTES = 128  # the first line carries its time, so two runs differ within this many bytes
 
@@ -90,7 +92,7 @@ class LossLog:
     def read(self) -> LossBatch:
         """Read up to `chunk_bytes` of whole lines that are new; raises OSError when the file can't be read."""
         try:
-            file = self._path.open("rb")
+            file = os.fdopen(open_regular(self._path), "rb")
         except FileNotFoundError:
             return LossBatch(NO_ROWS)
         with file:
@@ -218,7 +220,7 @@ def _written_ns(path: Path) -> int:
 
 def _read_object(path: Path) -> dict[str, Any] | None:
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(read_regular(path, max_bytes=_MOST_JSON_BYTES))
     except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

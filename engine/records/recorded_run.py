@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import TrainConfig
-from engine.records.run_folder import CONFIG
+from engine.records.digests import SEAL, is_as_sealed, json_digest
+from engine.records.run_folder import CONFIG, CONTINUED
+from preprocess.regular_file import read_regular
+
+MOST_JSON_BYTES = 1 << 24
+"""No `config.json` or `result.json` is larger: a launch adds some hundred bytes."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +26,8 @@ class RecordedRun:
         origins: where each setting came from.
         versions: of what took part.
         earlier: of earlier launches, oldest first: `until_step` and the `settings` that were others until then.
+        digest: the seal of the file, None where it was written before there was one.
+        continued: the seals that it had in earlier launches, oldest first.
     """
 
     config: TrainConfig
@@ -29,6 +36,13 @@ class RecordedRun:
     origins: dict[str, str]
     versions: dict[str, str]
     earlier: tuple[dict[str, Any], ...]
+    digest: str | None = None
+    continued: tuple[str, ...] = ()
+
+    @property
+    def seals(self) -> tuple[str, ...]:
+        """Those that the file had so far, oldest first."""
+        return self.continued if self.digest is None else (*self.continued, self.digest)
 
     def config_at(self, step: int) -> TrainConfig:
         """Gives the settings that the update `step` (from 1) was made with."""
@@ -44,14 +58,23 @@ class RecordedRun:
 
 
 def read_recorded(run: Path) -> RecordedRun:
-    """Reads `config.json`.
+    """Read `config.json`, and check that it is what was written.
 
     Raises:
-        ValueError: where it is missing, unreadable or of another form.
+        ValueError: where it is missing, no regular file, unreadable, of another form, or was changed since it was
+            written. What was written before the file held a digest cannot be checked for that.
     """
     path = run / CONFIG
     try:
-        values = json.loads(path.read_bytes())
+        values = json.loads(read_regular(path, max_bytes=MOST_JSON_BYTES))
+        if not isinstance(values, dict):
+            raise TypeError(f"it must be a JSON object, is {type(values).__name__}")
+    except FileNotFoundError:
+        raise ValueError(f"a run folder must hold {CONFIG}, and {run} does not: name the folder of a run") from None
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise _unreadable(path, error) from error
+    _check_seal(path, values)
+    try:
         return RecordedRun(
             config=TrainConfig.from_json(values["config"]),
             resolved=dict(values["resolved"]),
@@ -61,11 +84,28 @@ def read_recorded(run: Path) -> RecordedRun:
             earlier=tuple(
                 {**e, "until_step": int(e["until_step"]), "settings": dict(e["settings"])} for e in values["earlier"]
             ),
+            digest=values.get(SEAL),
+            continued=tuple(map(str, values.get(CONTINUED, ()))),
         )
-    except FileNotFoundError:
-        raise ValueError(f"a run folder must hold {CONFIG}, and {run} does not: name the folder of a run") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _check_seal(path: Path, values: dict[str, Any]) -> None:
+    """Raise ValueError where a record was changed since it was written; one of before it held a digest passes."""
+    if SEAL not in values and CONTINUED not in values:
+        return
+    if not is_as_sealed(values):
+        found, now = str(values.get(SEAL, "none"))[:12], json_digest(values)[:12]
         raise ValueError(
-            f"{path} must be what run-train wrote, and cannot be read ({type(error).__name__}: {error}): "
-            "restore it, or begin another run"
-        ) from error
+            f"{path} must be what run-train wrote, and was changed since (its digest (sha256) was {found}, is {now}): "
+            "undo the change or restore the file; to change a setting, give its option to run-train --resume instead"
+        )
+
+
+def _unreadable(path: Path, error: Exception) -> ValueError:
+    told = error.strerror if isinstance(error, OSError) and error.strerror else error
+    return ValueError(
+        f"{path} must be what run-train wrote, and cannot be read ({type(error).__name__}: {told}): "
+        "restore it, or begin another run"
+    )

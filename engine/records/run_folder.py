@@ -3,6 +3,9 @@
 `config.json` (settings, what they resolved to, versions, the data's manifest digest), `loss.jsonl`, `eval.jsonl`,
 `control.jsonl` (requests that took effect), `snapshots/`, `result.json` (how the run ended) and `model.safetensors`
 (the trained weights). One process at a time works in it.
+
+`config.json` and `result.json` hold digests of themselves, each snapshot and `result.json` those of the other files as
+they were by then (`engine.records.folder_state`), and `model.safetensors` one of its tensors.
 """
 
 import json
@@ -19,6 +22,8 @@ from numpy.typing import NDArray
 from engine.config import TrainConfig
 from engine.records.control_log import CONTROL_LOG_NAME
 from engine.records.control_requests import CONTROL_FOLDER_NAME, remove_requests
+from engine.records.digests import SEAL, sealed
+from engine.records.file_errors import LostFileError
 from engine.records.folder_lock import LOCK_NAME, FolderLock
 from engine.records.versions import version_of
 from engine.records.whole_file import remove_unfinished, write_whole
@@ -30,6 +35,8 @@ RESULT = "result.json"
 CONFIG = "config.json"
 SNAPSHOTS = "snapshots"
 WEIGHTS = "model.safetensors"
+CONTINUED = "continues"
+"""The key of `config.json` under which stand the seals that it had in the launches before."""
 # In the order in which they are removed: the mark of a finished run first, the mark of any run last.
 _WRITTEN_HERE = (
     RESULT,
@@ -54,6 +61,10 @@ class RunFolder:
         overwrite: remove what an earlier run left; nothing else in the folder is touched.
         resume: continue the run that is there.
 
+    Attributes:
+        config_digest: the seal of the `config.json` that was written.
+        weights_digest: of the `model.safetensors` that was written, None while none was.
+
     Raises:
         ValueError: where an earlier run is there and may not be overwritten, none is there that could be continued,
             other runs or packed data lie below, another process works in the folder, or the path cannot be a folder.
@@ -61,6 +72,8 @@ class RunFolder:
 
     def __init__(self, path: Path, *, overwrite: bool = False, resume: bool = False) -> None:
         self.path = path
+        self.config_digest = ""
+        self.weights_digest: str | None = None
         self._is_resumed, self._is_launched = resume, False
         self._is_cleared, self._is_kept = False, False
         self._is_new = not path.exists()
@@ -175,6 +188,7 @@ class RunFolder:
         *,
         origins: Mapping[str, str],
         earlier: Sequence[Mapping[str, Any]] = (),
+        continued: Sequence[str] = (),
     ) -> None:
         """Records the settings as given and as resolved, the versions, and the data they were meant for.
 
@@ -182,18 +196,29 @@ class RunFolder:
             config, resolved, manifest_digest: of this launch.
             origins: where each setting came from.
             earlier: of the launches that this one continues, what their settings were where they differ.
+            continued: the seals that this file had in those launches, oldest first.
         """
-        self._write_json(
-            CONFIG,
-            {
-                "config": config.to_json(),
-                "origins": dict(origins),
-                "resolved": dict(resolved),
-                "manifest_sha256": manifest_digest,
-                "versions": recorded_versions(),
-                "earlier": list(earlier),
-            },
+        # As JSON has it, a tuple as a list: the seal must be that of what is read back.
+        values = json.loads(
+            json.dumps(
+                {
+                    "config": config.to_json(),
+                    "origins": dict(origins),
+                    "resolved": dict(resolved),
+                    "manifest_sha256": manifest_digest,
+                    "versions": recorded_versions(),
+                    "earlier": list(earlier),
+                    CONTINUED: list(continued),
+                }
+            )
         )
+        self._write_json(CONFIG, record := sealed(values))
+        self.config_digest = record[SEAL]
+
+    def check_kept(self) -> None:
+        """Raise LostFileError where the folder was emptied, or another run works in it: `config.json` is gone."""
+        if self._lock.is_taken() or not (self.path / CONFIG).is_file():
+            raise LostFileError.of(self.path / CONFIG)
 
     def remove_result(self) -> None:
         """Takes back the mark of a finished run, for one that goes on."""
@@ -201,20 +226,47 @@ class RunFolder:
 
     def write_result(self, result: Mapping[str, Any]) -> None:
         """Records how the run ended; its presence means that nothing more will be written."""
-        self._write_json(RESULT, result)
+        self._write_json(RESULT, sealed(result))
 
     def write_weights(self, tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> Path:
-        """Writes the weights as safetensors; gives the file's path."""
+        """Writes the weights as safetensors, with their digest among the metadata; gives the file's path.
+
+        The folder is made anew where somebody removed it: weights may be days of work.
+
+        Raises:
+            OSError: where they cannot be written; LostFileError where another run works in the folder by now.
+            MemoryError: where there is no memory for the file's content.
+        """
         from safetensors.numpy import save
+
+        from engine.records.weights import with_digest
 
         path = self.path / WEIGHTS
         # safetensors writes an array's memory as it lies; ascontiguousarray would make a vector of a scalar.
         laid_out = {name: np.asarray(tensor, order="C") for name, tensor in tensors.items()}
-        write_whole(path, _in_fixed_order(save(laid_out, dict(metadata))))
+        metadata = with_digest(laid_out, metadata)
+        try:
+            content = _in_fixed_order(save(laid_out, dict(metadata)))
+        except MemoryError as error:
+            size = sum(tensor.nbytes for tensor in laid_out.values())
+            raise MemoryError(
+                f"{path} needs {size / 1e6:,.0f} MB of memory to be written, which this machine has not: free memory, "
+                "and continue the run from its last snapshot (--resume)"
+            ) from error
+        self._write(WEIGHTS, content)
+        self.weights_digest = metadata[SEAL]
         return path
 
     def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
-        write_whole(self.path / name, (json.dumps(value, indent=2) + "\n").encode())
+        self._write(name, (json.dumps(value, indent=2) + "\n").encode())
+
+    def _write(self, name: str, content: bytes) -> None:
+        """Writes a file, unless somebody else works in the folder by now: what he has there is not ours to replace."""
+        if self._lock.is_taken():
+            raise LostFileError.of(self.path / name)
+        with suppress(OSError):  # what is wrong with the folder, the writing tells
+            self.path.mkdir(parents=True, exist_ok=True)
+        write_whole(self.path / name, content)
 
 
 def recorded_versions() -> dict[str, str]:

@@ -1,7 +1,8 @@
 """Snapshots of the training state on disk, in Orbax's format: write, read, check, remove.
 
 `<folder>/<step>/` holds two Orbax items: `state`, the arrays as nested dictionaries under the names that the program
-gives them, and `facts`, a small JSON with a digest of every array. Plain Orbax reads both. Works on NumPy arrays alone:
+gives them, and `facts`, a small JSON with a digest of every array and of what the run's other files held by then. Plain
+Orbax reads both. Works on NumPy arrays alone:
 the device belongs to the training program, and a jax call beside it may wait for hours. Knows nothing of threads.
 
 A snapshot is written in `<folder>/.unfinished/` and moved into place by one rename, so that a crash at any instant
@@ -9,8 +10,6 @@ leaves a whole `<step>` or none. TensorStore syncs the arrays' files to the disk
 files nor the folders that it makes and renames, so that all of these are synced here, before the rename.
 """
 
-import hashlib
-import json
 import os
 import secrets
 import shutil
@@ -24,10 +23,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.keys import is_key, like_leaf, plain_key
+from engine.records.control_log import CONTROL_LOG_NAME
+from engine.records.digests import describe_array, is_as_sealed, sealed
+from engine.records.folder_state import FolderState
 from engine.records.orbax_store import first_unreadable, restore_arrays, restore_facts, save_items, short_reason
 from engine.records.versions import version_of
+from preprocess.regular_file import check_regular
 
 _FORMAT = 1
+# Of the facts: what the run's other files hold.
+_FOLDER = "folder"
+_MOST_FACTS_BYTES = 1 << 26
 _UNFINISHED = ".unfinished"
 _NAMED_AT_MOST = 3
 # Beside the arrays: the facts and Orbax's own files, some hundred bytes an array.
@@ -46,11 +52,13 @@ class Snapshot:
         step: updates done.
         pulls: batches taken.
         leaves: the arrays by name, such as `params.conv1.kernel`; they may be read-only.
+        folder: what the run's other files held when it was taken; None in snapshots of before that was recorded.
     """
 
     step: int
     pulls: int
     leaves: dict[str, NDArray[Any]]
+    folder: FolderState | None = None
 
 
 def snapshot_steps(folder: Path) -> list[int]:
@@ -67,7 +75,7 @@ def snapshot_steps(folder: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isascii() and name.isdigit() and name == str(int(name)))
 
 
-def write_snapshot(folder: Path, step: int, pulls: int, tree: Any) -> None:
+def write_snapshot(folder: Path, step: int, pulls: int, tree: Any, state: FolderState | None = None) -> None:
     """Writes `<folder>/<step>/` whole or not at all, for good once it returns; one writer a folder at a time.
 
     What a crash left unfinished is removed first. A snapshot of the step that holds the same is left as it is; one that
@@ -78,13 +86,14 @@ def write_snapshot(folder: Path, step: int, pulls: int, tree: Any) -> None:
         step: updates done, from 0.
         pulls: batches taken, from 0.
         tree: the state, a pytree of NumPy arrays of numbers of any shape; the keys of a generator as their data.
+        state: what the run's other files hold by then.
 
     Raises:
         SnapshotError: where the tree holds something else, or the disk does not take it; other snapshots stay.
     """
     folder = folder.absolute()
     named = _named_arrays(tree)
-    facts = _make_facts(step, pulls, {name: array for name, (_, array) in named.items()})
+    facts = _make_facts(step, pulls, {name: array for name, (_, array) in named.items()}, state)
     if _is_written(folder, facts):
         return
     unfinished = folder / _UNFINISHED
@@ -118,6 +127,7 @@ def read_snapshot(folder: Path, step: int) -> Snapshot:
     if not path.is_dir():
         found = ", ".join(map(str, snapshot_steps(folder))) or "none"
         raise SnapshotError(f"a snapshot must exist to be read, and {path} does not: take a step of these: {found}")
+    _check_files(path)
     facts = _read_facts(path, step)
     described: dict[str, Any] = facts["leaves"]
     filled = {name: like for name, like in described.items() if 0 not in like["shape"]}
@@ -125,10 +135,21 @@ def read_snapshot(folder: Path, step: int) -> Snapshot:
     leaves = {}
     for name, like in described.items():
         array = restored.get(name, np.zeros(like["shape"], like["dtype"]) if name not in filled else None)
-        if array is None or _describe(name, array) != like:
+        if array is None or describe_array(name, array) != like:
             raise _damaged(path, f"{name} is not what was written")
         leaves[name] = array
-    return Snapshot(step, facts["pulls"], leaves)
+    return Snapshot(step, facts["pulls"], leaves, _folder_state(path, facts))
+
+
+def read_folder_state(folder: Path, step: int) -> FolderState | None:
+    """Return what a snapshot says of the run's other files, without its arrays; None where it says nothing.
+
+    Raises:
+        SnapshotError: where it cannot be read.
+    """
+    path = folder.absolute() / str(step)
+    _check_files(path)
+    return _folder_state(path, _read_facts(path, step))
 
 
 def match_state(leaves: Mapping[str, NDArray[Any]], like: Any) -> Any:
@@ -225,29 +246,38 @@ def _flatten(nested: Any) -> dict[str, NDArray[Any]]:
     return {".".join(_parts(path)): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(nested)}
 
 
-def _describe(name: str, array: NDArray[Any]) -> dict[str, Any]:
-    """What the facts say of an array: type, shape, and the SHA-256 of these, its name and its bytes."""
-    about = {"dtype": array.dtype.name, "shape": list(array.shape)}
-    digest = hashlib.sha256(json.dumps([name, about], sort_keys=True).encode())
-    # As plain bytes, since bfloat16 has no buffer format that hashlib takes.
-    digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-    return {**about, "sha256": digest.hexdigest()}
-
-
-def _make_facts(step: int, pulls: int, arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
+def _make_facts(step: int, pulls: int, arrays: Mapping[str, NDArray[Any]], state: FolderState | None) -> dict[str, Any]:
     facts = {
         "format": _FORMAT,
         "step": step,
         "pulls": pulls,
         "versions": {name: version_of(name) for name in ("feedloop", "jax", "orbax-checkpoint")},
-        "leaves": {name: _describe(name, array) for name, array in arrays.items()},
+        "leaves": {name: describe_array(name, array) for name, array in arrays.items()},
     }
-    return {**facts, "sha256": _facts_digest(facts)}
+    return sealed(facts if state is None else {**facts, _FOLDER: state.to_json()})
 
 
-def _facts_digest(facts: Mapping[str, Any]) -> str:
-    told = {key: value for key, value in facts.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+def _folder_state(path: Path, facts: Mapping[str, Any]) -> FolderState | None:
+    if _FOLDER not in facts:
+        return None
+    try:
+        return FolderState.from_json(facts[_FOLDER])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(path, f"its facts cannot be read ({type(error).__name__}: {error})") from error
+
+
+def _check_files(path: Path) -> None:
+    """Raise SnapshotError where a snapshot holds a pipe or a device, for which a reader would wait without end."""
+    for inner, _, names in os.walk(path):
+        for name in names:
+            file = Path(inner, name)
+            try:
+                status = file.stat()
+                check_regular(status, file)
+            except OSError as error:
+                raise _damaged(path, f"{file.relative_to(path)} cannot be read ({error.strerror})") from error
+            if file.relative_to(path).parts[0] == "facts" and status.st_size > _MOST_FACTS_BYTES:
+                raise _damaged(path, f"{file.relative_to(path)} has {status.st_size:,} bytes")
 
 
 def _is_written(folder: Path, facts: Mapping[str, Any]) -> bool:
@@ -256,13 +286,22 @@ def _is_written(folder: Path, facts: Mapping[str, Any]) -> bool:
     try:
         if not path.exists():
             return False
+        _check_files(path)
         before = _read_facts(path, facts["step"])
-        if any(before[key] != facts[key] for key in ("pulls", "leaves")):
+        if any(before[key] != facts[key] for key in ("pulls", "leaves")) or not _tells_the_same(before, facts):
             return False
         read_snapshot(folder, facts["step"])
     except (SnapshotError, OSError):
         return False
     return True
+
+
+def _tells_the_same(before: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
+    """Whether what is said of the lines up to a snapshot still holds; requests may have come since."""
+    if _FOLDER not in before or _FOLDER not in facts:
+        return True
+    logs, logs_now = (dict(each[_FOLDER]["logs"]) for each in (before, facts))
+    return all(logs.get(name) == logs_now.get(name) for name in logs_now if name != CONTROL_LOG_NAME)
 
 
 def _need_room(folder: Path, num_bytes: int) -> None:
@@ -279,7 +318,7 @@ def _need_room(folder: Path, num_bytes: int) -> None:
 def _read_facts(path: Path, step: int) -> dict[str, Any]:
     try:
         facts = restore_facts(path)
-        is_whole = facts["sha256"] == _facts_digest(facts) and facts["step"] == step
+        is_whole = is_as_sealed(facts) and facts["step"] == step
     except Exception as error:  # of whatever type Orbax and TensorStore please
         raise _damaged(path, f"its facts cannot be read ({short_reason(error)})") from error
     if not is_whole:

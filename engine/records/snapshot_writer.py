@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.records.folder_state import FolderState
 from engine.records.orbax_store import load_orbax
 from engine.records.snapshot import keep_newest, snapshot_steps, write_snapshot
 
@@ -23,7 +24,7 @@ class SnapshotWriter:
         folder: of the snapshots; made where it is missing.
         keep: how many of the newest stay on disk; 0 keeps all.
         say: told in a line what was left out or went wrong, from any thread; it must not block (`engine.notices`).
-        write: (folder, step, pulls, tree) → writes one, whole or not at all.
+        write: (folder, step, pulls, tree, state) → writes one, whole or not at all.
 
     Raises:
         ValueError: where `keep` is negative.
@@ -35,7 +36,7 @@ class SnapshotWriter:
         *,
         keep: int,
         say: Callable[[str], None],
-        write: Callable[[Path, int, int, Any], None] = write_snapshot,
+        write: Callable[[Path, int, int, Any, FolderState | None], None] = write_snapshot,
     ) -> None:
         if keep < 0:
             raise ValueError(f"the number of snapshots to keep must be 0 (all) or more, and is {keep}: choose another")
@@ -69,19 +70,20 @@ class SnapshotWriter:
         with self._changed:
             return self._writing_step if self._waiting is None else self._waiting.step
 
-    def submit(self, step: int, pulls: int, tree: Any) -> None:
+    def submit(self, step: int, pulls: int, tree: Any, state: FolderState | None = None) -> None:
         """Takes a snapshot to be written, and returns at once; what comes after `close` is left out.
 
         Args:
             step: updates done.
             pulls: batches taken.
             tree: a pytree of NumPy arrays, which must not be changed from now on.
+            state: what the run's other files hold by then.
         """
         with self._changed:
             if self._is_closed:
                 self._say(f"snapshot of step {step} left out: it came when the run was over")
                 return
-            left_out, self._waiting = self._waiting, _Submitted(step, pulls, tree)
+            left_out, self._waiting = self._waiting, _Submitted(step, pulls, tree, state)
             self._is_last_written = False
             self._changed.notify_all()
         if left_out is not None:
@@ -146,7 +148,7 @@ class SnapshotWriter:
 
     def _write_one(self, submitted: "_Submitted") -> bool:
         try:
-            self._write(self._folder, submitted.step, submitted.pulls, submitted.tree)
+            self._write(self._folder, submitted.step, submitted.pulls, submitted.tree, submitted.state)
         except Exception as error:  # noqa: BLE001 - no snapshot is worth the run, whatever went wrong with it
             self._say(f"snapshot of step {submitted.step} not written: {_one_line(error)}; {self._what_stays()}")
             return False
@@ -168,6 +170,7 @@ class _Submitted:
     step: int
     pulls: int
     tree: Any
+    state: FolderState | None
 
 
 def _one_line(error: BaseException) -> str:

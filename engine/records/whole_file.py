@@ -6,6 +6,8 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
+from engine.records.file_errors import name_file
+
 
 def write_whole(path: Path, content: bytes) -> None:
     """Writes a file so that a reader, or a crash at any instant, sees the old content or the new, never a part.
@@ -13,8 +15,17 @@ def write_whole(path: Path, content: bytes) -> None:
     The file's permissions follow the umask, as for any other new file.
 
     Raises:
-        OSError: where it cannot be written; the old file, if any, is as it was.
+        OSError: where it cannot be written, which names `path`; the old file, if any, is as it was.
     """
+    try:
+        _write_beside(path, content)
+    except OSError as error:
+        name_file(error, path)
+        raise
+    _sync_folder(path.parent)
+
+
+def _write_beside(path: Path, content: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     # Not tempfile.mkstemp: it makes files private to their owner, and to undo that one would need the umask, which can
     # be read only by setting it, for all threads.
@@ -28,7 +39,6 @@ def write_whole(path: Path, content: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
 
 
 def remove_unfinished(path: Path) -> None:

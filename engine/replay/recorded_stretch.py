@@ -17,7 +17,9 @@ from engine.records.recorded_run import RecordedRun, read_recorded
 from engine.records.run_folder import EVALUATION_LOG, LOSS_LOG, SNAPSHOTS
 from engine.records.snapshot import Snapshot, read_snapshot, snapshot_steps
 from engine.resume import StartingPoint, start_at
+from preprocess.regular_file import read_regular
 
+_MOST_LOG_BYTES = 1 << 36  # a few hundred million steps
 LOSS_NUMBERS = ("loss", "lr")
 EVALUATION_NUMBERS = ("num_images", "top1", "top5", "loss")
 
@@ -184,7 +186,7 @@ _OUTSIDE_OF_A_RUN: dict[str, Any] = {
 def _read_lines(path: Path) -> list[bytes]:
     """Gives the whole lines of a file; a last one without its end is being written, or a crash cut it short."""
     try:
-        return path.read_bytes().split(b"\n")[:-1]
+        return read_regular(path, max_bytes=_MOST_LOG_BYTES).split(b"\n")[:-1]
     except FileNotFoundError:
         return []
 

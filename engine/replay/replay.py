@@ -18,6 +18,8 @@ from engine.control import ControlBoard, ControlWords
 from engine.keys import plain_keys
 from engine.launch import Launch, NonFiniteError
 from engine.records.control_log import ControlEvent
+from engine.records.run_folder import CONFIG
+from engine.replay.checked_files import CheckedFiles, check_files
 from engine.replay.recorded_stretch import Piece, RecordedStretch, read_stretch
 from engine.replay.report import Comparison, ReplayReport
 from engine.resolve import own_parts
@@ -25,6 +27,7 @@ from engine.resume import StartingPoint, check_data, check_given_weights, told_v
 from engine.signals import StopSignals
 from engine.sinks import Sink
 from engine.train_state import TrainModel, TrainState
+from preprocess.regular_file import IrregularFileError
 
 _END = "the end of the replay"
 
@@ -43,9 +46,10 @@ def replay_run(
 ) -> ReplayReport:
     """Makes the updates `from_step` + 1 … `to_step` of a recorded run once more, and compares them bit by bit.
 
-    Compared are every loss and learning rate of `loss.jsonl`, every evaluation of `eval.jsonl` and, where the run has a
-    snapshot of `to_step`, every array of the state. Requests that took effect in the run are repeated, and where a run
-    was resumed with other settings these change at the same step.
+    First every file of the run is held against the digests that the run wrote of it (`engine.replay.checked_files`).
+    Compared are then every loss and learning rate of `loss.jsonl`, every evaluation of `eval.jsonl` and, where the run
+    has a snapshot of `to_step`, every array of the state. Requests that took effect in the run are repeated, and where
+    a run was resumed with other settings these change at the same step.
 
     Args:
         run: its folder, which is only read; the run may still be going on.
@@ -67,7 +71,14 @@ def replay_run(
         KeyboardInterrupt: on a signal before the first step, or on a second one.
         BaseException: whatever the batch source raised.
     """
-    stretch = read_stretch(Path(run), from_step, to_step)
+    files = _checked_files(Path(run), notify)
+    try:
+        stretch = _read_stretch(Path(run), from_step, to_step)
+    except ValueError as error:
+        for fault in files.faults:
+            if fault not in str(error):
+                error.add_note(f"not as written: {fault}")
+        raise
     _check_own(stretch, model, batches, evaluation)
     # A launch handles signals while it is open; before it and between two, they end the replay at once.
     with StopSignals(ControlBoard(), _say_nothing):
@@ -77,7 +88,29 @@ def replay_run(
         if warning := told_versions(stretch.recorded):
             notify(warning)
         make_launch = partial(Launch, model=model, batches=batches, evaluation=evaluation, notify=notify)
-        return _replay(stretch, make_launch, data, display)
+        report = _replay(stretch, make_launch, data, display)
+    return replace(report, file_faults=files.faults)
+
+
+def _read_stretch(run: Path, from_step: int | None, to_step: int | None) -> RecordedStretch:
+    try:
+        return read_stretch(run, from_step, to_step)
+    except IrregularFileError as error:
+        raise ValueError(
+            f"{error.filename} must be a file, and is not ({error.strerror}): restore that file"
+        ) from error
+
+
+def _checked_files(run: Path, notify: Callable[[str], None]) -> CheckedFiles:
+    """Look at every file of a run and say how many are as they were written, and which carry no digest."""
+    if not (run / CONFIG).exists():
+        return CheckedFiles(0, (), ())  # no run: what follows says so
+    files = check_files(run)
+    if files.num_checked:
+        notify(f"files: {files.num_checked} as written (a snapshot counts as one)")
+    if files.unchecked:
+        notify(f"files: {', '.join(files.unchecked)} cannot be checked: no digest of them was written (yet)")
+    return files
 
 
 def _say_nothing(_: str) -> None:

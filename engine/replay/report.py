@@ -58,6 +58,7 @@ class ReplayReport:
         num_arrays: of the state at `to_step`, compared with its snapshot; None where there is none.
         differences: the first of each kind.
         stopped_by: the signal that ended the replay early, None where none did.
+        file_faults: what is not as the run wrote it, a line for each file.
     """
 
     from_step: int
@@ -67,15 +68,17 @@ class ReplayReport:
     num_arrays: int | None
     differences: tuple[Difference, ...]
     stopped_by: str | None = None
+    file_faults: tuple[str, ...] = ()
 
     @property
     def is_same(self) -> bool:
-        """Whether all that was compared has the same bits."""
-        return not self.differences
+        """Whether all that was compared has the same bits, and every file is as it was written."""
+        return not self.differences and not self.file_faults
 
     def __str__(self) -> str:
-        if self.differences:
-            return "\n".join(f"differs: {difference}" for difference in self.differences)
+        if not self.is_same:
+            faults = [f"not as written: {fault}" for fault in self.file_faults]
+            return "\n".join([*faults, *(f"differs: {difference}" for difference in self.differences)])
         counted = [_count(self.num_losses, "loss", "losses"), _count(self.num_evaluations, "evaluation", "evaluations")]
         if self.num_arrays is not None:
             counted.append(f"{_count(self.num_arrays, 'array', 'arrays')} of the snapshot of step {self.to_step:,}")

@@ -1,0 +1,110 @@
+"""Digests by which a run's files are recognised as what was written: of JSON records, of growing logs, of arrays.
+
+They guard against damage, accidents and edits by hand. Whoever recomputes them can forge any of it: they are no
+signatures.
+"""
+
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from preprocess.regular_file import open_regular
+
+SEAL = "sha256"
+"""The key under which a JSON record holds the digest of all its other keys."""
+
+_CHUNK_BYTES = 1 << 20
+
+
+class LogState(NamedTuple):
+    """How far a log had come: its size in bytes and the SHA-256 of these, in hexadecimal digits."""
+
+    num_bytes: int
+    sha256: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the state as it is recorded."""
+        return {"bytes": self.num_bytes, "sha256": self.sha256}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "LogState":
+        """Return what `to_json` made; raise ValueError, KeyError or TypeError for anything else."""
+        num_bytes, digest = values["bytes"], values["sha256"]
+        if type(num_bytes) is not int or num_bytes < 0 or not isinstance(digest, str):
+            raise ValueError(f"a log's state must be its bytes and their sha256, got {num_bytes!r} and {digest!r}")
+        return cls(num_bytes, digest)
+
+
+class RunningDigest:
+    """The SHA-256 and the size of what was appended so far; O(1) memory, and any thread may ask for the state."""
+
+    def __init__(self) -> None:
+        self._found, self._num_bytes, self._lock = hashlib.sha256(), 0, threading.Lock()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes appended so far."""
+        return self._num_bytes
+
+    def update(self, content: bytes) -> None:
+        """Append bytes."""
+        with self._lock:
+            self._found.update(content)
+            self._num_bytes += len(content)
+
+    def state(self) -> LogState:
+        """Return the state after the last append."""
+        with self._lock:
+            return LogState(self._num_bytes, self._found.hexdigest())
+
+
+def digest_file(path: Path, num_bytes: int, begun: RunningDigest) -> RunningDigest:
+    """Return the digest of the first bytes of a regular file; of fewer where the file is shorter.
+
+    Args:
+        path: of the file, which need not exist for none of its bytes.
+        num_bytes: how many.
+        begun: the digest of the first ones of these, which is continued.
+
+    Raises:
+        OSError: where the file cannot be read, or is a pipe, a device or a folder.
+    """
+    if num_bytes <= begun.num_bytes:
+        return begun
+    with os.fdopen(open_regular(path), "rb", buffering=0) as file:
+        file.seek(begun.num_bytes)
+        while part := file.read(min(_CHUNK_BYTES, num_bytes - begun.num_bytes)):
+            begun.update(part)
+    return begun
+
+
+def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a JSON record with the digest of its other keys as its last one."""
+    return {**values, SEAL: json_digest(values)}
+
+
+def is_as_sealed(values: Mapping[str, Any]) -> bool:
+    """Return whether a record holds the digest of its other keys."""
+    return values.get(SEAL) == json_digest(values)
+
+
+def json_digest(values: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a JSON record without its own seal; of equal values it is the same, however they lie."""
+    told = {key: value for key, value in values.items() if key != SEAL}
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
+
+def describe_array(name: str, array: NDArray[Any]) -> dict[str, Any]:
+    """Return what identifies an array: type, shape, and the SHA-256 of these, its name and its bytes."""
+    about = {"dtype": array.dtype.name, "shape": list(array.shape)}
+    digest = hashlib.sha256(json.dumps([name, about], sort_keys=True).encode())
+    # As plain bytes, since bfloat16 has no buffer format that hashlib takes.
+    digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return {**about, "sha256": digest.hexdigest()}

@@ -1,0 +1,135 @@
+"""A log of a run folder: appended line by line, with the digest of all that it holds.
+
+Owns that a line is there whole or not at all, and that the file is still the one of its name. Must not know: what a
+line says.
+"""
+
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from engine.records.digests import LogState, RunningDigest
+from engine.records.file_errors import LostFileError, name_file
+from preprocess.regular_file import check_regular
+
+# More than any record takes: where the last line of a file must begin.
+_LONGEST_LINE_BYTES = 1 << 16
+# How often an append looks whether the file is still in its place: that takes 2 µs, and an append 10.
+_LOOK_EVERY_S = 1.0
+_READ_BYTES = 1 << 20
+# Without waiting for the reader of a pipe, which is then refused.
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
+
+
+class JsonLines:
+    """A file of lines, each on disk before the next one is taken; a line is there whole or not at all.
+
+    Args:
+        path: of the file.
+        begun: the digest of what it holds already, which the appended lines continue; None reads the file for it.
+    """
+
+    def __init__(self, path: Path, begun: RunningDigest | None = None) -> None:
+        self._path, self._begun = path, begun
+        self._digest = RunningDigest() if begun is None else begun
+        self._file, self._length = -1, 0
+        self._looked_at = 0.0
+
+    def open(self) -> None:
+        """Open the file, to append; a last line that a crash cut short is removed.
+
+        Raises:
+            ValueError: where the file holds something else than lines, or than it held when its digest was taken.
+            OSError: where it cannot be opened, or is a pipe or a device.
+        """
+        try:
+            self._file = os.open(self._path, _FLAGS, 0o666)
+        except OSError as error:
+            name_file(error, self._path)
+            raise
+        try:
+            check_regular(os.fstat(self._file), self._path)
+            self._length = self._end_of_lines()
+            if self._length < os.fstat(self._file).st_size:
+                os.ftruncate(self._file, self._length)
+            self._continue_digest()
+        except BaseException:
+            self.close()
+            raise
+
+    def _continue_digest(self) -> None:
+        if self._begun is None:
+            self._digest = RunningDigest()
+            while part := os.pread(self._file, _READ_BYTES, self._digest.num_bytes):
+                self._digest.update(part)
+        elif self._begun.num_bytes != self._length:
+            raise ValueError(
+                f"{self._path} must hold the {self._begun.num_bytes:,} bytes that this run left there, and holds "
+                f"{self._length:,}: nobody else may write to it while the run is going"
+            )
+
+    def _end_of_lines(self) -> int:
+        """Return the size of the file up to the end of its last whole line."""
+        size = os.fstat(self._file).st_size
+        if size == 0:
+            return 0
+        start = max(0, size - _LONGEST_LINE_BYTES)
+        end = os.pread(self._file, size - start, start)
+        if start and b"\n" not in end:
+            raise ValueError(
+                f"{self._path} must hold lines of losses, and its last line has no end: choose another file"
+            )
+        return start + end.rfind(b"\n") + 1
+
+    def append(self, text: str) -> None:
+        """Append a line, given without its end.
+
+        Raises:
+            OSError: where the disk does not take it, and then nothing of it; or, looked for once a second, where the
+                file is no longer the one of its name.
+        """
+        line = (text + "\n").encode()
+        try:
+            # A disk takes what fits and reports that it is full at the next call: make that call.
+            written = 0
+            while written < len(line):
+                written += os.write(self._file, line[written:])
+        except OSError as error:
+            if os.fstat(self._file).st_size > self._length:
+                os.ftruncate(self._file, self._length)
+            name_file(error, self._path)
+            raise
+        self._length += len(line)
+        self._digest.update(line)
+        if time.monotonic() >= self._looked_at + _LOOK_EVERY_S:
+            self.check_place()
+
+    def state(self) -> LogState:
+        """Return how many bytes were appended, by this run in all its launches, and their digest; from any thread."""
+        return self._digest.state()
+
+    def check_place(self) -> None:
+        """Raise LostFileError where the file that is open is no longer the one of its name; a closed one is left."""
+        self._looked_at = time.monotonic()
+        if self._file < 0:
+            return
+        try:
+            is_there = os.path.samestat(os.fstat(self._file), self._path.stat())
+        except OSError:
+            is_there = False
+        if not is_there:
+            raise LostFileError.of(self._path)
+
+    def sync(self) -> None:
+        """Bring what was appended to the disk, if the file is open; raise LostFileError as `check_place`."""
+        if self._file >= 0:
+            with suppress(OSError):
+                os.fsync(self._file)
+            self.check_place()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1

@@ -1,0 +1,72 @@
+"""What `result.json` records of the end of a run, read back and checked. Needs no jax."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.records.control_log import CONTROL_LOG_NAME
+from engine.records.digests import SEAL, is_as_sealed, json_digest
+from engine.records.folder_state import FolderState
+from engine.records.recorded_run import MOST_JSON_BYTES
+from engine.records.run_folder import EVALUATION_LOG, LOSS_LOG, RESULT
+from preprocess.regular_file import read_regular
+
+FILES = "files"
+"""The key of `result.json` under which it says what the other files held at the end."""
+WEIGHTS_DIGEST = "weights_sha256"
+"""There, the digest that the metadata of `model.safetensors` hold; None where that was not written."""
+
+
+@dataclass(frozen=True)
+class RecordedEnd:
+    """What `result.json` says of the other files.
+
+    Attributes:
+        folder: what they held; None where nothing is said, by a run of before there were digests or one that was given
+            up while it may still have been writing.
+        weights_digest: of `model.safetensors`, None where nothing is said.
+        is_sealed: whether the file holds a digest of itself.
+    """
+
+    folder: FolderState | None
+    weights_digest: str | None
+    is_sealed: bool
+
+
+def read_result(run: Path) -> RecordedEnd | None:
+    """Read `result.json`; None where there is none.
+
+    Raises:
+        ValueError: where it cannot be read, or was changed since it was written.
+    """
+    path = run / RESULT
+    try:
+        values = json.loads(read_regular(path, max_bytes=MOST_JSON_BYTES))
+        if not isinstance(values, dict):
+            raise TypeError(f"it must be a JSON object, is {type(values).__name__}")
+        if SEAL not in values and FILES not in values:
+            return RecordedEnd(None, None, is_sealed=False)
+        if not is_as_sealed(values):
+            found, now = str(values.get(SEAL, "none"))[:12], json_digest(values)[:12]
+            raise ValueError(f"its digest (sha256) was {found}, is {now}")
+        return _recorded_end(values)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        told = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ValueError(
+            f"{path} must be what the run wrote at its end, and is not ({told}): restore that file, or remove it to go "
+            "on from the newest snapshot"
+        ) from error
+
+
+def _recorded_end(values: dict[str, Any]) -> RecordedEnd:
+    files = values.get(FILES)
+    if files is None:
+        return RecordedEnd(None, None, is_sealed=True)
+    folder = FolderState.from_json(files)
+    for name in (LOSS_LOG, EVALUATION_LOG, CONTROL_LOG_NAME):
+        if name not in folder.logs:
+            raise KeyError(name)
+    return RecordedEnd(folder, files.get(WEIGHTS_DIGEST), is_sealed=True)

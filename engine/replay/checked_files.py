@@ -1,0 +1,146 @@
+"""Whether every file of a run is what was written, as far as the run's own digests tell.
+
+Reads only, without the run's lock. Guards against damage and edits by hand, not against whoever recomputes digests.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from engine.records.control_log import CONTROL_LOG_NAME, read_events
+from engine.records.digests import LogState
+from engine.records.folder_lock import is_locked
+from engine.records.folder_state import (
+    FolderState,
+    RecordedBy,
+    check_config_digest,
+    check_no_more,
+    digest_log,
+)
+from engine.records.recorded_end import RecordedEnd, read_result
+from engine.records.recorded_run import RecordedRun, read_recorded
+from engine.records.run_folder import CONFIG, EVALUATION_LOG, LOSS_LOG, RESULT, SNAPSHOTS, WEIGHTS
+from engine.records.snapshot import read_snapshot, snapshot_steps
+from engine.records.weights import read_weights
+
+_LOGS = (LOSS_LOG, EVALUATION_LOG, CONTROL_LOG_NAME)
+
+
+@dataclass(frozen=True)
+class CheckedFiles:
+    """What became of the check.
+
+    Attributes:
+        num_checked: files, a snapshot counting as one, of which at least a part was found as it was written.
+        faults: what is wrong, a line for each file.
+        unchecked: names of what carries no digest, or is not spoken of by any yet.
+    """
+
+    num_checked: int
+    faults: tuple[str, ...]
+    unchecked: tuple[str, ...]
+
+
+def check_files(run: Path) -> CheckedFiles:
+    """Look at every file of a run; raises OSError where the folder cannot be listed."""
+    return _Check(run).made()
+
+
+class _Check:
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._faults: dict[str, str] = {}
+        self._checked: set[str] = set()
+        self._unchecked: list[str] = []
+
+    def made(self) -> CheckedFiles:
+        recorded = self._look(CONFIG, partial(read_recorded, self._run))
+        end = self._look(RESULT, partial(read_result, self._run)) if (self._run / RESULT).exists() else None
+        states = self._snapshot_states()
+        if end is not None and end.folder is not None:
+            states.append((end.folder, RecordedBy(RESULT)))
+        self._check_config(recorded, states)
+        for name in _LOGS:
+            self._check_log(name, [(state.logs[name], by) for state, by in states if name in state.logs])
+        if end is not None and end.folder is not None and not self._is_going():
+            for name, log in end.folder.logs.items():
+                self._look(name, partial(check_no_more, self._run / name, log, RecordedBy(RESULT)))
+        self._check_weights(end)
+        self._sort_out(recorded, end)
+        return CheckedFiles(len(self._checked), tuple(self._faults.values()), tuple(self._unchecked))
+
+    def _look[Found](self, name: str, read: Callable[[], Found]) -> Found | None:
+        """Call what reads a file, unless a fault of it is known already; keep the fault."""
+        if name in self._faults:
+            return None
+        try:
+            found = read()
+        except (ValueError, OSError) as error:
+            self._faults[name] = str(error)
+            return None
+        self._checked.add(name)
+        return found
+
+    def _is_going(self) -> bool:
+        with suppress(OSError):
+            return is_locked(self._run)
+        return False
+
+    def _snapshot_states(self) -> list[tuple[FolderState, RecordedBy]]:
+        folder, states = self._run / SNAPSHOTS, []
+        for step in snapshot_steps(folder):
+            name = f"{SNAPSHOTS}/{step}"
+            snapshot = self._look(name, partial(read_snapshot, folder, step))
+            if snapshot is not None and snapshot.folder is not None:
+                states.append((snapshot.folder, RecordedBy(f"the snapshot of step {step}")))
+            elif snapshot is None and not (folder / str(step)).exists():
+                del self._faults[name]  # a run that goes on has removed it meanwhile
+        return states
+
+    def _check_config(self, recorded: RecordedRun | None, states: Sequence[tuple[FolderState, RecordedBy]]) -> None:
+        if recorded is not None:
+            path = self._run / CONFIG
+            for state, by in states:
+                self._look(
+                    CONFIG,
+                    partial(check_config_digest, path, recorded.digest, recorded.continued, state, by.name),
+                )
+
+    def _check_log(self, name: str, expected: Sequence[tuple[LogState, RecordedBy]]) -> None:
+        if expected:
+            self._look(name, partial(digest_log, self._run / name, *expected))
+        elif name == CONTROL_LOG_NAME:
+            self._look(name, partial(read_events, self._run / name))
+            self._checked.discard(name)
+
+    def _check_weights(self, end: RecordedEnd | None) -> None:
+        path = self._run / WEIGHTS
+        wanted = None if end is None else end.weights_digest
+        if not path.exists() and not path.is_symlink():
+            if wanted is not None:
+                self._faults[WEIGHTS] = f"{path} must be there, since {RESULT} tells of it, and is missing: restore it"
+            return
+        weights = self._look(WEIGHTS, partial(read_weights, path))
+        if weights is None:
+            return
+        if wanted not in (None, weights.digest):
+            self._faults[WEIGHTS] = f"{path} must be what the run wrote at its end, and is another: restore that file"
+        elif weights.digest is None:
+            self._checked.discard(WEIGHTS)
+            self._unchecked.append(WEIGHTS)
+
+    def _sort_out(self, recorded: RecordedRun | None, end: RecordedEnd | None) -> None:
+        """Name the files that were read and that no digest speaks of."""
+        if recorded is not None and recorded.digest is None:
+            self._checked.discard(CONFIG)
+            self._unchecked.append(CONFIG)
+        if end is not None and not end.is_sealed:
+            self._checked.discard(RESULT)
+            self._unchecked.append(RESULT)
+        for name in _LOGS:
+            if (self._run / name).exists() and name not in self._checked and name not in self._faults:
+                self._unchecked.append(name)
+        self._checked -= self._faults.keys()
+        self._checked = {name for name in self._checked if (self._run / name).exists()}
