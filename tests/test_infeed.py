@@ -18,7 +18,7 @@ from engine.transport import InplaceTransport
 from tests.toy import BATCH, SIZE, CountedBatches, toy_batch
 
 
-def make_infeed(batches, *, stop_step=4, num_shards=1, timeout_s=5.0, chunk=1):
+def make_infeed(batches, *, stop_step=4, num_shards=1, timeout_s=5.0, chunk=1, times_waits=True):
     feeder = Feeder(
         FunctionBatches(batches),
         start_step=0,
@@ -30,7 +30,7 @@ def make_infeed(batches, *, stop_step=4, num_shards=1, timeout_s=5.0, chunk=1):
     )
     feeder.start()
     board = ControlBoard()
-    infeed = Infeed(feeder, board, InplaceTransport(), words_of=board.words, chunk=chunk)
+    infeed = Infeed(feeder, board, InplaceTransport(), words_of=board.words, chunk=chunk, times_waits=times_waits)
     none = jnp.int32(0)
     pull = jax.jit(infeed.pull).lower(none, none, none).compile()
 
@@ -51,6 +51,22 @@ def test_a_pull_gives_the_batch_of_its_step_and_a_quiet_control_word():
         assert pulled.control.learning_rate_factor == 1
         assert infeed.take_wait_s(step) >= 0
     feeder.close()
+
+
+def test_waits_that_nobody_asks_for_do_not_pile_up():
+    def late(step):
+        time.sleep(0.02)
+        return toy_batch(step)
+
+    waits = []
+    for times_waits in (True, False):
+        infeed, feeder, _, pull = make_infeed(late, times_waits=times_waits)
+        for step in range(4):
+            jax.block_until_ready(pull(step))
+        waits.append(infeed._wait_s)
+        feeder.close()
+    assert waits[0]
+    assert waits[1] == {}
 
 
 @pytest.mark.timeout(60)

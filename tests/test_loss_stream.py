@@ -1,8 +1,10 @@
 """The loss stream: every record to every sink once and in order, whatever one of them does."""
 
+import gc
 import math
 import threading
 import time
+import tracemalloc
 import weakref
 
 import numpy as np
@@ -540,3 +542,24 @@ def test_finite_losses_are_nothing_to_tell():
         stream.receive(pushed(step, loss=3e38))
     stream.close()
     assert told == []
+
+
+def test_losses_without_number_take_no_memory():
+    stream = make_stream(wait_of=lambda _: 0.0)
+    stream.start([])
+    gc.collect()
+    tracemalloc.start()
+    try:
+        sizes = []
+        for first in range(1, 300_001, 1000):
+            stream.receive(PushedLosses(first, [2.5] * 1000, [0.1] * 1000, float(first)))
+            if first in (100_001, 299_001):
+                sizes.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    stream.close()
+    assert stream.num_losses == 300_000
+    assert stream.losses.shape == (300_000,)
+    stream.release()
+    # A Python float for each would be 32 bytes; what is held in memory, 4 bytes for each of 65,536, comes and goes.
+    assert sizes[1] - sizes[0] < 300_000

@@ -1,5 +1,6 @@
 """A run folder of which anything was changed: no launch continues it, nothing evaluates it, and the file is named."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -15,8 +16,13 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from engine import evaluate, replay_run, train
+from engine.records.control_log import read_events
 from engine.records.control_requests import ControlRequest, send_request
-from engine.records.digests import sealed
+from engine.records.digests import RunningDigest, sealed
+from engine.records.evaluation_log import EvaluationLog
+from engine.records.folder_lock import FolderLock, is_locked, was_killed
+from engine.records.json_lines import JsonLines
+from engine.records.loss_log import LossLog, read_run_end, read_run_facts
 from engine.records.recorded_end import read_result
 from engine.records.recorded_run import read_recorded
 from engine.records.run_folder import RunFolder
@@ -500,3 +506,51 @@ def test_a_disk_that_is_full_is_told_with_the_file_and_the_remedy(tmp_path, monk
     with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/{name}'\n") as caught:
         run(tmp_path, snapshot_every_steps=0, eval_every_steps=0)
     assert f"{tmp_path}/{name} cannot be written: make room on its disk" in caught.value.__notes__
+
+
+def test_weights_for_which_there_is_no_memory_are_told_with_the_file(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise MemoryError
+
+    monkeypatch.setattr("safetensors.numpy.save", refuse)
+    with pytest.raises(MemoryError, match=r"model\.safetensors needs 0 MB of memory to be written.*\(--resume\)"):
+        run(tmp_path, eval_every_steps=0)
+
+
+@pytest.mark.timeout(60)
+def test_who_follows_a_run_does_not_wait_for_a_pipe(tmp_path):
+    for name in (*LOGS, "config.json", "result.json", ".lock"):
+        os.mkfifo(tmp_path / name)
+    for look in (
+        LossLog(tmp_path / "loss.jsonl").read,
+        EvaluationLog(tmp_path / "eval.jsonl").read,
+        lambda: read_events(tmp_path / "control.jsonl"),
+        lambda: read_run_facts(tmp_path),
+        lambda: is_locked(tmp_path),
+        FolderLock(tmp_path).acquire,
+    ):
+        with pytest.raises((OSError, ValueError), match="it is a pipe, not a file"):
+            look()
+    assert not was_killed(tmp_path)
+    (tmp_path / ".lock").unlink()
+    with pytest.raises(OSError, match="it is a pipe, not a file"):
+        read_run_end(tmp_path)
+    with pytest.raises(ValueError, match=r"config\.json must be what run-train wrote.*it is a pipe, not a file"):
+        read_recorded(tmp_path)
+
+
+def test_a_log_that_somebody_wrote_to_meanwhile_is_refused(tmp_path):
+    path = tmp_path / "loss.jsonl"
+    begun = RunningDigest()
+    lines = JsonLines(path, begun)
+    lines.open()
+    lines.append('{"step": 1}')
+    assert lines.state() == (12, hashlib.sha256(b'{"step": 1}\n').hexdigest())
+    lines.close()
+    again = JsonLines(path)
+    again.open()
+    assert again.state() == lines.state()
+    again.close()
+    path.write_text("{}\n")
+    with pytest.raises(ValueError, match="must hold the 12 bytes that this run left there, and holds 3"):
+        JsonLines(path, begun).open()
