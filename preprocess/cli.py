@@ -284,7 +284,7 @@ def _pack(source: Source, location: Location, settings: PackSettings, *, overwri
 
 
 def _summarise(name: str, result: PackResult, location: Location) -> None:
-    from preprocess.location import printable
+    from preprocess.printable import printable
 
     manifest = result.manifest
     how = ""

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from preprocess.arrays import LABELS, read_array
-from preprocess.location import STORE_TIMEOUT_S, printable
+from preprocess.location import STORE_TIMEOUT_S
 from preprocess.pixels import to_rgb
+from preprocess.printable import printable
 from preprocess.shards import ShardSplit
 
 READ_TIMEOUT_S = 120.0

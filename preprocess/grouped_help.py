@@ -6,8 +6,10 @@ from typing import Any
 
 import click
 
+from preprocess.guarded_output import GuardedCommand
 
-class GroupedCommand(click.Command):
+
+class GroupedCommand(GuardedCommand):
     """A command with ``option_groups``: headings and the names of their options, in the order to show them."""
 
     def __init__(self, *args: Any, option_groups: dict[str, tuple[str, ...]], **values: Any) -> None:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from preprocess.guarded_output import GuardedCommand
+
 if TYPE_CHECKING:
     from preprocess.location import Location
     from preprocess.manifest import Manifest
@@ -25,6 +27,7 @@ _BAR_WIDTH = 30
 
 
 @click.command(
+    cls=GuardedCommand,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
     epilog="Exit codes: 0 intact, 2 damaged or wrong usage, 130 stopped.",
 )
@@ -176,7 +179,7 @@ def _balance(manifest: Manifest) -> list[str]:
         lines.append(f"             {empty:,} classes have no images")
     if manifest.num_classes > _CLASSES_SHOWN:
         return lines
-    from preprocess.location import printable
+    from preprocess.printable import printable
 
     names = [printable(each.name) for each in manifest.classes]
     width = max(map(len, names))

@@ -13,6 +13,7 @@ from typing import Any
 
 import tensorstore as ts
 
+from preprocess.printable import printable
 from preprocess.regular_file import check_regular, read_regular
 
 STORE_TIMEOUT_S = 120.0
@@ -205,11 +206,6 @@ def reason(error: BaseException) -> str:
     """The first line of a TensorStore error without the details it trails in brackets (source positions, spec…)."""
     text = _TRAILING_DETAILS.split(str(error).replace("\\x00", "/"))[0]
     return text.splitlines()[0] if text else type(error).__name__
-
-
-def printable(name: str) -> str:
-    """The file name as it is, or quoted with escapes where a terminal could not show it or would obey it."""
-    return name if name.isprintable() else ascii(name)
 
 
 def _remedy(error: BaseException) -> str:

@@ -31,11 +31,12 @@ from preprocess.arrays import (
 )
 from preprocess.channels import ChannelSums
 from preprocess.journal import JOURNAL, PLAN_KEY, Failure, Journal, ShardRecord, read_failures
-from preprocess.location import Location, ShardError, printable, reason
+from preprocess.location import Location, ShardError, reason
 from preprocess.manifest import FAILURES_KEY, FORMAT_VERSION, MANIFEST_KEY, Manifest, is_manifest
 from preprocess.owner import LOCK_KEY, OWNER_KEY, Owner
 from preprocess.pipeline import PackedImage, decode_in_order
 from preprocess.plan import PackSettings, check_same_plan, is_plan, make_plan, plan_of
+from preprocess.printable import printable
 from preprocess.shard_writer import SHARD_TIMEOUT_S, ShardWriter, metadata_for
 from preprocess.split_files import delete_lock_files, delete_split_files, split_files
 

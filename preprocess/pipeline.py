@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from preprocess.channels import channel_sums
 from preprocess.decode import ResizeRule, decode_image
 from preprocess.journal import Failure
-from preprocess.location import ShardError, printable
+from preprocess.location import ShardError
 from preprocess.pixels import Layout, to_words
+from preprocess.printable import printable
 
 if TYPE_CHECKING:
     from preprocess.listing import SourceImage, SourceSplit

@@ -8,6 +8,9 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
+from preprocess.guarded_output import terminal_of
+from preprocess.printable import printable_line
+
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
@@ -37,7 +40,7 @@ class ImageProgress(AbstractContextManager["ImageProgress"]):
                 TextColumn("{task.fields[rate]}"),
                 TimeRemainingColumn(compact=True),
                 TextColumn("left"),
-                console=Console(file=self._stream),
+                console=Console(file=terminal_of(self._stream)),
             )
             self._bar.start()
         return self
@@ -54,8 +57,12 @@ class ImageProgress(AbstractContextManager["ImageProgress"]):
         start_s, start_done = self._began.setdefault(task, (now, done))
         rate = (done - start_done) / (now - start_s) if now > start_s else 0.0
         if self._bar is not None:
+            from rich.markup import escape
+
             if task not in self._tasks:
-                self._tasks[task] = self._bar.add_task(task, total=total, completed=done, rate="")
+                self._tasks[task] = self._bar.add_task(
+                    escape(printable_line(task)), total=total, completed=done, rate=""
+                )
             self._bar.update(self._tasks[task], completed=done, rate=f"{rate:,.0f} images/s")
         elif now - self._last_line_s >= LINE_EVERY_S:
             self._last_line_s = now

@@ -31,10 +31,11 @@ from preprocess.arrays import (
 from preprocess.checksum import crc32c
 from preprocess.file_maps import WatchedFolder
 from preprocess.image_numbers import ImageNumbers
-from preprocess.location import STORE_TIMEOUT_S, Location, ShardError, open_location, printable, reason
+from preprocess.location import STORE_TIMEOUT_S, Location, ShardError, open_location, reason
 from preprocess.manifest import Manifest
 from preprocess.mapped_images import MappedImages
 from preprocess.mapped_shards import ChangedFileError, MappedShard
+from preprocess.printable import printable
 from preprocess.splits import list_broken_splits, list_splits, list_unfinished_splits, read_manifest
 
 __all__ = [

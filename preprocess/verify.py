@@ -29,9 +29,10 @@ from preprocess.arrays import (
     words_digest,
 )
 from preprocess.journal import JOURNAL
-from preprocess.location import Location, ShardError, open_location, printable
+from preprocess.location import Location, ShardError, open_location
 from preprocess.manifest import FAILURES_KEY, MANIFEST_KEY, Manifest
 from preprocess.pixels import UNUSED_BITS
+from preprocess.printable import printable
 from preprocess.regular_file import check_regular
 from preprocess.shards import open_pixels
 from preprocess.splits import read_manifest

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import tensorstore as ts
 
-from preprocess.location import open_location, printable
+from preprocess.location import open_location
+from preprocess.printable import printable
 from preprocess.split_files import delete_split_files, is_split_file, split_files
 
 

@@ -244,3 +244,73 @@ def test_damage_ends_in_members_or_a_reason(tmp_path_factory, data):
         pass
     finally:
         os.close(tar.descriptor)
+
+
+def header(kind, num_bytes, *, name="a/1.jpg", size_field=None):
+    """A header block of a type and size, with a valid checksum whatever stands in its size field."""
+    info = tarfile.TarInfo(name)
+    info.type, info.size = kind, num_bytes
+    block = bytearray(info.tobuf(tarfile.USTAR_FORMAT))
+    if size_field is not None:
+        block[124:136] = size_field
+    block[148:156] = b" " * 8
+    block[148:156] = b"%06o\0 " % sum(block)
+    return bytes(block)
+
+
+def pax(*records):
+    body = b"".join(records)
+    return header(tarfile.XHDTYPE, len(body)) + body + bytes(-len(body) % BLOCK)
+
+
+def record(key, value):
+    rest = b" " + key + b"=" + value + b"\n"
+    length = len(rest)
+    while length != len(str(length)) + len(rest):
+        length = len(str(length)) + len(rest)
+    return str(length).encode() + rest
+
+
+REST = tar_bytes([("a/1.jpg", b"one")])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (pax(record(b"size", b"9" * 5000)) + REST, r"the header at byte 5632 has the size '9{19}…'; fetch"),
+        (pax(record(b"size", "٣".encode())) + REST, "the header at byte 1024 has the size '٣'"),
+        (pax(record(b"size", b"-1")) + REST, "the header at byte 1024 has the size '-1'"),
+        (pax(b"9" * 5000 + b" path=x\n") + REST, "the pax header at byte 512 has no valid record"),
+        (pax(b"0 path=x\n") + REST, "the pax header at byte 512 has no valid record"),
+        (pax(record(b"path", b"a/" + b"x" * 4095)) + REST, r"the member at byte \d+ has a name of 4,097 bytes, 4,096"),
+        (pax(record(b"path", b"a/\0x")) + REST, r"its member 'a/\\x00x' at byte 1024 has a NUL in its name"),
+        (
+            pax(record(b"path", b"../\x1b]0;x\x07")) + REST,
+            r"its member '\.\./\\x1b\]0;x\\x07' has a path that leads out",
+        ),
+        (pax(*[record(b"a", b"b")] * 1001) + REST, "the pax header at byte 512 has no valid record"),
+        (
+            pax(record(b"a", b"b")) * 17 + REST,
+            "more than 16 extension headers follow each other, the last at byte 16384",
+        ),
+        (header(tarfile.XGLTYPE, 0) * 17 + REST, "more than 16 extension headers follow each other"),
+        (header(tarfile.REGTYPE, 0, size_field=b"\xff" * 12) + REST, "the header at byte 0 has the size"),
+        (header(tarfile.REGTYPE, 0, size_field=b"\x80" + b"\xff" * 11) + REST, "the header at byte 0 has the size"),
+    ],
+    ids=lambda value: "" if isinstance(value, bytes) else value[:30],
+)
+def test_what_an_archive_says_of_itself_is_bounded(listed, content, message):
+    with pytest.raises(SourceError, match=message) as caught:
+        listed(content)
+    assert "some.tar" in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+def test_at_the_bounds_an_archive_is_listed(listed):
+    name = b"a/" + b"x" * 4094
+    assert listed(pax(record(b"path", name)) + REST) == [(name.decode(), b"one")]
+    assert listed(pax(record(b"a", b"b")) * 16 + REST) == [("a/1.jpg", b"one")]
+    assert listed(pax(*[record(b"a", b"b")] * 1000) + REST) == [("a/1.jpg", b"one")]
+    assert listed(pax(record(b"size", b""), record(b"size", b"3")) + REST) == [("a/1.jpg", b"one")]
+    binary = header(tarfile.REGTYPE, 3, size_field=b"\x80" + (3).to_bytes(11))
+    assert listed(binary + REST[BLOCK:]) == [("a/1.jpg", b"one")]

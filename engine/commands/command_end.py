@@ -4,8 +4,14 @@ import os
 import sys
 import threading
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import click
+
+from preprocess.printable import printable_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _FLUSH_TIMEOUT_S = 1.0
 
@@ -35,7 +41,12 @@ def _flush() -> None:
 def say_to_stderr(text: str) -> None:
     """Says something, where stderr can still be written."""
     with suppress(OSError):
-        click.echo(text, err=True)
+        click.echo(printable_text(text), err=True)
+
+
+def say_on_terminal(console: "Console", text: str) -> None:
+    """Says something above what the console draws, without control characters."""
+    console.print(printable_text(text), markup=False, highlight=False, soft_wrap=True)
 
 
 def describe_error(error: Exception) -> str:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import click
 
 from engine.commands.held_signals import signals_held
-from engine.commands.tail_frame import printable
 from engine.records.control_requests import (
     CONTROL_FOLDER_NAME,
     ControlRequest,
@@ -25,6 +24,7 @@ from engine.records.control_requests import (
 )
 from engine.records.folder_lock import is_locked
 from preprocess.grouped_help import GroupedCommand
+from preprocess.printable import printable_line
 
 if TYPE_CHECKING:
     from engine.records.control_log import ControlEvent
@@ -110,10 +110,10 @@ def main(
     except KeyboardInterrupt:
         raise SystemExit(_STOPPED) from None
     except ValueError as error:
-        raise NotTakenUpError(printable(str(error))) from error
+        raise NotTakenUpError(printable_line(str(error))) from error
     except OSError as error:
         reason = f"{error.filename or run} must be readable and writable: {error.strerror}; check its permissions"
-        raise NotTakenUpError(printable(reason)) from error
+        raise NotTakenUpError(printable_line(reason)) from error
     for line in _effects(event):
         click.echo(line)
 
@@ -139,12 +139,12 @@ def _check_is_going(run: Path) -> None:
     if not (run / CONFIG_NAME).exists():
         found = "is a file" if run.is_file() else f"holds no {CONFIG_NAME}" if run.is_dir() else "does not exist"
         raise _WrongRunError(
-            printable(
+            printable_line(
                 f"RUN must be the folder of a run, {run} {found}; give the --run-dir of a run-train that is going"
             )
         )
     raise NotTakenUpError(
-        printable(f"RUN must be going, no process works in {run}: it has ended; go on with run-train --resume")
+        printable_line(f"RUN must be going, no process works in {run}: it has ended; go on with run-train --resume")
     )
 
 
@@ -180,7 +180,7 @@ def _ask(run: Path, request: ControlRequest, timeout_s: float) -> "ControlEvent"
         raise
     event = None if is_withdrawn else _find_event(run, request)
     if event is None:
-        raise NotTakenUpError(printable(_why_not(run, timeout_s, is_going=is_going, is_withdrawn=is_withdrawn)))
+        raise NotTakenUpError(printable_line(_why_not(run, timeout_s, is_going=is_going, is_withdrawn=is_withdrawn)))
     return event
 
 

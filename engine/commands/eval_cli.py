@@ -200,7 +200,7 @@ def _evaluate_run(run: str, settings: dict[str, Any], *, per_class: bool) -> "Ev
 
 def _words(result: "EvaluationResult", weights: str | None) -> str:
     from engine.sinks import evaluation_words
-    from preprocess.location import printable
+    from preprocess.printable import printable
 
     words = evaluation_words(result.record)
     if result.is_mirrored:
@@ -214,7 +214,7 @@ def _class_lines(classes: "tuple[ClassResult, ...]") -> list[str]:
     """A table of the classes: label, identifier, name, images, and the share that is right."""
     if not classes:
         return []
-    from preprocess.location import printable
+    from preprocess.printable import printable
 
     rows = [("label", "class", "name", "images", "top-1")]
     for label, each in enumerate(classes):

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from engine.commands.command_end import say_on_terminal
 from engine.config import TrainConfig
+from preprocess.guarded_output import terminal_of
 
 if TYPE_CHECKING:
     from engine.result import DryRun, TrainResult
@@ -38,9 +40,8 @@ def loss_display(config: TrainConfig) -> "tuple[Sink, Callable[[str], None]]":
         from engine.commands.terminal import ProgressSink
 
         # One console for both, so that what is said while the progress line stands goes above it.
-        console = Console()
-        say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-        return ProgressSink(console, steps=config.steps, batch=config.batch), say
+        console = Console(file=terminal_of(sys.stdout))
+        return ProgressSink(console, steps=config.steps, batch=config.batch), partial(say_on_terminal, console)
     from engine.sinks import PlainSink
 
     return PlainSink(sys.stdout or io.StringIO(), steps=config.steps), click.echo

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING
 import click
 
 from engine.commands.held_signals import signals_held
-from engine.commands.tail_frame import Picture, Tick, end_text, frame_text, printable, records_of
+from engine.commands.tail_frame import Picture, Tick, end_text, frame_text, records_of
+from preprocess.guarded_output import GuardedCommand, terminal_of
+from preprocess.printable import printable_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -55,7 +57,7 @@ def _above(low: float, high: float | None = None) -> click.FloatRange:
     return click.FloatRange(min=low, min_open=True, max=high)
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=GuardedCommand, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--once", is_flag=True, help="Show what is there and end.")
 @click.option(
@@ -107,18 +109,24 @@ def main(
         from engine.records.loss_log import RunFacts
 
         picture = Picture(run, BinnedLosses(smoothing, last), RunFacts(), log_scale)
-        _draw_frames(Console(width=width, height=height, highlight=False), ticks, picture, once, interval)
+        _draw_frames(
+            Console(file=terminal_of(sys.stdout), width=width, height=height, highlight=False),
+            ticks,
+            picture,
+            once,
+            interval,
+        )
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except BrokenPipeError:
         _drop_stdout()
     except RunNotFoundError as error:
-        raise _WrongRunError(printable(str(error))) from error
+        raise _WrongRunError(printable_line(str(error))) from error
     except (RunSilentError, RunKilledError) as error:
-        raise click.ClickException(printable(str(error))) from error
+        raise click.ClickException(printable_line(str(error))) from error
     except OSError as error:
         reason = f"RUN must be readable, {error.filename or run}: {error.strerror}; check the path and its permissions"
-        raise _WrongRunError(printable(reason)) from error
+        raise _WrongRunError(printable_line(reason)) from error
 
 
 def _drop_stdout() -> None:
@@ -156,7 +164,7 @@ def _await_run(run: Path, once: bool, timeout_s: float) -> None:
             raise RunNotFoundError(
                 f"RUN must be the folder of a run, {run} {found}; give the --run-dir of a run-train that has begun"
             )
-        name = printable(str(run))
+        name = printable_line(str(run))
         words = (
             f"{name} is getting ready or compiling; waiting up to {timeout_s:g} s for that"
             if is_held

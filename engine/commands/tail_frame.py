@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from preprocess.printable import printable_line
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
@@ -85,12 +87,7 @@ def end_text(end: "RunEnd") -> str:
     steps = "" if end.steps_done is None else f" after {end.steps_done} steps"
     reason = "" if end.stopped_by is None else f", stopped by {end.stopped_by}"
     error = "" if end.error is None else f": {end.error}"
-    return printable(f"run ended{steps}{reason}{error}")
-
-
-def printable(text: str) -> str:
-    """Paths and settings may hold control characters, which a terminal would obey."""
-    return "".join(character if character.isprintable() else "?" for character in text)
+    return printable_line(f"run ended{steps}{reason}{error}")
 
 
 def status_fields(picture: Picture, now_s: float) -> list[str]:
@@ -147,7 +144,7 @@ def frame_lines(picture: Picture, width: int, height: int, glyphs: "Glyphs", now
         for text in (facts.model, f"batch {facts.batch}" if facts.batch else None, picture.run.absolute().name)
         if text
     ]
-    above = [printable(line) for line in pack_fields(title, width)]
+    above = [printable_line(line) for line in pack_fields(title, width)]
     below = pack_fields(status_fields(picture, now_s), width)
     # The numbers go last: where lines are few, first the title gives way, then the chart.
     below = below[:height]

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from engine.commands.command_end import describe_error, leave, say_to_stderr
-from engine.commands.tail_frame import printable
+from engine.commands.command_end import describe_error, leave, say_on_terminal, say_to_stderr
 from preprocess.grouped_help import GroupedCommand
+from preprocess.guarded_output import terminal_of
+from preprocess.printable import printable_line
 
 if TYPE_CHECKING:
     from engine.sinks import Sink
@@ -81,7 +82,7 @@ def _verify(run: str, from_step: int | None, to_step: int | None, data: str | No
 
     display, say = _progress()
     report = replay_run(run, from_step=from_step, to_step=to_step, data=data, notify=say, display=display)
-    click.echo("\n".join(map(printable, str(report).splitlines())))
+    click.echo("\n".join(map(printable_line, str(report).splitlines())))
     if not report.is_same:
         return _DIFFERS
     return _SAME if report.stopped_by is None else _STOPPED
@@ -96,9 +97,9 @@ def _progress() -> "tuple[Callable[[int, int], Sink] | None, Callable[[str], Non
     from engine.commands.terminal import ProgressSink
 
     # One console for both, so that what is said while the progress line stands goes above it.
-    console = Console(stderr=True)
+    console = Console(file=terminal_of(sys.stderr))
 
     def display(steps: int, batch: int) -> "Sink":
         return ProgressSink(console, steps=steps, batch=batch)
 
-    return display, partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    return display, partial(say_on_terminal, console)

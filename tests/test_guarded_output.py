@@ -1,0 +1,161 @@
+"""Texts of strangers on the way to a terminal: quoted as names, and escaped at the last gate of every command."""
+
+import ast
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from preprocess.guarded_output import GuardedCommand, GuardedStream, terminal_of
+from preprocess.printable import MAX_NAME_CHARACTERS, printable, printable_line, printable_text
+
+HOSTILE = "a\x1b]0;owned\x07b\x1b[2Jc\x9b31md\u202ee\u2066f\x7fg\rh\udce9i\x00j"
+BARE = HOSTILE.replace("\x00", "").replace("\udce9", os.fsdecode(b"\xe9"))
+FORBIDDEN = [bytes([code]) for code in (*range(9), *range(11, 32), 127)]
+FORBIDDEN += [chr(code).encode() for code in (*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A))]
+ROOT = Path(__file__).parents[1]
+COMMANDS = {
+    "preprocess-imagenet": "preprocess.cli",
+    "inspect-shards": "preprocess.inspect_cli",
+    "run-train": "engine.commands.cli",
+    "tail-run": "engine.commands.tail_cli",
+    "run-eval": "engine.commands.eval_cli",
+    "control-run": "engine.commands.control_cli",
+    "verify-run": "engine.commands.verify_cli",
+}
+
+
+def is_harmless(output: bytes) -> bool:
+    return not any(each in output for each in FORBIDDEN)
+
+
+def run(module, *arguments, cwd, encoding="utf-8"):
+    code = f"import sys; from {module} import main; sys.exit(main())"
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        cwd=cwd,
+        capture_output=True,
+        check=False,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": encoding},
+    )
+
+
+@given(st.text(alphabet=st.characters(exclude_categories=())))
+def test_no_text_of_any_kind_keeps_a_control_character(text):
+    for safe in (printable(text), printable_line(text), printable_text(text)):
+        assert is_harmless(safe.encode())  # encodes: no lone surrogate is left
+    assert "\n" not in printable(text) + printable_line(text)
+    assert len(printable_line(text)) == len(text)
+
+
+def test_a_long_name_is_shown_by_its_ends():
+    shown = printable("a" * 10**6 + "z")
+    assert len(shown) == MAX_NAME_CHARACTERS + 1
+    assert shown.startswith("aaa")
+    assert shown.endswith("az")
+
+
+def test_ordinary_text_is_left_alone():
+    text = "Ära, 中文, 😀\n\tsecond line … 100 %"
+    assert printable_text(text) == text
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_guarded_stream_escapes_what_it_is_given(encoding):
+    behind = io.TextIOWrapper(io.BytesIO(), encoding)
+    stream: Any = GuardedStream(behind)
+    click.echo(HOSTILE + "–\n", file=stream, color=True)
+    stream.writelines([HOSTILE])
+    stream.flush()
+    assert is_harmless(behind.buffer.getvalue())
+    assert rb"\x1b]0;owned\x07" in behind.buffer.getvalue()
+    assert terminal_of(stream) is behind
+    assert terminal_of(behind) is behind
+    assert not hasattr(stream, "buffer")
+
+
+def test_all_that_a_command_writes_is_guarded():
+    @click.command(cls=GuardedCommand)
+    @click.argument("how")
+    def command(how):
+        print(HOSTILE)
+        click.echo(HOSTILE, err=True)
+        if how == "click":
+            raise click.UsageError(HOSTILE)
+
+    for how in ("click", "fine"):
+        result = CliRunner().invoke(command, [how])
+        assert is_harmless(result.stdout_bytes)
+        assert is_harmless(result.stderr_bytes)
+        assert rb"a\x1b]0;owned" in result.stdout_bytes
+        assert rb"a\x1b]0;owned" in result.stderr_bytes
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_given_a_hostile_name_prints_no_control_character(tmp_path, name, encoding):
+    found = run(
+        COMMANDS[name], BARE, *(["x"] if name == "preprocess-imagenet" else []), cwd=tmp_path, encoding=encoding
+    )
+    assert found.returncode in (1, 2)
+    assert found.stderr
+    assert is_harmless(found.stdout)
+    assert is_harmless(found.stderr)
+    unknown = run(COMMANDS[name], "--" + BARE, cwd=tmp_path, encoding=encoding)
+    assert unknown.returncode == 2
+    assert is_harmless(unknown.stdout + unknown.stderr)
+
+
+@pytest.mark.parametrize("name", ["preprocess-imagenet", "run-train", "run-eval", "verify-run"])
+def test_a_traceback_is_guarded_too(tmp_path, name):
+    given = {"run-train": ["--data"], "run-eval": [], "verify-run": [], "preprocess-imagenet": ["x"]}[name]
+    found = run(COMMANDS[name], *given, BARE, "--traceback", cwd=tmp_path)
+    assert b"Traceback" in found.stderr
+    assert is_harmless(found.stdout)
+    assert is_harmless(found.stderr)
+
+
+def test_names_in_a_pack_are_harmless_in_every_listing(tmp_path):
+    from PIL import Image
+
+    for label in (BARE, "plain\nname"):
+        folder = tmp_path / "set" / label
+        folder.mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(folder / "x.png")
+        (folder / BARE).write_bytes(b"no image")
+    (tmp_path / "set" / "classes.txt").write_text("plain \x1b]0;owned\x07 of \u202e", encoding="utf-8")
+    packed = run(COMMANDS["preprocess-imagenet"], "set", "shards", "--size", 8, cwd=tmp_path)
+    assert packed.returncode == 0, packed.stderr
+    shown = run(COMMANDS["inspect-shards"], "shards", cwd=tmp_path)
+    exact = run(COMMANDS["inspect-shards"], "shards", "--json", cwd=tmp_path)
+    for found in (packed, shown, exact):
+        assert is_harmless(found.stdout)
+        assert is_harmless(found.stderr)
+    classes = json.loads(exact.stdout)["splits"]["train"]["manifest"]["classes"]
+    assert {each["id"] for each in classes} == {BARE, "plain\nname"}
+
+
+def test_every_command_is_guarded():
+    for module in COMMANDS.values():
+        assert isinstance(__import__(module, fromlist=["main"]).main, GuardedCommand)
+
+
+def test_what_draws_on_the_terminal_is_all_that_goes_around_the_guard():
+    around = {
+        path.name
+        for folder in ("preprocess", "engine")
+        for path in (ROOT / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("terminal_of", "Console")
+    }
+    assert around == {"progress.py", "run_display.py", "verify_cli.py", "tail_cli.py"}
