@@ -17,8 +17,12 @@ from typing import Protocol
 
 import numpy as np
 
+from preprocess.printable import printable
+
 MAX_CLASSES = 0xFFFF  # labels are stored as uint16, and the highest number marks one that is missing
 MAX_FILE_BYTES = 512 * 2**20
+MAX_IMAGES = 100_000_000  # a split of ImageNet-21k has 14 million
+MAX_NAMES_BYTES = 8 * 2**30
 
 
 class SourceError(ValueError):
@@ -102,9 +106,17 @@ class Listing:
             label: 0-based class.
             size: length of the encoded image in bytes.
             offset: where it begins in its archive, in bytes.
+
+        Raises:
+            SourceError: there are more images, or longer names, than a listing may have.
         """
         around = folder.encode("utf-8", "surrogateescape")
         self._names += around + member.encode("utf-8", "surrogateescape")
+        if len(self._names) > MAX_NAMES_BYTES or len(self._labels) >= MAX_IMAGES:
+            raise SourceError(
+                f"{printable(folder)} brings the split to more than {MAX_IMAGES:,} images or {MAX_NAMES_BYTES:,} bytes "
+                "of names; give fewer images"
+            )
         self._name_stops.append(len(self._names))
         self._folder_lengths.append(len(around))
         self._labels.append(label)
@@ -219,5 +231,5 @@ def index_classes(ids: Iterable[str], names: dict[str, str], where: str) -> tupl
     """
     ordered = sorted(ids, key=lambda each: each.encode("utf-8", "surrogateescape"))
     if not 0 < len(ordered) <= MAX_CLASSES:
-        raise SourceError(f"{where} has {len(ordered)} classes; 1 to {MAX_CLASSES} can be stored")
+        raise SourceError(f"{printable(where)} has {len(ordered)} classes; 1 to {MAX_CLASSES} can be stored")
     return tuple(ImageClass(each, names.get(each) or each) for each in ordered)

@@ -2,6 +2,9 @@
 
 After "MAT-File Format", The MathWorks, chapter 1. Every data element is an 8-byte tag (type, number of bytes) and its
 bytes, padded to a multiple of 8; up to four bytes may instead sit inside the tag. Arrays are stored column by column.
+
+What a file says of itself is bounded: the bytes that it unpacks to, its elements, how deep arrays lie in arrays, the
+dimensions of an array and the fields of a struct.
 """
 
 import struct
@@ -12,7 +15,11 @@ from typing import Any
 
 import numpy as np
 
-MAX_BYTES = 256 * 2**20
+MAX_BYTES = 64 * 2**20
+_MAX_ELEMENTS = 1_000_000  # meta.mat has 60,000
+_MAX_DEPTH = 16
+_MAX_DIMENSIONS = 32
+_MAX_FIELDS = 1_000
 
 _HEADER_BYTES = 128
 _COMPRESSED, _MATRIX = 15, 14
@@ -33,7 +40,36 @@ class MatFileError(ValueError):
 @dataclass(frozen=True)
 class _Element:
     kind: int
-    data: bytes
+    data: memoryview
+
+
+class _Limits:
+    """Counts what a file makes work, over all of its variables."""
+
+    def __init__(self) -> None:
+        self._bytes, self._elements, self._depth = MAX_BYTES, _MAX_ELEMENTS, 0
+
+    def take_bytes(self, data: bytes) -> None:
+        self._bytes -= len(data)
+        if self._bytes < 0:
+            raise MatFileError(f"the variables of the MAT file have more than {MAX_BYTES} bytes")
+
+    @property
+    def bytes_left(self) -> int:
+        return self._bytes
+
+    def take_element(self) -> None:
+        self._elements -= 1
+        if self._elements < 0:
+            raise MatFileError(f"the MAT file has more than {_MAX_ELEMENTS} elements")
+
+    def __enter__(self) -> None:
+        self._depth += 1
+        if self._depth > _MAX_DEPTH:
+            raise MatFileError(f"arrays of the MAT file lie more than {_MAX_DEPTH} deep in each other")
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
 
 
 def read_matfile(content: bytes) -> dict[str, Any]:
@@ -47,7 +83,7 @@ def read_matfile(content: bytes) -> dict[str, Any]:
         cell array a list and a struct array a list of dicts, both in MATLAB's column order.
 
     Raises:
-        MatFileError: not level 5, damaged, or with objects, sparse or complex arrays.
+        MatFileError: not level 5, damaged, beyond the bounds, or with objects, sparse or complex arrays.
     """
     if len(content) < _HEADER_BYTES:
         raise MatFileError(f"a MAT file begins with {_HEADER_BYTES} bytes of header, found {len(content)} bytes in all")
@@ -59,19 +95,23 @@ def read_matfile(content: bytes) -> dict[str, Any]:
         )
     variables: dict[str, Any] = {}
     try:
-        for element in _elements(content[_HEADER_BYTES:], order):
-            for inner in _inflated(element, order):
+        limits = _Limits()
+        for element in _elements(memoryview(content)[_HEADER_BYTES:], order, limits):
+            for inner in _inflated(element, order, limits):
                 if inner.kind == _MATRIX:
-                    name, value = _read_matrix(inner.data, order)
+                    name, value = _read_matrix(inner.data, order, limits)
                     variables[name] = value
-    except (struct.error, zlib.error, UnicodeDecodeError, RecursionError) as error:
+    except MatFileError:
+        raise
+    except (struct.error, zlib.error, ValueError, OverflowError, TypeError) as error:
         raise MatFileError(f"the MAT file is damaged: {error or type(error).__name__}") from error
     return variables
 
 
-def _elements(data: bytes, order: str) -> Iterator[_Element]:
+def _elements(data: memoryview, order: str, limits: _Limits) -> Iterator[_Element]:
     position = 0
     while position < len(data):
+        limits.take_element()
         (first,) = struct.unpack_from(order + "I", data, position)
         small_bytes = first >> 16
         if small_bytes:
@@ -89,34 +129,37 @@ def _elements(data: bytes, order: str) -> Iterator[_Element]:
         yield _Element(kind, data[start : start + num_bytes])
 
 
-def _inflated(element: _Element, order: str) -> Iterator[_Element]:
+def _inflated(element: _Element, order: str, limits: _Limits) -> Iterator[_Element]:
     if element.kind != _COMPRESSED:
         yield element
         return
     inflater = zlib.decompressobj()
-    data = inflater.decompress(element.data, MAX_BYTES)
-    if inflater.unconsumed_tail:
-        raise MatFileError(f"a variable of the MAT file has more than {MAX_BYTES} bytes")
+    data = inflater.decompress(element.data, limits.bytes_left + 1)
+    limits.take_bytes(data)
     if not inflater.eof:
         raise MatFileError("the MAT file is truncated: a compressed variable has no end")
-    yield from _elements(data, order)
+    yield from _elements(memoryview(data), order, limits)
 
 
-def _read_matrix(data: bytes, order: str) -> tuple[str, Any]:
+def _read_matrix(data: memoryview, order: str, limits: _Limits) -> tuple[str, Any]:
     """Returns name and value of an array; its parts are flags, dimensions, name and then what its class says."""
     if not data:
         return "", np.zeros((0, 0))  # how MATLAB writes an empty cell or field
-    parts = _elements(data, order)
+    parts = _elements(data, order, limits)
     (flags,) = struct.unpack_from(order + "I", _next(parts).data)
     array_class = flags & 0xFF
     if flags & 0x0800:
         raise MatFileError("complex arrays are not read")
-    shape = tuple(int(length) for length in _numbers(_next(parts), order))
-    name = _next(parts).data.decode("latin-1")
+    lengths = _numbers(_next(parts), order)
+    if lengths.size > _MAX_DIMENSIONS:
+        raise MatFileError(f"the MAT file is damaged: an array of {lengths.size} dimensions")
+    shape = tuple(int(length) for length in lengths)
+    name = bytes(_next(parts).data).decode("latin-1")
     if array_class == _STRUCT:
-        return name, _read_struct(parts, order, shape)
+        return name, _read_struct(parts, order, shape, limits)
     if array_class == _CELL:
-        return name, [_read_matrix(_next(parts).data, order)[1] for _ in range(_num_items(shape, data))]
+        with limits:
+            return name, [_read_matrix(_next(parts).data, order, limits)[1] for _ in range(_num_items(shape, data))]
     if array_class == _CHAR:
         return name, _read_text(_next(parts), order, shape)
     if array_class in _NUMERIC_CLASSES:
@@ -127,17 +170,22 @@ def _read_matrix(data: bytes, order: str) -> tuple[str, Any]:
     raise MatFileError(f"arrays of class {array_class} (sparse, objects, functions) are not read")
 
 
-def _read_struct(parts: Iterator[_Element], order: str, shape: tuple[int, ...]) -> list[dict[str, Any]]:
+def _read_struct(
+    parts: Iterator[_Element], order: str, shape: tuple[int, ...], limits: _Limits
+) -> list[dict[str, Any]]:
     (name_bytes,) = struct.unpack_from(order + "I", _next(parts).data)
-    packed = _next(parts).data
+    packed = bytes(_next(parts).data)
     if not name_bytes:
         raise MatFileError("the MAT file is damaged: field names of 0 bytes")
+    if len(packed) > _MAX_FIELDS * name_bytes:
+        raise MatFileError(f"a struct of the MAT file has more than {_MAX_FIELDS} fields")
     starts = range(0, len(packed), name_bytes)
     names = [packed[start : start + name_bytes].split(b"\0", 1)[0].decode("latin-1") for start in starts]
     if not names:
         return []
-    values = (_read_matrix(part.data, order)[1] for part in parts)
-    rows = [dict(zip(names, row, strict=False)) for row in zip(*[values] * len(names), strict=False)]
+    values = (_read_matrix(part.data, order, limits)[1] for part in parts)
+    with limits:
+        rows = [dict(zip(names, row, strict=False)) for row in zip(*[values] * len(names), strict=False)]
     if len(rows) != int(np.prod(shape, dtype=object)):
         raise MatFileError(f"the MAT file is damaged: {len(rows)} structs for the shape {shape}")
     return rows
@@ -148,7 +196,7 @@ def _read_text(element: _Element, order: str, shape: tuple[int, ...]) -> str:
     if encoding is None:
         text = "".join(map(chr, _numbers(element, order).tolist()))
     else:
-        text = element.data.decode(encoding + ("" if element.kind == 16 else "-le" if order == "<" else "-be"))
+        text = bytes(element.data).decode(encoding + ("" if element.kind == 16 else "-le" if order == "<" else "-be"))
     if len(shape) != 2 or shape[0] <= 1 or not text:
         return text
     if shape[0] > len(text):
@@ -171,7 +219,7 @@ def _next(parts: Iterator[_Element]) -> _Element:
     return part
 
 
-def _num_items(shape: tuple[int, ...], data: bytes) -> int:
+def _num_items(shape: tuple[int, ...], data: memoryview) -> int:
     """Returns the product of the dimensions, which cannot pass the number of bytes that hold the items."""
     num_items = int(np.prod(shape, dtype=object))
     if not 0 <= num_items <= len(data):

@@ -5,6 +5,7 @@ safe twice: `printable` where a name enters a message, and `preprocess.guarded_o
 has to say, so that a message which forgets the first is still harmless.
 """
 
+import os
 import re
 
 MAX_NAME_CHARACTERS = 1_000
@@ -15,11 +16,12 @@ MAX_NAME_CHARACTERS = 1_000
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def printable(name: str) -> str:
-    """Return a name as it is, or quoted with escapes where a terminal could not show it or would obey it.
+def printable(name: str | os.PathLike[str]) -> str:
+    """Return a name or path as it is, or quoted with escapes where a terminal could not show it or would obey it.
 
     Of a name longer than `MAX_NAME_CHARACTERS` the middle is left out.
     """
+    name = os.fspath(name)
     if len(name) > MAX_NAME_CHARACTERS:
         half = MAX_NAME_CHARACTERS // 2
         name = f"{name[:half]}…{name[-half:]}"

@@ -11,6 +11,7 @@ from itertools import pairwise
 import numpy as np
 
 from preprocess.listing import Listing, SourceError
+from preprocess.printable import printable
 
 _ORDER_KEY = b"feedloop order"
 _HOLDOUT_KEY = b"feedloop holdout"
@@ -67,7 +68,7 @@ def _key_ranks(listing: Listing, entries: np.ndarray, hashes: np.ndarray) -> np.
     for (key, place), (following, _) in pairwise(tied):
         if key == following:
             raise SourceError(
-                f"{listing.name(int(entries[place]))} is there twice; write the archive again with it once"
+                f"{printable(listing.name(int(entries[place])))} is there twice; write the archive again with it once"
             )
     for rank, (_, place) in enumerate(tied):
         ranks[place] = rank

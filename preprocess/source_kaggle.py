@@ -5,17 +5,24 @@ labels and are not read.
 """
 
 import csv
+import io
 import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from preprocess.listing import FoundSplit, Listing, SourceError, index_classes
+from preprocess.printable import printable
+from preprocess.regular_file import read_regular
 from preprocess.source_tree import FolderStore, file_size, list_folder, read_class_folders, read_names
 
 IMAGES = Path("ILSVRC/Data/CLS-LOC")
 SOLUTION_FILE = "LOC_val_solution.csv"
 MAPPING_FILE = "LOC_synset_mapping.txt"
+
+# The table has 2.7 MB and 50,000 lines.
+_MAX_TABLE_BYTES = 64 * 2**20
+_MAX_TABLE_ROWS = 1_000_000
 
 
 def find_kaggle_tree(root: Path) -> Path | None:
@@ -51,7 +58,10 @@ def _read_val(root: Path, folder: Path, top: Path, names_in: tuple[Path, ...]) -
     id_of = _read_solution(top / SOLUTION_FILE)
     for entry in files:
         if Path(entry.name).stem not in id_of:
-            raise SourceError(f"{entry.path} has no class in {top / SOLUTION_FILE}; remove it or complete the table")
+            raise SourceError(
+                f"{printable(entry.path)} has no class in {printable(top / SOLUTION_FILE)}; "
+                "remove it or complete the table"
+            )
     ids, names = set(id_of.values()), read_names(top)
     if names:
         _check_ids(ids, set(names), top)
@@ -72,20 +82,26 @@ def _check_ids(in_table: set[str], in_mapping: set[str], top: Path) -> None:
         (in_mapping - in_table, MAPPING_FILE, SOLUTION_FILE),
     ):
         if ids:
-            shown = ", ".join(sorted(ids)[:5]) + (f" and {len(ids) - 5} more" if len(ids) > 5 else "")
+            shown = ", ".join(map(printable, sorted(ids)[:5])) + (f" and {len(ids) - 5} more" if len(ids) > 5 else "")
             raise SourceError(
-                f"{top / has} has {len(ids)} classes that {lacks} lacks: {shown}; "
+                f"{printable(top / has)} has {len(ids)} classes that {lacks} lacks: {shown}; "
                 f"take both from the same download, or remove {MAPPING_FILE}, which only names the classes"
             )
 
 
 def _read_solution(path: Path) -> dict[str, str]:
     """Returns image name (without suffix) to class id; a line is `ImageId,n01440764 x y x y [n01440764 …]`."""
+    shown = printable(path)
+    id_of: dict[str, str] = {}
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            rows = list(csv.DictReader(file, strict=True))
-        return {row["ImageId"]: row["PredictionString"].split()[0] for row in rows}
+        text = read_regular(path, max_bytes=_MAX_TABLE_BYTES).decode("utf-8-sig")
+        for count, row in enumerate(csv.DictReader(io.StringIO(text, newline=""), strict=True)):
+            if count == _MAX_TABLE_ROWS:
+                raise csv.Error(f"more than {_MAX_TABLE_ROWS:,} lines")
+            image_id = row["ImageId"]
+            id_of[image_id] = row["PredictionString"].split(None, 1)[0]
     except OSError as error:
-        raise SourceError(f"{path} cannot be read: {error.strerror}; it holds the labels of the val split") from error
+        raise SourceError(f"{shown} cannot be read: {error.strerror}; it holds the labels of the val split") from error
     except (csv.Error, KeyError, IndexError, AttributeError, UnicodeDecodeError) as error:
-        raise SourceError(f"{path} is not Kaggle's table of ImageId and PredictionString: {error}") from error
+        raise SourceError(f"{shown} is not Kaggle's table of ImageId and PredictionString: {error}") from error
+    return id_of

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from preprocess.devkit import ARCHIVE as DEVKIT_ARCHIVE
 from preprocess.devkit import find_devkit
-from preprocess.listing import FoundSplit, Listing, SourceError, index_classes
+from preprocess.listing import MAX_CLASSES, FoundSplit, Listing, SourceError, index_classes
+from preprocess.printable import printable
 from preprocess.source_tree import IMAGE_SUFFIXES, SPLIT_FOLDERS, is_hidden
 from preprocess.tarindex import Member, TarFile, members, open_tar
 
@@ -69,7 +70,7 @@ def tar_openers(path: Path) -> tuple[str, dict[str, Callable[[], FoundSplit]]]:
     try:
         first = next((each for each in members(store.tar) if not _is_hidden_path(each.name)), None)
         if first is None:
-            raise SourceError(f"{path} is an empty archive")
+            raise SourceError(f"{printable(path)} is an empty archive")
         if _CLASS_ARCHIVE.fullmatch(first.name):
             return "a tar archive of one tar archive a class", {"train": partial(read_train_archive, path)}
         if _VAL_IMAGE.fullmatch(first.name):
@@ -81,7 +82,9 @@ def tar_openers(path: Path) -> tuple[str, dict[str, Callable[[], FoundSplit]]]:
     for top, classes in sorted(folders.items()):
         split = SPLIT_FOLDERS.get(top.lower(), "train")
         if split in openers:
-            raise SourceError(f"{path} has two folders for the split {split}, {top}/ is one; keep one")
+            raise SourceError(
+                f"{printable(path)} has two folders for the split {split}, {printable(top)}/ is one; keep one"
+            )
         openers[split] = partial(_read_folders, path, split, classes)
     return "a tar archive of class folders", openers
 
@@ -116,7 +119,7 @@ def read_val_archive(path: Path) -> FoundSplit:
     devkit = find_devkit(path.parent)
     if devkit is None:
         raise SourceError(
-            f"{path} has no labels of its own: put {DEVKIT_ARCHIVE} beside it, or open the train split alone"
+            f"{printable(path)} has no labels of its own: put {DEVKIT_ARCHIVE} beside it, or open the train split alone"
         )
     classes = index_classes(devkit.names, devkit.names, DEVKIT_ARCHIVE)
     label_of = {each.id: label for label, each in enumerate(classes)}
@@ -129,7 +132,7 @@ def read_val_archive(path: Path) -> FoundSplit:
             number = int(match[1]) if match else 0
             if not 1 <= number <= len(devkit.validation_ids):
                 raise SourceError(
-                    f"{path} holds {member.name}, for which {DEVKIT_ARCHIVE} has no label; "
+                    f"{printable(path)} holds {printable(member.name)}, for which {DEVKIT_ARCHIVE} has no label; "
                     f"it labels the images 1 to {len(devkit.validation_ids)}"
                 )
             label = label_of[devkit.validation_ids[number - 1]]
@@ -159,9 +162,12 @@ def _inner_archives(path: Path, tar: TarFile) -> dict[str, Member]:
             continue
         match = _CLASS_ARCHIVE.fullmatch(member.name)
         if match is None:
-            raise SourceError(f"{path} holds {member.name}, where only class archives such as n01440764.tar belong")
+            raise SourceError(
+                f"{printable(path)} holds {printable(member.name)}, "
+                "where only class archives such as n01440764.tar belong"
+            )
         if match[1] in found:
-            raise SourceError(f"{path} holds two archives of the class {match[1]}; fetch it again")
+            raise SourceError(f"{printable(path)} holds two archives of the class {match[1]}; fetch it again")
         found[match[1]] = member
     return found
 
@@ -182,17 +188,26 @@ def _class_folders(path: Path, tar: TarFile) -> dict[str, dict[str, Listing]]:
         parts = name.split("/")[depth:]
         top = parts.pop(0) if len(parts) > 2 and parts[0].lower() in SPLIT_FOLDERS else ""
         if len(parts) > 1:
-            listing = tops.setdefault(top, {}).setdefault(parts[0], Listing())
+            classes = tops.setdefault(top, {})
+            if len(classes) == MAX_CLASSES and parts[0] not in classes:
+                raise SourceError(f"{printable(path)} has more than {MAX_CLASSES} classes; give fewer")
+            listing = classes.setdefault(parts[0], Listing())
             below = "/".join(parts[1:])
             folder = f"{path.name}!{name.removesuffix(below)}"
             listing.add(folder, below, 0, everything.size(entry), everything.offset(entry))
         elif Path(name).suffix.lower() in IMAGE_SUFFIXES:
-            raise SourceError(f"{path} holds the image {name} outside every class folder; images belong in class/image")
+            raise SourceError(
+                f"{printable(path)} holds the image {printable(name)} outside every class folder; "
+                "images belong in class/image"
+            )
     if not tops:
-        raise SourceError(f"{path} holds no class folders; its first file is {everything.name(0)}")
+        raise SourceError(
+            f"{printable(path)} holds no class folders; its first file is {printable(everything.name(0))}"
+        )
     if "" in tops and len(tops) > 1:
         raise SourceError(
-            f"{path} holds split folders beside the class folder {next(iter(tops['']))}; use one or other"
+            f"{printable(path)} holds split folders beside the class folder {printable(next(iter(tops[''])))}; "
+            "use one or other"
         )
     return tops
 

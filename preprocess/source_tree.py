@@ -1,17 +1,22 @@
 """Image folders: `class/**/image`, alone or below `train/`, `val/`, `test/`.
 
 Symbolic links are followed, to files and to folders, also out of the tree (people link class folders together from
-several disks); a folder that contains itself is refused. Pipes, sockets and devices are refused.
+several disks). Refused are a folder that contains itself, and one that links lead to more than `MAX_VISITS` times in
+one class: links that fan out level by level would double the images with each. Folders lie at most `MAX_DEPTH` deep in
+a class. Pipes, sockets and devices are refused.
 """
 
 import os
 import stat
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from preprocess.listing import FoundSplit, Listing, SourceError, index_classes
+from preprocess.printable import printable
+from preprocess.regular_file import IrregularFileError, open_regular, read_regular
 
 # What a split folder may be called, and what the split is called then.
 SPLIT_FOLDERS = {"train": "train", "val": "val", "validation": "val", "test": "test"}
@@ -21,8 +26,10 @@ NAME_FILES = ("classes.txt", "LOC_synset_mapping.txt")
 # Only for telling an image that lies outside every class folder; inside one, everything is tried.
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm"})
 
-# Not every system has these; Windows needs O_BINARY, and has no pipes among its files.
-_READ_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+MAX_DEPTH = 100
+MAX_VISITS = 16
+
+_MAX_NAME_FILE_BYTES = 16 * 2**20  # ImageNet's has 32 KB
 
 _SYSTEM_FILES = frozenset({"thumbs.db", "desktop.ini", "__macosx"})
 
@@ -40,14 +47,14 @@ class FolderStore:
             OSError: the file cannot be read.
             SourceError: it is no longer a file of `size` bytes, as it was when it was listed.
         """
-        # A pipe that has taken the file's place would otherwise wait for a writer for ever.
-        descriptor = os.open(self.root / name, _READ_FLAGS)
+        try:
+            descriptor = open_regular(self.root / name)
+        except IrregularFileError as error:
+            raise SourceError("the file has changed since it was listed: it is no file any more; run again") from error
         with open(descriptor, "rb", buffering=0) as file:  # noqa: PTH123 - a descriptor has no path
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise SourceError("the file has changed since it was listed: it is no file any more; run again")
-            if status.st_size != size:
-                raise _changed(size, status.st_size)
+            found_bytes = os.fstat(descriptor).st_size
+            if found_bytes != size:
+                raise _changed(size, found_bytes)
             content = file.read(size)
         if len(content) != size:
             raise _changed(size, len(content))
@@ -79,9 +86,18 @@ def list_folder(folder: Path) -> tuple[list[os.DirEntry[str]], list[os.DirEntry[
             entries = sorted(
                 (each for each in found if not is_hidden(each.name)), key=lambda each: os.fsencode(each.name)
             )
-        return [each for each in entries if each.is_dir()], [each for each in entries if not each.is_dir()]
     except OSError as error:
-        raise SourceError(f"{folder} cannot be listed: {error.strerror}") from error
+        raise SourceError(f"{printable(folder)} cannot be listed: {error.strerror}") from error
+    are_folders = [_is_folder(each) for each in entries]
+    folders = [each for each, is_folder in zip(entries, are_folders, strict=True) if is_folder]
+    return folders, [each for each, is_folder in zip(entries, are_folders, strict=True) if not is_folder]
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError as error:  # such as a link to itself, or through a folder that nobody may enter
+        raise SourceError(f"{printable(entry.path)} cannot be looked at: {error.strerror}; remove it") from error
 
 
 def split_folders(root: Path) -> dict[str, Path]:
@@ -95,7 +111,9 @@ def split_folders(root: Path) -> dict[str, Path]:
         if split is None or not list_folder(Path(entry.path))[0]:
             continue
         if split in found:
-            raise SourceError(f"{root} has both {found[split].name}/ and {entry.name}/ for the split {split}; keep one")
+            raise SourceError(
+                f"{printable(root)} has both {found[split].name}/ and {entry.name}/ for the split {split}; keep one"
+            )
         found[split] = Path(entry.path)
     return {split: found[split] for split in ("train", "val", "test") if split in found}
 
@@ -121,7 +139,8 @@ def read_class_folders(root: Path, folder: Path, split: str, *, names_in: tuple[
     outside = [each.name for each in loose if Path(each.name).suffix.lower() in IMAGE_SUFFIXES]
     if outside:
         raise SourceError(
-            f"{folder} has {len(outside)} images outside every class folder, the first is {outside[0]}; "
+            f"{printable(folder)} has {len(outside)} images outside every class folder, the first is "
+            f"{printable(outside[0])}; "
             "move each into the folder of its class"
         )
     classes = index_classes((each.name for each in class_entries), read_names(*names_in), str(folder))
@@ -130,7 +149,7 @@ def read_class_folders(root: Path, folder: Path, split: str, *, names_in: tuple[
     prefix = folder.relative_to(root).as_posix()
     prefix = "" if prefix == "." else prefix + "/"
     for entry in class_entries:
-        for below, size in _files_below(Path(entry.path), ()):
+        for below, size in _files_below(entry.path):
             listing.add(f"{prefix}{entry.name}/", below, label_of[entry.name], size)
     return FoundSplit(split, classes, listing, FolderStore(root))
 
@@ -149,29 +168,67 @@ def read_names(*folders: Path) -> dict[str, str]:
     """
     names: dict[str, str] = {}
     for path in (folder / name for folder in folders for name in NAME_FILES):
-        if path.is_file():
+        if path.exists() and not path.is_dir():
             try:
-                lines = path.read_text(encoding="utf-8-sig").splitlines()
+                lines = read_regular(path, max_bytes=_MAX_NAME_FILE_BYTES).decode("utf-8-sig").splitlines()
             except (OSError, UnicodeDecodeError) as error:
-                raise SourceError(f"{path} cannot be read as UTF-8 text: {error}") from error
+                reason = error.strerror if isinstance(error, OSError) else error
+                raise SourceError(f"{printable(path)} cannot be read as UTF-8 text: {reason}") from error
             for line in lines:
                 if words := line.split(None, 1):
                     names.setdefault(words[0], words[1].partition(",")[0].strip() if len(words) > 1 else "")
     return names
 
 
-def _files_below(folder: Path, above: tuple[tuple[int, int], ...]) -> Iterator[tuple[str, int]]:
+@dataclass(frozen=True)
+class _Folder:
+    """A folder of a class: its path, its path below the class with "/" at its end, and which folders it lies in."""
+
+    path: str
+    below: str
+    above: tuple[tuple[int, int], ...]
+
+
+def _files_below(class_folder: str) -> Iterator[tuple[str, int]]:
     """Yields relative path and size in bytes of every file; a broken link has size 0 and fails when it is read."""
-    status = folder.stat()
-    here = (status.st_dev, status.st_ino)
-    if here in above:
-        raise SourceError(f"{folder} is a link to a folder that contains it; remove the link")
-    folders, others = list_folder(folder)
-    for entry in others:
-        yield entry.name, file_size(entry)
-    for entry in folders:
-        for below, size in _files_below(Path(entry.path), (*above, here)):
-            yield f"{entry.name}/{below}", size
+    waiting = [_Folder(class_folder, "", ())]
+    visits: Counter[tuple[int, int]] = Counter()
+    while waiting:
+        folder = waiting.pop()
+        here = _identity(folder.path)
+        visits[here] += 1
+        _check_reached(folder, here, visits[here], class_folder)
+        folders, others = list_folder(Path(folder.path))
+        for entry in others:
+            yield f"{folder.below}{entry.name}", file_size(entry)
+        above = (*folder.above, here)
+        # The last is taken first: so the order of names is kept.
+        waiting += [_Folder(each.path, f"{folder.below}{each.name}/", above) for each in reversed(folders)]
+
+
+def _identity(folder: str) -> tuple[int, int]:
+    """Returns what tells a folder from all others, whatever links lead to it."""
+    try:
+        status = Path(folder).stat()
+    except OSError as error:
+        raise SourceError(f"{printable(folder)} cannot be listed: {error.strerror}") from error
+    return status.st_dev, status.st_ino
+
+
+def _check_reached(folder: _Folder, here: tuple[int, int], num_visits: int, class_folder: str) -> None:
+    shown = printable(folder.path)
+    if here in folder.above:
+        raise SourceError(f"{shown} is a link to a folder that contains it; remove the link")
+    if num_visits > MAX_VISITS:
+        raise SourceError(
+            f"{shown} is a folder that links within the class {printable(class_folder)} have led to {MAX_VISITS} times "
+            "already; remove the links to it"
+        )
+    if len(folder.above) > MAX_DEPTH:
+        raise SourceError(
+            f"{shown} lies more than {MAX_DEPTH} folders deep in the class {printable(class_folder)}; "
+            "move its images up"
+        )
 
 
 def file_size(entry: os.DirEntry[str]) -> int:
@@ -185,5 +242,5 @@ def file_size(entry: os.DirEntry[str]) -> int:
     except OSError:
         return 0
     if not stat.S_ISREG(status.st_mode):
-        raise SourceError(f"{entry.path} is neither a file nor a folder; remove it")
+        raise SourceError(f"{printable(entry.path)} is neither a file nor a folder; remove it")
     return status.st_size

@@ -22,6 +22,7 @@ from preprocess.listing import (
     SourceImage,
     SourceSplit,
 )
+from preprocess.printable import printable
 from preprocess.selection import held_out, pack_order
 from preprocess.source_kaggle import find_kaggle_tree, kaggle_openers
 from preprocess.source_tars import TRAIN_ARCHIVE, VAL_ARCHIVE, imagenet_openers, tar_openers
@@ -91,7 +92,9 @@ def open_source(
             archive is damaged or unsafe, an argument is out of range.
     """
     if "://" in str(path):
-        raise SourceError(f"SOURCE must be a folder or tar archive on this machine, found {path}; copy it here first")
+        raise SourceError(
+            f"SOURCE must be a folder or tar archive on this machine, found {printable(path)}; copy it here first"
+        )
     root = Path(path)
     if limit is not None and limit < 1:
         raise SourceError(f"limit must be at least 1 image a split, found {limit}")
@@ -110,7 +113,7 @@ def open_source(
             if not len(opened[name]):
                 if name == "val" and holdout:
                     raise SourceError(_nothing_held_out(found["train"], holdout, root))
-                raise SourceError(f"the split {name} of {root} ({layout.words}) has no images")
+                raise SourceError(f"the split {name} of {printable(root)} ({layout.words}) has no images")
     except BaseException:
         for each in found.values():
             each.store.close()
@@ -120,7 +123,7 @@ def open_source(
 
 def _recognise(root: Path) -> Layout:
     if not root.exists():
-        raise SourceError(f"{root} does not exist")
+        raise SourceError(f"{printable(root)} does not exist")
     if not root.is_dir():
         return _recognise_file(root)
     _refuse_shards(root)
@@ -133,17 +136,20 @@ def _recognise(root: Path) -> Layout:
     folders = split_folders(root)
     classes, files = list_folder(root)
     if folders:
-        others = [each.name + "/" for each in classes if Path(each.path) not in folders.values()]
+        others = [printable(each.name) + "/" for each in classes if Path(each.path) not in folders.values()]
         words = "folders " + " and ".join(each.name + "/" for each in folders.values()) + " of class folders"
-        return Layout(words + (f" (not read: {', '.join(others)})" if others else ""), split_openers(root, folders))
+        return Layout(words + (f" (not read: {_shown(others)})" if others else ""), split_openers(root, folders))
     if not classes:
         raise SourceError(
-            f"{root} is no data set: looked for class folders, train/ and val/ of class folders, {TRAIN_ARCHIVE}, "
-            f"{VAL_ARCHIVE} and Kaggle's ILSVRC/; found {_shown([each.name for each in files])}"
+            f"{printable(root)} is no data set: looked for class folders, train/ and val/ of class folders, "
+            f"{TRAIN_ARCHIVE}, {VAL_ARCHIVE} and Kaggle's ILSVRC/; found {_shown([each.name for each in files])}"
         )
     for each in classes:
         if (Path(each.path) / "train").is_dir():
-            raise SourceError(f"{root} is not a folder of classes: {each.name}/ has a train/ folder; give {each.path}")
+            raise SourceError(
+                f"{printable(root)} is not a folder of classes: {printable(each.name)}/ has a train/ folder; "
+                f"give {printable(each.path)}"
+            )
     return Layout("a folder of class folders", split_openers(root, {"train": root}))
 
 
@@ -153,8 +159,8 @@ def _refuse_shards(root: Path) -> None:
     packed = next((each for each in candidates if (each / "pixels" / "zarr.json").is_file()), None)
     if packed is not None:
         raise SourceError(
-            f"{root} holds shards that were packed already, in {packed}: train on them with run-train --data, "
-            "or give the images that they were made from"
+            f"{printable(root)} holds shards that were packed already, in {printable(packed)}: train on them with "
+            "run-train --data, or give the images that they were made from"
         )
 
 
@@ -163,44 +169,54 @@ def _recognise_file(path: Path) -> Layout:
     try:
         head = tar.read(0, min(BLOCK, tar.num_bytes))
     except OSError as error:
-        raise SourceError(f"{path} cannot be read: {error.strerror}") from error
+        raise SourceError(f"{printable(path)} cannot be read: {error.strerror}") from error
     finally:
         os.close(tar.descriptor)
     if head.startswith(_COMPRESSED):
-        raise SourceError(f"{path} is compressed, so its images cannot be read in place; unpack it and give the folder")
+        raise SourceError(
+            f"{printable(path)} is compressed, so its images cannot be read in place; unpack it and give the folder"
+        )
     if not is_tar(head):
-        raise SourceError(f"{path} is neither a folder nor a tar archive; give the folder or archive with the images")
+        raise SourceError(
+            f"{printable(path)} is neither a folder nor a tar archive; give the folder or archive with the images"
+        )
     return Layout(*tar_openers(path))
 
 
 def _shown(names: list[str]) -> str:
     if not names:
         return "an empty folder"
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return ", ".join(map(printable, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _check_holdout(holdout: float, root: Path, layout: Layout) -> None:
     if not 0.0 <= holdout < 1.0:
         raise SourceError(f"holdout must be a fraction from 0 to below 1, found {holdout}")
     if holdout and "train" not in layout.openers:
-        raise SourceError(f"holdout {holdout} was given, but {root} has no train split to hold images out of")
+        raise SourceError(
+            f"holdout {holdout} was given, but {printable(root)} has no train split to hold images out of"
+        )
     if holdout and "val" in layout.openers:
-        raise SourceError(f"holdout {holdout} was given, but {root} has a val split of its own; leave holdout out")
+        raise SourceError(
+            f"holdout {holdout} was given, but {printable(root)} has a val split of its own; leave holdout out"
+        )
 
 
 def _nothing_held_out(train: FoundSplit, holdout: float, root: Path) -> str:
     most = int(np.bincount(train.listing.labels, minlength=1).max())
     remedy = "make holdout larger or give a folder with val/" if most > 1 else "give a folder with val/"
     return (
-        f"holdout {holdout} holds no image of {root} out: every class keeps one to train on, and the largest of its "
-        f"{len(train.classes)} classes has {most}; {remedy}"
+        f"holdout {holdout} holds no image of {printable(root)} out: every class keeps one to train on, "
+        f"and the largest of its {len(train.classes)} classes has {most}; {remedy}"
     )
 
 
 def _wanted_splits(root: Path, available: tuple[str, ...], splits: tuple[str, ...] | None) -> tuple[str, ...]:
     missing = [name for name in splits or () if name not in available]
     if missing:
-        raise SourceError(f"{root} has no split {', '.join(missing)}; it has {', '.join(available)}")
+        raise SourceError(
+            f"{printable(root)} has no split {', '.join(map(printable, missing))}; it has {', '.join(available)}"
+        )
     return available if splits is None else tuple(dict.fromkeys(splits))
 
 

@@ -1,9 +1,9 @@
 """Lists a tar archive by its headers alone, so that members can be read in place, also those of inner archives.
 
 The `tarfile` module stops without a word at a damaged or missing header, and keeps an object for every member. Here
-each header's checksum must hold, an archive must end with its empty block, and nothing is kept. Whatever an archive says
-of itself is bounded before it is believed: the digits of a number, the bytes and records of an extension header, how
-many of those may precede a member, and the length of a name.
+each header's checksum must hold, an archive must end with its empty block, and nothing is kept. What an archive says
+of itself is bounded: the digits of a number, the bytes and records of an extension header, how many of those precede
+a member, and the length of a name.
 Format: POSIX.1-1988 (ustar), POSIX.1-2001 (pax) and GNU long names.
 """
 
@@ -79,7 +79,7 @@ class TarFile:
         """
         status = os.fstat(self.descriptor)
         if (status.st_size, status.st_mtime_ns) != (self.num_bytes, self.modified_ns):
-            raise OSError(errno.ESTALE, f"{printable(str(self.path))} has changed since it was listed")
+            raise OSError(errno.ESTALE, f"{printable(self.path)} has changed since it was listed")
 
     def read(self, offset: int, size: int) -> bytes:
         """Returns `size` bytes from `offset`, from any thread.
@@ -91,7 +91,7 @@ class TarFile:
         while size > 0:
             part = os.pread(self.descriptor, size, offset)
             if not part:
-                raise OSError(f"{printable(str(self.path))} ends at byte {offset}, {size} bytes too early")
+                raise OSError(f"{printable(self.path)} ends at byte {offset}, {size} bytes too early")
             parts.append(part)
             offset, size = offset + len(part), size - len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
@@ -115,9 +115,9 @@ def open_tar(path: Path) -> TarFile:
     try:
         descriptor = open_regular(path)
     except IrregularFileError as error:
-        raise SourceError(f"{printable(str(path))} is no file; give the folder or archive with the images") from error
+        raise SourceError(f"{printable(path)} is no file; give the folder or archive with the images") from error
     except OSError as error:
-        raise SourceError(f"{printable(str(path))} cannot be opened: {error.strerror}") from error
+        raise SourceError(f"{printable(path)} cannot be opened: {error.strerror}") from error
     status = os.fstat(descriptor)
     return TarFile(descriptor, path, status.st_size, status.st_mtime_ns)
 
@@ -137,9 +137,9 @@ def members(tar: TarBytes, start: int = 0, stop: int | None = None, inside: str 
         inside: its name as a member, for errors.
 
     Raises:
-        SourceError: the archive is truncated, damaged or beyond the bounds above (with the offset), or has a member that could write or read
-            outside a folder it is unpacked to (an absolute path, one with "..", a link or a device), or one whose bytes
-            are not all there (GNU's sparse files).
+        SourceError: the archive is truncated, damaged or beyond the bounds (with the offset), or has a member that
+            could write or read outside a folder it is unpacked to (an absolute path, one with "..", a link or a
+            device), or one whose bytes are not all there (GNU's sparse files).
     """
     stop = tar.num_bytes if stop is None else stop
     where = printable(f"{tar.path}!{inside}" if inside else str(tar.path))
@@ -158,8 +158,8 @@ def members(tar: TarBytes, start: int = 0, stop: int | None = None, inside: str 
         if data + size > stop:
             name = extended.get("path") or _plain_name(block)
             raise SourceError(
-                f"{where} is truncated: it ends at byte {stop}, within member {printable(name)}, which begins at byte {position} "
-                f"and needs {data + size - stop} bytes more; fetch the archive again"
+                f"{where} is truncated: it ends at byte {stop}, within member {printable(name)}, which begins at byte "
+                f"{position} and needs {data + size - stop} bytes more; fetch the archive again"
             )
         position = data + -(-size // BLOCK) * BLOCK
         if kind in (_LONG_NAME, _PAX_MEMBER, _PAX_ALL):
@@ -212,9 +212,8 @@ def _size(block: bytes, extended: dict[str, str], where: str, position: int) -> 
         found: str | bytes = said if len(said) <= 2 * _MAX_SIZE_DIGITS else f"{said[:_MAX_SIZE_DIGITS]}…"
     else:
         found = raw = block[124:136]
-        if raw[0] == 0x80 and not any(
-            raw[1:4]
-        ):  # GNU: big-endian binary for sizes from 8 GiB; 0xff begins negative ones
+        # GNU: big-endian binary for sizes from 8 GiB; 0xff begins negative ones.
+        if raw[0] == 0x80 and not any(raw[1:4]):
             return int.from_bytes(raw[4:])
         digits = raw.strip(b"\0 ")
         if set(digits) <= set(b"01234567"):

@@ -1,5 +1,9 @@
 """The development kit: class numbers to WordNet ids, words, validation labels."""
 
+import gzip
+import os
+import re
+
 import pytest
 
 from preprocess.devkit import ARCHIVE, FOLDER, find_devkit
@@ -10,6 +14,7 @@ import tarfile
 
 from tests.imagenet_archives import SYNSETS, devkit, tar_bytes
 
+GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 TRUTH = [3, 1, 1, 2]
 
 
@@ -70,4 +75,61 @@ def test_no_kit_is_none(tmp_path):
 def test_what_is_wrong_is_named(tmp_path, content, message):
     (tmp_path / ARCHIVE).write_bytes(content)
     with pytest.raises(SourceError, match=message):
+        find_devkit(tmp_path)
+
+
+def headers(*sizes):
+    """Pax headers that announce so many bytes, each followed by what an archive of zeros has."""
+    parts = []
+    for num_bytes in sizes:
+        info = tarfile.TarInfo("x")
+        info.type, info.size = tarfile.XHDTYPE, num_bytes
+        parts.append(info.tobuf(tarfile.GNU_FORMAT))
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            gzip.compress(headers(3 * 2**30) + bytes(2**20)),
+            "is truncated: it ends at byte",
+        ),
+        (gzip.compress(headers(2**21) + bytes(2**22)), "an extension header of 2097152 bytes at byte 512"),
+        (gzip.compress(headers(*[0] * 400) + bytes(2**10)), "more than 16 extension headers follow each other"),
+        (gzip.compress(bytes(2**27 + 1)), "cannot be read: it unpacks to more than the 134,217,728 bytes allowed"),
+        (gzip.compress(b"")[:-4], "cannot be read: it ends early; download it again"),
+        (devkit(["9" * 5000]), "line 1: '9{40}' is no class number"),
+    ],
+    ids=["3-GiB-header", "2-MiB-header", "headers", "bomb", "early", "digits"],
+)
+def test_a_hostile_kit_is_refused(tmp_path, content, message):
+    (tmp_path / ARCHIVE).write_bytes(content)
+    with pytest.raises(SourceError, match=message) as caught:
+        find_devkit(tmp_path)
+    assert ARCHIVE in str(caught.value)
+
+
+def huge_file(path):
+    path.touch()
+    os.truncate(path, 2**40)
+
+
+@pytest.mark.parametrize("name", [ARCHIVE, f"{FOLDER}/data/meta.mat", f"{FOLDER}/data/{GROUND_TRUTH}"])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (os.mkfifo, "it is a pipe, not a file"),
+        (lambda path: path.symlink_to("/dev/zero"), "it is a device, not a file"),
+        (huge_file, "the file is larger than the .* bytes allowed"),
+    ],
+    ids=["pipe", "device", "huge"],
+)
+def test_a_kit_of_what_is_no_plain_file_is_refused(tmp_path, name, make, message):
+    for path in (tmp_path / FOLDER / "data" / "meta.mat", tmp_path / FOLDER / "data" / GROUND_TRUTH):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"")
+    (tmp_path / name).unlink(missing_ok=True)
+    make(tmp_path / name)
+    with pytest.raises(SourceError, match=rf"{re.escape(name)} cannot be read: {message}"):
         find_devkit(tmp_path)

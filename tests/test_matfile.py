@@ -124,3 +124,56 @@ def test_a_compressed_variable_may_follow_another_without_padding():
     assert first[0] == 15
     assert zlib.decompress(content[136 : 136 + first[1]])
     assert set(read_matfile(content)) == {"a", "b"}
+
+
+def element(kind, data):
+    return struct.pack("<II", kind, len(data)) + data + bytes(-len(data) % 8)
+
+
+def matrix(array_class, shape, *parts, name=b""):
+    lengths = struct.pack(f"<{len(shape)}i", *shape)
+    head = element(6, struct.pack("<II", array_class, 0)) + element(5, lengths) + element(1, name)
+    return element(14, head + b"".join(parts))
+
+
+def mat_file(*elements):
+    return b"MATLAB 5.0".ljust(124) + b"\x00\x01IM" + b"".join(elements)
+
+
+def nested(depth):
+    inner = matrix(9, (1, 1), element(2, b"\x07"))
+    for _ in range(depth):
+        inner = matrix(1, (1, 1), inner)
+    return inner
+
+
+def bomb(num_bytes):
+    packed = zlib.compress(bytes(num_bytes))
+    return struct.pack("<II", 15, len(packed)) + packed
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (nested(17), "more than 16 deep in each other"),
+        (nested(400), "more than 16 deep in each other"),
+        (matrix(1, (1_100_000, 1), element(14, b"") * 1_100_000), "more than 1000000 elements"),
+        (matrix(9, (2**31 - 1,) * 33, element(2, b"")), "an array of 33 dimensions"),
+        (matrix(9, (-1, -5), element(2, b"12345")), "damaged"),
+        (matrix(4, (1, 1), element(1, b"\xff")), "damaged"),
+        (matrix(2, (1, 1), element(5, struct.pack("<i", 1)), element(1, b"x" * 1001)), "more than 1000 fields"),
+        (bomb(2**26 + 1), "more than 67108864 bytes"),
+        (bomb(2**25) * 3, "more than"),
+    ],
+    ids=["deep", "deeper", "elements", "dimensions", "negative", "character", "fields", "bomb", "bombs"],
+)
+def test_what_a_file_says_of_itself_is_bounded(content, message):
+    with pytest.raises(MatFileError, match=message):
+        read_matfile(mat_file(content))
+
+
+def test_at_the_depth_allowed_an_array_is_read():
+    value = read_matfile(mat_file(nested(16)))[""]
+    for _ in range(16):
+        (value,) = value
+    np.testing.assert_array_equal(value, [[7]])

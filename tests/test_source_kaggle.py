@@ -1,5 +1,7 @@
 """Kaggle's ImageNet tree."""
 
+import os
+
 import pytest
 
 from preprocess.sources import ImageClass, SourceError, open_source
@@ -134,4 +136,27 @@ def test_a_bad_table_is_named(top, table, message):
     if table is not None:
         (top / "LOC_val_solution.csv").write_text(table, encoding="utf-8")
     with pytest.raises(SourceError, match=message):
+        open_source(top)
+
+
+def huge_file(path):
+    path.touch()
+    os.truncate(path, 2**40)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (os.mkfifo, "it is a pipe, not a file"),
+        (lambda path: path.symlink_to("/dev/zero"), "it is a device, not a file"),
+        (huge_file, "the file is larger than the 67,108,864 bytes allowed"),
+        (lambda path: path.write_text("ImageId,PredictionString\nx," + "y" * 200_000), "field larger than field limit"),
+        (lambda path: path.write_text("ImageId,PredictionString\n" + "x,y\n" * 1_000_001), "more than 1,000,000 lines"),
+    ],
+    ids=["pipe", "device", "huge", "field", "lines"],
+)
+def test_a_hostile_table_is_refused(top, make, message):
+    (top / "LOC_val_solution.csv").unlink()
+    make(top / "LOC_val_solution.csv")
+    with pytest.raises(SourceError, match=rf"LOC_val_solution\.csv .*{message}"):
         open_source(top)

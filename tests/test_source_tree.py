@@ -1,11 +1,14 @@
 """Image folders: classes, hidden files, links, and what is refused."""
 
 import os
+import re
 import socket
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
-from preprocess.source_tree import list_folder
+from preprocess.source_tree import MAX_DEPTH, MAX_VISITS, list_folder
 from preprocess.sources import ImageClass, SourceError, open_source
 
 
@@ -236,3 +239,91 @@ def test_a_folder_without_permission(tmp_path):
     with pytest.raises(SourceError, match="a cannot be listed: Permission denied"):
         open_source(tmp_path)
     (tmp_path / "a").chmod(0o700)
+
+
+def fan(folder, num_levels):
+    """Levels of folders in which two links each lead to the next level: 2^n paths."""
+    levels = [folder / f"level{number}" for number in range(num_levels)]
+    for level in levels:
+        level.mkdir(parents=True)
+    for level, following in pairwise(levels):
+        (level / "x").symlink_to(following)
+        (level / "y").symlink_to(following)
+    (levels[-1] / "image.jpg").write_bytes(b"x")
+    return levels[0]
+
+
+def test_links_that_fan_out_are_refused_with_their_name(tmp_path):
+    (tmp_path / "set" / "a").mkdir(parents=True)
+    (tmp_path / "set" / "a" / "top").symlink_to(fan(tmp_path / "elsewhere", 30))
+    with pytest.raises(SourceError, match=r"set/a/top/x.* within the class .*set/a have led to 16 times already"):
+        open_source(tmp_path / "set")
+
+
+def test_a_folder_may_be_linked_into_several_classes_and_a_few_times_into_one(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    (disk / "image.jpg").write_bytes(b"x")
+    for name in ("a", "b"):
+        (tmp_path / "set" / name).mkdir(parents=True)
+        for number in range(MAX_VISITS):
+            (tmp_path / "set" / name / f"part{number}").symlink_to(disk)
+    with open_source(tmp_path / "set") as source:
+        assert len(source.splits["train"]) == 2 * MAX_VISITS
+    (tmp_path / "set" / "a" / "z").symlink_to(disk)
+    with pytest.raises(SourceError, match=r"a/z is a folder that links within the class .* remove the links to it"):
+        open_source(tmp_path / "set")
+
+
+@pytest.mark.parametrize("depth", [MAX_DEPTH, MAX_DEPTH + 1, 1500])
+def test_folders_lie_so_deep_and_no_deeper(tmp_path, depth, monkeypatch):
+    (tmp_path / "set" / "a").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "set" / "a")
+    for _ in range(depth):
+        Path("d").mkdir()
+        os.chdir("d")
+    Path("image.jpg").write_bytes(b"x")
+    os.chdir(tmp_path)
+    if depth <= MAX_DEPTH:
+        with open_source("set") as source:
+            assert source.splits["train"].image(0).name == "a/" + "d/" * depth + "image.jpg"
+    else:
+        with pytest.raises(SourceError, match="lies more than 100 folders deep in the class set/a; move its images up"):
+            open_source("set")
+
+
+def huge_file(path):
+    path.touch()
+    os.truncate(path, 2**32)
+
+
+@pytest.mark.parametrize("name", ["classes.txt", "LOC_synset_mapping.txt"])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (os.mkfifo, "it is a pipe, not a file"),
+        (lambda path: path.symlink_to("/dev/zero"), "it is a device, not a file"),
+        (huge_file, "the file is larger than the 16,777,216 bytes allowed"),
+    ],
+    ids=["pipe", "device", "huge"],
+)
+def test_a_table_of_names_that_is_no_plain_file_is_refused(tmp_path, name, make, message):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "image.jpg").write_bytes(b"x")
+    make(tmp_path / name)
+    with pytest.raises(SourceError, match=rf"{re.escape(name)} cannot be read as UTF-8 text: {message}"):
+        open_source(tmp_path)
+
+
+def test_a_link_to_itself_is_named(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "loop").symlink_to("loop")
+    with pytest.raises(SourceError, match="a/loop cannot be looked at: Too many levels of symbolic links; remove it"):
+        open_source(tmp_path)
+
+
+def test_names_in_messages_are_harmless(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a\x1b]0;x\x07.jpg").write_bytes(b"x")
+    with pytest.raises(SourceError, match=r"the first is 'a\\x1b\]0;x\\x07\.jpg'"):
+        open_source(tmp_path)
