@@ -1,10 +1,16 @@
 """Turns any of Pillow's colour modes into 8-bit grey or RGB.
 
 Colour profiles are not applied: the numbers in the file are the numbers in the shard, as in every ImageNet pipeline.
+
+Images are converted tile by tile, so that a conversion holds the image, its result and some MB, whatever their size.
 """
+
+from collections.abc import Iterator
 
 import numpy as np
 from PIL import Image
+
+_TILE_PIXELS = 2**20
 
 
 def to_grey_or_rgb(image: Image.Image) -> Image.Image:
@@ -23,9 +29,9 @@ def to_grey_or_rgb(image: Image.Image) -> Image.Image:
     if image.mode in ("L", "RGB") and "transparency" not in image.info:
         return image
     if image.mode == "I" or image.mode.startswith("I;16"):
-        return Image.fromarray(_from_sixteen_bits(np.asarray(image), image.info.get("transparency")))
+        return _from_sixteen_bits(image)
     if image.mode == "F":
-        return Image.fromarray(_from_floats(np.asarray(image)))
+        return _from_floats(image)
     if image.has_transparency_data:
         return _on_white(image)
     if image.mode == "1":
@@ -33,28 +39,58 @@ def to_grey_or_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
+def _tiles(image: Image.Image) -> Iterator[tuple[int, int, int, int]]:
+    """Yields boxes (left, top, right, bottom) that cover the image, each of `_TILE_PIXELS` at most."""
+    width = min(image.width, _TILE_PIXELS)
+    height = max(1, _TILE_PIXELS // width)
+    for top in range(0, image.height, height):
+        for left in range(0, image.width, width):
+            yield left, top, min(left + width, image.width), min(top + height, image.height)
+
+
 def _on_white(image: Image.Image) -> Image.Image:
-    rgba = image.convert("RGBA")
-    white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
-    return Image.alpha_composite(white, rgba).convert("RGB")
+    laid = Image.new("RGB", image.size)
+    for box in _tiles(image):
+        rgba = image.crop(box).convert("RGBA")
+        white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
+        laid.paste(Image.alpha_composite(white, rgba).convert("RGB"), box[:2])
+    return laid
 
 
-def _from_sixteen_bits(values: np.ndarray, transparent: int | None) -> np.ndarray:
-    wide = values.astype(np.int64)
-    low, high = int(wide.min()), int(wide.max())
+def _from_sixteen_bits(image: Image.Image) -> Image.Image:
+    low, high = _extremes(image) if image.mode == "I" else (0, 65535)
     if low < 0 or high > 65535:
-        raise ValueError(f"integer pixels run from {low} to {high}; 0 … 65535 is understood, save it with 8 or 16 bits")
-    levels = ((wide + 128) // 257).astype(np.uint8)  # 65535 = 255 · 257
-    if transparent is not None:
-        levels[wide == transparent] = 255
-    return levels
+        raise ValueError(
+            f"integer pixels run from {low:.0f} to {high:.0f}; 0 … 65535 is understood, save it with 8 or 16 bits"
+        )
+    levels = ((np.arange(65536) + 128) // 257).astype(np.uint8)  # 65535 = 255 · 257
+    transparent = image.info.get("transparency")
+    if transparent is not None and 0 <= transparent <= 65535:
+        levels[transparent] = 255
+    grey = Image.new("L", image.size)
+    for box in _tiles(image):
+        grey.paste(Image.fromarray(levels[np.asarray(image.crop(box))]), box[:2])
+    return grey
 
 
-def _from_floats(values: np.ndarray) -> np.ndarray:
-    low, high = float(values.min()), float(values.max())
+def _from_floats(image: Image.Image) -> Image.Image:
+    low, high = _extremes(image)
     if not (low >= 0.0 and high <= 255.0):  # also false for NaN
         raise ValueError(
             f"float pixels run from {low:g} to {high:g}; 0 … 1 or 0 … 255 is understood, save it with 8 bits"
         )
-    levels = values * 255.0 if high <= 1.0 else values
-    return np.floor(levels + 0.5).astype(np.uint8)
+    grey = Image.new("L", image.size)
+    for box in _tiles(image):
+        values = np.asarray(image.crop(box))
+        levels = values * 255.0 if high <= 1.0 else values
+        grey.paste(Image.fromarray(np.floor(levels + 0.5).astype(np.uint8)), box[:2])
+    return grey
+
+
+def _extremes(image: Image.Image) -> tuple[float, float]:
+    """Returns the least and the largest value; NaN where one of them is."""
+    low, high = np.inf, -np.inf
+    for box in _tiles(image):
+        values = np.asarray(image.crop(box))
+        low, high = np.minimum(low, values.min()), np.maximum(high, values.max())
+    return float(low), float(high)

@@ -5,6 +5,7 @@ resampling. Whatever is wrong with a file ends in a `DecodeError` with a reason 
 """
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
@@ -13,6 +14,7 @@ from PIL import Image
 
 from preprocess.colour import to_grey_or_rgb
 from preprocess.formats import FORMATS, open_pixels, sniff
+from preprocess.memory_budget import PIXEL_BYTES, MemoryBudget
 
 RESAMPLERS = {
     "nearest": Image.Resampling.NEAREST,
@@ -109,7 +111,9 @@ def crop_offset(length: int, size: int) -> int:
     return round((length - size) / 2)
 
 
-def decode_image(encoded: bytes, rule: ResizeRule, *, max_pixels: int = MAX_PIXELS) -> np.ndarray:
+def decode_image(
+    encoded: bytes, rule: ResizeRule, *, max_pixels: int = MAX_PIXELS, budget: MemoryBudget | None = None
+) -> np.ndarray:
     """Decodes one image file into its central crop. Safe to call from any number of threads.
 
     The file's name plays no part: the format (JPEG, PNG, WebP, GIF, BMP, TIFF, PPM) is told by the first bytes. Of an
@@ -121,6 +125,8 @@ def decode_image(encoded: bytes, rule: ResizeRule, *, max_pixels: int = MAX_PIXE
         rule: target size and filter.
         max_pixels: an image with more pixels is refused ahead of the work, and so is one that has more once it is
             resized, if it has to be resized as a whole before it is cropped ("nearest", "box", very tall ones).
+        budget: the memory that this call shares with others; the image is decoded once there is room for it. Without
+            one an image takes up to 12 bytes a pixel, 1.1 GB for the largest, and twice its file.
 
     Returns:
         uint8 `[size, size, 3]`, RGB, 0 to 255, own memory. For an upright, opaque 8-bit file it is what Pillow's
@@ -139,11 +145,17 @@ def decode_image(encoded: bytes, rule: ResizeRule, *, max_pixels: int = MAX_PIXE
             f"and none of {', '.join(each.name for each in FORMATS)} begins so"
         )
     try:
-        image, orientation = open_pixels(encoded, known, max_pixels=max_pixels)
-        pixels = to_grey_or_rgb(image)
-        if orientation in _UPRIGHT:
-            pixels = pixels.transpose(_UPRIGHT[orientation])
-        return np.array(_central_crop(pixels, rule, max_pixels).convert("RGB"))
+        with ExitStack() as held:
+
+            def admit(num_pixels: int) -> None:
+                if budget is not None:
+                    held.enter_context(budget.held(num_pixels * PIXEL_BYTES))
+
+            image, orientation = open_pixels(encoded, known, max_pixels=max_pixels, admit=admit)
+            image = to_grey_or_rgb(image)
+            if orientation in _UPRIGHT:
+                image = image.transpose(_UPRIGHT[orientation])
+            return np.array(_central_crop(image, rule, max_pixels).convert("RGB"))
     except MemoryError:
         raise  # of this machine, not of the file: its size has been checked
     except Exception as error:  # Pillow's plugins raise whatever a damaged field leads to

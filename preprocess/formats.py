@@ -85,13 +85,16 @@ def sniff(encoded: bytes) -> Format | None:
     return next((known for known in FORMATS if known.accepts(head)), None)
 
 
-def open_pixels(encoded: bytes, known: Format, *, max_pixels: int) -> tuple[Image.Image, int]:
+def open_pixels(
+    encoded: bytes, known: Format, *, max_pixels: int, admit: Callable[[int], None] = lambda _: None
+) -> tuple[Image.Image, int]:
     """Decodes the first frame in the file's own colour mode.
 
     Args:
         encoded: the file's bytes.
         known: what `sniff` said of them.
         max_pixels: a file that announces more is refused before its pixels are decoded.
+        admit: told the number of pixels before they are decoded; returns once there is memory for them.
 
     Returns:
         The loaded image, and the EXIF orientation (1 to 8) that is still to be applied.
@@ -110,6 +113,7 @@ def open_pixels(encoded: bytes, known: Format, *, max_pixels: int) -> tuple[Imag
         width, height = image.size
         if width * height > max_pixels:
             raise ValueError(f"{width}×{height} is more than the {max_pixels} pixels allowed in one image")
+        admit(width * height)
         image.load()
     if known.name == "PNG":
         _scale_transparent_grey(image, encoded)

@@ -61,6 +61,9 @@ class SourceSplit(Protocol):
     def image(self, index: int) -> SourceImage:
         """Returns name and label of the image at this place of the pack order."""
 
+    def num_bytes(self, index: int) -> int:
+        """Returns how many bytes `read` returns."""
+
     def read(self, index: int) -> bytes:
         """Returns its encoded bytes, from any thread; raises OSError or ValueError."""
 
@@ -171,6 +174,10 @@ class ListedSplit:
         """Returns name and label of the image at this place of the pack order."""
         entry = self._entry(index)
         return SourceImage(self.listing.name(entry), int(self._labels[entry]))
+
+    def num_bytes(self, index: int) -> int:
+        """Returns the length of the encoded image at this place of the pack order."""
+        return self.listing.size(self._entry(index))
 
     def read(self, index: int) -> bytes:
         """Returns the encoded bytes of the image at this place of the pack order.

@@ -1,6 +1,8 @@
 """Reads and decodes a source's images with several threads and hands the outcomes out in the source's order.
 
-Memory is bounded by the window, not by the data set. Knows nothing of shards.
+Memory is bounded by the window and by what the workers share for large images, not by the data set: about 50 MB a
+worker for images up to 4 megapixels, a quarter of the machine's memory for larger ones together (but always one of
+them), 1 GiB for large files together, and `_WINDOW_BYTES` for crops that wait. Knows nothing of shards.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from preprocess.channels import channel_sums
 from preprocess.decode import ResizeRule, decode_image
 from preprocess.journal import Failure
 from preprocess.location import ShardError
+from preprocess.memory_budget import MemoryBudget, file_budget, pixel_budget
 from preprocess.pixels import Layout, to_words
 from preprocess.printable import printable
 
@@ -33,6 +36,7 @@ IMAGE_TIMEOUT_S = 600.0
 _BLOCK_PIXELS = 1 << 16
 _MAX_BLOCK_IMAGES = 64
 _BLOCKS_PER_WORKER = 4
+_WINDOW_BYTES = 2**30
 _JOIN_TIMEOUT_S = 5.0
 
 
@@ -72,6 +76,8 @@ def decode_in_order(
     blocks = iter(range(start, len(source), block))
     tasks: queue.SimpleQueue[tuple[Future[list[Outcome]], int] | None] = queue.SimpleQueue()
     pending: deque[tuple[Future[list[Outcome]], int]] = deque()
+    window = max(num_workers, min(num_workers * _BLOCKS_PER_WORKER, _WINDOW_BYTES // (block * 4 * rule.size**2)))
+    decoder = _Decoder(source, rule, layout, pixel_budget(), file_budget())
 
     def work() -> None:
         while (task := tasks.get()) is not None:
@@ -79,7 +85,7 @@ def decode_in_order(
             if not future.set_running_or_notify_cancel():
                 continue
             try:
-                future.set_result(_outcomes(source, rule, layout, first, min(first + block, len(source))))
+                future.set_result(decoder.outcomes(first, min(first + block, len(source))))
             except BaseException as error:  # noqa: BLE001 - kept, and raised in the consumer
                 future.set_exception(error)
 
@@ -89,7 +95,7 @@ def decode_in_order(
         thread.start()
     try:
         while True:
-            while len(pending) < num_workers * _BLOCKS_PER_WORKER and (first := next(blocks, None)) is not None:
+            while len(pending) < window and (first := next(blocks, None)) is not None:
                 pending.append((Future(), first))
                 tasks.put(pending[-1])
             if not pending:
@@ -100,38 +106,55 @@ def decode_in_order(
         _stop(threads, tasks)
 
 
-def _outcomes(source: SourceSplit, rule: ResizeRule, layout: Layout, start: int, stop: int) -> list[Outcome]:
-    decoded = [_decode(source, source.image(index), index, rule) for index in range(start, stop)]
-    images = [each for each in decoded if not isinstance(each, Failure)]
-    if not images:
-        return [each for each in decoded if isinstance(each, Failure)]
-    # Packed and summed a block at a time: image by image it took a quarter more time at 32 px.
-    rgb = np.stack(images)
-    packed = zip(to_words(rgb, layout), channel_sums(rgb), strict=True)
-    outcomes: list[Outcome] = []
-    for index, each in enumerate(decoded, start=start):
-        outcomes.append(
-            each if isinstance(each, Failure) else PackedImage(index, source.image(index).label, *next(packed))
-        )
-    return outcomes
+@dataclass(frozen=True)
+class _Decoder:
+    """What the workers share: the source, the rule, and the memory for large images."""
 
+    source: SourceSplit
+    rule: ResizeRule
+    layout: Layout
+    pixels: MemoryBudget
+    files: MemoryBudget
 
-def _decode(source: SourceSplit, image: SourceImage, index: int, rule: ResizeRule) -> NDArray[np.uint8] | Failure:
-    try:
-        encoded = source.read(index)
-    except OSError as error:
-        # It was there when the source was listed. Noted as failures, the images of a disk that went away would make a
-        # "complete" split of almost nothing.
-        raise ShardError(
-            f"{printable(image.name)}: {_cause(error)}; the source has changed or can't be reached: mend that and run "
-            "the same command again, or remove this image and pack with --overwrite"
-        ) from error
-    except ValueError as error:
-        return Failure(index, image.name, image.label, _cause(error))
-    try:
-        return decode_image(encoded, rule)
-    except (OSError, ValueError) as error:
-        return Failure(index, image.name, image.label, _cause(error))
+    def outcomes(self, start: int, stop: int) -> list[Outcome]:
+        decoded = [self._decode(self.source.image(index), index) for index in range(start, stop)]
+        images = [each for each in decoded if not isinstance(each, Failure)]
+        if not images:
+            return [each for each in decoded if isinstance(each, Failure)]
+        # Packed and summed a block at a time: image by image it took a quarter more time at 32 px.
+        rgb = np.stack(images)
+        packed = zip(to_words(rgb, self.layout), channel_sums(rgb), strict=True)
+        outcomes: list[Outcome] = []
+        for index, each in enumerate(decoded, start=start):
+            outcomes.append(
+                each if isinstance(each, Failure) else PackedImage(index, self.source.image(index).label, *next(packed))
+            )
+        return outcomes
+
+    def _decode(self, image: SourceImage, index: int) -> NDArray[np.uint8] | Failure:
+        try:
+            # The file, and a copy of it without its metadata.
+            with self.files.held(2 * self.source.num_bytes(index)):
+                return self._read_and_decode(image, index)
+        except MemoryError as error:
+            raise MemoryError(f"for {printable(image.name)}") from error
+
+    def _read_and_decode(self, image: SourceImage, index: int) -> NDArray[np.uint8] | Failure:
+        try:
+            encoded = self.source.read(index)
+        except OSError as error:
+            # It was there when the source was listed. Noted as failures, the images of a disk that went away would
+            # make a "complete" split of almost nothing.
+            raise ShardError(
+                f"{printable(image.name)}: {_cause(error)}; the source has changed or can't be reached: mend that and "
+                "run the same command again, or remove this image and pack with --overwrite"
+            ) from error
+        except ValueError as error:
+            return Failure(index, image.name, image.label, _cause(error))
+        try:
+            return decode_image(encoded, self.rule, budget=self.pixels)
+        except (OSError, ValueError) as error:
+            return Failure(index, image.name, image.label, _cause(error))
 
 
 def _cause(error: Exception) -> str:

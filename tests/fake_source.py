@@ -37,6 +37,9 @@ class FakeSource:
     def image(self, index):
         return SourceImage(f"{self.classes[self.labels[index]].id}/{index}.png", self.labels[index])
 
+    def num_bytes(self, index):
+        return self.images[index].nbytes
+
     def read(self, index):
         self.reads.append(index)
         if index in self.raising:

@@ -203,3 +203,82 @@ def test_ycck_jpeg():
 def test_colour_profiles_are_ignored():
     profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("LAB")).tobytes()
     np.testing.assert_array_equal(decoded(Image.fromarray(RGB), icc_profile=profile), RGB)
+
+
+def whole(image):
+    """What `to_grey_or_rgb` did before it went tile by tile: the formulas over the image as a whole."""
+    transparent = image.info.get("transparency")
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        wide = np.asarray(image).astype(np.int64)
+        levels = ((wide + 128) // 257).astype(np.uint8)
+        if transparent is not None:
+            levels[wide == transparent] = 255
+        return Image.fromarray(levels)
+    if image.mode == "F":
+        values = np.asarray(image)
+        levels = values * 255.0 if values.max() <= 1.0 else values
+        return Image.fromarray(np.floor(levels + 0.5).astype(np.uint8))
+    if image.has_transparency_data:
+        rgba = image.convert("RGBA")
+        white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
+        return Image.alpha_composite(white, rgba).convert("RGB")
+    return image.convert("L" if image.mode in ("1", "L") else "RGB")
+
+
+def of_mode(mode, transparency):
+    rng = np.random.default_rng(7)
+    shape = (37, 53)
+    if mode.startswith("I;16"):
+        values = rng.integers(0, 65536, shape).astype(">u2" if mode == "I;16B" else "<u2")
+        image = Image.frombytes(mode, shape[::-1], values.tobytes())
+    elif mode == "I":
+        image = Image.fromarray(rng.integers(0, 65536, shape, dtype=np.int32))
+    elif mode.startswith("F"):
+        image = Image.fromarray(rng.random(shape, dtype=np.float32) * (255 if mode == "F255" else 1))
+    elif mode == "1":
+        image = Image.fromarray(rng.random(shape) < 0.5)
+    elif mode == "LAB":
+        image = Image.frombytes("LAB", shape[::-1], rng.bytes(shape[0] * shape[1] * 3))
+    elif mode in ("P", "PA"):
+        image = Image.fromarray(rng.integers(0, 256, shape, dtype=np.uint8)).convert("P")
+        image.putpalette(rng.bytes(768))
+        if mode == "PA":
+            image = image.convert("PA")
+            image.putalpha(Image.fromarray(rng.integers(0, 256, shape, dtype=np.uint8)))
+    else:
+        bands = Image.getmodebands(mode)
+        parts = [Image.fromarray(rng.integers(0, 256, shape, dtype=np.uint8)) for _ in range(bands)]
+        image = Image.merge(mode, parts) if bands > 1 else parts[0]
+    if transparency is not None:
+        image.info["transparency"] = transparency
+    return image
+
+
+@pytest.mark.parametrize("tile_pixels", [1, 7, 53, 400, 2**20])
+@pytest.mark.parametrize(
+    ("mode", "transparency"),
+    [
+        *[(mode, None) for mode in ("1", "L", "LA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "LAB", "P", "PA")],
+        *[(mode, None) for mode in ("I", "I;16", "I;16B", "F", "F255")],
+        ("L", 7), ("RGB", (1, 2, 3)), ("P", 9), ("P", bytes(range(256))), ("1", 0),
+        ("I", 300), ("I;16", 40_000), ("I;16B", 0), ("I;16", 65_535),
+    ],
+)  # fmt: skip
+def test_tile_by_tile_gives_the_bits_of_the_whole(monkeypatch, mode, transparency, tile_pixels):
+    monkeypatch.setattr("preprocess.colour._TILE_PIXELS", tile_pixels)
+    found, expected = to_grey_or_rgb(of_mode(mode, transparency)), whole(of_mode(mode, transparency))
+    assert (found.mode, found.size) == (expected.mode, expected.size)
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+
+
+@pytest.mark.parametrize("values", [[[-1, 5]], [[5, 70_000]]])
+def test_integers_out_of_range_are_named_whatever_the_tile(monkeypatch, values):
+    monkeypatch.setattr("preprocess.colour._TILE_PIXELS", 1)
+    with pytest.raises(ValueError, match=f"integer pixels run from {values[0][0]} to {values[0][1]};"):
+        to_grey_or_rgb(Image.fromarray(np.array(values, np.int32)))
+
+
+def test_a_float_that_is_no_number_is_refused_whatever_the_tile(monkeypatch):
+    monkeypatch.setattr("preprocess.colour._TILE_PIXELS", 1)
+    with pytest.raises(ValueError, match="float pixels run from nan to nan"):
+        to_grey_or_rgb(Image.fromarray(np.array([[0.5, np.nan, 0.25]], np.float32)))

@@ -144,6 +144,10 @@ class ArraySource:
         """Gives an image's name and label."""
         return SourceImage(f"{index}.bmp", index % NUM_CLASSES)
 
+    def num_bytes(self, index: int) -> int:
+        """Gives the length of an image's pixels."""
+        return int(self._images[index].nbytes)
+
     def read(self, index: int) -> bytes:
         """Gives an image's file."""
         file = io.BytesIO()
