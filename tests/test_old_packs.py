@@ -16,8 +16,7 @@ from preprocess.journal import PLAN_KEY
 from preprocess.plan import tool_versions
 from preprocess.shards import ShardError, list_splits, open_split
 from preprocess.verify import verify_split
-from tests.fake_source import fake_source, pack, packed_words
-from tests.test_pack import files_of
+from tests.fake_source import fake_source, files_of, pack, packed_words
 
 SOURCE = fake_source(13, broken=frozenset({2, 12}))
 
