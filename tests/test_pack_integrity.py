@@ -18,6 +18,7 @@ from preprocess.shards import ShardError, open_split
 from preprocess.splits import list_broken_splits
 from preprocess.verify import verify_split
 from tests.fake_source import fake_source, pack, packed_words
+from tests.toy import Linear, toy_config
 
 SMALL, LARGE = 4, 64
 
@@ -224,3 +225,53 @@ def test_a_file_written_to_in_its_place_is_told_unless_it_holds_the_same(tmp_pat
             file.write(content)
         with pytest.raises(ShardError, match=r"pixels/c/0/0/0 was written to while it was being read"):
             split.check_unchanged()
+
+
+class ActOnce:
+    """A sink that does something at the first loss."""
+
+    def __init__(self, action):
+        self._action, self._is_done = action, False
+
+    def open(self):
+        pass
+
+    def write(self, _):
+        if not self._is_done:
+            self._is_done = True
+            self._action()
+
+    def write_evaluation(self, _):
+        pass
+
+    def close(self):
+        pass
+
+
+def test_a_run_whose_data_were_written_to_ends_with_an_error(tmp_path, monkeypatch):
+    """Nothing of the file is looked at before the end of so short a run."""
+    monkeypatch.setattr(mapped_shards, "_LOOK_EVERY_S", 1e9)
+    pack(fake_source(12), tmp_path / "data", shard_images=12)
+
+    def overwrite():
+        with shard_file(tmp_path / "data", 0).open("r+b") as file:
+            file.write(bytes(64))
+
+    config = toy_config(data=str(tmp_path / "data"), num_classes=None, steps=40, batch=4, run_dir=str(tmp_path / "run"))
+    with pytest.raises(ShardError, match="pixels/c/0/0/0 was written to while it was being read"):
+        train(config, model=Linear(), sinks=[ActOnce(overwrite)])
+    assert (tmp_path / "run/model.safetensors").exists()
+
+
+def test_a_shard_cut_short_under_a_training_ends_it_with_its_weights_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(mapped_shards, "_LOOK_EVERY_S", 1e9)
+    monkeypatch.setattr(mapped_images, "_OPEN_SHARE", 0)
+    pack(fake_source(4096), tmp_path / "data", shard_images=4096)
+    path = shard_file(tmp_path / "data", 0)
+    config = toy_config(
+        data=str(tmp_path / "data"), num_classes=None, steps=100_000, batch=64, run_dir=str(tmp_path / "run")
+    )
+    with pytest.raises(ShardError, match="pixels/c/0/0/0"):
+        train(config, model=Linear(), sinks=[ActOnce(lambda: os.truncate(path, 5000))])
+    assert (tmp_path / "run/model.safetensors").exists()
+    assert "ShardError" in (tmp_path / "run/result.json").read_text()

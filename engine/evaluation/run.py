@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from engine.augmentation.augment import prepare_for_evaluation
-from engine.batches import EvaluationArrays, EvaluationSource
+from engine.batches import CheckedSource, EvaluationArrays, EvaluationSource
 from engine.checked_model import CheckedModel
 from engine.compilation import Compiled, caching_compilations, compile_traced, trace_ahead
 from engine.config import TrainConfig
@@ -267,6 +267,8 @@ def _launch(
     for end in (infeed, transport):
         if end.failure is not None:
             raise end.failure
+    if isinstance(source, CheckedSource):
+        source.check_unchanged()
     return tally
 
 
