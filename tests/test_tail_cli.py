@@ -280,9 +280,8 @@ def test_a_log_that_is_no_file_is_an_error_in_one_line(tmp_path):
     (tmp_path / "run" / "loss.jsonl").mkdir(parents=True)
     result = tail(tmp_path / "run")
     assert result.exit_code == 2
-    assert re.fullmatch(
-        r"Error: RUN must be readable, .*loss\.jsonl: it is a folder, not a file; check .*\n", result.stderr
-    )
+    said = r"Error: RUN must be readable, .*loss\.jsonl: it is a folder, not a file; check .*\n"
+    assert re.fullmatch(said, result.stderr)
 
 
 def test_a_run_that_is_just_starting_is_waited_for(tmp_path, start):
