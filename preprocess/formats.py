@@ -25,6 +25,8 @@ from PIL.PpmImagePlugin import PpmImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
+from preprocess.format_bounds import bounded, check_jpeg_scans
+
 _ORIENTATION_TAG = 0x0112
 _EXIF_HEADER = b"Exif\0\0"
 
@@ -108,11 +110,15 @@ def open_pixels(
         encoded, orientation = strip_jpeg(encoded)
     elif known.name == "PNG":
         encoded, orientation = strip_png(encoded)
+    else:
+        encoded = bounded(encoded, known.name, max_pixels=max_pixels)
     with _pillow_warnings_off() if known.may_warn else nullcontext():
         image = known.opener(io.BytesIO(encoded))
         width, height = image.size
         if width * height > max_pixels:
             raise ValueError(f"{width}×{height} is more than the {max_pixels} pixels allowed in one image")
+        if known.name == "JPEG":
+            check_jpeg_scans(encoded, width * height)
         admit(width * height)
         image.load()
     if known.name == "PNG":

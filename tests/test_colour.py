@@ -210,10 +210,10 @@ def whole(image):
     transparent = image.info.get("transparency")
     if image.mode == "I" or image.mode.startswith("I;16"):
         wide = np.asarray(image).astype(np.int64)
-        levels = ((wide + 128) // 257).astype(np.uint8)
+        grey = ((wide + 128) // 257).astype(np.uint8)
         if transparent is not None:
-            levels[wide == transparent] = 255
-        return Image.fromarray(levels)
+            grey[wide == transparent] = 255
+        return Image.fromarray(grey)
     if image.mode == "F":
         values = np.asarray(image)
         levels = values * 255.0 if values.max() <= 1.0 else values

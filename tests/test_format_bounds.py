@@ -1,0 +1,110 @@
+"""Files that would keep a decoder for minutes are refused; ordinary ones decode to the same bits."""
+
+import io
+import struct
+
+import numpy as np
+import pytest
+from PIL import Image
+from PIL.PpmImagePlugin import PpmImageFile
+
+from preprocess.decode import DecodeError, ResizeRule, decode_image
+from preprocess.format_bounds import bounded, check_jpeg_scans
+
+RULE = ResizeRule(size=8, resize=8, resample="nearest")
+NOISE = np.random.default_rng(3).integers(0, 256, (40, 50, 3), dtype=np.uint8)
+GIF_HEAD = b"GIF89a" + struct.pack("<HHBBB", 8, 8, 0, 0, 0)
+
+
+def encoded(kind, **options):
+    file = io.BytesIO()
+    Image.fromarray(NOISE).save(file, kind, **options)
+    return file.getvalue()
+
+
+def rle_bmp(width, height, data, compression=1):
+    header = struct.pack("<IiiHHIIiiII", 40, width, height, 1, 8, compression, len(data), 0, 0, 256, 0) + bytes(1024)
+    return b"BM" + struct.pack("<IHHI", 14 + len(header) + len(data), 0, 0, 14 + len(header)) + header + data
+
+
+def tiff(*entries, num_entries=None):
+    """A TIFF of one directory whose tags (tag, type, count, value) say what they like."""
+    count = struct.pack("<H", len(entries) if num_entries is None else num_entries)
+    return (
+        b"II*\0" + struct.pack("<I", 8) + count + b"".join(struct.pack("<HHII", *each) for each in entries) + bytes(4)
+    )
+
+
+def webp(chunk):
+    return b"RIFF" + struct.pack("<I", 100) + b"WEBP" + chunk.ljust(80, b"\0")
+
+
+def many_scans(num_scans, trailer=b""):
+    content = encoded("JPEG", progressive=True)
+    start = content.rindex(b"\xff\xda")
+    header = content[start : start + 2 + int.from_bytes(content[start + 2 : start + 4])]
+    return content[:-2] + header * num_scans + content[-2:] + trailer
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"P6\n#" + b"x" * 2**16 + b"\n2 2\n255\n" + bytes(12), "its header does not end within 65536 bytes"),
+        (b"P6\n" + b"#\n" * 2**15 + b"2 2\n255\n" + bytes(12), "its header does not end within 65536 bytes"),
+        (b"P6" + b" " * 2**16 + b"2 2\n255\n" + bytes(12), "its header does not end within 65536 bytes"),
+        (b"P3\n2 2\n255\n" + b"#\n" * 1001, "written in plain digits it may have 33554432 bytes and 1000 comments"),
+        (b"P2\n2 2\n255\n" + b" " * 2**25, "written in plain digits it may have"),
+        (GIF_HEAD + b"!\xff\x01x\x00" * 30_000, "more than 65536 blocks come before its first image"),
+        (GIF_HEAD + b"!\xfe" + b"\x01x" * 70_000, "more than 65536 blocks come before its first image"),
+        (GIF_HEAD + b"x" * 70_000, "more than 65536 blocks come before its first image"),
+        (rle_bmp(5000, 5000, b"\0\2\0\0"), "run-length encoded it may have 16777216 bytes and 16777216 pixels, found"),
+        (rle_bmp(8, 8, bytes(2**24), 2), "run-length encoded it may have"),
+        (rle_bmp(89_000_000, 1, b"\1\1\0\0"), "and 89000000; save it without"),
+        (webp(b"VP8X" + struct.pack("<I", 10) + bytes(4) + b"\xff" * 6), "16777216×16777216 is more than"),
+        (webp(b"VP8L" + struct.pack("<I", 10) + b"\x2f\xff\xff\xff\xff"), "16384×16384 is more than"),
+        (webp(b"VP8 " + struct.pack("<I", 10) + bytes(6) + b"\xff\x3f\xff\x3f"), "16383×16383 is more than"),
+        (tiff((256, 7, 2**31, 8)), "its tags refer to 2147483648 bytes and more, and the file has 26"),
+        (tiff(*[(tag, 7, 3000, 8) for tag in range(1000)]), "its tags refer to .* bytes and more"),
+        (tiff((273, 4, 2**20 + 1, 8)), "its tag 273 has 1048577 numbers, 1048576 are allowed"),
+        (tiff(num_entries=5000), "it has 5000 tags, 4096 are allowed"),
+        (b"II+\0" + struct.pack("<HHQQ", 8, 0, 16, 2**60), "it has 1152921504606846976 tags"),
+        (many_scans(1_100_000), "it has more than 1073741 scans for 2000 pixels; save it anew"),
+    ],
+)
+def test_a_file_beyond_a_bound_is_refused(content, message):
+    with pytest.raises(DecodeError, match=message):
+        decode_image(content, RULE)
+
+
+def test_scans_are_counted_up_to_the_end_of_the_image_alone():
+    check_jpeg_scans(many_scans(5, trailer=b"\xff\xda" * 1000), 10**8)
+    check_jpeg_scans(many_scans(500), 10**6)
+    with pytest.raises(ValueError, match="more than 24 scans for 100000000 pixels"):
+        check_jpeg_scans(many_scans(500), 10**8)
+
+
+@pytest.mark.parametrize("kind", ["GIF", "BMP", "WebP", "TIFF", "PPM"])
+def test_an_ordinary_file_is_handed_on_as_it_is(kind):
+    content = encoded(kind)
+    assert bounded(content, kind, max_pixels=10**6) is content
+    for length in (*range(0, 60), len(content) // 2):
+        assert bounded(content[:length], kind, max_pixels=10**6) == content[:length]
+
+
+@pytest.mark.parametrize("comment", [b"", b"# made by hand\n# 255\n"])
+@pytest.mark.parametrize("largest", [1, 2, 7, 100, 254, 256, 1000, 1023, 4095, 65534, 65535])
+@pytest.mark.parametrize("kind", [b"P5", b"P6"])
+def test_other_largest_values_give_the_bits_of_pillow(kind, largest, comment):
+    bands = 1 if kind == b"P5" else 3
+    values = np.random.default_rng(largest).integers(0, 65536 if largest > 255 else 256, 40 * 50 * bands)
+    data = values.astype(">u2" if largest > 255 else "u1").tobytes()
+    content = kind + b"\n" + comment + b"50 40\n%d\n" % largest + data
+    expected = PpmImageFile(io.BytesIO(content))
+    found = PpmImageFile(io.BytesIO(bounded(content, "PPM", max_pixels=10**6)))
+    assert found.mode == expected.mode
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+
+
+def test_a_file_with_another_largest_value_that_is_cut_short_is_refused():
+    with pytest.raises(DecodeError, match="truncated"):
+        decode_image(b"P6\n50 40\n100\n" + bytes(99), RULE)
