@@ -126,7 +126,7 @@ def decode_image(
         max_pixels: an image with more pixels is refused ahead of the work, and so is one that has more once it is
             resized, if it has to be resized as a whole before it is cropped ("nearest", "box", very tall ones).
         budget: the memory that this call shares with others; the image is decoded once there is room for it. Without
-            one an image takes up to 12 bytes a pixel, 1.1 GB for the largest, and twice its file.
+            one an image takes up to 16 bytes a pixel, 1.4 GB for the largest, and twice its file.
 
     Returns:
         uint8 `[size, size, 3]`, RGB, 0 to 255, own memory. For an upright, opaque 8-bit file it is what Pillow's

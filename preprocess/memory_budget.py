@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 from preprocess.memory import host_memory_bytes
 
-PIXEL_BYTES = 12
-"""What a pixel of an image takes at most while it is decoded: measured, 11 for a progressive CMYK JPEG."""
+PIXEL_BYTES = 16
+"""What a pixel of an image takes at most while it is decoded: measured, 16 for WebP, 12 for progressive CMYK JPEG."""
 
 FILE_BUDGET_BYTES = 2**30
 """What the files of all images that are being decoded may take together."""

@@ -1,6 +1,6 @@
 """Reads and decodes a source's images with several threads and hands the outcomes out in the source's order.
 
-Memory is bounded by the window and by what the workers share for large images, not by the data set: about 50 MB a
+Memory is bounded by the window and by what the workers share for large images, not by the data set: about 64 MB a
 worker for images up to 4 megapixels, a quarter of the machine's memory for larger ones together (but always one of
 them), 1 GiB for large files together, and `_WINDOW_BYTES` for crops that wait. Knows nothing of shards.
 """

@@ -52,8 +52,8 @@ def many_scans(num_scans, trailer=b""):
         (b"P6\n#" + b"x" * 2**16 + b"\n2 2\n255\n" + bytes(12), "its header does not end within 65536 bytes"),
         (b"P6\n" + b"#\n" * 2**15 + b"2 2\n255\n" + bytes(12), "its header does not end within 65536 bytes"),
         (b"P6" + b" " * 2**16 + b"2 2\n255\n" + bytes(12), "its header does not end within 65536 bytes"),
-        (b"P3\n2 2\n255\n" + b"#\n" * 1001, "written in plain digits it may have 33554432 bytes and 1000 comments"),
-        (b"P2\n2 2\n255\n" + b" " * 2**25, "written in plain digits it may have"),
+        (b"P3\n2 2\n255\n" + b"#\n" * 1001, "written in plain digits it may have 16777216 bytes and 1000 comments"),
+        (b"P2\n2 2\n255\n" + b" " * 2**24, "written in plain digits it may have"),
         (GIF_HEAD + b"!\xff\x01x\x00" * 30_000, "more than 65536 blocks come before its first image"),
         (GIF_HEAD + b"!\xfe" + b"\x01x" * 70_000, "more than 65536 blocks come before its first image"),
         (GIF_HEAD + b"x" * 70_000, "more than 65536 blocks come before its first image"),
@@ -108,3 +108,14 @@ def test_other_largest_values_give_the_bits_of_pillow(kind, largest, comment):
 def test_a_file_with_another_largest_value_that_is_cut_short_is_refused():
     with pytest.raises(DecodeError, match="truncated"):
         decode_image(b"P6\n50 40\n100\n" + bytes(99), RULE)
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+@pytest.mark.parametrize("mode", ["L", "RGB", "CMYK"])
+def test_scans_are_counted_only_where_there_may_be_many(monkeypatch, mode, progressive):
+    counted: list[int] = []
+    monkeypatch.setattr("preprocess.formats.check_jpeg_scans", lambda _, num_pixels: counted.append(num_pixels))
+    file = io.BytesIO()
+    Image.fromarray(NOISE).convert(mode).save(file, "JPEG", progressive=progressive)
+    decode_image(file.getvalue(), RULE)
+    assert counted == [2000] * progressive
