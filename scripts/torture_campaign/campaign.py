@@ -1,0 +1,135 @@
+"""Runs cases by some workers, each with its own servers and folder, until they are done or the time is over."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from scripts.torture_campaign.case import Case, Outcome, Trial
+from scripts.torture_campaign.commands import Commands
+
+NUM_WORKERS = 2
+
+
+class Kind(Protocol):
+    """A kind of faults."""
+
+    name: str
+
+    def prepare(self, trial: Trial) -> None:
+        """Make what is sound, once, in a folder that stays."""
+        ...
+
+    def cases(self, seed: int, count: int) -> list[Case]:
+        """Return the cases, the named ones first."""
+        ...
+
+    def attempt(self, trial: Trial) -> None:
+        """Do the fault of a case, run commands and judge them."""
+        ...
+
+
+@dataclass
+class Campaign:
+    """The cases of a run of the campaign, shared by its workers.
+
+    Attributes:
+        base: the folder of all that it makes.
+        deadline_s: on the monotonic clock; no case begins after it.
+        report: called with each outcome.
+        keeps: whether the folders of cases stay.
+    """
+
+    base: Path
+    deadline_s: float
+    report: Callable[[Outcome, Trial], None]
+    keeps: bool = False
+    errors: list[str] = field(default_factory=list)
+    num_left: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _heavy: threading.Lock = field(default_factory=threading.Lock)
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _open: list[Commands] = field(default_factory=list)
+
+    def prepare(self, kind: Kind) -> None:
+        """Have a kind make what is sound."""
+        commands = self._commands()
+        folder = self.base / f"sound-{kind.name}"
+        folder.mkdir(parents=True)
+        try:
+            kind.prepare(Trial(Case(kind.name, "prepare", 0), folder, commands))
+        finally:
+            commands.close()
+
+    def run(self, kinds: dict[str, Kind], cases: list[Case]) -> None:
+        """Try the cases in their order; return when all are done, or as soon as the time is over or it is stopped."""
+        left = iter(cases)
+        workers = [
+            threading.Thread(target=self._work, args=(number, kinds, left), daemon=True)
+            for number in range(NUM_WORKERS)
+        ]
+        for worker in workers:
+            worker.start()
+        try:
+            for worker in workers:
+                while worker.is_alive():
+                    worker.join(0.2)
+        finally:
+            self._stop.set()
+            self.close()
+        self.num_left = sum(1 for _ in left)
+
+    def close(self) -> None:
+        """End every server, and with it every command."""
+        for commands in self._open:
+            commands.close()
+
+    def _commands(self) -> Commands:
+        commands = Commands()
+        self._open.append(commands)
+        return commands
+
+    def _work(self, number: int, kinds: dict[str, Kind], left: Iterable[Case]) -> None:
+        commands = self._commands()
+        cases = iter(left)
+        while not self._stop.is_set() and time.monotonic() < self.deadline_s:
+            with self._lock:
+                case = next(cases, None)
+            if case is None:
+                return
+            try:
+                self._attempt(case, kinds[case.kind], commands, number)
+            except Exception:
+                if self._stop.is_set():
+                    return
+                with self._lock:
+                    self.errors.append(f"{case.id}: the campaign itself failed:\n{traceback.format_exc()}")
+                commands.close()
+
+    def _attempt(self, case: Case, kind: Kind, commands: Commands, number: int) -> None:
+        folder = self.base / f"worker-{number}" / case.id.replace("/", "-").replace(":", "-")
+        folder.mkdir(parents=True)
+        trial = Trial(case, folder, commands)
+        try:
+            if case.is_heavy:
+                with self._heavy:
+                    kind.attempt(trial)
+            else:
+                kind.attempt(trial)
+            outcome = trial.outcome()
+        finally:
+            if not self.keeps:
+                remove(folder)
+        with self._lock:
+            self.report(outcome, trial)
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder, whatever lies in it: also one too deep for one pass."""
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,137 @@
+"""The command behind scripts/torture: options, the order of cases, the exit code."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from itertools import chain, zip_longest
+from pathlib import Path
+from types import FrameType
+
+from scripts.torture_campaign.campaign import Campaign, Kind
+from scripts.torture_campaign.case import KINDS, Case, Outcome, Trial
+from scripts.torture_campaign.kinds import make_kind
+from scripts.torture_campaign.report import documented, is_clean, table
+from scripts.torture_campaign.verdict import first_line
+
+COUNTS = {"packs": 400, "runs": 150, "images": 250, "archives": 100, "kills": 40}
+_LEAST_FREE_BYTES = 6 << 30
+_IN_MEMORY = Path("/dev/shm")
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(prog="scripts/torture")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--budget-minutes", type=float, default=30.0)
+    parser.add_argument("--minutes", type=float)
+    parser.add_argument("--only", default=",".join(KINDS))
+    for kind in KINDS:
+        parser.add_argument(f"--{kind}", type=int, default=COUNTS[kind])
+    parser.add_argument("--keep", type=Path)
+    parser.add_argument("--case")
+    options = parser.parse_args(arguments)
+    options.only = [name for name in options.only.split(",") if name]
+    if unknown := [name for name in options.only if name not in KINDS]:
+        parser.error(f"--only takes {', '.join(KINDS)}, got {unknown[0]}")
+    if options.case is not None:
+        options.only = [options.case.partition("/")[0]]
+        if options.only[0] not in KINDS:
+            parser.error(f"--case begins with one of {', '.join(KINDS)} and a slash, got {options.case}")
+    if options.keep is not None and options.keep.is_dir() and any(options.keep.iterdir()):
+        parser.error(f"--keep must be new or empty, and {options.keep} is not: name another")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the campaign; return the exit code."""
+    options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
+    signal.signal(signal.SIGTERM, _end)  # so that an end from outside unwinds too
+    base = _make_folder(options.keep)
+    try:
+        return _run(options, base)
+    except KeyboardInterrupt:
+        print("\nscripts/torture: stopped", file=sys.stderr)
+        return 130
+    finally:
+        if options.keep is None:
+            shutil.rmtree(base, ignore_errors=True)
+
+
+def _run(options: argparse.Namespace, base: Path) -> int:
+    started_s = time.monotonic()
+    outcomes: list[Outcome] = []
+    is_single = options.case is not None
+
+    def report(outcome: Outcome, trial: Trial) -> None:
+        outcomes.append(outcome)
+        if is_single:
+            _show(outcome, trial)
+        elif outcome.worst.verdict.is_red:
+            print(f"RED  {outcome}", flush=True)
+
+    minutes = options.budget_minutes if options.minutes is None else options.minutes
+    campaign = Campaign(base, started_s + 60 * minutes, report, keeps=options.keep is not None)
+    try:
+        kinds: dict[str, Kind] = {}
+        for name in options.only:
+            kinds[name] = make_kind(name, base)
+            campaign.prepare(kinds[name])
+        print(f"seed {options.seed}: sound data made in {time.monotonic() - started_s:.0f} s, in {base}", flush=True)
+        cases = choose_cases(options, kinds)
+        campaign.run(kinds, cases)
+    finally:
+        campaign.close()
+    print(f"\n{table(outcomes)}\n{documented()}")
+    for error in campaign.errors:
+        print(f"ERROR {error}", file=sys.stderr)
+    left = f"; {campaign.num_left} of {len(cases)} cases left out, as the time was over" if campaign.num_left else ""
+    print(f"{len(outcomes)} cases in {time.monotonic() - started_s:.0f} s, seed {options.seed}{left}")
+    return 0 if is_clean(outcomes) and not campaign.errors else 1
+
+
+def choose_cases(options: argparse.Namespace, kinds: dict[str, Kind]) -> list[Case]:
+    """Return the cases in the order in which they are tried.
+
+    With --minutes, which leaves most of them out, a seeded sample in which the kinds take turns.
+    """
+    by_kind = [kind.cases(options.seed, getattr(options, name)) for name, kind in kinds.items()]
+    if options.case is not None:
+        found = [case for cases in by_kind for case in cases if case.id == options.case]
+        return found or [Case(options.only[0], options.case.partition("/")[2], options.seed)]
+    if options.minutes is None:
+        return list(chain.from_iterable(by_kind))
+    for cases in by_kind:
+        # A case that takes long would leave no time for the others.
+        cases[:] = [case for case in cases if not case.is_heavy]
+        random.Random(f"{options.seed}/sample").shuffle(cases)
+    return [case for turn in zip_longest(*by_kind) for case in turn if case is not None]
+
+
+def _show(outcome: Outcome, trial: Trial) -> None:
+    print(f"{outcome.case.id}: {outcome.fault}")
+    for finished in trial.log:
+        ended = "hung" if finished.hung else f"exit code {finished.code}"
+        print(f"$ {' '.join(finished.command)}\n  {ended}, {finished.seconds:.1f} s, {finished.max_rss_mb:,.0f} MB")
+        for stream in (finished.out, finished.err):
+            for line in stream[:8000].decode(errors="replace").splitlines()[:40]:
+                print(f"  | {first_line(line)}")
+    for judgement in outcome.judgements:
+        print(f"{judgement.command}: {judgement.verdict.upper()} {judgement.why}")
+
+
+def _make_folder(keep: Path | None) -> Path:
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        return keep.resolve()
+    has_room = _IN_MEMORY.is_dir() and shutil.disk_usage(_IN_MEMORY).free > _LEAST_FREE_BYTES
+    return Path(tempfile.mkdtemp(prefix="torture-", dir=_IN_MEMORY if has_room else None))
+
+
+def _end(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,110 @@
+"""A process that has imported the project and forks for each command that it is asked for: a start costs no imports.
+
+`python -m scripts.torture_campaign.command_server packing|training` reads a request a line on stdin, as JSON, and
+answers with the process id of the command, then with how it ended. It never starts a thread, a jax backend or
+TensorStore before a fork. A command has a process group of its own, limits on memory, and dies with this process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import resource
+import signal
+import sys
+from typing import Any
+
+PRELOADED = {
+    "packing": (
+        "preprocess.cli",
+        "preprocess.inspect_cli",
+        "preprocess.pack",
+        "preprocess.sources",
+        "preprocess.verify",
+        "preprocess.progress",
+        "scripts.torture_campaign.pack_reader",
+    ),
+    "training": (
+        "preprocess.shards",
+        "jax.numpy",
+        "optax",
+        "orbax.checkpoint",
+        "safetensors.numpy",
+        "engine.run",
+        "engine.evaluation.run",
+        "engine.replay.replay",
+        "engine.commands.cli",
+        "engine.commands.eval_cli",
+        "engine.commands.verify_cli",
+        "engine.commands.tail_cli",
+        "engine.commands.control_cli",
+        "engine.records.orbax_store",
+        "engine.resume",
+    ),
+}
+COMMANDS = {
+    "preprocess-imagenet": "preprocess.cli",
+    "inspect-shards": "preprocess.inspect_cli",
+    "read-pack": "scripts.torture_campaign.pack_reader",
+    "run-train": "engine.commands.cli",
+    "run-eval": "engine.commands.eval_cli",
+    "verify-run": "engine.commands.verify_cli",
+    "tail-run": "engine.commands.tail_cli",
+    "control-run": "engine.commands.control_cli",
+}
+DATA_LIMIT_BYTES = 3 << 30
+FILE_LIMIT_BYTES = 4 << 30
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Serve requests until stdin ends; in a child, run the command."""
+    _die_with_parent()
+    for name in PRELOADED[sys.argv[1]]:
+        importlib.import_module(name)
+    _answer({"ready": True})
+    while line := sys.stdin.buffer.readline():
+        request = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            _become(request)
+            return
+        _answer({"pid": pid})
+        _, status, usage = os.wait4(pid, 0)
+        _answer({"status": os.waitstatus_to_exitcode(status), "max_rss_kib": usage.ru_maxrss})
+
+
+def _become(request: dict[str, Any]) -> None:
+    """Run the command of a request in this process, as its entry point does."""
+    os.setsid()
+    _die_with_parent()
+    for target, name, flags in ((0, os.devnull, os.O_RDONLY), (1, "stdout", _WRITE), (2, "stderr", _WRITE)):
+        opened = os.open(request.get(name, name), flags, 0o644)
+        os.dup2(opened, target)
+        os.close(opened)
+    resource.setrlimit(resource.RLIMIT_DATA, (DATA_LIMIT_BYTES, DATA_LIMIT_BYTES))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT_BYTES, FILE_LIMIT_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.chdir(request["cwd"])
+    command, *arguments = request["command"]
+    sys.argv = [command, *arguments]
+    sys.exit(importlib.import_module(COMMANDS[command]).main())
+
+
+_WRITE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+
+
+def _die_with_parent() -> None:
+    """Have Linux kill this process when the one that started it is gone; elsewhere do nothing."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _answer(document: dict[str, Any]) -> None:
+    os.write(1, (json.dumps(document) + "\n").encode())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""Faults of one file: bits, lengths, and other things in its place."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+FileFault = Callable[[Path, random.Random], str]
+
+
+def flip_bit(path: Path, draw: random.Random) -> str:
+    """Flip one bit, every other time near an end of the file, where headers, indices and checksums lie."""
+    content = bytearray(path.read_bytes())
+    if not content:
+        path.write_bytes(b"\0")
+        return "a zero byte in an empty file"
+    size = len(content)
+    near = draw.choice(["anywhere", "anywhere", "its head", "its end"])
+    place = {
+        "anywhere": lambda: draw.randrange(size),
+        "its head": lambda: draw.randrange(min(size, 64)),
+        "its end": lambda: size - 1 - draw.randrange(min(size, 560)),
+    }[near]()
+    bit = draw.randrange(8)
+    content[place] ^= 1 << bit
+    path.write_bytes(content)
+    return f"bit {bit} of byte {place} of {size} flipped"
+
+
+def truncate(path: Path, draw: random.Random) -> str:
+    """Cut the file at any byte, or empty it."""
+    size = path.stat().st_size
+    kept = draw.choice([0, size - 1, size // 2, draw.randrange(max(1, size))])
+    kept = max(0, kept)
+    os.truncate(path, kept)
+    return f"truncated from {size} to {kept} bytes"
+
+
+def extend(path: Path, draw: random.Random) -> str:
+    """Append bytes."""
+    count = draw.choice([1, 4, 4096, 100_000])
+    with path.open("ab") as file:
+        file.write(draw.choice([b"\0" * count, draw.randbytes(count), b"\n" * count]))
+    return f"extended by {count} bytes"
+
+
+def zero_range(path: Path, draw: random.Random) -> str:
+    """Overwrite a range with zeros, as a lost page of a disk is."""
+    size = path.stat().st_size
+    start = draw.randrange(max(1, size))
+    count = min(size - start, draw.choice([1, 64, 4096]))
+    with path.open("r+b") as file:
+        file.seek(start)
+        file.write(b"\0" * count)
+    return f"bytes {start} to {start + count} zeroed"
+
+
+def garble_range(path: Path, draw: random.Random) -> str:
+    """Overwrite a range with noise."""
+    size = path.stat().st_size
+    start = draw.randrange(max(1, size))
+    count = min(size - start, draw.choice([4, 64, 4096]))
+    with path.open("r+b") as file:
+        file.seek(start)
+        file.write(draw.randbytes(count))
+    return f"bytes {start} to {start + count} overwritten with noise"
+
+
+def shift_bytes(path: Path, draw: random.Random) -> str:
+    """Insert or take out a byte, so that all behind it moves."""
+    content = path.read_bytes()
+    place = draw.randrange(len(content) + 1)
+    if content and draw.random() < 0.5:
+        path.write_bytes(content[:place] + content[place + 1 :] if place < len(content) else content[:-1])
+        return f"byte {place} taken out"
+    path.write_bytes(content[:place] + draw.randbytes(1) + content[place:])
+    return f"a byte inserted at {place}"
+
+
+def remove(path: Path, _draw: random.Random) -> str:
+    """Remove the file."""
+    path.unlink()
+    return "removed"
+
+
+def as_pipe(path: Path, _draw: random.Random) -> str:
+    """Put a pipe in its place, to which nobody writes."""
+    path.unlink()
+    os.mkfifo(path)
+    return "replaced by a pipe"
+
+
+def as_socket(path: Path, _draw: random.Random) -> str:
+    """Put a socket in its place."""
+    path.unlink()
+    # The address of a socket has 108 bytes at most: by the folder's descriptor it is short.
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"/proc/self/fd/{folder}/{path.name}")
+    finally:
+        os.close(folder)
+    return "replaced by a socket"
+
+
+def as_endless_device(path: Path, _draw: random.Random) -> str:
+    """Put a link to a device without end in its place."""
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    return "replaced by a link to /dev/zero"
+
+
+def as_empty_device(path: Path, _draw: random.Random) -> str:
+    """Put a link to a device without content in its place."""
+    path.unlink()
+    path.symlink_to("/dev/null")
+    return "replaced by a link to /dev/null"
+
+
+def as_folder(path: Path, _draw: random.Random) -> str:
+    """Put a folder in its place."""
+    path.unlink()
+    path.mkdir()
+    return "replaced by a folder"
+
+
+def as_dangling_link(path: Path, _draw: random.Random) -> str:
+    """Put a link that leads nowhere in its place."""
+    path.unlink()
+    path.symlink_to("gone")
+    return "replaced by a dangling link"
+
+
+def as_loop(path: Path, _draw: random.Random) -> str:
+    """Put a link to itself in its place."""
+    path.unlink()
+    path.symlink_to(path.name)
+    return "replaced by a link to itself"
+
+
+def as_sparse_giant(path: Path, _draw: random.Random) -> str:
+    """Extend the file to 1 TiB of nothing."""
+    with suppress(OSError):
+        os.truncate(path, 1 << 40)
+        return "extended to 1 TiB of a hole"
+    os.truncate(path, 1 << 32)
+    return "extended to 4 GiB of a hole"
+
+
+def with_control_name(path: Path, draw: random.Random) -> str:
+    """Put a file whose name has control characters beside it."""
+    name = draw.choice(["a\x1b[31mred\x07", "b\x9b2J", "c\nd", "e\x85f", "g\u202eh"])
+    (path.parent / name).write_bytes(b"?")
+    return f"the file {name!r} added beside it"
+
+
+def as_link_to_copy(path: Path, _draw: random.Random) -> str:
+    """Put a link to a copy in its place: nothing has changed."""
+    copy = path.parents[2] / f"copy-{path.name}"
+    shutil.copyfile(path, copy)
+    path.unlink()
+    path.symlink_to(copy)
+    return "replaced by a link to a copy of it"
+
+
+BYTE_FAULTS: tuple[FileFault, ...] = (flip_bit, truncate, extend, zero_range, garble_range, shift_bytes)
+PLACE_FAULTS: dict[str, FileFault] = {
+    "removed": remove,
+    "pipe": as_pipe,
+    "socket": as_socket,
+    "zero-device": as_endless_device,
+    "null-device": as_empty_device,
+    "folder": as_folder,
+    "dangling": as_dangling_link,
+    "loop": as_loop,
+}
+
+
+def draw_file_fault(draw: random.Random) -> FileFault:
+    """Draw a fault of a file: mostly single bits, then other damage, seldom something else in its place."""
+    chance = draw.random()
+    if chance < 0.4:
+        return flip_bit
+    if chance < 0.75:
+        return draw.choice(BYTE_FAULTS)
+    if chance < 0.95:
+        return draw.choice(list(PLACE_FAULTS.values()))
+    return draw.choice([as_sparse_giant, with_control_name])

@@ -1,0 +1,184 @@
+"""Faults of whole packs: files swapped, copied, taken from another split or pack."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from scripts.torture_campaign.file_faults import PLACE_FAULTS, draw_file_fault
+from scripts.torture_campaign.json_faults import JSON_FAULTS
+from scripts.torture_campaign.pack_bases import PackBase
+from scripts.torture_campaign.relabelling import permute_labels
+
+PackFault = Callable[[Path, PackBase, random.Random], str]
+SHARDS = ("train/pixels/c/0/0/0", "train/pixels/c/1/0/0", "train/pixels/c/2/0/0")
+VAL_SHARD = "val/pixels/c/0/0/0"
+
+
+def swap(pack: Path, one: str, other: str) -> str:
+    """Swap two files or folders of the pack."""
+    between = pack / "between"
+    (pack / one).rename(between)
+    (pack / other).rename(pack / one)
+    between.rename(pack / other)
+    return f"{one} and {other} swapped"
+
+
+def swap_shards(pack: Path, _base: PackBase, draw: random.Random) -> str:
+    """Swap two shards of a split."""
+    return swap(pack, *draw.sample(SHARDS, 2))
+
+
+def swap_shards_of_splits(pack: Path, _base: PackBase, draw: random.Random) -> str:
+    """Swap a shard of train with the one of val, of the same size."""
+    return swap(pack, draw.choice(SHARDS), VAL_SHARD)
+
+
+def shard_of_other_pack(pack: Path, base: PackBase, draw: random.Random) -> str:
+    """Take a shard of another pack of the same shape."""
+    name = draw.choice([*SHARDS, VAL_SHARD])
+    if base.donor is None:
+        return shard_as_copy(pack, base, draw)
+    shutil.copyfile(base.donor / name, pack / name)
+    return f"{name} taken from another pack of the same shape"
+
+
+def shard_as_copy(pack: Path, _base: PackBase, draw: random.Random) -> str:
+    """Put a copy of another shard in the place of one."""
+    one, other = draw.sample(SHARDS, 2)
+    shutil.copyfile(pack / other, pack / one)
+    return f"{one} replaced by a copy of {other}"
+
+
+def shard_as_hard_link(pack: Path, _base: PackBase, draw: random.Random) -> str:
+    """Make one shard a hard link to another."""
+    one, other = draw.sample(SHARDS, 2)
+    (pack / one).unlink()
+    os.link(pack / other, pack / one)
+    return f"{one} made a hard link to {other}"
+
+
+def shard_as_link(pack: Path, _base: PackBase, draw: random.Random) -> str:
+    """Make one shard a link to another, of its split or of the other one."""
+    one = draw.choice(SHARDS)
+    other = draw.choice([*(each for each in SHARDS if each != one), VAL_SHARD])
+    (pack / one).unlink()
+    (pack / one).symlink_to(pack / other)
+    return f"{one} made a link to {other}"
+
+
+def swap_splits(pack: Path, _base: PackBase, _draw: random.Random) -> str:
+    """Swap the folders of the two splits."""
+    return swap(pack, "train", "val")
+
+
+def swap_pixels(pack: Path, _base: PackBase, _draw: random.Random) -> str:
+    """Swap the pixels of the two splits."""
+    return swap(pack, "train/pixels", "val/pixels")
+
+
+def swap_labels(pack: Path, _base: PackBase, _draw: random.Random) -> str:
+    """Swap the label files of the two splits."""
+    return swap(pack, "train/labels/c/0", "val/labels/c/0")
+
+
+def swap_label_arrays(pack: Path, _base: PackBase, _draw: random.Random) -> str:
+    """Swap the label arrays of the two splits, with their metadata."""
+    return swap(pack, "train/labels", "val/labels")
+
+
+def swap_manifests(pack: Path, _base: PackBase, _draw: random.Random) -> str:
+    """Swap the manifests of the two splits."""
+    return swap(pack, "train/manifest.json", "val/manifest.json")
+
+
+def manifest_of_other_pack(pack: Path, base: PackBase, draw: random.Random) -> str:
+    """Take the manifest of a pack of the same shape."""
+    if base.donor is None:
+        return swap_manifests(pack, base, draw)
+    shutil.copyfile(base.donor / "train/manifest.json", pack / "train/manifest.json")
+    return "train/manifest.json taken from another pack of the same shape"
+
+
+def permuted_labels(pack: Path, _base: PackBase, draw: random.Random) -> str:
+    """Permute the labels soundly: their array, with its checksums, as another order of packing would have left it."""
+    return permute_labels(pack / "train/labels", draw)
+
+
+def empty_folder(pack: Path, _base: PackBase, draw: random.Random) -> str:
+    """Empty one of the folders."""
+    name = draw.choice(["train/pixels/c", "train/labels/c", "train/pixels", "train/labels", "train", "val"])
+    shutil.rmtree(pack / name)
+    (pack / name).mkdir()
+    return f"{name} emptied"
+
+
+def folder_as_file(pack: Path, _base: PackBase, draw: random.Random) -> str:
+    """Put a file in the place of a folder."""
+    name = draw.choice(["train/pixels/c", "train/labels/c", "train/pixels", "train/labels", "train"])
+    shutil.rmtree(pack / name)
+    (pack / name).write_bytes(b"")
+    return f"{name} replaced by an empty file"
+
+
+def folder_as_loop(pack: Path, _base: PackBase, draw: random.Random) -> str:
+    """Put a link to the pack in the place of a folder."""
+    name = draw.choice(["train/pixels/c", "train/labels", "val"])
+    shutil.rmtree(pack / name)
+    (pack / name).symlink_to(pack)
+    return f"{name} replaced by a link to the pack"
+
+
+WHOLE_FAULTS: dict[str, PackFault] = {
+    "swap-within-split": swap_shards,
+    "swap-between-splits": swap_shards_of_splits,
+    "swap-between-packs": shard_of_other_pack,
+    "swap-by-copy": shard_as_copy,
+    "swap-by-hard-link": shard_as_hard_link,
+    "swap-by-link": shard_as_link,
+    "swap-splits": swap_splits,
+    "swap-pixels": swap_pixels,
+    "swap-labels": swap_labels,
+    "swap-label-arrays": swap_label_arrays,
+    "swap-manifests": swap_manifests,
+    "manifest-of-another-pack": manifest_of_other_pack,
+    "labels-permuted": permuted_labels,
+    "folder-emptied": empty_folder,
+    "folder-as-file": folder_as_file,
+    "folder-as-loop": folder_as_loop,
+}
+
+
+def files_by_sort(base: PackBase) -> dict[str, list[str]]:
+    """Return the files of a pack by what they are for, so that the small ones are damaged as often as the large."""
+    sorts: dict[str, list[str]] = {}
+    for key in base.tree:
+        name = Path(key).name
+        sort = name if name.endswith((".json", ".jsonl")) else key.split("/")[1]
+        sorts.setdefault(sort, []).append(key)
+    return sorts
+
+
+def draw_pack_fault(pack: Path, base: PackBase, draw: random.Random) -> str:
+    """Do one drawn fault to a copy of the sound pack; return what it was."""
+    if draw.random() < 0.12:
+        name = draw.choice(list(WHOLE_FAULTS))
+        return WHOLE_FAULTS[name](pack, base, draw)
+    sorts = files_by_sort(base)
+    key = draw.choice(sorts[draw.choice(list(sorts))]) if draw.random() < 0.6 else draw.choice(list(base.tree))
+    path = pack / key
+    is_json = key.endswith(".json")
+    fault = draw.choice(JSON_FAULTS) if is_json and draw.random() < 0.6 else draw_file_fault(draw)
+    return f"{key}: {fault(path, draw)}"
+
+
+def replaced_file(key: str, how: str) -> PackFault:
+    """Return the fault that puts something else in the place of one file."""
+
+    def replace(pack: Path, _base: PackBase, draw: random.Random) -> str:
+        return f"{key}: {PLACE_FAULTS[how](pack / key, draw)}"
+
+    return replace

@@ -1,0 +1,122 @@
+"""Judges what the commands made of a damaged pack, by what an independent reader found in the sound one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from scripts.torture_campaign.case import Trial
+from scripts.torture_campaign.documented import exempt_reading
+from scripts.torture_campaign.oracle import columns, read_tree
+from scripts.torture_campaign.pack_bases import EVALUATION_KEYS, LOSS_KEYS, SPLITS, PackBase, Training, train_command
+from scripts.torture_campaign.verdict import Judgement, Verdict, judge_end
+
+READER_TIMEOUT_S = 20.0
+"""Its reads have 3 s each, and 10 s more to find out which image is to blame."""
+VERIFY_TIMEOUT_S = 15.0
+TRAINING_TIMEOUT_S = 60.0
+_NAMES = ("manifest.json", "failures.jsonl", "zarr.json", "pixels", "labels", "checksums", "train", "val")
+
+
+def changed_files(base: PackBase, pack: Path) -> list[str]:
+    """Return the files of a pack whose bytes are not those of the sound one, missing and added ones among them."""
+    tree = read_tree(pack)
+    return sorted(key for key in {*tree, *base.tree} if tree.get(key) != base.tree.get(key))
+
+
+def names_of(pack: Path) -> tuple[str, ...]:
+    """Return what a message about a pack may name."""
+    return (str(pack), *_NAMES)
+
+
+def judge_reader(trial: Trial, base: PackBase, pack: Path) -> None:
+    """Read every image by the public reader and compare."""
+    dest = trial.folder / "read.json"
+    finished = trial.run(["read-pack", str(pack), str(dest)], timeout_s=READER_TIMEOUT_S)
+    trial.judge(judge_read(finished_judgement(finished, pack), dest, base, changed_files(base, pack)))
+
+
+def finished_judgement(finished: Any, pack: Path, refusals: tuple[int, ...] = (2,)) -> Judgement | None:
+    """Judge how a command on a pack ended."""
+    return judge_end(finished, names=names_of(pack), refusals=refusals)
+
+
+def judge_read(ended: Judgement | None, dest: Path, base: PackBase, changed: list[str]) -> Judgement:
+    """Judge what the reader wrote down: an image or label that is not the sound one's is wrong, whatever else it said."""
+    if ended is not None and ended.verdict is not Verdict.DETECTED:
+        return ended
+    found = json.loads(dest.read_text(encoding="utf-8"))
+    if wrong := _other_images(found, base):
+        # A shard or a label file that is as it was gives what it gave; the changed ones alone can be excused.
+        if "pixels" in wrong and (exemption := exempt_reading(changed, has_checksums=base.has_checksums)):
+            return Judgement("read-pack", Verdict.DOCUMENTED, exemption.name)
+        return Judgement("read-pack", Verdict.WRONG, wrong)
+    if ended is not None:
+        return ended
+    for split in SPLITS:
+        if len(found[split]["images"]) != len(base.contents[split].images):
+            return Judgement("read-pack", Verdict.WRONG, f"{split} read as {len(found[split]['images'])} images")
+    return Judgement("read-pack", Verdict.HARMLESS)
+
+
+def _other_images(found: dict[str, Any], base: PackBase) -> str:
+    """Return in words which images or labels came out otherwise than they are in the sound pack."""
+    words = []
+    for split, sound in base.contents.items():
+        images = [index for index, digest in found[split]["images"] if digest != _at(sound.images, index)]
+        labels = [index for index, label in found[split]["labels"] if label != _at(sound.labels, index)]
+        if labels:
+            words.append(f"{len(labels)} wrong labels of {split}, such as of image {labels[0]}")
+        if images:
+            words.append(f"the wrong pixels of {len(images)} images of {split}, such as {images[0]}")
+    # Labels have checksums in every pack: no exemption is for them.
+    return next((each for each in words if "labels" in each), "; ".join(words))
+
+
+def _at(values: tuple[Any, ...], index: int) -> Any:
+    return values[index] if index < len(values) else None
+
+
+def judge_verify(trial: Trial, base: PackBase, pack: Path) -> None:
+    """Have every byte verified; a pack of which any file has changed must not pass."""
+    finished = trial.run(["inspect-shards", str(pack), "--verify"], timeout_s=VERIFY_TIMEOUT_S)
+    ended = finished_judgement(finished, pack)
+    changed = [key for key in changed_files(base, pack) if not _is_beside(key)]
+    if ended is None and changed:
+        why = f"passed a pack of which {len(changed)} files have changed, such as {ascii(changed[0])}"
+        ended = Judgement("inspect-shards", Verdict.WRONG, why)
+    trial.judge(ended or Judgement("inspect-shards", Verdict.HARMLESS))
+
+
+def _is_beside(key: str) -> bool:
+    """Whether a file lies in none of the two splits: others may lie in the folder of a pack."""
+    return not key.startswith(tuple(f"{split}/" for split in SPLITS)) and key not in SPLITS
+
+
+def judge_training(trial: Trial, base: PackBase, pack: Path, sound: Training, cache: Path) -> None:
+    """Train on the pack; what is recorded must be what the sound pack leads to, as far as it goes."""
+    run = trial.folder / "run"
+    command = train_command(pack, run, cache, steps=sound.steps, batch=sound.batch)
+    finished = trial.run(command, timeout_s=TRAINING_TIMEOUT_S)
+    ended = finished_judgement(finished, pack, refusals=(1, 2))
+    trial.judge(judge_losses(ended, run, sound, base, changed_files(base, pack)))
+
+
+def judge_losses(
+    ended: Judgement | None, run: Path, sound: Training, base: PackBase, changed: list[str]
+) -> Judgement:
+    """Judge the losses that a training recorded, whether it came to its end or not."""
+    if ended is not None and ended.verdict is not Verdict.DETECTED:
+        return ended
+    losses = columns(run / "loss.jsonl", *LOSS_KEYS)
+    evaluations = columns(run / "eval.jsonl", *EVALUATION_KEYS)
+    differs = [ours for ours, theirs in zip(losses, sound.losses, strict=False) if ours != theirs]
+    others = [ours for ours, theirs in zip(evaluations, sound.evaluations, strict=False) if ours != theirs]
+    is_short = ended is None and (len(losses), len(evaluations)) != (len(sound.losses), len(sound.evaluations))
+    if differs or others or is_short:
+        if exemption := exempt_reading(changed, has_checksums=base.has_checksums):
+            return Judgement("run-train", Verdict.DOCUMENTED, exemption.name)
+        where = f"step {differs[0][0]}" if differs else "the evaluation" if others else "its end"
+        return Judgement("run-train", Verdict.WRONG, f"other losses than of the sound pack, from {where} on")
+    return ended or Judgement("run-train", Verdict.HARMLESS)

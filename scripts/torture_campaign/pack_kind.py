@@ -1,0 +1,102 @@
+"""The kind ``packs``: damage of packs at rest, under a reader and under a training."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from scripts.torture_campaign.case import Case, Trial
+from scripts.torture_campaign.live_faults import LIVE_FAULTS, try_on_reader, try_on_training
+from scripts.torture_campaign.pack_bases import LAYOUTS, PackBase, Training, pack_bases, train_on_base
+from scripts.torture_campaign.pack_faults import WHOLE_FAULTS, draw_pack_fault, replaced_file
+from scripts.torture_campaign.pack_judging import judge_reader, judge_training, judge_verify
+
+_SHORT = {"steps": 3, "batch": 8}
+_LONG = {"steps": 300, "batch": 32}
+_LIVE_LAYOUTS = ("raw", "large")
+_TRAINED_SHARE = 0.15
+_LIVE_SHARE = 0.05
+_SWAPS_OF_OTHERS = ("swap-within-split", "swap-between-splits", "swap-splits", "swap-labels", "labels-permuted")
+
+
+@dataclass
+class PackKind:
+    """Faults of packs.
+
+    Attributes:
+        cache: of compiled programs.
+        bases: the sound packs, by layout.
+        trainings: what trainings on them come to: short ones, and long ones where faults come on their way.
+    """
+
+    cache: Path
+    bases: dict[str, PackBase] = field(default_factory=dict)
+    trainings: dict[tuple[str, int], Training] = field(default_factory=dict)
+    name: str = "packs"
+
+    def prepare(self, trial: Trial) -> None:
+        """Pack and train on what is sound."""
+        self.bases = pack_bases(trial, tuple(LAYOUTS))
+        for name, base in self.bases.items():
+            for lengths in (_SHORT, _LONG) if name in _LIVE_LAYOUTS else (_SHORT,):
+                self.trainings[name, lengths["steps"]] = train_on_base(trial, base, self.cache, **lengths)
+
+    def cases(self, seed: int, count: int) -> list[Case]:
+        """Return the named cases, then drawn ones up to ``count`` in all."""
+        names = [f"raw:{fault}" for fault in WHOLE_FAULTS]
+        names += [f"{layout}:{fault}" for layout in ("dense", "blosc", "large") for fault in _SWAPS_OF_OTHERS]
+        names += [f"live-{what}:{layout}:{fault}" for layout in _LIVE_LAYOUTS for what in ("training", "reader")
+                  for fault in LIVE_FAULTS]  # fmt: skip
+        for key in self._one_of_each_sort():
+            names += [f"raw:{how}:{key}" for how in ("pipe", "dangling", "removed", "zero-device", "folder")]
+        names += [f"random-{number}" for number in range(max(0, count - len(names)))]
+        return [Case(self.name, name, seed) for name in names]
+
+    def _one_of_each_sort(self) -> list[str]:
+        """Return the files of a sound pack but for the further shards of train and those of val that have a like."""
+        others = ("pixels/c/1/", "pixels/c/2/")
+        train = [key for key in self.bases["raw"].tree if key.startswith("train/") and not any(o in key for o in others)]
+        return [*train, "val/manifest.json", "val/failures.jsonl"]
+
+    def attempt(self, trial: Trial) -> None:
+        """Damage a copy of a sound pack and have the commands at it."""
+        draw, name = trial.case.draw(), trial.case.name
+        layout, is_trained = self._layout(name, draw), False
+        base = self.bases[layout]
+        pack = trial.folder / "pack"
+        shutil.copytree(base.folder, pack)
+        if name.startswith("live-"):
+            self._attempt_live(trial, base, pack, name.split(":")[0].removeprefix("live-"), name.split(":")[2], draw)
+            return
+        if trial.case.number is not None:
+            if layout in _LIVE_LAYOUTS and draw.random() < _LIVE_SHARE:
+                what, fault = draw.choice(["reader", "training"]), draw.choice(list(LIVE_FAULTS))
+                self._attempt_live(trial, base, pack, what, fault, draw)
+                return
+            trial.fault = f"{layout}: {draw_pack_fault(pack, base, draw)}"
+            is_trained = draw.random() < _TRAINED_SHARE
+        else:
+            _, fault, *key = name.split(":")
+            chosen = replaced_file(key[0], fault) if key else WHOLE_FAULTS[fault]
+            trial.fault = f"{layout}: {chosen(pack, base, draw)}"
+            is_trained = fault == "pipe" or not key
+        judge_reader(trial, base, pack)
+        judge_verify(trial, base, pack)
+        if is_trained:
+            judge_training(trial, base, pack, self.trainings[layout, _SHORT["steps"]], self.cache)
+
+    def _layout(self, name: str, draw: random.Random) -> str:
+        if name.startswith("random-"):
+            return draw.choice(list(LAYOUTS))
+        return name.split(":")[1 if name.startswith("live-") else 0]
+
+    def _attempt_live(
+        self, trial: Trial, base: PackBase, pack: Path, what: str, fault: str, draw: random.Random
+    ) -> None:
+        if what == "reader":
+            try_on_reader(trial, base, pack, LIVE_FAULTS[fault], draw)
+            return
+        sound = self.trainings[base.name, _LONG["steps"]]
+        try_on_training(trial, base, pack, LIVE_FAULTS[fault], draw, sound, self.cache)

@@ -1,0 +1,119 @@
+"""What a command made of a fault, and the rules by which that is told from how it ended and what it said."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from scripts.torture_campaign.commands import Finished
+
+MOST_WORDS_BYTES = 8_000
+MOST_MB = 2_600.0
+"""What no command on such small data may need; a training takes 400 to 700 MB."""
+_TRACEBACK = re.compile(
+    r"Traceback \(most recent call last\)|\b[A-Z]\w*(?:Error|Exception|Warning)\b(?=[:(]| \()|^\s*File \"[^\"]+\", line \d+",
+    re.MULTILINE,
+)
+# ESC, BEL and C1, also where they are single bytes of no UTF-8.
+_ESCAPE = re.compile("[\x1b\x07\x80-\x9f\udc80-\udc9f]")
+
+
+class Verdict(StrEnum):
+    """The kinds of outcome, the worst last."""
+
+    HARMLESS = "harmless"
+    DETECTED = "detected"
+    DOCUMENTED = "documented"
+    WRONG = "wrong"
+    TRACEBACK = "traceback"
+    HANG = "hang"
+    CRASH = "crash"
+
+    @property
+    def is_red(self) -> bool:
+        """Whether it fails the campaign."""
+        return self in RED
+
+    @property
+    def severity(self) -> int:
+        """The place in the order of badness."""
+        return list(Verdict).index(self)
+
+
+RED = (Verdict.WRONG, Verdict.TRACEBACK, Verdict.HANG, Verdict.CRASH)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A verdict on one command.
+
+    Attributes:
+        command: which, in a word or two.
+        verdict: on it.
+        why: in one line.
+    """
+
+    command: str
+    verdict: Verdict
+    why: str = ""
+
+
+def worst_of(judgements: Iterable[Judgement]) -> Judgement:
+    """Return the worst of some judgements, of which there is one at least."""
+    return max(judgements, key=lambda each: each.verdict.severity)
+
+
+def judge_end(
+    finished: Finished,
+    *,
+    names: Iterable[str],
+    refusals: tuple[int, ...] = (2,),
+    most_mb: float = MOST_MB,
+) -> Judgement | None:
+    """Judge how a command ended; None where it exited with 0 and said nothing that it must not.
+
+    Args:
+        finished: the command.
+        names: a refusal must have one of them in its words.
+        refusals: the exit codes by which it may refuse.
+        most_mb: the memory that it may have.
+    """
+    name = finished.command[0]
+
+    def is_(verdict: Verdict, why: str) -> Judgement:
+        return Judgement(name, verdict, why)
+
+    if finished.hung:
+        return is_(Verdict.HANG, f"no end in {finished.seconds:.0f} s")
+    if finished.code < 0:
+        return is_(Verdict.CRASH, f"ended by signal {-finished.code}")
+    if finished.max_rss_mb > most_mb:
+        return is_(Verdict.CRASH, f"took {finished.max_rss_mb:,.0f} MB, at most {most_mb:,.0f} are allowed")
+    said = finished.said
+    if found := _TRACEBACK.search(said):
+        return is_(Verdict.TRACEBACK, first_line(said[found.start() :]))
+    if found := _ESCAPE.search(said):
+        around = said[max(0, found.start() - 30) : found.end() + 10]
+        return is_(Verdict.WRONG, f"a control character in its output: {ascii(around)}")
+    if finished.code == 0:
+        return None
+    words = first_line(finished.err.decode(errors="replace") or finished.out.decode(errors="replace"))
+    if finished.code not in refusals:
+        return is_(Verdict.WRONG, f"exit code {finished.code}, not of {refusals}: {words}")
+    if not said.strip():
+        return is_(Verdict.WRONG, f"exit code {finished.code} without a word")
+    if len(finished.err) > MOST_WORDS_BYTES:
+        return is_(Verdict.WRONG, f"a message of {len(finished.err):,} bytes: {words}")
+    if not any(each in said for each in names):
+        return is_(Verdict.WRONG, f"its message names no file of what is damaged: {words}")
+    return is_(Verdict.DETECTED, words)
+
+
+def first_line(text: str) -> str:
+    """Return the first line that says something, of 160 characters at most, without control characters."""
+    lines = (line.strip() for line in text.splitlines())
+    line = next((line for line in lines if line), "")
+    printable = "".join(character if character.isprintable() else "�" for character in line)
+    return printable if len(printable) <= 160 else f"{printable[:159]}…"
