@@ -105,7 +105,7 @@ class Campaign:
                 return
             try:
                 self._attempt(case, kinds[case.kind], commands, number)
-            except Exception:
+            except Exception:  # noqa: BLE001 - told with the table, and fails the campaign
                 if self._stop.is_set():
                     return
                 with self._lock:
@@ -122,12 +122,13 @@ class Campaign:
                     kind.attempt(trial)
             else:
                 kind.attempt(trial)
-            outcome = trial.outcome()
+            outcomes = trial.outcomes()
         finally:
             if not self.keeps:
                 remove(folder)
         with self._lock:
-            self.report(outcome, trial)
+            for outcome in outcomes:
+                self.report(outcome, trial)
 
 
 def remove(folder: Path) -> None:

@@ -55,6 +55,7 @@ class Trial:
         fault: what was done, in one line.
         judgements: on each command.
         log: the commands that ran.
+        parts: what came of each fault, where a case is several.
     """
 
     case: Case
@@ -63,6 +64,7 @@ class Trial:
     fault: str = ""
     judgements: list[Judgement] = field(default_factory=list)
     log: list[Finished] = field(default_factory=list)
+    parts: list[Outcome] = field(default_factory=list)
 
     def run(self, command: list[str], *, timeout_s: float) -> Finished:
         """Run a command in a folder beside the case's files."""
@@ -76,10 +78,12 @@ class Trial:
         """Note a judgement."""
         self.judgements.append(judgement)
 
-    def outcome(self) -> Outcome:
-        """Return what came of the case."""
+    def outcomes(self) -> list[Outcome]:
+        """Return what came of the case, or of each of its parts."""
+        if self.parts:
+            return self.parts
         worst = worst_of(self.judgements) if self.judgements else Judgement("", Verdict.HARMLESS)
-        return Outcome(self.case, self.fault, worst, tuple(self.judgements))
+        return [Outcome(self.case, self.fault, worst, tuple(self.judgements))]
 
 
 @dataclass(frozen=True)

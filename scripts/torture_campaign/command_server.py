@@ -24,6 +24,8 @@ PRELOADED = {
         "preprocess.sources",
         "preprocess.verify",
         "preprocess.progress",
+        "engine.commands.control_cli",
+        "scripts.torture_campaign.image_reference",
         "scripts.torture_campaign.pack_reader",
     ),
     "training": (
@@ -48,6 +50,7 @@ COMMANDS = {
     "preprocess-imagenet": "preprocess.cli",
     "inspect-shards": "preprocess.inspect_cli",
     "read-pack": "scripts.torture_campaign.pack_reader",
+    "decode-images": "scripts.torture_campaign.image_reference",
     "run-train": "engine.commands.cli",
     "run-eval": "engine.commands.eval_cli",
     "verify-run": "engine.commands.verify_cli",

@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 120.0
 _MOST_READ_BYTES = 1 << 20
-_PACKING = frozenset({"preprocess-imagenet", "inspect-shards", "read-pack"})
+_PACKING = frozenset({"preprocess-imagenet", "inspect-shards", "read-pack", "decode-images"})
 
 
 @dataclass(frozen=True)

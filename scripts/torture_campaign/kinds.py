@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from scripts.torture_campaign.campaign import Kind
+from scripts.torture_campaign.image_kind import ImageKind
 from scripts.torture_campaign.pack_kind import PackKind
+from scripts.torture_campaign.run_kind import RunKind
 
 
 def make_kind(name: str, base: Path) -> Kind:
@@ -16,4 +19,9 @@ def make_kind(name: str, base: Path) -> Kind:
         base: the folder of the campaign.
     """
     cache = base / "cache"
-    return {"packs": lambda: PackKind(cache)}[name]()
+    makers: dict[str, Callable[[], Kind]] = {
+        "packs": lambda: PackKind(cache),
+        "runs": lambda: RunKind(cache),
+        "images": ImageKind,
+    }
+    return makers[name]()

@@ -11,11 +11,10 @@ from pathlib import Path
 
 from scripts.torture_campaign.case import Trial
 from scripts.torture_campaign.commands import Finished
-from scripts.torture_campaign.oracle import read_lines
+from scripts.torture_campaign.oracle import read_lines, read_tree
 from scripts.torture_campaign.pack_bases import PackBase, Training, train_command
 from scripts.torture_campaign.pack_judging import (
     TRAINING_TIMEOUT_S,
-    changed_files,
     finished_judgement,
     judge_losses,
     judge_read,
@@ -111,7 +110,7 @@ def try_on_reader(trial: Trial, base: PackBase, pack: Path, fault: LiveFault, dr
     trial.fault = f"while it is read, {fault(pack, draw)}"
     finished = running.wait(_READER_TIMEOUT_S)
     trial.log.append(finished)
-    trial.judge(judge_read(finished_judgement(finished, pack), dest, base, changed_files(base, pack)))
+    trial.judge(judge_read(finished_judgement(finished, pack), dest, base, read_tree(pack)))
 
 
 def try_on_training(
@@ -129,5 +128,4 @@ def try_on_training(
     trial.fault = f"while it is trained on, {fault(pack, draw)}"
     finished: Finished = running.wait(TRAINING_TIMEOUT_S)
     trial.log.append(finished)
-    ended = finished_judgement(finished, pack, refusals=(1, 2))
-    trial.judge(judge_losses(ended, run, sound, base, changed_files(base, pack)))
+    trial.judge(judge_losses(finished, pack, run, sound, base))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from scripts.torture_campaign.case import Trial
-from scripts.torture_campaign.documented import exempt_reading
+from scripts.torture_campaign.commands import Finished
+from scripts.torture_campaign.documented import exempt_reading, exempt_verifying
 from scripts.torture_campaign.oracle import columns, read_tree
 from scripts.torture_campaign.pack_bases import EVALUATION_KEYS, LOSS_KEYS, SPLITS, PackBase, Training, train_command
 from scripts.torture_campaign.verdict import Judgement, Verdict, judge_end
@@ -17,6 +19,11 @@ READER_TIMEOUT_S = 20.0
 VERIFY_TIMEOUT_S = 15.0
 TRAINING_TIMEOUT_S = 60.0
 _NAMES = ("manifest.json", "failures.jsonl", "zarr.json", "pixels", "labels", "checksums", "train", "val")
+
+# What a training must say of a val split that it cannot be evaluated on.
+_WITHOUT_EVALUATION = re.compile(
+    r"\bval\b.*\b(?:not|no|un\w+|without|missing|damaged)\b|\b(?:no|not|without)\b.*\bval\b"
+)
 
 
 def changed_files(base: PackBase, pack: Path) -> list[str]:
@@ -34,22 +41,21 @@ def judge_reader(trial: Trial, base: PackBase, pack: Path) -> None:
     """Read every image by the public reader and compare."""
     dest = trial.folder / "read.json"
     finished = trial.run(["read-pack", str(pack), str(dest)], timeout_s=READER_TIMEOUT_S)
-    trial.judge(judge_read(finished_judgement(finished, pack), dest, base, changed_files(base, pack)))
+    trial.judge(judge_read(finished_judgement(finished, pack), dest, base, read_tree(pack)))
 
 
-def finished_judgement(finished: Any, pack: Path, refusals: tuple[int, ...] = (2,)) -> Judgement | None:
+def finished_judgement(finished: Finished, pack: Path, refusals: tuple[int, ...] = (2,)) -> Judgement | None:
     """Judge how a command on a pack ended."""
     return judge_end(finished, names=names_of(pack), refusals=refusals)
 
 
-def judge_read(ended: Judgement | None, dest: Path, base: PackBase, changed: list[str]) -> Judgement:
+def judge_read(ended: Judgement | None, dest: Path, base: PackBase, tree: dict[str, bytes]) -> Judgement:
     """Judge what the reader wrote down: an image or label that is not the sound one's is wrong, whatever else it said."""
     if ended is not None and ended.verdict is not Verdict.DETECTED:
         return ended
     found = json.loads(dest.read_text(encoding="utf-8"))
     if wrong := _other_images(found, base):
-        # A shard or a label file that is as it was gives what it gave; the changed ones alone can be excused.
-        if "pixels" in wrong and (exemption := exempt_reading(changed, has_checksums=base.has_checksums)):
+        if exemption := exempt_reading(tree, base.tree, has_checksums=base.has_checksums):
             return Judgement("read-pack", Verdict.DOCUMENTED, exemption.name)
         return Judgement("read-pack", Verdict.WRONG, wrong)
     if ended is not None:
@@ -70,8 +76,7 @@ def _other_images(found: dict[str, Any], base: PackBase) -> str:
             words.append(f"{len(labels)} wrong labels of {split}, such as of image {labels[0]}")
         if images:
             words.append(f"the wrong pixels of {len(images)} images of {split}, such as {images[0]}")
-    # Labels have checksums in every pack: no exemption is for them.
-    return next((each for each in words if "labels" in each), "; ".join(words))
+    return "; ".join(words)
 
 
 def _at(values: tuple[Any, ...], index: int) -> Any:
@@ -83,8 +88,10 @@ def judge_verify(trial: Trial, base: PackBase, pack: Path) -> None:
     finished = trial.run(["inspect-shards", str(pack), "--verify"], timeout_s=VERIFY_TIMEOUT_S)
     ended = finished_judgement(finished, pack)
     changed = [key for key in changed_files(base, pack) if not _is_beside(key)]
-    if ended is None and changed:
-        why = f"passed a pack of which {len(changed)} files have changed, such as {ascii(changed[0])}"
+    if ended is None and changed and (exemption := exempt_verifying(read_tree(pack), base.tree)):
+        ended = Judgement("inspect-shards", Verdict.DOCUMENTED, exemption.name)
+    elif ended is None and changed:
+        why = f"passed a pack of which {len(changed)} files have changed, such as {changed[0]!a}"
         ended = Judgement("inspect-shards", Verdict.WRONG, why)
     trial.judge(ended or Judgement("inspect-shards", Verdict.HARMLESS))
 
@@ -99,24 +106,29 @@ def judge_training(trial: Trial, base: PackBase, pack: Path, sound: Training, ca
     run = trial.folder / "run"
     command = train_command(pack, run, cache, steps=sound.steps, batch=sound.batch)
     finished = trial.run(command, timeout_s=TRAINING_TIMEOUT_S)
-    ended = finished_judgement(finished, pack, refusals=(1, 2))
-    trial.judge(judge_losses(ended, run, sound, base, changed_files(base, pack)))
+    trial.judge(judge_losses(finished, pack, run, sound, base))
 
 
-def judge_losses(
-    ended: Judgement | None, run: Path, sound: Training, base: PackBase, changed: list[str]
-) -> Judgement:
+def judge_losses(finished: Finished, pack: Path, run: Path, sound: Training, base: PackBase) -> Judgement:
     """Judge the losses that a training recorded, whether it came to its end or not."""
+    ended = finished_judgement(finished, pack, refusals=(1, 2))
     if ended is not None and ended.verdict is not Verdict.DETECTED:
         return ended
     losses = columns(run / "loss.jsonl", *LOSS_KEYS)
     evaluations = columns(run / "eval.jsonl", *EVALUATION_KEYS)
     differs = [ours for ours, theirs in zip(losses, sound.losses, strict=False) if ours != theirs]
     others = [ours for ours, theirs in zip(evaluations, sound.evaluations, strict=False) if ours != theirs]
-    is_short = ended is None and (len(losses), len(evaluations)) != (len(sound.losses), len(sound.evaluations))
-    if differs or others or is_short:
-        if exemption := exempt_reading(changed, has_checksums=base.has_checksums):
+    tree = read_tree(pack)
+    if differs or others:
+        if exemption := exempt_reading(tree, base.tree, has_checksums=base.has_checksums):
             return Judgement("run-train", Verdict.DOCUMENTED, exemption.name)
-        where = f"step {differs[0][0]}" if differs else "the evaluation" if others else "its end"
+        where = f"step {differs[0][0]}" if differs else "the evaluation"
         return Judgement("run-train", Verdict.WRONG, f"other losses than of the sound pack, from {where} on")
+    if ended is None and len(losses) != len(sound.losses):
+        return Judgement("run-train", Verdict.WRONG, f"ended well after {len(losses)} of {len(sound.losses)} steps")
+    if ended is None and len(evaluations) != len(sound.evaluations):
+        if exemption := exempt_verifying(tree, base.tree):
+            return Judgement("run-train", Verdict.DOCUMENTED, exemption.name)
+        if not _WITHOUT_EVALUATION.search(finished.said):
+            return Judgement("run-train", Verdict.WRONG, "ended well, and left out the evaluation without a word")
     return ended or Judgement("run-train", Verdict.HARMLESS)

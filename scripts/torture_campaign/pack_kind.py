@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import shutil
+import threading
+from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,13 +37,24 @@ class PackKind:
     bases: dict[str, PackBase] = field(default_factory=dict)
     trainings: dict[tuple[str, int], Training] = field(default_factory=dict)
     name: str = "packs"
+    _sound: Path = Path()
+    _locks: dict[tuple[str, int], threading.Lock] = field(default_factory=lambda: defaultdict(threading.Lock))
 
     def prepare(self, trial: Trial) -> None:
-        """Pack and train on what is sound."""
+        """Pack what is sound."""
         self.bases = pack_bases(trial, tuple(LAYOUTS))
-        for name, base in self.bases.items():
-            for lengths in (_SHORT, _LONG) if name in _LIVE_LAYOUTS else (_SHORT,):
-                self.trainings[name, lengths["steps"]] = train_on_base(trial, base, self.cache, **lengths)
+        self._sound = trial.folder
+
+    def training(self, trial: Trial, layout: str, lengths: dict[str, int]) -> Training:
+        """Return what a training on a sound pack comes to; the first who asks makes it."""
+        key = layout, lengths["steps"]
+        with self._locks[key]:
+            if key not in self.trainings:
+                folder = self._sound / "-".join(map(str, key))
+                folder.mkdir(exist_ok=True)
+                maker = Trial(trial.case, folder, trial.commands)
+                self.trainings[key] = train_on_base(maker, self.bases[layout], self.cache, **lengths)
+        return self.trainings[key]
 
     def cases(self, seed: int, count: int) -> list[Case]:
         """Return the named cases, then drawn ones up to ``count`` in all."""
@@ -57,7 +70,9 @@ class PackKind:
     def _one_of_each_sort(self) -> list[str]:
         """Return the files of a sound pack but for the further shards of train and those of val that have a like."""
         others = ("pixels/c/1/", "pixels/c/2/")
-        train = [key for key in self.bases["raw"].tree if key.startswith("train/") and not any(o in key for o in others)]
+        train = [
+            key for key in self.bases["raw"].tree if key.startswith("train/") and not any(o in key for o in others)
+        ]
         return [*train, "val/manifest.json", "val/failures.jsonl"]
 
     def attempt(self, trial: Trial) -> None:
@@ -85,7 +100,7 @@ class PackKind:
         judge_reader(trial, base, pack)
         judge_verify(trial, base, pack)
         if is_trained:
-            judge_training(trial, base, pack, self.trainings[layout, _SHORT["steps"]], self.cache)
+            judge_training(trial, base, pack, self.training(trial, layout, _SHORT), self.cache)
 
     def _layout(self, name: str, draw: random.Random) -> str:
         if name.startswith("random-"):
@@ -98,5 +113,5 @@ class PackKind:
         if what == "reader":
             try_on_reader(trial, base, pack, LIVE_FAULTS[fault], draw)
             return
-        sound = self.trainings[base.name, _LONG["steps"]]
+        sound = self.training(trial, base.name, _LONG)
         try_on_training(trial, base, pack, LIVE_FAULTS[fault], draw, sound, self.cache)

@@ -96,7 +96,7 @@ def judge_end(
         return is_(Verdict.TRACEBACK, first_line(said[found.start() :]))
     if found := _ESCAPE.search(said):
         around = said[max(0, found.start() - 30) : found.end() + 10]
-        return is_(Verdict.WRONG, f"a control character in its output: {ascii(around)}")
+        return is_(Verdict.WRONG, f"a control character in its output: {around!a}")
     if finished.code == 0:
         return None
     words = first_line(finished.err.decode(errors="replace") or finished.out.decode(errors="replace"))

@@ -1,0 +1,184 @@
+"""The kind ``images``: hostile images among sound ones, packed in groups."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from scripts.torture_campaign.case import Case, Outcome, Trial
+from scripts.torture_campaign.image_faults import HEAVY, MAKERS, draw_image_fault
+from scripts.torture_campaign.oracle import open_zarr
+from scripts.torture_campaign.verdict import Judgement, Verdict, judge_end
+
+SIZE = 32
+GROUP = 25
+NUM_SOUND = 6
+MOST_MB = 1_500.0
+DEEP_MB = 1_200.0
+"""With one worker, of the 16-bit image of 9,400 px: decoded it has 530 MB."""
+MOST_LEVELS = 2
+"""What may lie between the pack and Pillow: the crop is resized by itself, and rounded once more."""
+_TIMEOUT_S = 45.0
+_REFERENCE_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Hostile:
+    """A hostile file: the class that it is alone in, its case, and what it is."""
+
+    class_id: str
+    case: Case
+    fault: str
+
+
+@dataclass
+class ImageKind:
+    """Hostile images.
+
+    Attributes:
+        sound: the crops uint8 ``[32, 32, 3]`` of the sound images, by class.
+    """
+
+    sound: dict[str, Any] = field(default_factory=dict)
+    name: str = "images"
+    _folder: Path = Path()
+
+    def prepare(self, trial: Trial) -> None:
+        """Pack the sound images alone."""
+        self._folder = trial.folder / "sound"
+        random = np.random.default_rng(0)
+        for number in range(NUM_SOUND):
+            folder = self._folder / f"sound-{number}"
+            folder.mkdir(parents=True)
+            image = Image.fromarray(random.integers(0, 256, (50, 60, 3)).astype(np.uint8))
+            image.save(folder / ("a.png" if number % 2 else "a.jpg"))
+        dest = trial.folder / "pack"
+        finished = trial.run(_command(self._folder, dest), timeout_s=_TIMEOUT_S)
+        if finished.code != 0:
+            raise RuntimeError(f"sound images must be packed, and were not: {finished.said}")
+        self.sound = read_crops(dest)
+
+    def cases(self, seed: int, count: int) -> list[Case]:
+        """Return a case for each named file, and groups of drawn ones up to ``count`` in all."""
+        named = [Case(self.name, name, seed, is_heavy=name in HEAVY) for name in MAKERS]
+        groups = [Case(self.name, f"group-{number}", seed) for number in range(-(-(count - len(named)) // GROUP))]
+        return [*named, *groups]
+
+    def attempt(self, trial: Trial) -> None:
+        """Pack a named file or a group of drawn ones; where a group fails as a whole, each by itself."""
+        name, seed = trial.case.name, trial.case.seed
+        if not name.startswith("group-"):
+            self._judge(trial, [trial.case])
+            return
+        first = int(name.removeprefix("group-")) * GROUP
+        cases = [Case(self.name, f"random-{first + number}", seed) for number in range(GROUP)]
+        if self._judge(trial, cases):
+            return
+        trial.parts.clear()
+        for case in cases:
+            self._judge(trial, [case])
+
+    def _write(self, source: Path, case: Case) -> Hostile:
+        """Write the file of a case into a class folder of its own."""
+        class_id = f"hostile-{case.number if case.number is not None else 0:05}"
+        folder = source / class_id
+        folder.mkdir(parents=True)
+        if case.number is None:
+            MAKERS[case.name](folder / case.name)
+            return Hostile(class_id, case, (MAKERS[case.name].__doc__ or "").split(".")[0].removeprefix("Write "))
+        suffix, content, fault = draw_image_fault(case.draw())
+        (folder / f"image.{suffix}").write_bytes(content)
+        return Hostile(class_id, case, fault)
+
+    def _judge(self, trial: Trial, cases: Sequence[Case]) -> bool:
+        """Pack and judge the files of some cases; False where there are several and packing failed as a whole."""
+        number = len(trial.log)
+        source, dest = trial.folder / f"source-{number}", trial.folder / f"pack-{number}"
+        shutil.copytree(self._folder, source)
+        hostiles = [self._write(source, case) for case in cases]
+        is_deep = cases[0].name == "deep.png"
+        finished = trial.run(_command(source, dest, workers=1 if is_deep else 2), timeout_s=_TIMEOUT_S)
+        most_mb = DEEP_MB if is_deep else MOST_MB
+        ended = judge_end(finished, names=[str(source), str(dest), "hostile-", "sound-"], most_mb=most_mb)
+        if ended is not None and ended.verdict is Verdict.DETECTED:
+            ended = Judgement(ended.command, Verdict.WRONG, f"one image ended the whole pack: {ended.why}")
+        if ended is not None and len(cases) > 1:
+            return False
+        judgements = [ended] if ended is not None else self._compare(trial, source, dest, hostiles)
+        for hostile, judgement in zip(hostiles, judgements, strict=True):
+            trial.parts.append(Outcome(hostile.case, hostile.fault, judgement, (judgement,)))
+        shutil.rmtree(source)
+        return True
+
+    def _compare(self, trial: Trial, source: Path, dest: Path, hostiles: Sequence[Hostile]) -> list[Judgement]:
+        crops = read_crops(dest)
+        failures = _failures(dest)
+        reference = self._reference(trial, source, [each for each in hostiles if each.class_id in crops])
+        others = [name for name, crop in self.sound.items() if not np.array_equal(crops.get(name), crop)]
+        judgements = []
+        for hostile in hostiles:
+            if others:
+                judgement = Judgement("preprocess-imagenet", Verdict.WRONG, f"other pixels of the sound {others[0]}")
+            elif hostile.class_id in crops:
+                judgement = _judge_crop(crops[hostile.class_id], reference.get(hostile.class_id, ""))
+            elif failures.get(hostile.class_id):
+                judgement = Judgement("preprocess-imagenet", Verdict.DETECTED, failures[hostile.class_id])
+            else:
+                judgement = Judgement("preprocess-imagenet", Verdict.WRONG, "neither packed nor in failures.jsonl")
+            judgements.append(judgement)
+        return judgements
+
+    def _reference(self, trial: Trial, source: Path, packed: list[Hostile]) -> dict[str, str | None]:
+        """Return what Pillow makes of the files that were packed, by class; nothing where it comes to no end."""
+        if not packed:
+            return {}
+        folder, dest = trial.folder / f"packed-{len(trial.log)}", trial.folder / f"reference-{len(trial.log)}.json"
+        folder.mkdir()
+        for hostile in packed:
+            (path,) = (source / hostile.class_id).iterdir()
+            path.rename(folder / hostile.class_id)
+        finished = trial.run(["decode-images", str(folder), str(dest), str(SIZE)], timeout_s=_REFERENCE_TIMEOUT_S)
+        return dict(json.loads(dest.read_text())) if finished.code == 0 else {}
+
+
+def _command(source: Path, dest: Path, *, workers: int = 2) -> list[str]:
+    return ["preprocess-imagenet", str(source), str(dest), "--size", str(SIZE), "--workers", str(workers)]
+
+
+def read_crops(dest: Path) -> dict[str, Any]:
+    """Return the crop uint8 ``[H, W, 3]`` of each class of a pack of one image a class, by zarr."""
+    pixels, labels = (np.asarray(open_zarr(dest / "train" / name)[:]) for name in ("pixels", "labels"))
+    manifest = json.loads((dest / "train/manifest.json").read_bytes())
+    names = [each["id"] for each in manifest["classes"]]
+    rgb = np.stack([pixels >> shift & 0xFF for shift in (24, 16, 8)], axis=-1).astype(np.uint8)
+    return {names[label]: crop for label, crop in zip(labels.tolist(), rgb, strict=True)}
+
+
+def _failures(dest: Path) -> dict[str, str]:
+    """Return the reason of each failure by the class in its path."""
+    found = {}
+    for line in (dest / "train/failures.jsonl").read_text().splitlines():
+        failure = json.loads(line)
+        for part in Path(failure["path"]).parts:
+            found[part] = failure["reason"]
+    return found
+
+
+def _judge_crop(crop: Any, reference: str | None) -> Judgement:
+    name = "preprocess-imagenet"
+    if reference is None:
+        return Judgement(name, Verdict.WRONG, "packed, and Pillow cannot decode it")
+    if not reference:
+        return Judgement(name, Verdict.HARMLESS)
+    theirs = np.frombuffer(bytes.fromhex(reference), np.uint8).reshape(crop.shape)
+    levels = int(np.abs(crop.astype(int) - theirs.astype(int)).max())
+    if levels > MOST_LEVELS:
+        return Judgement(name, Verdict.WRONG, f"{levels} levels from what Pillow decodes")
+    return Judgement(name, Verdict.HARMLESS)

@@ -1,0 +1,61 @@
+"""The program `decode-images`: what Pillow itself makes of image files, as the pack is to hold them.
+
+`decode-images FOLDER FILE SIZE` writes JSON: of each file of the folder the RGB values of its crop, in hexadecimal; None
+where Pillow fails; an empty string where the file is of a mode whose 8 bits are a matter of taste (16-bit, float).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+
+from PIL import Image, ImageOps
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+_PLAIN_MODES = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK"})
+
+
+def main() -> int:
+    """Decode the files of a folder; return the exit code."""
+    folder, dest, size = sys.argv[1:]
+    warnings.simplefilter("ignore")
+    found = {path.name: decode(path, int(size)) for path in sorted(Path(folder).iterdir())}
+    Path(dest).write_text(json.dumps(found), encoding="utf-8")
+    return 0
+
+
+def decode(path: Path, size: int) -> str | None:
+    """Return the central crop of an image, RGB in hexadecimal; None where Pillow fails, "" where it is not compared."""
+    try:
+        with Image.open(path, formats=FORMATS) as image:
+            image.load()
+            if image.mode not in _PLAIN_MODES or _has_odd_transparency(image):
+                return ""
+            upright = ImageOps.exif_transpose(image)
+            rgb = _on_white(upright)
+    except Exception:  # noqa: BLE001 - Pillow's plugins raise whatever a damaged field leads to
+        return None
+    short = min(rgb.size)
+    width, height = (int(size * side / short) for side in rgb.size)
+    if width * height > 1 << 24:
+        return ""
+    resized = rgb.resize((width, height), Image.Resampling.BICUBIC)
+    left, top = round((width - size) / 2), round((height - size) / 2)
+    return resized.crop((left, top, left + size, top + size)).tobytes().hex()
+
+
+def _has_odd_transparency(image: Image.Image) -> bool:
+    return "transparency" in image.info and image.mode not in ("P", "L", "RGB")
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    if image.mode in ("LA", "PA", "RGBA") or "transparency" in image.info:
+        rgba = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
+    return image.convert("RGB")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

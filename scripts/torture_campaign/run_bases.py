@@ -1,0 +1,113 @@
+"""The sound run that faults are made in, another one that lends its files, and what the commands make of the sound one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scripts.torture_campaign.case import Trial
+from scripts.torture_campaign.oracle import columns, read_tree, read_weights
+from scripts.torture_campaign.pack_bases import EVALUATION_KEYS, LOSS_KEYS, pack_bases, train_command
+
+FIRST_STEPS, STEPS, RESUMED_STEPS = 100, 150, 200
+_BATCH = 8
+_MORE = ["--eval-every", "50", "--snapshot-every", "0", "--keep", "0", "--flip", "0.5", "--ema-decay", "0.9"]
+_TIMEOUT_S = 300.0
+_REQUEST_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class RunBase:
+    """A sound run of `STEPS` with snapshots of two steps, and what comes of it.
+
+    Attributes:
+        folder: of the run, never changed.
+        donor: a run with another seed.
+        tree: the bytes of each file.
+        losses, evaluations: of the run once it was resumed up to `RESUMED_STEPS`.
+        weights: by name, of the same.
+        accuracy: what run-eval says of the sound run, without its time.
+    """
+
+    folder: Path
+    donor: Path
+    tree: dict[str, bytes]
+    losses: list[tuple[Any, ...]]
+    evaluations: list[tuple[Any, ...]]
+    weights: dict[str, str]
+    accuracy: dict[str, Any]
+
+
+def run_base(trial: Trial, cache: Path) -> RunBase:
+    """Train the sound run in two launches, of which the first is asked for another rate; and the other run.
+
+    Raises:
+        RuntimeError: a command failed on sound data, so that nothing can be tried.
+    """
+    pack = pack_bases(trial, ("raw",))["raw"].folder
+    run, donor, resumed = (trial.folder / f"run-{name}" for name in ("sound", "donor", "resumed"))
+    _begin(trial, pack, run, cache, seed=0)
+    _must(trial, resume_command(run, steps=STEPS))
+    _must(trial, [*train_command(pack, donor, cache, steps=FIRST_STEPS, batch=_BATCH), *_MORE, "--seed", "1"])
+    _must(trial, resume_command(donor, steps=STEPS))
+    shutil.copytree(run, resumed)
+    _must(trial, resume_command(resumed, steps=RESUMED_STEPS))
+    said = _must(trial, eval_command(run))
+    return RunBase(
+        run,
+        donor,
+        read_tree(run),
+        columns(resumed / "loss.jsonl", *LOSS_KEYS),
+        columns(resumed / "eval.jsonl", *EVALUATION_KEYS),
+        read_weights(resumed / "model.safetensors"),
+        accuracy_of(said),
+    )
+
+
+def resume_command(run: Path, *, steps: int) -> list[str]:
+    """Return the command that goes on with a run."""
+    return ["run-train", "--run-dir", str(run), "--resume", "--steps", str(steps)]
+
+
+def eval_command(run: Path) -> list[str]:
+    """Return the command that evaluates a run."""
+    return ["run-eval", str(run), "--json"]
+
+
+def accuracy_of(said: bytes) -> dict[str, Any]:
+    """Return what run-eval said, without the time; nothing where that is no line of JSON."""
+    try:
+        document = json.loads(said)
+    except ValueError:
+        return {}
+    return {key: value for key, value in document.items() if key != "time"} if isinstance(document, dict) else {}
+
+
+def _begin(trial: Trial, pack: Path, run: Path, cache: Path, *, seed: int) -> None:
+    """Train the first steps, and ask for another learning rate on the way."""
+    where = trial.folder / "first"
+    where.mkdir()
+    command = [*train_command(pack, run, cache, steps=FIRST_STEPS, batch=_BATCH), *_MORE, "--seed", str(seed)]
+    # The servers take one command each, and both of these have imported the same.
+    running = trial.commands.start(command, where)
+    deadline = time.monotonic() + _TIMEOUT_S
+    while not running.is_over() and not columns(run / "loss.jsonl", "step") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    asking = trial.folder / "asking"
+    asking.mkdir()
+    request = ["control-run", str(run), "--learning-rate-factor", "0.5"]
+    trial.commands.packing.start(request, asking).wait(_REQUEST_TIMEOUT_S)
+    finished = running.wait(_TIMEOUT_S)
+    if finished.code != 0:
+        raise RuntimeError(f"a sound run must end well, and did not: {finished.said}")
+
+
+def _must(trial: Trial, command: list[str]) -> bytes:
+    finished = trial.run(command, timeout_s=_TIMEOUT_S)
+    if finished.code != 0:
+        raise RuntimeError(f"{' '.join(command)} must work on sound data, and did not: {finished.said}")
+    return finished.out

@@ -1,0 +1,265 @@
+"""Faults of run folders: settings, logs, snapshots and weights that are others than the run left."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from scripts.torture_campaign.file_faults import PLACE_FAULTS, draw_file_fault
+from scripts.torture_campaign.json_faults import JSON_FAULTS
+from scripts.torture_campaign.run_bases import FIRST_STEPS, STEPS, RunBase
+
+RunFault = Callable[[Path, RunBase, random.Random], str]
+TOP_FILES = ("config.json", "loss.jsonl", "eval.jsonl", "control.jsonl", "result.json", "model.safetensors")
+_LOGS = ("loss.jsonl", "eval.jsonl", "control.jsonl")
+
+# Of each setting another value that a run may as well have.
+OTHER_SETTINGS: dict[str, Any] = {
+    "seed": 1,
+    "momentum": 0.5,
+    "learning_rate": 0.5,
+    "hue": 0.1,
+    "mixup": 0.2,
+    "flip": 0.25,
+    "weight_decay": 0.01,
+    "label_smoothing": 0.1,
+    "ema_decay": 0.5,
+    "schedule": "cosine",
+    "optimizer": "nesterov",
+    "image_size": 24,
+    "batch": 16,
+    "warmup_steps": 150,
+    "eval_mirror": True,
+    "precision": "bfloat16",
+}
+
+
+def other_setting(name: str) -> RunFault:
+    """Return the fault that gives a setting in config.json another value."""
+
+    def change(run: Path, _base: RunBase, _draw: random.Random) -> str:
+        path = run / "config.json"
+        document = json.loads(path.read_text())
+        before = document["config"][name]
+        document["config"][name] = OTHER_SETTINGS[name]
+        path.write_text(json.dumps(document, indent=2) + "\n")
+        return f"config.json: {name} changed from {before!r} to {OTHER_SETTINGS[name]!r}"
+
+    return change
+
+
+def weights_byte(run: Path, _base: RunBase, draw: random.Random) -> str:
+    """Flip a high bit of a weight, so that it is another number by far."""
+    path = run / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    start = 8 + int.from_bytes(content[:8], "little")
+    count = (len(content) - start) // 4
+    # Of many weights at once: one alone may lie in a filter that no image reaches.
+    for place in draw.sample(range(count), count // 50):
+        content[start + 4 * place + 3] ^= 0x80
+    path.write_bytes(content)
+    return "model.safetensors: the signs of one in fifty weights flipped"
+
+
+def weights_bit(run: Path, _base: RunBase, draw: random.Random) -> str:
+    """Flip one bit of one weight."""
+    path = run / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    start = 8 + int.from_bytes(content[:8], "little")
+    place = draw.randrange(start, len(content))
+    content[place] ^= 0x40
+    path.write_bytes(content)
+    return f"model.safetensors: bit 6 of byte {place} flipped"
+
+
+def foreign_line(name: str) -> RunFault:
+    """Return the fault that puts a line of another run into a log."""
+
+    def insert(run: Path, base: RunBase, draw: random.Random) -> str:
+        lines, others = _lines(run / name), _lines(base.donor / name) or [b'{"step": 3, "pull": 2}\n']
+        at = draw.randrange(len(lines) + 1)
+        lines.insert(at, draw.choice(others))
+        (run / name).write_bytes(b"".join(lines))
+        return f"{name}: a line of another run put in as line {at + 1}"
+
+    return insert
+
+
+def duplicated_line(name: str) -> RunFault:
+    """Return the fault that has a line of a log twice."""
+
+    def duplicate(run: Path, _base: RunBase, draw: random.Random) -> str:
+        lines = _lines(run / name)
+        at = draw.randrange(len(lines))
+        lines.insert(at, lines[at])
+        (run / name).write_bytes(b"".join(lines))
+        return f"{name}: line {at + 1} doubled"
+
+    return duplicate
+
+
+def reordered_lines(name: str) -> RunFault:
+    """Return the fault that swaps two lines of a log."""
+
+    def swap(run: Path, base: RunBase, draw: random.Random) -> str:
+        lines = _lines(run / name)
+        if len(lines) < 2:
+            return duplicated_line(name)(run, base, draw)
+        one, other = draw.sample(range(len(lines)), 2)
+        lines[one], lines[other] = lines[other], lines[one]
+        (run / name).write_bytes(b"".join(lines))
+        return f"{name}: lines {one + 1} and {other + 1} swapped"
+
+    return swap
+
+
+def missing_line(name: str) -> RunFault:
+    """Return the fault that takes a line out of a log."""
+
+    def take(run: Path, _base: RunBase, draw: random.Random) -> str:
+        lines = _lines(run / name)
+        at = draw.randrange(len(lines))
+        del lines[at]
+        (run / name).write_bytes(b"".join(lines))
+        return f"{name}: line {at + 1} taken out"
+
+    return take
+
+
+def strange_line(name: str) -> RunFault:
+    """Return the fault that puts something else than a record into a log."""
+
+    def insert(run: Path, _base: RunBase, draw: random.Random) -> str:
+        lines = _lines(run / name)
+        at = draw.randrange(len(lines) + 1)
+        line = draw.choice(
+            [
+                b"\n", b"null\n", b"[]\n", b"{}\n", b"{\n", b"\xff\xfe\n", b'{"step": 1e999}\n', b'{"step": "\x1b[2J"}\n',
+                b'{"step": ' + b"9" * 5000 + b"}\n", b"[" * 100_000 + b"\n", b'{"step": "\\ud800"}\n', b"a" * 3_000_000,
+                b'{"step": -1, "loss": 1.0, "lr": 0.1, "images_per_s": 1.0, "wait_ms": 0.0, "time": 1.0}\n',
+                b'{"step": 5, "loss": NaN, "lr": null, "images_per_s": 1.0, "wait_ms": 0.0, "time": 1e400}\n',
+            ]
+        )  # fmt: skip
+        lines.insert(at, line)
+        (run / name).write_bytes(b"".join(lines))
+        return f"{name}: {line[:40]!a}, {len(line)} bytes, put in as line {at + 1}"
+
+    return insert
+
+
+def digit_of_line(name: str) -> RunFault:
+    """Return the fault that changes a digit in a log."""
+
+    def change(run: Path, _base: RunBase, draw: random.Random) -> str:
+        content = bytearray((run / name).read_bytes())
+        places = [place for place, byte in enumerate(content) if chr(byte).isdigit()]
+        place = draw.choice(places)
+        content[place] = ord(str((int(chr(content[place])) + draw.randrange(1, 10)) % 10))
+        (run / name).write_bytes(content)
+        return f"{name}: another digit at byte {place}"
+
+    return change
+
+
+def swapped_snapshots(run: Path, _base: RunBase, _draw: random.Random) -> str:
+    """Swap the snapshots of two steps."""
+    folder = run / "snapshots"
+    (folder / str(FIRST_STEPS)).rename(folder / "between")
+    (folder / str(STEPS)).rename(folder / str(FIRST_STEPS))
+    (folder / "between").rename(folder / str(STEPS))
+    return f"the snapshots of steps {FIRST_STEPS} and {STEPS} swapped"
+
+
+def renamed_snapshot(run: Path, _base: RunBase, draw: random.Random) -> str:
+    """Rename a snapshot to another step."""
+    old, new = draw.choice([(STEPS, STEPS + 10), (FIRST_STEPS, 120), (STEPS, 10)])
+    (run / f"snapshots/{old}").rename(run / f"snapshots/{new}")
+    return f"the snapshot of step {old} renamed to {new}"
+
+
+def foreign_snapshots(run: Path, base: RunBase, _draw: random.Random) -> str:
+    """Take the snapshots of a run with another seed."""
+    shutil.rmtree(run / "snapshots")
+    shutil.copytree(base.donor / "snapshots", run / "snapshots")
+    return "the snapshots are those of a run with another seed"
+
+
+def foreign_state(run: Path, base: RunBase, _draw: random.Random) -> str:
+    """Take the arrays of a snapshot of a run with another seed."""
+    shutil.rmtree(run / f"snapshots/{STEPS}/state")
+    shutil.copytree(base.donor / f"snapshots/{STEPS}/state", run / f"snapshots/{STEPS}/state")
+    return f"the arrays of snapshot {STEPS} are those of a run with another seed"
+
+
+def foreign_weights(run: Path, base: RunBase, _draw: random.Random) -> str:
+    """Take the weights of a run with another seed."""
+    shutil.copyfile(base.donor / "model.safetensors", run / "model.safetensors")
+    return "model.safetensors is that of a run with another seed"
+
+
+def foreign_config(run: Path, base: RunBase, _draw: random.Random) -> str:
+    """Take the settings of a run with another seed."""
+    shutil.copyfile(base.donor / "config.json", run / "config.json")
+    return "config.json is that of a run with another seed"
+
+
+def without_snapshots(run: Path, _base: RunBase, draw: random.Random) -> str:
+    """Remove the newest snapshot, or all of them."""
+    name = draw.choice([f"snapshots/{STEPS}", "snapshots"])
+    shutil.rmtree(run / name)
+    return f"{name} removed"
+
+
+def replaced_file(key: str, how: str) -> RunFault:
+    """Return the fault that puts something else in the place of one file."""
+
+    def replace(run: Path, _base: RunBase, draw: random.Random) -> str:
+        return f"{key}: {PLACE_FAULTS[how](run / key, draw)}"
+
+    return replace
+
+
+def named_faults(base: RunBase) -> dict[str, RunFault]:
+    """Return the faults that are always tried, by name."""
+    faults: dict[str, RunFault] = {f"setting-{name}": other_setting(name) for name in OTHER_SETTINGS}
+    faults |= {"weights-byte": weights_byte, "weights-bit": weights_bit, "weights-foreign": foreign_weights}
+    faults |= {"snapshots-swapped": swapped_snapshots, "snapshot-renamed": renamed_snapshot}
+    faults |= {"snapshots-foreign": foreign_snapshots, "snapshot-state-foreign": foreign_state}
+    faults |= {"snapshots-removed": without_snapshots, "config-foreign": foreign_config}
+    for name in _LOGS[:2]:
+        faults |= {
+            f"line-foreign:{name}": foreign_line(name),
+            f"line-doubled:{name}": duplicated_line(name),
+            f"lines-swapped:{name}": reordered_lines(name),
+            f"line-missing:{name}": missing_line(name),
+            f"line-strange:{name}": strange_line(name),
+            f"digit:{name}": digit_of_line(name),
+        }
+    snapshot = next(key for key in sorted(base.tree) if key.startswith(f"snapshots/{STEPS}/state/ocdbt"))
+    for key in (*TOP_FILES, snapshot):
+        for how in ("pipe", "dangling"):
+            faults[f"{how}:{key if key in TOP_FILES else 'snapshot'}"] = replaced_file(key, how)
+    return faults
+
+
+def draw_run_fault(run: Path, base: RunBase, draw: random.Random) -> str:
+    """Do one drawn fault to a copy of the sound run; return what it was."""
+    chance = draw.random()
+    if chance < 0.25:
+        name = draw.choice(_LOGS)
+        makers = (foreign_line, duplicated_line, reordered_lines, missing_line, strange_line, digit_of_line)
+        return draw.choice(makers)(name)(run, base, draw)
+    if chance < 0.35:
+        faults = [swapped_snapshots, renamed_snapshot, foreign_state, without_snapshots, foreign_config, weights_bit]
+        return draw.choice(faults)(run, base, draw)
+    key = draw.choice(TOP_FILES) if chance < 0.75 else draw.choice([each for each in base.tree if "/" in each])
+    fault = draw.choice(JSON_FAULTS) if key.endswith(".json") and draw.random() < 0.6 else draw_file_fault(draw)
+    return f"{key}: {fault(run / key, draw)}"
+
+
+def _lines(path: Path) -> list[bytes]:
+    return path.read_bytes().splitlines(keepends=True)

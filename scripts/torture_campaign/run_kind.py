@@ -1,0 +1,164 @@
+"""The kind ``runs``: damage of run folders, before they are resumed, evaluated, replayed or followed."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scripts.torture_campaign.case import Case, Trial
+from scripts.torture_campaign.documented import DIGITS_OF_A_LOG
+from scripts.torture_campaign.oracle import columns, read_lines, read_tree, read_weights
+from scripts.torture_campaign.pack_bases import EVALUATION_KEYS, LOSS_KEYS
+from scripts.torture_campaign.run_bases import (
+    RESUMED_STEPS,
+    RunBase,
+    accuracy_of,
+    eval_command,
+    resume_command,
+    run_base,
+)
+from scripts.torture_campaign.run_faults import TOP_FILES, draw_run_fault, named_faults
+from scripts.torture_campaign.verdict import Judgement, Verdict, judge_end
+
+_TRAINING_TIMEOUT_S = 60.0
+_READING_TIMEOUT_S = 20.0
+_REPLAYED_SHARE = 0.35
+_LOGS = {"loss.jsonl": LOSS_KEYS, "eval.jsonl": EVALUATION_KEYS}
+
+
+@dataclass
+class RunKind:
+    """Faults of run folders.
+
+    Attributes:
+        cache: of compiled programs.
+        base: the sound run.
+    """
+
+    cache: Path
+    base: RunBase | None = None
+    name: str = "runs"
+
+    def prepare(self, trial: Trial) -> None:
+        """Train the sound run."""
+        self.base = run_base(trial, self.cache)
+
+    def cases(self, seed: int, count: int) -> list[Case]:
+        """Return the named cases, then drawn ones up to ``count`` in all."""
+        assert self.base is not None
+        names = list(named_faults(self.base))
+        names += [f"random-{number}" for number in range(max(0, count - len(names)))]
+        return [Case(self.name, name, seed) for name in names]
+
+    def attempt(self, trial: Trial) -> None:
+        """Damage a copy of the sound run and have the commands at copies of that."""
+        assert self.base is not None
+        draw, base, run = trial.case.draw(), self.base, trial.folder / "run"
+        shutil.copytree(base.folder, run)
+        if trial.case.number is None:
+            trial.fault = named_faults(base)[trial.case.name](run, base, draw)
+        else:
+            trial.fault = draw_run_fault(run, base, draw)
+        changed = changed_files(base, run)
+        # A resume writes, so it comes last: what it starts from is what the others have read.
+        judge_tail(trial, run)
+        if not changed <= {"loss.jsonl", "eval.jsonl", "control.jsonl"}:
+            judge_evaluation(trial, base, run)
+        if changed & {"config.json", "loss.jsonl", "eval.jsonl"} or draw.random() < _REPLAYED_SHARE:
+            judge_replay(trial, base, run)
+        are_digits = has_other_digits_alone(base, run)
+        judge_resume(trial, base, run, are_digits=are_digits)
+
+
+def changed_files(base: RunBase, run: Path) -> set[str]:
+    """Return the files of a run that are not as they were."""
+    tree = read_tree(run)
+    return {key for key in {*tree, *base.tree} if tree.get(key) != base.tree.get(key)}
+
+
+def _ended(finished: Any, run: Path) -> Judgement | None:
+    names = (str(run), *TOP_FILES, "snapshot", "data", "RUN")
+    return judge_end(finished, names=names, refusals=(1, 2))
+
+
+def judge_tail(trial: Trial, run: Path) -> None:
+    """Show what there is of the loss."""
+    finished = trial.run(["tail-run", str(run), "--once"], timeout_s=_READING_TIMEOUT_S)
+    trial.judge(_ended(finished, run) or Judgement("tail-run", Verdict.HARMLESS))
+
+
+def judge_evaluation(trial: Trial, base: RunBase, run: Path) -> None:
+    """Evaluate the run; its accuracy must be that of the sound one."""
+    finished = trial.run(eval_command(run), timeout_s=_TRAINING_TIMEOUT_S)
+    ended = _ended(finished, run)
+    if ended is None and (found := accuracy_of(finished.out)) != base.accuracy:
+        ours, theirs = ({key: each.get(key) for key in ("top1", "loss")} for each in (found, base.accuracy))
+        ended = Judgement("run-eval", Verdict.WRONG, f"{ours}, and {theirs} of the sound run")
+    trial.judge(ended or Judgement("run-eval", Verdict.HARMLESS))
+
+
+def judge_replay(trial: Trial, base: RunBase, run: Path) -> None:
+    """Replay the run; where the record is another than that of the sound run, it may not be found the same."""
+    finished = trial.run(["verify-run", str(run), "--from", "0"], timeout_s=_TRAINING_TIMEOUT_S)
+    ended = _ended(finished, run)
+    if finished.code == 1 and finished.out.startswith(b"differs"):
+        ended = Judgement("verify-run", Verdict.DETECTED, "differs")
+    if ended is None and (where := other_records(base, run)):
+        ended = Judgement("verify-run", Verdict.WRONG, f"found the same bits, and {where}")
+    trial.judge(ended or Judgement("verify-run", Verdict.HARMLESS))
+
+
+def other_records(base: RunBase, run: Path) -> str:
+    """Return where the logs of a run say something else than those of the sound one; a cut end says nothing."""
+    for name, keys in _LOGS.items():
+        sound = base.losses if name == "loss.jsonl" else base.evaluations
+        found = columns(run / name, *keys)
+        for number, (ours, theirs) in enumerate(zip(found, sound, strict=False), start=1):
+            if ours != theirs:
+                return f"line {number} of {name} is not that of the sound run"
+    return ""
+
+
+def has_other_digits_alone(base: RunBase, run: Path) -> bool:
+    """Return whether nothing but values of a log are changed: each line is of its step, and has its keys."""
+    changed = changed_files(base, run)
+    if not changed or not changed <= set(_LOGS):
+        return False
+    return all(
+        [(line.get("step"), *line) for line in read_lines(run / name)]
+        == [(line.get("step"), *line) for line in read_lines(base.folder / name)]
+        for name in changed
+    )
+
+
+def judge_resume(trial: Trial, base: RunBase, run: Path, *, are_digits: bool) -> None:
+    """Go on with the run; its weights, losses and evaluations must come out as those of the sound run."""
+    finished = trial.run(resume_command(run, steps=RESUMED_STEPS), timeout_s=_TRAINING_TIMEOUT_S)
+    ended = _ended(finished, run)
+    if ended is not None:
+        trial.judge(ended)
+        return
+    trial.judge(_compare(base, run, are_digits=are_digits))
+
+
+def _compare(base: RunBase, run: Path, *, are_digits: bool) -> Judgement:
+    name = "run-train"
+    try:
+        weights = read_weights(run / "model.safetensors")
+    except Exception as error:
+        return Judgement(name, Verdict.WRONG, f"left weights that cannot be read: {error}")
+    if weights != base.weights:
+        count = sum(weights.get(key) != digest for key, digest in base.weights.items())
+        return Judgement(name, Verdict.WRONG, f"resumed to other weights, {count} of {len(base.weights)} arrays differ")
+    losses = columns(run / "loss.jsonl", *LOSS_KEYS)
+    evaluations = columns(run / "eval.jsonl", *EVALUATION_KEYS)
+    for log, found, sound in (("loss.jsonl", losses, base.losses), ("eval.jsonl", evaluations, base.evaluations)):
+        if found != sound:
+            if are_digits:
+                return Judgement(name, Verdict.DOCUMENTED, DIGITS_OF_A_LOG.name)
+            same = [ours == theirs for ours, theirs in zip(found, sound, strict=False)]
+            line = [*same, False].index(False) + 1
+            return Judgement(name, Verdict.WRONG, f"resumed, and {log} differs from line {line} on")
+    return Judgement(name, Verdict.HARMLESS)
