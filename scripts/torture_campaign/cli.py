@@ -13,7 +13,7 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from types import FrameType
 
-from scripts.torture_campaign.campaign import Campaign, Kind
+from scripts.torture_campaign.campaign import Campaign, Kind, remove
 from scripts.torture_campaign.case import KINDS, Case, Outcome, Trial
 from scripts.torture_campaign.kinds import make_kind
 from scripts.torture_campaign.report import documented, is_clean, table
@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
     finally:
         if options.keep is None:
-            shutil.rmtree(base, ignore_errors=True)
+            remove(base)
 
 
 def _run(options: argparse.Namespace, base: Path) -> int:

@@ -8,6 +8,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -31,14 +32,14 @@ def sound_image(draw: random.Random, kind: str) -> bytes:
     width, height = draw.randrange(33, 80), draw.randrange(33, 80)
     image = Image.fromarray(random_.integers(0, 256, (height, width, 3)).astype(np.uint8))
     image = image.convert(draw.choice(_MODES[kind]))
-    options = {
+    by_kind: dict[str, dict[str, Any]] = {
         "JPEG": {"quality": draw.choice([50, 95]), "progressive": draw.random() < 0.4, "exif": _exif(draw)},
         "PNG": {"compress_level": draw.choice([1, 9])},
         "WEBP": {"lossless": draw.random() < 0.5},
         "TIFF": {"compression": draw.choice(["raw", "tiff_lzw", "tiff_adobe_deflate", "packbits"])},
-    }.get(kind, {})
+    }
     file = io.BytesIO()
-    image.save(file, kind, **options)
+    image.save(file, kind, **by_kind.get(kind, {}))
     return file.getvalue()
 
 
@@ -104,9 +105,15 @@ def write_png(path: Path, width: int, height: int, *, bits: int, colour: int, ro
         file.write(png_chunk(b"IEND", b""))
 
 
-def deep_png(path: Path) -> None:
-    """Write a 16-bit RGB PNG just below Pillow's limit of pixels: 530 MB decoded."""
-    write_png(path, 9400, 9400, bits=16, colour=2, row=bytes(6 * 9400))
+def deep_png(colour: int, samples: int) -> ImageMaker:
+    """Return the maker of a 16-bit PNG just below Pillow's limit of pixels, of so many samples a pixel."""
+
+    def make(path: Path) -> None:
+        row = random.Random(0).randbytes(2 * samples * 9400)
+        write_png(path, 9400, 9400, bits=16, colour=colour, row=row)
+
+    make.__doc__ = f"Write a 16-bit PNG of 9,400 × 9,400 pixels of {samples} samples."
+    return make
 
 
 def bomb_png(path: Path) -> None:
@@ -140,13 +147,13 @@ def many_chunks_png(path: Path) -> None:
 
 
 def many_scans_jpeg(path: Path) -> None:
-    """Write a progressive JPEG of 3,000 × 3,000 pixels whose last scan comes 3,000 times."""
+    """Write a progressive JPEG of 3,000 × 3,000 pixels whose last scan comes 8,000 times."""
     file = io.BytesIO()
     Image.new("RGB", (3000, 3000), (90, 120, 30)).save(file, "JPEG", progressive=True, quality=60)
     content = file.getvalue()
     last = content.rindex(b"\xff\xda")
     # With the tables that precede it, the scan is decoded anew each time.
-    path.write_bytes(content[:-2] + content[last:-2] * 3000 + content[-2:])
+    path.write_bytes(content[:-2] + content[last:-2] * 8000 + content[-2:])
 
 
 def comments_jpeg(path: Path) -> None:
@@ -222,13 +229,13 @@ def tiff_bomb(path: Path) -> None:
 
 
 def comments_ppm(path: Path) -> None:
-    """Write a PPM with 30 MB of comments ahead of its size."""
-    path.write_bytes(b"P6\n" + b"#" + b"c" * 30_000_000 + b"\n40 40 255\n" + bytes(4800))
+    """Write a PPM with 150 MB of comments ahead of its size."""
+    path.write_bytes(b"P6\n" + b"#" + b"c" * 150_000_000 + b"\n40 40 255\n" + bytes(4800))
 
 
 def spaces_ppm(path: Path) -> None:
-    """Write a PPM with 30 MB of spaces ahead of its size."""
-    path.write_bytes(b"P6" + b" " * 30_000_000 + b"40 40 255\n" + bytes(4800))
+    """Write a PPM with 100 MB of spaces ahead of its size."""
+    path.write_bytes(b"P6" + b" " * 100_000_000 + b"40 40 255\n" + bytes(4800))
 
 
 def digits_ppm(path: Path) -> None:
@@ -237,8 +244,8 @@ def digits_ppm(path: Path) -> None:
 
 
 def plain_ppm(path: Path) -> None:
-    """Write a plain PPM with 30 MB of comments in its pixels."""
-    path.write_bytes(b"P3 40 40 255\n" + b"1 2 3\n" * 800 + b"#" * 30_000_000 + b"\n" + b"1 2 3\n" * 800)
+    """Write a plain PPM with 150 MB of comments in its pixels."""
+    path.write_bytes(b"P3 40 40 255\n" + b"1 2 3\n" * 800 + b"#" * 150_000_000 + b"\n" + b"1 2 3\n" * 800)
 
 
 def giant_bmp(path: Path) -> None:
@@ -284,7 +291,10 @@ def _saved(kind: str) -> bytes:
 
 
 MAKERS: dict[str, ImageMaker] = {
-    "deep.png": deep_png,
+    "deep-grey.png": deep_png(0, 1),
+    "deep-grey-alpha.png": deep_png(4, 2),
+    "deep-colour.png": deep_png(2, 3),
+    "deep-colour-alpha.png": deep_png(6, 4),
     "bomb.png": bomb_png,
     "giant-header.png": giant_header_png,
     "text-bomb.png": text_bomb_png,
@@ -311,4 +321,5 @@ MAKERS: dict[str, ImageMaker] = {
     "page.jpg": web_page,
     "hole.jpg": giant_hole,
 }
-HEAVY = frozenset({"deep.png", "many-scans.jpg", "bomb.png", "profile-bomb.png"})
+DEEP = frozenset(name for name in MAKERS if name.startswith("deep-"))
+HEAVY = DEEP | {"many-scans.jpg", "bomb.png", "profile-bomb.png", "comments.ppm", "spaces.ppm", "plain.ppm"}

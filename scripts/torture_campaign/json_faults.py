@@ -9,7 +9,25 @@ from pathlib import Path
 from typing import Any
 
 Place = tuple[str | int, ...]
-_STRANGE = (None, True, -1, 0, 1, 2**31, 2**63, 10**30, 0.5, -0.0, 1e308, float("nan"), float("inf"), "", "x", [], {})
+_STRANGE: tuple[Any, ...] = (
+    None,
+    True,
+    -1,
+    0,
+    1,
+    2**31,
+    2**63,
+    10**30,
+    0.5,
+    -0.0,
+    1e308,
+    float("nan"),
+    float("inf"),
+    "",
+    "x",
+    [],
+    {},
+)
 
 
 def leaves(document: Any, at: Place = ()) -> Iterator[tuple[Place, Any]]:

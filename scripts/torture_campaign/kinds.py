@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from scripts.torture_campaign.archive_kind import ArchiveKind
 from scripts.torture_campaign.campaign import Kind
 from scripts.torture_campaign.image_kind import ImageKind
 from scripts.torture_campaign.pack_kind import PackKind
@@ -23,5 +24,6 @@ def make_kind(name: str, base: Path) -> Kind:
         "packs": lambda: PackKind(cache),
         "runs": lambda: RunKind(cache),
         "images": ImageKind,
+        "archives": ArchiveKind,
     }
     return makers[name]()

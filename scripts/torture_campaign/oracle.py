@@ -73,7 +73,7 @@ def columns(path: Path, *keys: str) -> list[tuple[Any, ...]]:
 
 
 def read_tree(folder: Path) -> dict[str, bytes]:
-    """Return the bytes of each file below a folder by its path, links followed; what is no file has a mark for bytes."""
+    """Return the bytes of each file below a folder by its path, links followed; what is no file has a mark."""
     found = {}
     for path in sorted(folder.rglob("*")):
         key = path.relative_to(folder).as_posix()

@@ -16,7 +16,7 @@ NUM_IMAGES = {"train": 96, "val": 32}
 _PACK_TIMEOUT_S = 120.0
 _TRAIN_TIMEOUT_S = 300.0
 
-# Each of them: the side in pixels, and the options of packing. Images of 64 px are lent by the reader, smaller ones copied.
+# The side in pixels and the options of packing of each. Images of 64 px are lent by the reader, smaller ones copied.
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "raw": (32, ()),
     "dense": (32, ("--layout", "dense")),

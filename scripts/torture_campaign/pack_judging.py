@@ -50,7 +50,7 @@ def finished_judgement(finished: Finished, pack: Path, refusals: tuple[int, ...]
 
 
 def judge_read(ended: Judgement | None, dest: Path, base: PackBase, tree: dict[str, bytes]) -> Judgement:
-    """Judge what the reader wrote down: an image or label that is not the sound one's is wrong, whatever else it said."""
+    """Judge what the reader wrote down: another image or label than the sound one is wrong in any case."""
     if ended is not None and ended.verdict is not Verdict.DETECTED:
         return ended
     found = json.loads(dest.read_text(encoding="utf-8"))

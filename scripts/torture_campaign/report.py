@@ -21,7 +21,7 @@ _COLUMNS = (
 
 
 def table(outcomes: Iterable[Outcome]) -> str:
-    """Return a line for each kind of faults: how many were tried, and what came of them by the worst of its commands."""
+    """Return a line for each kind: how many faults were tried, and what came of each by the worst of its commands."""
     counts: dict[str, Counter[Verdict]] = {}
     for outcome in outcomes:
         counts.setdefault(outcome.case.kind, Counter())[outcome.worst.verdict] += 1

@@ -1,4 +1,4 @@
-"""The sound run that faults are made in, another one that lends its files, and what the commands make of the sound one."""
+"""The sound run that faults are made in, another one that lends its files, and what the commands make of the first."""
 
 from __future__ import annotations
 

@@ -138,7 +138,8 @@ def strange_line(name: str) -> RunFault:
         at = draw.randrange(len(lines) + 1)
         line = draw.choice(
             [
-                b"\n", b"null\n", b"[]\n", b"{}\n", b"{\n", b"\xff\xfe\n", b'{"step": 1e999}\n', b'{"step": "\x1b[2J"}\n',
+                b"\n", b"null\n", b"[]\n", b"{}\n", b"{\n", b"\xff\xfe\n", b'{"step": 1e999}\n',
+                b'{"step": "\x1b[2J"}\n',
                 b'{"step": ' + b"9" * 5000 + b"}\n", b"[" * 100_000 + b"\n", b'{"step": "\\ud800"}\n', b"a" * 3_000_000,
                 b'{"step": -1, "loss": 1.0, "lr": 0.1, "images_per_s": 1.0, "wait_ms": 0.0, "time": 1.0}\n',
                 b'{"step": 5, "loss": NaN, "lr": null, "images_per_s": 1.0, "wait_ms": 0.0, "time": 1e400}\n',

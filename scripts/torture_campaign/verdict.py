@@ -13,7 +13,8 @@ MOST_WORDS_BYTES = 8_000
 MOST_MB = 2_600.0
 """What no command on such small data may need; a training takes 400 to 700 MB."""
 _TRACEBACK = re.compile(
-    r"Traceback \(most recent call last\)|\b[A-Z]\w*(?:Error|Exception|Warning)\b(?=[:(]| \()|^\s*File \"[^\"]+\", line \d+",
+    r"Traceback \(most recent call last\)|\b[A-Z]\w*(?:Error|Exception|Warning)\b(?=[:(]| \()"
+    r"|^\s*File \"[^\"]+\", line \d+",
     re.MULTILINE,
 )
 # ESC, BEL and C1, also where they are single bytes of no UTF-8.
@@ -80,35 +81,44 @@ def judge_end(
         refusals: the exit codes by which it may refuse.
         most_mb: the memory that it may have.
     """
-    name = finished.command[0]
-
-    def is_(verdict: Verdict, why: str) -> Judgement:
-        return Judgement(name, verdict, why)
-
-    if finished.hung:
-        return is_(Verdict.HANG, f"no end in {finished.seconds:.0f} s")
-    if finished.code < 0:
-        return is_(Verdict.CRASH, f"ended by signal {-finished.code}")
-    if finished.max_rss_mb > most_mb:
-        return is_(Verdict.CRASH, f"took {finished.max_rss_mb:,.0f} MB, at most {most_mb:,.0f} are allowed")
-    said = finished.said
-    if found := _TRACEBACK.search(said):
-        return is_(Verdict.TRACEBACK, first_line(said[found.start() :]))
-    if found := _ESCAPE.search(said):
-        around = said[max(0, found.start() - 30) : found.end() + 10]
-        return is_(Verdict.WRONG, f"a control character in its output: {around!a}")
+    if fault := _fault_of_end(finished, most_mb):
+        return Judgement(finished.command[0], *fault)
     if finished.code == 0:
         return None
     words = first_line(finished.err.decode(errors="replace") or finished.out.decode(errors="replace"))
+    if fault := _fault_of_refusal(finished, tuple(names), refusals):
+        return Judgement(finished.command[0], Verdict.WRONG, f"{fault}: {words}")
+    return Judgement(finished.command[0], Verdict.DETECTED, words)
+
+
+def _fault_of_end(finished: Finished, most_mb: float) -> tuple[Verdict, str] | None:
+    """Return what no command may do, whatever it found."""
+    if finished.hung:
+        return Verdict.HANG, f"no end in {finished.seconds:.0f} s"
+    if finished.code < 0:
+        return Verdict.CRASH, f"ended by signal {-finished.code}"
+    if finished.max_rss_mb > most_mb:
+        return Verdict.CRASH, f"took {finished.max_rss_mb:,.0f} MB, at most {most_mb:,.0f} are allowed"
+    said = finished.said
+    if found := _TRACEBACK.search(said):
+        return Verdict.TRACEBACK, first_line(said[found.start() :])
+    if found := _ESCAPE.search(said):
+        around = said[max(0, found.start() - 30) : found.end() + 10]
+        return Verdict.WRONG, f"a control character in its output: {around!a}"
+    return None
+
+
+def _fault_of_refusal(finished: Finished, names: tuple[str, ...], refusals: tuple[int, ...]) -> str:
+    """Return what is wrong with the words or the code of a refusal; nothing where it is as it should be."""
     if finished.code not in refusals:
-        return is_(Verdict.WRONG, f"exit code {finished.code}, not of {refusals}: {words}")
-    if not said.strip():
-        return is_(Verdict.WRONG, f"exit code {finished.code} without a word")
+        return f"exit code {finished.code}, not of {refusals}"
+    if not finished.said.strip():
+        return f"exit code {finished.code} without a word"
     if len(finished.err) > MOST_WORDS_BYTES:
-        return is_(Verdict.WRONG, f"a message of {len(finished.err):,} bytes: {words}")
-    if not any(each in said for each in names):
-        return is_(Verdict.WRONG, f"its message names no file of what is damaged: {words}")
-    return is_(Verdict.DETECTED, words)
+        return f"a message of {len(finished.err):,} bytes"
+    if not any(each in finished.said for each in names):
+        return "its message names no file of what is damaged"
+    return ""
 
 
 def first_line(text: str) -> str:
