@@ -94,6 +94,8 @@ class ArchiveKind:
             trial.judge(judged or Judgement("inspect-shards", Verdict.HARMLESS))
 
     def _judge_pack(self, dest: Path) -> Judgement:
+        if not (dest / "train").is_dir():
+            return Judgement("preprocess-imagenet", Verdict.HARMLESS, "its val split alone")
         crops = read_all_crops(dest)
         failures = (dest / "train/failures.jsonl").read_text()
         for name, crop in self.crops.items():

@@ -6,7 +6,7 @@ import subprocess
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -41,13 +41,11 @@ class Campaign:
 
     Attributes:
         base: the folder of all that it makes.
-        deadline_s: on the monotonic clock; no case begins after it.
         report: called with each outcome.
         keeps: whether the folders of cases stay.
     """
 
     base: Path
-    deadline_s: float
     report: Callable[[Outcome, Trial], None]
     keeps: bool = False
     errors: list[str] = field(default_factory=list)
@@ -67,11 +65,11 @@ class Campaign:
         finally:
             commands.close()
 
-    def run(self, kinds: dict[str, Kind], cases: list[Case]) -> None:
-        """Try the cases in their order; return when all are done, or as soon as the time is over or it is stopped."""
+    def run(self, kinds: dict[str, Kind], cases: list[Case], *, deadline_s: float) -> None:
+        """Try the cases in their order until all are done; none begins after the deadline, on the monotonic clock."""
         left = iter(cases)
         workers = [
-            threading.Thread(target=self._work, args=(number, kinds, left), daemon=True)
+            threading.Thread(target=self._work, args=(number, kinds, left, deadline_s), daemon=True)
             for number in range(NUM_WORKERS)
         ]
         for worker in workers:
@@ -95,10 +93,9 @@ class Campaign:
         self._open.append(commands)
         return commands
 
-    def _work(self, number: int, kinds: dict[str, Kind], left: Iterable[Case]) -> None:
+    def _work(self, number: int, kinds: dict[str, Kind], cases: Iterator[Case], deadline_s: float) -> None:
         commands = self._commands()
-        cases = iter(left)
-        while not self._stop.is_set() and time.monotonic() < self.deadline_s:
+        while not self._stop.is_set() and time.monotonic() < deadline_s:
             with self._lock:
                 case = next(cases, None)
             if case is None:

@@ -39,6 +39,11 @@ class Case:
         head, _, number = self.name.rpartition("random-")
         return int(number) if not head and number.isdigit() else None
 
+    @property
+    def is_drawn(self) -> bool:
+        """Whether the fault is drawn: there may be more or fewer of them."""
+        return self.name.rpartition("-")[0] in ("random", "group", "packing", "training")
+
     def draw(self) -> random.Random:
         """Return the case's own source of chance."""
         return random.Random(f"{self.seed}/{self.id}")

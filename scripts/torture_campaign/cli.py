@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 import time
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from types import FrameType
 
@@ -76,7 +76,7 @@ def _run(options: argparse.Namespace, base: Path) -> int:
             print(f"RED  {outcome}", flush=True)
 
     minutes = options.budget_minutes if options.minutes is None else options.minutes
-    campaign = Campaign(base, started_s + 60 * minutes, report, keeps=options.keep is not None)
+    campaign = Campaign(base, report, keeps=options.keep is not None)
     try:
         kinds: dict[str, Kind] = {}
         for name in options.only:
@@ -84,7 +84,9 @@ def _run(options: argparse.Namespace, base: Path) -> int:
             campaign.prepare(kinds[name])
         print(f"seed {options.seed}: sound data made in {time.monotonic() - started_s:.0f} s, in {base}", flush=True)
         cases = choose_cases(options, kinds)
-        campaign.run(kinds, cases)
+        # A sample of one minute is that of cases; a whole campaign has its time for all.
+        begun_s = started_s if options.minutes is None else time.monotonic()
+        campaign.run(kinds, cases, deadline_s=begun_s + 60 * minutes)
     finally:
         campaign.close()
     print(f"\n{table(outcomes)}\n{documented()}")
@@ -96,7 +98,7 @@ def _run(options: argparse.Namespace, base: Path) -> int:
 
 
 def choose_cases(options: argparse.Namespace, kinds: dict[str, Kind]) -> list[Case]:
-    """Return the cases in the order in which they are tried.
+    """Return the cases in the order in which they are tried: the named ones, then drawn ones of each kind in turns.
 
     With --minutes, which leaves most of them out, a seeded sample in which the kinds take turns.
     """
@@ -105,11 +107,16 @@ def choose_cases(options: argparse.Namespace, kinds: dict[str, Kind]) -> list[Ca
         found = [case for cases in by_kind for case in cases if case.id == options.case]
         return found or [Case(options.only[0], options.case.partition("/")[2], options.seed)]
     if options.minutes is None:
-        return list(chain.from_iterable(by_kind))
+        named = [case for cases in by_kind for case in cases if not case.is_drawn]
+        return named + _in_turns([[case for case in cases if case.is_drawn] for cases in by_kind])
     for cases in by_kind:
         # A case that takes long would leave no time for the others.
         cases[:] = [case for case in cases if not case.is_heavy]
         random.Random(f"{options.seed}/sample").shuffle(cases)
+    return _in_turns(by_kind)
+
+
+def _in_turns(by_kind: list[list[Case]]) -> list[Case]:
     return [case for turn in zip_longest(*by_kind) for case in turn if case is not None]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from scripts.torture_campaign.archive_kind import ArchiveKind
 from scripts.torture_campaign.campaign import Kind
 from scripts.torture_campaign.image_kind import ImageKind
+from scripts.torture_campaign.kill_kind import KillKind
 from scripts.torture_campaign.pack_kind import PackKind
 from scripts.torture_campaign.run_kind import RunKind
 
@@ -25,5 +26,6 @@ def make_kind(name: str, base: Path) -> Kind:
         "runs": lambda: RunKind(cache),
         "images": ImageKind,
         "archives": ArchiveKind,
+        "kills": lambda: KillKind(cache),
     }
     return makers[name]()

@@ -17,6 +17,7 @@ _TRACEBACK = re.compile(
     r"|^\s*File \"[^\"]+\", line \d+",
     re.MULTILINE,
 )
+_OUT_OF_MEMORY = re.compile(r"not enough memory|Cannot allocate memory|RESOURCE_EXHAUSTED|std::bad_alloc")
 # ESC, BEL and C1, also where they are single bytes of no UTF-8.
 _ESCAPE = re.compile("[\x1b\x07\x80-\x9f\udc80-\udc9f]")
 
@@ -81,11 +82,13 @@ def judge_end(
         refusals: the exit codes by which it may refuse.
         most_mb: the memory that it may have.
     """
-    if fault := _fault_of_end(finished, most_mb):
-        return Judgement(finished.command[0], *fault)
+    if found := _fault_of_end(finished, most_mb):
+        return Judgement(finished.command[0], *found)
     if finished.code == 0:
         return None
-    words = first_line(finished.err.decode(errors="replace") or finished.out.decode(errors="replace"))
+    words = first_line(complaint(finished))
+    if _OUT_OF_MEMORY.search(words):
+        return Judgement(finished.command[0], Verdict.CRASH, f"came to the limit of its memory: {words}")
     if fault := _fault_of_refusal(finished, tuple(names), refusals):
         return Judgement(finished.command[0], Verdict.WRONG, f"{fault}: {words}")
     return Judgement(finished.command[0], Verdict.DETECTED, words)
@@ -116,9 +119,18 @@ def _fault_of_refusal(finished: Finished, names: tuple[str, ...], refusals: tupl
         return f"exit code {finished.code} without a word"
     if len(finished.err) > MOST_WORDS_BYTES:
         return f"a message of {len(finished.err):,} bytes"
-    if not any(each in finished.said for each in names):
+    if not any(each in complaint(finished) for each in names):
         return "its message names no file of what is damaged"
     return ""
+
+
+def complaint(finished: Finished) -> str:
+    """Return the error that a command ended with, without what it said on its way there."""
+    said = finished.err.decode(errors="replace")
+    starts = [
+        found.start() for found in re.finditer(rf"^(?:{re.escape(finished.command[0])}|Error): ", said, re.MULTILINE)
+    ]
+    return said[starts[-1] :] if starts else finished.out.decode(errors="replace") + said
 
 
 def first_line(text: str) -> str:
