@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from itertools import zip_longest
 from pathlib import Path
 from types import FrameType
@@ -68,8 +69,13 @@ def _run(options: argparse.Namespace, base: Path) -> int:
     outcomes: list[Outcome] = []
     is_single = options.case is not None
 
+    largest: dict[str, tuple[float, str]] = {}
+
     def report(outcome: Outcome, trial: Trial) -> None:
         outcomes.append(outcome)
+        for each in trial.log:
+            found = each.max_rss_mb, f"{each.command[0]} of {outcome.case.id}"
+            largest[outcome.case.kind] = max(largest.get(outcome.case.kind, found), found)
         if is_single:
             _show(outcome, trial)
         elif outcome.worst.verdict.is_red:
@@ -90,6 +96,8 @@ def _run(options: argparse.Namespace, base: Path) -> int:
     finally:
         campaign.close()
     print(f"\n{table(outcomes)}\n{documented()}")
+    for kind, (most_mb, what) in largest.items():
+        print(f"most memory, {kind}: {most_mb:,.0f} MB, {what}")
     for error in campaign.errors:
         print(f"ERROR {error}", file=sys.stderr)
     left = f"; {campaign.num_left} of {len(cases)} cases left out, as the time was over" if campaign.num_left else ""
@@ -97,7 +105,7 @@ def _run(options: argparse.Namespace, base: Path) -> int:
     return 0 if is_clean(outcomes) and not campaign.errors else 1
 
 
-def choose_cases(options: argparse.Namespace, kinds: dict[str, Kind]) -> list[Case]:
+def choose_cases(options: argparse.Namespace, kinds: Mapping[str, Kind]) -> list[Case]:
     """Return the cases in the order in which they are tried: the named ones, then drawn ones of each kind in turns.
 
     With --minutes, which leaves most of them out, a seeded sample in which the kinds take turns.

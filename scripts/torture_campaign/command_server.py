@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def _become(request: dict[str, Any]) -> None:
-    """Run the command of a request in this process, as its entry point does."""
+    """Run the command of a request, one of `COMMANDS` or a module with a ``main``, as its entry point does."""
     os.setsid()
     _die_with_parent()
     for target, name, flags in ((0, os.devnull, os.O_RDONLY), (1, "stdout", _WRITE), (2, "stderr", _WRITE)):
@@ -93,7 +93,7 @@ def _become(request: dict[str, Any]) -> None:
     os.chdir(request["cwd"])
     command, *arguments = request["command"]
     sys.argv = [command, *arguments]
-    sys.exit(importlib.import_module(COMMANDS[command]).main())
+    sys.exit(importlib.import_module(COMMANDS.get(command, command)).main())
 
 
 _WRITE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -157,15 +156,6 @@ def with_control_name(path: Path, draw: random.Random) -> str:
     name = draw.choice(["a\x1b[31mred\x07", "b\x9b2J", "c\nd", "e\x85f", "g\u202eh"])
     (path.parent / name).write_bytes(b"?")
     return f"the file {name!r} added beside it"
-
-
-def as_link_to_copy(path: Path, _draw: random.Random) -> str:
-    """Put a link to a copy in its place: nothing has changed."""
-    copy = path.parents[2] / f"copy-{path.name}"
-    shutil.copyfile(path, copy)
-    path.unlink()
-    path.symlink_to(copy)
-    return "replaced by a link to a copy of it"
 
 
 BYTE_FAULTS: tuple[FileFault, ...] = (flip_bit, truncate, extend, zero_range, garble_range, shift_bytes)

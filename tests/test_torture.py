@@ -1,0 +1,389 @@
+"""The campaign of scripts/torture itself: its oracle tells lies from the truth, and each verdict is reached.
+
+What it finds in the project is the campaign's own to say; `.ci/run` calls it.
+"""
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from scripts.torture_campaign import cli, file_faults, image_faults, json_faults, pack_faults
+from scripts.torture_campaign.case import Case, Outcome, Trial
+from scripts.torture_campaign.commands import Commands, CommandServer, Finished
+from scripts.torture_campaign.documented import PIXELS_WITHOUT_CHECKSUM, SPLIT_GONE, SPLIT_RENAMED
+from scripts.torture_campaign.image_kind import _judge_crop
+from scripts.torture_campaign.image_reference import decode
+from scripts.torture_campaign.oracle import OTHER_THAN_A_FILE, columns, read_split, read_tree, read_weights
+from scripts.torture_campaign.pack_bases import PackBase, Training
+from scripts.torture_campaign.pack_judging import judge_losses, judge_reader, judge_verify
+from scripts.torture_campaign.report import is_clean, table
+from scripts.torture_campaign.run_bases import RunBase
+from scripts.torture_campaign.run_kind import _compare, has_other_digits_alone, judge_evaluation, judge_replay
+from scripts.torture_campaign.verdict import Judgement, Verdict, judge_end
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the campaign counts on Linux")
+
+ROOT = Path(__file__).parents[1]
+CASE = Case("packs", "random-3", 0)
+
+
+def finished(name="read-pack", code=0, out="", err="", **more):
+    return Finished((name,), code, out.encode(), err.encode(), 1.0, 100.0, **more)
+
+
+class FakeCommands(Commands):
+    """Commands that answer as they are told, and do something first."""
+
+    def __init__(self, answer, does=lambda command: None):
+        super().__init__()
+        self.answer, self.does = answer, does
+
+    def run(self, command, folder, *, timeout_s):
+        self.does(command)
+        return self.answer
+
+
+def trial_of(tmp_path, answer, does=lambda command: None):
+    folder = tmp_path / "trial"
+    folder.mkdir()
+    return Trial(CASE, folder, FakeCommands(answer, does))
+
+
+@pytest.fixture(scope="module")
+def server():
+    """A command server that has imported the packing half."""
+    server = CommandServer("packing")
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    """A small pack with both splits, made by the project, read by zarr."""
+    folder = tmp_path_factory.mktemp("sound")
+    random_ = np.random.default_rng(0)
+    for split, count in (("train", 6), ("val", 4)):
+        for number in range(count):
+            path = folder / "source" / split / f"class-{number % 2}" / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(random_.integers(0, 256, (9, 8, 3)).astype(np.uint8)).save(path)
+    pack = folder / "pack"
+    code = "from preprocess.cli import main; main()"
+    command = [sys.executable, "-c", code, str(folder / "source"), str(pack), "--size", "8", "--shard-images", "4"]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    contents = {split: read_split(pack / split) for split in ("train", "val")}
+    return PackBase("raw", pack, True, contents, read_tree(pack), None)
+
+
+@pytest.fixture
+def pack(sound, tmp_path):
+    return Path(shutil.copytree(sound.folder, tmp_path / "pack"))
+
+
+def writes_read(sound, **changes):
+    """What a reader would write down of the sound pack, with changes to it."""
+
+    def write(command):
+        found: dict[str, dict[str, Any]] = {}
+        for split, each in sound.contents.items():
+            images, labels = (list(map(list, enumerate(values))) for values in (each.images, each.labels))
+            found[split] = {"images": images, "labels": labels}
+        for (split, name), (place, value) in changes.get("at", {}).items():
+            found[split][name][place][1] = value
+        for split in changes.get("without", ()):
+            found[split] = {"images": [], "labels": [], "error": "refused"}
+        Path(command[2]).write_text(json.dumps(found))
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("fault", "verdict", "words"),
+    [
+        ("hang", Verdict.HANG, "no end"),
+        ("crash", Verdict.CRASH, "signal 7"),
+        ("memory", Verdict.CRASH, "MB"),
+        ("greed", Verdict.TRACEBACK, "Traceback"),
+        ("traceback", Verdict.TRACEBACK, "Traceback"),
+        ("escape", Verdict.WRONG, "control character"),
+        ("escape-byte", Verdict.WRONG, "control character"),
+        ("refuse", Verdict.DETECTED, "not valid JSON"),
+        ("mumble", Verdict.WRONG, "names no file"),
+        ("silent", Verdict.WRONG, "without a word"),
+        ("strange-code", Verdict.WRONG, "exit code 7"),
+    ],
+)
+def test_each_verdict_is_reached_by_a_command_with_that_fault(server, tmp_path, fault, verdict, words):
+    folder = tmp_path / "cwd"
+    folder.mkdir()
+    running = server.start(["tests.planted_command", fault], folder)
+    ended = judge_end(running.wait(2.0 if fault == "hang" else 60.0), names=["manifest.json"], most_mb=300.0)
+    assert ended is not None
+    assert ended.verdict is verdict
+    assert words in ended.why
+
+
+def test_a_command_that_does_well_is_not_judged_by_its_end(server, tmp_path):
+    folder = tmp_path / "cwd"
+    folder.mkdir()
+    ended = server.start(["tests.planted_command", "nothing"], folder).wait(60)
+    assert judge_end(ended, names=["manifest.json"]) is None
+    assert not ended.hung
+
+
+def test_words_of_little_memory_are_the_limit_of_a_bomb():
+    ended = judge_end(finished(code=2, err="read-pack: not enough memory (); use fewer --workers"), names=["memory"])
+    assert ended is not None
+    assert (ended.verdict, "limit of its memory" in ended.why) == (Verdict.CRASH, True)
+
+
+def test_a_reader_that_lies_is_told_from_one_that_does_not(sound, pack, tmp_path):
+    def verdict(number, answer, **changes):
+        trial = trial_of(tmp_path / str(number), answer, writes_read(sound, **changes))
+        judge_reader(trial, sound, pack)
+        return trial.judgements[0]
+
+    for number in range(6):
+        (tmp_path / str(number)).mkdir()
+    refused = finished(code=2, err="read-pack: train/pixels/c/0/0/0 is damaged")
+    assert verdict(0, finished()).verdict is Verdict.HARMLESS
+    assert "pixels of 1 images" in verdict(1, finished(), at={("train", "images"): (2, "0" * 64)}).why
+    assert "wrong labels" in verdict(2, finished(), at={("val", "labels"): (1, 9)}).why
+    assert verdict(3, refused, without=["train"]).verdict is Verdict.DETECTED
+    # A refusal of one split excuses no wrong pixel of the other.
+    lie = {("val", "images"): (0, "0" * 64)}
+    assert verdict(4, refused, without=["train"], at=lie).verdict is Verdict.WRONG
+    assert "read as 0 images" in verdict(5, finished(), without=["val"]).why
+
+
+def test_only_pixels_without_checksums_may_come_out_wrong(sound, pack, tmp_path):
+    bare = PackBase("bare", sound.folder, False, sound.contents, sound.tree, None)
+    lie = writes_read(sound, at={("train", "images"): (2, "0" * 64)})
+    (pack / "train/pixels/c/0/0/0").write_bytes(b"?")
+    for number, (base, verdict) in enumerate([(bare, Verdict.DOCUMENTED), (sound, Verdict.WRONG)]):
+        (tmp_path / str(number)).mkdir()
+        trial = trial_of(tmp_path / str(number), finished(), lie)
+        judge_reader(trial, base, pack)
+        assert trial.judgements[0].verdict is verdict
+    (pack / "train/labels/c/0").write_bytes(b"?")
+    trial = trial_of(tmp_path, finished(), lie)
+    judge_reader(trial, bare, pack)
+    assert trial.judgements[0].verdict is Verdict.WRONG
+    assert PIXELS_WITHOUT_CHECKSUM.reason
+
+
+@pytest.mark.parametrize("key", ["train/manifest.json", "val/failures.jsonl", "train/labels/zarr.json"])
+def test_a_verification_that_passes_a_changed_file_is_wrong(sound, pack, tmp_path, key):
+    passed = finished("inspect-shards", out="train: every byte is as it was packed.")
+    trial = trial_of(tmp_path, passed)
+    judge_verify(trial, sound, pack)
+    file_faults.flip_bit(pack / key, random.Random(0))
+    judge_verify(trial, sound, pack)
+    file_faults.as_pipe(pack / key, random.Random(0))
+    judge_verify(trial, sound, pack)
+    assert [each.verdict for each in trial.judgements] == [Verdict.HARMLESS, Verdict.WRONG, Verdict.WRONG]
+
+
+def test_a_file_beside_the_splits_and_a_link_to_a_copy_are_no_damage(sound, pack, tmp_path):
+    (pack / "notes.txt").write_text("mine")
+    shard, copy = pack / "train/pixels/c/0/0/0", tmp_path / "copy"
+    shard.rename(copy)
+    shard.symlink_to(copy)
+    trial = trial_of(tmp_path, finished("inspect-shards"))
+    judge_verify(trial, sound, pack)
+    assert trial.judgements[0].verdict is Verdict.HARMLESS
+
+
+def test_whole_splits_that_are_gone_or_renamed_are_documented(sound, pack, tmp_path):
+    pack_faults.swap_splits(pack, sound, random.Random(0))
+    trial = trial_of(tmp_path, finished("inspect-shards"))
+    judge_verify(trial, sound, pack)
+    pack_faults.swap_splits(pack, sound, random.Random(0))
+    shutil.rmtree(pack / "val")
+    judge_verify(trial, sound, pack)
+    assert [each.why for each in trial.judgements] == [SPLIT_RENAMED.name, SPLIT_GONE.name]
+    (pack / "train/manifest.json").unlink()
+    judge_verify(trial, sound, pack)
+    assert trial.judgements[2].verdict is Verdict.WRONG
+
+
+def test_losses_are_those_of_the_sound_pack_as_far_as_they_go(sound, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    lines = [{"step": step, "loss": 1 / step, "lr": 0.1} for step in (1, 2, 3)]
+    evaluation = {"step": 3, "num_images": 4, "top1": 0.5, "top5": 1.0, "loss": 0.25}
+    sound_training = Training(
+        3, 8, tuple((e["step"], e["loss"], e["lr"]) for e in lines), (tuple(evaluation.values()),)
+    )
+
+    def verdict(losses, answer, evaluations=(evaluation,)):
+        (run / "loss.jsonl").write_text("".join(json.dumps(line) + "\n" for line in losses))
+        (run / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in evaluations))
+        return judge_losses(answer, sound.folder, run, sound_training, sound).verdict
+
+    done, refused = finished("run-train"), finished("run-train", 2, err="run-train: train/pixels/c/0/0/0 is damaged")
+    assert verdict(lines, done) is Verdict.HARMLESS
+    assert verdict(lines[:2], done) is Verdict.WRONG
+    assert verdict(lines, done, ()) is Verdict.WRONG
+    assert verdict(lines, finished("run-train", out="val is not finished: no evaluation"), ()) is Verdict.HARMLESS
+    assert verdict(lines, done, [evaluation | {"top1": 0.75}]) is Verdict.WRONG
+    assert verdict(lines[:1], refused, ()) is Verdict.DETECTED
+    assert verdict([lines[0] | {"loss": 2.0}], refused, ()) is Verdict.WRONG
+
+
+@pytest.fixture
+def run(tmp_path):
+    from safetensors.numpy import save_file
+
+    folder = tmp_path / "run"
+    folder.mkdir()
+    save_file({"weight": np.arange(6, dtype=np.float32)}, folder / "model.safetensors")
+    lines = [{"step": step, "loss": 1 / step, "lr": 0.1} for step in (1, 2, 3)]
+    (folder / "loss.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "eval.jsonl").write_text('{"step": 3, "num_images": 4, "top1": 0.5, "top5": 1.0, "loss": 0.25}\n')
+    return folder
+
+
+@pytest.fixture
+def run_base(run, tmp_path):
+    folder = Path(shutil.copytree(run, tmp_path / "sound-run"))
+    losses = columns(run / "loss.jsonl", "step", "loss", "lr")
+    evaluations = columns(run / "eval.jsonl", "step", "num_images", "top1", "top5", "loss")
+    weights = read_weights(run / "model.safetensors")
+    return RunBase(folder, folder, read_tree(run), losses, evaluations, weights, {"top1": 0.5})
+
+
+def test_a_resume_to_other_weights_or_records_is_wrong(run, run_base):
+    from safetensors.numpy import save_file
+
+    assert _compare(run_base, run, are_digits=False).verdict is Verdict.HARMLESS
+    text = (run / "loss.jsonl").read_text()
+    (run / "loss.jsonl").write_text(text.replace('"loss": 0.5', '"loss": 0.6'))
+    assert has_other_digits_alone(run_base, run)
+    assert _compare(run_base, run, are_digits=True).verdict is Verdict.DOCUMENTED
+    assert _compare(run_base, run, are_digits=False).verdict is Verdict.WRONG
+    (run / "loss.jsonl").write_text(text + '{"step": 3, "loss": 1.0, "lr": 0.1}\n')
+    assert not has_other_digits_alone(run_base, run)
+    (run / "loss.jsonl").write_text(text)
+    save_file({"weight": -np.arange(6, dtype=np.float32)}, run / "model.safetensors")
+    assert "other weights" in _compare(run_base, run, are_digits=True).why
+
+
+def test_an_evaluation_that_lies_and_a_replay_that_passes_another_record_are_wrong(run, run_base, tmp_path):
+    answers = [
+        finished("run-eval", out='{"top1": 0.5, "time": 7}'),
+        finished("run-eval", out='{"top1": 0.6, "time": 7}'),
+    ]
+    verdicts = []
+    for number, answer in enumerate(answers):
+        (tmp_path / str(number)).mkdir()
+        trial = trial_of(tmp_path / str(number), answer)
+        judge_evaluation(trial, run_base, run)
+        verdicts.append(trial.judgements[0].verdict)
+    assert verdicts == [Verdict.HARMLESS, Verdict.WRONG]
+    trial = trial_of(tmp_path, finished("verify-run", out="the same bits: 3 losses"))
+    judge_replay(trial, run_base, run)
+    (run / "loss.jsonl").write_text((run / "loss.jsonl").read_text().replace("1.0", "1.5"))
+    judge_replay(trial, run_base, run)
+    assert [each.verdict for each in trial.judgements] == [Verdict.HARMLESS, Verdict.WRONG]
+
+
+def test_images_are_compared_with_pillow(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 3)).astype(np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    reference = decode(tmp_path / "a.png", 8)
+    assert _judge_crop(pixels, reference).verdict is Verdict.HARMLESS
+    assert "levels" in _judge_crop(pixels ^ 8, reference).why
+    (tmp_path / "b.png").write_bytes((tmp_path / "a.png").read_bytes()[:100])
+    assert _judge_crop(pixels, decode(tmp_path / "b.png", 8)).verdict is Verdict.WRONG
+    image_faults.write_png(
+        tmp_path / "c.png", 8, 8, bits=8, colour=2, row=bytes(24),
+        before=image_faults.png_chunk(b"zTXt", b"a\0\0" + b"?") * 3,
+    )  # fmt: skip
+    assert decode(tmp_path / "c.png", 8) == bytes(192).hex()
+
+
+def test_the_same_seed_draws_the_same_faults(sound, tmp_path):
+    def faults(seed):
+        said = []
+        for number in range(12):
+            pack = Path(shutil.copytree(sound.folder, tmp_path / f"{seed}-{number}-{len(list(tmp_path.iterdir()))}"))
+            draw = Case("packs", f"random-{number}", seed).draw()
+            key = draw.choice(sorted(sound.tree))
+            fault = draw.choice(json_faults.JSON_FAULTS) if key.endswith(".json") else file_faults.draw_file_fault(draw)
+            said.append((key, fault(pack / key, draw), image_faults.draw_image_fault(draw)))
+            assert read_tree(pack) != sound.tree
+        return said
+
+    assert faults(1) == faults(1) != faults(2)
+
+
+def test_a_tree_tells_whatever_takes_the_place_of_a_file(sound, pack):
+    for how, fault in file_faults.PLACE_FAULTS.items():
+        path = pack / "train/pixels/c/0/0/0"
+        path.unlink(missing_ok=True) if not path.is_dir() or path.is_symlink() else path.rmdir()
+        path.write_bytes(sound.tree["train/pixels/c/0/0/0"])
+        fault(path, random.Random(0))
+        found = read_tree(pack).get("train/pixels/c/0/0/0")
+        assert found == (None if how in ("removed", "folder") else OTHER_THAN_A_FILE), how
+
+
+def test_the_table_counts_by_the_worst_and_only_red_fails():
+    def outcome(*verdicts):
+        judgements = tuple(Judgement("read-pack", verdict) for verdict in verdicts)
+        return Outcome(CASE, "fault", max(judgements, key=lambda each: each.verdict.severity), judgements)
+
+    good = [outcome(Verdict.HARMLESS, Verdict.DETECTED), outcome(Verdict.DOCUMENTED)]
+    assert is_clean(good)
+    assert table(good).splitlines()[1].split() == ["packs", "2", "1", "0", "1", "0", "0", "0", "0"]
+    for verdict in (Verdict.WRONG, Verdict.TRACEBACK, Verdict.HANG, Verdict.CRASH):
+        assert not is_clean([*good, outcome(Verdict.DETECTED, verdict)])
+
+
+def test_a_case_is_repeated_by_its_id_and_shown(capsys):
+    assert cli.main(["--case", "archives/leads-out"]) == 0
+    said = capsys.readouterr().out
+    assert "$ preprocess-imagenet" in said
+    assert "DETECTED" in said
+    assert "1 cases" in said
+
+
+def test_a_sample_is_drawn_from_all_kinds_by_the_seed():
+    class Kind:
+        def __init__(self, name):
+            self.name = name
+
+        def prepare(self, trial):
+            raise AssertionError
+
+        attempt = prepare
+
+        def cases(self, seed, count):
+            return [Case(self.name, f"random-{number}", seed) for number in range(count)]
+
+    kinds = {name: Kind(name) for name in ("packs", "kills")}
+
+    def ids(*arguments):
+        options = cli.parse_arguments([*arguments, "--only", "packs,kills", "--packs", "9", "--kills", "3"])
+        return [case.id for case in cli.choose_cases(options, kinds)]
+
+    assert len(ids("--seed", "1")) == 12
+    sample = ids("--minutes", "1", "--seed", "1")
+    assert sample == ids("--minutes", "1", "--seed", "1") != ids("--minutes", "1", "--seed", "2")
+    assert [each.split("/")[0] for each in sample[:4]] == ["packs", "kills", "packs", "kills"]
+
+
+def test_wrong_usage_is_told(capsys):
+    for arguments in (["--only", "pakcs"], ["--case", "pakcs/raw:pipe"]):
+        with pytest.raises(SystemExit) as ended:
+            cli.parse_arguments(arguments)
+        assert ended.value.code == 2
+        assert "packs, runs, images, archives, kills" in capsys.readouterr().err
