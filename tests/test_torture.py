@@ -356,6 +356,11 @@ def test_a_case_is_repeated_by_its_id_and_shown(capsys):
     assert "1 cases" in said
 
 
+def test_a_case_that_is_not_there_is_told(capsys):
+    assert cli.main(["--case", "archives/no-such"]) == 2
+    assert "there is no archives/no-such" in capsys.readouterr().err
+
+
 def test_a_sample_is_drawn_from_all_kinds_by_the_seed():
     class Kind:
         def __init__(self, name):

@@ -6,7 +6,8 @@ import subprocess
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -55,8 +56,18 @@ class Campaign:
     _stop: threading.Event = field(default_factory=threading.Event)
     _open: list[Commands] = field(default_factory=list)
 
-    def prepare(self, kind: Kind) -> None:
-        """Have a kind make what is sound."""
+    def prepare(self, kinds: Iterable[Kind]) -> None:
+        """Have kinds make what is sound, two at a time."""
+        with ThreadPoolExecutor(NUM_WORKERS) as pool:
+            try:
+                for done in [pool.submit(self._prepare, kind) for kind in kinds]:
+                    done.result()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                self.close()
+                raise
+
+    def _prepare(self, kind: Kind) -> None:
         commands = self._commands()
         folder = self.base / f"sound-{kind.name}"
         folder.mkdir(parents=True)
@@ -86,7 +97,7 @@ class Campaign:
     def close(self) -> None:
         """End every server, and with it every command."""
         for commands in self._open:
-            commands.close()
+            commands.end()
 
     def _commands(self) -> Commands:
         commands = Commands()

@@ -83,6 +83,11 @@ class Trial:
         """Note a judgement."""
         self.judgements.append(judgement)
 
+    @property
+    def has_hung(self) -> bool:
+        """Whether a command came to no end: the others would only take as long."""
+        return any(each.verdict is Verdict.HANG for each in self.judgements)
+
     def outcomes(self) -> list[Outcome]:
         """Return what came of the case, or of each of its parts."""
         if self.parts:

@@ -56,6 +56,9 @@ def main(arguments: list[str] | None = None) -> int:
     base = _make_folder(options.keep)
     try:
         return _run(options, base)
+    except ValueError as error:
+        print(f"scripts/torture: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("\nscripts/torture: stopped", file=sys.stderr)
         return 130
@@ -84,10 +87,9 @@ def _run(options: argparse.Namespace, base: Path) -> int:
     minutes = options.budget_minutes if options.minutes is None else options.minutes
     campaign = Campaign(base, report, keeps=options.keep is not None)
     try:
-        kinds: dict[str, Kind] = {}
-        for name in options.only:
-            kinds[name] = make_kind(name, base)
-            campaign.prepare(kinds[name])
+        kinds = {name: make_kind(name, base) for name in options.only}
+        # What takes longest first.
+        campaign.prepare(sorted(kinds.values(), key=lambda kind: kind.name not in ("runs", "kills")))
         print(f"seed {options.seed}: sound data made in {time.monotonic() - started_s:.0f} s, in {base}", flush=True)
         cases = choose_cases(options, kinds)
         # A sample of one minute is that of cases; a whole campaign has its time for all.
@@ -108,12 +110,18 @@ def _run(options: argparse.Namespace, base: Path) -> int:
 def choose_cases(options: argparse.Namespace, kinds: Mapping[str, Kind]) -> list[Case]:
     """Return the cases in the order in which they are tried: the named ones, then drawn ones of each kind in turns.
 
+    Raises ValueError where --case names none.
+
     With --minutes, which leaves most of them out, a seeded sample in which the kinds take turns.
     """
     by_kind = [kind.cases(options.seed, getattr(options, name)) for name, kind in kinds.items()]
     if options.case is not None:
         found = [case for cases in by_kind for case in cases if case.id == options.case]
-        return found or [Case(options.only[0], options.case.partition("/")[2], options.seed)]
+        kind, _, name = options.case.partition("/")
+        single = Case(kind, name, options.seed)
+        if not found and single.number is None:
+            raise ValueError(f"--case names a case that was printed, and there is no {options.case}")
+        return found or [single]
     if options.minutes is None:
         named = [case for cases in by_kind for case in cases if not case.is_drawn]
         return named + _in_turns([[case for case in cases if case.is_drawn] for cases in by_kind])

@@ -171,9 +171,12 @@ class Commands:
 
     packing: CommandServer = field(default_factory=lambda: CommandServer("packing"))
     training: CommandServer = field(default_factory=lambda: CommandServer("training"))
+    has_ended: bool = False
 
     def start(self, command: list[str], folder: Path) -> Running:
         """Start a command in ``folder``."""
+        if self.has_ended:
+            raise RuntimeError("the campaign was stopped")
         server = self.packing if command[0] in _PACKING else self.training
         return server.start(command, folder)
 
@@ -181,8 +184,13 @@ class Commands:
         """Run a command in ``folder`` to its end, or kill it at the limit."""
         return self.start(command, folder).wait(timeout_s)
 
+    def end(self) -> None:
+        """End both servers, for good."""
+        self.has_ended = True
+        self.close()
+
     def close(self) -> None:
-        """End both servers."""
+        """End both servers; the next command starts them again."""
         self.packing.close()
         self.training.close()
 

@@ -96,10 +96,10 @@ class PackKind:
             _, fault, *key = name.split(":")
             chosen = replaced_file(key[0], fault) if key else WHOLE_FAULTS[fault]
             trial.fault = f"{layout}: {chosen(pack, base, draw)}"
-            is_trained = fault == "pipe" or not key
+            is_trained = fault in ("pipe", "removed") or not key
         judge_reader(trial, base, pack)
         judge_verify(trial, base, pack)
-        if is_trained:
+        if is_trained and not trial.has_hung:
             judge_training(trial, base, pack, self.training(trial, layout, _SHORT), self.cache)
 
     def _layout(self, name: str, draw: random.Random) -> str:

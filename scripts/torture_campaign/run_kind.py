@@ -64,12 +64,14 @@ class RunKind:
         changed = changed_files(base, run)
         # A resume writes, so it comes last: what it starts from is what the others have read.
         judge_tail(trial, run)
-        if changed & {"config.json", "model.safetensors", "result.json"}:
-            judge_evaluation(trial, base, run)
-        if changed & {"config.json", "loss.jsonl", "eval.jsonl"} or draw.random() < _REPLAYED_SHARE:
-            judge_replay(trial, base, run)
+        is_replayed = bool(changed & {"config.json", "loss.jsonl", "eval.jsonl"}) or draw.random() < _REPLAYED_SHARE
         are_digits = has_other_digits_alone(base, run)
-        judge_resume(trial, base, run, are_digits=are_digits)
+        if changed & {"config.json", "model.safetensors", "result.json"} and not trial.has_hung:
+            judge_evaluation(trial, base, run)
+        if is_replayed and not trial.has_hung:
+            judge_replay(trial, base, run)
+        if not trial.has_hung:
+            judge_resume(trial, base, run, are_digits=are_digits)
 
 
 def changed_files(base: RunBase, run: Path) -> set[str]:
