@@ -83,7 +83,7 @@ class ArchiveKind:
             trial.fault = f"{damaged}: {draw_file_fault(draw)(trial.folder / damaged, draw)}"
         dest = trial.folder / "pack"
         finished = trial.run(_command(source, dest), timeout_s=_TIMEOUT_S)
-        names = [os.fspath(source), source.name, os.fspath(dest)]
+        names = [os.fspath(source), source.name, os.fspath(dest), "the split train", "the split val"]
         ended = judge_end(finished, names=names, most_mb=MOST_MB)
         if ended is None and must_refuse:
             ended = Judgement(finished.command[0], Verdict.WRONG, "packed, and must be refused")

@@ -108,7 +108,7 @@ def _run(options: argparse.Namespace, base: Path) -> int:
 
 
 def choose_cases(options: argparse.Namespace, kinds: Mapping[str, Kind]) -> list[Case]:
-    """Return the cases in the order in which they are tried: the named ones, then drawn ones of each kind in turns.
+    """Return the cases in the order in which they are tried: the named ones, then drawn ones; the kinds take turns.
 
     Raises ValueError where --case names none.
 
@@ -123,7 +123,7 @@ def choose_cases(options: argparse.Namespace, kinds: Mapping[str, Kind]) -> list
             raise ValueError(f"--case names a case that was printed, and there is no {options.case}")
         return found or [single]
     if options.minutes is None:
-        named = [case for cases in by_kind for case in cases if not case.is_drawn]
+        named = _in_turns([[case for case in cases if not case.is_drawn] for cases in by_kind])
         return named + _in_turns([[case for case in cases if case.is_drawn] for cases in by_kind])
     for cases in by_kind:
         # A case that takes long would leave no time for the others.
