@@ -383,7 +383,8 @@ def test_a_sample_is_drawn_from_all_kinds_by_the_seed():
     assert len(ids("--seed", "1")) == 12
     sample = ids("--minutes", "1", "--seed", "1")
     assert sample == ids("--minutes", "1", "--seed", "1") != ids("--minutes", "1", "--seed", "2")
-    assert [each.split("/")[0] for each in sample[:4]] == ["packs", "kills", "packs", "kills"]
+    assert len(sample) == len(set(sample)) == 12
+    assert [each.split("/")[0] for each in sample[:7]] == ["packs"] * 6 + ["kills"]
 
 
 def test_wrong_usage_is_told(capsys):

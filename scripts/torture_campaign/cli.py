@@ -21,6 +21,8 @@ from scripts.torture_campaign.report import documented, is_clean, table
 from scripts.torture_campaign.verdict import first_line
 
 COUNTS = {"packs": 400, "runs": 150, "images": 250, "archives": 100, "kills": 40}
+# Of a sample: what a case of the others costs, several of these do.
+_SAMPLE_SHARES = {"packs": 6, "runs": 1, "images": 2, "archives": 4, "kills": 1}
 _LEAST_FREE_BYTES = 6 << 30
 _IN_MEMORY = Path("/dev/shm")
 
@@ -129,7 +131,13 @@ def choose_cases(options: argparse.Namespace, kinds: Mapping[str, Kind]) -> list
         # A case that takes long would leave no time for the others.
         cases[:] = [case for case in cases if not case.is_heavy]
         random.Random(f"{options.seed}/sample").shuffle(cases)
-    return _in_turns(by_kind)
+    return _in_turns([hand for cases in by_kind for hand in _deal(cases, _SAMPLE_SHARES)])
+
+
+def _deal(cases: list[Case], shares: Mapping[str, int]) -> list[list[Case]]:
+    """Deal the cases of a kind out to as many hands as it has cases in a turn."""
+    num_hands = shares[cases[0].kind] if cases else 1
+    return [cases[first::num_hands] for first in range(num_hands)]
 
 
 def _in_turns(by_kind: list[list[Case]]) -> list[Case]:
