@@ -583,3 +583,8 @@ def test_a_shard_fills_at_most_64_mebibytes_by_default(size, shard_images):
 def test_settings_check_themselves(values, message):
     with pytest.raises(ValueError, match=message):
         PackSettings(**values)
+
+
+def test_an_image_for_which_there_is_too_little_memory_is_named(tmp_path):
+    with pytest.raises(MemoryError, match=r"for n2/1\.png"):
+        pack(fake_source(4, raising={1: MemoryError()}), tmp_path)
