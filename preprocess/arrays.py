@@ -8,6 +8,7 @@ Knows the metadata, not what the numbers mean.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -38,6 +39,8 @@ MISSING_LABEL = MAX_CLASSES
 # have 96 of each.
 NUMBERS_PER_CHUNK = 1 << 10
 NUMBERS_PER_SHARD = 1 << 20
+
+_MAX_METADATA_BYTES = 1 << 20
 
 _MISMATCH = re.compile(r'Expected "\w+" of .*|Mismatch in "codecs"')
 _SHARD_ENTRY = re.compile(r'Error reading shard entry \{[^}]*\}/\{[^}]*\} in [^"]*"[^"]*": ')
@@ -113,7 +116,7 @@ def read_array(
     Raises:
         ShardError: no such array, its metadata can't be read, or is not ``metadata``.
     """
-    location.child(name).check_regular(METADATA_KEY)
+    _check_metadata(location, name)
     spec: dict[str, Any] = {} if metadata is None else {"metadata": metadata}
     spec |= {
         "fill_missing_data_reads": False,
@@ -121,6 +124,19 @@ def read_array(
         "cache_pool": {"total_bytes_limit": cache_bytes},
     }
     return _open(location, name, spec, ts.OpenMode(open=True))
+
+
+def _check_metadata(location: Location, name: str) -> None:
+    """Raise ShardError where the metadata is no plain JSON: of deep nesting TensorStore's own reader dies (SIGSEGV)."""
+    key = f"{name}/{METADATA_KEY}"
+    text = location.read(key)
+    try:
+        if text is not None and (len(text) > _MAX_METADATA_BYTES or not isinstance(json.loads(text), dict)):
+            raise ValueError(f"{len(text)} bytes of something else")
+    except (ValueError, RecursionError) as error:
+        raise ShardError(
+            f"{location.display}{key}: not the metadata of an array ({reason(error)}); {location.remedy}"
+        ) from error
 
 
 def words_digest(parts: Iterable[NDArray[np.unsignedinteger]]) -> str:

@@ -151,7 +151,9 @@ def _check_failures(location: Location, manifest: Manifest, irregular: set[str])
 
 
 def _check_metadata(location: Location, manifest: Manifest, irregular: set[str]) -> Iterator[Damage]:
-    """Compare the arrays' metadata byte by byte: what differs might mean something to another reader."""
+    """Compare the manifest and the arrays' metadata to the byte: what differs may mean something to another reader."""
+    if location.read(MANIFEST_KEY) != manifest.to_json().encode():
+        yield Damage(MANIFEST_KEY, "the file says what was written, and is not the same to the byte")
     for name, digest in manifest.metadata_digests.items():
         key = f"{name}/{METADATA_KEY}"
         text = None if key in irregular else location.read(key)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import hashlib
 import json
 import math
 import os
@@ -57,9 +58,40 @@ def test_golden_file(tmp_path):
         event(600, stop=True, request="b_2", time=1763712100.0),
     )
     write_all(path, *events)
-    assert path.read_bytes() == GOLDEN
+    before = b""
+    for line, wanted in zip(path.read_bytes().splitlines(keepends=True), GOLDEN.splitlines(), strict=True):
+        values = json.loads(wanted)
+        told = {"before": hashlib.sha256(before).hexdigest(), "values": values}
+        digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+        assert line == wanted[:-1] + b', "sha256": "' + digest.encode() + b'"}\n'
+        before += line
     assert read_events(path) == events
     assert CONTROL_LOG_NAME == "control.jsonl"
+
+
+def test_lines_of_older_runs_are_read_and_followed_by_others(tmp_path):
+    path = tmp_path / CONTROL_LOG_NAME
+    path.write_bytes(GOLDEN)
+    write_all(path, event(700))
+    assert [each.pull for each in read_events(path)] == [512, 600, 700]
+
+
+@pytest.mark.parametrize("damage", ["change", "remove", "exchange", "repeat"])
+def test_a_line_that_was_changed_removed_or_moved_is_noticed(tmp_path, damage):
+    path = tmp_path / CONTROL_LOG_NAME
+    write_all(path, *(event(pull, 0.5) for pull in range(4)))
+    lines = path.read_bytes().splitlines(keepends=True)
+    if damage == "change":
+        lines[1] = lines[1].replace(b"0.5", b"0.6")
+    elif damage == "remove":
+        del lines[1]
+    elif damage == "exchange":
+        lines[1], lines[2] = lines[2], lines[1]
+    else:
+        lines.insert(1, lines[1])
+    path.write_bytes(b"".join(lines))
+    with pytest.raises(ValueError, match=r"control\.jsonl must hold an event a line, line [23] does not .*was changed"):
+        read_events(path)
 
 
 @given(EVENTS)
@@ -185,6 +217,7 @@ def test_a_full_disk_leaves_whole_lines_and_is_an_error(tmp_path, monkeypatch):
     path = tmp_path / CONTROL_LOG_NAME
     log = ControlLog(path)
     log.append(event(0))
+    first = path.read_bytes()
     write, room = os.write, [20]
 
     def write_what_fits(file, content):
@@ -198,7 +231,7 @@ def test_a_full_disk_leaves_whole_lines_and_is_an_error(tmp_path, monkeypatch):
         patch.setattr(os, "write", write_what_fits)
         with pytest.raises(OSError, match="No space left"):
             log.append(event(1))
-        assert path.read_bytes() == event(0).to_json().encode() + b"\n"
+        assert path.read_bytes() == first
     log.append(event(2))
     log.close()
     assert read_events(path) == (event(0), event(2))

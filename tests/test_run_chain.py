@@ -205,7 +205,7 @@ def test_every_line_of_a_log_is_what_was_written(copied, name):
         with holding(path, b"".join(some)):
             said = refusal(copied)
             assert name in said, some
-            assert "restore that file" in said or "mend the line" in said
+            assert "restore that file" in said or "delete it if the run" in said
             (fault,) = check_files(copied).faults
             assert name in fault
 
@@ -227,7 +227,7 @@ def test_lines_behind_the_end_of_a_run_are_told_and_cut(copied):
     assert refusal(copied) == ""  # the launch would cut them off
     with (copied / "control.jsonl").open("ab") as file:
         file.write((copied / "control.jsonl").read_bytes())
-    assert "control.jsonl must hold what it held for result.json" in refusal(copied)
+    assert "control.jsonl must hold an event a line, line 2 does not" in refusal(copied)
 
 
 def test_a_killed_run_is_held_against_its_newest_snapshot(copied):

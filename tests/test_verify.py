@@ -177,3 +177,19 @@ def test_an_edited_failure_is_noticed(data):
     path = data / "train/failures.jsonl"
     path.write_bytes(path.read_bytes().replace(b"2.png", b"3.png"))
     assert damages(data) == ["failures.jsonl: the file is not the one that was written"]
+
+
+def test_a_manifest_that_says_the_same_in_other_bytes_is_not_passed(data):
+    path = data / "train/manifest.json"
+    path.write_text(path.read_text() + "\n")
+    assert damages(data) == ["manifest.json: the file says what was written, and is not the same to the byte"]
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "[]", "x" * (1 << 21)])
+def test_metadata_that_a_native_reader_might_not_survive_are_refused_before_it(data, content):
+    (data / "train/pixels/zarr.json").write_text(content)
+    found = damages(data)
+    assert len(found) == 1
+    assert found[0].startswith("pixels/zarr.json: ")
+    with pytest.raises(ShardError, match=r"pixels/zarr\.json: not the metadata of an array"):
+        open_split(str(data), "train")

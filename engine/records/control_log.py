@@ -1,15 +1,20 @@
 """`RUN/control.jsonl`: which requests took effect in a run, and where; written before they do.
 
 Owns the lines and what a run that is resumed must know of them. Must not know: how requests arrive, jax.
+
+Each line ends with the SHA-256 of itself and of all lines before it, so that one that was changed, removed or put
+elsewhere is noticed, but for the removal of the last ones. Lines of older runs have none.
 """
 
+import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from engine.records.control_requests import check_flags, check_learning_rate_factor, check_request_id, parse_fields
-from engine.records.digests import LogState, RunningDigest
+from engine.records.digests import SEAL, LogState, RunningDigest, json_digest
 from engine.records.json_lines import JsonLines
 from preprocess.regular_file import read_regular
 
@@ -98,7 +103,8 @@ class ControlLog:
         if not self._is_open:
             self._lines.open()
             self._is_open = True
-        self._lines.append(event.to_json())
+        values = json.loads(event.to_json())
+        self._lines.append(json.dumps(values | {SEAL: _line_digest(self._lines.state().sha256, values)}))
 
     def state(self) -> LogState:
         """Return how far the log has come; from any thread."""
@@ -131,16 +137,31 @@ def read_events(path: Path) -> tuple[ControlEvent, ...]:
         content = read_regular(path, max_bytes=_MOST_BYTES)
     except FileNotFoundError:
         return ()
-    return tuple(_read_line(path, number, line) for number, line in enumerate(content.split(b"\n")[:-1], start=1))
+    events, before = [], hashlib.sha256()
+    for number, line in enumerate(content.split(b"\n")[:-1], start=1):
+        events.append(_read_line(path, number, line, before.hexdigest()))
+        before.update(line + b"\n")
+    return tuple(events)
 
 
-def _read_line(path: Path, number: int, line: bytes) -> ControlEvent:
+def _line_digest(before: str, values: Mapping[str, Any]) -> str:
+    """Return what a line ends with: the SHA-256 of its values and of the digest of all lines before it."""
+    return json_digest({"before": before, "values": values})
+
+
+def _read_line(path: Path, number: int, line: bytes, before: str) -> ControlEvent:
+    names = tuple(ControlEvent.__dataclass_fields__)
     try:
-        return ControlEvent.from_json(line)
+        if b'"%s"' % SEAL.encode() not in line:
+            return ControlEvent.from_json(line)
+        values = parse_fields(line, (*names, SEAL))
+        if values.pop(SEAL) != _line_digest(before, values):
+            raise ValueError("it, or a line before it, was changed or removed")
+        return ControlEvent(**values)
     except ValueError as error:
         raise ValueError(
             f"{path} must hold an event a line, line {number} does not ({error}): "
-            "mend the line, or delete it if the run shall forget it"
+            "restore that file, or delete it if the run shall forget its requests"
         ) from error
 
 
