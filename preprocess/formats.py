@@ -11,7 +11,7 @@ import re
 import struct
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -173,7 +173,7 @@ def strip_jpeg(encoded: bytes) -> tuple[bytes, int]:
     Raises:
         ValueError: more segments or junk ahead of the pixels than any image has.
     """
-    kept = [encoded[:2]]
+    kept = [(0, 2)]
     orientation = None
     position = copied = 2
     junk_bytes = num_segments = 0
@@ -198,10 +198,10 @@ def strip_jpeg(encoded: bytes) -> tuple[bytes, int]:
             payload = encoded[start + 4 : position]
             if marker == _JPEG_APP1 and orientation is None and payload.startswith(_EXIF_HEADER):
                 orientation = exif_orientation(payload)
-            kept.append(encoded[copied:cut])
+            kept.append((copied, cut))
             copied = position
-    kept.append(encoded[copied:])
-    return b"".join(kept), orientation or 1
+    kept.append((copied, len(encoded)))
+    return _joined(encoded, kept), orientation or 1
 
 
 def strip_png(encoded: bytes) -> tuple[bytes, int]:
@@ -214,7 +214,7 @@ def strip_png(encoded: bytes) -> tuple[bytes, int]:
         ValueError: a chunk is longer than what is left of the file, there are more chunks than any image has, or one
             16-bit colour stands for transparent, of which Pillow compares 8 bits.
     """
-    kept = [_PNG_SIGNATURE]
+    kept = [(0, len(_PNG_SIGNATURE))]
     orientation = 1
     position = len(_PNG_SIGNATURE)
     num_chunks = 0
@@ -228,13 +228,25 @@ def strip_png(encoded: bytes) -> tuple[bytes, int]:
             if stop - 4 > len(encoded):
                 left = len(encoded) - position - 8
                 raise ValueError(f"its chunk {kind.decode()} is truncated: it says {length} bytes, {left} are there")
-            kept.append(encoded[position:stop])
+            kept.append((position, stop))
         elif kind == b"eXIf":
             orientation = exif_orientation(encoded[position + 8 : stop - 4])
         if kind == b"tRNS" and _png_depth_and_colour(encoded) == (16, _PNG_RGB):
             raise ValueError("one 16-bit colour stands for transparent (tRNS); save it with an alpha channel")
         position = stop
-    return b"".join(kept), orientation
+    return _joined(encoded, kept), orientation
+
+
+def _joined(encoded: bytes, parts: Sequence[tuple[int, int]]) -> bytes:
+    """Return the parts ``start, stop`` of a file, ascending, in one piece; the file itself where nothing lies between.
+
+    A file may have 512 MiB: it is copied once at most.
+    """
+    ends = (0, *(stop for _, stop in parts))
+    if all(start == end for (start, _), end in zip(parts, ends, strict=False)) and ends[-1] >= len(encoded):
+        return encoded
+    whole = memoryview(encoded)
+    return b"".join(whole[start:stop] for start, stop in parts)
 
 
 def _png_depth_and_colour(encoded: bytes) -> tuple[int, int]:

@@ -38,3 +38,12 @@ class LostFileError(OSError):
             "was removed or replaced: the record of the run is incomplete, and the run ends here; begin another "
             "(--run-dir), from the weights that this one leaves if they suit you (--init-from)"
         )
+
+
+def unreadable_words(error: BaseException) -> str:
+    """Return in words why a record of JSON can't be read, for whoever does not know Python's errors by name."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if isinstance(error, KeyError):
+        return f"it has no {error}"
+    return " ".join(str(error).split()) or "it is of another form"

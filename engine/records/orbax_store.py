@@ -84,7 +84,9 @@ def short_reason(error: BaseException) -> str:
     told = re.sub(r" \[(tensorstore_spec|source locations|os_error_code)=.*", "", str(error), flags=re.DOTALL)
     told = " ".join(told.split())
     # The middle is the path, said three times over.
-    return f"{type(error).__name__}: " + (told if len(told) <= _LONGEST_REASON else f"{told[:60]} … {told[-120:]}")
+    if not told:
+        return type(error).__name__
+    return told if len(told) <= _LONGEST_REASON else f"{told[:60]} … {told[-120:]}"
 
 
 class _Standby(logging.Handler):

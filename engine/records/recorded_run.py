@@ -8,6 +8,7 @@ from typing import Any
 
 from engine.config import TrainConfig
 from engine.records.digests import SEAL, is_as_sealed, json_digest
+from engine.records.file_errors import unreadable_words
 from engine.records.run_folder import CONFIG, CONTINUED
 from preprocess.regular_file import read_regular
 
@@ -104,8 +105,7 @@ def _check_seal(path: Path, values: dict[str, Any]) -> None:
 
 
 def _unreadable(path: Path, error: Exception) -> ValueError:
-    told = error.strerror if isinstance(error, OSError) and error.strerror else error
     return ValueError(
-        f"{path} must be what run-train wrote, and cannot be read ({type(error).__name__}: {told}): "
+        f"{path} must be what run-train wrote, and cannot be read ({unreadable_words(error)}): "
         "restore it, or begin another run"
     )

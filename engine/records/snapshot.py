@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from engine.keys import is_key, like_leaf, plain_key
 from engine.records.control_log import CONTROL_LOG_NAME
 from engine.records.digests import describe_array, is_as_sealed, sealed
+from engine.records.file_errors import unreadable_words
 from engine.records.folder_state import FolderState
 from engine.records.orbax_store import first_unreadable, restore_arrays, restore_facts, save_items, short_reason
 from engine.records.versions import version_of
@@ -263,7 +264,7 @@ def _folder_state(path: Path, facts: Mapping[str, Any]) -> FolderState | None:
     try:
         return FolderState.from_json(facts[_FOLDER])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(path, f"its facts cannot be read ({type(error).__name__}: {error})") from error
+        raise _damaged(path, f"its facts cannot be read ({unreadable_words(error)})") from error
 
 
 def _check_files(path: Path) -> None:
