@@ -39,6 +39,8 @@ MISSING_LABEL = MAX_CLASSES
 # have 96 of each.
 NUMBERS_PER_CHUNK = 1 << 10
 NUMBERS_PER_SHARD = 1 << 20
+MAX_NUMBERS_BYTES = 5 << 20
+"""The most that a shard file of them can have: 4 MiB of checksums, and a thirty-second of it around these."""
 
 _MAX_METADATA_BYTES = 1 << 20
 

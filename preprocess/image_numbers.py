@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from preprocess.arrays import (
+    MAX_NUMBERS_BYTES,
     NUMBERS_PER_CHUNK,
     NUMBERS_PER_SHARD,
     damage,
@@ -132,7 +133,7 @@ class ImageNumbers:
             if (held := self._held.get(part)) is not None:
                 return held
             key = shard_key(part, 1)
-            self._location.child(self._name).check_regular(key)
+            self._location.child(self._name).check_regular(key, max_bytes=MAX_NUMBERS_BYTES)
             start = part * NUMBERS_PER_SHARD
             reading = self._array[start : start + self._length(part)].read()
             try:

@@ -85,7 +85,7 @@ def _run(dest: str, wanted: tuple[str, ...], *, verify: bool, grid: Path | None,
     if as_json:
         _print_json(dest, manifests, damages if verify else None)
     elif verify:
-        _print_damages(damages)
+        _print_damages(damages, manifests)
     if grid is not None:
         _draw(dest, names[0], grid, is_quiet=as_json)
     # Here, where a reader that has gone is told apart from trouble.
@@ -189,10 +189,12 @@ def _balance(manifest: Manifest) -> list[str]:
     return lines
 
 
-def _print_damages(damages: dict[str, tuple[Damage, ...]]) -> None:
+def _print_damages(damages: dict[str, tuple[Damage, ...]], manifests: dict[str, Manifest]) -> None:
     for name, found in damages.items():
         if not found:
-            click.echo(f"{name}: every byte is as it was packed.")
+            # A decoder leaves some bits of a compressed image unread.
+            is_decoded = manifests[name].codec != "raw" and not manifests[name].checksum
+            click.echo(f"{name}: every {'pixel and label' if is_decoded else 'byte'} is as it was packed.")
             continue
         places = "1 place" if len(found) == 1 else f"{len(found):,} places"
         click.echo(

@@ -74,16 +74,17 @@ class Location:
         value = self._wait(f"read {key}", lambda store: store.read(key))
         return bytes(value.value) if value.state == "value" else None
 
-    def check_regular(self, key: str) -> None:
-        """Raise ShardError where, on this machine, something else than a file lies at ``key``, or leads there.
+    def check_regular(self, key: str, *, max_bytes: int = MAX_VALUE_BYTES) -> None:
+        """Raise ShardError where, on this machine, something else than a file of that size at most lies at ``key``.
 
-        TensorStore would wait without end for a pipe that nobody writes to.
+        TensorStore would wait without end for a pipe that nobody writes to, and abort for want of memory at a file of a
+        terabyte of holes.
         """
         if self.local_path is None:
             return
         path = self.local_path / key
         try:
-            check_regular(path.stat(), path)
+            check_regular(path.stat(), path, max_bytes=max_bytes)
         except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:

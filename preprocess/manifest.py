@@ -25,6 +25,8 @@ MANIFEST_KEY = "manifest.json"
 FAILURES_KEY = "failures.jsonl"
 
 _SINCE_VERSION_2 = ("label_digests", "checksum_digests", "metadata_digests")
+# Blosc adds 16 bytes to what it can't compress, the checksum 4, the index 16.
+_MAX_ADDED_BYTES = 64
 _LISTS = ("class_counts", "channel_mean", "channel_std", "shard_digests", "label_digests", "checksum_digests")
 _DIGEST_KEY = "manifest_digest"
 _DIGEST = re.compile("[0-9a-f]{64}")
@@ -144,6 +146,11 @@ class Manifest:
     def image_bytes(self) -> int:
         """Bytes of one image in memory as it is stored, without codec and checksum."""
         return self.height * self.row_words * 4
+
+    @property
+    def max_shard_bytes(self) -> int:
+        """The most that a shard file of ``pixels/`` can have, with whatever the codec and Zarr add to an image."""
+        return self.shard_images * (self.image_bytes + _MAX_ADDED_BYTES) + _MAX_ADDED_BYTES
 
     @property
     def pixel_layout(self) -> Layout:

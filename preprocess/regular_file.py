@@ -42,11 +42,18 @@ def open_regular(path: str | os.PathLike[str]) -> int:
     return descriptor
 
 
-def check_regular(status: os.stat_result, path: str | os.PathLike[str]) -> None:
-    """Raise IrregularFileError unless ``status``, of what lies at ``path``, is that of a regular file."""
+def check_regular(status: os.stat_result, path: str | os.PathLike[str], *, max_bytes: int | None = None) -> None:
+    """Check ``status``, of what lies at ``path``.
+
+    Raises:
+        IrregularFileError: it is not that of a regular file.
+        OSError: the file is larger than ``max_bytes`` (EFBIG).
+    """
     if not stat.S_ISREG(status.st_mode):
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "no regular file")
         raise IrregularFileError(errno.EINVAL, f"it is {kind}, not a file", os.fspath(path))
+    if max_bytes is not None and status.st_size > max_bytes:
+        raise _too_large(path, max_bytes)
 
 
 def read_regular(path: str | os.PathLike[str], *, max_bytes: int) -> bytes:
@@ -63,8 +70,12 @@ def read_regular(path: str | os.PathLike[str], *, max_bytes: int) -> bytes:
             parts.append(part)
             left -= len(part)
     if left < 0:
-        raise OSError(errno.EFBIG, f"the file is larger than the {max_bytes:,} bytes allowed", os.fspath(path))
+        raise _too_large(path, max_bytes)
     return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _too_large(path: str | os.PathLike[str], max_bytes: int) -> OSError:
+    return OSError(errno.EFBIG, f"the file is larger than the {max_bytes:,} bytes allowed", os.fspath(path))
 
 
 def is_regular(path: Path) -> bool:

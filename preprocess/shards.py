@@ -230,7 +230,7 @@ class ShardSplit:
     ) -> None:
         """Read the images ``indices`` by TensorStore to ``pixels[rows]``, and compare them with their checksums."""
         for shard in np.unique(indices // self.manifest.shard_images).tolist():
-            self.location.child(PIXELS).check_regular(shard_key(shard, 3))
+            self.location.child(PIXELS).check_regular(shard_key(shard, 3), max_bytes=self.manifest.max_shard_bytes)
         num_torn = 0 if self._watch is None else self._watch.num_torn
         try:
             _start_reading(stored, indices, pixels, rows).result(timeout=max(0.0, deadline - time.monotonic()))

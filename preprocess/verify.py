@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from preprocess.arrays import (
     CHECKSUMS,
     LABELS,
+    MAX_NUMBERS_BYTES,
     METADATA_KEY,
     NUMBERS_PER_SHARD,
     PIXELS,
@@ -29,7 +30,7 @@ from preprocess.arrays import (
     words_digest,
 )
 from preprocess.journal import JOURNAL
-from preprocess.location import Location, ShardError, open_location
+from preprocess.location import MAX_VALUE_BYTES, Location, ShardError, open_location
 from preprocess.manifest import FAILURES_KEY, MANIFEST_KEY, Manifest
 from preprocess.pixels import UNUSED_BITS
 from preprocess.printable import printable
@@ -55,13 +56,13 @@ class Damage:
         file: the file below the split's folder.
         what: what is wrong, in one line.
         images: the images it concerns, by index; empty when it is not about single images.
-        is_irregular: whether something else than a file is there, which cannot be read at all.
+        is_unreadable: whether what is there is no file, or one so large that it is not read at all.
     """
 
     file: str
     what: str
     images: tuple[int, ...] = ()
-    is_irregular: bool = False
+    is_unreadable: bool = False
 
     def __str__(self) -> str:
         return f"{self.file}: {_ranges(self.images)}{self.what}"
@@ -93,27 +94,30 @@ def verify_split(
     manifest = read_manifest(root, split)
     location = root.child(split)
     files = list(_check_files(location, manifest))
-    irregular = {each.file for each in files if each.is_irregular}
+    unreadable = {each.file for each in files if each.is_unreadable}
     contents = (
-        *_check_failures(location, manifest, irregular),
-        *_check_numbers(location, manifest, LABELS, irregular),
-        *_check_numbers(location, manifest, CHECKSUMS, irregular),
-        *_check_pixels(location, manifest, irregular, on_progress or (lambda _done, _total: None)),
+        *_check_failures(location, manifest, unreadable),
+        *_check_numbers(location, manifest, LABELS, unreadable),
+        *_check_numbers(location, manifest, CHECKSUMS, unreadable),
+        *_check_pixels(location, manifest, unreadable, on_progress or (lambda _done, _total: None)),
     )
     # A missing file is told once, with its images where it has some.
     told = {each.file for each in contents}
-    rest = (*files, *_check_metadata(location, manifest, irregular))
+    rest = (*files, *_check_metadata(location, manifest, unreadable))
     return (*(each for each in rest if each.file not in told), *contents)
 
 
 def _check_files(location: Location, manifest: Manifest) -> Iterator[Damage]:
     expected = {MANIFEST_KEY, FAILURES_KEY, *(f"{name}/{METADATA_KEY}" for name in _arrays(manifest))}
-    expected |= {f"{PIXELS}/{shard_key(shard, 3)}" for shard in range(manifest.num_shards)}
+    max_bytes = dict.fromkeys(expected, MAX_VALUE_BYTES)
+    shards = [f"{PIXELS}/{shard_key(shard, 3)}" for shard in range(manifest.num_shards)]
+    max_bytes |= dict.fromkeys(shards, manifest.max_shard_bytes)
     num_parts = -(-manifest.num_images // NUMBERS_PER_SHARD)
-    expected |= {f"{name}/{shard_key(part, 1)}" for name in _arrays(manifest)[1:] for part in range(num_parts)}
+    parts = [f"{name}/{shard_key(part, 1)}" for name in _arrays(manifest)[1:] for part in range(num_parts)]
+    max_bytes |= dict.fromkeys(parts, MAX_NUMBERS_BYTES)
     found = set(location.list_keys())
-    for key in sorted(expected):
-        if (damage := _file_damage(location, key, is_listed=key in found)) is not None:
+    for key in sorted(max_bytes):
+        if (damage := _file_damage(location, key, max_bytes[key], is_listed=key in found)) is not None:
             yield damage
     if any(key.startswith(JOURNAL) for key in found):
         yield Damage(
@@ -121,7 +125,7 @@ def _check_files(location: Location, manifest: Manifest) -> Iterator[Damage]:
             "left by a pack that was killed in its last moment, or that runs right now; run the same "
             "preprocess-imagenet command again to remove it",
         )
-    for key in sorted(key for key in found - expected if not key.startswith(JOURNAL)):
+    for key in sorted(key for key in found - max_bytes.keys() if not key.startswith(JOURNAL)):
         yield Damage(printable(key), "the file does not belong to the split")
 
 
@@ -129,44 +133,44 @@ def _arrays(manifest: Manifest) -> tuple[str, ...]:
     return (PIXELS, LABELS, CHECKSUMS) if manifest.checksum_digests else (PIXELS, LABELS)
 
 
-def _file_damage(location: Location, key: str, *, is_listed: bool) -> Damage | None:
+def _file_damage(location: Location, key: str, max_bytes: int, *, is_listed: bool) -> Damage | None:
     """What keeps a file that must be there from being read; a listing also has links that lead nowhere, and pipes."""
     folder = location.local_path
     if folder is None:
         return None if is_listed else Damage(key, "the file is missing")
     try:
         status = (folder / key).stat()
-        check_regular(status, folder / key)
+        check_regular(status, folder / key, max_bytes=max_bytes)
     except (FileNotFoundError, NotADirectoryError):
         return Damage(key, "the file is missing")
     except OSError as error:
-        return Damage(key, str(error.strerror), is_irregular=True)
+        return Damage(key, str(error.strerror), is_unreadable=True)
     return None
 
 
-def _check_failures(location: Location, manifest: Manifest, irregular: set[str]) -> Iterator[Damage]:
-    text = None if FAILURES_KEY in irregular else location.read(FAILURES_KEY)
+def _check_failures(location: Location, manifest: Manifest, unreadable: set[str]) -> Iterator[Damage]:
+    text = None if FAILURES_KEY in unreadable else location.read(FAILURES_KEY)
     if text is not None and hashlib.sha256(text).hexdigest() != manifest.failures_digest:
         yield Damage(FAILURES_KEY, "the file is not the one that was written")
 
 
-def _check_metadata(location: Location, manifest: Manifest, irregular: set[str]) -> Iterator[Damage]:
+def _check_metadata(location: Location, manifest: Manifest, unreadable: set[str]) -> Iterator[Damage]:
     """Compare the manifest and the arrays' metadata to the byte: what differs may mean something to another reader."""
     if location.read(MANIFEST_KEY) != manifest.to_json().encode():
         yield Damage(MANIFEST_KEY, "the file says what was written, and is not the same to the byte")
     for name, digest in manifest.metadata_digests.items():
         key = f"{name}/{METADATA_KEY}"
-        text = None if key in irregular else location.read(key)
+        text = None if key in unreadable else location.read(key)
         if text is not None and hashlib.sha256(text).hexdigest() != digest:
             yield Damage(key, "the file is not the one that was written")
 
 
-def _check_numbers(location: Location, manifest: Manifest, name: str, irregular: set[str]) -> Iterator[Damage]:
+def _check_numbers(location: Location, manifest: Manifest, name: str, unreadable: set[str]) -> Iterator[Damage]:
     """Check labels, or checksums where there are any."""
     if name not in _arrays(manifest):
         return
     metadata = (labels_metadata if name == LABELS else checksums_metadata)(manifest.num_images)
-    array = yield from _opened(location, name, lambda: read_array(location, name, metadata), irregular)
+    array = yield from _opened(location, name, lambda: read_array(location, name, metadata), unreadable)
     if array is None:
         return
     whole: list[NDArray[Any]] = []
@@ -174,7 +178,7 @@ def _check_numbers(location: Location, manifest: Manifest, name: str, irregular:
     for start in range(0, manifest.num_images, NUMBERS_PER_SHARD):
         stop = min(start + NUMBERS_PER_SHARD, manifest.num_images)
         file = f"{name}/{shard_key(start // NUMBERS_PER_SHARD, 1)}"
-        if file in irregular:
+        if file in unreadable:
             continue
         try:
             numbers = array[start:stop].read().result(timeout=READ_TIMEOUT_S)
@@ -200,12 +204,12 @@ def _are_as_packed(parts: list[NDArray[Any]], manifest: Manifest, name: str) -> 
 
 
 def _check_pixels(
-    location: Location, manifest: Manifest, irregular: set[str], on_progress: Callable[[int, int], None]
+    location: Location, manifest: Manifest, unreadable: set[str], on_progress: Callable[[int, int], None]
 ) -> Iterator[Damage]:
-    array = yield from _opened(location, PIXELS, lambda: open_pixels(location, manifest), irregular)
+    array = yield from _opened(location, PIXELS, lambda: open_pixels(location, manifest), unreadable)
     if array is None:
         return
-    pieces = _read_ahead(array, manifest, irregular)
+    pieces = _read_ahead(array, manifest, unreadable)
     for shard, group in groupby(pieces, key=lambda piece: piece[0] // manifest.shard_images):
         file = f"{PIXELS}/{shard_key(shard, 3)}"
         broken: dict[str, list[int]] = {}
@@ -234,12 +238,12 @@ def _readable(
         on_progress(stop, manifest.num_images)
 
 
-def _read_ahead(array: ts.TensorStore, manifest: Manifest, irregular: set[str]) -> Iterator[tuple[int, int, Images]]:
+def _read_ahead(array: ts.TensorStore, manifest: Manifest, unreadable: set[str]) -> Iterator[tuple[int, int, Images]]:
     """Runs of images ``start, stop`` with their words, each read while the one before is being looked at."""
     pieces = (
         (start, stop)
         for start, stop in _pieces(manifest)
-        if f"{PIXELS}/{shard_key(start // manifest.shard_images, 3)}" not in irregular
+        if f"{PIXELS}/{shard_key(start // manifest.shard_images, 3)}" not in unreadable
     )
     first_piece = next(pieces, None)
     if first_piece is None:
@@ -276,11 +280,11 @@ def _one_by_one(array: ts.TensorStore, start: int, stop: int) -> Images:
 
 
 def _opened(
-    location: Location, name: str, open_array: Callable[[], ts.TensorStore], irregular: set[str]
+    location: Location, name: str, open_array: Callable[[], ts.TensorStore], unreadable: set[str]
 ) -> Generator[Damage, None, ts.TensorStore | None]:
     """Returns the array, or None after yielding the damage that keeps it from being checked."""
     key = f"{name}/{METADATA_KEY}"
-    if key in irregular:
+    if key in unreadable:
         return None
     try:
         return open_array()

@@ -26,7 +26,7 @@ from scripts.torture_campaign.pack_bases import PackBase, Training
 from scripts.torture_campaign.pack_judging import judge_losses, judge_reader, judge_verify
 from scripts.torture_campaign.report import is_clean, table
 from scripts.torture_campaign.run_bases import RunBase
-from scripts.torture_campaign.run_kind import _compare, has_other_digits_alone, judge_evaluation, judge_replay
+from scripts.torture_campaign.run_kind import _compare, judge_evaluation, judge_replay
 from scripts.torture_campaign.verdict import Judgement, Verdict, judge_end
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the campaign counts on Linux")
@@ -264,17 +264,13 @@ def run_base(run, tmp_path):
 def test_a_resume_to_other_weights_or_records_is_wrong(run, run_base):
     from safetensors.numpy import save_file
 
-    assert _compare(run_base, run, are_digits=False).verdict is Verdict.HARMLESS
+    assert _compare(run_base, run).verdict is Verdict.HARMLESS
     text = (run / "loss.jsonl").read_text()
     (run / "loss.jsonl").write_text(text.replace('"loss": 0.5', '"loss": 0.6'))
-    assert has_other_digits_alone(run_base, run)
-    assert _compare(run_base, run, are_digits=True).verdict is Verdict.DOCUMENTED
-    assert _compare(run_base, run, are_digits=False).verdict is Verdict.WRONG
-    (run / "loss.jsonl").write_text(text + '{"step": 3, "loss": 1.0, "lr": 0.1}\n')
-    assert not has_other_digits_alone(run_base, run)
+    assert _compare(run_base, run).verdict is Verdict.WRONG
     (run / "loss.jsonl").write_text(text)
     save_file({"weight": -np.arange(6, dtype=np.float32)}, run / "model.safetensors")
-    assert "other weights" in _compare(run_base, run, are_digits=True).why
+    assert "other weights" in _compare(run_base, run).why
 
 
 def test_an_evaluation_that_lies_and_a_replay_that_passes_another_record_are_wrong(run, run_base, tmp_path):

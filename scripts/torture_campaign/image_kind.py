@@ -22,7 +22,7 @@ GROUP = 25
 NUM_SOUND = 6
 MOST_MB = 1_500.0
 DEEP_MB = 1_200.0
-"""With one worker, of the 16-bit images of 9,400 px: as 8-bit RGBA they have 350 MB."""
+"""With one worker, of the 16-bit images of 9,400 px: as 8-bit RGBA they have 350 MB, their files up to 530 MB."""
 MOST_LEVELS = 2
 """What may lie between the pack and Pillow: the crop is resized by itself, and rounded once more."""
 _TIMEOUT_S = 15.0

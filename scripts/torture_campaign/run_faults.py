@@ -263,4 +263,6 @@ def draw_run_fault(run: Path, base: RunBase, draw: random.Random) -> str:
 
 
 def _lines(path: Path) -> list[bytes]:
+    if not path.exists():  # a run that was asked for nothing has no control.jsonl
+        return []
     return path.read_bytes().splitlines(keepends=True)

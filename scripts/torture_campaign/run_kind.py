@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.torture_campaign.case import Case, Trial
-from scripts.torture_campaign.documented import DIGITS_OF_A_LOG
-from scripts.torture_campaign.oracle import columns, read_lines, read_tree, read_weights
+from scripts.torture_campaign.oracle import columns, read_tree, read_weights
 from scripts.torture_campaign.pack_bases import EVALUATION_KEYS, LOSS_KEYS
 from scripts.torture_campaign.run_bases import (
     RESUMED_STEPS,
@@ -65,13 +64,12 @@ class RunKind:
         # A resume writes, so it comes last: what it starts from is what the others have read.
         judge_tail(trial, run)
         is_replayed = bool(changed & {"config.json", "loss.jsonl", "eval.jsonl"}) or draw.random() < _REPLAYED_SHARE
-        are_digits = has_other_digits_alone(base, run)
         if changed & {"config.json", "model.safetensors", "result.json"} and not trial.has_hung:
             judge_evaluation(trial, base, run)
         if is_replayed and not trial.has_hung:
             judge_replay(trial, base, run)
         if not trial.has_hung:
-            judge_resume(trial, base, run, are_digits=are_digits)
+            judge_resume(trial, base, run)
 
 
 def changed_files(base: RunBase, run: Path) -> set[str]:
@@ -123,29 +121,17 @@ def other_records(base: RunBase, run: Path) -> str:
     return ""
 
 
-def has_other_digits_alone(base: RunBase, run: Path) -> bool:
-    """Return whether nothing but values of a log are changed: each line is of its step, and has its keys."""
-    changed = changed_files(base, run)
-    if not changed or not changed <= set(_LOGS):
-        return False
-    return all(
-        [(line.get("step"), *line) for line in read_lines(run / name)]
-        == [(line.get("step"), *line) for line in read_lines(base.folder / name)]
-        for name in changed
-    )
-
-
-def judge_resume(trial: Trial, base: RunBase, run: Path, *, are_digits: bool) -> None:
+def judge_resume(trial: Trial, base: RunBase, run: Path) -> None:
     """Go on with the run; its weights, losses and evaluations must come out as those of the sound run."""
     finished = trial.run(resume_command(run, steps=RESUMED_STEPS), timeout_s=_TRAINING_TIMEOUT_S)
     ended = _ended(finished, run)
     if ended is not None:
         trial.judge(ended)
         return
-    trial.judge(_compare(base, run, are_digits=are_digits))
+    trial.judge(_compare(base, run))
 
 
-def _compare(base: RunBase, run: Path, *, are_digits: bool) -> Judgement:
+def _compare(base: RunBase, run: Path) -> Judgement:
     name = "run-train"
     try:
         weights = read_weights(run / "model.safetensors")
@@ -158,8 +144,6 @@ def _compare(base: RunBase, run: Path, *, are_digits: bool) -> Judgement:
     evaluations = columns(run / "eval.jsonl", *EVALUATION_KEYS)
     for log, found, sound in (("loss.jsonl", losses, base.losses), ("eval.jsonl", evaluations, base.evaluations)):
         if found != sound:
-            if are_digits:
-                return Judgement(name, Verdict.DOCUMENTED, DIGITS_OF_A_LOG.name)
             same = [ours == theirs for ours, theirs in zip(found, sound, strict=False)]
             line = [*same, False].index(False) + 1
             return Judgement(name, Verdict.WRONG, f"resumed, and {log} differs from line {line} on")
