@@ -42,6 +42,7 @@ from engine.unpack import PixelScale
 from engine.updates.update import UpdateRule, Weights, init_update
 from models.registry import count_params
 from preprocess.memory import host_memory_bytes
+from preprocess.shards import ChangedShardError
 
 # A channel without any spread (a set of blank images) must not divide by zero: one level of 255 is the least.
 _LEAST_STD = 1 / 255
@@ -81,6 +82,8 @@ class Launch:
         stream: of what the program emits.
         num_params: learnable numbers.
         train_s: seconds from the launch to the end of the loop.
+        has_changed_data: whether `failure` found that the data were written to meanwhile, so that steps that were made
+            may have seen others.
 
     Raises:
         ValueError: for settings that do not fit each other or the data.
@@ -99,7 +102,7 @@ class Launch:
         board: ControlBoard | None = None,
     ) -> None:
         self.config, self.start, self._notify = config, start, notify
-        self.train_s = 0.0
+        self.train_s, self.has_changed_data = 0.0, False
         self.board, self.notices = board or ControlBoard(), Notices(notify)
         self._transport = choose_transport(config.transport, this_platform())
         self._chunk = choose_chunk(config.chunk_batches, self._transport)
@@ -371,7 +374,10 @@ class Launch:
         """Gives what went wrong: first on the host, in the order of cause and effect, then in the loop."""
         ends = (self._infeed, self._evaluation_infeed, self._outfeed, self.stream, self._transport)
         failures = [end.failure for end in ends if end is not None and end.failure is not None]
-        return failures[0] if failures else self._changed_data() or self._gave_up(state)
+        if failures:
+            self.has_changed_data |= isinstance(failures[0], ChangedShardError)
+            return failures[0]
+        return self._changed_data() or self._gave_up(state)
 
     def _changed_data(self) -> BaseException | None:
         """Return the error of a source whose files were written to in the midst of the run."""
@@ -379,7 +385,8 @@ class Launch:
             if isinstance(source, CheckedSource):
                 try:
                     source.check_unchanged()
-                except ValueError as error:
+                except Exception as error:  # noqa: BLE001 - a source of the user's own may raise anything
+                    self.has_changed_data = True
                     return error
         return None
 

@@ -156,7 +156,9 @@ class RecordedLaunch:
             int(state.step),
             int(state.num_evaluations),
         )
-        if is_whole and not isinstance(failure, NonFiniteError | LostFileError):
+        # Nor is a state worth going on from that other data than the run's may have gone into.
+        is_worth_it = not isinstance(failure, NonFiniteError | LostFileError) and not self._launch.has_changed_data
+        if is_whole and is_worth_it:
             tree = jax.tree.map(np.asarray, plain_keys(state))
             self._snapshots.submit(int(state.step), int(state.pulls), tree, self._folder_state())
         self._snapshots.close(_SNAPSHOT_TIMEOUT_S)
@@ -185,6 +187,12 @@ class RecordedLaunch:
             how = f"train with TrainConfig(run_dir={path!r}, resume=True) and the same {' and '.join(own)}"
         else:
             how = f"run-train --run-dir {shlex.quote(path)} --resume"
+        if self._launch.has_changed_data:
+            failure.add_note(
+                f"no snapshot was written of this end; where the newest, of step {snapshot_step}, is younger than the "
+                f"change, remove it from {self._folder.snapshots}: {how} goes on from the newest that is there"
+            )
+            return
         failure.add_note(f"the last good snapshot is that of step {snapshot_step}: {how} goes on from it")
 
     def _leave(self, result: TrainResult, failure: BaseException | None) -> BaseException | None:

@@ -33,8 +33,8 @@ _FAILED = ctypes.c_void_p(-1).value
 
 _ZEROS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # MAP_FIXED
 _SA_SIGINFO = 4
-# Where `siginfo_t` has the address, on Linux of 64 bits.
-_ADDRESS_AT = 16
+# Where `siginfo_t` has the cause and the address, on Linux of 64 bits. A cause above 0 is the system's own.
+_CODE_AT, _ADDRESS_AT = 8, 16
 _HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 
 
@@ -115,14 +115,14 @@ class _Guard:
 
     Attributes:
         regions: what `map_file` has mapped, by address. Changed without a lock: the thread that faults might hold it.
-        folders: files below these are mapped by TensorStore, how often each folder is watched.
-        num_torn: mappings of theirs that were torn.
+        folders: files below these are mapped by TensorStore: how many are watching each.
+        num_torn: mappings that were torn, by folder.
     """
 
     def __init__(self) -> None:
         self.regions: dict[int, _Region] = {}
         self.folders: dict[str, int] = {}
-        self.num_torn = 0
+        self.num_torn: dict[str, int] = {}
         self._handler = _HANDLER(self._answer)
         self._before = _SigAction()
         own = _SigAction(handler=ctypes.cast(self._handler, ctypes.c_void_p), flags=_SA_SIGINFO)
@@ -130,14 +130,17 @@ class _Guard:
             raise OSError(ctypes.get_errno(), "SIGBUS can't be handled")
 
     def _answer(self, number: int, info: int, _context: int) -> None:
+        is_fault = ctypes.c_int.from_address(info + _CODE_AT).value > 0
+        address = ctypes.c_uint64.from_address(info + _ADDRESS_AT).value
         try:
-            address = ctypes.c_uint64.from_address(info + _ADDRESS_AT).value
-            if self._tear_region(address) or self._tear_stores_mapping(address):
+            if is_fault and (self._tear_region(address) or self._tear_stores_mapping(address)):
                 return
-        except BaseException:  # noqa: BLE001 - nothing can be told from here: the fault takes its course
+        except BaseException:  # noqa: BLE001 - nothing can be said from here; the signal is then not this handler's
             pass
-        # The instruction faults again, and is answered as if this handler had never been there.
+        # As if this handler had never been there: a fault is raised again by its instruction, another signal by hand.
         _LIBC.sigaction(number, ctypes.byref(self._before), None)
+        if not is_fault:
+            os.kill(os.getpid(), number)
 
     def _tear_region(self, address: int) -> bool:
         for region in list(self.regions.values()):
@@ -150,14 +153,16 @@ class _Guard:
 
     def _tear_stores_mapping(self, address: int) -> bool:
         for line in Path("/proc/self/maps").read_bytes().splitlines():
-            # 7f00-7f10 r--s 00000000 fe:00 1234    /path, with what is no printable ASCII as it is
+            # 7f00-7f10 r--s 00000000 fe:00 1234    /path
             bounds, _, rest = line.partition(b" ")
             start, stop = (int(bound, 16) for bound in bounds.split(b"-"))
             if start <= address < stop:
                 path = os.fsdecode(rest.split(None, 4)[-1])
-                if not any(path.startswith(folder) for folder in self.folders):
+                watched = [folder for folder in list(self.folders) if path.startswith(folder)]
+                if not watched:
                     return False
-                self.num_torn += 1
+                for folder in watched:
+                    self.num_torn[folder] = self.num_torn.get(folder, 0) + 1
                 _map(start, stop - start, _ZEROS, -1)
                 return True
         return False
@@ -188,8 +193,8 @@ class WatchedFolder:
 
     @property
     def num_torn(self) -> int:
-        """Files that were torn so far, in this folder or another one."""
-        return 0 if self._guard is None else self._guard.num_torn
+        """How many files of the folder were torn so far."""
+        return 0 if self._guard is None else self._guard.num_torn.get(self._folder, 0)
 
 
 def _stop_watching(guard: _Guard, folder: str) -> None:

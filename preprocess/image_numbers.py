@@ -92,6 +92,7 @@ class ImageNumbers:
 
         Raises:
             ShardError: a shard file is missing, damaged, not the one that was packed, or does not come in time.
+            ChangedFileError: a mapped one was written to since numbers were read from it.
         """
         if self._num_images <= NUMBERS_PER_SHARD:
             return self._take(0, indices, deadline)
@@ -101,6 +102,11 @@ class ImageNumbers:
             rows = np.flatnonzero(parts == part)
             found[rows] = self._take(part, places[rows], deadline)
         return found
+
+    def look(self) -> None:
+        """Look at every mapped file once more; raises ChangedFileError where one was written to."""
+        if self._mapped is not None:
+            self._mapped.look()
 
     def _take(self, part: int, places: NDArray[np.int64], deadline: float) -> NDArray[Any]:
         if (held := self._held.get(part)) is not None:

@@ -36,8 +36,9 @@ _LEAST_NUMBERS_READ = 1 << 9
 _LOOK_EVERY_S = 1.0
 _MOST_LOOKS_A_S = 1_000
 
-# Inode, size in bytes and time of the last change in ns, which tell a file from one that takes its place.
-type _Identity = tuple[int, int, int]
+# Inode, size in bytes, and when content and inode were changed last in ns: they tell a file from one that takes its
+# place, and from what it was before somebody wrote to it, also where its time was put back.
+type _Identity = tuple[int, int, int, int]
 
 
 type ExpectedChecksums = Callable[[int, int], NDArray[np.uint32]]
@@ -176,7 +177,9 @@ class MappedShards:
         self._folder, self._rank = folder, rank
         self._num_chunks, self._shard_chunks = num_chunks, shard_chunks
         self._shape, self._dtype, self._checksum = chunk_shape, np.dtype(dtype), checksum
-        self._shards: dict[int, MappedShard | None] = {}  # None: of another form than is mapped
+        self._shards: dict[int, MappedShard] = {}
+        self._of_another_form: dict[int, _Identity] = {}
+        self._changed_path: str | None = None
         self._lock = threading.Lock()
 
     @staticmethod
@@ -207,42 +210,59 @@ class MappedShards:
         """Return the mapped shard of that number; None where its file is missing or of another form.
 
         Raises:
-            ChangedFileError: it was written to in its place, and what was handed out of it is another now.
+            ChangedFileError: a file was written to in its place, and what was handed out of it is another now; from
+                then on at every call.
         """
+        self._check_unchanged()
         shard = self._shards.get(number)
         if shard is not None and self._is_there(shard):
             return shard
-        if shard is None and number in self._shards:
-            return None
         with self._lock:
             if self._shards.get(number) is shard and len(self._shards) - (shard is not None) < MOST_MAPPED:
                 self._shards.pop(number, None)
-                path = os.fspath(self._folder / shard_key(number, self._rank))
-                # A file that cannot be opened or mapped now may be tomorrow: nothing is kept of it.
-                with suppress(OSError):
-                    self._shards[number] = self._map(number, path)
-                if shard is not None:
-                    self._compare_again(number, shard, self._shards.get(number))
+                self._map_again(number, shard)
+            self._check_unchanged()
             return self._shards.get(number)
 
     def look(self) -> None:
         """Look at every mapped file once more; raises ChangedFileError as `find`."""
         for number, shard in list(self._shards.items()):
-            if shard is not None:
-                shard.looked_s = -math.inf
-                self.find(number)
+            shard.looked_s = -math.inf
+            self.find(number)
+        self._check_unchanged()
 
-    def _compare_again(self, number: int, before: MappedShard, now: MappedShard | None) -> None:
-        """Compare what was handed out of a file with what it holds now, where the file is the same one (its inode)."""
+    def _check_unchanged(self) -> None:
+        if self._changed_path is not None:
+            raise ChangedFileError(self._changed_path)
+
+    def _map_again(self, number: int, before: MappedShard | None) -> None:
+        """Map a file for the first time, or one that is not what it was."""
+        path = os.fspath(self._folder / shard_key(number, self._rank))
+        # A file that cannot be opened or mapped now may be tomorrow: nothing is kept of it.
+        with suppress(OSError):
+            if number in self._of_another_form and self._of_another_form[number] == _identify(path):
+                return
+            shard = self._map(number, path)
+            if shard is not None:
+                self._shards[number] = shard
+            elif (found := _identify(path)) is not None:
+                self._of_another_form[number] = found
+        if before is not None and not self._is_as_before(number, before, self._shards.get(number)):
+            # Kept: the caller's step may never be taken, and then nobody would hear of it.
+            self._changed_path = before.path
+
+    def _is_as_before(self, number: int, before: MappedShard, now: MappedShard | None) -> bool:
+        """Return whether what was handed out of a file is what it holds now, where it is the same one (its inode)."""
         found = _identify(before.path)
         if found is None or found[0] != before.identity[0]:
-            return  # it was replaced or removed; what was mapped stayed as it was
+            return True  # it was replaced or removed; what was mapped stayed as it was
         slots = np.flatnonzero(np.unpackbits(before.checked, bitorder="little")[: len(before.chunks)])
         start = number * self._shard_chunks
         for slot in slots.tolist():
             expected = None if self._expected is None else int(self._expected(start + slot, start + slot + 1)[0])
             if now is None or not now.check(slot, np.array(now.chunks[slot]), expected):
-                raise ChangedFileError(before.path)
+                return False
+        return True
 
     def _is_there(self, shard: MappedShard) -> bool:
         """Whether the file is still the one that is mapped, as of a while ago."""
@@ -310,4 +330,4 @@ def _identify(path: str) -> _Identity | None:
 
 
 def _identity_of(found: os.stat_result) -> _Identity:
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns

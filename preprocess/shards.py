@@ -39,6 +39,7 @@ from preprocess.printable import printable
 from preprocess.splits import list_broken_splits, list_splits, list_unfinished_splits, read_manifest
 
 __all__ = [
+    "ChangedShardError",
     "LentImages",
     "ShardError",
     "ShardSplit",
@@ -53,6 +54,10 @@ _BLAME_TIMEOUT_S = 10.0
 """How long the damaged image is looked for after a failed read, in seconds."""
 
 _READ_ERRORS = (ValueError, OSError, RuntimeError)
+
+
+class ChangedShardError(ShardError):
+    """A shard file was written to while it was being read: images that were used already may have been others."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +155,7 @@ class ShardSplit:
         deadline = time.monotonic() + timeout_s
         stored = self._open_array()
         self._take_labels(indices, labels, deadline)
-        expected = None if self._checksums is None else self._checksums.read(indices, deadline)
+        expected = self._expected(indices, deadline)
         rows = np.arange(len(indices))
         if self._mapped is not None:
             with self._naming_changed_files():
@@ -182,7 +187,7 @@ class ShardSplit:
         if self._mapped is None or not self._mapped.lends or not len(indices):
             return None
         deadline = time.monotonic() + timeout_s
-        expected = None if self._checksums is None else self._checksums.read(indices, deadline)
+        expected = self._expected(indices, deadline)
         with self._naming_changed_files():
             lent = self._mapped.lend(indices, expected)
         if lent is None:
@@ -194,11 +199,12 @@ class ShardSplit:
         """Look at every file that images were copied from once more, after the last of them was used.
 
         Raises:
-            ShardError: one was written to in its place, so that images may have been others than those packed.
+            ChangedShardError: one was written to in its place, so that images may have been others than those packed.
         """
-        if self._mapped is not None:
-            with self._naming_changed_files():
-                self._mapped.look()
+        with self._naming_changed_files():
+            for files in (self._mapped, self._labels, self._checksums):
+                if files is not None:
+                    files.look()
 
     def cut_message(self, path: str) -> str:
         """Return what to say of a file that was cut short while it was being read."""
@@ -209,10 +215,17 @@ class ShardSplit:
         try:
             yield
         except ChangedFileError as error:
-            raise ShardError(
+            raise ChangedShardError(
                 f"{printable(str(error))} was written to while it was being read, and other pixels may have been used "
                 f"in the last seconds; stop what writes there and restore the file: {self._remedy()}"
             ) from error
+
+    def _expected(self, indices: NDArray[np.int64], deadline: float) -> NDArray[np.uint32] | None:
+        """Return the checksums of images by the split's record of them; None where it has none."""
+        if self._checksums is None:
+            return None
+        with self._naming_changed_files():
+            return self._checksums.read(indices, deadline)
 
     def _read_checksums(self, start: int, stop: int) -> NDArray[np.uint32]:
         assert self._checksums is not None
@@ -252,7 +265,8 @@ class ShardSplit:
     def _take_labels(self, indices: NDArray[np.int64], labels: NDArray[np.int32], deadline: float) -> None:
         """Hand out labels, and refuse those of no class."""
         assert self._labels is not None
-        found = self._labels.read(indices, deadline)
+        with self._naming_changed_files():
+            found = self._labels.read(indices, deadline)
         labels[:] = found
         if found.max() >= self.num_classes:
             index = int(indices[int(found.argmax())])

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 
@@ -68,3 +69,29 @@ with open_split(sys.argv[1], "train") as split:
         [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
     )
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+FOREIGN = """
+import ctypes, mmap, os, signal, sys
+import numpy as np
+from preprocess.file_maps import map_file
+
+path, kind = sys.argv[1:]
+file = os.open(path, os.O_RDONLY)
+mapped = map_file(file, 1 << 20)
+if kind == "fault":
+    other = mmap.mmap(file, 1 << 20, prot=mmap.PROT_READ)
+    os.truncate(path, 0)
+    other[5000]
+os.kill(os.getpid(), signal.SIGBUS)
+print("survived")
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs the handler, which is Linux's")
+@pytest.mark.parametrize("kind", ["fault", "signal"])
+def test_a_fault_of_others_and_a_signal_by_hand_end_the_process_as_ever(tmp_path, kind):
+    (tmp_path / "file").write_bytes(bytes(1 << 20))
+    arguments = [sys.executable, "-c", FOREIGN, str(tmp_path / "file"), kind]
+    ended = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (-signal.SIGBUS, "")

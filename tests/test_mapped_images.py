@@ -299,6 +299,11 @@ def test_a_file_that_goes_or_is_cut_is_told_as_ever(data):
             file.truncate(1000)
         with pytest.raises(ShardError, match=r"pixels/c/0/0/0 was written to while it was being read"):
             read(split, [0])
+        # Images of it may have been used: nothing more is read by whoever did.
+        for images in ([0], [8, 9]):
+            with pytest.raises(ShardError, match=r"pixels/c/0/0/0 was written to while it was being read"):
+                read(split, images)
+    with open_split(str(data), "train") as split:
         with pytest.raises(ShardError, match=r"image 0 in pixels/c/0/0/0: "):
             read(split, [0])
         read(split, [8, 9])

@@ -14,11 +14,11 @@ from engine.config import TrainConfig
 from engine.run import train
 from preprocess import image_numbers, mapped_images, mapped_shards
 from preprocess.inspect_cli import main
-from preprocess.shards import ShardError, open_split
+from preprocess.shards import ChangedShardError, ShardError, open_split
 from preprocess.splits import list_broken_splits
 from preprocess.verify import verify_split
 from tests.fake_source import fake_source, pack, packed_words
-from tests.toy import Linear, toy_config
+from tests.toy import BATCH, SIZE, Linear, toy_batch, toy_config
 
 SMALL, LARGE = 4, 64
 
@@ -223,8 +223,36 @@ def test_a_file_written_to_in_its_place_is_told_unless_it_holds_the_same(tmp_pat
         content[7] ^= 1
         with path.open("r+b") as file:
             file.write(content)
-        with pytest.raises(ShardError, match=r"pixels/c/0/0/0 was written to while it was being read"):
+        for _ in range(2):  # whoever asks later hears of it too
+            with pytest.raises(ChangedShardError, match=r"pixels/c/0/0/0 was written to while it was being read"):
+                split.check_unchanged()
+
+
+def test_a_file_written_to_whose_time_was_put_back_is_told(tmp_path):
+    pack(fake_source(12, size=LARGE), tmp_path)
+    path = shard_file(tmp_path, 0)
+    with open_split(str(tmp_path), "train") as split:
+        split.read_into(np.arange(4), np.zeros((4, LARGE, LARGE), np.uint32), np.zeros(4, np.int32), timeout_s=30)
+        times = path.stat()
+        with path.open("r+b") as file:
+            file.write(bytes(64))
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        with pytest.raises(ChangedShardError):
             split.check_unchanged()
+
+
+def test_a_file_of_another_form_is_mapped_once_it_is_restored(tmp_path):
+    source = fake_source(12, size=LARGE)
+    pack(source, tmp_path)
+    path = shard_file(tmp_path, 0)
+    content = path.read_bytes()
+    path.write_bytes(content + b"more")
+    with open_split(str(tmp_path), "train") as split:
+        assert split.lend(np.array([0]), np.zeros(1, np.int32), timeout_s=10) is None
+        path.write_bytes(content)
+        lent = split.lend(np.array([0]), np.zeros(1, np.int32), timeout_s=10)
+        assert lent is not None
+        np.testing.assert_array_equal(lent.images[0], packed_words(source)[0][0])
 
 
 class ActOnce:
@@ -260,6 +288,23 @@ def test_a_run_whose_data_were_written_to_ends_with_an_error(tmp_path, monkeypat
     config = toy_config(data=str(tmp_path / "data"), num_classes=None, steps=40, batch=4, run_dir=str(tmp_path / "run"))
     with pytest.raises(ShardError, match="pixels/c/0/0/0 was written to while it was being read"):
         train(config, model=Linear(), sinks=[ActOnce(overwrite)])
+    assert (tmp_path / "run/model.safetensors").exists()
+    assert '"stopped_by": "error"' in (tmp_path / "run/result.json").read_text()
+    assert not (tmp_path / "run/snapshots").exists()  # nobody is to go on from such a state
+
+
+def test_a_source_that_says_afterwards_that_its_data_changed_ends_the_run_with_its_weights_written(tmp_path):
+    class Source:
+        batch, height, width, thread_safe = BATCH, SIZE, SIZE, False
+
+        def fill(self, step, pixels, labels, *, timeout_s):
+            pixels[...], labels[...] = toy_batch(step)
+
+        def check_unchanged(self):
+            raise RuntimeError("the camera was moved")
+
+    with pytest.raises(RuntimeError, match="the camera was moved"):
+        train(toy_config(run_dir=str(tmp_path / "run")), model=Linear(), batches=Source())
     assert (tmp_path / "run/model.safetensors").exists()
 
 
