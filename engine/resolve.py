@@ -296,6 +296,7 @@ def _packed(config: TrainConfig, stack: ExitStack, notify: Callable[[str], None]
     if choice.is_demo:
         make_demo(Path(choice.data), notify)
     split = stack.enter_context(open_split(choice.data, config.split))
+    split.load_numbers(timeout_s=config.infeed_timeout_s)
     manifest = split.manifest
     if manifest.format_version == 1:
         notify(
@@ -320,6 +321,7 @@ def _packed(config: TrainConfig, stack: ExitStack, notify: Callable[[str], None]
     evaluation, eval_digest = None, None
     if (name := choose_eval_split(config, choice.data)) is not None:
         eval_split = stack.enter_context(open_split(choice.data, name))
+        eval_split.load_numbers(timeout_s=config.infeed_timeout_s)
         _check_same_classes(manifest, eval_split.manifest, name)
         evaluation = SequentialBatches(eval_split, batch=config.batch)
         eval_digest = manifest_digest_of(eval_split.manifest)

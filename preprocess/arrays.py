@@ -154,6 +154,13 @@ def shard_key(shard: int, rank: int) -> str:
     return "/".join(["c", str(shard), *["0"] * (rank - 1)])
 
 
+def cut_short(found_bytes: int, expected_bytes: int) -> str | None:
+    """Return in words that a shard file is shorter than it should be; None where it is not."""
+    if found_bytes >= expected_bytes:
+        return None
+    return f"the shard file is truncated, it has {found_bytes:,} of {expected_bytes:,} bytes"
+
+
 def damage(error: BaseException) -> str:
     """Why a chunk can't be read, in words where the cause is a common one."""
     text = reason(error)

@@ -16,6 +16,7 @@ from preprocess.arrays import CHECKSUMS, CODECS, LABELS, NUMBERS_PER_SHARD, PIXE
 from preprocess.listing import MAX_CLASSES, ImageClass
 from preprocess.location import ShardError
 from preprocess.pixels import LAYOUTS, Layout, words_of_row
+from preprocess.shard_index import CHECKSUM_BYTES, ENTRY
 
 FORMAT_VERSION = 2
 """The version that is written. Version 1, which is still read, has no ``checksums/``, and in its manifest no digests of
@@ -146,6 +147,14 @@ class Manifest:
     def image_bytes(self) -> int:
         """Bytes of one image in memory as it is stored, without codec and checksum."""
         return self.height * self.row_words * 4
+
+    def shard_bytes(self, shard: int) -> int | None:
+        """The size of shard file ``shard`` of ``pixels/``; None where the codec decides."""
+        if self.codec != "raw":
+            return None
+        start, stop = self.shard_range(shard)
+        stored_bytes = self.image_bytes + CHECKSUM_BYTES * self.checksum
+        return (stop - start) * stored_bytes + self.shard_images * ENTRY.size + CHECKSUM_BYTES
 
     @property
     def max_shard_bytes(self) -> int:

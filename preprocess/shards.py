@@ -22,6 +22,7 @@ from preprocess.arrays import (
     NUMBERS_PER_SHARD,
     PIXELS,
     checksums_metadata,
+    cut_short,
     damage,
     labels_metadata,
     pixels_metadata,
@@ -195,6 +196,16 @@ class ShardSplit:
         self._take_labels(indices, labels, deadline)
         return LentImages(*lent, self)
 
+    def load_numbers(self, *, timeout_s: float) -> None:
+        """Read the labels and checksums of the split's beginning now, so that damage is told before other work.
+
+        Raises:
+            ShardError: as `read_into`, of labels and checksums.
+        """
+        first, deadline = np.zeros(1, np.int64), time.monotonic() + timeout_s
+        self._expected(first, deadline)
+        self._take_labels(first, np.empty(1, np.int32), deadline)
+
     def check_unchanged(self) -> None:
         """Look at every file that images were copied from once more, after the last of them was used.
 
@@ -302,6 +313,8 @@ class ShardSplit:
         stored = self._open_array()
         deadline = time.monotonic() + _BLAME_TIMEOUT_S
         for index in np.unique(indices).tolist():
+            if (cut := self._cut_words(index // self.manifest.shard_images)) is not None:
+                return f"{self._name()}: image {index} in {self._shard_file(index)}: {cut}; {self._remedy()}"
             try:
                 stored[index].read().result(timeout=max(0.0, deadline - time.monotonic()))
             except TimeoutError:
@@ -309,6 +322,17 @@ class ShardSplit:
             except _READ_ERRORS as cause:
                 return f"{self._name()}: image {index} in {self._shard_file(index)}: {damage(cause)}; {self._remedy()}"
         return f"{self._name()}: {reason(error)} (a second read succeeded); check the disk or the network"
+
+    def _cut_words(self, shard: int) -> str | None:
+        """Return in words that a local shard file is shorter than its images; None where it is not."""
+        folder, expected = self.location.local_path, self.manifest.shard_bytes(shard)
+        if folder is None or expected is None:
+            return None
+        try:
+            found = (folder / PIXELS / shard_key(shard, 3)).stat().st_size
+        except OSError:
+            return None
+        return cut_short(found, expected)
 
     def _shard_file(self, index: int) -> str:
         return f"{PIXELS}/{shard_key(index // self.manifest.shard_images, 3)}"

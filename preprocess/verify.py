@@ -23,6 +23,7 @@ from preprocess.arrays import (
     NUMBERS_PER_SHARD,
     PIXELS,
     checksums_metadata,
+    cut_short,
     damage,
     labels_metadata,
     read_array,
@@ -214,10 +215,21 @@ def _check_pixels(
         file = f"{PIXELS}/{shard_key(shard, 3)}"
         broken: dict[str, list[int]] = {}
         found = words_digest(_readable(group, broken, manifest, on_progress))
+        cut = _cut_words(location, manifest, shard) if broken else None
+        if cut is not None:
+            broken = {cut: sorted(index for indices in broken.values() for index in indices)}
         for what, indices in broken.items():
             yield Damage(file, what, tuple(indices))
         if not broken and found != manifest.shard_digests[shard]:
             yield Damage(file, "its images are not those that were packed in this file")
+
+
+def _cut_words(location: Location, manifest: Manifest, shard: int) -> str | None:
+    folder, expected = location.local_path, manifest.shard_bytes(shard)
+    file = None if folder is None else folder / PIXELS / shard_key(shard, 3)
+    if file is None or expected is None or not file.exists():
+        return None
+    return cut_short(file.stat().st_size, expected)
 
 
 def _readable(

@@ -1,5 +1,6 @@
 """Recipes: every shipped one can be run as it says, and a file that is none is refused with its name and the remedy."""
 
+import os
 import re
 import shlex
 import subprocess
@@ -215,7 +216,7 @@ def test_a_file_that_is_no_recipe_is_refused(before, after, message, tmp_path):
 def test_what_cannot_be_read_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"none\.toml: a recipe must be a file that can be read \(No such file"):
         load_recipe(tmp_path / "none.toml")
-    with pytest.raises(ValueError, match=r"a recipe must be a file that can be read \(Is a directory\)"):
+    with pytest.raises(ValueError, match=r"a recipe must be a file that can be read \(it is a folder, not a file\)"):
         load_recipe(f"{tmp_path}/")
     (tmp_path / "latin.toml").write_bytes(SOUND.replace('"s"', '"é"').encode("latin-1"))
     with pytest.raises(ValueError, match=r"latin\.toml: a recipe must be TOML in UTF-8: 'utf-8' codec"):
@@ -236,3 +237,17 @@ def test_recipes_do_not_wait_for_jax():
         "assert not {'jax', 'numpy', 'tensorstore'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=FOLDER.parents[1])
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("kind", ["pipe", "device", "nested"])
+def test_a_file_that_would_be_read_without_end_is_refused(tmp_path, kind):
+    path = tmp_path / "recipe.toml"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.write_text("a = " + "[" * 100_000)
+    with pytest.raises(ValueError, match=r"recipe\.toml: a recipe must be "):
+        load_recipe(path)

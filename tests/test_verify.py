@@ -94,7 +94,10 @@ def test_a_truncated_shard_file_is_one_line(tmp_path, keep, num_images):
     pack(fake_source(num_images), tmp_path, shard_images=8)
     shard = tmp_path / "train/pixels/c/0/0/0"
     shard.write_bytes(shard.read_bytes()[:keep])
-    assert damages(tmp_path) == [f"pixels/c/0/0/0: images 0–{min(num_images, 8) - 1}: the shard file is truncated"]
+    count = min(num_images, 8)
+    num_bytes = count * (64 + 4) + 8 * 16 + 4
+    words = f"the shard file is truncated, it has {keep} of {num_bytes} bytes"
+    assert damages(tmp_path) == [f"pixels/c/0/0/0: images 0–{count - 1}: {words}"]
 
 
 def test_what_a_pack_killed_at_its_end_leaves_is_explained(data):

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import COUNTED_IN_EPOCHS, TrainConfig
+from preprocess.regular_file import read_regular
 
 _FOLDER = Path(__file__).parent
+_MAX_BYTES = 1 << 20
 _SUFFIX = ".toml"
 _TEXTS = {
     "summary": "what is trained, in a line",
@@ -84,10 +86,10 @@ def load_recipe(name_or_path: str | os.PathLike[str]) -> LoadedRecipe:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(read_regular(path, max_bytes=_MAX_BYTES).decode("utf-8"))
     except OSError as error:
         raise ValueError(f"{path}: a recipe must be a file that can be read ({error.strerror})") from error
-    except ValueError as error:  # of the syntax, or of the encoding
+    except (ValueError, RecursionError) as error:  # of the syntax, or of the encoding
         raise ValueError(f"{path}: a recipe must be TOML in UTF-8: {error}") from error
 
 
