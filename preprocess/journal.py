@@ -6,8 +6,8 @@ or decoded twice. The journal is deleted once the manifest stands.
 
 from __future__ import annotations
 
-import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from preprocess.arrays import PIXELS, shard_key
 from preprocess.channels import ChannelSums
+from preprocess.json_digest import json_digest
 from preprocess.location import Location, ShardError
 from preprocess.manifest import FAILURES_KEY
 from preprocess.owner import Owner
@@ -105,17 +106,24 @@ class ShardRecord:
             "digest": self.digest,
             "checksums": self.checksums.tolist(),
         }
-        return json.dumps(values | {_RECORD_DIGEST: _digest(values)})
+        return json.dumps(values | {_RECORD_DIGEST: json_digest(values)})
 
     @classmethod
-    def from_json(cls, text: bytes) -> ShardRecord:
+    def from_json(cls, text: bytes, *, format_version: int, has_checksums: bool) -> ShardRecord:
         """Read what `to_json` wrote; raises KeyError, TypeError or ValueError when it is something else.
 
-        A record of format version 1 has neither checksums nor a digest.
+        Args:
+            text: the record.
+            format_version: of the pack. A record of version 1 may have neither checksums nor a digest.
+            has_checksums: whether the images of the pack have checksums.
         """
         values: dict[str, Any] = dict(json.loads(text))
-        if "checksums" in values and values.pop(_RECORD_DIGEST) != _digest(values):
+        is_first = format_version == 1 and not {"checksums", _RECORD_DIGEST} & values.keys()
+        if not is_first and values.pop(_RECORD_DIGEST) != json_digest(values):
             raise ValueError("the record is not what was written")
+        num_checksums = len(values["labels"]) if has_checksums and not is_first else 0
+        if len(values.get("checksums", ())) != num_checksums:
+            raise ValueError(f"the record has {len(values['checksums'])} checksums, not {num_checksums}")
         sums = values["sums"]
         return cls(
             start=values["start"],
@@ -167,8 +175,11 @@ class Journal:
         if self._owner is not None:
             self._owner.check()
 
-    def records(self) -> list[ShardRecord]:
-        """The records of the shards 0, 1, 2, … up to the first one that is unfinished or whose file is gone.
+    def records(self, plan: Mapping[str, Any]) -> list[ShardRecord]:
+        """Return the records of the shards 0, 1, 2, … up to the first one that is unfinished or whose file is gone.
+
+        Args:
+            plan: what the records were made from.
 
         Raises:
             ShardError: a record is not readable or does not continue the one before.
@@ -181,7 +192,9 @@ class Journal:
             if keys[shard] != key:
                 break
             try:
-                record = ShardRecord.from_json(text or b"")
+                record = ShardRecord.from_json(
+                    text or b"", format_version=plan["format_version"], has_checksums=plan["checksum"]
+                )
             except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
                 raise ShardError(self._damaged(key)) from error
             if record.start != (records[-1].stop if records else 0):
@@ -203,7 +216,3 @@ class Journal:
 
 def _record_key(shard: int) -> str:
     return f"{_RECORDS}{shard:08d}.json"
-
-
-def _digest(values: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(values).encode()).hexdigest()

@@ -5,7 +5,6 @@ Owns the manifest's fields, their checks and its strict JSON form. Does not touc
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from preprocess.arrays import CHECKSUMS, CODECS, LABELS, NUMBERS_PER_SHARD, PIXELS, Codec
+from preprocess.json_digest import json_digest
 from preprocess.listing import MAX_CLASSES, ImageClass
 from preprocess.location import ShardError
 from preprocess.pixels import LAYOUTS, Layout, words_of_row
@@ -24,6 +24,9 @@ these, of the shard files of the labels and of the arrays' metadata."""
 _READABLE_VERSIONS = (1, 2)
 MANIFEST_KEY = "manifest.json"
 FAILURES_KEY = "failures.jsonl"
+NO_MANIFEST_REMEDY = "restore that file, or clear the split's folder yourself and pack again"
+"""What to do where a manifest is gone or not recognised as one. Even with --overwrite, packing then refuses the folder,
+which could be anybody's."""
 
 _SINCE_VERSION_2 = ("label_digests", "checksum_digests", "metadata_digests")
 # Blosc adds 16 bytes to what it can't compress, the checksum 4, the index 16.
@@ -186,7 +189,7 @@ class Manifest:
         """The manifest as JSON text, the same bytes for the same manifest."""
         document = self._document()
         # Escapes, because a class folder's name need not be UTF-8.
-        return json.dumps(document | {_DIGEST_KEY: _digest(document)}, indent=1) + "\n"
+        return json.dumps(document | {_DIGEST_KEY: json_digest(document)}, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str | bytes, *, where: str = MANIFEST_KEY) -> Manifest:
@@ -196,22 +199,26 @@ class Manifest:
             ShardError: not JSON, an unknown or missing key, a newer format version, a value out of its range, or any
                 value that is not the one that was written.
         """
-        remedy = "restore the file, or clear the split's folder yourself and pack again"
         try:
             document = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ShardError(f"{where}: not valid JSON ({error}); {remedy}") from error
+            raise ShardError(f"{where}: not valid JSON ({error}); {NO_MANIFEST_REMEDY}") from error
         if not isinstance(document, dict):
-            raise ShardError(f"{where}: a manifest is a JSON object, found {type(document).__name__}; {remedy}")
+            found = type(document).__name__
+            raise ShardError(f"{where}: a manifest is a JSON object, found {found}; {NO_MANIFEST_REMEDY}")
         try:
             return cls._from_document(document)
         except ShardError as error:
             raise ShardError(f"{where}: {error}") from None
 
     @classmethod
-    def _from_document(cls, document: dict[str, Any]) -> Manifest:
+    def _check_keys(cls, document: dict[str, Any]) -> set[str]:
+        """Return the keys that a manifest of the document's version has; raise ShardError where it has others."""
         # The version comes first: another version may well have other keys.
-        _check_version(document.get("format_version"))
+        if "format_version" in document:
+            _check_version(document["format_version"])
+        if lacking := sorted(_TELLING_KEYS - document.keys()):
+            raise ShardError(f"missing key {', '.join(lacking)}; {NO_MANIFEST_REMEDY}")
         known = {each.name for each in fields(cls)} | {_DIGEST_KEY}
         if document["format_version"] == 1:
             known -= set(_SINCE_VERSION_2)
@@ -220,6 +227,11 @@ class Manifest:
                 raise ShardError(
                     f"{kind} key {', '.join(sorted(keys))}; restore the file or pack again with --overwrite"
                 )
+        return known
+
+    @classmethod
+    def _from_document(cls, document: dict[str, Any]) -> Manifest:
+        known = cls._check_keys(document)
         values = dict(document)
         noted = values.pop(_DIGEST_KEY)
         lists = [name for name in _LISTS if name in known]
@@ -233,16 +245,12 @@ class Manifest:
         for name in lists:
             values[name] = tuple(values[name])
         manifest = cls(**values)
-        if noted != _digest(manifest._document()):
+        if noted != json_digest(manifest._document()):
             raise ShardError(
                 f"some value was changed after packing ({_DIGEST_KEY} does not match); restore the file or pack the "
                 "split again with --overwrite"
             )
         return manifest
-
-
-def _digest(document: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 def is_manifest(text: bytes) -> bool:

@@ -123,7 +123,7 @@ def _pack(
     if manifest is not None:
         journal.delete()
         return PackResult(manifest, read_failures(location), was_complete=True, num_resumed=0)
-    records = journal.records()
+    records = journal.records(plan)
     num_resumed = records[-1].stop if records else 0
     total = len(source)
     writer = ShardWriter(location, journal, settings, total, records)

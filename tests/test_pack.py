@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,8 +21,9 @@ from preprocess import pack as pack_module
 from preprocess import pipeline, shard_file
 from preprocess import plan as plan_module
 from preprocess.arrays import create_array
+from preprocess.channels import ChannelSums
 from preprocess.decode import ResizeRule
-from preprocess.journal import Journal, read_failures
+from preprocess.journal import Journal, ShardRecord, read_failures
 from preprocess.listing import ImageClass
 from preprocess.location import Location, ShardError, open_location
 from preprocess.pack import PackProgress, pack_split
@@ -200,6 +202,36 @@ def test_a_damaged_journal_is_named(tmp_path, source):
         ShardError, match=r"journal/shards/00000001.json: the journal .* is damaged; pack with --overwrite"
     ):
         pack(source, tmp_path)
+
+
+@pytest.mark.parametrize("removed", [(), ("checksums",), ("sha256",), ("checksums", "sha256")])
+def test_a_record_whose_labels_were_altered_is_damaged(tmp_path, source, removed):
+    with pytest.raises(KeyboardInterrupt):
+        pack(source.but(raising={13: KeyboardInterrupt()}), tmp_path)
+    path = tmp_path / "train/journal/shards/00000001.json"
+    record = json.loads(path.read_text())
+    record["labels"] = record["labels"][::-1]
+    path.write_text(json.dumps({key: value for key, value in record.items() if key not in removed}))
+    with pytest.raises(ShardError, match=r"00000001.json: the journal .* is damaged; pack with --overwrite"):
+        pack(source, tmp_path)
+
+
+def shard_record(**changes):
+    record = ShardRecord(0, 2, np.array([0, 1], np.uint16), (), ChannelSums(), "0" * 64, np.array([5, 6], np.uint32))
+    return replace(record, **changes)
+
+
+def test_the_order_of_the_keys_of_a_record_plays_no_part():
+    values = json.loads(shard_record().to_json())
+    text = json.dumps(dict(sorted(values.items(), reverse=True))).encode()
+    assert ShardRecord.from_json(text, format_version=2, has_checksums=True).stop == 2
+
+
+@pytest.mark.parametrize(("num_checksums", "has_checksums"), [(0, True), (1, True), (3, True), (1, False), (2, False)])
+def test_a_record_has_a_checksum_for_each_image_or_none(num_checksums, has_checksums):
+    text = shard_record(checksums=np.zeros(num_checksums, np.uint32)).to_json().encode()
+    with pytest.raises(ValueError, match=f"the record has {num_checksums} checksums, not {2 * has_checksums}"):
+        ShardRecord.from_json(text, format_version=2, has_checksums=has_checksums)
 
 
 @pytest.mark.parametrize("gap", [-1, 1])
