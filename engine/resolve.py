@@ -28,7 +28,8 @@ from engine.train_state import TrainModel
 from models.model import Model
 from models.registry import build_model, model_names
 from preprocess.manifest import Manifest
-from preprocess.shards import list_broken_splits, list_splits, list_unfinished_splits, open_split
+from preprocess.shards import open_split
+from preprocess.splits import SplitNames, find_splits
 
 _OWN_BATCHES = "batches of your own"
 _USUAL_EVAL_SPLITS = ("val", "test")
@@ -189,9 +190,12 @@ def check_beginning(
     is_evaluated = own_evaluation
     if not own_batches and not config.synthetic:
         choice = choose_data(config.data)
-        chosen = choose_eval_split(config, choice.data)
         if config.eval_split is None:
-            _check_none_is_unfinished(config, choice.data, chosen)
+            splits = find_splits(choice.data)
+            chosen = _usual_eval_split(config, splits)
+            _check_none_is_unfinished(config, choice.data, chosen, splits)
+        else:
+            chosen = choose_eval_split(config, choice.data)
         # The demo set may still have to be made.
         is_evaluated |= choice.is_demo or chosen is not None
     if config.eval_every_steps and not is_evaluated:
@@ -208,15 +212,15 @@ def check_beginning(
         )
 
 
-def _check_none_is_unfinished(config: TrainConfig, data: str, chosen: str | None) -> None:
+def _check_none_is_unfinished(config: TrainConfig, data: str, chosen: str | None, splits: SplitNames) -> None:
     """Raise ValueError where a usual split that goes before the chosen one is unfinished, or has lost its manifest."""
-    missing = [*takewhile(lambda name: name != chosen, (name for name in _USUAL_EVAL_SPLITS if name != config.split))]
-    if missing and (found := set(missing).intersection(list_unfinished_splits(data))):
+    missing = {*takewhile(lambda name: name != chosen, (name for name in _USUAL_EVAL_SPLITS if name != config.split))}
+    if found := missing.intersection(splits.unfinished):
         raise ValueError(
             f"the split to evaluate on must be complete, and the packing of {data.rstrip('/')}/{min(found)} was begun "
             "and not finished: run the same preprocess-imagenet command again, or give --eval-split, another or off"
         )
-    if missing and (found := set(missing).intersection(list_broken_splits(data))):
+    if found := missing.intersection(splits.broken):
         raise ValueError(
             f"the split to evaluate on must have its manifest.json, and {data.rstrip('/')}/{min(found)} has lost it: "
             "restore that file, or give --eval-split, another or off"
@@ -349,8 +353,11 @@ def choose_eval_split(config: TrainConfig, data: str) -> str | None:
         return None
     if config.eval_split is not None:
         return config.eval_split
-    there = list_splits(data)
-    return next((name for name in _USUAL_EVAL_SPLITS if name in there and name != config.split), None)
+    return _usual_eval_split(config, find_splits(data))
+
+
+def _usual_eval_split(config: TrainConfig, splits: SplitNames) -> str | None:
+    return next((name for name in _USUAL_EVAL_SPLITS if name in splits.complete and name != config.split), None)
 
 
 def _check_same_classes(train: Manifest, evaluation: Manifest, name: str) -> None:

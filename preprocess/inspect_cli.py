@@ -18,6 +18,7 @@ from preprocess.guarded_output import GuardedCommand
 if TYPE_CHECKING:
     from preprocess.location import Location
     from preprocess.manifest import Manifest
+    from preprocess.splits import SplitNames
     from preprocess.verify import Damage
 
 WRONG, STOPPED = 2, 130
@@ -66,17 +67,14 @@ def _run(dest: str, wanted: tuple[str, ...], *, verify: bool, grid: Path | None,
     if grid is not None:
         _check_grid(grid)
     from preprocess.location import open_location
-    from preprocess.splits import list_broken_splits, read_manifest
+    from preprocess.splits import find_splits, lost_manifest, read_manifest
 
     location = open_location(dest)
-    broken = () if wanted else list_broken_splits(dest)
+    found = None if wanted else find_splits(dest)
+    broken = () if found is None else found.broken
     for name in broken:
-        click.echo(
-            f"{location.display}{name}/ holds files of a split and has lost its manifest.json: restore that file, or "
-            "pack the split again with --overwrite",
-            err=True,
-        )
-    names = wanted or _complete_splits(dest, location, is_any_broken=bool(broken))
+        click.echo(lost_manifest(location.child(name)), err=True)
+    names = wanted if found is None else _complete_splits(dest, location, found)
     manifests = {name: read_manifest(location, name) for name in names}
     if not as_json:
         for name, manifest in manifests.items():
@@ -93,20 +91,18 @@ def _run(dest: str, wanted: tuple[str, ...], *, verify: bool, grid: Path | None,
     return not any(damages.values()) and not (verify and broken)
 
 
-def _complete_splits(dest: str, location: Location, *, is_any_broken: bool) -> tuple[str, ...]:
+def _complete_splits(dest: str, location: Location, found: SplitNames) -> tuple[str, ...]:
     """Return the names of the complete splits; says which are unfinished, and raises ShardError where there is none."""
     from preprocess.location import ShardError
-    from preprocess.splits import list_splits, list_unfinished_splits
 
-    unfinished = list_unfinished_splits(dest)
-    for name in unfinished:
+    for name in found.unfinished:
         click.echo(f"{name}: not finished; run the same preprocess-imagenet command again to continue", err=True)
-    names = list_splits(dest)
-    if not names and (unfinished or is_any_broken):
-        raise ShardError(f"{location.display} has no {'finished split yet' if unfinished else 'complete split'}")
-    if not names:
-        raise ShardError(f"{location.display} holds no pack; make one with `preprocess-imagenet SOURCE {dest}`")
-    return names
+    if found.complete:
+        return found.complete
+    if found.unfinished or found.broken:
+        what = "finished split yet" if found.unfinished else "complete split"
+        raise ShardError(f"{location.display} has no {what}")
+    raise ShardError(f"{location.display} holds no pack; make one with `preprocess-imagenet SOURCE {dest}`")
 
 
 def _check_grid(grid: Path) -> None:

@@ -5,6 +5,9 @@ Knows nothing of what is in the arrays.
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 
 import tensorstore as ts
@@ -12,9 +15,10 @@ import tensorstore as ts
 from preprocess.arrays import CHECKSUMS, LABELS, METADATA_KEY, PIXELS
 from preprocess.journal import PLAN_KEY
 from preprocess.location import Location, ShardError, open_location
-from preprocess.manifest import MANIFEST_KEY, Manifest
+from preprocess.manifest import MANIFEST_KEY, NO_MANIFEST_REMEDY, Manifest
 from preprocess.regular_file import is_regular
 from preprocess.split_files import is_split_file
+
 
 # By each of these alone, or by what is left of it, a folder is known to have held a split.
 _MARKS = (
@@ -34,9 +38,11 @@ def read_manifest(location: Location, split: str) -> Manifest:
             f"{folder.display}: the split is not complete, it has no {MANIFEST_KEY}; "
             "run the same preprocess-imagenet command again, it continues where it stopped"
         )
-    complete = _complete_splits(location)
-    if complete:
-        raise ShardError(f"{location.display}: there is no split {split!r}; choose one of {', '.join(complete)}")
+    found = _find_splits(location)
+    if split in found.broken:
+        raise ShardError(lost_manifest(folder))
+    if found.complete:
+        raise ShardError(f"{location.display}: there is no split {split!r}; choose one of {', '.join(found.complete)}")
     if location.read(MANIFEST_KEY) is not None:
         raise ShardError(f"{location.display} is a split itself; name the folder that holds it")
     path = location.local_path
@@ -50,53 +56,78 @@ def read_manifest(location: Location, split: str) -> Manifest:
     raise ShardError(f"{location.display} holds no pack; make one: preprocess-imagenet {source} DEST")
 
 
-def list_splits(data: str, *, context: ts.Context | None = None) -> tuple[str, ...]:
-    """Names of the complete splits of the pack at ``data``, ``train`` first, then by name; empty if there is none.
+class _State(IntEnum):
+    """What is found of a split; where there are files of several states, the lowest holds."""
+
+    COMPLETE, UNFINISHED, BROKEN = range(3)
+
+
+@dataclass(frozen=True)
+class SplitNames:
+    """The splits of a pack by their state, each ``train`` first, then by name.
+
+    Attributes:
+        complete: have a manifest.
+        unfinished: packing was begun and can be continued.
+        broken: hold files of a split, but neither a manifest nor a plan to continue.
+    """
+
+    complete: tuple[str, ...]
+    unfinished: tuple[str, ...]
+    broken: tuple[str, ...]
+
+
+def find_splits(data: str, *, context: ts.Context | None = None) -> SplitNames:
+    """Return the names of all splits of the pack at ``data``, from one listing of the store.
 
     Raises:
         ShardError: the store can't be reached.
     """
-    return _complete_splits(open_location(data, context=context))
+    return _find_splits(open_location(data, context=context))
+
+
+def list_splits(data: str, *, context: ts.Context | None = None) -> tuple[str, ...]:
+    """Return the names of the complete splits at ``data``; empty if there is none. Raises as `find_splits`."""
+    return find_splits(data, context=context).complete
 
 
 def list_unfinished_splits(data: str, *, context: ts.Context | None = None) -> tuple[str, ...]:
-    """Names of the splits at ``data`` whose packing was begun and not finished; raises as `list_splits`."""
-    location = open_location(data, context=context)
-    complete = _complete_splits(location)
-    return tuple(name for name in _folders_with(location, PLAN_KEY) if name not in complete)
+    """Return the names of the splits at ``data`` whose packing was begun and not finished; raises as `find_splits`."""
+    return find_splits(data, context=context).unfinished
 
 
 def list_broken_splits(data: str, *, context: ts.Context | None = None) -> tuple[str, ...]:
-    """Return the names of folders at ``data`` with files of a split, but neither a manifest nor a plan to continue.
-
-    Raises:
-        ShardError: the store can't be reached.
-    """
-    location = open_location(data, context=context)
-    known = {*_complete_splits(location), *_folders_with(location, PLAN_KEY)}
-    folder = location.local_path
-    if folder is not None:
-        found = {path.name for path in folder.glob("*/") if any(_holds(path, key) for key in _MARKS)}
-    else:
-        keys = (key.partition("/") for key in location.list_keys())
-        found = {name for name, _, below in keys if is_split_file(below)}
-    return tuple(sorted(found - known))
+    """Return the names of the splits at ``data`` that lost their manifest; raises as `find_splits`."""
+    return find_splits(data, context=context).broken
 
 
-def _holds(folder: Path, key: str) -> bool:
-    path = folder / key
-    return path.exists() or path.is_symlink()
+def lost_manifest(split: Location) -> str:
+    """Return the message for the folder of a broken split."""
+    return f"{split.display} holds files of a split and has lost its {MANIFEST_KEY}; {NO_MANIFEST_REMEDY}"
 
 
-def _complete_splits(location: Location) -> tuple[str, ...]:
-    return _folders_with(location, MANIFEST_KEY)
+def _find_splits(location: Location) -> SplitNames:
+    states = _states_of_folders(location) if location.local_path is not None else _states_of_keys(location)
+    ordered = sorted(states.items(), key=lambda item: (item[0] != "train", item[0]))
+    return SplitNames(*(tuple(name for name, found in ordered if found == state) for state in _State))
 
 
-def _folders_with(location: Location, key: str) -> tuple[str, ...]:
-    folder = location.local_path
-    if folder is not None:
-        names = [path.name for path in folder.glob("*/") if is_regular(path / key)]
-    else:
-        paths = [path.split("/", 1) for path in location.list_keys()]
-        names = [path[0] for path in paths if path[1:] == [key]]
-    return tuple(sorted(names, key=lambda name: (name != "train", name)))
+def _states_of_folders(location: Location) -> dict[str, _State]:
+    states = {}
+    for path in (location.local_path or Path()).glob("*/"):
+        if is_regular(path / MANIFEST_KEY):
+            states[path.name] = _State.COMPLETE
+        elif is_regular(path / PLAN_KEY):
+            states[path.name] = _State.UNFINISHED
+        elif any(os.path.lexists(path / key) for key in _MARKS):
+            states[path.name] = _State.BROKEN
+    return states
+
+
+def _states_of_keys(location: Location) -> dict[str, _State]:
+    states: dict[str, _State] = {}
+    for name, _, key in (each.partition("/") for each in location.list_keys()):
+        if is_split_file(key):
+            state = {MANIFEST_KEY: _State.COMPLETE, PLAN_KEY: _State.UNFINISHED}.get(key, _State.BROKEN)
+            states[name] = min(state, states.get(name, state))
+    return states

@@ -1,5 +1,6 @@
 """Files of a pack that are sound in themselves and in the wrong place, or no files at all: noticed by whoever reads."""
 
+import json
 import math
 import os
 import shutil
@@ -133,6 +134,34 @@ def test_a_split_that_lost_its_manifest_is_named_and_not_passed(data):
         assert "val/ holds files of a split and has lost its manifest.json" in result.output
     with pytest.raises(ValueError, match=r"must have its manifest.json, and .*/val has lost it: .*--eval-split"):
         train(TrainConfig(data=str(data), steps=1, batch=4, model="resnet8"))
+
+
+def test_the_remedy_for_a_lost_manifest_is_one_that_works(data):
+    remedy = "lost its manifest.json; restore that file, or clear the split's folder yourself and pack again"
+    (data / "val/manifest.json").unlink()
+    said = CliRunner().invoke(main, [str(data)]).output
+    assert f"{data}/val/ holds files of a split and has {remedy}" in said
+    assert "--overwrite" not in said
+    with pytest.raises(ShardError, match=remedy):
+        open_split(str(data), "val")
+    source = fake_source(6, size=SMALL, name="val")
+    with pytest.raises(ShardError, match="holds other files"):
+        pack(source, data, overwrite=True)
+    shutil.rmtree(data / "val")
+    pack(source, data)
+    assert CliRunner().invoke(main, [str(data), "--verify"]).exit_code == 0
+
+
+@pytest.mark.parametrize("key", ["format_version", "num_images", "source_digest"])
+def test_a_manifest_that_overwrite_would_not_know_gets_another_remedy(data, key):
+    path = data / "val/manifest.json"
+    document = json.loads(path.read_bytes())
+    del document[key]
+    path.write_text(json.dumps(document))
+    with pytest.raises(ShardError, match=f"missing key {key}; restore that file, or clear the split's folder yourself"):
+        open_split(str(data), "val")
+    with pytest.raises(ShardError, match="holds other files"):
+        pack(fake_source(6, size=SMALL, name="val"), data, overwrite=True)
 
 
 def irregular(path, kind):

@@ -7,6 +7,7 @@ import pytest
 
 from engine import TrainConfig
 from engine.resolve import check_beginning, resolve
+from preprocess.location import Location
 from tests.fake_source import CLASSES, FakeSource, begin_to_pack, fake_source, pack
 from tests.toy import Linear, toy_batch, toy_config
 
@@ -69,6 +70,22 @@ def test_a_run_does_not_begin_without_a_split_whose_packing_is_not_finished(tmp_
     # Nothing of it to a run that goes on.
     found = resolved(TrainConfig(data=tmp_path, batch=4)).evaluation
     assert (found is None) == (other is None)
+
+
+def test_a_store_is_listed_once_to_find_the_split_to_evaluate_on(tmp_path, monkeypatch):
+    pack(fake_source(9, size=8), tmp_path)
+    listed = []
+
+    def list_keys(location, prefix=""):
+        listed.append(prefix)
+        names = [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()]
+        return sorted(name for name in names if name.startswith(prefix))
+
+    # As a store without folders that can be looked into is listed.
+    monkeypatch.setattr(Location, "local_path", None)
+    monkeypatch.setattr(Location, "list_keys", list_keys)
+    assert told_at_the_beginning(TrainConfig(data=tmp_path, batch=4)) == []
+    assert listed == [""]
 
 
 def test_an_unfinished_split_behind_the_one_that_is_chosen_disturbs_nobody(tmp_path):

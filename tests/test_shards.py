@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 
 from preprocess import shards
 from preprocess.arrays import NUMBERS_PER_CHUNK, NUMBERS_PER_SHARD
+from preprocess.location import open_location
 from preprocess.manifest import Manifest
 from preprocess.shards import ShardError, list_splits, open_split
+from preprocess.splits import find_splits, list_broken_splits, list_unfinished_splits
 from tests.fake_source import CLASSES, FakeSource, fake_source, files_of, pack, packed_words
 
 
@@ -344,6 +346,26 @@ def test_an_array_that_disagrees_with_the_manifest_is_refused(data):
 def test_an_address_that_is_none_is_refused(bad):
     with pytest.raises(ShardError, match="gs://"):
         list_splits(bad)
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_each_folder_of_a_pack_has_one_state(tmp_path, is_local):
+    context = ts.Context()
+    address = str(tmp_path / "data") if is_local else "memory://data"
+    location = open_location(address, context=context)
+    for name in ("val", "train"):
+        pack(fake_source(2, name=name), address, context=context)
+        location.write(f"{name}/journal/plan.json", b"{}")  # as a pack leaves that is killed behind its manifest
+    location.write("begun/journal/plan.json", b"{}")
+    location.write("begun/labels/zarr.json", b"{}")
+    location.write("lost/labels/c/0", b"x")
+    location.write("cat/1.jpg", b"x")
+    location.write("notes", b"x")
+    found = find_splits(address, context=context)
+    assert (found.complete, found.unfinished, found.broken) == (("train", "val"), ("begun",), ("lost",))
+    assert list_splits(address, context=context) == found.complete
+    assert list_unfinished_splits(address, context=context) == found.unfinished
+    assert list_broken_splits(address, context=context) == found.broken
 
 
 def test_train_comes_first(tmp_path):
