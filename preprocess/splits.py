@@ -19,7 +19,6 @@ from preprocess.manifest import MANIFEST_KEY, NO_MANIFEST_REMEDY, Manifest
 from preprocess.regular_file import is_regular
 from preprocess.split_files import is_split_file
 
-
 # By each of these alone, or by what is left of it, a folder is known to have held a split.
 _MARKS = (
     MANIFEST_KEY,
