@@ -112,14 +112,16 @@ def open_pixels(
         encoded, orientation = strip_png(encoded)
     else:
         encoded = bounded(encoded, known.name, max_pixels=max_pixels)
-    with _pillow_warnings_off() if known.may_warn else nullcontext():
+    quietly = _pillow_warnings_off if known.may_warn else nullcontext
+    with quietly():
         image = known.opener(io.BytesIO(encoded))
-        width, height = image.size
-        if width * height > max_pixels:
-            raise ValueError(f"{width}×{height} is more than the {max_pixels} pixels allowed in one image")
-        if isinstance(image, JpegImageFile) and _may_have_many_scans(image, encoded):
-            check_jpeg_scans(encoded, width * height)
-        admit(width * height)
+    width, height = image.size
+    if width * height > max_pixels:
+        raise ValueError(f"{width}×{height} is more than the {max_pixels} pixels allowed in one image")
+    if isinstance(image, JpegImageFile) and _may_have_many_scans(image, encoded):
+        check_jpeg_scans(encoded, width * height)
+    admit(width * height)  # may wait, and so without the lock that other images need
+    with quietly():
         image.load()
     if known.name == "PNG":
         _scale_transparent_grey(image, encoded)

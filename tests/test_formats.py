@@ -2,6 +2,8 @@
 
 import io
 import struct
+import threading
+import warnings
 import zlib
 
 import numpy as np
@@ -211,3 +213,25 @@ def test_an_image_without_pixels_is_refused(kind, place, num_bytes):
 def test_the_first_bytes_tell_the_format(head, name):
     known = sniff(head)
     assert (known.name if known else None) == name
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["TIFF", "GIF"])
+def test_an_image_that_waits_for_memory_keeps_no_other_one_waiting(kind):
+    encoded = encode(NOISE, kind)
+    known = sniff(encoded)
+    filters = list(warnings.filters)
+    sizes = []
+
+    def open_another(num_pixels):
+        """What another worker does meanwhile."""
+        assert warnings.filters == filters
+        other = threading.Thread(target=lambda: sizes.append(open_pixels(encoded, known, max_pixels=10**4)[0].size))
+        other.daemon = True
+        other.start()
+        other.join(20)
+        sizes.append(num_pixels)
+
+    image, _ = open_pixels(encoded, known, max_pixels=10**4, admit=open_another)
+    assert sizes == [NOISE.size, NOISE.width * NOISE.height]
+    assert image.size == NOISE.size
