@@ -29,12 +29,16 @@ class IrregularFileError(OSError):
 def open_regular(path: str | os.PathLike[str]) -> int:
     """Open a regular file for reading, without waiting, and return its descriptor; links are followed.
 
+    Nothing else is opened: opening alone rewinds a tape, and arms a watchdog.
+
     Raises:
         IrregularFileError: there is something else, such as a pipe that nobody writes to.
         OSError: there is nothing, or it may not be read.
     """
+    check_regular(Path(path).stat(), path)
     descriptor = os.open(path, _FLAGS)
     try:
+        # Once more: something else may lie there by now.
         check_regular(os.fstat(descriptor), path)
     except BaseException:
         os.close(descriptor)

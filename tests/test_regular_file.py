@@ -28,7 +28,7 @@ def test_follows_a_link(tmp_path):
 
 @pytest.mark.timeout(10)
 @pytest.mark.parametrize("kind", ["pipe", "device", "socket", "folder"])
-def test_refuses_what_is_no_file_at_once(tmp_path, kind):
+def test_refuses_what_is_no_file_at_once_without_opening_it(tmp_path, kind, monkeypatch):
     path = tmp_path / "entry"
     listener = socket.socket(socket.AF_UNIX)
     if kind == "pipe":
@@ -39,9 +39,28 @@ def test_refuses_what_is_no_file_at_once(tmp_path, kind):
         listener.bind(str(path))
     else:
         path.mkdir()
-    with listener, pytest.raises(OSError, match=r"it is a \w+, not a file|No such device or address"):
+    opened = []
+    monkeypatch.setattr(os, "open", lambda *arguments: opened.append(arguments))
+    with listener, pytest.raises(IrregularFileError, match=r"it is a \w+, not a file"):
         open_regular(path)
+    assert opened == []  # which has effects on some devices
     assert not is_regular(path)
+
+
+@pytest.mark.timeout(10)
+def test_refuses_what_takes_the_place_of_a_file_before_it_is_opened(tmp_path, monkeypatch):
+    path = tmp_path / "entry"
+    path.touch()
+    opened = os.open
+
+    def replace_and_open(*arguments):
+        path.unlink()
+        os.mkfifo(path)
+        return opened(*arguments)
+
+    monkeypatch.setattr(os, "open", replace_and_open)
+    with pytest.raises(IrregularFileError, match="it is a pipe, not a file"):
+        open_regular(path)
 
 
 @pytest.mark.timeout(10)
