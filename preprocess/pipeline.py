@@ -23,7 +23,7 @@ from preprocess.channels import channel_sums
 from preprocess.decode import ResizeRule, decode_image
 from preprocess.journal import Failure
 from preprocess.location import ShardError
-from preprocess.memory_budget import MemoryBudget, file_budget, pixel_budget
+from preprocess.memory_budget import MemoryBudget, MemoryWaitError, file_budget, pixel_budget
 from preprocess.pixels import Layout, to_words
 from preprocess.printable import printable
 
@@ -77,7 +77,7 @@ def decode_in_order(
     tasks: queue.SimpleQueue[tuple[Future[list[Outcome]], int] | None] = queue.SimpleQueue()
     pending: deque[tuple[Future[list[Outcome]], int]] = deque()
     window = max(num_workers, min(num_workers * _BLOCKS_PER_WORKER, _WINDOW_BYTES // (block * 4 * rule.size**2)))
-    decoder = _Decoder(source, rule, layout, pixel_budget(), file_budget())
+    decoder = _Decoder(source, rule, layout, pixel_budget(IMAGE_TIMEOUT_S), file_budget(IMAGE_TIMEOUT_S))
 
     def work() -> None:
         while (task := tasks.get()) is not None:
@@ -136,6 +136,11 @@ class _Decoder:
             # The file, and a copy of it without its metadata.
             with self.files.held(2 * self.source.num_bytes(index)):
                 return self._read_and_decode(image, index)
+        except MemoryWaitError as error:
+            raise ShardError(
+                f"{printable(image.name)}: {error}; check the disk or the network, or use fewer --workers, and run "
+                "again, the pack continues"
+            ) from error
         except MemoryError as error:
             raise MemoryError(f"for {printable(image.name)}") from error
 

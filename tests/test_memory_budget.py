@@ -1,17 +1,38 @@
 """What threads hold together stays within the budget, in the order in which they ask."""
 
+import os
+import signal
 import threading
+import time
 
 import pytest
 
-from preprocess.memory_budget import MemoryBudget
+from preprocess.memory_budget import MemoryBudget, MemoryWaitError
 
 TIMEOUT_S = 60.0
 
 
+def budget_of(num_bytes, free_bytes=0, *, timeout_s=TIMEOUT_S):
+    return MemoryBudget(num_bytes, free_bytes, timeout_s=timeout_s)
+
+
+def start(function, *arguments):
+    # A daemon: one that waits without end must not keep the tests from ending.
+    thread = threading.Thread(target=function, args=arguments, daemon=True)
+    thread.start()
+    return thread
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, "it has not come to that"
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("num_bytes", [1, 40, 50, 99, 100, 1000])
 def test_no_more_is_held_at_a_time_than_there_is(num_bytes):
-    budget = MemoryBudget(100, 0)
+    budget = budget_of(100)
     lock, held, most = threading.Lock(), [0], []
 
     def work():
@@ -23,9 +44,7 @@ def test_no_more_is_held_at_a_time_than_there_is(num_bytes):
                 with lock:
                     held[0] -= 1
 
-    threads = [threading.Thread(target=work) for _ in range(6)]
-    for thread in threads:
-        thread.start()
+    threads = [start(work) for _ in range(6)]
     for thread in threads:
         thread.join(TIMEOUT_S)
     assert len(most) == 300
@@ -33,7 +52,7 @@ def test_no_more_is_held_at_a_time_than_there_is(num_bytes):
 
 
 def test_a_large_one_is_not_overtaken_for_ever():
-    budget = MemoryBudget(100, 0)
+    budget = budget_of(100)
     order, waiting = [], []
 
     def ask(name, num_bytes):
@@ -42,11 +61,8 @@ def test_a_large_one_is_not_overtaken_for_ever():
 
     with budget.held(60):
         for name, num_bytes in (("large", 100), ("small", 10)):
-            waiting.append(threading.Thread(target=ask, args=(name, num_bytes)))
-            waiting[-1].start()
-            deadline = threading.Event()
-            while len(budget._waiting) < len(waiting) and not deadline.wait(0.01):
-                pass
+            waiting.append(start(ask, name, num_bytes))
+            wait_until(lambda: len(budget._waiting) == len(waiting))
         assert order == []
     for thread in waiting:
         thread.join(TIMEOUT_S)
@@ -54,14 +70,67 @@ def test_a_large_one_is_not_overtaken_for_ever():
 
 
 def test_what_is_small_does_not_wait():
-    budget = MemoryBudget(100, 10)
+    budget = budget_of(100, 10)
     with budget.held(1000), budget.held(10), budget.held(0):
         pass
 
 
 def test_an_error_gives_back_what_was_held():
-    budget = MemoryBudget(100, 0)
+    budget = budget_of(100)
     with pytest.raises(KeyError), budget.held(100):
         raise KeyError
     with budget.held(100):
         pass
+
+
+@pytest.mark.timeout(60)
+def test_one_that_is_interrupted_while_it_waits_blocks_nobody():
+    budget = budget_of(100)
+
+    def interrupt():
+        wait_until(lambda: budget._waiting)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with budget.held(60):
+        interrupter = start(interrupt)
+        with pytest.raises(KeyboardInterrupt), budget.held(100):
+            pass
+        interrupter.join(TIMEOUT_S)
+        with budget.held(40):
+            pass
+
+
+@pytest.mark.timeout(60)
+def test_a_wait_in_which_nobody_gives_anything_back_ends():
+    budget = budget_of(100, timeout_s=0.05)
+    with budget.held(60):
+        said = "waited 0 s for 1,000 bytes of memory that other images hold"
+        with pytest.raises(MemoryWaitError, match=said), budget.held(1000):
+            pass
+        with budget.held(40):
+            pass
+
+
+@pytest.mark.timeout(60)
+def test_the_limit_of_a_wait_begins_anew_whenever_memory_is_given_back(monkeypatch):
+    budget = budget_of(100, timeout_s=1.0)
+    limits, wait_for = [], budget._changed.wait_for
+
+    def noting(is_ready, timeout):
+        limits.append(timeout)
+        return wait_for(is_ready, TIMEOUT_S)
+
+    monkeypatch.setattr(budget._changed, "wait_for", noting)
+    done = threading.Event()
+
+    def ask():
+        with budget.held(100):
+            done.set()
+
+    with budget.held(50):
+        with budget.held(50):
+            start(ask)
+            wait_until(lambda: budget._waiting)
+        wait_until(lambda: len(limits) == 2)
+    assert done.wait(TIMEOUT_S)
+    assert limits == [1.0, 1.0]

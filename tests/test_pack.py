@@ -26,6 +26,7 @@ from preprocess.decode import ResizeRule
 from preprocess.journal import Journal, ShardRecord, read_failures
 from preprocess.listing import ImageClass
 from preprocess.location import Location, ShardError, open_location
+from preprocess.memory_budget import MemoryBudget
 from preprocess.pack import PackProgress, pack_split
 from preprocess.pipeline import PackedImage, decode_in_order
 from preprocess.plan import PackSettings
@@ -620,3 +621,17 @@ def test_settings_check_themselves(values, message):
 def test_an_image_for_which_there_is_too_little_memory_is_named(tmp_path):
     with pytest.raises(MemoryError, match=r"for n2/1\.png"):
         pack(fake_source(4, raising={1: MemoryError()}), tmp_path)
+
+
+@pytest.mark.timeout(60)
+def test_a_wait_for_memory_that_does_not_end_is_one_clear_error(tmp_path, source, monkeypatch):
+    hanging = MemoryBudget(1, 0, timeout_s=0.05)
+    monkeypatch.setattr(pipeline, "file_budget", lambda timeout_s: hanging)
+    said = r"n1/0.png: waited 0 s for \d+ bytes of memory .*; check the disk or the network, .* the pack continues"
+    with hanging.held(1), pytest.raises(ShardError, match=said):
+        pack(source, tmp_path)
+    monkeypatch.setattr(pipeline, "pixel_budget", lambda timeout_s: hanging)
+    monkeypatch.setattr(pipeline, "file_budget", lambda timeout_s: MemoryBudget(1, 0, timeout_s=60))
+    with hanging.held(1), pytest.raises(ShardError, match=said):
+        pack(source, tmp_path)
+    assert {each.index for each in pack(source, tmp_path).failures} == source.broken  # nothing was noted as left out
