@@ -61,9 +61,15 @@ class GuardedCommand(click.Command):
 
     def main(self, *args: Any, **values: Any) -> Any:
         """Run the command with stdout and stderr guarded."""
-        sys.excepthook = _print_safely
-        with _guarded_output():
-            return super().main(*args, **values)
+        try:
+            with _guarded_output():
+                return super().main(*args, **values)
+        except SystemExit:
+            raise
+        except BaseException:
+            # The interpreter prints it once this function has been left, and the guards with it.
+            sys.excepthook = _print_safely
+            raise
 
 
 @contextmanager

@@ -101,6 +101,33 @@ def test_all_that_a_command_writes_is_guarded():
         assert rb"a\x1b]0;owned" in result.stderr_bytes
 
 
+@pytest.mark.parametrize("how", ["return", "exit", "usage", "interrupt"])
+def test_a_command_that_ends_by_itself_leaves_the_hook_of_the_process(how):
+    @click.command(cls=GuardedCommand)
+    def command():
+        if how != "return":
+            raise {"exit": SystemExit(3), "usage": click.UsageError("x"), "interrupt": KeyboardInterrupt()}[how]
+
+    before = sys.excepthook
+    CliRunner().invoke(command)
+    assert sys.excepthook is before
+    command.main([], standalone_mode=False) if how == "return" else None
+    assert sys.excepthook is before
+
+
+def test_an_exception_that_no_command_catches_is_printed_safely(tmp_path):
+    (tmp_path / "failing.py").write_text(
+        "import click\nfrom preprocess.guarded_output import GuardedCommand\n"
+        f"@click.command(cls=GuardedCommand)\ndef main():\n    raise RuntimeError({BARE!r})\n",
+        encoding="utf-8",
+        errors="surrogateescape",
+    )
+    found = run("failing", cwd=tmp_path)
+    assert found.returncode == 1
+    assert b"RuntimeError: a\\x1b]0;owned" in found.stderr
+    assert is_harmless(found.stderr)
+
+
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_given_a_hostile_name_prints_no_control_character(tmp_path, name, encoding):
