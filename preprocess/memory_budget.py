@@ -37,7 +37,7 @@ class MemoryBudget:
     def __init__(self, num_bytes: int, free_bytes: int, *, timeout_s: float) -> None:
         self._num_bytes, self._free_bytes, self._timeout_s = num_bytes, free_bytes, timeout_s
         self._changed = threading.Condition()
-        self._held_bytes = self._num_returns = 0
+        self._held_bytes = 0
         self._waiting: deque[object] = deque()
 
     @contextmanager
@@ -56,7 +56,6 @@ class MemoryBudget:
         finally:
             with self._changed:
                 self._held_bytes -= num_bytes
-                self._num_returns += 1
                 self._changed.notify_all()
 
     def _take(self, num_bytes: int) -> None:
@@ -72,10 +71,9 @@ class MemoryBudget:
                 self._changed.notify_all()
 
     def _wait(self, is_ready: Callable[[], bool], num_bytes: int) -> None:
-        """Wait until ``is_ready``; many may be ahead, so the limit is on the time in which none of them moves."""
+        """Wait until ``is_ready``. Many may be ahead, so each change of the budget begins the limit anew."""
         while not is_ready():
-            seen = self._num_returns
-            if not self._changed.wait_for(lambda seen=seen: is_ready() or self._num_returns != seen, self._timeout_s):
+            if not self._changed.wait(self._timeout_s) and not is_ready():
                 raise MemoryWaitError(
                     f"waited {self._timeout_s:.0f} s for {num_bytes:,} bytes of memory that other images hold"
                 )

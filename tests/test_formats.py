@@ -220,6 +220,7 @@ def test_the_first_bytes_tell_the_format(head, name):
 def test_an_image_that_waits_for_memory_keeps_no_other_one_waiting(kind):
     encoded = encode(NOISE, kind)
     known = sniff(encoded)
+    assert known is not None
     filters = list(warnings.filters)
     sizes = []
 

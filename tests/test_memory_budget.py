@@ -114,13 +114,13 @@ def test_a_wait_in_which_nobody_gives_anything_back_ends():
 @pytest.mark.timeout(60)
 def test_the_limit_of_a_wait_begins_anew_whenever_memory_is_given_back(monkeypatch):
     budget = budget_of(100, timeout_s=1.0)
-    limits, wait_for = [], budget._changed.wait_for
+    limits, wait = [], budget._changed.wait
 
-    def noting(is_ready, timeout):
+    def noting(timeout):
         limits.append(timeout)
-        return wait_for(is_ready, TIMEOUT_S)
+        return wait(TIMEOUT_S)
 
-    monkeypatch.setattr(budget._changed, "wait_for", noting)
+    monkeypatch.setattr(budget._changed, "wait", noting)
     done = threading.Event()
 
     def ask():
