@@ -1,6 +1,7 @@
 """What every test stands on: caches of its own, and no settings of the user."""
 
 import os
+import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,6 +38,22 @@ def _own_caches(tmp_path_factory):
 @pytest.fixture(scope="session")
 def cache_folder(_own_caches) -> Path:
     return Path(os.environ["XDG_CACHE_HOME"]) / "feedloop"
+
+
+@pytest.fixture(scope="session")
+def chained_run(tmp_path_factory) -> Path:
+    """A finished run of two launches, which no test may change."""
+    from tests.chained_run import make_chained_run
+
+    path = tmp_path_factory.mktemp("chained") / "run"
+    make_chained_run(path)
+    return path
+
+
+@pytest.fixture
+def copied_run(chained_run, tmp_path) -> Path:
+    """A copy of the finished run, to be changed."""
+    return Path(shutil.copytree(chained_run, tmp_path / "run"))
 
 
 @pytest.fixture

@@ -1,0 +1,91 @@
+"""A finished run of two launches, whose files tests change, and launches that go on with it or are refused."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+from engine import train
+from engine.records.control_requests import ControlRequest, send_request
+from engine.records.recorded_run import read_recorded
+from engine.records.snapshot import snapshot_steps
+from tests.toy import Linear, toy_batch, toy_config
+
+STEPS = 6
+EVALUATED = toy_batch(100)
+LOGS = ("loss.jsonl", "eval.jsonl", "control.jsonl")
+
+
+class Untraced(Linear):
+    """Shows that a refusal comes before anything is compiled."""
+
+    def apply(self, params, batch_stats, images, train):
+        raise AssertionError("the program is traced: nothing was refused")
+
+
+def settings(path, **values):
+    several: dict[str, Any] = {"steps": STEPS, "snapshot_every_steps": 2, "eval_every_steps": 2, "prefetch": 1}
+    return toy_config(run_dir=path, **(several | values))
+
+
+def run(path, *, batches=toy_batch, **values):
+    return train(settings(path, **values), model=Linear(), batches=batches, evaluation=EVALUATED)
+
+
+def resume(path, *, model=None, notify=lambda _: None, **values):
+    config = settings(path, resume=True, **values)
+    return train(config, model=model or Linear(), batches=toy_batch, evaluation=EVALUATED, notify=notify)
+
+
+def refusal(path, **values) -> str:
+    """Return the words in which a resume is refused; empty where it is not."""
+    try:
+        resume(path, model=Untraced(), **values)
+    except ValueError as error:
+        return str(error)
+    except AssertionError:
+        return ""
+    raise AssertionError("the run went on without a program")
+
+
+@contextmanager
+def holding(path: Path, content: bytes) -> Iterator[None]:
+    """Let a file hold something else for a while."""
+    before = path.read_bytes()
+    path.write_bytes(content)
+    try:
+        yield
+    finally:
+        path.write_bytes(before)
+
+
+def without_digest(path: Path, folder: Path) -> bytes:
+    """Return a file of weights without the digest among its metadata."""
+    with safe_open(path, framework="np") as file:
+        metadata = {key: value for key, value in file.metadata().items() if key not in ("digest", "sha256")}
+    save_file(load_file(path), folder / "plain.safetensors", metadata)
+    return (folder / "plain.safetensors").read_bytes()
+
+
+def make_chained_run(path: Path) -> None:
+    """Make a run of two launches with other settings, a request and several snapshots."""
+
+    def batches(step):
+        if step == 1:
+            send_request(path, ControlRequest(learning_rate_factor=0.5))
+            time.sleep(0.5)
+        deadline = time.monotonic() + 60
+        while step == 3 and 2 not in snapshot_steps(path / "snapshots"):
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        return toy_batch(step)
+
+    run(path, batches=batches, steps=4)
+    resume(path, learning_rate=0.05)
+    assert snapshot_steps(path / "snapshots") == [2, 4, 6]
+    assert all((path / name).stat().st_size for name in LOGS)
+    assert read_recorded(path).changes() == (4,)
