@@ -24,6 +24,7 @@ from engine.records.folder_state import (
     digest_log,
     whole_lines_digest,
 )
+from engine.records.limits import LONGEST_LINE_BYTES
 from engine.records.recorded_end import read_result
 from engine.records.recorded_run import RecordedRun
 from engine.records.run_folder import (
@@ -78,8 +79,6 @@ HOST_SETTINGS = frozenset(
     }
 )
 _IN_THE_PROGRAM = ("ema_decay",)
-# More than any record takes.
-_LONGEST_LINE_BYTES = 1 << 16
 # They say what a launch is to do, and nothing of the run.
 _OF_THE_LAUNCH = frozenset({"run_dir", "resume", "overwrite"})
 # Among the resolved settings of `config.json`.
@@ -373,7 +372,7 @@ def _lines(path: Path, count: int) -> Iterator[bytes]:
     found = 0
     if count and path.exists():
         with os.fdopen(open_regular(path), "rb") as file:
-            while found < count and (line := file.readline(_LONGEST_LINE_BYTES)).endswith(b"\n"):
+            while found < count and (line := file.readline(LONGEST_LINE_BYTES)).endswith(b"\n"):
                 found += 1
                 yield line
     if found < count:

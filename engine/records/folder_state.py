@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.records.digests import LogState, RunningDigest, digest_file
+from engine.records.limits import LONGEST_LINE_BYTES
 from preprocess.regular_file import open_regular
-
-_LONGEST_LINE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ def whole_lines_digest(path: Path) -> RunningDigest:
     """
     found = RunningDigest()
     with suppress(FileNotFoundError), os.fdopen(open_regular(path), "rb") as file:
-        while (line := file.readline(_LONGEST_LINE_BYTES)).endswith(b"\n"):
+        while (line := file.readline(LONGEST_LINE_BYTES)).endswith(b"\n"):
             found.update(line)
     return found
 

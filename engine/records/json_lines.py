@@ -11,10 +11,9 @@ from pathlib import Path
 
 from engine.records.digests import LogState, RunningDigest
 from engine.records.file_errors import LostFileError, name_file
+from engine.records.limits import LONGEST_LINE_BYTES
 from preprocess.regular_file import check_regular
 
-# More than any record takes: where the last line of a file must begin.
-_LONGEST_LINE_BYTES = 1 << 16
 # How often an append looks whether the file is still in its place: that takes 2 µs, and an append 10.
 _LOOK_EVERY_S = 1.0
 _READ_BYTES = 1 << 20
@@ -74,7 +73,7 @@ class JsonLines:
         size = os.fstat(self._file).st_size
         if size == 0:
             return 0
-        start = max(0, size - _LONGEST_LINE_BYTES)
+        start = max(0, size - LONGEST_LINE_BYTES)
         end = os.pread(self._file, size - start, start)
         if start and b"\n" not in end:
             raise ValueError(

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.records.folder_lock import held_since_ns
+from engine.records.limits import MOST_JSON_BYTES
 from preprocess.regular_file import open_regular, read_regular
 
 # The names that `run_folder` writes under; a test holds them equal. To import them from there would load the
@@ -24,7 +25,6 @@ EVALUATION_LOG_NAME = "eval.jsonl"
 CONFIG_NAME = "config.json"
 RESULT_NAME = "result.json"
 
-_MOST_JSON_BYTES = 1 << 24  # of config.json and result.json
 _MAX_STEP = 2**53  # above it a float64 step is no longer exact
 _FINGERPRINT_BYTES = 128  # the first line carries its time, so two runs differ within this many bytes
 
@@ -220,7 +220,7 @@ def _written_ns(path: Path) -> int:
 
 def _read_object(path: Path) -> dict[str, Any] | None:
     try:
-        value = json.loads(read_regular(path, max_bytes=_MOST_JSON_BYTES))
+        value = json.loads(read_regular(path, max_bytes=MOST_JSON_BYTES))
     except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

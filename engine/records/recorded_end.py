@@ -8,7 +8,7 @@ from typing import Any
 from engine.records.control_log import CONTROL_LOG_NAME
 from engine.records.digests import SEAL, is_as_sealed, json_digest
 from engine.records.folder_state import FolderState
-from engine.records.recorded_run import MOST_JSON_BYTES
+from engine.records.limits import MOST_JSON_BYTES
 from engine.records.run_folder import EVALUATION_LOG, LOSS_LOG, RESULT
 from preprocess.regular_file import read_regular
 

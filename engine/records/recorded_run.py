@@ -9,11 +9,9 @@ from typing import Any
 from engine.config import TrainConfig
 from engine.records.digests import SEAL, is_as_sealed, json_digest
 from engine.records.file_errors import unreadable_words
+from engine.records.limits import MOST_JSON_BYTES
 from engine.records.run_folder import CONFIG, CONTINUED
 from preprocess.regular_file import read_regular
-
-MOST_JSON_BYTES = 1 << 24
-"""No `config.json` or `result.json` is larger: a launch adds some hundred bytes."""
 
 
 @dataclass(frozen=True)
