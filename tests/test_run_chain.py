@@ -86,6 +86,27 @@ def test_settings_of_another_run_or_of_an_earlier_launch_are_refused(copied_run,
     assert "for the snapshot of step 6" in refusal(copied_run)
 
 
+@pytest.mark.parametrize("left", ["result", "snapshots", "the snapshot before"])
+def test_settings_of_another_run_are_not_evaluated_with(copied_run, tmp_path, left):
+    if left != "result":
+        (copied_run / "result.json").unlink()
+    if left == "the snapshot before":
+        (copied_run / "snapshots/6/facts/metadata").write_text("damaged")
+    assert evaluate(copied_run, model=Linear(), evaluation=EVALUATED).record.step == STEPS
+    run(tmp_path / "other", seed=5)
+    shutil.copy(tmp_path / "other/config.json", copied_run / "config.json")
+    with pytest.raises(ValueError, match=r"config\.json must be of the run whose files lie beside it"):
+        evaluate(copied_run, model=Linear(), evaluation=EVALUATED)
+
+
+def test_weights_without_a_digest_are_not_those_of_a_run_that_writes_one(copied_run, tmp_path):
+    path = copied_run / "model.safetensors"
+    path.write_bytes(without_digest(path, tmp_path))
+    (copied_run / "result.json").unlink()
+    with pytest.raises(ValueError, match=r"must carry a digest \(sha256\), .* and carries none.*--weights FILE"):
+        evaluate(copied_run, model=Linear(), evaluation=EVALUATED)
+
+
 def test_a_run_without_a_snapshot_is_guarded_by_its_settings_own_digest(tmp_path):
     def failing(step):
         if step == 1:

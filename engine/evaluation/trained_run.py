@@ -3,13 +3,16 @@
 Owns reading them back for whoever uses the weights. Must not know: data, programs, how they are written.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.config import TrainConfig
-from engine.records.recorded_end import read_result
-from engine.records.recorded_run import read_recorded
-from engine.records.run_folder import CONFIG, WEIGHTS
+from engine.records.folder_state import check_config_digest
+from engine.records.recorded_end import RecordedEnd, read_result
+from engine.records.recorded_run import RecordedRun, read_recorded
+from engine.records.run_folder import CONFIG, RESULT, SNAPSHOTS, WEIGHTS
+from engine.records.snapshot import SnapshotError, read_folder_state, snapshot_steps
 from engine.records.weights import StoredWeights, read_weights
 
 
@@ -42,15 +45,17 @@ class TrainedRun:
 
 
 def read_run(path: Path) -> TrainedRun:
-    """Reads the folder of a run.
+    """Read the folder of a run.
 
     Raises:
-        ValueError: where it is no folder of a run, has no weights yet, or one of its files was changed since.
+        ValueError: where it is no folder of a run, has no weights yet, one of its files was changed since, or
+            `config.json` is another run's.
     """
     check_has_weights(path)
-    recorded = read_recorded(path)
+    recorded, end = read_recorded(path), read_result(path)
+    _check_config(path, recorded, end)
     resolved = recorded.resolved
-    weights = _read_weights(path)
+    weights = _read_weights(path, recorded, end)
     try:
         return TrainedRun(
             path=path,
@@ -70,14 +75,34 @@ def read_run(path: Path) -> TrainedRun:
         ) from None
 
 
-def _read_weights(path: Path) -> StoredWeights:
+def _check_config(path: Path, recorded: RecordedRun, end: RecordedEnd | None) -> None:
+    """Raise ValueError where `config.json` is not the one that the result or, without one, the snapshots tell of."""
+    if end is not None and end.folder is not None:
+        check_config_digest(path / CONFIG, recorded.digest, recorded.continued, end.folder, RESULT)
+        return
+    for step in reversed(snapshot_steps(path / SNAPSHOTS)):
+        # The weights do not depend on a snapshot: one that is damaged does not keep them from being evaluated.
+        with suppress(SnapshotError, OSError):
+            state = read_folder_state(path / SNAPSHOTS, step)
+            if state is not None:
+                by = f"the snapshot of step {step}"
+                check_config_digest(path / CONFIG, recorded.digest, recorded.continued, state, by)
+            return
+
+
+def _read_weights(path: Path, recorded: RecordedRun, end: RecordedEnd | None) -> StoredWeights:
     """Read the weights of a run; raise ValueError where they were changed since, or are not those of its end."""
-    weights, end = read_weights(path / WEIGHTS), read_result(path)
+    weights = read_weights(path / WEIGHTS)
     if end is not None and end.weights_digest not in (None, weights.digest):
         found = "carries none" if weights.digest is None else f"is {weights.digest[:12]}"
         raise ValueError(
             f"{path / WEIGHTS} must be what the run wrote at its end, and is not (its digest (sha256) was "
             f"{str(end.weights_digest)[:12]}, the file {found}): restore that file, or evaluate it as --weights FILE"
+        )
+    if weights.digest is None and recorded.digest is not None:
+        raise ValueError(
+            f"{path / WEIGHTS} must carry a digest (sha256), as {CONFIG} beside it does, and carries none: it cannot "
+            "be told whether this run wrote it; restore that file, or evaluate it as --weights FILE"
         )
     return weights
 
