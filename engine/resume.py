@@ -7,13 +7,14 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.config import TrainConfig, setting_words
 from engine.locations import with_absolute_paths
-from engine.records.control_log import CONTROL_LOG_NAME, ControlEvent, factor_before, read_events
+from engine.records.control_log import CONTROL_LOG_NAME, ControlEvent, ControlLogError, factor_before, read_events
 from engine.records.digests import RunningDigest
 from engine.records.file_errors import name_file
 from engine.records.folder_state import (
@@ -242,7 +243,7 @@ def find_start(run: Path, say: Callable[[str], None]) -> StartingPoint:
     """
     from engine.records.snapshot import SnapshotError, read_snapshot, snapshot_steps
 
-    events = _read_events(run / CONTROL_LOG_NAME)
+    events = _read_events(run)
     there = snapshot_steps(run / SNAPSHOTS)
     for step in reversed(there):
         try:
@@ -258,13 +259,30 @@ def find_start(run: Path, say: Callable[[str], None]) -> StartingPoint:
     return StartingPoint(events=events)
 
 
-def _read_events(path: Path) -> Sequence[ControlEvent]:
+def _read_events(run: Path) -> Sequence[ControlEvent]:
+    path = run / CONTROL_LOG_NAME
     try:
         return read_events(path)
+    except ControlLogError as error:
+        is_recorded = _is_control_log_recorded(run)
+        remedy = "begin another run (--run-dir)" if is_recorded else "remove it if the run is to forget its requests"
+        raise ControlLogError(f"{error}, or {remedy}") from error
     except OSError as error:
         raise ValueError(
             f"{path} must be a readable file, and is not ({error.strerror}): restore that file, or its permissions"
         ) from error
+
+
+def _is_control_log_recorded(run: Path) -> bool:
+    """Return whether a snapshot or the result tells what the log of requests held: a run without it is refused."""
+    from engine.records.snapshot import read_folder_state, snapshot_steps
+
+    end = read_result(run)
+    states = [None if end is None else end.folder]
+    for step in snapshot_steps(run / SNAPSHOTS):
+        with suppress(ValueError, OSError):
+            states.append(read_folder_state(run / SNAPSHOTS, step))
+    return any(state is not None and state.logs[CONTROL_LOG_NAME].num_bytes for state in states)
 
 
 def start_at(snapshot: "Snapshot", events: Sequence[ControlEvent]) -> StartingPoint:

@@ -1,5 +1,7 @@
 """A finished run of two launches, whose files tests change, and launches that go on with it or are refused."""
 
+import json
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from engine import train
 from engine.records.control_requests import ControlRequest, send_request
 from engine.records.recorded_run import read_recorded
-from engine.records.snapshot import snapshot_steps
+from engine.records.snapshot import read_snapshot, snapshot_steps, write_snapshot
 from tests.toy import Linear, toy_batch, toy_config
 
 STEPS = 6
@@ -89,3 +91,24 @@ def make_chained_run(path: Path) -> None:
     assert snapshot_steps(path / "snapshots") == [2, 4, 6]
     assert all((path / name).stat().st_size for name in LOGS)
     assert read_recorded(path).changes() == (4,)
+
+
+def make_older(path: Path, folder: Path) -> None:
+    """Take from a run all that tells what its files held, as the runs of before had none of it."""
+    for name in ("config.json", "result.json"):
+        values = json.loads((path / name).read_text())
+        for key in ("sha256", "continues", "files"):
+            values.pop(key, None)
+        (path / name).write_text(json.dumps(values))
+    (path / "model.safetensors").write_bytes(without_digest(path / "model.safetensors", folder))
+    for step in snapshot_steps(path / "snapshots"):
+        snapshot = read_snapshot(path / "snapshots", step)
+        nested: dict[str, Any] = {}
+        for name, leaf in snapshot.leaves.items():
+            *above, last = name.split(".")
+            inner = nested
+            for part in above:
+                inner = inner.setdefault(part, {})
+            inner[last] = leaf
+        shutil.rmtree(path / "snapshots" / str(step))
+        write_snapshot(path / "snapshots", step, snapshot.pulls, nested)

@@ -94,6 +94,16 @@ def test_a_line_that_was_changed_removed_or_moved_is_noticed(tmp_path, damage):
         read_events(path)
 
 
+def test_a_line_without_a_digest_is_refused_after_one_that_has_it(tmp_path):
+    path = tmp_path / CONTROL_LOG_NAME
+    path.write_bytes(GOLDEN)
+    write_all(path, event(700))
+    with path.open("ab") as file:
+        file.write(GOLDEN.splitlines(keepends=True)[0])
+    with pytest.raises(ValueError, match=r"line 4 does not \(must have the fields .*, differs in sha256\)"):
+        read_events(path)
+
+
 @given(EVENTS)
 def test_a_line_gives_back_the_event_to_the_last_bit(one):
     line = one.to_json()

@@ -1,6 +1,7 @@
 """A file of a run folder that was changed, cut, removed or replaced by a pipe: it is named and refused."""
 
 import os
+import shutil
 from contextlib import suppress
 
 import numpy as np
@@ -17,7 +18,7 @@ from engine.records.recorded_end import read_result
 from engine.records.recorded_run import read_recorded
 from engine.records.weights import read_weights
 from engine.replay.checked_files import check_files
-from tests.chained_run import EVALUATED, LOGS, Untraced, holding, refusal, resume, run, without_digest
+from tests.chained_run import EVALUATED, LOGS, Untraced, holding, make_older, refusal, resume, run, without_digest
 from tests.toy import Linear, toy_batch
 
 
@@ -33,9 +34,31 @@ def test_every_line_of_a_log_is_what_was_written(copied_run, name):
         with holding(path, b"".join(some)):
             said = refusal(copied_run)
             assert name in said, some
-            assert "restore that file" in said or "delete it if the run" in said
+            assert "restore that file" in said
+            assert "remove it if" not in said
             (fault,) = check_files(copied_run).faults
             assert name in fault
+
+
+@pytest.mark.parametrize("kept", ["all", "snapshots", "result", "nothing", "an older run's"])
+def test_to_remove_a_damaged_log_of_requests_is_advised_where_that_works(copied_run, tmp_path, kept):
+    if kept == "an older run's":
+        make_older(copied_run, tmp_path)
+    if kept in ("snapshots", "nothing"):
+        (copied_run / "result.json").unlink()
+    if kept in ("result", "nothing"):
+        shutil.rmtree(copied_run / "snapshots")
+    path = copied_run / "control.jsonl"
+    path.write_bytes(path.read_bytes().replace(b"1", b"2", 1))
+    said = refusal(copied_run)
+    assert "control.jsonl must hold an event a line, line 1 does not" in said
+    path.unlink()
+    if kept in ("nothing", "an older run's"):
+        assert said.endswith("restore that file, or remove it if the run is to forget its requests")
+        assert refusal(copied_run) == ""
+    else:
+        assert said.endswith("restore that file, or begin another run (--run-dir)")
+        assert refusal(copied_run) != ""
 
 
 @pytest.mark.parametrize("name", LOGS)

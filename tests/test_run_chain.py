@@ -2,17 +2,14 @@
 
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from engine import evaluate, replay_run
 from engine.records.digests import sealed
 from engine.records.recorded_run import read_recorded
-from engine.records.snapshot import read_snapshot, snapshot_steps, write_snapshot
 from engine.replay.checked_files import check_files
-from tests.chained_run import EVALUATED, LOGS, STEPS, holding, refusal, resume, run, without_digest
+from tests.chained_run import EVALUATED, LOGS, STEPS, holding, make_older, refusal, resume, run, without_digest
 from tests.toy import Linear, toy_batch
 
 
@@ -149,27 +146,6 @@ def test_every_change_of_the_result_is_refused(copied_run):
             assert "result.json" in fault
     path.unlink()
     assert refusal(copied_run) == ""
-
-
-def make_older(path: Path, folder: Path) -> None:
-    """Take from a run all that tells what its files held, as the runs of before had none of it."""
-    for name in ("config.json", "result.json"):
-        values = json.loads((path / name).read_text())
-        for key in ("sha256", "continues", "files"):
-            values.pop(key, None)
-        (path / name).write_text(json.dumps(values))
-    (path / "model.safetensors").write_bytes(without_digest(path / "model.safetensors", folder))
-    for step in snapshot_steps(path / "snapshots"):
-        snapshot = read_snapshot(path / "snapshots", step)
-        nested: dict[str, Any] = {}
-        for name, leaf in snapshot.leaves.items():
-            *above, last = name.split(".")
-            inner = nested
-            for part in above:
-                inner = inner.setdefault(part, {})
-            inner[last] = leaf
-        shutil.rmtree(path / "snapshots" / str(step))
-        write_snapshot(path / "snapshots", step, snapshot.pulls, nested)
 
 
 def test_a_run_of_before_there_were_digests_is_told_apart_and_goes_on(copied_run, chained_run, tmp_path):

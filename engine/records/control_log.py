@@ -2,8 +2,9 @@
 
 Owns the lines and what a run that is resumed must know of them. Must not know: how requests arrive, jax.
 
-Each line ends with the SHA-256 of itself and of all lines before it, so that one that was changed, removed or put
-elsewhere is noticed, but for the removal of the last ones. Lines of older runs have none.
+Each line ends with the SHA-256 of itself and of all lines before it: a changed, removed or moved line is noticed. If
+only the last lines are removed, the rest still reads as a whole log; the snapshots and `result.json` record how far it
+had come. Lines of older runs have no digest, and a log may begin with these.
 """
 
 import hashlib
@@ -124,22 +125,34 @@ class ControlLog:
         self._is_open = False
 
 
+class ControlLogError(ValueError):
+    """A log of events has a line that is no event, or not as it was written."""
+
+
 def read_events(path: Path) -> tuple[ControlEvent, ...]:
     """Reads all events of a log, in file order; none where there is no file.
 
     A last line without its end is left out: it is being written, or a crash cut it short.
 
     Raises:
-        ValueError: where a line is no event; names the file and the line.
+        ControlLogError: where a line is no event, or not as it was written; names the file and the line.
         OSError: where the file cannot be read.
     """
     try:
         content = read_regular(path, max_bytes=_MOST_BYTES)
     except FileNotFoundError:
         return ()
-    events, before = [], hashlib.sha256()
+    events, before, must_be_sealed = [], hashlib.sha256(), False
     for number, line in enumerate(content.split(b"\n")[:-1], start=1):
-        events.append(_read_line(path, number, line, before.hexdigest()))
+        is_sealed = must_be_sealed or b'"%s"' % SEAL.encode() in line
+        try:
+            events.append(_read_sealed(line, before.hexdigest()) if is_sealed else ControlEvent.from_json(line))
+        except ValueError as error:
+            raise ControlLogError(
+                f"{path} must hold an event a line, line {number} does not ({error}): restore that file"
+            ) from error
+        # A run that writes digests never goes back to lines without.
+        must_be_sealed = is_sealed
         before.update(line + b"\n")
     return tuple(events)
 
@@ -149,20 +162,12 @@ def _line_digest(before: str, values: Mapping[str, Any]) -> str:
     return json_digest({"before": before, "values": values})
 
 
-def _read_line(path: Path, number: int, line: bytes, before: str) -> ControlEvent:
-    names = tuple(ControlEvent.__dataclass_fields__)
-    try:
-        if b'"%s"' % SEAL.encode() not in line:
-            return ControlEvent.from_json(line)
-        values = parse_fields(line, (*names, SEAL))
-        if values.pop(SEAL) != _line_digest(before, values):
-            raise ValueError("it, or a line before it, was changed or removed")
-        return ControlEvent(**values)
-    except ValueError as error:
-        raise ValueError(
-            f"{path} must hold an event a line, line {number} does not ({error}): "
-            "restore that file, or delete it if the run shall forget its requests"
-        ) from error
+def _read_sealed(line: bytes, before: str) -> ControlEvent:
+    """Return the event of a line that ends with its digest; `before` is the SHA-256 of all lines before it."""
+    values = parse_fields(line, (*ControlEvent.__dataclass_fields__, SEAL))
+    if values.pop(SEAL) != _line_digest(before, values):
+        raise ValueError("it, or a line before it, was changed or removed")
+    return ControlEvent(**values)
 
 
 def factor_before(events: Iterable[ControlEvent], pull: int) -> float:
