@@ -192,7 +192,7 @@ def check_beginning(
         choice = choose_data(config.data)
         if config.eval_split is None:
             splits = find_splits(choice.data)
-            chosen = _usual_eval_split(config, splits)
+            chosen = _usual_eval_split(config, choice.data, splits)
             _check_none_is_unfinished(config, choice.data, chosen, splits)
         else:
             chosen = choose_eval_split(config, choice.data)
@@ -219,11 +219,6 @@ def _check_none_is_unfinished(config: TrainConfig, data: str, chosen: str | None
         raise ValueError(
             f"the split to evaluate on must be complete, and the packing of {data.rstrip('/')}/{min(found)} was begun "
             "and not finished: run the same preprocess-imagenet command again, or give --eval-split, another or off"
-        )
-    if found := missing.intersection(splits.broken):
-        raise ValueError(
-            f"the split to evaluate on must have its manifest.json, and {data.rstrip('/')}/{min(found)} has lost it: "
-            "restore that file, or give --eval-split, another or off"
         )
 
 
@@ -353,11 +348,21 @@ def choose_eval_split(config: TrainConfig, data: str) -> str | None:
         return None
     if config.eval_split is not None:
         return config.eval_split
-    return _usual_eval_split(config, find_splits(data))
+    return _usual_eval_split(config, data, find_splits(data))
 
 
-def _usual_eval_split(config: TrainConfig, splits: SplitNames) -> str | None:
-    return next((name for name in _USUAL_EVAL_SPLITS if name in splits.complete and name != config.split), None)
+def _usual_eval_split(config: TrainConfig, data: str, splits: SplitNames) -> str | None:
+    for name in _USUAL_EVAL_SPLITS:
+        if name == config.split:
+            continue
+        if name in splits.broken:
+            raise ValueError(
+                f"the split to evaluate on must have its manifest.json, and {data.rstrip('/')}/{name} has lost it: "
+                "restore that file, or name another split to evaluate on (--eval-split; off for none)"
+            )
+        if name in splits.complete:
+            return name
+    return None
 
 
 def _check_same_classes(train: Manifest, evaluation: Manifest, name: str) -> None:

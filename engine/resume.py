@@ -34,6 +34,7 @@ from engine.records.run_folder import (
     LOSS_LOG,
     RESULT,
     SNAPSHOTS,
+    WEIGHTS,
     RunFolder,
     recorded_versions,
 )
@@ -327,6 +328,14 @@ def check_chain(run: Path, recorded: RecordedRun, start: StartingPoint) -> None:
     if result is not None and result.folder is not None:
         # No launch leaves the end of an earlier one behind.
         check_config_digest(run / CONFIG, recorded.digest, recorded.continued, result.folder, RESULT)
+    if result is not None and result.weights_digest is not None and (run / WEIGHTS).exists():
+        from engine.records.weights import read_weights
+
+        if read_weights(run / WEIGHTS).digest != result.weights_digest:
+            raise ValueError(
+                f"{run / WEIGHTS} must be what the run wrote at its end, and is not: restore that file, or remove it, "
+                "as a resume writes it anew"
+            )
 
 
 def unchecked_words(recorded: RecordedRun, start: StartingPoint) -> str | None:

@@ -88,7 +88,7 @@ def _run(dest: str, wanted: tuple[str, ...], *, verify: bool, grid: Path | None,
         _draw(dest, names[0], grid, is_quiet=as_json)
     # Here, where a reader that has gone is told apart from trouble.
     sys.stdout.flush()
-    return not any(damages.values()) and not (verify and broken)
+    return not any(damages.values()) and not broken
 
 
 def _complete_splits(dest: str, location: Location, found: SplitNames) -> tuple[str, ...]:

@@ -68,6 +68,7 @@ def read_regular(path: str | os.PathLike[str], *, max_bytes: int) -> bytes:
         OSError: the file cannot be read, or is larger (EFBIG).
     """
     with open(open_regular(path), "rb", buffering=0) as file:
+        check_regular(os.fstat(file.fileno()), path, max_bytes=max_bytes)
         parts, left = [], max_bytes
         # Its size may be told wrongly, or grow: what is read is counted.
         while left >= 0 and (part := file.read(min(left + 1, 1 << 24))):

@@ -2,15 +2,17 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 
-from engine import evaluate, replay_run
+from engine import evaluate, replay_run, train
 from engine.records.digests import sealed
 from engine.records.recorded_run import read_recorded
 from engine.replay.checked_files import check_files
 from tests.chained_run import EVALUATED, LOGS, STEPS, holding, make_older, refusal, resume, run, without_digest
-from tests.toy import Linear, toy_batch
+from tests.fake_source import fake_source, pack
+from tests.toy import Linear, toy_batch, toy_config
 
 
 def other(value):
@@ -176,3 +178,28 @@ def test_the_chain_holds_over_launches_and_lost_snapshots(copied_run):
     assert check_files(copied_run).faults == ()
     report = replay_run(copied_run, model=Linear(), batches=toy_batch, evaluation=EVALUATED)
     assert report.is_same, report
+
+
+def test_a_finished_run_with_other_weights_is_resumed_once_they_are_removed(copied_run, tmp_path):
+    path = copied_run / "model.safetensors"
+    run(tmp_path / "other", seed=5)
+    shutil.copy(tmp_path / "other/model.safetensors", path)
+    assert f"{path} must be what the run wrote at its end, and is not" in refusal(copied_run, steps=STEPS + 1)
+    path.unlink()
+    assert refusal(copied_run, steps=STEPS + 1) == ""
+
+
+def test_a_split_to_evaluate_on_that_lost_its_manifest_is_named(tmp_path):
+    pack(fake_source(12), tmp_path / "data")
+    pack(fake_source(12, seed=1, name="val"), tmp_path / "data")
+    path = tmp_path / "run"
+    settings = toy_config(data=str(tmp_path / "data"), num_classes=None, steps=2, batch=4, run_dir=str(path))
+    train(settings, model=Linear())
+    (tmp_path / "data/val/manifest.json").unlink()
+    said = r"must have its manifest.json, and .*/val has lost it"
+    with pytest.raises(ValueError, match=said):
+        evaluate(path, model=Linear())
+    with pytest.raises(ValueError, match=said):
+        train(replace(settings, steps=4, resume=True), model=Linear())
+    with pytest.raises(ValueError, match=said):
+        replay_run(path, model=Linear())
