@@ -128,12 +128,14 @@ class RecordedLaunch:
         return result
 
     def _take_snapshot(self, snapshot: PushedSnapshot) -> None:
-        self._control_log.sync()
-        self._snapshots.submit(snapshot.step, snapshot.pulls, snapshot.state, self._folder_state())
+        self._snapshots.submit(snapshot.step, snapshot.pulls, snapshot.state, self._synced_state())
 
-    def _folder_state(self) -> FolderState:
-        """Return what the other files hold by now: the lines before a snapshot, where its turn among them has come."""
+    def _synced_state(self) -> FolderState:
+        """Return what the other files hold by now, once that is on the disk; raise OSError where it cannot be."""
+        # The states first: a request that is logged while the disk syncs may not be on it yet.
         logs = {**self._sink.states(), self._folder.control_log.name: self._control_log.state()}
+        self._sink.sync()
+        self._control_log.sync()
         return FolderState(self._folder.config_digest, logs)
 
     def _record_event(self, event: ControlEvent) -> None:
@@ -145,9 +147,9 @@ class RecordedLaunch:
         """Writes one more snapshot, to go on from where the run ended; gives the failure, also a new one."""
         try:
             self._folder.check_kept()
-            self._control_log.sync()
-        except LostFileError as error:
-            failure = failure or error
+            folder_state = self._synced_state()
+        except OSError as error:
+            failure, folder_state = failure or error, None
         # After gradients that are no numbers the last good snapshot is where another rate may help. And lines that the
         # folder did not get would be missing for ever in a run that went on behind them.
         sink, start = self._sink, self._launch.start
@@ -158,9 +160,9 @@ class RecordedLaunch:
         )
         # Nor is a state worth going on from that other data than the run's may have gone into.
         is_worth_it = not isinstance(failure, NonFiniteError | LostFileError) and not self._launch.has_changed_data
-        if is_whole and is_worth_it:
+        if folder_state is not None and is_whole and is_worth_it:
             tree = jax.tree.map(np.asarray, plain_keys(state))
-            self._snapshots.submit(int(state.step), int(state.pulls), tree, self._folder_state())
+            self._snapshots.submit(int(state.step), int(state.pulls), tree, folder_state)
         self._snapshots.close(_SNAPSHOT_TIMEOUT_S)
         return failure
 
@@ -253,10 +255,13 @@ class RecordedLaunch:
             failure.add_note(f"the run folder could not be completed either: {error}")
 
     def _files_at_end(self, failure: BaseException | None) -> dict[str, Any] | None:
-        """Return what the other files hold, None where one is lost or may still be being written."""
+        """Return what the other files hold, None where one is lost, not on the disk, or may still be written to."""
         if failure is not None and (not isinstance(failure, Exception) or isinstance(failure, LostFileError)):
             return None
-        return {**self._folder_state().to_json(), WEIGHTS_DIGEST: self._folder.weights_digest}
+        try:
+            return {**self._synced_state().to_json(), WEIGHTS_DIGEST: self._folder.weights_digest}
+        except OSError:
+            return None  # the end of the run tells of it, or of what came before
 
 
 def _in_words(event: ControlEvent) -> str:

@@ -1,18 +1,24 @@
 """What happens to a run folder while its run is going: emptied, replaced, its disk full."""
 
+import errno
 import hashlib
 import json
 import os
 import shutil
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
+from engine.records.control_log import ControlEvent, ControlLog, read_events
 from engine.records.digests import RunningDigest
+from engine.records.file_errors import LostFileError
 from engine.records.json_lines import JsonLines
 from engine.records.run_folder import RunFolder
+from engine.records.snapshot import read_folder_state, snapshot_steps
 from engine.records.weights import read_weights
-from tests.chained_run import run
+from tests.chained_run import STEPS, run
 from tests.toy import toy_batch
 
 
@@ -126,3 +132,71 @@ def test_a_log_that_somebody_wrote_to_meanwhile_is_refused(tmp_path):
     path.write_text("{}\n")
     with pytest.raises(ValueError, match="must hold the 12 bytes that this run left there, and holds 3"):
         JsonLines(path, begun).open()
+
+
+def refuse_to_sync(monkeypatch, path: Path, code: int) -> list[int]:
+    """Have the disk refuse to sync a file; return a list that takes the size of each refusal."""
+    real, refused = os.fsync, []
+
+    def fsync(handle):
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(handle), path.stat()):
+                refused.append(path.stat().st_size)
+                raise OSError(code, os.strerror(code))
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    return refused
+
+
+@pytest.mark.parametrize("name", ["loss.jsonl", "eval.jsonl"])
+def test_a_log_that_the_disk_does_not_keep_ends_the_run_and_no_record_counts_on_it(tmp_path, monkeypatch, name):
+    refused = refuse_to_sync(monkeypatch, tmp_path / name, errno.EIO)
+    with pytest.raises(OSError, match=f"'{tmp_path}/{name}'") as caught:
+        run(tmp_path)
+    assert f"{tmp_path}/{name} cannot be written: see to its folder and its disk" in caught.value.__notes__
+    assert len(refused) == 1  # at the next call a disk reports success
+    assert snapshot_steps(tmp_path / "snapshots") == []
+    assert json.loads((tmp_path / "result.json").read_text())["files"] is None
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP])
+def test_a_file_system_that_cannot_sync_a_file_still_holds_a_run(tmp_path, monkeypatch, code):
+    refused = refuse_to_sync(monkeypatch, tmp_path / "loss.jsonl", code)
+    assert run(tmp_path).snapshot_step == STEPS
+    assert refused
+
+
+def test_a_request_that_is_logged_while_the_disk_syncs_is_not_in_the_snapshot(tmp_path, monkeypatch):
+    synced: list[int] = []
+    real = ControlLog.sync
+
+    def sync(log):
+        real(log)
+        synced.append(log.state().num_bytes)
+        if len(synced) == 1:
+            log.append(ControlEvent(0, 1, None, snapshot=False, evaluate=False, stop=False, request="late", time=1.0))
+
+    monkeypatch.setattr(ControlLog, "sync", sync)
+    run(tmp_path, keep_snapshots=0)
+    first = snapshot_steps(tmp_path / "snapshots")[0]
+    state = read_folder_state(tmp_path / "snapshots", first)
+    assert state is not None
+    assert state.logs["control.jsonl"].num_bytes == synced[0] == 0
+    assert read_events(tmp_path / "control.jsonl")[0].request == "late"
+
+
+def test_what_an_earlier_launch_logged_is_brought_to_the_disk_too(tmp_path, monkeypatch):
+    path = tmp_path / "control.jsonl"
+    path.write_text("{}\n")
+    begun = RunningDigest()
+    begun.update(path.read_bytes())
+    refused = refuse_to_sync(monkeypatch, path, errno.EIO)
+    lines = JsonLines(path, begun)
+    for _ in range(2):
+        with pytest.raises(OSError, match=r"control\.jsonl"):
+            lines.sync()
+    assert refused == [3]
+    path.unlink()
+    with pytest.raises(LostFileError, match="was removed or replaced"):
+        JsonLines(path, begun).sync()

@@ -4,19 +4,21 @@ Owns that a line is there whole or not at all, and that the file is still the on
 line says.
 """
 
+import errno
 import os
 import time
-from contextlib import suppress
 from pathlib import Path
 
 from engine.records.digests import LogState, RunningDigest
 from engine.records.file_errors import LostFileError, name_file
 from engine.records.limits import LONGEST_LINE_BYTES
-from preprocess.regular_file import check_regular
+from preprocess.regular_file import check_regular, open_regular
 
 # How often an append looks whether the file is still in its place: that takes 2 µs, and an append 10.
 _LOOK_EVERY_S = 1.0
 _READ_BYTES = 1 << 20
+# What file systems that cannot sync a file say to it.
+_NOT_OFFERED = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 # Without waiting for the reader of a pipe, which is then refused.
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
 
@@ -34,6 +36,8 @@ class JsonLines:
         self._digest = RunningDigest() if begun is None else begun
         self._file, self._length = -1, 0
         self._looked_at = 0.0
+        self._synced_bytes = 0
+        self._sync_error: OSError | None = None
 
     def open(self) -> None:
         """Open the file, to append; a last line that a crash cut short is removed.
@@ -121,11 +125,38 @@ class JsonLines:
             raise LostFileError.of(self._path)
 
     def sync(self) -> None:
-        """Bring what was appended to the disk, if the file is open; raise LostFileError as `check_place`."""
-        if self._file >= 0:
-            with suppress(OSError):
-                os.fsync(self._file)
-            self.check_place()
+        """Bring what was appended so far to the disk, by an earlier launch too.
+
+        A disk that failed once reports success at the next call, whatever it lost: the error is raised at each later
+        call too. A file system that cannot sync a file is passed over.
+
+        Raises:
+            OSError: where the disk failed; LostFileError as `check_place`, or where an earlier launch's file is gone.
+        """
+        num_bytes = self._digest.num_bytes  # another thread may append meanwhile
+        if self._sync_error is None and num_bytes != self._synced_bytes:
+            self._sync_file()
+            self._synced_bytes = num_bytes
+        if self._sync_error is not None:
+            raise self._sync_error
+        self.check_place()
+
+    def _sync_file(self) -> None:
+        """Sync the file, of a launch that has nothing to append the one that is there; keep the error of the disk."""
+        file = self._file
+        try:
+            if self._file < 0:
+                file = open_regular(self._path)
+            os.fsync(file)
+        except FileNotFoundError:
+            raise LostFileError.of(self._path) from None
+        except OSError as error:
+            if error.errno not in _NOT_OFFERED:
+                name_file(error, self._path)
+                self._sync_error = error
+        finally:
+            if file not in (-1, self._file):
+                os.close(file)
 
     def close(self) -> None:
         """Close the file."""
