@@ -1,6 +1,7 @@
 """A run folder whose files do not belong together: no launch continues it, nothing evaluates it, the file is named."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import pytest
 from engine import evaluate, replay_run, train
 from engine.records.digests import sealed
 from engine.records.recorded_run import read_recorded
+from engine.records.snapshot import read_snapshot
 from engine.replay.checked_files import check_files
 from tests.chained_run import EVALUATED, LOGS, STEPS, holding, make_older, refusal, resume, run, without_digest
 from tests.fake_source import fake_source, pack
@@ -203,3 +205,22 @@ def test_a_split_to_evaluate_on_that_lost_its_manifest_is_named(tmp_path):
         train(replace(settings, steps=4, resume=True), model=Linear())
     with pytest.raises(ValueError, match=said):
         replay_run(path, model=Linear())
+
+
+def test_a_replay_says_what_it_checks_and_reads_the_snapshots_at_its_ends_once(chained_run, monkeypatch):
+    read: list[int] = []
+
+    def noted(folder, step):
+        read.append(step)
+        return read_snapshot(folder, step)
+
+    for module in ("checked_files", "recorded_stretch"):
+        monkeypatch.setattr(f"engine.replay.{module}.read_snapshot", noted)
+    told: list[str] = []
+    report = replay_run(chained_run, model=Linear(), batches=toy_batch, evaluation=EVALUATED, notify=told.append)
+    assert report.is_same
+    assert report.file_faults == ()
+    assert (read.count(2), read.count(6)) == (1, 1)
+    assert set(read) == {2, 4, 6}
+    assert re.fullmatch(rf"checking the files of {chained_run} and 1 further snapshot \(0\.\d MB\)", told[0])
+    assert told[1] == "files: 9 as written (a snapshot counts as one)"

@@ -54,7 +54,8 @@ def test_it_says_what_it_does_and_that_the_bits_are_the_same(place):
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("the same bits: 4 losses, 1 evaluation, ")
     assert done.stdout.endswith(" arrays of the snapshot of step 4\n")
-    assert done.stderr.splitlines()[:2] == [
+    assert done.stderr.splitlines()[:3] == [
+        "checking the files of run",
         "files: 6 as written (a snapshot counts as one)",
         "replaying steps 1 … 4 of run from the state before the first step",
     ]

@@ -3,6 +3,7 @@
 Reads only, without the run's lock. Guards against damage and edits by hand, not against whoever recomputes digests.
 """
 
+import stat
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from engine.records.folder_state import (
 from engine.records.recorded_end import RecordedEnd, read_result
 from engine.records.recorded_run import RecordedRun, read_recorded
 from engine.records.run_folder import CONFIG, EVALUATION_LOG, LOSS_LOG, RESULT, SNAPSHOTS, WEIGHTS
-from engine.records.snapshot import read_snapshot, snapshot_steps
+from engine.records.snapshot import Snapshot, read_snapshot, snapshot_steps
 from engine.records.weights import read_weights
 
 _LOGS = (LOSS_LOG, EVALUATION_LOG, CONTROL_LOG_NAME)
@@ -43,19 +44,45 @@ class CheckedFiles:
     unchecked: tuple[str, ...]
 
 
-def check_files(run: Path) -> CheckedFiles:
-    """Look at every file of a run; raises OSError where the folder cannot be listed."""
-    return _Check(run).made()
+def check_files(run: Path, read: Sequence[Snapshot] = ()) -> CheckedFiles:
+    """Look at every file of a run.
+
+    Args:
+        run: its folder.
+        read: snapshots of the run that were read and found whole just now; they are not read once more.
+
+    Raises:
+        OSError: where the folder cannot be listed.
+    """
+    return _Check(run, read).check()
+
+
+def check_words(run: Path, read: Sequence[Snapshot] = ()) -> str:
+    """Return in words what `check_files` is going to read: of the snapshots, which can be large, how many bytes."""
+    steps = set(snapshot_steps(run / SNAPSHOTS)) - {snapshot.step for snapshot in read}
+    sizes = (_size(entry) for step in steps for entry in (run / SNAPSHOTS / str(step)).rglob("*"))
+    snapshots = f"{len(steps)} further snapshot{'s' * (len(steps) > 1)}"
+    return f"checking the files of {run}" + (f" and {snapshots} ({sum(sizes) / 1e6:,.1f} MB)" if steps else "")
+
+
+def _size(path: Path) -> int:
+    """Return the size of a regular file; 0 for anything else, and for what a run that goes on has just removed."""
+    with suppress(OSError):
+        status = path.lstat()
+        return status.st_size if stat.S_ISREG(status.st_mode) else 0
+    return 0
 
 
 class _Check:
-    def __init__(self, run: Path) -> None:
+    def __init__(self, run: Path, read: Sequence[Snapshot]) -> None:
         self._run = run
+        self._read = {snapshot.step: snapshot for snapshot in read}
         self._faults: dict[str, str] = {}
         self._checked: set[str] = set()
         self._unchecked: list[str] = []
 
-    def made(self) -> CheckedFiles:
+    def check(self) -> CheckedFiles:
+        """Look at every file, and return what was found."""
         recorded = self._look(CONFIG, partial(read_recorded, self._run))
         end = self._look(RESULT, partial(read_result, self._run)) if (self._run / RESULT).exists() else None
         states = self._snapshot_states()
@@ -92,12 +119,15 @@ class _Check:
         folder, states = self._run / SNAPSHOTS, []
         for step in snapshot_steps(folder):
             name = f"{SNAPSHOTS}/{step}"
-            snapshot = self._look(name, partial(read_snapshot, folder, step))
+            snapshot = self._look(name, partial(self._snapshot, step))
             if snapshot is not None and snapshot.folder is not None:
                 states.append((snapshot.folder, RecordedBy(f"the snapshot of step {step}")))
             elif snapshot is None and not (folder / str(step)).exists():
                 del self._faults[name]  # a run that goes on has removed it meanwhile
         return states
+
+    def _snapshot(self, step: int) -> Snapshot:
+        return self._read.get(step) or read_snapshot(self._run / SNAPSHOTS, step)
 
     def _check_config(self, recorded: RecordedRun | None, states: Sequence[tuple[FolderState, RecordedBy]]) -> None:
         if recorded is not None:

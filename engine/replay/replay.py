@@ -19,7 +19,8 @@ from engine.keys import plain_keys
 from engine.launch import Launch, NonFiniteError
 from engine.records.control_log import ControlEvent
 from engine.records.run_folder import CONFIG
-from engine.replay.checked_files import CheckedFiles, check_files
+from engine.records.snapshot import Snapshot
+from engine.replay.checked_files import CheckedFiles, check_files, check_words
 from engine.replay.recorded_stretch import Piece, RecordedStretch, read_stretch
 from engine.replay.report import Comparison, ReplayReport
 from engine.resolve import own_parts
@@ -46,10 +47,10 @@ def replay_run(
 ) -> ReplayReport:
     """Makes the updates `from_step` + 1 … `to_step` of a recorded run once more, and compares them bit by bit.
 
-    First every file of the run is held against the digests that the run wrote of it (`engine.replay.checked_files`).
-    Compared are then every loss and learning rate of `loss.jsonl`, every evaluation of `eval.jsonl` and, where the run
-    has a snapshot of `to_step`, every array of the state. Requests that took effect in the run are repeated, and where
-    a run was resumed with other settings these change at the same step.
+    Before the first update every file of the run is checked against the digest that the run recorded of it
+    (`engine.replay.checked_files`). Compared are then every loss and learning rate of `loss.jsonl`, every evaluation of
+    `eval.jsonl` and, where the run has a snapshot of `to_step`, every array of the state. Requests that took effect in
+    the run are repeated, and where a run was resumed with other settings these change at the same step.
 
     Args:
         run: its folder, which is only read; the run may still be going on.
@@ -71,14 +72,15 @@ def replay_run(
         KeyboardInterrupt: on a signal before the first step, or on a second one.
         BaseException: whatever the batch source raised.
     """
-    files = _checked_files(Path(run), notify)
     try:
         stretch = _read_stretch(Path(run), from_step, to_step)
     except ValueError as error:
-        for fault in files.faults:
+        for fault in _check_files(Path(run), (), notify).faults:
             if fault not in str(error):
                 error.add_note(f"not as written: {fault}")
         raise
+    ends = [snapshot for snapshot in (stretch.start.snapshot, stretch.snapshot) if snapshot is not None]
+    files = _check_files(Path(run), ends, notify)
     _check_own(stretch, model, batches, evaluation)
     # A launch handles signals while it is open; before it and between two, they end the replay at once.
     with StopSignals(ControlBoard(), _say_nothing):
@@ -101,11 +103,12 @@ def _read_stretch(run: Path, from_step: int | None, to_step: int | None) -> Reco
         ) from error
 
 
-def _checked_files(run: Path, notify: Callable[[str], None]) -> CheckedFiles:
-    """Look at every file of a run and say how many are as they were written, and which carry no digest."""
+def _check_files(run: Path, read: Sequence[Snapshot], notify: Callable[[str], None]) -> CheckedFiles:
+    """Look at every file of a run but the snapshots just read; say how many are as written and which lack a digest."""
     if not (run / CONFIG).exists():
         return CheckedFiles(0, (), ())  # no run: what follows says so
-    files = check_files(run)
+    notify(check_words(run, read))
+    files = check_files(run, read)
     if files.num_checked:
         notify(f"files: {files.num_checked} as written (a snapshot counts as one)")
     if files.unchecked:
