@@ -92,7 +92,7 @@ class LossStream:
         return self._losses.to_array()
 
     def release(self) -> None:
-        """Forget the losses, whose file is closed; what `losses` gave stays."""
+        """Close the file of the losses and forget them; arrays that `losses` returned stay valid."""
         self._losses.close()
 
     def start(self, sinks: Sequence[Sink]) -> None:

@@ -261,7 +261,7 @@ class RecordedLaunch:
         try:
             return {**self._synced_state().to_json(), WEIGHTS_DIGEST: self._folder.weights_digest}
         except OSError:
-            return None  # the end of the run tells of it, or of what came before
+            return None  # `result.json` records the failure that ends the run
 
 
 def _in_words(event: ControlEvent) -> str:

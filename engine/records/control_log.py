@@ -112,10 +112,10 @@ class ControlLog:
         return self._lines.state()
 
     def sync(self) -> None:
-        """Brings what was appended to the disk; does nothing where nothing was.
+        """Bring what was appended to the disk, by earlier launches too; do nothing where nothing was.
 
         Raises:
-            LostFileError: where the file was removed or replaced.
+            OSError: where the disk failed; LostFileError where the file was removed or replaced.
         """
         self._lines.sync()
 

@@ -13,7 +13,7 @@ def name_file(error: OSError, path: Path) -> None:
     """Name the file in an error of writing it, as the system does not for a file that is open, and note the remedy."""
     error.filename = os.fspath(path)
     if error.filename2 is not None:
-        del error.filename2  # None would be told as a second name
+        del error.filename2  # None would be shown as a second name
     if error.errno in _NO_ROOM:
         remedy = "make room on its disk"
     elif error.errno in _NO_PERMISSION:
@@ -41,7 +41,7 @@ class LostFileError(OSError):
 
 
 def unreadable_words(error: BaseException) -> str:
-    """Return in words why a record of JSON can't be read, for whoever does not know Python's errors by name."""
+    """Return in words why a JSON record cannot be read, without the names of Python's exceptions."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     if isinstance(error, KeyError):

@@ -96,7 +96,7 @@ class FolderLock:
             return False
 
     def is_taken(self) -> bool:
-        """Return whether the folder was emptied while it was held, and somebody else has made a lock of his own."""
+        """Return whether the folder was emptied while it was held, and another process has made a lock there since."""
         return self._file >= 0 and not self.is_in_place() and self._path.exists()
 
     def _locked_file(self) -> int | None:

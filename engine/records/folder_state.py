@@ -45,7 +45,7 @@ class FolderState:
 
 @dataclass(frozen=True)
 class RecordedBy:
-    """What tells what the files held, for messages.
+    """What recorded a state of the files, in words for messages.
 
     Attributes:
         name: such as "the snapshot of step 8".
@@ -69,15 +69,15 @@ def by_result(path: Path) -> RecordedBy:
 
 
 def digest_log(path: Path, *expected: tuple[LogState, RecordedBy]) -> RunningDigest:
-    """Return the digest of a log up to the furthest of where it had come; what was appended later is not looked at.
+    """Return the digest of a log up to the longest of its expected states; what was appended later is not read.
 
     Args:
         path: of the log, which is read once.
-        expected: what it held, and what tells so.
+        expected: states that it had, each with what recorded it.
 
     Raises:
-        ValueError: where the file begins otherwise, is shorter, missing, or no regular file; the first that it belies
-            is named.
+        ValueError: where the file begins otherwise, is shorter, missing, or no regular file; the message names the
+            shortest of the expected states that it does not match.
     """
     found = RunningDigest()
     for state, by in sorted(expected, key=lambda each: each[0].num_bytes):
@@ -109,7 +109,7 @@ def whole_lines_digest(path: Path) -> RunningDigest:
 
 
 def check_no_more(path: Path, expected: LogState, by: RecordedBy) -> None:
-    """Raise ValueError where a log that was at its end holds another whole line since."""
+    """Raise ValueError where whole lines were appended to a log after the end of its run."""
     num_bytes = whole_lines_digest(path).num_bytes
     if num_bytes > expected.num_bytes:
         raise _refusal(path, expected, by, f"{num_bytes - expected.num_bytes:,} bytes were appended")

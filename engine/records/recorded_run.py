@@ -40,7 +40,7 @@ class RecordedRun:
 
     @property
     def seals(self) -> tuple[str, ...]:
-        """Those that the file had so far, oldest first."""
+        """All seals that the file has had so far, oldest first."""
         return self.continued if self.digest is None else (*self.continued, self.digest)
 
     def config_at(self, step: int) -> TrainConfig:
@@ -91,7 +91,7 @@ def read_recorded(run: Path) -> RecordedRun:
 
 
 def _check_seal(path: Path, values: dict[str, Any]) -> None:
-    """Raise ValueError where a record was changed since it was written; one of before it held a digest passes."""
+    """Raise ValueError where a record was changed since it was written; a record without a digest is an older run's."""
     if SEAL not in values and CONTINUED not in values:
         return
     if not is_as_sealed(values):

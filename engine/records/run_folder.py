@@ -36,7 +36,7 @@ CONFIG = "config.json"
 SNAPSHOTS = "snapshots"
 WEIGHTS = "model.safetensors"
 CONTINUED = "continues"
-"""The key of `config.json` under which stand the seals that it had in the launches before."""
+"""The key of `config.json` that holds the seals that the file had in earlier launches."""
 # In the order in which they are removed: the mark of a finished run first, the mark of any run last.
 _WRITTEN_HERE = (
     RESULT,
@@ -261,10 +261,10 @@ class RunFolder:
         self._write(name, (json.dumps(value, indent=2) + "\n").encode())
 
     def _write(self, name: str, content: bytes) -> None:
-        """Writes a file, unless somebody else works in the folder by now: what he has there is not ours to replace."""
+        """Write a file; raise LostFileError, and replace nothing, where another run works in the folder by now."""
         if self._lock.is_taken():
             raise LostFileError.of(self.path / name)
-        with suppress(OSError):  # what is wrong with the folder, the writing tells
+        with suppress(OSError):  # the write below raises the error that names the file
             self.path.mkdir(parents=True, exist_ok=True)
         write_whole(self.path / name, content)
 

@@ -31,12 +31,12 @@ _LOGS = (LOSS_LOG, EVALUATION_LOG, CONTROL_LOG_NAME)
 
 @dataclass(frozen=True)
 class CheckedFiles:
-    """What became of the check.
+    """The result of the check.
 
     Attributes:
-        num_checked: files, a snapshot counting as one, of which at least a part was found as it was written.
+        num_checked: files that are as they were written, as far as a digest covers them; a snapshot counts as one.
         faults: what is wrong, a line for each file.
-        unchecked: names of what carries no digest, or is not spoken of by any yet.
+        unchecked: names of files that no digest covers, or none yet.
     """
 
     num_checked: int
@@ -162,7 +162,7 @@ class _Check:
             self._unchecked.append(WEIGHTS)
 
     def _sort_out(self, recorded: RecordedRun | None, end: RecordedEnd | None) -> None:
-        """Name the files that were read and that no digest speaks of."""
+        """Add the files that no digest covers to the unchecked ones."""
         if recorded is not None and recorded.digest is None:
             self._checked.discard(CONFIG)
             self._unchecked.append(CONFIG)
