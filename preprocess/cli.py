@@ -129,7 +129,11 @@ class _Options:
 )
 @click.option("--checksum/--no-checksum", default=True, help="A CRC-32C an image: a flipped bit becomes an error.")
 @click.option(
-    "--workers", type=click.IntRange(1), metavar="THREADS", show_default="one a core", help="Decoding threads."
+    "--workers",
+    type=click.IntRange(1),
+    metavar="THREADS",
+    show_default="one a core",
+    help="Decoding threads, about 80 MB each; images above 4 megapixels need more and take turns.",
 )
 @click.option("--overwrite", is_flag=True, help="Delete the pack at DEST and begin anew.")
 @click.option("--dry-run", is_flag=True, help="Say what would be packed and how large it gets; write nothing.")
