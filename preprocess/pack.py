@@ -241,6 +241,11 @@ def _finish(
     settings: PackSettings,
     records: list[ShardRecord],
 ) -> Manifest:
+    """Write the arrays' metadata, labels and checksums, ``failures.jsonl``, and last the manifest, which is returned.
+
+    Raises:
+        ShardError: no image could be packed, or the store can't be written.
+    """
     labels = np.concatenate([record.labels for record in records])
     failures = _failures(records)
     if not len(labels):
@@ -248,20 +253,49 @@ def _finish(
             f"none of the {len(source)} images of {source.name!r} could be packed, e.g. {printable(failures[0].path)}: "
             f"{failures[0].reason}"
         )
-    version = plan["format_version"]
-    parts = [slice(start, start + NUMBERS_PER_SHARD) for start in range(0, len(labels), NUMBERS_PER_SHARD)]
     checksums = None
-    if settings.checksum and version > 1:
+    if settings.checksum and plan["format_version"] > 1:
         checksums = np.concatenate([record.checksums for record in records])
     noted = "".join(f"{failure.to_json()}\n" for failure in failures).encode()
-    sums = sum((record.sums for record in records), ChannelSums())
     journal.check_owner()
     metadata_digests = {PIXELS: _create_array(location, PIXELS, metadata_for(len(labels), settings))}
     metadata_digests[LABELS] = _write_numbers(location, LABELS, labels_metadata(len(labels)), labels)
     if checksums is not None:
         metadata_digests[CHECKSUMS] = _write_numbers(location, CHECKSUMS, checksums_metadata(len(labels)), checksums)
-    manifest = Manifest(
-        format_version=version,
+    digests = {"failures_digest": hashlib.sha256(noted).hexdigest()} | _number_digests(labels, checksums)
+    if plan["format_version"] > 1:
+        digests["metadata_digests"] = metadata_digests
+    else:
+        del digests["label_digests"]
+    manifest = _manifest_of(source, plan, settings, records, labels, digests)
+    location.write(FAILURES_KEY, noted)
+    journal.check_owner()
+    location.write(MANIFEST_KEY, manifest.to_json().encode())
+    return manifest
+
+
+def _number_digests(labels: NDArray[np.uint16], checksums: NDArray[np.uint32] | None) -> dict[str, Any]:
+    """Return the manifest's digests of labels and checksums: of all labels, and of each shard file of both."""
+    parts = [slice(start, start + NUMBERS_PER_SHARD) for start in range(0, len(labels), NUMBERS_PER_SHARD)]
+    return {
+        "labels_digest": words_digest([labels]),
+        "label_digests": tuple(words_digest([labels[part]]) for part in parts),
+        "checksum_digests": () if checksums is None else tuple(words_digest([checksums[part]]) for part in parts),
+    }
+
+
+def _manifest_of(
+    source: SourceSplit,
+    plan: dict[str, Any],
+    settings: PackSettings,
+    records: list[ShardRecord],
+    labels: NDArray[np.uint16],
+    digests: dict[str, Any],
+) -> Manifest:
+    """Return the manifest of a split with these ``labels``; ``digests`` are its fields that depend on the files."""
+    sums = sum((record.sums for record in records), ChannelSums())
+    return Manifest(
+        format_version=plan["format_version"],
         num_images=len(labels),
         height=settings.rule.size,
         width=settings.rule.size,
@@ -275,19 +309,11 @@ def _finish(
         channel_std=sums.std(),
         resize_rule=plan["resize_rule"],
         source_digest=plan["source_digest"],
-        num_failures=len(failures),
+        num_failures=sum(len(record.failures) for record in records),
         tool_versions=plan["tool_versions"],
         shard_digests=tuple(record.digest for record in records if len(record.labels)),
-        labels_digest=words_digest([labels]),
-        failures_digest=hashlib.sha256(noted).hexdigest(),
-        label_digests=tuple(words_digest([labels[part]]) for part in parts) if version > 1 else (),
-        checksum_digests=() if checksums is None else tuple(words_digest([checksums[part]]) for part in parts),
-        metadata_digests=metadata_digests if version > 1 else {},
+        **digests,
     )
-    location.write(FAILURES_KEY, noted)
-    journal.check_owner()
-    location.write(MANIFEST_KEY, manifest.to_json().encode())
-    return manifest
 
 
 def _create_array(location: Location, name: str, metadata: dict[str, Any]) -> str:

@@ -146,37 +146,47 @@ def members(tar: TarBytes, start: int = 0, stop: int | None = None, inside: str 
     position = start
     num_extensions = 0
     extended: dict[str, str] = {}  # what extension headers say of the member that follows
-    while True:
-        block = _read_block(tar, position, stop, where)
-        if not any(block):
-            return
-        if not _checksum_holds(block):
-            raise SourceError(f"{where} is damaged: no tar header at byte {position}; fetch the archive again")
-        kind = block[156]
-        size = _size(block, extended, where, position)
+    while any(block := _read_block(tar, position, stop, where)):
+        kind, name, size = _header(block, extended, position, stop, where)
         data = position + BLOCK
-        if data + size > stop:
-            name = extended.get("path") or _plain_name(block)
-            raise SourceError(
-                f"{where} is truncated: it ends at byte {stop}, within member {printable(name)}, which begins at byte "
-                f"{position} and needs {data + size - stop} bytes more; fetch the archive again"
-            )
-        position = data + -(-size // BLOCK) * BLOCK
         if kind in (_LONG_NAME, _PAX_MEMBER, _PAX_ALL):
             num_extensions += 1
-            if num_extensions > _MAX_EXTENSIONS_IN_A_ROW:
-                raise SourceError(
-                    f"{where} is damaged: more than {_MAX_EXTENSIONS_IN_A_ROW} extension headers follow each other, "
-                    f"the last at byte {data - BLOCK}; fetch the archive again"
-                )
+            _check_extensions_in_a_row(num_extensions, position, where)
             if kind != _PAX_ALL:
                 extended |= _extension(tar, kind, data, size, where)
-            continue
-        name = extended.get("path") or _plain_name(block)
-        _refuse_unsafe(name, kind, where, data - BLOCK, sparse=_SPARSE in extended)
-        extended, num_extensions = {}, 0
-        if kind != _FOLDER_TYPE and not name.endswith("/"):  # before POSIX, a folder was a file with such a name
-            yield Member("/".join(part for part in name.split("/") if part not in ("", ".")), data, size)
+        else:
+            _refuse_unsafe(name, kind, where, position, sparse=_SPARSE in extended)
+            extended, num_extensions = {}, 0
+            if kind != _FOLDER_TYPE and not name.endswith("/"):  # before POSIX, a folder was a file with such a name
+                yield Member("/".join(part for part in name.split("/") if part not in ("", ".")), data, size)
+        position = data + -(-size // BLOCK) * BLOCK
+
+
+def _header(block: bytes, extended: dict[str, str], position: int, stop: int, where: str) -> tuple[int, str, int]:
+    """Return type, name and size in bytes of the member whose header is ``block``, at byte ``position``.
+
+    Raises:
+        SourceError: it is no header, or the archive, which ends at ``stop``, lacks some of the member's bytes.
+    """
+    if not _checksum_holds(block):
+        raise SourceError(f"{where} is damaged: no tar header at byte {position}; fetch the archive again")
+    size = _size(block, extended, where, position)
+    name = extended.get("path") or _plain_name(block)
+    missing = position + BLOCK + size - stop
+    if missing > 0:
+        raise SourceError(
+            f"{where} is truncated: it ends at byte {stop}, within member {printable(name)}, which begins at byte "
+            f"{position} and needs {missing} bytes more; fetch the archive again"
+        )
+    return block[156], name, size
+
+
+def _check_extensions_in_a_row(num_extensions: int, position: int, where: str) -> None:
+    if num_extensions > _MAX_EXTENSIONS_IN_A_ROW:
+        raise SourceError(
+            f"{where} is damaged: more than {_MAX_EXTENSIONS_IN_A_ROW} extension headers follow each other, "
+            f"the last at byte {position}; fetch the archive again"
+        )
 
 
 def _read_block(tar: TarBytes, position: int, stop: int, where: str) -> bytes:
