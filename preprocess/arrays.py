@@ -129,7 +129,7 @@ def read_array(
 
 
 def _check_metadata(location: Location, name: str) -> None:
-    """Raise ShardError where the metadata is no plain JSON: of deep nesting TensorStore's own reader dies (SIGSEGV)."""
+    """Raise ShardError where the metadata is no plain JSON: deep nesting crashes TensorStore's reader (SIGSEGV)."""
     key = f"{name}/{METADATA_KEY}"
     text = location.read(key)
     try:

@@ -57,7 +57,7 @@ def bounded(encoded: bytes, name: str, *, max_pixels: int) -> bytes:
         return _bounded_ppm(encoded, max_pixels)
     check = _CHECKS.get(name)
     if check is not None:
-        with suppress(struct.error, IndexError):  # cut short: the decoder says so
+        with suppress(struct.error, IndexError):  # cut short: the decoder will refuse it
             check(encoded, max_pixels)
     return encoded
 
@@ -116,7 +116,7 @@ def _at_full_range(encoded: bytes, found: re.Match[bytes], max_pixels: int) -> b
     return b"P%b\n%d %d\n%d\n" % (found[1], width, height, full) + levels[values].tobytes()
 
 
-def _check_gif(encoded: bytes, max_pixels: int) -> None:  # noqa: ARG001 - told of every format
+def _check_gif(encoded: bytes, max_pixels: int) -> None:  # noqa: ARG001 - all checks take the same arguments
     """Counts the blocks ahead of the first image."""
     flags = encoded[10]
     position = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
@@ -134,7 +134,7 @@ def _check_gif(encoded: bytes, max_pixels: int) -> None:  # noqa: ARG001 - told 
     raise ValueError(f"more than {_MAX_GIF_BLOCKS} blocks come before its first image")
 
 
-def _check_bmp(encoded: bytes, max_pixels: int) -> None:  # noqa: ARG001 - told of every format
+def _check_bmp(encoded: bytes, max_pixels: int) -> None:  # noqa: ARG001 - all checks take the same arguments
     header_bytes, width, height, _, _, compression = struct.unpack_from("<IiiHHI", encoded, 14)
     if header_bytes < 40 or compression not in (1, 2):
         return
@@ -162,7 +162,7 @@ def _check_webp(encoded: bytes, max_pixels: int) -> None:
         raise ValueError(f"{width}×{height} is more than the {max_pixels} pixels allowed in one image")
 
 
-def _check_tiff(encoded: bytes, max_pixels: int) -> None:  # noqa: ARG001 - told of every format
+def _check_tiff(encoded: bytes, max_pixels: int) -> None:  # noqa: ARG001 - all checks take the same arguments
     """Counts what the tags of the first image make a reader read: each may point at the same bytes."""
     order = "<" if encoded[:2] == b"II" else ">"
     is_big = 43 in encoded[2:4]

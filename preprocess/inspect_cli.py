@@ -92,7 +92,7 @@ def _run(dest: str, wanted: tuple[str, ...], *, verify: bool, grid: Path | None,
 
 
 def _complete_splits(dest: str, location: Location, found: SplitNames) -> tuple[str, ...]:
-    """Return the names of the complete splits; says which are unfinished, and raises ShardError where there is none."""
+    """Return the names of the complete splits and report unfinished ones; raise ShardError where none is complete."""
     from preprocess.location import ShardError
 
     for name in found.unfinished:
@@ -160,7 +160,7 @@ def _describe(name: str, manifest: Manifest) -> list[str]:
 
 
 def _promise(manifest: Manifest) -> str:
-    """What reading an image notices, where that is less than it could be."""
+    """Return what damage reading an image does not notice, empty where it notices all."""
     if not manifest.checksum:
         return ": without checksums, damage is noticed by --verify alone"
     if manifest.format_version == 1:

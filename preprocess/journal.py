@@ -84,7 +84,7 @@ class ShardRecord:
         digest: SHA-256 of the shard file's pixels as little-endian words, hexadecimal.
         checksums: uint32 ``[n]``, the CRC-32C of each image in the shard file; ``[0]`` where images have none.
 
-    On disk there is one field more, the SHA-256 of all others.
+    On disk there is one more field, the SHA-256 of all others.
     """
 
     start: int

@@ -75,10 +75,10 @@ class Location:
         return bytes(value.value) if value.state == "value" else None
 
     def check_regular(self, key: str, *, max_bytes: int = MAX_VALUE_BYTES) -> None:
-        """Raise ShardError where, on this machine, something else than a file of that size at most lies at ``key``.
+        """Raise ShardError where a local ``key`` exists and is not a regular file, or is larger than ``max_bytes``.
 
-        TensorStore would wait without end for a pipe that nobody writes to, and abort for want of memory at a file of a
-        terabyte of holes.
+        TensorStore would wait for ever for a pipe that nobody writes to, and run out of memory at a sparse file of a
+        terabyte.
         """
         if self.local_path is None:
             return

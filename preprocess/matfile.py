@@ -44,7 +44,7 @@ class _Element:
 
 
 class _Limits:
-    """Counts what a file makes work, over all of its variables."""
+    """Counts the bytes and elements of all variables of a file, to bound the work."""
 
     def __init__(self) -> None:
         self._bytes, self._elements, self._depth = MAX_BYTES, _MAX_ELEMENTS, 0

@@ -169,7 +169,7 @@ def _as_it_was_begun(location: Location, settings: PackSettings) -> PackSettings
 
 
 def _version_begun(location: Location) -> int:
-    """Return the format version of the unfinished pack that is there, which is finished in it; else the newest."""
+    """Return the format version to pack in: that of the unfinished pack that is there, or else the newest."""
     found = (Journal(location).plan() or {}).get("format_version")
     return 1 if found == 1 else FORMAT_VERSION
 
@@ -182,7 +182,7 @@ def _complete(location: Location, plan: dict[str, Any]) -> Manifest | None:
     if not is_manifest(text):
         _check_ours(location)
     manifest = Manifest.from_json(text, where=f"{location.display}{MANIFEST_KEY}")
-    # What made it, and in which version of the format, makes no other pixels.
+    # A complete pack stays what it is, whatever versions of the programs and the format it was made with.
     unchecked = {"tool_versions": dict(manifest.tool_versions), "format_version": manifest.format_version}
     check_same_plan(plan_of(manifest), plan | unchecked, location.display)
     return manifest
@@ -325,7 +325,7 @@ def _create_array(location: Location, name: str, metadata: dict[str, Any]) -> st
 def _write_numbers(
     location: Location, name: str, metadata: dict[str, Any], numbers: NDArray[np.unsignedinteger]
 ) -> str:
-    """Write the array of one number an image; return the digest of its metadata."""
+    """Write an array that has one number for each image; return the SHA-256 of its metadata file, hexadecimal."""
     digest = _create_array(location, name, metadata)
     array = write_array(location, name, metadata)
     for start in range(0, len(numbers), NUMBERS_PER_SHARD):

@@ -1,4 +1,4 @@
-"""Opening of files that somebody else may have replaced: never waits for a pipe, never reads a device or without end.
+"""Opens files that may have been replaced by something else: a pipe or a device is refused, and reading is bounded.
 
 Owns the one way in which packs, run folders and sources open what they read on this machine.
 """

@@ -202,12 +202,12 @@ def _files_below(class_folder: str) -> Iterator[tuple[str, int]]:
         for entry in others:
             yield f"{folder.below}{entry.name}", file_size(entry)
         above = (*folder.above, here)
-        # The last is taken first: so the order of names is kept.
+        # The last folder of the list is visited first: reversed, they come in the order of their names.
         waiting += [_Folder(each.path, f"{folder.below}{each.name}/", above) for each in reversed(folders)]
 
 
 def _identity(folder: str) -> tuple[int, int]:
-    """Returns what tells a folder from all others, whatever links lead to it."""
+    """Return the identity of a folder, the same through whichever link it is reached."""
     try:
         status = Path(folder).stat()
     except OSError as error:
