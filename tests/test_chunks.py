@@ -148,6 +148,7 @@ def test_a_replay_that_ends_before_an_evaluation_waits_for_the_batches_of_its_la
     run(path, steps=4, chunk_batches=chunk, eval_every_steps=0, snapshot_every_steps=0, prefetch=1)
     # As a kill before the evaluation at the end leaves it.
     (path / "eval.jsonl").write_text("")
+    (path / "result.json").unlink()
     shutil.rmtree(path / "snapshots")
     report = replay_run(path, from_step=0, model=Linear(), batches=slow, evaluation=EVALUATED)
     assert report.is_same

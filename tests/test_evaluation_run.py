@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 import engine.evaluation.run as evaluation_run
 from engine import TrainConfig, evaluate, evaluate_weights, run_settings, train
 from engine.feeder import FeederError
+from engine.records.weights import with_digest
 from preprocess.shards import open_split
 from tests.fake_source import fake_source, pack
 from tests.test_tally import evaluation_set
@@ -303,7 +304,8 @@ def test_weights_that_are_no_numbers_are_told_as_such(linear_run):
     path = f"{linear_run.run_dir}/model.safetensors"
     tensors = load_file(path)
     metadata = {"mean": "0.5 0.5 0.5", "std": "0.25 0.25 0.25"}
-    save_file({name: np.full_like(tensor, np.nan) for name, tensor in tensors.items()}, path, metadata)
+    tensors = {name: np.full_like(tensor, np.nan) for name, tensor in tensors.items()}
+    save_file(tensors, path, with_digest(tensors, metadata))
     Path(path).with_name("result.json").unlink()  # it tells of the weights that were there
     record = evaluate(linear_run, model=Linear(), evaluation=evaluation_set(5)).record
     assert (record.num_images, record.top1, record.top5) == (5, 0, 0)
