@@ -28,6 +28,8 @@ from PIL.WebPImagePlugin import WebPImageFile
 from preprocess.format_bounds import bounded, check_jpeg_scans
 
 _ORIENTATION_TAG = 0x0112
+# In either order of bytes: cameras write both, and Pillow takes both.
+_TIFF_MAGIC = (b"*\0", b"\0*")
 _EXIF_HEADER = b"Exif\0\0"
 
 # What a decoder needs of a PNG; all else (text, profiles, animation) is metadata.
@@ -149,7 +151,7 @@ def exif_orientation(exif: bytes) -> int:
     """Returns the orientation (1 to 8) in an EXIF block; 1, upright, where the block is damaged or does not say."""
     tiff = exif.removeprefix(_EXIF_HEADER)
     order = {b"II": "<", b"MM": ">"}.get(tiff[:2])
-    if order is None:
+    if order is None or tiff[2:4] not in _TIFF_MAGIC:
         return 1
     try:
         (directory,) = struct.unpack_from(order + "I", tiff, 4)

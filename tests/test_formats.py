@@ -236,3 +236,9 @@ def test_an_image_that_waits_for_memory_keeps_no_other_one_waiting(kind):
     image, _ = open_pixels(encoded, known, max_pixels=10**4, admit=open_another)
     assert sizes == [NOISE.size, NOISE.width * NOISE.height]
     assert image.size == NOISE.size
+
+
+@pytest.mark.parametrize(("magic", "expected"), [(b"\0*", 6), (b"*\0", 6), (b"\0\1", 1), (b"\0+", 1)])
+def test_an_exif_block_that_is_no_tiff_says_nothing(magic, expected):
+    block = b"Exif\0\0MM" + magic + struct.pack(">IHHHIHH", 8, 1, 0x0112, 3, 1, 6, 0) + bytes(4)
+    assert exif_orientation(block) == expected
