@@ -240,3 +240,16 @@ def test_the_names_are_those_that_a_run_writes(tmp_path):
 def test_neither_the_log_nor_the_command_loads_jax():
     program = "import sys, engine.records.loss_log, engine.commands.tail_cli; print('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"
+
+
+@pytest.mark.timeout(30)
+def test_a_hole_of_a_terabyte_is_passed_over(tmp_path):
+    path = tmp_path / LOSS_LOG_NAME
+    path.write_bytes(line_of(1) + b"\n" if not line_of(1).endswith(b"\n") else line_of(1))
+    os.truncate(path, 1 << 40)
+    log = LossLog(path)
+    assert log.read().rows.step.tolist() == [1]
+    for _ in range(5):
+        if not log.read().more:
+            return
+    raise AssertionError("the hole is read piece by piece")

@@ -99,11 +99,12 @@ class LossLog:
             restarted = self._rewind_if_another_file(file)
             file.seek(self._offset)
             chunk = file.read(self._chunk_bytes)
+            hole_stop = _end_of_hole(file) if chunk and not chunk.strip(b"\0") else 0
         full = len(chunk) == self._chunk_bytes
         stop = chunk.rfind(b"\n") + 1
         if stop == 0 and full:
             # No newline in a whole chunk: no row is that long. Its pieces are left out, the last one at its newline.
-            self._offset += len(chunk)
+            self._offset = max(self._offset + len(chunk), hole_stop)
             return LossBatch(NO_ROWS, restarted, 1, self._num_lines + 1, more=True)
         lines = chunk[:stop].split(b"\n")[:-1]
         rows, unreadable = _parse(lines)
@@ -125,6 +126,17 @@ class LossLog:
             self._identity, self._offset, self._num_lines = identity, 0, 0
         self._fingerprint = head
         return restarted
+
+
+def _end_of_hole(file: Any) -> int:
+    """Return where a file goes on behind what was read: a hole may have terabytes, and no line is in it."""
+    here = file.tell()
+    if not hasattr(os, "SEEK_DATA"):
+        return here
+    try:
+        return os.lseek(file.fileno(), here, os.SEEK_DATA)
+    except OSError:  # no data follow, or the file system knows no holes
+        return max(here, os.fstat(file.fileno()).st_size)
 
 
 def _parse(lines: Sequence[bytes]) -> tuple[LossRows, list[int]]:
