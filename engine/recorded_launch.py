@@ -35,8 +35,10 @@ from engine.train_state import TrainState
 _SNAPSHOT_TIMEOUT_S = 600.0
 
 
-def result_of(launch: Launch, compiled: Compiled, state: TrainState, folder: RunFolder | None) -> TrainResult:
-    """Gives what a launch came to; `folder` is the run's, None where it has none."""
+def result_of(
+    launch: Launch, compiled: Compiled, state: TrainState, folder: RunFolder | None, failure: BaseException | None
+) -> TrainResult:
+    """Return what a launch came to; `folder` is the run's and `failure` what went wrong, None where there is none."""
     config, steps_done, top1 = launch.config, int(state.step), float(state.top1)
     if config.stop_at_top1 is not None and top1 >= np.float32(config.stop_at_top1):
         stopped_by = "top1"
@@ -50,7 +52,7 @@ def result_of(launch: Launch, compiled: Compiled, state: TrainState, folder: Run
         losses=launch.stream.losses,
         evaluations=tuple(launch.stream.evaluations),
         steps_done=steps_done,
-        stopped_by=stopped_by if launch.failure(state) is None else "error",
+        stopped_by=stopped_by if failure is None else "error",
         num_params=launch.num_params,
         num_skipped=int(state.update.skips.total),
         compile_s=compiled.compile_s,
@@ -118,7 +120,7 @@ class RecordedLaunch:
             self._record_end(error)
             raise
         failure = launch.failure(state)
-        result = result_of(launch, compiled, state, self._folder)
+        result = result_of(launch, compiled, state, self._folder, failure)
         failure = self._keep_state(state, failure)
         result = replace(result, snapshot_step=self._snapshots.last_step)
         failure = self._leave(result, failure)

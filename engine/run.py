@@ -158,7 +158,7 @@ def _train_unrecorded(
         state = launch.run(compiled, state, sinks)
         if (failure := launch.failure(state)) is not None:
             raise failure
-        return result_of(launch, compiled, state, None)
+        return result_of(launch, compiled, state, None, None)
 
 
 def _named_folder(config: TrainConfig, setting: str) -> Path:

@@ -37,16 +37,14 @@ from preprocess.manifest import Manifest
 from preprocess.mapped_images import MappedImages
 from preprocess.mapped_shards import ChangedFileError, MappedShard
 from preprocess.printable import printable
-from preprocess.splits import list_broken_splits, list_splits, list_unfinished_splits, read_manifest
+from preprocess.splits import list_splits, read_manifest
 
 __all__ = [
     "ChangedShardError",
     "LentImages",
     "ShardError",
     "ShardSplit",
-    "list_broken_splits",
     "list_splits",
-    "list_unfinished_splits",
     "open_split",
     "read_manifest",
 ]

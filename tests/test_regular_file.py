@@ -1,3 +1,5 @@
+"""Files are read whole; pipes, devices, sockets, folders and giants are refused at once."""
+
 import errno
 import os
 import socket

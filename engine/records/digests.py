@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from preprocess.json_digest import json_digest as digest_of_json
 from preprocess.regular_file import open_regular
 
 SEAL = "sha256"
@@ -97,8 +98,7 @@ def is_as_sealed(values: Mapping[str, Any]) -> bool:
 
 def json_digest(values: Mapping[str, Any]) -> str:
     """Return the SHA-256 of a JSON record without its own seal; of equal values it is the same, however they lie."""
-    told = {key: value for key, value in values.items() if key != SEAL}
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+    return digest_of_json({key: value for key, value in values.items() if key != SEAL})
 
 
 def describe_array(name: str, array: NDArray[Any]) -> dict[str, Any]:
