@@ -14,7 +14,7 @@ from typing import Any
 import tensorstore as ts
 
 from preprocess.printable import printable
-from preprocess.regular_file import check_regular, read_regular
+from preprocess.regular_file import FileIdentity, check_regular, identity_of, read_regular
 
 STORE_TIMEOUT_S = 120.0
 """How long one small read, write, listing or deletion may take, in seconds."""
@@ -74,21 +74,29 @@ class Location:
         value = self._wait(f"read {key}", lambda store: store.read(key))
         return bytes(value.value) if value.state == "value" else None
 
-    def check_regular(self, key: str, *, max_bytes: int = MAX_VALUE_BYTES) -> None:
-        """Raise ShardError where a local ``key`` exists and is not a regular file, or is larger than ``max_bytes``.
+    def check_regular(self, key: str, *, max_bytes: int = MAX_VALUE_BYTES) -> FileIdentity | None:
+        """Make sure that what lies at a local ``key``, if anything, is a regular file of at most ``max_bytes``.
 
         TensorStore would wait for ever for a pipe that nobody writes to, and run out of memory at a sparse file of a
         terabyte.
+
+        Returns:
+            What tells the file from others; None where there is none, and of a remote store.
+
+        Raises:
+            ShardError: something else lies there, or the file is larger.
         """
         if self.local_path is None:
-            return
+            return None
         path = self.local_path / key
         try:
-            check_regular(path.stat(), path, max_bytes=max_bytes)
+            status = path.stat()
+            check_regular(status, path, max_bytes=max_bytes)
         except (FileNotFoundError, NotADirectoryError):
-            return
+            return None
         except OSError as error:
             raise self._unreadable(path, error) from error
+        return identity_of(status)
 
     def _read_file(self, path: Path) -> bytes | None:
         try:

@@ -123,7 +123,7 @@ class MappedImages:
                 continue
             pixels[rows] = images
             is_left[rows] = False
-            for place in shard.unchecked(slots).tolist():
+            for place in shard.checked.missing(slots).tolist():
                 checksum = None if expected is None else int(expected[rows[place]])
                 is_left[rows[place]] = not shard.check(int(slots[place]), images[place], checksum)
         return np.flatnonzero(is_left)
@@ -148,7 +148,7 @@ class MappedImages:
             if shard is None:
                 return None
             image = shard.chunks[slot]
-            if not (self._stays and shard.is_checked(slot)):
+            if not (self._stays and slot in shard.checked):
                 read_pages(image)
                 if not shard.check(slot, image, checksum):
                     return None

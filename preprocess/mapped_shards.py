@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 
 from preprocess.arrays import shard_key
 from preprocess.checksum import crc32c
+from preprocess.chunk_marks import ChunkMarks
 from preprocess.file_maps import FileMap, map_file
-from preprocess.regular_file import open_regular
+from preprocess.regular_file import FileIdentity, identity_of, open_regular
 from preprocess.shard_index import CHECKSUM_BYTES, ENTRY, shard_index
 
 # Linux lets a process map 65,530 files, here of two splits; the shards beyond these stay with the store.
@@ -35,11 +36,6 @@ _LEAST_NUMBERS_READ = 1 << 9
 # A call to the system costs 2 to 6 µs, as much as the copy of an image: of many files no more than so many a second.
 _LOOK_EVERY_S = 1.0
 _MOST_LOOKS_A_S = 1_000
-
-# Inode, size in bytes, and when content and inode were changed last in ns: they tell a file from one that takes its
-# place, and from what it was before somebody wrote to it, also where its time was put back.
-type _Identity = tuple[int, int, int, int]
-
 
 type ExpectedChecksums = Callable[[int, int], NDArray[np.uint32]]
 """Chunks ``start, stop`` → their checksums, uint32 ``[stop - start]``, by another record than the file's own."""
@@ -70,18 +66,18 @@ class MappedShard:
         chunks: ``[n, …]`` of the array's type, in the file.
         checksums: uint32 ``[n]``, in the file; None where there are none.
         misplaced: the numbers of chunks that do not lie where chunks of one size in their order lie, as its index says.
-        checked: a bit of each chunk, 1 where it was: a set of 1e8 images has 12 MB of them.
+        checked: the chunks that were found sound.
         looked_s: when it was seen to be the file of that path, on the monotonic clock.
         file: to read from; None where too many are open.
     """
 
     path: str
-    identity: _Identity
+    identity: FileIdentity
     map: FileMap
     chunks: NDArray[Any]
     checksums: NDArray[np.uint32] | None
     misplaced: frozenset[int]
-    checked: NDArray[np.uint8]
+    checked: ChunkMarks
     looked_s: float
     file: OpenFile | None
 
@@ -105,7 +101,7 @@ class MappedShard:
             return False
         if expected is None:
             expected = int.from_bytes(checksum, "little")
-        return self.is_checked(slot) or self._is_sound(slot, chunk, expected)
+        return slot in self.checked or self._is_sound(slot, chunk, expected)
 
     def check(self, slot: int, chunk: NDArray[Any], expected: int | None) -> bool:
         """Return whether what was copied from ``chunks[slot]`` is that chunk, with its checksum.
@@ -115,7 +111,7 @@ class MappedShard:
             chunk: what was copied, or the chunk in the file itself.
             expected: the checksum by another record; None takes the file's own, where it has one.
         """
-        if self.is_checked(slot):
+        if slot in self.checked:
             return not self.is_torn
         if expected is None and self.checksums is not None:
             expected = int(self.checksums[slot])
@@ -126,17 +122,8 @@ class MappedShard:
             return False
         if self.checksums is not None and crc32c(np.ascontiguousarray(chunk)) != checksum:
             return False
-        # Where two threads mark neighbours at once one mark may be lost: that chunk is checked again.
-        self.checked[slot >> 3] |= 1 << (slot & 7)
+        self.checked.add(slot)
         return True
-
-    def is_checked(self, slot: int) -> bool:
-        """Whether a chunk was checked and found sound."""
-        return bool(self.checked[slot >> 3] >> (slot & 7) & 1)
-
-    def unchecked(self, slots: NDArray[np.int64]) -> NDArray[np.intp]:
-        """The places in ``slots`` of chunks that were not checked."""
-        return np.flatnonzero(self.checked[slots >> 3] >> (slots & 7).astype(np.uint8) & 1 == 0)
 
 
 class MappedShards:
@@ -178,7 +165,7 @@ class MappedShards:
         self._num_chunks, self._shard_chunks = num_chunks, shard_chunks
         self._shape, self._dtype, self._checksum = chunk_shape, np.dtype(dtype), checksum
         self._shards: dict[int, MappedShard] = {}
-        self._of_another_form: dict[int, _Identity] = {}
+        self._of_another_form: dict[int, FileIdentity] = {}
         self._changed_path: str | None = None
         self._lock = threading.Lock()
 
@@ -256,9 +243,8 @@ class MappedShards:
         found = _identify(before.path)
         if found is None or found[0] != before.identity[0]:
             return True  # it was replaced or removed; what was mapped stayed as it was
-        slots = np.flatnonzero(np.unpackbits(before.checked, bitorder="little")[: len(before.chunks)])
         start = number * self._shard_chunks
-        for slot in slots.tolist():
+        for slot in before.checked.slots():
             expected = None if self._expected is None else int(self._expected(start + slot, start + slot + 1)[0])
             if now is None or not now.check(slot, np.array(now.chunks[slot]), expected):
                 return False
@@ -287,7 +273,7 @@ class MappedShards:
         index_start = num_chunks * stored_bytes
         index_bytes = self._shard_chunks * ENTRY.size
         file = OpenFile(open_regular(path))
-        identity = _identity_of(os.fstat(file.descriptor))
+        identity = identity_of(os.fstat(file.descriptor))
         if identity[1] != index_start + index_bytes + CHECKSUM_BYTES:
             return None
         file_map = map_file(file.descriptor, identity[1])
@@ -302,7 +288,6 @@ class MappedShards:
         whole = shard_index(num_chunks, self._shard_chunks, stored_bytes)
         expected = np.frombuffer(whole, np.uint8)[:index_bytes]
         misplaced = () if np.array_equal(index, expected) else np.flatnonzero(index != expected) // ENTRY.size
-        marks = np.zeros(-(-num_chunks // 8), np.uint8)
         return MappedShard(
             path=path,
             identity=identity,
@@ -310,7 +295,7 @@ class MappedShards:
             chunks=chunks,
             checksums=checksums,
             misplaced=frozenset(map(int, misplaced)),
-            checked=marks,
+            checked=ChunkMarks(num_chunks),
             looked_s=time.monotonic(),
             file=file if len(self._shards) < self._most_open else None,
         )
@@ -322,12 +307,8 @@ def read_pages(array: NDArray[Any]) -> None:
     numbers[:: max(1, min(_PAGE_BYTES // array.itemsize, numbers.size // _LEAST_NUMBERS_READ))].max()
 
 
-def _identify(path: str) -> _Identity | None:
+def _identify(path: str) -> FileIdentity | None:
     try:
-        return _identity_of(os.stat(path))  # noqa: PTH116 - a Path costs three times as much, once a shard and batch
+        return identity_of(os.stat(path))  # noqa: PTH116 - a Path costs three times as much, once a shard and batch
     except OSError:
         return None
-
-
-def _identity_of(found: os.stat_result) -> _Identity:
-    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns

@@ -13,6 +13,10 @@ from pathlib import Path
 # Not every system has these; Windows needs O_BINARY, and has no pipes among its files.
 _FLAGS = sum(getattr(os, name, 0) for name in ("O_RDONLY", "O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_BINARY"))
 
+# Inode, size in bytes, and when content and inode were changed last in ns: they tell a file from one that takes its
+# place, and from what it was before somebody wrote to it, also where its time was put back.
+type FileIdentity = tuple[int, int, int, int]
+
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a pipe",
@@ -58,6 +62,11 @@ def check_regular(status: os.stat_result, path: str | os.PathLike[str], *, max_b
         raise IrregularFileError(errno.EINVAL, f"it is {kind}, not a file", os.fspath(path))
     if max_bytes is not None and status.st_size > max_bytes:
         raise _too_large(path, max_bytes)
+
+
+def identity_of(found: os.stat_result) -> FileIdentity:
+    """Return what tells a file from any other, and from itself before somebody wrote to it."""
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def read_regular(path: str | os.PathLike[str], *, max_bytes: int) -> bytes:

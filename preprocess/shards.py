@@ -29,7 +29,7 @@ from preprocess.arrays import (
     read_array,
     shard_key,
 )
-from preprocess.checksum import crc32c
+from preprocess.decoded_checks import DecodedChecks
 from preprocess.file_maps import WatchedFolder
 from preprocess.image_numbers import ImageNumbers
 from preprocess.location import STORE_TIMEOUT_S, Location, ShardError, open_location, reason
@@ -109,6 +109,7 @@ class ShardSplit:
         self._pixels: ts.TensorStore | None = open_pixels(location, manifest)
         self._labels: ImageNumbers | None = open_labels(location, manifest)
         self._checksums = open_checksums(location, manifest)
+        self._decoded = DecodedChecks(location, manifest)
         self._mapped: MappedImages | None = None
         folder = location.local_path
         self._watch = None if folder is None else WatchedFolder(folder)
@@ -251,8 +252,7 @@ class ShardSplit:
         timeout_s: float,
     ) -> None:
         """Read the images ``indices`` by TensorStore to ``pixels[rows]``, and compare them with their checksums."""
-        for shard in np.unique(indices // self.manifest.shard_images).tolist():
-            self.location.child(PIXELS).check_regular(shard_key(shard, 3), max_bytes=self.manifest.max_shard_bytes)
+        before = self._decoded.identify(np.unique(indices // self.manifest.shard_images))
         num_torn = 0 if self._watch is None else self._watch.num_torn
         try:
             _start_reading(stored, indices, pixels, rows).result(timeout=max(0.0, deadline - time.monotonic()))
@@ -264,12 +264,12 @@ class ShardSplit:
             raise ShardError(self._blame(indices, OSError("a file was cut short while it was being read")))
         if expected is None:
             return
-        for index, row, checksum in zip(indices.tolist(), rows.tolist(), expected.tolist(), strict=True):
-            if crc32c(np.ascontiguousarray(pixels[row], "<u4")) != checksum:
-                raise ShardError(
-                    f"{self._name()}: image {index} in {self._shard_file(index)}: the image is not the one that was "
-                    f"packed there; {self._remedy()}"
-                )
+        index = self._decoded.find_other(indices, (pixels[row] for row in rows.tolist()), expected, before)
+        if index is not None:
+            raise ShardError(
+                f"{self._name()}: image {index} in {self._shard_file(index)}: the image is not the one that was "
+                f"packed there; {self._remedy()}"
+            )
 
     def _take_labels(self, indices: NDArray[np.int64], labels: NDArray[np.int32], deadline: float) -> None:
         """Hand out labels, and refuse those of no class."""

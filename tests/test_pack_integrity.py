@@ -13,7 +13,8 @@ from click.testing import CliRunner
 
 from engine.config import TrainConfig
 from engine.run import train
-from preprocess import image_numbers, mapped_images, mapped_shards
+from preprocess import decoded_checks, image_numbers, mapped_images, mapped_shards, shards
+from preprocess.checksum import crc32c
 from preprocess.inspect_cli import main
 from preprocess.shards import ChangedShardError, ShardError, open_split
 from preprocess.splits import list_broken_splits
@@ -70,6 +71,50 @@ def test_shards_of_two_splits_in_each_others_place_are_noticed(data):
     for split in ("train", "val"):
         with pytest.raises(ShardError, match=r"image 4 in pixels/c/1/0/0: the image is not the one that was packed"):
             read(data, [4], split)
+
+
+@pytest.mark.parametrize("way", ["renamed", "written to"])
+def test_a_decoded_image_is_compared_anew_once_its_file_is_another(tmp_path, monkeypatch, way):
+    pack(fake_source(12, size=LARGE), tmp_path, codec="blosc")
+    compared = []
+    monkeypatch.setattr(decoded_checks, "crc32c", lambda image: compared.append(1) or crc32c(image))
+    with open_split(str(tmp_path), "train") as split:
+        pixels, labels = np.zeros((2, LARGE, LARGE), np.uint32), np.zeros(2, np.int32)
+        for indices, num_compared in (([0, 5], 2), ([5, 0], 2), ([1, 5], 3)):
+            split.read_into(np.array(indices), pixels, labels, timeout_s=10)
+            assert len(compared) == num_compared
+        if way == "renamed":
+            exchange(shard_file(tmp_path, 0), shard_file(tmp_path, 1))
+        else:
+            content = shard_file(tmp_path, 0).read_bytes()
+            os.truncate(shard_file(tmp_path, 0), 0)
+            shard_file(tmp_path, 0).write_bytes(content)
+            split.read_into(np.array([0, 5]), pixels, labels, timeout_s=10)
+            assert len(compared) == 4
+            shard_file(tmp_path, 0).write_bytes(shard_file(tmp_path, 1).read_bytes())
+        with pytest.raises(ShardError, match=r"image 0 in pixels/c/0/0/0: the image is not the one that was packed"):
+            split.read_into(np.array([0, 5]), pixels, labels, timeout_s=10)
+
+
+def test_an_image_of_a_file_that_changes_while_it_is_read_is_compared_and_not_marked(tmp_path, monkeypatch):
+    pack(fake_source(12, size=LARGE), tmp_path, codec="blosc")
+    compared = []
+    with open_split(str(tmp_path), "train") as split:
+        pixels, labels = np.zeros((1, LARGE, LARGE), np.uint32), np.zeros(1, np.int32)
+        split.read_into(np.array([0]), pixels, labels, timeout_s=10)
+        start = shards._start_reading
+
+        def touch_and_read(*arguments):
+            future = start(*arguments)
+            future.result()
+            os.utime(shard_file(tmp_path, 0))
+            return future
+
+        monkeypatch.setattr(shards, "_start_reading", touch_and_read)
+        monkeypatch.setattr(decoded_checks, "crc32c", lambda image: compared.append(1) or crc32c(image))
+        for num_compared in (1, 2):
+            split.read_into(np.array([0]), pixels, labels, timeout_s=10)
+            assert len(compared) == num_compared
 
 
 @pytest.mark.parametrize("name", ["labels", "checksums"])

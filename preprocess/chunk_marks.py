@@ -1,0 +1,35 @@
+"""Which chunks of a shard file were compared with their checksums: a bit of each, as a set of 1e8 images has many."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class ChunkMarks:
+    """A set of chunk numbers of one file, for any number of threads.
+
+    Where two threads mark neighbours at once one mark may be lost: that chunk is then checked again.
+
+    Args:
+        num_chunks: of the file; its chunks have the numbers 0 to ``num_chunks - 1``.
+    """
+
+    def __init__(self, num_chunks: int) -> None:
+        self._bits = np.zeros(-(-num_chunks // 8), np.uint8)
+
+    def __contains__(self, slot: int) -> bool:
+        return bool(self._bits[slot >> 3] >> (slot & 7) & 1)
+
+    def add(self, slot: int) -> None:
+        """Mark a chunk."""
+        self._bits[slot >> 3] |= 1 << (slot & 7)
+
+    def missing(self, slots: NDArray[np.int64]) -> NDArray[np.intp]:
+        """Return the places in ``slots`` of chunks that are not marked."""
+        return np.flatnonzero(self._bits[slots >> 3] >> (slots & 7).astype(np.uint8) & 1 == 0)
+
+    def slots(self) -> list[int]:
+        """Return the numbers of the marked chunks, in order."""
+        found: list[int] = np.flatnonzero(np.unpackbits(self._bits, bitorder="little")).tolist()
+        return found
