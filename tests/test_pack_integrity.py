@@ -73,11 +73,22 @@ def test_shards_of_two_splits_in_each_others_place_are_noticed(data):
             read(data, [4], split)
 
 
+def counted_checksums(monkeypatch):
+    """The list that each comparison of a decoded image from now on makes longer."""
+    compared = []
+
+    def compare(image):
+        compared.append(image.shape)
+        return crc32c(image)
+
+    monkeypatch.setattr(decoded_checks, "crc32c", compare)
+    return compared
+
+
 @pytest.mark.parametrize("way", ["renamed", "written to"])
 def test_a_decoded_image_is_compared_anew_once_its_file_is_another(tmp_path, monkeypatch, way):
     pack(fake_source(12, size=LARGE), tmp_path, codec="blosc")
-    compared = []
-    monkeypatch.setattr(decoded_checks, "crc32c", lambda image: compared.append(1) or crc32c(image))
+    compared = counted_checksums(monkeypatch)
     with open_split(str(tmp_path), "train") as split:
         pixels, labels = np.zeros((2, LARGE, LARGE), np.uint32), np.zeros(2, np.int32)
         for indices, num_compared in (([0, 5], 2), ([5, 0], 2), ([1, 5], 3)):
@@ -98,7 +109,6 @@ def test_a_decoded_image_is_compared_anew_once_its_file_is_another(tmp_path, mon
 
 def test_an_image_of_a_file_that_changes_while_it_is_read_is_compared_and_not_marked(tmp_path, monkeypatch):
     pack(fake_source(12, size=LARGE), tmp_path, codec="blosc")
-    compared = []
     with open_split(str(tmp_path), "train") as split:
         pixels, labels = np.zeros((1, LARGE, LARGE), np.uint32), np.zeros(1, np.int32)
         split.read_into(np.array([0]), pixels, labels, timeout_s=10)
@@ -111,7 +121,7 @@ def test_an_image_of_a_file_that_changes_while_it_is_read_is_compared_and_not_ma
             return future
 
         monkeypatch.setattr(shards, "_start_reading", touch_and_read)
-        monkeypatch.setattr(decoded_checks, "crc32c", lambda image: compared.append(1) or crc32c(image))
+        compared = counted_checksums(monkeypatch)
         for num_compared in (1, 2):
             split.read_into(np.array([0]), pixels, labels, timeout_s=10)
             assert len(compared) == num_compared

@@ -187,7 +187,7 @@ def test_a_verification_that_passes_a_changed_file_is_wrong(sound, pack, tmp_pat
     judge_verify(trial, sound, pack)
     file_faults.flip_bit(pack / key, random.Random(0))
     judge_verify(trial, sound, pack)
-    file_faults.as_pipe(pack / key, random.Random(0))
+    file_faults.PLACE_FAULTS["pipe"](pack / key, random.Random(0))
     judge_verify(trial, sound, pack)
     assert [each.verdict for each in trial.judgements] == [Verdict.HARMLESS, Verdict.WRONG, Verdict.WRONG]
 

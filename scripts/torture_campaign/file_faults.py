@@ -87,16 +87,8 @@ def remove(path: Path, _draw: random.Random) -> str:
     return "removed"
 
 
-def as_pipe(path: Path, _draw: random.Random) -> str:
-    """Put a pipe in its place, to which nobody writes."""
-    path.unlink()
-    os.mkfifo(path)
-    return "replaced by a pipe"
-
-
-def as_socket(path: Path, _draw: random.Random) -> str:
-    """Put a socket in its place."""
-    path.unlink()
+def put_socket(path: Path) -> None:
+    """Put a socket at a path that nothing lies at."""
     # The address of a socket has 108 bytes at most: by the folder's descriptor it is short.
     folder = os.open(path.parent, os.O_RDONLY)
     try:
@@ -104,42 +96,17 @@ def as_socket(path: Path, _draw: random.Random) -> str:
             listener.bind(f"/proc/self/fd/{folder}/{path.name}")
     finally:
         os.close(folder)
-    return "replaced by a socket"
 
 
-def as_endless_device(path: Path, _draw: random.Random) -> str:
-    """Put a link to a device without end in its place."""
-    path.unlink()
-    path.symlink_to("/dev/zero")
-    return "replaced by a link to /dev/zero"
+def replaced(what: str, put: Callable[[Path], None]) -> FileFault:
+    """Return the fault that has ``what``, which ``put`` makes, in the place of the file."""
 
+    def replace(path: Path, _draw: random.Random) -> str:
+        path.unlink()
+        put(path)
+        return f"replaced by {what}"
 
-def as_empty_device(path: Path, _draw: random.Random) -> str:
-    """Put a link to a device without content in its place."""
-    path.unlink()
-    path.symlink_to("/dev/null")
-    return "replaced by a link to /dev/null"
-
-
-def as_folder(path: Path, _draw: random.Random) -> str:
-    """Put a folder in its place."""
-    path.unlink()
-    path.mkdir()
-    return "replaced by a folder"
-
-
-def as_dangling_link(path: Path, _draw: random.Random) -> str:
-    """Put a link that leads nowhere in its place."""
-    path.unlink()
-    path.symlink_to("gone")
-    return "replaced by a dangling link"
-
-
-def as_loop(path: Path, _draw: random.Random) -> str:
-    """Put a link to itself in its place."""
-    path.unlink()
-    path.symlink_to(path.name)
-    return "replaced by a link to itself"
+    return replace
 
 
 def as_sparse_giant(path: Path, _draw: random.Random) -> str:
@@ -161,13 +128,13 @@ def with_control_name(path: Path, draw: random.Random) -> str:
 BYTE_FAULTS: tuple[FileFault, ...] = (flip_bit, truncate, extend, zero_range, garble_range, shift_bytes)
 PLACE_FAULTS: dict[str, FileFault] = {
     "removed": remove,
-    "pipe": as_pipe,
-    "socket": as_socket,
-    "zero-device": as_endless_device,
-    "null-device": as_empty_device,
-    "folder": as_folder,
-    "dangling": as_dangling_link,
-    "loop": as_loop,
+    "pipe": replaced("a pipe", os.mkfifo),
+    "socket": replaced("a socket", put_socket),
+    "zero-device": replaced("a link to /dev/zero", lambda path: path.symlink_to("/dev/zero")),
+    "null-device": replaced("a link to /dev/null", lambda path: path.symlink_to("/dev/null")),
+    "folder": replaced("a folder", Path.mkdir),
+    "dangling": replaced("a dangling link", lambda path: path.symlink_to("gone")),
+    "loop": replaced("a link to itself", lambda path: path.symlink_to(path.name)),
 }
 
 

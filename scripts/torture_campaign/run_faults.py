@@ -76,94 +76,86 @@ def weights_bit(run: Path, _base: RunBase, draw: random.Random) -> str:
     return f"model.safetensors: bit 6 of byte {place} flipped"
 
 
-def foreign_line(name: str) -> RunFault:
-    """Return the fault that puts a line of another run into a log."""
-
-    def insert(run: Path, base: RunBase, draw: random.Random) -> str:
-        lines, others = _lines(run / name), _lines(base.donor / name) or [b'{"step": 3, "pull": 2}\n']
-        at = draw.randrange(len(lines) + 1)
-        lines.insert(at, draw.choice(others))
-        (run / name).write_bytes(b"".join(lines))
-        return f"{name}: a line of another run put in as line {at + 1}"
-
-    return insert
+LineFault = Callable[[list[bytes], list[bytes], random.Random], str]
+"""Changes a log's lines, given those of another run; returns what it did."""
 
 
-def duplicated_line(name: str) -> RunFault:
-    """Return the fault that has a line of a log twice."""
+def of_lines(name: str, fault: LineFault) -> RunFault:
+    """Return the fault that changes the lines of a log."""
 
-    def duplicate(run: Path, _base: RunBase, draw: random.Random) -> str:
+    def change(run: Path, base: RunBase, draw: random.Random) -> str:
         lines = _lines(run / name)
-        at = draw.randrange(len(lines))
-        lines.insert(at, lines[at])
+        done = fault(lines, _lines(base.donor / name), draw)
         (run / name).write_bytes(b"".join(lines))
-        return f"{name}: line {at + 1} doubled"
-
-    return duplicate
-
-
-def reordered_lines(name: str) -> RunFault:
-    """Return the fault that swaps two lines of a log."""
-
-    def swap(run: Path, base: RunBase, draw: random.Random) -> str:
-        lines = _lines(run / name)
-        if len(lines) < 2:
-            return duplicated_line(name)(run, base, draw)
-        one, other = draw.sample(range(len(lines)), 2)
-        lines[one], lines[other] = lines[other], lines[one]
-        (run / name).write_bytes(b"".join(lines))
-        return f"{name}: lines {one + 1} and {other + 1} swapped"
-
-    return swap
-
-
-def missing_line(name: str) -> RunFault:
-    """Return the fault that takes a line out of a log."""
-
-    def take(run: Path, _base: RunBase, draw: random.Random) -> str:
-        lines = _lines(run / name)
-        at = draw.randrange(len(lines))
-        del lines[at]
-        (run / name).write_bytes(b"".join(lines))
-        return f"{name}: line {at + 1} taken out"
-
-    return take
-
-
-def strange_line(name: str) -> RunFault:
-    """Return the fault that puts something else than a record into a log."""
-
-    def insert(run: Path, _base: RunBase, draw: random.Random) -> str:
-        lines = _lines(run / name)
-        at = draw.randrange(len(lines) + 1)
-        line = draw.choice(
-            [
-                b"\n", b"null\n", b"[]\n", b"{}\n", b"{\n", b"\xff\xfe\n", b'{"step": 1e999}\n',
-                b'{"step": "\x1b[2J"}\n',
-                b'{"step": ' + b"9" * 5000 + b"}\n", b"[" * 100_000 + b"\n", b'{"step": "\\ud800"}\n', b"a" * 3_000_000,
-                b'{"step": -1, "loss": 1.0, "lr": 0.1, "images_per_s": 1.0, "wait_ms": 0.0, "time": 1.0}\n',
-                b'{"step": 5, "loss": NaN, "lr": null, "images_per_s": 1.0, "wait_ms": 0.0, "time": 1e400}\n',
-            ]
-        )  # fmt: skip
-        lines.insert(at, line)
-        (run / name).write_bytes(b"".join(lines))
-        return f"{name}: {line[:40]!a}, {len(line)} bytes, put in as line {at + 1}"
-
-    return insert
-
-
-def digit_of_line(name: str) -> RunFault:
-    """Return the fault that changes a digit in a log."""
-
-    def change(run: Path, _base: RunBase, draw: random.Random) -> str:
-        content = bytearray((run / name).read_bytes())
-        places = [place for place, byte in enumerate(content) if chr(byte).isdigit()]
-        place = draw.choice(places)
-        content[place] = ord(str((int(chr(content[place])) + draw.randrange(1, 10)) % 10))
-        (run / name).write_bytes(content)
-        return f"{name}: another digit at byte {place}"
+        return f"{name}: {done}"
 
     return change
+
+
+def insert_foreign(lines: list[bytes], others: list[bytes], draw: random.Random) -> str:
+    """Put in a line of another run."""
+    at = draw.randrange(len(lines) + 1)
+    lines.insert(at, draw.choice(others or [b'{"step": 3, "pull": 2}\n']))
+    return f"a line of another run put in as line {at + 1}"
+
+
+def double(lines: list[bytes], _others: list[bytes], draw: random.Random) -> str:
+    """Have a line twice."""
+    at = draw.randrange(len(lines))
+    lines.insert(at, lines[at])
+    return f"line {at + 1} doubled"
+
+
+def swap(lines: list[bytes], others: list[bytes], draw: random.Random) -> str:
+    """Swap two lines."""
+    if len(lines) < 2:
+        return double(lines, others, draw)
+    one, other = draw.sample(range(len(lines)), 2)
+    lines[one], lines[other] = lines[other], lines[one]
+    return f"lines {one + 1} and {other + 1} swapped"
+
+
+def take_out(lines: list[bytes], _others: list[bytes], draw: random.Random) -> str:
+    """Take out a line."""
+    at = draw.randrange(len(lines))
+    del lines[at]
+    return f"line {at + 1} taken out"
+
+
+def insert_strange(lines: list[bytes], _others: list[bytes], draw: random.Random) -> str:
+    """Put in something else than a record."""
+    at = draw.randrange(len(lines) + 1)
+    line = draw.choice(
+        [
+            b"\n", b"null\n", b"[]\n", b"{}\n", b"{\n", b"\xff\xfe\n", b'{"step": 1e999}\n',
+            b'{"step": "\x1b[2J"}\n',
+            b'{"step": ' + b"9" * 5000 + b"}\n", b"[" * 100_000 + b"\n", b'{"step": "\\ud800"}\n', b"a" * 3_000_000,
+            b'{"step": -1, "loss": 1.0, "lr": 0.1, "images_per_s": 1.0, "wait_ms": 0.0, "time": 1.0}\n',
+            b'{"step": 5, "loss": NaN, "lr": null, "images_per_s": 1.0, "wait_ms": 0.0, "time": 1e400}\n',
+        ]
+    )  # fmt: skip
+    lines.insert(at, line)
+    return f"{line[:40]!a}, {len(line)} bytes, put in as line {at + 1}"
+
+
+def change_digit(lines: list[bytes], _others: list[bytes], draw: random.Random) -> str:
+    """Change a digit."""
+    content = bytearray(b"".join(lines))
+    places = [place for place, byte in enumerate(content) if chr(byte).isdigit()]
+    place = draw.choice(places)
+    content[place] = ord(str((int(chr(content[place])) + draw.randrange(1, 10)) % 10))
+    lines[:] = [bytes(content)]
+    return f"another digit at byte {place}"
+
+
+LINE_FAULTS: dict[str, LineFault] = {
+    "line-foreign": insert_foreign,
+    "line-doubled": double,
+    "lines-swapped": swap,
+    "line-missing": take_out,
+    "line-strange": insert_strange,
+    "digit": change_digit,
+}
 
 
 def swapped_snapshots(run: Path, _base: RunBase, _draw: random.Random) -> str:
@@ -232,14 +224,7 @@ def named_faults(base: RunBase) -> dict[str, RunFault]:
     faults |= {"snapshots-foreign": foreign_snapshots, "snapshot-state-foreign": foreign_state}
     faults |= {"snapshots-removed": without_snapshots, "config-foreign": foreign_config}
     for name in _LOGS[:2]:
-        faults |= {
-            f"line-foreign:{name}": foreign_line(name),
-            f"line-doubled:{name}": duplicated_line(name),
-            f"lines-swapped:{name}": reordered_lines(name),
-            f"line-missing:{name}": missing_line(name),
-            f"line-strange:{name}": strange_line(name),
-            f"digit:{name}": digit_of_line(name),
-        }
+        faults |= {f"{fault}:{name}": of_lines(name, LINE_FAULTS[fault]) for fault in LINE_FAULTS}
     snapshot = next(key for key in sorted(base.tree) if key.startswith(f"snapshots/{STEPS}/state/ocdbt"))
     for key in (*TOP_FILES, snapshot):
         for how in ("pipe", "dangling"):
@@ -252,8 +237,7 @@ def draw_run_fault(run: Path, base: RunBase, draw: random.Random) -> str:
     chance = draw.random()
     if chance < 0.25:
         name = draw.choice(_LOGS)
-        makers = (foreign_line, duplicated_line, reordered_lines, missing_line, strange_line, digit_of_line)
-        return draw.choice(makers)(name)(run, base, draw)
+        return of_lines(name, draw.choice(list(LINE_FAULTS.values())))(run, base, draw)
     if chance < 0.35:
         faults = [swapped_snapshots, renamed_snapshot, foreign_state, without_snapshots, foreign_config, weights_bit]
         return draw.choice(faults)(run, base, draw)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import socket
 from itertools import pairwise
 from pathlib import Path
 
 from scripts.torture_campaign.archive_faults import ESCAPES, Images, SourceMaker, image
+from scripts.torture_campaign.file_faults import put_socket
 
 _LINK_LEVELS = 28
 _NAME = os.fsdecode(ESCAPES)
@@ -66,12 +66,7 @@ def pipe_image(folder: Path, images: Images) -> Path:
     os.mkfifo(source / "n00000000/b.png")
     (source / "n00000001/zero.png").symlink_to("/dev/zero")
     (source / "n00000001/gone.png").symlink_to("gone")
-    with socket.socket(socket.AF_UNIX) as listener:
-        opened = os.open(source / "n00000002", os.O_RDONLY)
-        try:
-            listener.bind(f"/proc/self/fd/{opened}/b.png")
-        finally:
-            os.close(opened)
+    put_socket(source / "n00000002/b.png")
     return source
 
 
