@@ -6,14 +6,14 @@ The public names are loaded on first use, so that the commands can print their h
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from engine.batches import BatchSource
     from engine.config import TrainConfig
     from engine.evaluation.result import EvaluationResult
     from engine.evaluation.run import evaluate, evaluate_weights, run_settings
+    from engine.feed.batches import BatchSource
     from engine.replay.replay import replay_run
     from engine.replay.report import Difference, ReplayReport
-    from engine.result import TrainResult
-    from engine.run import train
+    from engine.run.result import TrainResult
+    from engine.run.train import train
 
 __all__ = [
     "BatchSource",
@@ -30,17 +30,17 @@ __all__ = [
 ]
 
 _HOME = {
-    "BatchSource": "engine.batches",
+    "BatchSource": "engine.feed.batches",
     "Difference": "engine.replay.report",
     "EvaluationResult": "engine.evaluation.result",
     "ReplayReport": "engine.replay.report",
     "TrainConfig": "engine.config",
-    "TrainResult": "engine.result",
+    "TrainResult": "engine.run.result",
     "evaluate": "engine.evaluation.run",
     "evaluate_weights": "engine.evaluation.run",
     "replay_run": "engine.replay.replay",
     "run_settings": "engine.evaluation.run",
-    "train": "engine.run",
+    "train": "engine.run.train",
 }
 
 

@@ -1,7 +1,7 @@
 """The settings of a run: one frozen, validated record with a strict JSON round trip.
 
 Owns the names, ranges and defaults of the settings; must not import jax, so that the commands start fast. What a
-setting that is None resolves to (model, image size, classes) is decided in `engine.resolve`, once the data is open.
+setting that is None resolves to (model, image size, classes) is decided in `engine.run.resolve`, once the data is open.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from engine.augmentation.settings import CropName, PaddingName
+from engine.images.settings import CropName, PaddingName
 
 TransportName = Literal["auto", "inplace", "cuda", "callback"]
 OptimizerName = Literal["sgd", "nesterov", "adamw", "lars", "lamb"]
@@ -76,8 +76,8 @@ class TrainConfig:
 
     Attributes:
         steps: updates to make; 0 only compiles and initialises. A runtime value: changing it compiles nothing.
-        epochs: passes over the training split, whole or not, in place of `steps`, which `engine.epochs.settle_epochs`
-            fills in. None counts in steps.
+        epochs: passes over the training split, whole or not, in place of `steps`, which
+            `engine.run.epochs.settle_epochs` fills in. None counts in steps.
         batch: images a step, over all devices.
         data: the packed data set: a folder or a TensorStore URL; None is $FEEDLOOP_DATA, else data/shards, else the
             demo set.

@@ -1,7 +1,8 @@
 """Makes names and texts of unknown origin safe to show: nothing in them controls a terminal or hides other text.
 
 File names, class names, archive members and what a pack or run folder says of itself come from strangers. They are made
-safe twice: `printable` where a name enters a message, and `preprocess.guarded_output` where a command writes what it
+safe twice: `printable` where a name enters a message, and `preprocess.commands.guarded_output` where a command writes
+    what it
 has to say, so that a message which forgets the first is still harmless.
 """
 

@@ -1,6 +1,6 @@
 """Images and targets of a batch in one call, as the program makes them around its forward pass."""
 
-from engine.augmentation.augment import augment_images, make_targets
+from engine.images.augment import augment_images, make_targets
 
 
 def augment_batch(augmentation, pixels, labels, positions, seed_words, scale, num_classes):

@@ -42,7 +42,7 @@ def traced_program(settings: dict[str, Any]) -> tuple[Any, Any]:
     import numpy as np
 
     from engine import TrainConfig, train
-    from engine.crossings import choose_transport
+    from engine.crossing.choice import choose_transport
     from tests.fake_xla import fake_transport
 
     found: list[Any] = []
@@ -61,8 +61,8 @@ def traced_program(settings: dict[str, Any]) -> tuple[Any, Any]:
 
     config = TrainConfig(transport="cuda", **({"num_classes": 10} | settings))
     with (
-        mock.patch("engine.launch.trace_ahead", trace_ahead),
-        mock.patch("engine.launch.choose_transport", on_fake_card),
+        mock.patch("engine.run.launch.trace_ahead", trace_ahead),
+        mock.patch("engine.run.launch.choose_transport", on_fake_card),
     ):
         try:
             train(config, batches=lambda _: blank(config.batch), evaluation=blank(config.batch + 3))
@@ -80,7 +80,7 @@ def main(folder: str, settings: dict[str, Any]) -> None:
     from jax._src import compiler
     from jax.experimental import topologies
 
-    from engine.compilation import compiler_options
+    from engine.run.compilation import compiler_options
 
     card = topologies.get_topology_desc(
         platform="cuda", topology_name="", target_config=H100, topology="1x1x1"

@@ -69,7 +69,7 @@ def untraced_blocks():
 @pytest.fixture
 def cards(monkeypatch):
     """Has the transport "cuda" take a fake card, a new one each time; they are looked at once the test is over."""
-    from engine.crossings import choose_transport
+    from engine.crossing.choice import choose_transport
     from tests.fake_xla import fake_transport
 
     made: list[FakeCuda] = []
@@ -81,7 +81,7 @@ def cards(monkeypatch):
         made.append(fake)
         return transport
 
-    for module in ("engine.launch", "engine.evaluation.run"):
+    for module in ("engine.run.launch", "engine.evaluation.run"):
         monkeypatch.setattr(f"{module}.choose_transport", choose)
     yield made
     for fake in made:

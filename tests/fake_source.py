@@ -9,12 +9,13 @@ import numpy as np
 import tensorstore as ts
 from PIL import Image
 
-from preprocess.decode import ResizeRule
-from preprocess.journal import PLAN_KEY
-from preprocess.listing import ImageClass, SourceImage
-from preprocess.location import open_location
-from preprocess.pack import PackResult, pack_split
-from preprocess.plan import PackSettings
+from preprocess.decoding.decode import ResizeRule
+from preprocess.packing.pack import PackResult, pack_split
+from preprocess.packing.plan import PackSettings
+from preprocess.shards.classes import ImageClass
+from preprocess.shards.location import open_location
+from preprocess.shards.split_files import PLAN_KEY
+from preprocess.sources.listing import SourceImage
 
 CLASSES = (ImageClass("n1", "tench"), ImageClass("n2", "goldfish"), ImageClass("n3", "great white shark"))
 

@@ -16,8 +16,9 @@ from pathlib import Path
 
 from engine import train
 from engine.config import TrainConfig
-from engine.feeder import _LEAST_DEPTH
-from engine.records.control_requests import ControlRequest, new_request_id, send_request
+from engine.control.request import ControlRequest, new_request_id
+from engine.feed.feeder import _LEAST_DEPTH
+from engine.records.control_requests import send_request
 from tests.toy import CLASSES, Linear, toy_batch
 
 STEPS, SNAPSHOT_EVERY, EVAL_EVERY, ACCUMULATE = 24, 8, 6, 2

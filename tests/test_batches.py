@@ -6,11 +6,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from engine import batches as batches_module
-from engine.batches import FunctionBatches, ShardBatches, SyntheticBatches
-from engine.order import EpochOrder
+from engine.feed import batches as batches_module
+from engine.feed.batches import FunctionBatches, SyntheticBatches
+from engine.feed.order import EpochOrder
+from engine.feed.shard_batches import ShardBatches
 from preprocess.pixels import UNUSED_BITS
-from preprocess.shards import open_split
+from preprocess.shards.reader import open_split
 from tests.fake_source import fake_source, pack, packed_words
 
 

@@ -14,10 +14,10 @@ SOON_S = 30.0
 STEPS = 10**8
 PROGRAM = """
 from functools import partial
-import engine.run
+import engine.run.train
 from engine.commands.cli import main
 from tests.toy import Linear, toy_batch
-engine.run.train = partial(engine.run.train, model=Linear(), batches={batches})
+engine.run.train.train = partial(engine.run.train.train, model=Linear(), batches={batches})
 main()
 """
 

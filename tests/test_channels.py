@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from preprocess.channels import ChannelSums, channel_sums
+from preprocess.packing.channels import ChannelSums, channel_sums
 
 IMAGES = st.lists(hnp.arrays(np.uint8, (3, 5, 3)), min_size=1, max_size=5)
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preprocess import checksum
-from preprocess.checksum import crc32c
+from preprocess.shards import checksum
+from preprocess.shards.checksum import crc32c
 from tests import test_shards
 
 

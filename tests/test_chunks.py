@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from engine import replay_run, train
-from engine.control import ControlBoard
-from engine.cuda.ring import DeviceRing
-from engine.launch import NonFiniteError
+from engine.control.board import ControlBoard
+from engine.control.request import ControlRequest
+from engine.crossing.cuda.ring import DeviceRing
 from engine.records.control_log import read_events
-from engine.records.control_requests import ControlRequest
 from engine.records.snapshot import read_snapshot, snapshot_steps
+from engine.run.launch import NonFiniteError
 from tests.toy import CountedBatches, Linear, toy_batch, toy_config
 
 EVALUATED = toy_batch(100, batch=16)

@@ -348,7 +348,7 @@ def test_a_reader_that_goes_away_ends_the_run_in_a_line(tmp_path):
 
 def test_more_memory_than_the_machine_has_is_said_before_the_launch(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("engine.launch.host_memory_bytes", lambda: 100_000)
+    monkeypatch.setattr("engine.run.launch.host_memory_bytes", lambda: 100_000)
     result = CliRunner().invoke(main, [*TINY, "--steps", "1", "--run-dir", "run"])
     assert result.exit_code == 0
     assert "warning: the program needs about" in result.stdout

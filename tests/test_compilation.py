@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from engine.compilation import caching_compilations, compile_traced, compiler_options, trace_ahead
-from engine.transport import InplaceTransport
+from engine.crossing.transport import InplaceTransport
+from engine.run.compilation import caching_compilations, compile_traced, compiler_options, trace_ahead
 from models.registry import build_model
 from tests.toy import Linear
 

@@ -7,17 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from engine.control import (
-    CONTROL_WORDS,
-    EVALUATE,
-    SNAPSHOT,
-    STOP,
-    ControlBoard,
-    decode_control,
-    encode_control,
-    stop_at_once,
-)
-from engine.records.control_log import ControlEvent
+from engine.control.board import ControlBoard
+from engine.control.event import ControlEvent
+from engine.control.word import CONTROL_WORDS, EVALUATE, SNAPSHOT, STOP, decode_control, encode_control, stop_at_once
 
 
 @pytest.mark.parametrize(

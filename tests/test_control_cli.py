@@ -14,8 +14,10 @@ from click.testing import CliRunner
 
 from engine.commands import control_cli
 from engine.commands.control_cli import main
-from engine.records.control_log import CONTROL_LOG_NAME, ControlEvent, ControlLog, read_events
-from engine.records.control_requests import CONTROL_FOLDER_NAME, ControlMailbox, ControlRequest, send_request
+from engine.control.event import ControlEvent
+from engine.control.request import ControlRequest
+from engine.records.control_log import CONTROL_LOG_NAME, ControlLog, read_events
+from engine.records.control_requests import CONTROL_FOLDER_NAME, ControlMailbox, send_request
 from engine.records.folder_lock import FolderLock
 
 LIMIT_S = 60

@@ -12,15 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.records.control_requests import (
-    CONTROL_FOLDER_NAME,
-    ControlMailbox,
-    ControlRequest,
-    new_request_id,
-    remove_requests,
-    send_request,
-    withdraw,
-)
+from engine.control.request import ControlRequest, new_request_id
+from engine.records.control_requests import CONTROL_FOLDER_NAME, ControlMailbox, remove_requests, send_request, withdraw
 
 LIMIT_S = 60
 REQUESTS = st.builds(

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from engine import crossings
 from engine.config import TrainConfig
-from engine.crossings import choose_chunk, choose_transport, this_platform, told_waste
-from engine.cuda.driver import CudaDriver, CudaError
-from engine.transport import InplaceTransport
+from engine.crossing import choice as crossings
+from engine.crossing.choice import choose_chunk, choose_transport, this_platform, told_waste
+from engine.crossing.cuda.driver import CudaDriver, CudaError
+from engine.crossing.transport import InplaceTransport
 from tests.fake_cuda import FakeCuda
 
 
@@ -34,7 +34,7 @@ def test_the_transport_follows_name_and_platform(name, platform, chosen):
 @pytest.mark.parametrize("name", ["auto", "cuda"])
 def test_on_a_card_the_driver_is_asked_for_the_device_that_jax_computes_on(monkeypatch, name):
     fake = FakeCuda()
-    monkeypatch.setattr("engine.cuda.driver.load_functions", lambda: fake.functions)
+    monkeypatch.setattr("engine.crossing.cuda.driver.load_functions", lambda: fake.functions)
     transport = choose_transport(name, "cuda")
     assert transport.name == "cuda"
     assert transport.runs_ahead
@@ -50,7 +50,7 @@ def test_a_transport_elsewhere_than_on_its_backend_is_refused(name, needed):
 
 
 def test_a_machine_without_the_driver_says_what_to_do(monkeypatch):
-    monkeypatch.setattr("engine.cuda.driver.LIBRARY", "libcuda-that-is-not-there.so.1")
+    monkeypatch.setattr("engine.crossing.cuda.driver.LIBRARY", "libcuda-that-is-not-there.so.1")
     with pytest.raises(
         CudaError, match=r"needs NVIDIA's driver, libcuda-that-is-not-there.so.1, .* --transport callback"
     ):

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.batches import FunctionBatches
-from engine.control import ControlBoard
-from engine.cuda.driver import CudaError
-from engine.cuda.infeed import StreamedInfeed
-from engine.cuda.ring import Stopwatch
-from engine.feeder import Feeder
+from engine.control.board import ControlBoard
+from engine.crossing.cuda.driver import CudaError
+from engine.crossing.cuda.infeed import StreamedInfeed
+from engine.crossing.cuda.ring import Stopwatch
+from engine.feed.batches import FunctionBatches
+from engine.feed.feeder import Feeder
 from tests.fake_xla import fake_transport
 from tests.toy import BATCH, SIZE, toy_batch
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from engine.cuda import transport as cuda_transport
-from engine.cuda.driver import CudaError
+from engine.crossing.cuda import transport as cuda_transport
+from engine.crossing.cuda.driver import CudaError
 from tests.called_loop import check_calls
 from tests.fake_xla import fake_transport
 

@@ -2,9 +2,10 @@
 
 import pytest
 
-from engine.dataset import choose_data, make_demo
-from preprocess import demo, demo_set
-from preprocess.shards import list_splits, open_split
+from engine.run.dataset import choose_data, make_demo
+from preprocess.demo import demo_set
+from preprocess.demo import drawing as demo
+from preprocess.shards.reader import list_splits, open_split
 
 
 @pytest.fixture

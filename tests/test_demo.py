@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from preprocess import demo
-from preprocess.demo import MIN_CONTRAST, SHAPES, draw_demo, draw_image
-from preprocess.sources import open_source
+from preprocess.demo import drawing as demo
+from preprocess.demo.drawing import MIN_CONTRAST, SHAPES, draw_demo, draw_image
+from preprocess.sources.open_source import open_source
 
 
 def files_of(root):

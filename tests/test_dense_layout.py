@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from PIL import ImageChops
 
 from engine import TrainConfig, evaluate, train
-from engine.unpack import pack_dense
-from preprocess.cli import main
-from preprocess.contact_sheet import draw_contact_sheet
-from preprocess.location import ShardError
+from engine.images.unpack import pack_dense
+from preprocess.commands.cli import main
+from preprocess.commands.contact_sheet import draw_contact_sheet
+from preprocess.packing.plan import PackSettings
 from preprocess.pixels import LAYOUTS, pack_rgb, to_rgb, to_words, words_of_row
-from preprocess.plan import PackSettings
-from preprocess.shards import open_split
-from preprocess.verify import verify_split
+from preprocess.shards.location import ShardError
+from preprocess.shards.reader import open_split
+from preprocess.shards.verify import verify_split
 from tests.fake_source import fake_source, files_of, pack
 
 NUM_IMAGES, SHARD_IMAGES = 22, 8

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config import TrainConfig
-from engine.dataset import DataChoice
-from engine.epochs import settle_epochs, steps_of_epochs
-from preprocess.shards import ShardError
+from engine.run.dataset import DataChoice
+from engine.run.epochs import settle_epochs, steps_of_epochs
+from preprocess.shards.reader import ShardError
 from tests.fake_source import fake_source, pack
 
 
@@ -146,7 +146,7 @@ def test_a_warm_up_longer_than_the_run_is_told(packed):
 
 def test_a_demo_set_that_is_not_there_yet_is_made_first(packed, monkeypatch):
     made: list[str] = []
-    monkeypatch.setattr("engine.epochs.choose_data", lambda _: DataChoice(packed, "the demo set", is_demo=True))
-    monkeypatch.setattr("engine.epochs.make_demo", lambda folder, notify: made.append(str(folder)))
+    monkeypatch.setattr("engine.run.epochs.choose_data", lambda _: DataChoice(packed, "the demo set", is_demo=True))
+    monkeypatch.setattr("engine.run.epochs.make_demo", lambda folder, notify: made.append(str(folder)))
     assert settle_epochs(TrainConfig(epochs=1, batch=5)).steps == 2
     assert made == [packed]

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from engine import TrainConfig, train
 from engine.commands.eval_cli import main
-from engine.sinks import evaluation_words
+from engine.stream.sinks import evaluation_words
 from tests.fake_source import fake_source, pack
 from tests.toy import Linear, toy_batch, toy_config
 
@@ -140,7 +140,7 @@ def test_wrong_usage_is_one_clear_error(place, monkeypatch, arguments, message):
 
 STUCK = """
 import os, time
-from preprocess.shards import ShardSplit
+from preprocess.shards.reader import ShardSplit
 def wait(*_, **__):
     os.write(1, b"stuck\\n")  # whole, as several threads may be stuck
     time.sleep(600)

@@ -6,7 +6,8 @@ import math
 import pytest
 
 from engine.records.evaluation_log import EvaluationLog
-from engine.sinks import EvaluationRecord, RunFolderSink
+from engine.records.run_folder_sink import RunFolderSink
+from engine.stream.sinks import EvaluationRecord
 
 
 def evaluation(step, top1=0.25, loss=1.5):

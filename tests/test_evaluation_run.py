@@ -14,9 +14,9 @@ from safetensors.numpy import load_file, save_file
 
 import engine.evaluation.run as evaluation_run
 from engine import TrainConfig, evaluate, evaluate_weights, run_settings, train
-from engine.feeder import FeederError
+from engine.feed.feeder import FeederError
 from engine.records.weights import with_digest
-from preprocess.shards import open_split
+from preprocess.shards.reader import open_split
 from tests.fake_source import fake_source, pack
 from tests.test_tally import evaluation_set
 from tests.toy import BATCH, Linear, toy_batch, toy_config

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import feeder as feeder_module
-from engine.feeder import Feeder, FeederError, ring_depth
+from engine.feed import feeder as feeder_module
+from engine.feed.feeder import Feeder, FeederError, ring_depth
 
 SHAPE = (4, 2, 3)
 # A bound on what must come, long enough for a loaded machine; never waited for where the code is right.

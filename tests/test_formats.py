@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from preprocess.formats import exif_orientation, open_pixels, sniff, strip_jpeg, strip_png
+from preprocess.decoding.formats import exif_orientation, open_pixels, sniff, strip_jpeg, strip_png
 
 
 def encode(image, kind, **options):

@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 
 from engine import train
-from engine.crossings import choose_transport, this_platform
+from engine.crossing.choice import choose_transport, this_platform
 from tests.toy import CountedBatches, Linear, toy_batch, toy_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]

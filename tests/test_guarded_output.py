@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preprocess.guarded_output import GuardedCommand, GuardedStream, terminal_of
+from preprocess.commands.guarded_output import GuardedCommand, GuardedStream, terminal_of
 from preprocess.printable import MAX_NAME_CHARACTERS, printable, printable_line, printable_text
 
 HOSTILE = "a\x1b]0;owned\x07b\x1b[2Jc\x9b31md\u202ee\u2066f\x7fg\rh\udce9i\x00j"
@@ -24,8 +24,8 @@ FORBIDDEN = [bytes([code]) for code in (*range(9), *range(11, 32), 127)]
 FORBIDDEN += [chr(code).encode() for code in (*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A))]
 ROOT = Path(__file__).parents[1]
 COMMANDS = {
-    "preprocess-imagenet": "preprocess.cli",
-    "inspect-shards": "preprocess.inspect_cli",
+    "preprocess-imagenet": "preprocess.commands.cli",
+    "inspect-shards": "preprocess.commands.inspect_cli",
     "run-train": "engine.commands.cli",
     "tail-run": "engine.commands.tail_cli",
     "run-eval": "engine.commands.eval_cli",
@@ -117,7 +117,7 @@ def test_a_command_that_ends_by_itself_leaves_the_hook_of_the_process(how):
 
 def test_an_exception_that_no_command_catches_is_printed_safely(tmp_path):
     (tmp_path / "failing.py").write_text(
-        "import click\nfrom preprocess.guarded_output import GuardedCommand\n"
+        "import click\nfrom preprocess.commands.guarded_output import GuardedCommand\n"
         f"@click.command(cls=GuardedCommand)\ndef main():\n    raise RuntimeError({BARE!r})\n",
         encoding="utf-8",
         errors="surrogateescape",

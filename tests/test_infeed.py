@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from engine.batches import FunctionBatches
-from engine.control import ControlBoard
-from engine.feeder import Feeder
-from engine.infeed import Infeed
-from engine.records.control_requests import ControlRequest
-from engine.transport import InplaceTransport
+from engine.control.board import ControlBoard
+from engine.control.request import ControlRequest
+from engine.crossing.infeed import Infeed
+from engine.crossing.transport import InplaceTransport
+from engine.feed.batches import FunctionBatches
+from engine.feed.feeder import Feeder
 from tests.toy import BATCH, SIZE, CountedBatches, toy_batch
 
 

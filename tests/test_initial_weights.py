@@ -16,8 +16,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from engine import replay_run, train
-from engine.initial_weights import load_initial_weights
 from engine.records.weights import name_tensors
+from engine.run.initial_weights import load_initial_weights
 from engine.updates.update import Weights
 from models.registry import build_model
 from tests.toy import Linear, toy_batch, toy_config

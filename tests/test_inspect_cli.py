@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-from preprocess.inspect_cli import main
-from preprocess.listing import ImageClass
+from preprocess.commands.inspect_cli import main
+from preprocess.shards.classes import ImageClass
 from tests.fake_source import fake_source, pack
 
 
@@ -116,7 +116,7 @@ def test_traceback_is_shown_on_demand(tmp_path):
 
 
 def test_a_reader_that_has_gone_is_no_trouble(data):
-    command = [sys.executable, "-c", "from preprocess.inspect_cli import main; main()", str(data)]
+    command = [sys.executable, "-c", "from preprocess.commands.inspect_cli import main; main()", str(data)]
     reader, writer = os.pipe()
     os.close(reader)
     try:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageEnhance
 
-from engine.augmentation.jitter import (
+from engine.images.jitter import (
     change_brightness,
     change_contrast,
     change_saturation,

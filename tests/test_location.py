@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import tensorstore as ts
 
-from preprocess.location import open_location
 from preprocess.printable import printable
-from preprocess.split_files import delete_split_files, is_split_file, split_files
+from preprocess.shards.location import open_location
+from preprocess.shards.split_files import delete_split_files, is_split_file, split_files
 
 
 @pytest.mark.parametrize("address", ["memory://x", "file"])

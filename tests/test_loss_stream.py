@@ -10,11 +10,11 @@ import weakref
 import numpy as np
 import pytest
 
-from engine import loss_stream
-from engine.control import ControlBoard
-from engine.loss_stream import LossStream
-from engine.outfeed import PushedEvaluation, PushedLosses, PushedSnapshot
-from engine.sinks import EvaluationProgress
+from engine.control.board import ControlBoard
+from engine.crossing.pushed import PushedEvaluation, PushedLosses, PushedSnapshot
+from engine.stream import loss_stream
+from engine.stream.loss_stream import LossStream
+from engine.stream.sinks import EvaluationProgress
 
 # A bound on what must come, long enough for a loaded machine; never waited for where the code is right.
 SOON_S = 20.0

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preprocess.listing import ImageClass
-from preprocess.location import ShardError
-from preprocess.manifest import FORMAT_VERSION, Manifest, is_manifest
+from preprocess.shards.classes import ImageClass
+from preprocess.shards.location import ShardError
+from preprocess.shards.manifest import FORMAT_VERSION, Manifest, is_manifest
 
 MANIFEST = Manifest(
     format_version=2,

@@ -17,9 +17,9 @@ import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preprocess import mapped_images, mapped_shards
-from preprocess.mapped_images import MappedImages
-from preprocess.shards import ShardError, open_split
+from preprocess.shards import mapped_images, mapped_shards
+from preprocess.shards.mapped_images import MappedImages
+from preprocess.shards.reader import ShardError, open_split
 from tests.fake_source import fake_source, pack, packed_words
 from tests.test_shards import crc32c
 
@@ -364,7 +364,7 @@ def test_a_file_is_looked_at_once_a_second_and_of_many_not_all_in_one(packs, mon
     monkeypatch.setattr(mapped_shards, "_MOST_LOOKS_A_S", most_looks_a_s)
     monkeypatch.setattr(mapped_shards, "_identify", lambda path: looks.append(path))
     now_s = [time.monotonic()]
-    monkeypatch.setattr("preprocess.mapped_shards.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("preprocess.shards.mapped_shards.time.monotonic", lambda: now_s[0])
     folder, _ = packs[LARGE, True]
     with open_split(str(folder), "train") as split:
         assert split._mapped is not None

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preprocess.matfile import MatFileError, read_matfile
+from preprocess.sources.matfile import MatFileError, read_matfile
 
 scipy_io = pytest.importorskip("scipy.io")
 
@@ -96,7 +96,7 @@ def test_what_cannot_be_read_says_why(content, message):
 
 
 def test_a_variable_that_inflates_without_end_is_refused(monkeypatch):
-    monkeypatch.setattr("preprocess.matfile.MAX_BYTES", 1000)
+    monkeypatch.setattr("preprocess.sources.matfile.MAX_BYTES", 1000)
     with pytest.raises(MatFileError, match="more than 1000 bytes"):
         read_matfile(written({"a": np.zeros(10000)}))
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from preprocess.memory_budget import MemoryBudget, MemoryWaitError
+from preprocess.decoding.memory_budget import MemoryBudget, MemoryWaitError
 
 TIMEOUT_S = 60.0
 

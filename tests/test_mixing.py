@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax.scipy.special import betainc
 
-from engine.augmentation.boxes import Boxes
-from engine.augmentation.mixing import (
+from engine.images.boxes import Boxes
+from engine.images.mixing import (
     WHOLE,
     draw_beta,
     draw_cut,
@@ -17,7 +17,7 @@ from engine.augmentation.mixing import (
     paste_partners,
     swap_partners,
 )
-from engine.augmentation.positions import Purpose, image_keys, positions
+from engine.images.positions import Purpose, image_keys, positions
 from tests.threefry_reference import index, unit, words_at
 
 SEED = 11

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from engine.control import ControlBoard
-from engine.outfeed import Outfeed
-from engine.transport import InplaceTransport
+from engine.control.board import ControlBoard
+from engine.crossing.outfeed import Outfeed
+from engine.crossing.transport import InplaceTransport
 
 
 def push_steps(outfeed, steps):

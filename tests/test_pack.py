@@ -17,21 +17,21 @@ import pytest
 import tensorstore as ts
 from PIL import Image
 
-from preprocess import pack as pack_module
-from preprocess import pipeline, shard_file
-from preprocess import plan as plan_module
-from preprocess.arrays import create_array
-from preprocess.channels import ChannelSums
-from preprocess.decode import ResizeRule
-from preprocess.journal import Journal, ShardRecord, read_failures
-from preprocess.listing import ImageClass
-from preprocess.location import Location, ShardError, open_location
-from preprocess.memory_budget import MemoryBudget
-from preprocess.pack import PackProgress, pack_split
-from preprocess.pipeline import PackedImage, decode_in_order
-from preprocess.plan import PackSettings
-from preprocess.shards import open_split
-from preprocess.sources import open_source
+from preprocess.decoding.decode import ResizeRule
+from preprocess.decoding.memory_budget import MemoryBudget
+from preprocess.packing import pack as pack_module
+from preprocess.packing import pipeline, shard_file
+from preprocess.packing import plan as plan_module
+from preprocess.packing.channels import ChannelSums
+from preprocess.packing.journal import Journal, ShardRecord, read_failures
+from preprocess.packing.pack import PackProgress, pack_split
+from preprocess.packing.pipeline import PackedImage, decode_in_order
+from preprocess.packing.plan import PackSettings
+from preprocess.shards.arrays import create_array
+from preprocess.shards.classes import ImageClass
+from preprocess.shards.location import Location, ShardError, open_location
+from preprocess.shards.reader import open_split
+from preprocess.sources.open_source import open_source
 from tests.fake_source import CLASSES, FakeSource, fake_source, files_of, pack, packed_words, settings_for
 
 

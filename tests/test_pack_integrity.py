@@ -12,13 +12,15 @@ import pytest
 from click.testing import CliRunner
 
 from engine.config import TrainConfig
-from engine.run import train
-from preprocess import decoded_checks, image_numbers, mapped_images, mapped_shards, shards
-from preprocess.checksum import crc32c
-from preprocess.inspect_cli import main
-from preprocess.shards import ChangedShardError, ShardError, open_split
-from preprocess.splits import list_broken_splits
-from preprocess.verify import verify_split
+from engine.run.train import train
+from preprocess.commands.inspect_cli import main
+from preprocess.packing import pack as pack_module
+from preprocess.shards import arrays, decoded_checks, image_numbers, mapped_images, mapped_shards
+from preprocess.shards import reader as shards
+from preprocess.shards.checksum import crc32c
+from preprocess.shards.reader import ChangedShardError, ShardError, open_split
+from preprocess.shards.splits import list_broken_splits
+from preprocess.shards.verify import verify_split
 from tests.fake_source import fake_source, pack, packed_words
 from tests.toy import BATCH, SIZE, Linear, toy_batch, toy_config
 
@@ -146,11 +148,11 @@ def test_a_lent_image_of_another_shard_is_noticed(tmp_path):
 @pytest.mark.parametrize("held", [0, 1 << 24])
 @pytest.mark.parametrize("per_shard", [1 << 10, 1 << 20])
 def test_labels_and_checksums_of_several_files_are_read_in_any_order(tmp_path, monkeypatch, held, per_shard):
-    for module in (image_numbers, *(__import__(f"preprocess.{name}", fromlist="x") for name in ("arrays", "pack"))):
+    for module in (image_numbers, arrays, pack_module):
         monkeypatch.setattr(module, "NUMBERS_PER_SHARD", per_shard)
-    monkeypatch.setattr("preprocess.manifest.NUMBERS_PER_SHARD", per_shard)
-    monkeypatch.setattr("preprocess.shards.NUMBERS_PER_SHARD", per_shard)
-    monkeypatch.setattr("preprocess.verify.NUMBERS_PER_SHARD", per_shard)
+    monkeypatch.setattr("preprocess.shards.manifest.NUMBERS_PER_SHARD", per_shard)
+    monkeypatch.setattr("preprocess.shards.reader.NUMBERS_PER_SHARD", per_shard)
+    monkeypatch.setattr("preprocess.shards.verify.NUMBERS_PER_SHARD", per_shard)
     monkeypatch.setattr(image_numbers, "HELD_NUMBERS", held)
     source = fake_source(2100, size=2)
     pack(source, tmp_path, shard_images=512)

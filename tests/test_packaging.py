@@ -17,10 +17,16 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 PACKAGES = ("engine", "preprocess", "models")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 HOST_CALLBACKS = {"buffer_callback", "io_callback", "pure_callback", "host_callback"}
-CROSSINGS = {"engine.infeed", "engine.outfeed", "engine.cuda.infeed", "engine.cuda.transport", "engine.transport"}
-TRANSPORTS = {"engine.transport", "engine.cuda.transport"}
+CROSSINGS = {
+    "engine.crossing.infeed",
+    "engine.crossing.outfeed",
+    "engine.crossing.cuda.infeed",
+    "engine.crossing.cuda.transport",
+    "engine.crossing.transport",
+}
+TRANSPORTS = {"engine.crossing.transport", "engine.crossing.cuda.transport"}
 # They hand the crossings the transport that these call.
-CHOOSE_TRANSPORT = {"engine.crossings", "engine.launch", "engine.evaluation.run"}
+CHOOSE_TRANSPORT = {"engine.crossing.choice", "engine.run.launch", "engine.evaluation.run"}
 
 
 def module_name(path: Path) -> str:
@@ -98,7 +104,7 @@ def test_every_command_answers_help(command: str) -> None:
 
 def test_preprocess_starts_without_jax() -> None:
     modules = [module_name(path) for path in (ROOT / "preprocess").rglob("*.py") if path.stem != "__main__"]
-    assert {"preprocess.cli", "preprocess.shards", "preprocess.pack"} <= set(modules)
+    assert {"preprocess.commands.cli", "preprocess.shards.reader", "preprocess.packing.pack"} <= set(modules)
     program = f"import sys, {', '.join(modules)}; print(*({{'jax', 'jaxlib', 'engine', 'models'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == ""
@@ -127,7 +133,7 @@ def test_only_the_two_crossings_reach_the_host(path: Path) -> None:
     if module in CHOOSE_TRANSPORT:
         assert "transport.call(" not in source
     elif module not in CROSSINGS:
-        assert "engine.transport" not in imports_of(path)
+        assert "engine.crossing.transport" not in imports_of(path)
 
 
 def test_lowest_pins_are_the_lower_bounds() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-import engine.program
+import engine.program.loop
 from engine import TrainConfig, train
 from models import resnet
 from models.batch_norm import batch_norm
@@ -57,7 +57,7 @@ def trace_step(monkeypatch, **settings):
     found: list[Step] = []
     logits: list[jnp.dtype] = []
     updates: list[Any] = []
-    originals = {name: getattr(engine.program, name) for name in ("train_step", "update_weights", "cross_entropy")}
+    originals = {name: getattr(engine.program.loop, name) for name in ("train_step", "update_weights", "cross_entropy")}
 
     def train_step(model, statics, *arguments):
         jaxpr = jax.make_jaxpr(lambda *given: originals["train_step"](model, statics, *given))(*arguments)
@@ -73,7 +73,7 @@ def trace_step(monkeypatch, **settings):
         return originals["cross_entropy"](given, targets)
 
     for replacement in (train_step, update_weights, cross_entropy):
-        monkeypatch.setattr(engine.program, replacement.__name__, replacement)
+        monkeypatch.setattr(engine.program.loop, replacement.__name__, replacement)
     config = TrainConfig(steps=1, batch=4, synthetic=True, image_size=32, num_classes=10, **settings)
     with pytest.raises(TracedError):
         train(config)

@@ -13,10 +13,11 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-from preprocess import cli, demo_set
-from preprocess.cli import default_resize, main
-from preprocess.demo import draw_demo
-from preprocess.shards import list_splits, open_split
+from preprocess.commands import cli
+from preprocess.commands.cli import default_resize, main
+from preprocess.demo import demo_set
+from preprocess.demo.drawing import draw_demo
+from preprocess.shards.reader import list_splits, open_split
 from tests.fake_source import files_of
 
 
@@ -169,14 +170,14 @@ def test_the_demo_set_needs_dest_alone(tmp_path, monkeypatch):
 
 
 def test_piped_progress_is_plain_lines(tmp_path, source, monkeypatch):
-    monkeypatch.setattr("preprocess.progress.LINE_EVERY_S", 0.0)
+    monkeypatch.setattr("preprocess.commands.progress.LINE_EVERY_S", 0.0)
     result = run(source, tmp_path / "shards", "--size", 100)
     assert "train: 13 of 13 images, " in result.stderr
     assert "\x1b" not in result.output
 
 
 def command(*arguments):
-    return [sys.executable, "-c", "from preprocess.cli import main; main()", *map(str, arguments)]
+    return [sys.executable, "-c", "from preprocess.commands.cli import main; main()", *map(str, arguments)]
 
 
 def test_on_a_terminal_there_is_a_bar(tmp_path, source):
@@ -210,7 +211,7 @@ def test_interrupted_it_says_how_to_continue_and_does(tmp_path, source):
         "    time.sleep(0.3)\n"
         "    return decode(encoded, rule, **shared)\n"
         "pipeline.decode_image = wait\n"
-        "from preprocess.cli import main\n"
+        "from preprocess.commands.cli import main\n"
         "main()\n"
     )
     dest = tmp_path / "shards"
@@ -232,7 +233,7 @@ def test_interrupted_it_says_how_to_continue_and_does(tmp_path, source):
     assert files_of(dest) == files_of(tmp_path / "expected")
 
 
-@pytest.mark.parametrize("module", ["preprocess.cli", "preprocess.inspect_cli"])
+@pytest.mark.parametrize("module", ["preprocess.commands.cli", "preprocess.commands.inspect_cli"])
 def test_help_loads_nothing_heavy(module):
     code = (
         f"import sys; from {module} import main\n"
@@ -273,7 +274,7 @@ def test_too_little_memory_is_one_message(tmp_path, source, monkeypatch):
     def fail(*_, **__):
         raise MemoryError("Unable to allocate 3 TiB")
 
-    monkeypatch.setattr("preprocess.pack.pack_split", fail)
+    monkeypatch.setattr("preprocess.packing.pack.pack_split", fail)
     result = run(source, tmp_path / "data", "--size", "8")
     assert result.exit_code == 2
     assert "not enough memory (Unable to allocate 3 TiB); use fewer --workers" in result.stderr

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from preprocess.demo_set import pack_demo
+from preprocess.demo.demo_set import pack_demo
 
 README = Path(__file__).parent.parent / "README.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)

@@ -15,13 +15,13 @@ import pytest
 from engine.commands.cli import main as run_train
 from engine.commands.option_sources import OptionSource, command_line, merge_options
 from engine.config import TrainConfig
-from engine.epochs import settle_epochs, steps_of_epochs
+from engine.program.statics import statics_of, update_values
 from engine.recipes import load_recipe, recipe_names
-from engine.resolve import resolve
-from engine.statics import statics_of, update_values
+from engine.run.epochs import settle_epochs, steps_of_epochs
+from engine.run.resolve import resolve
 from engine.updates.schedules import learning_rate_at
 from models.registry import build_model
-from preprocess.cli import main as preprocess_imagenet
+from preprocess.commands.cli import main as preprocess_imagenet
 from tests.fake_source import fake_source, pack
 
 NAMES = recipe_names()
@@ -127,7 +127,7 @@ def test_a_recipe_names_a_model_of_its_size(name):
 @pytest.mark.parametrize(("batch", "steps", "peak"), [(256, 450_411, 0.1), (1024, 112_603, 0.4), (8192, 14_076, 3.2)])
 def test_the_classic_run_keeps_its_rates_at_every_batch(batch, steps, peak, monkeypatch):
     """Goyal et al. (2017), arXiv:1706.02677, section 5.1: a tenth from epochs 30, 60 and 80 of 90 on, by their rule."""
-    monkeypatch.setattr("engine.epochs._count_images", lambda config, notify: IMAGENET_IMAGES)
+    monkeypatch.setattr("engine.run.epochs._count_images", lambda config, notify: IMAGENET_IMAGES)
     config = settle_epochs(TrainConfig.from_json(load_recipe("imagenet-90").settings | {"batch": batch}))
     assert config.steps == steps
     assert config.warmup_steps == steps_of_epochs(5, num_images=IMAGENET_IMAGES, images_per_step=batch)

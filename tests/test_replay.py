@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from engine import replay_run, train
+from engine.control.request import ControlRequest
 from engine.records.control_log import read_events
-from engine.records.control_requests import ControlRequest, send_request
+from engine.records.control_requests import send_request
 from engine.records.snapshot import read_snapshot, remove_snapshot, snapshot_steps, write_snapshot
 from engine.replay.report import Difference
 from tests.fake_source import fake_source, files_of, pack

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from engine import TrainConfig
-from engine.resolve import check_beginning, resolve
-from preprocess.location import Location
+from engine.run.resolve import check_beginning, resolve
+from preprocess.shards.location import Location
 from tests.fake_source import CLASSES, FakeSource, begin_to_pack, fake_source, pack
 from tests.toy import Linear, toy_batch, toy_config
 

@@ -15,14 +15,16 @@ import numpy as np
 import pytest
 
 from engine import TrainConfig, replay_run, train
-from engine.launch import NonFiniteError
-from engine.records.control_log import ControlEvent, read_events
-from engine.records.control_requests import ControlRequest, send_request
+from engine.control.event import ControlEvent
+from engine.control.request import ControlRequest
+from engine.records.control_log import read_events
+from engine.records.control_requests import send_request
 from engine.records.recorded_run import RecordedRun, read_recorded
 from engine.records.run_folder import RunFolder, recorded_versions
 from engine.records.snapshot import snapshot_steps, write_snapshot
 from engine.records.snapshot_writer import SnapshotWriter
-from engine.resume import (
+from engine.run.launch import NonFiniteError
+from engine.run.resume import (
     HOST_SETTINGS,
     RUNTIME_SETTINGS,
     StartingPoint,
@@ -31,7 +33,7 @@ from engine.resume import (
     find_cuts,
     note_changes,
 )
-from engine.run import plan_run
+from engine.run.train import plan_run
 from tests.fake_source import begin_to_pack, fake_source, pack
 from tests.toy import SIZE, Linear, toy_batch, toy_config
 
@@ -572,7 +574,7 @@ def test_a_snapshot_that_cannot_be_written_is_a_warning_and_the_last_good_one_st
             raise OSError(errno.ENOSPC, "No space left on device")
         write_snapshot(folder, step, pulls, tree, state)
 
-    monkeypatch.setattr("engine.recorded_launch.SnapshotWriter", partial(SnapshotWriter, write=write))
+    monkeypatch.setattr("engine.run.recorded_launch.SnapshotWriter", partial(SnapshotWriter, write=write))
     told: list[str] = []
 
     def batches(step):

@@ -12,14 +12,15 @@ from pathlib import Path
 import pytest
 
 from engine import train
-from engine.feeder import Feeder
+from engine.control.request import ControlRequest
+from engine.feed.feeder import Feeder
 from engine.records.control_log import read_events
-from engine.records.control_requests import ControlRequest, send_request
+from engine.records.control_requests import send_request
 from engine.records.folder_lock import is_locked
 from engine.records.json_lines import JsonLines
 from engine.records.run_folder import RunFolder, recorded_versions
 from engine.records.snapshot import snapshot_steps
-from engine.resume import StartingPoint, find_cuts, go_back
+from engine.run.resume import StartingPoint, find_cuts, go_back
 from tests.test_resume import EVALUATED, StoppingEvaluation, run
 from tests.toy import Linear, toy_batch, toy_config
 

@@ -6,8 +6,8 @@ import time
 import numpy as np
 import pytest
 
-from engine import row_copies
-from engine.row_copies import RowCopies
+from engine.feed import row_copies
+from engine.feed.row_copies import RowCopies
 
 
 @pytest.fixture(params=[1, 2, 3, 8])

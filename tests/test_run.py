@@ -14,12 +14,12 @@ import pytest
 from safetensors.numpy import load_file
 
 from engine import TrainConfig, train
-from engine.feeder import FeederError
-from engine.launch import Launch
+from engine.crossing.transport import InplaceTransport
+from engine.feed.feeder import FeederError
 from engine.records.snapshot_writer import SnapshotWriter
-from engine.run import plan_run
-from engine.transport import InplaceTransport
-from preprocess.shards import ShardError, ShardSplit
+from engine.run.launch import Launch
+from engine.run.train import plan_run
+from preprocess.shards.reader import ShardError, ShardSplit
 from tests.fake_source import fake_source, pack
 from tests.toy import BATCH, CLASSES, SIZE, CountedBatches, Linear, toy_batch, toy_config
 
@@ -436,7 +436,7 @@ def test_weights_that_cannot_be_exported_do_not_hide_the_failure_before_them(tmp
     def refuse(*_):
         raise TypeError("no such dtype on disk")
 
-    monkeypatch.setattr("engine.recorded_launch.name_tensors", refuse)
+    monkeypatch.setattr("engine.run.recorded_launch.name_tensors", refuse)
     with pytest.raises(ConnectionResetError) as caught:
         train(toy_config(steps=9, run_dir=tmp_path), model=Linear(), batches=CountedBatches(raise_at=3))
     unwritten, goes_on = caught.value.__notes__

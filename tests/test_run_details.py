@@ -9,10 +9,11 @@ import pytest
 
 import engine.records.run_folder
 from engine import train
-from engine.control import ControlBoard, encode_control
-from engine.launch import Launch
+from engine.control.board import ControlBoard
+from engine.control.word import encode_control
 from engine.records.whole_file import write_whole
-from engine.run import plan_run
+from engine.run.launch import Launch
+from engine.run.train import plan_run
 from tests.fake_source import fake_source, pack
 from tests.toy import BATCH, SIZE, Linear, toy_batch, toy_config
 

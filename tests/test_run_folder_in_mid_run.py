@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.records.control_log import ControlEvent, ControlLog, read_events
+from engine.control.event import ControlEvent
+from engine.records.control_log import ControlLog, read_events
 from engine.records.digests import RunningDigest
 from engine.records.file_errors import LostFileError
 from engine.records.json_lines import JsonLines

@@ -329,7 +329,7 @@ def gpu_check(machine: Machine, arguments: str = "") -> subprocess.CompletedProc
         ("--benchmarks", "scripts.benchmarks card"),
         ("--trace", "traced_training.py resnet50"),
         ("--trace", "traced_training.py resnet8"),
-        ("--cifar .", "preprocess.cli"),
+        ("--cifar .", "preprocess.commands.cli"),
         ("--cifar .", "cifar-compiled"),
         ("--cifar .", "cifar-timed"),
     ],

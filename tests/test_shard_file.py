@@ -12,11 +12,11 @@ import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preprocess import shard_file
-from preprocess.arrays import PIXELS, pixels_metadata, shard_key, write_array
-from preprocess.checksum import crc32c
-from preprocess.location import open_location
-from preprocess.shard_file import ShardFile
+from preprocess.packing import shard_file
+from preprocess.packing.shard_file import ShardFile
+from preprocess.shards.arrays import PIXELS, pixels_metadata, shard_key, write_array
+from preprocess.shards.checksum import crc32c
+from preprocess.shards.location import open_location
 
 
 def drawn(num_images, height, width, seed=0):

@@ -15,12 +15,12 @@ import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preprocess import shards
-from preprocess.arrays import NUMBERS_PER_CHUNK, NUMBERS_PER_SHARD
-from preprocess.location import open_location
-from preprocess.manifest import Manifest
-from preprocess.shards import ShardError, list_splits, open_split
-from preprocess.splits import find_splits, list_broken_splits, list_unfinished_splits
+from preprocess.shards import reader as shards
+from preprocess.shards.arrays import NUMBERS_PER_CHUNK, NUMBERS_PER_SHARD
+from preprocess.shards.location import open_location
+from preprocess.shards.manifest import Manifest
+from preprocess.shards.reader import ShardError, list_splits, open_split
+from preprocess.shards.splits import find_splits, list_broken_splits, list_unfinished_splits
 from tests.fake_source import CLASSES, FakeSource, fake_source, files_of, pack, packed_words
 
 

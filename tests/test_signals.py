@@ -8,8 +8,8 @@ import traceback
 
 import pytest
 
-from engine.control import ControlBoard
-from engine.signals import StopSignals, call_on_worker
+from engine.control.board import ControlBoard
+from engine.run.signals import StopSignals, call_on_worker
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 SOON_S = 20.0

@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.sinks import EvaluationRecord, LossRecord, PlainSink, RunFolderSink, loss_fields
+from engine.records.run_folder_sink import RunFolderSink
+from engine.stream.sinks import EvaluationRecord, LossRecord, PlainSink, loss_fields
 
 FLOAT32 = st.floats(width=32)
 
@@ -157,7 +158,8 @@ def test_a_folder_that_is_not_there_is_an_error(tmp_path):
 FULL_DISK = """
 import os, resource, signal, sys
 from pathlib import Path
-from engine.sinks import LossRecord, RunFolderSink
+from engine.stream.sinks import (LossRecord)
+from engine.records.run_folder_sink import (RunFolderSink)
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 sink = RunFolderSink(Path(sys.argv[1]), Path(sys.argv[1]).with_name("eval.jsonl"))

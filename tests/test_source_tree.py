@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from preprocess.source_tree import MAX_DEPTH, MAX_VISITS, list_folder
-from preprocess.sources import ImageClass, SourceError, open_source
+from preprocess.sources.open_source import ImageClass, SourceError, open_source
+from preprocess.sources.tree import MAX_DEPTH, MAX_VISITS, list_folder
 
 
 def grow(root, files):

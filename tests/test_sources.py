@@ -7,7 +7,7 @@ import tarfile
 
 import pytest
 
-from preprocess.sources import SourceError, open_source
+from preprocess.sources.open_source import SourceError, open_source
 from tests.fake_source import fake_source, pack
 
 

@@ -25,7 +25,8 @@ from engine.commands.tail_cli import _print_lines, main, plain_lines
 from engine.commands.tail_frame import Tick
 from engine.records.folder_lock import LOCK_NAME, FolderLock
 from engine.records.loss_log import LossBatch, LossRows, RunFacts
-from engine.sinks import EvaluationRecord, LossRecord, PlainSink, RunFolderSink
+from engine.records.run_folder_sink import RunFolderSink
+from engine.stream.sinks import EvaluationRecord, LossRecord, PlainSink
 from tests.pseudo_terminal import LIMIT_S, Terminal, plain
 
 NAN = float("nan")

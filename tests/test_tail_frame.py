@@ -14,7 +14,7 @@ from engine.commands.binned_losses import BinnedLosses
 from engine.commands.loss_chart import ASCII_GLYPHS, UNICODE_GLYPHS, chart_text
 from engine.commands.tail_frame import Picture, duration_text, frame_lines, pack_fields
 from engine.records.loss_log import LossRows, RunEnd, RunFacts
-from engine.sinks import EvaluationRecord
+from engine.stream.sinks import EvaluationRecord
 
 NAN = float("nan")
 

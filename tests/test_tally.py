@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import TrainConfig, train
-from engine.batches import PADDING_LABEL
-from engine.tally import empty_tally, tally_batch
+from engine.feed.batches import PADDING_LABEL
+from engine.objective.tally import empty_tally, tally_batch
 from models.registry import build_model
 from preprocess.pixels import unpack_rgb
-from preprocess.shards import ShardError, open_split
+from preprocess.shards.reader import ShardError, open_split
 from tests.fake_source import fake_source, pack
 from tests.toy import BATCH, CLASSES, CountedBatches, Linear, toy_batch, toy_config
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from engine.commands.terminal import LossHistory, ProgressSink, sparkline
-from engine.sinks import EvaluationProgress, EvaluationRecord, LossRecord
+from engine.stream.sinks import EvaluationProgress, EvaluationRecord, LossRecord
 
 LOSSES = st.floats(width=32)
 ESCAPES = re.compile(r"\x1b\[[0-9?;]*[A-Za-z]")

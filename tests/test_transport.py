@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from engine.transport import CallbackTransport, InplaceTransport
+from engine.crossing.transport import CallbackTransport, InplaceTransport
 from tests.called_loop import RESULTS, check_calls
 
 

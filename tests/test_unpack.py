@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from engine.unpack import PixelScale, unpack_pixels
+from engine.images.unpack import PixelScale, unpack_pixels
 from preprocess.pixels import pack_rgb, unpack_rgb
 
 SCALE = PixelScale(

@@ -21,10 +21,10 @@ from engine.config import (
     TrainConfig,
 )
 from engine.recipes import LoadedRecipe, load_recipe
-from preprocess.grouped_help import GroupedCommand
+from preprocess.commands.grouped_help import GroupedCommand
 
 if TYPE_CHECKING:
-    from engine.result import DryRun, TrainResult
+    from engine.run.result import DryRun, TrainResult
 
 _DONE, _FAILED, _WRONG_USAGE, _STOPPED = 0, 1, 2, 130
 _RECORDED = "the recorded run"
@@ -104,15 +104,15 @@ def _resumed_options(context: click.Context, recipe: LoadedRecipe | None) -> Mer
 
 
 def _plan(config: TrainConfig) -> "DryRun":
-    from engine.epochs import settle_epochs
-    from engine.run import plan_run
+    from engine.run.epochs import settle_epochs
+    from engine.run.train import plan_run
 
     return plan_run(settle_epochs(config, notify=click.echo), notify=click.echo)
 
 
 def _train(config: TrainConfig, origins: dict[str, str]) -> "TrainResult":
-    from engine.epochs import settle_epochs
-    from engine.run import train
+    from engine.run.epochs import settle_epochs
+    from engine.run.train import train
 
     config = settle_epochs(config, notify=click.echo)
     sink, notify = loss_display(config)

@@ -15,19 +15,14 @@ from typing import TYPE_CHECKING
 import click
 
 from engine.commands.held_signals import signals_held
-from engine.records.control_requests import (
-    CONTROL_FOLDER_NAME,
-    ControlRequest,
-    check_learning_rate_factor,
-    send_request,
-    withdraw,
-)
+from engine.control.request import ControlRequest, check_learning_rate_factor
+from engine.records.control_requests import CONTROL_FOLDER_NAME, send_request, withdraw
 from engine.records.folder_lock import is_locked
-from preprocess.grouped_help import GroupedCommand
+from preprocess.commands.grouped_help import GroupedCommand
 from preprocess.printable import printable_line
 
 if TYPE_CHECKING:
-    from engine.records.control_log import ControlEvent
+    from engine.control.event import ControlEvent
 
 _LOOK_EVERY_S = 0.1
 _STOPPED = 130

@@ -13,7 +13,7 @@ import click
 from engine.commands.command_end import describe_error, leave, say_to_stderr
 from engine.commands.option_sources import with_option_names
 from engine.config import PrecisionName, TrainConfig, TransportName
-from preprocess.grouped_help import GroupedCommand
+from preprocess.commands.grouped_help import GroupedCommand
 
 if TYPE_CHECKING:
     from engine.evaluation.result import ClassResult, EvaluationResult
@@ -199,7 +199,7 @@ def _evaluate_run(run: str, settings: dict[str, Any], *, per_class: bool) -> "Ev
 
 
 def _words(result: "EvaluationResult", weights: str | None) -> str:
-    from engine.sinks import evaluation_words
+    from engine.stream.sinks import evaluation_words
     from preprocess.printable import printable
 
     words = evaluation_words(result.record)

@@ -11,11 +11,11 @@ import click
 
 from engine.commands.command_end import say_on_terminal
 from engine.config import TrainConfig
-from preprocess.guarded_output import terminal_of
+from preprocess.commands.guarded_output import terminal_of
 
 if TYPE_CHECKING:
-    from engine.result import DryRun, TrainResult
-    from engine.sinks import Sink
+    from engine.run.result import DryRun, TrainResult
+    from engine.stream.sinks import Sink
 
 
 def show_plan(plan: "DryRun") -> None:
@@ -42,7 +42,7 @@ def loss_display(config: TrainConfig) -> "tuple[Sink, Callable[[str], None]]":
         # One console for both, so that what is said while the progress line stands goes above it.
         console = Console(file=terminal_of(sys.stdout))
         return ProgressSink(console, steps=config.steps, batch=config.batch), partial(say_on_terminal, console)
-    from engine.sinks import PlainSink
+    from engine.stream.sinks import PlainSink
 
     return PlainSink(sys.stdout or io.StringIO(), steps=config.steps), click.echo
 

@@ -18,14 +18,14 @@ import click
 
 from engine.commands.held_signals import signals_held
 from engine.commands.tail_frame import Picture, Tick, end_text, frame_text, records_of
-from preprocess.guarded_output import GuardedCommand, terminal_of
+from preprocess.commands.guarded_output import GuardedCommand, terminal_of
 from preprocess.printable import printable_line
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from engine.records.loss_log import LossRows
-    from engine.sinks import EvaluationRecord
+    from engine.stream.sinks import EvaluationRecord
 
 _START_WAIT_S = 5.0  # run-train imports jax before it makes its folder
 _POLL_START_S = 0.1
@@ -276,7 +276,7 @@ def plain_lines(
         waiting: evaluations in order of step; those that are printed are taken out.
         up_to_step: of these, the last to print; later ones stay.
     """
-    from engine.sinks import evaluation_words, loss_fields
+    from engine.stream.sinks import evaluation_words, loss_fields
 
     for record in records_of(rows):
         while waiting and waiting[0].step < record.step:

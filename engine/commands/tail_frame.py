@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from engine.commands.binned_losses import BinnedLosses
     from engine.commands.loss_chart import Glyphs, Span
     from engine.records.loss_log import LossBatch, LossRows, RunEnd, RunFacts
-    from engine.sinks import EvaluationRecord, LossRecord
+    from engine.stream.sinks import EvaluationRecord, LossRecord
 
 _SILENT_SHOWN_S = 5.0  # a pause is worth a word after this long, or after this many steps' worth of time
 _SILENT_SHOWN_STEPS = 5
@@ -63,7 +63,7 @@ class Picture:
 
 def records_of(rows: "LossRows") -> "Iterator[LossRecord]":
     """The rows as the records that a run tells them in; numbers that a row lacks are NaN."""
-    from engine.sinks import LossRecord
+    from engine.stream.sinks import LossRecord
 
     columns = (rows.step, rows.loss, rows.learning_rate, rows.images_per_s, rows.wait_ms, rows.time_s)
     for step, loss, learning_rate, images_per_s, wait_ms, time_s in zip(*(c.tolist() for c in columns), strict=True):
@@ -92,7 +92,7 @@ def end_text(end: "RunEnd") -> str:
 
 def status_fields(picture: Picture, now_s: float) -> list[str]:
     """What stands under the chart; `now_s` is unix seconds."""
-    from engine.sinks import loss_fields, loss_number
+    from engine.stream.sinks import loss_fields, loss_number
 
     history, facts = picture.history, picture.facts
     fields = []

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from engine.sinks import EvaluationProgress, EvaluationRecord, LossRecord, evaluation_words
+from engine.stream.sinks import EvaluationProgress, EvaluationRecord, LossRecord, evaluation_words
 
 if TYPE_CHECKING:
     from rich.console import Console

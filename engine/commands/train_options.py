@@ -5,7 +5,6 @@ from typing import Any, get_args
 
 import click
 
-from engine.augmentation.settings import CropName, PaddingName
 from engine.commands.option_sources import OptionalNumber
 from engine.config import (
     SYNTHETIC_CLASSES,
@@ -15,6 +14,7 @@ from engine.config import (
     ScheduleName,
     TrainConfig,
 )
+from engine.images.settings import CropName, PaddingName
 from engine.recipes import load_recipe, recipe_names
 
 _OF_THE_DATA = "the data's, {} of --synthetic"

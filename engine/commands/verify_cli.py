@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import click
 
 from engine.commands.command_end import describe_error, leave, say_on_terminal, say_to_stderr
-from preprocess.grouped_help import GroupedCommand
-from preprocess.guarded_output import terminal_of
+from preprocess.commands.grouped_help import GroupedCommand
+from preprocess.commands.guarded_output import terminal_of
 from preprocess.printable import printable_line
 
 if TYPE_CHECKING:
-    from engine.sinks import Sink
+    from engine.stream.sinks import Sink
 
 _SAME, _DIFFERS, _WRONG_USAGE, _STOPPED = 0, 1, 2, 130
 _GROUPS = {"Stretch": ("from_step", "to_step"), "Data": ("data",), "Output": ("traceback",)}

@@ -8,14 +8,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.batches import ArrayBatches, EvaluationArrays, EvaluationSource, SequentialBatches
 from engine.config import TrainConfig
-from engine.dataset import choose_data, make_demo
-from engine.resolve import choose_eval_split, manifest_digest_of
-from preprocess.listing import ImageClass
-from preprocess.location import open_location
-from preprocess.manifest import Manifest
-from preprocess.shards import list_splits, open_split, read_manifest
+from engine.feed.batches import ArrayBatches, EvaluationArrays, EvaluationSource
+from engine.feed.shard_batches import SequentialBatches
+from engine.run.dataset import choose_data, make_demo
+from engine.run.resolve import choose_eval_split, manifest_digest_of
+from preprocess.shards.classes import ImageClass
+from preprocess.shards.location import open_location
+from preprocess.shards.manifest import Manifest
+from preprocess.shards.reader import list_splits, open_split, read_manifest
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from engine.sinks import EvaluationRecord
+from engine.stream.sinks import EvaluationRecord
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """An evaluation from trained weights to its counts: open, compile, launch, wait, raise or return.
 
-Owns the order of these steps outside of a training; the loop is `engine.program`'s, the same one that a training
+Owns the order of these steps outside of a training; the loop is `engine.program.loop`'s, the same one that a training
 evaluates with, and so are the crossings that feed it.
 """
 
@@ -17,13 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from engine.augmentation.augment import prepare_for_evaluation
-from engine.batches import CheckedSource, EvaluationArrays, EvaluationSource
-from engine.checked_model import CheckedModel
-from engine.compilation import Compiled, caching_compilations, compile_traced, trace_ahead
 from engine.config import TrainConfig
-from engine.control import ControlBoard
-from engine.crossings import choose_chunk, choose_transport, make_infeed, this_platform
+from engine.control.board import ControlBoard
+from engine.crossing.choice import choose_chunk, choose_transport, make_infeed, this_platform
+from engine.crossing.infeed import BatchInfeed
+from engine.crossing.transport import Transport
 from engine.evaluation.data import EvaluationData, TrainedOn, open_evaluation_split, open_own
 from engine.evaluation.result import ClassResult, EvaluationResult
 from engine.evaluation.subject import (
@@ -36,18 +34,20 @@ from engine.evaluation.subject import (
     run_subject,
 )
 from engine.evaluation.trained_run import check_has_weights, read_run
-from engine.feeder import Feeder, ring_depth
-from engine.infeed import BatchInfeed
-from engine.program import evaluate_split
+from engine.feed.batches import CheckedSource, EvaluationArrays, EvaluationSource
+from engine.feed.feeder import Feeder, ring_depth
+from engine.images.augment import prepare_for_evaluation
+from engine.images.unpack import PixelScale
+from engine.objective.tally import Tally, empty_tally
+from engine.program.checked_model import CheckedModel
+from engine.program.loop import evaluate_split
+from engine.program.statics import statics_of
+from engine.program.train_state import TrainModel
 from engine.records.recorded_run import read_recorded
 from engine.records.weights import read_weights
-from engine.signals import StopSignals, call_on_worker
-from engine.sinks import EvaluationRecord
-from engine.statics import statics_of
-from engine.tally import Tally, empty_tally
-from engine.train_state import TrainModel
-from engine.transport import Transport
-from engine.unpack import PixelScale
+from engine.run.compilation import Compiled, caching_compilations, compile_traced, trace_ahead
+from engine.run.signals import StopSignals, call_on_worker
+from engine.stream.sinks import EvaluationRecord
 from engine.updates.update import Weights
 
 

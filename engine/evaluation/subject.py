@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from engine.batches import EvaluationSource
 from engine.config import TrainConfig
 from engine.evaluation.trained_run import TrainedRun
+from engine.feed.batches import EvaluationSource
+from engine.program.train_state import TrainModel
 from engine.records.weights import StoredWeights, place_tensors
-from engine.train_state import TrainModel
 from engine.updates.update import Weights
 from models.registry import build_model, find_network
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from engine.sinks import EvaluationRecord
+from engine.stream.sinks import EvaluationRecord
 from preprocess.regular_file import read_regular
 
 _MOST_BYTES = 1 << 26

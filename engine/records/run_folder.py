@@ -27,7 +27,7 @@ from engine.records.file_errors import LostFileError
 from engine.records.folder_lock import LOCK_NAME, FolderLock
 from engine.records.versions import version_of
 from engine.records.whole_file import remove_unfinished, write_whole
-from preprocess.arrays import PIXELS
+from preprocess.shards.arrays import PIXELS
 
 LOSS_LOG = "loss.jsonl"
 EVALUATION_LOG = "eval.jsonl"

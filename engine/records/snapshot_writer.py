@@ -23,7 +23,8 @@ class SnapshotWriter:
     Args:
         folder: of the snapshots; made where it is missing.
         keep: how many of the newest stay on disk; 0 keeps all.
-        say: told in a line what was left out or went wrong, from any thread; it must not block (`engine.notices`).
+        say: told in a line what was left out or went wrong, from any thread; it must not block
+            (`engine.stream.notices`).
         write: (folder, step, pulls, tree, state) → writes one, whole or not at all.
 
     Raises:

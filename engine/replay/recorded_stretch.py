@@ -16,7 +16,7 @@ from engine.records.control_log import CONTROL_LOG_NAME, read_events
 from engine.records.recorded_run import RecordedRun, read_recorded
 from engine.records.run_folder import EVALUATION_LOG, LOSS_LOG, SNAPSHOTS
 from engine.records.snapshot import Snapshot, read_snapshot, snapshot_steps
-from engine.resume import StartingPoint, start_at
+from engine.run.resume import StartingPoint, start_at
 from preprocess.regular_file import read_regular
 
 _MOST_LOG_BYTES = 1 << 36  # a few hundred million steps

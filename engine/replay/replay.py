@@ -12,22 +12,23 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from engine.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
-from engine.compilation import caching_compilations
-from engine.control import ControlBoard, ControlWords
+from engine.control.board import ControlBoard
+from engine.control.event import ControlEvent
+from engine.control.word import ControlWords
+from engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
 from engine.keys import plain_keys
-from engine.launch import Launch, NonFiniteError
-from engine.records.control_log import ControlEvent
+from engine.program.train_state import TrainModel, TrainState
 from engine.records.run_folder import CONFIG
 from engine.records.snapshot import Snapshot
 from engine.replay.checked_files import CheckedFiles, check_files, check_words
 from engine.replay.recorded_stretch import Piece, RecordedStretch, read_stretch
 from engine.replay.report import Comparison, ReplayReport
-from engine.resolve import own_parts
-from engine.resume import StartingPoint, check_data, check_given_weights, told_versions
-from engine.signals import StopSignals
-from engine.sinks import Sink
-from engine.train_state import TrainModel, TrainState
+from engine.run.compilation import caching_compilations
+from engine.run.launch import Launch, NonFiniteError
+from engine.run.resolve import own_parts
+from engine.run.resume import StartingPoint, check_data, check_given_weights, told_versions
+from engine.run.signals import StopSignals
+from engine.stream.sinks import Sink
 from preprocess.regular_file import IrregularFileError
 
 _END = "the end of the replay"

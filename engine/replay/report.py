@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from engine.records.snapshot import match_state
 from engine.replay.recorded_stretch import EVALUATION_NUMBERS, Numbers, RecordedStretch
-from engine.sinks import EvaluationRecord, LossRecord
+from engine.stream.sinks import EvaluationRecord, LossRecord
 
 _NOT_THERE = "nothing"
 

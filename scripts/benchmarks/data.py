@@ -17,12 +17,13 @@ from numpy.lib.format import open_memmap
 from PIL import Image
 
 from preprocess.cores import num_cores
-from preprocess.decode import DecodeError, ResizeRule, decode_image
-from preprocess.listing import ImageClass, SourceImage
-from preprocess.location import open_location
-from preprocess.pack import pack_split
+from preprocess.decoding.decode import DecodeError, ResizeRule, decode_image
+from preprocess.packing.pack import pack_split
+from preprocess.packing.plan import PackSettings
 from preprocess.pixels import Layout
-from preprocess.plan import PackSettings
+from preprocess.shards.classes import ImageClass
+from preprocess.shards.location import open_location
+from preprocess.sources.listing import SourceImage
 from scripts.benchmarks.bench import Settings
 
 type Say = Callable[[str], None]

@@ -13,7 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from preprocess.arrays import (
+from preprocess.decoding.decode import ResizeRule
+from preprocess.packing.plan import PackSettings
+from preprocess.packing.shard_file import ShardFile
+from preprocess.pixels import LAYOUTS
+from preprocess.shards.arrays import (
     CHECKSUMS,
     LABELS,
     NUMBERS_PER_SHARD,
@@ -26,15 +30,11 @@ from preprocess.arrays import (
     words_digest,
     write_array,
 )
-from preprocess.checksum import crc32c
-from preprocess.decode import ResizeRule
-from preprocess.listing import ImageClass
-from preprocess.location import Location, open_location
-from preprocess.manifest import FORMAT_VERSION, MANIFEST_KEY, Manifest
-from preprocess.pixels import LAYOUTS
-from preprocess.plan import PackSettings
-from preprocess.shard_file import ShardFile
-from preprocess.shards import open_checksums, open_split, read_manifest
+from preprocess.shards.checksum import crc32c
+from preprocess.shards.classes import ImageClass
+from preprocess.shards.location import Location, open_location
+from preprocess.shards.manifest import FORMAT_VERSION, MANIFEST_KEY, Manifest
+from preprocess.shards.reader import open_checksums, open_split, read_manifest
 from scripts.benchmarks.bench import Settings
 from scripts.benchmarks.data import SPLIT, Say, ensure_shards
 

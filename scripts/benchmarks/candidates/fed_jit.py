@@ -17,8 +17,8 @@ import optax
 from protocol import Channel, timed
 from resident_training import LEARNING_RATE, MOMENTUM, State, versions
 
-from engine.objective import cross_entropy
-from engine.unpack import PixelScale, unpack_pixels
+from engine.images.unpack import PixelScale, unpack_pixels
+from engine.objective.cross_entropy import cross_entropy
 from models.registry import build_model
 
 AHEAD = 2

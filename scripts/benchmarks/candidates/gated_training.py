@@ -20,12 +20,12 @@ from protocol import Channel
 from resident_training import versions
 
 from engine import TrainConfig, train
-from engine.batches import BatchSource, Labels, LendingSource, Lent, Pixels, row_words
-from engine.cuda import transport as transport_module
-from engine.cuda.driver import CudaDriver
-from engine.cuda.infeed import StreamedInfeed
-from engine.cuda.transport import CudaTransport
-from engine.sinks import LossRecord
+from engine.crossing.cuda import transport as transport_module
+from engine.crossing.cuda.driver import CudaDriver
+from engine.crossing.cuda.infeed import StreamedInfeed
+from engine.crossing.cuda.transport import CudaTransport
+from engine.feed.batches import BatchSource, Labels, LendingSource, Lent, Pixels, row_words
+from engine.stream.sinks import LossRecord
 
 LONG_S = 86_400.0
 _MOST_STEPS = 2**31 - 2

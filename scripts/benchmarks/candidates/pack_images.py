@@ -10,11 +10,11 @@ from pathlib import Path
 from protocol import Channel, timed
 
 from preprocess.cores import num_cores
-from preprocess.decode import DecodeError, ResizeRule, decode_image
-from preprocess.location import open_location
-from preprocess.pack import pack_split
-from preprocess.plan import PackSettings
-from preprocess.sources import open_source
+from preprocess.decoding.decode import DecodeError, ResizeRule, decode_image
+from preprocess.packing.pack import pack_split
+from preprocess.packing.plan import PackSettings
+from preprocess.shards.location import open_location
+from preprocess.sources.open_source import open_source
 
 RULE = ResizeRule()
 

@@ -16,11 +16,12 @@ from jax import lax
 from protocol import Channel, timed
 from resident_training import versions
 
-from engine.batches import Labels, Pixels
-from engine.control import CONTROL_WORDS, ControlBoard
-from engine.crossings import choose_transport
-from engine.feeder import Feeder, ring_depth
-from engine.infeed import Infeed
+from engine.control.board import ControlBoard
+from engine.control.word import CONTROL_WORDS
+from engine.crossing.choice import choose_transport
+from engine.crossing.infeed import Infeed
+from engine.feed.batches import Labels, Pixels
+from engine.feed.feeder import Feeder, ring_depth
 
 READER_THREADS = 2  # as TrainConfig has it
 LAST_STEP = 2**31 - 1

@@ -7,9 +7,9 @@ import numpy as np
 from protocol import Channel, timed
 
 from engine import TrainConfig
-from engine.batches import ShardBatches
-from engine.feeder import Feeder, ring_depth
-from preprocess.shards import open_split
+from engine.feed.feeder import Feeder, ring_depth
+from engine.feed.shard_batches import ShardBatches
+from preprocess.shards.reader import open_split
 
 DEFAULTS = TrainConfig()
 

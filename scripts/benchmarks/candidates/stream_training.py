@@ -12,8 +12,8 @@ from protocol import Channel
 from pulls import ReadyBatches
 from small_perceptron import Perceptron
 
-from engine.batches import ShardBatches
-from preprocess.shards import open_split
+from engine.feed.shard_batches import ShardBatches
+from preprocess.shards.reader import open_split
 
 
 def main(

@@ -1,0 +1,197 @@
+"""The infeed of a program on an NVIDIA card, whose host runs ahead of it.
+
+A pull asks the host, which the stream waits for, only what is to be done next: the control words, once a chunk. The
+batches then follow one by one in a loop of a fixed number of turns, whose kernels are all enqueued before the first is
+done; each comes with a word that says whether it is there at all, and a turn without a batch changes nothing.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from engine.control.board import ControlBoard
+from engine.control.word import CONTROL_WORDS, ControlWord, decode_control, stop_at_once
+from engine.crossing.cuda.driver import CudaError
+from engine.crossing.cuda.packed_carry import PackedForm
+from engine.crossing.cuda.ring import DeviceRing, Places, Stopwatch
+from engine.crossing.cuda.transport import CudaTransport
+from engine.crossing.infeed import Batch, Pulled, WordsOf, make_batch
+from engine.crossing.transport import Array
+from engine.feed.feeder import Allocate, Feeder
+from engine.updates.skipping import choose
+
+# Below it a wait is taken for none: a stream that has nothing to wait for needs time between two events as well. On no
+# card measured yet.
+_LEAST_WAIT_S = 20e-6
+
+
+class StreamedInfeed:
+    """Connects a feeder and a control board to the program: a `BatchInfeed` whose batches come one by one.
+
+    Args:
+        make_feeder: gives the feeder, not started, whose slots are of the memory that it is given.
+        board: asked whether the run is to stop.
+        transport: how the host is called.
+        words_of: gives the control words of a pull.
+        chunk: batches a pull, n, and turns of the loop over them.
+        times_waits: whether `take_wait_s` is asked for every step.
+
+    Attributes:
+        chunk, num_together, failure: see `BatchInfeed`.
+    """
+
+    num_together = 1
+
+    def __init__(
+        self,
+        make_feeder: Callable[[Allocate], Feeder],
+        board: ControlBoard,
+        transport: CudaTransport,
+        *,
+        words_of: WordsOf,
+        chunk: int,
+        times_waits: bool,
+    ) -> None:
+        self._feeder = feeder = make_feeder(lambda num_bytes: transport.arena.pinned(num_bytes))
+        self._board, self._transport, self._words_of = board, transport, words_of
+        self.chunk = chunk
+        self._results = (
+            jax.ShapeDtypeStruct(feeder.shard_shape, jnp.uint32),
+            jax.ShapeDtypeStruct((feeder.shard_batch,), jnp.int32),
+            jax.ShapeDtypeStruct((), jnp.uint32),
+        )
+        self._pixel_words, self._label_words = int(np.prod(feeder.shard_shape)), feeder.shard_batch
+        self._ring = DeviceRing(
+            transport.driver, feeder, pixel_bytes=4 * self._pixel_words, label_bytes=4 * self._label_words
+        )
+        self._next = self._stop = feeder.start_step  # the batches of the chunk that are still to come
+        self._times_waits = times_waits
+        self._running: dict[int, Stopwatch] = {}
+        self._stopped: list[Stopwatch] = []
+        self._reading = threading.Lock()
+        self._wait_s: dict[int, float] = {}
+        self.failure: BaseException | None = None
+
+    def start(self) -> None:
+        """See `BatchInfeed.start`."""
+        with self._transport.driver.current():
+            self._feeder.start()
+            self._ring.start(self._transport.arena)
+
+    def close(self) -> None:
+        """See `BatchInfeed.close`."""
+        self._ring.close()
+        self._feeder.close()
+        self._read_stopwatches()
+
+    def pull(self, step: jax.Array, shard: jax.Array, num_batches: jax.Array) -> Pulled:
+        """See `BatchInfeed.pull`."""
+        address = jnp.stack([step, shard, num_batches])
+        (words,) = self._transport.call(self._answer, (jax.ShapeDtypeStruct((CONTROL_WORDS,), jnp.uint32),), address)
+        return Pulled(decode_control(words), None)
+
+    def for_each[C](
+        self,
+        pulled: Pulled,
+        take_in: Callable[[C, Batch], C],
+        carry: C,
+        *,
+        is_over: Callable[[C], jax.Array] = lambda _: jnp.zeros((), jnp.bool),
+        emit: Callable[[C], C] = lambda carry: carry,
+    ) -> tuple[C, jax.Array]:
+        """See `BatchInfeed.for_each`; what a turn without a batch comes to is thrown away."""
+        form = PackedForm.of(carry)
+
+        def turn(_: jax.Array, turns: tuple[list[jax.Array], jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+            packed, num_taken = turns
+            carry = form.unpack(packed)
+            batch, is_there = self._next_batch(pulled.control, num_taken)
+            is_taken = is_there & ~is_over(carry)
+            carry = emit(choose(is_taken, take_in(carry, batch), carry))
+            return form.pack(carry), num_taken + is_taken.astype(jnp.int32)
+
+        packed, num_taken = lax.fori_loop(0, self.chunk, turn, (form.pack(carry), jnp.zeros((), jnp.int32)))
+        return form.unpack(packed), num_taken
+
+    def take_wait_s(self, step: int) -> float:
+        """See `BatchInfeed.take_wait_s`: the device's stream waited so long, by its own clock."""
+        with self._reading:
+            stopwatch = self._running.pop(step, None)
+            if stopwatch is None:
+                return self._wait_s.pop(step, 0.0)
+            wait_s = self._read(stopwatch)
+        # Only now may it be taken for another step.
+        self._stopped.append(stopwatch)
+        return wait_s
+
+    def _next_batch(self, control: ControlWord, num_taken: jax.Array) -> tuple[Batch, jax.Array]:
+        """Takes the next batch of the chunk, and whether it is there (bool [])."""
+        # The operands give the call its place in the loop: behind the pull, and behind the batch before it.
+        pixels, labels, is_there = self._transport.enqueue(self._give, self._results, control.num_batches, num_taken)
+        return make_batch(self._feeder, pixels, labels), is_there != 0
+
+    def _answer(self, operands: Sequence[Array], results: Sequence[Array]) -> None:
+        """The host's side of a pull."""
+        step, _, num_wanted = operands[0].tolist()
+        words = stop_at_once()
+        try:
+            if self.failure is None:
+                words = self._words_of(step, num_wanted)
+        except BaseException as error:  # noqa: BLE001 - raising through XLA loses it: kept, and raised by the host
+            self._keep(error)
+        self._next, self._stop = step, step + words[2]
+        results[0][...] = words
+
+    def _give(self, stream: int, _: Sequence[int], results: Sequence[int]) -> None:
+        """The host's side of a turn: enqueues the batch's way to the program, or that there is none."""
+        pixels, labels, is_there = results
+        step, driver, is_given = self._next, self._transport.driver, False
+        try:
+            if step < self._stop and not self._board.is_stop_requested():
+                stopwatch = self._stopwatch() if self._times_waits else None
+                is_given = self._ring.give(
+                    step,
+                    Places(pixels, labels),
+                    stream,
+                    is_cancelled=self._board.is_stop_requested,
+                    stopwatch=stopwatch,
+                )
+                if stopwatch is not None and is_given:
+                    self._running[step] = stopwatch
+        except BaseException as error:  # noqa: BLE001 - as above
+            self._keep(error)
+        self._next, self._stop = (step + 1, self._stop) if is_given else (step, step)
+        driver.fill_words(is_there, int(is_given), 1, stream)
+        if not is_given:
+            driver.fill_words(pixels, 0, self._pixel_words, stream)
+            driver.fill_words(labels, 0, self._label_words, stream)
+
+    def _keep(self, error: BaseException) -> None:
+        if self.failure is None:
+            self.failure = error
+
+    def _stopwatch(self) -> Stopwatch:
+        try:
+            return self._stopped.pop()
+        except IndexError:
+            arena = self._transport.arena
+            return Stopwatch(arena.event(timing=True), arena.event(timing=True))
+
+    def _read_stopwatches(self) -> None:
+        """Reads those that nobody has asked for, while there are events to read."""
+        with self._reading:
+            for step in list(self._running):
+                self._wait_s[step] = self._read(self._running.pop(step))
+
+    def _read(self, stopwatch: Stopwatch) -> float:
+        """Gives the seconds between its events, 0 where a program that failed has not come so far."""
+        driver = self._transport.driver
+        with suppress(CudaError), driver.current():
+            wait_s = driver.elapsed_s(*stopwatch)
+            return wait_s if wait_s >= _LEAST_WAIT_S else 0.0
+        return 0.0

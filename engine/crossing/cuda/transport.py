@@ -1,0 +1,277 @@
+"""How a program on an NVIDIA card calls the host: the host is called when the work is enqueued, not when it is done.
+
+XLA calls a host function in the midst of launching kernels, with the stream that it launches them on, the addresses of
+the operands and those of the results; what it enqueues there is done in its turn. Where a host function needs values,
+the stream is waited for (`call`), else they follow (`emit`), or are put into the stream (`enqueue`).
+"""
+
+import queue
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.buffer_callback import buffer_callback
+from numpy.typing import NDArray
+
+from engine.crossing.cuda.arena import Arena
+from engine.crossing.cuda.collector import Collector
+from engine.crossing.cuda.driver import CudaDriver
+from engine.crossing.transport import Array, Called, HostFunction, ThreadState
+
+type Handler = Callable[[int, Sequence[int], Sequence[int]], None]
+"""(stream, addresses of the operands, those of the results) → None; enqueues, and does not wait."""
+
+# Losses that may be on their way to the host: a host that has fallen behind by so many is waited for.
+_MOST_SMALL_BLOCKS = 256
+_SMALL_BYTES = 1 << 16
+# Of snapshots, which are as large as the state, one.
+_MOST_LARGE_BLOCKS = 1
+_BLOCK_TIMEOUT_S = 600.0
+_LOOK_EVERY_S = 0.25
+_CLOSE_TIMEOUT_S = 60.0
+_ALIGNMENT = 16
+_NOT_OPEN = "the cuda transport must be open while its program runs, and is not: with transport.running()"
+
+
+@dataclass(frozen=True)
+class XlaBuffers:
+    """How the stream and the addresses are told from what XLA hands a host function."""
+
+    def stream_of(self, context: Any) -> int:
+        """The stream that XLA enqueues on."""
+        return int(context.stream)
+
+    def address_of(self, buffer: Any) -> int:
+        """The address of an operand or a result on the device."""
+        return int(buffer.__cuda_array_interface__["data"][0])
+
+
+class CudaTransport:
+    """NVIDIA: `engine.crossing.transport.Transport`, and the ways in which the stream is not waited for.
+
+    A driver that refuses a call in mid-run ends the program with its error: the stream is then beyond repair.
+
+    Args:
+        driver: of the device that the program runs on.
+        buffers: how XLA's are read.
+    """
+
+    name = "cuda"
+    runs_ahead = True
+
+    def __init__(self, driver: CudaDriver, buffers: XlaBuffers | None = None) -> None:
+        self.driver, self._buffers = driver, buffers or XlaBuffers()
+        self._thread_state = ThreadState()
+        self._crossings = Called[Callable[..., None]]()
+        self._is_called = False
+        self._raised: BaseException | None = None  # by a host function, into the program
+        self.failure: BaseException | None = None
+        self._arena: Arena | None = None
+        self._collector: Collector | None = None
+
+    @property
+    def arena(self) -> Arena:
+        """What is given back at the end of the launch; inside `running`."""
+        if self._arena is None:
+            raise RuntimeError(_NOT_OPEN)
+        return self._arena
+
+    @property
+    def collector(self) -> Collector:
+        """Who is told of events that have passed; inside `running`."""
+        if self._collector is None:
+            raise RuntimeError(_NOT_OPEN)
+        return self._collector
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Opens the transport for its one launch, and waits at the end until all that the program emitted arrived.
+
+        What did not arrive is told by `failure`. Whoever is interrupted (KeyboardInterrupt) leaves a program that still
+        runs: nothing is taken from it.
+
+        Raises:
+            BaseException: what a host function, or the driver, failed with, in the place of the program's own error.
+        """
+        self._arena, self._collector = arena, collector = Arena(self.driver), Collector(self.driver)
+        collector.start()
+        try:
+            yield
+        except BaseException as error:
+            if self._is_called and not isinstance(error, Exception):
+                raise
+            # A program that failed calls no more, or is refused; a card that has failed refuses everything.
+            self._arena = self._collector = None
+            with suppress(Exception):
+                self._end(collector, arena)
+            cause = self._raised or collector.failure
+            if cause is None or not isinstance(error, Exception):
+                raise
+            raise cause from error
+        self._end(collector, arena)
+
+    def _end(self, collector: Collector, arena: Arena) -> None:
+        try:
+            collector.close(_CLOSE_TIMEOUT_S)
+        except TimeoutError as error:
+            # Its thread still waits for events, and looks at memory.
+            self.failure = error
+            return
+        self.failure = collector.failure
+        arena.close()
+
+    def call(
+        self, function: HostFunction, results: Sequence[jax.ShapeDtypeStruct], *operands: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        """See `Transport.call`; the stream is waited for, so that the operands have their values."""
+        given, wanted = _Layout(operands), _Layout(results)
+        blocks: list[_Block] = []
+
+        def handle(stream: int, sources: Sequence[int], targets: Sequence[int]) -> None:
+            if not blocks:
+                blocks.append(_Block(self.arena.pinned(given.num_bytes + wanted.num_bytes), self.arena.event()))
+                self.arena.at_close(blocks.clear)
+            # What the last call wrote has left: this one waits for the stream before it writes again.
+            operand_block, result_block = np.split(blocks[0].memory, [given.num_bytes])
+            given.copy_to_host(self.driver, operand_block, sources, stream)
+            # An event's waiter sleeps, a stream's spins, on a core that the reader threads need.
+            self.driver.record(blocks[0].event, stream)
+            self.driver.synchronize(blocks[0].event)
+            function(given.arrays(operand_block), wanted.arrays(result_block))
+            wanted.copy_to_device(self.driver, targets, result_block, stream)
+
+        return self.enqueue(handle, results, *operands)
+
+    def emit(self, function: Callable[[Sequence[Array]], None], *operands: jax.Array) -> None:
+        """See `Transport.emit`: `function` is called on a thread of ours, in the program's order."""
+        layout = _Layout(operands)
+        free = _Blocks(layout.num_bytes)
+
+        def handle(stream: int, sources: Sequence[int], _: Sequence[int]) -> None:
+            block = free.take(self.arena, self.collector)
+            layout.copy_to_host(self.driver, block.memory, sources, stream)
+            self.driver.record(block.event, stream)
+
+            def arrived() -> None:
+                function(layout.arrays(block.memory))
+                free.give_back(block)
+
+            self.collector.put(block.event, arrived)
+
+        # A call without any result is dropped; nobody reads what is in this one.
+        self.enqueue(handle, (jax.ShapeDtypeStruct((), jnp.uint8),), *operands)
+
+    def enqueue(
+        self, handler: Handler, results: Sequence[jax.ShapeDtypeStruct], *operands: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        """Has `handler` called each time that the program passes here, while tracing; gives the results."""
+        buffers, driver = self._buffers, self.driver
+
+        def handle(context: Any, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
+            self._thread_state.keep()
+            if self._arena is None:
+                raise RuntimeError(_NOT_OPEN)
+            self._is_called = True
+            try:
+                with driver.current():
+                    handler(
+                        buffers.stream_of(context),
+                        [buffers.address_of(buffer) for buffer in inputs],
+                        [buffers.address_of(buffer) for buffer in outputs],
+                    )
+            except BaseException as error:
+                # Through XLA goes its text alone.
+                self._raised = self._raised or error
+                raise
+
+        find = self._crossings.enter(handle)
+
+        def cross(context: Any, outputs: Sequence[Any], *inputs: Any) -> None:
+            find()(context, outputs, inputs)
+
+        return tuple(buffer_callback(cross, tuple(results), has_side_effect=True)(*operands))
+
+
+class _Layout:
+    """How arrays lie in one block of bytes, each aligned."""
+
+    def __init__(self, shapes: Sequence[Any]) -> None:
+        self._shapes = [(tuple(each.shape), np.dtype(each.dtype)) for each in shapes]
+        self._sizes = [int(np.prod(shape)) * dtype.itemsize for shape, dtype in self._shapes]
+        self._starts = [0]
+        for size in self._sizes:
+            self._starts.append(self._starts[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
+        self.num_bytes = self._starts[-1]
+
+    def arrays(self, block: NDArray[np.uint8]) -> list[Array]:
+        """The arrays that lie in a block."""
+        return [
+            block[start : start + size].view(dtype).reshape(shape)
+            for start, size, (shape, dtype) in zip(self._starts, self._sizes, self._shapes, strict=False)
+        ]
+
+    def copy_to_host(self, driver: CudaDriver, block: NDArray[np.uint8], sources: Sequence[int], stream: int) -> None:
+        """Enqueues the copies from their addresses on the device to a page-locked block."""
+        for start, size, source in zip(self._starts, self._sizes, sources, strict=False):
+            if size:
+                driver.copy_to_host(block.ctypes.data + start, source, size, stream)
+
+    def copy_to_device(self, driver: CudaDriver, targets: Sequence[int], block: NDArray[np.uint8], stream: int) -> None:
+        """Enqueues the copies the other way."""
+        for start, size, target in zip(self._starts, self._sizes, targets, strict=False):
+            if size:
+                driver.copy_to_device(target, block.ctypes.data + start, size, stream)
+
+
+@dataclass(frozen=True)
+class _Block:
+    memory: NDArray[np.uint8]
+    event: int
+
+
+class _Blocks:
+    """Page-locked blocks of one size, of one piece of memory; where all are in use one is waited for."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+        self._most = _MOST_SMALL_BLOCKS if num_bytes <= _SMALL_BYTES else _MOST_LARGE_BLOCKS
+        self._slab: NDArray[np.uint8] | None = None
+        self._num_made = 0
+        self._free: queue.SimpleQueue[_Block] = queue.SimpleQueue()
+
+    def take(self, arena: Arena, collector: Collector) -> _Block:
+        """Gives a block that nothing uses; called from one thread at a time."""
+        if self._slab is None:
+            self._slab = arena.pinned(self._num_bytes * self._most)
+            arena.at_close(self._forget)
+        if self._free.empty() and self._num_made < self._most:
+            start = self._num_made * self._num_bytes
+            self._num_made += 1
+            return _Block(self._slab[start : start + self._num_bytes], arena.event())
+        return self._wait(collector)
+
+    def give_back(self, block: _Block) -> None:
+        """Takes a block back that nothing uses any more."""
+        self._free.put(block)
+
+    def _forget(self) -> None:
+        self._free, self._num_made, self._slab = queue.SimpleQueue(), 0, None
+
+    def _wait(self, collector: Collector) -> _Block:
+        deadline = time.monotonic() + _BLOCK_TIMEOUT_S
+        while True:
+            try:
+                return self._free.get(timeout=_LOOK_EVERY_S)
+            except queue.Empty:
+                if collector.failure is not None:
+                    raise collector.failure from None
+                if time.monotonic() >= deadline:
+                    raise TimeoutError(
+                        f"the host must take what the program emits within {_BLOCK_TIMEOUT_S:g} s, and did not: free "
+                        "the terminal or the disk that it goes to"
+                    ) from None

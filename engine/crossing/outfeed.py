@@ -1,0 +1,85 @@
+"""The outfeed: the crossing by which the program emits losses, the counts of evaluations, and snapshots of its state.
+
+Knows nothing of terminals and files: it hands each record to a receiver that must not block for long. Where that
+fails, the exception is kept and the board is asked to stop the run.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from engine.control.board import ControlBoard
+from engine.crossing.pushed import Pushed, PushedEvaluation, PushedLosses, PushedSnapshot
+from engine.crossing.transport import Array, Transport
+from engine.keys import plain_keys
+from engine.objective.tally import Tally
+
+
+class Outfeed:
+    """Connects the program to a receiver of what it emits.
+
+    Args:
+        receive: called with each record, in the order of the program, on a thread of the runtime.
+        board: asked to stop the run where `receive` raises.
+        transport: how the call is made.
+
+    Attributes:
+        failure: the exception that `receive` raised first, None while there is none.
+    """
+
+    def __init__(self, receive: Callable[[Pushed], None], board: ControlBoard, transport: Transport) -> None:
+        self._receive, self._board, self._transport = receive, board, transport
+        self.failure: BaseException | None = None
+
+    def push_losses(self, step: jax.Array, num_updates: jax.Array, numbers: jax.Array) -> None:
+        """Emits the losses of the last updates; called while tracing.
+
+        Args:
+            step: int32 [], updates done with the last of them.
+            num_updates: int32 [], how many they are, at most n.
+            numbers: float32 [n, 2], of each its loss and its learning rate.
+        """
+
+        def read(counts: Array, numbers: Array) -> PushedLosses:
+            step, num_updates = counts.tolist()
+            losses, learning_rates = numbers[:num_updates].T.tolist()
+            return PushedLosses(step - num_updates + 1, losses, learning_rates, time.time())
+
+        self._push(read, jnp.stack([step, num_updates]), numbers)
+
+    def push_evaluation(self, step: jax.Array, tally: Tally) -> None:
+        """Emits the whole `tally` of an evaluation after int32 [] `step` updates; called while tracing."""
+
+        def read(step: Array, num_images: Array, top1: Array, top5: Array, loss_sum: Array) -> PushedEvaluation:
+            mean = float(loss_sum) / max(int(num_images), 1)
+            return PushedEvaluation(int(step), int(num_images), int(top1), int(top5), mean, time.time())
+
+        self._push(read, step, tally.num_images, tally.top1, tally.top5, tally.loss_sum)
+
+    def push_snapshot(self, step: jax.Array, pulls: jax.Array, state: Any) -> None:
+        """Emits the `state`, any pytree, after int32 [] `step` updates of `pulls` batches; called while tracing."""
+        leaves, structure = jax.tree.flatten(plain_keys(state))
+
+        def read(step: Array, pulls: Array, *leaves: Array) -> PushedSnapshot:
+            # The operands are the program's own memory, which goes on to its next step once this returns.
+            copies = [np.array(leaf) for leaf in leaves]
+            return PushedSnapshot(int(step), int(pulls), jax.tree.unflatten(structure, copies))
+
+        self._push(read, step, pulls, *leaves)
+
+    def _push(self, read: Callable[..., Pushed], *operands: jax.Array) -> None:
+        self._transport.emit(partial(self._accept, read), *operands)
+
+    def _accept(self, read: Callable[..., Pushed], operands: Sequence[Array]) -> None:
+        """The host's side of a push; runs on a thread of the runtime, or of the transport."""
+        try:
+            self._receive(read(*operands))
+        except BaseException as error:  # noqa: BLE001 - raising through XLA loses it: kept, and raised by the host
+            if self.failure is None:
+                self.failure = error
+            self._board.request_stop("the loss stream failed")

@@ -1,0 +1,149 @@
+"""What an image undergoes on the device between the infeed and the network, in order.
+
+Every draw is a function of (seed, position), see `engine.images.positions`; the same packed words cross from the
+host whatever is chosen here. Up to the normalisation all arithmetic on pixels is exact, so that no batch size, sharding
+or kernel changes a bit of it. Knows nothing of the loop.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from engine.images.boxes import BLOCKS_OF_BOX
+from engine.images.crops import centre_crop, draw_crop_boxes, flip_horizontally, random_crop
+from engine.images.erasing import BLOCKS_OF_ERASING, draw_erased, erase
+from engine.images.jitter import (
+    change_brightness,
+    change_contrast,
+    change_saturation,
+    draw_factors,
+    draw_turns,
+    join_planes,
+    split_planes,
+    turn_hue,
+)
+from engine.images.mixing import draw_mixture, mix_levels, mix_targets, paste_partners
+from engine.images.positions import Positions, Purpose, draw_words, image_keys, to_choice
+from engine.images.resample import resize_boxes
+from engine.images.settings import Augmentation
+from engine.images.unpack import PixelScale, normalise_levels, unpack_pixels
+
+
+def augment_images(
+    augmentation: Augmentation, pixels: jax.Array, positions: Positions, seed_words: jax.Array, scale: PixelScale
+) -> tuple[jax.Array, jax.Array | None]:
+    """Makes a device's part of a batch into what the network is trained on; called while tracing.
+
+    Args:
+        augmentation: static.
+        pixels: uint32 [b, H, W], packed.
+        positions: of the images, see `engine.images.positions`. Where images are mixed the first must be even, as
+            it is where every device takes the same even number of a batch.
+        seed_words: uint32 [2], the seed's high and low half.
+        scale: of the pixels.
+
+    Returns:
+        images float32 [b, h, w, 3], (h, w) being `augmentation.output_shape(H, W)`, and each image's own share of its
+        target, float32 [b], None where nothing is mixed: `make_targets` takes it. With nothing turned on the images are
+        those of `unpack_pixels`, bit for bit.
+
+    Raises:
+        ValueError: where the augmentation does not fit the images or an odd batch is to be mixed.
+    """
+    augmentation.check_batch(pixels.shape[0])
+    height, width = augmentation.output_shape(*pixels.shape[1:])
+    keys = image_keys(seed_words, positions)
+    pixels = _crop(augmentation, pixels, keys)
+    if augmentation.horizontal_flip:
+        flips = to_choice(draw_words(keys, Purpose.FLIP)[:, 0, 0], augmentation.horizontal_flip)
+        pixels = flip_horizontally(pixels, flips)
+    pixels = jitter_colours(augmentation, pixels, keys)
+    own_share = None
+    if augmentation.mixes:
+        images, own_share = _mix(augmentation, pixels, keys, scale)
+    else:
+        images = unpack_pixels(pixels, scale)
+    if augmentation.erasing:
+        words = draw_words(keys, Purpose.ERASING, BLOCKS_OF_ERASING)
+        images = erase(images, draw_erased(words, height, width, augmentation.erasing))
+    return images, own_share
+
+
+def make_targets(labels: jax.Array, own_share: jax.Array | None, num_classes: int) -> jax.Array:
+    """Makes int32 [b] labels into targets float32 [b, K], mixed with their partners' where `augment_images` mixed.
+
+    Rows sum to 1. That of a label outside 0 … K - 1 is NaN, and its partner's where images are mixed: so is the loss.
+    """
+    targets = one_hot_or_nan(labels, num_classes)
+    return targets if own_share is None else mix_targets(targets, own_share)
+
+
+def prepare_for_evaluation(pixels: jax.Array, size: int | None, scale: PixelScale) -> jax.Array:
+    """Makes packed uint32 [b, H, W] into what the network is evaluated on: the central `size` px, normalised.
+
+    Args:
+        pixels: packed.
+        size: height and width of the crop; None takes the whole image.
+        scale: of the pixels.
+
+    Returns:
+        float32 [b, h, w, 3].
+
+    Raises:
+        ValueError: where the crop is larger than the image.
+    """
+    return unpack_pixels(pixels if size is None else centre_crop(pixels, (size, size)), scale)
+
+
+def one_hot_or_nan(labels: jax.Array, num_classes: int) -> jax.Array:
+    """Makes int32 [b] labels one-hot, float32 [b, K]; NaN where a label is no class, so that the loss says so."""
+    one_hot = jax.nn.one_hot(labels, num_classes, dtype=jnp.float32)
+    is_class = (labels >= 0) & (labels < num_classes)
+    return jnp.where(is_class[:, None], one_hot, jnp.nan)
+
+
+def _crop(augmentation: Augmentation, pixels: jax.Array, keys: jax.Array) -> jax.Array:
+    height, width = pixels.shape[1:]
+    shape = augmentation.output_shape(height, width)
+    if augmentation.crop == "random":
+        words = draw_words(keys, Purpose.CROP)[:, 0]
+        return random_crop(pixels, words, shape, augmentation.crop_padding, augmentation.padding_mode)
+    if augmentation.crop == "resized":
+        words = draw_words(keys, Purpose.CROP, BLOCKS_OF_BOX)
+        boxes = draw_crop_boxes(words, height, width, augmentation.area_range, augmentation.ratio_range)
+        return resize_boxes(pixels, boxes, shape)
+    return centre_crop(pixels, shape)
+
+
+def jitter_colours(augmentation: Augmentation, pixels: jax.Array, keys: jax.Array) -> jax.Array:
+    """Changes brightness, contrast, saturation and hue, in this order and where asked for; packed words to the same."""
+    strengths = (
+        (Purpose.BRIGHTNESS, augmentation.brightness, change_brightness),
+        (Purpose.CONTRAST, augmentation.contrast, change_contrast),
+        (Purpose.SATURATION, augmentation.saturation, change_saturation),
+    )
+    if not augmentation.hue and not any(strength for _, strength, _ in strengths):
+        return pixels
+    planes = split_planes(pixels)
+    for purpose, strength, change in strengths:
+        if strength:
+            planes = change(planes, draw_factors(draw_words(keys, purpose)[:, 0, 0], strength))
+    if augmentation.hue:
+        planes = turn_hue(planes, draw_turns(draw_words(keys, Purpose.HUE)[:, 0, 0], augmentation.hue))
+    return join_planes(planes)
+
+
+def _mix(
+    augmentation: Augmentation, pixels: jax.Array, keys: jax.Array, scale: PixelScale
+) -> tuple[jax.Array, jax.Array]:
+    mixture = draw_mixture(
+        keys,
+        *pixels.shape[1:],
+        mixup_alpha=augmentation.mixup_alpha,
+        cutmix_alpha=augmentation.cutmix_alpha,
+    )
+    if augmentation.cutmix_alpha:
+        pixels = paste_partners(pixels, mixture.box)
+    if not augmentation.mixup_alpha:
+        return unpack_pixels(pixels, scale), mixture.own_target
+    levels = mix_levels(jnp.stack(split_planes(pixels), axis=-1), mixture.own_level)
+    return normalise_levels(levels, scale), mixture.own_target

@@ -1,0 +1,82 @@
+"""Random rectangles in an image: drawn by area and aspect, and made into masks.
+
+Resized crops, cutmix and erasing share them. Knows nothing of pixels.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from engine.images.positions import to_index, to_unit
+
+NUM_ATTEMPTS = 10
+"""Sizes tried before a box of the asked area and aspect is given up, as in torchvision."""
+BLOCKS_OF_BOX = NUM_ATTEMPTS + 1
+"""Blocks of random words that `draw_boxes` takes: one an attempt, one for the place."""
+
+
+class Boxes(NamedTuple):
+    """One rectangle in each of b images, half-open: rows top … top + height - 1, columns left … left + width - 1.
+
+    Attributes:
+        top, left, height, width: int32 [b], in pixels.
+    """
+
+    top: jax.Array
+    left: jax.Array
+    height: jax.Array
+    width: jax.Array
+
+
+class BoxRule(NamedTuple):
+    """Which boxes may be drawn in an image.
+
+    Attributes:
+        area_range: least and largest part of the image's area, uniform between.
+        ratio_range: least and largest width / height, log-uniform between.
+        longest: largest height and width in pixels, inclusive.
+    """
+
+    area_range: tuple[float, float]
+    ratio_range: tuple[float, float]
+    longest: tuple[int, int]
+
+
+def draw_boxes(words: jax.Array, rule: BoxRule, height: int, width: int) -> tuple[Boxes, jax.Array]:
+    """Draws a box in each image: the first of ten sizes that fits, at a uniform place.
+
+    Args:
+        words: uint32 [b, BLOCKS_OF_BOX, 2], uniform.
+        rule: what to draw.
+        height, width: of the images.
+
+    Returns:
+        The boxes, and bool [b], False where none of the ten fitted; such a box means nothing.
+    """
+    shares, stretches = to_unit(words[:, :NUM_ATTEMPTS, 0]), to_unit(words[:, :NUM_ATTEMPTS, 1])
+    least, largest = rule.area_range
+    areas = height * width * (least + shares * (largest - least))
+    least, largest = (math.log(ratio) for ratio in rule.ratio_range)
+    ratios = jnp.exp(least + stretches * (largest - least))
+    heights = jnp.round(jnp.sqrt(areas / ratios)).astype(jnp.int32)
+    widths = jnp.round(jnp.sqrt(areas * ratios)).astype(jnp.int32)
+    fits = (heights > 0) & (widths > 0) & (heights <= rule.longest[0]) & (widths <= rule.longest[1])
+    box_height, box_width = heights[:, -1], widths[:, -1]
+    for attempt in reversed(range(NUM_ATTEMPTS - 1)):
+        box_height = jnp.where(fits[:, attempt], heights[:, attempt], box_height)
+        box_width = jnp.where(fits[:, attempt], widths[:, attempt], box_width)
+    place = words[:, NUM_ATTEMPTS]
+    top = to_index(place[:, 0], height - box_height + 1)
+    left = to_index(place[:, 1], width - box_width + 1)
+    return Boxes(top, left, box_height, box_width), fits.any(axis=1)
+
+
+def mask_boxes(boxes: Boxes, height: int, width: int) -> jax.Array:
+    """Marks the inside of the boxes: bool [b, height, width]."""
+    rows = jnp.arange(height) - boxes.top[:, None]
+    columns = jnp.arange(width) - boxes.left[:, None]
+    in_rows = (rows >= 0) & (rows < boxes.height[:, None])
+    in_columns = (columns >= 0) & (columns < boxes.width[:, None])
+    return in_rows[:, :, None] & in_columns[:, None, :]

@@ -1,0 +1,84 @@
+"""Crops and mirror images of packed pixels: whole words move, a quarter of the traffic of floats, and no bit changes.
+
+On a CPU a dynamic slice an image was the fastest of six forms inside `while_loop`: for 128 images of 32 px, padded by 4
+and mirrored, 1.5 times the bare unpacking, a `lax.map` 2.3 times, gathers of rows and columns 5 to 10 times, sums of
+masked shifts 15 times. The draws come on top: together 0.09 ms a batch where the bare unpacking took 0.04 ms.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from engine.images.boxes import BLOCKS_OF_BOX, Boxes, BoxRule, draw_boxes
+from engine.images.positions import to_index
+from engine.images.settings import PaddingName
+
+
+def centre_crop(pixels: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """Takes the central `shape` (height, width) out of uint32 [b, H, W]; half a pixel goes to the even side.
+
+    The offset is torchvision's CenterCrop's, round((H - height) / 2), as in packing.
+
+    Raises:
+        ValueError: where the crop is larger than the image.
+    """
+    stored = pixels.shape[1:]
+    if shape[0] > stored[0] or shape[1] > stored[1]:
+        raise ValueError(
+            f"a centre crop must fit into the stored image, got {shape[0]}×{shape[1]} px out of "
+            f"{stored[0]}×{stored[1]} px: take a smaller size, or store larger images"
+        )
+    top, left = (round((length - size) / 2) for length, size in zip(stored, shape, strict=True))
+    return pixels[:, top : top + shape[0], left : left + shape[1]]
+
+
+def random_crop(
+    pixels: jax.Array, words: jax.Array, shape: tuple[int, int], padding: int, mode: PaddingName
+) -> jax.Array:
+    """Takes `shape` (height, width) out of each padded image, every place as likely as another.
+
+    Args:
+        pixels: uint32 [b, H, W].
+        words: uint32 [b, 2], uniform: the row's and the column's.
+        shape: within (H + 2 · padding, W + 2 · padding).
+        padding: pixels on every side.
+        mode: "zeros" is black, as in torchvision's RandomCrop; "reflect" mirrors at the border pixels.
+
+    Returns:
+        uint32 [b, height, width].
+    """
+    if padding:
+        around = ((0, 0), (padding, padding), (padding, padding))
+        pixels = jnp.pad(pixels, around, mode="constant" if mode == "zeros" else "reflect")
+    tops = to_index(words[:, 0], pixels.shape[1] - shape[0] + 1)
+    lefts = to_index(words[:, 1], pixels.shape[2] - shape[1] + 1)
+    return jax.vmap(lambda image, top, left: lax.dynamic_slice(image, (top, left), shape))(pixels, tops, lefts)
+
+
+def draw_crop_boxes(
+    words: jax.Array, height: int, width: int, area_range: tuple[float, float], ratio_range: tuple[float, float]
+) -> Boxes:
+    """Draws the part of each image that a resized crop shows, as torchvision's RandomResizedCrop does.
+
+    Args:
+        words: uint32 [b, BLOCKS_OF_BOX, 2], uniform.
+        height, width: of the images.
+        area_range, ratio_range: see `engine.images.settings.Augmentation`.
+
+    Returns:
+        The boxes; where none of ten sizes fits, the largest central part whose aspect is in the range.
+    """
+    assert words.shape[1] == BLOCKS_OF_BOX
+    drawn, found = draw_boxes(words, BoxRule(area_range, ratio_range, (height, width)), height, width)
+    fallback_height, fallback_width = height, width
+    if width / height < ratio_range[0]:
+        fallback_height = max(1, round(width / ratio_range[0]))
+    elif width / height > ratio_range[1]:
+        fallback_width = max(1, round(height * ratio_range[1]))
+    fallback = ((height - fallback_height) // 2, (width - fallback_width) // 2, fallback_height, fallback_width)
+    return Boxes(*(jnp.where(found, value, other) for value, other in zip(drawn, fallback, strict=True)))
+
+
+def flip_horizontally(pixels: jax.Array, flips: jax.Array) -> jax.Array:
+    """Mirrors left and right the images of uint32 [b, H, W] whose bool [b] is True."""
+    return jnp.where(flips[:, None, None], pixels[:, :, ::-1], pixels)

@@ -1,0 +1,29 @@
+"""Random erasing: a rectangle of the normalised image becomes 0, the mean colour of the data set."""
+
+import jax
+import jax.numpy as jnp
+
+from engine.images.boxes import BLOCKS_OF_BOX, BoxRule, draw_boxes, mask_boxes
+from engine.images.positions import to_choice
+
+# Zhong et al. (2020), arXiv:1708.04896, and torchvision's RandomErasing.
+AREA_RANGE = (0.02, 0.33)
+RATIO_RANGE = (1 / 3.3, 1 / 0.3)
+"""Of width / height: torchvision draws height / width in 0.3 … 3.3."""
+
+BLOCKS_OF_ERASING = 1 + BLOCKS_OF_BOX
+
+
+def draw_erased(words: jax.Array, height: int, width: int, probability: float) -> jax.Array:
+    """Marks what is erased: bool [b, height, width], from uint32 [b, BLOCKS_OF_ERASING, 2] uniform words.
+
+    A rectangle is smaller than the image in both directions; where none of ten fits, nothing is erased.
+    """
+    boxes, found = draw_boxes(words[:, 1:], BoxRule(AREA_RANGE, RATIO_RANGE, (height - 1, width - 1)), height, width)
+    happens = found & to_choice(words[:, 0, 0], probability)
+    return happens[:, None, None] & mask_boxes(boxes, height, width)
+
+
+def erase(images: jax.Array, erased: jax.Array) -> jax.Array:
+    """Sets float32 [b, H, W, 3] to 0 where bool [b, H, W] is True."""
+    return jnp.where(erased[..., None], 0, images)

@@ -1,0 +1,176 @@
+"""The settings of the augmentation: one frozen, validated record with a strict JSON round trip.
+
+Owns names, ranges and defaults, and which output shape they give; must not import jax, so that the commands start
+fast. What is done with the settings is in `engine.images.augment`.
+"""
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+CropName = Literal["centre", "random", "resized"]
+PaddingName = Literal["zeros", "reflect"]
+
+MAX_SIDE = 2**14
+
+_RANGES: dict[str, tuple[float, float]] = {
+    "horizontal_flip": (0, 1),
+    # A factor of 1 + 10 saturates every picture; the integer arithmetic of `jitter` holds far beyond it.
+    "brightness": (0, 10),
+    "contrast": (0, 10),
+    "saturation": (0, 10),
+    "hue": (0, 0.5),
+    # Beyond 1000 every share is a half within 0.06; below 0.001 hardly a pair is mixed at all.
+    "mixup_alpha": (0, 1000),
+    "cutmix_alpha": (0, 1000),
+    "erasing": (0, 1),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Augmentation:
+    """What an image undergoes on the device before the network sees it; the defaults change nothing.
+
+    The settings are static: each combination is another compiled program. The order is fixed: crop, flip, colour
+    (brightness, contrast, saturation, hue), cutmix or mixup, normalisation, erasing.
+
+    Attributes:
+        crop: "centre" (no chance in it), "random" (uniform offsets), or "resized": a random part of random area and
+            aspect, resized (Szegedy et al., 2014, arXiv:1409.4842; torchvision's RandomResizedCrop).
+        size: height and width of what the network sees, in pixels; None is the stored height and width.
+        crop_padding: pixels added on every side before a random crop.
+        padding_mode: what they are: "zeros" (black) or "reflect" (the picture mirrored, its border pixel once).
+        area_range: least and largest part of the picture's area that a resized crop shows, in 0 … 1.
+        ratio_range: least and largest width / height of that part, log-uniform between.
+        horizontal_flip: probability of mirroring left and right.
+        brightness, contrast, saturation: each a strength s; the factor is uniform in max(0, 1 - s) … 1 + s.
+        hue: largest turn of the colour circle, in turns, 0 … 0.5; uniform in -hue … hue.
+        mixup_alpha: of Beta(alpha, alpha), the share of a picture in its mixture with its partner (Zhang et al., 2018,
+            arXiv:1710.09412); 0 is off.
+        cutmix_alpha: the same for the share left by a rectangle cut from the partner (Yun et al., 2019,
+            arXiv:1905.04899); 0 is off. With both on, a coin chooses for each pair.
+        erasing: probability of blanking a rectangle of 0.02 … 0.33 of the area (Zhong et al., 2020, arXiv:1708.04896).
+
+    Raises:
+        ValueError: where a value is of another kind, out of its range, or without meaning beside another.
+    """
+
+    crop: CropName = "centre"
+    size: int | None = None
+    crop_padding: int = 0
+    padding_mode: PaddingName = "zeros"
+    area_range: tuple[float, float] = (0.08, 1.0)
+    ratio_range: tuple[float, float] = (3 / 4, 4 / 3)
+    horizontal_flip: float = 0.0
+    brightness: float = 0.0
+    contrast: float = 0.0
+    saturation: float = 0.0
+    hue: float = 0.0
+    mixup_alpha: float = 0.0
+    cutmix_alpha: float = 0.0
+    erasing: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, declared in (("crop", CropName), ("padding_mode", PaddingName)):
+            if getattr(self, name) not in get_args(declared):
+                raise ValueError(f"{name} must be one of {', '.join(get_args(declared))}, got {getattr(self, name)!r}")
+        if self.size is not None:
+            object.__setattr__(self, "size", _whole("size", self.size, 1, MAX_SIDE))
+        object.__setattr__(self, "crop_padding", _whole("crop_padding", self.crop_padding, 0, MAX_SIDE))
+        for name, (low, high) in _RANGES.items():
+            object.__setattr__(self, name, _real(name, getattr(self, name), low, high))
+        object.__setattr__(self, "area_range", _pair("area_range", self.area_range, 1))
+        object.__setattr__(self, "ratio_range", _pair("ratio_range", self.ratio_range, 100))
+        if self.crop_padding and self.crop != "random":
+            raise ValueError(
+                f"crop_padding belongs to crop random, got crop_padding {self.crop_padding} with crop {self.crop}: "
+                f"take crop random, or crop_padding 0"
+            )
+        if self.padding_mode != "zeros" and not self.crop_padding:
+            raise ValueError(
+                f"padding_mode belongs to a crop_padding, got padding_mode {self.padding_mode} without one: "
+                f"give a crop_padding, or take padding_mode zeros"
+            )
+
+    @property
+    def mixes(self) -> bool:
+        """Whether the images at positions 2k and 2k + 1 are mixed with each other."""
+        return self.mixup_alpha > 0 or self.cutmix_alpha > 0
+
+    def output_shape(self, height: int, width: int) -> tuple[int, int]:
+        """Gives the (height, width) of what the network sees, in pixels, for stored images of `height` × `width`.
+
+        Raises:
+            ValueError: where such images can't be cropped so.
+        """
+        shape = (height, width) if self.size is None else (self.size, self.size)
+        if self.crop == "resized":
+            return shape
+        padding = self.crop_padding
+        room = (height + 2 * padding - shape[0], width + 2 * padding - shape[1])
+        if min(room) < 0:
+            raise ValueError(
+                f"a {self.crop} crop must fit into the stored image, got size {self.size} for {height}×{width} px"
+                f"{f' with {padding} px of padding' if padding else ''}: take a smaller size, or crop resized"
+            )
+        if self.crop == "random" and room == (0, 0):
+            raise ValueError(
+                f"a random crop must have more than one place, got size {shape[0]}×{shape[1]} for images stored at "
+                f"{height}×{width} px: give a crop_padding or a smaller size, or choose crop centre"
+            )
+        if self.padding_mode == "reflect" and padding >= min(height, width):
+            raise ValueError(
+                f"a reflected padding must be narrower than the image, got crop_padding {padding} for "
+                f"{height}×{width} px: take a smaller one, or padding_mode zeros"
+            )
+        return shape
+
+    def check_batch(self, batch: int) -> None:
+        """Raises ValueError where `batch`, the images of one device, can't be taken in pairs by a mixture."""
+        if self.mixes and batch % 2:
+            raise ValueError(
+                f"mixup and cutmix take images in pairs, so the batch of each device must be even, got {batch}: "
+                f"change the batch, or turn mixup and cutmix off"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """Gives the settings as a JSON object."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Augmentation":
+        """Reads what `to_json` gave, its pairs as lists too; a key that is no setting raises ValueError."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for key in values:
+            if key not in known:
+                raise ValueError(f"a setting of the augmentation must be one of {', '.join(known)}; got {key!r}")
+        return cls(**values)
+
+
+def _whole(name: str, value: Any, low: int, high: int) -> int:
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or not low <= int(value) <= high:
+        raise ValueError(f"{name} must be a whole number from {low} to {high}, got {value!r}")
+    return int(value)
+
+
+def _real(name: str, value: Any, low: float, high: float) -> float:
+    try:
+        number = float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
+    except OverflowError:  # an integer beyond every float
+        number = math.nan
+    if not low <= number <= high:
+        raise ValueError(f"{name} must be a number in {low} … {high}, got {value!r}")
+    return number
+
+
+def _pair(name: str, value: Any, highest: float) -> tuple[float, float]:
+    given = tuple(value) if isinstance(value, tuple | list) else ()
+    if len(given) != 2:
+        raise ValueError(f"{name} must be two numbers, the least and the largest, got {value!r}")
+    least, largest = (_real(name, number, 0, math.inf) for number in given)
+    if not 0 < least <= largest <= highest:
+        raise ValueError(f"{name} must rise within 0 … {highest}, 0 itself excluded, got {least} … {largest}")
+    return least, largest

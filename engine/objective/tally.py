@@ -1,0 +1,91 @@
+"""What an evaluation counts: exact top-1, top-5 and mean loss over every image of a split once.
+
+Owns the tally and one batch's part in it; the loop over batches is `engine.program.loop`'s.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from engine.feed.batches import PADDING_LABEL
+
+_NO_RANK = 2**31 - 1
+
+
+class ClassCounts(NamedTuple):
+    """What was counted of each class so far.
+
+    Attributes:
+        num_images, top1: int32 [K], images seen of a class, and those for which it ranks first.
+    """
+
+    num_images: jax.Array
+    top1: jax.Array
+
+
+class Tally(NamedTuple):
+    """What was counted so far.
+
+    Attributes:
+        num_images, top1, top5: int32 [], images seen, and those whose class is the first, or among the first five.
+        loss_sum: float32 [], in nats.
+        loss_lost: float32 [], the digits that `loss_sum` could not hold (Kahan, 1965): a float32 alone loses more with
+            every image.
+        classes: the same class by class; None, which compiles nothing, where nobody asks for it.
+    """
+
+    num_images: jax.Array
+    top1: jax.Array
+    top5: jax.Array
+    loss_sum: jax.Array
+    loss_lost: jax.Array
+    classes: ClassCounts | None = None
+
+
+def empty_tally(num_classes: int | None = None) -> Tally:
+    """Gives the tally before the first batch; `num_classes`, K, makes it count class by class too."""
+    none, zero = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32)
+    each = None if num_classes is None else jnp.zeros(num_classes, jnp.int32)
+    return Tally(none, none, none, zero, zero, None if each is None else ClassCounts(each, each))
+
+
+def tally_batch(tally: Tally, logits: jax.Array, labels: jax.Array) -> Tally:
+    """Counts one batch.
+
+    Equal logits rank in the order of their classes, as `lax.top_k` and a stable sort have it. An image with a logit
+    that is no number, or a label that is no class, is wrong and makes the loss NaN.
+
+    Args:
+        tally: of the batches before.
+        logits: [B, K] of any float type.
+        labels: int32 [B], PADDING_LABEL where there is no image.
+    """
+    logits = logits.astype(jnp.float32)
+    is_image = labels != PADDING_LABEL
+    classes = jnp.arange(logits.shape[1])
+    own = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[:, None], axis=1)
+    ahead = (logits > own) | ((logits == own) & (classes < labels[:, None]))
+    is_unranked = jnp.isnan(logits).any(axis=1) | (labels >= logits.shape[1])
+    rank = jnp.where(is_unranked, _NO_RANK, ahead.sum(axis=1))
+    losses = jax.nn.logsumexp(logits, axis=1) - own[:, 0]
+    added = jnp.where(is_image, losses, 0).sum() - tally.loss_lost
+    loss_sum = tally.loss_sum + added
+    is_first = is_image & (rank < 1)
+    return Tally(
+        num_images=tally.num_images + is_image.sum(dtype=jnp.int32),
+        top1=tally.top1 + is_first.sum(dtype=jnp.int32),
+        top5=tally.top5 + (is_image & (rank < 5)).sum(dtype=jnp.int32),
+        loss_sum=loss_sum,
+        loss_lost=(loss_sum - tally.loss_sum) - added,
+        classes=None if tally.classes is None else _count_classes(tally.classes, is_first, labels),
+    )
+
+
+def _count_classes(counts: ClassCounts, is_first: jax.Array, labels: jax.Array) -> ClassCounts:
+    """Counts a batch class by class: bool [B] `is_first`, int32 [B] `labels`; one that is no class is left out."""
+    belongs = labels[:, None] == jnp.arange(len(counts.num_images))
+    return ClassCounts(
+        num_images=counts.num_images + belongs.sum(axis=0, dtype=jnp.int32),
+        top1=counts.top1 + (belongs & is_first[:, None]).sum(axis=0, dtype=jnp.int32),
+    )

@@ -1,0 +1,90 @@
+"""From settings to what the program is compiled for, and to the numbers that it takes at run time."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from engine.config import TrainConfig
+from engine.images.settings import Augmentation
+from engine.updates.optim import Hyperparams
+from engine.updates.schedules import schedule_values
+from engine.updates.update import UpdateRule, UpdateValues
+
+# You et al. (2019), arXiv:1904.00962, for LAMB; Kingma and Ba (2014), arXiv:1412.6980, for Adam.
+_EPSILONS = {"lamb": 1e-6}
+_EPSILON = 1e-8
+
+
+class Statics(NamedTuple):
+    """What is compiled into the program.
+
+    Attributes:
+        rule: of the updates.
+        augmentation: of the images.
+        eval_mirror: whether an evaluation sees mirror images too.
+    """
+
+    rule: UpdateRule
+    augmentation: Augmentation
+    eval_mirror: bool
+
+
+def statics_of(config: TrainConfig) -> Statics:
+    """Gives the static part of the settings."""
+    rule = UpdateRule(
+        optimizer=config.optimizer,
+        schedule=config.schedule,
+        decay_all=config.decay_all,
+        cycle_momentum=config.cycle_momentum,
+        accumulates=config.accumulate_steps > 1,
+        averages=config.ema_decay is not None,
+    )
+    augmentation = Augmentation(
+        crop=config.crop,
+        size=config.image_size,
+        crop_padding=config.crop_padding,
+        padding_mode=config.padding_mode,
+        area_range=(config.crop_area, 1.0),
+        horizontal_flip=config.flip,
+        brightness=config.brightness,
+        contrast=config.contrast,
+        saturation=config.saturation,
+        hue=config.hue,
+        mixup_alpha=config.mixup,
+        cutmix_alpha=config.cutmix,
+        erasing=config.erasing,
+    )
+    return Statics(rule, augmentation, config.eval_mirror)
+
+
+def update_values(config: TrainConfig) -> UpdateValues:
+    """Gives the runtime part of the settings that updates read."""
+    clip_norm = np.inf if config.clip_norm is None else config.clip_norm
+    hyperparams = Hyperparams(
+        learning_rate=jnp.float32(1),  # a factor on the schedule's
+        momentum=jnp.float32(config.momentum),
+        weight_decay=jnp.float32(config.weight_decay),
+        beta2=jnp.float32(config.beta2),
+        epsilon=jnp.float32(_EPSILONS.get(config.optimizer, _EPSILON)),
+        trust_coefficient=jnp.float32(1e-3),
+        clip_norm=jnp.float32(clip_norm),
+    )
+    schedule = schedule_values(
+        config.peak_learning_rate,
+        config.steps,
+        warmup_steps=config.warmup_steps,
+        milestones=[round(fraction * config.steps) for fraction in _STEP_FRACTIONS],
+    )
+    return UpdateValues(
+        hyperparams=hyperparams,
+        schedule=jax.tree.map(jnp.asarray, schedule),
+        accumulate_steps=jnp.int32(config.accumulate_steps),
+        average_decay=jnp.float32(config.ema_decay or 0),
+        most_skips=jnp.int32(config.most_skips),
+    )
+
+
+# Goyal et al. (2017), arXiv:1706.02677, section 5.1: a tenth of the rate after 30, 60 and 80 of 90 epochs.
+_STEP_FRACTIONS = (1 / 3, 2 / 3, 8 / 9)

@@ -1,0 +1,97 @@
+"""What a training carries from step to step, what it is told, and what it asks of a model.
+
+Knows nothing of the loops that carry it, nor of the host.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from engine.images.unpack import PixelScale
+from engine.updates.update import UpdateRule, UpdateState, UpdateValues, Weights, init_update
+
+
+class TrainModel(Protocol):
+    """What the program asks of a model; `models.model.Model` is one."""
+
+    @property
+    def init(self) -> Callable[[jax.Array], tuple[Any, Any]]:
+        """PRNG key → (params, batch_stats), pytrees of arrays."""
+        ...
+
+    @property
+    def apply(self) -> Callable[..., tuple[jax.Array, Any]]:
+        """(params, batch_stats, images float32 [B, H, W, 3], train=bool) → (logits [B, K], new batch_stats)."""
+        ...
+
+
+class TrainState(NamedTuple):
+    """The carry of the loop: everything that a later step depends on.
+
+    Attributes:
+        pulls: int32 [], batches taken; addresses the infeed and so the data.
+        step: int32 [], updates done; addresses the schedule.
+        params, batch_stats: the model's pytrees.
+        update: what the updates remember.
+        owes_evaluation: bool [], one is due before the next pull; lasts while none was completed.
+        num_evaluations: int32 [], completed; addresses the evaluation infeed.
+        top1: float32 [], fraction of the last evaluation's images, 0 before the first.
+    """
+
+    pulls: jax.Array
+    step: jax.Array
+    params: Any
+    batch_stats: Any
+    update: UpdateState
+    owes_evaluation: jax.Array
+    num_evaluations: jax.Array
+    top1: jax.Array
+
+    @property
+    def evaluated(self) -> Weights:
+        """The weights to evaluate and to keep: their average where there is one."""
+        return self.update.average or Weights(self.params, self.batch_stats)
+
+
+class RunValues(NamedTuple):
+    """What a run may change without another compilation.
+
+    Attributes:
+        stop_step: int32 [], leave the loop when so many updates are done.
+        eval_every_steps: int32 [], evaluate when the updates done are a multiple of it, and at the end; 0: at the end.
+        num_eval_batches: int32 [], pulls of one evaluation.
+        stop_at_top1: float32 [], leave the loop once an evaluation reaches it; above 1: never.
+        snapshot_every_steps: int32 [], push a snapshot when the updates done are a multiple of it; 0: never.
+        update: the updates' numbers.
+        label_smoothing: float32 [], see `engine.objective.targets`.
+        seed_words: uint32 [2], the seed's high and low half, which key the augmentation.
+        scale: of the pixels.
+    """
+
+    stop_step: jax.Array
+    eval_every_steps: jax.Array
+    num_eval_batches: jax.Array
+    stop_at_top1: jax.Array
+    snapshot_every_steps: jax.Array
+    update: UpdateValues
+    label_smoothing: jax.Array
+    seed_words: jax.Array
+    scale: PixelScale
+
+
+def init_state(model: TrainModel, rule: UpdateRule, key: jax.Array) -> TrainState:
+    """Draws the state before the first step."""
+    params, batch_stats = model.init(key)
+    none = jnp.zeros((), jnp.int32)
+    return TrainState(
+        pulls=none,
+        step=none,
+        params=params,
+        batch_stats=batch_stats,
+        update=init_update(rule, Weights(params, batch_stats)),
+        owes_evaluation=jnp.zeros((), jnp.bool),
+        num_evaluations=none,
+        top1=jnp.zeros((), jnp.float32),
+    )

@@ -1,0 +1,98 @@
+"""From epochs to steps: how many updates so many passes over the training split are.
+
+The only place that counts a run in images; everything after it reads `steps` and `warmup_steps`. Reads the manifest of
+the data, nothing else of it, and needs no jax.
+"""
+
+from collections.abc import Callable
+from fractions import Fraction
+from math import ceil
+from pathlib import Path
+
+from engine.config import COUNTED_IN_EPOCHS, TrainConfig
+from engine.run.dataset import choose_data, make_demo
+from preprocess.shards.location import open_location
+from preprocess.shards.reader import read_manifest
+
+_MOST_STEPS = 2**31 - 2
+_UNCOUNTED = TrainConfig()
+
+
+def settle_epochs(
+    config: TrainConfig, *, own_batches: bool = False, notify: Callable[[str], None] = lambda _: None
+) -> TrainConfig:
+    """Fills in `steps` where `epochs` is given, and `warmup_steps` where `warmup_epochs` is.
+
+    The epochs stay as they were given, so that what is settled already comes back unchanged. Settings that name neither
+    come back unchanged without a look at the data.
+
+    Args:
+        config: the settings.
+        own_batches: whether the batches are the user's own, whose number nobody knows.
+        notify: told in words what the epochs come to, and of a demo set that is made.
+
+    Raises:
+        ValueError: where there is no data set to count, where steps stand beside the epochs that are not what these
+            come to, or where the steps are more than a run may have; `preprocess.shards.reader.ShardError`, one too,
+            where the data set cannot be read.
+    """
+    if not isinstance(config, TrainConfig):
+        raise ValueError(f"the settings must be a TrainConfig, got {type(config).__name__}: TrainConfig(steps=…)")
+    given = [(epochs, steps) for epochs, steps in COUNTED_IN_EPOCHS if getattr(config, epochs) is not None]
+    if not given:
+        return config
+    name, counted = given[0]
+    if own_batches or config.synthetic:
+        batches = "batches of your own" if own_batches else "synthetic batches"
+        raise ValueError(
+            f"{name} must be left out with {batches}, which have no end, got {getattr(config, name):g}: give {counted}"
+        )
+    num_images = _count_images(config, notify)
+    counts = {counted: _settled_count(config, name, counted, num_images) for name, counted in given}
+    settled = TrainConfig.from_json(config.to_json() | counts)
+    if settled != config:
+        _tell(settled, num_images, notify)
+    return settled
+
+
+def steps_of_epochs(epochs: float, *, num_images: int, images_per_step: int) -> int:
+    """Gives the updates that so many epochs take; what is left of a last update counts as one.
+
+    The epochs count as the decimal number that they print as: 0.1 of 1,000 images is 100 of them, and not the binary
+    fraction's few more, which would take another step.
+    """
+    return ceil(Fraction(repr(epochs)) * num_images / images_per_step)
+
+
+def _count_images(config: TrainConfig, notify: Callable[[str], None]) -> int:
+    choice = choose_data(config.data)
+    if choice.is_demo:
+        make_demo(Path(choice.data), notify)
+    return read_manifest(open_location(choice.data), config.split).num_images
+
+
+def _tell(settled: TrainConfig, num_images: int, notify: Callable[[str], None]) -> None:
+    if settled.epochs is not None:
+        made = "1 step" if settled.steps == 1 else f"{settled.steps:,} steps"
+        notify(f"epochs: {settled.epochs:g} of {num_images:,} images come to {made}")
+    if settled.warmup_steps > settled.steps > 0:
+        notify(
+            f"warning: the warm-up of {settled.warmup_steps:,} steps is longer than the run of {settled.steps:,}; "
+            "--warmup-epochs 0 leaves it out"
+        )
+
+
+def _settled_count(config: TrainConfig, name: str, counted: str, num_images: int) -> int:
+    epochs, count = getattr(config, name), getattr(config, counted)
+    settled = steps_of_epochs(epochs, num_images=num_images, images_per_step=config.batch * config.accumulate_steps)
+    if settled > _MOST_STEPS:
+        raise ValueError(
+            f"{name} must come to at most {_MOST_STEPS} steps, got {epochs:g}, which of {num_images:,} images are "
+            f"{settled}: give fewer"
+        )
+    if count not in (getattr(_UNCOUNTED, counted), settled):
+        raise ValueError(
+            f"{name} and {counted} must not both be given, got {epochs:g}, which of {num_images:,} images are "
+            f"{settled} steps, and {count}: leave one out"
+        )
+    return settled

@@ -1,0 +1,281 @@
+"""A launch whose losses, snapshots, weights and end go to a run folder, and what a launch comes to.
+
+Owns what a run leaves behind, however it ended; what a run goes through before is `engine.run.train`'s.
+"""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from engine.config import TrainConfig
+from engine.control.event import ControlEvent
+from engine.crossing.pushed import PushedSnapshot
+from engine.keys import plain_keys
+from engine.program.train_state import TrainState
+from engine.records.control_log import ControlLog
+from engine.records.control_requests import ControlMailbox
+from engine.records.digests import RunningDigest
+from engine.records.file_errors import LostFileError
+from engine.records.folder_state import FolderState
+from engine.records.recorded_end import FILES, WEIGHTS_DIGEST
+from engine.records.run_folder import RunFolder
+from engine.records.run_folder_sink import RunFolderSink
+from engine.records.snapshot_writer import SnapshotWriter
+from engine.records.weights import name_tensors
+from engine.run.compilation import Compiled
+from engine.run.launch import Launch, NonFiniteError
+from engine.run.resolve import own_parts
+from engine.run.result import TrainResult
+from engine.stream.sinks import Sink
+
+# How long the end of a run waits for its last snapshot.
+_SNAPSHOT_TIMEOUT_S = 600.0
+
+
+def result_of(
+    launch: Launch, compiled: Compiled, state: TrainState, folder: RunFolder | None, failure: BaseException | None
+) -> TrainResult:
+    """Return what a launch came to; `folder` is the run's and `failure` what went wrong, None where there is none."""
+    config, steps_done, top1 = launch.config, int(state.step), float(state.top1)
+    if config.stop_at_top1 is not None and top1 >= np.float32(config.stop_at_top1):
+        stopped_by = "top1"
+    else:
+        # A stop in the midst of the last evaluation leaves that to be made.
+        is_done = steps_done >= config.steps and not bool(state.owes_evaluation)
+        stopped_by = "steps" if is_done else launch.board.stop_reason or "steps"
+    return TrainResult(
+        params=state.evaluated.params,
+        batch_stats=state.evaluated.batch_stats,
+        losses=launch.stream.losses,
+        evaluations=tuple(launch.stream.evaluations),
+        steps_done=steps_done,
+        stopped_by=stopped_by if failure is None else "error",
+        num_params=launch.num_params,
+        num_skipped=int(state.update.skips.total),
+        compile_s=compiled.compile_s,
+        from_cache=compiled.from_cache,
+        train_s=launch.train_s,
+        wait_s=launch.stream.wait_s,
+        run_dir=folder.path if folder else None,
+    )
+
+
+class RecordedLaunch:
+    """A launch whose losses, snapshots, weights and end go to a run folder."""
+
+    def __init__(
+        self, config: TrainConfig, launch: Launch, folder: RunFolder, begun: Mapping[Path, RunningDigest] | None = None
+    ) -> None:
+        """Connect a launch with its folder; `begun` is the digest of what each log holds, None that of a new run."""
+        self._config, self._launch, self._folder = config, launch, folder
+        say = launch.notices.say
+        self._snapshots = SnapshotWriter(folder.snapshots, keep=config.keep_snapshots, say=say)
+        if begun is None:
+            begun = {path: RunningDigest() for path in (folder.loss_log, folder.evaluation_log, folder.control_log)}
+        self._sink = RunFolderSink(
+            folder.loss_log,
+            folder.evaluation_log,
+            self._take_snapshot,
+            lambda step: say(f"snapshot of step {step} left out: the disk is slower than the run's lines"),
+            begun,
+        )
+        self._control_log = ControlLog(folder.control_log, begun[folder.control_log])
+        self._mailbox = ControlMailbox(folder.path, launch.board.request)
+
+    def __enter__(self) -> Self:
+        # Before anything takes long: what is asked for while the program is compiled takes effect at its first step.
+        self._mailbox.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._mailbox.close()
+        self._control_log.close()
+        # Where the run ended well it is closed already, and where it did not nothing is waited for.
+        self._snapshots.close(0)
+
+    def run(self, compiled: Compiled, state: TrainState, sinks: Sequence[Sink]) -> TrainResult:
+        """Runs the program, writes what the run leaves, and raises what went wrong."""
+        launch, start = self._launch, self._launch.start
+        launch.board.prepare(
+            first_pull=start.pulls,
+            pulls_a_step=self._config.accumulate_steps,
+            replayed=start.events,
+            record=self._record_event,
+        )
+        self._folder.launched()
+        self._snapshots.start()
+        try:
+            state = launch.run(compiled, state, [self._sink, *sinks])
+        except BaseException as error:
+            self._record_end(error)
+            if not isinstance(error, Exception):
+                # The program and its sinks may be at work still, and must meet nobody else in the folder.
+                self._folder.keep_locked()
+                self._note_how_to_go_on(error, self._snapshots.last_step)
+                raise
+            self._await_snapshot(error)
+            self._record_end(error)
+            raise
+        failure = launch.failure(state)
+        result = result_of(launch, compiled, state, self._folder, failure)
+        failure = self._keep_state(state, failure)
+        result = replace(result, snapshot_step=self._snapshots.last_step)
+        failure = self._leave(result, failure)
+        if failure is not None:
+            self._note_how_to_go_on(failure, result.snapshot_step)
+            raise failure
+        return result
+
+    def _take_snapshot(self, snapshot: PushedSnapshot) -> None:
+        self._snapshots.submit(snapshot.step, snapshot.pulls, snapshot.state, self._synced_state())
+
+    def _synced_state(self) -> FolderState:
+        """Return what the other files hold by now, once that is on the disk; raise OSError where it cannot be."""
+        # The states first: a request that is logged while the disk syncs may not be on it yet.
+        logs = {**self._sink.states(), self._folder.control_log.name: self._control_log.state()}
+        self._sink.sync()
+        self._control_log.sync()
+        return FolderState(self._folder.config_digest, logs)
+
+    def _record_event(self, event: ControlEvent) -> None:
+        self._folder.check_kept()
+        self._control_log.append(event)
+        self._launch.notices.say(f"control-run: {_in_words(event)}")
+
+    def _keep_state(self, state: TrainState, failure: BaseException | None) -> BaseException | None:
+        """Writes one more snapshot, to go on from where the run ended; gives the failure, also a new one."""
+        try:
+            self._folder.check_kept()
+            folder_state = self._synced_state()
+        except OSError as error:
+            failure, folder_state = failure or error, None
+        # After gradients that are no numbers the last good snapshot is where another rate may help. And lines that the
+        # folder did not get would be missing for ever in a run that went on behind them.
+        sink, start = self._sink, self._launch.start
+        written_step = start.step if sink.last_step is None else sink.last_step
+        is_whole = (written_step, start.num_evaluations + sink.num_evaluations) == (
+            int(state.step),
+            int(state.num_evaluations),
+        )
+        # Nor is a state worth going on from that other data than the run's may have gone into.
+        is_worth_it = not isinstance(failure, NonFiniteError | LostFileError) and not self._launch.has_changed_data
+        if folder_state is not None and is_whole and is_worth_it:
+            tree = jax.tree.map(np.asarray, plain_keys(state))
+            self._snapshots.submit(int(state.step), int(state.pulls), tree, folder_state)
+        self._snapshots.close(_SNAPSHOT_TIMEOUT_S)
+        return failure
+
+    def _await_snapshot(self, failure: Exception) -> None:
+        """Waits for the snapshot under way: of a program that failed by itself it may be all that is left.
+
+        Who does not want to wait interrupts; it is the failure that is raised then too.
+        """
+        step, name = self._snapshots.unwritten_step, type(failure).__name__
+        if step is not None:
+            self._launch.notices.say(f"{name}: the snapshot of step {step} is waited for; Ctrl-C leaves it")
+        try:
+            self._snapshots.close(_SNAPSHOT_TIMEOUT_S)
+        except KeyboardInterrupt:
+            self._folder.keep_locked()
+        self._note_how_to_go_on(failure, self._snapshots.last_step)
+
+    def _note_how_to_go_on(self, failure: BaseException, snapshot_step: int | None) -> None:
+        # What became of its folder is told by the failure itself, and there is nothing to go on from.
+        if snapshot_step is None or isinstance(failure, LostFileError):
+            return
+        path = str(self._folder.path)
+        if own := own_parts(self._launch.resolved.to_json()):
+            how = f"train with TrainConfig(run_dir={path!r}, resume=True) and the same {' and '.join(own)}"
+        else:
+            how = f"run-train --run-dir {shlex.quote(path)} --resume"
+        if self._launch.has_changed_data:
+            failure.add_note(
+                f"no snapshot was written of this end; where the newest, of step {snapshot_step}, is younger than the "
+                f"change, remove it from {self._folder.snapshots}: {how} goes on from the newest that is there"
+            )
+            return
+        failure.add_note(f"the last good snapshot is that of step {snapshot_step}: {how} goes on from it")
+
+    def _leave(self, result: TrainResult, failure: BaseException | None) -> BaseException | None:
+        """Writes the weights and the run's end; gives the failure, which what cannot be written must not hide."""
+        try:
+            if result.steps_done:
+                name = self._launch.resolved.registry_name
+                tensors = name_tensors(name, result.params, result.batch_stats)
+                self._folder.write_weights(tensors, self._weights_metadata(result))
+        except Exception as error:  # noqa: BLE001 - a model of the user's own may hold anything; the end is told first
+            if failure is None:
+                failure = error
+            else:
+                failure.add_note(f"the weights could not be written either: {error}")
+        self._record_end(failure, result)
+        return failure
+
+    def _weights_metadata(self, result: TrainResult) -> dict[str, str]:
+        """What is needed to use the weights: safetensors takes text alone."""
+        resolved, size = self._launch.resolved, self._config.image_size
+        return {
+            "model": resolved.model_name,
+            "steps_done": str(result.steps_done),
+            "image_size": f"{size or resolved.source.height}x{size or resolved.source.width}",
+            "mean": " ".join(map(str, resolved.mean)),
+            "std": " ".join(map(str, self._launch.std)),
+        }
+
+    def _record_end(self, failure: BaseException | None, result: TrainResult | None = None) -> None:
+        """Writes `result.json`; where that fails, the failure that it was to tell goes first."""
+        stream = self._launch.stream
+        nonfinite = [] if stream.first_nonfinite_step is None else [stream.first_nonfinite_step]
+        if isinstance(failure, NonFiniteError):
+            nonfinite.append(failure.first_step)
+        is_interrupted = isinstance(failure, KeyboardInterrupt)
+        given_up_by = self._launch.board.stop_reason or "KeyboardInterrupt" if is_interrupted else "error"
+        end: dict[str, Any] = {
+            "steps_done": result.steps_done if result else self._launch.start.step + stream.num_losses,
+            "stopped_by": result.stopped_by if result else given_up_by,
+            "error": None if failure is None or is_interrupted else f"{type(failure).__name__}: {failure}",
+            "first_nonfinite_step": min(nonfinite, default=None),
+            "num_params": self._launch.num_params,
+            "snapshot_step": result.snapshot_step if result else self._snapshots.last_step,
+        }
+        if result is not None:
+            end |= {
+                "num_skipped": result.num_skipped,
+                "compile_s": round(result.compile_s, 3),
+                "from_cache": result.from_cache,
+                "train_s": round(result.train_s, 3),
+                "wait_s": round(result.wait_s, 3),
+            }
+        try:
+            self._folder.write_result({**end, FILES: self._files_at_end(failure)})
+        except OSError as error:
+            if failure is None:
+                raise
+            failure.add_note(f"the run folder could not be completed either: {error}")
+
+    def _files_at_end(self, failure: BaseException | None) -> dict[str, Any] | None:
+        """Return what the other files hold, None where one is lost, not on the disk, or may still be written to."""
+        if failure is not None and (not isinstance(failure, Exception) or isinstance(failure, LostFileError)):
+            return None
+        try:
+            return {**self._synced_state().to_json(), WEIGHTS_DIGEST: self._folder.weights_digest}
+        except OSError:
+            return None  # `result.json` records the failure that ends the run
+
+
+def _in_words(event: ControlEvent) -> str:
+    parts = []
+    if event.learning_rate_factor is not None:
+        parts.append(f"learning-rate factor {event.learning_rate_factor:g} from step {event.step}")
+    if event.evaluate:
+        parts.append(f"evaluation after step {event.step}")
+    if event.snapshot:
+        parts.append(f"snapshot after step {event.step}")
+    if event.stop:
+        parts.append(f"stopping before step {event.step}")
+    return ", ".join(parts)

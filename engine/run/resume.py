@@ -1,0 +1,409 @@
+"""What a resumed run goes on from: its recorded settings, its newest snapshot, and its logs cut to that.
+
+Owns which settings may change on the way. Knows nothing of the loop or of how snapshots are written.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.config import TrainConfig, setting_words
+from engine.control.event import ControlEvent, factor_before
+from engine.locations import with_absolute_paths
+from engine.records.control_log import CONTROL_LOG_NAME, ControlLogError, read_events
+from engine.records.digests import RunningDigest
+from engine.records.file_errors import name_file
+from engine.records.folder_state import (
+    by_result,
+    by_snapshot,
+    check_config_digest,
+    check_no_more,
+    digest_log,
+    whole_lines_digest,
+)
+from engine.records.limits import LONGEST_LINE_BYTES
+from engine.records.recorded_end import read_result
+from engine.records.recorded_run import RecordedRun
+from engine.records.run_folder import (
+    CONFIG,
+    EVALUATION_LOG,
+    LOSS_LOG,
+    RESULT,
+    SNAPSHOTS,
+    WEIGHTS,
+    RunFolder,
+    recorded_versions,
+)
+from engine.run.resolve import Resolved, own_parts
+from preprocess.regular_file import open_regular
+
+if TYPE_CHECKING:
+    from engine.records.snapshot import Snapshot
+
+# The program takes them as arguments. One of them that is None is left out of the program, and so cannot come or go.
+RUNTIME_SETTINGS = frozenset(
+    {
+        "steps",
+        "eval_every_steps",
+        "stop_at_top1",
+        "snapshot_every_steps",
+        "learning_rate",
+        "warmup_steps",
+        "momentum",
+        "beta2",
+        "weight_decay",
+        "clip_norm",
+        "ema_decay",
+        "label_smoothing",
+        "skip_nonfinite",
+        "stop_on_nan",
+    }
+)
+# They concern the host alone, or are records of what another setting was made from. The data are told by their digest.
+HOST_SETTINGS = frozenset(
+    {
+        "data",
+        "epochs",
+        "warmup_epochs",
+        "prefetch",
+        "reader_threads",
+        "infeed_timeout_s",
+        "run_dir",
+        "resume",
+        "keep_snapshots",
+        "overwrite",
+        "compilation_cache",
+        "dump_hlo",
+    }
+)
+_IN_THE_PROGRAM = ("ema_decay",)
+# They say what a launch is to do, and nothing of the run.
+_OF_THE_LAUNCH = frozenset({"run_dir", "resume", "overwrite"})
+# Among the resolved settings of `config.json`.
+GIVEN_WEIGHTS = "init_from_sha256"
+
+
+def check_settings(config: TrainConfig, recorded: TrainConfig) -> None:
+    """Raises ValueError where settings differ that a run cannot change on its way; names each with both values."""
+    changed = {
+        name: (before, now)
+        for name, before, now in _differences(with_absolute_paths(recorded), with_absolute_paths(config))
+        if name not in HOST_SETTINGS and not _may_change(name, before, now)
+    }
+    if changed:
+        told = "; ".join(f"{name} was {before!r}, got {now!r}" for name, (before, now) in changed.items())
+        raise ValueError(
+            f"a resumed run must keep the settings that its program, its order and its data are made of: {told}. "
+            "Leave them as they were, or begin another run (--run-dir)"
+        )
+
+
+def _differences(before: TrainConfig, now: TrainConfig) -> list[tuple[str, Any, Any]]:
+    names = [field.name for field in dataclasses.fields(TrainConfig)]
+    pairs = [(name, getattr(before, name), getattr(now, name)) for name in names]
+    return [(name, old, new) for name, old, new in pairs if old != new]
+
+
+def _may_change(name: str, before: Any, now: Any) -> bool:
+    if name in _IN_THE_PROGRAM and (before is None or now is None):
+        return False
+    return name in RUNTIME_SETTINGS
+
+
+def check_own(recorded: RecordedRun, run: Path, *, model: object, batches: object) -> None:
+    """Raises ValueError where a run was made with a model or batches of the user's own, and none are given."""
+    given = {"model": model, "batches": batches}
+    if missing := [name for name in own_parts(recorded.resolved) if given[name] is None]:
+        words = ", ".join(f"{name}=…" for name in missing)
+        raise ValueError(
+            f"{run} was made with {' and '.join(missing)} of your own, which only Python has: "
+            f"engine.train(TrainConfig(run_dir={str(run)!r}, resume=True, …), {words})"
+        )
+
+
+def check_data(resolved: Resolved, recorded: RecordedRun) -> None:
+    """Raises ValueError where the data or the model are not those of the recorded run."""
+    if resolved.manifest_digest != recorded.manifest_digest:
+        raise ValueError(
+            f"a run that is resumed or replayed must have its data, and these are others: {resolved.data} "
+            f"(the manifest's digest was {_short(recorded.manifest_digest)}, is {_short(resolved.manifest_digest)}). "
+            "Name the folder where they are now (--data), or begin another run"
+        )
+    now = json.loads(json.dumps(resolved.to_json()))
+    for name in ("model", "num_classes", "height", "width", "mean", "std", "eval_manifest_sha256", "num_eval_batches"):
+        if now.get(name) != recorded.resolved.get(name):
+            raise ValueError(
+                f"a run that is resumed or replayed must keep its {name}, which was {recorded.resolved.get(name)!r}, "
+                f"got {now.get(name)!r}: do so with the data and the model that it began with"
+            )
+
+
+def check_given_weights(digest: str | None, recorded: RecordedRun) -> None:
+    """Raises ValueError where weights to start from were read that are not those of the recorded run."""
+    before = recorded.resolved.get(GIVEN_WEIGHTS)
+    if digest is not None and digest != before:
+        raise ValueError(
+            f"a run that is resumed or replayed from its beginning must start from the weights that it began with, "
+            f"and {recorded.config.init_from} holds others (their digest was {_short(before)}, is {_short(digest)}): "
+            "restore the file, or begin another run"
+        )
+
+
+def _short(digest: str | None) -> str:
+    return "none" if digest is None else digest[:12]
+
+
+def check_steps(config: TrainConfig, recorded: TrainConfig, steps_done: int) -> None:
+    """Raises ValueError where a run that goes on is to have another length, and has that behind it."""
+    if config.steps == recorded.steps or config.steps > steps_done:
+        return
+    remedy = "give more"
+    if recorded.steps > steps_done:
+        remedy = f"leave them out to go on to {recorded.steps:,}, or give more"
+    raise ValueError(
+        f"the steps of a resumed run must be more than the {steps_done:,} that it goes on from, "
+        f"got {config.steps:,}: {remedy}"
+    )
+
+
+def told_changes(config: TrainConfig, recorded: TrainConfig) -> str | None:
+    """Gives in words the settings that a resume changes."""
+    changed = [
+        f"{name} {setting_words(old)} → {setting_words(now)}"
+        for name, old, now in _differences(with_absolute_paths(recorded), with_absolute_paths(config))
+        if name not in _OF_THE_LAUNCH
+    ]
+    return f"resumed with {', '.join(changed)}" if changed else None
+
+
+def told_factor(start: "StartingPoint") -> str | None:
+    """Gives in words what a request made of the learning rate, where that still holds at the start of a launch."""
+    factor = factor_before(start.events, start.pulls)
+    if factor == 1:
+        return None
+    return f"learning-rate factor {factor:g}, asked for earlier, still holds (control-run --learning-rate-factor)"
+
+
+def note_changes(recorded: RecordedRun, config: TrainConfig, step: int) -> list[dict[str, Any]]:
+    """Gives the launches before one that goes on after `step`, for its record."""
+    earlier = [{**launch, "until_step": min(launch["until_step"], step)} for launch in recorded.earlier]
+    changed = {name: old for name, old, _ in _differences(recorded.config, config) if name in RUNTIME_SETTINGS}
+    versions = {} if recorded.versions == recorded_versions() else {"versions": recorded.versions}
+    # Where nothing was made yet, nothing was made with the old settings.
+    if (changed or versions) and step:
+        earlier.append({"until_step": step, "settings": changed, **versions})
+    return [launch for launch in earlier if launch["until_step"]]
+
+
+def told_versions(recorded: RecordedRun) -> str | None:
+    """Gives a warning where a part of the run was made with other versions, which may compute other bits."""
+    now = recorded_versions()
+    others = {
+        f"{name} {before}, now {now.get(name)}"
+        for versions in (recorded.versions, *(launch.get("versions", {}) for launch in recorded.earlier))
+        for name, before in versions.items()
+        if before != now.get(name)
+    }
+    if not others:
+        return None
+    return f"warning: the same bits are promised with the same versions alone; the run had {'; '.join(sorted(others))}"
+
+
+@dataclass(frozen=True)
+class StartingPoint:
+    """Where a launch begins.
+
+    Attributes:
+        step: updates done.
+        pulls: batches taken.
+        num_evaluations: completed.
+        snapshot: of that step, None for the state drawn from the seed.
+        events: requests that took effect in the run so far.
+    """
+
+    step: int = 0
+    pulls: int = 0
+    num_evaluations: int = 0
+    snapshot: "Snapshot | None" = None
+    events: Sequence[ControlEvent] = ()
+
+
+def find_start(run: Path, say: Callable[[str], None]) -> StartingPoint:
+    """Gives where a run goes on: after its newest snapshot that can be read, or where it has none at the beginning.
+
+    Args:
+        run: the run folder.
+        say: told of a snapshot that cannot be read.
+
+    Raises:
+        ValueError: where the log of requests cannot be read, or there are snapshots of which none can.
+    """
+    from engine.records.snapshot import SnapshotError, read_snapshot, snapshot_steps
+
+    events = _read_events(run)
+    there = snapshot_steps(run / SNAPSHOTS)
+    for step in reversed(there):
+        try:
+            return start_at(read_snapshot(run / SNAPSHOTS, step), events)
+        except SnapshotError as error:
+            if step == there[0]:
+                # To begin again here would throw the whole run away, maybe for a disk that comes back.
+                raise ValueError(
+                    f"of the snapshots in {run / SNAPSHOTS} one must be readable, and none is ({error}): "
+                    "restore one, or remove that folder to begin the run again"
+                ) from error
+            say(f"warning: {error}; the one before it is taken")
+    return StartingPoint(events=events)
+
+
+def _read_events(run: Path) -> Sequence[ControlEvent]:
+    path = run / CONTROL_LOG_NAME
+    try:
+        return read_events(path)
+    except ControlLogError as error:
+        is_recorded = _is_control_log_recorded(run)
+        remedy = "begin another run (--run-dir)" if is_recorded else "remove it if the run is to forget its requests"
+        raise ControlLogError(f"{error}, or {remedy}") from error
+    except OSError as error:
+        raise ValueError(
+            f"{path} must be a readable file, and is not ({error.strerror}): restore that file, or its permissions"
+        ) from error
+
+
+def _is_control_log_recorded(run: Path) -> bool:
+    """Return whether a snapshot or the result tells what the log of requests held: a run without it is refused."""
+    from engine.records.snapshot import read_folder_state, snapshot_steps
+
+    end = read_result(run)
+    states = [None if end is None else end.folder]
+    for step in snapshot_steps(run / SNAPSHOTS):
+        with suppress(ValueError, OSError):
+            states.append(read_folder_state(run / SNAPSHOTS, step))
+    return any(state is not None and state.logs[CONTROL_LOG_NAME].num_bytes for state in states)
+
+
+def start_at(snapshot: "Snapshot", events: Sequence[ControlEvent]) -> StartingPoint:
+    """Gives the start at a snapshot."""
+    num_evaluations = int(snapshot.leaves["num_evaluations"])
+    return StartingPoint(snapshot.step, snapshot.pulls, num_evaluations, snapshot, events)
+
+
+def find_cuts(run: Path, start: StartingPoint) -> dict[Path, RunningDigest]:
+    """Return for each log of a run the digest of what it holds up to its starting point, checked where that is known.
+
+    Its number of bytes is where the log is to be cut; of the requests that took effect all stay.
+
+    Raises:
+        ValueError: where a line before that is missing, unreadable, or was changed since it was written.
+        OSError: where a file cannot be read.
+    """
+    result = read_result(run)
+    known = start.snapshot.folder if start.snapshot is not None else None
+    if known is not None:
+        by = by_snapshot(run / SNAPSHOTS, start.step)
+        cuts = {run / name: digest_log(run / name, (known.logs[name], by)) for name in (LOSS_LOG, EVALUATION_LOG)}
+        digest_log(run / CONTROL_LOG_NAME, (known.logs[CONTROL_LOG_NAME], by))
+    else:
+        cuts = {
+            run / LOSS_LOG: _digest_of_steps(run / LOSS_LOG, start.step),
+            run / EVALUATION_LOG: _digest_of_lines(run / EVALUATION_LOG, start.num_evaluations),
+        }
+    if result is not None and result.folder is not None:
+        for name, state in result.folder.logs.items():
+            digest_log(run / name, (state, by_result(run / RESULT)))
+        check_no_more(run / CONTROL_LOG_NAME, result.folder.logs[CONTROL_LOG_NAME], by_result(run / RESULT))
+    return {**cuts, run / CONTROL_LOG_NAME: whole_lines_digest(run / CONTROL_LOG_NAME)}
+
+
+def check_chain(run: Path, recorded: RecordedRun, start: StartingPoint) -> None:
+    """Raise ValueError where `config.json` is not the one whose run left the snapshot, or the result, beside it."""
+    if start.snapshot is not None and start.snapshot.folder is not None:
+        by = f"the snapshot of step {start.step}"
+        check_config_digest(run / CONFIG, recorded.digest, recorded.continued, start.snapshot.folder, by)
+    result = read_result(run)
+    if result is not None and result.folder is not None:
+        # No launch leaves the end of an earlier one behind.
+        check_config_digest(run / CONFIG, recorded.digest, recorded.continued, result.folder, RESULT)
+    if result is not None and result.weights_digest is not None and (run / WEIGHTS).exists():
+        from engine.records.weights import read_weights
+
+        if read_weights(run / WEIGHTS).digest != result.weights_digest:
+            raise ValueError(
+                f"{run / WEIGHTS} must be what the run wrote at its end, and is not: restore that file, or remove it, "
+                "as a resume writes it anew"
+            )
+
+
+def unchecked_words(recorded: RecordedRun, start: StartingPoint) -> str | None:
+    """Return in words that an older run's files cannot be checked, None where they can."""
+    if recorded.digest is not None and (start.snapshot is None or start.snapshot.folder is not None):
+        return None
+    which = "this run" if recorded.digest is None else "the snapshot"
+    return f"{which} was made before a run's files carried digests: whether they were changed cannot be checked"
+
+
+def go_back(folder: RunFolder, start: StartingPoint, cuts: Mapping[Path, RunningDigest]) -> None:
+    """Takes back what the run wrote after its starting point: it will write that again.
+
+    Args:
+        folder: of the run.
+        start: the starting point.
+        cuts: of `find_cuts`.
+
+    Raises:
+        OSError: where a file cannot be cut or removed.
+    """
+    from engine.records.snapshot import remove_snapshot, snapshot_steps
+
+    folder.remove_result()
+    # First: one that could not be read today must not be found tomorrow, without the lines that go with it.
+    for step in snapshot_steps(folder.snapshots):
+        if step > start.step:
+            remove_snapshot(folder.snapshots, step)
+    for path, kept in cuts.items():
+        try:
+            if path.exists() and kept.num_bytes < path.stat().st_size:
+                os.truncate(path, kept.num_bytes)
+        except OSError as error:
+            name_file(error, path)
+            raise
+
+
+def _digest_of_steps(path: Path, num_steps: int) -> RunningDigest:
+    """Return the digest of a loss log up to the line of step `num_steps`; lines count from step 1."""
+    found = RunningDigest()
+    for number, line in enumerate(_lines(path, num_steps), start=1):
+        try:
+            step = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            step = None
+        if step != number:
+            raise ValueError(f"{path} must have step {number} in line {number}, has {line[:80]!r}: restore that file")
+        found.update(line)
+    return found
+
+
+def _digest_of_lines(path: Path, num_lines: int) -> RunningDigest:
+    found = RunningDigest()
+    for line in _lines(path, num_lines):
+        found.update(line)
+    return found
+
+
+def _lines(path: Path, count: int) -> Iterator[bytes]:
+    """Return the first `count` whole lines of a file, one at a time: a long run has millions."""
+    found = 0
+    if count and path.exists():
+        with os.fdopen(open_regular(path), "rb") as file:
+            while found < count and (line := file.readline(LONGEST_LINE_BYTES)).endswith(b"\n"):
+                found += 1
+                yield line
+    if found < count:
+        raise ValueError(
+            f"{path} must have the {count} lines that go with the newest snapshot, has {found}: restore that file"
+        )

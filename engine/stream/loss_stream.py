@@ -1,0 +1,327 @@
+"""The host's end of the outfeed: queues between the program, which must not wait, and the sinks, which may be slow.
+
+What the program emits becomes a record once, in order, on the runtime's thread; each sink then has a queue and a
+thread of its own, so that a terminal that is held keeps no loss from the file.
+"""
+
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.control.board import ControlBoard
+from engine.crossing.pushed import Pushed, PushedEvaluation, PushedLosses, PushedSnapshot
+from engine.stream.sinks import EvaluationProgress, EvaluationRecord, LossRecord, ShowsProgress, Sink, TakesSnapshots
+from engine.stream.spooled_losses import SpooledLosses
+
+# A sink that falls this far behind (a terminal held by Ctrl-S, a dead network disk) first slows the run, then ends it.
+_MOST_QUEUED = 65_536
+# What may be left out is told to a sink that is no further behind than this.
+_FEW_QUEUED = 16
+_PUSH_TIMEOUT_S = 60.0
+_CLOSE_TIMEOUT_S = 60.0
+# Whoever has asked for a stop waits no longer than this for sinks that take nothing at all.
+_STOP_PATIENCE_S = 3.0
+# A sink rests so long when it has caught up. To be woken for every record costs a fast program more than its step: the
+# threads take the interpreter from each other.
+_REST_S = 0.002
+# How soon a wait sees a stop, or room in a queue: at this bound a slow sink is never idle for lack of records.
+_LOOK_EVERY_S = 0.05
+
+
+type _Record = LossRecord | EvaluationRecord | EvaluationProgress | PushedSnapshot
+
+
+class LossStream:
+    """Carries losses to the sinks, each on a thread of its own.
+
+    A sink that raises, or takes nothing for too long, is left out from then on, its exception kept, and the run asked
+    to stop; the others get every record at once. Sinks are written to and closed on their threads, so that one that
+    hangs holds up nobody for good.
+
+    Args:
+        batch: images a step.
+        step: updates done before.
+        wait_of: gives the seconds that the program waited for the batch of a step (from 0).
+        board: asked to stop the run where a sink fails.
+        on_nonfinite: told of the first step (updates done, from 1) whose loss is not a finite number, once, on the
+            program's thread: it must not block (`engine.stream.notices`).
+
+    Attributes:
+        first_nonfinite_step: the first step (updates done, from 1) whose loss is not a finite number, None so far.
+        evaluations: every evaluation so far, in order.
+        wait_s: seconds waited for batches so far.
+        failure: the first exception of a sink, None while there is none.
+    """
+
+    def __init__(
+        self,
+        *,
+        batch: int,
+        step: int = 0,
+        wait_of: Callable[[int], float],
+        board: ControlBoard,
+        on_nonfinite: Callable[[int], None] | None = None,
+    ) -> None:
+        self._lanes: list[_Lane] = []
+        self._batch, self._wait_of, self._board = batch, wait_of, board
+        self._last_step = step
+        self._on_nonfinite = on_nonfinite
+        self._is_closed = False
+        self._last_time = time.time()
+        self._failing = threading.Lock()
+        self._losses = SpooledLosses()
+        self.first_nonfinite_step: int | None = None
+        self.evaluations: list[EvaluationRecord] = []
+        self.wait_s = 0.0
+        self.failure: BaseException | None = None
+
+    @property
+    def num_losses(self) -> int:
+        """How many losses came so far."""
+        return len(self._losses)
+
+    @property
+    def losses(self) -> NDArray[np.float32]:
+        """Every loss so far in order, float32 [n]."""
+        return self._losses.to_array()
+
+    def release(self) -> None:
+        """Close the file of the losses and forget them; arrays that `losses` returned stay valid."""
+        self._losses.close()
+
+    def start(self, sinks: Sequence[Sink]) -> None:
+        """Opens the sinks, which get each record in order, and starts the clock; called once, before the program.
+
+        Raises:
+            BaseException: what a sink raised in `open`; those opened before it are then closed.
+        """
+        opened: list[Sink] = []
+        try:
+            for sink in sinks:
+                sink.open()
+                opened.append(sink)
+            self._last_time = time.time()
+            for sink in opened:
+                lane = _Lane(sink, self._keep)
+                lane.thread.start()
+                self._lanes.append(lane)
+        except BaseException:
+            for sink in opened[len(self._lanes) :]:
+                # The error of the opening is the one that counts.
+                with suppress(BaseException):
+                    sink.close()
+            self.close()
+            raise
+
+    def receive(self, pushed: Pushed) -> None:
+        """Takes what the program emits, on one thread at a time; what comes after `close` is dropped.
+
+        Returns at once while every sink keeps up. Otherwise it waits, for a limited time and not after a stop was
+        asked for: a stop's last records are then queued beyond the bound.
+        """
+        if self._is_closed:
+            return
+        for record in self._records(pushed):
+            lanes = [lane for lane in self._lanes if not lane.is_left_out and lane.has_use_for(record)]
+            for lane in lanes:
+                lane.records.put(record)
+            for lane in lanes:
+                if lane.is_behind():
+                    self._wait_for_room(lane)
+
+    def tell_evaluation(self, batch: int, num_batches: int) -> None:
+        """Tells sinks that show it, and keep up, how far an evaluation has come: the batch asked for next, from 0."""
+        for lane in self._lanes:
+            if lane.shows_progress and not lane.is_left_out and lane.records.qsize() < _FEW_QUEUED:
+                lane.records.put(EvaluationProgress(self._last_step, batch, num_batches))
+
+    def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
+        """Hands what is queued to the sinks and closes them, for a limited time; may be called again.
+
+        Keeps the exception of a sink that fails at that, or TimeoutError where one hangs: its thread is then left to
+        itself (a daemon), and still hands over and closes if the sink ever goes on. Where a stop was asked for, sinks
+        of which none takes anything are given up after three seconds.
+
+        Args:
+            timeout_s: one limit for all sinks together.
+        """
+        self._is_closed = True
+        for lane in self._lanes:
+            lane.records.put(None)
+        started = time.monotonic()
+        hung = self._wait_for_ends(started + timeout_s)
+        if hung:
+            names = " and ".join(lane.name for lane in hung)
+            waited_s = time.monotonic() - started
+            self._keep(
+                TimeoutError(
+                    f"sinks must take the last losses in time, and {names} did not within {waited_s:.3g} s: "
+                    "free the terminal or the disk that they go to"
+                )
+            )
+
+    def _wait_for_ends(self, deadline: float) -> "list[_Lane]":
+        """Waits for the threads to end; gives those that do not in time."""
+        taken, patient_until = -1, math.inf
+        while working := [lane for lane in self._lanes if lane.thread.is_alive() and not lane.is_given_up]:
+            now = time.monotonic()
+            taken_before, taken = taken, sum(lane.num_taken for lane in working)
+            if taken != taken_before or not self._board.is_stop_requested():
+                patient_until = now + _STOP_PATIENCE_S
+            ends = min(deadline, patient_until)
+            if now >= ends:
+                return working
+            working[0].thread.join(min(_LOOK_EVERY_S, ends - now))
+        return []
+
+    def _wait_for_room(self, lane: "_Lane") -> None:
+        deadline = time.monotonic() + _PUSH_TIMEOUT_S
+        while lane.is_behind() and not self._board.is_stop_requested():
+            if time.monotonic() >= deadline:
+                lane.give_up()
+                self._keep(
+                    TimeoutError(
+                        f"a sink must take a loss within {_PUSH_TIMEOUT_S:g} s, and {lane.name} did not, for which "
+                        f"{_MOST_QUEUED} wait: free the terminal or the disk that it goes to"
+                    )
+                )
+                return
+            time.sleep(_LOOK_EVERY_S)
+
+    def _records(self, pushed: Pushed) -> Sequence[_Record]:
+        if isinstance(pushed, PushedSnapshot):
+            return [pushed]
+        if isinstance(pushed, PushedEvaluation):
+            count = max(pushed.num_images, 1)
+            evaluation = EvaluationRecord(
+                step=pushed.step,
+                num_images=pushed.num_images,
+                top1=pushed.top1 / count,
+                top5=pushed.top5 / count,
+                loss=pushed.loss,
+                time=pushed.time,
+            )
+            self.evaluations.append(evaluation)
+            # The next step's rate is its own: the evaluation's seconds are not.
+            self._last_time = pushed.time
+            return [evaluation]
+        return self._loss_records(pushed)
+
+    def _loss_records(self, pushed: PushedLosses) -> list[LossRecord]:
+        num_images = self._batch * len(pushed.losses)
+        started, elapsed_s = self._last_time, pushed.time - self._last_time
+        if num_images:
+            self._last_time = pushed.time
+        images_per_s = num_images / elapsed_s if elapsed_s > 0 else math.nan
+        records = []
+        for number, (loss, learning_rate) in enumerate(zip(pushed.losses, pushed.learning_rates, strict=True), start=1):
+            step = pushed.first_step + number - 1
+            # Losses that come together share the time since those before.
+            is_last = number == len(pushed.losses) or elapsed_s <= 0
+            came = pushed.time if is_last else started + elapsed_s * number / len(pushed.losses)
+            self._last_step = step
+            wait_s = self._wait_of(step - 1)
+            self.wait_s += wait_s
+            self._losses.append(loss)
+            if self.first_nonfinite_step is None and not math.isfinite(loss):
+                self.first_nonfinite_step = step
+                if self._on_nonfinite is not None:
+                    self._on_nonfinite(step)
+            records.append(
+                LossRecord(
+                    step=step,
+                    loss=loss,
+                    lr=learning_rate,
+                    images_per_s=images_per_s,
+                    wait_ms=wait_s * 1e3,
+                    time=came,
+                )
+            )
+        return records
+
+    def _keep(self, error: BaseException) -> None:
+        with self._failing:
+            if self.failure is None:
+                self.failure = error
+        self._board.request_stop("a sink of the loss stream failed")
+
+
+class _Lane:
+    """A sink, the records that wait for it and the thread that hands them over.
+
+    Args:
+        sink: open.
+        keep: told what the sink raises.
+
+    Attributes:
+        records: in order, None at the end; not bounded by itself, since the program's last records must find room.
+        num_taken: records that the sink has taken.
+        shows_progress: whether the sink is told of evaluations that are under way.
+        is_left_out: whether it gets no more records.
+        is_given_up: whether it is not waited for either.
+    """
+
+    def __init__(self, sink: Sink, keep: Callable[[BaseException], None]) -> None:
+        self._sink, self._keep = sink, keep
+        self.name = type(sink).__name__
+        self.shows_progress = isinstance(sink, ShowsProgress)
+        self.records: queue.SimpleQueue[_Record | None] = queue.SimpleQueue()
+        self.num_taken = 0
+        self.is_left_out = self.is_given_up = False
+        self._has_snapshot = threading.Event()
+        self.thread = threading.Thread(target=self._work, name=f"loss-stream-{self.name}", daemon=True)
+
+    def has_use_for(self, record: _Record) -> bool:
+        """Return whether a record may wait here: one snapshot, as they are large, and for its takers alone."""
+        if not isinstance(record, PushedSnapshot):
+            return True
+        if not isinstance(self._sink, TakesSnapshots):
+            return False
+        if self._has_snapshot.is_set():
+            self._sink.leave_out(record)
+            return False
+        self._has_snapshot.set()
+        return True
+
+    def is_behind(self) -> bool:
+        """Tells whether more records wait than may."""
+        return not self.is_left_out and self.records.qsize() > _MOST_QUEUED
+
+    def give_up(self) -> None:
+        """Leaves the sink to itself: it gets what is queued, and is closed, if it ever goes on."""
+        self.is_left_out = self.is_given_up = True
+        self.records.put(None)
+
+    def _hand_over(self, record: _Record) -> None:
+        if isinstance(record, EvaluationRecord):
+            self._sink.write_evaluation(record)
+        elif isinstance(record, LossRecord):
+            self._sink.write(record)
+        elif isinstance(record, EvaluationProgress):
+            if isinstance(self._sink, ShowsProgress):
+                self._sink.write_progress(record)
+        elif isinstance(self._sink, TakesSnapshots):
+            # Through the lane of the lines, behind those that a run resumed from this snapshot must find.
+            self._sink.write_snapshot(record)
+            self._has_snapshot.clear()
+
+    def _work(self) -> None:
+        try:
+            while (record := self.records.get()) is not None:
+                self._hand_over(record)
+                self.num_taken += 1
+                if self.records.empty():
+                    time.sleep(_REST_S)
+        except BaseException as error:  # noqa: BLE001 - kept for the caller; the other sinks go on, whatever it was
+            self.is_left_out = True
+            self._keep(error)
+        try:
+            self._sink.close()
+        except BaseException as error:  # noqa: BLE001 - raised by the caller's thread, once the others are closed
+            self._keep(error)

@@ -1,0 +1,1 @@
+"""The commands preprocess-imagenet and inspect-shards, and what all commands share."""

@@ -1,0 +1,362 @@
+"""The command `preprocess-imagenet`: a data set of images into packed-pixel shards.
+
+Only click is imported at the start, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from traceback import print_exc
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from preprocess.commands.grouped_help import GroupedCommand
+
+if TYPE_CHECKING:
+    from preprocess.packing.pack import PackResult
+    from preprocess.packing.plan import PackSettings
+    from preprocess.shards.location import Location
+    from preprocess.sources.open_source import Source
+
+DONE, WRONG, STOPPED = 0, 2, 130
+
+_FAILURES_SHOWN = 3
+# Sets that are natively this small (MNIST 28, CIFAR 32, Tiny ImageNet 64) have no margin to crop away: resizing 32 to
+# 37 pixels and cropping back to 32 would blur them and cut their edges off.
+_LARGEST_SIZE_WITHOUT_MARGIN = 64
+_MAX_SIDE = 4096
+
+# Click keeps the line breaks of a paragraph that begins with a backspace.
+_EPILOG = """\b
+Examples:
+  preprocess-imagenet ~/imagenet data/shards
+  preprocess-imagenet cifar10 data/cifar --size 32
+  preprocess-imagenet --demo data/demo
+
+Interrupted, the same command continues. Exit codes: 0 done, 2 wrong usage or data, 130 stopped."""
+
+_GROUPS = {
+    "What to pack": ("split", "holdout", "limit", "demo"),
+    "Images": ("size", "resize", "resample", "on_error"),
+    "Shards": ("shard_images", "layout", "codec", "checksum"),
+    "Running": ("workers", "overwrite", "dry_run", "traceback"),
+}
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The command line as given."""
+
+    source: str | None
+    dest: str | None
+    split: tuple[str, ...]
+    holdout: float
+    limit: int | None
+    demo: bool
+    size: int
+    resize: int | None
+    resample: str
+    on_error: str
+    shard_images: int | None
+    layout: str
+    codec: str
+    checksum: bool
+    workers: int | None
+    overwrite: bool
+    dry_run: bool
+    traceback: bool
+
+
+@click.command(
+    cls=GroupedCommand,
+    option_groups=_GROUPS,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
+    epilog=_EPILOG,
+)
+@click.argument("source", required=False)
+@click.argument("dest", required=False)
+@click.option("--split", multiple=True, metavar="NAME", show_default="all", help="Split to pack; may be repeated.")
+@click.option(
+    "--holdout",
+    type=click.FloatRange(0, 1, max_open=True),
+    default=0.0,
+    metavar="FRACTION",
+    help="Part of train to keep as val, where the source has no val.",
+)
+@click.option(
+    "--limit", type=click.IntRange(1), metavar="IMAGES", show_default="none", help="At most so many of each split."
+)
+@click.option("--demo", is_flag=True, help="Draw the small demo set and pack it at 32 px: only DEST is given.")
+@click.option(
+    "--size", type=click.IntRange(1, _MAX_SIDE), default=224, metavar="PIXELS", help="Side of the packed square."
+)
+@click.option(
+    "--resize",
+    type=click.IntRange(1, _MAX_SIDE),
+    metavar="PIXELS",
+    show_default=f"8/7 of --size, 256 for 224; --size itself up to {_LARGEST_SIZE_WITHOUT_MARGIN}",
+    help="Shorter side before the central crop.",
+)
+@click.option(
+    "--resample", type=click.Choice(["bicubic", "bilinear", "lanczos"]), default="bicubic", help="Resizing filter."
+)
+@click.option(
+    "--on-error",
+    type=click.Choice(["skip", "fail"]),
+    default="skip",
+    help="An image that can't be packed is left out and noted in failures.jsonl, or ends the pack.",
+)
+@click.option(
+    "--shard-images",
+    type=click.IntRange(1),
+    metavar="IMAGES",
+    show_default="up to 64 MiB",
+    help="Images a shard file, 16,384 at most by default.",
+)
+@click.option(
+    "--layout",
+    type=click.Choice(["packed", "dense"]),
+    default="packed",
+    help="A word a pixel, or four pixels in three words: a quarter less; for sizes that are multiples of 4.",
+)
+@click.option(
+    "--codec", type=click.Choice(["raw", "blosc"]), default="raw", help="raw reads fastest, blosc is a quarter smaller."
+)
+@click.option("--checksum/--no-checksum", default=True, help="A CRC-32C an image: a flipped bit becomes an error.")
+@click.option(
+    "--workers",
+    type=click.IntRange(1),
+    metavar="THREADS",
+    show_default="one a core",
+    help="Decoding threads, about 80 MB each; images above 4 megapixels need more and take turns.",
+)
+@click.option("--overwrite", is_flag=True, help="Delete the pack at DEST and begin anew.")
+@click.option("--dry-run", is_flag=True, help="Say what would be packed and how large it gets; write nothing.")
+@click.option("--traceback", is_flag=True, help="Show the whole traceback of an error.")
+@click.version_option(package_name="feedloop")
+@click.pass_context
+def main(ctx: click.Context, /, **values: Any) -> None:
+    """Pack the images at SOURCE into shards at DEST, ready for run-train.
+
+    SOURCE is a folder of class folders (alone or below train/ and val/), ImageNet's official archives, Kaggle's
+    ImageNet tree or a tar archive. DEST is a folder or a URL such as gs://bucket/imagenet.
+    """
+    options = _Options(**values)
+    try:
+        if options.demo:
+            _check_demo_options(ctx)
+        _run(options)
+    except KeyboardInterrupt:
+        click.echo("\nStopped. Run the same command again to continue where it stopped.", err=True)
+        sys.exit(STOPPED)
+    except BrokenPipeError:
+        raise  # click ends quietly where nobody reads any more
+    except (ValueError, OSError, MemoryError) as error:
+        if options.traceback:
+            print_exc()
+        click.echo(f"preprocess-imagenet: {_words(error)}", err=True)
+        sys.exit(WRONG)
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, MemoryError):
+        return f"not enough memory ({error or 'allocation failed'}); use fewer --workers or a smaller --shard-images"
+    return str(error)
+
+
+def _run(options: _Options) -> None:
+    if options.demo:
+        _pack_demo(options)
+        return
+    if options.source is None or options.dest is None:
+        raise click.UsageError("SOURCE and DEST are needed; or try --demo DEST")
+    settings = _settings(options)
+    from preprocess.shards.location import open_location
+    from preprocess.sources.open_source import open_source
+
+    location = open_location(options.dest)
+    _check_dest(options.source, location)
+    click.echo(f"Listing {options.source} ...", err=True)
+    with open_source(
+        options.source, splits=options.split or None, holdout=options.holdout, limit=options.limit
+    ) as source:
+        _announce(source, location, settings)
+        if options.overwrite:
+            _warn_of_others(source, options.dest)
+        if not options.dry_run:
+            _pack(source, location, settings, overwrite=options.overwrite)
+            _suggest(options.dest)
+
+
+def _check_dest(source: str, location: Location) -> None:
+    """What can't come to a good end is refused before any work."""
+    if location.spec["driver"] == "memory":
+        raise click.UsageError(f"{location.display} ends with this command: DEST is a folder, gs:// or s3://")
+    folder = location.local_path
+    if folder is None:
+        return
+    inner, outer = folder.resolve(), Path(source).resolve()
+    if outer.is_dir() and inner.is_relative_to(outer):
+        raise click.UsageError(
+            f"DEST {location.display} lies inside SOURCE {source}: the shards would be listed as images the next time; "
+            "choose a folder outside it"
+        )
+
+
+def _settings(options: _Options) -> PackSettings:
+    from preprocess.cores import num_cores
+    from preprocess.decoding.decode import ResizeRule
+    from preprocess.packing.plan import PackSettings
+
+    resize = default_resize(options.size) if options.resize is None else options.resize
+    if resize < options.size:
+        raise click.BadParameter(f"{resize} is less than --size {options.size}: the crop would leave the image")
+    return PackSettings(
+        rule=ResizeRule(size=options.size, resize=resize, resample=options.resample),
+        shard_images=options.shard_images,
+        layout="packed" if options.layout == "packed" else "dense",
+        codec="raw" if options.codec == "raw" else "blosc",
+        checksum=options.checksum,
+        num_workers=options.workers or num_cores(),
+        on_error="skip" if options.on_error == "skip" else "fail",
+    )
+
+
+def default_resize(size: int) -> int:
+    """The shorter side to resize to for a crop of ``size``: 8/7 of it, 4096 at most; up to 64 ``size`` itself."""
+    return size if size <= _LARGEST_SIZE_WITHOUT_MARGIN else min(_MAX_SIDE, round(size * 256 / 224))
+
+
+def _announce(source: Source, location: Location, settings: PackSettings) -> None:
+    rule = settings.rule
+    click.echo(f"Found {source.layout}.")
+    total = 0
+    for name, split in source.splits.items():
+        num_shards = -(-len(split) // settings.resolved_shard_images)
+        num_bytes = len(split) * (settings.image_bytes + 4 * settings.checksum)
+        total += num_bytes
+        most = "up to " if settings.codec == "blosc" else ""
+        click.echo(
+            f"  {name}: {len(split):,} images, {len(split.classes):,} classes, "
+            f"{num_shards:,} shard {'file' if num_shards == 1 else 'files'}, {most}{_size(num_bytes)}"
+        )
+    click.echo(
+        f"Each image: shorter side to {rule.resize} px ({rule.resample}), central {rule.size} x {rule.size} px; "
+        f"{settings.layout} layout, codec {settings.codec}, {'with' if settings.checksum else 'without'} checksums."
+    )
+    folder = location.local_path
+    if folder is not None:
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        free = shutil.disk_usage(there).free
+        scarce = "; this may not be enough" if total > free else ""
+        click.echo(f"Into {location.display}: {_size(free)} are free{scarce}.")
+    else:
+        click.echo(f"Into {location.display}.")
+
+
+def _warn_of_others(source: Source, dest: str) -> None:
+    """Says which splits stay as they are: where one was held out, its images would be in two."""
+    from preprocess.shards.reader import list_splits
+
+    others = [name for name in list_splits(dest) if name not in source.splits]
+    if others:
+        click.echo(
+            f"warning: {', '.join(others)} at DEST stays, as this command does not make it; if its images were held "
+            "out (--holdout), hold the same out again, or they are in two splits"
+        )
+
+
+def _pack(source: Source, location: Location, settings: PackSettings, *, overwrite: bool) -> None:
+    from preprocess.commands.progress import ImageProgress
+    from preprocess.packing.pack import PackProgress, pack_split
+
+    results: dict[str, PackResult] = {}
+    with ImageProgress() as progress:
+        for name, split in source.splits.items():
+
+            def show(state: PackProgress, name: str = name) -> None:
+                progress.show(name, state.done, state.total)
+
+            results[name] = pack_split(split, location.child(name), settings, overwrite=overwrite, on_progress=show)
+    for name, result in results.items():
+        _summarise(name, result, location.child(name))
+
+
+def _summarise(name: str, result: PackResult, location: Location) -> None:
+    from preprocess.printable import printable
+
+    manifest = result.manifest
+    how = ""
+    if result.was_complete:
+        how = " (was complete already)"
+    elif result.num_resumed:
+        how = f" (continued after image {result.num_resumed:,})"
+    click.echo(f"{name}: {manifest.num_images:,} images of {manifest.num_classes:,} classes packed{how}.")
+    if manifest.num_classes == 1:
+        click.echo(
+            f"warning: all images of {name} are of one class, {manifest.classes[0].id}: give as SOURCE the folder "
+            "whose folders are the classes",
+            err=True,
+        )
+    if not result.failures:
+        return
+    click.echo(f"  Left out: {len(result.failures):,}, see {location.display}failures.jsonl:")
+    for failure in result.failures[:_FAILURES_SHOWN]:
+        click.echo(f"    {printable(failure.path)}: {failure.reason}")
+    if len(result.failures) > _FAILURES_SHOWN:
+        click.echo(f"    and {len(result.failures) - _FAILURES_SHOWN:,} more")
+
+
+def _pack_demo(options: _Options) -> None:
+    if options.dest is not None or options.source is None:
+        raise click.UsageError("--demo draws its own images: give it DEST alone")
+    from preprocess.commands.progress import ImageProgress
+    from preprocess.demo.demo_set import pack_demo
+
+    dest = options.source
+    if options.dry_run:
+        click.echo(f"Would draw the demo set and pack it into {dest}.")
+        return
+    click.echo("Drawing the demo set ...", err=True)
+    with ImageProgress() as progress:
+        pack_demo(
+            dest,
+            overwrite=options.overwrite,
+            on_progress=lambda name, state: progress.show(name, state.done, state.total),
+        )
+    from preprocess.shards.location import open_location
+    from preprocess.shards.reader import list_splits, read_manifest
+
+    location = open_location(dest)
+    for name in list_splits(dest):
+        manifest = read_manifest(location, name)
+        click.echo(f"{name}: {manifest.num_images:,} images of {manifest.num_classes:,} classes packed.")
+    _suggest(dest)
+
+
+def _check_demo_options(ctx: click.Context) -> None:
+    """What the demo set would not heed is refused rather than ignored."""
+    heeded = {"demo", "source", "dest", "overwrite", "dry_run", "traceback"}
+    for param in ctx.command.params:
+        name = param.name or ""
+        if name not in heeded and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"--demo has settings of its own: leave {param.opts[0]} out")
+
+
+def _suggest(dest: str) -> None:
+    import shlex
+
+    where = shlex.quote(dest if "://" in dest else str(Path(dest)))
+    click.echo(f"Look at it:  inspect-shards {where}\nTrain on it: run-train --data {where}")
+
+
+def _size(num_bytes: int) -> str:
+    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.1f} {unit}"
+    return f"{num_bytes / 2**10:.1f} KiB"

@@ -1,0 +1,156 @@
+"""Draws a contact sheet: thumbnails of a split with their class names, to see at a glance what was packed.
+
+Owns the choice of images and the layout. Which images are shown depends on the split alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+
+from preprocess.pixels import to_rgb
+from preprocess.printable import printable
+from preprocess.shards.arrays import LABELS, read_array
+from preprocess.shards.location import STORE_TIMEOUT_S
+from preprocess.shards.reader import ShardSplit
+
+READ_TIMEOUT_S = 120.0
+
+_COLUMNS = 10
+_MAX_CELLS = 100
+_MIN_CELLS = 60
+# Labels of so many images are looked through for examples, so that 10^8 images need no 200 MB of memory.
+_MAX_LABELS = 1 << 22
+
+_BACKGROUND = (255, 255, 255)
+_INK = (32, 33, 36)
+_FAINT = (110, 114, 120)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The sheet's measures in pixels."""
+
+    thumbnail: int = 112
+    gap: int = 12
+    caption: int = 20
+    header: int = 60
+    title_size: int = 18
+    caption_size: int = 12
+
+
+def draw_contact_sheet(split: ShardSplit, *, title: str, geometry: Geometry | None = None) -> Image.Image:
+    """Draw up to 100 images of ``split``, RGB, classes in the order of their labels.
+
+    With at most ten classes each has rows of its own; with more, each cell is another class, spread evenly over all.
+
+    Raises:
+        ShardError: an image can't be read.
+    """
+    geometry = geometry or geometry_for(max(split.height, split.width))
+    indices = choose_images(_labels(split), split.num_classes)
+    pixels = np.empty((len(indices), split.height, split.row_words), np.uint32)
+    labels = np.empty(len(indices), np.int32)
+    split.read_into(indices, pixels, labels, timeout_s=READ_TIMEOUT_S)
+    cells = _place(labels, split.num_classes)
+    num_rows = 1 + max(row for row, _ in cells)
+    pitch = geometry.thumbnail + geometry.gap
+    size = (
+        _COLUMNS * pitch + geometry.gap,
+        geometry.header + num_rows * (pitch + geometry.caption) + geometry.gap,
+    )
+    sheet = Image.new("RGB", size, _BACKGROUND)
+    draw = ImageDraw.Draw(sheet)
+    _write_header(draw, split, title, geometry)
+    caption_font = ImageFont.load_default(size=geometry.caption_size)
+    for words, label, (row, column) in zip(pixels, labels.tolist(), cells, strict=True):
+        left = geometry.gap + column * pitch
+        top = geometry.header + row * (pitch + geometry.caption)
+        thumbnail = _thumbnail(to_rgb(words, split.manifest.pixel_layout), geometry.thumbnail)
+        sheet.paste(thumbnail, (left + (geometry.thumbnail - thumbnail.width) // 2, top))
+        name = _fitted(draw, printable(split.manifest.classes[label].name), caption_font, geometry.thumbnail)
+        middle = left + geometry.thumbnail // 2
+        draw.text((middle, top + geometry.thumbnail + 4), name, fill=_INK, font=caption_font, anchor="ma")
+    return sheet
+
+
+def geometry_for(side: int) -> Geometry:
+    """Measures for images of ``side`` pixels: small ones grow by a whole factor, so that a pixel stays one square."""
+    plain = Geometry()
+    factor = round(plain.thumbnail / side)
+    return Geometry(thumbnail=side * factor) if factor >= 2 else plain
+
+
+def choose_images(labels: NDArray[np.uint16], num_classes: int) -> NDArray[np.int64]:
+    """Choose images to show: int64 ``[n]`` indices, by class, spread evenly over each class's images.
+
+    Args:
+        labels: uint16 ``[N]``.
+        num_classes: K; with more classes than cells, every so many-th class is shown.
+    """
+    present = np.unique(labels)
+    if num_classes <= _COLUMNS:
+        per_class = _COLUMNS * max(1, _MIN_CELLS // (_COLUMNS * num_classes))
+    else:
+        per_class = max(1, _MAX_CELLS // num_classes)
+    num_shown = min(len(present), _MAX_CELLS // per_class)
+    shown = present[np.arange(num_shown) * len(present) // num_shown]
+    chosen = []
+    for label in shown:
+        members = np.flatnonzero(labels == label)
+        count = min(per_class, len(members))
+        chosen.append(members[np.arange(count) * len(members) // count])
+    return np.concatenate(chosen).astype(np.int64)
+
+
+def _labels(split: ShardSplit) -> NDArray[np.uint16]:
+    array = read_array(split.location, LABELS)
+    found: NDArray[np.uint16] = array[: min(split.num_images, _MAX_LABELS)].read().result(timeout=STORE_TIMEOUT_S)
+    return found
+
+
+def _place(labels: NDArray[np.int32], num_classes: int) -> list[tuple[int, int]]:
+    """Row and column of each image; with few classes each begins a row."""
+    cells: list[tuple[int, int]] = []
+    row, column = 0, -1
+    for position, label in enumerate(labels.tolist()):
+        begins_class = num_classes <= _COLUMNS and position > 0 and label != labels[position - 1]
+        column += 1
+        if column == _COLUMNS or begins_class:
+            row, column = row + 1, 0
+        cells.append((row, column))
+    return cells
+
+
+def _write_header(draw: ImageDraw.ImageDraw, split: ShardSplit, title: str, geometry: Geometry) -> None:
+    manifest = split.manifest
+    facts = (
+        f"{manifest.num_images:,} images, {manifest.num_classes:,} classes, {manifest.width} x {manifest.height} pixels"
+    )
+    title_font = ImageFont.load_default(size=geometry.title_size)
+    facts_font = ImageFont.load_default(size=geometry.caption_size)
+    width = _COLUMNS * (geometry.thumbnail + geometry.gap) - geometry.gap
+    name = _fitted(draw, title, title_font, width)
+    draw.text((geometry.gap, geometry.gap - 2), name, fill=_INK, font=title_font)
+    draw.text((geometry.gap, geometry.gap + geometry.title_size + 6), facts, fill=_FAINT, font=facts_font)
+
+
+def _thumbnail(rgb: NDArray[np.uint8], side: int) -> Image.Image:
+    image = Image.fromarray(rgb)
+    scale = side / max(image.size)
+    size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
+    return image.resize(size, Image.Resampling.NEAREST if scale >= 2 else Image.Resampling.LANCZOS)
+
+
+def _fitted(
+    draw: ImageDraw.ImageDraw, text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int
+) -> str:
+    """The text, cut with dots (Pillow's own font has no ellipsis and no ×) where it is wider than ``width`` pixels."""
+    if draw.textlength(text, font=font) <= width:
+        return text
+    while text and draw.textlength(text + "...", font=font) > width:
+        text = text[:-1]
+    return text.rstrip() + "..."

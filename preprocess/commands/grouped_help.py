@@ -1,0 +1,30 @@
+"""A click command whose ``--help`` shows its options under headings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from preprocess.commands.guarded_output import GuardedCommand
+
+
+class GroupedCommand(GuardedCommand):
+    """A command with ``option_groups``: headings and the names of their options, in the order to show them."""
+
+    def __init__(self, *args: Any, option_groups: dict[str, tuple[str, ...]], **values: Any) -> None:
+        super().__init__(*args, **values)
+        self._option_groups = option_groups
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options group by group; those of no group last."""
+        left = {
+            param.name: param.get_help_record(ctx) for param in self.get_params(ctx) if isinstance(param, click.Option)
+        }
+        for title, names in self._option_groups.items():
+            records = [record for name in names if (record := left.pop(name)) is not None]
+            with formatter.section(title):
+                formatter.write_dl(records)
+        others = [record for record in left.values() if record is not None]
+        with formatter.section("Other"):
+            formatter.write_dl(others)

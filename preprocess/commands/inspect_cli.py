@@ -1,0 +1,212 @@
+"""The command `inspect-shards`: what a pack holds, whether every byte is intact, and a contact sheet.
+
+Only click is imported at the start, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from traceback import print_exc
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from preprocess.commands.guarded_output import GuardedCommand
+
+if TYPE_CHECKING:
+    from preprocess.shards.location import Location
+    from preprocess.shards.manifest import Manifest
+    from preprocess.shards.splits import SplitNames
+    from preprocess.shards.verify import Damage
+
+WRONG, STOPPED = 2, 130
+
+_CLASSES_SHOWN = 20
+_BAR_WIDTH = 30
+
+
+@click.command(
+    cls=GuardedCommand,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
+    epilog="Exit codes: 0 intact, 2 damaged or wrong usage, 130 stopped.",
+)
+@click.argument("dest")
+@click.option("--split", metavar="NAME", multiple=True, show_default="all", help="Split to look at; may be repeated.")
+@click.option("--verify", is_flag=True, help="Read every byte back; name each damaged file and image.")
+@click.option(
+    "--grid", metavar="FILE.png", type=click.Path(dir_okay=False, path_type=Path), help="Draw a contact sheet."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of words.")
+@click.option("--traceback", is_flag=True, help="Show the whole traceback of an error.")
+@click.version_option(package_name="feedloop")
+def main(dest: str, split: tuple[str, ...], verify: bool, grid: Path | None, as_json: bool, traceback: bool) -> None:
+    """Show what the pack at DEST (a folder or URL) holds.
+
+    With several splits, --grid draws the first one.
+    """
+    try:
+        is_intact = _run(dest, split, verify=verify, grid=grid, as_json=as_json)
+    except KeyboardInterrupt:
+        click.echo("\nStopped.", err=True)
+        sys.exit(STOPPED)
+    except BrokenPipeError:
+        raise  # click ends quietly where nobody reads any more
+    except (ValueError, OSError, MemoryError) as error:
+        if traceback:
+            print_exc()
+        words = f"not enough memory ({error})" if isinstance(error, MemoryError) else error
+        click.echo(f"inspect-shards: {words}", err=True)
+        sys.exit(WRONG)
+    if not is_intact:
+        sys.exit(WRONG)
+
+
+def _run(dest: str, wanted: tuple[str, ...], *, verify: bool, grid: Path | None, as_json: bool) -> bool:
+    if grid is not None:
+        _check_grid(grid)
+    from preprocess.shards.location import open_location
+    from preprocess.shards.splits import find_splits, lost_manifest, read_manifest
+
+    location = open_location(dest)
+    found = None if wanted else find_splits(dest)
+    broken = () if found is None else found.broken
+    for name in broken:
+        click.echo(lost_manifest(location.child(name)), err=True)
+    names = wanted if found is None else _complete_splits(dest, location, found)
+    manifests = {name: read_manifest(location, name) for name in names}
+    if not as_json:
+        for name, manifest in manifests.items():
+            click.echo("\n".join(_describe(name, manifest)))
+    damages = _verify(dest, names) if verify else {}
+    if as_json:
+        _print_json(dest, manifests, damages if verify else None)
+    elif verify:
+        _print_damages(damages, manifests)
+    if grid is not None:
+        _draw(dest, names[0], grid, is_quiet=as_json)
+    # Here, where a reader that has gone is told apart from trouble.
+    sys.stdout.flush()
+    return not any(damages.values()) and not broken
+
+
+def _complete_splits(dest: str, location: Location, found: SplitNames) -> tuple[str, ...]:
+    """Return the names of the complete splits and report unfinished ones; raise ShardError where none is complete."""
+    from preprocess.shards.location import ShardError
+
+    for name in found.unfinished:
+        click.echo(f"{name}: not finished; run the same preprocess-imagenet command again to continue", err=True)
+    if found.complete:
+        return found.complete
+    if found.unfinished or found.broken:
+        what = "finished split yet" if found.unfinished else "complete split"
+        raise ShardError(f"{location.display} has no {what}")
+    raise ShardError(f"{location.display} holds no pack; make one with `preprocess-imagenet SOURCE {dest}`")
+
+
+def _check_grid(grid: Path) -> None:
+    if grid.suffix.lower() != ".png":
+        raise click.BadParameter(f"{grid} must end with .png", param_hint="--grid")
+    if not grid.parent.is_dir():
+        raise click.BadParameter(f"the folder {grid.parent} of {grid} does not exist", param_hint="--grid")
+
+
+def _verify(dest: str, names: tuple[str, ...]) -> dict[str, tuple[Damage, ...]]:
+    from preprocess.commands.progress import ImageProgress
+    from preprocess.shards.verify import verify_split
+
+    damages = {}
+    with ImageProgress() as progress:
+        for name in names:
+
+            def show(done: int, total: int, name: str = name) -> None:
+                progress.show(f"verify {name}", done, total)
+
+            damages[name] = verify_split(dest, name, on_progress=show)
+    return damages
+
+
+def _draw(dest: str, name: str, grid: Path, *, is_quiet: bool) -> None:
+    from preprocess.commands.contact_sheet import draw_contact_sheet
+    from preprocess.shards.reader import open_split
+
+    with open_split(dest, name) as split:
+        draw_contact_sheet(split, title=f"{dest}  {name}").save(grid)
+    if not is_quiet:
+        click.echo(f"Contact sheet of {name}: {grid}")
+
+
+def _describe(name: str, manifest: Manifest) -> list[str]:
+    rule = manifest.resize_rule
+    mean, std = (
+        ", ".join(f"{part:.4f}" for part in figure) for figure in (manifest.channel_mean, manifest.channel_std)
+    )
+    lines = [
+        f"{name}",
+        f"  images     {manifest.num_images:,} of {manifest.width} x {manifest.height} pixels, "
+        f"{manifest.num_classes:,} classes",
+        f"  shards     {manifest.num_shards:,} file{'s' * (manifest.num_shards != 1)} of up to "
+        f"{manifest.shard_images:,} images, layout "
+        f"{manifest.pixel_layout}, codec {manifest.codec}, {'with' if manifest.checksum else 'without'} checksums",
+        f"  format     version {manifest.format_version}{_promise(manifest)}",
+        f"  resizing   {', '.join(f'{key} {value}' for key, value in rule.items())}",
+        f"  channels   mean {mean}; std {std} (red, green, blue on 0..1)",
+        f"  left out   {manifest.num_failures:,}" + (", see failures.jsonl" if manifest.num_failures else ""),
+        f"  source     {manifest.source_digest}",
+        f"  made with  {', '.join(f'{tool} {version}' for tool, version in manifest.tool_versions.items())}",
+    ]
+    return lines + _balance(manifest)
+
+
+def _promise(manifest: Manifest) -> str:
+    """Return what damage reading an image does not notice, empty where it notices all."""
+    if not manifest.checksum:
+        return ": without checksums, damage is noticed by --verify alone"
+    if manifest.format_version == 1:
+        return ": shard files in each other's place are noticed by --verify alone"
+    return ""
+
+
+def _balance(manifest: Manifest) -> list[str]:
+    counts = sorted(manifest.class_counts)
+    lines = [f"  balance    {counts[0]:,} to {counts[-1]:,} images a class, median {counts[len(counts) // 2]:,}"]
+    if empty := counts.count(0):
+        lines.append(f"             {empty:,} classes have no images")
+    if manifest.num_classes > _CLASSES_SHOWN:
+        return lines
+    from preprocess.printable import printable
+
+    names = [printable(each.name) for each in manifest.classes]
+    width = max(map(len, names))
+    for name, count in zip(names, manifest.class_counts, strict=True):
+        bar = "█" * round(_BAR_WIDTH * count / counts[-1])
+        lines.append(f"    {name:<{width}}  {count:>9,}  {bar}")
+    return lines
+
+
+def _print_damages(damages: dict[str, tuple[Damage, ...]], manifests: dict[str, Manifest]) -> None:
+    for name, found in damages.items():
+        if not found:
+            # A decoder leaves some bits of a compressed image unread.
+            is_decoded = manifests[name].codec != "raw" and not manifests[name].checksum
+            click.echo(f"{name}: every {'pixel and label' if is_decoded else 'byte'} is as it was packed.")
+            continue
+        places = "1 place" if len(found) == 1 else f"{len(found):,} places"
+        click.echo(
+            f"{name}: damaged in {places}. Restore these files, or pack anew, with --overwrite and the options of the "
+            "first time (--size, --holdout, …)."
+        )
+        for each in found:
+            click.echo(f"  {name}/{each}")
+
+
+def _print_json(dest: str, manifests: dict[str, Manifest], damages: dict[str, tuple[Damage, ...]] | None) -> None:
+    splits: dict[str, Any] = {}
+    for name, manifest in manifests.items():
+        splits[name] = {"manifest": json.loads(manifest.to_json())}
+        if damages is not None:
+            splits[name]["damages"] = [
+                {"file": each.file, "what": each.what, "images": list(each.images)} for each in damages[name]
+            ]
+    click.echo(json.dumps({"data": dest, "splits": splits}, indent=1))

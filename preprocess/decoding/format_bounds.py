@@ -1,0 +1,191 @@
+"""Refuses files that cost a decoder far more than an image of their size should, before Pillow sees them.
+
+Pillow reads some parts of these formats in Python, piece by piece, and some C decoders go over the whole image once for
+each part that a file has: a small file can then take minutes, or gigabytes. Each bound here keeps an image to a few
+seconds and lies far beyond what cameras, scanners and programs write.
+"""
+
+import re
+import struct
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+import numpy as np
+
+_MAX_PPM_HEADER_BYTES = 2**16
+_PPM_NUMBER = rb"(?:\s|#[^\r\n]*[\r\n])*?(\d{1,10})"
+_PPM_HEADER = re.compile(rb"P([1-6])\s" + _PPM_NUMBER + _PPM_NUMBER + rb"(?:" + _PPM_NUMBER + rb")?\s")
+# Read by Pillow number by number: 3 MiB a second.
+_MAX_PLAIN_PPM_BYTES = 16 * 2**20
+_MAX_PLAIN_PPM_COMMENTS = 1_000
+
+_MAX_GIF_BLOCKS = 2**16
+
+# Read by Pillow run by run, and padded pixel by pixel.
+_MAX_RLE_BMP_BYTES = 16 * 2**20
+_MAX_RLE_BMP_PIXELS = 2**24
+
+_MAX_TIFF_ENTRIES = 4096
+_MAX_TIFF_NUMBERS = 2**20
+_TIFF_BYTE_TYPES = frozenset({1, 2, 7})
+_TIFF_TYPE_BYTES: Mapping[int, int] = {
+    3: 2, 4: 4, 5: 8, 6: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4, 16: 8, 17: 8, 18: 8,
+}  # fmt: skip
+
+# Each scan goes over all coefficients; programs write 10, the most thorough of them 20.
+_ALWAYS_ALLOWED_SCANS = 24
+_MAX_SCANNED_PIXELS = 2**31
+_MAX_JPEG_MARKERS = 2**16
+_JPEG_SCAN = b"\xff\xda"
+_JPEG_SCANS = re.compile(_JPEG_SCAN)  # half the time of bytes.count
+_JPEG_END = 0xD9
+_JPEG_MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")
+
+
+def bounded(encoded: bytes, name: str, *, max_pixels: int) -> bytes:
+    """Return the bytes to hand to Pillow for a file of the format of this name: the file itself, or an equal image.
+
+    Args:
+        encoded: the file.
+        name: of the format, as `preprocess.decoding.formats.FORMATS` has it.
+        max_pixels: the most that an image may have.
+
+    Raises:
+        ValueError: the file is beyond a bound.
+    """
+    if name == "PPM":
+        return _bounded_ppm(encoded, max_pixels)
+    check = _CHECKS.get(name)
+    if check is not None:
+        with suppress(struct.error, IndexError):  # cut short: the decoder will refuse it
+            check(encoded, max_pixels)
+    return encoded
+
+
+def check_jpeg_scans(encoded: bytes, num_pixels: int) -> None:
+    """Raise ValueError where a JPEG file goes over its pixels far more often than any program makes it."""
+    allowed = max(_ALWAYS_ALLOWED_SCANS, _MAX_SCANNED_PIXELS // max(1, num_pixels))
+    if (
+        sum(1 for _ in _JPEG_SCANS.finditer(encoded)) <= allowed
+    ):  # what stands in metadata or behind the image counts here as well
+        return
+    position, num_scans = 2, 0
+    for _ in range(_MAX_JPEG_MARKERS):
+        found = _JPEG_MARKER.search(encoded, position)
+        if found is None or encoded[found.start() + 1] == _JPEG_END:
+            return
+        num_scans += found[0] == _JPEG_SCAN
+        if num_scans > allowed:
+            break
+        start = found.start() + 2
+        position = start + max(2, int.from_bytes(encoded[start : start + 2]))
+    raise ValueError(f"it has more than {allowed} scans for {num_pixels} pixels; save it anew")
+
+
+def _bounded_ppm(encoded: bytes, max_pixels: int) -> bytes:
+    found = _PPM_HEADER.match(encoded, 0, _MAX_PPM_HEADER_BYTES)
+    if found is None:
+        if len(encoded) > _MAX_PPM_HEADER_BYTES:
+            raise ValueError(f"its header does not end within {_MAX_PPM_HEADER_BYTES} bytes")
+        return encoded
+    if found[1] in b"123":
+        if len(encoded) > _MAX_PLAIN_PPM_BYTES or encoded.count(b"#") > _MAX_PLAIN_PPM_COMMENTS:
+            raise ValueError(
+                f"written in plain digits it may have {_MAX_PLAIN_PPM_BYTES} bytes and {_MAX_PLAIN_PPM_COMMENTS} "
+                "comments; save it in its binary form"
+            )
+        return encoded
+    if found[1] == b"4" or found[4] is None:
+        return encoded
+    return _at_full_range(encoded, found, max_pixels)
+
+
+def _at_full_range(encoded: bytes, found: re.Match[bytes], max_pixels: int) -> bytes:
+    """Return a binary file whose largest value is 255 or 65535, rounded as by Pillow, pixel by pixel."""
+    width, height, largest = int(found[2]), int(found[3]), int(found[4])
+    is_grey = found[1] == b"5"
+    if not 0 < largest < 65536 or largest == 255 or (is_grey and largest == 65535) or width * height > max_pixels:
+        return encoded
+    kind, full = (">u2", 65535) if largest > 255 else ("u1", 255)
+    full = full if is_grey else 255
+    num_values = width * height * (1 if is_grey else 3)
+    num_there = (len(encoded) - found.end()) // np.dtype(kind).itemsize
+    values = np.frombuffer(encoded, kind, min(num_values, num_there), found.end())
+    numbers = range(256 if kind == "u1" else 65536)
+    levels = np.array([min(full, round(each / largest * full)) for each in numbers], ">u2" if full > 255 else "u1")
+    return b"P%b\n%d %d\n%d\n" % (found[1], width, height, full) + levels[values].tobytes()
+
+
+def _check_gif(encoded: bytes, max_pixels: int) -> None:  # noqa: ARG001 - all checks take the same arguments
+    """Counts the blocks ahead of the first image."""
+    flags = encoded[10]
+    position = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
+    is_extension = False
+    for _ in range(_MAX_GIF_BLOCKS):
+        size = encoded[position]
+        if is_extension:
+            is_extension = size != 0
+            position += 1 + size
+        elif size in (0x2C, 0x3B):
+            return
+        else:
+            is_extension = size == 0x21
+            position += 2 if is_extension else 1
+    raise ValueError(f"more than {_MAX_GIF_BLOCKS} blocks come before its first image")
+
+
+def _check_bmp(encoded: bytes, max_pixels: int) -> None:  # noqa: ARG001 - all checks take the same arguments
+    header_bytes, width, height, _, _, compression = struct.unpack_from("<IiiHHI", encoded, 14)
+    if header_bytes < 40 or compression not in (1, 2):
+        return
+    num_pixels = abs(width * height)
+    if len(encoded) > _MAX_RLE_BMP_BYTES or num_pixels > _MAX_RLE_BMP_PIXELS:
+        raise ValueError(
+            f"run-length encoded it may have {_MAX_RLE_BMP_BYTES} bytes and {_MAX_RLE_BMP_PIXELS} pixels, found "
+            f"{len(encoded)} and {num_pixels}; save it without"
+        )
+
+
+def _check_webp(encoded: bytes, max_pixels: int) -> None:
+    """Compares the canvas with what is allowed: libwebp allocates it twice before anybody hears of its size."""
+    kind = encoded[12:16]
+    if kind == b"VP8X":
+        width, height = (int.from_bytes(encoded[at : at + 3], "little") + 1 for at in (24, 27))
+    elif kind == b"VP8L":
+        (bits,) = struct.unpack_from("<I", encoded, 21)
+        width, height = (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+    elif kind == b"VP8 ":
+        width, height = (length & 0x3FFF for length in struct.unpack_from("<HH", encoded, 26))
+    else:
+        return
+    if width * height > max_pixels:
+        raise ValueError(f"{width}×{height} is more than the {max_pixels} pixels allowed in one image")
+
+
+def _check_tiff(encoded: bytes, max_pixels: int) -> None:  # noqa: ARG001 - all checks take the same arguments
+    """Counts what the tags of the first image make a reader read: each may point at the same bytes."""
+    order = "<" if encoded[:2] == b"II" else ">"
+    is_big = 43 in encoded[2:4]
+    start, entries, entry, word = (8, "Q", "HHQ", 8) if is_big else (4, "H", "HHI", 4)
+    (directory,) = struct.unpack_from(order + ("Q" if is_big else "I"), encoded, start)
+    (num_entries,) = struct.unpack_from(order + entries, encoded, directory)
+    if num_entries > _MAX_TIFF_ENTRIES:
+        raise ValueError(f"it has {num_entries} tags, {_MAX_TIFF_ENTRIES} are allowed")
+    position = directory + struct.calcsize(order + entries)
+    num_bytes = 0
+    for _ in range(num_entries):
+        tag, kind, count = struct.unpack_from(order + entry, encoded, position)
+        position += struct.calcsize(order + entry) + word
+        if kind not in _TIFF_BYTE_TYPES and count > _MAX_TIFF_NUMBERS:
+            raise ValueError(f"its tag {tag} has {count} numbers, {_MAX_TIFF_NUMBERS} are allowed")
+        num_bytes += count * _TIFF_TYPE_BYTES.get(kind, 1)
+        if num_bytes > len(encoded) + word * num_entries:
+            raise ValueError(f"its tags refer to {num_bytes} bytes and more, and the file has {len(encoded)}")
+
+
+_CHECKS: Mapping[str, Callable[[bytes, int], None]] = {
+    "GIF": _check_gif,
+    "BMP": _check_bmp,
+    "WebP": _check_webp,
+    "TIFF": _check_tiff,
+}

@@ -1,0 +1,258 @@
+"""Opens encoded bytes as a Pillow image: the format by its first bytes, the orientation by its EXIF, nothing else.
+
+`Image.open` is deliberately not used. It tries every plugin Pillow has (PostScript through Ghostscript among them),
+and it reads metadata that no trainer needs, warning about each damaged field; `warnings.catch_warnings` cannot keep
+such a warning from a thread without touching all others. So JPEG and PNG files are handed over with their metadata cut
+out, and only the two rare formats whose plugins can still warn are opened one at a time.
+"""
+
+import io
+import re
+import struct
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from PIL import Image, ImageFile
+from PIL.BmpImagePlugin import BmpImageFile
+from PIL.GifImagePlugin import GifImageFile
+from PIL.JpegImagePlugin import JpegImageFile
+from PIL.PngImagePlugin import PngImageFile
+from PIL.PpmImagePlugin import PpmImageFile
+from PIL.TiffImagePlugin import TiffImageFile
+from PIL.WebPImagePlugin import WebPImageFile
+
+from preprocess.decoding.format_bounds import bounded, check_jpeg_scans
+
+_ORIENTATION_TAG = 0x0112
+# In either order of bytes: cameras write both, and Pillow takes both.
+_TIFF_MAGIC = (b"*\0", b"\0*")
+_EXIF_HEADER = b"Exif\0\0"
+
+# What a decoder needs of a PNG; all else (text, profiles, animation) is metadata.
+_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_PNG_PIXEL_CHUNKS = frozenset({b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"})
+
+_PNG_GREY, _PNG_RGB = 0, 2
+
+# A marker with a length field: not a stuffed or fill byte (00, FF), TEM (01), RST0–7, SOI, EOI (D0–D9). In C and in one
+# pass: a loop in Python over 32 MiB of fill bytes kept all other threads from the interpreter for 20 s.
+_JPEG_SEGMENT = re.compile(rb"\xff[^\x00\x01\xd0-\xd9\xff]")
+# Pillow looks at junk byte by byte and at segments and chunks one by one, in Python.
+_MAX_JPEG_JUNK_BYTES = 2**16
+_MAX_PARTS = 2**16
+_JPEG_START_OF_SCAN = 0xDA
+_JPEG_APP1 = 0xE1
+# APP1–APP13, APP15 and comments are metadata. APP0 (JFIF) and APP14 (Adobe) decide the colour transform and stay.
+_JPEG_METADATA_MARKERS = frozenset({*range(0xE1, 0xEE), 0xEF, 0xFE})
+
+
+@dataclass(frozen=True)
+class Format:
+    """A file format that is accepted: how it begins, how it is opened, whether its Pillow plugin may warn."""
+
+    name: str
+    accepts: Callable[[bytes], bool]
+    opener: Callable[[Any], ImageFile.ImageFile]
+    may_warn: bool = False
+
+
+FORMATS = (
+    Format("JPEG", lambda head: head.startswith(b"\xff\xd8\xff"), JpegImageFile),
+    Format("PNG", lambda head: head.startswith(_PNG_SIGNATURE), PngImageFile),
+    Format("WebP", lambda head: head.startswith(b"RIFF") and head[8:12] == b"WEBP", WebPImageFile),
+    Format("GIF", lambda head: head.startswith((b"GIF87a", b"GIF89a")), GifImageFile, may_warn=True),
+    Format("BMP", lambda head: head.startswith(b"BM"), BmpImageFile),
+    Format(
+        "TIFF", lambda head: head.startswith((b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")), TiffImageFile, may_warn=True
+    ),
+    Format("PPM", lambda head: head[:1] == b"P" and head[1:2] in b"123456" and head[2:3].isspace(), PpmImageFile),
+)
+
+_WARNING_LOCK = threading.Lock()
+
+
+@contextmanager
+def _pillow_warnings_off() -> Iterator[None]:
+    # The filter list belongs to the process, so only one thread at a time may swap it.
+    with _WARNING_LOCK, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def sniff(encoded: bytes) -> Format | None:
+    """Returns the format that the first bytes announce, or None; file names play no part."""
+    head = encoded[:16]
+    return next((known for known in FORMATS if known.accepts(head)), None)
+
+
+def open_pixels(
+    encoded: bytes, known: Format, *, max_pixels: int, admit: Callable[[int], None] = lambda _: None
+) -> tuple[Image.Image, int]:
+    """Decodes the first frame in the file's own colour mode.
+
+    Args:
+        encoded: the file's bytes.
+        known: what `sniff` said of them.
+        max_pixels: a file that announces more is refused before its pixels are decoded.
+        admit: told the number of pixels before they are decoded; returns once there is memory for them.
+
+    Returns:
+        The loaded image, and the EXIF orientation (1 to 8) that is still to be applied.
+
+    Raises:
+        ValueError: the image is too large, or its parts are beyond what an image has.
+        Exception: whatever Pillow makes of damaged bytes.
+    """
+    orientation = 1
+    if known.name == "JPEG":
+        encoded, orientation = strip_jpeg(encoded)
+    elif known.name == "PNG":
+        encoded, orientation = strip_png(encoded)
+    else:
+        encoded = bounded(encoded, known.name, max_pixels=max_pixels)
+    quietly = _pillow_warnings_off if known.may_warn else nullcontext
+    with quietly():
+        image = known.opener(io.BytesIO(encoded))
+    width, height = image.size
+    if width * height > max_pixels:
+        raise ValueError(f"{width}×{height} is more than the {max_pixels} pixels allowed in one image")
+    if isinstance(image, JpegImageFile) and _may_have_many_scans(image, encoded):
+        check_jpeg_scans(encoded, width * height)
+    admit(width * height)  # may wait, and so without the lock that other images need
+    with quietly():
+        image.load()
+    if known.name == "PNG":
+        _scale_transparent_grey(image, encoded)
+    if known.name == "WebP":
+        orientation = exif_orientation(image.info.get("exif", b""))
+    return image, orientation  # Pillow itself turns a TIFF the right way up
+
+
+def _may_have_many_scans(image: JpegImageFile, encoded: bytes) -> bool:
+    """Whether a decoder reads on after the first scan: counting scans takes a twentieth of the time of decoding."""
+    stop = image.fp.tell() if image.fp is not None else 0  # behind the header of the first scan
+    start = encoded.rfind(b"\xff\xda", 0, stop)
+    is_header = start >= 0 and int.from_bytes(encoded[start + 2 : start + 4]) == stop - start - 2
+    return not is_header or encoded[start + 4] < image.layers or "progressive" in image.info
+
+
+def _scale_transparent_grey(image: Image.Image, encoded: bytes) -> None:
+    """Pillow scales grey of 2 and 4 bits to 8, but not the grey that stands for transparent."""
+    depth, colour = _png_depth_and_colour(encoded)
+    if colour == _PNG_GREY and depth in (2, 4) and "transparency" in image.info:
+        image.info["transparency"] *= 255 // (2**depth - 1)
+
+
+def exif_orientation(exif: bytes) -> int:
+    """Returns the orientation (1 to 8) in an EXIF block; 1, upright, where the block is damaged or does not say."""
+    tiff = exif.removeprefix(_EXIF_HEADER)
+    order = {b"II": "<", b"MM": ">"}.get(tiff[:2])
+    if order is None or tiff[2:4] not in _TIFF_MAGIC:
+        return 1
+    try:
+        (directory,) = struct.unpack_from(order + "I", tiff, 4)
+        (num_entries,) = struct.unpack_from(order + "H", tiff, directory)
+        for entry in range(directory + 2, directory + 2 + 12 * num_entries, 12):
+            tag, kind, count = struct.unpack_from(order + "HHI", tiff, entry)
+            if tag == _ORIENTATION_TAG and count == 1 and kind in (3, 4):
+                (value,) = struct.unpack_from(order + ("H" if kind == 3 else "I"), tiff, entry + 8)
+                return value if 1 <= value <= 8 else 1
+    except struct.error:
+        return 1
+    return 1
+
+
+def strip_jpeg(encoded: bytes) -> tuple[bytes, int]:
+    """Cuts metadata segments out of a JPEG file.
+
+    Junk between segments is kept: Pillow steps over it, and a damaged file is then refused by the decoder itself.
+
+    Returns:
+        The file without comments, EXIF, XMP, profiles and thumbnails, and the EXIF orientation (1 to 8).
+
+    Raises:
+        ValueError: more segments or junk ahead of the pixels than any image has.
+    """
+    kept = [(0, 2)]
+    orientation = None
+    position = copied = 2
+    junk_bytes = num_segments = 0
+    while position < len(encoded):
+        found = _JPEG_SEGMENT.search(encoded, position)
+        start = found.start() if found else len(encoded)
+        junk_bytes += start - position
+        num_segments += 1
+        if junk_bytes > _MAX_JPEG_JUNK_BYTES or num_segments > _MAX_PARTS:
+            raise ValueError(
+                f"{junk_bytes} bytes of junk and {num_segments} segments come before the pixels; "
+                f"{_MAX_JPEG_JUNK_BYTES} and {_MAX_PARTS} are allowed"
+            )
+        if start + 4 > len(encoded) or encoded[start + 1] == _JPEG_START_OF_SCAN:
+            break
+        marker = encoded[start + 1]
+        cut = start
+        while cut > position and encoded[cut - 1] == 0xFF:  # fill bytes belong to the marker they precede
+            cut -= 1
+        position = start + 2 + int.from_bytes(encoded[start + 2 : start + 4])
+        if marker in _JPEG_METADATA_MARKERS and position <= len(encoded):
+            payload = encoded[start + 4 : position]
+            if marker == _JPEG_APP1 and orientation is None and payload.startswith(_EXIF_HEADER):
+                orientation = exif_orientation(payload)
+            kept.append((copied, cut))
+            copied = position
+    kept.append((copied, len(encoded)))
+    return _joined(encoded, kept), orientation or 1
+
+
+def strip_png(encoded: bytes) -> tuple[bytes, int]:
+    """Cuts ancillary chunks out of a PNG file.
+
+    Returns:
+        The file with its header, palette, transparency and pixels alone, and the EXIF orientation (1 to 8).
+
+    Raises:
+        ValueError: a chunk is longer than what is left of the file, there are more chunks than any image has, or one
+            16-bit colour stands for transparent, of which Pillow compares 8 bits.
+    """
+    kept = [(0, len(_PNG_SIGNATURE))]
+    orientation = 1
+    position = len(_PNG_SIGNATURE)
+    num_chunks = 0
+    while position + 8 <= len(encoded):
+        length, kind = struct.unpack_from(">I4s", encoded, position)
+        stop = position + 12 + length
+        num_chunks += 1
+        if num_chunks > _MAX_PARTS:
+            raise ValueError(f"it has more than {_MAX_PARTS} chunks")
+        if kind in _PNG_PIXEL_CHUNKS:
+            if stop - 4 > len(encoded):
+                left = len(encoded) - position - 8
+                raise ValueError(f"its chunk {kind.decode()} is truncated: it says {length} bytes, {left} are there")
+            kept.append((position, stop))
+        elif kind == b"eXIf":
+            orientation = exif_orientation(encoded[position + 8 : stop - 4])
+        if kind == b"tRNS" and _png_depth_and_colour(encoded) == (16, _PNG_RGB):
+            raise ValueError("one 16-bit colour stands for transparent (tRNS); save it with an alpha channel")
+        position = stop
+    return _joined(encoded, kept), orientation
+
+
+def _joined(encoded: bytes, parts: Sequence[tuple[int, int]]) -> bytes:
+    """Return the parts ``start, stop`` of a file, ascending, in one piece; the file itself where nothing lies between.
+
+    A file may have 512 MiB: it is copied once at most.
+    """
+    ends = (0, *(stop for _, stop in parts))
+    if all(start == end for (start, _), end in zip(parts, ends, strict=False)) and ends[-1] >= len(encoded):
+        return encoded
+    whole = memoryview(encoded)
+    return b"".join(whole[start:stop] for start, stop in parts)
+
+
+def _png_depth_and_colour(encoded: bytes) -> tuple[int, int]:
+    """Returns bits a channel and colour type of the header, which always comes first."""
+    return encoded[24], encoded[25]

@@ -1,0 +1,51 @@
+"""The demo set, drawn and packed in one go."""
+
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from preprocess.cores import num_cores
+from preprocess.decoding.decode import ResizeRule
+from preprocess.demo.drawing import draw_demo
+from preprocess.packing.pack import PackProgress, pack_split
+from preprocess.packing.plan import PackSettings
+from preprocess.shards.location import open_location
+from preprocess.sources.open_source import open_source
+
+DEMO_SIZE = 32
+"""Height and width of the demo set's images in pixels."""
+
+
+def pack_demo(
+    data: str,
+    *,
+    overwrite: bool = False,
+    on_progress: Callable[[str, PackProgress], None] = lambda _split, _progress: None,
+) -> None:
+    """Draws the demo set into a temporary folder and packs it into `data`/train and `data`/val.
+
+    The drawing is the same each time, so an interrupted pack is continued, and a finished one left as it is.
+
+    Args:
+        data: a folder or a TensorStore URL.
+        overwrite: begin anew.
+        on_progress: told of each split's progress, by its name.
+
+    Raises:
+        ShardError: `data` holds something else, or cannot be written.
+    """
+    location = open_location(data)
+    rule = ResizeRule(size=DEMO_SIZE, resize=DEMO_SIZE)
+    settings = PackSettings(rule=rule, num_workers=num_cores())
+    with tempfile.TemporaryDirectory(prefix="feedloop-demo-") as folder:
+        drawn = draw_demo(Path(folder) / "demo", size=DEMO_SIZE)
+        with open_source(drawn) as source:
+            for name, split in source.splits.items():
+                pack_split(
+                    split,
+                    location.child(name),
+                    settings,
+                    overwrite=overwrite,
+                    on_progress=partial(on_progress, name),
+                )

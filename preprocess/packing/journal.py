@@ -1,0 +1,216 @@
+"""The journal of an unfinished pack: one small record for each finished shard, so that the pack can continue.
+
+A record is written after its shard file and holds all that the manifest needs from that shard, so that nothing is read
+or decoded twice. The journal is deleted once the manifest stands.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from preprocess.json_digest import json_digest
+from preprocess.packing.channels import ChannelSums
+from preprocess.packing.owner import Owner
+from preprocess.shards.arrays import PIXELS, shard_key
+from preprocess.shards.location import Location, ShardError
+from preprocess.shards.manifest import FAILURES_KEY
+from preprocess.shards.split_files import PLAN_KEY, delete_split_files, split_files
+
+_RECORDS = "journal/shards/"
+_RECORD_DIGEST = "sha256"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An image that could not be packed.
+
+    Attributes:
+        index: its position in the source's pack order.
+        path: its name in the source.
+        label: its class, 0-based.
+        reason: why, in one line.
+    """
+
+    index: int
+    path: str
+    label: int
+    reason: str
+
+    def to_json(self) -> str:
+        """One line of ``failures.jsonl``, without the line's end."""
+        # Escapes, because a file name need not be UTF-8.
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, line: bytes) -> Failure:
+        """Read what `to_json` wrote; raises TypeError or ValueError when it is something else."""
+        return cls(**json.loads(line))
+
+
+def read_failures(location: Location) -> tuple[Failure, ...]:
+    """The failures noted in the split at ``location``.
+
+    Raises:
+        ShardError: ``failures.jsonl`` is missing or not as it was written.
+    """
+    text = location.read(FAILURES_KEY)
+    where = f"{location.display}{FAILURES_KEY}"
+    if text is None:
+        raise ShardError(f"{where} is missing; pack the split again with --overwrite")
+    try:
+        return tuple(Failure.from_json(line) for line in text.split(b"\n")[:-1])
+    except (TypeError, ValueError) as error:
+        raise ShardError(f"{where}: not as it was written ({error}); pack the split again with --overwrite") from error
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """What a finished shard took from the source and holds.
+
+    Attributes:
+        start: first source image taken.
+        stop: one past the last; the next shard starts there.
+        labels: uint16 ``[n]``, the classes of the images in the shard file; n is 0 when only failures were left.
+        failures: the images in between that could not be packed.
+        sums: channel sums of the images in the shard file.
+        digest: SHA-256 of the shard file's pixels as little-endian words, hexadecimal.
+        checksums: uint32 ``[n]``, the CRC-32C of each image in the shard file; ``[0]`` where images have none.
+
+    On disk there is one more field, the SHA-256 of all others.
+    """
+
+    start: int
+    stop: int
+    labels: NDArray[np.uint16]
+    failures: tuple[Failure, ...]
+    sums: ChannelSums
+    digest: str
+    checksums: NDArray[np.uint32]
+
+    def to_json(self) -> str:
+        """Return the record as JSON text."""
+        values = {
+            "start": self.start,
+            "stop": self.stop,
+            "labels": self.labels.tolist(),
+            "failures": [asdict(failure) for failure in self.failures],
+            "sums": asdict(self.sums),
+            "digest": self.digest,
+            "checksums": self.checksums.tolist(),
+        }
+        return json.dumps(values | {_RECORD_DIGEST: json_digest(values)})
+
+    @classmethod
+    def from_json(cls, text: bytes, *, format_version: int, has_checksums: bool) -> ShardRecord:
+        """Read what `to_json` wrote; raises KeyError, TypeError or ValueError when it is something else.
+
+        Args:
+            text: the record.
+            format_version: of the pack. A record of version 1 may have neither checksums nor a digest.
+            has_checksums: whether the images of the pack have checksums.
+        """
+        values: dict[str, Any] = dict(json.loads(text))
+        is_first = format_version == 1 and not {"checksums", _RECORD_DIGEST} & values.keys()
+        if not is_first and values.pop(_RECORD_DIGEST) != json_digest(values):
+            raise ValueError("the record is not what was written")
+        num_checksums = len(values["labels"]) if has_checksums and not is_first else 0
+        if len(values.get("checksums", ())) != num_checksums:
+            raise ValueError(f"the record has {len(values['checksums'])} checksums, not {num_checksums}")
+        sums = values["sums"]
+        return cls(
+            start=values["start"],
+            stop=values["stop"],
+            labels=np.array(values["labels"], np.uint16),
+            failures=tuple(Failure(**failure) for failure in values["failures"]),
+            sums=ChannelSums(sums["num_pixels"], tuple(sums["total"]), tuple(sums["squares"])),
+            digest=values["digest"],
+            checksums=np.array(values.get("checksums", ()), np.uint32),
+        )
+
+
+class Journal:
+    """The journal of one split."""
+
+    def __init__(self, location: Location, owner: Owner | None = None) -> None:
+        """With ``owner``, nothing is noted once another process has taken the split over."""
+        self._location = location
+        self._owner = owner
+
+    def plan(self) -> dict[str, Any] | None:
+        """The plan the unfinished pack was started with, or None when there is no unfinished pack.
+
+        Raises:
+            ShardError: the plan is not JSON.
+        """
+        text = self._location.read(PLAN_KEY)
+        if text is None:
+            return None
+        try:
+            return dict(json.loads(text))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ShardError(
+                f"{self._location.display}{PLAN_KEY}: the plan of the unfinished pack is damaged; clear the folder "
+                "yourself and pack again"
+            ) from error
+
+    def begin(self, plan: dict[str, Any]) -> None:
+        """Note the plan: from here on the pack can be continued."""
+        self._location.write(PLAN_KEY, json.dumps(plan).encode())
+
+    def append(self, shard: int, record: ShardRecord) -> None:
+        """Note shard file ``shard`` as finished; its file must have been written."""
+        self.check_owner()
+        self._location.write(_record_key(shard), record.to_json().encode())
+
+    def check_owner(self) -> None:
+        """Make sure that the split is still this process's; raises ShardError when another one packs it."""
+        if self._owner is not None:
+            self._owner.check()
+
+    def records(self, plan: Mapping[str, Any]) -> list[ShardRecord]:
+        """Return the records of the shards 0, 1, 2, … up to the first one that is unfinished or whose file is gone.
+
+        Args:
+            plan: what the records were made from.
+
+        Raises:
+            ShardError: a record is not readable or does not continue the one before.
+        """
+        keys = self._location.list_keys(_RECORDS)
+        files = set(self._location.list_keys(f"{PIXELS}/"))
+        records: list[ShardRecord] = []
+        for shard, text in enumerate(self._location.read_all(keys)):
+            key = _record_key(shard)
+            if keys[shard] != key:
+                break
+            try:
+                record = ShardRecord.from_json(
+                    text or b"", format_version=plan["format_version"], has_checksums=plan["checksum"]
+                )
+            except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+                raise ShardError(self._damaged(key)) from error
+            if record.start != (records[-1].stop if records else 0):
+                raise ShardError(self._damaged(key))
+            if len(record.labels) and f"{PIXELS}/{shard_key(shard, 3)}" not in files:
+                break
+            records.append(record)
+        return records
+
+    def delete(self) -> None:
+        """Remove the journal; there need not be one."""
+        # The plan last: while it stands, what is left is known as part of a pack.
+        delete_split_files(self._location, split_files(self._location, _RECORDS))
+        delete_split_files(self._location, [PLAN_KEY])
+
+    def _damaged(self, key: str) -> str:
+        return f"{self._location.display}{key}: the journal of the unfinished pack is damaged; pack with --overwrite"
+
+
+def _record_key(shard: int) -> str:
+    return f"{_RECORDS}{shard:08d}.json"

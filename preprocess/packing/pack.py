@@ -1,0 +1,351 @@
+"""The packing job of one split: plan, resume, work, finish.
+
+Shards are filled in source order with the images that decode, so that there are no holes, and written whole, one after
+the other; a journal notes each. Which bytes come out depends on the plan alone: not on the number of workers, nor on
+interruptions. The manifest is written last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorstore as ts
+from numpy.typing import NDArray
+
+from preprocess.packing.channels import ChannelSums
+from preprocess.packing.journal import Failure, Journal, ShardRecord, read_failures
+from preprocess.packing.owner import LOCK_KEY, OWNER_KEY, Owner
+from preprocess.packing.pipeline import PackedImage, decode_in_order
+from preprocess.packing.plan import PackSettings, check_same_plan, is_plan, make_plan, plan_of
+from preprocess.packing.shard_writer import SHARD_TIMEOUT_S, ShardWriter, metadata_for
+from preprocess.printable import printable
+from preprocess.shards.arrays import (
+    CHECKSUMS,
+    LABELS,
+    METADATA_KEY,
+    NUMBERS_PER_SHARD,
+    PIXELS,
+    checksums_metadata,
+    create_array,
+    labels_metadata,
+    words_digest,
+    write_array,
+)
+from preprocess.shards.location import Location, ShardError, reason
+from preprocess.shards.manifest import FAILURES_KEY, FORMAT_VERSION, MANIFEST_KEY, Manifest, is_manifest
+from preprocess.shards.split_files import JOURNAL, PLAN_KEY, delete_lock_files, delete_split_files, split_files
+
+if TYPE_CHECKING:
+    from preprocess.sources.listing import SourceSplit
+
+# Stands in the journal in place of a plan while an old pack is being deleted.
+_CLEARING = {"clearing": True}
+
+
+@dataclass(frozen=True)
+class PackProgress:
+    """How far a pack is: source images ``done`` of ``total``, ``failed`` left out, ``resumed`` of an earlier run."""
+
+    done: int
+    total: int
+    failed: int
+    resumed: int
+
+
+@dataclass(frozen=True)
+class PackResult:
+    """A finished split.
+
+    Attributes:
+        manifest: what it holds.
+        failures: the images left out, in source order.
+        was_complete: nothing was to do, the split was there with the same settings.
+        num_resumed: source images that an earlier, interrupted run had done.
+    """
+
+    manifest: Manifest
+    failures: tuple[Failure, ...]
+    was_complete: bool
+    num_resumed: int
+
+
+def pack_split(
+    source: SourceSplit,
+    location: Location,
+    settings: PackSettings,
+    *,
+    overwrite: bool = False,
+    on_progress: Callable[[PackProgress], None] | None = None,
+) -> PackResult:
+    """Pack ``source`` into the folder ``location``, continuing an interrupted pack of the same plan.
+
+    Args:
+        source: the images.
+        location: the split's folder, e.g. ``open_location(dest).child("train")``.
+        settings: how to pack.
+        overwrite: begin anew and delete the pack that is there.
+        on_progress: called after each block of images on the calling thread.
+
+    Raises:
+        ShardError: the folder holds something else or a pack with other settings, the store can't be written, no image
+            could be packed, or an image fails with ``on_error="fail"``. What is finished stays and is continued.
+        KeyboardInterrupt: passed on once the shard being written is noted; run again to continue.
+    """
+    if not overwrite and settings.shard_images is None:
+        settings = _as_it_was_begun(location, settings)
+    plan = make_plan(source, settings)
+    if not overwrite:
+        plan["format_version"] = _version_begun(location)
+    manifest = None if overwrite else _complete(location, plan)
+    if manifest is not None and not location.list_keys(JOURNAL):
+        return PackResult(manifest, read_failures(location), was_complete=True, num_resumed=0)
+    # Before the first file is written: a folder of somebody else's stays as it is.
+    _check_ours(location)
+    with Owner(location) as owner:
+        return _pack(source, location, Journal(location, owner), plan, settings, overwrite, on_progress)
+
+
+def _pack(
+    source: SourceSplit,
+    location: Location,
+    journal: Journal,
+    plan: dict[str, Any],
+    settings: PackSettings,
+    overwrite: bool,
+    on_progress: Callable[[PackProgress], None] | None,
+) -> PackResult:
+    manifest = _begin(location, journal, plan, overwrite=overwrite)
+    if manifest is not None:
+        journal.delete()
+        return PackResult(manifest, read_failures(location), was_complete=True, num_resumed=0)
+    records = journal.records(plan)
+    num_resumed = records[-1].stop if records else 0
+    total = len(source)
+    writer = ShardWriter(location, journal, settings, total, records)
+    num_failed = sum(len(record.failures) for record in records)
+    if on_progress is not None:
+        on_progress(PackProgress(num_resumed, total, num_failed, num_resumed))
+    outcomes = decode_in_order(
+        source, settings.rule, start=num_resumed, num_workers=settings.num_workers, layout=settings.layout
+    )
+    with writer, closing(outcomes):
+        done = num_resumed
+        for block in outcomes:
+            for outcome in block:
+                if isinstance(outcome, PackedImage):
+                    writer.add(outcome)
+                    continue
+                if settings.on_error == "fail":
+                    raise ShardError(
+                        f"{printable(outcome.path)}: {outcome.reason}; remove the image or pack with --on-error skip"
+                    )
+                writer.add_failure(outcome)
+                num_failed += 1
+            done += len(block)
+            if on_progress is not None:
+                on_progress(PackProgress(done, total, num_failed, num_resumed))
+        writer.finish(total)
+    manifest = _finish(source, location, journal, plan, settings, writer.records)
+    journal.delete()
+    return PackResult(manifest, _failures(writer.records), was_complete=False, num_resumed=num_resumed)
+
+
+def _as_it_was_begun(location: Location, settings: PackSettings) -> PackSettings:
+    """Takes the images a shard file of the pack that is there, where nobody asks for a number: defaults may change."""
+    found = Journal(location).plan()
+    if found is None or not is_plan(found):
+        text = location.read(MANIFEST_KEY)
+        if text is None or not is_manifest(text):
+            return settings
+        found = plan_of(Manifest.from_json(text, where=f"{location.display}{MANIFEST_KEY}"))
+    if found.get("resize_rule") != settings.rule.to_json():
+        return settings  # packed otherwise, as will be said
+    return replace(settings, shard_images=found.get("shard_images"))
+
+
+def _version_begun(location: Location) -> int:
+    """Return the format version to pack in: that of the unfinished pack that is there, or else the newest."""
+    found = (Journal(location).plan() or {}).get("format_version")
+    return 1 if found == 1 else FORMAT_VERSION
+
+
+def _complete(location: Location, plan: dict[str, Any]) -> Manifest | None:
+    """The manifest, when the split is complete and of the same plan; None when it isn't complete."""
+    text = location.read(MANIFEST_KEY)
+    if text is None or Journal(location).plan() == _CLEARING:
+        return None
+    if not is_manifest(text):
+        _check_ours(location)
+    manifest = Manifest.from_json(text, where=f"{location.display}{MANIFEST_KEY}")
+    # A complete pack stays what it is, whatever versions of the programs and the format it was made with.
+    unchecked = {"tool_versions": dict(manifest.tool_versions), "format_version": manifest.format_version}
+    check_same_plan(plan_of(manifest), plan | unchecked, location.display)
+    return manifest
+
+
+def _check_ours(location: Location) -> None:
+    """Make sure that the folder is empty or holds a pack, so that what is written or deleted in it is a pack's."""
+    plan = Journal(location).plan()
+    if plan is not None and (plan == _CLEARING or is_plan(plan)):
+        return
+    text = location.read(MANIFEST_KEY)
+    if text is not None and is_manifest(text):
+        return
+    others = [key for key in location.list_keys() if key not in (OWNER_KEY, LOCK_KEY)]
+    if others:
+        named = next((key for key in (MANIFEST_KEY, PLAN_KEY) if key in others), others[0])
+        raise ShardError(
+            f"{location.display} holds other files ({printable(named)}); choose an empty folder as DEST or clear this "
+            "one yourself"
+        )
+
+
+def _begin(location: Location, journal: Journal, plan: dict[str, Any], *, overwrite: bool) -> Manifest | None:
+    """Make the folder ready; the manifest when the split is already complete."""
+    # The owner holds the folder now, and before it did another process may have changed it.
+    _check_ours(location)
+    delete_lock_files(location)
+    found = journal.plan()
+    if overwrite or found == _CLEARING:
+        _clear(location, journal)
+        found = None
+    else:
+        manifest = _complete(location, plan)
+        if manifest is not None:
+            return manifest
+    if found is None:
+        journal.begin(plan)
+    else:
+        check_same_plan(found, plan, location.display)
+    return None
+
+
+def _clear(location: Location, journal: Journal) -> None:
+    """Delete the pack and nothing else; interrupted, the next pack goes on deleting."""
+    journal.begin(_CLEARING)
+    delete_split_files(location, [MANIFEST_KEY])
+    delete_split_files(location, [key for key in split_files(location) if not key.startswith(JOURNAL)])
+    journal.delete()
+
+
+def _finish(
+    source: SourceSplit,
+    location: Location,
+    journal: Journal,
+    plan: dict[str, Any],
+    settings: PackSettings,
+    records: list[ShardRecord],
+) -> Manifest:
+    """Write the arrays' metadata, labels and checksums, ``failures.jsonl``, and last the manifest, which is returned.
+
+    Raises:
+        ShardError: no image could be packed, or the store can't be written.
+    """
+    labels = np.concatenate([record.labels for record in records])
+    failures = _failures(records)
+    if not len(labels):
+        raise ShardError(
+            f"none of the {len(source)} images of {source.name!r} could be packed, e.g. {printable(failures[0].path)}: "
+            f"{failures[0].reason}"
+        )
+    checksums = None
+    if settings.checksum and plan["format_version"] > 1:
+        checksums = np.concatenate([record.checksums for record in records])
+    noted = "".join(f"{failure.to_json()}\n" for failure in failures).encode()
+    journal.check_owner()
+    metadata_digests = {PIXELS: _create_array(location, PIXELS, metadata_for(len(labels), settings))}
+    metadata_digests[LABELS] = _write_numbers(location, LABELS, labels_metadata(len(labels)), labels)
+    if checksums is not None:
+        metadata_digests[CHECKSUMS] = _write_numbers(location, CHECKSUMS, checksums_metadata(len(labels)), checksums)
+    digests = {"failures_digest": hashlib.sha256(noted).hexdigest()} | _number_digests(labels, checksums)
+    if plan["format_version"] > 1:
+        digests["metadata_digests"] = metadata_digests
+    else:
+        del digests["label_digests"]
+    manifest = _manifest_of(source, plan, settings, records, labels, digests)
+    location.write(FAILURES_KEY, noted)
+    journal.check_owner()
+    location.write(MANIFEST_KEY, manifest.to_json().encode())
+    return manifest
+
+
+def _number_digests(labels: NDArray[np.uint16], checksums: NDArray[np.uint32] | None) -> dict[str, Any]:
+    """Return the manifest's digests of labels and checksums: of all labels, and of each shard file of both."""
+    parts = [slice(start, start + NUMBERS_PER_SHARD) for start in range(0, len(labels), NUMBERS_PER_SHARD)]
+    return {
+        "labels_digest": words_digest([labels]),
+        "label_digests": tuple(words_digest([labels[part]]) for part in parts),
+        "checksum_digests": () if checksums is None else tuple(words_digest([checksums[part]]) for part in parts),
+    }
+
+
+def _manifest_of(
+    source: SourceSplit,
+    plan: dict[str, Any],
+    settings: PackSettings,
+    records: list[ShardRecord],
+    labels: NDArray[np.uint16],
+    digests: dict[str, Any],
+) -> Manifest:
+    """Return the manifest of a split with these ``labels``; ``digests`` are its fields that depend on the files."""
+    sums = sum((record.sums for record in records), ChannelSums())
+    return Manifest(
+        format_version=plan["format_version"],
+        num_images=len(labels),
+        height=settings.rule.size,
+        width=settings.rule.size,
+        layout=plan["layout"],
+        codec=settings.codec,
+        checksum=settings.checksum,
+        shard_images=settings.resolved_shard_images,
+        classes=tuple(source.classes),
+        class_counts=tuple(np.bincount(labels, minlength=len(source.classes)).tolist()),
+        channel_mean=sums.mean(),
+        channel_std=sums.std(),
+        resize_rule=plan["resize_rule"],
+        source_digest=plan["source_digest"],
+        num_failures=sum(len(record.failures) for record in records),
+        tool_versions=plan["tool_versions"],
+        shard_digests=tuple(record.digest for record in records if len(record.labels)),
+        **digests,
+    )
+
+
+def _create_array(location: Location, name: str, metadata: dict[str, Any]) -> str:
+    """Write an array's metadata; return the SHA-256 of the file, hexadecimal."""
+    create_array(location, name, metadata)
+    return hashlib.sha256(location.read(f"{name}/{METADATA_KEY}") or b"").hexdigest()
+
+
+def _write_numbers(
+    location: Location, name: str, metadata: dict[str, Any], numbers: NDArray[np.unsignedinteger]
+) -> str:
+    """Write an array that has one number for each image; return the SHA-256 of its metadata file, hexadecimal."""
+    digest = _create_array(location, name, metadata)
+    array = write_array(location, name, metadata)
+    for start in range(0, len(numbers), NUMBERS_PER_SHARD):
+        stop = min(start + NUMBERS_PER_SHARD, len(numbers))
+        try:
+            with ts.Transaction() as transaction:
+                array.with_transaction(transaction)[start:stop].write(numbers[start:stop]).result(
+                    timeout=SHARD_TIMEOUT_S
+                )
+        except TimeoutError as error:
+            raise ShardError(
+                f"{location.display}{name}: not written in {SHARD_TIMEOUT_S:.0f} s; check the disk and run again"
+            ) from error
+        except (ValueError, OSError, RuntimeError) as error:
+            raise ShardError(
+                f"{location.display}{name}: can't be written: {reason(error)}; mend it (free space, rights) and run "
+                "the same command again"
+            ) from error
+    return digest
+
+
+def _failures(records: Sequence[ShardRecord]) -> tuple[Failure, ...]:
+    return tuple(failure for record in records for failure in record.failures)

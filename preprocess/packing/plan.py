@@ -1,0 +1,165 @@
+"""What a pack is to make: settings, and the plan that decides every byte of a split.
+
+Two packs with equal plans make byte-identical splits, so an unfinished pack may be continued exactly when the plan
+is still the same. Reads no image.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, Literal
+
+from preprocess.decoding.decode import ResizeRule
+from preprocess.pixels import LAYOUTS, Layout, words_of_row
+from preprocess.shards.arrays import CODECS, Codec
+from preprocess.shards.classes import MAX_CLASSES
+from preprocess.shards.location import ShardError
+from preprocess.shards.manifest import FORMAT_VERSION, Manifest
+
+if TYPE_CHECKING:
+    from preprocess.sources.listing import SourceSplit
+
+OnError = Literal["skip", "fail"]
+
+_SHARD_BYTES = 64 << 20
+_MAX_SHARD_IMAGES = 1 << 14
+_MAX_SHARD_BYTES = 4 << 30
+
+
+@dataclass(frozen=True)
+class PackSettings:
+    """How to pack. Checks itself.
+
+    Attributes:
+        rule: how images become squares.
+        shard_images: images a shard file, ≥ 1; None takes the power of two that fills at most 64 MiB, 16,384 at most.
+        codec: ``raw`` reads fastest, ``blosc`` takes about a quarter less space.
+        checksum: whether each image carries a CRC-32C, so that a flipped bit is an error.
+        num_workers: decoding threads, ≥ 1.
+        layout: ``packed``, a word a pixel, or ``dense``, a quarter less; that takes a size that is a multiple of 4.
+        on_error: ``skip`` notes an image that can't be packed in ``failures.jsonl``, ``fail`` stops at it.
+    """
+
+    rule: ResizeRule = field(default_factory=ResizeRule)
+    shard_images: int | None = None
+    codec: Codec = "raw"
+    checksum: bool = True
+    num_workers: int = 1
+    layout: Layout = "packed"
+    on_error: OnError = "skip"
+
+    def __post_init__(self) -> None:
+        for name in ("shard_images", "num_workers"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, found {value}")
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, found {self.layout!r}")
+        # A shard that is compressed or goes elsewhere is filled in memory.
+        shard_bytes = self.resolved_shard_images * self.image_bytes
+        if shard_bytes > _MAX_SHARD_BYTES:
+            raise ValueError(
+                f"shard_images {self.shard_images:,} at {self.rule.size} px makes shard files of "
+                f"{shard_bytes / 2**30:,.0f} GiB; at most {_MAX_SHARD_BYTES >> 30} GiB fit, which is "
+                f"{_MAX_SHARD_BYTES // self.image_bytes:,} images"
+            )
+        if self.codec not in CODECS:
+            raise ValueError(f"codec must be one of {', '.join(CODECS)}, found {self.codec!r}")
+        if self.on_error not in ("skip", "fail"):
+            raise ValueError(f"on_error must be skip or fail, found {self.on_error!r}")
+
+    @property
+    def image_bytes(self) -> int:
+        """Bytes of one image's words."""
+        return 4 * self.rule.size * words_of_row(self.rule.size, self.layout)
+
+    @property
+    def resolved_shard_images(self) -> int:
+        """Images a shard file, the default worked out."""
+        if self.shard_images is not None:
+            return self.shard_images
+        fitting = max(1, _SHARD_BYTES // self.image_bytes)
+        return min(_MAX_SHARD_IMAGES, 1 << (fitting.bit_length() - 1))
+
+
+def make_plan(source: SourceSplit, settings: PackSettings) -> dict[str, Any]:
+    """Everything that decides the bytes of the split, as JSON values.
+
+    Raises:
+        ShardError: the split is empty or has more classes than a label can number.
+    """
+    if not len(source):
+        raise ShardError(f"the source's split {source.name!r} holds no images; check the path and --limit")
+    if len(source.classes) > MAX_CLASSES:
+        raise ShardError(f"{len(source.classes)} classes, more than the {MAX_CLASSES} a 16-bit label can number")
+    plan = {
+        "format_version": FORMAT_VERSION,
+        "num_candidates": len(source),
+        "classes": [[each.id, each.name] for each in source.classes],
+        "layout": LAYOUTS[settings.layout],
+        "codec": settings.codec,
+        "checksum": settings.checksum,
+        "shard_images": settings.resolved_shard_images,
+        "resize_rule": settings.rule.to_json(),
+        "source_digest": source.digest(),
+        "tool_versions": tool_versions(),
+    }
+    return dict(json.loads(json.dumps(plan)))
+
+
+def is_plan(values: dict[str, Any]) -> bool:
+    """Whether ``values`` is a plan, of this version or another one."""
+    return values.keys() >= {"format_version", "num_candidates", "source_digest"}
+
+
+def plan_of(manifest: Manifest) -> dict[str, Any]:
+    """The plan a finished split was made from."""
+    return {
+        "format_version": manifest.format_version,
+        "num_candidates": manifest.num_images + manifest.num_failures,
+        "classes": [[each.id, each.name] for each in manifest.classes],
+        "layout": manifest.layout,
+        "codec": manifest.codec,
+        "checksum": manifest.checksum,
+        "shard_images": manifest.shard_images,
+        "resize_rule": dict(manifest.resize_rule),
+        "source_digest": manifest.source_digest,
+        "tool_versions": dict(manifest.tool_versions),
+    }
+
+
+def check_same_plan(found: dict[str, Any], wanted: dict[str, Any], where: str) -> None:
+    """Check that the pack at ``where`` was made, or begun, from the plan that is wanted now.
+
+    Raises:
+        ShardError: naming each setting that differs.
+    """
+    differences = [
+        "the source's images are not the same (files were added, removed, renamed or resized, or --holdout or --limit "
+        "was another)"
+        if key == "source_digest"
+        else f"{key} was {_shown(found.get(key))}, is now {_shown(wanted.get(key))}"
+        for key in sorted(found.keys() | wanted.keys())
+        if found.get(key) != wanted.get(key)
+    ]
+    if differences:
+        raise ShardError(
+            f"{where} was packed otherwise: {'; '.join(differences)}. "
+            "Use the same source and settings, another DEST, or --overwrite to pack it anew"
+        )
+
+
+def tool_versions() -> dict[str, str]:
+    """Versions of the programs that decide the bytes of a split."""
+    names = ("numpy", "pillow", "tensorstore")
+    return {name: metadata.version(name) for name in names}
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {each}" for key, each in value.items())
+    if isinstance(value, list):
+        return f"{len(value)} classes"
+    return str(value)

@@ -1,0 +1,111 @@
+"""Writes one shard file of raw images on this machine, image after image.
+
+The bytes are those that TensorStore writes, for a fifth of the time: it encodes, copies and collects a shard in memory
+before it writes. The file stands under a name of its own until it is whole and on the disk. Knows the order of bytes in
+a shard (Zarr version 3, codec `sharding_indexed`), not what they mean.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from preprocess.shards.shard_index import CHECKSUM_BYTES, shard_index
+from preprocess.shards.split_files import LOCK_SUFFIX
+
+
+class ShardFile:
+    """A shard file that is being written.
+
+    Args:
+        path: of the file; its folders are made.
+        shard_images: images that a whole shard holds.
+
+    Raises:
+        OSError: it can't be made.
+    """
+
+    def __init__(self, path: Path, *, shard_images: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path, self._shard_images = path, shard_images
+        self._num_images = self._size_bytes = 0
+        self._is_done = False
+        self._unfinished = path.with_name(path.name + LOCK_SUFFIX)
+        # Where one is there another packer is at work, or was killed; the next pack then removes it.
+        self._file = os.open(self._unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def add(self, image: NDArray[np.uint32], checksum: int | None) -> None:
+        """Append an image, little-endian uint32 ``[H, W]`` in one piece, all of one size, and its CRC-32C if any.
+
+        Raises:
+            OSError: the disk takes no more.
+        """
+        self._write(image)
+        if checksum is not None:
+            self._write(checksum.to_bytes(CHECKSUM_BYTES, "little"))
+        self._num_images += 1
+
+    def commit(self) -> Future[None]:
+        """Brings the file to the disk and gives it its name, on a thread of its own; an OSError is the future's."""
+        finished: Future[None] = Future()
+
+        def finish() -> None:
+            try:
+                self._finish()
+            except BaseException as error:  # noqa: BLE001 - raised to whoever waits
+                finished.set_exception(error)
+            else:
+                finished.set_result(None)
+
+        # A daemon: a disk that hangs must not keep the command from ending.
+        threading.Thread(target=finish, name="shard-file", daemon=True).start()
+        return finished
+
+    def discard(self) -> None:
+        """Leaves nothing of a file that is not to be committed; may be called again."""
+        if self._is_done:
+            return
+        self._is_done = True
+        with suppress(OSError):
+            if self._is_own():
+                self._unfinished.unlink()
+        with suppress(OSError):
+            os.close(self._file)
+
+    def _finish(self) -> None:
+        try:
+            self._write(shard_index(self._num_images, self._shard_images, self._size_bytes // self._num_images))
+            os.fsync(self._file)
+            if not self._is_own():
+                raise FileExistsError("another pack writes to this folder")
+            self._unfinished.replace(self._path)
+        except BaseException:
+            self.discard()
+            raise
+        self._is_done = True
+        os.close(self._file)
+        _sync_folder(self._path.parent)
+
+    def _is_own(self) -> bool:
+        """Whether the unfinished file is the one that was made here."""
+        return os.path.samestat(os.fstat(self._file), self._unfinished.stat())
+
+    def _write(self, data: NDArray[np.uint32] | bytes) -> None:
+        left = memoryview(data).cast("B")
+        self._size_bytes += len(left)
+        while left:
+            left = left[os.write(self._file, left) :]
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,201 @@
+"""Writes the shards of a split one after the other, each whole, and notes each in the journal.
+
+A raw shard in a local folder is written image by image (`preprocess.packing.shard_file`); any other is filled in memory
+and handed to TensorStore.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+from numpy.typing import NDArray
+
+from preprocess.packing.channels import ChannelSums
+from preprocess.packing.journal import Failure, Journal, ShardRecord
+from preprocess.packing.pipeline import PackedImage
+from preprocess.packing.plan import PackSettings
+from preprocess.packing.shard_file import ShardFile
+from preprocess.pixels import words_of_row
+from preprocess.shards.arrays import PIXELS, pixels_metadata, shard_key, write_array
+from preprocess.shards.checksum import crc32c
+from preprocess.shards.location import Location, ShardError, reason
+
+SHARD_TIMEOUT_S = 1800.0
+"""How long one shard file may take to be written, in seconds."""
+
+
+class _StoredShard:
+    """A shard that TensorStore writes, wherever and however encoded: filled in memory, then written at once."""
+
+    def __init__(self, array: ts.TensorStore, first: int, words: NDArray[np.uint32]) -> None:
+        self._array, self._first, self._words = array, first, words
+        self._num_images = 0
+
+    def add(self, image: NDArray[np.uint32], _checksum: int | None) -> None:
+        self._words[self._num_images] = image
+        self._num_images += 1
+
+    def commit(self) -> Any:
+        # A transaction makes it one write of one file. The words are copied into it, so the buffer is free at once.
+        transaction = ts.Transaction()
+        slot = self._array.with_transaction(transaction)[self._first : self._first + self._num_images]
+        slot.write(self._words[: self._num_images]).result(timeout=SHARD_TIMEOUT_S)
+        return transaction.commit_async()
+
+    def discard(self) -> None:
+        """Has nothing to leave behind."""
+
+
+class ShardWriter:
+    """Fills one shard while the one before is brought to the disk, and notes each in the journal once it is there."""
+
+    def __init__(
+        self,
+        location: Location,
+        journal: Journal,
+        settings: PackSettings,
+        num_candidates: int,
+        records: Sequence[ShardRecord],
+    ) -> None:
+        self.records = list(records)
+        self._location = location
+        self._journal = journal
+        self._settings, self._shard_images = settings, settings.resolved_shard_images
+        self._folder = location.local_path if settings.codec == "raw" else None
+        if self._folder is None:
+            size = settings.rule.size
+            # How many images decode is known at the end; the chunks of an array do not depend on its length.
+            self._array = write_array(location, PIXELS, metadata_for(num_candidates, settings))
+            shape = (min(self._shard_images, num_candidates), size, words_of_row(size, settings.layout))
+            self._words = np.empty(shape, np.uint32)
+        self._writing: tuple[Any, ShardRecord] | None = None
+        self._shard: ShardFile | _StoredShard | None = None
+        self._start = records[-1].stop if records else 0
+        self._clear()
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._settle()
+        finally:
+            if self._shard is not None:
+                self._shard.discard()
+
+    def add(self, image: PackedImage) -> None:
+        """Put an image into the shard being filled."""
+        words = np.ascontiguousarray(image.words, "<u4")
+        checksum = crc32c(words) if self._settings.checksum else None
+        with self._naming(self._number):
+            if self._shard is None:
+                self._shard = self._begin_shard()
+            self._shard.add(words, checksum)
+        self._digest.update(words.data)
+        if checksum is not None:
+            self._checksums.append(checksum)
+        self._labels.append(image.label)
+        self._sums += image.sums
+        if len(self._labels) == self._shard_images:
+            self._submit(image.index + 1)
+
+    def add_failure(self, failure: Failure) -> None:
+        """Note an image that is left out."""
+        self._failures.append(failure)
+
+    def finish(self, stop: int) -> None:
+        """Write the last shard, which may be smaller or hold failures alone; ``stop`` is the source's length."""
+        if self._start < stop:
+            self._submit(stop)
+        self._settle()
+
+    @property
+    def _number(self) -> int:
+        """Of the shard being filled."""
+        return len(self.records) + (self._writing is not None)
+
+    def _begin_shard(self) -> ShardFile | _StoredShard:
+        if self._folder is None:
+            return _StoredShard(self._array, self._number * self._shard_images, self._words)
+        path = self._folder / PIXELS / shard_key(self._number, 3)
+        return ShardFile(path, shard_images=self._shard_images)
+
+    def _clear(self) -> None:
+        self._labels: list[int] = []
+        self._checksums: list[int] = []
+        self._failures: list[Failure] = []
+        self._sums = np.zeros((2, 3), np.int64)
+        self._digest = hashlib.sha256()
+
+    def _submit(self, stop: int) -> None:
+        self._settle()
+        labels = np.array(self._labels, np.uint16)
+        sums = ChannelSums.from_array(len(labels) * self._settings.rule.size**2, self._sums)
+        record = ShardRecord(
+            start=self._start,
+            stop=stop,
+            labels=labels,
+            failures=tuple(self._failures),
+            sums=sums,
+            digest=self._digest.hexdigest(),
+            checksums=np.array(self._checksums, np.uint32),
+        )
+        commit = None
+        if self._shard is not None:
+            self._journal.check_owner()
+            with self._naming(self._number):
+                commit = self._shard.commit()
+        self._shard = None
+        self._writing = (commit, record)
+        self._start = stop
+        self._clear()
+
+    def _settle(self) -> None:
+        """Wait for the shard under way and note it."""
+        if self._writing is None:
+            return
+        commit, record = self._writing
+        shard = len(self.records)
+        try:
+            if commit is not None:
+                with self._naming(shard):
+                    commit.result(timeout=SHARD_TIMEOUT_S)
+            self._journal.append(shard, record)
+        except Exception:
+            # Not asked again; after an interruption, which is none, it is waited for once more.
+            self._writing = None
+            raise
+        self._writing = None
+        self.records.append(record)
+
+    @contextmanager
+    def _naming(self, shard: int) -> Iterator[None]:
+        """Raises ShardError, which names the shard's file, where that can't be written."""
+        name = f"{self._location.display}{PIXELS}/{shard_key(shard, 3)}"
+        try:
+            yield
+        except TimeoutError as error:
+            raise ShardError(f"{name}: not written in {SHARD_TIMEOUT_S:.0f} s; check the disk and run again") from error
+        except (ValueError, OSError, RuntimeError) as error:
+            raise ShardError(
+                f"{name}: can't be written: {reason(error)}; mend it (free space, rights) and run the same command "
+                f"again, it continues at shard {shard}"
+            ) from error
+
+
+def metadata_for(num_images: int, settings: PackSettings) -> dict[str, Any]:
+    """Zarr metadata of the pixels of so many images."""
+    size = settings.rule.size
+    return pixels_metadata(
+        num_images,
+        size,
+        words_of_row(size, settings.layout),
+        shard_images=settings.resolved_shard_images,
+        codec=settings.codec,
+        checksum=settings.checksum,
+    )

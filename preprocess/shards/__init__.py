@@ -1,0 +1,1 @@
+"""The packed format: what its files hold, reading and verifying them."""

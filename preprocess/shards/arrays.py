@@ -1,0 +1,214 @@
+"""The arrays of a split on disk: ``pixels/``, ``labels/`` and ``checksums/``, Zarr 3 with ``sharding_indexed``.
+
+One shard file of ``pixels/`` holds ``shard_images`` images, one inner chunk is one image, so an image is read alone at
+any index and a shard is written as one file. The other two have a number for each image. Any Zarr 3 reader opens them.
+Knows the metadata, not what the numbers mean.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import numpy as np
+import tensorstore as ts
+from numpy.typing import NDArray
+
+from preprocess.pixels import UNUSED_BITS
+from preprocess.shards.classes import MAX_CLASSES
+from preprocess.shards.location import STORE_TIMEOUT_S, Location, ShardError, reason
+
+Codec = Literal["raw", "blosc"]
+CODECS: tuple[Codec, ...] = ("raw", "blosc")
+
+PIXELS = "pixels"
+LABELS = "labels"
+CHECKSUMS = "checksums"
+METADATA_KEY = "zarr.json"
+
+# What a Zarr reader hands out for a shard file that is gone. Its low byte is not 0, so it is no packed pixel: a missing
+# file shows as magenta and fails `inspect-shards --verify`, where 0 would pass for a black image. (Of the dense layout
+# any word is pixels; Feedloop itself takes a missing file for an error, whatever the layout.)
+MISSING_PIXEL = 0xFF00FF00 | UNUSED_BITS
+MISSING_LABEL = MAX_CLASSES
+
+# Of labels and checksums. A shard file is what is read, and compared with its digest, at once (2 or 4 MiB); 10^8 images
+# have 96 of each.
+NUMBERS_PER_CHUNK = 1 << 10
+NUMBERS_PER_SHARD = 1 << 20
+MAX_NUMBERS_BYTES = 5 << 20
+"""The most that a shard file of them can have: 4 MiB of checksums, and a thirty-second of it around these."""
+
+_MAX_METADATA_BYTES = 1 << 20
+
+_MISMATCH = re.compile(r'Expected "\w+" of .*|Mismatch in "codecs"')
+_SHARD_ENTRY = re.compile(r'Error reading shard entry \{[^}]*\}/\{[^}]*\} in [^"]*"[^"]*": ')
+_LITTLE_ENDIAN = {"name": "bytes", "configuration": {"endian": "little"}}
+_CHECKSUM = {"name": "crc32c"}
+
+
+def pixels_metadata(
+    num_images: int, height: int, row_words: int, *, shard_images: int, codec: Codec, checksum: bool
+) -> dict[str, Any]:
+    """Zarr metadata of ``uint32 [num_images, height, row_words]``, ``shard_images`` a file, one an inner chunk."""
+    codecs: list[dict[str, Any]] = [_LITTLE_ENDIAN]
+    if codec == "blosc":
+        blosc = {"cname": "lz4", "clevel": 5, "shuffle": "shuffle", "typesize": 4, "blocksize": 0}
+        codecs.append({"name": "blosc", "configuration": blosc})
+    return _metadata(
+        [num_images, height, row_words],
+        dtype="uint32",
+        fill_value=MISSING_PIXEL,
+        names=["image", "row", "column"],
+        shard=[shard_images, height, row_words],
+        chunk=[1, height, row_words],
+        codecs=[*codecs, _CHECKSUM] if checksum else codecs,
+    )
+
+
+def labels_metadata(num_images: int) -> dict[str, Any]:
+    """Return the Zarr metadata of the labels, ``uint16 [num_images]``."""
+    return _numbers_metadata(num_images, dtype="uint16", fill_value=MISSING_LABEL)
+
+
+def checksums_metadata(num_images: int) -> dict[str, Any]:
+    """Return the Zarr metadata of the images' checksums, ``uint32 [num_images]``."""
+    return _numbers_metadata(num_images, dtype="uint32", fill_value=0)
+
+
+def _numbers_metadata(num_images: int, *, dtype: str, fill_value: int) -> dict[str, Any]:
+    """A number for each image, always with a checksum: it costs 4 bytes in 2 or 4 KiB."""
+    return _metadata(
+        [num_images],
+        dtype=dtype,
+        fill_value=fill_value,
+        names=["image"],
+        shard=[NUMBERS_PER_SHARD],
+        chunk=[NUMBERS_PER_CHUNK],
+        codecs=[_LITTLE_ENDIAN, _CHECKSUM],
+    )
+
+
+def create_array(location: Location, name: str, metadata: dict[str, Any]) -> ts.TensorStore:
+    """Write the metadata of the array ``name`` (replacing what was there) and open it."""
+    path = location.child(name)
+    path.delete(METADATA_KEY)
+    return _open(location, name, {"metadata": metadata}, ts.OpenMode(create=True, open=True))
+
+
+def write_array(location: Location, name: str, metadata: dict[str, Any]) -> ts.TensorStore:
+    """Open the array ``name`` for writing chunks as if its metadata were there already; nothing is written yet."""
+    return _open(location, name, {"metadata": metadata}, ts.OpenMode(open=True, assume_metadata=True))
+
+
+def read_array(
+    location: Location, name: str, metadata: dict[str, Any] | None = None, *, cache_bytes: int = 0
+) -> ts.TensorStore:
+    """Open the array ``name`` for reading; a chunk that is not there is an error, never a fill value.
+
+    Args:
+        location: the split's folder.
+        name: ``pixels`` or ``labels``.
+        metadata: what its metadata must be (shape, type, shards, codecs, fill value), as `pixels_metadata` gives it.
+        cache_bytes: memory for shard indices and chunks.
+
+    Raises:
+        ShardError: no such array, its metadata can't be read, or is not ``metadata``.
+    """
+    _check_metadata(location, name)
+    spec: dict[str, Any] = {} if metadata is None else {"metadata": metadata}
+    spec |= {
+        "fill_missing_data_reads": False,
+        "recheck_cached_data": "open",
+        "cache_pool": {"total_bytes_limit": cache_bytes},
+    }
+    return _open(location, name, spec, ts.OpenMode(open=True))
+
+
+def _check_metadata(location: Location, name: str) -> None:
+    """Raise ShardError where the metadata is no plain JSON: deep nesting crashes TensorStore's reader (SIGSEGV)."""
+    key = f"{name}/{METADATA_KEY}"
+    text = location.read(key)
+    try:
+        if text is not None and (len(text) > _MAX_METADATA_BYTES or not isinstance(json.loads(text), dict)):
+            raise ValueError(f"{len(text)} bytes of something else")
+    except (ValueError, RecursionError) as error:
+        raise ShardError(
+            f"{location.display}{key}: not the metadata of an array ({reason(error)}); {location.remedy}"
+        ) from error
+
+
+def words_digest(parts: Iterable[NDArray[np.unsignedinteger]]) -> str:
+    """SHA-256 of the numbers in ``parts``, one after the other, each little-endian; hexadecimal."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(np.ascontiguousarray(part, part.dtype.newbyteorder("<")).data)
+    return digest.hexdigest()
+
+
+def shard_key(shard: int, rank: int) -> str:
+    """The key of a shard file below its array's folder, e.g. ``c/7/0/0`` for rank 3."""
+    return "/".join(["c", str(shard), *["0"] * (rank - 1)])
+
+
+def cut_short(found_bytes: int, expected_bytes: int) -> str | None:
+    """Return in words that a shard file is shorter than it should be; None where it is not."""
+    if found_bytes >= expected_bytes:
+        return None
+    return f"the shard file is truncated, it has {found_bytes:,} of {expected_bytes:,} bytes"
+
+
+def damage(error: BaseException) -> str:
+    """Why a chunk can't be read, in words where the cause is a common one."""
+    text = reason(error)
+    if "is missing" in text:
+        return "the shard file, or the image in it, is missing"
+    if "Digest mismatch" in text:
+        return "the checksum does not match, the bytes have changed"
+    if "Existing shard has size" in text or "is not valid for value of size" in text:
+        return "the shard file is truncated"
+    if isinstance(error, TimeoutError):
+        return "no answer from the store"
+    # Without the image's place in the shard, so that the same damage to many images is told once.
+    return _SHARD_ENTRY.sub("", text)
+
+
+def _open(location: Location, name: str, spec: dict[str, Any], mode: ts.OpenMode) -> ts.TensorStore:
+    spec = {"driver": "zarr3", "kvstore": location.array_spec(name)} | spec
+    try:
+        return ts.open(spec, context=location.context, open_mode=mode).result(timeout=STORE_TIMEOUT_S)
+    except (ValueError, OSError, RuntimeError, TimeoutError) as error:
+        text = reason(error)
+        mismatch = _MISMATCH.search(text)
+        what = f"the array is not as it was packed: {mismatch[0]}" if mismatch else f"the array can't be opened: {text}"
+        raise ShardError(f"{location.display}{name}: {what}; pack the split again with --overwrite") from error
+
+
+def _metadata(
+    shape: list[int],
+    *,
+    dtype: str,
+    fill_value: int,
+    names: list[str],
+    shard: list[int],
+    chunk: list[int],
+    codecs: list[dict[str, Any]],
+) -> dict[str, Any]:
+    sharding = {
+        "chunk_shape": chunk,
+        "codecs": codecs,
+        "index_codecs": [_LITTLE_ENDIAN, _CHECKSUM],
+        "index_location": "end",
+    }
+    return {
+        "shape": shape,
+        "data_type": dtype,
+        "fill_value": fill_value,
+        "dimension_names": names,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": shard}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
+    }

@@ -1,0 +1,170 @@
+"""A number for each image of a split, its label or its checksum: read a shard file at a time, compared with its digest.
+
+What is read stays in memory, 2 bytes an image for labels and 4 for checksums; of very large local splits the mapped
+files stand in its place.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from preprocess.shards.arrays import (
+    MAX_NUMBERS_BYTES,
+    NUMBERS_PER_CHUNK,
+    NUMBERS_PER_SHARD,
+    damage,
+    read_array,
+    shard_key,
+    words_digest,
+)
+from preprocess.shards.location import Location, ShardError
+from preprocess.shards.mapped_shards import MappedShard, MappedShards
+
+HELD_NUMBERS = 1 << 24
+"""Splits of up to so many images keep their labels and checksums in memory (96 MiB)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _MappedPart:
+    """A mapped shard file whose digest was compared."""
+
+    shard: MappedShard
+
+    def take(self, places: NDArray[np.int64]) -> NDArray[Any] | None:
+        """Return the numbers at ``places``; None where the file was cut short meanwhile."""
+        found = self.shard.chunks[places // NUMBERS_PER_CHUNK, places % NUMBERS_PER_CHUNK]
+        return None if self.shard.is_torn else found
+
+
+class ImageNumbers:
+    """One number for each image; for any number of threads.
+
+    Args:
+        location: the split's folder.
+        name: of the array.
+        metadata: of the array, see `preprocess.shards.arrays`.
+        dtype: of the numbers.
+        digests: SHA-256 of the numbers of each shard file; None where the split has none.
+
+    Raises:
+        ShardError: the array can't be opened.
+    """
+
+    def __init__(
+        self,
+        location: Location,
+        name: str,
+        metadata: dict[str, Any],
+        dtype: type[np.unsignedinteger[Any]],
+        digests: tuple[str, ...] | None,
+    ) -> None:
+        self._location, self._name, self._digests, self._dtype = location, name, digests, dtype
+        self._num_images: int = metadata["shape"][0]
+        self._array = read_array(location, name, metadata)
+        self._held: dict[int, NDArray[Any]] = {}
+        self._compared: dict[int, _MappedPart] = {}
+        self._lock = threading.Lock()
+        self._mapped: MappedShards | None = None
+        folder = location.local_path
+        if folder is not None and MappedShards.is_possible() and self._num_images > HELD_NUMBERS:
+            self._mapped = MappedShards(
+                folder / name,
+                rank=1,
+                num_chunks=-(-self._num_images // NUMBERS_PER_CHUNK),
+                shard_chunks=NUMBERS_PER_SHARD // NUMBERS_PER_CHUNK,
+                chunk_shape=(NUMBERS_PER_CHUNK,),
+                dtype=dtype,
+                checksum=True,
+            )
+
+    def read(self, indices: NDArray[np.int64], deadline: float) -> NDArray[Any]:
+        """Return the numbers ``[b]`` of images int64 ``[b]``, 0 ≤ index < N.
+
+        Args:
+            indices: of the images, in any order.
+            deadline: until when to wait for the store, on the monotonic clock.
+
+        Raises:
+            ShardError: a shard file is missing, damaged, not the one that was packed, or does not come in time.
+            ChangedFileError: a mapped one was written to since numbers were read from it.
+        """
+        if self._num_images <= NUMBERS_PER_SHARD:
+            return self._take(0, indices, deadline)
+        parts, places = np.divmod(indices, NUMBERS_PER_SHARD)
+        found = np.empty(len(indices), self._dtype)
+        for part in np.unique(parts).tolist():
+            rows = np.flatnonzero(parts == part)
+            found[rows] = self._take(part, places[rows], deadline)
+        return found
+
+    def look(self) -> None:
+        """Look at every mapped file once more; raises ChangedFileError where one was written to."""
+        if self._mapped is not None:
+            self._mapped.look()
+
+    def _take(self, part: int, places: NDArray[np.int64], deadline: float) -> NDArray[Any]:
+        if (held := self._held.get(part)) is not None:
+            return held[places]
+        if (mapped := self._mapped_part(part)) is not None and (found := mapped.take(places)) is not None:
+            return found
+        return self._hold(part, deadline)[places]
+
+    def _mapped_part(self, part: int) -> _MappedPart | None:
+        """Return a part where it lies in its file; None where it is not mapped, or not as it should be."""
+        shard = None if self._mapped is None else self._mapped.find(part)
+        if shard is None:
+            return None
+        before = self._compared.get(part)
+        if before is not None and before.shard is shard:
+            return before
+        num_numbers = self._length(part)
+        whole = np.array(shard.chunks).reshape(-1)[:num_numbers]
+        is_sound = all(shard.check(slot, chunk, None) for slot, chunk in enumerate(shard.chunks))
+        if not is_sound or shard.is_torn or not self._is_as_packed(part, whole):
+            return None
+        self._compared[part] = compared = _MappedPart(shard)
+        return compared
+
+    def _hold(self, part: int, deadline: float) -> NDArray[Any]:
+        """Read a part from the store and keep it."""
+        if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise ShardError(self._late(part))
+        try:
+            if (held := self._held.get(part)) is not None:
+                return held
+            key = shard_key(part, 1)
+            self._location.child(self._name).check_regular(key, max_bytes=MAX_NUMBERS_BYTES)
+            start = part * NUMBERS_PER_SHARD
+            reading = self._array[start : start + self._length(part)].read()
+            try:
+                found: NDArray[Any] = reading.result(timeout=max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                raise ShardError(self._late(part)) from None
+            except (ValueError, OSError, RuntimeError) as error:
+                raise ShardError(f"{self._file(part)}: {damage(error)}; {self._location.remedy}") from error
+            if not self._is_as_packed(part, found):
+                raise ShardError(
+                    f"{self._file(part)}: the {self._name} are not those that were packed; {self._location.remedy}"
+                )
+            self._held[part] = found
+            return found
+        finally:
+            self._lock.release()
+
+    def _is_as_packed(self, part: int, numbers: NDArray[Any]) -> bool:
+        return self._digests is None or words_digest([numbers]) == self._digests[part]
+
+    def _length(self, part: int) -> int:
+        return min(NUMBERS_PER_SHARD, self._num_images - part * NUMBERS_PER_SHARD)
+
+    def _file(self, part: int) -> str:
+        return f"{self._location.display}{self._name}/{shard_key(part, 1)}"
+
+    def _late(self, part: int) -> str:
+        return f"{self._file(part)}: no answer in time; check the disk or the network, or allow more time"

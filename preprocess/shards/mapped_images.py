@@ -1,0 +1,163 @@
+"""Images of a local split straight from its mapped shard files.
+
+TensorStore finds and decodes an image anew on every read: its shard's index, its checksum, a copy. Of files in the page
+cache that is most of the work. Here an image is looked for and checked once, and a read is one copy. Whatever is not as
+it should be is left to TensorStore, which says what is wrong.
+"""
+
+from __future__ import annotations
+
+import resource
+from itertools import repeat
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from preprocess.memory import host_memory_bytes
+from preprocess.shards.arrays import PIXELS
+from preprocess.shards.manifest import Manifest
+from preprocess.shards.mapped_shards import MOST_MAPPED, ExpectedChecksums, MappedShard, MappedShards, read_pages
+from preprocess.shards.shard_index import CHECKSUM_BYTES
+
+# Smaller images are gathered by one call a shard, for which they are copied twice: a call an image costs 2 µs. A call a
+# shard costs 10 µs, so it must be for several images.
+_LEAST_ONE_BY_ONE_BYTES = 1 << 14
+_LEAST_GATHERED = 4
+# Of the files that a process may have open, the share that small images of a split may keep so; it reads two splits.
+_OPEN_SHARE = 1 / 4
+# Of this machine's memory, the share that a split may have for its images to stay in it once they were read: those of
+# others, and the program, need some too.
+_STAYING_SHARE = 0.4
+
+
+class MappedImages:
+    """The mapped pixels of one split; for any number of threads.
+
+    Args:
+        folder: of the split, on this machine.
+        manifest: of the split, which must be `is_mappable`.
+        expected: checksums of images by the split's record of them; None where it has none.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, expected: ExpectedChecksums | None) -> None:
+        self._image_bytes, self._shard_images = manifest.image_bytes, manifest.shard_images
+        self._shards = MappedShards(
+            folder / PIXELS,
+            rank=3,
+            num_chunks=manifest.num_images,
+            shard_chunks=manifest.shard_images,
+            chunk_shape=(manifest.height, manifest.row_words),
+            dtype=np.uint32,
+            checksum=manifest.checksum,
+            most_open=0 if self.lends else _most_open_files(),
+            expected=expected,
+        )
+        self._stays = manifest.num_images * self._image_bytes <= _STAYING_SHARE * (host_memory_bytes() or 0)
+
+    @property
+    def lends(self) -> bool:
+        """Whether `lend` may ever give something."""
+        return self._image_bytes >= _LEAST_ONE_BY_ONE_BYTES
+
+    @staticmethod
+    def is_mappable(manifest: Manifest) -> bool:
+        """Whether this machine's memory would show the pixels of the files as they are."""
+        return manifest.codec == "raw" and MappedShards.is_possible()
+
+    def look(self) -> None:
+        """Look at every mapped file once more; raises ChangedFileError where one was written to."""
+        self._shards.look()
+
+    def copy(
+        self, indices: NDArray[np.int64], pixels: NDArray[np.uint32], expected: NDArray[np.uint32] | None
+    ) -> NDArray[np.intp]:
+        """Copy images and check those that were not checked before.
+
+        Args:
+            indices: int64 ``[b]``, 0 ≤ index < N.
+            pixels: uint32 ``[b, H, words of a row]``, overwritten.
+            expected: uint32 ``[b]``, the images' checksums; None takes those in the files, where there are any.
+
+        Returns:
+            The rows of ``pixels`` that hold no sound image, ascending.
+
+        Raises:
+            ChangedFileError: a file was written to since images were copied from it.
+        """
+        num_files = 1 if self.lends else len(np.unique(indices // self._shard_images))
+        if self.lends or len(indices) < _LEAST_GATHERED * num_files:
+            return self._copy_one_by_one(indices, pixels, expected)
+        return self._gather(indices, pixels, expected)
+
+    def _copy_one_by_one(
+        self, indices: NDArray[np.int64], pixels: NDArray[np.uint32], expected: NDArray[np.uint32] | None
+    ) -> NDArray[np.intp]:
+        left = []
+        own, is_one_piece = bytearray(CHECKSUM_BYTES), pixels.flags.c_contiguous
+        checksums = repeat(None) if expected is None else expected.tolist()
+        places = self._shards.places(indices)
+        for row, (image, (shard, slot), checksum) in enumerate(zip(pixels, places, checksums, strict=False)):
+            if shard is None:
+                is_sound = False
+            elif shard.file is not None and is_one_piece:
+                is_sound = shard.read(slot, image, own, checksum)
+            else:
+                # Copied first: that lets go of the interpreter lock, which the wait for a disk must not hold.
+                np.copyto(image, shard.chunks[slot])
+                is_sound = shard.check(slot, image, checksum)
+            if not is_sound:
+                left.append(row)
+        return np.array(left, np.intp)
+
+    def _gather(
+        self, indices: NDArray[np.int64], pixels: NDArray[np.uint32], expected: NDArray[np.uint32] | None
+    ) -> NDArray[np.intp]:
+        is_left = np.ones(len(indices), np.bool)
+        for number, rows, slots in self._shards.by_shard(indices):
+            shard = self._shards.find(number)
+            if shard is None:
+                continue
+            images = shard.chunks[slots]
+            if shard.is_torn:
+                continue
+            pixels[rows] = images
+            is_left[rows] = False
+            for place in shard.checked.missing(slots).tolist():
+                checksum = None if expected is None else int(expected[rows[place]])
+                is_left[rows[place]] = not shard.check(int(slots[place]), images[place], checksum)
+        return np.flatnonzero(is_left)
+
+    def lend(
+        self, indices: NDArray[np.int64], expected: NDArray[np.uint32] | None
+    ) -> tuple[list[NDArray[np.uint32]], set[MappedShard]] | None:
+        """Return the images where they lie in the files, in the order of ``indices``, and the files.
+
+        Each is uint32 ``[H, words of a row]``, read-only. They are checked, and their pages in memory, unless the
+        system has taken them back. What is copied from them counts only if none of the files `is_torn` afterwards. None
+        where that cannot be, or where they are so small that `copy` is faster.
+
+        Raises:
+            ChangedFileError: as `copy`.
+        """
+        if not self.lends:
+            return None
+        images, shards = [], set()
+        checksums = repeat(None) if expected is None else expected.tolist()
+        for (shard, slot), checksum in zip(self._shards.places(indices), checksums, strict=False):
+            if shard is None:
+                return None
+            image = shard.chunks[slot]
+            if not (self._stays and slot in shard.checked):
+                read_pages(image)
+                if not shard.check(slot, image, checksum):
+                    return None
+            images.append(image)
+            shards.add(shard)
+        return images, shards
+
+
+def _most_open_files() -> int:
+    """How many files a split may keep open."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return int(_OPEN_SHARE * (MOST_MAPPED if most == resource.RLIM_INFINITY else most))

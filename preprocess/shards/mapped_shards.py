@@ -1,0 +1,314 @@
+"""Mapped shard files of raw arrays on this machine (Zarr version 3, codec `sharding_indexed`).
+
+Knows the order of bytes in a shard, and which chunks of it were checked; not what they mean. A chunk that does not lie
+where its number says, or is not as its checksum says, is not given out: the store then says what is wrong.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from preprocess.regular_file import FileIdentity, identity_of, open_regular
+from preprocess.shards.arrays import shard_key
+from preprocess.shards.checksum import crc32c
+from preprocess.shards.chunk_marks import ChunkMarks
+from preprocess.shards.file_maps import FileMap, map_file
+from preprocess.shards.shard_index import CHECKSUM_BYTES, ENTRY, shard_index
+
+# Linux lets a process map 65,530 files, here of two splits; the shards beyond these stay with the store.
+MOST_MAPPED = 3 << 13
+# Every page of an array is read once to bring it into memory, 4 KiB at least, by one call on more than 500 numbers: for
+# so many NumPy lets go of the interpreter lock, which a read from a disk must not hold.
+_PAGE_BYTES = 1 << 12
+_LEAST_NUMBERS_READ = 1 << 9
+# A call to the system costs 2 to 6 µs, as much as the copy of an image: of many files no more than so many a second.
+_LOOK_EVERY_S = 1.0
+_MOST_LOOKS_A_S = 1_000
+
+type ExpectedChecksums = Callable[[int, int], NDArray[np.uint32]]
+"""Chunks ``start, stop`` → their checksums, uint32 ``[stop - start]``, by another record than the file's own."""
+
+
+class ChangedFileError(OSError):
+    """A file was written to while it was mapped, and chunks that were handed out are others now."""
+
+
+class OpenFile:
+    """A file's descriptor, closed with its last holder: a thread that reads by it never finds another file there."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+
+@dataclass(slots=True, eq=False)
+class MappedShard:
+    """One mapped file.
+
+    Attributes:
+        path: of the file.
+        identity: of the file.
+        map: of the file.
+        chunks: ``[n, …]`` of the array's type, in the file.
+        checksums: uint32 ``[n]``, in the file; None where there are none.
+        misplaced: the numbers of chunks that do not lie where chunks of one size in their order lie, as its index says.
+        checked: the chunks that were found sound.
+        looked_s: when it was seen to be the file of that path, on the monotonic clock.
+        file: to read from; None where too many are open.
+    """
+
+    path: str
+    identity: FileIdentity
+    map: FileMap
+    chunks: NDArray[Any]
+    checksums: NDArray[np.uint32] | None
+    misplaced: frozenset[int]
+    checked: ChunkMarks
+    looked_s: float
+    file: OpenFile | None
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether the file was cut short since it was mapped: what was copied from `chunks` may be zeros."""
+        return self.map.is_torn
+
+    def read(self, slot: int, chunk: NDArray[Any], checksum: bytearray, expected: int | None) -> bool:
+        """Read a chunk from `file` to memory in one piece, and its checksum; whether it is there and as in `check`.
+
+        To map a page that was not looked at before takes 5 µs, which a read does not.
+        """
+        assert self.file is not None
+        into = (chunk,) if self.checksums is None else (chunk, checksum)
+        num_bytes = self.chunks.strides[0]
+        try:
+            if os.preadv(self.file.descriptor, into, slot * num_bytes) != num_bytes:
+                return False
+        except OSError:  # the store will meet it too, and name the file
+            return False
+        if expected is None:
+            expected = int.from_bytes(checksum, "little")
+        return slot in self.checked or self._is_sound(slot, chunk, expected)
+
+    def check(self, slot: int, chunk: NDArray[Any], expected: int | None) -> bool:
+        """Return whether what was copied from ``chunks[slot]`` is that chunk, with its checksum.
+
+        Args:
+            slot: of the chunk in the file.
+            chunk: what was copied, or the chunk in the file itself.
+            expected: the checksum by another record; None takes the file's own, where it has one.
+        """
+        if slot in self.checked:
+            return not self.is_torn
+        if expected is None and self.checksums is not None:
+            expected = int(self.checksums[slot])
+        return self._is_sound(slot, chunk, expected) and not self.is_torn
+
+    def _is_sound(self, slot: int, chunk: NDArray[Any], checksum: int | None) -> bool:
+        if slot in self.misplaced:
+            return False
+        if self.checksums is not None and crc32c(np.ascontiguousarray(chunk)) != checksum:
+            return False
+        self.checked.add(slot)
+        return True
+
+
+class MappedShards:
+    """The mapped files of one array; for any number of threads.
+
+    A file that is replaced is told by its identity within a second, or as many as it has thousands of files, and mapped
+    and checked anew. One that is written to in its place is told likewise: chunks that were handed out of it are
+    compared with their checksums once more, and where one is another now, that is a `ChangedFileError`. One that is cut
+    short while a chunk is copied is torn (`preprocess.shards.file_maps`). A page that the system has taken back is read
+    again where it is copied, which no time limit can end.
+
+    Args:
+        folder: of the array, on this machine.
+        rank: of the array.
+        num_chunks: of the array, all along its first axis.
+        shard_chunks: of a whole file.
+        chunk_shape: of one.
+        dtype: of the array, little-endian.
+        checksum: whether a CRC-32C follows each chunk.
+        most_open: files, the first that are mapped, that stay open for reads beside their maps.
+        expected: checksums of chunks by another record than the files' own; None takes those.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        rank: int,
+        num_chunks: int,
+        shard_chunks: int,
+        chunk_shape: tuple[int, ...],
+        dtype: type[np.generic],
+        checksum: bool,
+        most_open: int = 0,
+        expected: ExpectedChecksums | None = None,
+    ) -> None:
+        self._most_open, self._expected = most_open, expected
+        self._folder, self._rank = folder, rank
+        self._num_chunks, self._shard_chunks = num_chunks, shard_chunks
+        self._shape, self._dtype, self._checksum = chunk_shape, np.dtype(dtype), checksum
+        self._shards: dict[int, MappedShard] = {}
+        self._of_another_form: dict[int, FileIdentity] = {}
+        self._changed_path: str | None = None
+        self._lock = threading.Lock()
+
+    @staticmethod
+    def is_possible() -> bool:
+        """Whether this machine's memory would show the numbers of the files as they are."""
+        return sys.byteorder == "little"
+
+    def places(self, chunks: NDArray[np.int64]) -> Iterator[tuple[MappedShard | None, int]]:
+        """Gives each chunk's shard, None where it is not mapped, and its place in it; looks at each file once."""
+        numbers, slots = np.divmod(chunks, self._shard_chunks)
+        found: dict[int, MappedShard | None] = {}
+        for number, slot in zip(numbers.tolist(), slots.tolist(), strict=True):
+            if number not in found:
+                found[number] = self.find(number)
+            yield found[number], slot
+
+    def by_shard(self, chunks: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.intp], NDArray[np.int64]]]:
+        """Gives each shard's number, the rows of its chunks, and their places in it."""
+        if not len(chunks):
+            return
+        numbers, slots = np.divmod(chunks, self._shard_chunks)
+        order = np.argsort(numbers, kind="stable")
+        starts = np.flatnonzero(np.diff(numbers[order], prepend=-1))
+        for rows in np.split(order, starts[1:]):
+            yield int(numbers[rows[0]]), rows, slots[rows]
+
+    def find(self, number: int) -> MappedShard | None:
+        """Return the mapped shard of that number; None where its file is missing or of another form.
+
+        Raises:
+            ChangedFileError: a file was written to in its place, and what was handed out of it is another now; from
+                then on at every call.
+        """
+        self._check_unchanged()
+        shard = self._shards.get(number)
+        if shard is not None and self._is_there(shard):
+            return shard
+        with self._lock:
+            if self._shards.get(number) is shard and len(self._shards) - (shard is not None) < MOST_MAPPED:
+                self._shards.pop(number, None)
+                self._map_again(number, shard)
+            self._check_unchanged()
+            return self._shards.get(number)
+
+    def look(self) -> None:
+        """Look at every mapped file once more; raises ChangedFileError as `find`."""
+        for number, shard in list(self._shards.items()):
+            shard.looked_s = -math.inf
+            self.find(number)
+        self._check_unchanged()
+
+    def _check_unchanged(self) -> None:
+        if self._changed_path is not None:
+            raise ChangedFileError(self._changed_path)
+
+    def _map_again(self, number: int, before: MappedShard | None) -> None:
+        """Map a file for the first time, or one that is not what it was."""
+        path = os.fspath(self._folder / shard_key(number, self._rank))
+        # A file that cannot be opened or mapped now may be tomorrow: nothing is kept of it.
+        with suppress(OSError):
+            if number in self._of_another_form and self._of_another_form[number] == _identify(path):
+                return
+            shard = self._map(number, path)
+            if shard is not None:
+                self._shards[number] = shard
+            elif (found := _identify(path)) is not None:
+                self._of_another_form[number] = found
+        if before is not None and not self._is_as_before(number, before, self._shards.get(number)):
+            # Kept: the caller's step may never be taken, and then nobody would hear of it.
+            self._changed_path = before.path
+
+    def _is_as_before(self, number: int, before: MappedShard, now: MappedShard | None) -> bool:
+        """Return whether what was handed out of a file is what it holds now, where it is the same one (its inode)."""
+        found = _identify(before.path)
+        if found is None or found[0] != before.identity[0]:
+            return True  # it was replaced or removed; what was mapped stayed as it was
+        start = number * self._shard_chunks
+        for slot in before.checked.slots():
+            expected = None if self._expected is None else int(self._expected(start + slot, start + slot + 1)[0])
+            if now is None or not now.check(slot, np.array(now.chunks[slot]), expected):
+                return False
+        return True
+
+    def _is_there(self, shard: MappedShard) -> bool:
+        """Whether the file is still the one that is mapped, as of a while ago."""
+        if shard.is_torn:
+            return False
+        now_s = time.monotonic()
+        if now_s - shard.looked_s >= max(_LOOK_EVERY_S, len(self._shards) / _MOST_LOOKS_A_S):
+            if _identify(shard.path) != shard.identity:
+                return False
+            shard.looked_s = now_s
+        return True
+
+    def _map(self, number: int, path: str) -> MappedShard | None:
+        """Maps a file; None where it is not of the size that chunks of one size leave.
+
+        Raises:
+            OSError: where it is not there, or the system maps no more.
+        """
+        num_chunks = min(self._shard_chunks, self._num_chunks - number * self._shard_chunks)
+        chunk_bytes = int(np.prod(self._shape)) * self._dtype.itemsize
+        stored_bytes = chunk_bytes + (CHECKSUM_BYTES if self._checksum else 0)
+        index_start = num_chunks * stored_bytes
+        index_bytes = self._shard_chunks * ENTRY.size
+        file = OpenFile(open_regular(path))
+        identity = identity_of(os.fstat(file.descriptor))
+        if identity[1] != index_start + index_bytes + CHECKSUM_BYTES:
+            return None
+        file_map = map_file(file.descriptor, identity[1])
+        mapped = file_map.array
+        strides = (stored_bytes, *np.empty((1, *self._shape), self._dtype).strides[1:])
+        chunks = np.ndarray((num_chunks, *self._shape), self._dtype, mapped, strides=strides)
+        checksums = None
+        if self._checksum:
+            checksums = np.ndarray((num_chunks,), np.uint32, mapped, offset=chunk_bytes, strides=(stored_bytes,))
+        index = mapped[index_start : index_start + index_bytes]
+        read_pages(index)
+        whole = shard_index(num_chunks, self._shard_chunks, stored_bytes)
+        expected = np.frombuffer(whole, np.uint8)[:index_bytes]
+        misplaced = () if np.array_equal(index, expected) else np.flatnonzero(index != expected) // ENTRY.size
+        return MappedShard(
+            path=path,
+            identity=identity,
+            map=file_map,
+            chunks=chunks,
+            checksums=checksums,
+            misplaced=frozenset(map(int, misplaced)),
+            checked=ChunkMarks(num_chunks),
+            looked_s=time.monotonic(),
+            file=file if len(self._shards) < self._most_open else None,
+        )
+
+
+def read_pages(array: NDArray[Any]) -> None:
+    """Brings a mapped array, which lies in one piece, into memory, the interpreter lock let go."""
+    numbers = array.reshape(-1)
+    numbers[:: max(1, min(_PAGE_BYTES // array.itemsize, numbers.size // _LEAST_NUMBERS_READ))].max()
+
+
+def _identify(path: str) -> FileIdentity | None:
+    try:
+        return identity_of(os.stat(path))  # noqa: PTH116 - a Path costs three times as much, once a shard and batch
+    except OSError:
+        return None

@@ -1,0 +1,69 @@
+"""Which files belong to a split, and their deletion without touching what else lies in its folder."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from preprocess.shards.location import Location
+
+_FILE = re.compile(
+    r"manifest\.json|failures\.jsonl|(pixels|labels|checksums)/zarr\.json|pixels/c/\d+/0/0|(labels|checksums)/c/\d+"
+    r"|journal/(plan\.json|owner|lock|shards/\d+\.json)"
+)
+_FOLDER = re.compile(r"pixels(/c(/\d+(/0)?)?)?|(labels|checksums)(/c)?|journal(/shards)?")
+LOCK_SUFFIX = ".__lock"
+# There while a split is being packed.
+JOURNAL = "journal/"
+PLAN_KEY = f"{JOURNAL}plan.json"
+
+
+def is_split_file(key: str) -> bool:
+    """Whether ``key``, below a split's folder, is one that packing writes."""
+    return _FILE.fullmatch(key) is not None
+
+
+def split_files(location: Location, prefix: str = "") -> list[str]:
+    """The keys below the split's folder ``location`` that start with ``prefix`` and are of a split, sorted."""
+    return [key for key in location.list_keys(prefix) if is_split_file(key)]
+
+
+def delete_split_files(location: Location, keys: Iterable[str]) -> None:
+    """Remove ``keys``, which need not exist, and then the split's own folders that are empty."""
+    location.delete_keys([key for key in keys if is_split_file(key)])
+    for path, below in _own_folders(location):
+        # A link to a folder is somebody's arrangement, and a folder that still holds something is not ours to remove.
+        if _FOLDER.fullmatch(below) and not path.is_symlink():
+            with suppress(OSError):
+                path.rmdir()
+
+
+def delete_lock_files(location: Location) -> None:
+    """Remove the ``.__lock`` files that a killed process left beside a split's files. Nobody else may be writing."""
+    for path, _ in _own_folders(location):
+        for found in path.glob(f"*{LOCK_SUFFIX}"):
+            key = found.relative_to(_root(location)).as_posix().removesuffix(LOCK_SUFFIX)
+            if is_split_file(key):
+                found.unlink(missing_ok=True)
+
+
+def _own_folders(location: Location) -> Iterator[tuple[Path, str]]:
+    """The split's folder and its own folders below, deepest first, with their paths below the split's folder."""
+    if location.local_path is None:
+        return
+    root = _root(location)
+    for name in ("pixels", "labels", "checksums", "journal"):
+        # Links to folders are not followed.
+        for folder, _, _ in os.walk(root / name, topdown=False):
+            path = Path(folder)
+            below = path.relative_to(root).as_posix()
+            if _FOLDER.fullmatch(below):
+                yield path, below
+    yield root, "."
+
+
+def _root(location: Location) -> Path:
+    return location.local_path or Path()

@@ -1,0 +1,131 @@
+"""Which splits a pack has: complete, unfinished or broken, and the manifest of each.
+
+Knows nothing of what is in the arrays.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+import tensorstore as ts
+
+from preprocess.regular_file import is_regular
+from preprocess.shards.arrays import CHECKSUMS, LABELS, METADATA_KEY, PIXELS
+from preprocess.shards.location import Location, ShardError, open_location
+from preprocess.shards.manifest import MANIFEST_KEY, NO_MANIFEST_REMEDY, Manifest
+from preprocess.shards.split_files import PLAN_KEY, is_split_file
+
+# By each of these alone, or by what is left of it, a folder is known to have held a split.
+_MARKS = (
+    MANIFEST_KEY,
+    *(f"{array}/{part}" for array in (PIXELS, LABELS, CHECKSUMS) for part in (METADATA_KEY, "c")),
+)
+
+
+def read_manifest(location: Location, split: str) -> Manifest:
+    """The manifest of ``split`` in the pack at ``location``; raises as `open_split`."""
+    folder = location.child(split)
+    text = folder.read(MANIFEST_KEY)
+    if text is not None:
+        return Manifest.from_json(text, where=f"{folder.display}{MANIFEST_KEY}")
+    if folder.read(PLAN_KEY) is not None:
+        raise ShardError(
+            f"{folder.display}: the split is not complete, it has no {MANIFEST_KEY}; "
+            "run the same preprocess-imagenet command again, it continues where it stopped"
+        )
+    found = _find_splits(location)
+    if split in found.broken:
+        raise ShardError(lost_manifest(folder))
+    if found.complete:
+        raise ShardError(f"{location.display}: there is no split {split!r}; choose one of {', '.join(found.complete)}")
+    if location.read(MANIFEST_KEY) is not None:
+        raise ShardError(f"{location.display} is a split itself; name the folder that holds it")
+    path = location.local_path
+    if path is not None and not path.exists():
+        raise ShardError(
+            f"{location.display.rstrip('/')} does not exist; pack it with `preprocess-imagenet SOURCE DEST`"
+        )
+    if path is not None and not path.is_dir():
+        raise ShardError(f"{location.display.rstrip('/')} must be the folder of a pack, and is a file")
+    source = location.display.rstrip("/") if path is not None and any(path.iterdir()) else "SOURCE"
+    raise ShardError(f"{location.display} holds no pack; make one: preprocess-imagenet {source} DEST")
+
+
+class _State(IntEnum):
+    """What is found of a split; where there are files of several states, the lowest holds."""
+
+    COMPLETE, UNFINISHED, BROKEN = range(3)
+
+
+@dataclass(frozen=True)
+class SplitNames:
+    """The splits of a pack by their state, each ``train`` first, then by name.
+
+    Attributes:
+        complete: have a manifest.
+        unfinished: packing was begun and can be continued.
+        broken: hold files of a split, but neither a manifest nor a plan to continue.
+    """
+
+    complete: tuple[str, ...]
+    unfinished: tuple[str, ...]
+    broken: tuple[str, ...]
+
+
+def find_splits(data: str, *, context: ts.Context | None = None) -> SplitNames:
+    """Return the names of all splits of the pack at ``data``, from one listing of the store.
+
+    Raises:
+        ShardError: the store can't be reached.
+    """
+    return _find_splits(open_location(data, context=context))
+
+
+def list_splits(data: str, *, context: ts.Context | None = None) -> tuple[str, ...]:
+    """Return the names of the complete splits at ``data``; empty if there is none. Raises as `find_splits`."""
+    return find_splits(data, context=context).complete
+
+
+def list_unfinished_splits(data: str, *, context: ts.Context | None = None) -> tuple[str, ...]:
+    """Return the names of the splits at ``data`` whose packing was begun and not finished; raises as `find_splits`."""
+    return find_splits(data, context=context).unfinished
+
+
+def list_broken_splits(data: str, *, context: ts.Context | None = None) -> tuple[str, ...]:
+    """Return the names of the splits at ``data`` that lost their manifest; raises as `find_splits`."""
+    return find_splits(data, context=context).broken
+
+
+def lost_manifest(split: Location) -> str:
+    """Return the message for the folder of a broken split."""
+    return f"{split.display} holds files of a split and has lost its {MANIFEST_KEY}; {NO_MANIFEST_REMEDY}"
+
+
+def _find_splits(location: Location) -> SplitNames:
+    states = _states_of_folders(location) if location.local_path is not None else _states_of_keys(location)
+    ordered = sorted(states.items(), key=lambda item: (item[0] != "train", item[0]))
+    return SplitNames(*(tuple(name for name, found in ordered if found == state) for state in _State))
+
+
+def _states_of_folders(location: Location) -> dict[str, _State]:
+    states = {}
+    for path in (location.local_path or Path()).glob("*/"):
+        if is_regular(path / MANIFEST_KEY):
+            states[path.name] = _State.COMPLETE
+        elif is_regular(path / PLAN_KEY):
+            states[path.name] = _State.UNFINISHED
+        elif any(os.path.lexists(path / key) for key in _MARKS):
+            states[path.name] = _State.BROKEN
+    return states
+
+
+def _states_of_keys(location: Location) -> dict[str, _State]:
+    states: dict[str, _State] = {}
+    for name, _, key in (each.partition("/") for each in location.list_keys()):
+        if is_split_file(key):
+            state = {MANIFEST_KEY: _State.COMPLETE, PLAN_KEY: _State.UNFINISHED}.get(key, _State.BROKEN)
+            states[name] = min(state, states.get(name, state))
+    return states

@@ -1,0 +1,319 @@
+"""Reads every byte of a split back and compares it with its checksums and the digests in its manifest.
+
+Goes on after the first damage and names each damaged file and image. Changes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+from numpy.typing import NDArray
+
+from preprocess.pixels import UNUSED_BITS
+from preprocess.printable import printable
+from preprocess.regular_file import check_regular
+from preprocess.shards.arrays import (
+    CHECKSUMS,
+    LABELS,
+    MAX_NUMBERS_BYTES,
+    METADATA_KEY,
+    NUMBERS_PER_SHARD,
+    PIXELS,
+    checksums_metadata,
+    cut_short,
+    damage,
+    labels_metadata,
+    read_array,
+    shard_key,
+    words_digest,
+)
+from preprocess.shards.location import MAX_VALUE_BYTES, Location, ShardError, open_location
+from preprocess.shards.manifest import FAILURES_KEY, MANIFEST_KEY, Manifest
+from preprocess.shards.reader import open_pixels
+from preprocess.shards.split_files import JOURNAL
+from preprocess.shards.splits import read_manifest
+
+READ_TIMEOUT_S = 600.0
+"""How long one piece of at most 64 MiB may take to be read, in seconds."""
+
+_PIECE_BYTES = 64 << 20
+Images = Iterable[NDArray[np.uint32] | str]
+"""Images in order: the words ``uint32 [H, W]`` of each, or why it can't be read."""
+
+_READ_ERRORS = (ValueError, OSError, RuntimeError, TimeoutError)
+
+
+@dataclass(frozen=True)
+class Damage:
+    """Something that is not as it was packed.
+
+    Attributes:
+        file: the file below the split's folder.
+        what: what is wrong, in one line.
+        images: the images it concerns, by index; empty when it is not about single images.
+        is_unreadable: whether what is there is no file, or one so large that it is not read at all.
+    """
+
+    file: str
+    what: str
+    images: tuple[int, ...] = ()
+    is_unreadable: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.file}: {_ranges(self.images)}{self.what}"
+
+
+def verify_split(
+    data: str,
+    split: str,
+    *,
+    context: ts.Context | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> tuple[Damage, ...]:
+    """Check the split ``split`` of the pack at ``data``: files, checksums, metadata, labels, pixels, failures.
+
+    Args:
+        data: a folder or a TensorStore URL.
+        split: e.g. ``train``.
+        context: needed for ``memory://`` only.
+        on_progress: called with (images read, N) after each piece.
+
+    Returns:
+        Every damage found, file by file; empty when the split is intact.
+
+    Raises:
+        ShardError: there is no such split, it is unfinished, or its manifest is damaged or was changed.
+    """
+    # Not mapped: a file that is cut short meanwhile is an error of one read then, wherever it is read.
+    root = open_location(data, context=context)
+    manifest = read_manifest(root, split)
+    location = root.child(split)
+    files = list(_check_files(location, manifest))
+    unreadable = {each.file for each in files if each.is_unreadable}
+    contents = (
+        *_check_failures(location, manifest, unreadable),
+        *_check_numbers(location, manifest, LABELS, unreadable),
+        *_check_numbers(location, manifest, CHECKSUMS, unreadable),
+        *_check_pixels(location, manifest, unreadable, on_progress or (lambda _done, _total: None)),
+    )
+    # A missing file is told once, with its images where it has some.
+    told = {each.file for each in contents}
+    rest = (*files, *_check_metadata(location, manifest, unreadable))
+    return (*(each for each in rest if each.file not in told), *contents)
+
+
+def _check_files(location: Location, manifest: Manifest) -> Iterator[Damage]:
+    expected = {MANIFEST_KEY, FAILURES_KEY, *(f"{name}/{METADATA_KEY}" for name in _arrays(manifest))}
+    max_bytes = dict.fromkeys(expected, MAX_VALUE_BYTES)
+    shards = [f"{PIXELS}/{shard_key(shard, 3)}" for shard in range(manifest.num_shards)]
+    max_bytes |= dict.fromkeys(shards, manifest.max_shard_bytes)
+    num_parts = -(-manifest.num_images // NUMBERS_PER_SHARD)
+    parts = [f"{name}/{shard_key(part, 1)}" for name in _arrays(manifest)[1:] for part in range(num_parts)]
+    max_bytes |= dict.fromkeys(parts, MAX_NUMBERS_BYTES)
+    found = set(location.list_keys())
+    for key in sorted(max_bytes):
+        if (damage := _file_damage(location, key, max_bytes[key], is_listed=key in found)) is not None:
+            yield damage
+    if any(key.startswith(JOURNAL) for key in found):
+        yield Damage(
+            JOURNAL,
+            "left by a pack that was killed in its last moment, or that runs right now; run the same "
+            "preprocess-imagenet command again to remove it",
+        )
+    for key in sorted(key for key in found - max_bytes.keys() if not key.startswith(JOURNAL)):
+        yield Damage(printable(key), "the file does not belong to the split")
+
+
+def _arrays(manifest: Manifest) -> tuple[str, ...]:
+    return (PIXELS, LABELS, CHECKSUMS) if manifest.checksum_digests else (PIXELS, LABELS)
+
+
+def _file_damage(location: Location, key: str, max_bytes: int, *, is_listed: bool) -> Damage | None:
+    """What keeps a file that must be there from being read; a listing also has links that lead nowhere, and pipes."""
+    folder = location.local_path
+    if folder is None:
+        return None if is_listed else Damage(key, "the file is missing")
+    try:
+        status = (folder / key).stat()
+        check_regular(status, folder / key, max_bytes=max_bytes)
+    except (FileNotFoundError, NotADirectoryError):
+        return Damage(key, "the file is missing")
+    except OSError as error:
+        return Damage(key, str(error.strerror), is_unreadable=True)
+    return None
+
+
+def _check_failures(location: Location, manifest: Manifest, unreadable: set[str]) -> Iterator[Damage]:
+    text = None if FAILURES_KEY in unreadable else location.read(FAILURES_KEY)
+    if text is not None and hashlib.sha256(text).hexdigest() != manifest.failures_digest:
+        yield Damage(FAILURES_KEY, "the file is not the one that was written")
+
+
+def _check_metadata(location: Location, manifest: Manifest, unreadable: set[str]) -> Iterator[Damage]:
+    """Compare the manifest and the arrays' metadata to the byte: what differs may mean something to another reader."""
+    if location.read(MANIFEST_KEY) != manifest.to_json().encode():
+        yield Damage(MANIFEST_KEY, "the file says what was written, and is not the same to the byte")
+    for name, digest in manifest.metadata_digests.items():
+        key = f"{name}/{METADATA_KEY}"
+        text = None if key in unreadable else location.read(key)
+        if text is not None and hashlib.sha256(text).hexdigest() != digest:
+            yield Damage(key, "the file is not the one that was written")
+
+
+def _check_numbers(location: Location, manifest: Manifest, name: str, unreadable: set[str]) -> Iterator[Damage]:
+    """Check labels, or checksums where there are any."""
+    if name not in _arrays(manifest):
+        return
+    metadata = (labels_metadata if name == LABELS else checksums_metadata)(manifest.num_images)
+    array = yield from _opened(location, name, lambda: read_array(location, name, metadata), unreadable)
+    if array is None:
+        return
+    whole: list[NDArray[Any]] = []
+    has_foreign = False
+    for start in range(0, manifest.num_images, NUMBERS_PER_SHARD):
+        stop = min(start + NUMBERS_PER_SHARD, manifest.num_images)
+        file = f"{name}/{shard_key(start // NUMBERS_PER_SHARD, 1)}"
+        if file in unreadable:
+            continue
+        try:
+            numbers = array[start:stop].read().result(timeout=READ_TIMEOUT_S)
+        except _READ_ERRORS as error:
+            yield Damage(file, damage(error))
+            continue
+        whole.append(numbers)
+        foreign = np.flatnonzero(numbers >= manifest.num_classes) if name == LABELS else np.empty(0, np.intp)
+        if len(foreign):
+            has_foreign = True
+            images = tuple((foreign + start).tolist())
+            yield Damage(file, f"labels outside 0..{manifest.num_classes - 1}", images)
+    is_whole = sum(map(len, whole)) == manifest.num_images
+    if is_whole and not has_foreign and not _are_as_packed(whole, manifest, name):
+        yield Damage(name, f"the {name} are not those that were packed")
+
+
+def _are_as_packed(parts: list[NDArray[Any]], manifest: Manifest, name: str) -> bool:
+    if name == LABELS and words_digest(parts) != manifest.labels_digest:
+        return False
+    digests = manifest.label_digests if name == LABELS else manifest.checksum_digests
+    return not digests or tuple(words_digest([part]) for part in parts) == digests
+
+
+def _check_pixels(
+    location: Location, manifest: Manifest, unreadable: set[str], on_progress: Callable[[int, int], None]
+) -> Iterator[Damage]:
+    array = yield from _opened(location, PIXELS, lambda: open_pixels(location, manifest), unreadable)
+    if array is None:
+        return
+    pieces = _read_ahead(array, manifest, unreadable)
+    for shard, group in groupby(pieces, key=lambda piece: piece[0] // manifest.shard_images):
+        file = f"{PIXELS}/{shard_key(shard, 3)}"
+        broken: dict[str, list[int]] = {}
+        found = words_digest(_readable(group, broken, manifest, on_progress))
+        cut = _cut_words(location, manifest, shard) if broken else None
+        if cut is not None:
+            broken = {cut: sorted(index for indices in broken.values() for index in indices)}
+        for what, indices in broken.items():
+            yield Damage(file, what, tuple(indices))
+        if not broken and found != manifest.shard_digests[shard]:
+            yield Damage(file, "its images are not those that were packed in this file")
+
+
+def _cut_words(location: Location, manifest: Manifest, shard: int) -> str | None:
+    folder, expected = location.local_path, manifest.shard_bytes(shard)
+    file = None if folder is None else folder / PIXELS / shard_key(shard, 3)
+    if file is None or expected is None or not file.exists():
+        return None
+    return cut_short(file.stat().st_size, expected)
+
+
+def _readable(
+    pieces: Iterable[tuple[int, int, Images]],
+    broken: dict[str, list[int]],
+    manifest: Manifest,
+    on_progress: Callable[[int, int], None],
+) -> Iterator[NDArray[np.uint32]]:
+    """The images of ``pieces`` that can be read; the others, and impossible ones, go into ``broken`` by their fault."""
+    for start, stop, images in pieces:
+        for index, words in enumerate(images, start=start):
+            if isinstance(words, str):
+                broken.setdefault(words, []).append(index)
+                continue
+            if manifest.pixel_layout == "packed" and np.any(words & np.uint32(UNUSED_BITS)):
+                broken.setdefault("pixels with a low byte that is not 0", []).append(index)
+            yield words
+        on_progress(stop, manifest.num_images)
+
+
+def _read_ahead(array: ts.TensorStore, manifest: Manifest, unreadable: set[str]) -> Iterator[tuple[int, int, Images]]:
+    """Runs of images ``start, stop`` with their words, each read while the one before is being looked at."""
+    pieces = (
+        (start, stop)
+        for start, stop in _pieces(manifest)
+        if f"{PIXELS}/{shard_key(start // manifest.shard_images, 3)}" not in unreadable
+    )
+    first_piece = next(pieces, None)
+    if first_piece is None:
+        return
+    start, stop = first_piece
+    reading = array[start:stop].read()
+    for following in [*pieces, None]:
+        current, first, last = reading, start, stop
+        if following is not None:
+            start, stop = following
+            reading = array[start:stop].read()
+        try:
+            yield first, last, current.result(timeout=READ_TIMEOUT_S)
+        except _READ_ERRORS:
+            yield first, last, _one_by_one(array, first, last)
+
+
+def _pieces(manifest: Manifest) -> Iterator[tuple[int, int]]:
+    """The images in runs of at most 64 MiB (or one image), none across two shard files."""
+    most = max(1, _PIECE_BYTES // manifest.image_bytes)
+    for shard in range(manifest.num_shards):
+        first, last = manifest.shard_range(shard)
+        for start in range(first, last, most):
+            yield start, min(start + most, last)
+
+
+def _one_by_one(array: ts.TensorStore, start: int, stop: int) -> Images:
+    """Each image, or why it can't be read."""
+    for index in range(start, stop):
+        try:
+            yield array[index].read().result(timeout=READ_TIMEOUT_S)
+        except _READ_ERRORS as error:
+            yield damage(error)
+
+
+def _opened(
+    location: Location, name: str, open_array: Callable[[], ts.TensorStore], unreadable: set[str]
+) -> Generator[Damage, None, ts.TensorStore | None]:
+    """Returns the array, or None after yielding the damage that keeps it from being checked."""
+    key = f"{name}/{METADATA_KEY}"
+    if key in unreadable:
+        return None
+    try:
+        return open_array()
+    except ShardError as error:
+        # A missing file has been named among the files.
+        if location.read(key) is not None:
+            yield Damage(key, str(error).removeprefix(f"{location.display}{name}: "))
+        return None
+
+
+def _ranges(images: tuple[int, ...]) -> str:
+    """Images as text, e.g. ``images 3, 7–9: ``; empty for none."""
+    if not images:
+        return ""
+    runs = []
+    for _, run in groupby(enumerate(images), key=lambda pair: pair[1] - pair[0]):
+        indices = [index for _, index in run]
+        runs.append(str(indices[0]) if len(indices) == 1 else f"{indices[0]}–{indices[-1]}")
+    shown = runs if len(runs) <= 12 else [*runs[:12], f"… {len(images)} in all"]
+    return f"image{'s' if len(images) > 1 else ''} {', '.join(shown)}: "

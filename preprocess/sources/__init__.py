@@ -1,0 +1,1 @@
+"""Labelled images before packing: folders, tar archives, Kaggle's tree."""

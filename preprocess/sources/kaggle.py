@@ -1,0 +1,107 @@
+"""Kaggle's "ImageNet Object Localization Challenge" as it unpacks.
+
+Training images lie in class folders, validation images in one folder with a table of labels; the test images have no
+labels and are not read.
+"""
+
+import csv
+import io
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from preprocess.printable import printable
+from preprocess.regular_file import read_regular
+from preprocess.sources.listing import FoundSplit, Listing, SourceError, index_classes
+from preprocess.sources.tree import FolderStore, file_size, list_folder, read_class_folders, read_names
+
+IMAGES = Path("ILSVRC/Data/CLS-LOC")
+SOLUTION_FILE = "LOC_val_solution.csv"
+MAPPING_FILE = "LOC_synset_mapping.txt"
+
+# The table has 2.7 MB and 50,000 lines.
+_MAX_TABLE_BYTES = 64 * 2**20
+_MAX_TABLE_ROWS = 1_000_000
+
+
+def find_kaggle_tree(root: Path) -> Path | None:
+    """Returns the folder with Kaggle's train/ and val/ folders, if `root` is it or one of the three above it."""
+    candidates = [root.joinpath(*IMAGES.parts[skipped:]) for skipped in range(len(IMAGES.parts))]
+    if root.absolute().parts[-len(IMAGES.parts) :] == IMAGES.parts:
+        candidates.append(root)
+    return next((each for each in candidates if (each / "train").is_dir() or (each / "val").is_dir()), None)
+
+
+def kaggle_openers(root: Path, images: Path) -> dict[str, Callable[[], FoundSplit]]:
+    """Returns for every labelled split a function that lists it; names in the listing are relative to `root`."""
+    top = Path(os.path.normpath(images.absolute())).parents[len(IMAGES.parts) - 1]
+    names_in = (top, images / "train", images / "val")
+    openers: dict[str, Callable[[], FoundSplit]] = {}
+    if (images / "train").is_dir():
+        openers["train"] = partial(read_class_folders, root, images / "train", "train", names_in=names_in)
+    if (images / "val").is_dir():
+        openers["val"] = partial(_read_val, root, images / "val", top, names_in)
+    return openers
+
+
+def _read_val(root: Path, folder: Path, top: Path, names_in: tuple[Path, ...]) -> FoundSplit:
+    """Lists the validation images, which lie flat in Kaggle's archive and in class folders after a common script.
+
+    Raises:
+        SourceError: the table of labels is missing, damaged, has no line for an image, or knows other classes than the
+            mapping of readable names.
+    """
+    folders, files = list_folder(folder)
+    if folders:
+        return read_class_folders(root, folder, "val", names_in=names_in)
+    id_of = _read_solution(top / SOLUTION_FILE)
+    for entry in files:
+        if Path(entry.name).stem not in id_of:
+            raise SourceError(
+                f"{printable(entry.path)} has no class in {printable(top / SOLUTION_FILE)}; "
+                "remove it or complete the table"
+            )
+    ids, names = set(id_of.values()), read_names(top)
+    if names:
+        _check_ids(ids, set(names), top)
+    classes = index_classes(ids, names, str(folder))
+    label_of = {each.id: label for label, each in enumerate(classes)}
+    listing = Listing(classes)
+    prefix = folder.relative_to(root).as_posix()
+    for entry in files:
+        label = label_of[id_of[Path(entry.name).stem]]
+        listing.add(f"{prefix}/", entry.name, label, file_size(entry))
+    return FoundSplit("val", classes, listing, FolderStore(root))
+
+
+def _check_ids(in_table: set[str], in_mapping: set[str], top: Path) -> None:
+    """Makes sure that both files speak of the same classes: one more or less would shift every label behind it."""
+    for ids, has, lacks in (
+        (in_table - in_mapping, SOLUTION_FILE, MAPPING_FILE),
+        (in_mapping - in_table, MAPPING_FILE, SOLUTION_FILE),
+    ):
+        if ids:
+            shown = ", ".join(map(printable, sorted(ids)[:5])) + (f" and {len(ids) - 5} more" if len(ids) > 5 else "")
+            raise SourceError(
+                f"{printable(top / has)} has {len(ids)} classes that {lacks} lacks: {shown}; "
+                f"take both from the same download, or remove {MAPPING_FILE}, which only names the classes"
+            )
+
+
+def _read_solution(path: Path) -> dict[str, str]:
+    """Returns image name (without suffix) to class id; a line is `ImageId,n01440764 x y x y [n01440764 …]`."""
+    shown = printable(path)
+    id_of: dict[str, str] = {}
+    try:
+        text = read_regular(path, max_bytes=_MAX_TABLE_BYTES).decode("utf-8-sig")
+        for count, row in enumerate(csv.DictReader(io.StringIO(text, newline=""), strict=True)):
+            if count == _MAX_TABLE_ROWS:
+                raise csv.Error(f"more than {_MAX_TABLE_ROWS:,} lines")
+            image_id = row["ImageId"]
+            id_of[image_id] = row["PredictionString"].split(None, 1)[0]
+    except OSError as error:
+        raise SourceError(f"{shown} cannot be read: {error.strerror}; it holds the labels of the val split") from error
+    except (csv.Error, KeyError, IndexError, AttributeError, UnicodeDecodeError) as error:
+        raise SourceError(f"{shown} is not Kaggle's table of ImageId and PredictionString: {error}") from error
+    return id_of

@@ -1,0 +1,241 @@
+"""Opens a labelled set of encoded images, recognising by a look how it is laid out.
+
+What is understood: folders of classes, alone or below `train/`, `val/`, `test/`; the official ImageNet archives, read
+in place; Kaggle's ImageNet tree; a plain tar archive of class folders. `data/README.md` shows each.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from preprocess.printable import printable
+from preprocess.shards.classes import ImageClass
+from preprocess.sources.kaggle import find_kaggle_tree, kaggle_openers
+from preprocess.sources.listing import FoundSplit, ListedSplit, SourceError, SourceImage, SourceSplit
+from preprocess.sources.selection import held_out, pack_order
+from preprocess.sources.tarindex import BLOCK, is_tar, open_tar
+from preprocess.sources.tars import TRAIN_ARCHIVE, VAL_ARCHIVE, imagenet_openers, tar_openers
+from preprocess.sources.tree import list_folder, split_folders, split_openers
+
+__all__ = ["ImageClass", "Source", "SourceError", "SourceImage", "SourceSplit", "open_source"]
+
+_SPLIT_ORDER = ("train", "val", "test")
+
+# gzip, xz, bzip2, zstd, zip
+_COMPRESSED = (b"\x1f\x8b", b"\xfd7zXZ", b"BZh", b"\x28\xb5\x2f\xfd", b"PK\x03\x04")
+
+
+@dataclass
+class Source:
+    """An opened data set; a context manager that closes its archives.
+
+    Attributes:
+        layout: what was recognised, in words.
+        splits: the splits by name.
+    """
+
+    layout: str
+    splits: dict[str, SourceSplit]
+    _closers: list[Callable[[], None]] = field(default_factory=list, repr=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the archives; reading afterwards fails. Closing twice is harmless."""
+        while self._closers:
+            self._closers.pop()()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A recognised layout: what it is in words, and how to list each split it has."""
+
+    words: str
+    openers: dict[str, Callable[[], FoundSplit]]
+
+
+def open_source(
+    path: str | Path, *, splits: tuple[str, ...] | None = None, holdout: float = 0.0, limit: int | None = None
+) -> Source:
+    """Recognises a data set and lists its images.
+
+    Args:
+        path: a folder or a tar archive.
+        splits: the splits to open; all there are by default.
+        holdout: the fraction (0 to 1, exclusive) of the training images to make the split `val` of, where the source
+            has none. Chosen by a hash of each key (see `preprocess.sources.selection.held_out`).
+        limit: at most so many images a split, spread evenly over the classes.
+
+    Returns:
+        The source, to be closed. Its splits have the same classes in the same order: sorted by the bytes of their ids.
+
+    Raises:
+        SourceError: nothing is recognised, a split is missing or empty, the splits disagree about the classes, an
+            archive is damaged or unsafe, an argument is out of range.
+    """
+    if "://" in str(path):
+        raise SourceError(
+            f"SOURCE must be a folder or tar archive on this machine, found {printable(path)}; copy it here first"
+        )
+    root = Path(path)
+    if limit is not None and limit < 1:
+        raise SourceError(f"limit must be at least 1 image a split, found {limit}")
+    layout = _recognise(root)
+    _check_holdout(holdout, root, layout)
+    available = tuple(sorted({*layout.openers, *(["val"] if holdout else [])}, key=_SPLIT_ORDER.index))
+    wanted = _wanted_splits(root, available, splits)
+    found: dict[str, FoundSplit] = {}
+    try:
+        for name in layout.openers:
+            if name in wanted or (holdout and name == "train" and "val" in wanted):
+                found[name] = layout.openers[name]()
+        _check_classes(found)
+        opened = _select(found, holdout=holdout, limit=limit)
+        for name in wanted:
+            if not len(opened[name]):
+                if name == "val" and holdout:
+                    raise SourceError(_nothing_held_out(found["train"], holdout, root))
+                raise SourceError(f"the split {name} of {printable(root)} ({layout.words}) has no images")
+    except BaseException:
+        for each in found.values():
+            each.store.close()
+        raise
+    return Source(layout.words, {name: opened[name] for name in wanted}, [each.store.close for each in found.values()])
+
+
+def _recognise(root: Path) -> Layout:
+    if not root.exists():
+        raise SourceError(f"{printable(root)} does not exist")
+    if not root.is_dir():
+        return _recognise_file(root)
+    _refuse_shards(root)
+    archives = imagenet_openers(root)
+    if archives:
+        return Layout("ImageNet's archives of " + " and ".join(archives), archives)
+    kaggle = find_kaggle_tree(root)
+    if kaggle is not None:
+        return Layout("Kaggle's ImageNet tree", kaggle_openers(root, kaggle))
+    folders = split_folders(root)
+    classes, files = list_folder(root)
+    if folders:
+        others = [printable(each.name) + "/" for each in classes if Path(each.path) not in folders.values()]
+        words = "folders " + " and ".join(each.name + "/" for each in folders.values()) + " of class folders"
+        return Layout(words + (f" (not read: {_shown(others)})" if others else ""), split_openers(root, folders))
+    if not classes:
+        raise SourceError(
+            f"{printable(root)} is no data set: looked for class folders, train/ and val/ of class folders, "
+            f"{TRAIN_ARCHIVE}, {VAL_ARCHIVE} and Kaggle's ILSVRC/; found {_shown([each.name for each in files])}"
+        )
+    for each in classes:
+        if (Path(each.path) / "train").is_dir():
+            raise SourceError(
+                f"{printable(root)} is not a folder of classes: {printable(each.name)}/ has a train/ folder; "
+                f"give {printable(each.path)}"
+            )
+    return Layout("a folder of class folders", split_openers(root, {"train": root}))
+
+
+def _refuse_shards(root: Path) -> None:
+    """Tells a set that was packed already: it would pass for a folder of the classes "labels" and "pixels"."""
+    candidates = (root, *(Path(each.path) for each in list_folder(root)[0]))
+    packed = next((each for each in candidates if (each / "pixels" / "zarr.json").is_file()), None)
+    if packed is not None:
+        raise SourceError(
+            f"{printable(root)} holds shards that were packed already, in {printable(packed)}: train on them with "
+            "run-train --data, or give the images that they were made from"
+        )
+
+
+def _recognise_file(path: Path) -> Layout:
+    tar = open_tar(path)
+    try:
+        head = tar.read(0, min(BLOCK, tar.num_bytes))
+    except OSError as error:
+        raise SourceError(f"{printable(path)} cannot be read: {error.strerror}") from error
+    finally:
+        os.close(tar.descriptor)
+    if head.startswith(_COMPRESSED):
+        raise SourceError(
+            f"{printable(path)} is compressed, so its images cannot be read in place; unpack it and give the folder"
+        )
+    if not is_tar(head):
+        raise SourceError(
+            f"{printable(path)} is neither a folder nor a tar archive; give the folder or archive with the images"
+        )
+    return Layout(*tar_openers(path))
+
+
+def _shown(names: list[str]) -> str:
+    if not names:
+        return "an empty folder"
+    return ", ".join(map(printable, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _check_holdout(holdout: float, root: Path, layout: Layout) -> None:
+    if not 0.0 <= holdout < 1.0:
+        raise SourceError(f"holdout must be a fraction from 0 to below 1, found {holdout}")
+    if holdout and "train" not in layout.openers:
+        raise SourceError(
+            f"holdout {holdout} was given, but {printable(root)} has no train split to hold images out of"
+        )
+    if holdout and "val" in layout.openers:
+        raise SourceError(
+            f"holdout {holdout} was given, but {printable(root)} has a val split of its own; leave holdout out"
+        )
+
+
+def _nothing_held_out(train: FoundSplit, holdout: float, root: Path) -> str:
+    most = int(np.bincount(train.listing.labels, minlength=1).max())
+    remedy = "make holdout larger or give a folder with val/" if most > 1 else "give a folder with val/"
+    return (
+        f"holdout {holdout} holds no image of {printable(root)} out: every class keeps one to train on, "
+        f"and the largest of its {len(train.classes)} classes has {most}; {remedy}"
+    )
+
+
+def _wanted_splits(root: Path, available: tuple[str, ...], splits: tuple[str, ...] | None) -> tuple[str, ...]:
+    missing = [name for name in splits or () if name not in available]
+    if missing:
+        raise SourceError(
+            f"{printable(root)} has no split {', '.join(map(printable, missing))}; it has {', '.join(available)}"
+        )
+    return available if splits is None else tuple(dict.fromkeys(splits))
+
+
+def _check_classes(found: dict[str, FoundSplit]) -> None:
+    """Makes sure that a label means the same class in every split."""
+    for left, right in combinations(found.values(), 2):
+        for has, lacks in ((left, right), (right, left)):
+            there = {each.id for each in lacks.classes}
+            only = [each.id for each in has.classes if each.id not in there]
+            if only:
+                raise SourceError(
+                    f"the split {has.name} has {len(only)} classes that {lacks.name} lacks: {_shown(only)}; "
+                    "all splits need the same classes (an empty folder will do for a class without images)"
+                )
+
+
+def _select(found: dict[str, FoundSplit], *, holdout: float, limit: int | None) -> dict[str, SourceSplit]:
+    opened: dict[str, SourceSplit] = {}
+    for name, each in found.items():
+        entries = np.arange(len(each.listing))
+        parts = {name: entries}
+        if holdout and name == "train":
+            taken = held_out(each.listing, holdout)
+            parts = {"train": entries[~taken], "val": entries[taken]}
+        for part, chosen in parts.items():
+            order = pack_order(each.listing, chosen, limit)
+            opened[part] = ListedSplit(part, each.classes, each.listing, each.store, order)
+    return opened

@@ -1,0 +1,246 @@
+"""Image folders: `class/**/image`, alone or below `train/`, `val/`, `test/`.
+
+Symbolic links are followed, to files and to folders, also out of the tree (people link class folders together from
+several disks). Refused are a folder that contains itself, and one that links lead to more than `MAX_VISITS` times in
+one class: links that fan out level by level would double the images with each. Folders lie at most `MAX_DEPTH` deep in
+a class. Pipes, sockets and devices are refused.
+"""
+
+import os
+import stat
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from preprocess.printable import printable
+from preprocess.regular_file import IrregularFileError, open_regular, read_regular
+from preprocess.sources.listing import FoundSplit, Listing, SourceError, index_classes
+
+# What a split folder may be called, and what the split is called then.
+SPLIT_FOLDERS = {"train": "train", "val": "val", "validation": "val", "test": "test"}
+
+NAME_FILES = ("classes.txt", "LOC_synset_mapping.txt")
+
+# Only for telling an image that lies outside every class folder; inside one, everything is tried.
+IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm"})
+
+MAX_DEPTH = 100
+MAX_VISITS = 16
+
+_MAX_NAME_FILE_BYTES = 16 * 2**20  # ImageNet's has 32 KB
+
+_SYSTEM_FILES = frozenset({"thumbs.db", "desktop.ini", "__macosx"})
+
+
+@dataclass(frozen=True)
+class FolderStore:
+    """Reads files below a root."""
+
+    root: Path
+
+    def read(self, name: str, offset: int, size: int) -> bytes:  # noqa: ARG002 - a file is read whole
+        """Returns the content of the file `root/name`.
+
+        Raises:
+            OSError: the file cannot be read.
+            SourceError: it is no longer a file of `size` bytes, as it was when it was listed.
+        """
+        try:
+            descriptor = open_regular(self.root / name)
+        except IrregularFileError as error:
+            raise SourceError("the file has changed since it was listed: it is no file any more; run again") from error
+        with open(descriptor, "rb", buffering=0) as file:  # noqa: PTH123 - a descriptor has no path
+            found_bytes = os.fstat(descriptor).st_size
+            if found_bytes != size:
+                raise _changed(size, found_bytes)
+            content = file.read(size)
+        if len(content) != size:
+            raise _changed(size, len(content))
+        return content
+
+    def close(self) -> None:
+        """Has nothing to close: each file is closed once it is read."""
+
+
+def _changed(listed_bytes: int, found_bytes: int) -> SourceError:
+    return SourceError(
+        f"the file has changed since it was listed: {listed_bytes} bytes then, {found_bytes} now; run again"
+    )
+
+
+def is_hidden(name: str) -> bool:
+    """Whether the name is one that desktops leave behind (`.DS_Store`, `._x`, `Thumbs.db`), not a part of the data."""
+    return name.startswith(".") or name.lower() in _SYSTEM_FILES
+
+
+def list_folder(folder: Path) -> tuple[list[os.DirEntry[str]], list[os.DirEntry[str]]]:
+    """Returns the visible sub-folders and other entries of a folder, each sorted by the bytes of their names.
+
+    Raises:
+        SourceError: the folder cannot be read.
+    """
+    try:
+        with os.scandir(folder) as found:
+            entries = sorted(
+                (each for each in found if not is_hidden(each.name)), key=lambda each: os.fsencode(each.name)
+            )
+    except OSError as error:
+        raise SourceError(f"{printable(folder)} cannot be listed: {error.strerror}") from error
+    are_folders = [_is_folder(each) for each in entries]
+    folders = [each for each, is_folder in zip(entries, are_folders, strict=True) if is_folder]
+    return folders, [each for each, is_folder in zip(entries, are_folders, strict=True) if not is_folder]
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError as error:  # such as a link to itself, or through a folder that nobody may enter
+        raise SourceError(f"{printable(entry.path)} cannot be looked at: {error.strerror}; remove it") from error
+
+
+def split_folders(root: Path) -> dict[str, Path]:
+    """Returns the split folders of a tree that is divided into splits; none for a single tree of classes.
+
+    A folder counts when it has a split's name and folders of its own: a class may well be called "train".
+    """
+    found: dict[str, Path] = {}
+    for entry in list_folder(root)[0]:
+        split = SPLIT_FOLDERS.get(entry.name.lower())
+        if split is None or not list_folder(Path(entry.path))[0]:
+            continue
+        if split in found:
+            raise SourceError(
+                f"{printable(root)} has both {found[split].name}/ and {entry.name}/ for the split {split}; keep one"
+            )
+        found[split] = Path(entry.path)
+    return {split: found[split] for split in ("train", "val", "test") if split in found}
+
+
+def split_openers(root: Path, folders: dict[str, Path]) -> dict[str, Callable[[], FoundSplit]]:
+    """Returns for every split a function that lists it; names in the listing are relative to `root`."""
+    names_in = tuple(dict.fromkeys((root, *folders.values())))
+    return {
+        split: partial(read_class_folders, root, folder, split, names_in=names_in) for split, folder in folders.items()
+    }
+
+
+def read_class_folders(root: Path, folder: Path, split: str, *, names_in: tuple[Path, ...]) -> FoundSplit:
+    """Lists the classes of one split: each folder directly below `folder` is one, with all files at any depth.
+
+    An empty class folder is a class without images. Every file that is not hidden is listed, whatever its suffix.
+    Readable names are looked for in the folders `names_in`, the first to name a class has it.
+
+    Raises:
+        SourceError: images lie beside the class folders, a folder contains itself, an entry is no file.
+    """
+    class_entries, loose = list_folder(folder)
+    outside = [each.name for each in loose if Path(each.name).suffix.lower() in IMAGE_SUFFIXES]
+    if outside:
+        raise SourceError(
+            f"{printable(folder)} has {len(outside)} images outside every class folder, the first is "
+            f"{printable(outside[0])}; "
+            "move each into the folder of its class"
+        )
+    classes = index_classes((each.name for each in class_entries), read_names(*names_in), str(folder))
+    label_of = {each.id: label for label, each in enumerate(classes)}
+    listing = Listing(classes)
+    prefix = folder.relative_to(root).as_posix()
+    prefix = "" if prefix == "." else prefix + "/"
+    for entry in class_entries:
+        for below, size in _files_below(entry.path):
+            listing.add(f"{prefix}{entry.name}/", below, label_of[entry.name], size)
+    return FoundSplit(split, classes, listing, FolderStore(root))
+
+
+def read_names(*folders: Path) -> dict[str, str]:
+    """Reads readable class names, if a folder has a `classes.txt` or `LOC_synset_mapping.txt`: a class a line.
+
+    A line is the class id, white space, and the name up to a first comma ("n01440764 tench, Tinca tinca"). The order of
+    lines means nothing; blank lines and a byte order mark are passed over.
+
+    Returns:
+        Class id to readable name, "" where a line has none; also of classes that have no folder.
+
+    Raises:
+        SourceError: such a file cannot be read as UTF-8 text.
+    """
+    names: dict[str, str] = {}
+    for path in (folder / name for folder in folders for name in NAME_FILES):
+        if path.exists() and not path.is_dir():
+            try:
+                lines = read_regular(path, max_bytes=_MAX_NAME_FILE_BYTES).decode("utf-8-sig").splitlines()
+            except (OSError, UnicodeDecodeError) as error:
+                reason = error.strerror if isinstance(error, OSError) else error
+                raise SourceError(f"{printable(path)} cannot be read as UTF-8 text: {reason}") from error
+            for line in lines:
+                if words := line.split(None, 1):
+                    names.setdefault(words[0], words[1].partition(",")[0].strip() if len(words) > 1 else "")
+    return names
+
+
+@dataclass(frozen=True)
+class _Folder:
+    """A folder of a class: its path, its path below the class with "/" at its end, and which folders it lies in."""
+
+    path: str
+    below: str
+    above: tuple[tuple[int, int], ...]
+
+
+def _files_below(class_folder: str) -> Iterator[tuple[str, int]]:
+    """Yields relative path and size in bytes of every file; a broken link has size 0 and fails when it is read."""
+    waiting = [_Folder(class_folder, "", ())]
+    visits: Counter[tuple[int, int]] = Counter()
+    while waiting:
+        folder = waiting.pop()
+        here = _identity(folder.path)
+        visits[here] += 1
+        _check_reached(folder, here, visits[here], class_folder)
+        folders, others = list_folder(Path(folder.path))
+        for entry in others:
+            yield f"{folder.below}{entry.name}", file_size(entry)
+        above = (*folder.above, here)
+        # The last folder of the list is visited first: reversed, they come in the order of their names.
+        waiting += [_Folder(each.path, f"{folder.below}{each.name}/", above) for each in reversed(folders)]
+
+
+def _identity(folder: str) -> tuple[int, int]:
+    """Return the identity of a folder, the same through whichever link it is reached."""
+    try:
+        status = Path(folder).stat()
+    except OSError as error:
+        raise SourceError(f"{printable(folder)} cannot be listed: {error.strerror}") from error
+    return status.st_dev, status.st_ino
+
+
+def _check_reached(folder: _Folder, here: tuple[int, int], num_visits: int, class_folder: str) -> None:
+    shown = printable(folder.path)
+    if here in folder.above:
+        raise SourceError(f"{shown} is a link to a folder that contains it; remove the link")
+    if num_visits > MAX_VISITS:
+        raise SourceError(
+            f"{shown} is a folder that links within the class {printable(class_folder)} have led to {MAX_VISITS} times "
+            "already; remove the links to it"
+        )
+    if len(folder.above) > MAX_DEPTH:
+        raise SourceError(
+            f"{shown} lies more than {MAX_DEPTH} folders deep in the class {printable(class_folder)}; "
+            "move its images up"
+        )
+
+
+def file_size(entry: os.DirEntry[str]) -> int:
+    """Returns the size in bytes of a file or of what a link leads to; 0 for a broken link, which then fails to read.
+
+    Raises:
+        SourceError: it is a pipe, a socket or a device, on which a reader could wait for ever.
+    """
+    try:
+        status = entry.stat()
+    except OSError:
+        return 0
+    if not stat.S_ISREG(status.st_mode):
+        raise SourceError(f"{printable(entry.path)} is neither a file nor a folder; remove it")
+    return status.st_size
