@@ -70,7 +70,7 @@ def test_a_function_is_asked_once_a_step():
         asked.append(step)
         return numbered(step)
 
-    source = FunctionBatches(function, first_step=6)
+    source = FunctionBatches(function, first_index=6)
     assert (source.batch, source.height, source.width) == (4, 2, 3)
     assert asked == [6]
     for step in range(6, 10):
@@ -106,13 +106,13 @@ PIXELS, LABELS = numbered(0)
         ([PIXELS, LABELS], r"a batch must be a tuple \(pixels, labels\); the source gave list"),
         ((PIXELS,), r"a batch must be a tuple \(pixels, labels\); the source gave tuple"),
         (None, r"a batch must be a tuple \(pixels, labels\); the source gave NoneType"),
-        ((PIXELS.astype(np.int64), LABELS), r"pixels must be uint32 \[B, H, W\].* gave int64 \[4, 2, 3\] at step 0"),
-        ((PIXELS[0], LABELS), r"pixels must be uint32 \[B, H, W\].* gave uint32 \[2, 3\] at step 0"),
-        ((PIXELS, LABELS[:3]), r"labels must be integers \[4\], one for each image; .* gave int64 \[3\] at step 0"),
-        ((PIXELS, LABELS * 1.0), r"labels must be integers \[4\].* gave float64 \[4\] at step 0"),
-        ((PIXELS, LABELS > 1), r"labels must be integers \[4\].* gave bool \[4\] at step 0"),
-        ((PIXELS, LABELS - 1), r"labels must lie in 0 … 2; the batch source gave -1 … 2 at step 0"),
-        ((PIXELS, LABELS), r"labels must lie in 0 … 2; the batch source gave 0 … 3 at step 0"),
+        ((PIXELS.astype(np.int64), LABELS), r"pixels must be uint32 \[B, H, W\].* gave int64 \[4, 2, 3\] for batch 0"),
+        ((PIXELS[0], LABELS), r"pixels must be uint32 \[B, H, W\].* gave uint32 \[2, 3\] for batch 0"),
+        ((PIXELS, LABELS[:3]), r"labels must be integers \[4\], one for each image; .* gave int64 \[3\] for batch 0"),
+        ((PIXELS, LABELS * 1.0), r"labels must be integers \[4\].* gave float64 \[4\] for batch 0"),
+        ((PIXELS, LABELS > 1), r"labels must be integers \[4\].* gave bool \[4\] for batch 0"),
+        ((PIXELS, LABELS - 1), r"labels must lie in 0 … 2; the batch source gave -1 … 2 for batch 0"),
+        ((PIXELS, LABELS), r"labels must lie in 0 … 2; the batch source gave 0 … 3 for batch 0"),
     ],
 )
 def test_a_batch_of_another_form_is_refused(given, message):
@@ -130,7 +130,9 @@ def test_every_batch_has_the_shape_of_the_first():
     source = FunctionBatches(lambda step: numbered(step, batch=4 if step < 2 else 3))
     filled(source, 0)
     filled(source, 1)
-    message = r"every batch must have the shape of the first, \(4, 2, 3\); the batch source gave \(3, 2, 3\) at step 2"
+    message = (
+        r"every batch must have the shape of the first, \(4, 2, 3\); the batch source gave \(3, 2, 3\) for batch 2"
+    )
     with pytest.raises(ValueError, match=message):
         filled(source, 2)
 
@@ -140,7 +142,7 @@ def test_what_a_function_raises_passes_through():
         raise LookupError(f"no step {step}")
 
     with pytest.raises(LookupError, match="no step 3"):
-        FunctionBatches(function, first_step=3)
+        FunctionBatches(function, first_index=3)
 
 
 def test_steps_asked_for_in_any_order_by_many_threads_are_those_of_the_order(monkeypatch):

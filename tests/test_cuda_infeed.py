@@ -27,8 +27,8 @@ def opened():
     infeed = StreamedInfeed(
         lambda allocate: Feeder(
             FunctionBatches(toy_batch),
-            start_step=0,
-            stop_step=NUM_STEPS,
+            start_index=0,
+            stop_index=NUM_STEPS,
             depth=3,
             num_threads=1,
             timeout_s=20,

@@ -70,8 +70,8 @@ def running(source, *, steps=12, start=0, depth=3, num_threads=2, timeout_s=SOON
     before = set(threading.enumerate())
     feeder = Feeder(
         source,
-        start_step=start,
-        stop_step=steps,
+        start_index=start,
+        stop_index=steps,
         depth=depth,
         num_threads=num_threads,
         timeout_s=timeout_s,
@@ -203,7 +203,7 @@ def test_shards_may_be_taken_at_once():
 
 def test_a_batch_must_split_evenly():
     with pytest.raises(ValueError, match="batch must be a multiple of the 3 devices, got 4"):
-        Feeder(Source(), start_step=0, stop_step=1, depth=1, num_threads=1, timeout_s=1, num_shards=3)
+        Feeder(Source(), start_index=0, stop_index=1, depth=1, num_threads=1, timeout_s=1, num_shards=3)
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
@@ -239,7 +239,7 @@ def test_a_stalled_source_is_an_error_within_the_limit():
     go_on = threading.Event()
     source = Source(before=lambda step: go_on.wait(SOON_S) if step == 1 else None)
     message = (
-        r"^the batch of step 2 must be there within 0\.05 s, and was not: the source has stalled or is too slow; "
+        r"^the batch of pull 2 must be there within 0\.05 s, and was not: the source has stalled or is too slow; "
         r"look at the storage, or raise --infeed-timeout$"
     )
     with running(source, num_threads=1, timeout_s=0.05) as feeder:
@@ -255,7 +255,7 @@ def test_a_wait_ends_when_no_thread_is_left(monkeypatch):
     with running(Source(), steps=2, timeout_s=3600) as feeder:
         assert_taken(feeder, 0)
         assert_taken(feeder, 1)
-        with pytest.raises(FeederError, match=r"^the batch of step 3 cannot come: every reader thread has ended$"):
+        with pytest.raises(FeederError, match=r"^the batch of pull 3 cannot come: every reader thread has ended$"):
             taken(feeder, 2)
 
 
@@ -288,7 +288,7 @@ def test_closing_ends_the_wait_of_a_taker():
         assert not taker.is_alive()
         go_on.set()
         closer.join(SOON_S)
-    assert failures == ["the feeder was closed while step 1 waited for its batch"]
+    assert failures == ["the feeder was closed while pull 1 waited for its batch"]
 
 
 def test_closing_does_not_wait_for_sources_that_are_stuck(monkeypatch):
@@ -314,7 +314,7 @@ def test_closing_ends_threads_that_wait_for_a_slot():
 
 
 def test_closing_twice_and_before_the_start_is_nothing_special():
-    feeder = Feeder(Source(), start_step=0, stop_step=3, depth=2, num_threads=1, timeout_s=1)
+    feeder = Feeder(Source(), start_index=0, stop_index=3, depth=2, num_threads=1, timeout_s=1)
     feeder.close()
     assert feeder._threads == []
     with running(Source()) as started:
@@ -330,7 +330,7 @@ def test_a_thread_that_cannot_start_is_no_obstacle_to_closing(monkeypatch):
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    feeder = Feeder(Source(), start_step=0, stop_step=3, depth=2, num_threads=2, timeout_s=1)
+    feeder = Feeder(Source(), start_index=0, stop_index=3, depth=2, num_threads=2, timeout_s=1)
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse_the_second)
         with pytest.raises(RuntimeError, match="can't start new thread"):
@@ -377,7 +377,7 @@ def test_of_small_batches_more_are_read_ahead_unless_told(batch, size, prefetch,
 def test_workers_sleep_for_several_slots_only_where_these_come_together(depth, num_threads, least_free):
     """With a thread for every slot, all may be at work: the one that ends is needed at once."""
     source = SimpleNamespace(batch=1, height=1, width=1, thread_safe=True)
-    feeder = Feeder(cast(Any, source), start_step=0, stop_step=100, depth=depth, num_threads=num_threads, timeout_s=1)
+    feeder = Feeder(cast(Any, source), start_index=0, stop_index=100, depth=depth, num_threads=num_threads, timeout_s=1)
     assert feeder._least_free == least_free
 
 

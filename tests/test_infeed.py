@@ -21,8 +21,8 @@ from tests.toy import BATCH, SIZE, CountedBatches, toy_batch
 def make_infeed(batches, *, stop_step=4, num_shards=1, timeout_s=5.0, chunk=1, times_waits=True):
     feeder = Feeder(
         FunctionBatches(batches),
-        start_step=0,
-        stop_step=stop_step,
+        start_index=0,
+        stop_index=stop_step,
         depth=2,
         num_threads=1,
         timeout_s=timeout_s,

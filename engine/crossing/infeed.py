@@ -1,6 +1,6 @@
 """The infeed: the crossing by which the program pulls its batches and the control word.
 
-A pull is addressed by (step, shard) and takes the batches from that step on, one or a chunk of them. Where the host
+A pull is addressed by (batch index, shard) and takes the batches from there on, one or a chunk of them. Where the host
 fails, the exception is kept here, the pull answers with the batches that came before, and the stop bit set; the loop
 ends after these, and the host then raises what was kept.
 """
@@ -49,7 +49,7 @@ class Pulled(NamedTuple):
 
 
 type WordsOf = Callable[[int, int], ControlWords]
-"""(first step, batches wanted) → the control words of that pull."""
+"""(index of the first batch, batches wanted) → the control words of that pull."""
 
 
 class BatchInfeed(Protocol):
@@ -65,11 +65,11 @@ class BatchInfeed(Protocol):
     num_together: int
     failure: BaseException | None
 
-    def pull(self, step: jax.Array, shard: jax.Array, num_batches: jax.Array) -> Pulled:
+    def pull(self, batch_index: jax.Array, shard: jax.Array, num_batches: jax.Array) -> Pulled:
         """Pulls batches for a shard; called while tracing.
 
         Args:
-            step: int32 [], of the first (from 0).
+            batch_index: int32 [], of the first (from 0).
             shard: int32 [].
             num_batches: int32 [], how many are wanted, at most n.
         """
@@ -99,8 +99,8 @@ class BatchInfeed(Protocol):
         """
         ...
 
-    def take_wait_s(self, step: int) -> float:
-        """Gives the seconds that the program waited for the batch of `step`, once, when that was trained on."""
+    def take_wait_s(self, batch_index: int) -> float:
+        """Gives the seconds that the program waited for a batch, once, when it was trained on."""
         ...
 
     def start(self) -> None:
@@ -121,7 +121,7 @@ class Infeed:
         transport: how the call is made.
         words_of: gives the control words of a pull.
         chunk: batches a pull, n.
-        times_waits: whether `take_wait_s` is asked for every step; waits that nobody asks for would pile up.
+        times_waits: whether `take_wait_s` is asked for every batch; waits that nobody asks for would pile up.
 
     Attributes:
         chunk, num_together, failure: see `BatchInfeed`.
@@ -156,9 +156,9 @@ class Infeed:
         """See `BatchInfeed.close`."""
         self._feeder.close()
 
-    def pull(self, step: jax.Array, shard: jax.Array, num_batches: jax.Array) -> Pulled:
+    def pull(self, batch_index: jax.Array, shard: jax.Array, num_batches: jax.Array) -> Pulled:
         """See `BatchInfeed.pull`."""
-        address = jnp.stack([step, shard, num_batches])
+        address = jnp.stack([batch_index, shard, num_batches])
         pixels, labels, words = self._transport.call(self._answer, self._results, address)
         return Pulled(decode_control(words), Batch(pixels, labels))
 
@@ -195,21 +195,21 @@ class Infeed:
         pixels, labels = (lax.dynamic_index_in_dim(each, number, keepdims=False) for each in batches)
         return make_batch(self._feeder, pixels, labels)
 
-    def take_wait_s(self, step: int) -> float:
-        """See `BatchInfeed.take_wait_s`: the pull of `step` waited so long."""
-        return self._wait_s.pop(step, 0.0)
+    def take_wait_s(self, batch_index: int) -> float:
+        """See `BatchInfeed.take_wait_s`: the pull of that batch waited so long."""
+        return self._wait_s.pop(batch_index, 0.0)
 
     def _answer(self, operands: Sequence[Array], results: Sequence[Array]) -> None:
         """The host's side of a pull; runs on a thread of the runtime."""
-        step, shard, num_wanted = operands[0].tolist()
+        batch_index, shard, num_wanted = operands[0].tolist()
         pixels, labels, words = results
         num_taken = 0
         try:
-            asked = self._words_of(step, num_wanted)
+            asked = self._words_of(batch_index, num_wanted)
             words[...] = asked
             num_batches = asked[2]
             while num_taken < num_batches and not (num_taken and self._board.is_stop_requested()):
-                if not self._take(step + num_taken, shard, pixels[num_taken], labels[num_taken]):
+                if not self._take(batch_index + num_taken, shard, pixels[num_taken], labels[num_taken]):
                     break
                 num_taken += 1
             if num_taken < num_batches:
@@ -224,13 +224,13 @@ class Infeed:
             traceback.clear_frames(self.failure.__traceback__)
             del operands, results, pixels, labels, words
 
-    def _take(self, step: int, shard: int, pixels: Pixels, labels: Labels) -> bool:
+    def _take(self, batch_index: int, shard: int, pixels: Pixels, labels: Labels) -> bool:
         """Takes a batch; False where a stop came before it, which takes none: it stays for whoever continues there."""
-        waited_s = self._feeder.take(step, shard, pixels, labels, is_cancelled=self._board.is_stop_requested)
+        waited_s = self._feeder.take(batch_index, shard, pixels, labels, is_cancelled=self._board.is_stop_requested)
         if waited_s is None:
             return False
         if waited_s and self._times_waits:
-            self._wait_s[step] = waited_s
+            self._wait_s[batch_index] = waited_s
         return True
 
 

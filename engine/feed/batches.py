@@ -1,6 +1,6 @@
 """Where batches come from: what a source must do, random pixels, arrays, or a function of the user's.
 
-A batch source fills the buffers of one step, addressed by the step alone, so that a resumed run sees what the
+A batch source fills the buffers of one batch, addressed by its index alone, so that a resumed run sees what the
 uninterrupted one would have. Knows nothing of rings, threads or devices.
 """
 
@@ -24,7 +24,7 @@ class BatchSource(Protocol):
 
     Attributes:
         batch, height, width: the shape of every batch, B images of H × W pixels.
-        thread_safe: whether `fill` may be called by several threads at once and in any order of steps.
+        thread_safe: whether `fill` may be called by several threads at once and in any order of batches.
     """
 
     batch: int
@@ -32,8 +32,8 @@ class BatchSource(Protocol):
     width: int
     thread_safe: bool
 
-    def fill(self, step: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
-        """Writes the batch of `step` (from 0) into uint32 [B, H, W] packed pixels and int32 [B] labels.
+    def fill(self, batch_index: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
+        """Writes batch `batch_index` (from 0) into uint32 [B, H, W] packed pixels and int32 [B] labels.
 
         Of a source with an attribute `row_words` other than its width the pixels are of the dense layout, uint32
         [B, H, row_words] (`preprocess.pixels`); whatever wraps such a source must have it too.
@@ -63,8 +63,8 @@ class Lent(Protocol):
 class LendingSource(Protocol):
     """A `BatchSource` that may have its images in memory already, so that they need to be copied only once."""
 
-    def lend(self, step: int, labels: Labels, *, timeout_s: float) -> Lent | None:
-        """Write the labels of `step` and return its images; None where `fill` must be asked for that step.
+    def lend(self, batch_index: int, labels: Labels, *, timeout_s: float) -> Lent | None:
+        """Write the labels of a batch and return its images; None where `fill` must be asked for that batch.
 
         The labels then hold nothing.
         """
@@ -83,8 +83,8 @@ class CheckedSource(Protocol):
 class EvaluationSource(BatchSource, Protocol):
     """Batches of which every `num_batches` hold each image of a split once.
 
-    Batch b of evaluation e is asked for as step e · num_batches + b; places of the last one that hold no image have the
-    label PADDING_LABEL.
+    Batch b of evaluation e has the index e · num_batches + b; places of the last one that hold no image have the label
+    PADDING_LABEL.
     """
 
     num_batches: int
@@ -111,16 +111,16 @@ class ArrayBatches:
         self.batch = batch
         self.num_batches = -(-num_images // batch)
 
-    def fill(self, step: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:  # noqa: ARG002
-        """Copies the step's images."""
-        start = step % self.num_batches * self.batch
+    def fill(self, batch_index: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:  # noqa: ARG002
+        """Copies the batch's images."""
+        start = batch_index % self.num_batches * self.batch
         count = min(self.batch, len(self._pixels) - start)
         pixels[:count], labels[:count] = self._pixels[start : start + count], self._labels[start : start + count]
         pixels[count:], labels[count:] = 0, PADDING_LABEL
 
 
 class SyntheticBatches:
-    """Random pixels and labels, a function of (seed, step): what the loop costs without a data set."""
+    """Random pixels and labels, a function of (seed, batch index): what the loop costs without a data set."""
 
     thread_safe = True
 
@@ -128,11 +128,11 @@ class SyntheticBatches:
         self.batch, self.height, self.width = batch, height, width
         self._num_classes, self._seed = num_classes, seed
 
-    def fill(self, step: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:  # noqa: ARG002
-        """Draws the step's batch; needs no waiting."""
+    def fill(self, batch_index: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:  # noqa: ARG002
+        """Draws the batch; needs no waiting."""
         # A fixed number of words for the seed: SeedSequence joins the words of its integers and takes missing ones as
         # zeros, so that [2**32, 0] and [0, 1] would draw the same batch.
-        words = [self._seed & 0xFFFFFFFF, self._seed >> 32, step]
+        words = [self._seed & 0xFFFFFFFF, self._seed >> 32, batch_index]
         random = np.random.Generator(np.random.SFC64(words))
         labels[...] = random.integers(self._num_classes, size=self.batch, dtype=np.int32)
         drawn = np.frombuffer(random.bytes(pixels.nbytes), np.uint32).reshape(pixels.shape)
@@ -140,14 +140,14 @@ class SyntheticBatches:
 
 
 class FunctionBatches:
-    """Batches from a function of the user's: step (from 0) → (uint32 [B, H, W] pixels, integer [B] labels).
+    """Batches from a function of the user's: batch index (from 0) → (uint32 [B, H, W] pixels, integer [B] labels).
 
-    The function is called once for each step, in order, from one thread. Its batch for `first_step` is asked for
-    at once, because its shape is part of the program, and kept until that step is filled.
+    The function is called once for each batch, in order, from one thread. Batch `first_index` is asked for
+    at once, because its shape is part of the program, and kept until that batch is filled.
 
     Args:
         function: the user's.
-        first_step: the step that the run begins with.
+        first_index: of the batch that the run begins with.
         num_classes: K; labels must lie in 0 … K - 1. None takes what an int32 holds.
 
     Raises:
@@ -156,19 +156,19 @@ class FunctionBatches:
 
     thread_safe = False
 
-    def __init__(self, function: BatchFunction, *, first_step: int = 0, num_classes: int | None = None) -> None:
+    def __init__(self, function: BatchFunction, *, first_index: int = 0, num_classes: int | None = None) -> None:
         self._function, self._num_classes = function, num_classes
-        self._first: tuple[int, Pixels, Labels] | None = (first_step, *self._ask(first_step))
+        self._first: tuple[int, Pixels, Labels] | None = (first_index, *self._ask(first_index))
         self.batch, self.height, self.width = self._first[1].shape
 
-    def fill(self, step: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:  # noqa: ARG002
+    def fill(self, batch_index: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:  # noqa: ARG002
         """Copies the function's batch; the feeder bounds the wait for a function that does not return."""
         first, self._first = self._first, None
-        given_pixels, given_labels = first[1:] if first and first[0] == step else self._ask(step)
+        given_pixels, given_labels = first[1:] if first and first[0] == batch_index else self._ask(batch_index)
         if given_pixels.shape != pixels.shape:
             raise ValueError(
                 f"every batch must have the shape of the first, {pixels.shape}; "
-                f"the batch source gave {given_pixels.shape} at step {step}"
+                f"the batch source gave {given_pixels.shape} for batch {batch_index}"
             )
         pixels[...], labels[...] = given_pixels, given_labels
 
@@ -176,19 +176,23 @@ class FunctionBatches:
         """Makes K known, before the run; raises ValueError where the first batch has a label beyond it."""
         self._num_classes = num_classes
         if self._first is not None:
-            step, pixels, labels = self._first
-            self._check(pixels, labels, step)
+            batch_index, pixels, labels = self._first
+            self._check(pixels, labels, batch_index)
 
-    def _check(self, pixels: Any, labels: Any, step: int) -> tuple[Pixels, Labels]:
+    def _check(self, pixels: Any, labels: Any, batch_index: int) -> tuple[Pixels, Labels]:
         return _checked(
-            pixels, labels, num_classes=self._num_classes, giver="the batch source", where=f" at step {step}"
+            pixels,
+            labels,
+            num_classes=self._num_classes,
+            giver="the batch source",
+            where=f" for batch {batch_index}",
         )
 
-    def _ask(self, step: int) -> tuple[Pixels, Labels]:
-        given = self._function(step)
+    def _ask(self, batch_index: int) -> tuple[Pixels, Labels]:
+        given = self._function(batch_index)
         if not isinstance(given, tuple) or len(given) != 2:
             raise ValueError(f"a batch must be a tuple (pixels, labels); the source gave {type(given).__name__}")
-        return self._check(*given, step)
+        return self._check(*given, batch_index)
 
 
 def _checked(

@@ -1,7 +1,7 @@
 """Which image stands at which position of the endless stream of training images.
 
 Owns the keyed permutation of each epoch; knows nothing of pixels, shards or batches' contents. Position
-p = step · batch + i; epoch = p // N; image = permutation(seed, epoch)(p mod N). The permutation is evaluated per
+p = batch_index · batch + i; epoch = p // N; image = permutation(seed, epoch)(p mod N). The permutation is evaluated per
 index in O(1) memory, so a set of 1e8 images costs no more than one of ten.
 """
 
@@ -54,9 +54,9 @@ class EpochOrder:
             images[here] = self._permute(offsets[here], int(epoch))
         return images
 
-    def batch(self, step: int, batch: int) -> NDArray[np.int64]:
-        """Gives the images of one step: int64 [batch], those at positions step · batch … step · batch + batch - 1."""
-        return self.images_at(np.arange(step * batch, (step + 1) * batch, dtype=np.int64))
+    def batch(self, batch_index: int, batch: int) -> NDArray[np.int64]:
+        """Return the images of one batch: int64 [batch], from position batch_index · batch on."""
+        return self.images_at(np.arange(batch_index * batch, (batch_index + 1) * batch, dtype=np.int64))
 
     def _permute(self, offsets: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
         """Applies the epoch's bijection of 0 … N - 1 to int64 [n] offsets.

@@ -20,32 +20,32 @@ class ShardBatches:
         self._order = EpochOrder(split.num_images, seed)
         self.batch, self.height, self.width = batch, split.height, split.width
         self.row_words = split.row_words
-        self._ordered = 0, np.empty((0, batch), np.int64)  # steps from the first on, in order; replaced as a whole
+        self._ordered = 0, np.empty((0, batch), np.int64)  # batches from the first on, in order; replaced as a whole
 
-    def fill(self, step: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
-        """Reads the step's images from the shards; raises preprocess.shards.reader.ShardError where that fails."""
-        self._split.read_into(self._images_of(step), pixels, labels, timeout_s=timeout_s)
+    def fill(self, batch_index: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
+        """Reads the batch's images from the shards; raises preprocess.shards.reader.ShardError where that fails."""
+        self._split.read_into(self._images_of(batch_index), pixels, labels, timeout_s=timeout_s)
 
-    def lend(self, step: int, labels: Labels, *, timeout_s: float) -> Lent | None:
-        """Lend the step's images out of mapped shard files; see `LendingSource`."""
+    def lend(self, batch_index: int, labels: Labels, *, timeout_s: float) -> Lent | None:
+        """Lend the batch's images out of mapped shard files; see `LendingSource`."""
         if not self._split.lends:
             return None
-        return self._split.lend(self._images_of(step), labels, timeout_s=timeout_s)
+        return self._split.lend(self._images_of(batch_index), labels, timeout_s=timeout_s)
 
     def check_unchanged(self) -> None:
         """See `CheckedSource`; raises preprocess.shards.reader.ShardError."""
         self._split.check_unchanged()
 
-    def _images_of(self, step: int) -> NDArray[np.int64]:
-        """Gives a step's images. Some thousand positions together take as long as some hundred (90 µs)."""
+    def _images_of(self, batch_index: int) -> NDArray[np.int64]:
+        """Return a batch's images. Some thousand positions together take as long as some hundred (90 µs)."""
         first, images = self._ordered
-        if not first <= step < first + len(images):
-            num_steps = max(1, _POSITIONS_AT_ONCE // self.batch)
-            turn = step // num_steps
-            images = self._order.batch(turn, num_steps * self.batch).reshape(num_steps, self.batch)
-            first = turn * num_steps
+        if not first <= batch_index < first + len(images):
+            num_batches = max(1, _POSITIONS_AT_ONCE // self.batch)
+            turn = batch_index // num_batches
+            images = self._order.batch(turn, num_batches * self.batch).reshape(num_batches, self.batch)
+            first = turn * num_batches
             self._ordered = first, images
-        return images[step - first]
+        return images[batch_index - first]
 
 
 class SequentialBatches:
@@ -59,9 +59,9 @@ class SequentialBatches:
         self.row_words = split.row_words
         self.num_batches = -(-split.num_images // batch)
 
-    def fill(self, step: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
-        """Reads the step's images; what the last batch has no image for is black and has the padding label."""
-        start = step % self.num_batches * self.batch
+    def fill(self, batch_index: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
+        """Reads the batch's images; what the last batch has no image for is black and has the padding label."""
+        start = batch_index % self.num_batches * self.batch
         count = min(self.batch, self._split.num_images - start)
         images = np.arange(start, start + count, dtype=np.int64)
         self._split.read_into(images, pixels[:count], labels[:count], timeout_s=timeout_s)

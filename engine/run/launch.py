@@ -119,6 +119,7 @@ class Launch:
             self.board.words,
             start.pulls,
             config.steps * config.accumulate_steps,
+            self._name_pull,
         )
         self._evaluation_infeed = self._make_evaluation_infeed()
         self.stream = LossStream(
@@ -140,6 +141,10 @@ class Launch:
         if self.resolved.registry_name is None:
             check_names(self._state_shape.params, self._state_shape.batch_stats)
         self._describe()
+
+    def _name_pull(self, pull: int) -> str:
+        step, number = divmod(pull, self.config.accumulate_steps)
+        return f"step {step + 1}" + (f", pull {number + 1}" if self.config.accumulate_steps > 1 else "")
 
     def _wait_of(self, step: int) -> float:
         """Gives the seconds waited for the batches of one update (from 0)."""
@@ -171,7 +176,7 @@ class Launch:
         words_of: WordsOf,
         first_pull: int,
         stop_pull: int,
-        name_pull: Callable[[int], str] = lambda pull: f"step {pull + 1}",
+        name_pull: Callable[[int], str],
         *,
         times_waits: bool = True,
     ) -> BatchInfeed:
@@ -180,12 +185,12 @@ class Launch:
             self._transport,
             lambda allocate: Feeder(
                 source,
-                start_step=first_pull,
-                stop_step=max(stop_pull, first_pull),
+                start_index=first_pull,
+                stop_index=max(stop_pull, first_pull),
                 depth=self._ring_depth(source),
                 num_threads=config.reader_threads,
                 timeout_s=config.infeed_timeout_s,
-                name_step=name_pull,
+                name_batch=name_pull,
                 allocate=allocate,
             ),
             self.board,

@@ -269,7 +269,7 @@ def _build(config: TrainConfig, opened: _OpenData) -> Model:
 
 def _own_batches(config: TrainConfig, batches: BatchFunction | BatchSource, first_pull: int) -> _OpenData:
     source = (
-        FunctionBatches(batches, first_step=first_pull, num_classes=config.num_classes)
+        FunctionBatches(batches, first_index=first_pull, num_classes=config.num_classes)
         if callable(batches)
         else batches
     )

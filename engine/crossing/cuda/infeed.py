@@ -39,7 +39,7 @@ class StreamedInfeed:
         transport: how the host is called.
         words_of: gives the control words of a pull.
         chunk: batches a pull, n, and turns of the loop over them.
-        times_waits: whether `take_wait_s` is asked for every step.
+        times_waits: whether `take_wait_s` is asked for every batch.
 
     Attributes:
         chunk, num_together, failure: see `BatchInfeed`.
@@ -69,7 +69,7 @@ class StreamedInfeed:
         self._ring = DeviceRing(
             transport.driver, feeder, pixel_bytes=4 * self._pixel_words, label_bytes=4 * self._label_words
         )
-        self._next = self._stop = feeder.start_step  # the batches of the chunk that are still to come
+        self._next = self._stop = feeder.start_index  # the batches of the chunk that are still to come
         self._times_waits = times_waits
         self._running: dict[int, Stopwatch] = {}
         self._stopped: list[Stopwatch] = []
@@ -89,9 +89,9 @@ class StreamedInfeed:
         self._feeder.close()
         self._read_stopwatches()
 
-    def pull(self, step: jax.Array, shard: jax.Array, num_batches: jax.Array) -> Pulled:
+    def pull(self, batch_index: jax.Array, shard: jax.Array, num_batches: jax.Array) -> Pulled:
         """See `BatchInfeed.pull`."""
-        address = jnp.stack([step, shard, num_batches])
+        address = jnp.stack([batch_index, shard, num_batches])
         (words,) = self._transport.call(self._answer, (jax.ShapeDtypeStruct((CONTROL_WORDS,), jnp.uint32),), address)
         return Pulled(decode_control(words), None)
 
@@ -118,14 +118,14 @@ class StreamedInfeed:
         packed, num_taken = lax.fori_loop(0, self.chunk, turn, (form.pack(carry), jnp.zeros((), jnp.int32)))
         return form.unpack(packed), num_taken
 
-    def take_wait_s(self, step: int) -> float:
+    def take_wait_s(self, batch_index: int) -> float:
         """See `BatchInfeed.take_wait_s`: the device's stream waited so long, by its own clock."""
         with self._reading:
-            stopwatch = self._running.pop(step, None)
+            stopwatch = self._running.pop(batch_index, None)
             if stopwatch is None:
-                return self._wait_s.pop(step, 0.0)
+                return self._wait_s.pop(batch_index, 0.0)
             wait_s = self._read(stopwatch)
-        # Only now may it be taken for another step.
+        # Only now may it be taken for another batch.
         self._stopped.append(stopwatch)
         return wait_s
 
@@ -137,35 +137,35 @@ class StreamedInfeed:
 
     def _answer(self, operands: Sequence[Array], results: Sequence[Array]) -> None:
         """The host's side of a pull."""
-        step, _, num_wanted = operands[0].tolist()
+        batch_index, _, num_wanted = operands[0].tolist()
         words = stop_at_once()
         try:
             if self.failure is None:
-                words = self._words_of(step, num_wanted)
+                words = self._words_of(batch_index, num_wanted)
         except BaseException as error:  # noqa: BLE001 - raising through XLA loses it: kept, and raised by the host
             self._keep(error)
-        self._next, self._stop = step, step + words[2]
+        self._next, self._stop = batch_index, batch_index + words[2]
         results[0][...] = words
 
     def _give(self, stream: int, _: Sequence[int], results: Sequence[int]) -> None:
         """The host's side of a turn: enqueues the batch's way to the program, or that there is none."""
         pixels, labels, is_there = results
-        step, driver, is_given = self._next, self._transport.driver, False
+        batch_index, driver, is_given = self._next, self._transport.driver, False
         try:
-            if step < self._stop and not self._board.is_stop_requested():
+            if batch_index < self._stop and not self._board.is_stop_requested():
                 stopwatch = self._stopwatch() if self._times_waits else None
                 is_given = self._ring.give(
-                    step,
+                    batch_index,
                     Places(pixels, labels),
                     stream,
                     is_cancelled=self._board.is_stop_requested,
                     stopwatch=stopwatch,
                 )
                 if stopwatch is not None and is_given:
-                    self._running[step] = stopwatch
+                    self._running[batch_index] = stopwatch
         except BaseException as error:  # noqa: BLE001 - as above
             self._keep(error)
-        self._next, self._stop = (step + 1, self._stop) if is_given else (step, step)
+        self._next, self._stop = (batch_index + 1, self._stop) if is_given else (batch_index, batch_index)
         driver.fill_words(is_there, int(is_given), 1, stream)
         if not is_given:
             driver.fill_words(pixels, 0, self._pixel_words, stream)
@@ -185,8 +185,8 @@ class StreamedInfeed:
     def _read_stopwatches(self) -> None:
         """Reads those that nobody has asked for, while there are events to read."""
         with self._reading:
-            for step in list(self._running):
-                self._wait_s[step] = self._read(self._running.pop(step))
+            for batch_index in list(self._running):
+                self._wait_s[batch_index] = self._read(self._running.pop(batch_index))
 
     def _read(self, stopwatch: Stopwatch) -> float:
         """Gives the seconds between its events, 0 where a program that failed has not come so far."""

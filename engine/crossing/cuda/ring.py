@@ -56,11 +56,11 @@ class _Slot:
     def __init__(self, arena: Arena, num_bytes: int) -> None:
         self.address = arena.device(num_bytes)
         self.arrived, self.taken = arena.event(), arena.event()
-        self.step = -1  # the step whose batch was enqueued last
+        self.batch_index = -1  # of the batch that was enqueued last
 
 
 class DeviceRing:
-    """Copies the steps of a feeder, in order, each once.
+    """Copies the batches of a feeder, in order, each once.
 
     Args:
         driver: of the device.
@@ -75,7 +75,7 @@ class DeviceRing:
         self._stream = 0
         self._thread = threading.Thread(target=self._work, name="cuda-copies", daemon=True)
         self._changed = threading.Condition()
-        self._next_given = feeder.start_step  # guarded, like the rest
+        self._next_given = feeder.start_index  # guarded, like the rest
         self._closed = False
         self._borrows_since_s: float | None = None  # the thread waits for the host to have a batch
         self._failure: BaseException | None = None
@@ -83,24 +83,24 @@ class DeviceRing:
     def start(self, arena: Arena) -> None:
         """Takes memory and begins to copy; called once, inside the driver's `current`."""
         num_bytes = self._pixel_bytes + self._label_bytes
-        count = max(1, min(num_slots(num_bytes), self._feeder.stop_step - self._feeder.start_step))
+        count = max(1, min(num_slots(num_bytes), self._feeder.stop_index - self._feeder.start_index))
         self._slots = [_Slot(arena, num_bytes) for _ in range(count)]
         self._stream = arena.stream()
         self._thread.start()
 
     def give(
         self,
-        step: int,
+        batch_index: int,
         places: Places,
         stream: int,
         *,
         is_cancelled: Callable[[], bool] = lambda: False,
         stopwatch: Stopwatch | None = None,
     ) -> bool:
-        """Enqueues on the program's stream the wait for a step's batch, and its copy to where the program wants it.
+        """Enqueues on the program's stream the wait for a batch, and its copy to where the program wants it.
 
         Args:
-            step: its turn: steps are given in order, each once.
+            batch_index: its turn: batches are given in order, each once.
             places: the program's memory.
             stream: the program's.
             is_cancelled: asked a few times a second while the host does not have the batch.
@@ -111,13 +111,13 @@ class DeviceRing:
 
         Raises:
             FeederError: where the host did not have the batch in time or never can.
-            BaseException: whatever the source raised for this step.
+            BaseException: whatever the source raised for this batch.
         """
-        driver, slot = self._driver, self._slots[step % len(self._slots)]
+        driver, slot = self._driver, self._slots[batch_index % len(self._slots)]
         if stopwatch is not None:
             driver.record(stopwatch.before, stream)
         # Set behind the record that it tells of: no lock is needed to see it.
-        if slot.step != step and not self._wait_for(slot, step, is_cancelled):
+        if slot.batch_index != batch_index and not self._wait_for(slot, batch_index, is_cancelled):
             return False
         driver.wait_for(stream, slot.arrived)
         if stopwatch is not None:
@@ -126,7 +126,7 @@ class DeviceRing:
         driver.copy_on_device(places.labels, slot.address + self._pixel_bytes, self._label_bytes, stream)
         driver.record(slot.taken, stream)
         with self._changed:
-            self._next_given = step + 1
+            self._next_given = batch_index + 1
             self._changed.notify_all()
         return True
 
@@ -138,11 +138,11 @@ class DeviceRing:
         if self._thread.ident is not None:
             self._thread.join(_CLOSE_TIMEOUT_S)
 
-    def _wait_for(self, slot: _Slot, step: int, is_cancelled: Callable[[], bool]) -> bool:
-        """Waits until the copy of `step` is enqueued, giving True, or cancelled, giving False."""
+    def _wait_for(self, slot: _Slot, batch_index: int, is_cancelled: Callable[[], bool]) -> bool:
+        """Waits until the copy of a batch is enqueued, giving True, or cancelled, giving False."""
         asked_s = time.perf_counter()
         with self._changed:
-            while slot.step != step:
+            while slot.batch_index != batch_index:
                 if self._failure is not None:
                     raise self._failure
                 if self._closed:
@@ -152,16 +152,16 @@ class DeviceRing:
                 # While the thread waits for the card, as a step may take an hour, nothing is late.
                 if self._borrows_since_s is not None:
                     late_s = max(asked_s, self._borrows_since_s) + self._feeder.timeout_s
-                    self._feeder.check_is_in_time(step, late_s)
+                    self._feeder.check_is_in_time(batch_index, late_s)
                 self._changed.wait(min(_LOOK_EVERY_S, self._feeder.timeout_s))
         return True
 
     def _work(self) -> None:
-        """The thread's life: each step's batch from the feeder to its slot."""
+        """The thread's life: each batch from the feeder to its slot."""
         try:
             with self._driver.current():
                 self._copy_all()
-        except BaseException as error:  # noqa: BLE001 - raised to whoever takes this step, traceback included
+        except BaseException as error:  # noqa: BLE001 - raised to whoever takes this batch, traceback included
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
@@ -170,12 +170,12 @@ class DeviceRing:
         under_way: deque[tuple[int, _Slot]] = deque()
         # Fewer than there are slots, whose events tell of them.
         most_under_way = min(self._feeder.most_borrowed, len(self._slots) - 1)
-        for step in range(self._feeder.start_step, self._feeder.stop_step):
-            slot = self._slots[step % len(self._slots)]
-            if not self._wait_until_taken(step - len(self._slots)):
+        for batch_index in range(self._feeder.start_index, self._feeder.stop_index):
+            slot = self._slots[batch_index % len(self._slots)]
+            if not self._wait_until_taken(batch_index - len(self._slots)):
                 return
             self._borrows_since_s = time.perf_counter()
-            block = self._feeder.borrow(step, is_cancelled=self._is_closed)
+            block = self._feeder.borrow(batch_index, is_cancelled=self._is_closed)
             self._borrows_since_s = None
             if block is None:
                 return
@@ -183,19 +183,19 @@ class DeviceRing:
             self._driver.copy_to_device(slot.address, block.ctypes.data, block.nbytes, self._stream)
             self._driver.record(slot.arrived, self._stream)
             with self._changed:
-                slot.step = step
+                slot.batch_index = batch_index
                 self._changed.notify_all()
-            under_way.append((step, slot))
+            under_way.append((batch_index, slot))
             if len(under_way) > most_under_way:
                 oldest, its_slot = under_way.popleft()
                 self._driver.synchronize(its_slot.arrived)
                 self._feeder.give_back(oldest)
 
-    def _wait_until_taken(self, step: int) -> bool:
+    def _wait_until_taken(self, batch_index: int) -> bool:
         """Waits until the program has enqueued the copy out of a slot, however long; False where the ring closes."""
         with self._changed:
             # It ends with close(), and a program may take an hour over a step.
-            while not self._closed and self._next_given <= step:
+            while not self._closed and self._next_given <= batch_index:
                 self._changed.wait(_LOOK_EVERY_S)
             return not self._closed
 

@@ -30,8 +30,8 @@ def main(kind: str, batch: int, size: int) -> None:
         block = arena.pinned(pixel_bytes)
         feeder = Feeder(
             source,
-            start_step=0,
-            stop_step=LAST_STEP,
+            start_index=0,
+            stop_index=LAST_STEP,
             depth=ring_depth(source, None),
             num_threads=2,
             timeout_s=60,

@@ -67,8 +67,8 @@ def make_pull(transport_name: Any, kind: str, batch: int, size: int) -> tuple[Ca
     source = ReadyBatches(batch, size)
     feeder = Feeder(
         source,
-        start_step=0,
-        stop_step=LAST_STEP,
+        start_index=0,
+        stop_index=LAST_STEP,
         depth=ring_depth(source, None),
         num_threads=READER_THREADS,
         timeout_s=600,

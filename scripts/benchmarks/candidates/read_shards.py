@@ -23,8 +23,8 @@ def main(data: str, split: str, batch: int, threads: int) -> None:
     depth = ring_depth(source, DEFAULTS.prefetch)
     feeder = Feeder(
         source,
-        start_step=0,
-        stop_step=2**31 - 1,
+        start_index=0,
+        stop_index=2**31 - 1,
         depth=depth,
         num_threads=num_threads,
         timeout_s=60,
