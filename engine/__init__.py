@@ -1,6 +1,7 @@
 """The training engine: order, infeed, the compiled program, outfeed, and the commands around them.
 
-The public names are loaded on first use, so that the commands can print their help without waiting for jax.
+These names are the public API; any other name may move or change without notice. They are loaded on first use, so that
+the commands can print their help without waiting for jax.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -9,45 +10,83 @@ if TYPE_CHECKING:
     from engine.config import TrainConfig
     from engine.evaluation.result import EvaluationResult
     from engine.evaluation.run import evaluate, evaluate_weights, run_settings
-    from engine.feed.batches import BatchSource
+    from engine.feed.batches import BatchSource, EvaluationSource
+    from engine.feed.feeder import FeederError
+    from engine.program.train_state import TrainModel
+    from engine.recipes import LoadedRecipe, load_recipe, recipe_names
+    from engine.records.weights import StoredWeights, read_weights
     from engine.replay.replay import replay_run
     from engine.replay.report import Difference, ReplayReport
-    from engine.run.result import TrainResult
-    from engine.run.train import train
-
-__all__ = [
-    "BatchSource",
-    "Difference",
-    "EvaluationResult",
-    "ReplayReport",
-    "TrainConfig",
-    "TrainResult",
-    "evaluate",
-    "evaluate_weights",
-    "replay_run",
-    "run_settings",
-    "train",
-]
+    from engine.run.launch import NonFiniteError
+    from engine.run.result import DryRun, TrainResult
+    from engine.run.train import plan_run, train
+    from engine.stream.sinks import EvaluationRecord, LossRecord, Sink
 
 _HOME = {
     "BatchSource": "engine.feed.batches",
     "Difference": "engine.replay.report",
+    "DryRun": "engine.run.result",
+    "EvaluationRecord": "engine.stream.sinks",
     "EvaluationResult": "engine.evaluation.result",
+    "EvaluationSource": "engine.feed.batches",
+    "FeederError": "engine.feed.feeder",
+    "LoadedRecipe": "engine.recipes",
+    "LossRecord": "engine.stream.sinks",
+    "NonFiniteError": "engine.run.launch",
     "ReplayReport": "engine.replay.report",
+    "Sink": "engine.stream.sinks",
+    "StoredWeights": "engine.records.weights",
     "TrainConfig": "engine.config",
+    "TrainModel": "engine.program.train_state",
     "TrainResult": "engine.run.result",
     "evaluate": "engine.evaluation.run",
     "evaluate_weights": "engine.evaluation.run",
+    "load_recipe": "engine.recipes",
+    "plan_run": "engine.run.train",
+    "read_weights": "engine.records.weights",
+    "recipe_names": "engine.recipes",
     "replay_run": "engine.replay.replay",
     "run_settings": "engine.evaluation.run",
     "train": "engine.run.train",
 }
 
+__all__ = [
+    "BatchSource",
+    "Difference",
+    "DryRun",
+    "EvaluationRecord",
+    "EvaluationResult",
+    "EvaluationSource",
+    "FeederError",
+    "LoadedRecipe",
+    "LossRecord",
+    "NonFiniteError",
+    "ReplayReport",
+    "Sink",
+    "StoredWeights",
+    "TrainConfig",
+    "TrainModel",
+    "TrainResult",
+    "evaluate",
+    "evaluate_weights",
+    "load_recipe",
+    "plan_run",
+    "read_weights",
+    "recipe_names",
+    "replay_run",
+    "run_settings",
+    "train",
+]
+
 
 def __getattr__(name: str) -> Any:
-    """Loads a public name from the module that defines it (PEP 562)."""
+    """Load a public name from the module that defines it (PEP 562)."""
     if name not in _HOME:
         raise AttributeError(f"module 'engine' has no attribute {name!r}; it has {', '.join(__all__)}")
     from importlib import import_module
 
     return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from models import pooled_convnet, resnet
+from models.families import pooled_convnet, resnet
+from models.families.pooled_convnet import PooledConvNet
+from models.families.resnet import ResNet
 from models.model import BatchStats, Model, Params
-from models.pooled_convnet import PooledConvNet
-from models.resnet import ResNet
 
 
 def _cifar(depth: int) -> ResNet:

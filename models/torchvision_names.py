@@ -3,8 +3,8 @@
 The keys of this package's nested parameters already spell torchvision's module paths; what differs is the last word,
 the order of a kernel's axes, and that PyTorch keeps parameters and running statistics in one flat dictionary. A network
 that torchvision has not, `convnet8`, has its own paths (`stage1.0.conv.weight`) and the same layouts; its norms have no
-weight, and their bias stands before it is multiplied by `models.pooled_convnet.BIAS_GAIN`. The stem's kernel of
-`convnet8-wide`, `models.pooled_convnet.cosine_kernel`, is not among them.
+weight, and their bias stands before it is multiplied by `models.families.pooled_convnet.BIAS_GAIN`. The stem's kernel
+of `convnet8-wide`, `models.families.pooled_convnet.cosine_kernel`, is not among them.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,1 +1,73 @@
-"""Offline preprocessing: images into packed-pixel shards, and the reader of those shards. Never imports jax."""
+"""Offline preprocessing: images into packed-pixel shards, and the reader of those shards. Never imports jax.
+
+These names are the public API; any other name may move or change without notice. They are loaded on first use.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from preprocess.packing.pack import PackProgress, PackResult, pack_split
+    from preprocess.packing.plan import PackSettings
+    from preprocess.pixels import pack_rgb, unpack_rgb
+    from preprocess.shards.location import ShardError
+    from preprocess.shards.manifest import Manifest
+    from preprocess.shards.reader import ChangedShardError, ShardSplit, open_split
+    from preprocess.shards.splits import list_splits
+    from preprocess.shards.verify import Damage, verify_split
+    from preprocess.sources.listing import SourceError, SourceSplit
+    from preprocess.sources.open_source import Source, open_source
+
+_HOME = {
+    "ChangedShardError": "preprocess.shards.reader",
+    "Damage": "preprocess.shards.verify",
+    "Manifest": "preprocess.shards.manifest",
+    "PackProgress": "preprocess.packing.pack",
+    "PackResult": "preprocess.packing.pack",
+    "PackSettings": "preprocess.packing.plan",
+    "ShardError": "preprocess.shards.location",
+    "ShardSplit": "preprocess.shards.reader",
+    "Source": "preprocess.sources.open_source",
+    "SourceError": "preprocess.sources.listing",
+    "SourceSplit": "preprocess.sources.listing",
+    "list_splits": "preprocess.shards.splits",
+    "open_source": "preprocess.sources.open_source",
+    "open_split": "preprocess.shards.reader",
+    "pack_rgb": "preprocess.pixels",
+    "pack_split": "preprocess.packing.pack",
+    "unpack_rgb": "preprocess.pixels",
+    "verify_split": "preprocess.shards.verify",
+}
+
+__all__ = [
+    "ChangedShardError",
+    "Damage",
+    "Manifest",
+    "PackProgress",
+    "PackResult",
+    "PackSettings",
+    "ShardError",
+    "ShardSplit",
+    "Source",
+    "SourceError",
+    "SourceSplit",
+    "list_splits",
+    "open_source",
+    "open_split",
+    "pack_rgb",
+    "pack_split",
+    "unpack_rgb",
+    "verify_split",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from the module that defines it (PEP 562)."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'preprocess' has no attribute {name!r}; it has {', '.join(__all__)}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 
 # A card is used by those tests alone that ask for it, and then by scripts/gpu-check, which says so beforehand.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+# Whoever started pytest in the background may have had SIGINT ignored, which every command under test would inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Nothing is timed in a test: pytest's own limit ends one that hangs. The tests of a card do without hypothesis.
 with suppress(ModuleNotFoundError):
@@ -59,7 +63,7 @@ def copied_run(chained_run, tmp_path) -> Path:
 @pytest.fixture
 def untraced_blocks():
     """Has residual blocks traced anew, for tests that put something else into them."""
-    from models import resnet
+    from models.families import resnet
 
     resnet._apply_block.clear_cache()  # type: ignore[attr-defined]
     yield

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.batch_norm import EPSILON, SAMPLED, RunningStats, batch_norm, stored_relu
+from models.layers.batch_norm import EPSILON, SAMPLED, RunningStats, batch_norm, stored_relu
 from tests.card_forms import use_card_forms
 
 

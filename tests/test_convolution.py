@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from models import convolution_forms as forms
-from models import resnet
-from models.convolution import convolution, filter_gradient_form, forward_form, input_gradient_form
-from models.convolution_forms import Geometry
+from models.families import resnet
+from models.families.resnet import ResNet
+from models.layers import convolution_forms as forms
+from models.layers.convolution import convolution, filter_gradient_form, forward_form, input_gradient_form
+from models.layers.convolution_forms import Geometry
 from models.model import Model
 from models.registry import build_model
-from models.resnet import ResNet
 from tests.card_forms import use_card_forms
 
 # Sums of at most a few thousand float32 products, in another order.

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from models.layers import dense, global_average_pool
+from models.layers.head import dense, global_average_pool
 
 
 def normal(seed, shape, dtype=np.float32):

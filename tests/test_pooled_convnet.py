@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from models import pooled_convnet
+from models.families import pooled_convnet
+from models.families.pooled_convnet import PooledConvNet, cosine_kernel
 from models.model import BatchStats
-from models.pooled_convnet import PooledConvNet, cosine_kernel
 from models.registry import build_model, count_params
 
 NET = PooledConvNet(stem=6, stages=(8, 10))

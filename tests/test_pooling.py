@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from models.pooling import max_pool
+from models.layers.pooling import max_pool
 
 
 def xla_max_pool(x, window, stride, padding):

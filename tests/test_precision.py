@@ -12,11 +12,11 @@ from safetensors.numpy import load_file
 
 import engine.program.loop
 from engine import TrainConfig, train
-from models import resnet
-from models.batch_norm import batch_norm
-from models.convolution import convolution
-from models.layers import dense
-from models.pooling import max_pool
+from models.families import resnet
+from models.layers.batch_norm import batch_norm
+from models.layers.convolution import convolution
+from models.layers.head import dense
+from models.layers.pooling import max_pool
 from models.registry import build_model
 from tests.toy import Linear, toy_batch, toy_config
 

@@ -9,9 +9,9 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from models import resnet
+from models.families import resnet
+from models.families.resnet import ResNet
 from models.registry import build_model, find_network, model_names
-from models.resnet import ResNet
 from tests.card_forms import use_card_forms
 
 

@@ -265,8 +265,8 @@ class Feeder:
         """Raises FeederError where a batch, which is not there, is too late by perf_counter's clock."""
         if time.perf_counter() >= deadline:
             raise FeederError(
-                f"the batch of {self._name_batch(batch_index)} must be there within {self.timeout_s:g} s, and was not: the "
-                "source has stalled or is too slow; look at the storage, or raise --infeed-timeout"
+                f"the batch of {self._name_batch(batch_index)} must be there within {self.timeout_s:g} s, and was not: "
+                "the source has stalled or is too slow; look at the storage, or raise --infeed-timeout"
             )
 
     def _check_is_to_come(self, batch_index: int, deadline: float) -> None:

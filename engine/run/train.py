@@ -60,7 +60,7 @@ def train(
         config: the settings.
         model: your own, in place of one of the registry: `init(key)` gives (params, batch_stats), and
             `apply(params, batch_stats, images, train=True)` gives (logits [B, K], new batch_stats) for float32 images
-            [B, H, W, 3]. Convolutions of `models.convolution` stay fast inside the loop on a CPU.
+            [B, H, W, 3]. Convolutions of `models.layers.convolution` stay fast inside the loop on a CPU.
         batches: your own, in place of a packed data set: a function from the step (from 0) to (uint32 [B, H, W] packed
             pixels, integer [B] labels), called in order from one thread; or a `BatchSource`. A resumed run asks for
             the steps from where it goes on.

@@ -1,6 +1,7 @@
 """The two optax transformations that remember something, computed so that a loop changes what they remember in place.
 
-The parameters' update is a reader of the new moments: computed anew there (`models.stored`), from the old ones, these
+The parameters' update is a reader of the new moments: computed anew there (`models.layers.stored`), from the old ones,
+these
 could not be written over, and the loop copied moments and parameters at every step: a fourth of one of ResNet-50 at 64
 px. Here the new moments are stored, and everything else reads those.
 """
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from engine.updates.skipping import choose
-from models.stored import stored
+from models.layers.stored import stored
 
 
 def trace(momentum: jax.Array, *, nesterov: bool, made: jax.Array) -> optax.GradientTransformation:

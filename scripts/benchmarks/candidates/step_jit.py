@@ -15,22 +15,22 @@ from jax import lax
 from protocol import Channel, timed
 from resident_training import LEARNING_RATE, MOMENTUM, make_step, versions
 
-from models import pooled_convnet, resnet
-from models.batch_norm import EPSILON, RunningStats
-from models.batch_norm import MOMENTUM as SHARE
+from models.families import pooled_convnet, resnet
+from models.layers.batch_norm import EPSILON, RunningStats
+from models.layers.batch_norm import MOMENTUM as SHARE
 
 
 def lax_convolution(
     x: jax.Array, kernel: jax.Array, *, stride: Any = 1, padding: Any = "SAME", bias: jax.Array | None = None
 ) -> jax.Array:
-    """Stands in for `models.convolution.convolution`."""
+    """Stands in for `models.layers.convolution.convolution`."""
     strides = (stride, stride) if isinstance(stride, int) else stride
     y = lax.conv_general_dilated(x, kernel, strides, padding, dimension_numbers=("NHWC", "HWIO", "NHWC"))
     return y if bias is None else y + bias
 
 
 def lax_max_pool(x: jax.Array, *, window: int = 3, stride: int = 2, padding: int = 1) -> jax.Array:
-    """Stands in for `models.pooling.max_pool`."""
+    """Stands in for `models.layers.pooling.max_pool`."""
     margins = ((0, 0), (padding, padding), (padding, padding), (0, 0))
     return lax.reduce_window(x, -jnp.inf, lax.max, (1, window, window, 1), (1, stride, stride, 1), margins)
 
@@ -44,7 +44,7 @@ def plain_batch_norm(
     train: bool,  # noqa: ARG001 - nothing is evaluated
     relu: bool = False,
 ) -> tuple[jax.Array, RunningStats]:
-    """Stands in for `models.batch_norm.batch_norm`: in one pass, as Flax computes it by default."""
+    """Stands in for `models.layers.batch_norm.batch_norm`: in one pass, as Flax computes it by default."""
     mean = x.mean((0, 1, 2))
     var = jnp.maximum(jnp.square(x).mean((0, 1, 2)) - jnp.square(mean), 0)
     y = (x - mean) * (scale * lax.rsqrt(var + EPSILON)) + bias

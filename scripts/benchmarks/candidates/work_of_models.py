@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from models import pooled_convnet, resnet
+from models.families import pooled_convnet, resnet
 from models.registry import build_model
 
 

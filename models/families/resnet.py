@@ -12,11 +12,11 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from models.batch_norm import RunningStats, batch_norm, stored_relu
-from models.convolution import convolution
-from models.layers import dense, global_average_pool
+from models.layers.batch_norm import RunningStats, batch_norm, stored_relu
+from models.layers.convolution import convolution
+from models.layers.head import dense, global_average_pool
+from models.layers.pooling import max_pool
 from models.model import BatchStats, Params
-from models.pooling import max_pool
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.batch_norm import RunningStats, batch_norm
-from models.convolution import convolution
-from models.layers import dense
+from models.layers.batch_norm import RunningStats, batch_norm
+from models.layers.convolution import convolution
+from models.layers.head import dense
+from models.layers.pooling import max_pool
 from models.model import BatchStats, Params
-from models.pooling import max_pool
 
 LOGIT_SCALE = 0.125
 # The bias that is learned, times this, is added: under SGD it then moves the square of this times as fast.

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from models import convolution_forms as forms
-from models.convolution_forms import Geometry, Padding, Pair, image_size, window_size
+from models.layers import convolution_forms as forms
+from models.layers.convolution_forms import Geometry, Padding, Pair, image_size, window_size
 
 type Forward = Callable[[jax.Array, jax.Array, Geometry], jax.Array]
 type InputGradient = Callable[[jax.Array, jax.Array, Geometry, Pair], jax.Array]

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from models.stored import stored
+from models.layers.stored import stored
 
 MOMENTUM = 0.1
 EPSILON = 1e-5
@@ -142,7 +142,7 @@ def _normalise(relu: bool, x: jax.Array, scale: jax.Array, bias: jax.Array) -> t
 
 @jax.custom_vjp
 def stored_relu(x: jax.Array) -> jax.Array:
-    """ReLU whose result is stored (`models.stored`), and its derivative taken from that.
+    """ReLU whose result is stored (`models.layers.stored`), and its derivative taken from that.
 
     Otherwise the input of each residual block is computed anew out of the convolutions of all blocks before it, and on
     a card the derivative reads the two arrays whose sum `x` is in the place of one. (On a CPU that comes to the same.)

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.convolution_forms import Geometry, taps
-from models.stored import stored
+from models.layers.convolution_forms import Geometry, taps
+from models.layers.stored import stored
 
 NO_TAP = 255
 

@@ -1,0 +1,1 @@
+"""Families of networks, each a configuration that gives pure functions."""

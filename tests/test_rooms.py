@@ -1,0 +1,140 @@
+"""The rooms: what each may import, which no circle closes, and the way of one batch through them."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("engine", "preprocess", "models")
+
+# From the ground up: a room imports itself and rooms that stand before it here, types included.
+FLOORS = (
+    # preprocess: images to shards, and back
+    "preprocess.cores",
+    "preprocess.memory",
+    "preprocess.printable",
+    "preprocess.json_digest",
+    "preprocess.regular_file",
+    "preprocess.pixels",
+    "preprocess.shards",
+    "preprocess.sources",
+    "preprocess.decoding",
+    "preprocess.packing",
+    "preprocess.demo",
+    "preprocess.commands",
+    # models: pure functions
+    "models.model",
+    "models.layers",
+    "models.families",
+    "models.registry",
+    "models.torchvision_names",
+    # engine: shards to weights
+    "engine.keys",
+    "engine.images",
+    "engine.config",
+    "engine.locations",
+    "engine.control",
+    "engine.feed",
+    "engine.objective",
+    "engine.updates",
+    "engine.crossing",
+    "engine.program",
+    "engine.stream",
+    "engine.records",
+    "engine.recipes",
+    "engine.run",
+    "engine.evaluation",
+    "engine.replay",
+    "engine.commands",
+)
+# What the program may know of: no sinks, no records, no files.
+PROGRAM_MAY_KNOW = {
+    "engine.config",
+    "engine.control",
+    "engine.crossing",
+    "engine.feed",
+    "engine.images",
+    "engine.keys",
+    "engine.objective",
+    "engine.program",
+    "engine.updates",
+    "models.layers",
+}
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the packages but their public faces, by its dotted name."""
+    found = {}
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            if name not in PACKAGES:
+                found[name] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imports(path: Path) -> set[str]:
+    """The modules of ours that a file imports anywhere, for types too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {name if name in MODULES else str(node.module) for name in names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return {name for name in found if name.partition(".")[0] in PACKAGES}
+
+
+IMPORTS = {name: imports(path) - {name} for name, path in MODULES.items()}
+
+
+def room(module: str) -> str:
+    return ".".join(module.split(".")[:2])
+
+
+def reached(module: str) -> set[str]:
+    """Every module of ours that an import of this one brings with it."""
+    found, ahead = set(), [module]
+    while ahead:
+        new = IMPORTS[ahead.pop()] - found
+        found |= new
+        ahead += new
+    return found
+
+
+def test_every_room_has_its_floor() -> None:
+    assert {room(module) for module in MODULES} == set(FLOORS)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_name_modules_and_run_down(module: str) -> None:
+    """Nothing imports a package's public face either: that one imports everything."""
+    assert IMPORTS[module] <= MODULES.keys()
+    above = {name for name in IMPORTS[module] if FLOORS.index(room(name)) > FLOORS.index(room(module))}
+    assert above == set()
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    assert [module for module in MODULES if module in reached(module)] == []
+
+
+def test_the_program_knows_nothing_of_files() -> None:
+    known = {name for module in MODULES if room(module) == "engine.program" for name in reached(module)}
+    assert {room(name) for name in known} <= PROGRAM_MAY_KNOW
+    assert not {name for name in known if name.startswith("preprocess")}
+
+
+def test_the_walk_of_a_batch_in_the_docs_is_that_of_the_code() -> None:
+    """Each station of docs/concepts/walk.md is a module, and comes after none that stands above it."""
+    page = (ROOT / "docs/concepts/walk.md").read_text(encoding="utf-8")
+    stations = re.findall(r"^\| `([\w/]+\.py)` \|", page, re.MULTILINE)
+    named = [station.removesuffix(".py").replace("/", ".") for station in stations]
+    assert len(named) > 12
+    assert set(named) <= MODULES.keys()
