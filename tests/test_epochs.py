@@ -8,20 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config import TrainConfig
-from engine.run.dataset import DataChoice
+from engine import TrainConfig, train
 from engine.run.epochs import settle_epochs, steps_of_epochs
-from preprocess.shards.reader import ShardError
+from engine.run.parts import OwnParts
+from engine.run.train import open_run
 from tests.fake_source import fake_source, pack
+from tests.toy import BATCH, Linear, toy_batch
 
-
-@pytest.fixture(scope="module")
-def packed(tmp_path_factory):
-    """Ten images to train on, three to evaluate on."""
-    folder = tmp_path_factory.mktemp("packed")
-    pack(fake_source(10), folder)
-    pack(fake_source(3, name="val"), folder)
-    return str(folder)
+NUM_IMAGES = 10
 
 
 @pytest.mark.parametrize(
@@ -37,21 +31,17 @@ def packed(tmp_path_factory):
         (100, 1, 10, 100),
     ],
 )
-def test_epochs_are_as_many_steps_as_they_take(packed, epochs, batch, accumulate_steps, steps):
-    config = TrainConfig(data=packed, epochs=epochs, batch=batch, accumulate_steps=accumulate_steps)
-    assert settle_epochs(config) == replace(config, steps=steps)
+def test_epochs_are_as_many_steps_as_they_take(epochs, batch, accumulate_steps, steps):
+    config = TrainConfig(epochs=epochs, batch=batch, accumulate_steps=accumulate_steps)
+    assert settle_epochs(config, NUM_IMAGES) == replace(config, steps=steps)
 
 
-def test_a_warm_up_is_counted_alike_and_alone_too(packed):
-    config = TrainConfig(data=packed, epochs=8, warmup_epochs=1.5, batch=4)
-    settled = settle_epochs(config)
+def test_a_warm_up_is_counted_alike_and_alone_too():
+    config = TrainConfig(epochs=8, warmup_epochs=1.5, batch=4)
+    settled = settle_epochs(config, NUM_IMAGES)
     assert (settled.steps, settled.warmup_steps, settled.epochs, settled.warmup_epochs) == (20, 4, 8, 1.5)
-    alone = settle_epochs(TrainConfig(data=packed, steps=7, warmup_epochs=1, batch=4))
+    alone = settle_epochs(TrainConfig(steps=7, warmup_epochs=1, batch=4), NUM_IMAGES)
     assert (alone.steps, alone.warmup_steps) == (7, 3)
-
-
-def test_the_split_that_is_trained_on_is_counted(packed):
-    assert settle_epochs(TrainConfig(data=packed, split="val", epochs=1, batch=1)).steps == 3
 
 
 @given(
@@ -72,23 +62,23 @@ def test_an_epoch_of_a_tenth_is_a_tenth():
     assert steps_of_epochs(90.0, num_images=1_281_167, images_per_step=256) == 450_411
 
 
-def test_what_is_settled_stays_as_it_is(packed):
+def test_what_is_settled_stays_as_it_is():
     said: list[str] = []
-    settled = settle_epochs(TrainConfig(data=packed, epochs=3, warmup_epochs=1, batch=4), notify=said.append)
+    settled = settle_epochs(TrainConfig(epochs=3, warmup_epochs=1, batch=4), NUM_IMAGES, notify=said.append)
     assert said == ["epochs: 3 of 10 images come to 8 steps"]
-    assert settle_epochs(settled, notify=said.append) == settled
+    assert settle_epochs(settled, NUM_IMAGES, notify=said.append) == settled
     assert len(said) == 1
-    assert settle_epochs(TrainConfig.from_json(settled.to_json())) == settled
+    assert settle_epochs(TrainConfig.from_json(settled.to_json()), NUM_IMAGES) == settled
 
 
 def test_settings_without_epochs_need_no_data():
     config = TrainConfig(data="nowhere", steps=7)
-    assert settle_epochs(config, own_batches=True) is config
+    assert settle_epochs(config, None) is config
 
 
-def test_a_real_number_of_numpy_counts_as_it_prints(packed):
+def test_a_real_number_of_numpy_counts_as_it_prints():
     epochs: float = np.float64(0.3)
-    assert settle_epochs(TrainConfig(data=packed, epochs=epochs, batch=1)).steps == 3
+    assert settle_epochs(TrainConfig(epochs=epochs, batch=1), NUM_IMAGES).steps == 3
 
 
 @pytest.mark.parametrize(
@@ -106,12 +96,11 @@ def test_a_real_number_of_numpy_counts_as_it_prints(packed):
             {"epochs": 2.0**31 - 2},
             r"^epochs must come to at most 2147483646 steps, got 2\.14748e\+09, which of 10 images",
         ),
-        ({"epochs": 1, "split": "test"}, "there is no split 'test'; choose one of train, val"),
     ],
 )
-def test_what_does_not_fit_is_refused(packed, values, message):
+def test_what_does_not_fit_is_refused(values, message):
     with pytest.raises(ValueError, match=message):
-        settle_epochs(TrainConfig(**({"data": packed, "batch": 4} | values)))
+        settle_epochs(TrainConfig(**({"batch": 4} | values)), NUM_IMAGES)
 
 
 @pytest.mark.parametrize("name", ["epochs", "warmup_epochs"])
@@ -119,34 +108,28 @@ def test_batches_without_an_end_have_no_epochs(name):
     config = TrainConfig.from_json({name: 2.5})
     counted = name.replace("epochs", "steps")
     message = f"^{name} must be left out with %s, which have no end, got 2.5: give {counted}$"
-    with pytest.raises(ValueError, match=message % "synthetic batches"):
-        settle_epochs(replace(config, synthetic=True))
     with pytest.raises(ValueError, match=message % "batches of your own"):
-        settle_epochs(config, own_batches=True)
+        settle_epochs(config, None, "batches of your own")
+    with pytest.raises(ValueError, match=message % "synthetic batches"):
+        train(replace(config, synthetic=True))
+    with pytest.raises(ValueError, match=message % "batches of your own"):
+        train(replace(config, batch=BATCH), batches=toy_batch, model=Linear())
 
 
-def test_a_missing_data_set_is_named(tmp_path):
-    with pytest.raises(ShardError, match="missing does not exist; pack it with"):
-        settle_epochs(TrainConfig(data=str(tmp_path / "missing"), epochs=1))
-
-
-def test_settings_must_be_settings():
-    with pytest.raises(ValueError, match="the settings must be a TrainConfig, got dict"):
-        settle_epochs({"epochs": 1})  # type: ignore[arg-type]
-
-
-def test_a_warm_up_longer_than_the_run_is_told(packed):
+def test_the_split_that_is_trained_on_is_counted(tmp_path):
+    pack(fake_source(10), tmp_path)
+    pack(fake_source(3, name="val"), tmp_path)
     said: list[str] = []
-    settled = settle_epochs(TrainConfig(data=packed, steps=2, warmup_epochs=1, batch=1), notify=said.append)
-    settle_epochs(settled, notify=said.append)
+    config = TrainConfig(data=tmp_path, split="val", epochs=2, batch=1)
+    with open_run(config, OwnParts(model=Linear()), said.append, is_dry=True) as run:
+        assert run.config == replace(config, steps=6)
+    assert "epochs: 2 of 3 images come to 6 steps" in said
+
+
+def test_a_warm_up_longer_than_the_run_is_told():
+    said: list[str] = []
+    settled = settle_epochs(TrainConfig(steps=2, warmup_epochs=1, batch=1), NUM_IMAGES, notify=said.append)
+    settle_epochs(settled, NUM_IMAGES, notify=said.append)
     assert said == [
         "warning: the warm-up of 10 steps is longer than the run of 2; --warmup-epochs 0 leaves it out",
     ]
-
-
-def test_a_demo_set_that_is_not_there_yet_is_made_first(packed, monkeypatch):
-    made: list[str] = []
-    monkeypatch.setattr("engine.run.epochs.choose_data", lambda _: DataChoice(packed, "the demo set", is_demo=True))
-    monkeypatch.setattr("engine.run.epochs.make_demo", lambda folder, notify: made.append(str(folder)))
-    assert settle_epochs(TrainConfig(epochs=1, batch=5)).steps == 2
-    assert made == [packed]

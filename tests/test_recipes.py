@@ -17,7 +17,9 @@ from engine.commands.option_sources import OptionSource, command_line, merge_opt
 from engine.config import TrainConfig
 from engine.program.statics import statics_of, update_values
 from engine.recipes import load_recipe, recipe_names
+from engine.run.data import open_data
 from engine.run.epochs import settle_epochs, steps_of_epochs
+from engine.run.parts import OwnParts
 from engine.run.resolve import resolve
 from engine.updates.schedules import learning_rate_at
 from models.registry import build_model
@@ -100,12 +102,12 @@ def test_settings_are_of_the_way_of_training_alone(name):
 def test_a_recipe_fits_a_packed_set_and_comes_to_a_program(name, packed):
     smaller = {"data": packed, "batch": 4, "model": "resnet8", "image_size": 8}
     settings = load_recipe(name).settings
-    config = settle_epochs(TrainConfig.from_json(settings | smaller))
+    config = settle_epochs(TrainConfig.from_json(settings | smaller), 10)
     steps = settings.get("steps") or steps_of_epochs(settings["epochs"], num_images=10, images_per_step=4)
     assert config.steps == steps
     assert config.warmup_steps < config.steps
     with ExitStack() as stack:
-        resolved = resolve(config, stack, lambda _: None)
+        resolved = resolve(config, OwnParts(), open_data(config, OwnParts(), stack, lambda _: None))
         assert resolved.evaluation is not None
         assert (resolved.model_name, resolved.num_classes) == ("resnet8", 3)
     statics_of(config).augmentation.check_batch(4)
@@ -125,10 +127,11 @@ def test_a_recipe_names_a_model_of_its_size(name):
 
 
 @pytest.mark.parametrize(("batch", "steps", "peak"), [(256, 450_411, 0.1), (1024, 112_603, 0.4), (8192, 14_076, 3.2)])
-def test_the_classic_run_keeps_its_rates_at_every_batch(batch, steps, peak, monkeypatch):
+def test_the_classic_run_keeps_its_rates_at_every_batch(batch, steps, peak):
     """Goyal et al. (2017), arXiv:1706.02677, section 5.1: a tenth from epochs 30, 60 and 80 of 90 on, by their rule."""
-    monkeypatch.setattr("engine.run.epochs._count_images", lambda config, notify: IMAGENET_IMAGES)
-    config = settle_epochs(TrainConfig.from_json(load_recipe("imagenet-90").settings | {"batch": batch}))
+    config = settle_epochs(
+        TrainConfig.from_json(load_recipe("imagenet-90").settings | {"batch": batch}), IMAGENET_IMAGES
+    )
     assert config.steps == steps
     assert config.warmup_steps == steps_of_epochs(5, num_images=IMAGENET_IMAGES, images_per_step=batch)
     values = update_values(config).schedule

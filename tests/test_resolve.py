@@ -6,21 +6,24 @@ import numpy as np
 import pytest
 
 from engine import TrainConfig
-from engine.run.resolve import check_beginning, resolve
+from engine.run.data import open_data
+from engine.run.parts import OwnParts
+from engine.run.resolve import check_arguments, resolve, warn_of_settings
 from preprocess.shards.location import Location
 from tests.fake_source import CLASSES, FakeSource, begin_to_pack, fake_source, pack
 from tests.toy import Linear, toy_batch, toy_config
 
 
-def resolved(config, **arguments):
+def resolved(config, *, notify=lambda _: None, is_new=False, **own):
+    parts = OwnParts(**own)
+    check_arguments(config, parts)
     with ExitStack() as stack:
-        return resolve(config, stack, lambda _: None, **arguments)
+        return resolve(config, parts, open_data(config, parts, stack, notify, is_new=is_new))
 
 
 def told_while_resolving(config):
     told: list[str] = []
-    with ExitStack() as stack:
-        resolve(config, stack, told.append)
+    resolved(config, notify=told.append)
     return told
 
 
@@ -52,9 +55,12 @@ def test_data_of_one_class_are_told(tmp_path):
     assert f"warning: {tmp_path}/train has one class alone, in which there is nothing to learn" in told
 
 
-def told_at_the_beginning(config, *, own_batches=False, own_evaluation=False):
+def told_at_the_beginning(config, **own):
+    """The warnings with which a new run begins."""
     told: list[str] = []
-    check_beginning(config, told.append, own_batches=own_batches, own_evaluation=own_evaluation)
+    parts = OwnParts(**own)
+    with ExitStack() as stack:
+        warn_of_settings(config, open_data(config, parts, stack, lambda _: None), told.append)
     return told
 
 
@@ -116,9 +122,9 @@ def test_what_is_hardly_meant_is_said(tmp_path, values, warning):
 
 
 def test_what_is_the_users_own_is_evaluated():
-    config = TrainConfig(batch=4, steps=10, eval_every_steps=5)
-    assert told_at_the_beginning(config, own_batches=True, own_evaluation=True) == []
-    assert len(told_at_the_beginning(config, own_batches=True)) == 1
+    config = toy_config(steps=10, eval_every_steps=5)
+    assert told_at_the_beginning(config, batches=toy_batch, evaluation=toy_batch(0)) == []
+    assert len(told_at_the_beginning(config, batches=toy_batch)) == 1
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,8 @@ def room(module: str) -> str:
 
 def reached(module: str) -> set[str]:
     """Every module of ours that an import of this one brings with it."""
-    found, ahead = set(), [module]
+    found: set[str] = set()
+    ahead = [module]
     while ahead:
         new = IMPORTS[ahead.pop()] - found
         found |= new

@@ -15,7 +15,7 @@ from engine.commands.option_sources import (
     merge_options,
     with_option_names,
 )
-from engine.commands.run_display import loss_display, show_plan, summarise
+from engine.commands.run_display import LossDisplay, show_plan, summarise
 from engine.commands.train_options import EPILOG, GROUPS, train_options
 from engine.config import (
     TrainConfig,
@@ -104,19 +104,20 @@ def _resumed_options(context: click.Context, recipe: LoadedRecipe | None) -> Mer
 
 
 def _plan(config: TrainConfig) -> "DryRun":
-    from engine.run.epochs import settle_epochs
     from engine.run.train import plan_run
 
-    return plan_run(settle_epochs(config, notify=click.echo), notify=click.echo)
+    return plan_run(config, notify=click.echo)
 
 
 def _train(config: TrainConfig, origins: dict[str, str]) -> "TrainResult":
-    from engine.run.epochs import settle_epochs
-    from engine.run.train import train
+    from engine.run.parts import OwnParts
+    from engine.run.train import open_run
 
-    config = settle_epochs(config, notify=click.echo)
-    sink, notify = loss_display(config)
-    with run_dir_of(config.run_dir) as run_dir:
-        result = train(replace(config, run_dir=run_dir), sinks=[sink], notify=notify, origins=origins)
+    display = LossDisplay()
+    with (
+        run_dir_of(config.run_dir) as run_dir,
+        open_run(replace(config, run_dir=run_dir), OwnParts(), display.notify) as run,
+    ):
+        result = run.train([display.make_sink(run.config)], origins)
     summarise(result)
     return result

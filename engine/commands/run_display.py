@@ -3,8 +3,6 @@
 import io
 import shlex
 import sys
-from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -14,6 +12,8 @@ from engine.config import TrainConfig
 from preprocess.commands.guarded_output import terminal_of
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from engine.run.result import DryRun, TrainResult
     from engine.stream.sinks import Sink
 
@@ -32,19 +32,35 @@ def show_plan(plan: "DryRun") -> None:
     click.echo("dry run: nothing was trained")
 
 
-def loss_display(config: TrainConfig) -> "tuple[Sink, Callable[[str], None]]":
-    """Gives the loss stream's sink and the way to say something beside it: for a person, or for a pipe."""
-    if sys.stdout is not None and sys.stdout.isatty():
-        from rich.console import Console
+class LossDisplay:
+    """Shows a run on standard output: a progress line to a person, plain lines to a pipe."""
 
+    def __init__(self) -> None:
+        # One console for both, so that a notice appears above the progress line.
+        self._console = _terminal() if sys.stdout is not None and sys.stdout.isatty() else None
+
+    def notify(self, line: str) -> None:
+        """Print a line beside the losses."""
+        if self._console is None:
+            click.echo(line)
+        else:
+            say_on_terminal(self._console, line)
+
+    def make_sink(self, config: TrainConfig) -> "Sink":
+        """Return the sink of the loss stream for a run with these settings."""
+        if self._console is None:
+            from engine.stream.sinks import PlainSink
+
+            return PlainSink(sys.stdout or io.StringIO(), steps=config.steps)
         from engine.commands.terminal import ProgressSink
 
-        # One console for both, so that what is said while the progress line stands goes above it.
-        console = Console(file=terminal_of(sys.stdout))
-        return ProgressSink(console, steps=config.steps, batch=config.batch), partial(say_on_terminal, console)
-    from engine.stream.sinks import PlainSink
+        return ProgressSink(self._console, steps=config.steps, batch=config.batch)
 
-    return PlainSink(sys.stdout or io.StringIO(), steps=config.steps), click.echo
+
+def _terminal() -> "Console":
+    from rich.console import Console
+
+    return Console(file=terminal_of(sys.stdout))
 
 
 def summarise(result: "TrainResult") -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 from engine.config import TrainConfig
 from engine.feed.batches import ArrayBatches, EvaluationArrays, EvaluationSource
 from engine.feed.shard_batches import SequentialBatches
+from engine.run.data import choose_eval_split, manifest_digest_of
 from engine.run.dataset import choose_data, make_demo
-from engine.run.resolve import choose_eval_split, manifest_digest_of
 from preprocess.shards.classes import ImageClass
 from preprocess.shards.location import open_location
 from preprocess.shards.manifest import Manifest

@@ -6,7 +6,6 @@ Owns the order of a replay. Writes nothing into the run's folder and needs no lo
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -24,8 +23,11 @@ from engine.replay.checked_files import CheckedFiles, check_files, check_words
 from engine.replay.recorded_stretch import Piece, RecordedStretch, read_stretch
 from engine.replay.report import Comparison, ReplayReport
 from engine.run.compilation import caching_compilations
+from engine.run.data import open_data
+from engine.run.host_side import HostSide
 from engine.run.launch import Launch, NonFiniteError
-from engine.run.resolve import own_parts
+from engine.run.parts import OwnParts
+from engine.run.resolve import recorded_own_parts, resolve
 from engine.run.resume import StartingPoint, check_data, check_given_weights, told_versions
 from engine.run.signals import StopSignals
 from engine.stream.sinks import Sink
@@ -90,8 +92,7 @@ def replay_run(
         notify(f"replaying steps {begin + 1:,} … {stretch.to_step:,} of {run} from {origin}")
         if warning := told_versions(stretch.recorded):
             notify(warning)
-        make_launch = partial(Launch, model=model, batches=batches, evaluation=evaluation, notify=notify)
-        report = _replay(stretch, make_launch, data, display)
+        report = _replay(stretch, OwnParts(model, batches, evaluation), notify, data, display)
     return replace(report, file_faults=files.faults)
 
 
@@ -123,7 +124,8 @@ def _say_nothing(_: str) -> None:
 
 def _replay(
     stretch: RecordedStretch,
-    make_launch: Callable[..., Launch],
+    parts: OwnParts,
+    notify: Callable[[str], None],
     data: str | None,
     display: Callable[[int, int], Sink] | None,
 ) -> ReplayReport:
@@ -133,7 +135,9 @@ def _replay(
         config = piece.config if data is None else replace(piece.config, data=data)
         board = _EndingBoard(piece)
         with ExitStack() as stack:
-            launch = make_launch(config, stack, start, board=board)
+            host = stack.enter_context(HostSide(config, notify, board))
+            opened = open_data(config, parts, stack, notify, first_pull=start.pulls, is_new=False)
+            launch = Launch(config, resolve(config, parts, opened), host, stack, start, notify)
             check_data(launch.resolved, stretch.recorded)
             check_given_weights(launch.given_digest, stretch.recorded)
             sinks = [comparison, *([] if display is None else [display(piece.stop_step, _images_a_step(piece))])]
@@ -210,7 +214,7 @@ def _images_a_step(piece: Piece) -> int:
 def _check_own(stretch: RecordedStretch, model: object, batches: object, evaluation: object) -> None:
     """Raises ValueError where the run was made with something of your own that is not given, or the reverse."""
     resolved = stretch.recorded.resolved
-    own = own_parts(resolved)
+    own = recorded_own_parts(resolved)
     needed = {
         "model": "model" in own,
         "batches": "batches" in own,

@@ -1,53 +1,43 @@
 """From epochs to steps: how many updates so many passes over the training split are.
 
-The only place that counts a run in images; everything after it reads `steps` and `warmup_steps`. Reads the manifest of
-the data, nothing else of it, and needs no jax.
+The only place that counts a run in images; everything after it reads `steps` and `warmup_steps`. Needs no jax.
 """
 
 from collections.abc import Callable
 from fractions import Fraction
 from math import ceil
-from pathlib import Path
 
 from engine.config import COUNTED_IN_EPOCHS, TrainConfig
-from engine.run.dataset import choose_data, make_demo
-from preprocess.shards.location import open_location
-from preprocess.shards.reader import read_manifest
 
 _MOST_STEPS = 2**31 - 2
 _UNCOUNTED = TrainConfig()
 
 
 def settle_epochs(
-    config: TrainConfig, *, own_batches: bool = False, notify: Callable[[str], None] = lambda _: None
+    config: TrainConfig, num_images: int | None, batches: str = "", notify: Callable[[str], None] = lambda _: None
 ) -> TrainConfig:
-    """Fills in `steps` where `epochs` is given, and `warmup_steps` where `warmup_epochs` is.
+    """Fill in `steps` if `epochs` is given, and `warmup_steps` if `warmup_epochs` is.
 
-    The epochs stay as they were given, so that what is settled already comes back unchanged. Settings that name neither
-    come back unchanged without a look at the data.
+    The epochs stay as they were given, so that settled settings come back unchanged.
 
     Args:
         config: the settings.
-        own_batches: whether the batches are the user's own, whose number nobody knows.
-        notify: told in words what the epochs come to, and of a demo set that is made.
+        num_images: N of the training split; None for batches without an end.
+        batches: what the run trains on, for people.
+        notify: called with a line of text on what the epochs come to.
 
     Raises:
-        ValueError: where there is no data set to count, where steps stand beside the epochs that are not what these
-            come to, or where the steps are more than a run may have; `preprocess.shards.reader.ShardError`, one too,
-            where the data set cannot be read.
+        ValueError: epochs are given for batches without an end, or beside a number of steps that they do not come to,
+            or they come to more steps than a run may have.
     """
-    if not isinstance(config, TrainConfig):
-        raise ValueError(f"the settings must be a TrainConfig, got {type(config).__name__}: TrainConfig(steps=…)")
     given = [(epochs, steps) for epochs, steps in COUNTED_IN_EPOCHS if getattr(config, epochs) is not None]
     if not given:
         return config
-    name, counted = given[0]
-    if own_batches or config.synthetic:
-        batches = "batches of your own" if own_batches else "synthetic batches"
+    if num_images is None:
+        name, counted = given[0]
         raise ValueError(
             f"{name} must be left out with {batches}, which have no end, got {getattr(config, name):g}: give {counted}"
         )
-    num_images = _count_images(config, notify)
     counts = {counted: _settled_count(config, name, counted, num_images) for name, counted in given}
     settled = TrainConfig.from_json(config.to_json() | counts)
     if settled != config:
@@ -62,13 +52,6 @@ def steps_of_epochs(epochs: float, *, num_images: int, images_per_step: int) -> 
     fraction's few more, which would take another step.
     """
     return ceil(Fraction(repr(epochs)) * num_images / images_per_step)
-
-
-def _count_images(config: TrainConfig, notify: Callable[[str], None]) -> int:
-    choice = choose_data(config.data)
-    if choice.is_demo:
-        make_demo(Path(choice.data), notify)
-    return read_manifest(open_location(choice.data), config.split).num_images
 
 
 def _tell(settled: TrainConfig, num_images: int, notify: Callable[[str], None]) -> None:

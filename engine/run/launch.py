@@ -19,12 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.config import TrainConfig
-from engine.control.board import ControlBoard
 from engine.control.word import ControlWords
-from engine.crossing.choice import choose_chunk, choose_transport, make_infeed, this_device, this_platform, told_waste
+from engine.crossing.choice import choose_chunk, make_infeed, this_device, this_platform, told_waste
 from engine.crossing.infeed import BatchInfeed, WordsOf
 from engine.crossing.outfeed import Outfeed
-from engine.feed.batches import BatchFunction, BatchSource, CheckedSource, EvaluationArrays, EvaluationSource
+from engine.feed.batches import BatchSource, CheckedSource
 from engine.feed.feeder import Feeder, batch_bytes, ring_depth
 from engine.images.unpack import PixelScale
 from engine.program.checked_model import CheckedModel
@@ -33,12 +32,12 @@ from engine.program.statics import statics_of, update_values
 from engine.program.train_state import RunValues, TrainModel, TrainState, init_state
 from engine.records.weights import check_names
 from engine.run.compilation import Compiled, compile_traced, trace_ahead, without_collector
+from engine.run.host_side import HostSide
 from engine.run.initial_weights import InitialWeights, load_initial_weights
-from engine.run.resolve import resolve
+from engine.run.resolve import Resolved
 from engine.run.resume import StartingPoint
-from engine.run.signals import StopSignals, call_on_worker, start_on_worker
+from engine.run.signals import call_on_worker, start_on_worker
 from engine.stream.loss_stream import LossStream
-from engine.stream.notices import Notices
 from engine.stream.sinks import Sink
 from engine.updates.update import UpdateRule, Weights, init_update
 from models.registry import count_params
@@ -70,49 +69,39 @@ class Launch:
     """The parts of one launch, opened in order; `stack` closes them in reverse.
 
     Args:
-        config: the settings.
+        config: the settings, epochs settled.
+        resolved: what the settings stand for.
+        host: entered.
         stack: closes what is opened.
         start: where the launch begins.
-        model, batches, evaluation, notify: as `engine.run.train.train` takes them.
-        board: of requests to the program; None makes one.
+        notify: called with a line of text.
 
     Attributes:
-        resolved: what the settings stand for.
         board: of requests to the program.
-        notices: what is said in mid-run.
+        notices: what is said while the program runs.
         stream: of what the program emits.
         num_params: learnable numbers.
         train_s: seconds from the launch to the end of the loop.
-        has_changed_data: whether `failure` found that the data were written to meanwhile, so that steps that were made
-            may have seen others.
+        has_changed_data: whether `failure` found that the data were written to meanwhile, so that steps may have been
+            trained on other images.
 
     Raises:
-        ValueError: for settings that do not fit each other or the data.
+        ValueError: settings that do not fit each other or the data.
     """
 
     def __init__(
         self,
         config: TrainConfig,
+        resolved: Resolved,
+        host: HostSide,
         stack: ExitStack,
         start: StartingPoint,
-        *,
-        model: TrainModel | None,
-        batches: BatchFunction | BatchSource | None,
-        evaluation: EvaluationSource | EvaluationArrays | None,
         notify: Callable[[str], None],
-        board: ControlBoard | None = None,
     ) -> None:
-        self.config, self.start, self._notify = config, start, notify
+        self.config, self.resolved, self.start, self._notify = config, resolved, start, notify
         self.train_s, self.has_changed_data = 0.0, False
-        self.board, self.notices = board or ControlBoard(), Notices(notify)
-        self._transport = choose_transport(config.transport, this_platform())
-        self._chunk = choose_chunk(config.chunk_batches, self._transport)
-        where = "behind the chunk of steps under way" if self._chunk > 1 else "at the next step"
-        self._signals = stack.enter_context(StopSignals(self.board, self.notices.say, where))
-        stack.callback(self.notices.close)
-        self.resolved = resolve(
-            config, stack, notify, model=model, batches=batches, evaluation=evaluation, first_pull=start.pulls
-        )
+        self.board, self.notices, self._signals = host.board, host.notices, host.signals
+        self._transport, self._chunk = host.transport, host.chunk
         self._infeeds: list[BatchInfeed] = []
         self._infeed = self._make_infeed(
             self.resolved.source,

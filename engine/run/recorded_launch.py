@@ -29,7 +29,7 @@ from engine.records.snapshot_writer import SnapshotWriter
 from engine.records.weights import name_tensors
 from engine.run.compilation import Compiled
 from engine.run.launch import Launch, NonFiniteError
-from engine.run.resolve import own_parts
+from engine.run.resolve import recorded_own_parts
 from engine.run.result import TrainResult
 from engine.stream.sinks import Sink
 
@@ -189,7 +189,7 @@ class RecordedLaunch:
         if snapshot_step is None or isinstance(failure, LostFileError):
             return
         path = str(self._folder.path)
-        if own := own_parts(self._launch.resolved.to_json()):
+        if own := recorded_own_parts(self._launch.resolved.to_json()):
             how = f"train with TrainConfig(run_dir={path!r}, resume=True) and the same {' and '.join(own)}"
         else:
             how = f"run-train --run-dir {shlex.quote(path)} --resume"

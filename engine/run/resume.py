@@ -39,7 +39,7 @@ from engine.records.run_folder import (
     RunFolder,
     recorded_versions,
 )
-from engine.run.resolve import Resolved, own_parts
+from engine.run.resolve import Resolved, recorded_own_parts
 from preprocess.regular_file import open_regular
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def _may_change(name: str, before: Any, now: Any) -> bool:
 def check_own(recorded: RecordedRun, run: Path, *, model: object, batches: object) -> None:
     """Raises ValueError where a run was made with a model or batches of the user's own, and none are given."""
     given = {"model": model, "batches": batches}
-    if missing := [name for name in own_parts(recorded.resolved) if given[name] is None]:
+    if missing := [name for name in recorded_own_parts(recorded.resolved) if given[name] is None]:
         words = ", ".join(f"{name}=…" for name in missing)
         raise ValueError(
             f"{run} was made with {' and '.join(missing)} of your own, which only Python has: "

@@ -4,23 +4,24 @@ Owns the order of these; a launch of the program itself is `engine.run.launch`'s
 `engine.run.recorded_launch`'s.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 from engine.config import TrainConfig
 from engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
 from engine.locations import with_absolute_paths
 from engine.program.train_state import TrainModel, TrainState
-from engine.records.digests import RunningDigest
 from engine.records.recorded_run import RecordedRun, read_recorded
 from engine.records.run_folder import RunFolder
 from engine.run.compilation import Compiled, caching_compilations
+from engine.run.data import open_data
 from engine.run.epochs import settle_epochs
+from engine.run.host_side import HostSide
 from engine.run.launch import Launch
+from engine.run.parts import OwnParts
 from engine.run.recorded_launch import RecordedLaunch, result_of
-from engine.run.resolve import check_beginning
+from engine.run.resolve import check_arguments, resolve, warn_of_settings
 from engine.run.result import DryRun, TrainResult
 from engine.run.resume import (
     GIVEN_WEIGHTS,
@@ -79,47 +80,8 @@ def train(
         BaseException: whatever the batch source or a sink raised in mid-run, after the loop has ended cleanly and what
             was trained so far is in the run folder.
     """
-    config = settle_epochs(config, own_batches=batches is not None, notify=notify)
-    if config.run_dir is None:
-        if config.resume or config.snapshot_every_steps:
-            _named_folder(config, "resume" if config.resume else "snapshot_every_steps")
-        return _train_unrecorded(config, model, batches, evaluation, sinks, notify)
-    with ExitStack() as stack:
-        folder = stack.enter_context(RunFolder(Path(config.run_dir), overwrite=config.overwrite, resume=config.resume))
-        recorded, start = _find_start(config, notify, model, batches, evaluation)
-        launch = Launch(config, stack, start, model=model, batches=batches, evaluation=evaluation, notify=notify)
-        earlier: list[dict[str, Any]] = []
-        cuts: dict[Path, RunningDigest] | None = None
-        continued: tuple[str, ...] = ()
-        if recorded is not None:
-            _check_continues(launch, recorded, notify)
-            cuts = find_cuts(folder.path, start)
-            earlier = note_changes(recorded, config, start.step)
-            continued = recorded.seals
-        recording = stack.enter_context(RecordedLaunch(config, launch, folder, cuts))
-        compiled, state = _compile(config, launch)
-        # Only now is anything taken from the run that is there: whatever could be refused is behind us.
-        start = launch.start
-        if cuts is None:
-            folder.clear()
-        else:
-            go_back(folder, start, cuts)
-        origins = _origins(config) if origins is None else origins
-        resolved = {
-            **launch.resolved.to_json(),
-            **launch.crossings,
-            "learning_rate": config.peak_learning_rate,
-            GIVEN_WEIGHTS: _given_digest(launch, recorded),
-        }
-        folder.write_config(
-            with_absolute_paths(config),
-            resolved,
-            launch.resolved.manifest_digest,
-            origins=origins,
-            earlier=earlier,
-            continued=continued,
-        )
-        return recording.run(compiled, state, sinks)
+    with open_run(config, OwnParts(model, batches, evaluation), notify) as run:
+        return run.train(sinks, origins)
 
 
 def plan_run(
@@ -131,35 +93,117 @@ def plan_run(
     notify: Callable[[str], None] = lambda _: None,
 ) -> DryRun:
     """Resolves and compiles what `train` would run or resume, and runs nothing; arguments and errors as there."""
-    config = settle_epochs(config, own_batches=batches is not None, notify=notify)
-    recorded, start = _find_start(config, notify, model, batches, evaluation)
+    with open_run(config, OwnParts(model, batches, evaluation), notify, is_dry=True) as run:
+        return run.plan()
+
+
+@contextmanager
+def open_run(
+    config: TrainConfig, parts: OwnParts, notify: Callable[[str], None], *, is_dry: bool = False
+) -> Iterator["OpenRun"]:
+    """Set a run up, in the order of its parts: folder, starting point, data, steps, model, crossings.
+
+    Args:
+        config, notify: as `train` takes them.
+        parts: the caller's own.
+        is_dry: whether the run folder is only read.
+
+    Raises:
+        ValueError: as `train`.
+    """
+    check_arguments(config, parts)
     with ExitStack() as stack:
-        launch = Launch(config, stack, start, model=model, batches=batches, evaluation=evaluation, notify=notify)
+        folder = None
+        if config.run_dir is None:
+            if config.resume or config.snapshot_every_steps:
+                _named_folder(config, "resume" if config.resume else "snapshot_every_steps")
+        elif not is_dry:
+            opened = RunFolder(Path(config.run_dir), overwrite=config.overwrite, resume=config.resume)
+            folder = stack.enter_context(opened)
+        recorded, start = _find_start(config, parts, notify)
+        host = stack.enter_context(HostSide(config, notify))
+        data = open_data(config, parts, stack, notify, first_pull=start.pulls, is_new=recorded is None)
+        config = settle_epochs(config, data.num_images, data.words, notify)
+        if recorded is None:
+            warn_of_settings(config, data, notify)
+        else:
+            _check_length(config, recorded, start, notify)
+        resolved = resolve(config, parts, data)
+        launch = Launch(config, resolved, host, stack, start, notify)
         if recorded is not None:
             _check_continues(launch, recorded, notify)
-            find_cuts(_named_folder(config, "resume"), start)
-        with caching_compilations(config.compilation_cache):
+        yield OpenRun(launch, folder, recorded)
+
+
+class OpenRun:
+    """A run that is set up and not yet compiled.
+
+    Args:
+        launch: of the run.
+        folder: of the run, locked; None if nothing is recorded.
+        recorded: of the run that is resumed, None for a new one.
+
+    Attributes:
+        config: the settings, with `epochs` settled as `steps`.
+    """
+
+    def __init__(self, launch: Launch, folder: RunFolder | None, recorded: RecordedRun | None) -> None:
+        self.config = launch.config
+        self._launch, self._folder, self._recorded = launch, folder, recorded
+
+    def train(self, sinks: Sequence[Sink] = (), origins: Mapping[str, str] | None = None) -> TrainResult:
+        """Compile and run; arguments, result and errors as `train`."""
+        if self._folder is None:
+            return self._train_unrecorded(sinks)
+        folder, launch, recorded = self._folder, self._launch, self._recorded
+        cuts = None if recorded is None else find_cuts(folder.path, launch.start)
+        earlier = [] if recorded is None else note_changes(recorded, self.config, launch.start.step)
+        with RecordedLaunch(self.config, launch, folder, cuts) as recording:
+            compiled, state = self._compile()
+            # Only now is anything taken from the run that is there: whatever could be refused is behind us.
+            if cuts is None:
+                folder.clear()
+            else:
+                go_back(folder, launch.start, cuts)
+            resolved = {
+                **launch.resolved.to_json(),
+                **launch.crossings,
+                "learning_rate": self.config.peak_learning_rate,
+                GIVEN_WEIGHTS: _given_digest(launch, recorded),
+            }
+            folder.write_config(
+                with_absolute_paths(self.config),
+                resolved,
+                launch.resolved.manifest_digest,
+                origins=_origins(self.config) if origins is None else origins,
+                earlier=earlier,
+                continued=() if recorded is None else recorded.seals,
+            )
+            return recording.run(compiled, state, sinks)
+
+    def plan(self) -> DryRun:
+        """Compile, and say what the run would need."""
+        launch = self._launch
+        if self._recorded is not None:
+            find_cuts(_named_folder(self.config, "resume"), launch.start)
+        with caching_compilations(self.config.compilation_cache):
             compiled = launch.compile()
         return DryRun(compiled, launch.num_params, launch.resolved, launch.ring_bytes, host_memory_bytes())
 
-
-def _train_unrecorded(
-    config: TrainConfig,
-    model: TrainModel | None,
-    batches: BatchFunction | BatchSource | None,
-    evaluation: EvaluationSource | EvaluationArrays | None,
-    sinks: Sequence[Sink],
-    notify: Callable[[str], None],
-) -> TrainResult:
-    """Runs without a trace on disk."""
-    _, start = _find_start(config, notify, model, batches, evaluation)
-    with ExitStack() as stack:
-        launch = Launch(config, stack, start, model=model, batches=batches, evaluation=evaluation, notify=notify)
-        compiled, state = _compile(config, launch)
+    def _train_unrecorded(self, sinks: Sequence[Sink]) -> TrainResult:
+        """Run without a trace on disk."""
+        launch = self._launch
+        compiled, state = self._compile()
         state = launch.run(compiled, state, sinks)
         if (failure := launch.failure(state)) is not None:
             raise failure
         return result_of(launch, compiled, state, None, None)
+
+    def _compile(self) -> tuple[Compiled, TrainState]:
+        with caching_compilations(self.config.compilation_cache):
+            compiled, state = self._launch.prepare()
+        self._launch.warn_of_memory(compiled)
+        return compiled, state
 
 
 def _named_folder(config: TrainConfig, setting: str) -> Path:
@@ -178,38 +222,37 @@ def _check_continues(launch: Launch, recorded: RecordedRun, notify: Callable[[st
 
 
 def _find_start(
-    config: TrainConfig, notify: Callable[[str], None], model: object, batches: object, evaluation: object
+    config: TrainConfig, parts: OwnParts, notify: Callable[[str], None]
 ) -> tuple[RecordedRun | None, StartingPoint]:
+    """Return the record of the run that is resumed, None for a new one, and where the launch begins."""
     if not config.resume:
-        check_beginning(config, notify, own_batches=batches is not None, own_evaluation=evaluation is not None)
         return None, StartingPoint()
     path = _named_folder(config, "resume")
     recorded = read_recorded(path)
-    check_own(recorded, path, model=model, batches=batches)
+    check_own(recorded, path, model=parts.model, batches=parts.batches)
     check_settings(config, recorded.config)
     start = find_start(path, notify)
     check_chain(path, recorded, start)
-    check_steps(config, recorded.config, start.step)
     where = f"the snapshot of step {start.step:,}" if start.snapshot else "its beginning, as it has no snapshot"
     notify(f"resuming {path} from {where}")
+    return recorded, start
+
+
+def _check_length(
+    config: TrainConfig, recorded: RecordedRun, start: StartingPoint, notify: Callable[[str], None]
+) -> None:
+    """Raise ValueError if the length of a resumed run is behind it; notify of what a resume cannot promise."""
+    check_steps(config, recorded.config, start.step)
     if start.snapshot and start.step >= config.steps:
-        notify(f"no step is left to make: the run is to have {config.steps:,}; give --steps more to go further")
+        notify(f"the run is already complete, with {config.steps:,} steps; give a larger --steps to train further")
     for words in (told_versions(recorded), unchecked_words(recorded, start)):
         if words is not None:
             notify(words)
-    return recorded, start
 
 
 def _given_digest(launch: Launch, recorded: RecordedRun | None) -> str | None:
     """What the run began with; a launch that goes on from a snapshot does not read it again."""
     return launch.given_digest or (recorded.resolved.get(GIVEN_WEIGHTS) if recorded else None)
-
-
-def _compile(config: TrainConfig, launch: Launch) -> tuple[Compiled, TrainState]:
-    with caching_compilations(config.compilation_cache):
-        compiled, state = launch.prepare()
-    launch.warn_of_memory(compiled)
-    return compiled, state
 
 
 def _origins(config: TrainConfig) -> dict[str, str]:

@@ -1,0 +1,226 @@
+"""The data of a run, opened once: its batches, the split to evaluate on, and what is known of the images.
+
+The only place that knows which data the settings name.
+"""
+
+import hashlib
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from pathlib import Path
+
+from engine.config import SYNTHETIC_CLASSES, SYNTHETIC_IMAGE_SIZE, TrainConfig
+from engine.feed.batches import ArrayBatches, BatchSource, EvaluationSource, FunctionBatches, SyntheticBatches
+from engine.feed.shard_batches import SequentialBatches, ShardBatches
+from engine.run.dataset import choose_data, make_demo
+from engine.run.parts import OwnParts
+from preprocess.shards.manifest import Manifest
+from preprocess.shards.reader import open_split
+from preprocess.shards.splits import SplitNames, find_splits
+
+OWN_BATCHES = "batches of your own"
+_USUAL_EVAL_SPLITS = ("val", "test")
+# Without a manifest nothing is known of the pixels: 0 … 255 then becomes -2 … 2.
+_UNKNOWN_MEAN = (0.5, 0.5, 0.5)
+_UNKNOWN_STD = (0.25, 0.25, 0.25)
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The open data of a run.
+
+    Attributes:
+        source: of the batches to train on.
+        words: what it is, for people.
+        num_classes: K, None if only the caller's own model knows.
+        num_images: N of the training split, None for batches without an end.
+        evaluation: of the batches to evaluate on, None without evaluation.
+        mean, std: of each channel on the scale 0 … 1.
+        manifest_digest: SHA-256 of the training split's manifest, None without one.
+        eval_manifest_digest: likewise of the split to evaluate on.
+    """
+
+    source: BatchSource
+    words: str
+    num_classes: int | None
+    num_images: int | None = None
+    evaluation: EvaluationSource | None = None
+    mean: tuple[float, float, float] = _UNKNOWN_MEAN
+    std: tuple[float, float, float] = _UNKNOWN_STD
+    manifest_digest: str | None = None
+    eval_manifest_digest: str | None = None
+
+
+def open_data(
+    config: TrainConfig,
+    parts: OwnParts,
+    stack: ExitStack,
+    notify: Callable[[str], None],
+    *,
+    first_pull: int = 0,
+    is_new: bool = True,
+) -> RunData:
+    """Open what a run trains and evaluates on; `steps` and `epochs` are not read.
+
+    Args:
+        config: the settings.
+        parts: the caller's own.
+        stack: closes what is opened.
+        notify: called with a line of text on the choice of data and on surprises in them.
+        first_pull: index of the batch that the run begins with, from 0.
+        is_new: whether the run begins now: it must not begin beside an unfinished split to evaluate on, since it would
+            go without that split, and could not continue with it once that is complete.
+
+    Raises:
+        ValueError: settings and data do not fit together; the message names both.
+    """
+    if parts.batches is not None:
+        data = _open_own_batches(config, parts, first_pull)
+    elif config.synthetic:
+        data = _synthesise(config)
+    else:
+        data = _open_packed(config, stack, notify, is_new=is_new)
+    evaluation = parts.evaluation
+    if isinstance(evaluation, tuple):
+        evaluation = ArrayBatches(*evaluation, batch=config.batch, num_classes=data.num_classes)
+    if evaluation is not None:
+        data = replace(data, evaluation=evaluation)
+    if data.evaluation is not None:
+        _check_same_shape(data.source, data.evaluation)
+    return data
+
+
+def _check_same_shape(source: BatchSource, evaluation: EvaluationSource) -> None:
+    shapes = [(each.batch, each.height, each.width) for each in (source, evaluation)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"evaluation batches must have the shape of training batches, B × H × W = {shapes[0]}, got {shapes[1]}: "
+            "pack both splits alike, or give --eval-split off"
+        )
+
+
+def _open_own_batches(config: TrainConfig, parts: OwnParts, first_pull: int) -> RunData:
+    batches = parts.batches
+    assert batches is not None
+    source = (
+        FunctionBatches(batches, first_index=first_pull, num_classes=config.num_classes)
+        if callable(batches)
+        else batches
+    )
+    if source.batch != config.batch:
+        raise ValueError(
+            f"every batch must hold the {config.batch} images of the setting batch, "
+            f"the batch source gives {source.batch}: change one of the two"
+        )
+    return RunData(source, OWN_BATCHES, config.num_classes)
+
+
+def _synthesise(config: TrainConfig) -> RunData:
+    size = config.image_size or SYNTHETIC_IMAGE_SIZE
+    num_classes = config.num_classes or SYNTHETIC_CLASSES
+    source = SyntheticBatches(batch=config.batch, height=size, width=size, num_classes=num_classes, seed=config.seed)
+    return RunData(source, "synthetic batches", num_classes)
+
+
+def _open_packed(config: TrainConfig, stack: ExitStack, notify: Callable[[str], None], *, is_new: bool) -> RunData:
+    choice = choose_data(config.data)
+    notify(f"data: {choice.data} ({choice.reason})")
+    if choice.is_demo:
+        make_demo(Path(choice.data), notify)
+    split = stack.enter_context(open_split(choice.data, config.split))
+    split.load_numbers(timeout_s=config.infeed_timeout_s)
+    manifest = split.manifest
+    if manifest.format_version == 1:
+        notify(
+            f"{choice.data} was packed before shard files were told apart while they are read: "
+            "`inspect-shards --verify` notices files in each other's place"
+        )
+    num_classes = config.num_classes or manifest.num_classes
+    if num_classes < manifest.num_classes:
+        raise ValueError(
+            f"num_classes must be at least the {manifest.num_classes} of {choice.data}/{config.split}, "
+            f"got {num_classes}: leave it out to take the data's"
+        )
+    if num_classes == 1:
+        notify(f"warning: {choice.data}/{config.split} has one class alone, in which there is nothing to learn")
+    data = f"{choice.data}/{config.split}, {split.num_images:,} images"
+    if config.batch > split.num_images:
+        notify(
+            f"warning: a batch is to have {config.batch:,} images and {choice.data}/{config.split} has "
+            f"{split.num_images:,}, some of which come in it more than once: --batch {split.num_images} or "
+            "less has each once"
+        )
+    evaluation, eval_digest = None, None
+    if (name := choose_eval_split(config, choice.data, is_new=is_new)) is not None:
+        eval_split = stack.enter_context(open_split(choice.data, name))
+        eval_split.load_numbers(timeout_s=config.infeed_timeout_s)
+        _check_same_classes(manifest, eval_split.manifest, name)
+        evaluation = SequentialBatches(eval_split, batch=config.batch)
+        eval_digest = manifest_digest_of(eval_split.manifest)
+        data += f"; evaluated on {name}, {eval_split.num_images:,} images"
+    return RunData(
+        ShardBatches(split, batch=config.batch, seed=config.seed),
+        data,
+        num_classes,
+        split.num_images,
+        evaluation,
+        manifest.channel_mean,
+        manifest.channel_std,
+        manifest_digest_of(manifest),
+        eval_digest,
+    )
+
+
+def manifest_digest_of(manifest: Manifest) -> str:
+    """Gives the SHA-256 by which a run tells its data, in hexadecimal."""
+    return hashlib.sha256(manifest.to_json().encode()).hexdigest()
+
+
+def choose_eval_split(config: TrainConfig, data: str, *, is_new: bool = False) -> str | None:
+    """Return the split that was named, else the first usual one that the data has and that is not trained on.
+
+    Raises:
+        ValueError: a usual split has lost its manifest; if `is_new`, also if one was not packed to its end.
+    """
+    if config.eval_split == "off":
+        return None
+    if config.eval_split is not None:
+        return config.eval_split
+    splits = find_splits(data)
+    chosen = _usual_eval_split(config, data, splits)
+    if is_new:
+        _check_none_is_unfinished(config, data, chosen, splits)
+    return chosen
+
+
+def _usual_eval_split(config: TrainConfig, data: str, splits: SplitNames) -> str | None:
+    for name in _USUAL_EVAL_SPLITS:
+        if name == config.split:
+            continue
+        if name in splits.broken:
+            raise ValueError(
+                f"the split to evaluate on must have its manifest.json, and {data.rstrip('/')}/{name} has lost it: "
+                "restore that file, or name another split to evaluate on (--eval-split; off for none)"
+            )
+        if name in splits.complete:
+            return name
+    return None
+
+
+def _check_none_is_unfinished(config: TrainConfig, data: str, chosen: str | None, splits: SplitNames) -> None:
+    """Raise ValueError where a usual split that goes before the chosen one is unfinished, or has lost its manifest."""
+    missing = {*takewhile(lambda name: name != chosen, (name for name in _USUAL_EVAL_SPLITS if name != config.split))}
+    if found := missing.intersection(splits.unfinished):
+        raise ValueError(
+            f"the split to evaluate on must be complete, and the packing of {data.rstrip('/')}/{min(found)} was begun "
+            "and not finished: run the same preprocess-imagenet command again, or give --eval-split, another or off"
+        )
+
+
+def _check_same_classes(train: Manifest, evaluation: Manifest, name: str) -> None:
+    if [each.id for each in train.classes] != [each.id for each in evaluation.classes]:
+        raise ValueError(
+            f"the evaluation split must have the classes of the training split, and {name} has others: "
+            "pack both from one source, or give --eval-split off"
+        )

@@ -1,0 +1,49 @@
+"""The host's side of a launch: how it is called, what it may be asked for, how it is stopped."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Self
+
+from engine.config import TrainConfig
+from engine.control.board import ControlBoard
+from engine.crossing.choice import choose_chunk, choose_transport, this_platform
+from engine.run.signals import StopSignals
+from engine.stream.notices import Notices
+
+
+class HostSide:
+    """Opens what a launch needs before its data; a context manager.
+
+    SIGINT and SIGTERM are handled while it is entered (`engine.run.signals.StopSignals`).
+
+    Args:
+        config: the settings.
+        notify: called with a line of text.
+        board: of requests to the program; None makes one.
+
+    Attributes:
+        board: of requests to the program.
+        notices: what is said while the program runs.
+        transport: how the program calls the host.
+        chunk: batches a pull.
+        signals: that stop the launch.
+
+    Raises:
+        ValueError: the transport that is asked for does not run here.
+    """
+
+    def __init__(self, config: TrainConfig, notify: Callable[[str], None], board: ControlBoard | None = None) -> None:
+        self.board, self.notices = board or ControlBoard(), Notices(notify)
+        self.transport = choose_transport(config.transport, this_platform())
+        self.chunk = choose_chunk(config.chunk_batches, self.transport)
+        where = "behind the chunk of steps under way" if self.chunk > 1 else "at the next step"
+        self.signals = StopSignals(self.board, self.notices.say, where)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._stack.enter_context(self.signals)
+        self._stack.callback(self.notices.close)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
