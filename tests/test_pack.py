@@ -566,8 +566,8 @@ def test_progress_counts_every_image_once(tmp_path, source):
         pack(source.but(raising={13: KeyboardInterrupt()}), tmp_path)
     location = open_location(str(tmp_path)).child("train")
     pack_split(source, location, settings_for(source), on_progress=seen.append)
-    assert seen[0] == PackProgress(done=11, total=14, failed=3, resumed=11)
-    assert seen[-1] == PackProgress(done=14, total=14, failed=5, resumed=11)
+    assert seen[0] == PackProgress(done=11, total=14, failed=3)
+    assert seen[-1] == PackProgress(done=14, total=14, failed=5)
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])

@@ -19,7 +19,7 @@ from preprocess.shards import arrays, decoded_checks, image_numbers, mapped_imag
 from preprocess.shards import reader as shards
 from preprocess.shards.checksum import crc32c
 from preprocess.shards.reader import ChangedShardError, ShardError, open_split
-from preprocess.shards.splits import list_broken_splits
+from preprocess.shards.splits import find_splits
 from preprocess.shards.verify import verify_split
 from tests.fake_source import fake_source, pack, packed_words
 from tests.toy import BATCH, SIZE, Linear, toy_batch, toy_config
@@ -184,7 +184,7 @@ def test_verify_does_not_pass_a_split_that_lacks_a_file(data, key, split):
 
 def test_a_split_that_lost_its_manifest_is_named_and_not_passed(data):
     (data / "val/manifest.json").unlink()
-    assert list_broken_splits(str(data)) == ("val",)
+    assert find_splits(str(data)).broken == ("val",)
     for arguments in (["--verify"], []):
         result = CliRunner().invoke(main, [str(data), *arguments])
         assert result.exit_code == 2

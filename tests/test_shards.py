@@ -20,7 +20,7 @@ from preprocess.shards.arrays import NUMBERS_PER_CHUNK, NUMBERS_PER_SHARD
 from preprocess.shards.location import open_location
 from preprocess.shards.manifest import Manifest
 from preprocess.shards.reader import ShardError, list_splits, open_split
-from preprocess.shards.splits import find_splits, list_broken_splits, list_unfinished_splits
+from preprocess.shards.splits import find_splits
 from tests.fake_source import CLASSES, FakeSource, fake_source, files_of, pack, packed_words
 
 
@@ -364,8 +364,6 @@ def test_each_folder_of_a_pack_has_one_state(tmp_path, is_local):
     found = find_splits(address, context=context)
     assert (found.complete, found.unfinished, found.broken) == (("train", "val"), ("begun",), ("lost",))
     assert list_splits(address, context=context) == found.complete
-    assert list_unfinished_splits(address, context=context) == found.unfinished
-    assert list_broken_splits(address, context=context) == found.broken
 
 
 def test_train_comes_first(tmp_path):

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.commands.binned_losses import BinnedLosses
-from engine.commands.loss_chart import ASCII_GLYPHS, UNICODE_GLYPHS, chart_text
+from engine.commands.loss_chart import ASCII_GLYPHS, UNICODE_GLYPHS
 from engine.commands.tail_frame import Picture, duration_text, frame_lines, pack_fields
 from engine.records.loss_log import LossRows, RunEnd, RunFacts
 from engine.stream.sinks import EvaluationRecord
+from tests.chart_text import chart_text
 
 NAN = float("nan")
 

@@ -123,11 +123,6 @@ def draw_chart(
     return lines
 
 
-def chart_text(lines: Sequence[Sequence[Span]]) -> str:
-    """The chart without its inks, lines joined by newlines."""
-    return "\n".join("".join(span.text for span in line) for line in lines)
-
-
 def _blank(width: int, height: int, message: str) -> list[list[Span]]:
     middle = message[:width].center(width)
     return [[Span(middle if row == height // 2 else "", "axis")] for row in range(height)]

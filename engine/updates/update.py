@@ -107,14 +107,12 @@ class Outcome(NamedTuple):
 
     Attributes:
         due: bool [], whether it ended in an update, made or refused.
-        made: bool [], whether that was made.
         gives_up: bool [], whether too many in a row were refused: leave the loop.
         loss: float32 [], the mean over the update's pulls so far.
         learning_rate: float32 [], of the update.
     """
 
     due: jax.Array
-    made: jax.Array
     gives_up: jax.Array
     loss: jax.Array
     learning_rate: jax.Array
@@ -174,7 +172,7 @@ def update_weights(
     if average is not None:
         moved = update_average(average, updated, values.average_decay, step, ramp=rule.average_ramp)
         average = choose(made, moved, average)
-    outcome = Outcome(due, made, gives_up(skips, values.most_skips), loss, hyperparams.learning_rate)
+    outcome = Outcome(due, gives_up(skips, values.most_skips), loss, hyperparams.learning_rate)
     return updated, UpdateState(opt_state, skips, gathered, average), outcome
 
 

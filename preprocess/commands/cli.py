@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from preprocess.shards.location import Location
     from preprocess.sources.open_source import Source
 
-DONE, WRONG, STOPPED = 0, 2, 130
+WRONG, STOPPED = 2, 130
 
 _FAILURES_SHOWN = 3
 # Sets that are natively this small (MNIST 28, CIFAR 32, Tiny ImageNet 64) have no margin to crop away: resizing 32 to

@@ -42,7 +42,7 @@ class Geometry:
     caption_size: int = 12
 
 
-def draw_contact_sheet(split: ShardSplit, *, title: str, geometry: Geometry | None = None) -> Image.Image:
+def draw_contact_sheet(split: ShardSplit, *, title: str) -> Image.Image:
     """Draw up to 100 images of ``split``, RGB, classes in the order of their labels.
 
     With at most ten classes each has rows of its own; with more, each cell is another class, spread evenly over all.
@@ -50,7 +50,7 @@ def draw_contact_sheet(split: ShardSplit, *, title: str, geometry: Geometry | No
     Raises:
         ShardError: an image can't be read.
     """
-    geometry = geometry or geometry_for(max(split.height, split.width))
+    geometry = geometry_for(max(split.height, split.width))
     indices = choose_images(_labels(split), split.num_classes)
     pixels = np.empty((len(indices), split.height, split.row_words), np.uint32)
     labels = np.empty(len(indices), np.int32)

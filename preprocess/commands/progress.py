@@ -6,7 +6,7 @@ import sys
 import time
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TextIO
+from typing import TYPE_CHECKING, Self
 
 from preprocess.commands.guarded_output import terminal_of
 from preprocess.printable import printable_line
@@ -21,8 +21,8 @@ LINE_EVERY_S = 10.0
 class ImageProgress(AbstractContextManager["ImageProgress"]):
     """Progress of one or several tasks counted in images. A context manager; ``show`` may be called often."""
 
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stderr
+    def __init__(self) -> None:
+        self._stream = sys.stderr
         self._bar: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
         self._began: dict[str, tuple[float, int]] = {}

@@ -49,12 +49,11 @@ _CLEARING = {"clearing": True}
 
 @dataclass(frozen=True)
 class PackProgress:
-    """How far a pack is: source images ``done`` of ``total``, ``failed`` left out, ``resumed`` of an earlier run."""
+    """How far a pack is: source images ``done`` of ``total``, ``failed`` left out."""
 
     done: int
     total: int
     failed: int
-    resumed: int
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ def _pack(
     writer = ShardWriter(location, journal, settings, total, records)
     num_failed = sum(len(record.failures) for record in records)
     if on_progress is not None:
-        on_progress(PackProgress(num_resumed, total, num_failed, num_resumed))
+        on_progress(PackProgress(num_resumed, total, num_failed))
     outcomes = decode_in_order(
         source, settings.rule, start=num_resumed, num_workers=settings.num_workers, layout=settings.layout
     )
@@ -148,7 +147,7 @@ def _pack(
                 num_failed += 1
             done += len(block)
             if on_progress is not None:
-                on_progress(PackProgress(done, total, num_failed, num_resumed))
+                on_progress(PackProgress(done, total, num_failed))
         writer.finish(total)
     manifest = _finish(source, location, journal, plan, settings, writer.records)
     journal.delete()

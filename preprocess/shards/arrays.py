@@ -104,16 +104,13 @@ def write_array(location: Location, name: str, metadata: dict[str, Any]) -> ts.T
     return _open(location, name, {"metadata": metadata}, ts.OpenMode(open=True, assume_metadata=True))
 
 
-def read_array(
-    location: Location, name: str, metadata: dict[str, Any] | None = None, *, cache_bytes: int = 0
-) -> ts.TensorStore:
+def read_array(location: Location, name: str, metadata: dict[str, Any] | None = None) -> ts.TensorStore:
     """Open the array ``name`` for reading; a chunk that is not there is an error, never a fill value.
 
     Args:
         location: the split's folder.
         name: ``pixels`` or ``labels``.
         metadata: what its metadata must be (shape, type, shards, codecs, fill value), as `pixels_metadata` gives it.
-        cache_bytes: memory for shard indices and chunks.
 
     Raises:
         ShardError: no such array, its metadata can't be read, or is not ``metadata``.
@@ -123,7 +120,7 @@ def read_array(
     spec |= {
         "fill_missing_data_reads": False,
         "recheck_cached_data": "open",
-        "cache_pool": {"total_bytes_limit": cache_bytes},
+        "cache_pool": {"total_bytes_limit": 0},
     }
     return _open(location, name, spec, ts.OpenMode(open=True))
 

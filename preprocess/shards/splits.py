@@ -89,16 +89,6 @@ def list_splits(data: str, *, context: ts.Context | None = None) -> tuple[str, .
     return find_splits(data, context=context).complete
 
 
-def list_unfinished_splits(data: str, *, context: ts.Context | None = None) -> tuple[str, ...]:
-    """Return the names of the splits at ``data`` whose packing was begun and not finished; raises as `find_splits`."""
-    return find_splits(data, context=context).unfinished
-
-
-def list_broken_splits(data: str, *, context: ts.Context | None = None) -> tuple[str, ...]:
-    """Return the names of the splits at ``data`` that lost their manifest; raises as `find_splits`."""
-    return find_splits(data, context=context).broken
-
-
 def lost_manifest(split: Location) -> str:
     """Return the message for the folder of a broken split."""
     return f"{split.display} holds files of a split and has lost its {MANIFEST_KEY}; {NO_MANIFEST_REMEDY}"

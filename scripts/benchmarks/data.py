@@ -50,11 +50,6 @@ def shards_folder(
     return settings.folder / "data" / f"{stem}-{'crc' if checksum else 'plain'}{'-dense' * (layout == 'dense')}"
 
 
-def labels_of(num_images: int) -> np.ndarray:
-    """Gives the labels, int32 [num_images]."""
-    return np.arange(num_images, dtype=np.int32) % NUM_CLASSES
-
-
 def ensure_array(settings: Settings, say: Say, *, num_images: int, size: int) -> Path:
     """Makes the array where it is not there yet: photographs over and over where there are some, else noise."""
     path = array_file(settings, num_images=num_images, size=size)

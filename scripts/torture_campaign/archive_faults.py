@@ -30,13 +30,12 @@ ESCAPES = b"\x1b[31mred\x07\xc2\x9b2J"
 TRAIN, VAL, KIT = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar", "ILSVRC2012_devkit_t12.tar.gz"
 
 
-def tar_of(hostile: Callable[[Images], bytes], *, first: bool = False) -> SourceMaker:
-    """Return the maker of an archive of class folders with something hostile at its end, or first."""
+def tar_of(hostile: Callable[[Images], bytes]) -> SourceMaker:
+    """Return the maker of an archive of class folders with something hostile at its end."""
 
     def make(folder: Path, images: Images) -> Path:
         path = folder / "photos.tar"
-        parts = [class_members(images), hostile(images)]
-        path.write_bytes(b"".join(reversed(parts) if first else parts) + END)
+        path.write_bytes(class_members(images) + hostile(images) + END)
         return path
 
     return make

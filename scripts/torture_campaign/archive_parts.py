@@ -57,9 +57,9 @@ def pax(key: bytes, value: bytes) -> bytes:
     return member(b"pax", str(length).encode() + body, kind=b"x")
 
 
-def class_members(images: dict[str, bytes], *, root: str = "") -> bytes:
+def class_members(images: dict[str, bytes]) -> bytes:
     """Return members ``<class>/a.png``."""
-    return b"".join(member(f"{root}{name}/a.png".encode(), content) for name, content in images.items())
+    return b"".join(member(f"{name}/a.png".encode(), content) for name, content in images.items())
 
 
 def train_archive(images: dict[str, bytes]) -> bytes:
