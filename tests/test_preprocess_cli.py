@@ -251,6 +251,18 @@ def test_every_option_stands_in_one_group_of_the_help():
     assert sorted([*grouped, "version"]) == sorted(options)
 
 
+@pytest.mark.parametrize("place", ["source", "dest", "above dest"])
+def test_a_link_that_leads_to_itself_ends_in_no_traceback(source, tmp_path, place):
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    dest = {"source": tmp_path / "shards", "dest": loop, "above dest": loop / ".." / "x" / ".." / "shards"}[place]
+    result = run(loop if place == "source" else source, dest, "--size", 32)
+    assert result.exit_code == (0 if place == "above dest" else 2)  # "loop/.." is the folder that the link lies in
+    assert len(result.stderr.splitlines()) <= 3
+    if place == "source":
+        assert f"{loop} is a link that leads nowhere; give the folder or archive" in result.stderr
+
+
 @pytest.mark.parametrize("below", ["", "shards", "cat/../shards", "link"])
 def test_a_dest_inside_the_source_is_refused_before_any_work(source, below, tmp_path):
     (tmp_path / "outside").symlink_to(source)

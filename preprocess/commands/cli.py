@@ -5,6 +5,7 @@ Only click is imported at the start, so that ``--help`` answers at once.
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from dataclasses import dataclass
@@ -200,7 +201,8 @@ def _check_dest(source: str, location: Location) -> None:
     folder = location.local_path
     if folder is None:
         return
-    inner, outer = folder.resolve(), Path(source).resolve()
+    # Path.resolve raises RuntimeError at links that lead in a circle.
+    inner, outer = Path(os.path.realpath(folder)), Path(os.path.realpath(source))
     if outer.is_dir() and inner.is_relative_to(outer):
         raise click.UsageError(
             f"DEST {location.display} lies inside SOURCE {source}: the shards would be listed as images the next time; "

@@ -5,6 +5,7 @@ Owns the reading of paths and URLs, and small whole-value reads and writes. Know
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -204,7 +205,7 @@ def open_location(data: str, *, context: ts.Context | None = None, memory_mapped
     path = spec.get("path", "")
     if spec["driver"] == "file":
         # TensorStore takes no ".."; the folder above a link's target is not the one above the link.
-        path = str(Path(path).resolve() if ".." in Path(path).parts else Path(path).absolute())
+        path = os.path.realpath(path) if ".." in Path(path).parts else str(Path(path).absolute())
     spec["path"] = path if path.endswith("/") or not path else f"{path}/"
     if memory_mapped and spec["driver"] == "file":
         spec["file_io_mode"] = {"mode": "memmap"}

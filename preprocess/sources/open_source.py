@@ -117,7 +117,8 @@ def open_source(
 
 def _recognise(root: Path) -> Layout:
     if not root.exists():
-        raise SourceError(f"{printable(root)} does not exist")
+        fault = "is a link that leads nowhere" if root.is_symlink() else "does not exist"
+        raise SourceError(f"{printable(root)} {fault}; give the folder or archive with the images")
     if not root.is_dir():
         return _recognise_file(root)
     _refuse_shards(root)
