@@ -159,13 +159,30 @@ def bomb(num_bytes):
         (nested(400), "more than 16 deep in each other"),
         (matrix(1, (1_100_000, 1), element(14, b"") * 1_100_000), "more than 1000000 elements"),
         (matrix(9, (2**31 - 1,) * 33, element(2, b"")), "an array of 33 dimensions"),
+        (matrix(9, (1, 1), struct.pack("<II", 0x7FFF, 8) + bytes(8)), "numbers of the unknown type 32767"),
+        (
+            matrix(2, (500_000_000, 1), element(5, struct.pack("<i", 4)), element(1, b"abc\0")),
+            "0 structs for",
+        ),
         (matrix(9, (-1, -5), element(2, b"12345")), "damaged"),
         (matrix(4, (1, 1), element(1, b"\xff")), "damaged"),
         (matrix(2, (1, 1), element(5, struct.pack("<i", 1)), element(1, b"x" * 1001)), "more than 1000 fields"),
         (bomb(2**26 + 1), "more than 67108864 bytes"),
         (bomb(2**25) * 3, "more than"),
     ],
-    ids=["deep", "deeper", "elements", "dimensions", "negative", "character", "fields", "bomb", "bombs"],
+    ids=[
+        "deep",
+        "deeper",
+        "elements",
+        "dimensions",
+        "type",
+        "structs",
+        "negative",
+        "character",
+        "fields",
+        "bomb",
+        "bombs",
+    ],
 )
 def test_what_a_file_says_of_itself_is_bounded(content, message):
     with pytest.raises(MatFileError, match=message):

@@ -246,13 +246,15 @@ def test_damage_ends_in_members_or_a_reason(tmp_path_factory, data):
         os.close(tar.descriptor)
 
 
-def header(kind, num_bytes, *, name="a/1.jpg", size_field=None):
-    """A header block of a type and size, with a valid checksum whatever stands in its size field."""
+def header(kind, num_bytes, *, name="a/1.jpg", size_field=None, fields=()):
+    """A header block of a type and size, with a valid checksum whatever stands in its fields (position, bytes)."""
     info = tarfile.TarInfo(name)
     info.type, info.size = kind, num_bytes
     block = bytearray(info.tobuf(tarfile.USTAR_FORMAT))
     if size_field is not None:
         block[124:136] = size_field
+    for position, content in fields:
+        block[position : position + len(content)] = content
     block[148:156] = b" " * 8
     block[148:156] = b"%06o\0 " % sum(block)
     return bytes(block)
@@ -295,6 +297,9 @@ REST = tar_bytes([("a/1.jpg", b"one")])
         ),
         (header(tarfile.XGLTYPE, 0) * 17 + REST, "more than 16 extension headers follow each other"),
         (header(tarfile.REGTYPE, 0, size_field=b"\xff" * 12) + REST, "the header at byte 0 has the size"),
+        (header(tarfile.REGTYPE, 0, size_field=b"-0000000100\0") + REST, "the header at byte 0 has the size"),
+        (header(tarfile.REGTYPE, 0, size_field=b"1_0".ljust(12, b"\0")) + REST, "the header at byte 0 has the size"),
+        (header(tarfile.REGTYPE, 0, size_field=b"0o17".ljust(12, b"\0")) + REST, "the header at byte 0 has the size"),
         (header(tarfile.REGTYPE, 0, size_field=b"\x80" + b"\xff" * 11) + REST, "the header at byte 0 has the size"),
     ],
     ids=lambda value: "" if isinstance(value, bytes) else value[:30],
@@ -304,6 +309,12 @@ def test_what_an_archive_says_of_itself_is_bounded(listed, content, message):
         listed(content)
     assert "some.tar" in str(caught.value)
     assert len(str(caught.value)) < 500
+
+
+def test_times_and_owners_of_a_header_play_no_part(listed):
+    times = (257, b"ustar  \0"), (345, b"14700000000\0" * 2)  # as `tar --incremental` writes them
+    owner = (108, b"nobody\0\0")
+    assert listed(header(tarfile.REGTYPE, 3, fields=(*times, owner)) + REST[BLOCK:]) == [("a/1.jpg", b"one")]
 
 
 def test_at_the_bounds_an_archive_is_listed(listed):

@@ -3,6 +3,10 @@
 Pillow reads some parts of these formats in Python, piece by piece, and some C decoders go over the whole image once for
 each part that a file has: a small file can then take minutes, or gigabytes. Each bound here keeps an image to a few
 seconds and lies far beyond what cameras, scanners and programs write.
+
+Pillow's own limit is one of pixels, and only `Image.open` applies it. Pillow 13 still takes 29 s for 48 MB of plain
+PPM, 19 s for 34 MB of run-length encoded BMP, 8 s for 40 MB of GIF comments, and more than a minute for a PPM of 12
+million pixels whose largest value is 1023. Pillow 11.3 has no bound on the tags of a TIFF; Pillow 13 has one.
 """
 
 import re

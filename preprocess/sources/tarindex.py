@@ -4,6 +4,10 @@ The `tarfile` module stops without a word at a damaged or missing header, and ke
 each header's checksum must hold, an archive must end with its empty block, and nothing is kept. What an archive says
 of itself is bounded: the digits of a number, the bytes and records of an extension header, how many of those precede
 a member, and the length of a name.
+
+Nor is a single header left to `TarInfo.frombuf`: it takes the times in a header of GNU tar for the beginning of the
+name, accepts sizes such as -100 and 1_0, refuses a member whose owner is not a number, and takes four times as long
+(18 against 5 µs a member).
 Format: POSIX.1-1988 (ustar), POSIX.1-2001 (pax) and GNU long names.
 """
 
