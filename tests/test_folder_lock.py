@@ -165,7 +165,7 @@ def test_who_looks_is_waited_for(tmp_path, monkeypatch):
     (tmp_path / LOCK_NAME).touch()
     looking = os.open(tmp_path / LOCK_NAME, os.O_RDONLY)
     fcntl.flock(looking, fcntl.LOCK_SH)
-    monkeypatch.setattr("engine.records.folder_lock.time.sleep", lambda _: fcntl.flock(looking, fcntl.LOCK_UN))
+    monkeypatch.setattr("preprocess.file_lock.time.sleep", lambda _: fcntl.flock(looking, fcntl.LOCK_UN))
     assert not is_locked(tmp_path)  # those who look don't see each other
     with FolderLock(tmp_path):
         assert is_locked(tmp_path)

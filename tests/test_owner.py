@@ -1,5 +1,7 @@
 """One packer at a time: a second process is kept out, and one that was overtaken notes nothing more."""
 
+import errno
+import os
 import signal
 import subprocess
 import sys
@@ -116,6 +118,25 @@ def test_a_folder_that_may_not_be_written_is_named(tmp_path):
     with (
         pytest.raises(ShardError, match=r"file/: can't write journal/lock: Not a directory"),
         Owner(open_location(str(tmp_path / "file"))),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(("fault", "reason"), [("pipe", "it is a pipe, not a file"), ("lock", "Input/output error")])
+def test_a_lock_that_cannot_be_had_is_no_silence(tmp_path, monkeypatch, fault, reason):
+    import fcntl
+
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    (tmp_path / LOCK_KEY).parent.mkdir()
+    if fault == "pipe":
+        os.mkfifo(tmp_path / LOCK_KEY)
+    else:
+        monkeypatch.setattr(fcntl, "flock", fail)
+    with (
+        pytest.raises(ShardError, match=f"can't write journal/lock: {reason}; choose another DEST"),
+        Owner(open_location(str(tmp_path))),
     ):
         pass
 

@@ -3,25 +3,19 @@
 Knows nothing of what a run folder holds besides.
 """
 
-import errno
 import fcntl
 import json
 import os
-import time
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from preprocess.regular_file import check_regular, open_regular
+from preprocess.file_lock import NO_LOCKS, FileLockedError, lock_file
+from preprocess.regular_file import open_regular
 
 LOCK_NAME = ".lock"
 
-# A look at the lock (`is_locked`) holds it for microseconds: who comes in that instant tries again.
-_TRIES = 20
-_TRY_EVERY_S = 0.01
-# What file systems without locks answer, some network ones among them.
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 _LONGEST_RECORD_BYTES = 4096
 
 
@@ -32,8 +26,8 @@ class FolderInUseError(ValueError):
 class FolderLock:
     """The right to work in a folder: an exclusive `flock` on its file `.lock`; a context manager.
 
-    The file stays when the lock is released, empty. Whoever removes it must hold the lock meanwhile: then nobody can
-    come to hold a file that is no longer there. On a file system without locks everybody is let in.
+    The file stays when the lock is released, empty; whoever removes it must hold the lock meanwhile. On a file system
+    without locks everybody is let in (`preprocess.file_lock`).
 
     Args:
         folder: that exists and may be written.
@@ -59,21 +53,18 @@ class FolderLock:
             FolderInUseError: where it is held already, in this process or another.
             ValueError: where the file cannot be made.
         """
-        for attempt in range(_TRIES):
-            if attempt:
-                time.sleep(_TRY_EVERY_S)
-            try:
-                file = self._locked_file()
-            except OSError as error:
-                raise ValueError(
-                    f"{self._folder} must be a folder that may be written, {self._path} cannot be opened "
-                    f"({error.strerror}): choose another or mend its permissions"
-                ) from error
-            if file is not None:
-                self._file = file
-                _write_record(file)
-                return
-        raise FolderInUseError(f"{self._folder} is in use by {_holder(self._path)}: wait for it or stop it")
+        try:
+            self._file = lock_file(self._path)
+        except FileLockedError as error:
+            raise FolderInUseError(
+                f"{self._folder} is in use by {_holder(self._path)}: wait for it or stop it"
+            ) from error
+        except OSError as error:
+            raise ValueError(
+                f"{self._folder} must be a folder that may be written, {self._path} cannot be opened "
+                f"({error.strerror}): choose another or mend its permissions"
+            ) from error
+        _write_record(self._file)
 
     def release(self) -> None:
         """Frees the lock; does nothing where it is not held."""
@@ -98,26 +89,6 @@ class FolderLock:
     def is_taken(self) -> bool:
         """Return whether the folder was emptied while it was held, and another process has made a lock there since."""
         return self._file >= 0 and not self.is_in_place() and self._path.exists()
-
-    def _locked_file(self) -> int | None:
-        """Opens and locks the file; None where another has the lock, or had it and removed the file."""
-        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
-        is_ours = False
-        try:
-            check_regular(os.fstat(file), self._path)
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return None
-            except OSError as error:
-                if error.errno not in _NO_LOCKS:
-                    raise
-            with suppress(FileNotFoundError):
-                is_ours = os.path.samestat(os.fstat(file), self._path.stat())
-            return file if is_ours else None
-        finally:
-            if not is_ours:
-                os.close(file)
 
 
 def held_since_ns(folder: Path) -> int | None:
@@ -146,7 +117,7 @@ def is_locked(folder: Path) -> bool:
     except BlockingIOError:
         return True
     except OSError as error:
-        if error.errno not in _NO_LOCKS:
+        if error.errno not in NO_LOCKS:
             raise
         return os.fstat(file).st_size > 0
     finally:

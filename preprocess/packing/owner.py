@@ -1,6 +1,6 @@
 """Who is packing a split: one process at a time, so that no two mix their shards.
 
-Locally a file lock, which ends with its process however that dies, keeps a second process out. In any store a record
+Locally a file lock (`preprocess.file_lock`) keeps a second process out. In any store, also one without locks, a record
 with the name of the run tells the earlier of two processes that a later one took over, before it notes or finishes
 anything more. (A shard file that was on its way in that moment still arrives; `inspect-shards --verify` finds it.)
 """
@@ -66,35 +66,24 @@ class Owner:
             raise ShardError(self._busy())
 
     def _lock(self, path: Path) -> int | None:
-        """Lock the file at ``path``, made if need be; None where the system has no such locks."""
+        """Lock the file at ``path``, made if need be; None where the system has no locks at all."""
         if sys.platform == "win32":
             return None
-        import fcntl
+        from preprocess.file_lock import FileLockedError, lock_file
 
         for _ in range(_LOCK_TRIES):
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                return lock_file(path)
             except FileNotFoundError:
                 continue  # another process has just removed the folder
+            except FileLockedError as error:
+                raise ShardError(self._busy()) from error
             except OSError as error:
                 raise ShardError(
                     f"{self._location.display}: can't write {LOCK_KEY}: {error.strerror}; choose another DEST or "
                     "mend its rights"
                 ) from error
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.path.samestat(os.fstat(descriptor), path.stat()):
-                    return descriptor
-            except BlockingIOError as error:
-                os.close(descriptor)
-                raise ShardError(self._busy()) from error
-            except FileNotFoundError:
-                pass  # its holder has just finished and removed it
-            except OSError:
-                os.close(descriptor)
-                return None  # some network file systems have no locks: the record remains
-            os.close(descriptor)
         raise ShardError(self._busy())
 
     def _unlock(self) -> None:
