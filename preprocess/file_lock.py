@@ -1,7 +1,8 @@
 """An exclusive lock on a file, which the kernel frees when its process dies, however it dies.
 
 Owns how such a file is made and locked. What the lock permits, and what whoever comes second is told, belongs to those
-who take one: `preprocess.packing.owner` for a split that is packed, `engine.records.folder_lock` for the folder of a run.
+who take one: `preprocess.packing.owner` for a split that is packed, `engine.records.folder_lock` for the folder of a
+    run.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def traced_program(settings: dict[str, Any]) -> tuple[Any, Any]:
     config = TrainConfig(transport="cuda", **({"num_classes": 10} | settings))
     with (
         mock.patch("engine.run.launch.trace_ahead", trace_ahead),
-        mock.patch("engine.run.launch.choose_transport", on_fake_card),
+        mock.patch("engine.run.host_side.choose_transport", on_fake_card),
     ):
         try:
             train(config, batches=lambda _: blank(config.batch), evaluation=blank(config.batch + 3))

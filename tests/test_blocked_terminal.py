@@ -13,11 +13,11 @@ import pytest
 SOON_S = 30.0
 STEPS = 10**8
 PROGRAM = """
-from functools import partial
-import engine.run.train
+import engine.run.parts
 from engine.commands.cli import main
 from tests.toy import Linear, toy_batch
-engine.run.train.train = partial(engine.run.train.train, model=Linear(), batches={batches})
+parts = engine.run.parts.OwnParts(model=Linear(), batches={batches})
+engine.run.parts.OwnParts = lambda: parts
 main()
 """
 

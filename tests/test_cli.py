@@ -257,9 +257,10 @@ def test_a_recipe_gives_what_the_command_line_leaves_open(tmp_path):
     done = run_train(*options, "--data", "packed", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[:2] == [
+    assert lines[:3] == [
         "recipe mine: 12 % top-1; the command line overrides learning_rate 0.01 → default, batch 4 → 5, "
         "decay_all True → False",
+        "data: packed (as named)",
         "epochs: 2 of 10 images come to 4 steps",
     ]
     assert [line.split("  ")[0] for line in lines if line.startswith("step ")] == [f"step {n}/4" for n in (1, 2, 3, 4)]

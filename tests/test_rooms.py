@@ -17,6 +17,7 @@ FLOORS = (
     "preprocess.printable",
     "preprocess.json_digest",
     "preprocess.regular_file",
+    "preprocess.file_lock",
     "preprocess.pixels",
     "preprocess.shards",
     "preprocess.sources",
