@@ -1,5 +1,6 @@
 """What every test stands on: caches of its own, and no settings of the user."""
 
+import gc
 import os
 import shutil
 import signal
@@ -37,6 +38,20 @@ def _own_caches(tmp_path_factory):
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interruptible():
+    """Has SIGINT interrupt: a shell without job control starts what it puts into the background with it ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _young_heap():
+    """Keeps what the modules before left alive from the collector: among all of it, one collection takes seconds."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
