@@ -94,16 +94,6 @@ class Rig:
             np.testing.assert_array_equal(labels, labels_of(step))
 
 
-@pytest.fixture(scope="module")
-def _young_heap():
-    """Keeps what other tests left from the collector: among all of it, a hundred collections take minutes."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.mark.usefixtures("_young_heap")
 @pytest.mark.timeout(300)
 @settings(max_examples=100)
 @given(

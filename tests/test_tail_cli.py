@@ -298,17 +298,24 @@ def test_a_run_that_compiles_is_waited_for_as_long_as_for_a_step(tmp_path, monke
     monkeypatch.setattr(tail_cli, "_START_WAIT_S", 0.0)
     run = tmp_path / "run"
     run.mkdir()
-    with FolderLock(run):
+    lock = FolderLock(run)
+
+    def begin_and_end():
+        write_run(run, 1)
+        lock.release()
+
+    with lock:
         result = tail(run, "--timeout-s", "0.3")
         assert result.exit_code == 2
         assert "RUN must have begun to train, " in result.stderr
         assert "is still compiling; look again later" in result.stderr
         assert "is still compiling" in tail(run, "--once").stderr
-        begins = threading.Timer(0.3, lambda: write_run(run, 1, ended=False))
+        begins = threading.Timer(0.3, begin_and_end)
         begins.start()
-        result = tail(run, "--timeout-s", "10", "--interval", "0.05")
+        result = tail(run, "--timeout-s", "30", "--interval", "0.05")
         begins.join()
-    assert result.stderr.startswith(f"{run} is getting ready or compiling; waiting up to 10 s for that\n")
+    assert result.exit_code == 0
+    assert result.stderr.startswith(f"{run} is getting ready or compiling; waiting up to 30 s for that\n")
     assert len(result.stdout.splitlines()) == 1
 
 

@@ -18,7 +18,9 @@ def test_a_model_of_your_own_is_named_by_its_paths():
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet8"])
 def test_resnets_of_the_registry_have_torchvisions_names_and_layouts(name):
-    params, stats = build_model(name, num_classes=5, image_size=64).init(jax.random.key(0))
+    shapes = jax.eval_shape(build_model(name, num_classes=5, image_size=64).init, jax.random.key(0))
+    random = np.random.default_rng(0)
+    params, stats = jax.tree.map(lambda leaf: random.random(leaf.shape, np.float32), shapes)
     tensors = name_tensors(name, params, stats)
     kernel = np.asarray(params["layer1"]["0"]["conv1"]["kernel"])
     assert np.array_equal(tensors["layer1.0.conv1.weight"], kernel.transpose(3, 2, 0, 1))
