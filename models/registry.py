@@ -1,5 +1,6 @@
 """From a model's name to the model."""
 
+import difflib
 from functools import partial
 
 import jax
@@ -10,6 +11,7 @@ from models.families import pooled_convnet, resnet
 from models.families.pooled_convnet import PooledConvNet
 from models.families.resnet import ResNet
 from models.model import BatchStats, Model, Params
+from models.names import MODEL_NAMES
 
 
 def _cifar(depth: int) -> ResNet:
@@ -59,20 +61,33 @@ def _imagenet_resnets() -> dict[str, ResNet]:
     }
 
 
+class UnknownModelError(ValueError):
+    """A name that no network has; `rule` is the message without its first word, which is `model`."""
+
+    def __init__(self, rule: str) -> None:
+        super().__init__(rule)
+        self.rule = rule
+
+    def __str__(self) -> str:
+        return f"model {self.rule}"
+
+
 def model_names() -> tuple[str, ...]:
     """The names `build_model` knows, besides "auto"."""
-    return tuple(networks())
+    return MODEL_NAMES
 
 
 def find_network(name: str) -> ResNet | PooledConvNet:
     """The composition of the network of this name.
 
     Raises:
-        ValueError: there is none; the message lists the names.
+        UnknownModelError: a ValueError, where there is none; the message lists the names, the nearest one last.
     """
     known = networks()
     if name not in known:
-        raise ValueError(f"model must be one of {', '.join(['auto', *known])}, got {name!r}")
+        near = difflib.get_close_matches(name.lower(), known, n=1)
+        suggestion = f": did you mean {near[0]}?" if near else ""
+        raise UnknownModelError(f"must be one of {', '.join(['auto', *known])}, got {name!r}{suggestion}")
     return known[name]
 
 

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 # A card is used by those tests alone that ask for it, and then by scripts/gpu-check, which says so beforehand.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-# Whoever started pytest in the background may have had SIGINT ignored, which every command under test would inherit.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-
 # Nothing is timed in a test: pytest's own limit ends one that hangs. The tests of a card do without hypothesis.
 with suppress(ModuleNotFoundError):
     import hypothesis

@@ -14,7 +14,9 @@ import pytest
 from click.testing import CliRunner
 
 from engine.commands.cli import main
-from engine.config import TrainConfig
+from engine.commands.setting_options import option_spelling
+from engine.commands.train_options import COMMAND_OPTIONS, option_groups
+from engine.config import SETTINGS, TrainConfig
 from engine.recipes import load_recipe, recipe_names
 from models.registry import model_names
 from tests.fake_source import fake_source, pack
@@ -90,7 +92,7 @@ def test_a_piped_run_prints_what_it_is_and_a_line_a_step(tmp_path):
         (["--run-dir", "file", "--data", "packed"], "the run folder must be a folder, and file is a file"),
         (["--momentum", "nan"], "--momentum must lie in 0 … 1, got nan"),
         (["--recipe", "imagnet"], "a recipe must be one of cifar-200, "),
-        (["--recipe", "mine.toml"], "mine.toml: a recipe has no setting 'bach': batch is meant?"),
+        (["--recipe", "mine.toml"], "mine.toml: a recipe has no setting 'bach': did you mean batch?"),
         (["--epochs", "2"], "epochs and steps must not both be given, got --epochs 2 and --steps 1: leave one out"),
         (["--warmup-epochs", "1", "--synthetic"], "--warmup-epochs must be left out with synthetic batches"),
     ],
@@ -250,6 +252,22 @@ def test_every_setting_is_an_option_with_the_same_default():
     assert {name: params.get(name, "no option") for name in TrainConfig().to_json()} == TrainConfig().to_json()
 
 
+def test_every_option_is_a_setting_or_listed_as_one_of_the_command():
+    assert {param.name for param in main.params} == {*SETTINGS, *COMMAND_OPTIONS, "version"}
+    grouped = [name for names in option_groups().values() for name in names]
+    assert sorted(grouped) == sorted([*SETTINGS, *COMMAND_OPTIONS])
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_an_option_says_what_the_setting_declares(name):
+    (option,) = (each for each in main.params if each.name == name)
+    assert isinstance(option, click.Option)
+    declared = SETTINGS[name]
+    assert "/".join([*option.opts, *option.secondary_opts]) == "/".join(declared.options)
+    assert option.help == declared.help_words(option_spelling)
+    assert not re.search(r"\b[a-z]+_[a-z_]+\b", option.help), "a setting named as in Python"
+
+
 def test_a_recipe_gives_what_the_command_line_leaves_open(tmp_path):
     pack(fake_source(10, size=8), tmp_path / "packed")
     (tmp_path / "mine.toml").write_text(RECIPE)
@@ -284,6 +302,19 @@ def test_steps_on_the_command_line_take_the_place_of_a_recipes_epochs(tmp_path, 
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines()[0] == ("recipe mine: 12 % top-1; the command line overrides epochs 2 → steps 1")
     assert "epochs:" not in result.stdout
+
+
+def test_a_runs_record_is_a_recipe_for_another_run(tmp_path):
+    first = run_train(*TINY, "--steps", 2, "--run-dir", "first", "--seed", 3, "--flip", 0.5, cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    second = run_train("--recipe", "first/config.json", "--run-dir", "second", "--steps", 3, cwd=tmp_path)
+    assert second.returncode == 0, second.stderr
+    assert second.stdout.splitlines()[0] == "recipe first: the command line overrides steps 2 → 3"
+    before, now = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("first", "second"))
+    assert now["config"] == before["config"] | {"steps": 3, "run_dir": "second"}
+    assert (now["origins"]["seed"], now["origins"]["steps"]) == ("recipe first", "command line")
+    losses = [(tmp_path / name / "loss.jsonl").read_text().splitlines() for name in ("first", "second")]
+    assert [json.loads(line)["loss"] for line in losses[0]] == [json.loads(line)["loss"] for line in losses[1][:2]]
 
 
 def test_a_dry_run_prints_memory_and_work_and_writes_nothing(tmp_path):

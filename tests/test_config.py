@@ -2,8 +2,10 @@
 
 import json
 import math
+import pickle
 import subprocess
 import sys
+from copy import copy, deepcopy
 from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -13,7 +15,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config import TrainConfig
+from engine.config import (
+    AUGMENTATION,
+    COMPILATION,
+    COUNTED_IN_EPOCHS,
+    DATA,
+    INFEED,
+    OPTIMISER,
+    OUTPUT,
+    SETTINGS,
+    TRAINING,
+    ConfigError,
+    SettingError,
+    TrainConfig,
+    settings_table,
+)
+from engine.settings import OnResume, Stage
 
 TEXT = st.text(min_size=1, max_size=20)
 VALID = {
@@ -298,8 +315,96 @@ def test_synthetic_batches_need_no_data():
 
 
 def test_an_unknown_key_is_an_error():
-    with pytest.raises(ValueError, match=r"a setting must be one of steps, epochs, batch, .*; got 'batchsize'"):
+    with pytest.raises(ConfigError, match=r"^TrainConfig has no setting 'batchsize': did you mean batch\?$"):
         TrainConfig.from_json({"batch": 8, "batchsize": 8})
+    with pytest.raises(ConfigError, match=r"^a setting must be one of steps, epochs, batch, .*; got 'frobnicate'$"):
+        TrainConfig.from_json({"frobnicate": 8})
+
+
+@pytest.mark.parametrize("kind", [TypeError, ValueError])
+def test_a_misspelt_setting_is_told_with_the_one_that_is_near(kind):
+    with pytest.raises(kind, match=r"^TrainConfig has no setting 'infeed_timeout': did you mean infeed_timeout_s\?$"):
+        configured(infeed_timeout=10)
+    with pytest.raises(kind, match=r"^TrainConfig has no setting 'labelsmoothing': did you mean label_smoothing\?$"):
+        replace(TrainConfig(), labelsmoothing=0.1)  # type: ignore[call-arg]
+
+
+def test_a_misspelt_choice_is_told_with_the_one_that_is_near():
+    with pytest.raises(SettingError, match=r"^optimizer must be one of sgd, .*, got 'AdamW': did you mean adamw\?$"):
+        configured(optimizer="AdamW")
+
+
+def test_an_error_carries_its_setting_and_survives_another_process():
+    with pytest.raises(SettingError) as raised:
+        configured(batch=0)
+    for error in (raised.value, pickle.loads(pickle.dumps(raised.value)), copy(raised.value)):
+        assert (error.setting, str(error)) == ("batch", "batch must lie in 1 … 1048576, got 0")
+        assert error.words(lambda name: f"<{name}>") == "<batch> must lie in 1 … 1048576, got 0"
+
+
+def test_settings_can_be_copied_and_sent():
+    config = TrainConfig(batch=4, data="some {where}")
+    assert config == copy(config) == deepcopy(config) == pickle.loads(pickle.dumps(config))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_setting_is_declared_whole(name):
+    declared = SETTINGS[name]
+    assert declared.help_text.endswith(".")
+    assert declared.help_text[0].isupper()
+    assert declared.group in {DATA, TRAINING, OPTIMISER, AUGMENTATION, INFEED, OUTPUT, COMPILATION}
+    assert isinstance(declared.stage, Stage)
+    assert isinstance(declared.on_resume, OnResume)
+    assert declared.default == getattr(TrainConfig(), name)
+    assert (declared.default is None) <= declared.is_optional
+    # A number without a range would let nonsense pass, and an option for a number needs a unit or a range to show.
+    assert (declared.between is not None) == (declared.kind in (int, float))
+    # None says nothing of what is taken instead.
+    assert declared.default is not None or declared.default_words is not None or name == "dump_hlo"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_helps_name_is_a_setting(name):
+    named: list[str] = []
+
+    def note(other: str) -> str:
+        named.append(other)
+        return other
+
+    SETTINGS[name].help_words(note)
+    SETTINGS[name].default_as_words(note)
+    assert set(named) - {name} <= set(NAMES)
+
+
+def test_the_reference_has_a_row_of_words_for_every_setting():
+    rows = settings_table()
+    assert [row["name"] for row in rows] == NAMES
+    for row in rows:
+        assert all(row[column] for column in row if column not in ("range", "unit")), row
+        assert f"        {row['name']}: " in (TrainConfig.__doc__ or "")
+    table = {row["name"]: row for row in rows}
+    assert table["learning_rate"] == {
+        "name": "learning_rate",
+        "option": "--learning-rate, --lr",
+        "type": "float | None",
+        "default": "0.1 · images per update / 256",
+        "range": "at least 0, finite in float32",
+        "unit": "RATE",
+        "group": "Optimiser",
+        "help": "Learning rate at the schedule's peak; the default suits sgd, adamw and lamb need less.",
+        "stage": "argument of the program: changing it compiles nothing",
+        "on_resume": "may change",
+    }
+    assert table["crop"]["range"] == "centre, random, resized"
+    assert table["decay_all"]["option"] == "--decay-all / --no-decay-all"
+    assert (table["epochs"]["help"].partition(".")[0], table["steps"]["on_resume"]) == (
+        "Passes over the training split, in place of steps",
+        "may change; the run must still have steps to make",
+    )
+
+
+def test_epochs_and_steps_are_pairs():
+    assert COUNTED_IN_EPOCHS == (("epochs", "steps"), ("warmup_epochs", "warmup_steps"))
 
 
 def test_a_setting_cannot_be_changed():

@@ -70,6 +70,18 @@ def test_ordinary_text_is_left_alone():
     assert printable_text(text) == text
 
 
+def test_bytes_are_text_and_guarded_too():
+    behind = io.TextIOWrapper(io.BytesIO(), "utf-8")
+    stream: Any = GuardedStream(behind)
+    click.echo(HOSTILE.encode("utf-8", "surrogateescape"), file=stream)
+    click.echo("–\tscript".encode(), file=stream)
+    stream.flush()
+    assert is_harmless(behind.buffer.getvalue())
+    assert behind.buffer.getvalue().decode().endswith("\n–\tscript\n")
+    with pytest.raises(TypeError, match="must be str, not int"):
+        stream.write(3)
+
+
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_a_guarded_stream_escapes_what_it_is_given(encoding):
     behind = io.TextIOWrapper(io.BytesIO(), encoding)

@@ -1,7 +1,7 @@
 """Precedence of the sources of settings, and the record of which one won."""
 
 from dataclasses import fields
-from typing import Any
+from typing import Any, cast
 
 import click
 import pytest
@@ -10,14 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.commands.cli import main as run_train
+from engine.commands.command_end import describe_error
+from engine.commands.eval_cli import main as run_eval
 from engine.commands.option_sources import (
     OptionalNumber,
     OptionSource,
     command_line,
     merge_options,
-    with_option_names,
 )
-from engine.config import TrainConfig
+from engine.commands.setting_options import option_names
+from engine.config import PrecisionName, TrainConfig
+from engine.images.settings import Augmentation
+from engine.run.resume import check_settings
+from engine.settings import SettingError
 
 NAMES = [field.name for field in fields(TrainConfig)]
 FREE = ["batch", "momentum", "seed", "flip", "mixup"]  # of no pair
@@ -52,8 +57,10 @@ def test_an_environment_variable_counts_as_given(monkeypatch):
 
 
 def test_epochs_and_steps_together_are_refused():
-    with pytest.raises(ValueError, match=r"must not both be given, got --epochs 2\.5 and --steps 10: leave one out$"):
+    with pytest.raises(SettingError, match=r"^epochs and steps must not both be given, got ") as raised:
         given_by("--steps", "10", "--epochs", "2.5")
+    words = raised.value.words(lambda name: f"--{name}")
+    assert words == "epochs and steps must not both be given, got --epochs 2.5 and --steps 10: leave one out"
     assert given_by("--steps", "10", "--epochs", "default") == {"steps": 10, "epochs": None}
 
 
@@ -150,19 +157,54 @@ def test_a_recorded_run_comes_back_as_it_was():
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("error", "in_python", "on_the_command_line"),
     [
-        ("chunk_batches must lie in 1 … 1024, got 0", "--chunk must lie in 1 … 1024, got 0"),
-        ("batch must lie in 1 …: a smaller batch", "--batch must lie in 1 …: a smaller batch"),
-        ("give a crop_padding, or keep_snapshots.", "give a --crop-padding, or --keep."),
-        ("a batch must be even: change image_size", "a batch must be even: change --image-size"),
-        ("no file run_dir/x nor /run_dir", "no file run_dir/x nor /run_dir"),
-        ("no setting 'crop_padding'", "no setting 'crop_padding'"),
-        ("mine.toml: crop_padding must be of type int", "mine.toml: crop_padding must be of type int"),
-        ("engine.train(TrainConfig(run_dir='own'))", "engine.train(TrainConfig(run_dir='own'))"),
-        ("my run_dir has no config: give a run_dir", "my run_dir has no config: give a --run-dir"),
+        (
+            lambda: TrainConfig(chunk_batches=0),
+            "chunk_batches must lie in 1 … 1024, got 0",
+            "--chunk must lie in 1 … 1024, got 0",
+        ),
+        (
+            lambda: Augmentation(crop_padding=4),
+            "crop_padding belongs to crop random, got crop_padding 4 with crop centre: take crop random, or "
+            "crop_padding 0",
+            "--crop-padding belongs to --crop random, got --crop-padding 4 with --crop centre: take --crop random, or "
+            "--crop-padding 0",
+        ),
+        (
+            # What was given stays as it is, whatever it looks like.
+            lambda: TrainConfig(synthetic=True, data="{batch}/run_dir must {"),
+            "synthetic batches need no data set, got data '{batch}/run_dir must {': give one of the two",
+            "synthetic batches need no data set, got data '{batch}/run_dir must {': give one of the two",
+        ),
+        (
+            lambda: TrainConfig(precision=cast("PrecisionName", "{seed}")),
+            "precision must be one of float32, bfloat16, got '{seed}'",
+            "--precision must be one of float32, bfloat16, got '{seed}'",
+        ),
     ],
 )
-def test_a_message_names_the_options_of_the_command_and_not_their_settings(text, told):
-    context = run_train.make_context("run-train", ["--run-dir", "my run_dir"])
-    assert with_option_names(text, context) == told
+def test_a_message_names_fields_in_python_and_options_on_the_command_line(error, in_python, on_the_command_line):
+    context = run_train.make_context("run-train", [])
+    with pytest.raises(SettingError) as raised:
+        error()
+    assert str(raised.value) == in_python
+    assert describe_error(raised.value, option_names(context)) == on_the_command_line
+
+
+def test_a_command_names_its_own_options():
+    error = SettingError("eval_split", "{setting} or {decay_all} or {flip}")
+    assert error.words(option_names(run_eval.make_context("run-eval", []))) == "--split or decay_all or flip"
+    train = option_names(run_train.make_context("run-train", []))
+    assert error.words(train) == "--eval-split or --decay-all or --flip"
+
+
+def test_a_resume_names_the_options_that_it_cannot_take():
+    before = TrainConfig(batch=4, chunk_batches=2, data="/packed")
+    with pytest.raises(SettingError) as raised:
+        check_settings(TrainConfig(batch=8, chunk_batches=None, data="/packed"), before)
+    assert raised.value.setting == "batch"
+    assert "made of: batch was 4, got 8; chunk_batches was 2, got None. Leave" in str(raised.value)
+    words = raised.value.words(option_names(run_train.make_context("run-train", [])))
+    assert "made of: --batch was 4, got 8; --chunk was 2, got None. Leave" in words
+    assert words.endswith("or begin another run (--run-dir)")

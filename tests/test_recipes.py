@@ -14,9 +14,10 @@ import pytest
 
 from engine.commands.cli import main as run_train
 from engine.commands.option_sources import OptionSource, command_line, merge_options
-from engine.config import TrainConfig
+from engine.config import ConfigError, TrainConfig
 from engine.program.statics import statics_of, update_values
-from engine.recipes import load_recipe, recipe_names
+from engine.recipes import RecipeError, load_recipe, recipe_names
+from engine.records.run_folder import RunFolder
 from engine.run.data import open_data
 from engine.run.epochs import settle_epochs, steps_of_epochs
 from engine.run.parts import OwnParts
@@ -81,6 +82,8 @@ def test_name_and_summary_say_what_the_settings_do(name):
     recipe = load_recipe(name)
     settings = recipe.settings
     assert "\n" not in recipe.summary + recipe.expected + recipe.hardware
+    # A file of the user's own may leave them out.
+    assert all((recipe.summary, recipe.command, recipe.expected, recipe.source, recipe.hardware))
     # What is still to be measured is written in capitals until it is.
     assert not re.search(r"\b(TODO|EXPECTED|HARDWARE|RESULT)\b", recipe.expected + recipe.hardware + recipe.source)
     if number := re.search(r"-(\d+)$", name):
@@ -178,10 +181,13 @@ def test_a_file_of_ones_own_is_taken(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        ('expected = "e"', "", r'must have the text expected, got none: add expected = "…", the accuracy$'),
-        ('source = "o"', 'source = "  "', r"must have the text source, got '  ' of str: add source = "),
-        ('hardware = "h"', "hardware = 3", r"must have the text hardware, got 3 of int"),
-        ('command = "c"', 'comand = "c"', r"a recipe has no key 'comand': command is meant\?$"),
+        (
+            'source = "o"',
+            'source = "  "',
+            r"source must be a text, got '  ' of str: source = \"…\", where the accuracy",
+        ),
+        ('hardware = "h"', "hardware = 3", r"hardware must be a text, got 3 of int"),
+        ('command = "c"', 'comand = "c"', r"a recipe has no key 'comand': did you mean command\?$"),
         (
             'command = "c"',
             'command = "c"\nbatch = 4',
@@ -193,13 +199,17 @@ def test_a_file_of_ones_own_is_taken(tmp_path, monkeypatch):
             r"must have the table settings, got None: add \[settings\] and a setting a line$",
         ),
         ("[settings]\nbatch = 8", "settings = 3", r"must have the table settings, got 3"),
-        ("batch = 8", "batchs = 8", r"a recipe has no setting 'batchs': batch is meant\?$"),
+        ("batch = 8", "batchs = 8", r"a recipe has no setting 'batchs': did you mean batch\?$"),
         ("batch = 8", "frobnicate = 8", r"a recipe has no setting 'frobnicate': take it out$"),
         ("batch = 8", "batch = 8.0", r"batch must be of type int, got 8\.0 of float$"),
         ("batch = 8", "batch = true", r"batch must be of type int, got True of bool$"),
         ("batch = 8", "flip = 1.5", r"flip must lie in 0 … 1, got 1\.5$"),
         ("batch = 8", "flip = nan", r"flip must lie in 0 … 1, got nan$"),
-        ("batch = 8", 'schedule = "cosin"', r"schedule must be one of constant, .*, got 'cosin'$"),
+        (
+            "batch = 8",
+            'schedule = "cosin"',
+            r"schedule must be one of constant, .*, got 'cosin': did you mean cosine\?$",
+        ),
         ("batch = 8", "seed = 2026-11-21", r"seed must be of type int, got datetime\.date"),
         ("batch = 8", 'run_dir = "x"', r"run_dir belongs to one run, not to a recipe: give it on the command line$"),
         ("batch = 8", "epochs = 2\nsteps = 9", r"epochs and steps must not both be given, got 2 and 9: leave one out$"),
@@ -216,6 +226,70 @@ def test_a_file_that_is_no_recipe_is_refused(before, after, message, tmp_path):
         load_recipe(path)
 
 
+def test_a_file_needs_settings_alone(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text("[settings]\nbatch = 8\n")
+    recipe = load_recipe(path)
+    assert (recipe.name, recipe.settings, recipe.summary, recipe.expected) == ("mine", {"batch": 8}, "", "")
+
+
+def test_everything_that_is_wrong_with_a_file_is_told_at_once(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'expected = 3\nsumary = "s"\n[settings]\nbach = 8\nflip = 1.5\nschedule = "cosin"\nrun_dir = "x"\n'
+        'epochs = 1\nsteps = 2\nsynthetic = true\ndata = "packed"\n'
+    )
+    with pytest.raises(RecipeError) as raised:
+        load_recipe(path)
+    assert str(raised.value).splitlines() == [
+        f"{path}: 8 faults:",
+        '  expected must be a text, got 3 of int: expected = "…", the accuracy',
+        "  a recipe has no key 'sumary': did you mean summary?",
+        "  a recipe has no setting 'bach': did you mean batch?",
+        "  flip must lie in 0 … 1, got 1.5",
+        "  schedule must be one of constant, step, cosine, linear, one-cycle, got 'cosin': did you mean cosine?",
+        "  run_dir belongs to one run, not to a recipe: give it on the command line",
+        "  epochs and steps must not both be given, got 1 and 2: leave one out",
+        "  synthetic batches need no data set, got data 'packed': give one of the two",
+    ]
+
+
+def record_run(folder, config, model="resnet8"):
+    """The config.json that a run of these settings leaves."""
+    with RunFolder(folder) as run:
+        run.clear()
+        run.write_config(config, {"model": model}, None, origins={})
+        run.launched()
+    return folder / "config.json"
+
+
+def test_the_record_of_a_run_is_a_recipe(tmp_path):
+    config = TrainConfig(
+        steps=7, epochs=2, batch=4, learning_rate=0.5, decay_all=True, run_dir=str(tmp_path / "run"), dump_hlo="hlo"
+    )
+    path = record_run(tmp_path / "run", config)
+    recipe = load_recipe(path)
+    assert (recipe.name, recipe.source) == ("run", str(path))
+    per_run = {"run_dir", "resume", "overwrite", "dump_hlo"}
+    assert recipe.settings == {name: value for name, value in config.to_json().items() if name not in per_run}
+    # The steps were counted from the epochs, and so give way to them.
+    merged = merge_options(OptionSource("recipe run", recipe.settings), OptionSource("command line", {"batch": 8}))
+    assert TrainConfig.from_json(merged.settings) == TrainConfig(epochs=2, batch=8, learning_rate=0.5, decay_all=True)
+
+
+def test_a_record_that_was_changed_or_is_of_ones_own_model_is_refused(tmp_path):
+    path = record_run(tmp_path / "run", TrainConfig(batch=4))
+    path.write_text(path.read_text().replace('"batch": 4', '"batch": 5'))
+    with pytest.raises(ValueError, match=r"config\.json must be what run-train wrote, and was changed since"):
+        load_recipe(path)
+    with pytest.raises(
+        ValueError, match=r"the run trained a model of its user's own, 'Linear', which no recipe names$"
+    ):
+        load_recipe(record_run(tmp_path / "own", TrainConfig(), model="Linear"))
+    with pytest.raises(ValueError, match=r"none\.json: a recipe must be a file that can be read \(No such file"):
+        load_recipe(tmp_path / "none.json")
+
+
 def test_what_cannot_be_read_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"none\.toml: a recipe must be a file that can be read \(No such file"):
         load_recipe(tmp_path / "none.toml")
@@ -228,9 +302,10 @@ def test_what_cannot_be_read_is_named(tmp_path):
 
 def test_an_unknown_name_lists_the_known_ones():
     known = ", ".join(NAMES)
-    with pytest.raises(
-        ValueError, match=rf"^a recipe must be one of {known}, or a file that ends in \.toml; got 'imagnet'$"
-    ):
+    words = (
+        rf"^a recipe must be one of {known}, or a file that ends in \.toml; got 'imagnet': did you mean imagenet-90\?$"
+    )
+    with pytest.raises(ConfigError, match=words):
         load_recipe("imagnet")
 
 

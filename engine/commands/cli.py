@@ -13,13 +13,11 @@ from engine.commands.option_sources import (
     OptionSource,
     command_line,
     merge_options,
-    with_option_names,
 )
 from engine.commands.run_display import LossDisplay, show_plan, summarise
-from engine.commands.train_options import EPILOG, GROUPS, train_options
-from engine.config import (
-    TrainConfig,
-)
+from engine.commands.setting_options import option_names
+from engine.commands.train_options import EPILOG, option_groups, train_options
+from engine.config import TrainConfig
 from engine.recipes import LoadedRecipe, load_recipe
 from preprocess.commands.grouped_help import GroupedCommand
 
@@ -32,7 +30,7 @@ _RECORDED = "the recorded run"
 
 @click.command(
     cls=GroupedCommand,
-    option_groups=GROUPS,
+    option_groups=option_groups(),
     epilog=EPILOG,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
 )
@@ -61,7 +59,7 @@ def main(context: click.Context, /, *, recipe: str | None, dry_run: bool, traceb
     except Exception as error:
         if traceback:
             raise
-        say_to_stderr(f"run-train: {with_option_names(describe_error(error), context)}")
+        say_to_stderr(f"run-train: {describe_error(error, option_names(context))}")
         code = _WRONG_USAGE if isinstance(error, ValueError) else _FAILED
     # A disk that did not take the last snapshot may hold its thread for ever.
     leave(code, at_once=not is_saved)
@@ -75,9 +73,8 @@ def _merge(context: click.Context, recipe: LoadedRecipe | None) -> MergedOptions
         return merge_options(command_line(context))
     merged = merge_options(OptionSource(f"recipe {recipe.name}", recipe.settings), command_line(context))
     changed = ", ".join(merged.overrides)
-    click.echo(
-        f"recipe {recipe.name}: {recipe.expected}" + (f"; the command line overrides {changed}" if changed else "")
-    )
+    told = [recipe.expected] * bool(recipe.expected) + [f"the command line overrides {changed}"] * bool(changed)
+    click.echo(": ".join([f"recipe {recipe.name}", "; ".join(told)] if told else [f"recipe {recipe.name}"]))
     return merged
 
 

@@ -3,11 +3,13 @@
 import os
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import click
 
+from engine.settings import SettingError
 from preprocess.printable import printable_text
 
 if TYPE_CHECKING:
@@ -49,9 +51,14 @@ def say_on_terminal(console: "Console", text: str) -> None:
     console.print(printable_text(text), markup=False, highlight=False, soft_wrap=True)
 
 
-def describe_error(error: Exception) -> str:
-    """Gives the error in a line or two; one that is no rule of ours says where the rest is."""
-    text = str(error).strip()
+def describe_error(error: Exception, name_setting: Callable[[str], str] = str) -> str:
+    """Return the error in a line or two; one that is no rule of ours says where the rest is.
+
+    Args:
+        error: what went wrong.
+        name_setting: gives the option of a setting, by which a message about settings then names them.
+    """
+    text = error.words(name_setting) if isinstance(error, SettingError) else str(error).strip()
     if isinstance(error, BrokenPipeError):
         text = "the reader of the loss stream went away (broken pipe); the run ended at its next step"
     elif "RESOURCE_EXHAUSTED" in text:

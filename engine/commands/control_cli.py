@@ -18,6 +18,7 @@ from engine.commands.held_signals import signals_held
 from engine.control.request import ControlRequest, check_learning_rate_factor
 from engine.records.control_requests import CONTROL_FOLDER_NAME, send_request, withdraw
 from engine.records.folder_lock import is_locked
+from preprocess.commands.completion import complete_folder
 from preprocess.commands.grouped_help import GroupedCommand
 from preprocess.printable import printable_line
 
@@ -71,7 +72,7 @@ def _checked_timeout(_context: click.Context, parameter: click.Parameter, value:
     epilog=_EPILOG,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
 )
-@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("run", type=click.Path(path_type=Path), shell_complete=complete_folder)
 @click.option(
     "--learning-rate-factor", type=float, metavar="FACTOR", callback=_checked_factor,
     help="Multiply the schedule's learning rate by this from the next step on, in place of any earlier factor; "

@@ -6,34 +6,21 @@ jax and numpy are imported where they are first needed, so that `--help` answers
 import json
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from engine.commands.command_end import describe_error, leave, say_to_stderr
-from engine.commands.option_sources import with_option_names
-from engine.config import PrecisionName, TrainConfig, TransportName
+from engine.commands.setting_options import option_names, overriding_option, setting_option
+from engine.config import SETTINGS, TrainConfig
+from models.names import MODEL_NAMES
+from preprocess.commands.completion import complete_file, complete_folder, complete_word
 from preprocess.commands.grouped_help import GroupedCommand
 
 if TYPE_CHECKING:
     from engine.evaluation.result import ClassResult, EvaluationResult
 
 _DONE, _FAILED, _WRONG_USAGE, _STOPPED = 0, 1, 2, 130
-_DEFAULTS = TrainConfig()
-# Options that stand for a setting of the same name; the others are of the command alone.
-_SETTINGS = (
-    "data",
-    "eval_split",
-    "batch",
-    "image_size",
-    "eval_mirror",
-    "precision",
-    "prefetch",
-    "reader_threads",
-    "infeed_timeout_s",
-    "transport",
-    "compilation_cache",
-)
 _GROUPS = {
     "Weights of no run": ("weights", "model", "mean", "std"),
     "Data": ("data", "eval_split", "image_size"),
@@ -42,6 +29,8 @@ _GROUPS = {
     "Output": ("per_class", "as_json", "traceback"),
     "Compilation": ("compilation_cache",),
 }
+# Of the options those that stand for a setting of the run; --model is of the file.
+_SETTINGS = tuple(name for names in _GROUPS.values() for name in names if name in SETTINGS and name != "model")
 _EPILOG = """\b
 Examples:
   run-eval runs/20261121-101500
@@ -53,7 +42,7 @@ _AS_RUN = "as the run"
 
 def _or_default(name: str) -> str:
     """What the help says of a setting that a run brings and a file does not."""
-    return f"{_AS_RUN}, else {getattr(_DEFAULTS, name)}"
+    return f"{_AS_RUN}, else {SETTINGS[name].default}"
 
 
 @click.command(
@@ -62,76 +51,66 @@ def _or_default(name: str) -> str:
     epilog=_EPILOG,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
 )
-@click.argument("run", required=False)
-@click.option("--weights", metavar="FILE", help="Weights in place of RUN (safetensors, torchvision's names).")
-@click.option("--model", metavar="NAME", show_default="what FILE names", help="Whose weights FILE holds.")
+@click.argument("run", required=False, shell_complete=complete_folder)
 @click.option(
-    "--mean", type=float, nargs=3, metavar="R G B", show_default="what FILE says, else ImageNet's", help="Of 0 … 1."
+    "--weights",
+    metavar="FILE",
+    shell_complete=complete_file,
+    help="Weights in place of RUN (safetensors, torchvision's names).",
 )
 @click.option(
-    "--std", type=float, nargs=3, metavar="R G B", show_default="what FILE says, else ImageNet's", help="Of 0 … 1."
-)
-@click.option("--data", metavar="DIR|URL", show_default="as the run; needed with FILE", help="Packed data set.")
-@click.option(
-    "--split", "eval_split", metavar="NAME", show_default="as the run, else val, else test", help="Split to evaluate."
-)
-@click.option(
-    "--image-size",
-    type=int,
-    metavar="PX",
-    show_default="as the run, or as FILE says",
-    help="Of the central crop that the network sees.",
-)
-@click.option("--batch", type=int, metavar="IMAGES", show_default=_or_default("batch"), help="Images a pull.")
-@click.option(
-    "--eval-mirror/--no-eval-mirror",
-    default=None,
-    show_default=f"{_AS_RUN}, else off",
-    help="The mean of the logits of an image and of its mirror image.",
+    "--model",
+    metavar="NAME",
+    show_default="what FILE names",
+    shell_complete=complete_word(lambda: MODEL_NAMES),
+    help="Network that the weights in FILE are of.",
 )
 @click.option(
-    "--precision",
-    type=click.Choice(get_args(PrecisionName)),
-    show_default=_or_default("precision"),
-    help="Of activations and products.",
-)
-@click.option(
-    "--prefetch",
-    type=int,
-    metavar="BATCHES",
-    show_default=f"{_AS_RUN}, else 4, more of small ones",
-    help="Batches read ahead.",
-)
-@click.option(
-    "--reader-threads",
-    type=int,
-    metavar="N",
-    show_default=_or_default("reader_threads"),
-    help="Threads that read shards.",
-)
-@click.option(
-    "--infeed-timeout",
-    "infeed_timeout_s",
+    "--mean",
     type=float,
-    metavar="SECONDS",
-    show_default=_or_default("infeed_timeout_s"),
-    help="Longest wait for a batch before the command fails.",
+    nargs=3,
+    metavar="R G B",
+    show_default="what FILE says, else ImageNet's",
+    help="Mean of each channel, in 0 … 1.",
 )
 @click.option(
-    "--transport",
-    type=click.Choice(get_args(TransportName)),
-    default=_DEFAULTS.transport,
-    help="How batches cross to the device.",
+    "--std",
+    type=float,
+    nargs=3,
+    metavar="R G B",
+    show_default="what FILE says, else ImageNet's",
+    help="Standard deviation of each channel, in 0 … 1.",
 )
+@overriding_option("data", default_words="as the run; needed with FILE")
+@overriding_option(
+    "eval_split",
+    "--split",
+    default_words="as the run, else val, else test",
+    help_text="Split to evaluate.",
+    unit="NAME",
+)
+@overriding_option(
+    "image_size",
+    default_words="as the run, or as FILE says",
+    help_text="Height and width of the central crop that the network sees.",
+)
+@overriding_option("batch", default_words=_or_default("batch"), help_text="Images per pull.")
+@overriding_option("eval_mirror", default_words=f"{_AS_RUN}, else off")
+@overriding_option(
+    "precision", default_words=_or_default("precision"), help_text="Precision of activations and products."
+)
+@overriding_option("prefetch", default_words=f"{_AS_RUN}, else 4, more of small ones")
+@overriding_option("reader_threads", default_words=_or_default("reader_threads"))
+@overriding_option(
+    "infeed_timeout_s",
+    default_words=_or_default("infeed_timeout_s"),
+    help_text="Longest wait for a batch before the command fails.",
+)
+@setting_option("transport")
 @click.option("--per-class", is_flag=True, help="A line for each class: images and top-1.")
 @click.option("--json", "as_json", is_flag=True, help="A line of JSON, as in eval.jsonl, in place of words.")
-@click.option("--traceback", is_flag=True, help="Show a failure's whole traceback.")
-@click.option(
-    "--compilation-cache",
-    metavar="DIR|off",
-    show_default=_AS_RUN,
-    help="Where compiled programs are kept.",
-)
+@click.option("--traceback", is_flag=True, help="Show the whole traceback of an error.")
+@overriding_option("compilation_cache", default_words=_AS_RUN)
 @click.version_option(package_name="feedloop")
 def main(
     *,
@@ -157,7 +136,7 @@ def main(
     except Exception as error:
         if traceback:
             raise
-        say_to_stderr(f"run-eval: {with_option_names(describe_error(error), click.get_current_context())}")
+        say_to_stderr(f"run-eval: {describe_error(error, option_names(click.get_current_context()))}")
         code = _WRONG_USAGE if isinstance(error, ValueError) else _FAILED
     leave(code)
 

@@ -4,20 +4,18 @@ Owns the precedence of these sources and the record of which one won; knows noth
 command's options.
 """
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import click
 from click.core import ParameterSource
 
-from engine.config import COUNTED_IN_EPOCHS, NO_VALUE, TrainConfig, setting_words
+from engine.config import COUNTED_IN_EPOCHS, NO_VALUE, SETTINGS, setting_words
+from engine.settings import SettingError
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"
-_NAMES = tuple(field.name for field in fields(TrainConfig))
-_IN_A_FILE = re.compile(r".*\.toml: ")
 _GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 
 
@@ -71,39 +69,18 @@ def command_line(context: click.Context) -> OptionSource:
     Options that are no setting of `TrainConfig` are left out.
 
     Raises:
-        ValueError: where epochs and steps are both given.
+        SettingError: where epochs and steps are both given.
     """
     given = {
         name: value
         for name, value in context.params.items()
-        if name in _NAMES and context.get_parameter_source(name) in _GIVEN
+        if name in SETTINGS and context.get_parameter_source(name) in _GIVEN
     }
     for epochs, steps in COUNTED_IN_EPOCHS:
         if given.get(epochs) is not None and steps in given:
-            options = [f"--{name.replace('_', '-')} {given[name]:g}" for name in (epochs, steps)]
-            raise ValueError(f"{epochs} and {steps} must not both be given, got {' and '.join(options)}: leave one out")
+            told = " and ".join(f"{{{name}}} {given[name]:g}" for name in (epochs, steps))
+            raise SettingError(epochs, f"{epochs} and {steps} must not both be given, got {told}: leave one out")
     return OptionSource(COMMAND_LINE, given)
-
-
-def with_option_names(text: str, context: click.Context) -> str:
-    """Gives a message in the words of a command line: `chunk_batches must …` becomes `--chunk must …`.
-
-    A name of one word is one of a setting where the message begins with it; elsewhere it is English. What was given to
-    the command, such as a path, stays as it is, and so does what a recipe's file is told of its own settings.
-    """
-    if _IN_A_FILE.match(text):
-        return text
-    options = {option.name: option.opts[0] for option in context.command.params if isinstance(option, click.Option)}
-    names = "|".join(name for name in _NAMES if name in options and "_" in name)
-    words = "|".join(name for name in _NAMES if name in options and "_" not in name)
-    # Neither a part of a path or another name nor an argument in Python.
-    pattern = re.compile(rf"(?<![\w/.'-])(?:{names})(?![\w/'=-]|\.\w)|^(?:{words})(?= must )")
-    values = (value for value in context.params.values() if isinstance(value, str))
-    given = "|".join(re.escape(value) for value in values if any(name in value for name in _NAMES if "_" in name))
-    pieces = re.split(f"({given})", text) if given else [text]
-    # Split by what was given, every second piece is that.
-    pieces[::2] = [pattern.sub(lambda found: options[found[0]], piece) for piece in pieces[::2]]
-    return "".join(pieces)
 
 
 def merge_options(*sources: OptionSource) -> MergedOptions:
@@ -114,7 +91,7 @@ def merge_options(*sources: OptionSource) -> MergedOptions:
     counted anew. Both then have the origin of the one that was given, or taken away.
     """
     settings: dict[str, Any] = {}
-    origins = dict.fromkeys(_NAMES, DEFAULT)
+    origins = dict.fromkeys(SETTINGS, DEFAULT)
     overrides: list[str] = []
     for source in sources:
         given = dict(source.settings)

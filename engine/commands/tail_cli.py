@@ -18,6 +18,7 @@ import click
 
 from engine.commands.held_signals import signals_held
 from engine.commands.tail_frame import Picture, Tick, end_text, frame_text, records_of
+from preprocess.commands.completion import complete_folder
 from preprocess.commands.guarded_output import GuardedCommand, terminal_of
 from preprocess.printable import printable_line
 
@@ -58,7 +59,7 @@ def _above(low: float, high: float | None = None) -> click.FloatRange:
 
 
 @click.command(cls=GuardedCommand, context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("run", type=click.Path(path_type=Path), shell_complete=complete_folder)
 @click.option("--once", is_flag=True, help="Show what is there and end.")
 @click.option(
     "--interval", type=_above(0, 60), default=0.5, show_default=True, metavar="S", callback=_refuse_nan,

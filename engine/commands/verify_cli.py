@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import click
 
 from engine.commands.command_end import describe_error, leave, say_on_terminal, say_to_stderr
+from engine.commands.setting_options import option_names, overriding_option
+from preprocess.commands.completion import complete_folder
 from preprocess.commands.grouped_help import GroupedCommand
 from preprocess.commands.guarded_output import terminal_of
 from preprocess.printable import printable_line
@@ -35,7 +37,7 @@ Examples:
     epilog=_EPILOG,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
 )
-@click.argument("run")
+@click.argument("run", shell_complete=complete_folder)
 @click.option(
     "--from",
     "from_step",
@@ -52,8 +54,8 @@ Examples:
     show_default="the last one recorded",
     help="The last step to replay; its snapshot, where there is one, is compared too.",
 )
-@click.option("--data", metavar="DIR|URL", show_default="as the run", help="Where the packed data set is now.")
-@click.option("--traceback", is_flag=True, help="Show a failure's whole traceback.")
+@overriding_option("data", default_words="as the run", help_text="Where the packed data set is now.")
+@click.option("--traceback", is_flag=True, help="Show the whole traceback of an error.")
 @click.version_option(package_name="feedloop")
 def main(run: str, from_step: int | None, to_step: int | None, data: str | None, traceback: bool) -> None:
     """Replay a stretch of the run in folder RUN, and compare with what it recorded, to the bit.
@@ -72,7 +74,7 @@ def main(run: str, from_step: int | None, to_step: int | None, data: str | None,
     except Exception as error:
         if traceback:
             raise
-        say_to_stderr(f"verify-run: {describe_error(error)}")
+        say_to_stderr(f"verify-run: {describe_error(error, option_names(click.get_current_context()))}")
         code = _WRONG_USAGE if isinstance(error, ValueError) else _DIFFERS
     leave(code)
 

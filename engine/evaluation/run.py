@@ -47,6 +47,7 @@ from engine.records.recorded_run import read_recorded
 from engine.records.weights import read_weights
 from engine.run.compilation import Compiled, caching_compilations, compile_traced, trace_ahead
 from engine.run.signals import StopSignals, call_on_worker
+from engine.settings import SettingError
 from engine.stream.sinks import EvaluationRecord
 from engine.updates.update import Weights
 
@@ -148,7 +149,9 @@ def _folder_of(run: str | os.PathLike[str] | TrainConfig) -> str | os.PathLike[s
     if not isinstance(run, TrainConfig):
         return run
     if run.run_dir is None:
-        raise ValueError("the setting run_dir must name the folder of the run, got None: TrainConfig(run_dir=…)")
+        raise SettingError(
+            "run_dir", "the setting {setting} must name the folder of the run, got None: TrainConfig(run_dir=…)"
+        )
     return run.run_dir
 
 

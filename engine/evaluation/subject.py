@@ -16,8 +16,9 @@ from engine.evaluation.trained_run import TrainedRun
 from engine.feed.batches import EvaluationSource
 from engine.program.train_state import TrainModel
 from engine.records.weights import StoredWeights, place_tensors
+from engine.run.misfit_errors import too_large_image, unknown_model
 from engine.updates.update import Weights
-from models.registry import build_model, find_network
+from models.registry import UnknownModelError, build_model, find_network
 
 type Channels = tuple[float, float, float]
 
@@ -121,7 +122,10 @@ def registry_name_of(path: str, stored: StoredWeights, config: TrainConfig) -> s
     name = stored.metadata.get("model", "auto") if config.model == "auto" else config.model
     if name == "auto":
         raise ValueError(f"the model must be named, since {path} does not say whose weights it holds: --model NAME")
-    find_network(name)
+    try:
+        find_network(name)
+    except UnknownModelError as error:
+        raise unknown_model(error) from None
     return name
 
 
@@ -200,10 +204,7 @@ def _crop_of_file(
 ) -> int | None:
     least = min(source.height, source.width)
     if config.image_size is not None and config.image_size > least:
-        raise ValueError(
-            f"image_size must be at most that of the data, {source.height} × {source.width} px, got "
-            f"{config.image_size}: leave it out, or pack the data at that --size"
-        )
+        raise too_large_image(config.image_size, source.height, source.width)
     if config.image_size is not None:
         return config.image_size
     height, _, width = stored.metadata.get("image_size", "").partition("x")

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from engine.feed.batches import BatchSource, Labels, LendingSource, Lent, Pixels, row_words
 from engine.feed.row_copies import RowCopies
+from engine.settings import SettingError
 
 # How long a wait lasts before it looks again whether the workers live and whether it is still wanted.
 _LOOK_EVERY_S = 0.25
@@ -107,7 +108,12 @@ class Feeder:
         allocate: Allocate | None = None,
     ) -> None:
         if source.batch % num_shards:
-            raise ValueError(f"batch must be a multiple of the {num_shards} devices, got {source.batch}")
+            raise SettingError(
+                "batch",
+                "{setting} must be a multiple of the {num_devices} devices, got {found}",
+                num_devices=num_shards,
+                found=source.batch,
+            )
         self.shard_batch = source.batch // num_shards
         self.shard_shape = self.shard_batch, source.height, row_words(source)
         self.is_dense = row_words(source) != source.width

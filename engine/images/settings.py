@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from engine.settings import SettingError
+
 CropName = Literal["centre", "random", "resized"]
 PaddingName = Literal["zeros", "reflect"]
 
@@ -85,14 +87,19 @@ class Augmentation:
         object.__setattr__(self, "area_range", _pair("area_range", self.area_range, 1))
         object.__setattr__(self, "ratio_range", _pair("ratio_range", self.ratio_range, 100))
         if self.crop_padding and self.crop != "random":
-            raise ValueError(
-                f"crop_padding belongs to crop random, got crop_padding {self.crop_padding} with crop {self.crop}: "
-                f"take crop random, or crop_padding 0"
+            raise SettingError(
+                "crop_padding",
+                "{setting} belongs to {crop} random, got {setting} {padding} with {crop} {found}: "
+                "take {crop} random, or {setting} 0",
+                padding=self.crop_padding,
+                found=self.crop,
             )
         if self.padding_mode != "zeros" and not self.crop_padding:
-            raise ValueError(
-                f"padding_mode belongs to a crop_padding, got padding_mode {self.padding_mode} without one: "
-                f"give a crop_padding, or take padding_mode zeros"
+            raise SettingError(
+                "padding_mode",
+                "{setting} belongs to a {crop_padding}, got {setting} {mode} without one: "
+                "give a {crop_padding}, or take {setting} zeros",
+                mode=self.padding_mode,
             )
 
     @property
@@ -117,14 +124,22 @@ class Augmentation:
                 f"{f' with {padding} px of padding' if padding else ''}: take a smaller size, or crop resized"
             )
         if self.crop == "random" and room == (0, 0):
-            raise ValueError(
-                f"a random crop must have more than one place, got size {shape[0]}×{shape[1]} for images stored at "
-                f"{height}×{width} px: give a crop_padding or a smaller size, or choose crop centre"
+            raise SettingError(
+                "crop",
+                "a random crop must have more than one place, got size {shape[0]}×{shape[1]} for images stored at "
+                "{height}×{width} px: give a {crop_padding} or a smaller size, or choose {crop} centre",
+                shape=shape,
+                height=height,
+                width=width,
             )
         if self.padding_mode == "reflect" and padding >= min(height, width):
-            raise ValueError(
-                f"a reflected padding must be narrower than the image, got crop_padding {padding} for "
-                f"{height}×{width} px: take a smaller one, or padding_mode zeros"
+            raise SettingError(
+                "crop_padding",
+                "a reflected padding must be narrower than the image, got {setting} {padding} for {height}×{width} px: "
+                "take a smaller one, or {padding_mode} zeros",
+                padding=padding,
+                height=height,
+                width=width,
             )
         return shape
 

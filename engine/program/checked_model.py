@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from engine.feed.batches import BatchSource, FunctionBatches
 from engine.program.train_state import TrainModel
+from engine.settings import SettingError
 
 
 class CheckedModel:
@@ -54,9 +55,12 @@ class CheckedModel:
         if len(shape) != 2 or shape[0] != batch or not jnp.issubdtype(dtype, jnp.floating):
             raise ValueError(f"logits must be floats [{batch}, K], and apply gave {dtype} {list(shape)}")
         if self._num_classes is not None and shape[1] < self._num_classes:
-            raise ValueError(
-                f"the model must give a logit for each of the {self._num_classes} classes, and gives {shape[1]}: "
-                "change its last layer, or num_classes"
+            raise SettingError(
+                "num_classes",
+                "the model must give a logit for each of the {wanted} classes, and gives {found}: "
+                "change its last layer, or {setting}",
+                wanted=self._num_classes,
+                found=shape[1],
             )
         if self._num_classes is None and isinstance(self._source, FunctionBatches):
             self._source.limit_labels(shape[1])

@@ -299,7 +299,7 @@ def train_step(
     def loss_of(params: Any) -> tuple[jax.Array, Any]:
         logits, batch_stats = model.apply(params, state.batch_stats, images, train=True)
         targets = make_targets(batch.labels, own_share, logits.shape[-1])
-        return cross_entropy(logits, smooth_targets(targets, values.label_smoothing)), batch_stats
+        return cross_entropy(logits, smooth_targets(targets, values.smoothing)), batch_stats
 
     (loss, batch_stats), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.params)
     hyperparams = values.update.hyperparams

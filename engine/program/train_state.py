@@ -65,7 +65,7 @@ class RunValues(NamedTuple):
         stop_at_top1: float32 [], leave the loop once an evaluation reaches it; above 1: never.
         snapshot_every_steps: int32 [], push a snapshot when the updates done are a multiple of it; 0: never.
         update: the updates' numbers.
-        label_smoothing: float32 [], see `engine.objective.targets`.
+        smoothing: float32 [] of the labels, see `engine.objective.targets`.
         seed_words: uint32 [2], the seed's high and low half, which key the augmentation.
         scale: of the pixels.
     """
@@ -76,7 +76,7 @@ class RunValues(NamedTuple):
     stop_at_top1: jax.Array
     snapshot_every_steps: jax.Array
     update: UpdateValues
-    label_smoothing: jax.Array
+    smoothing: jax.Array
     seed_words: jax.Array
     scale: PixelScale
 

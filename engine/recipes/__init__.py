@@ -1,23 +1,25 @@
-"""Recipes: known ways to train, each a TOML file of settings with the accuracy to expect and where that comes from.
+"""Recipes: known ways to train, each a file of settings; the project's own say what accuracy to expect, and why.
 
 Owns the form of these files and the finding of them; what a recipe's settings do is `engine.config`'s. Must not import
 jax, so that the commands start fast.
 """
 
-import difflib
 import os
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.config import COUNTED_IN_EPOCHS, TrainConfig
+from engine.config import COUNTED_IN_EPOCHS, SETTINGS, TrainConfig
+from engine.settings import ConfigError, OnResume, SettingError
+from models.names import MODEL_NAMES
 from preprocess.regular_file import read_regular
+from preprocess.suggestions import did_you_mean
 
 _FOLDER = Path(__file__).parent
 _MAX_BYTES = 1 << 20
-_SUFFIX = ".toml"
+_SUFFIX, _RECORD_SUFFIX = ".toml", ".json"
 _TEXTS = {
     "summary": "what is trained, in a line",
     "command": "the commands of the run, one a line",
@@ -26,17 +28,28 @@ _TEXTS = {
     "hardware": "where it ran, and for how long",
 }
 _TABLE = "settings"
-# They belong to one run, not to a way of training.
-_OF_ONE_RUN = ("run_dir", "resume", "overwrite", "dump_hlo")
-_SETTINGS = tuple(field.name for field in fields(TrainConfig) if field.name not in _OF_ONE_RUN)
+_OF_A_RECIPE = tuple(name for name, each in SETTINGS.items() if each.on_resume is not OnResume.PER_LAUNCH)
+
+
+class RecipeError(ConfigError):
+    """A recipe that cannot be taken; `faults` has what is wrong with it, all of it, each in words."""
+
+    def __init__(self, path: str, faults: tuple[str, ...]) -> None:
+        super().__init__(path, faults)
+        self.path, self.faults = path, faults
+
+    def __str__(self) -> str:
+        if len(self.faults) == 1:
+            return f"{self.path}: {self.faults[0]}"
+        return "\n  ".join([f"{self.path}: {len(self.faults)} faults:", *self.faults])
 
 
 @dataclass(frozen=True)
 class LoadedRecipe:
-    """A recipe as its file has it.
+    """A recipe as its file has it; of the texts a file of the user's own may lack any, which is then empty.
 
     Attributes:
-        name: the file's, without its ending.
+        name: the file's, without its ending; of a run's record the run folder's.
         summary: what is trained, in a line.
         command: the commands of the run, one a line.
         expected: the accuracy, and whether it was measured with this project.
@@ -46,88 +59,109 @@ class LoadedRecipe:
     """
 
     name: str
-    summary: str
-    command: str
-    expected: str
-    source: str
-    hardware: str
     settings: dict[str, Any]
+    summary: str = ""
+    command: str = ""
+    expected: str = ""
+    source: str = ""
+    hardware: str = ""
 
 
 def recipe_names() -> tuple[str, ...]:
-    """Gives the names of the recipes that come with the project, sorted."""
+    """Return the names of the recipes that come with the project, sorted."""
     return tuple(sorted(path.stem for path in _FOLDER.glob(f"*{_SUFFIX}")))
 
 
 def load_recipe(name_or_path: str | os.PathLike[str]) -> LoadedRecipe:
-    """Reads a recipe, by its name or from a file of the user's own.
+    """Read a recipe, by its name or from a file of the user's own.
 
     Args:
-        name_or_path: one of `recipe_names`; or a path, which ends in .toml or has a folder in it.
+        name_or_path: one of `recipe_names`; or a path, which ends in .toml or has a folder in it; or the path of a
+            run's config.json, whose settings are then taken.
 
     Raises:
-        ValueError: for an unknown name or a file that is no recipe: a text that is missing, a key or setting that is
-            unknown, a value of another kind or out of its range. The message names the file, the key and the remedy.
+        RecipeError: a ValueError, for a file that is no recipe: no table of settings, a key or setting that is unknown,
+            a value of another kind or out of its range. The message names the file and everything that is wrong.
+        ConfigError: for an unknown name.
+        ValueError: for a run's record that cannot be read or was changed since it was written.
     """
     text = os.fspath(name_or_path)
     path = Path(text)
+    if path.suffix == _RECORD_SUFFIX:
+        return _recorded_recipe(path)
     if path.suffix != _SUFFIX and path.name == text:
-        if text not in recipe_names():
-            raise ValueError(
-                f"a recipe must be one of {', '.join(recipe_names())}, or a file that ends in {_SUFFIX}; got {text!r}"
+        if text not in (names := recipe_names()):
+            raise ConfigError(
+                f"a recipe must be one of {', '.join(names)}, or a file that ends in {_SUFFIX}; got {text!r}"
+                f"{did_you_mean(text, names)}"
             )
         path = _FOLDER / f"{text}{_SUFFIX}"
     document = _read(path)
-    for key in document:
-        if key not in (*_TEXTS, _TABLE):
-            raise ValueError(f"{path}: {_unknown('key', key, (*_TEXTS, _TABLE), f'move a setting below [{_TABLE}]')}")
-    return LoadedRecipe(name=path.stem, **_texts(document, path), settings=_settings(document, path))
+    if faults := tuple(_faults(document)):
+        raise RecipeError(str(path), faults)
+    texts = {key: document[key].strip() for key in _TEXTS if key in document}
+    return LoadedRecipe(name=path.stem, settings=document[_TABLE], **texts)
+
+
+def _recorded_recipe(path: Path) -> LoadedRecipe:
+    """Return the settings that a run recorded, as a recipe."""
+    from engine.records.recorded_run import read_record
+
+    try:
+        recorded = read_record(path)
+    except FileNotFoundError as error:
+        raise RecipeError(str(path), (f"a recipe must be a file that can be read ({error.strerror})",)) from error
+    if (model := recorded.resolved.get("model")) not in MODEL_NAMES:
+        raise RecipeError(str(path), (f"the run trained a model of its user's own, {model!r}, which no recipe names",))
+    settings = {name: value for name, value in recorded.config.to_json().items() if name in _OF_A_RECIPE}
+    return LoadedRecipe(path.absolute().parent.name, settings, source=str(path))
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(read_regular(path, max_bytes=_MAX_BYTES).decode("utf-8"))
     except OSError as error:
-        raise ValueError(f"{path}: a recipe must be a file that can be read ({error.strerror})") from error
+        raise RecipeError(str(path), (f"a recipe must be a file that can be read ({error.strerror})",)) from error
     except (ValueError, RecursionError) as error:  # of the syntax, or of the encoding
-        raise ValueError(f"{path}: a recipe must be TOML in UTF-8: {error}") from error
+        raise RecipeError(str(path), (f"a recipe must be TOML in UTF-8: {error}",)) from error
 
 
-def _texts(document: Mapping[str, Any], path: Path) -> dict[str, str]:
-    texts = {}
-    for key, meaning in _TEXTS.items():
-        text = document.get(key)
-        if not isinstance(text, str) or not text.strip():
-            found = "none" if text is None else f"{text!r} of {type(text).__name__}"
-            raise ValueError(f'{path}: a recipe must have the text {key}, got {found}: add {key} = "…", {meaning}')
-        texts[key] = text.strip()
-    return texts
-
-
-def _settings(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def _faults(document: Mapping[str, Any]) -> Iterator[str]:
+    """Yield in words everything that is wrong with a recipe."""
+    for key, value in document.items():
+        if key in _TEXTS:
+            if not isinstance(value, str) or not value.strip():
+                yield f'{key} must be a text, got {value!r} of {type(value).__name__}: {key} = "…", {_TEXTS[key]}'
+        elif key != _TABLE:
+            yield _unknown("key", key, (*_TEXTS, _TABLE), f"move a setting below [{_TABLE}]")
     settings = document.get(_TABLE)
-    if not isinstance(settings, dict):
-        raise ValueError(
-            f"{path}: a recipe must have the table {_TABLE}, got {settings!r}: add [{_TABLE}] and a setting a line"
-        )
-    for name in settings:
-        if name in _OF_ONE_RUN:
-            raise ValueError(f"{path}: {name} belongs to one run, not to a recipe: give it on the command line")
-        if name not in _SETTINGS:
-            raise ValueError(f"{path}: {_unknown('setting', name, _SETTINGS, 'take it out')}")
+    if isinstance(settings, dict):
+        yield from _setting_faults(settings)
+    else:
+        yield f"a recipe must have the table {_TABLE}, got {settings!r}: add [{_TABLE}] and a setting a line"
+
+
+def _setting_faults(settings: Mapping[str, Any]) -> Iterator[str]:
+    sound = {}
+    for name, value in settings.items():
+        if name not in SETTINGS:
+            yield _unknown("setting", name, _OF_A_RECIPE, "take it out")
+        elif name not in _OF_A_RECIPE:
+            yield f"{name} belongs to one run, not to a recipe: give it on the command line"
+        else:
+            try:
+                sound[name] = SETTINGS[name].checked(value)
+            except SettingError as error:
+                yield str(error)
     for epochs, steps in COUNTED_IN_EPOCHS:
         if epochs in settings and steps in settings:
-            raise ValueError(
-                f"{path}: {epochs} and {steps} must not both be given, got {settings[epochs]} and {settings[steps]}: "
-                "leave one out"
-            )
+            got = f"{settings[epochs]} and {settings[steps]}"
+            yield f"{epochs} and {steps} must not both be given, got {got}: leave one out"
     try:
-        TrainConfig(**settings)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    return settings
+        TrainConfig(**sound)
+    except ConfigError as error:
+        yield str(error)
 
 
 def _unknown(kind: str, name: str, known: tuple[str, ...], otherwise: str) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"a recipe has no {kind} {name!r}: {f'{near[0]} is meant?' if near else otherwise}"
+    return f"a recipe has no {kind} {name!r}{did_you_mean(name, known) or f': {otherwise}'}"

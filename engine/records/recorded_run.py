@@ -63,13 +63,25 @@ def read_recorded(run: Path) -> RecordedRun:
         ValueError: where it is missing, no regular file, unreadable, of another form, or was changed since it was
             written. What was written before the file held a digest cannot be checked for that.
     """
-    path = run / CONFIG
+    try:
+        return read_record(run / CONFIG)
+    except FileNotFoundError:
+        raise ValueError(f"a run folder must hold {CONFIG}, and {run} does not: name the folder of a run") from None
+
+
+def read_record(path: Path) -> RecordedRun:
+    """Read a `config.json` wherever it lies, and check that it is what was written.
+
+    Raises:
+        FileNotFoundError: where it is missing.
+        ValueError: as `read_recorded`.
+    """
     try:
         values = json.loads(read_regular(path, max_bytes=MOST_JSON_BYTES))
         if not isinstance(values, dict):
             raise TypeError(f"it must be a JSON object, is {type(values).__name__}")
     except FileNotFoundError:
-        raise ValueError(f"a run folder must hold {CONFIG}, and {run} does not: name the folder of a run") from None
+        raise
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise _unreadable(path, error) from error
     _check_seal(path, values)

@@ -11,12 +11,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from engine.config import TrainConfig
+from engine.config import COUNTED_IN_EPOCHS, SETTINGS, TrainConfig
 from engine.records.control_log import CONTROL_LOG_NAME, read_events
 from engine.records.recorded_run import RecordedRun, read_recorded
 from engine.records.run_folder import EVALUATION_LOG, LOSS_LOG, SNAPSHOTS
 from engine.records.snapshot import Snapshot, read_snapshot, snapshot_steps
 from engine.run.resume import StartingPoint, start_at
+from engine.settings import OnResume
 from preprocess.regular_file import read_regular
 
 _MOST_LOG_BYTES = 1 << 36  # a few hundred million steps
@@ -171,15 +172,11 @@ def _pieces(
     return tuple(pieces)
 
 
-# Epochs were settled in steps when the run began.
 _OUTSIDE_OF_A_RUN: dict[str, Any] = {
-    "run_dir": None,
-    "resume": False,
-    "overwrite": False,
+    **{name: each.default for name, each in SETTINGS.items() if each.on_resume is OnResume.PER_LAUNCH},
+    # They were settled in steps when the run began.
+    **dict.fromkeys((epochs for epochs, _ in COUNTED_IN_EPOCHS), None),
     "snapshot_every_steps": 0,
-    "epochs": None,
-    "warmup_epochs": None,
-    "dump_hlo": None,
 }
 
 

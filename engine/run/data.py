@@ -15,6 +15,7 @@ from engine.feed.batches import ArrayBatches, BatchSource, EvaluationSource, Fun
 from engine.feed.shard_batches import SequentialBatches, ShardBatches
 from engine.run.dataset import choose_data, make_demo
 from engine.run.parts import OwnParts
+from engine.settings import SettingError
 from preprocess.shards.manifest import Manifest
 from preprocess.shards.reader import open_split
 from preprocess.shards.splits import SplitNames, find_splits
@@ -138,9 +139,12 @@ def _open_packed(config: TrainConfig, stack: ExitStack, notify: Callable[[str], 
         )
     num_classes = config.num_classes or manifest.num_classes
     if num_classes < manifest.num_classes:
-        raise ValueError(
-            f"num_classes must be at least the {manifest.num_classes} of {choice.data}/{config.split}, "
-            f"got {num_classes}: leave it out to take the data's"
+        raise SettingError(
+            "num_classes",
+            "{setting} must be at least the {least} of {where}, got {found}: leave it out to take the data's",
+            least=manifest.num_classes,
+            where=f"{choice.data}/{config.split}",
+            found=num_classes,
         )
     if num_classes == 1:
         notify(f"warning: {choice.data}/{config.split} has one class alone, in which there is nothing to learn")

@@ -8,6 +8,7 @@ from fractions import Fraction
 from math import ceil
 
 from engine.config import COUNTED_IN_EPOCHS, TrainConfig
+from engine.settings import SettingError
 
 _MOST_STEPS = 2**31 - 2
 _UNCOUNTED = TrainConfig()
@@ -35,8 +36,10 @@ def settle_epochs(
         return config
     if num_images is None:
         name, counted = given[0]
-        raise ValueError(
-            f"{name} must be left out with {batches}, which have no end, got {getattr(config, name):g}: give {counted}"
+        raise SettingError(
+            name,
+            f"{{setting}} must be left out with {batches}, which have no end, got {{found:g}}: give {{{counted}}}",
+            found=getattr(config, name),
         )
     counts = {counted: _settled_count(config, name, counted, num_images) for name, counted in given}
     settled = TrainConfig.from_json(config.to_json() | counts)
@@ -69,13 +72,23 @@ def _settled_count(config: TrainConfig, name: str, counted: str, num_images: int
     epochs, count = getattr(config, name), getattr(config, counted)
     settled = steps_of_epochs(epochs, num_images=num_images, images_per_step=config.batch * config.accumulate_steps)
     if settled > _MOST_STEPS:
-        raise ValueError(
-            f"{name} must come to at most {_MOST_STEPS} steps, got {epochs:g}, which of {num_images:,} images are "
-            f"{settled}: give fewer"
+        raise SettingError(
+            name,
+            "{setting} must come to at most {most} steps, got {found:g}, which of {num_images:,} images are {settled}: "
+            "give fewer",
+            most=_MOST_STEPS,
+            found=epochs,
+            num_images=num_images,
+            settled=settled,
         )
     if count not in (getattr(_UNCOUNTED, counted), settled):
-        raise ValueError(
-            f"{name} and {counted} must not both be given, got {epochs:g}, which of {num_images:,} images are "
-            f"{settled} steps, and {count}: leave one out"
+        raise SettingError(
+            name,
+            f"{{{name}}} and {{{counted}}} must not both be given, got {{found:g}}, which of {{num_images:,}} images "
+            "are {settled} steps, and {count}: leave one out",
+            found=epochs,
+            num_images=num_images,
+            settled=settled,
+            count=count,
         )
     return settled

@@ -413,7 +413,7 @@ class Launch:
             stop_at_top1=jnp.float32(stop_at_top1),
             snapshot_every_steps=jnp.int32(config.snapshot_every_steps),
             update=update_values(config),
-            label_smoothing=jnp.float32(config.label_smoothing),
+            smoothing=jnp.float32(config.label_smoothing),
             seed_words=jnp.asarray(_key_words(config.seed)),
             scale=PixelScale(mean=jnp.array(resolved.mean, jnp.float32), std=jnp.array(self.std, jnp.float32)),
         )

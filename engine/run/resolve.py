@@ -8,9 +8,11 @@ from engine.config import TrainConfig
 from engine.feed.batches import BatchSource, EvaluationSource
 from engine.program.train_state import TrainModel
 from engine.run.data import OWN_BATCHES, RunData
+from engine.run.misfit_errors import too_large_image, unknown_model
 from engine.run.parts import OwnParts
+from engine.settings import SettingError
 from models.model import Model
-from models.registry import build_model, model_names
+from models.registry import UnknownModelError, build_model, model_names
 
 # Optimisers whose updates are as large as the rate, whatever the gradient; lars, too, is used with rates like sgd's.
 _SMALL_RATES = ("adamw", "lamb")
@@ -74,15 +76,15 @@ def resolve(config: TrainConfig, parts: OwnParts, data: RunData) -> Resolved:
     """
     source = data.source
     if data.evaluation is None and config.stop_at_top1 is not None:
-        raise ValueError(
-            f"stop_at_top1 needs images to evaluate on, and there are none with {data.words}, got "
-            f"{config.stop_at_top1}: leave it out, or name the split (--eval-split)"
+        raise SettingError(
+            "stop_at_top1",
+            "{setting} needs images to evaluate on, and there are none with {data}, got {value}: leave it out, or "
+            "name the split ({eval_split})",
+            data=data.words,
+            value=config.stop_at_top1,
         )
     if config.image_size is not None and config.image_size > min(source.height, source.width):
-        raise ValueError(
-            f"image_size must be at most that of the data, {source.height} × {source.width} px, got "
-            f"{config.image_size}: leave it out, or pack the data at that --size"
-        )
+        raise too_large_image(config.image_size, source.height, source.width)
     model: TrainModel
     if parts.model is None:
         model = built = _build(config, data)
@@ -114,9 +116,10 @@ def check_arguments(config: Any, parts: OwnParts) -> None:
     if not isinstance(config, TrainConfig):
         raise ValueError(f"the settings must be a TrainConfig, got {type(config).__name__}: TrainConfig(steps=…)")
     if config.cycle_momentum and config.schedule != "one-cycle":
-        raise ValueError(
-            f"cycle_momentum goes with the schedule one-cycle, got {config.schedule}: change one of the two "
-            "(--no-cycle-momentum)"
+        raise SettingError(
+            "cycle_momentum",
+            "{setting} goes with the schedule one-cycle, got {found}: change the schedule, or turn {setting} off",
+            found=config.schedule,
         )
     _check_own_model(config, parts.model)
     _check_own_batches(config, parts.batches)
@@ -130,11 +133,17 @@ def _check_own_model(config: TrainConfig, model: Any) -> None:
                 "one of the registry goes by its name, TrainConfig(model=…)"
             )
         if config.model != "auto":
-            raise ValueError(f"the setting model must be left out with a model of your own, got {config.model!r}")
+            raise SettingError(
+                "model",
+                "the setting {setting} must be left out with a model of your own, got {found!r}",
+                found=config.model,
+            )
         if config.precision != "float32":
-            raise ValueError(
-                f"the setting precision must be float32 with a model of your own, got {config.precision!r}: "
-                "leave it out, and cast inside the model's apply"
+            raise SettingError(
+                "precision",
+                "the setting {setting} must be float32 with a model of your own, got {found!r}: leave it out, and cast "
+                "inside the model's apply",
+                found=config.precision,
             )
 
 
@@ -147,7 +156,9 @@ def _check_own_batches(config: TrainConfig, batches: Any) -> None:
             )
         for name in ("data", "synthetic"):
             if value := getattr(config, name):
-                raise ValueError(f"the setting {name} must be left out with batches of your own, got {value!r}")
+                raise SettingError(
+                    name, "the setting {setting} must be left out with batches of your own, got {value!r}", value=value
+                )
 
 
 def warn_of_settings(config: TrainConfig, data: RunData, notify: Callable[[str], None]) -> None:
@@ -169,6 +180,11 @@ def warn_of_settings(config: TrainConfig, data: RunData, notify: Callable[[str],
 def _build(config: TrainConfig, data: RunData) -> Model:
     """Builds the registry's model for the data; "auto" becomes the name of what it stands for."""
     if data.num_classes is None:
-        raise ValueError("num_classes must be given with batches of your own and a model of the registry, got None")
+        raise SettingError(
+            "num_classes", "{setting} must be given with batches of your own and a model of the registry, got None"
+        )
     size = config.image_size or min(data.source.height, data.source.width)
-    return build_model(config.model, num_classes=data.num_classes, image_size=size, dtype=config.precision)
+    try:
+        return build_model(config.model, num_classes=data.num_classes, image_size=size, dtype=config.precision)
+    except UnknownModelError as error:
+        raise unknown_model(error) from None

@@ -3,7 +3,6 @@
 Owns which settings may change on the way. Knows nothing of the loop or of how snapshots are written.
 """
 
-import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.config import TrainConfig, setting_words
+from engine.config import SETTINGS, TrainConfig, setting_words
 from engine.control.event import ControlEvent, factor_before
 from engine.locations import with_absolute_paths
 from engine.records.control_log import CONTROL_LOG_NAME, ControlLogError, read_events
@@ -40,79 +39,57 @@ from engine.records.run_folder import (
     recorded_versions,
 )
 from engine.run.resolve import Resolved, recorded_own_parts
+from engine.settings import OnResume, SettingError, Stage
 from preprocess.regular_file import open_regular
 
 if TYPE_CHECKING:
     from engine.records.snapshot import Snapshot
 
-# The program takes them as arguments. One of them that is None is left out of the program, and so cannot come or go.
 RUNTIME_SETTINGS = frozenset(
-    {
-        "steps",
-        "eval_every_steps",
-        "stop_at_top1",
-        "snapshot_every_steps",
-        "learning_rate",
-        "warmup_steps",
-        "momentum",
-        "beta2",
-        "weight_decay",
-        "clip_norm",
-        "ema_decay",
-        "label_smoothing",
-        "skip_nonfinite",
-        "stop_on_nan",
-    }
+    name
+    for name, declared in SETTINGS.items()
+    if declared.stage is Stage.RUNTIME and declared.on_resume is not OnResume.KEPT
 )
-# They concern the host alone, or are records of what another setting was made from. The data are told by their digest.
+"""What a resume may change of the program's arguments: the run's bits from there on, so that its record notes both."""
 HOST_SETTINGS = frozenset(
-    {
-        "data",
-        "epochs",
-        "warmup_epochs",
-        "prefetch",
-        "reader_threads",
-        "infeed_timeout_s",
-        "run_dir",
-        "resume",
-        "keep_snapshots",
-        "overwrite",
-        "compilation_cache",
-        "dump_hlo",
-    }
+    name
+    for name, declared in SETTINGS.items()
+    if declared.stage is Stage.HOST and declared.on_resume is not OnResume.KEPT
 )
-_IN_THE_PROGRAM = ("ema_decay",)
-# They say what a launch is to do, and nothing of the run.
-_OF_THE_LAUNCH = frozenset({"run_dir", "resume", "overwrite"})
+"""What a resume may change because it concerns the host alone, or was settled in another setting."""
 # Among the resolved settings of `config.json`.
 GIVEN_WEIGHTS = "init_from_sha256"
 
 
 def check_settings(config: TrainConfig, recorded: TrainConfig) -> None:
-    """Raises ValueError where settings differ that a run cannot change on its way; names each with both values."""
-    changed = {
-        name: (before, now)
+    """Raise SettingError where settings differ that a run cannot change on its way; it names each with both values."""
+    changed = [
+        (name, before, now)
         for name, before, now in _differences(with_absolute_paths(recorded), with_absolute_paths(config))
-        if name not in HOST_SETTINGS and not _may_change(name, before, now)
-    }
+        if not _may_change(SETTINGS[name].on_resume, before, now)
+    ]
     if changed:
-        told = "; ".join(f"{name} was {before!r}, got {now!r}" for name, (before, now) in changed.items())
-        raise ValueError(
+        told = "; ".join(f"{{{name}}} was {{{name}_before!r}}, got {{{name}_now!r}}" for name, _, _ in changed)
+        found = {f"{name}_before": before for name, before, _ in changed}
+        found |= {f"{name}_now": now for name, _, now in changed}
+        raise SettingError(
+            changed[0][0],
             f"a resumed run must keep the settings that its program, its order and its data are made of: {told}. "
-            "Leave them as they were, or begin another run (--run-dir)"
+            "Leave them as they were, or begin another run ({run_dir})",
+            **found,
         )
 
 
 def _differences(before: TrainConfig, now: TrainConfig) -> list[tuple[str, Any, Any]]:
-    names = [field.name for field in dataclasses.fields(TrainConfig)]
-    pairs = [(name, getattr(before, name), getattr(now, name)) for name in names]
+    pairs = [(name, getattr(before, name), getattr(now, name)) for name in SETTINGS]
     return [(name, old, new) for name, old, new in pairs if old != new]
 
 
-def _may_change(name: str, before: Any, now: Any) -> bool:
-    if name in _IN_THE_PROGRAM and (before is None or now is None):
-        return False
-    return name in RUNTIME_SETTINGS
+def _may_change(rule: OnResume, before: Any, now: Any) -> bool:
+    if rule is OnResume.CHANGES_IF_SET:
+        # The program is built with it or without it.
+        return before is not None and now is not None
+    return rule is not OnResume.KEPT
 
 
 def check_own(recorded: RecordedRun, run: Path, *, model: object, batches: object) -> None:
@@ -159,15 +136,18 @@ def _short(digest: str | None) -> str:
 
 
 def check_steps(config: TrainConfig, recorded: TrainConfig, steps_done: int) -> None:
-    """Raises ValueError where a run that goes on is to have another length, and has that behind it."""
+    """Raise SettingError where a run that goes on is to have another length, and has that behind it."""
     if config.steps == recorded.steps or config.steps > steps_done:
         return
     remedy = "give more"
     if recorded.steps > steps_done:
-        remedy = f"leave them out to go on to {recorded.steps:,}, or give more"
-    raise ValueError(
-        f"the steps of a resumed run must be more than the {steps_done:,} that it goes on from, "
-        f"got {config.steps:,}: {remedy}"
+        remedy = "leave them out to go on to {recorded:,}, or give more"
+    raise SettingError(
+        "steps",
+        "the steps of a resumed run must be more than the {done:,} that it goes on from, got {asked:,}: " + remedy,
+        done=steps_done,
+        asked=config.steps,
+        recorded=recorded.steps,
     )
 
 
@@ -176,7 +156,7 @@ def told_changes(config: TrainConfig, recorded: TrainConfig) -> str | None:
     changed = [
         f"{name} {setting_words(old)} → {setting_words(now)}"
         for name, old, now in _differences(with_absolute_paths(recorded), with_absolute_paths(config))
-        if name not in _OF_THE_LAUNCH
+        if SETTINGS[name].on_resume is not OnResume.PER_LAUNCH
     ]
     return f"resumed with {', '.join(changed)}" if changed else None
 

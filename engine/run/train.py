@@ -41,6 +41,7 @@ from engine.run.resume import (
     told_versions,
     unchecked_words,
 )
+from engine.settings import SettingError
 from engine.stream.sinks import Sink
 from preprocess.memory import host_memory_bytes
 
@@ -208,7 +209,9 @@ class OpenRun:
 
 def _named_folder(config: TrainConfig, setting: str) -> Path:
     if config.run_dir is None:
-        raise ValueError(f"the setting {setting} needs a run folder, got none: name it, TrainConfig(run_dir=…)")
+        raise SettingError(
+            setting, "the setting {setting} needs a run folder, got none: name it, TrainConfig(run_dir=…)"
+        )
     return Path(config.run_dir)
 
 

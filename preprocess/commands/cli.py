@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from preprocess.commands.completion import complete_file, complete_folder
 from preprocess.commands.grouped_help import GroupedCommand
+from preprocess.suggestions import SuggestingChoice
 
 if TYPE_CHECKING:
     from preprocess.packing.pack import PackResult
@@ -79,8 +81,8 @@ class _Options:
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
     epilog=_EPILOG,
 )
-@click.argument("source", required=False)
-@click.argument("dest", required=False)
+@click.argument("source", required=False, shell_complete=complete_file)
+@click.argument("dest", required=False, shell_complete=complete_folder)
 @click.option("--split", multiple=True, metavar="NAME", show_default="all", help="Split to pack; may be repeated.")
 @click.option(
     "--holdout",
@@ -104,11 +106,11 @@ class _Options:
     help="Shorter side before the central crop.",
 )
 @click.option(
-    "--resample", type=click.Choice(["bicubic", "bilinear", "lanczos"]), default="bicubic", help="Resizing filter."
+    "--resample", type=SuggestingChoice(["bicubic", "bilinear", "lanczos"]), default="bicubic", help="Resizing filter."
 )
 @click.option(
     "--on-error",
-    type=click.Choice(["skip", "fail"]),
+    type=SuggestingChoice(["skip", "fail"]),
     default="skip",
     help="An image that can't be packed is left out and noted in failures.jsonl, or ends the pack.",
 )
@@ -121,12 +123,15 @@ class _Options:
 )
 @click.option(
     "--layout",
-    type=click.Choice(["packed", "dense"]),
+    type=SuggestingChoice(["packed", "dense"]),
     default="packed",
     help="A word a pixel, or four pixels in three words: a quarter less; for sizes that are multiples of 4.",
 )
 @click.option(
-    "--codec", type=click.Choice(["raw", "blosc"]), default="raw", help="raw reads fastest, blosc is a quarter smaller."
+    "--codec",
+    type=SuggestingChoice(["raw", "blosc"]),
+    default="raw",
+    help="raw reads fastest, blosc is a quarter smaller.",
 )
 @click.option("--checksum/--no-checksum", default=True, help="A CRC-32C an image: a flipped bit becomes an error.")
 @click.option(

@@ -12,9 +12,8 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, TextIO
 
-import click
-
 from preprocess.printable import printable_text
+from preprocess.suggestions import SuggestingCommand
 
 
 class GuardedStream:
@@ -26,8 +25,13 @@ class GuardedStream:
     def __init__(self, stream: TextIO) -> None:
         self.terminal = stream
 
-    def write(self, text: str) -> int:
-        """Write the text, made safe; a character that the stream cannot encode is escaped as well."""
+    def write(self, text: str | bytes) -> int:
+        """Write the text, made safe; a character that the stream cannot encode is escaped as well.
+
+        Bytes, as which click writes a shell's completion script, are text in UTF-8.
+        """
+        if isinstance(text, bytes):
+            text = text.decode("utf-8", "surrogateescape")
         if not isinstance(text, str):
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
         safe = printable_text(text)
@@ -53,7 +57,7 @@ def terminal_of(stream: TextIO) -> TextIO:
     return stream.terminal if isinstance(stream, GuardedStream) else stream
 
 
-class GuardedCommand(click.Command):
+class GuardedCommand(SuggestingCommand):
     """A click command whose every output is made safe: results, notices, errors, click's own, and tracebacks.
 
     Only what draws on a terminal (`terminal_of`) writes control characters.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from preprocess.commands.completion import complete_folder
 from preprocess.commands.guarded_output import GuardedCommand
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ _BAR_WIDTH = 30
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
     epilog="Exit codes: 0 intact, 2 damaged or wrong usage, 130 stopped.",
 )
-@click.argument("dest")
+@click.argument("dest", shell_complete=complete_folder)
 @click.option("--split", metavar="NAME", multiple=True, show_default="all", help="Split to look at; may be repeated.")
 @click.option("--verify", is_flag=True, help="Read every byte back; name each damaged file and image.")
 @click.option(

@@ -1,0 +1,93 @@
+"""The options that stand for settings, as click takes them: all of what they say is derived from the declarations.
+
+Knows no setting by name; which command has which is said there.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import click
+
+from engine.commands.option_sources import OptionalNumber
+from engine.config import SETTINGS
+from engine.settings import Setting
+from models.names import MODEL_NAMES
+from preprocess.commands.completion import Complete, complete_file, complete_folder, complete_word
+from preprocess.suggestions import SuggestingChoice
+
+type Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+_NUMBERS: Mapping[type, click.types.IntParamType | click.types.FloatParamType] = {int: click.INT, float: click.FLOAT}
+_COMPLETE: Mapping[str | None, Complete] = {
+    "model": complete_word(lambda: ("auto", *MODEL_NAMES)),
+    "folder": complete_folder,
+    "file": complete_file,
+}
+
+
+def option_spelling(name: str) -> str:
+    """Return how run-train spells a setting's option, a switch without its negation; the name where it is none's."""
+    return SETTINGS[name].options[0].partition("/")[0] if name in SETTINGS else name
+
+
+def option_names(context: click.Context) -> Callable[[str], str]:
+    """Return what gives the spelling of a setting's option in the command of a context, else the setting's name."""
+    options = {param.name: param.opts[0] for param in context.command.params if isinstance(param, click.Option)}
+    return lambda name: options.get(name, name)
+
+
+def setting_option(name: str) -> Decorator:
+    """Return the decorator that adds a setting's option to a command."""
+    setting = SETTINGS[name]
+    if setting.kind is bool:
+        values: dict[str, Any] = {"default": setting.default, "is_flag": True}
+    else:
+        values = {
+            "type": _click_type(setting),
+            "default": setting.default,
+            "metavar": _metavar(setting),
+            "shell_complete": _COMPLETE.get(setting.completion),
+        }
+    if setting.default_words is not None:
+        values["show_default"] = setting.default_as_words(option_spelling)
+    return click.option(*setting.options, name, help=setting.help_words(option_spelling), **values)
+
+
+def overriding_option(
+    name: str, *spellings: str, default_words: str, help_text: str | None = None, unit: str | None = None
+) -> Decorator:
+    """Return the decorator that adds an option for a setting that something else decides on where it is not given.
+
+    Args:
+        name: of the setting.
+        spellings: of the option, where they differ from the setting's own.
+        default_words: what decides.
+        help_text, unit: where the setting's own do not fit the command.
+    """
+    setting = SETTINGS[name]
+    values: dict[str, Any] = {"default": None, "show_default": default_words}
+    if setting.kind is not bool:
+        values |= {
+            "type": SuggestingChoice(setting.choices) if setting.choices else _NUMBERS.get(setting.kind, click.STRING),
+            "metavar": unit or _metavar(setting),
+            "shell_complete": _COMPLETE.get(setting.completion),
+        }
+    return click.option(
+        *(spellings or setting.options), name, help=help_text or setting.help_words(option_spelling), **values
+    )
+
+
+def _click_type(setting: Setting) -> Any:
+    if setting.choices:
+        return SuggestingChoice(setting.choices)
+    number = _NUMBERS.get(setting.kind)
+    if number is None:
+        return click.STRING
+    return OptionalNumber(number) if setting.is_optional else number
+
+
+def _metavar(setting: Setting) -> str | None:
+    if setting.unit is None and setting.between is not None:
+        low, high = setting.between
+        return f"{low:g}…{high:g}"
+    return setting.unit

@@ -1,0 +1,20 @@
+"""The names of the networks, for who must not wait for jax: `models.registry` has what they stand for."""
+
+MODEL_NAMES = (
+    "resnet18",
+    "resnet34",
+    "resnet50",
+    "resnet101",
+    "resnet152",
+    "resnet50-xlajl",
+    "resnet8",
+    "resnet14",
+    "resnet20",
+    "resnet32",
+    "resnet44",
+    "resnet56",
+    "resnet110",
+    "convnet8",
+    "convnet8-wide",
+)
+"""In the order of the registry, "auto" left out."""

@@ -1,0 +1,87 @@
+"""What a shell completes: click's own protocol, asked as a shell asks it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.recipes import recipe_names
+from models.names import MODEL_NAMES
+
+ROOT = Path(__file__).parents[1]
+MODULES = {
+    "run-train": "engine.commands.cli",
+    "run-eval": "engine.commands.eval_cli",
+    "verify-run": "engine.commands.verify_cli",
+    "tail-run": "engine.commands.tail_cli",
+    "control-run": "engine.commands.control_cli",
+    "inspect-shards": "preprocess.commands.inspect_cli",
+    "preprocess-imagenet": "preprocess.commands.cli",
+}
+
+
+def ask(command, instruction, *words):
+    """What a command answers a shell that completes the last of the words, and whether it loaded jax for that."""
+    source = (
+        f"import sys; sys.argv[0] = {command!r}\n"
+        "from atexit import register; register(lambda: print('jax' in sys.modules, file=sys.stderr))\n"
+        f"from {MODULES[command]} import main; main()"
+    )
+    variable = f"_{command.replace('-', '_').upper()}_COMPLETE"
+    asked = {variable: instruction, "COMP_WORDS": " ".join([command, *words]), "COMP_CWORD": str(len(words))}
+    done = subprocess.run(
+        [sys.executable, "-c", source], env=os.environ | asked, cwd=ROOT, capture_output=True, text=True,
+        timeout=60, check=False,
+    )  # fmt: skip
+    assert done.stderr == "False\n"
+    return done.stdout
+
+
+def completed(command, *words):
+    """(kind, value) of each completion that bash gets."""
+    return [tuple(line.split(",", 1)) for line in ask(command, "bash_complete", *words).splitlines()]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_gets_its_script(shell):
+    script = ask("run-train", f"{shell}_source")
+    assert "_RUN_TRAIN_COMPLETE" in script
+    assert "\\x" not in script
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--model", "convnet"], [("plain", "convnet8"), ("plain", "convnet8-wide")]),
+        (["--recipe", "imagenet"], [("plain", "imagenet-16"), ("plain", "imagenet-90")]),
+        (["--recipe", "runs/first/con"], [("file", "runs/first/con")]),
+        (["--schedule", "co"], [("plain", "constant"), ("plain", "cosine")]),
+        (["--data", "data/sh"], [("dir", "data/sh")]),
+        (["--run-dir", "ru"], [("dir", "ru")]),
+        (["--init-from", "w"], [("file", "w")]),
+        (["--label-s"], [("plain", "--label-smoothing")]),
+    ],
+)
+def test_run_train_completes_models_recipes_choices_paths_and_options(words, expected):
+    assert completed("run-train", *words) == expected
+
+
+def test_an_empty_word_gets_every_model_and_recipe():
+    assert completed("run-train", "--model", "") == [("plain", name) for name in ("auto", *MODEL_NAMES)]
+    assert completed("run-train", "--recipe", "") == [("plain", name) for name in recipe_names()]
+
+
+@pytest.mark.parametrize("command", ["run-eval", "verify-run", "tail-run", "control-run", "inspect-shards"])
+def test_a_run_or_a_pack_is_a_folder(command):
+    assert completed(command, "ru") == [("dir", "ru")]
+
+
+def test_what_is_packed_is_a_file_or_a_folder():
+    assert completed("preprocess-imagenet", "ima") == [("file", "ima")]
+    assert completed("preprocess-imagenet", "images", "da") == [("dir", "da")]
+
+
+def test_the_list_of_recipes_is_not_printed_to_a_shell_that_completes():
+    assert completed("run-train", "--list-recipes", "--model", "convnet8-") == [("plain", "convnet8-wide")]

@@ -1,0 +1,112 @@
+"""*Did you mean*: every command suggests the nearest option and choice, and none where none is near."""
+
+import os
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from engine.commands.cli import main as run_train
+from models.names import MODEL_NAMES
+from models.registry import find_network, model_names, networks
+from preprocess.suggestions import SuggestingCommand, did_you_mean, nearest
+
+ROOT = Path(__file__).parents[1]
+COMMANDS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
+
+
+def command_of(name):
+    module, _, function = COMMANDS[name].partition(":")
+    return getattr(import_module(module), function)
+
+
+def misspelt(option):
+    """A spelling with one letter more."""
+    return f"{option[:-1]}x{option[-1]}"
+
+
+def test_the_nearest_word_is_found_whatever_its_case():
+    assert nearest("CoSin", ["constant", "cosine"]) == "cosine"
+    assert nearest("frobnicate", ["constant", "cosine"]) is None
+    assert did_you_mean("adamW", ["sgd", "adamw"]) == ": did you mean adamw?"
+    assert did_you_mean(3, ["sgd"]) == ""
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_suggests_the_nearest_of_its_options(name):
+    command = command_of(name)
+    assert isinstance(command, SuggestingCommand)
+    for param in command.params:
+        if isinstance(param, click.Option):
+            for option in param.opts:
+                result = CliRunner().invoke(command, [misspelt(option)])
+                assert result.exit_code == 2
+                assert f"No such option: {misspelt(option)}. Did you mean --" in result.stderr
+    result = CliRunner().invoke(command, ["--qqqqq"])
+    assert result.exit_code == 2
+    assert result.stderr.endswith("No such option: --qqqqq\n")
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("--snapshot-every-steps", "--snapshot-every"),
+        ("--keep-snapshots", "--keep"),
+        ("--chunk-batches", "--chunk"),
+        ("--label_smoothing", "--label-smoothing"),
+        ("--no-decay-al", "--no-decay-all"),
+        ("--learning-rat=0.1", "--learning-rate"),
+    ],
+)
+def test_a_settings_name_in_python_leads_to_its_option(given, meant):
+    result = CliRunner().invoke(run_train, [given])
+    assert result.exit_code == 2
+    assert result.stderr.strip().endswith(f" Did you mean {meant}?")
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "message"),
+    [
+        (
+            "run-train",
+            ["--crop", "center"],
+            "'center' is not one of 'centre', 'random', 'resized': did you mean centre?",
+        ),
+        ("run-eval", ["--precision", "bfloat61"], "is not one of 'float32', 'bfloat16': did you mean bfloat16?"),
+        ("preprocess-imagenet", ["--codec", "blocs"], "'blocs' is not one of 'raw', 'blosc': did you mean blosc?"),
+        ("preprocess-imagenet", ["--codec", "zstd"], "'zstd' is not one of 'raw', 'blosc'."),
+    ],
+)
+def test_a_misspelt_choice_is_told_with_the_nearest(command, arguments, message):
+    result = CliRunner().invoke(command_of(command), arguments)
+    assert result.exit_code == 2
+    assert result.stderr.endswith(f"{message}\n")
+
+
+def test_a_misspelt_model_is_told_with_the_nearest(tmp_path, monkeypatch):
+    words = r"^model must be one of auto, .*, got 'ConvNet8Wide': did you mean convnet8-wide\?$"
+    with pytest.raises(ValueError, match=words):
+        find_network("ConvNet8Wide")
+    monkeypatch.chdir(tmp_path)
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    tiny = ["--synthetic", "--image-size", "8", "--num-classes", "3", "--batch", "4", "--steps", "1"]
+    result = CliRunner().invoke(run_train, [*tiny, "--model", "resnet-110"])
+    assert codes == [2]
+    assert result.stderr.startswith("run-train: --model must be one of auto, resnet18, ")
+    assert result.stderr.endswith("got 'resnet-110': did you mean resnet110?\n")
+
+
+def test_the_names_of_the_networks_are_those_of_the_registry():
+    assert tuple(networks()) == MODEL_NAMES == model_names()
+
+
+def test_names_and_suggestions_do_not_wait_for_jax():
+    modules = "models.names, preprocess.suggestions, preprocess.commands.completion"
+    code = f"import sys, {modules}; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60, cwd=ROOT).returncode == 0
