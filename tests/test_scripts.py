@@ -99,7 +99,7 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-@pytest.mark.parametrize("script", ["demo", "test", "lint", "kill-and-resume", "bench", "gpu-check", "torture"])
+@pytest.mark.parametrize("script", ["demo", "test", "lint", "docs", "kill-and-resume", "bench", "gpu-check", "torture"])
 def test_help_makes_nothing(machine: Machine, script: str) -> None:
     before = sorted(machine.clone.rglob("*"))
     done = machine.run(f"{shlex.quote(str(machine.clone))}/scripts/{script} --help")
@@ -108,7 +108,7 @@ def test_help_makes_nothing(machine: Machine, script: str) -> None:
     assert sorted(machine.clone.rglob("*")) == before
 
 
-@pytest.mark.parametrize("script", ["demo", "test", "lint", "kill-and-resume", "bench", "torture"])
+@pytest.mark.parametrize("script", ["demo", "test", "lint", "docs", "kill-and-resume", "bench", "torture"])
 def test_without_a_python_one_line_names_the_remedy(machine: Machine, script: str) -> None:
     machine.fake(machine.bin / "python3.12", "echo 'pyenv: python3.12: command not found' >&2; exit 127")
     machine.fake_version(machine.bin / "python3", "3.11.7")
@@ -268,13 +268,15 @@ def test_hooks_and_ci_run_the_same_commands() -> None:
     hooks = (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")
     assert [line.split()[-1] for line in hooks.splitlines() if "entry:" in line] == ["scripts/lint", "scripts/test"]
     assert "repo: https" not in hooks
-    assert "scripts/test" in (ROOT / ".ci/run").read_text(encoding="utf-8")
+    ci = (ROOT / ".ci/run").read_text(encoding="utf-8")
+    assert ci.index("$scripts/test") < ci.index("$scripts/docs")
     assert "\nscripts/lint" in (ROOT / "scripts/test").read_text(encoding="utf-8")
     for script in (
         ".ci/run",
         "scripts/test",
         "scripts/lint",
         "scripts/demo",
+        "scripts/docs",
         "scripts/kill-and-resume",
         "scripts/bench",
         "scripts/gpu-check",
