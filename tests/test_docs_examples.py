@@ -1,0 +1,28 @@
+"""The programs of docs/examples run as they stand; what they claim they assert themselves."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).parents[1] / "docs" / "examples").glob("*.py"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """One folder for all, so that the demo set is drawn once."""
+    return tmp_path_factory.mktemp("examples")
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_the_example_runs_and_what_it_claims_holds(example, folder):
+    done = subprocess.run([sys.executable, example], cwd=folder, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_the_example_asserts_and_is_on_a_page(example):
+    assert "\nassert " in example.read_text(encoding="utf-8")
+    pages = (Path(__file__).parents[1] / "docs" / "howto").glob("*.md")
+    assert any(f"examples/{example.name}" in page.read_text(encoding="utf-8") for page in pages)
