@@ -19,6 +19,8 @@ master_doc = "index"
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4
+smartquotes = False  # it would make one dash of the two of an option
+highlight_language = "text"
 
 # Docstrings put names and expressions between single backticks.
 default_role = "literal"

@@ -1,8 +1,8 @@
 """What the site derives from the code while it is built, so that no page copies it by hand.
 
-Adds the directives `command-reference` (the help of every command that the project installs) and `settings-reference`
-(every setting of `run-train` and of `TrainConfig`), leads links between the repository's own files to the pages that
-include these, and has the build fail where a public name is documented nowhere.
+Adds the directives `command-reference` (the help of every command that the project installs), `settings-reference` (every
+setting of `run-train` and of `TrainConfig`) and `model-reference`, leads links between the repository's own files to the
+pages that include these, and has the build fail where a public name is documented nowhere.
 """
 
 import importlib
@@ -24,6 +24,7 @@ from sphinx.util.docutils import SphinxDirective
 _ROOT = Path(__file__).parents[2]
 _PUBLIC = ("engine", "models", "preprocess")
 _HELP_COLUMNS = 96
+_FOR_LARGE_IMAGES = {"resnet18", "resnet34", "resnet50", "resnet101", "resnet152"}
 _NAMES = re.compile(r"^    \w+(, \w+)+(?=: )")
 
 # The repository's own files that pages include, and these pages.
@@ -74,7 +75,7 @@ def run_train_settings() -> list[Setting]:
     from engine.config import TrainConfig
 
     command = dict(commands())["run-train"]
-    context = click.Context(command, info_name="run-train")
+    context = click.Context(command, info_name="run-train", show_default=True)
     options = {option.name: option for option in command.params if isinstance(option, click.Option)}
     details = described_attributes(TrainConfig)
     groups: dict[str, tuple[str, ...]] = command._option_groups  # type: ignore[attr-defined]
@@ -153,11 +154,33 @@ class SettingsReference(SphinxDirective):
             if setting.name is not None:
                 facts += [nodes.Text(" · Python: "), nodes.literal(text=setting.name)]
             body: list[nodes.Node] = [nodes.paragraph("", "", *facts, classes=["setting-facts"])]
-            body.append(nodes.paragraph(text=setting.summary))
-            if setting.details:
-                body += self.parse_text_to_nodes(setting.details[0].upper() + setting.details[1:])
+            # Both say the same, one of them in more words.
+            words = max(setting.summary, setting.details, key=len)
+            body += self.parse_text_to_nodes(words[0].upper() + words[1:])
             found += nodes.definition_list_item("", term, nodes.definition("", *body))
         return found
+
+
+class ModelReference(SphinxDirective):
+    """A table of the models that `--model` knows."""
+
+    def run(self) -> list[nodes.Node]:
+        """Return the table, made of Markdown."""
+        rows = [f"| `{name}` | {size} px, {classes:,} classes | {count:,} |" for name, size, classes, count in models()]
+        return self.parse_text_to_nodes("\n".join(["| name | counted for | parameters |", "|---|---|---:|", *rows]))
+
+
+def models() -> Iterator[tuple[str, int, int, int]]:
+    """Yield name, image size, classes and number of parameters of each model of the registry; computes none of them."""
+    import jax
+
+    from models.registry import build_model, count_params, model_names
+
+    for name in model_names():
+        size, classes = (224, 1000) if name.partition("-")[0] in _FOR_LARGE_IMAGES else (32, 10)
+        model = build_model(name, num_classes=classes, image_size=size)
+        params, _ = jax.eval_shape(model.init, jax.random.key(0))
+        yield name, size, classes, count_params(params)
 
 
 def _section(directive: SphinxDirective, title: str, body: list[nodes.Node]) -> nodes.section:
@@ -203,6 +226,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     """Add the directives and the check."""
     app.add_directive("command-reference", CommandReference)
     app.add_directive("settings-reference", SettingsReference)
+    app.add_directive("model-reference", ModelReference)
     app.connect("autodoc-process-docstring", join_names, priority=400)  # before napoleon
     app.connect("include-read", relink)
     app.connect("env-check-consistency", check_public_names)

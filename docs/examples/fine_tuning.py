@@ -14,24 +14,32 @@ from preprocess.demo.demo_set import pack_demo
 from preprocess.pixels import unpack_rgb
 from preprocess.shards.reader import open_split
 
-# %% Weights to start from. Here a short run makes them; torchvision's weights in a safetensors file will do as well.
+# %% Weights to start from. Here a short run makes them; torchvision's weights in a
+# safetensors file will do as well.
 if not Path("data/demo").exists():
     pack_demo("data/demo")
 settings = {"data": "data/demo", "model": "resnet8", "batch": 64, "learning_rate": 0.1}
-first = train(TrainConfig(**settings, steps=60, run_dir="runs/base"))
+first = train(TrainConfig(**settings, steps=40, run_dir="runs/base"))
 
-# %% Start from them. The first loss is near the one that the first run ended with, not that of a drawn network. Where
-# num_classes differed, the classifier would be drawn anew.
+# %% Start from them. The first loss is near the one that the first run ended with, not
+# that of a drawn network. Where num_classes differed, the classifier would be drawn
+# anew.
 tuned = train(
     TrainConfig(
-        **settings | {"learning_rate": 0.01}, steps=20, init_from="runs/base/model.safetensors", run_dir="runs/tuned"
+        **settings | {"learning_rate": 0.01},
+        steps=20,
+        init_from="runs/base/model.safetensors",
+        run_dir="runs/tuned",
     )
 )
 
 assert tuned.losses[:5].mean() < first.losses[:5].mean()
-assert abs(tuned.losses[:5].mean() - first.losses[-5:].mean()) < abs(tuned.losses[:5].mean() - first.losses[:5].mean())
+assert abs(tuned.losses[:5].mean() - first.losses[-5:].mean()) < abs(
+    tuned.losses[:5].mean() - first.losses[:5].mean()
+)
 
-# %% Use the weights. The file has torchvision's names, and its metadata say what images must be normalised with.
+# %% Use the weights. The file has torchvision's names, and its metadata say what images
+# must be normalised with.
 with safe_open("runs/tuned/model.safetensors", "np") as file:
     about = file.metadata()
 tensors = load_file("runs/tuned/model.safetensors")
@@ -41,7 +49,10 @@ model = build_model(about["model"], num_classes=10, image_size=32)
 
 # %% Some images of the val split, as the packed words that are stored.
 with open_split("data/demo", "val") as split:
-    pixels, labels = np.empty((64, split.height, split.row_words), np.uint32), np.empty(64, np.int32)
+    pixels, labels = (
+        np.empty((64, split.height, split.row_words), np.uint32),
+        np.empty(64, np.int32),
+    )
     split.read_into(np.arange(64), pixels, labels, timeout_s=30)
 
 images = jnp.asarray((unpack_rgb(pixels) / np.float32(255) - mean) / std)

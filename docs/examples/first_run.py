@@ -1,15 +1,17 @@
-"""A first run from Python: draw a small data set, train on it, look at what came of it, go on with it."""
+"""A first run from Python: draw a small data set, train on it, look, and go on."""
 
 from pathlib import Path
 
 from engine import TrainConfig, evaluate, train
 from preprocess.demo.demo_set import pack_demo
 
-# %% Draw and pack a data set: ten shapes in two splits, as `preprocess-imagenet --demo` does.
+# %% Draw and pack a data set: ten shapes in two splits, as `preprocess-imagenet --demo`
+# does.
 if not Path("data/demo").exists():
     pack_demo("data/demo")
 
-# %% Train. Everything that `run-train --help` lists is a setting here, under the name of docs/reference/settings.
+# %% Train. Everything that `run-train --help` lists is a setting here, under the name
+# of docs/reference/settings.
 config = TrainConfig(
     data="data/demo",
     model="resnet8",
@@ -25,22 +27,26 @@ assert result.is_complete
 assert result.steps_done == len(result.losses) == 60
 assert result.losses[-10:].mean() < result.losses[:10].mean()
 
-# %% The evaluations that the program made on the way: exact counts over the whole val split.
+# %% The evaluations that the program made on the way: exact counts over the whole val
+# split.
 for evaluation in result.evaluations:
-    print(f"step {evaluation.step}: top-1 {evaluation.top1:.1%} of {evaluation.num_images} images")
+    print(f"step {evaluation.step}: top-1 {evaluation.top1:.1%}")
 
 assert [evaluation.step for evaluation in result.evaluations] == [30, 60]
 
-# %% The run folder holds the same: a line a step, the weights, and a snapshot of the whole state.
+# %% The run folder holds the same: a line a step, the weights, and a snapshot of the
+# whole state.
 assert (result.run_dir / "model.safetensors").exists()
 assert len((result.run_dir / "loss.jsonl").read_text().splitlines()) == 60
 
-# %% Evaluate the written weights once more. The counts are those of the last evaluation, to the image.
+# %% Evaluate the written weights once more. The counts are those of the last
+# evaluation, to the image.
 again = evaluate("runs/first")
 
-assert again.top1 == result.evaluations[-1].top1
+assert again.record.top1 == result.evaluations[-1].top1
 
-# %% Go on to step 70: weights, momentum, position and random numbers come from the snapshot.
+# %% Go on to step 70: weights, momentum, position and random numbers come from the
+# snapshot.
 longer = train(TrainConfig(**(config.to_json() | {"steps": 70, "resume": True})))
 
 assert longer.steps_done == 70

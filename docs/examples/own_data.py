@@ -1,4 +1,4 @@
-"""A data source of your own: a function from the step to a batch. Nothing is packed and nothing is on disk."""
+"""A data source of your own: a function from the step to a batch, nothing on disk."""
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,9 @@ from preprocess.pixels import pack_rgb
 BATCH, SIZE, NUM_CLASSES = 64, 16, 4
 
 
-# %% The source. It gets the step, from 0, and returns packed pixels uint32 [B, H, W] and integer labels [B]. It depends
-# on nothing but the step, so that a resumed run sees the batches that an uninterrupted one would have seen.
+# %% The source. It gets the step, from 0, and returns packed pixels uint32 [B, H, W]
+# and integer labels [B]. It depends on nothing but the step, so that a resumed run sees
+# the batches that an uninterrupted one would have seen.
 def batches(step: int) -> tuple[np.ndarray, np.ndarray]:
     """Draw squares whose brightness tells the class, with noise."""
     random = np.random.default_rng(step)
@@ -31,7 +32,10 @@ class Linear:
 
     def init(self, key: jax.Array) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
         """Return (params, batch_stats)."""
-        return {"kernel": 0.1 * jax.random.normal(key, (3, NUM_CLASSES)), "bias": jnp.zeros(NUM_CLASSES)}, {}
+        return {
+            "kernel": 0.1 * jax.random.normal(key, (3, NUM_CLASSES)),
+            "bias": jnp.zeros(NUM_CLASSES),
+        }, {}
 
     def apply(self, params, batch_stats, images, train):  # noqa: ANN001, ANN201, ARG002
         """Return (logits [B, K], batch_stats)."""
@@ -60,8 +64,12 @@ class Collect:
 
 # %% Train.
 sink = Collect()
-config = TrainConfig(steps=200, batch=BATCH, learning_rate=1.0, weight_decay=0.0, eval_every_steps=100)
-result = train(config, model=Linear(), batches=batches, evaluation=held_out, sinks=[sink])
+config = TrainConfig(
+    steps=200, batch=BATCH, learning_rate=1.0, weight_decay=0.0, eval_every_steps=100
+)
+result = train(
+    config, model=Linear(), batches=batches, evaluation=held_out, sinks=[sink]
+)
 
 assert sink.losses == [float(loss) for loss in result.losses]
 assert [evaluation.step for evaluation in result.evaluations] == [100, 200]
@@ -69,4 +77,7 @@ assert result.evaluations[-1].top1 > 0.9
 assert result.evaluations[-1].num_images == BATCH
 
 # %% The same settings give the same bits.
-assert np.array_equal(train(config, model=Linear(), batches=batches, evaluation=held_out).losses, result.losses)
+assert np.array_equal(
+    train(config, model=Linear(), batches=batches, evaluation=held_out).losses,
+    result.losses,
+)

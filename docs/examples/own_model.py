@@ -1,4 +1,4 @@
-"""A model of your own in plain JAX, trained on packed shards: two pure functions and nothing else."""
+"""A model of your own in plain JAX: two pure functions, trained on packed shards."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +14,8 @@ from preprocess.demo.demo_set import pack_demo
 NUM_CLASSES = 10
 
 
-# %% The parameters: any pytree of arrays. The second value is for running statistics; this model has none.
+# %% The parameters: any pytree of arrays. The second value is for running statistics;
+# this model has none.
 def init(key: jax.Array) -> tuple[Any, Any]:
     """Return (params, batch_stats)."""
     first, second, dense = jax.random.split(key, 3)
@@ -27,9 +28,11 @@ def init(key: jax.Array) -> tuple[Any, Any]:
     return params, {}
 
 
-# %% The network. Images come normalised, float32 [B, H, W, 3]. `models.layers.convolution` has the meaning of
-# `lax.conv_general_dilated` and stays fast inside the loop on a CPU.
-def apply(params: Any, batch_stats: Any, images: jax.Array, train: bool) -> tuple[jax.Array, Any]:
+# %% The network. Images come normalised, float32 [B, H, W, 3]. `models.layers.convolution` has
+# the meaning of `lax.conv_general_dilated` and stays fast inside the loop on a CPU.
+def apply(
+    params: Any, batch_stats: Any, images: jax.Array, train: bool
+) -> tuple[jax.Array, Any]:
     """Return (logits [B, K], batch_stats)."""
     del train  # nothing here differs between training and evaluation
     x = jax.nn.relu(convolution(images, params["first"], stride=2))
@@ -44,7 +47,8 @@ class Net(NamedTuple):
     apply: Callable[..., Any]
 
 
-# %% Train. The optimiser, the schedule, augmentation, evaluation and snapshots are the engine's, as for its own models.
+# %% Train. The optimiser, the schedule, augmentation, evaluation and snapshots are the
+# engine's, as for its own models.
 if not Path("data/demo").exists():
     pack_demo("data/demo")
 config = TrainConfig(
@@ -59,11 +63,13 @@ config = TrainConfig(
 )
 result = train(config, model=Net(init, apply))
 
-print(f"loss {result.losses[0]:.3f} → {result.losses[-1]:.3f}, top-1 {result.evaluations[-1].top1:.1%}")
+print(f"loss {result.losses[0]:.3f} → {result.losses[-1]:.3f}")
+print(f"top-1 {result.evaluations[-1].top1:.1%}")
 assert result.losses[-20:].mean() < 0.9 * result.losses[:20].mean()
 assert result.params["dense"].shape == (2048, NUM_CLASSES)
 
-# %% A run with a model of your own is resumed with that model; without it the resume is refused.
+# %% A run with a model of your own is resumed with that model; without it the resume is
+# refused.
 resumed = TrainConfig(**(config.to_json() | {"steps": 160, "resume": True}))
 try:
     train(resumed)
