@@ -1,8 +1,8 @@
 """What the site derives from the code while it is built, so that no page copies it by hand.
 
-Adds the directives `command-reference` (the help of every command that the project installs), `settings-reference` (every
-setting of `run-train` and of `TrainConfig`) and `model-reference`, leads links between the repository's own files to the
-pages that include these, and has the build fail where a public name is documented nowhere.
+Adds the directives `command-reference` (the help of every command that the project installs), `settings-reference`
+(every setting of `run-train` and of `TrainConfig`) and `model-reference`. Leads links between the repository's own
+files to the pages that include these, and has the build fail where a public name is documented nowhere.
 """
 
 import importlib
@@ -25,6 +25,7 @@ _ROOT = Path(__file__).parents[2]
 _PUBLIC = ("engine", "models", "preprocess")
 _HELP_COLUMNS = 96
 _FOR_LARGE_IMAGES = {"resnet18", "resnet34", "resnet50", "resnet101", "resnet152"}
+_OPTION = re.compile(r"(?<![`\w-])(--[a-z][a-z0-9-]*)")
 _NAMES = re.compile(r"^    \w+(, \w+)+(?=: )")
 
 # The repository's own files that pages include, and these pages.
@@ -57,6 +58,14 @@ class Setting:
     default: str
     summary: str
     details: str
+
+    def words(self) -> str:
+        """Return summary and details, or one of the two where it has all the words of the other."""
+        summary, details = (set(re.findall(r"\w{3,}", text.lower())) for text in (self.summary, self.details))
+        if details <= summary:
+            return self.summary
+        written = self.details[0].upper() + self.details[1:]
+        return written if summary <= details else f"{self.summary} {written}"
 
 
 def commands() -> Iterator[tuple[str, click.Command]]:
@@ -149,14 +158,12 @@ class SettingsReference(SphinxDirective):
         found = nodes.definition_list(classes=["settings"])
         for setting in settings:
             flag = setting.flags.split(",")[0].split()[0]
-            term = nodes.term("", setting.flags, ids=["setting" + flag[1:]])
+            term = nodes.term("", "", nodes.literal(text=setting.flags), ids=["setting" + flag[1:]])
             facts = [nodes.Text("Default: "), nodes.literal(text=setting.default)]
             if setting.name is not None:
                 facts += [nodes.Text(" · Python: "), nodes.literal(text=setting.name)]
             body: list[nodes.Node] = [nodes.paragraph("", "", *facts, classes=["setting-facts"])]
-            # Both say the same, one of them in more words.
-            words = max(setting.summary, setting.details, key=len)
-            body += self.parse_text_to_nodes(words[0].upper() + words[1:])
+            body += self.parse_text_to_nodes(_OPTION.sub(r"`\1`", setting.words()))
             found += nodes.definition_list_item("", term, nodes.definition("", *body))
         return found
 
