@@ -1,4 +1,4 @@
-"""Fine-tuning: start from given weights, and use what comes of it."""
+"""Fine-tuning: start from given weights, and use the result."""
 
 from pathlib import Path
 
