@@ -1,6 +1,6 @@
 """Record the pictures of the README from a real run: `.venv/bin/python docs/record_pictures.py`, on Linux.
 
-Draws the demo set into data/demo if it is not there, trains on it in a terminal of 92 columns, and writes
+Draws the demo set into data/demo if it is not there, trains on it in a terminal of 84 columns, and writes
 
 - docs/images/terminal.svg, the screen as it stands in the middle of the run and at its end,
 - docs/images/loss.svg, the loss of every step, out of the run's loss.jsonl.
@@ -29,7 +29,7 @@ from rich.text import Text
 
 ROOT = Path(__file__).parents[1]
 IMAGES = Path(__file__).parent / "images"
-COLUMNS = 92
+COLUMNS = 84
 STEPS = 1000
 MIDDLE = 400
 ARGUMENTS = ["--data", "data/demo", "--steps", str(STEPS), "--batch", "128", "--eval-every", "250"]
@@ -107,7 +107,7 @@ def draw_losses(path: Path) -> str:
 
     smooth, mean = [], losses[0]
     for loss in losses:
-        mean += 0.1 * (loss - mean)
+        mean += 0.05 * (loss - mean)
         smooth.append(mean)
     lines = [
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 310" font-family="sans-serif" font-size="13">',

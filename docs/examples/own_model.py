@@ -53,7 +53,7 @@ if not Path("data/demo").exists():
     pack_demo("data/demo")
 config = TrainConfig(
     data="data/demo",
-    steps=150,
+    steps=120,
     batch=64,
     optimizer="adamw",
     learning_rate=0.01,
@@ -70,11 +70,11 @@ assert result.params["dense"].shape == (2048, NUM_CLASSES)
 
 # %% A run with a model of your own is resumed with that model; without it the resume is
 # refused.
-resumed = TrainConfig(**(config.to_json() | {"steps": 160, "resume": True}))
+resumed = TrainConfig(**(config.to_json() | {"steps": 130, "resume": True}))
 try:
     train(resumed)
     raise AssertionError("a resume without the model must be refused")
 except ValueError as error:
     print(error)
 
-assert train(resumed, model=Net(init, apply)).steps_done == 160
+assert train(resumed, model=Net(init, apply)).steps_done == 130
