@@ -1,40 +1,19 @@
 """The README: its examples run, and what it names exists."""
 
 import re
-from functools import partial
 from pathlib import Path
 
 import pytest
-
-from engine.commands.cli import main as run_train
-from engine.commands.control_cli import main as control_run
-from engine.commands.eval_cli import main as run_eval
-from engine.commands.tail_cli import main as tail_run
-from engine.commands.verify_cli import main as verify_run
-from preprocess.commands.cli import main as preprocess_imagenet
-from preprocess.commands.inspect_cli import main as inspect_shards
-from preprocess.demo.demo_set import pack_demo
-from preprocess.demo.drawing import draw_demo
 
 README = Path(__file__).parent.parent / "README.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
-def test_every_python_example_runs_and_its_loss_falls(number, capsys, tmp_path, monkeypatch):
+def test_every_python_example_runs(number, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    if "data/demo" in BLOCKS[number]:
-        # A tenth of it, of the same ten classes: the example reads a hundred images of val.
-        monkeypatch.setattr("preprocess.demo.demo_set.draw_demo", partial(draw_demo, num_images=500))
-        pack_demo("data/demo")
     exec(compile(BLOCKS[number], f"README block {number}", "exec"), {"__name__": "readme"})
-    printed = capsys.readouterr().out.split()
-    if "(result.losses[0]" in BLOCKS[number]:
-        assert float(printed[1]) < 0.7 * float(printed[0])
-    elif "top-1" in printed:
-        assert 0 <= float(printed[-1]) <= 1
-    else:
-        assert printed[1:] == ["20", "steps"]
+    assert capsys.readouterr().out.split()[1:] == ["20", "steps"]
 
 
 def test_every_file_and_option_that_the_readme_names_exists():
@@ -42,8 +21,7 @@ def test_every_file_and_option_that_the_readme_names_exists():
     root = README.parent
     for path in set(re.findall(r"`((?:engine|models|preprocess|scripts)/[\w./]+)`", text)):
         assert (root / path).exists(), path
-    commands = (control_run, inspect_shards, preprocess_imagenet, run_eval, run_train, tail_run, verify_run)
-    options = {spelling for each in commands for param in each.params for spelling in param.opts + param.secondary_opts}
-    scripts = "".join(path.read_text(encoding="utf-8") for path in root.glob("scripts/**/*cli.py"))
+    declared = [*root.glob("*/**/*cli.py"), *root.glob("engine/commands/*_options.py")]
+    options = "".join(path.read_text(encoding="utf-8") for path in declared)
     for option in set(re.findall(r"(?<=[` ])--[a-z0-9-]+", text)):
-        assert option in options or f'"{option}"' in scripts, option
+        assert f'"{option}"' in options or f'"{option}/' in options, option
