@@ -19,7 +19,7 @@ def messages() -> list[str]:
         for path in (ROOT / package).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.JoinedStr):
-                    found.append("".join(v.value if isinstance(v, ast.Constant) else "…" for v in node.values))
+                    found.append("".join(str(v.value) if isinstance(v, ast.Constant) else "…" for v in node.values))
                 elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                     found.append(node.value)
     return found

@@ -139,9 +139,20 @@ def test_the_program_knows_nothing_of_files() -> None:
 
 
 def test_the_walk_of_a_batch_in_the_docs_is_that_of_the_code() -> None:
-    """Each station of docs/concepts/walk.md is a module, and comes after none that stands above it."""
-    page = (ROOT / "docs/concepts/walk.md").read_text(encoding="utf-8")
-    stations = re.findall(r"^\| `([\w/]+\.py)` \|", page, re.MULTILINE)
-    named = [station.removesuffix(".py").replace("/", ".") for station in stations]
-    assert len(named) > 12
+    """Each station's modules are there, named once, and are reached from the command that the batch goes through."""
+    page = (ROOT / "docs/walk.md").read_text(encoding="utf-8")
+    stations = {
+        int(number): set(re.findall(r"`([\w.]+)`", modules))
+        for number, modules in re.findall(r"^\| (\d+) [^|]*\|([^|]*)\|$", page, re.MULTILINE)
+    }
+    assert sorted(stations) == list(range(1, 13))
+    named = re.findall(r"`((?:engine|models|preprocess)\.[\w.]+)`", page)
+    assert len(named) == len(set(named))
     assert set(named) <= MODULES.keys()
+    offline, in_training = reached("preprocess.commands.cli"), reached("engine.run.train")
+    assert stations[1] | stations[2] | stations[3] | stations[4] <= offline
+    assert set().union(*(stations[number] for number in range(5, 13))) <= in_training
+    # What the program itself does, it imports; models come to it as functions.
+    pulled = {name for name in stations[7] if name in ("engine.crossing.infeed", "engine.control.word")}
+    own = pulled | stations[8] | {"engine.objective.cross_entropy"} | stations[10] | {"engine.crossing.outfeed"}
+    assert own <= reached("engine.program.loop")

@@ -8,11 +8,9 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from engine import TrainConfig, train
-from models.registry import build_model
-from models.torchvision_names import from_torchvision
+from models import build_model, from_torchvision
+from preprocess import open_split, unpack_rgb
 from preprocess.demo.demo_set import pack_demo
-from preprocess.pixels import unpack_rgb
-from preprocess.shards.reader import open_split
 
 # %% Weights to start from. Here a short run makes them; torchvision's weights in a
 # safetensors file will do as well.

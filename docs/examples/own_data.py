@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from engine import TrainConfig, train
-from preprocess.pixels import pack_rgb
+from preprocess import pack_rgb
 
 BATCH, SIZE, NUM_CLASSES = 64, 16, 4
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from engine import TrainConfig, train
-from models.layers.convolution import convolution
+from models import convolution
 from preprocess.demo.demo_set import pack_demo
 
 NUM_CLASSES = 10
@@ -28,7 +28,7 @@ def init(key: jax.Array) -> tuple[Any, Any]:
     return params, {}
 
 
-# %% The network. Images come normalised, float32 [B, H, W, 3]. `models.layers.convolution` has
+# %% The network. Images come normalised, float32 [B, H, W, 3]. `models.convolution` has
 # the meaning of `lax.conv_general_dilated` and stays fast inside the loop on a CPU.
 def apply(
     params: Any, batch_stats: Any, images: jax.Array, train: bool
