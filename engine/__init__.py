@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from engine.feed.feeder import FeederError
     from engine.program.train_state import TrainModel
     from engine.recipes import LoadedRecipe, load_recipe, recipe_names
-    from engine.records.weights import StoredWeights, read_weights
     from engine.replay.replay import replay_run
     from engine.replay.report import Difference, ReplayReport
     from engine.run.launch import NonFiniteError
-    from engine.run.result import DryRun, TrainResult
-    from engine.run.train import plan_run, train
+    from engine.run.result import TrainResult
+    from engine.run.train import train
+    from engine.settings import ConfigError, SettingError
     from engine.stream.sinks import EvaluationRecord, LossRecord, Sink
 
 _HOME = {
     "BatchSource": "engine.feed.batches",
+    "ConfigError": "engine.settings",
     "Difference": "engine.replay.report",
-    "DryRun": "engine.run.result",
     "EvaluationRecord": "engine.stream.sinks",
     "EvaluationResult": "engine.evaluation.result",
     "EvaluationSource": "engine.feed.batches",
@@ -34,16 +34,14 @@ _HOME = {
     "LossRecord": "engine.stream.sinks",
     "NonFiniteError": "engine.run.launch",
     "ReplayReport": "engine.replay.report",
+    "SettingError": "engine.settings",
     "Sink": "engine.stream.sinks",
-    "StoredWeights": "engine.records.weights",
     "TrainConfig": "engine.config",
     "TrainModel": "engine.program.train_state",
     "TrainResult": "engine.run.result",
     "evaluate": "engine.evaluation.run",
     "evaluate_weights": "engine.evaluation.run",
     "load_recipe": "engine.recipes",
-    "plan_run": "engine.run.train",
-    "read_weights": "engine.records.weights",
     "recipe_names": "engine.recipes",
     "replay_run": "engine.replay.replay",
     "run_settings": "engine.evaluation.run",
@@ -52,8 +50,8 @@ _HOME = {
 
 __all__ = [
     "BatchSource",
+    "ConfigError",
     "Difference",
-    "DryRun",
     "EvaluationRecord",
     "EvaluationResult",
     "EvaluationSource",
@@ -62,16 +60,14 @@ __all__ = [
     "LossRecord",
     "NonFiniteError",
     "ReplayReport",
+    "SettingError",
     "Sink",
-    "StoredWeights",
     "TrainConfig",
     "TrainModel",
     "TrainResult",
     "evaluate",
     "evaluate_weights",
     "load_recipe",
-    "plan_run",
-    "read_weights",
     "recipe_names",
     "replay_run",
     "run_settings",

@@ -6,34 +6,22 @@ These names are the public API; any other name may move or change without notice
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from preprocess.packing.pack import PackProgress, PackResult, pack_split
-    from preprocess.packing.plan import PackSettings
+    from preprocess.demo.demo_set import pack_demo
     from preprocess.pixels import pack_rgb, unpack_rgb
     from preprocess.shards.location import ShardError
-    from preprocess.shards.manifest import Manifest
     from preprocess.shards.reader import ChangedShardError, ShardSplit, open_split
     from preprocess.shards.splits import list_splits
     from preprocess.shards.verify import Damage, verify_split
-    from preprocess.sources.listing import SourceError, SourceSplit
-    from preprocess.sources.open_source import Source, open_source
 
 _HOME = {
     "ChangedShardError": "preprocess.shards.reader",
     "Damage": "preprocess.shards.verify",
-    "Manifest": "preprocess.shards.manifest",
-    "PackProgress": "preprocess.packing.pack",
-    "PackResult": "preprocess.packing.pack",
-    "PackSettings": "preprocess.packing.plan",
     "ShardError": "preprocess.shards.location",
     "ShardSplit": "preprocess.shards.reader",
-    "Source": "preprocess.sources.open_source",
-    "SourceError": "preprocess.sources.listing",
-    "SourceSplit": "preprocess.sources.listing",
     "list_splits": "preprocess.shards.splits",
-    "open_source": "preprocess.sources.open_source",
     "open_split": "preprocess.shards.reader",
+    "pack_demo": "preprocess.demo.demo_set",
     "pack_rgb": "preprocess.pixels",
-    "pack_split": "preprocess.packing.pack",
     "unpack_rgb": "preprocess.pixels",
     "verify_split": "preprocess.shards.verify",
 }
@@ -41,20 +29,12 @@ _HOME = {
 __all__ = [
     "ChangedShardError",
     "Damage",
-    "Manifest",
-    "PackProgress",
-    "PackResult",
-    "PackSettings",
     "ShardError",
     "ShardSplit",
-    "Source",
-    "SourceError",
-    "SourceSplit",
     "list_splits",
-    "open_source",
     "open_split",
+    "pack_demo",
     "pack_rgb",
-    "pack_split",
     "unpack_rgb",
     "verify_split",
 ]

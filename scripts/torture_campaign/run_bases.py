@@ -94,16 +94,20 @@ def _begin(trial: Trial, pack: Path, run: Path, cache: Path, *, seed: int) -> No
     command = [*train_command(pack, run, cache, steps=FIRST_STEPS, batch=_BATCH), *_MORE, "--seed", str(seed)]
     # The servers take one command each, and both of these have imported the same.
     running = trial.commands.start(command, where)
-    deadline = time.monotonic() + _TIMEOUT_S
-    while not running.is_over() and not columns(run / "loss.jsonl", "step") and time.monotonic() < deadline:
-        time.sleep(0.01)
-    asking = trial.folder / "asking"
-    asking.mkdir()
     request = ["control-run", str(run), "--learning-rate-factor", "0.5"]
-    trial.commands.packing.start(request, asking).wait(_REQUEST_TIMEOUT_S)
+    deadline, number, is_taken = time.monotonic() + _TIMEOUT_S, 0, False
+    # From the moment that the run has its folder, while it compiles: a run of so few steps may be over soon after.
+    while not is_taken and not running.is_over() and time.monotonic() < deadline:
+        asking = trial.folder / f"asking-{number}"
+        asking.mkdir()
+        asked = trial.commands.packing.start(request, asking).wait(_REQUEST_TIMEOUT_S)
+        is_taken, number = asked.code == 0, number + 1
+        time.sleep(0.05)
     finished = running.wait(_TIMEOUT_S)
     if finished.code != 0:
         raise RuntimeError(f"a sound run must end well, and did not: {finished.said}")
+    if not is_taken:
+        raise RuntimeError("a sound run must take a request, and did not")
 
 
 def _must(trial: Trial, command: list[str]) -> bytes:
