@@ -99,7 +99,9 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-@pytest.mark.parametrize("script", ["demo", "test", "lint", "docs", "kill-and-resume", "bench", "gpu-check", "torture"])
+@pytest.mark.parametrize(
+    "script", ["demo", "test", "lint", "docs", "kill-and-resume", "compare-releases", "bench", "gpu-check", "torture"]
+)
 def test_help_makes_nothing(machine: Machine, script: str) -> None:
     before = sorted(machine.clone.rglob("*"))
     done = machine.run(f"{shlex.quote(str(machine.clone))}/scripts/{script} --help")
@@ -108,7 +110,9 @@ def test_help_makes_nothing(machine: Machine, script: str) -> None:
     assert sorted(machine.clone.rglob("*")) == before
 
 
-@pytest.mark.parametrize("script", ["demo", "test", "lint", "docs", "kill-and-resume", "bench", "torture"])
+@pytest.mark.parametrize(
+    "script", ["demo", "test", "lint", "docs", "kill-and-resume", "compare-releases", "bench", "torture"]
+)
 def test_without_a_python_one_line_names_the_remedy(machine: Machine, script: str) -> None:
     machine.fake(machine.bin / "python3.12", "echo 'pyenv: python3.12: command not found' >&2; exit 127")
     machine.fake_version(machine.bin / "python3", "3.11.7")
@@ -278,6 +282,7 @@ def test_hooks_and_ci_run_the_same_commands() -> None:
         "scripts/demo",
         "scripts/docs",
         "scripts/kill-and-resume",
+        "scripts/compare-releases",
         "scripts/bench",
         "scripts/gpu-check",
     ):

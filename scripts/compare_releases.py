@@ -1,0 +1,373 @@
+"""Whether this checkout makes the same of packs and runs as an earlier one, which also made them: to the last bit.
+
+Each release is run as its own commands are, from its own sources, with the packages of this environment and a cache of
+compiled programs of its own, so that neither can lend the other a result. What the old code makes when it goes on with
+its own run is what the new code must make of a copy. scripts/compare-releases runs this.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from safetensors.numpy import load_file
+
+from engine.records.snapshot import read_snapshot, snapshot_steps
+from scripts.kill_and_resume import COMPARED, TRAINING, num_lines, read_lines, wait_until
+
+ROOT = Path(__file__).parents[1]
+LEAST_STEPS = 60  # a request needs seconds to come in time
+REQUEST_AT_STEP = 9
+TIMEOUT_S = 900.0
+NUM_IMAGES = {"train": 150, "val": 50}
+IMAGE_SIZE, NUM_CLASSES, SHARD_IMAGES = 32, 5, 40
+# `-P` keeps the working directory from the path: the sources are PYTHONPATH's alone.
+START = (
+    "import sys; from importlib import import_module; sys.argv[0] = {name!r}; import_module({module!r}).{function}()"
+)
+# Where the reader was and is, by release.
+READ = """
+import hashlib, sys
+from importlib import import_module
+import numpy as np
+found = [module for module in map(import_module, ("preprocess", "preprocess.shards.reader")) if hasattr(module, "open_split")]
+for split in ("train", "val"):
+    with found[0].open_split(sys.argv[1], split) as images:
+        pixels = np.zeros((images.num_images, images.height, images.width), np.uint32)
+        labels = np.zeros(images.num_images, np.int32)
+        images.read_into(np.arange(images.num_images), pixels, labels, timeout_s=60)
+    print(split, len(labels), hashlib.sha256(pixels.tobytes() + labels.tobytes()).hexdigest())
+"""
+
+
+class FailedError(Exception):
+    """A command that must work did not."""
+
+
+@dataclass(frozen=True)
+class Release:
+    """A checkout whose commands are run.
+
+    Attributes:
+        name: "old" or "new".
+        root: of its sources.
+        base: everything that the commands make is below it.
+    """
+
+    name: str
+    root: Path
+    base: Path
+
+    def command(self, name: str, *arguments: str | Path) -> list[str]:
+        """Return the command line of one of the project's commands."""
+        project = tomllib.loads((self.root / "pyproject.toml").read_text())["project"]
+        module, _, function = project["scripts"][name].partition(":")
+        start = START.format(name=name, module=module, function=function)
+        return [sys.executable, "-P", "-c", start, *map(str, arguments)]
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment of its commands: on the CPU, without settings of the user's."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("FEEDLOOP_", "JAX_", "XLA_"))}
+        cache = self.base / f"cache-{self.name}"
+        return kept | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(self.root), "XDG_CACHE_HOME": str(cache)}
+
+    def run(self, name: str, *arguments: str | Path) -> str:
+        """Run a command that must work, and return what it printed; raise FailedError where it does not."""
+        return self._finish(self.command(name, *arguments), f"{name} {' '.join(map(str, arguments))}")
+
+    def run_program(self, program: str, *arguments: str | Path) -> str:
+        """Run a piece of Python likewise."""
+        return self._finish([sys.executable, "-P", "-c", program, *map(str, arguments)], "a program of this script")
+
+    def start(self, name: str, *arguments: str | Path) -> "subprocess.Popen[bytes]":
+        """Start a command whose words nobody needs."""
+        return subprocess.Popen(
+            self.command(name, *arguments),
+            env=self.environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def _finish(self, command: list[str], words: str) -> str:
+        done = subprocess.run(
+            command,
+            env=self.environment(),
+            cwd=self.base,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+        if done.returncode != 0:
+            said = (done.stdout + done.stderr).strip().splitlines() or ["without a word"]
+            raise FailedError(f"the {self.name} code's {words} ended with exit code {done.returncode}: {said[-1]}")
+        return done.stdout
+
+
+@dataclass
+class Table:
+    """The comparisons so far, each printed when it is known."""
+
+    num_same: int = 0
+    differing: list[str] = field(default_factory=list)
+
+    def add(self, what: str, compare: Callable[[], tuple[list[str], str]]) -> None:
+        """Make a comparison and print its line; ``compare`` returns what differs and, in words, what was compared."""
+        try:
+            differences, extent = compare()
+        except FailedError as error:
+            differences, extent = [str(error)], ""
+        if differences:
+            self.differing.append(what)
+        else:
+            self.num_same += 1
+        print(f"{'DIFFERS' if differences else 'same':8}{what:64}{'; '.join(differences) or extent}", flush=True)
+
+
+def main() -> int:
+    """Make the comparisons; return the exit code."""
+    options = parse_arguments()
+    with open_folder(options.keep) as base:
+        old, new = Release("old", options.old, base), Release("new", ROOT, base)
+        for release in (old, new):
+            (base / release.name).mkdir()
+        table = Table()
+        try:
+            check_sources(old, new)
+            compare_packs(old, new, table)
+            run = make_run(old, options.steps)
+            compare_runs(old, new, run, options.steps, table)
+            if options.demo_steps:
+                compare_demo(old, new, options.demo_steps, table)
+        except FailedError as error:
+            print(f"scripts/compare-releases: {error}", file=sys.stderr)
+            return 1
+    print(f"{table.num_same} the same, {len(table.differing)} different")
+    return 1 if table.differing else 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(prog="scripts/compare-releases")
+    parser.add_argument("old", type=Path)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--demo-steps", type=int, default=150)
+    parser.add_argument("--keep", type=Path)
+    options = parser.parse_args()
+    options.old = options.old.absolute()
+    if not (options.old / "pyproject.toml").is_file():
+        parser.error(f"OLD_CHECKOUT must be a checkout of this project, and {options.old} has no pyproject.toml")
+    if options.steps < LEAST_STEPS or options.demo_steps < 0:
+        parser.error(
+            f"--steps must be {LEAST_STEPS} or more and --demo-steps 0 or more, "
+            f"got {options.steps} and {options.demo_steps}"
+        )
+    if options.keep is not None and options.keep.exists() and any(options.keep.iterdir()):
+        parser.error(f"--keep must be new or empty, and {options.keep} is not: name another")
+    return options
+
+
+@contextmanager
+def open_folder(keep: Path | None) -> Iterator[Path]:
+    """Make the folder for everything; without one to keep, a temporary one."""
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="releases-") if keep is None else nullcontext(keep) as folder:
+        yield Path(folder).absolute()
+
+
+def check_sources(old: Release, new: Release) -> None:
+    """Raise FailedError where a release would not run from its own sources."""
+    for release in (old, new):
+        found = release.run_program("import engine, preprocess; print(engine.__file__); print(preprocess.__file__)")
+        wrong = [path for path in found.splitlines() if not Path(path).is_relative_to(release.root)]
+        if wrong:
+            raise FailedError(f"the {release.name} code must be {release.root}'s, and {wrong[0]} was imported")
+
+
+# --- packs
+
+
+def draw_images(folder: Path) -> None:
+    """Draw class folders of PNG files; the colour tells the class, noise makes every image another."""
+    for seed, (split, num_images) in enumerate(NUM_IMAGES.items()):
+        random = np.random.default_rng(seed)
+        colours = np.random.default_rng(2).integers(40, 160, (NUM_CLASSES, 3))
+        for number in range(num_images):
+            label = number % NUM_CLASSES
+            noise = random.integers(-40, 90, (IMAGE_SIZE, IMAGE_SIZE, 3))
+            path = folder / split / f"class{label}" / f"{number:03}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray((colours[label] + noise).clip(0, 255).astype(np.uint8)).save(path)
+
+
+def compare_packs(old: Release, new: Release, table: Table) -> None:
+    """Pack the same images by both, and compare the files, and what both make of the old pack."""
+    images = old.base / "images"
+    draw_images(images)
+    packs = {release.name: release.base / release.name / "data" for release in (old, new)}
+    for release in (old, new):
+        release.run(
+            "preprocess-imagenet", images, packs[release.name], "--size", f"{IMAGE_SIZE}",
+            "--shard-images", f"{SHARD_IMAGES}",
+        )  # fmt: skip
+
+    def compare_files() -> tuple[list[str], str]:
+        ours, theirs = (arrays_of(packs[name]) for name in ("new", "old"))
+        others = [name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)]
+        return [
+            f"{len(others)} files, such as {others[0]}"
+        ] if others else [], f"{len(ours)} files of pixels and labels"
+
+    def compare_reading() -> tuple[list[str], str]:
+        ours, theirs = (release.run_program(READ, packs["old"]).splitlines() for release in (new, old))
+        return [
+            f"{a} is {b}" for a, b in zip(ours, theirs, strict=True) if a != b
+        ], f"{sum(NUM_IMAGES.values())} images"
+
+    def compare_verifying() -> tuple[list[str], str]:
+        for release in (new, old):
+            release.run("inspect-shards", packs["old"], "--verify")
+        return [], "nothing is found wrong by either"
+
+    table.add("packing: the files that both write", compare_files)
+    table.add("reading the old pack: every pixel and label", compare_reading)
+    table.add("inspect-shards --verify of the old pack", compare_verifying)
+
+
+def arrays_of(pack: Path) -> dict[str, bytes]:
+    """Return the files of pixels and labels of a pack."""
+    return {
+        str(path.relative_to(pack)): path.read_bytes()
+        for path in pack.rglob("*")
+        if path.is_file() and {"pixels", "labels"} & set(path.relative_to(pack).parts)
+    }
+
+
+# --- runs
+
+
+def make_run(old: Release, steps: int) -> Path:
+    """Train by the old code, with a request on the way."""
+    run = old.base / "old/run"
+    training = old.start(
+        "run-train", "--run-dir", run, "--data", old.base / "old/data", "--steps", f"{steps}", *TRAINING
+    )  # fmt: skip
+    wait_until(lambda: num_lines(run / "loss.jsonl") >= REQUEST_AT_STEP, training)
+    old.run("control-run", run, "--learning-rate-factor", "0.5", "--evaluate")
+    if (code := training.wait(TIMEOUT_S)) != 0:
+        raise FailedError(f"the old code's run-train into {run} ended with exit code {code}")
+    return run
+
+
+def compare_runs(old: Release, new: Release, run: Path, steps: int, table: Table) -> None:
+    """Compare what both make of a run of the old code."""
+    more = steps + steps // 2
+
+    def resume(release: Release, begun: Path, *arguments: str) -> None:
+        release.run("run-train", "--run-dir", begun, "--resume", *arguments)
+
+    def compare_resuming(name: str, prepare: Callable[[Path], None], *arguments: str) -> tuple[list[str], str]:
+        folders = [release.base / release.name / name for release in (new, old)]
+        for release, folder in zip((new, old), folders, strict=True):
+            shutil.copytree(run, folder)
+            prepare(folder)
+            resume(release, folder, *arguments)
+        return compare_folders(*folders)
+
+    def compare_beginning() -> tuple[list[str], str]:
+        folder = new.base / "new/begun"
+        folder.mkdir()
+        for name in ("config.json", "control.jsonl"):
+            shutil.copy(run / name, folder / name)
+        resume(new, folder)
+        return compare_folders(folder, run)
+
+    def compare_evaluating() -> tuple[list[str], str]:
+        ours, theirs = (json.loads(each.run("run-eval", run, "--json", "--per-class")) for each in (new, old))
+        unlike = [name for name in theirs if name != "time" and ours.get(name) != theirs[name]]
+        recorded = read_lines(run / "eval.jsonl")[-1]
+        unlike += [f"{name} as recorded" for name in COMPARED["eval.jsonl"] if ours[name] != recorded[name]]
+        return unlike, f"{len(theirs) - 1} numbers and the record"
+
+    def compare_replaying() -> tuple[list[str], str]:
+        ours, theirs = (each.run("verify-run", run, "--from", "0", "--to", f"{steps}") for each in (new, old))
+        numbers = [re.findall(r"\d[\d,.]*", said) for said in (ours, theirs)]
+        return ([] if numbers[0] == numbers[1] else [f"{ours.strip()} is {theirs.strip()}"]), ours.strip()
+
+    def compare_continued() -> tuple[list[str], str]:
+        return [], new.run("verify-run", new.base / "new/resumed", "--from", "0").strip()
+
+    table.add("the same training, begun by the new code", compare_beginning)
+    table.add("resuming for more steps", lambda: compare_resuming("resumed", lambda _: None, "--steps", f"{more}"))
+    table.add("resuming from the snapshot before the last", lambda: compare_resuming("rewound", forget_end))
+    table.add("run-eval of its weights", compare_evaluating)
+    table.add("verify-run of all its steps", compare_replaying)
+    table.add("verify-run of its steps and those that the new code added", compare_continued)
+
+
+def forget_end(run: Path) -> None:
+    """Leave of a run what a kill before its last snapshot would have left."""
+    shutil.rmtree(run / "snapshots" / str(snapshot_steps(run / "snapshots")[-1]))
+    for name in ("model.safetensors", "result.json"):
+        (run / name).unlink()
+
+
+def compare_folders(ours: Path, theirs: Path) -> tuple[list[str], str]:
+    """Return what differs between two runs, and in words what was compared."""
+    differences, extent = [], []
+    for name, kept in COMPARED.items():
+        lines, wanted = ([[line[key] for key in kept] for line in read_lines(each / name)] for each in (ours, theirs))
+        if lines != wanted:
+            same = [a == b for a, b in zip(lines, wanted, strict=False)]
+            differences.append(f"{name} from line {[*same, False].index(False) + 1}")
+        extent.append(f"{len(wanted)} lines of {name}")
+    step = snapshot_steps(theirs / "snapshots")[-1]
+    arrays = {
+        "model.safetensors": [load_file(each / "model.safetensors") for each in (ours, theirs)],
+        f"snapshot {step}": [dict(read_snapshot(each / "snapshots", step).leaves) for each in (ours, theirs)],
+    }
+    for name, (found, wanted_arrays) in arrays.items():
+        bits, wanted_bits = (
+            {key: (str(array.dtype), array.shape, array.tobytes()) for key, array in each.items()}
+            for each in (found, wanted_arrays)
+        )
+        others = [key for key in sorted(bits.keys() | wanted_bits.keys()) if bits.get(key) != wanted_bits.get(key)]
+        if others:
+            differences.append(f"{len(others)} arrays of {name}, such as {others[0]}")
+        extent.append(f"{len(wanted_bits)} arrays of {name}")
+    return differences, ", ".join(extent)
+
+
+# --- the demo
+
+
+def compare_demo(old: Release, new: Release, steps: int, table: Table) -> None:
+    """Do by both what scripts/demo does, each with the demo set that it drew, and compare."""
+
+    def compare() -> tuple[list[str], str]:
+        runs = [release.base / release.name / "demo-run" for release in (new, old)]
+        for release, run in zip((new, old), runs, strict=True):
+            data = release.base / release.name / "demo"
+            release.run("preprocess-imagenet", "--demo", data)
+            release.run("run-train", "--recipe", "demo", "--data", data, "--run-dir", run, "--steps", f"{steps}")
+        return compare_folders(*runs)
+
+    table.add("scripts/demo: drawn, packed and trained by both", compare)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

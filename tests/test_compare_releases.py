@@ -1,0 +1,89 @@
+"""scripts/compare-releases: what it takes for the same; the whole of it is compared with a release by hand."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from engine.records.snapshot import snapshot_steps
+from scripts.compare_releases import (
+    FailedError,
+    Release,
+    Table,
+    check_sources,
+    compare_folders,
+    forget_end,
+    parse_arguments,
+)
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def other(chained_run, tmp_path):
+    """A copy of the finished run."""
+    return Path(shutil.copytree(chained_run, tmp_path / "other"))
+
+
+def test_a_run_is_the_same_as_its_copy(chained_run, other):
+    differences, extent = compare_folders(other, chained_run)
+    assert differences == []
+    assert extent.startswith("6 lines of loss.jsonl, ")
+    assert " arrays of snapshot 6" in extent
+
+
+def test_the_last_bit_of_a_loss_and_a_weight_counts_and_what_is_measured_does_not(chained_run, other):
+    lines = [json.loads(line) for line in (other / "loss.jsonl").read_text().splitlines()]
+    lines[0]["wait_ms"] += 1.0
+    lines[3]["loss"] *= 1 + 2e-16
+    (other / "loss.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    tensors = load_file(other / "model.safetensors")
+    tensors["params.bias"].view("uint32")[0] ^= 1
+    save_file(tensors, other / "model.safetensors")
+    differences, _ = compare_folders(other, chained_run)
+    assert differences == ["loss.jsonl from line 4", "1 arrays of model.safetensors, such as params.bias"]
+
+
+def test_what_a_kill_leaves_lacks_the_end(other):
+    forget_end(other)
+    assert snapshot_steps(other / "snapshots") == [2, 4]
+    assert not (other / "result.json").exists()
+
+
+def test_a_command_that_fails_is_a_difference(tmp_path, capsys):
+    release, table = Release("new", ROOT, tmp_path), Table()
+    table.add("reading", lambda: ([], release.run("inspect-shards", tmp_path / "nowhere")))
+    table.add("nothing", lambda: ([], "nothing"))
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("DIFFERS reading ")
+    assert "the new code's inspect-shards " in first
+    assert " ended with exit code 2: " in first
+    assert second.split() == ["same", "nothing", "nothing"]
+    assert (table.num_same, table.differing) == (1, ["reading"])
+
+
+def test_each_release_runs_from_its_own_sources(tmp_path):
+    old = Release("old", tmp_path / "checkout", tmp_path)
+    old.root.mkdir()
+    with pytest.raises(FailedError, match=r"the old code must be .*/checkout's, and .*__init__\.py was imported"):
+        check_sources(old, Release("new", ROOT, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["."], "OLD_CHECKOUT must be a checkout of this project, and "),
+        ([str(ROOT), "--steps", "9"], "--steps must be 60 or more and --demo-steps 0 or more, got 9 and 150"),
+        ([str(ROOT), "--keep", str(ROOT)], "--keep must be new or empty, and "),
+    ],
+)
+def test_wrong_usage_is_told(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["scripts/compare-releases", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        parse_arguments()
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
