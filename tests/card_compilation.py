@@ -1,9 +1,11 @@
-"""Compiles a run's program for an NVIDIA card that is not there: `python -m tests.card_compilation FOLDER SETTINGS`.
+"""Compiles a run's program for an NVIDIA card that is not there.
+
+`python -m tests.card_compilation FOLDER SETTINGS [--evaluate]` prints the optimised program.
 
 XLA's compiler for cards is jax's CUDA plugin, which needs neither card nor driver for it, but a card's description. It
 runs in a process of its own: with the plugin on its path jax would look for a card wherever it is imported.
 
-FOLDER holds the plugin; SETTINGS are those of `TrainConfig`, as JSON. The optimised program goes to stdout.
+FOLDER holds the plugin; SETTINGS are those of `TrainConfig`, as JSON.
 """
 
 import json
@@ -36,8 +38,8 @@ class TracedError(Exception):
     """Ends a launch before its program is compiled."""
 
 
-def traced_program(settings: dict[str, Any]) -> tuple[Any, Any]:
-    """Gives the run's whole program as a jitted function, and its arguments."""
+def traced_program(settings: dict[str, Any], *, is_evaluated: bool = True) -> tuple[Any, Any]:
+    """Return the run's whole program as a jitted function, and its arguments."""
     import jax
     import numpy as np
 
@@ -65,7 +67,8 @@ def traced_program(settings: dict[str, Any]) -> tuple[Any, Any]:
         mock.patch("engine.run.host_side.choose_transport", on_fake_card),
     ):
         try:
-            train(config, batches=lambda _: blank(config.batch), evaluation=blank(config.batch + 3))
+            evaluation = blank(config.batch + 3) if is_evaluated else None
+            train(config, batches=lambda _: blank(config.batch), evaluation=evaluation)
         except TracedError:
             assert fake.violations == []
             assert fake.num_device_blocks == 0
@@ -73,8 +76,8 @@ def traced_program(settings: dict[str, Any]) -> tuple[Any, Any]:
     raise AssertionError("the run has not come to its program")
 
 
-def main(folder: str, settings: dict[str, Any]) -> None:
-    """Prints the program as XLA's compiler for cards leaves it."""
+def main(folder: str, settings: dict[str, Any], *, is_evaluated: bool) -> None:
+    """Print the program as XLA's compiler for cards leaves it."""
     sys.path.insert(0, folder)
     import jax
     from jax._src import compiler
@@ -85,7 +88,7 @@ def main(folder: str, settings: dict[str, Any]) -> None:
     card = topologies.get_topology_desc(
         platform="cuda", topology_name="", target_config=H100, topology="1x1x1"
     ).devices[0]
-    function, arguments = traced_program(settings)
+    function, arguments = traced_program(settings, is_evaluated=is_evaluated)
     placed = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jax.sharding.SingleDeviceSharding(card)),
         arguments,
@@ -103,4 +106,4 @@ def main(folder: str, settings: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(str(Path(sys.argv[1])), json.loads(sys.argv[2]))
+    main(str(Path(sys.argv[1])), json.loads(sys.argv[2]), is_evaluated="--evaluate" in sys.argv[3:])
