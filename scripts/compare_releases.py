@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -30,6 +31,7 @@ ROOT = Path(__file__).parents[1]
 LEAST_STEPS = 60  # a request needs seconds to come in time
 REQUEST_AT_STEP = 9
 TIMEOUT_S = 900.0
+_NOWHERE = subprocess.DEVNULL
 NUM_IMAGES = {"train": 150, "val": 50}
 IMAGE_SIZE, NUM_CLASSES, SHARD_IMAGES = 32, 5, 40
 # `-P` keeps the working directory from the path: the sources are PYTHONPATH's alone.
@@ -92,29 +94,20 @@ class Release:
 
     def start(self, name: str, *arguments: str | Path) -> "subprocess.Popen[bytes]":
         """Start a command whose words nobody needs."""
-        return subprocess.Popen(
-            self.command(name, *arguments),
-            env=self.environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        quiet: dict[str, Any] = {"stdin": _NOWHERE, "stdout": _NOWHERE, "stderr": _NOWHERE}
+        return subprocess.Popen(self.command(name, *arguments), env=self.environment(), **quiet)
 
     def _finish(self, command: list[str], words: str) -> str:
-        done = subprocess.run(
-            command,
-            env=self.environment(),
-            cwd=self.base,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-        )
+        where: dict[str, Any] = {"env": self.environment(), "cwd": self.base, "stdin": _NOWHERE}
+        done = subprocess.run(command, **where, capture_output=True, text=True, timeout=TIMEOUT_S)
         if done.returncode != 0:
             said = (done.stdout + done.stderr).strip().splitlines() or ["without a word"]
             raise FailedError(f"the {self.name} code's {words} ended with exit code {done.returncode}: {said[-1]}")
         return done.stdout
+
+
+type Compared = tuple[list[str], str]
+"""What differs, and in words what was compared."""
 
 
 @dataclass
@@ -124,11 +117,11 @@ class Table:
     num_same: int = 0
     differing: list[str] = field(default_factory=list)
 
-    def add(self, what: str, compare: Callable[[], tuple[list[str], str]]) -> None:
-        """Make a comparison and print its line; ``compare`` returns what differs and, in words, what was compared."""
+    def add(self, what: str, compare: Callable[[], Compared]) -> None:
+        """Make a comparison and print its line; a command that fails in it is a difference."""
         try:
             differences, extent = compare()
-        except FailedError as error:
+        except (FailedError, subprocess.TimeoutExpired) as error:
             differences, extent = [str(error)], ""
         if differences:
             self.differing.append(what)
@@ -147,12 +140,11 @@ def main() -> int:
         table = Table()
         try:
             check_sources(old, new)
-            compare_packs(old, new, table)
-            run = make_run(old, options.steps)
-            compare_runs(old, new, run, options.steps, table)
+            PackComparisons(old, new).make(table)
+            RunComparisons(old, new, make_run(old, options.steps), options.steps).make(table)
             if options.demo_steps:
                 compare_demo(old, new, options.demo_steps, table)
-        except FailedError as error:
+        except (FailedError, subprocess.TimeoutExpired) as error:
             print(f"scripts/compare-releases: {error}", file=sys.stderr)
             return 1
     print(f"{table.num_same} the same, {len(table.differing)} different")
@@ -214,38 +206,47 @@ def draw_images(folder: Path) -> None:
             Image.fromarray((colours[label] + noise).clip(0, 255).astype(np.uint8)).save(path)
 
 
-def compare_packs(old: Release, new: Release, table: Table) -> None:
-    """Pack the same images by both, and compare the files, and what both make of the old pack."""
-    images = old.base / "images"
-    draw_images(images)
-    packs = {release.name: release.base / release.name / "data" for release in (old, new)}
-    for release in (old, new):
-        release.run(
-            "preprocess-imagenet", images, packs[release.name], "--size", f"{IMAGE_SIZE}",
-            "--shard-images", f"{SHARD_IMAGES}",
-        )  # fmt: skip
+@dataclass(frozen=True)
+class PackComparisons:
+    """What both make of the same images, and of the pack that the old code made of them."""
 
-    def compare_files() -> tuple[list[str], str]:
-        ours, theirs = (arrays_of(packs[name]) for name in ("new", "old"))
+    old: Release
+    new: Release
+
+    def make(self, table: Table) -> None:
+        """Pack the images by both, and compare."""
+        images = self.old.base / "images"
+        draw_images(images)
+        for release in (self.old, self.new):
+            size = ("--size", f"{IMAGE_SIZE}", "--shard-images", f"{SHARD_IMAGES}")
+            release.run("preprocess-imagenet", images, pack_of(release), *size)
+        table.add("packing: the files that both write", self.files)
+        table.add("reading the old pack: every pixel and label", self.reading)
+        table.add("inspect-shards --verify of the old pack", self.verifying)
+
+    def files(self) -> Compared:
+        """Compare the files of pixels and labels that both wrote."""
+        ours, theirs = arrays_of(pack_of(self.new)), arrays_of(pack_of(self.old))
         others = [name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)]
-        return [
-            f"{len(others)} files, such as {others[0]}"
-        ] if others else [], f"{len(ours)} files of pixels and labels"
+        differences = [f"{len(others)} files, such as {others[0]}"] if others else []
+        return differences, f"{len(ours)} files of pixels and labels"
 
-    def compare_reading() -> tuple[list[str], str]:
-        ours, theirs = (release.run_program(READ, packs["old"]).splitlines() for release in (new, old))
-        return [
-            f"{a} is {b}" for a, b in zip(ours, theirs, strict=True) if a != b
-        ], f"{sum(NUM_IMAGES.values())} images"
+    def reading(self) -> Compared:
+        """Compare what both read of the old pack."""
+        ours, theirs = (each.run_program(READ, pack_of(self.old)).splitlines() for each in (self.new, self.old))
+        differences = [f"{a} is {b}" for a, b in zip(ours, theirs, strict=True) if a != b]
+        return differences, f"{sum(NUM_IMAGES.values())} images"
 
-    def compare_verifying() -> tuple[list[str], str]:
-        for release in (new, old):
-            release.run("inspect-shards", packs["old"], "--verify")
+    def verifying(self) -> Compared:
+        """Have both check the old pack."""
+        for release in (self.new, self.old):
+            release.run("inspect-shards", pack_of(self.old), "--verify")
         return [], "nothing is found wrong by either"
 
-    table.add("packing: the files that both write", compare_files)
-    table.add("reading the old pack: every pixel and label", compare_reading)
-    table.add("inspect-shards --verify of the old pack", compare_verifying)
+
+def pack_of(release: Release) -> Path:
+    """Return where a release packs the drawn images."""
+    return release.base / release.name / "data"
 
 
 def arrays_of(pack: Path) -> dict[str, bytes]:
@@ -263,60 +264,80 @@ def arrays_of(pack: Path) -> dict[str, bytes]:
 def make_run(old: Release, steps: int) -> Path:
     """Train by the old code, with a request on the way."""
     run = old.base / "old/run"
-    training = old.start(
-        "run-train", "--run-dir", run, "--data", old.base / "old/data", "--steps", f"{steps}", *TRAINING
-    )  # fmt: skip
-    wait_until(lambda: num_lines(run / "loss.jsonl") >= REQUEST_AT_STEP, training)
-    old.run("control-run", run, "--learning-rate-factor", "0.5", "--evaluate")
-    if (code := training.wait(TIMEOUT_S)) != 0:
+    training = old.start("run-train", "--run-dir", run, "--data", pack_of(old), "--steps", f"{steps}", *TRAINING)
+    try:
+        wait_until(lambda: num_lines(run / "loss.jsonl") >= REQUEST_AT_STEP, training)
+        old.run("control-run", run, "--learning-rate-factor", "0.5", "--evaluate")
+        code = training.wait(TIMEOUT_S)
+    finally:
+        training.kill()
+    if code != 0:
         raise FailedError(f"the old code's run-train into {run} ended with exit code {code}")
     return run
 
 
-def compare_runs(old: Release, new: Release, run: Path, steps: int, table: Table) -> None:
-    """Compare what both make of a run of the old code."""
-    more = steps + steps // 2
+@dataclass(frozen=True)
+class RunComparisons:
+    """What both make of a run of the old code.
 
-    def resume(release: Release, begun: Path, *arguments: str) -> None:
-        release.run("run-train", "--run-dir", begun, "--resume", *arguments)
+    Attributes:
+        old, new: the releases.
+        run: the folder, which is left as it is.
+        steps: that it made.
+    """
 
-    def compare_resuming(name: str, prepare: Callable[[Path], None], *arguments: str) -> tuple[list[str], str]:
-        folders = [release.base / release.name / name for release in (new, old)]
-        for release, folder in zip((new, old), folders, strict=True):
-            shutil.copytree(run, folder)
-            prepare(folder)
-            resume(release, folder, *arguments)
-        return compare_folders(*folders)
+    old: Release
+    new: Release
+    run: Path
+    steps: int
 
-    def compare_beginning() -> tuple[list[str], str]:
-        folder = new.base / "new/begun"
+    def make(self, table: Table) -> None:
+        """Make every comparison."""
+        more = ("--steps", f"{self.steps + self.steps // 2}")
+        table.add("the same training, begun by the new code", self.beginning)
+        table.add("resuming for more steps", lambda: self.resuming("resumed", lambda _: None, *more))
+        table.add("resuming from the snapshot before the last", lambda: self.resuming("rewound", forget_end))
+        table.add("run-eval of its weights", self.evaluating)
+        table.add("verify-run of all its steps", self.replaying)
+        table.add("verify-run of its steps and those that the new code added", self.replaying_more)
+
+    def beginning(self) -> Compared:
+        """Compare the run with one that the new code makes from the first step on, requests included."""
+        folder = self.new.base / "new/begun"
         folder.mkdir()
         for name in ("config.json", "control.jsonl"):
-            shutil.copy(run / name, folder / name)
-        resume(new, folder)
-        return compare_folders(folder, run)
+            shutil.copy(self.run / name, folder / name)
+        self.new.run("run-train", "--run-dir", folder, "--resume")
+        return compare_folders(folder, self.run)
 
-    def compare_evaluating() -> tuple[list[str], str]:
-        ours, theirs = (json.loads(each.run("run-eval", run, "--json", "--per-class")) for each in (new, old))
+    def resuming(self, name: str, prepare: Callable[[Path], None], *arguments: str) -> Compared:
+        """Compare what both make when they go on with a copy of the run."""
+        folders = [release.base / release.name / name for release in (self.new, self.old)]
+        for release, folder in zip((self.new, self.old), folders, strict=True):
+            shutil.copytree(self.run, folder)
+            prepare(folder)
+            release.run("run-train", "--run-dir", folder, "--resume", *arguments)
+        return compare_folders(*folders)
+
+    def evaluating(self) -> Compared:
+        """Compare what both count with the run's weights, and what it recorded at its end."""
+        ours, theirs = (
+            json.loads(each.run("run-eval", self.run, "--json", "--per-class")) for each in (self.new, self.old)
+        )
+        recorded = read_lines(self.run / "eval.jsonl")[-1]
         unlike = [name for name in theirs if name != "time" and ours.get(name) != theirs[name]]
-        recorded = read_lines(run / "eval.jsonl")[-1]
         unlike += [f"{name} as recorded" for name in COMPARED["eval.jsonl"] if ours[name] != recorded[name]]
         return unlike, f"{len(theirs) - 1} numbers and the record"
 
-    def compare_replaying() -> tuple[list[str], str]:
-        ours, theirs = (each.run("verify-run", run, "--from", "0", "--to", f"{steps}") for each in (new, old))
+    def replaying(self) -> Compared:
+        """Compare the numbers in what both say of a replay of the whole run."""
+        ours, theirs = (each.run("verify-run", self.run, "--from", "0") for each in (self.new, self.old))
         numbers = [re.findall(r"\d[\d,.]*", said) for said in (ours, theirs)]
         return ([] if numbers[0] == numbers[1] else [f"{ours.strip()} is {theirs.strip()}"]), ours.strip()
 
-    def compare_continued() -> tuple[list[str], str]:
-        return [], new.run("verify-run", new.base / "new/resumed", "--from", "0").strip()
-
-    table.add("the same training, begun by the new code", compare_beginning)
-    table.add("resuming for more steps", lambda: compare_resuming("resumed", lambda _: None, "--steps", f"{more}"))
-    table.add("resuming from the snapshot before the last", lambda: compare_resuming("rewound", forget_end))
-    table.add("run-eval of its weights", compare_evaluating)
-    table.add("verify-run of all its steps", compare_replaying)
-    table.add("verify-run of its steps and those that the new code added", compare_continued)
+    def replaying_more(self) -> Compared:
+        """Replay what the old code began and the new code went on with."""
+        return [], self.new.run("verify-run", self.new.base / "new/resumed", "--from", "0").strip()
 
 
 def forget_end(run: Path) -> None:
@@ -326,7 +347,7 @@ def forget_end(run: Path) -> None:
         (run / name).unlink()
 
 
-def compare_folders(ours: Path, theirs: Path) -> tuple[list[str], str]:
+def compare_folders(ours: Path, theirs: Path) -> Compared:
     """Return what differs between two runs, and in words what was compared."""
     differences, extent = [], []
     for name, kept in COMPARED.items():
@@ -358,7 +379,7 @@ def compare_folders(ours: Path, theirs: Path) -> tuple[list[str], str]:
 def compare_demo(old: Release, new: Release, steps: int, table: Table) -> None:
     """Do by both what scripts/demo does, each with the demo set that it drew, and compare."""
 
-    def compare() -> tuple[list[str], str]:
+    def compare() -> Compared:
         runs = [release.base / release.name / "demo-run" for release in (new, old)]
         for release, run in zip((new, old), runs, strict=True):
             data = release.base / release.name / "demo"
