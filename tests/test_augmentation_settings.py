@@ -46,15 +46,15 @@ def test_numbers_become_pythons_own():
     [
         ({"crop": "center"}, "crop must be one of centre, random, resized, got 'center'"),
         ({"padding_mode": "edge"}, "padding_mode must be one of zeros, reflect, got 'edge'"),
-        ({"size": 0}, "size must be a whole number from 1 to 16384, got 0"),
-        ({"size": 1.5}, "size must be a whole number"),
-        ({"size": True}, "size must be a whole number"),
-        ({"crop_padding": -1, "crop": "random"}, "crop_padding must be a whole number from 0"),
+        ({"size": 0}, "size must be an integer from 1 to 16384, got 0"),
+        ({"size": 1.5}, "size must be an integer"),
+        ({"size": True}, "size must be an integer"),
+        ({"crop_padding": -1, "crop": "random"}, "crop_padding must be an integer from 0"),
         (
             {"crop": "random", "padding_mode": "reflect"},
-            "padding_mode belongs to a crop_padding, got .* reflect without",
+            "padding_mode reflect requires a crop_padding, got crop_padding 0: set",
         ),
-        ({"crop_padding": 4}, "crop_padding belongs to crop random, got crop_padding 4 with crop centre: take"),
+        ({"crop_padding": 4}, "crop_padding requires crop random, got crop_padding 4 with crop centre: set"),
         ({"horizontal_flip": 1.01}, r"horizontal_flip must be a number in 0 … 1, got 1.01"),
         ({"horizontal_flip": True}, "horizontal_flip must be a number"),
         ({"brightness": -0.1}, "brightness must be a number in 0 … 10"),
@@ -65,9 +65,9 @@ def test_numbers_become_pythons_own():
         ({"mixup_alpha": 10**400}, "mixup_alpha must be a number"),
         ({"cutmix_alpha": -1}, "cutmix_alpha must be a number"),
         ({"erasing": 2}, "erasing must be a number in 0 … 1"),
-        ({"area_range": (0.0, 1.0)}, "area_range must rise within 0 … 1, 0 itself excluded, got 0.0 … 1.0"),
-        ({"area_range": (0.5, 0.4)}, "area_range must rise"),
-        ({"area_range": (0.5, 1.1)}, "area_range must rise"),
+        ({"area_range": (0.0, 1.0)}, "area_range must satisfy 0 < least ≤ largest ≤ 1, got 0.0 … 1.0"),
+        ({"area_range": (0.5, 0.4)}, "area_range must satisfy"),
+        ({"area_range": (0.5, 1.1)}, "area_range must satisfy"),
         ({"area_range": 0.5}, "area_range must be two numbers"),
         ({"ratio_range": (0.5, 1.0, 2.0)}, "ratio_range must be two numbers"),
         ({"ratio_range": (1.0, math.nan)}, "ratio_range must"),
@@ -102,9 +102,9 @@ def test_output_shapes(settings, stored, shape):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"size": 33}, "a centre crop must fit into the stored image, got size 33 for 32×32 px: take a smaller"),
+        ({"size": 33}, "a centre crop must fit into the stored image, got size 33 for 32×32 px: set a smaller"),
         ({"crop": "random", "size": 41, "crop_padding": 4}, "a random crop must fit .* px with 4 px of padding"),
-        ({"crop": "random"}, "must have more than one place, got size 32×32 .* give a crop_padding"),
+        ({"crop": "random"}, "needs more than one possible place, got size 32×32 .* set a crop_padding"),
         ({"crop": "random", "crop_padding": 32, "padding_mode": "reflect"}, "narrower than the image, got crop_pad"),
     ],
 )
@@ -126,7 +126,7 @@ def test_mixing_needs_pairs():
     for augmentation in (Augmentation(mixup_alpha=0.2), Augmentation(cutmix_alpha=1.0)):
         assert augmentation.mixes
         augmentation.check_batch(4)
-        with pytest.raises(ValueError, match="batch of each device must be even, got 3: change the batch"):
+        with pytest.raises(ValueError, match="batch of each device must be even, got 3: choose an even batch"):
             augmentation.check_batch(3)
     assert not Augmentation().mixes
 

@@ -83,7 +83,7 @@ def test_contrast_of_a_large_white_image_does_not_overflow():
 
     white = np.full((1, 4096, 4096), 0xFFFFFF00, np.uint32)
     assert int(jax.jit(least_red)(white)) == 255
-    with pytest.raises(ValueError, match=r"up to 2\*\*24 pixels, got 16781312: store smaller"):
+    with pytest.raises(ValueError, match=r"at most 2\*\*24 pixels, got 16781312: store smaller"):
         jax.eval_shape(least_red, jax.ShapeDtypeStruct((1, 4096, 4097), jnp.uint32))
 
 

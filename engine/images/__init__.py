@@ -1,1 +1,1 @@
-"""What images undergo on the device: settings, positions that key it, crops, colour, mixing, erasing."""
+"""Augmentation on the device: settings, positions that key the draws, crops, colour, mixing, erasing."""

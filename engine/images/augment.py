@@ -1,8 +1,8 @@
-"""What an image undergoes on the device between the infeed and the network, in order.
+"""The augmentation pipeline on the device, between the infeed and the network.
 
-Every draw is a function of (seed, position), see `engine.images.positions`; the same packed words cross from the
-host whatever is chosen here. Up to the normalisation all arithmetic on pixels is exact, so that no batch size, sharding
-or kernel changes a bit of it. Knows nothing of the loop.
+Every draw is a function of (seed, position), see `engine.images.positions`; the host sends the same packed words
+whatever the settings. Up to the normalisation all arithmetic on pixels is exact, so that no batch size, sharding or
+kernel changes a bit of it. Does not depend on the loop.
 """
 
 import jax
@@ -31,23 +31,23 @@ from engine.images.unpack import PixelScale, normalise_levels, unpack_pixels
 def augment_images(
     augmentation: Augmentation, pixels: jax.Array, positions: Positions, seed_words: jax.Array, scale: PixelScale
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Makes a device's part of a batch into what the network is trained on; called while tracing.
+    """Augment and normalise one device's part of a batch; called while tracing.
 
     Args:
-        augmentation: static.
+        augmentation: the settings, static.
         pixels: uint32 [b, H, W], packed.
-        positions: of the images, see `engine.images.positions`. Where images are mixed the first must be even, as
-            it is where every device takes the same even number of a batch.
+        positions: positions of the images, see `engine.images.positions`. If images are mixed, the first must be even;
+            it is if every device takes the same even number of images.
         seed_words: uint32 [2], the seed's high and low half.
-        scale: of the pixels.
+        scale: mean and standard deviation of the pixels.
 
     Returns:
-        images float32 [b, h, w, 3], (h, w) being `augmentation.output_shape(H, W)`, and each image's own share of its
-        target, float32 [b], None where nothing is mixed: `make_targets` takes it. With nothing turned on the images are
-        those of `unpack_pixels`, bit for bit.
+        images float32 [b, h, w, 3], with (h, w) = `augmentation.output_shape(H, W)`, and the share of each image's own
+        label in its target for `make_targets`: float32 [b], or None if nothing is mixed. With the default settings the
+        images equal those of `unpack_pixels`, bit for bit.
 
     Raises:
-        ValueError: where the augmentation does not fit the images or an odd batch is to be mixed.
+        ValueError: if the augmentation does not fit the images, or the batch to mix is odd.
     """
     augmentation.check_batch(pixels.shape[0])
     height, width = augmentation.output_shape(*pixels.shape[1:])
@@ -69,33 +69,33 @@ def augment_images(
 
 
 def make_targets(labels: jax.Array, own_share: jax.Array | None, num_classes: int) -> jax.Array:
-    """Makes int32 [b] labels into targets float32 [b, K], mixed with their partners' where `augment_images` mixed.
+    """Return the targets float32 [b, K] of int32 [b] labels, mixed as `augment_images` mixed the images.
 
-    Rows sum to 1. That of a label outside 0 … K - 1 is NaN, and its partner's where images are mixed: so is the loss.
+    Rows sum to 1. A label outside 0 … K - 1 makes its row NaN, and its partner's if images are mixed, and so the loss.
     """
     targets = one_hot_or_nan(labels, num_classes)
     return targets if own_share is None else mix_targets(targets, own_share)
 
 
 def prepare_for_evaluation(pixels: jax.Array, size: int | None, scale: PixelScale) -> jax.Array:
-    """Makes packed uint32 [b, H, W] into what the network is evaluated on: the central `size` px, normalised.
+    """Return the centre crop of packed uint32 [b, H, W], normalised, as the network is evaluated on it.
 
     Args:
-        pixels: packed.
-        size: height and width of the crop; None takes the whole image.
-        scale: of the pixels.
+        pixels: uint32 [b, H, W], packed.
+        size: height and width of the crop; None is the whole image.
+        scale: mean and standard deviation of the pixels.
 
     Returns:
         float32 [b, h, w, 3].
 
     Raises:
-        ValueError: where the crop is larger than the image.
+        ValueError: if the crop is larger than the image.
     """
     return unpack_pixels(pixels if size is None else centre_crop(pixels, (size, size)), scale)
 
 
 def one_hot_or_nan(labels: jax.Array, num_classes: int) -> jax.Array:
-    """Makes int32 [b] labels one-hot, float32 [b, K]; NaN where a label is no class, so that the loss says so."""
+    """Return int32 [b] labels as one-hot float32 [b, K]; NaN for a label out of range, so that the loss shows it."""
     one_hot = jax.nn.one_hot(labels, num_classes, dtype=jnp.float32)
     is_class = (labels >= 0) & (labels < num_classes)
     return jnp.where(is_class[:, None], one_hot, jnp.nan)
@@ -115,7 +115,7 @@ def _crop(augmentation: Augmentation, pixels: jax.Array, keys: jax.Array) -> jax
 
 
 def jitter_colours(augmentation: Augmentation, pixels: jax.Array, keys: jax.Array) -> jax.Array:
-    """Changes brightness, contrast, saturation and hue, in this order and where asked for; packed words to the same."""
+    """Jitter brightness, contrast, saturation and hue of packed pixels, in this order, each if its strength is set."""
     strengths = (
         (Purpose.BRIGHTNESS, augmentation.brightness, change_brightness),
         (Purpose.CONTRAST, augmentation.contrast, change_contrast),

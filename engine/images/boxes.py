@@ -1,6 +1,6 @@
-"""Random rectangles in an image: drawn by area and aspect, and made into masks.
+"""Random rectangles in an image, drawn by area and aspect ratio, and their masks.
 
-Resized crops, cutmix and erasing share them. Knows nothing of pixels.
+Resized crops, cutmix and erasing share them. Does not depend on pixels.
 """
 
 import math
@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from engine.images.positions import to_index, to_unit
 
 NUM_ATTEMPTS = 10
-"""Sizes tried before a box of the asked area and aspect is given up, as in torchvision."""
+"""Sizes tried before the draw of a box fails, as in torchvision."""
 BLOCKS_OF_BOX = NUM_ATTEMPTS + 1
-"""Blocks of random words that `draw_boxes` takes: one an attempt, one for the place."""
+"""Blocks of random words that `draw_boxes` needs: one per attempt, one for the place."""
 
 
 class Boxes(NamedTuple):
@@ -34,8 +34,8 @@ class BoxRule(NamedTuple):
     """Which boxes may be drawn in an image.
 
     Attributes:
-        area_range: least and largest part of the image's area, uniform between.
-        ratio_range: least and largest width / height, log-uniform between.
+        area_range: least and largest fraction of the image's area; uniform between them.
+        ratio_range: least and largest width / height; log-uniform between them.
         longest: largest height and width in pixels, inclusive.
     """
 
@@ -45,15 +45,15 @@ class BoxRule(NamedTuple):
 
 
 def draw_boxes(words: jax.Array, rule: BoxRule, height: int, width: int) -> tuple[Boxes, jax.Array]:
-    """Draws a box in each image: the first of ten sizes that fits, at a uniform place.
+    """Draw a box in each image: the first of ten sizes that fits, at a uniform place.
 
     Args:
         words: uint32 [b, BLOCKS_OF_BOX, 2], uniform.
-        rule: what to draw.
-        height, width: of the images.
+        rule: which boxes may be drawn.
+        height, width: of the images, in pixels.
 
     Returns:
-        The boxes, and bool [b], False where none of the ten fitted; such a box means nothing.
+        The boxes, and bool [b], False if none of the ten sizes fitted; such a box is meaningless.
     """
     shares, stretches = to_unit(words[:, :NUM_ATTEMPTS, 0]), to_unit(words[:, :NUM_ATTEMPTS, 1])
     least, largest = rule.area_range
@@ -74,7 +74,7 @@ def draw_boxes(words: jax.Array, rule: BoxRule, height: int, width: int) -> tupl
 
 
 def mask_boxes(boxes: Boxes, height: int, width: int) -> jax.Array:
-    """Marks the inside of the boxes: bool [b, height, width]."""
+    """Return a mask, bool [b, height, width], True inside the boxes."""
     rows = jnp.arange(height) - boxes.top[:, None]
     columns = jnp.arange(width) - boxes.left[:, None]
     in_rows = (rows >= 0) & (rows < boxes.height[:, None])

@@ -1,4 +1,4 @@
-"""Random erasing: a rectangle of the normalised image becomes 0, the mean colour of the data set."""
+"""Random erasing: set a rectangle of the normalised image to 0, the mean colour of the data set."""
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,9 @@ BLOCKS_OF_ERASING = 1 + BLOCKS_OF_BOX
 
 
 def draw_erased(words: jax.Array, height: int, width: int, probability: float) -> jax.Array:
-    """Marks what is erased: bool [b, height, width], from uint32 [b, BLOCKS_OF_ERASING, 2] uniform words.
+    """Draw a mask of what is erased, bool [b, height, width], from uint32 [b, BLOCKS_OF_ERASING, 2] uniform words.
 
-    A rectangle is smaller than the image in both directions; where none of ten fits, nothing is erased.
+    A rectangle is smaller than the image in both directions; if none of ten sizes fits, nothing is erased.
     """
     boxes, found = draw_boxes(words[:, 1:], BoxRule(AREA_RANGE, RATIO_RANGE, (height - 1, width - 1)), height, width)
     happens = found & to_choice(words[:, 0, 0], probability)
@@ -25,5 +25,5 @@ def draw_erased(words: jax.Array, height: int, width: int, probability: float) -
 
 
 def erase(images: jax.Array, erased: jax.Array) -> jax.Array:
-    """Sets float32 [b, H, W, 3] to 0 where bool [b, H, W] is True."""
+    """Return float32 [b, H, W, 3] images, set to 0 where `erased`, bool [b, H, W], is True."""
     return jnp.where(erased[..., None], 0, images)

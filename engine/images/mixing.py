@@ -1,8 +1,8 @@
-"""Mixup and cutmix: the images at positions 2k and 2k + 1 are mixed with each other, and their targets with them.
+"""Mixup and cutmix: the images at positions 2k and 2k + 1 are mixed with each other, and so are their targets.
 
-The partner is a function of the position and both images of a pair share one draw, so that neither the batch nor the
-number of devices matters. Shares are whole multiples of 2**-16: with 8-bit levels and one-hot targets every product
-and sum is exact.
+The partner is a function of the position, and both images of a pair share one draw, so that neither the batch nor the
+number of devices matters. Shares are multiples of 2**-16: with 8-bit levels and one-hot targets every product and sum
+is exact.
 """
 
 import math
@@ -15,7 +15,7 @@ from engine.images.boxes import Boxes, mask_boxes
 from engine.images.positions import Purpose, draw_words, to_choice, to_index, to_unit
 
 WHOLE = 2**16
-"""The share of an image that is not mixed."""
+"""The own share of an image that is not mixed: 1 in units of 2**-16."""
 
 
 class Mixture(NamedTuple):
@@ -23,7 +23,7 @@ class Mixture(NamedTuple):
 
     Attributes:
         own_level: int32 [b], 0 … WHOLE, the image's own share in every level (mixup).
-        box: what is cut from the partner (cutmix); empty boxes where nothing is.
+        box: what is cut from the partner (cutmix); an empty box cuts nothing.
         own_target: int32 [b], 0 … WHOLE, the share of the image's own label.
     """
 
@@ -33,57 +33,57 @@ class Mixture(NamedTuple):
 
 
 def draw_mixture(keys: jax.Array, height: int, width: int, *, mixup_alpha: float, cutmix_alpha: float) -> Mixture:
-    """Draws how the pairs are mixed.
+    """Draw how the pairs are mixed.
 
     Args:
-        keys: of b images from `engine.images.positions.image_keys`, b even, the first at an even position.
+        keys: keys of b images from `engine.images.positions.image_keys`, b even, the first at an even position.
         height, width: of the images, in pixels.
         mixup_alpha, cutmix_alpha: see `engine.images.settings.Augmentation`; at least one is not 0.
     """
-    # The pair's draw is that of its even position.
-    of_pairs = keys[::2]
-    cuts = to_choice(draw_words(of_pairs, Purpose.MIX_CHOICE)[:, 0, 0], 0.5)
+    # A pair uses the key of its even position.
+    pair_keys = keys[::2]
+    cuts = to_choice(draw_words(pair_keys, Purpose.MIX_CHOICE)[:, 0, 0], 0.5)
     if not mixup_alpha or not cutmix_alpha:
         cuts = jnp.full(cuts.shape, bool(cutmix_alpha))
     own_level, own_target = (jnp.full(cuts.shape, WHOLE, jnp.int32) for _ in range(2))
     box = Boxes(*(jnp.zeros(cuts.shape, jnp.int32) for _ in Boxes._fields))
     if mixup_alpha:
-        share = _to_share(draw_beta(draw_words(of_pairs, Purpose.MIXUP)[:, 0], mixup_alpha))
+        share = _to_share(draw_beta(draw_words(pair_keys, Purpose.MIXUP)[:, 0], mixup_alpha))
         own_level = own_target = jnp.where(cuts, WHOLE, share)
     if cutmix_alpha:
-        drawn = draw_cut(draw_words(of_pairs, Purpose.CUTMIX, 2), height, width, cutmix_alpha)
+        drawn = draw_cut(draw_words(pair_keys, Purpose.CUTMIX, 2), height, width, cutmix_alpha)
         box = Boxes(*(jnp.where(cuts, value, 0) for value in drawn))
         area = (box.height * box.width).astype(jnp.float32) / (height * width)
         own_target = jnp.where(cuts, WHOLE - _to_share(area), own_target)
     mixture = Mixture(own_level, box, own_target)
 
-    def for_both(of_pair: jax.Array) -> jax.Array:
-        # `jnp.repeat` scatters, one by one where that must be deterministic.
-        return jnp.stack([of_pair, of_pair], axis=1).reshape(-1, *of_pair.shape[1:])[: keys.shape[0]]
+    def repeat_for_both(per_pair: jax.Array) -> jax.Array:
+        # `jnp.repeat` is a scatter, which runs element by element if it must be deterministic.
+        return jnp.stack([per_pair, per_pair], axis=1).reshape(-1, *per_pair.shape[1:])[: keys.shape[0]]
 
-    return jax.tree.map(for_both, mixture)
+    return jax.tree.map(repeat_for_both, mixture)
 
 
 def draw_beta(words: jax.Array, alpha: float) -> jax.Array:
-    """Draws float32 [b] of Beta(alpha, alpha) from uint32 [b, 2] uniform words, without rejection.
+    """Draw float32 [b] from Beta(alpha, alpha), given uint32 [b, 2] uniform words, without rejection.
 
-    Devroye's one line for the symmetric beta (1996, "Random variate generation in one line of code"): Student's t by
-    Bailey's polar method, squeezed into 0 … 1. With q = U**(1/alpha) and c = cos(2 pi V) it is
+    Devroye's formula for the symmetric beta (1996, "Random variate generation in one line of code"): Student's t by
+    Bailey's polar method, mapped into 0 … 1. With q = U**(1/alpha) and c = cos(2 pi V) it is
     1/2 + c · sqrt(1 - q) / (2 · sqrt(q + (1 - q) c²)).
     """
-    # In (0, 1]: the logarithm must be finite.
+    # U is in (0, 1], so that its logarithm is finite.
     exponent = jnp.log(to_unit(words[:, 0]) + jnp.float32(2**-24)) / alpha
     power, rest = jnp.exp(exponent), -jnp.expm1(exponent)
     cosine = jnp.cos(jnp.float32(2 * math.pi) * to_unit(words[:, 1]))
-    # Both terms vanish together only where the power underflows.
+    # Both terms are 0 together only if the power underflows.
     spread = jnp.maximum(power + rest * cosine * cosine, jnp.finfo(jnp.float32).tiny)
     return jnp.clip(0.5 + 0.5 * cosine * jnp.sqrt(rest / spread), 0, 1)
 
 
 def draw_cut(words: jax.Array, height: int, width: int, alpha: float) -> Boxes:
-    """Draws the rectangle that cutmix takes from the partner, from uint32 [b, 2, 2] uniform words.
+    """Draw the rectangle that cutmix takes from the partner, given uint32 [b, 2, 2] uniform words.
 
-    Its sides are sqrt(1 - Beta(alpha, alpha)) of the image's; its middle is uniform, what falls outside is lost.
+    Its sides are sqrt(1 - Beta(alpha, alpha)) of the image's; its centre is uniform; it is clipped to the image.
     """
     side = jnp.sqrt(1 - draw_beta(words[:, 0], alpha))
     tops, heights = _draw_side(words[:, 1, 0], side, height)
@@ -92,36 +92,36 @@ def draw_cut(words: jax.Array, height: int, width: int, alpha: float) -> Boxes:
 
 
 def paste_partners(pixels: jax.Array, box: Boxes) -> jax.Array:
-    """Pastes each image's box from its partner: uint32 [b, H, W] packed, to the same."""
+    """Paste into each packed image, uint32 [b, H, W], the content of its box in the partner."""
     return jnp.where(mask_boxes(box, *pixels.shape[1:]), swap_partners(pixels), pixels)
 
 
 def mix_levels(levels: jax.Array, own_level: jax.Array) -> jax.Array:
-    """Mixes each image's int32 [b, H, W, 3] levels (0 … 255) with its partner's; float32, exact."""
+    """Mix each image's int32 [b, H, W, 3] levels (0 … 255) with its partner's; float32, exact."""
     own = own_level[:, None, None, None]
     return (own * levels + (WHOLE - own) * swap_partners(levels)).astype(jnp.float32) * jnp.float32(1 / WHOLE)
 
 
 def mix_targets(targets: jax.Array, own_target: jax.Array) -> jax.Array:
-    """Mixes each image's float32 [b, K] target with its partner's; rows of one-hot targets still sum to exactly 1."""
+    """Mix each image's float32 [b, K] target with its partner's; rows of one-hot targets still sum to exactly 1."""
     own = own_target[:, None].astype(jnp.float32) * jnp.float32(1 / WHOLE)
     return own * targets + (1 - own) * swap_partners(targets)
 
 
 def swap_partners(values: jax.Array) -> jax.Array:
-    """Gives each row's partner's: rows 2k and 2k + 1 of [b, …] change places."""
+    """Swap rows 2k and 2k + 1 of [b, …], so that each row holds its partner's values."""
     pairs = values.reshape(values.shape[0] // 2, 2, *values.shape[1:])
     return pairs[:, ::-1].reshape(values.shape)
 
 
-def _draw_side(words: jax.Array, part: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
-    """Draws where a part (float32 [b], 0 … 1) of a side lies: int32 [b] start and length within the image."""
-    half = jnp.floor(length * part).astype(jnp.int32) // 2
+def _draw_side(words: jax.Array, fraction: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
+    """Draw the start and length, int32 [b], of a `fraction` (float32 [b], 0 … 1) of a side, clipped to the image."""
+    half = jnp.floor(length * fraction).astype(jnp.int32) // 2
     middle = to_index(words, length)
     start, stop = jnp.maximum(middle - half, 0), jnp.minimum(middle + half, length)
     return start, stop - start
 
 
-def _to_share(part: jax.Array) -> jax.Array:
-    """Rounds float32 parts (0 … 1) to int32 shares of WHOLE."""
-    return jnp.floor(part * WHOLE + 0.5).astype(jnp.int32)
+def _to_share(fraction: jax.Array) -> jax.Array:
+    """Round float32 fractions (0 … 1) to int32 multiples of 1 / WHOLE."""
+    return jnp.floor(fraction * WHOLE + 0.5).astype(jnp.int32)

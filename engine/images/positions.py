@@ -1,9 +1,9 @@
-"""Positions in the endless stream of images, and the random numbers that belong to each.
+"""Positions in the endless stream of images, and the random numbers of each position.
 
 Every draw is a block of the Threefry-2x32 cipher (Salmon et al., 2011, "Parallel random numbers: as easy as 1, 2, 3")
-keyed by (seed, position) and counted by (purpose, number): a function of these four alone, never of the batch, the
-device or what else is drawn. Only `fold_in` is used, which is that cipher itself, so that no option of jax changes a
-draw. Knows nothing of images.
+keyed by (seed, position) with counter (purpose, number): a function of only these four, never of the batch, the device
+or other draws. Only `fold_in` is used, which is that cipher itself, so that no option of jax changes a draw. Does not
+depend on images.
 """
 
 import enum
@@ -12,14 +12,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-# Set apart from every other use of the seed, such as the keys that initial parameters are drawn from.
+# Separates these draws from every other use of the seed, such as the keys of the initial parameters.
 _DOMAIN = 0x6175676D
-# Blocks that one purpose may draw for one image.
+# Largest number of blocks that one purpose may draw for one image.
 _MOST_BLOCKS = 256
 
 
 class Purpose(enum.IntEnum):
-    """What a draw is for. The numbers are part of every run's identity: add to them, never change one."""
+    """What a draw is for. The numbers are part of every run's identity: add new ones, never change one."""
 
     CROP = 1
     FLIP = 2
@@ -34,7 +34,7 @@ class Purpose(enum.IntEnum):
 
 
 class Positions(NamedTuple):
-    """Positions of b images as unsigned 64-bit numbers in two words: jax has no 64-bit integers unless asked.
+    """Positions of b images as unsigned 64-bit numbers in two words, as jax has 64-bit integers disabled by default.
 
     Attributes:
         high, low: uint32 [b].
@@ -45,21 +45,21 @@ class Positions(NamedTuple):
 
 
 def positions(step: jax.Array, batch: int, start: int | jax.Array, count: int) -> Positions:
-    """Gives the positions of a device's images at one step: step · batch + start … + count - 1, exactly.
+    """Return the positions of a device's images at one step: step · batch + start … + count - 1, exactly.
 
     Args:
-        step: int32 or uint32 [], batches taken before this one, ≥ 0.
-        batch: images a step, over all devices, 1 … 2**31 - 1.
-        start: the first of this device's rows in the batch, int or integer []; start + count ≤ batch.
-        count: b, the rows of this device.
+        step: int32 or uint32 [], batches before this one, ≥ 0.
+        batch: images per step over all devices, 1 … 2**31 - 1.
+        start: first row of this device in the batch, int or integer []; start + count ≤ batch.
+        count: b, number of rows of this device.
 
     Raises:
-        ValueError: where `batch` or `count` is out of its range.
+        ValueError: if `batch` or `count` is out of range.
     """
     if not 1 <= batch < 2**31:
         raise ValueError(f"batch must lie in 1 … 2**31 - 1, got {batch}")
     if not 1 <= count <= batch:
-        raise ValueError(f"a device must take 1 … {batch} images of a batch of {batch}, got {count}")
+        raise ValueError(f"a device's share of a batch of {batch} must be 1 … {batch} images, got {count}")
     high, low = _multiply(jnp.asarray(step).astype(jnp.uint32), jnp.uint32(batch))
     rows = jnp.asarray(start).astype(jnp.uint32) + jnp.arange(count, dtype=jnp.uint32)
     sums = low + rows
@@ -67,7 +67,7 @@ def positions(step: jax.Array, batch: int, start: int | jax.Array, count: int) -
 
 
 def image_keys(seed_words: jax.Array, at: Positions) -> jax.Array:
-    """Gives each image's own key: Threefry keys [b], a function of the seed (uint32 [2]) and the position alone."""
+    """Return a Threefry key per image, [b], a function of only the seed (uint32 [2]) and the position."""
     seed_key = jax.random.fold_in(jax.random.wrap_key_data(seed_words, impl="threefry2x32"), _DOMAIN)
 
     def key_of(high: jax.Array, low: jax.Array) -> jax.Array:
@@ -77,10 +77,10 @@ def image_keys(seed_words: jax.Array, at: Positions) -> jax.Array:
 
 
 def draw_words(keys: jax.Array, purpose: Purpose, num_blocks: int = 1) -> jax.Array:
-    """Draws random words for each image, in a stream of `purpose`'s own.
+    """Draw random words for each image; each purpose has its own stream.
 
     Args:
-        keys: of b images, from `image_keys`.
+        keys: keys of b images, from `image_keys`.
         purpose: what the words are for.
         num_blocks: n, 1 … 256.
 
@@ -97,26 +97,26 @@ def draw_words(keys: jax.Array, purpose: Purpose, num_blocks: int = 1) -> jax.Ar
 
 
 def to_unit(words: jax.Array) -> jax.Array:
-    """Turns uniform uint32 words into float32 of the same shape, multiples of 2**-24 in [0, 1)."""
+    """Convert uniform uint32 words to float32 of the same shape, multiples of 2**-24 in [0, 1)."""
     return (words >> 8).astype(jnp.float32) * jnp.float32(2**-24)
 
 
 def to_index(words: jax.Array, count: int | jax.Array) -> jax.Array:
-    """Turns uniform uint32 words into int32 in 0 … count - 1, floor(word · count / 2**32) for count ≤ 2**31.
+    """Convert uniform uint32 words to int32 in 0 … count - 1: floor(word · count / 2**32), for count ≤ 2**31.
 
-    No outcome is likelier than another by more than 2**-32.
+    The probabilities of two outcomes differ by at most 2**-32.
     """
     return _multiply(words, jnp.asarray(count).astype(jnp.uint32))[0].astype(jnp.int32)
 
 
 def to_choice(words: jax.Array, probability: float) -> jax.Array:
-    """Turns uniform uint32 words into bool, True with `probability` (0 … 1, to 24 bits)."""
-    # Compared as integers, 0 and 1 mean never and always.
+    """Convert uniform uint32 words to bool, True with `probability` (0 … 1, to 24 bits)."""
+    # As integers are compared, a probability of 0 means never and 1 means always.
     return (words >> 8) < jnp.uint32(round(probability * 2**24))
 
 
 def _multiply(left: jax.Array, right: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Multiplies uint32 exactly: (high, low) words of the 64-bit product, from 16-bit halves."""
+    """Return the (high, low) uint32 words of the exact 64-bit product of two uint32, from 16-bit halves."""
     left_high, left_low = left >> 16, left & 0xFFFF
     right_high, right_low = right >> 16, right & 0xFFFF
     lowest = left_low * right_low

@@ -1,7 +1,7 @@
-"""The settings of the augmentation: one frozen, validated record with a strict JSON round trip.
+"""The settings of the augmentation: one frozen, validated dataclass with a strict JSON round trip.
 
-Owns names, ranges and defaults, and which output shape they give; must not import jax, so that the commands start
-fast. What is done with the settings is in `engine.images.augment`.
+Owns names, ranges, defaults and the resulting output shape; must not import jax, so that the commands start fast.
+`engine.images.augment` applies the settings.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ MAX_SIDE = 2**14
 
 _RANGES: dict[str, tuple[float, float]] = {
     "horizontal_flip": (0, 1),
-    # A factor of 1 + 10 saturates every picture; the integer arithmetic of `jitter` holds far beyond it.
+    # A factor of 1 + 10 saturates every image; the integer arithmetic of `jitter` is valid far beyond it.
     "brightness": (0, 10),
     "contrast": (0, 10),
     "saturation": (0, 10),
     "hue": (0, 0.5),
-    # Beyond 1000 every share is a half within 0.06; below 0.001 hardly a pair is mixed at all.
+    # Beyond 1000 every share is 0.5 within 0.06; below 0.001 hardly any pair is mixed.
     "mixup_alpha": (0, 1000),
     "cutmix_alpha": (0, 1000),
     "erasing": (0, 1),
@@ -34,30 +34,30 @@ _RANGES: dict[str, tuple[float, float]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Augmentation:
-    """What an image undergoes on the device before the network sees it; the defaults change nothing.
+    """Settings of the augmentation on the device; with the defaults images are only normalised.
 
     The settings are static: each combination is another compiled program. The order is fixed: crop, flip, colour
     (brightness, contrast, saturation, hue), cutmix or mixup, normalisation, erasing.
 
     Attributes:
-        crop: "centre" (no chance in it), "random" (uniform offsets), or "resized": a random part of random area and
-            aspect, resized (Szegedy et al., 2014, arXiv:1409.4842; torchvision's RandomResizedCrop).
-        size: height and width of what the network sees, in pixels; None is the stored height and width.
+        crop: "centre" (deterministic), "random" (uniform offsets), or "resized": a box of random area and aspect
+            ratio, resized (Szegedy et al., 2014, arXiv:1409.4842; torchvision's RandomResizedCrop).
+        size: height and width of the network's input, in pixels; None is the stored height and width.
         crop_padding: pixels added on every side before a random crop.
-        padding_mode: what they are: "zeros" (black) or "reflect" (the picture mirrored, its border pixel once).
-        area_range: least and largest part of the picture's area that a resized crop shows, in 0 … 1.
-        ratio_range: least and largest width / height of that part, log-uniform between.
-        horizontal_flip: probability of mirroring left and right.
-        brightness, contrast, saturation: each a strength s; the factor is uniform in max(0, 1 - s) … 1 + s.
-        hue: largest turn of the colour circle, in turns, 0 … 0.5; uniform in -hue … hue.
-        mixup_alpha: of Beta(alpha, alpha), the share of a picture in its mixture with its partner (Zhang et al., 2018,
-            arXiv:1710.09412); 0 is off.
-        cutmix_alpha: the same for the share left by a rectangle cut from the partner (Yun et al., 2019,
-            arXiv:1905.04899); 0 is off. With both on, a coin chooses for each pair.
-        erasing: probability of blanking a rectangle of 0.02 … 0.33 of the area (Zhong et al., 2020, arXiv:1708.04896).
+        padding_mode: content of the padding: "zeros" (black) or "reflect" (mirrored, without repeating the border).
+        area_range: least and largest fraction of the image's area in a resized crop, in 0 … 1.
+        ratio_range: least and largest width / height of a resized crop; log-uniform between them.
+        horizontal_flip: probability of mirroring left to right.
+        brightness, contrast, saturation: a strength s each; the factor is uniform in max(0, 1 - s) … 1 + s.
+        hue: largest rotation of the hue, in turns, 0 … 0.5; uniform in -hue … hue.
+        mixup_alpha: parameter of Beta(alpha, alpha), from which the share of an image in its mixture with its partner
+            is drawn (Zhang et al., 2018, arXiv:1710.09412); 0 is off.
+        cutmix_alpha: the same for the share left when a rectangle of the partner is pasted (Yun et al., 2019,
+            arXiv:1905.04899); 0 is off. If both are on, each pair uses one of them with equal probability.
+        erasing: probability of erasing a rectangle of 0.02 … 0.33 of the area (Zhong et al., 2020, arXiv:1708.04896).
 
     Raises:
-        ValueError: where a value is of another kind, out of its range, or without meaning beside another.
+        ValueError: if a value has the wrong type, is out of range, or contradicts another setting.
     """
 
     crop: CropName = "centre"
@@ -89,16 +89,16 @@ class Augmentation:
         if self.crop_padding and self.crop != "random":
             raise SettingError(
                 "crop_padding",
-                "{setting} belongs to {crop} random, got {setting} {padding} with {crop} {found}: "
-                "take {crop} random, or {setting} 0",
+                "{setting} requires {crop} random, got {setting} {padding} with {crop} {found}: "
+                "set {crop} random, or {setting} 0",
                 padding=self.crop_padding,
                 found=self.crop,
             )
         if self.padding_mode != "zeros" and not self.crop_padding:
             raise SettingError(
                 "padding_mode",
-                "{setting} belongs to a {crop_padding}, got {setting} {mode} without one: "
-                "give a {crop_padding}, or take {setting} zeros",
+                "{setting} {mode} requires a {crop_padding}, got {crop_padding} 0: "
+                "set a {crop_padding}, or {setting} zeros",
                 mode=self.padding_mode,
             )
 
@@ -108,10 +108,10 @@ class Augmentation:
         return self.mixup_alpha > 0 or self.cutmix_alpha > 0
 
     def output_shape(self, height: int, width: int) -> tuple[int, int]:
-        """Gives the (height, width) of what the network sees, in pixels, for stored images of `height` × `width`.
+        """Return the (height, width) of the network's input, in pixels, for stored images of `height` × `width`.
 
         Raises:
-            ValueError: where such images can't be cropped so.
+            ValueError: if the crop does not fit such images.
         """
         shape = (height, width) if self.size is None else (self.size, self.size)
         if self.crop == "resized":
@@ -121,13 +121,13 @@ class Augmentation:
         if min(room) < 0:
             raise ValueError(
                 f"a {self.crop} crop must fit into the stored image, got size {self.size} for {height}×{width} px"
-                f"{f' with {padding} px of padding' if padding else ''}: take a smaller size, or crop resized"
+                f"{f' with {padding} px of padding' if padding else ''}: set a smaller size, or crop resized"
             )
         if self.crop == "random" and room == (0, 0):
             raise SettingError(
                 "crop",
-                "a random crop must have more than one place, got size {shape[0]}×{shape[1]} for images stored at "
-                "{height}×{width} px: give a {crop_padding} or a smaller size, or choose {crop} centre",
+                "a random crop needs more than one possible place, got size {shape[0]}×{shape[1]} for images stored at "
+                "{height}×{width} px: set a {crop_padding}, a smaller size, or {crop} centre",
                 shape=shape,
                 height=height,
                 width=width,
@@ -135,8 +135,8 @@ class Augmentation:
         if self.padding_mode == "reflect" and padding >= min(height, width):
             raise SettingError(
                 "crop_padding",
-                "a reflected padding must be narrower than the image, got {setting} {padding} for {height}×{width} px: "
-                "take a smaller one, or {padding_mode} zeros",
+                "reflected padding must be narrower than the image, got {setting} {padding} for {height}×{width} px: "
+                "set a smaller {setting}, or {padding_mode} zeros",
                 padding=padding,
                 height=height,
                 width=width,
@@ -144,37 +144,37 @@ class Augmentation:
         return shape
 
     def check_batch(self, batch: int) -> None:
-        """Raises ValueError where `batch`, the images of one device, can't be taken in pairs by a mixture."""
+        """Raise ValueError if images are mixed in pairs and `batch`, the images of one device, is odd."""
         if self.mixes and batch % 2:
             raise ValueError(
-                f"mixup and cutmix take images in pairs, so the batch of each device must be even, got {batch}: "
-                f"change the batch, or turn mixup and cutmix off"
+                f"mixup and cutmix mix images in pairs, so the batch of each device must be even, got {batch}: "
+                f"choose an even batch, or turn mixup and cutmix off"
             )
 
     def to_json(self) -> dict[str, Any]:
-        """Gives the settings as a JSON object."""
+        """Return the settings as a dictionary that can be written as JSON."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Augmentation":
-        """Reads what `to_json` gave, its pairs as lists too; a key that is no setting raises ValueError."""
+        """Build the settings from `to_json`'s output, with pairs as lists too; raise ValueError for unknown keys."""
         known = [field.name for field in dataclasses.fields(cls)]
         for key in values:
             if key not in known:
-                raise ValueError(f"a setting of the augmentation must be one of {', '.join(known)}; got {key!r}")
+                raise ValueError(f"an augmentation setting must be one of {', '.join(known)}; got {key!r}")
         return cls(**values)
 
 
 def _whole(name: str, value: Any, low: int, high: int) -> int:
     if not isinstance(value, numbers.Integral) or isinstance(value, bool) or not low <= int(value) <= high:
-        raise ValueError(f"{name} must be a whole number from {low} to {high}, got {value!r}")
+        raise ValueError(f"{name} must be an integer from {low} to {high}, got {value!r}")
     return int(value)
 
 
 def _real(name: str, value: Any, low: float, high: float) -> float:
     try:
         number = float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
-    except OverflowError:  # an integer beyond every float
+    except OverflowError:  # an integer too large for a float
         number = math.nan
     if not low <= number <= high:
         raise ValueError(f"{name} must be a number in {low} … {high}, got {value!r}")
@@ -187,5 +187,5 @@ def _pair(name: str, value: Any, highest: float) -> tuple[float, float]:
         raise ValueError(f"{name} must be two numbers, the least and the largest, got {value!r}")
     least, largest = (_real(name, number, 0, math.inf) for number in given)
     if not 0 < least <= largest <= highest:
-        raise ValueError(f"{name} must rise within 0 … {highest}, 0 itself excluded, got {least} … {largest}")
+        raise ValueError(f"{name} must satisfy 0 < least ≤ largest ≤ {highest}, got {least} … {largest}")
     return least, largest

@@ -1,6 +1,6 @@
-"""Packed pixels to normalised floats, on the device.
+"""Conversion of packed pixels to normalised floats, on the device.
 
-The host never touches a float: the same uint32 words cross whatever is done with them here.
+The host never handles floats: it sends the same uint32 words whatever is done with them here.
 """
 
 from typing import NamedTuple
@@ -11,10 +11,10 @@ from jax import lax
 
 
 class PixelScale(NamedTuple):
-    """What normalises the pixels: runtime values, so that another data set needs no other program.
+    """Mean and standard deviation of the pixels: runtime values, so that one program serves every data set.
 
     Attributes:
-        mean, std: float32 [3], of each channel (R, G, B) on the scale 0 … 1.
+        mean, std: float32 [3], of the channels (R, G, B) on the scale 0 … 1.
     """
 
     mean: jax.Array
@@ -22,21 +22,21 @@ class PixelScale(NamedTuple):
 
 
 def pack_dense(words: jax.Array) -> jax.Array:
-    """Makes uint32 [B, H, 3·W/4] words of the dense layout packed ones, uint32 [B, H, W] (`preprocess.pixels`)."""
+    """Convert words of the dense layout, uint32 [B, H, 3·W/4], to packed, uint32 [B, H, W] (`preprocess.pixels`)."""
     B, H, num_words = words.shape
     bytes_in_order = lax.bitcast_convert_type(words, jnp.uint8)  # the least significant byte first
     red, green, blue = jnp.moveaxis(bytes_in_order.reshape(B, H, num_words * 4 // 3, 3).astype(jnp.uint32), -1, 0)
-    # What follows is compiled as for packed ones, and gives the same bits.
+    # The barrier lets the rest compile as for packed words, so that the bits are the same.
     return lax.optimization_barrier(red << 24 | green << 16 | blue << 8)
 
 
 def unpack_pixels(pixels: jax.Array, scale: PixelScale) -> jax.Array:
-    """Unpacks uint32 [B, H, W] words (R<<24 | G<<16 | B<<8) to float32 [B, H, W, 3], (value / 255 - mean) / std."""
+    """Unpack uint32 [B, H, W] words (R<<24 | G<<16 | B<<8) to float32 [B, H, W, 3], (level / 255 - mean) / std."""
     shifts = jnp.array([24, 16, 8], jnp.uint32)
     levels = (pixels[..., None] >> shifts) & jnp.uint32(0xFF)
     return normalise_levels(levels.astype(jnp.float32), scale)
 
 
 def normalise_levels(levels: jax.Array, scale: PixelScale) -> jax.Array:
-    """Normalises float32 [B, H, W, 3] levels, 0 … 255 and whole or between, to (level / 255 - mean) / std."""
+    """Normalise float32 [B, H, W, 3] levels, 0 … 255 and not only integers, to (level / 255 - mean) / std."""
     return (levels / 255 - scale.mean) / scale.std
