@@ -43,7 +43,7 @@ def test_a_program_whose_transport_is_gone_says_so():
     gc.collect()
     assert transport() is None
     with pytest.raises(
-        jax.errors.JaxRuntimeError, match="a transport must live as long as its program runs, and is gone"
+        jax.errors.JaxRuntimeError, match="a transport must exist as long as its program runs, but it was deleted"
     ):
         jax.block_until_ready(compiled.call(jnp.int32(4)))
 

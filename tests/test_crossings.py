@@ -8,7 +8,7 @@ import pytest
 
 from engine.config import TrainConfig
 from engine.crossing import choice as crossings
-from engine.crossing.choice import choose_chunk, choose_transport, this_platform, told_waste
+from engine.crossing.choice import choose_chunk, choose_transport, this_platform, wasted_steps_warning
 from engine.crossing.cuda.driver import CudaDriver, CudaError
 from engine.crossing.transport import InplaceTransport
 from tests.fake_cuda import FakeCuda
@@ -44,7 +44,7 @@ def test_on_a_card_the_driver_is_asked_for_the_device_that_jax_computes_on(monke
 @pytest.mark.parametrize(("name", "needed"), [("inplace", "cpu"), ("cuda", "cuda")])
 def test_a_transport_elsewhere_than_on_its_backend_is_refused(name, needed):
     with pytest.raises(
-        ValueError, match=f"--transport {name} needs jax to compute on {needed}, and it computes on tpu.*: leave --tr"
+        ValueError, match=f"--transport {name} needs jax to compute on {needed}, but it computes on tpu.*: leave --tr"
     ):
         choose_transport(name, "tpu")
 
@@ -80,7 +80,7 @@ def test_a_jax_without_any_device_is_told_with_the_remedy(monkeypatch, error):
 
     monkeypatch.setattr(jax, "default_backend", fail)
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
-    with pytest.raises(ValueError, match=r"finds none with JAX_PLATFORMS=cuda.*: for an NVIDIA card install"):
+    with pytest.raises(ValueError, match=r"found none with JAX_PLATFORMS=cuda.*: for an NVIDIA GPU install"):
         this_platform()
 
 
@@ -113,14 +113,14 @@ def test_a_default_device_of_jaxs_is_the_one_that_is_driven():
         (
             {"steps": 15, "chunk_batches": 10},
             10,
-            r"every 15 batches, and of the 10 .* 5 then compute for nothing: --chunk should divide 15",
+            r"every 15 batches, which wastes 5 of the last chunk's 10 steps: choose a --chunk that divides 15",
         ),
         ({"steps": 1000, "eval_every_steps": 100, "snapshot_every_steps": 250}, 50, None),
-        ({"steps": 1000, "eval_every_steps": 100, "snapshot_every_steps": 250}, 40, r"every 50 .* 30 then"),
+        ({"steps": 1000, "eval_every_steps": 100, "snapshot_every_steps": 250}, 40, r"every 50 .* wastes 30 of"),
         ({"steps": 9, "accumulate_steps": 10}, 10, None),
         ({"steps": 0}, 10, None),
     ],
 )
-def test_turns_that_compute_for_nothing_are_told_where_they_are_many(values, chunk, told):
-    found = told_waste(TrainConfig(**values), chunk)
+def test_many_wasted_steps_give_a_warning(values, chunk, told):
+    found = wasted_steps_warning(TrainConfig(**values), chunk)
     assert found is None if told is None else re.search(told, str(found))

@@ -120,7 +120,7 @@ def test_a_taker_who_hangs_ends_the_program_in_time(monkeypatch):
 
     compiled = jax.jit(program).lower(jnp.int32(0)).compile()
     threading.Timer(1.0, released.set).start()
-    with pytest.raises(TimeoutError, match=r"must take what the program emits within 0.2 s"):
+    with pytest.raises(TimeoutError, match=r"must accept the program's records within 0.2 s"):
         run(transport, compiled, jnp.int32(0))
 
 
@@ -284,7 +284,7 @@ def test_an_interrupted_launch_takes_nothing_from_a_program_that_still_runs():
 def test_outside_of_a_launch_there_is_no_memory():
     transport, _ = fake_transport()
     for what in ("arena", "collector"):
-        with pytest.raises(RuntimeError, match=r"must be open while its program runs, and is not"):
+        with pytest.raises(RuntimeError, match=r"must be open while its program runs, but is not"):
             getattr(transport, what)
 
 

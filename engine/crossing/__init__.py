@@ -1,1 +1,1 @@
-"""The two crossings between device and host, and the ways in which they call the host."""
+"""The two crossings between device and host, and the transports by which they call the host."""

@@ -1,6 +1,6 @@
-"""Which form the crossings take on this machine: how the host is called, how the program gets its batches.
+"""Choice of the transport, the infeed and the chunk length for this machine.
 
-Owns the choice alone; the forms are `engine.crossing.transport`, `engine.crossing.infeed` and, for NVIDIA,
+Owns only the choice; the implementations are in `engine.crossing.transport`, `engine.crossing.infeed` and, for NVIDIA,
 `engine.crossing.cuda`.
 """
 
@@ -17,30 +17,30 @@ from engine.crossing.transport import CallbackTransport, InplaceTransport, Trans
 from engine.feed.feeder import Allocate, Feeder
 
 type MakeFeeder = Callable[[Allocate | None], Feeder]
-"""The memory of the slots, None for NumPy's → a feeder, not started."""
+"""Allocator of the slots' memory, None for NumPy's → a feeder, not started."""
 
-# The backend that a transport is bound to.
+# The only platform on which a transport runs.
 _PLATFORMS: dict[TransportName, str] = {"inplace": "cpu", "cuda": "cuda"}
-# Batches that are enqueued before the host looks up again, for which the device waits. More would make that rarer, but
-# the turns of a chunk that reaches beyond an evaluation compute for nothing.
+# Batches that are enqueued per pull; the device waits for the host at each pull. A longer chunk pulls less often, but
+# the iterations of a chunk that extends past an evaluation are wasted.
 _CHUNK_AHEAD = 10
-# Of the steps, the share that may compute for nothing before that is said.
+# Share of wasted steps above which a warning is given.
 _MOST_WASTED = 0.05
 
 
 def this_platform() -> str:
-    """The backend that jax computes on by default: "cpu", "cuda", "rocm", "tpu" or another.
+    """Return the platform of jax's default backend: "cpu", "cuda", "rocm", "tpu" or another.
 
     Raises:
-        ValueError: it has none.
+        ValueError: if jax finds no device.
     """
     try:
         platform = jax.default_backend()
-    except (RuntimeError, AssertionError) as error:  # as jax says it where no backend of $JAX_PLATFORMS is there
+    except (RuntimeError, AssertionError) as error:  # what jax raises if no backend of $JAX_PLATFORMS is available
         asked = os.environ.get("JAX_PLATFORMS", "")
         raise ValueError(
-            f"jax must find a device, and finds none with JAX_PLATFORMS={asked}{f' ({error})' if str(error) else ''}: "
-            "for an NVIDIA card install the cuda extra and look at nvidia-smi (docs/nvidia.md), or unset the variable"
+            f"jax must find a device, found none with JAX_PLATFORMS={asked}{f' ({error})' if str(error) else ''}: "
+            "for an NVIDIA GPU install the cuda extra and check nvidia-smi (docs/nvidia.md), or unset the variable"
         ) from error
     if platform != "gpu":
         return platform
@@ -48,16 +48,16 @@ def this_platform() -> str:
 
 
 def this_device() -> str:
-    """What that computes on, in the maker's words: "cpu", "NVIDIA H100 80GB HBM3"."""
+    """Return the vendor's name of the device, such as "cpu" or "NVIDIA H100 80GB HBM3"."""
     return str(_device().device_kind)
 
 
 def choose_transport(name: TransportName, platform: str) -> Transport:
-    """Gives the transport of that name, or for "auto" the fastest one that runs on `platform`, a `this_platform`.
+    """Return the transport of that name, or for "auto" the fastest one that runs on `platform` (of `this_platform`).
 
     Raises:
-        ValueError: where the named transport does not run on the platform.
-        CudaError: where NVIDIA's driver does not answer.
+        ValueError: if the named transport does not run on the platform.
+        CudaError: if NVIDIA's driver fails.
     """
     if name == "auto":
         fitting: list[TransportName] = [each for each, needed in _PLATFORMS.items() if needed == platform]
@@ -66,8 +66,8 @@ def choose_transport(name: TransportName, platform: str) -> Transport:
     if platform != needed:
         remedy = " (install the cuda extra, docs/nvidia.md)" if name == "cuda" else ""
         raise ValueError(
-            f"--transport {name} needs jax to compute on {needed}, and it computes on {platform}{remedy}: leave "
-            "--transport out to take what suits it"
+            f"--transport {name} needs jax to compute on {needed}, but it computes on {platform}{remedy}: leave "
+            "--transport out to choose a suitable one"
         )
     if name == "inplace":
         return InplaceTransport()
@@ -80,7 +80,7 @@ def choose_transport(name: TransportName, platform: str) -> Transport:
 
 
 def _device() -> jax.Device:
-    """The device that programs run on unless they are told otherwise."""
+    """Return the default device of programs."""
     chosen = jax.config.jax_default_device
     return chosen if isinstance(chosen, jax.Device) else jax.local_devices()[0]
 
@@ -94,7 +94,7 @@ def make_infeed(
     chunk: int,
     times_waits: bool = True,
 ) -> BatchInfeed:
-    """Return the infeed that goes with a transport; arguments as `engine.crossing.cuda.infeed.StreamedInfeed` takes."""
+    """Return the infeed for a transport; see `engine.crossing.cuda.infeed.StreamedInfeed` for the arguments."""
     if not transport.runs_ahead:
         return Infeed(make_feeder(None), board, transport, words_of=words_of, chunk=chunk, times_waits=times_waits)
     from engine.crossing.cuda.infeed import StreamedInfeed
@@ -105,25 +105,25 @@ def make_infeed(
 
 
 def choose_chunk(asked: int | None, transport: Transport) -> int:
-    """Gives the batches a pull: as many as asked for, else one, or some where the host runs ahead of the device.
+    """Return the batches per pull: `asked` if given, else 1, or 10 if the host runs ahead of the device.
 
-    A part of the program, and so not a matter of how long a run is or how often it is evaluated.
+    The chunk is a part of the program, so it does not depend on the run's length or how often it is evaluated.
     """
     return asked or (_CHUNK_AHEAD if transport.runs_ahead else 1)
 
 
-def told_waste(config: TrainConfig, chunk: int) -> str | None:
-    """Gives a warning where many turns of the chunks, which all are made, come behind the last batch that is wanted."""
+def wasted_steps_warning(config: TrainConfig, chunk: int) -> str | None:
+    """Return a warning if many iterations of the chunks, which always run in full, come after the last batch wanted."""
     cadences = [each for each in (config.eval_every_steps, config.snapshot_every_steps) if each]
     if not cadences and config.chunk_batches is None:
-        # The run's last chunk alone has such turns, and nobody chose how many.
+        # Only the run's last chunk has such iterations, and the chunk length was not the user's choice.
         return None
-    # Batches between two places where the program has more to do than the next step.
+    # Batches between two interruptions of the steps, by an evaluation or a snapshot.
     between = config.accumulate_steps * math.gcd(*(cadences or [config.steps]))
     wasted = -between % chunk
     if wasted <= _MOST_WASTED * between:
         return None
     return (
-        f"warning: the program looks up every {between:,} batches, and of the {chunk} steps that are enqueued at once "
-        f"{wasted} then compute for nothing: --chunk should divide {between:,}"
+        f"warning: an evaluation, a snapshot or the end of the run comes every {between:,} batches, which wastes "
+        f"{wasted} of the last chunk's {chunk} steps: choose a --chunk that divides {between:,}"
     )

@@ -1,8 +1,8 @@
 """The infeed: the crossing by which the program pulls its batches and the control word.
 
-A pull is addressed by (batch index, shard) and takes the batches from there on, one or a chunk of them. Where the host
-fails, the exception is kept here, the pull answers with the batches that came before, and the stop bit set; the loop
-ends after these, and the host then raises what was kept.
+A pull is addressed by (batch index, shard) and returns one batch or a chunk of batches, beginning at that index. If the
+host fails, the exception is kept here and the pull returns the batches before the failure with the stop bit set; the
+loop ends after these batches, and the host then raises the exception.
 """
 
 import traceback
@@ -36,12 +36,13 @@ class Batch(NamedTuple):
 
 
 class Pulled(NamedTuple):
-    """What one pull gives the program.
+    """The result of one pull.
 
     Attributes:
-        control: what the host asks for, and how many batches there are, up to n.
-        batches: uint32 [n, b, H, words of a row], b the shard's part of a batch, and int32 [n, b]; what is behind those
-            that there are is nothing, and where there is none all are zeros. None: they come one by one.
+        control: the host's requests, and the number of batches, at most n.
+        batches: pixels uint32 [n, b, H, words of a row], with b the shard's part of a batch, and labels int32 [n, b].
+            The content after the last batch is undefined; without any batch all are zeros. None if the batches follow
+            one by one.
     """
 
     control: ControlWord
@@ -49,16 +50,16 @@ class Pulled(NamedTuple):
 
 
 type WordsOf = Callable[[int, int], ControlWords]
-"""(index of the first batch, batches wanted) → the control words of that pull."""
+"""(index of the first batch, number of batches wanted) → the control words of that pull."""
 
 
 class BatchInfeed(Protocol):
-    """What the program asks of an infeed.
+    """The interface of an infeed to the program.
 
     Attributes:
-        chunk: batches a pull, n.
-        num_together: batches of a pull whose losses are emitted together.
-        failure: the exception that ended the infeed, None while there is none.
+        chunk: batches per pull, n.
+        num_together: number of batches whose losses are emitted together.
+        failure: the exception that ended the infeed, or None.
     """
 
     chunk: int
@@ -66,62 +67,62 @@ class BatchInfeed(Protocol):
     failure: BaseException | None
 
     def pull(self, batch_index: jax.Array, shard: jax.Array, num_batches: jax.Array) -> Pulled:
-        """Pulls batches for a shard; called while tracing.
+        """Pull batches for a shard; called while tracing.
 
         Args:
-            batch_index: int32 [], of the first (from 0).
-            shard: int32 [].
-            num_batches: int32 [], how many are wanted, at most n.
+            batch_index: int32 [], index of the first batch, from 0.
+            shard: int32 [], index of the shard.
+            num_batches: int32 [], number of batches wanted, at most n.
         """
         ...
 
     def for_each[C](
         self,
         pulled: Pulled,
-        take_in: Callable[[C, Batch], C],
+        process_batch: Callable[[C, Batch], C],
         carry: C,
         *,
         is_over: Callable[[C], jax.Array] = lambda _: jnp.zeros((), jnp.bool),
         emit: Callable[[C], C] = lambda carry: carry,
     ) -> tuple[C, jax.Array]:
-        """Takes in the batches of a pull, in order; called while tracing.
+        """Process the batches of a pull in order; called while tracing.
 
         Args:
-            pulled: what `pull` gave.
-            take_in: (carry, batch) → carry.
-            carry: before the first, a pytree of arrays.
-            is_over: carry → bool [], whether to leave the rest.
-            emit: carry → carry, emits what no more than `num_together` batches came to.
+            pulled: the result of `pull`.
+            process_batch: (carry, batch) → carry.
+            carry: the initial carry, a pytree of arrays.
+            is_over: carry → bool [], whether to skip the remaining batches.
+            emit: carry → carry; emits the results of at most `num_together` batches.
 
         Returns:
-            The carry after the last, and how many were taken in (int32 []): fewer than `pulled` says, where it was over
-            or the host had no more after all.
+            The final carry, and the number of batches processed (int32 []): fewer than `pulled` states if `is_over`
+            became true or the host ran out of batches.
         """
         ...
 
     def take_wait_s(self, batch_index: int) -> float:
-        """Gives the seconds that the program waited for a batch, once, when it was trained on."""
+        """Return the seconds that the program waited for a batch; called once per batch, after it was trained on."""
         ...
 
     def start(self) -> None:
-        """Begins to read ahead; called once, inside the transport's `running`."""
+        """Start to read ahead; called once, inside the transport's `running`."""
         ...
 
     def close(self) -> None:
-        """Stops that; may be called again."""
+        """Stop reading ahead; may be called again."""
         ...
 
 
 class Infeed:
-    """Connects a feeder and a control board to the program: a `BatchInfeed` whose batches come with the pull.
+    """A `BatchInfeed` from a feeder and a control board, whose batches are returned by the pull itself.
 
     Args:
-        feeder: where the batches are, not started.
-        board: asked whether the run is to stop.
-        transport: how the call is made.
-        words_of: gives the control words of a pull.
-        chunk: batches a pull, n.
-        times_waits: whether `take_wait_s` is asked for every batch; waits that nobody asks for would pile up.
+        feeder: source of the batches, not started.
+        board: tells whether a stop of the run is requested.
+        transport: how the host is called.
+        words_of: returns the control words of a pull.
+        chunk: batches per pull, n.
+        times_waits: whether `take_wait_s` is called for every batch; otherwise the recorded waits would accumulate.
 
     Attributes:
         chunk, num_together, failure: see `BatchInfeed`.
@@ -165,7 +166,7 @@ class Infeed:
     def for_each[C](
         self,
         pulled: Pulled,
-        take_in: Callable[[C, Batch], C],
+        process_batch: Callable[[C, Batch], C],
         carry: C,
         *,
         is_over: Callable[[C], jax.Array] = lambda _: jnp.zeros((), jnp.bool),
@@ -173,34 +174,34 @@ class Infeed:
     ) -> tuple[C, jax.Array]:
         """See `BatchInfeed.for_each`.
 
-        A stop that comes in the place of batches makes it a loop of no turn, which changes the carry where it lies:
-        `lax.cond` copies it, which took a step of ResNet-50 102 MB, and one of a small perceptron a fifth of its time.
+        If a stop comes instead of batches, the loop has no iterations. The loop updates the carry in place: `lax.cond`
+        copies it, which took 102 MB per step of ResNet-50, and a fifth of the time of a step of a small perceptron.
         """
         batches = pulled.batches
         assert batches is not None
 
-        def goes_on(turns: tuple[C, jax.Array]) -> jax.Array:
-            carry, num_taken = turns
+        def condition(loop_carry: tuple[C, jax.Array]) -> jax.Array:
+            carry, num_taken = loop_carry
             return (num_taken < pulled.control.num_batches) & ~is_over(carry)
 
-        def turn(turns: tuple[C, jax.Array]) -> tuple[C, jax.Array]:
-            carry, num_taken = turns
-            return take_in(carry, self._batch(batches, num_taken)), num_taken + 1
+        def body(loop_carry: tuple[C, jax.Array]) -> tuple[C, jax.Array]:
+            carry, num_taken = loop_carry
+            return process_batch(carry, self._batch(batches, num_taken)), num_taken + 1
 
-        carry, num_taken = lax.while_loop(goes_on, turn, (carry, jnp.zeros((), jnp.int32)))
+        carry, num_taken = lax.while_loop(condition, body, (carry, jnp.zeros((), jnp.int32)))
         return emit(carry), num_taken
 
     def _batch(self, batches: Batch, number: jax.Array) -> Batch:
-        """Takes one of several batches, by int32 [] `number` (from 0)."""
+        """Return batch `number`, int32 [] from 0, of a pull."""
         pixels, labels = (lax.dynamic_index_in_dim(each, number, keepdims=False) for each in batches)
         return make_batch(self._feeder, pixels, labels)
 
     def take_wait_s(self, batch_index: int) -> float:
-        """See `BatchInfeed.take_wait_s`: the pull of that batch waited so long."""
+        """See `BatchInfeed.take_wait_s`: the wait within the pull of that batch."""
         return self._wait_s.pop(batch_index, 0.0)
 
     def _answer(self, operands: Sequence[Array], results: Sequence[Array]) -> None:
-        """The host's side of a pull; runs on a thread of the runtime."""
+        """Answer a pull on the host; runs on a thread of the runtime."""
         batch_index, shard, num_wanted = operands[0].tolist()
         pixels, labels, words = results
         num_taken = 0
@@ -214,18 +215,18 @@ class Infeed:
                 num_taken += 1
             if num_taken < num_batches:
                 _end_with(num_taken, words)
-        except BaseException as error:  # noqa: BLE001 - raising through XLA loses it: kept, and raised by the host
+        except BaseException as error:  # noqa: BLE001 - raising through XLA would lose it: kept, and raised by the host
             self.failure = error
             _end_with(num_taken, words)
         if num_taken == 0:
             pixels[...], labels[...] = 0, 0
         if self.failure is not None:
-            # The traceback keeps the frames: none may hold the program's memory.
+            # The traceback keeps the frames alive, and they must not hold the program's memory.
             traceback.clear_frames(self.failure.__traceback__)
             del operands, results, pixels, labels, words
 
     def _take(self, batch_index: int, shard: int, pixels: Pixels, labels: Labels) -> bool:
-        """Takes a batch; False where a stop came before it, which takes none: it stays for whoever continues there."""
+        """Take a batch from the feeder; return False, without taking it, if a stop was requested before it came."""
         waited_s = self._feeder.take(batch_index, shard, pixels, labels, is_cancelled=self._board.is_stop_requested)
         if waited_s is None:
             return False
@@ -235,10 +236,10 @@ class Infeed:
 
 
 def make_batch(feeder: Feeder, pixels: jax.Array, labels: jax.Array) -> Batch:
-    """Gives a batch, whose pixels uint32 [b, H, words of a row] are as the feeder has them, in the packed layout."""
+    """Return a batch in the packed layout from pixels in the feeder's layout, uint32 [b, H, words of a row]."""
     return Batch(pack_dense(pixels) if feeder.is_dense else pixels, labels)
 
 
 def _end_with(num_batches: int, words: NDArray[np.uint32]) -> None:
-    """Makes the control words of a pull those of a stop after so many batches; without any they say nothing else."""
+    """Change a pull's control words to stop after `num_batches` batches; with none, the words are only a stop."""
     words[...] = (words[0] | STOP, words[1], num_batches) if num_batches else stop_at_once()

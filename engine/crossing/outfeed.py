@@ -1,7 +1,7 @@
 """The outfeed: the crossing by which the program emits losses, the counts of evaluations, and snapshots of its state.
 
-Knows nothing of terminals and files: it hands each record to a receiver that must not block for long. Where that
-fails, the exception is kept and the board is asked to stop the run.
+Does not depend on terminals or files: it passes each record to a receiver, which must not block for long. If the
+receiver fails, the exception is kept and the board is asked to stop the run.
 """
 
 import time
@@ -21,15 +21,15 @@ from engine.objective.tally import Tally
 
 
 class Outfeed:
-    """Connects the program to a receiver of what it emits.
+    """Passes what the program emits to a receiver.
 
     Args:
-        receive: called with each record, in the order of the program, on a thread of the runtime.
-        board: asked to stop the run where `receive` raises.
-        transport: how the call is made.
+        receive: called with each record, in the program's order, on a thread of the runtime.
+        board: asked to stop the run if `receive` raises.
+        transport: how the host is called.
 
     Attributes:
-        failure: the exception that `receive` raised first, None while there is none.
+        failure: the first exception that `receive` raised, or None.
     """
 
     def __init__(self, receive: Callable[[Pushed], None], board: ControlBoard, transport: Transport) -> None:
@@ -37,12 +37,12 @@ class Outfeed:
         self.failure: BaseException | None = None
 
     def push_losses(self, step: jax.Array, num_updates: jax.Array, numbers: jax.Array) -> None:
-        """Emits the losses of the last updates; called while tracing.
+        """Emit the losses of the last updates; called while tracing.
 
         Args:
-            step: int32 [], updates done with the last of them.
-            num_updates: int32 [], how many they are, at most n.
-            numbers: float32 [n, 2], of each its loss and its learning rate.
+            step: int32 [], number of updates done, including the last of these.
+            num_updates: int32 [], number of updates emitted, at most n.
+            numbers: float32 [n, 2], loss and learning rate of each.
         """
 
         def read(counts: Array, numbers: Array) -> PushedLosses:
@@ -53,7 +53,7 @@ class Outfeed:
         self._push(read, jnp.stack([step, num_updates]), numbers)
 
     def push_evaluation(self, step: jax.Array, tally: Tally) -> None:
-        """Emits the whole `tally` of an evaluation after int32 [] `step` updates; called while tracing."""
+        """Emit the final `tally` of an evaluation after int32 [] `step` updates; called while tracing."""
 
         def read(step: Array, num_images: Array, top1: Array, top5: Array, loss_sum: Array) -> PushedEvaluation:
             mean = float(loss_sum) / max(int(num_images), 1)
@@ -62,11 +62,11 @@ class Outfeed:
         self._push(read, step, tally.num_images, tally.top1, tally.top5, tally.loss_sum)
 
     def push_snapshot(self, step: jax.Array, pulls: jax.Array, state: Any) -> None:
-        """Emits the `state`, any pytree, after int32 [] `step` updates of `pulls` batches; called while tracing."""
+        """Emit the `state`, any pytree, after int32 [] `step` updates of `pulls` batches; called while tracing."""
         leaves, structure = jax.tree.flatten(plain_keys(state))
 
         def read(step: Array, pulls: Array, *leaves: Array) -> PushedSnapshot:
-            # The operands are the program's own memory, which goes on to its next step once this returns.
+            # The operands are the program's own memory, which its next step overwrites once this returns.
             copies = [np.array(leaf) for leaf in leaves]
             return PushedSnapshot(int(step), int(pulls), jax.tree.unflatten(structure, copies))
 
@@ -76,10 +76,10 @@ class Outfeed:
         self._transport.emit(partial(self._accept, read), *operands)
 
     def _accept(self, read: Callable[..., Pushed], operands: Sequence[Array]) -> None:
-        """The host's side of a push; runs on a thread of the runtime, or of the transport."""
+        """Receive a push on the host; runs on a thread of the runtime, or of the transport."""
         try:
             self._receive(read(*operands))
-        except BaseException as error:  # noqa: BLE001 - raising through XLA loses it: kept, and raised by the host
+        except BaseException as error:  # noqa: BLE001 - raising through XLA would lose it: kept, and raised by the host
             if self.failure is None:
                 self.failure = error
             self._board.request_stop("the loss stream failed")

@@ -1,16 +1,16 @@
-"""What the program emits: losses, the counts of an evaluation, a snapshot of its state."""
+"""The records that the program emits: losses, the counts of an evaluation, a snapshot of its state."""
 
 from typing import Any, NamedTuple
 
 
 class PushedLosses(NamedTuple):
-    """What the program emits for one update, or for several in a row.
+    """The losses of one or several consecutive updates.
 
     Attributes:
-        first_step: updates done with the first of them, from 1.
-        losses: means over the batch, as the program computed them in float32; none where no update was due.
-        learning_rates: of these updates.
-        time: seconds since the epoch at which they reached the host.
+        first_step: number of the first of these updates, from 1.
+        losses: means over the batch, as the program computed them in float32; empty if no update was due.
+        learning_rates: learning rates of these updates.
+        time: arrival at the host, in seconds since the Unix epoch.
     """
 
     first_step: int
@@ -20,13 +20,13 @@ class PushedLosses(NamedTuple):
 
 
 class PushedEvaluation(NamedTuple):
-    """What the program emits for one evaluation.
+    """The result of one evaluation.
 
     Attributes:
         step: updates done before it.
-        num_images, top1, top5: images counted, and those right in the first place and among the first five.
+        num_images, top1, top5: number of images, and of those correct in the first and in the first five classes.
         loss: mean over the images.
-        time: seconds since the epoch at which it reached the host.
+        time: arrival at the host, in seconds since the Unix epoch.
     """
 
     step: int
@@ -38,12 +38,12 @@ class PushedEvaluation(NamedTuple):
 
 
 class PushedSnapshot(NamedTuple):
-    """What the program emits of its state.
+    """A snapshot of the program's state.
 
     Attributes:
         step: updates done.
         pulls: batches taken.
-        state: the loop's state as a pytree of NumPy arrays of the host's own; of a generator's key its numbers.
+        state: the loop's state as a pytree of NumPy arrays, copied to the host; PRNG keys as their uint32 data.
     """
 
     step: int

@@ -1,9 +1,8 @@
-"""How a host function is called from inside the compiled program.
+"""Transports: calls of a host function from inside the compiled program.
 
-Owns the one mechanism that both crossings (`engine.crossing.infeed`, `engine.crossing.outfeed`) use, in its two forms;
-nothing else in the project makes a host callback. The host function gets NumPy arrays and must keep three rules,
-because breaking
-them hangs or aborts the program: it never touches jax, never blocks without a time limit, and never raises.
+Both crossings (`engine.crossing.infeed`, `engine.crossing.outfeed`) use a transport; nothing else in the project makes
+a host callback. The host function gets NumPy arrays and must keep three rules, because breaking them hangs or aborts
+the program: it never calls jax, never blocks without a time limit, and never raises.
 """
 
 import ctypes
@@ -29,12 +28,12 @@ type HostFunction = Callable[[Sequence[Array], Sequence[Array]], None]
 class Transport(Protocol):
     """A way to call the host from the device.
 
-    Whoever may run a program keeps the transport that it was traced with (`Compiled.keeps`): the program does not.
+    A program does not keep the transport that it was traced with alive; its owner must (`Compiled.keeps`).
 
     Attributes:
-        name: as the user gives it to --transport.
-        runs_ahead: whether the host is called when the work is enqueued, not when the device has come so far.
-        failure: what kept something that was emitted from its function, None while nothing did.
+        name: value of --transport.
+        runs_ahead: whether the host is called when the work is enqueued, not when the device reaches it.
+        failure: the exception that prevented the delivery of emitted values, or None.
     """
 
     name: str
@@ -44,12 +43,12 @@ class Transport(Protocol):
     def call(
         self, function: HostFunction, results: Sequence[jax.ShapeDtypeStruct], *operands: jax.Array
     ) -> tuple[jax.Array, ...]:
-        """Calls `function` each time that the program passes here, while tracing.
+        """Insert a call of `function` into the program; called while tracing.
 
         Args:
             function: called on a thread of the runtime with the operands' values and the arrays to write.
             results: the shapes and dtypes of what it writes.
-            operands: traced arrays of any shape, of dtypes that NumPy itself has.
+            operands: traced arrays of any shape, of NumPy's own dtypes.
 
         Returns:
             One traced array for each of `results`.
@@ -57,20 +56,20 @@ class Transport(Protocol):
         ...
 
     def emit(self, function: Callable[[Sequence[Array]], None], *operands: jax.Array) -> None:
-        """Has `function` called with the operands' values each time that the program passes here, while tracing.
+        """Insert a call of `function` with the operands' values into the program; called while tracing.
 
-        In the order of the program, on one thread at a time, now or later, but before the end of `running`; the
-        operands' memory is the program's again when the function returns.
+        Calls come in the program's order, one at a time, at once or later, but before the end of `running`. When the
+        function returns, the operands' memory belongs to the program again.
         """
         ...
 
     def running(self) -> AbstractContextManager[None]:
-        """Opens what a launch of the program needs, and closes it behind the program, when all emitted arrived."""
+        """Open what a launch of the program needs; at the end, wait until all emitted values arrived and close it."""
         ...
 
 
 class _PromptTransport(ABC):
-    """Transports whose calls have the operands' values at once: to emit is to call."""
+    """Base of the transports whose calls have the operands' values at once, so that `emit` is a `call`."""
 
     runs_ahead = False
     failure: BaseException | None = None
@@ -91,58 +90,59 @@ class _PromptTransport(ABC):
             results[0][...] = 0
             function(operands)
 
-        # A call without any result is dropped by some backends; one byte keeps it.
+        # Some backends drop a call without a result; one byte keeps it.
         self.call(take, (jax.ShapeDtypeStruct((), jnp.uint8),), *operands)
 
     def running(self) -> AbstractContextManager[None]:
-        """See `Transport.running`: there is nothing to open."""
+        """See `Transport.running`; these transports open nothing."""
         return nullcontext()
 
 
 class Called[F]:
-    """What a program calls, found through a weak reference.
+    """The functions that a program calls, found through a weak reference.
 
-    A compiled program is C++, through which Python's collector cannot look. If it referred to the launch that it calls,
-    a launch that failed, whose error's frames hold the program, would stay in memory for ever.
+    Python's garbage collector cannot traverse a compiled program, which is C++. If the program referred to the launch
+    that it calls, a failed launch, whose error's frames hold the program, would stay in memory for ever.
     """
 
     def __init__(self) -> None:
         self._functions: list[F] = []
 
     def enter(self, function: F) -> Callable[[], F]:
-        """Takes a function in; gives what finds it again.
+        """Register a function; return a callable that finds it.
 
-        That raises:
-            RuntimeError: this is gone.
+        The callable raises RuntimeError if this object no longer exists.
         """
         number, reference = len(self._functions), weakref.ref(self)
         self._functions.append(function)
 
         def find() -> F:
-            these = reference()
-            if these is None:
-                raise RuntimeError("a transport must live as long as its program runs, and is gone: keep it")
-            return these._functions[number]
+            called = reference()
+            if called is None:
+                raise RuntimeError(
+                    "a transport must exist as long as its program runs, but it was deleted: keep a reference to it"
+                )
+            return called._functions[number]
 
         return find
 
 
 class ThreadState(threading.local):
-    """What Python knows of a thread of XLA's, kept from its first call on.
+    """Python's state of one of XLA's threads, kept from its first call.
 
-    Otherwise it is made at the beginning of every call and taken down at its end: 12 µs, more than the rest of a call.
+    Otherwise it is created at the start of every call and destroyed at its end: 12 µs, more than the rest of a call.
     """
 
     def __init__(self) -> None:
-        # Counted up once more than it will be counted down.
+        # One more Ensure than Release, so that the count never returns to 0.
         ctypes.pythonapi.PyGILState_Ensure()
 
     def keep(self) -> None:
-        """Keeps that of this thread, by being asked for: `__init__` has then run on it, once."""
+        """Keep the state of the current thread; the access to this attribute has run `__init__` on it, once."""
 
 
 class InplaceTransport(_PromptTransport):
-    """CPU: the function reads and writes XLA's own buffers (4–7 µs a call where `io_callback` takes 120 µs)."""
+    """CPU: the function reads and writes XLA's own buffers (4–7 µs per call; `io_callback` takes 120 µs)."""
 
     name = "inplace"
 
@@ -156,8 +156,8 @@ class InplaceTransport(_PromptTransport):
         """See `Transport.call`."""
         find, thread_state = self._called.enter(function), self._thread_state
 
-        # Not `np.asarray`: jaxlib then enters an address of this thread's stack among its living objects, and while any
-        # such array lives, a later call whose buffer is made at that very address is handed the old one.
+        # Not `np.asarray`: jaxlib would register an address on this thread's stack as a live object, and as long as
+        # such an array lives, a later call whose buffer is at the same address gets the old one.
         def cross(_context: Any, outputs: Sequence[Any], *inputs: Any) -> None:
             thread_state.keep()
             find()([np.from_dlpack(value) for value in inputs], [np.from_dlpack(buffer) for buffer in outputs])
@@ -181,5 +181,5 @@ class CallbackTransport(_PromptTransport):
             find()([np.asarray(value) for value in inputs], written)
             return written
 
-        # Unordered: the address that the loop carries gives the order, so no token has to pass through the loop.
+        # Unordered: the address in the loop's carry fixes the order, so no token has to pass through the loop.
         return tuple(io_callback(cross, tuple(results), *operands, ordered=False))

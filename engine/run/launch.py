@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from engine.config import TrainConfig
 from engine.control.word import ControlWords
-from engine.crossing.choice import choose_chunk, make_infeed, this_device, this_platform, told_waste
+from engine.crossing.choice import choose_chunk, make_infeed, this_device, this_platform, wasted_steps_warning
 from engine.crossing.infeed import BatchInfeed, WordsOf
 from engine.crossing.outfeed import Outfeed
 from engine.feed.batches import BatchSource, CheckedSource
@@ -241,8 +241,8 @@ class Launch:
             + ("" if this_platform() == "cpu" else f" on {this_device()}")
             + (f", {chunk} {'steps enqueued ' * self._transport.runs_ahead}at once" if chunk > 1 else "")
         )
-        if self._transport.runs_ahead and (told := told_waste(self.config, chunk)):
-            self._notify(told)
+        if self._transport.runs_ahead and (warning := wasted_steps_warning(self.config, chunk)):
+            self._notify(warning)
 
     def prepare(self) -> tuple[Compiled, TrainState]:
         """Gives the program and the state that it begins with, which is made while the program is compiled."""

@@ -1,1 +1,1 @@
-"""The `cuda` transport: the crossings of a program on an NVIDIA card, which never wait for Python."""
+"""The `cuda` transport: the crossings of a program on an NVIDIA GPU, which never wait for Python."""

@@ -1,4 +1,4 @@
-"""What one launch takes of a device and the host for its crossings, given back together at its end."""
+"""Memory, streams and events of one launch's crossings, all released together at its end."""
 
 import ctypes
 import threading
@@ -14,22 +14,22 @@ from engine.crossing.cuda.driver import CudaDriver, CudaError
 
 
 class Arena:
-    """Memory, streams and events; for any number of threads.
+    """Owner of memory, streams and events; thread-safe.
 
-    Everything but `close` is called inside the driver's `current`.
+    Every method except `close` must be called inside the driver's `current`.
     """
 
     def __init__(self, driver: CudaDriver) -> None:
         self._driver = driver
-        self._taken = ExitStack()
+        self._releases = ExitStack()
         self._blocks: list[NDArray[np.uint8]] = []
         self._guard = threading.Lock()
 
     def pinned(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Gives page-locked memory of the host, zeros.
+        """Return page-locked host memory, filled with zeros.
 
-        It lasts until `close` and beyond, as long as the array or a view of it: a store that was given up may still
-        write there.
+        It is valid until `close`, and after it as long as the array or a view of it exists: a store that was abandoned
+        may still write to it.
         """
         with self._guard:
             address = self._driver.allocate_pinned(num_bytes)
@@ -41,41 +41,41 @@ class Arena:
         return block
 
     def device(self, num_bytes: int) -> int:
-        """Gives the address of memory of the device."""
+        """Allocate device memory and return its address."""
         return self._keep(lambda: self._driver.allocate_device(num_bytes), self._driver.free_device)
 
     def stream(self) -> int:
-        """Gives a stream of its own."""
+        """Create a stream."""
         return self._keep(self._driver.create_stream, self._driver.destroy_stream)
 
     def event(self, *, timing: bool = False) -> int:
-        """Gives an event."""
+        """Create an event."""
         return self._keep(lambda: self._driver.create_event(timing=timing), self._driver.destroy_event)
 
     def at_close(self, function: Callable[[], None]) -> None:
-        """Has `function` called then: to let go of memory that was given."""
+        """Register `function` to be called by `close`, to drop references to memory of this arena."""
         with self._guard:
-            self._taken.callback(function)
+            self._releases.callback(function)
 
     def close(self) -> None:
-        """Waits for the device and gives everything back; may be called again.
+        """Wait for the device and release everything; may be called again.
 
         Raises:
-            CudaError: the device has failed; what could be given back was.
+            CudaError: if the device has failed; whatever could be released was.
         """
-        with self._driver.current(), self._guard, self._taken:
-            # Only now does no copy look at the blocks any more.
+        with self._driver.current(), self._guard, self._releases:
+            # After this no copy accesses the blocks.
             self._driver.synchronize_device()
             self._blocks.clear()
 
-    def _keep(self, take: Callable[[], int], give_back: Callable[[int], None]) -> int:
+    def _keep(self, create: Callable[[], int], destroy: Callable[[int], None]) -> int:
         with self._guard:
-            taken = take()
-            self._taken.callback(partial(give_back, taken))
-            return taken
+            created = create()
+            self._releases.callback(partial(destroy, created))
+            return created
 
 
 def _free_pinned(driver: CudaDriver, address: int) -> None:
-    # A card that has failed refuses this too; what it failed with is told elsewhere.
+    # A device that has failed refuses this too; its error is reported elsewhere.
     with suppress(CudaError), driver.current():
         driver.free_pinned(address)

@@ -1,4 +1,4 @@
-"""A thread that calls the host when the device has come so far, so that neither waits for the other."""
+"""A thread that calls host functions when the device reaches an event, so that neither waits for the other."""
 
 import queue
 import threading
@@ -14,13 +14,13 @@ class _Job(NamedTuple):
 
 
 class Collector:
-    """Calls functions in the order of `put`, each once its event has passed.
+    """Calls functions in the order of `put`, each once its event has completed.
 
     Args:
-        driver: of the events.
+        driver: driver of the events.
 
     Attributes:
-        failure: the exception that ended it, None while there is none: nothing is called from then on.
+        failure: the exception that ended the thread, after which nothing is called, or None.
     """
 
     def __init__(self, driver: CudaDriver) -> None:
@@ -30,26 +30,26 @@ class Collector:
         self.failure: BaseException | None = None
 
     def start(self) -> None:
-        """Starts the thread; called once."""
+        """Start the thread; called once."""
         self._thread.start()
 
     def put(self, event: int, function: Callable[[], None]) -> None:
-        """Has `function` called once `event`, which was recorded before, has passed."""
+        """Call `function` on the thread once `event`, which must be recorded already, has completed."""
         self._jobs.put(_Job(event, function))
 
     def close(self, timeout_s: float) -> None:
-        """Waits until everything was called; may be called again.
+        """Wait until every function was called; may be called again.
 
         Raises:
-            TimeoutError: it was not in time; the thread is then left to itself.
+            TimeoutError: if that took too long; the thread is then abandoned.
         """
         self._jobs.put(None)
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise TimeoutError(
-                f"what the program emitted must reach the host within {timeout_s:g} s of its end, and did not: the "
-                "card, or whoever takes the losses, hangs"
+                f"the program's records must reach the host within {timeout_s:g} s of its end, but did not: the GPU "
+                "or a sink of losses hangs; check nvidia-smi and the terminal or disk that the losses go to"
             )
 
     def _work(self) -> None:
@@ -58,7 +58,7 @@ class Collector:
                 while (job := self._jobs.get()) is not None:
                     self._driver.synchronize(job.event)
                     job.function()
-                    # It would keep the launch until the next.
+                    # Otherwise the job would keep the launch alive until the next job.
                     del job
-        except BaseException as error:  # noqa: BLE001 - raised by whoever launched the program
+        except BaseException as error:  # noqa: BLE001 - raised by the code that launched the program
             self.failure = error

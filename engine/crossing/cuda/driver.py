@@ -1,7 +1,7 @@
-"""NVIDIA's driver by its own interface: memory, streams, events and copies.
+"""Bindings of NVIDIA's driver: memory, streams, events and copies.
 
-Owns the signatures of the functions that are called (CUDA Driver API, `libcuda.so.1`, which comes with the driver: no
-toolkit and nothing to compile) and turns their codes into errors. Knows nothing of batches or of jax.
+Owns the signatures of the called functions (CUDA Driver API, `libcuda.so.1`, which comes with the driver: no toolkit
+and nothing to compile) and converts their codes to errors. Does not depend on batches or jax.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ from typing import Any
 
 LIBRARY = "libcuda.so.1"
 
-# CUdeviceptr is an integer of the machine's width, handles (context, stream, event) are pointers.
+# CUdeviceptr is an integer of the machine's word size; handles (context, stream, event) are pointers.
 _DEVICE_POINTER, _HANDLE = c_uint64, c_void_p
 PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuInit": (c_uint,),
@@ -43,12 +43,12 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuEventSynchronize": (_HANDLE,),
     "cuEventElapsedTime": (POINTER(c_float), _HANDLE, _HANDLE),
 }
-"""The types of the arguments of every function that is called; each gives a CUresult, an int."""
+"""Argument types of every called function; each returns a CUresult, an int."""
 
-# What only enqueues is called with the interpreter's lock held: to give the lock up for a microsecond is to wait for it
-# behind the reader threads, nine times a batch. (Nine calls of libc took 3 times as long so, beside one busy thread.)
-# Where a stream is full, as it may be behind a large network, such a call waits with it until the device, which needs
-# nobody's lock, has come to the next kernels.
+# Functions that only enqueue are called with the GIL held: releasing it for a microsecond means waiting for it behind
+# the reader threads, nine times per batch. (Beside one busy thread, nine calls of libc took 3 times as long that way.)
+# If a stream is full, as with a large network, such a call holds the GIL until the device, which does not need it,
+# reaches the next kernels.
 _BRIEF = frozenset(
     {
         "cuCtxPushCurrent_v2",
@@ -64,14 +64,14 @@ _BRIEF = frozenset(
 )
 
 type Functions = Callable[[str], Callable[..., int]]
-"""The name of a function of `PROTOTYPES` → the function, which takes what ctypes makes of its arguments."""
+"""Name of a function in `PROTOTYPES` → the function, which ctypes calls with converted arguments."""
 
 _SUCCESS = 0
-# Page-locked for every context of the process.
+# Page-locked in every context of the process.
 _PORTABLE = 0x01
-# A stream that does not wait for, nor hold up, the default stream of the context.
+# A stream that neither waits for nor blocks the default stream of the context.
 _NON_BLOCKING = 0x01
-# Waiters sleep; without it they spin, on the core that the reader threads need.
+# Waiting threads sleep; without this flag they spin, on a core that the reader threads need.
 _BLOCKING_SYNC, _DISABLE_TIMING = 0x01, 0x02
 
 
@@ -79,7 +79,7 @@ class CudaError(RuntimeError):
     """A call of NVIDIA's driver failed.
 
     Attributes:
-        name: the driver's name of the error, as "CUDA_ERROR_OUT_OF_MEMORY".
+        name: the driver's name of the error, such as "CUDA_ERROR_OUT_OF_MEMORY".
     """
 
     def __init__(self, message: str, name: str) -> None:
@@ -88,17 +88,17 @@ class CudaError(RuntimeError):
 
 
 def load_functions() -> Functions:
-    """Opens the driver's library.
+    """Open the driver's library.
 
     Raises:
-        CudaError: it is not on this machine, or is older than the functions that are needed.
+        CudaError: if it is not on this machine, or too old to have every needed function.
     """
     try:
         library = ctypes.CDLL(LIBRARY)
     except OSError as error:
         raise CudaError(
             f"--transport cuda needs NVIDIA's driver, {LIBRARY}, which could not be opened ({error}): install the "
-            "driver, or take --transport callback",
+            "driver, or choose --transport callback",
             "CUDA_ERROR_NO_DRIVER",
         ) from None
 
@@ -108,7 +108,7 @@ def load_functions() -> Functions:
             return prototype(c_int, *PROTOTYPES[name])((name, library))
         except AttributeError:
             raise CudaError(
-                f"NVIDIA's driver, {LIBRARY}, must have {name} and has not: it is too old, install a newer one",
+                f"NVIDIA's driver, {LIBRARY}, is too old, it lacks {name}: install a newer driver",
                 "CUDA_ERROR_OLD_DRIVER",
             ) from None
 
@@ -116,17 +116,17 @@ def load_functions() -> Functions:
 
 
 class CudaDriver:
-    """One device of the driver; for any number of threads.
+    """One device of the driver; thread-safe.
 
-    Every call is made inside `current`. Memory, streams and events are given back by whoever took them; the device is
-    let go with the last reference to this. Addresses and handles are integers, sizes are bytes.
+    Every method must be called inside `current`. The caller releases memory, streams and events; the device is
+    released with the last reference to this object. Addresses and handles are integers, sizes are bytes.
 
     Args:
-        device: its number, from 0, as jax numbers those of this process.
-        functions: the driver's; None opens its library.
+        device: number of the device, from 0, as jax numbers the devices of this process.
+        functions: the driver's functions; None opens its library.
 
     Raises:
-        CudaError: there is no driver, or no such device.
+        CudaError: if there is no driver, or no such device.
     """
 
     def __init__(self, device: int = 0, functions: Functions | None = None) -> None:
@@ -136,14 +136,14 @@ class CudaDriver:
         number = c_int()
         self._call("cuDeviceGet", ctypes.byref(number), device)
         self._device = number.value
-        # The one that XLA computes in: its memory and streams are ours too.
-        self._context = self._made("cuDevicePrimaryCtxRetain", self._device)
+        # XLA computes in the primary context, so its memory and streams are usable here.
+        self._context = self._created("cuDevicePrimaryCtxRetain", self._device)
         release = self._functions["cuDevicePrimaryCtxRelease_v2"]
         weakref.finalize(self, release, self._device).atexit = False
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Makes the device that of this thread, inside the block."""
+        """Make the device current on this thread inside the `with` block."""
         self._call("cuCtxPushCurrent_v2", self._context)
         try:
             yield
@@ -151,93 +151,93 @@ class CudaDriver:
             self._call("cuCtxPopCurrent_v2", ctypes.byref(c_void_p()))
 
     def synchronize_device(self) -> None:
-        """Waits until all that is enqueued on any stream is done."""
+        """Wait until all work enqueued on any stream is done."""
         self._call("cuCtxSynchronize")
 
     def allocate_pinned(self, num_bytes: int) -> int:
-        """Gives page-locked memory of the host, which copies reach without another copy in between."""
-        return self._made("cuMemHostAlloc", num_bytes, _PORTABLE)
+        """Allocate page-locked host memory, which the device copies to and from directly."""
+        return self._created("cuMemHostAlloc", num_bytes, _PORTABLE)
 
     def free_pinned(self, address: int) -> None:
-        """Gives back what `allocate_pinned` gave."""
+        """Free memory of `allocate_pinned`."""
         self._call("cuMemFreeHost", address)
 
     def allocate_device(self, num_bytes: int) -> int:
-        """Gives memory of the device, aligned to 256 bytes."""
+        """Allocate device memory, aligned to 256 bytes."""
         address = _DEVICE_POINTER()
         self._call("cuMemAlloc_v2", ctypes.byref(address), num_bytes)
         return address.value
 
     def free_device(self, address: int) -> None:
-        """Gives back what `allocate_device` gave."""
+        """Free memory of `allocate_device`."""
         self._call("cuMemFree_v2", address)
 
     def copy_to_device(self, target: int, source: int, num_bytes: int, stream: int) -> None:
-        """Enqueues a copy from page-locked memory, which must stay as it is until the copy is done."""
+        """Enqueue a copy from page-locked memory, which must not change until the copy is done."""
         self._call("cuMemcpyHtoDAsync_v2", target, source, num_bytes, stream)
 
     def copy_to_host(self, target: int, source: int, num_bytes: int, stream: int) -> None:
-        """Enqueues a copy to page-locked memory."""
+        """Enqueue a copy to page-locked memory."""
         self._call("cuMemcpyDtoHAsync_v2", target, source, num_bytes, stream)
 
     def copy_on_device(self, target: int, source: int, num_bytes: int, stream: int) -> None:
-        """Enqueues a copy within the device."""
+        """Enqueue a copy within the device."""
         self._call("cuMemcpyDtoDAsync_v2", target, source, num_bytes, stream)
 
     def fill_words(self, target: int, word: int, num_words: int, stream: int) -> None:
-        """Enqueues the writing of one uint32 to every word of memory of the device."""
+        """Enqueue a fill of device memory with one uint32."""
         self._call("cuMemsetD32Async", target, word, num_words, stream)
 
     def create_stream(self) -> int:
-        """Gives a stream that is ordered with others by events alone."""
-        return self._made("cuStreamCreate", _NON_BLOCKING)
+        """Create a stream that is ordered with other streams only by events."""
+        return self._created("cuStreamCreate", _NON_BLOCKING)
 
     def destroy_stream(self, stream: int) -> None:
-        """Gives back a stream; what is enqueued is done all the same."""
+        """Destroy a stream; enqueued work is still done."""
         self._call("cuStreamDestroy_v2", stream)
 
     def synchronize_stream(self, stream: int) -> None:
-        """Waits until all that is enqueued is done."""
+        """Wait until all work enqueued on the stream is done."""
         self._call("cuStreamSynchronize", stream)
 
     def wait_for(self, stream: int, event: int) -> None:
-        """Has what is enqueued from now on wait for the event's last record; the caller does not."""
+        """Make later work on the stream wait for the event's last record, without blocking the caller."""
         self._call("cuStreamWaitEvent", stream, event, 0)
 
     def create_event(self, *, timing: bool = False) -> int:
-        """Gives an event, which has passed until it is recorded; `timing` makes it fit for `elapsed_s`."""
-        return self._made("cuEventCreate", _BLOCKING_SYNC | (0 if timing else _DISABLE_TIMING))
+        """Create an event, which counts as completed until it is recorded; `timing` enables `elapsed_s`."""
+        return self._created("cuEventCreate", _BLOCKING_SYNC | (0 if timing else _DISABLE_TIMING))
 
     def destroy_event(self, event: int) -> None:
-        """Gives back an event."""
+        """Destroy an event."""
         self._call("cuEventDestroy_v2", event)
 
     def record(self, event: int, stream: int) -> None:
-        """Enqueues the event: it passes once all before it is done."""
+        """Enqueue the event: it completes once all earlier work on the stream is done."""
         self._call("cuEventRecord", event, stream)
 
     def synchronize(self, event: int) -> None:
-        """Waits until the event's last record is reached."""
+        """Wait until the event's last record is reached."""
         self._call("cuEventSynchronize", event)
 
     def elapsed_s(self, before: int, after: int) -> float:
-        """Gives the seconds between two events that have passed, to half a microsecond."""
+        """Return the seconds between two completed events, to half a microsecond."""
         elapsed_ms = c_float()
         self._call("cuEventElapsedTime", ctypes.byref(elapsed_ms), before, after)
         return elapsed_ms.value * 1e-3
 
-    def _made(self, name: str, *arguments: int) -> int:
-        """Calls a function that gives a handle or an address by its first argument."""
-        made = c_void_p()
-        self._call(name, ctypes.byref(made), *arguments)
-        return made.value or 0
+    def _created(self, name: str, *arguments: int) -> int:
+        """Call a function that returns a handle or an address through its first argument."""
+        created = c_void_p()
+        self._call(name, ctypes.byref(created), *arguments)
+        return created.value or 0
 
     def _call(self, name: str, *arguments: Any) -> None:
         code = self._functions[name](*arguments)
         if code == _SUCCESS:
             return
-        error, words = self._text("cuGetErrorName", code), self._text("cuGetErrorString", code)
-        raise CudaError(f"NVIDIA's driver refused {name}: {error}, {words}{_remedy(name, error)}", error)
+        error, explanation = self._text("cuGetErrorName", code), self._text("cuGetErrorString", code)
+        raise CudaError(f"NVIDIA's driver refused {name}: {error}, {explanation}{_remedy(name, error)}", error)
 
     def _text(self, name: str, code: int) -> str:
         text = c_char_p()
@@ -248,12 +248,12 @@ class CudaDriver:
 
 def _remedy(function: str, error: str) -> str:
     if error == "CUDA_ERROR_NO_DEVICE":
-        return "; nvidia-smi must list a card, and CUDA_VISIBLE_DEVICES must not hide it"
+        return "; nvidia-smi must list a GPU, and CUDA_VISIBLE_DEVICES must not hide it"
     if error != "CUDA_ERROR_OUT_OF_MEMORY":
         return ""
     if function == "cuMemHostAlloc":
-        return "; of the host's memory that can be page-locked, a smaller --prefetch or --batch needs less"
+        return "; a smaller --prefetch or --batch needs less page-locked host memory"
     return (
-        "; a smaller --batch needs less, and XLA_PYTHON_CLIENT_MEM_FRACTION=0.7 leaves more of the card beside jax's "
-        "own share"
+        "; a smaller --batch needs less GPU memory, and XLA_PYTHON_CLIENT_MEM_FRACTION=0.7 leaves more of it outside "
+        "jax's own share"
     )

@@ -1,8 +1,8 @@
-"""The infeed of a program on an NVIDIA card, whose host runs ahead of it.
+"""The infeed of a program on an NVIDIA GPU, where the host runs ahead of the device.
 
-A pull asks the host, which the stream waits for, only what is to be done next: the control words, once a chunk. The
-batches then follow one by one in a loop of a fixed number of turns, whose kernels are all enqueued before the first is
-done; each comes with a word that says whether it is there at all, and a turn without a batch changes nothing.
+A pull, for which the stream waits for the host, asks only for the control words, once per chunk. The batches follow
+one by one in a loop with a fixed number of iterations, whose kernels are all enqueued before the first is done. Each
+batch has a word that states whether it exists; an iteration without a batch changes nothing.
 """
 
 import threading
@@ -25,21 +25,21 @@ from engine.crossing.transport import Array
 from engine.feed.feeder import Allocate, Feeder
 from engine.updates.skipping import choose
 
-# Below it a wait is taken for none: a stream that has nothing to wait for needs time between two events as well. On no
-# card measured yet.
+# A shorter wait counts as none, because two events on a stream without a wait are not simultaneous either. Not yet
+# measured on a GPU.
 _LEAST_WAIT_S = 20e-6
 
 
 class StreamedInfeed:
-    """Connects a feeder and a control board to the program: a `BatchInfeed` whose batches come one by one.
+    """A `BatchInfeed` from a feeder and a control board, whose batches come one by one after the pull.
 
     Args:
-        make_feeder: gives the feeder, not started, whose slots are of the memory that it is given.
-        board: asked whether the run is to stop.
+        make_feeder: returns the feeder, not started, with slots allocated by its argument.
+        board: tells whether a stop of the run is requested.
         transport: how the host is called.
-        words_of: gives the control words of a pull.
-        chunk: batches a pull, n, and turns of the loop over them.
-        times_waits: whether `take_wait_s` is asked for every batch.
+        words_of: returns the control words of a pull.
+        chunk: batches per pull, n, and iterations of the loop over them.
+        times_waits: whether `take_wait_s` is called for every batch.
 
     Attributes:
         chunk, num_together, failure: see `BatchInfeed`.
@@ -69,7 +69,7 @@ class StreamedInfeed:
         self._ring = DeviceRing(
             transport.driver, feeder, pixel_bytes=4 * self._pixel_words, label_bytes=4 * self._label_words
         )
-        self._next = self._stop = feeder.start_index  # the batches of the chunk that are still to come
+        self._next = self._stop = feeder.start_index  # half-open range of the chunk's remaining batches
         self._times_waits = times_waits
         self._running: dict[int, Stopwatch] = {}
         self._stopped: list[Stopwatch] = []
@@ -98,58 +98,58 @@ class StreamedInfeed:
     def for_each[C](
         self,
         pulled: Pulled,
-        take_in: Callable[[C, Batch], C],
+        process_batch: Callable[[C, Batch], C],
         carry: C,
         *,
         is_over: Callable[[C], jax.Array] = lambda _: jnp.zeros((), jnp.bool),
         emit: Callable[[C], C] = lambda carry: carry,
     ) -> tuple[C, jax.Array]:
-        """See `BatchInfeed.for_each`; what a turn without a batch comes to is thrown away."""
+        """See `BatchInfeed.for_each`; the result of an iteration without a batch is discarded."""
         form = PackedForm.of(carry)
 
-        def turn(_: jax.Array, turns: tuple[list[jax.Array], jax.Array]) -> tuple[list[jax.Array], jax.Array]:
-            packed, num_taken = turns
+        def body(_: jax.Array, loop_carry: tuple[list[jax.Array], jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+            packed, num_taken = loop_carry
             carry = form.unpack(packed)
-            batch, is_there = self._next_batch(pulled.control, num_taken)
-            is_taken = is_there & ~is_over(carry)
-            carry = emit(choose(is_taken, take_in(carry, batch), carry))
+            batch, exists = self._next_batch(pulled.control, num_taken)
+            is_taken = exists & ~is_over(carry)
+            carry = emit(choose(is_taken, process_batch(carry, batch), carry))
             return form.pack(carry), num_taken + is_taken.astype(jnp.int32)
 
-        packed, num_taken = lax.fori_loop(0, self.chunk, turn, (form.pack(carry), jnp.zeros((), jnp.int32)))
+        packed, num_taken = lax.fori_loop(0, self.chunk, body, (form.pack(carry), jnp.zeros((), jnp.int32)))
         return form.unpack(packed), num_taken
 
     def take_wait_s(self, batch_index: int) -> float:
-        """See `BatchInfeed.take_wait_s`: the device's stream waited so long, by its own clock."""
+        """See `BatchInfeed.take_wait_s`: the wait of the device's stream, by the device's clock."""
         with self._reading:
             stopwatch = self._running.pop(batch_index, None)
             if stopwatch is None:
                 return self._wait_s.pop(batch_index, 0.0)
             wait_s = self._read(stopwatch)
-        # Only now may it be taken for another batch.
+        # It has been read, so it can be used for another batch.
         self._stopped.append(stopwatch)
         return wait_s
 
     def _next_batch(self, control: ControlWord, num_taken: jax.Array) -> tuple[Batch, jax.Array]:
-        """Takes the next batch of the chunk, and whether it is there (bool [])."""
-        # The operands give the call its place in the loop: behind the pull, and behind the batch before it.
-        pixels, labels, is_there = self._transport.enqueue(self._give, self._results, control.num_batches, num_taken)
-        return make_batch(self._feeder, pixels, labels), is_there != 0
+        """Return the next batch of the chunk, and whether it exists (bool [])."""
+        # The operands order the call in the loop: after the pull, and after the previous batch.
+        pixels, labels, exists = self._transport.enqueue(self._give, self._results, control.num_batches, num_taken)
+        return make_batch(self._feeder, pixels, labels), exists != 0
 
     def _answer(self, operands: Sequence[Array], results: Sequence[Array]) -> None:
-        """The host's side of a pull."""
+        """Answer a pull on the host."""
         batch_index, _, num_wanted = operands[0].tolist()
         words = stop_at_once()
         try:
             if self.failure is None:
                 words = self._words_of(batch_index, num_wanted)
-        except BaseException as error:  # noqa: BLE001 - raising through XLA loses it: kept, and raised by the host
+        except BaseException as error:  # noqa: BLE001 - raising through XLA would lose it: kept, and raised by the host
             self._keep(error)
         self._next, self._stop = batch_index, batch_index + words[2]
         results[0][...] = words
 
     def _give(self, stream: int, _: Sequence[int], results: Sequence[int]) -> None:
-        """The host's side of a turn: enqueues the batch's way to the program, or that there is none."""
-        pixels, labels, is_there = results
+        """Enqueue on the host, for one iteration, the copy of its batch to the program, or that it has none."""
+        pixels, labels, exists = results
         batch_index, driver, is_given = self._next, self._transport.driver, False
         try:
             if batch_index < self._stop and not self._board.is_stop_requested():
@@ -166,7 +166,7 @@ class StreamedInfeed:
         except BaseException as error:  # noqa: BLE001 - as above
             self._keep(error)
         self._next, self._stop = (batch_index + 1, self._stop) if is_given else (batch_index, batch_index)
-        driver.fill_words(is_there, int(is_given), 1, stream)
+        driver.fill_words(exists, int(is_given), 1, stream)
         if not is_given:
             driver.fill_words(pixels, 0, self._pixel_words, stream)
             driver.fill_words(labels, 0, self._label_words, stream)
@@ -183,13 +183,13 @@ class StreamedInfeed:
             return Stopwatch(arena.event(timing=True), arena.event(timing=True))
 
     def _read_stopwatches(self) -> None:
-        """Reads those that nobody has asked for, while there are events to read."""
+        """Read the stopwatches not read yet, as long as their events exist."""
         with self._reading:
             for batch_index in list(self._running):
                 self._wait_s[batch_index] = self._read(self._running.pop(batch_index))
 
     def _read(self, stopwatch: Stopwatch) -> float:
-        """Gives the seconds between its events, 0 where a program that failed has not come so far."""
+        """Return the seconds between its events, or 0 if a failed program did not reach them."""
         driver = self._transport.driver
         with suppress(CudaError), driver.current():
             wait_s = driver.elapsed_s(*stopwatch)

@@ -1,8 +1,8 @@
-"""What a loop on a card carries, with its short vectors put together.
+"""The carry of a loop on a GPU, with its short vectors concatenated.
 
-A network has six or so for every convolution: scale and bias of its norm, their moments, the running statistics. To
-update each takes a kernel of its own, which lasts as long for sixteen numbers as for ten thousand; put together they
-are updated by a few. Nothing is computed of them but what was computed before.
+A network has about six short vectors per convolution: scale and bias of its norm, their moments, the running
+statistics. Each needs its own kernel to update, which takes as long for sixteen numbers as for ten thousand;
+concatenated, a few kernels update all of them. The computed values are the same.
 """
 
 from collections import defaultdict
@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# Numbers; what is longer is worth a kernel.
+# Longest vector that is concatenated; a longer one is worth its own kernel.
 LONGEST = 8192
-# Vectors; each is made of one or two arrays, and XLA gives a kernel at most 96. ResNet-50's step is 934 kernels with
-# 24, 920 with 48 and 967 with 200.
+# Most vectors in a group. Each is computed from one or two arrays, and an XLA kernel takes at most 96. A step of
+# ResNet-50 is 934 kernels with groups of 24, 920 with 48 and 967 with 200.
 MOST_TOGETHER = 48
 
 
@@ -26,10 +26,10 @@ class PackedForm:
     """How the leaves of a pytree of arrays are carried.
 
     Attributes:
-        structure: of the tree.
-        leaves: what each leaf is.
-        groups: the indices of those that are put together, of one dtype each.
-        alone: the indices of the others.
+        structure: structure of the tree.
+        leaves: shape and dtype of each leaf.
+        groups: indices of the leaves that are concatenated, a group having one dtype.
+        alone: indices of the other leaves.
     """
 
     structure: jax.tree_util.PyTreeDef
@@ -39,7 +39,7 @@ class PackedForm:
 
     @classmethod
     def of(cls, tree: Any) -> "PackedForm":
-        """Gives the form of trees like this one: of vectors up to `LONGEST`, `MOST_TOGETHER` are put together."""
+        """Return the form of trees like this one: groups of `MOST_TOGETHER` vectors of at most `LONGEST` numbers."""
         arrays, structure = jax.tree.flatten(tree)
         leaves = tuple(_kind_of(each) for each in arrays)
         by_dtype: dict[Any, list[int]] = defaultdict(list)
@@ -51,24 +51,24 @@ class PackedForm:
         return cls(structure, leaves, groups, tuple(index for index in range(len(leaves)) if index not in together))
 
     def pack(self, tree: Any) -> list[jax.Array]:
-        """Gives a vector for each group, and behind them the other leaves as they are.
+        """Return a vector for each group, followed by the other leaves unchanged.
 
         Raises:
-            ValueError: for a tree of another structure, or with a leaf of another shape or dtype.
+            ValueError: if the tree has another structure, or a leaf another shape or dtype.
         """
         arrays = self.structure.flatten_up_to(tree)
         for (path, array), leaf in zip(jax.tree.leaves_with_path(tree), self.leaves, strict=True):
             if _kind_of(array) != leaf:
                 name = jax.tree_util.keystr(path)
                 raise ValueError(
-                    f"what a loop carries must keep its form, and {name}, {_in_words(leaf)}, became "
-                    f"{_in_words(_kind_of(array))}"
+                    f"the carry of a loop must keep its shapes and dtypes, but {name}, {_describe(leaf)}, became "
+                    f"{_describe(_kind_of(array))}"
                 )
         together = [jnp.concatenate([arrays[index] for index in group]) for group in self.groups]
         return together + [arrays[index] for index in self.alone]
 
     def unpack(self, packed: list[jax.Array]) -> Any:
-        """Gives the tree that was packed."""
+        """Return the tree that was packed."""
         arrays = dict(zip(self.alone, packed[len(self.groups) :], strict=True))
         for group, together in zip(self.groups, packed, strict=False):
             start = 0
@@ -80,9 +80,9 @@ class PackedForm:
 
 
 def _kind_of(array: Any) -> jax.ShapeDtypeStruct:
-    """Shape and dtype; a weak type counts as what it is."""
+    """Return shape and dtype; weak types are ignored."""
     return jax.ShapeDtypeStruct(jnp.shape(array), jnp.result_type(array))
 
 
-def _in_words(leaf: jax.ShapeDtypeStruct) -> str:
+def _describe(leaf: jax.ShapeDtypeStruct) -> str:
     return f"{leaf.dtype}{list(leaf.shape)}"

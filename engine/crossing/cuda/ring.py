@@ -1,8 +1,8 @@
-"""Batches on the device ahead of the program, copied there while it computes.
+"""A ring of batches on the device, copied there ahead of the program while it computes.
 
 A thread takes each batch from the feeder's page-locked memory and enqueues its copy to one of a few slots on the
-device, on a stream of its own; the program's stream then waits for the copy's event and takes the batch from the slot.
-All order is the events': nobody sleeps, and no thread waits for a copy before it enqueues the next.
+device, on its own stream; the program's stream then waits for the copy's event and takes the batch from the slot.
+Events alone fix the order: nothing sleeps, and no thread waits for a copy before it enqueues the next.
 """
 
 import threading
@@ -15,8 +15,8 @@ from engine.crossing.cuda.arena import Arena
 from engine.crossing.cuda.driver import CudaDriver
 from engine.feed.feeder import Feeder, FeederError
 
-# As many batches as these bytes hold, within bounds: two keep the copies going while one is taken, and a step of a
-# small network is over before a thread is woken.
+# The ring holds as many batches as fit into these bytes, within bounds. At least three: two keep the copies going
+# while one is taken. More for small batches: a step of a small network ends before a thread wakes up.
 _SLOTS_BYTES = 64 << 20
 _LEAST_SLOTS, _MOST_SLOTS = 3, 16
 _LOOK_EVERY_S = 0.25
@@ -24,12 +24,12 @@ _CLOSE_TIMEOUT_S = 5.0
 
 
 def num_slots(batch_bytes: int) -> int:
-    """How many batches of a size are held on the device."""
+    """Return the number of batches of this size to hold on the device."""
     return max(_LEAST_SLOTS, min(_MOST_SLOTS, _SLOTS_BYTES // batch_bytes))
 
 
 class Places(NamedTuple):
-    """Where the program wants a batch.
+    """The program's memory for a batch.
 
     Attributes:
         pixels, labels: addresses on the device.
@@ -40,10 +40,10 @@ class Places(NamedTuple):
 
 
 class Stopwatch(NamedTuple):
-    """Events that tell how long a stream waited for a batch.
+    """Events that measure how long a stream waited for a batch.
 
     Attributes:
-        before, after: with timing.
+        before, after: events with timing.
     """
 
     before: int
@@ -51,21 +51,21 @@ class Stopwatch(NamedTuple):
 
 
 class _Slot:
-    """Memory of one batch on the device; `arrived` passes when it is filled, `taken` when it was copied out."""
+    """Device memory of one batch; `arrived` completes when it is filled, `taken` when the batch was copied out."""
 
     def __init__(self, arena: Arena, num_bytes: int) -> None:
         self.address = arena.device(num_bytes)
         self.arrived, self.taken = arena.event(), arena.event()
-        self.batch_index = -1  # of the batch that was enqueued last
+        self.batch_index = -1  # the batch whose copy was enqueued last
 
 
 class DeviceRing:
-    """Copies the batches of a feeder, in order, each once.
+    """Copies the batches of a feeder to the device, in order, each once.
 
     Args:
-        driver: of the device.
-        feeder: started, with page-locked memory; read from by this ring alone.
-        pixel_bytes, label_bytes: of a batch.
+        driver: driver of the device.
+        feeder: started, with page-locked memory; only this ring may read from it.
+        pixel_bytes, label_bytes: sizes of a batch's pixels and labels.
     """
 
     def __init__(self, driver: CudaDriver, feeder: Feeder, *, pixel_bytes: int, label_bytes: int) -> None:
@@ -75,13 +75,13 @@ class DeviceRing:
         self._stream = 0
         self._thread = threading.Thread(target=self._work, name="cuda-copies", daemon=True)
         self._changed = threading.Condition()
-        self._next_given = feeder.start_index  # guarded, like the rest
+        self._next_given = feeder.start_index  # guarded by _changed, as are the following
         self._closed = False
-        self._borrows_since_s: float | None = None  # the thread waits for the host to have a batch
+        self._borrows_since_s: float | None = None  # since when the thread waits for a batch of the feeder
         self._failure: BaseException | None = None
 
     def start(self, arena: Arena) -> None:
-        """Takes memory and begins to copy; called once, inside the driver's `current`."""
+        """Allocate the slots and start to copy; called once, inside the driver's `current`."""
         num_bytes = self._pixel_bytes + self._label_bytes
         count = max(1, min(num_slots(num_bytes), self._feeder.stop_index - self._feeder.start_index))
         self._slots = [_Slot(arena, num_bytes) for _ in range(count)]
@@ -97,26 +97,26 @@ class DeviceRing:
         is_cancelled: Callable[[], bool] = lambda: False,
         stopwatch: Stopwatch | None = None,
     ) -> bool:
-        """Enqueues on the program's stream the wait for a batch, and its copy to where the program wants it.
+        """Enqueue on the program's stream the wait for a batch, and its copy to the program's memory.
 
         Args:
-            batch_index: its turn: batches are given in order, each once.
+            batch_index: the next batch; batches are given in order, each once.
             places: the program's memory.
-            stream: the program's.
-            is_cancelled: asked a few times a second while the host does not have the batch.
+            stream: the program's stream.
+            is_cancelled: called a few times a second while the host does not have the batch.
             stopwatch: recorded around the wait.
 
         Returns:
-            Whether the batch is coming; False where the wait was cancelled, nothing then being enqueued.
+            Whether the copy was enqueued; False if the wait was cancelled.
 
         Raises:
-            FeederError: where the host did not have the batch in time or never can.
+            FeederError: if the host did not have the batch in time or can never have it.
             BaseException: whatever the source raised for this batch.
         """
         driver, slot = self._driver, self._slots[batch_index % len(self._slots)]
         if stopwatch is not None:
             driver.record(stopwatch.before, stream)
-        # Set behind the record that it tells of: no lock is needed to see it.
+        # The index is set after the event is recorded, so it can be read without the lock.
         if slot.batch_index != batch_index and not self._wait_for(slot, batch_index, is_cancelled):
             return False
         driver.wait_for(stream, slot.arrived)
@@ -131,7 +131,7 @@ class DeviceRing:
         return True
 
     def close(self) -> None:
-        """Ends the thread; may be called again. The feeder must be closed after it, the arena too."""
+        """Stop the thread; may be called again. Close the feeder and the arena after the ring."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -139,17 +139,17 @@ class DeviceRing:
             self._thread.join(_CLOSE_TIMEOUT_S)
 
     def _wait_for(self, slot: _Slot, batch_index: int, is_cancelled: Callable[[], bool]) -> bool:
-        """Waits until the copy of a batch is enqueued, giving True, or cancelled, giving False."""
+        """Wait until the copy of a batch is enqueued; return False if cancelled."""
         asked_s = time.perf_counter()
         with self._changed:
             while slot.batch_index != batch_index:
                 if self._failure is not None:
                     raise self._failure
                 if self._closed:
-                    raise FeederError("the ring of the device was closed while the program waited for a batch")
+                    raise FeederError("the device's ring was closed while the program waited for a batch")
                 if is_cancelled():
                     return False
-                # While the thread waits for the card, as a step may take an hour, nothing is late.
+                # The time limit applies only while the thread waits for the feeder: a step on the GPU may take an hour.
                 if self._borrows_since_s is not None:
                     late_s = max(asked_s, self._borrows_since_s) + self._feeder.timeout_s
                     self._feeder.check_is_in_time(batch_index, late_s)
@@ -157,19 +157,19 @@ class DeviceRing:
         return True
 
     def _work(self) -> None:
-        """The thread's life: each batch from the feeder to its slot."""
+        """Run the thread: copy each batch from the feeder to its slot."""
         try:
             with self._driver.current():
                 self._copy_all()
-        except BaseException as error:  # noqa: BLE001 - raised to whoever takes this batch, traceback included
+        except BaseException as error:  # noqa: BLE001 - raised, with its traceback, by the `give` of this batch
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
 
     def _copy_all(self) -> None:
-        under_way: deque[tuple[int, _Slot]] = deque()
-        # Fewer than there are slots, whose events tell of them.
-        most_under_way = min(self._feeder.most_borrowed, len(self._slots) - 1)
+        in_flight: deque[tuple[int, _Slot]] = deque()
+        # Fewer than the slots, because a slot's event must still be the one of the copy in flight.
+        most_in_flight = min(self._feeder.most_borrowed, len(self._slots) - 1)
         for batch_index in range(self._feeder.start_index, self._feeder.stop_index):
             slot = self._slots[batch_index % len(self._slots)]
             if not self._wait_until_taken(batch_index - len(self._slots)):
@@ -185,16 +185,16 @@ class DeviceRing:
             with self._changed:
                 slot.batch_index = batch_index
                 self._changed.notify_all()
-            under_way.append((batch_index, slot))
-            if len(under_way) > most_under_way:
-                oldest, its_slot = under_way.popleft()
+            in_flight.append((batch_index, slot))
+            if len(in_flight) > most_in_flight:
+                oldest, its_slot = in_flight.popleft()
                 self._driver.synchronize(its_slot.arrived)
                 self._feeder.give_back(oldest)
 
     def _wait_until_taken(self, batch_index: int) -> bool:
-        """Waits until the program has enqueued the copy out of a slot, however long; False where the ring closes."""
+        """Wait until the program has enqueued the copy of a batch out of its slot; return False if the ring closes."""
         with self._changed:
-            # It ends with close(), and a program may take an hour over a step.
+            # Without a time limit, because a step may take an hour; close() ends the wait.
             while not self._closed and self._next_given <= batch_index:
                 self._changed.wait(_LOOK_EVERY_S)
             return not self._closed

@@ -1,8 +1,8 @@
-"""How a program on an NVIDIA card calls the host: the host is called when the work is enqueued, not when it is done.
+"""The transport of a program on an NVIDIA GPU: the host is called when the work is enqueued, not when it is done.
 
-XLA calls a host function in the midst of launching kernels, with the stream that it launches them on, the addresses of
-the operands and those of the results; what it enqueues there is done in its turn. Where a host function needs values,
-the stream is waited for (`call`), else they follow (`emit`), or are put into the stream (`enqueue`).
+XLA calls a host function while it launches kernels, with the stream of the launch and the addresses of operands and
+results; whatever the function enqueues on the stream is done in order. `call` waits for the stream, because its
+function needs values; `emit` delivers values later; `enqueue` only adds work to the stream.
 """
 
 import queue
@@ -26,39 +26,39 @@ from engine.crossing.transport import Array, Called, HostFunction, ThreadState
 type Handler = Callable[[int, Sequence[int], Sequence[int]], None]
 """(stream, addresses of the operands, those of the results) → None; enqueues, and does not wait."""
 
-# Losses that may be on their way to the host: a host that has fallen behind by so many is waited for.
+# Most losses in flight to the host; if the host falls behind by more, the program waits for it.
 _MOST_SMALL_BLOCKS = 256
 _SMALL_BYTES = 1 << 16
-# Of snapshots, which are as large as the state, one.
+# Most snapshots in flight, which are as large as the state.
 _MOST_LARGE_BLOCKS = 1
 _BLOCK_TIMEOUT_S = 600.0
 _LOOK_EVERY_S = 0.25
 _CLOSE_TIMEOUT_S = 60.0
 _ALIGNMENT = 16
-_NOT_OPEN = "the cuda transport must be open while its program runs, and is not: with transport.running()"
+_NOT_OPEN = "the cuda transport must be open while its program runs, but is not: run it inside transport.running()"
 
 
 @dataclass(frozen=True)
 class XlaBuffers:
-    """How the stream and the addresses are told from what XLA hands a host function."""
+    """Reads the stream and the addresses from the arguments that XLA passes to a host function."""
 
     def stream_of(self, context: Any) -> int:
-        """The stream that XLA enqueues on."""
+        """Return the stream on which XLA enqueues."""
         return int(context.stream)
 
     def address_of(self, buffer: Any) -> int:
-        """The address of an operand or a result on the device."""
+        """Return the device address of an operand or a result."""
         return int(buffer.__cuda_array_interface__["data"][0])
 
 
 class CudaTransport:
-    """NVIDIA: `engine.crossing.transport.Transport`, and the ways in which the stream is not waited for.
+    """NVIDIA: an `engine.crossing.transport.Transport` with `enqueue`, which does not wait for the stream.
 
-    A driver that refuses a call in mid-run ends the program with its error: the stream is then beyond repair.
+    If the driver refuses a call during a run, the program ends with its error: the stream cannot recover.
 
     Args:
-        driver: of the device that the program runs on.
-        buffers: how XLA's are read.
+        driver: driver of the device on which the program runs.
+        buffers: reader of XLA's arguments.
     """
 
     name = "cuda"
@@ -76,27 +76,27 @@ class CudaTransport:
 
     @property
     def arena(self) -> Arena:
-        """What is given back at the end of the launch; inside `running`."""
+        """Memory, streams and events that are released at the end of the launch; available inside `running`."""
         if self._arena is None:
             raise RuntimeError(_NOT_OPEN)
         return self._arena
 
     @property
     def collector(self) -> Collector:
-        """Who is told of events that have passed; inside `running`."""
+        """The thread that calls functions after events; available inside `running`."""
         if self._collector is None:
             raise RuntimeError(_NOT_OPEN)
         return self._collector
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Opens the transport for its one launch, and waits at the end until all that the program emitted arrived.
+        """Open the transport for its one launch; at the end, wait until all emitted values arrived.
 
-        What did not arrive is told by `failure`. Whoever is interrupted (KeyboardInterrupt) leaves a program that still
-        runs: nothing is taken from it.
+        If some did not arrive, `failure` is set. After an interrupt (KeyboardInterrupt) the program still runs, so
+        nothing is released.
 
         Raises:
-            BaseException: what a host function, or the driver, failed with, in the place of the program's own error.
+            BaseException: the exception of a host function or the driver, instead of the program's own error.
         """
         self._arena, self._collector = arena, collector = Arena(self.driver), Collector(self.driver)
         collector.start()
@@ -105,7 +105,7 @@ class CudaTransport:
         except BaseException as error:
             if self._is_called and not isinstance(error, Exception):
                 raise
-            # A program that failed calls no more, or is refused; a card that has failed refuses everything.
+            # A failed program makes no more calls, or they are refused; a failed device refuses everything.
             self._arena = self._collector = None
             with suppress(Exception):
                 self._end(collector, arena)
@@ -119,7 +119,7 @@ class CudaTransport:
         try:
             collector.close(_CLOSE_TIMEOUT_S)
         except TimeoutError as error:
-            # Its thread still waits for events, and looks at memory.
+            # The collector's thread still waits for events and reads memory, so the arena stays open.
             self.failure = error
             return
         self.failure = collector.failure
@@ -128,7 +128,7 @@ class CudaTransport:
     def call(
         self, function: HostFunction, results: Sequence[jax.ShapeDtypeStruct], *operands: jax.Array
     ) -> tuple[jax.Array, ...]:
-        """See `Transport.call`; the stream is waited for, so that the operands have their values."""
+        """See `Transport.call`; waits for the stream, so that the operands have their values."""
         given, wanted = _Layout(operands), _Layout(results)
         blocks: list[_Block] = []
 
@@ -136,10 +136,10 @@ class CudaTransport:
             if not blocks:
                 blocks.append(_Block(self.arena.pinned(given.num_bytes + wanted.num_bytes), self.arena.event()))
                 self.arena.at_close(blocks.clear)
-            # What the last call wrote has left: this one waits for the stream before it writes again.
+            # The results of the last call are copied: this call waits for the stream before it writes again.
             operand_block, result_block = np.split(blocks[0].memory, [given.num_bytes])
             given.copy_to_host(self.driver, operand_block, sources, stream)
-            # An event's waiter sleeps, a stream's spins, on a core that the reader threads need.
+            # Waiting for an event sleeps; waiting for a stream spins, on a core that the reader threads need.
             self.driver.record(blocks[0].event, stream)
             self.driver.synchronize(blocks[0].event)
             function(given.arrays(operand_block), wanted.arrays(result_block))
@@ -148,7 +148,7 @@ class CudaTransport:
         return self.enqueue(handle, results, *operands)
 
     def emit(self, function: Callable[[Sequence[Array]], None], *operands: jax.Array) -> None:
-        """See `Transport.emit`: `function` is called on a thread of ours, in the program's order."""
+        """See `Transport.emit`; `function` is called on the collector's thread, in the program's order."""
         layout = _Layout(operands)
         free = _Blocks(layout.num_bytes)
 
@@ -163,13 +163,13 @@ class CudaTransport:
 
             self.collector.put(block.event, arrived)
 
-        # A call without any result is dropped; nobody reads what is in this one.
+        # A call without a result is dropped; this result is never read.
         self.enqueue(handle, (jax.ShapeDtypeStruct((), jnp.uint8),), *operands)
 
     def enqueue(
         self, handler: Handler, results: Sequence[jax.ShapeDtypeStruct], *operands: jax.Array
     ) -> tuple[jax.Array, ...]:
-        """Has `handler` called each time that the program passes here, while tracing; gives the results."""
+        """Insert a call of `handler` into the program and return its results; called while tracing."""
         buffers, driver = self._buffers, self.driver
 
         def handle(context: Any, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
@@ -185,7 +185,7 @@ class CudaTransport:
                         [buffers.address_of(buffer) for buffer in outputs],
                     )
             except BaseException as error:
-                # Through XLA goes its text alone.
+                # XLA passes on only its text.
                 self._raised = self._raised or error
                 raise
 
@@ -198,7 +198,7 @@ class CudaTransport:
 
 
 class _Layout:
-    """How arrays lie in one block of bytes, each aligned."""
+    """The layout of arrays in one block of bytes, each aligned."""
 
     def __init__(self, shapes: Sequence[Any]) -> None:
         self._shapes = [(tuple(each.shape), np.dtype(each.dtype)) for each in shapes]
@@ -209,20 +209,20 @@ class _Layout:
         self.num_bytes = self._starts[-1]
 
     def arrays(self, block: NDArray[np.uint8]) -> list[Array]:
-        """The arrays that lie in a block."""
+        """Return the arrays in a block, as views."""
         return [
             block[start : start + size].view(dtype).reshape(shape)
             for start, size, (shape, dtype) in zip(self._starts, self._sizes, self._shapes, strict=False)
         ]
 
     def copy_to_host(self, driver: CudaDriver, block: NDArray[np.uint8], sources: Sequence[int], stream: int) -> None:
-        """Enqueues the copies from their addresses on the device to a page-locked block."""
+        """Enqueue the copies of the arrays from their device addresses to a page-locked block."""
         for start, size, source in zip(self._starts, self._sizes, sources, strict=False):
             if size:
                 driver.copy_to_host(block.ctypes.data + start, source, size, stream)
 
     def copy_to_device(self, driver: CudaDriver, targets: Sequence[int], block: NDArray[np.uint8], stream: int) -> None:
-        """Enqueues the copies the other way."""
+        """Enqueue the copies of the arrays from a page-locked block to their device addresses."""
         for start, size, target in zip(self._starts, self._sizes, targets, strict=False):
             if size:
                 driver.copy_to_device(target, block.ctypes.data + start, size, stream)
@@ -235,7 +235,7 @@ class _Block:
 
 
 class _Blocks:
-    """Page-locked blocks of one size, of one piece of memory; where all are in use one is waited for."""
+    """A pool of page-locked blocks of one size, from one allocation; if all are in use, `take` waits for one."""
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
@@ -245,7 +245,7 @@ class _Blocks:
         self._free: queue.SimpleQueue[_Block] = queue.SimpleQueue()
 
     def take(self, arena: Arena, collector: Collector) -> _Block:
-        """Gives a block that nothing uses; called from one thread at a time."""
+        """Return a free block; called from one thread at a time."""
         if self._slab is None:
             self._slab = arena.pinned(self._num_bytes * self._most)
             arena.at_close(self._forget)
@@ -256,7 +256,7 @@ class _Blocks:
         return self._wait(collector)
 
     def give_back(self, block: _Block) -> None:
-        """Takes a block back that nothing uses any more."""
+        """Return a block to the pool."""
         self._free.put(block)
 
     def _forget(self) -> None:
@@ -272,6 +272,6 @@ class _Blocks:
                     raise collector.failure from None
                 if time.monotonic() >= deadline:
                     raise TimeoutError(
-                        f"the host must take what the program emits within {_BLOCK_TIMEOUT_S:g} s, and did not: free "
-                        "the terminal or the disk that it goes to"
+                        f"the host must accept the program's records within {_BLOCK_TIMEOUT_S:g} s, but did not: "
+                        "check the terminal or the disk that they are written to"
                     ) from None
