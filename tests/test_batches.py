@@ -6,7 +6,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from engine.feed import batches as batches_module
+from engine.feed import shard_batches as shard_batches_module
 from engine.feed.batches import FunctionBatches, SyntheticBatches
 from engine.feed.order import EpochOrder
 from engine.feed.shard_batches import ShardBatches
@@ -103,16 +103,16 @@ PIXELS, LABELS = numbered(0)
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ([PIXELS, LABELS], r"a batch must be a tuple \(pixels, labels\); the source gave list"),
-        ((PIXELS,), r"a batch must be a tuple \(pixels, labels\); the source gave tuple"),
-        (None, r"a batch must be a tuple \(pixels, labels\); the source gave NoneType"),
-        ((PIXELS.astype(np.int64), LABELS), r"pixels must be uint32 \[B, H, W\].* gave int64 \[4, 2, 3\] for batch 0"),
-        ((PIXELS[0], LABELS), r"pixels must be uint32 \[B, H, W\].* gave uint32 \[2, 3\] for batch 0"),
-        ((PIXELS, LABELS[:3]), r"labels must be integers \[4\], one for each image; .* gave int64 \[3\] for batch 0"),
-        ((PIXELS, LABELS * 1.0), r"labels must be integers \[4\].* gave float64 \[4\] for batch 0"),
-        ((PIXELS, LABELS > 1), r"labels must be integers \[4\].* gave bool \[4\] for batch 0"),
-        ((PIXELS, LABELS - 1), r"labels must lie in 0 … 2; the batch source gave -1 … 2 for batch 0"),
-        ((PIXELS, LABELS), r"labels must lie in 0 … 2; the batch source gave 0 … 3 for batch 0"),
+        ([PIXELS, LABELS], r"a batch must be a tuple \(pixels, labels\); the source returned list"),
+        ((PIXELS,), r"a batch must be a tuple \(pixels, labels\); the source returned tuple"),
+        (None, r"a batch must be a tuple \(pixels, labels\); the source returned NoneType"),
+        ((PIXELS.astype(np.int64), LABELS), r"pixels must be uint32 \[B, H, W\].* has int64 \[4, 2, 3\] for batch 0"),
+        ((PIXELS[0], LABELS), r"pixels must be uint32 \[B, H, W\].* has uint32 \[2, 3\] for batch 0"),
+        ((PIXELS, LABELS[:3]), r"labels must be integers \[4\], one for each image; .* has int64 \[3\] for batch 0"),
+        ((PIXELS, LABELS * 1.0), r"labels must be integers \[4\].* has float64 \[4\] for batch 0"),
+        ((PIXELS, LABELS > 1), r"labels must be integers \[4\].* has bool \[4\] for batch 0"),
+        ((PIXELS, LABELS - 1), r"labels must lie in 0 … 2; the batch source has -1 … 2 for batch 0"),
+        ((PIXELS, LABELS), r"labels must lie in 0 … 2; the batch source has 0 … 3 for batch 0"),
     ],
 )
 def test_a_batch_of_another_form_is_refused(given, message):
@@ -122,7 +122,7 @@ def test_a_batch_of_another_form_is_refused(given, message):
 
 def test_a_label_beyond_int32_is_refused_where_no_classes_are_known():
     labels = np.array([0, 1, 2, 2**32], np.int64)
-    with pytest.raises(ValueError, match=r"labels must lie in 0 … 2147483647; the batch source gave 0 … 4294967296"):
+    with pytest.raises(ValueError, match=r"labels must lie in 0 … 2147483647; the batch source has 0 … 4294967296"):
         FunctionBatches(lambda step: (PIXELS, labels))
 
 
@@ -131,7 +131,7 @@ def test_every_batch_has_the_shape_of_the_first():
     filled(source, 0)
     filled(source, 1)
     message = (
-        r"every batch must have the shape of the first, \(4, 2, 3\); the batch source gave \(3, 2, 3\) for batch 2"
+        r"every batch must have the shape of the first, \(4, 2, 3\); the batch source returned \(3, 2, 3\) for batch 2"
     )
     with pytest.raises(ValueError, match=message):
         filled(source, 2)
@@ -155,7 +155,7 @@ def test_steps_asked_for_in_any_order_by_many_threads_are_those_of_the_order(mon
         def read_into(self, indices, pixels, labels, *, timeout_s):
             asked.append((int(pixels[0, 0, 0]), indices.tolist()))
 
-    monkeypatch.setattr(batches_module, "_POSITIONS_AT_ONCE", 3 * 5 + 2)
+    monkeypatch.setattr(shard_batches_module, "_POSITIONS_AT_ONCE", 3 * 5 + 2)
     source, order = ShardBatches(cast(Any, Split()), batch=5, seed=3), EpochOrder(23, 3)
     steps = np.random.default_rng(0).integers(40, size=300).tolist()
 

@@ -182,7 +182,7 @@ def test_a_cancelled_wait_gives_nothing():
 def test_a_source_that_stalls_is_told_in_time():
     fake, released = FakeCuda(), threading.Event()
     with Rig(fake, source=Numbered(lambda _: released.wait(30)), timeout_s=0.3) as rig:
-        with pytest.raises(FeederError, match=r"the batch of pull 1 must be there within 0.3 s, and was not"):
+        with pytest.raises(FeederError, match=r"the batch of pull 1 must arrive within 0.3 s, but did not"):
             rig.give(0)
         released.set()
 

@@ -239,8 +239,8 @@ def test_a_stalled_source_is_an_error_within_the_limit():
     go_on = threading.Event()
     source = Source(before=lambda step: go_on.wait(SOON_S) if step == 1 else None)
     message = (
-        r"^the batch of pull 2 must be there within 0\.05 s, and was not: the source has stalled or is too slow; "
-        r"look at the storage, or raise --infeed-timeout$"
+        r"^the batch of pull 2 must arrive within 0\.05 s, but did not: the source has stalled or is too slow; "
+        r"check the storage, or raise --infeed-timeout$"
     )
     with running(source, num_threads=1, timeout_s=0.05) as feeder:
         source.wait_for_fills(2)
@@ -255,14 +255,14 @@ def test_a_wait_ends_when_no_thread_is_left(monkeypatch):
     with running(Source(), steps=2, timeout_s=3600) as feeder:
         assert_taken(feeder, 0)
         assert_taken(feeder, 1)
-        with pytest.raises(FeederError, match=r"^the batch of pull 3 cannot come: every reader thread has ended$"):
+        with pytest.raises(FeederError, match=r"^the batch of pull 3 cannot arrive: every reader thread has ended$"):
             taken(feeder, 2)
 
 
 def test_nothing_to_read(monkeypatch):
     monkeypatch.setattr(feeder_module, "_LOOK_EVERY_S", 0.01)
     source = Source()
-    with running(source, start=5, steps=5, timeout_s=3600) as feeder, pytest.raises(FeederError, match="cannot come"):
+    with running(source, start=5, steps=5, timeout_s=3600) as feeder, pytest.raises(FeederError, match="cannot arrive"):
         taken(feeder, 5)
     assert source.fills == []
 

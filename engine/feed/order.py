@@ -1,6 +1,6 @@
-"""Which image stands at which position of the endless stream of training images.
+"""The order of the endless stream of training images: position → image.
 
-Owns the keyed permutation of each epoch; knows nothing of pixels, shards or batches' contents. Position
+Owns the keyed permutation of each epoch; does not depend on pixels, shards or batches' contents. Position
 p = batch_index · batch + i; epoch = p // N; image = permutation(seed, epoch)(p mod N). The permutation is evaluated per
 index in O(1) memory, so a set of 1e8 images costs no more than one of ten.
 """
@@ -12,21 +12,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 # Luby and Rackoff (1988) prove four rounds pseudo-random for an ideal round function; eight leave a margin for the
-# small halves (2 bits at N = 10) that data sets of a few images give.
+# short halves (2 bits at N = 10) of data sets with few images.
 _ROUNDS = 8
 _SEED_BITS = 63
 
 
 @dataclass(frozen=True)
 class EpochOrder:
-    """The order of a set of `num_images` images under `seed`, every image exactly once an epoch.
+    """The order of a set of `num_images` images under `seed`; every epoch has every image exactly once.
 
     Attributes:
-        num_images: N ≥ 1, the images of the set.
+        num_images: N ≥ 1, the number of images in the set.
         seed: 0 ≤ seed < 2**63; (seed, epoch) is hashed as a pair, so seed 0 epoch 1 differs from seed 1 epoch 0.
 
     Raises:
-        ValueError: where either is out of its range.
+        ValueError: if either is out of range.
     """
 
     num_images: int
@@ -39,7 +39,7 @@ class EpochOrder:
             raise ValueError(f"seed must lie in 0 … 2**{_SEED_BITS} - 1, got {self.seed}")
 
     def images_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Gives the image that stands at each position.
+        """Return the image at each position.
 
         Args:
             positions: int64 of any shape, each ≥ 0; they may span epochs.
@@ -55,15 +55,15 @@ class EpochOrder:
         return images
 
     def batch(self, batch_index: int, batch: int) -> NDArray[np.int64]:
-        """Return the images of one batch: int64 [batch], from position batch_index · batch on."""
+        """Return the images of one batch: int64 [batch], beginning at position batch_index · batch."""
         return self.images_at(np.arange(batch_index * batch, (batch_index + 1) * batch, dtype=np.int64))
 
     def _permute(self, offsets: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
-        """Applies the epoch's bijection of 0 … N - 1 to int64 [n] offsets.
+        """Apply the epoch's bijection of 0 … N - 1 to int64 [n] offsets.
 
         A Feistel network is a bijection of 2**(2·half) numbers; cycle walking (Black and Rogaway, 2002) applies it
-        again to what falls outside 0 … N - 1, which restricts it to a bijection of that range. The domain is under
-        4 N (16 for the smallest sets), so the expected number of walks is below 4.
+        again to values outside 0 … N - 1, which restricts it to a bijection of that range. The domain has fewer than
+        4 N numbers (16 for the smallest sets), so the expected number of applications is below 4.
         """
         half = max(2, ((self.num_images - 1).bit_length() + 1) // 2)
         keys = _round_keys(self.seed, epoch)
@@ -76,14 +76,14 @@ class EpochOrder:
 
 
 def _round_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
-    """Hashes the pair (seed, epoch) to uint64 [rounds]; little-endian, so that every machine sees one order."""
+    """Hash the pair (seed, epoch) to uint64 [rounds]; little-endian, so that the order is the same on every machine."""
     words = seed.to_bytes(8, "little") + epoch.to_bytes(8, "little")
     digest = hashlib.blake2b(words, digest_size=8 * _ROUNDS, person=b"feedloop-order").digest()
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
 
 def _feistel(values: NDArray[np.uint64], keys: NDArray[np.uint64], half: int) -> NDArray[np.uint64]:
-    """One pass of the balanced network over uint64 [n] values below 2**(2·half)."""
+    """Apply the balanced Feistel network to uint64 [n] values below 2**(2·half)."""
     shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
     left, right = values >> shift, values & mask
     for key in keys:
@@ -92,7 +92,7 @@ def _feistel(values: NDArray[np.uint64], keys: NDArray[np.uint64], half: int) ->
 
 
 def _mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The 64-bit finaliser of SplitMix64 (Steele, Lea and Flood, 2014), elementwise on uint64."""
+    """Apply the 64-bit finaliser of SplitMix64 (Steele, Lea and Flood, 2014), elementwise on uint64."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))

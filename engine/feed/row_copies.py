@@ -1,7 +1,7 @@
-"""Copies a batch's images into the program's buffer, by several threads where one would be the slower.
+"""Copies of a batch's images into the program's buffer, by several threads if that is faster.
 
-One core does not fill the machine's memory bandwidth, least of all from pages scattered over mapped files. Knows
-nothing of rings or steps.
+One core does not saturate the memory bandwidth, least of all from pages scattered over mapped files. Does not depend
+on rings or steps.
 """
 
 import queue
@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-# To hand a part to another thread takes as long as to copy a megabyte.
+# Passing a part to another thread takes as long as copying a megabyte.
 _LEAST_PART_BYTES = 1 << 22
 
 type Rows = Sequence[NDArray[np.uint32]] | NDArray[np.uint32]
@@ -21,23 +21,23 @@ type _Part = tuple[Rows, NDArray[np.uint32], Future[None]]
 
 
 class RowCopies:
-    """Up to `num_threads` threads that copy, the caller's one of them; the others are started when first needed.
+    """A pool of up to `num_threads` copying threads, including the caller's; the others start when first needed.
 
-    For any number of callers at once. The threads are daemons: a page that never comes must not keep a process alive.
+    Thread-safe. The threads are daemons: a page that never arrives must not keep the process alive.
     """
 
     def __init__(self, num_threads: int) -> None:
         self._num_others = num_threads - 1
         self._parts: queue.SimpleQueue[_Part | None] = queue.SimpleQueue()
         self._guard = threading.Lock()
-        self._num_started = 0  # guarded, like the next
+        self._num_started = 0  # guarded by _guard, as is the next
         self._is_closed = False
 
     def copy(self, rows: Rows, pixels: NDArray[np.uint32]) -> None:
-        """Copies `rows`, b images uint32 [H, words of a row] in one array or in several, to `pixels` [b, H, …].
+        """Copy `rows`, b images uint32 [H, words of a row] in one array or in several, to `pixels` [b, H, …].
 
-        Returns or raises when no thread writes any more, and not before: the memory of `pixels` is the program's again
-        then. There is no time limit, as there is none to a copy.
+        Returns or raises only when no thread writes any more, because the memory of `pixels` then belongs to the
+        program again. There is no time limit, as a copy has none.
         """
         num_parts = pixels.nbytes // _LEAST_PART_BYTES
         if num_parts > 1:
@@ -50,8 +50,8 @@ class RowCopies:
         own, *others = [slice(*bound) for bound in pairwise(bounds)]
         copies: list[Future[None]] = []
         try:
-            left = [own, *(part for part in others if not self._hand_over(rows[part], pixels[part], copies))]
-            for part in left:
+            remaining = [own, *(part for part in others if not self._submit(rows[part], pixels[part], copies))]
+            for part in remaining:
                 _copy(rows[part], pixels[part])
         finally:
             failures = [copy.exception() for copy in copies]
@@ -60,7 +60,7 @@ class RowCopies:
                 raise failure
 
     def close(self) -> None:
-        """Lets the threads end once they have copied what they were given; may be called again."""
+        """Let the threads end after the parts already submitted; may be called again."""
         with self._guard:
             if not self._is_closed:
                 self._is_closed = True
@@ -68,7 +68,7 @@ class RowCopies:
                     self._parts.put(None)
 
     def _start(self, num_wanted: int) -> int:
-        """Starts threads that are missing; gives how many there are, fewer than wanted where the system has no more."""
+        """Start missing threads; return how many exist, fewer than wanted if the system refuses to start one."""
         with self._guard:
             while self._num_started < num_wanted and not self._is_closed:
                 name = f"row-copies-{self._num_started}"
@@ -79,8 +79,8 @@ class RowCopies:
                 self._num_started += 1
             return self._num_started
 
-    def _hand_over(self, rows: Rows, pixels: NDArray[np.uint32], copies: list[Future[None]]) -> bool:
-        """Gives a part to the threads, unless they are to end; whether it was given."""
+    def _submit(self, rows: Rows, pixels: NDArray[np.uint32], copies: list[Future[None]]) -> bool:
+        """Submit a part to the threads; return False if the pool is closed."""
         with self._guard:
             if self._is_closed:
                 return False

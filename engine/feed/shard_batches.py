@@ -1,4 +1,4 @@
-"""Batches of a packed split: shuffled for training, in order for an evaluation."""
+"""Batch sources that read a packed split: shuffled for training, in order for evaluation."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,7 @@ _POSITIONS_AT_ONCE = 2048
 
 
 class ShardBatches:
-    """Batches of a packed split, in the keyed order of `seed`, every image once an epoch."""
+    """Batches of a packed split in the keyed order of `seed`; every epoch has every image once."""
 
     thread_safe = True
 
@@ -20,14 +20,15 @@ class ShardBatches:
         self._order = EpochOrder(split.num_images, seed)
         self.batch, self.height, self.width = batch, split.height, split.width
         self.row_words = split.row_words
-        self._ordered = 0, np.empty((0, batch), np.int64)  # batches from the first on, in order; replaced as a whole
+        # The index of a batch, and the images of that batch and the following ones; always replaced together.
+        self._ordered = 0, np.empty((0, batch), np.int64)
 
     def fill(self, batch_index: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
-        """Reads the batch's images from the shards; raises preprocess.shards.reader.ShardError where that fails."""
+        """Read the batch's images from the shards; raise preprocess.shards.reader.ShardError if that fails."""
         self._split.read_into(self._images_of(batch_index), pixels, labels, timeout_s=timeout_s)
 
     def lend(self, batch_index: int, labels: Labels, *, timeout_s: float) -> Lent | None:
-        """Lend the batch's images out of mapped shard files; see `LendingSource`."""
+        """Lend the batch's images from mapped shard files; see `LendingSource`."""
         if not self._split.lends:
             return None
         return self._split.lend(self._images_of(batch_index), labels, timeout_s=timeout_s)
@@ -37,19 +38,19 @@ class ShardBatches:
         self._split.check_unchanged()
 
     def _images_of(self, batch_index: int) -> NDArray[np.int64]:
-        """Return a batch's images. Some thousand positions together take as long as some hundred (90 µs)."""
+        """Return a batch's images, computed 2048 positions at a time: a few hundred take as long (90 µs)."""
         first, images = self._ordered
         if not first <= batch_index < first + len(images):
             num_batches = max(1, _POSITIONS_AT_ONCE // self.batch)
-            turn = batch_index // num_batches
-            images = self._order.batch(turn, num_batches * self.batch).reshape(num_batches, self.batch)
-            first = turn * num_batches
+            group = batch_index // num_batches
+            images = self._order.batch(group, num_batches * self.batch).reshape(num_batches, self.batch)
+            first = group * num_batches
             self._ordered = first, images
         return images[batch_index - first]
 
 
 class SequentialBatches:
-    """Every image of a packed split once, in the order of the split, over and over."""
+    """The images of a packed split in its own order, repeated endlessly."""
 
     thread_safe = True
 
@@ -60,7 +61,7 @@ class SequentialBatches:
         self.num_batches = -(-split.num_images // batch)
 
     def fill(self, batch_index: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
-        """Reads the batch's images; what the last batch has no image for is black and has the padding label."""
+        """Read the batch's images; padding rows of the last batch are black and have the label PADDING_LABEL."""
         start = batch_index % self.num_batches * self.batch
         count = min(self.batch, self._split.num_images - start)
         images = np.arange(start, start + count, dtype=np.int64)
