@@ -104,7 +104,7 @@ def test_a_source_that_stalls_ends_the_run_within_the_limit(tmp_path):
         return toy_batch(step)
 
     started = time.monotonic()
-    with pytest.raises(FeederError, match=r"step 3 must be there within 0\.5 s"):
+    with pytest.raises(FeederError, match=r"step 3 must arrive within 0\.5 s"):
         train(toy_config(run_dir=tmp_path, infeed_timeout_s=0.5), model=Linear(), batches=stalling)
     assert time.monotonic() - started < 25  # the 30 s of the stalled source were not waited for
     released.set()
@@ -128,9 +128,9 @@ def test_a_full_disk_under_a_sink_ends_the_run_and_the_other_sinks_get_every_los
     [
         (lambda pixels, labels: (pixels.astype(np.int64), labels), r"pixels must be uint32 .* int64 \[8, 4, 4\]"),
         (lambda pixels, labels: (pixels, labels[:-1]), r"labels must be integers \[8\].* int64 \[7\] for batch 3"),
-        (lambda pixels, labels: (pixels[:, :2], labels), r"shape of the first, .* gave \(8, 2, 4\) for batch 3"),
+        (lambda pixels, labels: (pixels[:, :2], labels), r"shape of the first, .* returned \(8, 2, 4\) for batch 3"),
         (lambda pixels, labels: (pixels, labels + CLASSES), r"labels must lie in 0 … 2; .* for batch 3"),
-        (lambda pixels, labels: pixels, r"a tuple \(pixels, labels\); the source gave ndarray"),
+        (lambda pixels, labels: pixels, r"a tuple \(pixels, labels\); the source returned ndarray"),
     ],
 )
 def test_a_wrong_batch_in_mid_run_is_named(bad, message):
@@ -267,15 +267,15 @@ class Returning(Linear):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda logits, _: logits, r"a tuple \(logits, batch_stats\), and gave \w*Tracer"),
-        (lambda logits, stats: (logits[0], stats), r"logits must be floats \[8, K\], and apply gave float32 \[3\]"),
-        (lambda logits, stats: (logits.argmax(1), stats), r"logits must be floats .* gave int32 \[8\]"),
-        (lambda logits, stats: (logits[:, :2], stats), r"each of the 3 classes, and gives 2: change its last layer"),
-        (lambda logits, _: (logits, {}), "batch statistics of the same keys, shapes and dtypes"),
-        (lambda logits, _: (logits, {"batches": logits}), r"took .*'float32\[\]'.* gave .*'float32\[8, 3\]'"),
+        (lambda logits, _: logits, r"a tuple \(logits, batch_stats\), but returned \w*Tracer"),
+        (lambda logits, stats: (logits[0], stats), r"logits must be floats \[8, K\], but apply returned float32 \[3\]"),
+        (lambda logits, stats: (logits.argmax(1), stats), r"logits must be floats .* returned int32 \[8\]"),
+        (lambda logits, stats: (logits[:, :2], stats), r"each of the 3 classes, but returns 2: change its last layer"),
+        (lambda logits, _: (logits, {}), "batch statistics with the keys, shapes and dtypes of its argument"),
+        (lambda logits, _: (logits, {"batches": logits}), r"got .*'float32\[\]'.* returned .*'float32\[8, 3\]'"),
     ],
 )
-def test_a_model_that_gives_something_else_is_told_what_it_must_give(change, message, tmp_path):
+def test_a_model_that_returns_something_else_is_refused(change, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         train(toy_config(run_dir=tmp_path / "run"), model=Returning(change), batches=toy_batch)
     assert not (tmp_path / "run").exists()  # nothing was launched

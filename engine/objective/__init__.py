@@ -1,1 +1,1 @@
-"""What is minimised and what is counted: targets, loss, the tally of an evaluation."""
+"""Targets, loss, and the tally of an evaluation."""

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Softmax cross entropy, the mean over the batch.
+    """Return the softmax cross entropy, averaged over the batch.
 
     Args:
-        logits: [B, K] of any float type; computed in float32.
-        targets: float32 [B, K], rows that sum to 1; a row that is NaN makes the loss NaN.
+        logits: [B, K] of any float dtype; computed in float32.
+        targets: float32 [B, K], rows that sum to 1; a NaN row makes the loss NaN.
 
     Returns:
         float32 [], in nats.

@@ -1,6 +1,6 @@
-"""What an evaluation counts: exact top-1, top-5 and mean loss over every image of a split once.
+"""The tally of an evaluation: exact top-1, top-5 and mean loss, with every image of a split counted once.
 
-Owns the tally and one batch's part in it; the loop over batches is `engine.program.loop`'s.
+Owns the tally and its update by one batch; the loop over batches is in `engine.program.loop`.
 """
 
 from typing import NamedTuple
@@ -14,10 +14,10 @@ _NO_RANK = 2**31 - 1
 
 
 class ClassCounts(NamedTuple):
-    """What was counted of each class so far.
+    """The counts per class so far.
 
     Attributes:
-        num_images, top1: int32 [K], images seen of a class, and those for which it ranks first.
+        num_images, top1: int32 [K], images of each class, and those with that class ranked first.
     """
 
     num_images: jax.Array
@@ -25,14 +25,14 @@ class ClassCounts(NamedTuple):
 
 
 class Tally(NamedTuple):
-    """What was counted so far.
+    """The counts so far.
 
     Attributes:
-        num_images, top1, top5: int32 [], images seen, and those whose class is the first, or among the first five.
+        num_images, top1, top5: int32 [], images, and those whose class ranks first, or among the first five.
         loss_sum: float32 [], in nats.
-        loss_lost: float32 [], the digits that `loss_sum` could not hold (Kahan, 1965): a float32 alone loses more with
-            every image.
-        classes: the same class by class; None, which compiles nothing, where nobody asks for it.
+        loss_lost: float32 [], the rounding error of `loss_sum` (Kahan summation, 1965), which would grow with every
+            image otherwise.
+        classes: the counts per class; None does not compile them.
     """
 
     num_images: jax.Array
@@ -44,22 +44,22 @@ class Tally(NamedTuple):
 
 
 def empty_tally(num_classes: int | None = None) -> Tally:
-    """Gives the tally before the first batch; `num_classes`, K, makes it count class by class too."""
+    """Return the tally before the first batch; with `num_classes`, K, it counts per class too."""
     none, zero = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32)
     each = None if num_classes is None else jnp.zeros(num_classes, jnp.int32)
     return Tally(none, none, none, zero, zero, None if each is None else ClassCounts(each, each))
 
 
 def tally_batch(tally: Tally, logits: jax.Array, labels: jax.Array) -> Tally:
-    """Counts one batch.
+    """Add one batch to the tally.
 
-    Equal logits rank in the order of their classes, as `lax.top_k` and a stable sort have it. An image with a logit
-    that is no number, or a label that is no class, is wrong and makes the loss NaN.
+    Equal logits rank in the order of their classes, as in `lax.top_k` and a stable sort. An image with a NaN logit, or
+    with a label out of range, counts as wrong and makes the loss NaN.
 
     Args:
-        tally: of the batches before.
-        logits: [B, K] of any float type.
-        labels: int32 [B], PADDING_LABEL where there is no image.
+        tally: tally of the batches before.
+        logits: [B, K] of any float dtype.
+        labels: int32 [B], PADDING_LABEL in padding rows.
     """
     logits = logits.astype(jnp.float32)
     is_image = labels != PADDING_LABEL
@@ -83,7 +83,7 @@ def tally_batch(tally: Tally, logits: jax.Array, labels: jax.Array) -> Tally:
 
 
 def _count_classes(counts: ClassCounts, is_first: jax.Array, labels: jax.Array) -> ClassCounts:
-    """Counts a batch class by class: bool [B] `is_first`, int32 [B] `labels`; one that is no class is left out."""
+    """Add a batch to the counts per class: bool [B] `is_first`, int32 [B] `labels`; labels out of range are ignored."""
     belongs = labels[:, None] == jnp.arange(len(counts.num_images))
     return ClassCounts(
         num_images=counts.num_images + belongs.sum(axis=0, dtype=jnp.int32),

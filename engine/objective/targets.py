@@ -1,10 +1,10 @@
-"""Soft targets of the loss: what a label asks the network to say of every class."""
+"""Label smoothing of the loss's targets."""
 
 import jax
 
 
 def smooth_targets(targets: jax.Array, smoothing: jax.Array) -> jax.Array:
-    """Moves a share of each image's target evenly to all classes (Szegedy et al., 2015, arXiv:1512.00567, section 7).
+    """Move a share of each target evenly to all classes (Szegedy et al., 2015, arXiv:1512.00567, section 7).
 
     Args:
         targets: float32 [B, K], rows that sum to 1: one-hot labels, or mixtures of them.

@@ -1,1 +1,1 @@
-"""The one compiled program of a run: its state, its loop, what is compiled into it."""
+"""The one compiled program of a run: its state, its loop and its static settings."""

@@ -1,4 +1,4 @@
-"""A model of the user's own, held to what the program asks of it while it is traced."""
+"""Checks of a user's model while the program is traced."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,14 +12,14 @@ from engine.settings import SettingError
 
 
 class CheckedModel:
-    """Passes on a model's functions and checks what `apply` gives; costs nothing once compiled.
+    """A model whose `apply` results are checked while tracing; costs nothing once compiled.
 
-    What is learned of the number of classes is made known to the batches, whose labels are then held to it.
+    If the number of classes is not given, the model's is passed to the batch source, which checks its labels by it.
 
     Args:
-        model: to be checked.
-        num_classes: K that is asked for, None where the model alone knows.
-        source: of the batches that it is trained on.
+        model: the model to check.
+        num_classes: K, or None to use the model's.
+        source: source of the training batches.
     """
 
     def __init__(self, model: TrainModel, num_classes: int | None, source: BatchSource) -> None:
@@ -27,37 +27,37 @@ class CheckedModel:
 
     @property
     def init(self) -> Callable[[jax.Array], tuple[Any, Any]]:
-        """The model's."""
+        """The model's `init`."""
         return self._model.init
 
     def apply(self, params: Any, batch_stats: Any, images: jax.Array, train: bool) -> tuple[jax.Array, Any]:
-        """The model's, checked.
+        """Apply the model and check its result.
 
         Raises:
-            ValueError: where it gives anything but float logits [B, K] of enough classes, and batch statistics of the
-                shapes and dtypes that it was given.
+            ValueError: if the result is not a tuple of float logits [B, K] with enough classes, and batch statistics
+                with the shapes and dtypes of the argument.
         """
         given = self._model.apply(params, batch_stats, images, train=train)
         if not isinstance(given, tuple) or len(given) != 2:
-            raise ValueError(f"apply must give a tuple (logits, batch_stats), and gave {type(given).__name__}")
+            raise ValueError(f"apply must return a tuple (logits, batch_stats), but returned {type(given).__name__}")
         logits, new_stats = given
         self._check_logits(logits, len(images))
         before, after = (jax.tree.map(_described, tree) for tree in (batch_stats, new_stats))
         if before != after:
             raise ValueError(
-                "apply must give batch statistics of the same keys, shapes and dtypes as it took, "
-                f"and took {before} and gave {after}"
+                "apply must return batch statistics with the keys, shapes and dtypes of its argument, "
+                f"but got {before} and returned {after}"
             )
         return logits, new_stats
 
     def _check_logits(self, logits: Any, batch: int) -> None:
         shape, dtype = jnp.shape(logits), jnp.result_type(logits)
         if len(shape) != 2 or shape[0] != batch or not jnp.issubdtype(dtype, jnp.floating):
-            raise ValueError(f"logits must be floats [{batch}, K], and apply gave {dtype} {list(shape)}")
+            raise ValueError(f"logits must be floats [{batch}, K], but apply returned {dtype} {list(shape)}")
         if self._num_classes is not None and shape[1] < self._num_classes:
             raise SettingError(
                 "num_classes",
-                "the model must give a logit for each of the {wanted} classes, and gives {found}: "
+                "the model must return a logit for each of the {wanted} classes, but returns {found}: "
                 "change its last layer, or {setting}",
                 wanted=self._num_classes,
                 found=shape[1],

@@ -1,7 +1,7 @@
 """The training program: the project's only `while_loop`s.
 
-Owns the loops' carries and what one step is. Reads batches through the infeed, emits losses through the outfeed, and
-knows nothing of files, threads or terminals.
+Owns the loops' carries and the training step. Reads batches through the infeed, emits losses through the outfeed, and
+does not depend on files, threads or terminals.
 """
 
 from collections.abc import Callable
@@ -28,12 +28,12 @@ from engine.updates.update import Outcome, Pull, UpdateValues, Weights, update_w
 
 
 class _Carry(NamedTuple):
-    """What the loops carry beside the state.
+    """The carry of the outer loops.
 
     Attributes:
-        state: of the training.
-        stopped: bool [], leave the loops.
-        snapshot: bool [], the host asks for a snapshot after the update under way.
+        state: the training's state.
+        stopped: bool [], whether to leave the loops.
+        snapshot: bool [], whether the host requested a snapshot after the current update.
     """
 
     state: TrainState
@@ -41,14 +41,14 @@ class _Carry(NamedTuple):
     snapshot: jax.Array
 
 
-class _Made(NamedTuple):
-    """What the loop over the batches of one pull carries.
+class _ChunkCarry(NamedTuple):
+    """The carry of the loop over the batches of one pull.
 
     Attributes:
-        state: of the training.
-        num_updates: int32 [], updates that were due and whose losses were not emitted yet.
-        numbers: float32 [n, 2], the loss and the learning rate of each of them.
-        gives_up: bool [], leave the loops.
+        state: the training's state.
+        num_updates: int32 [], updates that were due and whose losses are not emitted yet.
+        numbers: float32 [n, 2], their losses and learning rates.
+        gives_up: bool [], whether to leave the loops, because too many updates in a row were skipped.
     """
 
     state: TrainState
@@ -64,20 +64,21 @@ def make_program(
     outfeed: Outfeed,
     evaluation_infeed: BatchInfeed | None = None,
 ) -> Callable[[TrainState, RunValues], TrainState]:
-    """Builds the whole-training function, to be compiled once: (state, values) → the state after the last step.
+    """Return the whole-training function, to be compiled once: (state, values) → the state after the last step.
 
     Args:
-        model: what is trained.
-        statics: how.
+        model: the model to train.
+        statics: the static settings.
         infeed, outfeed: the crossings.
-        evaluation_infeed: of the validation batches, pulled by (evaluation · batches + batch); None evaluates never.
+        evaluation_infeed: infeed of the validation batches, pulled by (evaluation · batches + batch); None never
+            evaluates.
     """
     return _Program(model, statics, infeed, outfeed, evaluation_infeed).train
 
 
 @dataclass(frozen=True)
 class _Program:
-    """The loops, from the outside in: segments between evaluations, pulls, and what one pull does."""
+    """The loops, from the outermost: segments between evaluations, pulls, batches of a pull."""
 
     model: TrainModel
     statics: Statics
@@ -86,63 +87,63 @@ class _Program:
     evaluation_infeed: BatchInfeed | None
 
     def train(self, state: TrainState, values: RunValues) -> TrainState:
-        def goes_on(carry: _Carry) -> jax.Array:
+        def continues(carry: _Carry) -> jax.Array:
             return ~carry.stopped & ~_is_done(carry.state, values)
 
         no = jnp.zeros((), jnp.bool)
         start = _Carry(state, no, no)
-        return lax.while_loop(goes_on, partial(self._segment, values), start).state
+        return lax.while_loop(continues, partial(self._segment, values), start).state
 
     def _segment(self, values: RunValues, carry: _Carry) -> _Carry:
-        """The steps up to the next evaluation or snapshot, and that; a snapshot follows an evaluation of its step."""
+        """Run the steps up to the next evaluation or snapshot, then that; a snapshot comes after the evaluation."""
         boundary = _next_boundary(carry.state.step, values)
 
-        def goes_on(carry: _Carry) -> jax.Array:
-            asked = (carry.state.owes_evaluation | carry.snapshot) & _is_between_updates(carry.state)
-            return (carry.state.step < boundary) & ~carry.stopped & ~asked
+        def continues(carry: _Carry) -> jax.Array:
+            requested = (carry.state.owes_evaluation | carry.snapshot) & _is_between_updates(carry.state)
+            return (carry.state.step < boundary) & ~carry.stopped & ~requested
 
-        carry = lax.while_loop(goes_on, partial(self._one_pull, values, boundary), carry)
+        carry = lax.while_loop(continues, partial(self._one_pull, values, boundary), carry)
         return self._push_snapshot(values, self._evaluate(values, carry))
 
     def _one_pull(self, values: RunValues, boundary: jax.Array, carry: _Carry) -> _Carry:
-        """Trains on what one pull brings, none of it beyond the boundary, and emits the losses of its updates."""
-        asked = carry.state.owes_evaluation | carry.snapshot
-        num_wanted = _pulls_to(jnp.where(asked, 0, boundary), carry.state, values.update, self.infeed.chunk)
+        """Train on the batches of one pull, none of them past the boundary, and emit the losses of its updates."""
+        requested = carry.state.owes_evaluation | carry.snapshot
+        num_wanted = _num_to_pull(jnp.where(requested, 0, boundary), carry.state, values.update, self.infeed.chunk)
         pulled = self.infeed.pull(carry.state.pulls, jnp.zeros((), jnp.int32), num_wanted)
         control = pulled.control
-        made, num_taken = self.infeed.for_each(
+        chunk, num_taken = self.infeed.for_each(
             pulled,
-            partial(self._take_in, values, control),
-            _nothing_made(carry.state, self.infeed.num_together),
-            is_over=lambda made: made.gives_up,
+            partial(self._train_on_batch, values, control),
+            _empty_chunk(carry.state, self.infeed.num_together),
+            is_over=lambda chunk: chunk.gives_up,
             emit=self._push_losses,
         )
-        state = made.state
-        # What came with a pull of which nothing was taken in after all comes again with the pull of whoever goes on.
+        state = chunk.state
+        # If no batch of the pull was processed, a launch that resumes here gets the pull's requests again.
         is_heeded = num_taken > 0
         if self.evaluation_infeed is not None:
             state = state._replace(owes_evaluation=state.owes_evaluation | (control.evaluate & is_heeded))
-        stopped = control.stop | made.gives_up | (num_taken < control.num_batches)
+        stopped = control.stop | chunk.gives_up | (num_taken < control.num_batches)
         return _Carry(state, stopped, carry.snapshot | (control.snapshot & is_heeded))
 
-    def _take_in(self, values: RunValues, control: ControlWord, made: _Made, batch: Batch) -> _Made:
-        """Trains on the next batch of a pull."""
-        state, outcome = train_step(self.model, self.statics, made.state, batch, control.learning_rate_factor, values)
+    def _train_on_batch(self, values: RunValues, control: ControlWord, chunk: _ChunkCarry, batch: Batch) -> _ChunkCarry:
+        """Train on the next batch of a pull."""
+        state, outcome = train_step(self.model, self.statics, chunk.state, batch, control.learning_rate_factor, values)
         numbers = jnp.stack([outcome.loss, outcome.learning_rate])
-        # Where no update was due the next one, or nobody, takes the place.
-        return _Made(
+        # If no update was due, the next one overwrites these numbers, or they are never emitted.
+        return _ChunkCarry(
             state=state,
-            num_updates=made.num_updates + outcome.due.astype(jnp.int32),
-            numbers=lax.dynamic_update_index_in_dim(made.numbers, numbers, made.num_updates, axis=0),
+            num_updates=chunk.num_updates + outcome.due.astype(jnp.int32),
+            numbers=lax.dynamic_update_index_in_dim(chunk.numbers, numbers, chunk.num_updates, axis=0),
             gives_up=outcome.gives_up,
         )
 
-    def _push_losses(self, made: _Made) -> _Made:
-        self.outfeed.push_losses(made.state.step, made.num_updates, made.numbers)
-        return made._replace(num_updates=jnp.zeros_like(made.num_updates))
+    def _push_losses(self, chunk: _ChunkCarry) -> _ChunkCarry:
+        self.outfeed.push_losses(chunk.state.step, chunk.num_updates, chunk.numbers)
+        return chunk._replace(num_updates=jnp.zeros_like(chunk.num_updates))
 
     def _evaluate(self, values: RunValues, carry: _Carry) -> _Carry:
-        """Evaluates where that is due; what a stop cuts short stays due."""
+        """Evaluate if an evaluation is due; one that a stop interrupts stays due."""
         infeed = self.evaluation_infeed
         if infeed is None:
             return carry
@@ -157,33 +158,33 @@ class _Program:
             return evaluate_split(self.model, self.statics, weights, infeed, first_pull, num_batches, values.scale)
 
         none = empty_tally(), jnp.zeros((), jnp.bool)
-        tally, is_cut_short = lax.cond(due, evaluate, lambda _: none, state.evaluated)
-        done = due & ~is_cut_short
+        tally, is_interrupted = lax.cond(due, evaluate, lambda _: none, state.evaluated)
+        done = due & ~is_interrupted
         lax.cond(done, lambda: self.outfeed.push_evaluation(state.step, tally), lambda: None)
         top1 = tally.top1.astype(jnp.float32) / jnp.maximum(tally.num_images, 1).astype(jnp.float32)
         state = state._replace(
-            owes_evaluation=(due & is_cut_short) | (carry.stopped & state.owes_evaluation),
+            owes_evaluation=(due & is_interrupted) | (carry.stopped & state.owes_evaluation),
             num_evaluations=state.num_evaluations + done.astype(jnp.int32),
             top1=jnp.where(done, top1, state.top1),
         )
-        return carry._replace(state=state, stopped=carry.stopped | is_cut_short)
+        return carry._replace(state=state, stopped=carry.stopped | is_interrupted)
 
     def _push_snapshot(self, values: RunValues, carry: _Carry) -> _Carry:
-        """Pushes the state where that is due; the last one of a run is for the host, which gets it anyway."""
+        """Push the state if a snapshot is due, except at the end of the run, where the host gets the state anyway."""
         state = carry.state
-        asked = carry.snapshot | _is_multiple(state.step, values.snapshot_every_steps)
-        due = asked & ~carry.stopped & ~_is_done(state, values)
+        wanted = carry.snapshot | _is_multiple(state.step, values.snapshot_every_steps)
+        due = wanted & ~carry.stopped & ~_is_done(state, values)
         lax.cond(due, lambda: self.outfeed.push_snapshot(state.step, state.pulls, state), lambda: None)
         return carry._replace(snapshot=jnp.zeros((), jnp.bool))
 
 
-def _nothing_made(state: TrainState, num_together: int) -> _Made:
+def _empty_chunk(state: TrainState, num_together: int) -> _ChunkCarry:
     none = jnp.zeros((), jnp.int32)
-    return _Made(state, none, jnp.zeros((num_together, 2), jnp.float32), jnp.zeros((), jnp.bool))
+    return _ChunkCarry(state, none, jnp.zeros((num_together, 2), jnp.float32), jnp.zeros((), jnp.bool))
 
 
-def _pulls_to(boundary: jax.Array, state: TrainState, values: UpdateValues, chunk: int) -> jax.Array:
-    """How many batches to pull at once, int32 []: a chunk, or fewer, up to the next update or that of `boundary`."""
+def _num_to_pull(boundary: jax.Array, state: TrainState, values: UpdateValues, chunk: int) -> jax.Array:
+    """Return how many batches to pull, int32 []: at most a chunk, up to update `boundary`, or to the next if later."""
     if chunk == 1:
         return jnp.ones((), jnp.int32)
     num_updates = jnp.clip(boundary - state.step, 1, chunk)
@@ -195,7 +196,7 @@ def _pulls_to(boundary: jax.Array, state: TrainState, values: UpdateValues, chun
 
 
 def _is_done(state: TrainState, values: RunValues) -> jax.Array:
-    """Whether a run ends of its own accord, bool []: its steps are made, and no evaluation is due any more."""
+    """Return whether the run is complete, bool []: steps done and no evaluation due, or the wanted top-1 reached."""
     return ((state.step >= values.stop_step) & ~state.owes_evaluation) | (state.top1 >= values.stop_at_top1)
 
 
@@ -209,11 +210,11 @@ def _is_multiple(step: jax.Array, every: jax.Array) -> jax.Array:
 
 
 def _next_boundary(step: jax.Array, values: RunValues) -> jax.Array:
-    """The updates after which the next evaluation or snapshot is due, int32 []."""
+    """Return the update after which the next evaluation or snapshot is due, int32 []."""
 
     def following(every: jax.Array) -> jax.Array:
         multiple = (step // jnp.maximum(every, 1) + 1) * every
-        # Beyond the last int32 a product turns negative.
+        # A product that overflows int32 is negative.
         return jnp.where(multiple > step, jnp.minimum(multiple, values.stop_step), values.stop_step)
 
     return jnp.minimum(following(values.eval_every_steps), following(values.snapshot_every_steps))
@@ -230,23 +231,23 @@ def evaluate_split(
     *,
     start: Tally | None = None,
 ) -> tuple[Tally, jax.Array]:
-    """Counts a whole split with the running statistics.
+    """Evaluate a whole split with the running statistics.
 
     Args:
-        model: what is evaluated.
-        statics: says how large the images are that it is trained on, and whether their mirror images are looked at.
-        weights: its parameters and statistics.
-        infeed: of the split's batches.
-        first_pull: int32 [], the address of the first.
-        num_batches: int32 [], how many.
-        scale: of the pixels.
-        start: the tally before the first batch; None: one without classes.
+        model: the model to evaluate.
+        statics: the size of the images in training, and whether mirrored images are evaluated too.
+        weights: the model's parameters and statistics.
+        infeed: infeed of the split's batches.
+        first_pull: int32 [], address of the first batch.
+        num_batches: int32 [], number of batches.
+        scale: mean and standard deviation of the pixels.
+        start: the tally before the first batch; None is an empty tally without classes.
 
     Returns:
-        The tally, and whether the host asked for a stop, in which case the tally is not whole (bool []).
+        The tally, and whether the host requested a stop, so that the tally is incomplete (bool []).
     """
 
-    def goes_on(carry: tuple[jax.Array, jax.Array, Tally]) -> jax.Array:
+    def continues(carry: tuple[jax.Array, jax.Array, Tally]) -> jax.Array:
         batch, stopped, _ = carry
         return (batch < num_batches) & ~stopped
 
@@ -267,7 +268,7 @@ def evaluate_split(
         return tally_batch(tally, logits, batch.labels)
 
     before = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.bool), start or empty_tally()
-    _, stopped, tally = lax.while_loop(goes_on, one_pull, before)
+    _, stopped, tally = lax.while_loop(continues, one_pull, before)
     return tally, stopped
 
 
@@ -279,18 +280,18 @@ def train_step(
     learning_rate_factor: jax.Array,
     values: RunValues,
 ) -> tuple[TrainState, Outcome]:
-    """Takes in one batch: augment, forward, backward, and the update where one is due.
+    """Train on one batch: augment, forward, backward, and an update if one is due.
 
     Args:
-        model: what is trained.
-        statics: how.
-        state: before it.
+        model: the model to train.
+        statics: the static settings.
+        state: the state before the batch.
         batch: the images and their labels.
-        learning_rate_factor: float32 [], multiplies the schedule's rate.
-        values: the run's numbers.
+        learning_rate_factor: float32 [], multiplies the schedule's learning rate.
+        values: the runtime settings.
 
     Returns:
-        The new state, and what the batch came to.
+        The new state, and the outcome of the batch.
     """
     num_images = len(batch.labels)
     at = positions(state.pulls, num_images, 0, num_images)

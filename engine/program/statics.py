@@ -1,4 +1,4 @@
-"""From settings to what the program is compiled for, and to the numbers that it takes at run time."""
+"""Conversion of the settings to the program's static part and to its runtime values."""
 
 from typing import NamedTuple
 
@@ -18,12 +18,12 @@ _EPSILON = 1e-8
 
 
 class Statics(NamedTuple):
-    """What is compiled into the program.
+    """The settings that are compiled into the program.
 
     Attributes:
-        rule: of the updates.
-        augmentation: of the images.
-        eval_mirror: whether an evaluation sees mirror images too.
+        rule: rule of the updates.
+        augmentation: augmentation of the images.
+        eval_mirror: whether evaluations average the logits of each image and its mirror image.
     """
 
     rule: UpdateRule
@@ -32,7 +32,7 @@ class Statics(NamedTuple):
 
 
 def statics_of(config: TrainConfig) -> Statics:
-    """Gives the static part of the settings."""
+    """Return the static part of the settings."""
     rule = UpdateRule(
         optimizer=config.optimizer,
         schedule=config.schedule,
@@ -60,10 +60,10 @@ def statics_of(config: TrainConfig) -> Statics:
 
 
 def update_values(config: TrainConfig) -> UpdateValues:
-    """Gives the runtime part of the settings that updates read."""
+    """Return the runtime values that updates read."""
     clip_norm = np.inf if config.clip_norm is None else config.clip_norm
     hyperparams = Hyperparams(
-        learning_rate=jnp.float32(1),  # a factor on the schedule's
+        learning_rate=jnp.float32(1),  # multiplies the schedule's learning rate
         momentum=jnp.float32(config.momentum),
         weight_decay=jnp.float32(config.weight_decay),
         beta2=jnp.float32(config.beta2),
@@ -86,5 +86,5 @@ def update_values(config: TrainConfig) -> UpdateValues:
     )
 
 
-# Goyal et al. (2017), arXiv:1706.02677, section 5.1: a tenth of the rate after 30, 60 and 80 of 90 epochs.
+# Goyal et al. (2017), arXiv:1706.02677, section 5.1: a tenth of the learning rate after 30, 60 and 80 of 90 epochs.
 _STEP_FRACTIONS = (1 / 3, 2 / 3, 8 / 9)

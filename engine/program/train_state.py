@@ -1,6 +1,6 @@
-"""What a training carries from step to step, what it is told, and what it asks of a model.
+"""The state of a training, its runtime values, and the protocol of a model.
 
-Knows nothing of the loops that carry it, nor of the host.
+Does not depend on the loops that carry the state, or on the host.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from engine.updates.update import UpdateRule, UpdateState, UpdateValues, Weights
 
 
 class TrainModel(Protocol):
-    """What the program asks of a model; `models.model.Model` is one."""
+    """The interface of a model to the program; `models.model.Model` implements it."""
 
     @property
     def init(self) -> Callable[[jax.Array], tuple[Any, Any]]:
@@ -28,16 +28,16 @@ class TrainModel(Protocol):
 
 
 class TrainState(NamedTuple):
-    """The carry of the loop: everything that a later step depends on.
+    """The state of a training: everything that a later step depends on.
 
     Attributes:
         pulls: int32 [], batches taken; addresses the infeed and so the data.
         step: int32 [], updates done; addresses the schedule.
         params, batch_stats: the model's pytrees.
-        update: what the updates remember.
-        owes_evaluation: bool [], one is due before the next pull; lasts while none was completed.
-        num_evaluations: int32 [], completed; addresses the evaluation infeed.
-        top1: float32 [], fraction of the last evaluation's images, 0 before the first.
+        update: state of the updates, such as the optimizer's moments.
+        owes_evaluation: bool [], whether an evaluation is due before the next pull, until one is complete.
+        num_evaluations: int32 [], completed evaluations; addresses the evaluation infeed.
+        top1: float32 [], top-1 accuracy of the last evaluation as a fraction, 0 before the first.
     """
 
     pulls: jax.Array
@@ -51,23 +51,23 @@ class TrainState(NamedTuple):
 
     @property
     def evaluated(self) -> Weights:
-        """The weights to evaluate and to keep: their average where there is one."""
+        """The weights to evaluate and to save: their average if it is kept, else the weights."""
         return self.update.average or Weights(self.params, self.batch_stats)
 
 
 class RunValues(NamedTuple):
-    """What a run may change without another compilation.
+    """The runtime arguments of the program, which change without another compilation.
 
     Attributes:
-        stop_step: int32 [], leave the loop when so many updates are done.
+        stop_step: int32 [], number of updates after which to leave the loop.
         eval_every_steps: int32 [], evaluate when the updates done are a multiple of it, and at the end; 0: at the end.
-        num_eval_batches: int32 [], pulls of one evaluation.
+        num_eval_batches: int32 [], batches of one evaluation.
         stop_at_top1: float32 [], leave the loop once an evaluation reaches it; above 1: never.
         snapshot_every_steps: int32 [], push a snapshot when the updates done are a multiple of it; 0: never.
-        update: the updates' numbers.
+        update: runtime values of the updates.
         smoothing: float32 [] of the labels, see `engine.objective.targets`.
         seed_words: uint32 [2], the seed's high and low half, which key the augmentation.
-        scale: of the pixels.
+        scale: mean and standard deviation of the pixels.
     """
 
     stop_step: jax.Array
@@ -82,7 +82,7 @@ class RunValues(NamedTuple):
 
 
 def init_state(model: TrainModel, rule: UpdateRule, key: jax.Array) -> TrainState:
-    """Draws the state before the first step."""
+    """Return the state before the first step, with parameters drawn from `key`."""
     params, batch_stats = model.init(key)
     none = jnp.zeros((), jnp.int32)
     return TrainState(

@@ -1,1 +1,1 @@
-"""What gradients do to the weights: optimisers, schedules, accumulation, averages, refused updates."""
+"""Updates of the weights: optimizers, schedules, gradient accumulation, weight averages, skipped updates."""

@@ -7,23 +7,23 @@ import jax.numpy as jnp
 
 
 def init_average(tree: Any) -> Any:
-    """Starts an average at the tree itself: float32 leaves of the same shapes, copies that may be donated apart."""
+    """Return an average that starts at the tree itself: float32 copies, which can be donated separately."""
     return jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32, copy=True), tree)
 
 
 def update_average(average: Any, new: Any, decay: jax.Array, step: jax.Array, *, ramp: bool = True) -> Any:
-    """Moves an average towards new values: average ← average + (1 - d) · (new - average).
+    """Move an average towards new values: average ← average + (1 - d) · (new - average).
 
-    Kept in float32, as 1 - d is below what bfloat16 tells apart. An average that starts at the first weights carries
-    these along for 1 / (1 - decay) updates; `ramp` shortens that memory early on, d = min(decay, (1 + t) / (10 + t)),
-    as TensorFlow's `ExponentialMovingAverage` does with its number of updates.
+    Kept in float32, because 1 - d is below the precision of bfloat16. An average that starts at the first weights
+    remembers them for about 1 / (1 - decay) updates; `ramp` shortens that memory early on, d = min(decay, (1 + t) /
+    (10 + t)), as TensorFlow's `ExponentialMovingAverage` does with its number of updates.
 
     Args:
         average: pytree of float32 leaves, from `init_average`.
-        new: pytree of the same structure and shapes, of any float type.
-        decay: float32 [] in 0 … 1, a runtime value; 0 follows `new`, 1 without a ramp stays where it is.
-        step: int32 [], the t of the ramp: averages taken before this one.
-        ramp: static.
+        new: pytree of the same structure and shapes, of any float dtype.
+        decay: float32 [] in 0 … 1, a runtime value; 0 copies `new`, 1 without a ramp never changes.
+        step: int32 [], the t of the ramp: number of averages before this one.
+        ramp: whether to use the ramp, static.
 
     Returns:
         The new average, float32.

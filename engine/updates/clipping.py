@@ -1,7 +1,7 @@
-"""The gradient's global norm, and the optimisers' clip by it.
+"""The gradient's global norm, and clipping by it.
 
-As optax has them, for real numbers alone: of these optax takes the imaginary parts too, which is half of what there is
-to trace of an update.
+The same as in optax, but only for real numbers: optax also computes imaginary parts, which is half of the tracing of
+an update.
 """
 
 from typing import Any
@@ -12,13 +12,16 @@ import optax
 
 
 def global_norm(tree: Any) -> jax.Array:
-    """Gives the Euclidean norm of all numbers of a pytree of real leaves, float32 []; 0 for one without leaves."""
+    """Return the Euclidean norm of all numbers of a pytree of real leaves, float32 []; 0 without leaves."""
     squares = [jnp.sum(jax.lax.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)]
     return jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
 
 
 def clip_by_global_norm(largest: jax.typing.ArrayLike) -> optax.GradientTransformation:
-    """Scales gradients, float32 leaves, to a global norm of at most `largest`, float32 []; inf clips nothing."""
+    """Return a transformation that scales float32 gradients to a global norm of at most `largest`, float32 [].
+
+    inf clips nothing.
+    """
 
     def clip(updates: Any, _: Any) -> Any:
         norm = global_norm(updates)

@@ -1,9 +1,8 @@
-"""The two optax transformations that remember something, computed so that a loop changes what they remember in place.
+"""The two optax transformations with state, computed so that a loop updates their state in place.
 
-The parameters' update is a reader of the new moments: computed anew there (`models.layers.stored`), from the old ones,
-these
-could not be written over, and the loop copied moments and parameters at every step: a fourth of one of ResNet-50 at 64
-px. Here the new moments are stored, and everything else reads those.
+The parameters' update reads the new moments. If XLA recomputes these there from the old moments (see
+`models.layers.stored`), the old ones cannot be overwritten, and the loop copies moments and parameters at every step:
+a fourth of a step of ResNet-50 at 64 px. Here the new moments are stored, and everything else reads them.
 """
 
 from typing import Any
@@ -17,7 +16,7 @@ from models.layers.stored import stored
 
 
 def trace(momentum: jax.Array, *, nesterov: bool, made: jax.Array) -> optax.GradientTransformation:
-    """`optax.trace`, which remembers the sum of past gradients; where `made`, bool [], is false, it stays."""
+    """Return `optax.trace`, the decayed sum of past gradients; if `made`, bool [], is false, the state stays."""
     inner = optax.trace(momentum)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -31,7 +30,7 @@ def trace(momentum: jax.Array, *, nesterov: bool, made: jax.Array) -> optax.Grad
 
 
 def scale_by_adam(b1: jax.Array, b2: jax.Array, epsilon: jax.Array, *, made: jax.Array) -> optax.GradientTransformation:
-    """`optax.scale_by_adam`, which remembers two moments; where `made`, bool [], is false, they stay."""
+    """Return `optax.scale_by_adam`, which keeps two moments; if `made`, bool [], is false, the state stays."""
     inner = optax.scale_by_adam(b1=b1, b2=b2, eps=epsilon)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:

@@ -1,7 +1,8 @@
-"""The optimisers: optax transformations whose numbers are runtime values of the program.
+"""The optimizers: optax transformations whose hyperparameters are runtime values of the program.
 
-Each is built anew, inside the program, at every trace: what an optimiser remembers depends on its name alone, never on
-its numbers, so that another rate, momentum or decay compiles nothing. Knows nothing of schedules or of the loop.
+Each is built inside the program at every trace: the structure of an optimizer's state depends only on its name, never
+on its hyperparameters, so that another learning rate, momentum or decay compiles nothing. Does not depend on schedules
+or the loop.
 """
 
 from collections.abc import Callable
@@ -16,20 +17,20 @@ from engine.config import OptimizerName
 from engine.updates.clipping import clip_by_global_norm
 from engine.updates.moments import scale_by_adam, trace
 
-# Parameters → a tree of the same structure with a bool at each leaf.
 type Mask = Callable[[Any], Any]
+"""Parameters → a tree of the same structure with a bool at each leaf."""
 
 
 class Hyperparams(NamedTuple):
-    """An optimiser's numbers, float32 [] each; traced, so that changing them compiles nothing.
+    """The hyperparameters of an optimizer, float32 [] each; traced, so that changing them compiles nothing.
 
     Attributes:
-        learning_rate: of this update, at least 0.
+        learning_rate: learning rate of this update, at least 0.
         momentum: in [0, 1); β1 of AdamW and LAMB.
         weight_decay: at least 0. SGD, Nesterov and LARS add it, times the parameter, to the gradient; AdamW and LAMB
-            add it to the direction that the moments gave ("decoupled"), so that the learning rate multiplies it too.
-        beta2: decay of AdamW's and LAMB's second moment, in [0, 1).
-        epsilon: added to AdamW's and LAMB's denominator, above 0. LAMB's paper takes 1e-6.
+            add it to the direction computed from the moments ("decoupled"), so that the learning rate multiplies it.
+        beta2: decay of the second moment of AdamW and LAMB, in [0, 1).
+        epsilon: added to the denominator of AdamW and LAMB, above 0. LAMB's paper uses 1e-6.
         trust_coefficient: η of LARS.
         clip_norm: largest global norm of a gradient, above 0; inf clips nothing.
     """
@@ -44,17 +45,17 @@ class Hyperparams(NamedTuple):
 
 
 def kernels_only(params: Any) -> Any:
-    """Marks the leaves of two dimensions or more: kernels.
+    """Return a mask of the kernels, the leaves with at least two dimensions.
 
-    A leaf of one dimension or none is a bias or a norm's scale in every network of `models`. These are left out, as
-    Goyal et al. (2017, arXiv:1706.02677, section 5.1) and He et al. (2018, arXiv:1812.01187, "no bias decay") do: what
-    they scale has no size to be kept small, and their norm says little of their layer.
+    A leaf with fewer dimensions is a bias or a norm's scale in every network of `models`. These are excluded, as in
+    Goyal et al. (2017, arXiv:1706.02677, section 5.1) and He et al. (2018, arXiv:1812.01187, "no bias decay"): there
+    is no need to keep them small, and their norm says little about their layer.
     """
     return jax.tree.map(lambda leaf: jnp.ndim(leaf) > 1, params)
 
 
 def every_leaf(params: Any) -> Any:
-    """Marks all leaves, as PyTorch's optimisers do where nobody asks for parameter groups."""
+    """Return a mask of all leaves, as in PyTorch's optimizers without parameter groups."""
     return jax.tree.map(lambda _: True, params)
 
 
@@ -66,29 +67,29 @@ def make_optimizer(
     trust_mask: Mask = kernels_only,
     made: jax.Array | np.bool = np.True_,
 ) -> optax.GradientTransformation:
-    """Builds an optimiser behind a clip of the gradient's global norm.
+    """Return an optimizer that first clips the gradient's global norm.
 
-    - "sgd": m ← momentum · m + g, parameter ← parameter - rate · m, with g the clipped gradient + decay · parameter, as
-      torch.optim.SGD with dampening 0.
-    - "nesterov": the same with g + momentum · m (the new m) in place of m, as torch.optim.SGD with nesterov=True.
+    - "sgd": m ← momentum · m + g, parameter ← parameter - learning rate · m, with g the clipped gradient + decay ·
+      parameter, as torch.optim.SGD with dampening 0.
+    - "nesterov": the same with g + momentum · m (the new m) instead of m, as torch.optim.SGD with nesterov=True.
     - "adamw": Loshchilov and Hutter (2019), arXiv:1711.05101, as torch.optim.AdamW.
-    - "lars": You et al. (2017), arXiv:1708.03888. The rate multiplies before the momentum gathers, so that a falling
-      rate does not shrink what was gathered under a higher one.
+    - "lars": You et al. (2017), arXiv:1708.03888. The learning rate multiplies before the momentum accumulates, so
+      that a falling learning rate does not shrink what was accumulated under a higher one.
     - "lamb": You et al. (2020), arXiv:1904.00962, without a bound on the trust ratio.
 
-    The optimiser computes and remembers in float32, whatever the types of parameters and gradients. Its `update` needs
-    the parameters, and returns float32 updates for `optax.apply_updates`, which keeps the parameters' types. On
-    several devices, give it gradients that are already reduced: norms are taken of what it sees.
+    The optimizer's computation and state are float32, whatever the dtypes of parameters and gradients. Its `update`
+    needs the parameters, and returns float32 updates for `optax.apply_updates`, which keeps the parameters' dtypes. On
+    several devices pass gradients that are already reduced, because norms are computed from the gradients passed.
 
     Args:
-        name: which one; static.
-        hyperparams: its numbers, traced or not.
-        decay_mask: what is decayed; static.
-        trust_mask: what LARS and LAMB rescale by its trust ratio; static.
-        made: bool [], whether the update is made. Where it is not, the state stays, and the updates are not to be used.
+        name: name of the optimizer; static.
+        hyperparams: its hyperparameters, traced or not.
+        decay_mask: the leaves to decay; static.
+        trust_mask: the leaves that LARS and LAMB rescale by their trust ratio; static.
+        made: bool [], whether the update is made. If false, the state stays, and the updates must not be used.
 
     Raises:
-        ValueError: for an unknown name.
+        ValueError: if the name is unknown.
     """
     if name not in get_args(OptimizerName):
         raise ValueError(f"optimizer must be one of {', '.join(get_args(OptimizerName))}, got {name!r}")
@@ -97,7 +98,7 @@ def make_optimizer(
 
 
 def init_optimizer(name: OptimizerName, params: Any) -> optax.OptState:
-    """Gives the state before the first update: zeros, of a structure that the name and the parameters decide alone."""
+    """Return the state before the first update: zeros, with a structure fixed by the name and the parameters."""
     zero = jnp.zeros((), jnp.float32)
     return make_optimizer(name, Hyperparams(zero, zero, zero)).init(params)
 
@@ -105,10 +106,10 @@ def init_optimizer(name: OptimizerName, params: Any) -> optax.OptState:
 def _parts(
     name: OptimizerName, hyperparams: Hyperparams, decay_mask: Mask, trust_mask: Mask, made: jax.Array
 ) -> tuple[optax.GradientTransformation, ...]:
-    """The optax transformations of an optimiser, in order.
+    """Return the optax transformations of an optimizer, in order.
 
-    optax's own `sgd` leaves the trace out where its momentum is None, and its schedules compare step counts in Python;
-    the transformations here only compute with their numbers, so that these may be traced.
+    optax's own `sgd` omits the trace if its momentum is None, and its schedules compare step counts in Python; the
+    transformations here only compute with their hyperparameters, so that these can be traced.
     """
     decay = optax.add_decayed_weights(hyperparams.weight_decay, mask=decay_mask)
     rate = optax.scale_by_learning_rate(hyperparams.learning_rate)
@@ -125,10 +126,10 @@ def _parts(
 
 
 def _in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Shows `inner` float32 only.
+    """Wrap `inner` so that it gets only float32.
 
-    A traced float32 number times a bfloat16 moment is float32: the state would change its type at its first update,
-    which the loop's carry forbids, and moments of 8 bits lose what a small rate adds to them.
+    A traced float32 number times a bfloat16 moment is float32: the state would change its dtype at the first update,
+    which the loop's carry does not allow, and moments of 8 bits lose the small additions of a low learning rate.
     """
 
     def cast(tree: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Learning rates (and one-cycle's momentum) by step, computed in the program.
+"""Learning-rate schedules (and one-cycle's momentum), computed in the program.
 
 A schedule's name is static, all its numbers are runtime values: another length, peak or drop compiles nothing. `step`
-counts the updates done before the one whose rate is asked for, from 0.
+is the number of updates before the one in question, from 0.
 """
 
 import math
@@ -21,21 +21,21 @@ _NEVER = 2**31 - 1
 
 
 class ScheduleValues(NamedTuple):
-    """The numbers of all schedules; each reads those it needs.
+    """The runtime values of all schedules; each schedule reads those it needs.
 
     Attributes:
-        peak: float32 [], the largest rate.
-        total_steps: int32 [], updates of the run, warm-up included.
+        peak: float32 [], the largest learning rate.
+        total_steps: int32 [], updates of the run, including the warm-up.
         warmup_steps: int32 [], updates of the linear rise before the schedule proper.
-        warmup_start: float32 [], where that rise starts, as a fraction of the schedule's first rate.
-        final_fraction: float32 [], of the peak, at `total_steps` ("cosine", "linear").
-        drop_factor: float32 [], what a milestone multiplies the rate by ("step").
-        milestones: int32 [NUM_MILESTONES], the first step of each lower rate, counted from the start of the run; those
-            not wanted lie beyond every step ("step").
-        rise_steps: int32 [], updates after the warm-up up to the peak ("one-cycle").
-        start_divisor: float32 [], the peak over the first rate ("one-cycle").
-        final_divisor: float32 [], the peak over the last rate ("one-cycle").
-        momentum_high, momentum_low: float32 [], at both ends and at the peak (`momentum_at`).
+        warmup_start: float32 [], start of that rise as a fraction of the schedule's first learning rate.
+        final_fraction: float32 [], learning rate at `total_steps` as a fraction of the peak ("cosine", "linear").
+        drop_factor: float32 [], factor on the learning rate at each milestone ("step").
+        milestones: int32 [NUM_MILESTONES], the first step of each lower learning rate, counted from the start of the
+            run; unused ones lie beyond every step ("step").
+        rise_steps: int32 [], updates from the warm-up's end to the peak ("one-cycle").
+        start_divisor: float32 [], the peak divided by the first learning rate ("one-cycle").
+        final_divisor: float32 [], the peak divided by the last learning rate ("one-cycle").
+        momentum_high, momentum_low: float32 [], momentum at both ends and at the peak (`momentum_at`).
     """
 
     peak: jax.Array | np.float32
@@ -67,16 +67,16 @@ def schedule_values(
     momentum_high: float = 0.95,
     momentum_low: float = 0.85,
 ) -> ScheduleValues:
-    """Makes a schedule's runtime values of Python numbers, on the host.
+    """Return a schedule's runtime values from Python numbers, on the host.
 
     Args:
         peak, total_steps, warmup_steps, warmup_start, final_fraction, drop_factor: as in `ScheduleValues`.
         milestones: at most NUM_MILESTONES steps, in any order.
-        rise_fraction: of the steps after the warm-up, in 0 … 1; the peak falls on a whole step.
-        start_divisor, final_divisor, momentum_high, momentum_low: as in `ScheduleValues`; fastai's by default.
+        rise_fraction: fraction of the steps after the warm-up up to the peak, in 0 … 1, rounded down to a whole step.
+        start_divisor, final_divisor, momentum_high, momentum_low: as in `ScheduleValues`; the defaults are fastai's.
 
     Raises:
-        ValueError: for a number out of its range, or too many milestones.
+        ValueError: if a number is out of range, or there are too many milestones.
     """
     for name, value, low, high in (
         ("peak", peak, 0, math.inf),
@@ -96,7 +96,7 @@ def schedule_values(
             allowed = f"be finite and at least {low}" if high == math.inf else f"lie in {low} … {high}"
             raise ValueError(f"{name} must {allowed}, got {value}")
     if len(milestones) > NUM_MILESTONES:
-        raise ValueError(f"milestones must be at most {NUM_MILESTONES} steps, got {len(milestones)}: leave some out")
+        raise ValueError(f"milestones must be at most {NUM_MILESTONES} steps, got {len(milestones)}: pass fewer")
     unused = NUM_MILESTONES - len(milestones)
     return ScheduleValues(
         peak=np.float32(peak),
@@ -115,31 +115,32 @@ def schedule_values(
 
 
 def learning_rate_at(schedule: ScheduleName, step: jax.Array, values: ScheduleValues) -> jax.Array:
-    """Gives the learning rate of one update.
+    """Return the learning rate of one update.
 
-    A linear rise over the first `warmup_steps` comes before each schedule: from `warmup_start` of the schedule's first
-    rate up to that rate, reached at step `warmup_steps` (Goyal et al., 2017, arXiv:1706.02677). With a `warmup_start`
-    of 0 the first update has rate 0. Then, over the remaining steps, and held from `total_steps` on:
+    Each schedule begins with a linear rise over the first `warmup_steps`: from `warmup_start` times the schedule's
+    first learning rate up to that learning rate, reached at step `warmup_steps` (Goyal et al., 2017,
+    arXiv:1706.02677). With a `warmup_start` of 0 the first update has learning rate 0. Then, over the remaining steps,
+    and constant from `total_steps`:
 
     - "constant": the peak.
     - "step": the peak, times `drop_factor` from each milestone on.
     - "cosine": half a cosine from the peak to `final_fraction` of it (Loshchilov and Hutter, 2017, arXiv:1608.03983).
-    - "linear": a line between the same ends.
+    - "linear": a straight line between the same values.
     - "one-cycle": half a cosine from peak / `start_divisor` up to the peak in `rise_steps`, then half a cosine down to
       peak / `final_divisor` (Smith, 2018, arXiv:1803.09820, in fastai's shape).
 
-    A schedule whose steps are all warm-up goes to its end at once where the warm-up is over.
+    If all steps are warm-up, the schedule is at its end as soon as the warm-up is over.
 
     Args:
-        schedule: static.
+        schedule: name of the schedule, static.
         step: int32 [], updates done before.
-        values: the numbers.
+        values: the schedule's runtime values.
 
     Returns:
         float32 [].
 
     Raises:
-        ValueError: for an unknown schedule.
+        ValueError: if the schedule is unknown.
     """
     if schedule not in _SHAPES:
         raise ValueError(f"schedule must be one of {', '.join(get_args(ScheduleName))}, got {schedule!r}")
@@ -153,10 +154,10 @@ def learning_rate_at(schedule: ScheduleName, step: jax.Array, values: ScheduleVa
 
 
 def momentum_at(step: jax.Array, values: ScheduleValues) -> jax.Array:
-    """Gives one-cycle's momentum of one update, float32 []: the rate's mirror image.
+    """Return one-cycle's momentum of one update, float32 []: it falls while the learning rate rises, and vice versa.
 
-    `momentum_high` until the warm-up is over, down to `momentum_low` at the peak of the rate, and back up, by half
-    cosines; `step` as in `learning_rate_at`.
+    `momentum_high` until the warm-up is over, then by half cosines down to `momentum_low` at the peak of the learning
+    rate, and back up; `step` as in `learning_rate_at`.
     """
     since = jnp.maximum(step - values.warmup_steps, 0)
     place = _Place(since, step, jnp.asarray(values.total_steps - values.warmup_steps))
@@ -164,7 +165,7 @@ def momentum_at(step: jax.Array, values: ScheduleValues) -> jax.Array:
 
 
 class _Place(NamedTuple):
-    """Where a step lies: steps since the warm-up, steps since the start, steps from the warm-up to the end."""
+    """The place of a step: steps since the warm-up, steps since the start, steps from the warm-up to the end."""
 
     since: jax.Array
     step: jax.Array
@@ -179,23 +180,23 @@ def _first_rate(schedule: ScheduleName, values: ScheduleValues) -> _Number:
 
 
 def _blend(start: _Number, end: _Number, fraction: jax.Array) -> jax.Array:
-    """Weighs two values, so that fractions 0 and 1 give `start` and `end` to the bit."""
+    """Interpolate between two values, so that fractions 0 and 1 return exactly `start` and `end`."""
     return start * (1 - fraction) + end * fraction
 
 
 def _remaining(since: jax.Array, length: jax.Array) -> jax.Array:
-    """The fraction of `length` steps still to go, float32 [] in 0 … 1; 0 where there are none.
+    """Return the fraction of `length` steps that remains, float32 [] in 0 … 1; 0 if `length` is 0.
 
-    Subtracted as integers: in float32, steps beyond 2²⁴ are no longer told apart, and 1 - done loses the last digits
-    of a run's last rates.
+    Subtracts integers: float32 does not distinguish all steps beyond 2²⁴, and 1 - done loses the last digits of a run's
+    last learning rates.
     """
     length = jnp.maximum(length, 0)
-    left = jnp.clip(length - since, 0, length).astype(jnp.float32)
-    return left / jnp.maximum(length, 1).astype(jnp.float32)
+    remaining = jnp.clip(length - since, 0, length).astype(jnp.float32)
+    return remaining / jnp.maximum(length, 1).astype(jnp.float32)
 
 
 def _half_cosine(remaining: jax.Array) -> jax.Array:
-    """(1 + cos(π · done)) / 2 by sin², which cancels nothing near its end; exactly 1 and 0 at the ends."""
+    """Return (1 + cos(π · done)) / 2 as a sin², which has no cancellation near its end; exactly 1 and 0 at the ends."""
     return jnp.sin(np.float32(np.pi / 2) * remaining) ** 2
 
 
@@ -205,7 +206,7 @@ def _constant(_: _Place, values: ScheduleValues) -> jax.Array:
 
 def _step(place: _Place, values: ScheduleValues) -> jax.Array:
     rate = jnp.asarray(values.peak)
-    # One after the other, as a loop on the host would: a power rounds otherwise.
+    # One multiplication after the other, as in a loop on the host: a power rounds differently.
     for number in range(NUM_MILESTONES):
         rate = jnp.where(place.step >= values.milestones[number], rate * values.drop_factor, rate)
     return rate

@@ -1,7 +1,7 @@
-"""Updates that are not made, because a gradient is not finite.
+"""Skipping of updates with a gradient that is NaN or infinite.
 
-`optax.apply_if_finite` makes such an update after all, once too many were refused in a row; here none is ever made,
-and too many in a row are the sign to leave the loop.
+`optax.apply_if_finite` applies such an update once too many in a row were skipped; here none is ever applied, and too
+many in a row end the loop.
 """
 
 from functools import partial
@@ -14,7 +14,7 @@ from engine.updates.clipping import global_norm
 
 
 class Skips(NamedTuple):
-    """How often an update was refused.
+    """The number of skipped updates.
 
     Attributes:
         total: int32 [], in the run so far.
@@ -26,41 +26,41 @@ class Skips(NamedTuple):
 
 
 def init_skips() -> Skips:
-    """No update refused yet."""
+    """Return the counts before the first update: zeros."""
     return Skips(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
 
 
 def count_skips(skips: Skips, due: jax.Array, finite: jax.Array) -> Skips:
-    """Counts one pull: `due`, bool [], whether an update is due; `finite`, bool [], whether it may be made."""
-    refused, made = due & ~finite, due & finite
-    more = refused.astype(jnp.int32)
+    """Count one pull: `due`, bool [], whether an update is due; `finite`, bool [], whether it may be made."""
+    skipped, made = due & ~finite, due & finite
+    more = skipped.astype(jnp.int32)
     return Skips(skips.total + more, jnp.where(made, 0, skips.in_a_row + more))
 
 
 def gives_up(skips: Skips, most_in_a_row: jax.Array) -> jax.Array:
-    """Says, bool [], whether more than `most_in_a_row` (int32 [], a runtime value) updates were refused in a row."""
+    """Return, bool [], whether more than `most_in_a_row` (int32 [], a runtime value) updates were skipped in a row."""
     return skips.in_a_row > most_in_a_row
 
 
 def has_finite_norm(tree: Any) -> jax.Array:
-    """Says, bool [], whether the global norm of a pytree of float leaves is finite in float32.
+    """Return, bool [], whether the global norm of a pytree of float leaves is finite in float32.
 
-    The norm that clipping takes anyway answers for all leaves in one pass. A norm beyond 1.8e19, whose square no
-    float32 holds, counts as infinite: clipping could not scale such a gradient either.
+    Clipping computes this norm anyway, and it checks all leaves in one pass. A norm above 1.8e19, whose square
+    overflows float32, counts as infinite: clipping could not scale such a gradient either.
     """
     return jnp.isfinite(global_norm(tree))
 
 
 def all_finite(tree: Any) -> jax.Array:
-    """Says, bool [], whether every number of a pytree of float leaves is finite; a tree without leaves is."""
+    """Return, bool [], whether every number of a pytree of float leaves is finite; true without leaves."""
     finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]
     return jnp.all(jnp.stack(finite)) if finite else jnp.ones((), jnp.bool)
 
 
 def choose(condition: jax.Array, tree: Any, otherwise: Any) -> Any:
-    """Takes one of two pytrees of the same structure, shapes and types, by a bool [].
+    """Return `tree` if `condition`, bool [], is true, else `otherwise`, of the same structure, shapes and dtypes.
 
-    A selection in the midst of the arithmetic, not a conditional: it fuses with the update, and does not make the host
-    of a GPU wait to learn which branch to launch.
+    An elementwise select, not a conditional: it fuses with the update, and the host of a GPU does not have to wait to
+    know which branch to launch.
     """
     return jax.tree.map(partial(jax.lax.select, condition), tree, otherwise)

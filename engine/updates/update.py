@@ -1,12 +1,12 @@
-"""What the gradients of one pull do to the weights: gather, clip, update or skip, average.
+"""The update of the weights by one pull's gradients: accumulate, clip, update or skip, average.
 
-Owns the part of the loop's carry that only updates read or write. Knows nothing of batches, models or the loop.
+Owns the part of the loop's carry that only updates read or write. Does not depend on batches, models or the loop.
 
-One turn of the loop takes one batch, a *pull*; every `accumulate_steps`-th pull ends in an update that is *due*, and
-`step` counts these. So what addresses the data is the number of pulls, and what addresses the schedule, the loss lines
-and the run's length is `step`. An update refused for its gradient is done with, too: it counts as a step, takes its
-place in the schedule and has its batches behind it, so that the order of the data depends on the position alone. The
-two numbers are tied, pulls = step · accumulate_steps + gathered.num_pulls, as long as accumulate_steps stays the same.
+Each iteration of the loop takes one batch, a *pull*; at every `accumulate_steps`-th pull an update is *due*, and `step`
+counts these. The number of pulls addresses the data; `step` addresses the schedule, the loss lines and the run's
+length. A skipped update counts as well: it is a step, has its place in the schedule, and its batches are used up, so
+that the order of the data depends only on the position. As long as accumulate_steps stays the same,
+pulls = step · accumulate_steps + gathered.num_pulls.
 """
 
 from dataclasses import dataclass
@@ -26,16 +26,16 @@ from engine.updates.skipping import Skips, all_finite, choose, count_skips, give
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateRule:
-    """What is compiled into the program.
+    """The static settings of the updates, compiled into the program.
 
     Attributes:
-        optimizer, schedule: by name.
-        decay_all: decay norms and biases as well as kernels.
-        cycle_momentum: take the momentum from `momentum_at` in place of the hyperparameters'.
-        accumulates: gather gradients over `UpdateValues.accumulate_steps` pulls; without it each pull is an update,
-            and no memory is kept for sums.
-        averages: keep an exponential moving average of the weights.
-        average_ramp: let it follow faster at first.
+        optimizer, schedule: their names.
+        decay_all: whether to decay norms and biases as well as kernels.
+        cycle_momentum: whether to use the momentum of `momentum_at` instead of the hyperparameters'.
+        accumulates: whether to accumulate gradients over `UpdateValues.accumulate_steps` pulls; otherwise each pull is
+            an update, and no memory is kept for sums.
+        averages: whether to keep an exponential moving average of the weights.
+        average_ramp: whether the average follows faster at first.
     """
 
     optimizer: OptimizerName = "sgd"
@@ -48,14 +48,14 @@ class UpdateRule:
 
 
 class UpdateValues(NamedTuple):
-    """What a run may change without another compilation.
+    """The runtime values of the updates, which change without another compilation.
 
     Attributes:
-        hyperparams: the optimiser's; their learning rate is a factor on the schedule's, 1 to take that as it is.
-        schedule: the schedule's numbers.
-        accumulate_steps: int32 [], pulls for an update; read where the rule accumulates.
-        average_decay: float32 [] in 0 … 1; read where the rule averages.
-        most_skips: int32 [], refused updates in a row that the run bears.
+        hyperparams: the optimizer's hyperparameters; their learning rate multiplies the schedule's.
+        schedule: the schedule's values.
+        accumulate_steps: int32 [], pulls per update; used if the rule accumulates.
+        average_decay: float32 [] in 0 … 1; used if the rule averages.
+        most_skips: int32 [], largest number of skipped updates in a row.
     """
 
     hyperparams: Hyperparams
@@ -73,13 +73,13 @@ class Weights(NamedTuple):
 
 
 class UpdateState(NamedTuple):
-    """What updates remember; a part of the loop's carry, all of it needed to resume.
+    """The state of the updates: a part of the loop's carry, all of it needed to resume.
 
     Attributes:
-        opt_state: the optimiser's moments, float32.
-        skips: how many updates were refused.
-        gathered: sums since the last update, None where the rule does not accumulate.
-        average: `Weights` in float32, None where the rule keeps none.
+        opt_state: the optimizer's moments, float32.
+        skips: number of skipped updates.
+        gathered: sums since the last update, or None if the rule does not accumulate.
+        average: average of the weights in float32, or None if the rule keeps none.
     """
 
     opt_state: optax.OptState
@@ -89,12 +89,12 @@ class UpdateState(NamedTuple):
 
 
 class Pull(NamedTuple):
-    """What one batch gave.
+    """The results of one batch.
 
     Attributes:
-        loss: float32 [], its mean loss.
-        gradients: of that loss, a pytree like the parameters; reduced over all devices.
-        batch_stats: the model's new ones.
+        loss: float32 [], mean loss of the batch.
+        gradients: gradients of that loss, a pytree like the parameters; reduced over all devices.
+        batch_stats: the model's new batch statistics.
     """
 
     loss: jax.Array
@@ -103,13 +103,13 @@ class Pull(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What one pull came to.
+    """The outcome of one pull.
 
     Attributes:
-        due: bool [], whether it ended in an update, made or refused.
-        gives_up: bool [], whether too many in a row were refused: leave the loop.
-        loss: float32 [], the mean over the update's pulls so far.
-        learning_rate: float32 [], of the update.
+        due: bool [], whether an update was due, made or skipped.
+        gives_up: bool [], whether to leave the loop, because too many updates in a row were skipped.
+        loss: float32 [], mean over the update's pulls so far.
+        learning_rate: float32 [], learning rate of the update.
     """
 
     due: jax.Array
@@ -119,7 +119,7 @@ class Outcome(NamedTuple):
 
 
 def init_update(rule: UpdateRule, weights: Weights) -> UpdateState:
-    """Gives the state before the first pull; its structure comes from the rule and the weights alone."""
+    """Return the state before the first pull; its structure depends only on the rule and the weights."""
     return UpdateState(
         opt_state=init_optimizer(rule.optimizer, weights.params),
         skips=init_skips(),
@@ -136,21 +136,21 @@ def update_weights(
     step: jax.Array,
     values: UpdateValues,
 ) -> tuple[Weights, UpdateState, Outcome]:
-    """Takes in one pull, and makes the update where one is due.
+    """Process one pull, and make the update if one is due.
 
-    An update whose gradient is not finite is skipped: parameters, moments and average stay as they are. Batch
-    statistics are taken from every pull that gave finite ones, as one bad batch would spoil them for good.
+    An update with a NaN or infinite gradient is skipped: parameters, moments and average stay. Batch statistics are
+    replaced by those of every pull whose statistics are finite, because one bad batch would spoil them for good.
 
     Args:
-        rule: static.
-        weights: before the pull.
-        state: before the pull.
-        pull: the batch's loss, gradients and statistics.
+        rule: the static settings.
+        weights: weights before the pull.
+        state: state before the pull.
+        pull: loss, gradients and statistics of the batch.
         step: int32 [], updates due before this pull; the caller adds `due` to it.
-        values: the numbers.
+        values: the runtime values.
 
     Returns:
-        The weights and the state after the pull, types and structure kept, and what it came to.
+        The weights and the state after the pull, of the same structure and dtypes, and the outcome.
     """
     due, gathered = jnp.ones((), jnp.bool), None
     loss, gradients = pull.loss.astype(jnp.float32), pull.gradients
@@ -177,8 +177,8 @@ def update_weights(
 
 
 def hyperparams_at(rule: UpdateRule, step: jax.Array, values: UpdateValues) -> Hyperparams:
-    """Gives the optimiser's numbers at one step (int32 []): the schedule's rate and momentum filled in."""
+    """Return the hyperparameters at one step (int32 []), with the schedule's learning rate and momentum filled in."""
     hyperparams = values.hyperparams
-    rate = hyperparams.learning_rate * learning_rate_at(rule.schedule, step, values.schedule)
+    learning_rate = hyperparams.learning_rate * learning_rate_at(rule.schedule, step, values.schedule)
     momentum = momentum_at(step, values.schedule) if rule.cycle_momentum else hyperparams.momentum
-    return hyperparams._replace(learning_rate=rate, momentum=momentum)
+    return hyperparams._replace(learning_rate=learning_rate, momentum=momentum)
