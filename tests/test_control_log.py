@@ -101,7 +101,7 @@ def test_a_line_without_a_digest_is_refused_after_one_that_has_it(tmp_path):
     write_all(path, event(700))
     with path.open("ab") as file:
         file.write(GOLDEN.splitlines(keepends=True)[0])
-    with pytest.raises(ValueError, match=r"line 4 does not \(must have the fields .*, differs in sha256\)"):
+    with pytest.raises(ValueError, match=r"line 4 does not \(must have the fields .*, but differs in sha256\)"):
         read_events(path)
 
 
@@ -157,13 +157,13 @@ def without(name):
     [
         ("", "Expecting value"),
         ("{", "Expecting property name"),
-        ("[]", "must be a JSON object, is list"),
-        ("null", "must be a JSON object, is NoneType"),
-        (without("stop"), "must have the fields pull, step, .*, differs in stop$"),
+        ("[]", "must be a JSON object, but is list"),
+        ("null", "must be a JSON object, but is NoneType"),
+        (without("stop"), "must have the fields pull, step, .*, but differs in stop$"),
         (event().to_json()[:-1] + ', "more": 1}', "differs in more"),
         (event().to_json()[:-1] + ', "stop": true}', "each field once"),
         (event().to_json() + "x", "Extra data"),
-        ("[" * 100_000, "nested too deep"),
+        ("[" * 100_000, "nested too deeply"),
         (b"\xff", "codec can't decode"),
     ],
     ids=lambda value: str(value)[:12],

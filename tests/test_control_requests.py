@@ -74,7 +74,7 @@ def test_a_request_reads_back_as_it_is(request):
 
 
 def test_nothing_is_no_request():
-    with pytest.raises(ValueError, match="must ask for something, and this one asks for nothing: give a learning_rate"):
+    with pytest.raises(ValueError, match="must ask for at least one action, but this one has none: set learning_rate"):
         ControlRequest()
 
 
@@ -114,7 +114,7 @@ def test_ids_sort_by_time_and_differ(monkeypatch):
     times = [1, 9, 10, 1_763_712_000_000_000_000]
     ids = []
     for now in times:
-        monkeypatch.setattr("engine.records.control_requests.time.time_ns", lambda now=now: now)
+        monkeypatch.setattr("engine.control.request.time.time_ns", lambda now=now: now)
         ids += [new_request_id(), new_request_id()]
     assert len(set(ids)) == 8
     assert [int(one.split("-")[0]) for one in sorted(ids)] == [now for now in times for _ in range(2)]

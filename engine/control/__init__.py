@@ -1,1 +1,1 @@
-"""What a person or another process asks of a running training, and the word that carries it to the program."""
+"""Requests to a running training, and the control word that carries them to the program."""

@@ -1,4 +1,4 @@
-"""A request that took effect, and what a launch that repeats it must know."""
+"""Events: requests with the pull at which they took effect, for the launches that repeat them."""
 
 import json
 from collections.abc import Iterable
@@ -14,16 +14,16 @@ class ControlEvent:
     """A request that takes effect: one line of the log.
 
     Attributes:
-        pull: the batch, counted from 0, with which it reaches the program.
-        step: the update that the pull belongs to, from 1.
-        learning_rate_factor: multiplies the schedule's learning rate from this pull on; None leaves it as it is.
-        snapshot, evaluate: after the update.
-        stop: before the update.
+        pull: the batch, from 0, with which it reaches the program.
+        step: the update to which the pull belongs, from 1.
+        learning_rate_factor: multiplies the schedule's learning rate from this pull; None does not change the factor.
+        snapshot, evaluate: take a snapshot, evaluate, after the update.
+        stop: stop before the update.
         request: id of the request.
-        time: seconds since the epoch.
+        time: seconds since the Unix epoch.
 
     Raises:
-        ValueError: where a value is not of its range.
+        ValueError: if a value is out of range.
     """
 
     pull: int
@@ -42,31 +42,31 @@ class ControlEvent:
         check_flags(snapshot=self.snapshot, evaluate=self.evaluate, stop=self.stop)
         check_request_id(self.request)
         if isinstance(self.time, bool) or not isinstance(self.time, int | float) or not 0 <= self.time < 2**53:
-            raise ValueError(f"time must be seconds since the epoch, got {self.time!r}; give time.time()")
+            raise ValueError(f"time must be seconds since the Unix epoch, got {self.time!r}; pass time.time()")
 
     def to_json(self) -> str:
-        """Gives the event as one line of JSON, without its end; every number reads back as it is."""
+        """Return the event as one line of JSON, without the newline; every number reads back exactly."""
         return json.dumps(asdict(self), allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "ControlEvent":
-        """Reads what `to_json` wrote.
+        """Read an event written by `to_json`.
 
         Raises:
-            ValueError: where it is anything else.
+            ValueError: if the text is not such an event.
         """
         return cls(**parse_fields(text, tuple(cls.__dataclass_fields__)))
 
 
 def _check_count(name: str, value: object, *, lowest: int) -> None:
     if type(value) is not int or not lowest <= value < _MAX_COUNT:
-        raise ValueError(f"{name} must be a whole number from {lowest}, below 2**31, got {value!r}")
+        raise ValueError(f"{name} must be an integer from {lowest} to 2**31 - 1, got {value!r}")
 
 
 def factor_before(events: Iterable[ControlEvent], pull: int) -> float:
-    """Gives the learning-rate factor that holds when `pull` begins, before its own events; 1 where none was set.
+    """Return the learning-rate factor in effect when `pull` begins, before its own events; 1 if none was set.
 
-    Of the events at earlier pulls the one at the latest pull counts, and of several there the last of them.
+    Among the events at earlier pulls the one at the latest pull counts, and of several there the last.
     """
     factor, latest = 1.0, -1
     for event in events:
@@ -76,5 +76,5 @@ def factor_before(events: Iterable[ControlEvent], pull: int) -> float:
 
 
 def events_at(events: Iterable[ControlEvent], pull: int) -> tuple[ControlEvent, ...]:
-    """Gives the events at a pull, in their order."""
+    """Return the events at a pull, in their order."""
     return tuple(event for event in events if event.pull == pull)

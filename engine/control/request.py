@@ -1,4 +1,4 @@
-"""What may be asked of a running training, and the form of one request."""
+"""Requests to a running training, and their JSON form."""
 
 import json
 import re
@@ -8,28 +8,28 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,100}")
-# float32: the device takes what is smaller than its smallest normal number for 0, and has nothing above its largest.
+# Normal float32 numbers: the device flushes smaller ones to 0, and larger ones overflow.
 _SMALLEST_FACTOR, _LARGEST_FACTOR = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 
 
 def new_request_id() -> str:
-    """Draws an id that no other request has; ids sort by the time they were drawn at."""
+    """Return a unique id for a request; ids sort by their time of creation."""
     return f"{time.time_ns():020d}-{secrets.token_hex(8)}"
 
 
 @dataclass(frozen=True)
 class ControlRequest:
-    """What somebody asks of a running training: one thing or several, at the same step.
+    """A request to a running training, for one or several actions at the same step.
 
     Attributes:
-        id: 1 to 100 letters, digits, `-` or `_`; the name of its file.
-        learning_rate_factor: multiplies the schedule's learning rate from the next step on, until another is asked
-            for; 0, or a normal float32 above it. None leaves the factor as it is.
-        snapshot, evaluate: after the next step.
-        stop: before the next step.
+        id: 1 to 100 letters, digits, `-` or `_`; the name of the request's file.
+        learning_rate_factor: multiplies the schedule's learning rate from the next step until another request changes
+            it; 0, or a positive normal float32. None does not change the factor.
+        snapshot, evaluate: take a snapshot, evaluate, after the next step.
+        stop: stop before the next step.
 
     Raises:
-        ValueError: where a value is not of its range, or nothing is asked for.
+        ValueError: if a value is out of range, or nothing is requested.
     """
 
     id: str = field(default_factory=new_request_id)
@@ -44,20 +44,20 @@ class ControlRequest:
         check_flags(snapshot=self.snapshot, evaluate=self.evaluate, stop=self.stop)
         if self.learning_rate_factor is None and not (self.snapshot or self.evaluate or self.stop):
             raise ValueError(
-                "a request must ask for something, and this one asks for nothing: "
-                "give a learning_rate_factor, snapshot, evaluate or stop"
+                "a request must ask for at least one action, but this one has none: "
+                "set learning_rate_factor, snapshot, evaluate or stop"
             )
 
     def to_json(self) -> str:
-        """Gives the request as one line of JSON, without its end."""
+        """Return the request as one line of JSON, without the newline."""
         return json.dumps({name: getattr(self, name) for name in _REQUEST_FIELDS}, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "ControlRequest":
-        """Reads what `to_json` wrote.
+        """Read a request written by `to_json`.
 
         Raises:
-            ValueError: where it is anything else.
+            ValueError: if the text is not such a request.
         """
         return cls(**parse_fields(text, _REQUEST_FIELDS))
 
@@ -66,13 +66,13 @@ _REQUEST_FIELDS = ("id", "learning_rate_factor", "snapshot", "evaluate", "stop")
 
 
 def check_request_id(value: object) -> None:
-    """Raises ValueError where `value` cannot be the id of a request, and so the name of a file."""
+    """Raise ValueError if `value` cannot be the id of a request, which is also a file name."""
     if not (isinstance(value, str) and _ID.fullmatch(value)):
         raise ValueError(f"a request's id must be 1 to 100 letters, digits, - or _, got {value!r}; leave it out")
 
 
 def check_learning_rate_factor(value: object) -> None:
-    """Raises ValueError where `value` is neither None nor a factor that the device can apply."""
+    """Raise ValueError if `value` is neither None nor a factor that the device can apply."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -84,31 +84,31 @@ def check_learning_rate_factor(value: object) -> None:
 
 
 def check_flags(**flags: object) -> None:
-    """Raises ValueError where a value is neither True nor False, and names it."""
+    """Raise ValueError, with its name, if a value is neither True nor False."""
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise ValueError(f"{name} must be true or false, got {value!r}")
 
 
 def parse_fields(text: str | bytes, names: tuple[str, ...]) -> dict[str, Any]:
-    """Reads a JSON object that has each of these fields, once, and no other.
+    """Read a JSON object that has exactly these fields, each once.
 
     Raises:
-        ValueError: where it is anything else.
+        ValueError: if the text is anything else.
     """
     try:
         value = json.loads(text, object_pairs_hook=_unique)
     except RecursionError:
-        raise ValueError("must be a JSON object, is nested too deep") from None
+        raise ValueError("must be a JSON object, but is nested too deeply") from None
     if not isinstance(value, dict):
-        raise ValueError(f"must be a JSON object, is {type(value).__name__}")
-    if unfit := sorted(set(names) ^ set(value)):
-        raise ValueError(f"must have the fields {', '.join(names)}, differs in {', '.join(unfit)}")
+        raise ValueError(f"must be a JSON object, but is {type(value).__name__}")
+    if differing := sorted(set(names) ^ set(value)):
+        raise ValueError(f"must have the fields {', '.join(names)}, but differs in {', '.join(differing)}")
     return value
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
-        raise ValueError("must have each field once")
+        raise ValueError("must have each field once, but repeats one")
     return values

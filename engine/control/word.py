@@ -1,6 +1,6 @@
-"""The control word: what the host tells the running program with every batch.
+"""The control word: the host's message to the running program with every pull.
 
-Owns the word's layout on both sides: the host writes it, the device reads it. Knows nothing of how it travels.
+Owns the word's layout on both sides: the host writes it, the device reads it. Does not depend on the transport.
 """
 
 import struct
@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# uint32 [3]: a word of flags, the bits of a float32, a number of batches. Words of four bytes cross in the same call as
-# the pixels; a second call would cost more than both (4 µs).
+# uint32 [3]: flags, the bits of a float32, a number of batches. The words cross in the same call as the pixels; a
+# second call would cost more than both (4 µs).
 CONTROL_WORDS = 3
 STOP = 1 << 0
 SNAPSHOT = 1 << 1
@@ -23,11 +23,11 @@ class ControlWord(NamedTuple):
     """A control word as the program reads it.
 
     Attributes:
-        stop: bool [], leave the loop after the batches that came with the word.
+        stop: bool [], leave the loop after the batches of this pull.
         snapshot: bool [], push a snapshot of the state after them.
         evaluate: bool [], evaluate after them.
         learning_rate_factor: float32 [], multiplies the schedule's learning rate at their steps.
-        num_batches: int32 [], how many came.
+        num_batches: int32 [], number of batches in this pull.
     """
 
     stop: jax.Array
@@ -38,7 +38,7 @@ class ControlWord(NamedTuple):
 
 
 def decode_control(words: jax.Array) -> ControlWord:
-    """Reads the uint32 [3] words on the device."""
+    """Decode the uint32 [3] words on the device."""
     flags = words[0]
     return ControlWord(
         stop=(flags & STOP) != 0,
@@ -50,15 +50,15 @@ def decode_control(words: jax.Array) -> ControlWord:
 
 
 type ControlWords = tuple[int, int, int]
-"""What the host writes as uint32 [3]; a tuple, as an array of NumPy's takes ten times as long to make."""
+"""The words that the host writes as uint32 [3]; a tuple, as a NumPy array takes ten times as long to create."""
 
 
 def encode_control(flags: int, learning_rate_factor: float, num_batches: int) -> ControlWords:
-    """Makes control words on the host; `flags` is a union of STOP, SNAPSHOT and EVALUATE."""
+    """Encode control words on the host; `flags` is a union of STOP, SNAPSHOT and EVALUATE."""
     (factor_bits,) = _UINT32.unpack(_FLOAT32.pack(learning_rate_factor))
     return flags, factor_bits, num_batches
 
 
 def stop_at_once() -> ControlWords:
-    """Gives the words of a stop that comes in the place of batches."""
+    """Return the control words of a stop without batches."""
     return encode_control(STOP, 1.0, 0)

@@ -1,1 +1,1 @@
-"""What the program emits, on its way to the terminal, files and the user's own sinks."""
+"""The stream of emitted records to the terminal, files and the user's own sinks."""

@@ -1,7 +1,7 @@
 """The host's end of the outfeed: queues between the program, which must not wait, and the sinks, which may be slow.
 
-What the program emits becomes a record once, in order, on the runtime's thread; each sink then has a queue and a
-thread of its own, so that a terminal that is held keeps no loss from the file.
+Whatever the program emits becomes a record, once and in order, on the runtime's thread. Each sink has its own queue and
+thread, so that a blocked terminal does not delay the file.
 """
 
 import math
@@ -19,18 +19,18 @@ from engine.crossing.pushed import Pushed, PushedEvaluation, PushedLosses, Pushe
 from engine.stream.sinks import EvaluationProgress, EvaluationRecord, LossRecord, ShowsProgress, Sink, TakesSnapshots
 from engine.stream.spooled_losses import SpooledLosses
 
-# A sink that falls this far behind (a terminal held by Ctrl-S, a dead network disk) first slows the run, then ends it.
+# A sink this far behind (a terminal paused by Ctrl-S, a dead network disk) first slows the run, then stops it.
 _MOST_QUEUED = 65_536
-# What may be left out is told to a sink that is no further behind than this.
+# Progress of an evaluation is sent only to a sink that is at most this far behind.
 _FEW_QUEUED = 16
 _PUSH_TIMEOUT_S = 60.0
 _CLOSE_TIMEOUT_S = 60.0
-# Whoever has asked for a stop waits no longer than this for sinks that take nothing at all.
+# After a request to stop, sinks that accept nothing at all are waited for no longer than this.
 _STOP_PATIENCE_S = 3.0
-# A sink rests so long when it has caught up. To be woken for every record costs a fast program more than its step: the
-# threads take the interpreter from each other.
+# How long a sink's thread sleeps when it has caught up. Waking up for every record would cost a fast program more than
+# its step, because the threads contend for the GIL.
 _REST_S = 0.002
-# How soon a wait sees a stop, or room in a queue: at this bound a slow sink is never idle for lack of records.
+# How soon a wait notices a stop or room in a queue: with a queue this long a slow sink never runs out of records.
 _LOOK_EVERY_S = 0.05
 
 
@@ -38,25 +38,25 @@ type _Record = LossRecord | EvaluationRecord | EvaluationProgress | PushedSnapsh
 
 
 class LossStream:
-    """Carries losses to the sinks, each on a thread of its own.
+    """Passes records to the sinks, each on its own thread.
 
-    A sink that raises, or takes nothing for too long, is left out from then on, its exception kept, and the run asked
-    to stop; the others get every record at once. Sinks are written to and closed on their threads, so that one that
-    hangs holds up nobody for good.
+    A sink that raises, or accepts nothing for too long, gets no more records; its exception is kept, and the run is
+    asked to stop. The other sinks still get every record. Sinks are written to and closed on their threads, so that
+    one that hangs blocks nothing for ever.
 
     Args:
-        batch: images a step.
-        step: updates done before.
-        wait_of: gives the seconds that the program waited for the batch of a step (from 0).
-        board: asked to stop the run where a sink fails.
-        on_nonfinite: told of the first step (updates done, from 1) whose loss is not a finite number, once, on the
+        batch: images per step.
+        step: updates done before the launch.
+        wait_of: returns the seconds that the program waited for the batch of a step (from 0).
+        board: asked to stop the run if a sink fails.
+        on_nonfinite: called once with the first step (updates done, from 1) whose loss is NaN or infinite, on the
             program's thread: it must not block (`engine.stream.notices`).
 
     Attributes:
-        first_nonfinite_step: the first step (updates done, from 1) whose loss is not a finite number, None so far.
+        first_nonfinite_step: the first step (updates done, from 1) whose loss is NaN or infinite, or None.
         evaluations: every evaluation so far, in order.
         wait_s: seconds waited for batches so far.
-        failure: the first exception of a sink, None while there is none.
+        failure: the first exception of a sink, or None.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class LossStream:
 
     @property
     def num_losses(self) -> int:
-        """How many losses came so far."""
+        """Number of losses so far."""
         return len(self._losses)
 
     @property
@@ -96,10 +96,10 @@ class LossStream:
         self._losses.close()
 
     def start(self, sinks: Sequence[Sink]) -> None:
-        """Opens the sinks, which get each record in order, and starts the clock; called once, before the program.
+        """Open the sinks, which get each record in order, and start the clock; called once, before the program.
 
         Raises:
-            BaseException: what a sink raised in `open`; those opened before it are then closed.
+            BaseException: whatever a sink raised in `open`; the sinks opened before it are then closed.
         """
         opened: list[Sink] = []
         try:
@@ -113,22 +113,22 @@ class LossStream:
                 self._lanes.append(lane)
         except BaseException:
             for sink in opened[len(self._lanes) :]:
-                # The error of the opening is the one that counts.
+                # The error of `open` is the one to raise.
                 with suppress(BaseException):
                     sink.close()
             self.close()
             raise
 
     def receive(self, pushed: Pushed) -> None:
-        """Takes what the program emits, on one thread at a time; what comes after `close` is dropped.
+        """Queue what the program emits for the sinks; called on one thread at a time. After `close` it is dropped.
 
-        Returns at once while every sink keeps up. Otherwise it waits, for a limited time and not after a stop was
-        asked for: a stop's last records are then queued beyond the bound.
+        Returns at once if every sink keeps up. Otherwise it waits, for a limited time, unless a stop was requested: the
+        last records of a stop are queued beyond the bound.
         """
         if self._is_closed:
             return
         for record in self._records(pushed):
-            lanes = [lane for lane in self._lanes if not lane.is_left_out and lane.has_use_for(record)]
+            lanes = [lane for lane in self._lanes if not lane.is_left_out and lane.accepts(record)]
             for lane in lanes:
                 lane.records.put(record)
             for lane in lanes:
@@ -136,20 +136,20 @@ class LossStream:
                     self._wait_for_room(lane)
 
     def tell_evaluation(self, batch: int, num_batches: int) -> None:
-        """Tells sinks that show it, and keep up, how far an evaluation has come: the batch asked for next, from 0."""
+        """Send the progress of an evaluation, `batch` (from 0) being next, to the sinks that show it and keep up."""
         for lane in self._lanes:
             if lane.shows_progress and not lane.is_left_out and lane.records.qsize() < _FEW_QUEUED:
                 lane.records.put(EvaluationProgress(self._last_step, batch, num_batches))
 
     def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
-        """Hands what is queued to the sinks and closes them, for a limited time; may be called again.
+        """Pass the queued records to the sinks and close them, within a time limit; may be called again.
 
-        Keeps the exception of a sink that fails at that, or TimeoutError where one hangs: its thread is then left to
-        itself (a daemon), and still hands over and closes if the sink ever goes on. Where a stop was asked for, sinks
-        of which none takes anything are given up after three seconds.
+        Keeps the exception of a sink that fails here, or a TimeoutError if one hangs: its thread, a daemon, is then
+        abandoned, and still writes and closes if the sink ever continues. If a stop was requested and no sink accepts
+        anything, they are abandoned after three seconds.
 
         Args:
-            timeout_s: one limit for all sinks together.
+            timeout_s: limit for all sinks together.
         """
         self._is_closed = True
         for lane in self._lanes:
@@ -161,13 +161,13 @@ class LossStream:
             waited_s = time.monotonic() - started
             self._keep(
                 TimeoutError(
-                    f"sinks must take the last losses in time, and {names} did not within {waited_s:.3g} s: "
-                    "free the terminal or the disk that they go to"
+                    f"sinks must accept the last losses in time, but {names} did not within {waited_s:.3g} s: "
+                    "check the terminal or the disk that they write to"
                 )
             )
 
     def _wait_for_ends(self, deadline: float) -> "list[_Lane]":
-        """Waits for the threads to end; gives those that do not in time."""
+        """Wait for the threads to end; return the lanes of those that did not in time."""
         taken, patient_until = -1, math.inf
         while working := [lane for lane in self._lanes if lane.thread.is_alive() and not lane.is_given_up]:
             now = time.monotonic()
@@ -187,8 +187,8 @@ class LossStream:
                 lane.give_up()
                 self._keep(
                     TimeoutError(
-                        f"a sink must take a loss within {_PUSH_TIMEOUT_S:g} s, and {lane.name} did not, for which "
-                        f"{_MOST_QUEUED} wait: free the terminal or the disk that it goes to"
+                        f"a sink must accept a loss within {_PUSH_TIMEOUT_S:g} s, but {lane.name} did not, with "
+                        f"{_MOST_QUEUED} queued: check the terminal or the disk that it writes to"
                     )
                 )
                 return
@@ -208,7 +208,7 @@ class LossStream:
                 time=pushed.time,
             )
             self.evaluations.append(evaluation)
-            # The next step's rate is its own: the evaluation's seconds are not.
+            # The next step's images/s must not include the time of the evaluation.
             self._last_time = pushed.time
             return [evaluation]
         return self._loss_records(pushed)
@@ -222,9 +222,9 @@ class LossStream:
         records = []
         for number, (loss, learning_rate) in enumerate(zip(pushed.losses, pushed.learning_rates, strict=True), start=1):
             step = pushed.first_step + number - 1
-            # Losses that come together share the time since those before.
+            # Losses that arrive together share the time since the previous ones evenly.
             is_last = number == len(pushed.losses) or elapsed_s <= 0
-            came = pushed.time if is_last else started + elapsed_s * number / len(pushed.losses)
+            loss_time = pushed.time if is_last else started + elapsed_s * number / len(pushed.losses)
             self._last_step = step
             wait_s = self._wait_of(step - 1)
             self.wait_s += wait_s
@@ -240,7 +240,7 @@ class LossStream:
                     lr=learning_rate,
                     images_per_s=images_per_s,
                     wait_ms=wait_s * 1e3,
-                    time=came,
+                    time=loss_time,
                 )
             )
         return records
@@ -253,18 +253,18 @@ class LossStream:
 
 
 class _Lane:
-    """A sink, the records that wait for it and the thread that hands them over.
+    """A sink, its queue of records, and the thread that passes them to the sink.
 
     Args:
-        sink: open.
-        keep: told what the sink raises.
+        sink: the sink, open.
+        keep: called with the sink's exception.
 
     Attributes:
-        records: in order, None at the end; not bounded by itself, since the program's last records must find room.
-        num_taken: records that the sink has taken.
-        shows_progress: whether the sink is told of evaluations that are under way.
+        records: the queue, with None at the end; unbounded, because the program's last records must have room.
+        num_taken: number of records that the sink has accepted.
+        shows_progress: whether the sink shows the progress of evaluations.
         is_left_out: whether it gets no more records.
-        is_given_up: whether it is not waited for either.
+        is_given_up: whether `close` does not wait for it.
     """
 
     def __init__(self, sink: Sink, keep: Callable[[BaseException], None]) -> None:
@@ -277,8 +277,8 @@ class _Lane:
         self._has_snapshot = threading.Event()
         self.thread = threading.Thread(target=self._work, name=f"loss-stream-{self.name}", daemon=True)
 
-    def has_use_for(self, record: _Record) -> bool:
-        """Return whether a record may wait here: one snapshot, as they are large, and for its takers alone."""
+    def accepts(self, record: _Record) -> bool:
+        """Return whether to queue a record: snapshots go only to sinks that take them, and one at a time."""
         if not isinstance(record, PushedSnapshot):
             return True
         if not isinstance(self._sink, TakesSnapshots):
@@ -290,15 +290,15 @@ class _Lane:
         return True
 
     def is_behind(self) -> bool:
-        """Tells whether more records wait than may."""
+        """Return whether more records are queued than allowed."""
         return not self.is_left_out and self.records.qsize() > _MOST_QUEUED
 
     def give_up(self) -> None:
-        """Leaves the sink to itself: it gets what is queued, and is closed, if it ever goes on."""
+        """Abandon the sink: if it ever continues, it gets the queued records and is closed."""
         self.is_left_out = self.is_given_up = True
         self.records.put(None)
 
-    def _hand_over(self, record: _Record) -> None:
+    def _write(self, record: _Record) -> None:
         if isinstance(record, EvaluationRecord):
             self._sink.write_evaluation(record)
         elif isinstance(record, LossRecord):
@@ -307,21 +307,21 @@ class _Lane:
             if isinstance(self._sink, ShowsProgress):
                 self._sink.write_progress(record)
         elif isinstance(self._sink, TakesSnapshots):
-            # Through the lane of the lines, behind those that a run resumed from this snapshot must find.
+            # Queued with the losses, after those that a run resumed from this snapshot must find.
             self._sink.write_snapshot(record)
             self._has_snapshot.clear()
 
     def _work(self) -> None:
         try:
             while (record := self.records.get()) is not None:
-                self._hand_over(record)
+                self._write(record)
                 self.num_taken += 1
                 if self.records.empty():
                     time.sleep(_REST_S)
-        except BaseException as error:  # noqa: BLE001 - kept for the caller; the other sinks go on, whatever it was
+        except BaseException as error:  # noqa: BLE001 - kept for the caller; the other sinks continue, whatever it was
             self.is_left_out = True
             self._keep(error)
         try:
             self._sink.close()
-        except BaseException as error:  # noqa: BLE001 - raised by the caller's thread, once the others are closed
+        except BaseException as error:  # noqa: BLE001 - raised on the caller's thread, once the other sinks are closed
             self._keep(error)

@@ -1,6 +1,6 @@
-"""What becomes of losses and evaluations: lines in a file, lines on a pipe, a progress line on a terminal.
+"""The records of losses and evaluations, the protocol of a sink, and the sink that prints plain lines.
 
-A sink gets each record once, in order, on one thread. Knows nothing of queues, jax or the loop.
+A sink gets each record once, in order, on one thread. Does not depend on queues, jax or the loop.
 """
 
 import json
@@ -21,10 +21,10 @@ class LossRecord:
         step: updates done, from 1.
         loss: mean over the batch.
         lr: learning rate of the update.
-        images_per_s: images of this step, or of all whose losses came together, over the seconds since the last loss;
-            NaN where the clock was set back.
+        images_per_s: images of this step, or of all steps whose losses arrived together, divided by the seconds since
+            the last loss; NaN if the clock was set back.
         wait_ms: milliseconds that the loop waited for the batch.
-        time: seconds since the epoch; losses that came together share the time that they took.
+        time: seconds since the Unix epoch; losses that arrive together share the elapsed time evenly.
     """
 
     step: int
@@ -35,7 +35,7 @@ class LossRecord:
     time: float
 
     def to_json(self) -> str:
-        """Gives the record as one line of JSON, without its end; what is no finite number is null."""
+        """Return the record as one line of JSON, without the newline; NaN and infinity become null."""
         return _line(asdict(self))
 
 
@@ -45,10 +45,10 @@ class EvaluationRecord:
 
     Attributes:
         step: updates done before it.
-        num_images: counted.
-        top1, top5: fractions of them whose class is the first, or among the first five.
+        num_images: number of images.
+        top1, top5: fractions of the images whose class ranks first, or among the first five.
         loss: mean over the images.
-        time: seconds since the epoch.
+        time: seconds since the Unix epoch.
     """
 
     step: int
@@ -59,18 +59,18 @@ class EvaluationRecord:
     time: float
 
     def to_json(self) -> str:
-        """Gives the record as one line of JSON, without its end; what is no finite number is null."""
+        """Return the record as one line of JSON, without the newline; NaN and infinity become null."""
         return _line(asdict(self))
 
 
 @dataclass(frozen=True)
 class EvaluationProgress:
-    """How far an evaluation has come.
+    """The progress of an evaluation.
 
     Attributes:
-        step: updates done before it, as far as their losses have come; on a card the last may follow.
-        batch: that is asked for next, from 0; on a card the first of those that cross together.
-        num_batches: of the split.
+        step: updates done before it whose losses have arrived; on a GPU the last losses may follow later.
+        batch: the batch requested next, from 0; on a GPU the first of the next chunk.
+        num_batches: number of batches in the split.
     """
 
     step: int
@@ -78,7 +78,7 @@ class EvaluationProgress:
     num_batches: int
 
 
-# What is measured on the host is rounded; counts and fractions are exact; the rest is float32 on the device.
+# Measurements on the host are rounded; counts and fractions are exact; the rest is float32 on the device.
 _ROUNDED = {"images_per_s": 2, "wait_ms": 3, "time": 3}
 _EXACT = {"step", "num_images", "top1", "top5"}
 
@@ -92,86 +92,86 @@ def _line(values: dict[str, Any]) -> str:
 def _as_recorded(name: str, value: float) -> float:
     if name in _ROUNDED:
         return round(value, _ROUNDED[name])
-    # The shortest decimal that reads back as the same float32: 0.05, not 0.05000000074505806.
+    # The shortest decimal that is the same float32: 0.05, not 0.05000000074505806.
     return value if name in _EXACT else float(str(np.float32(value)))
 
 
 class Sink(Protocol):
-    """Where records go."""
+    """A receiver of records."""
 
     def open(self) -> None:
-        """Begins the stream; called once, by the thread that launches the program."""
+        """Open the sink; called once, by the thread that launches the program."""
         ...
 
     def write(self, record: LossRecord) -> None:
-        """Takes one loss; may raise, which stops the run cleanly and is raised to the user."""
+        """Write one loss; an exception stops the run cleanly and is raised to the user."""
         ...
 
     def write_evaluation(self, record: EvaluationRecord) -> None:
-        """Takes one evaluation, in its order among the losses; may raise likewise."""
+        """Write one evaluation, in order with the losses; may raise as `write` does."""
         ...
 
     def close(self) -> None:
-        """Ends the stream; called once, after the last record, on the thread of `write`, where `open` succeeded."""
+        """Close the sink; called once if `open` succeeded, after the last record, on the thread of `write`."""
         ...
 
 
 @runtime_checkable
 class ShowsProgress(Protocol):
-    """What a sink may do as well: show an evaluation that is under way."""
+    """Optional interface of a sink that shows the progress of an evaluation."""
 
     def write_progress(self, progress: EvaluationProgress) -> None:
-        """Takes how far it has come; left out where the sink is behind."""
+        """Show the progress; not called if the sink is behind."""
         ...
 
 
 @runtime_checkable
 class TakesSnapshots(Protocol):
-    """What a sink may do as well: take the snapshots of the program's state."""
+    """Optional interface of a sink that takes snapshots of the program's state."""
 
     def write_snapshot(self, snapshot: PushedSnapshot) -> None:
-        """Take one, in its order among the losses; may raise likewise."""
+        """Write a snapshot, in order with the losses; may raise as `write` does."""
         ...
 
     def leave_out(self, snapshot: PushedSnapshot) -> None:
-        """Note that one will not come, as another still waits for its turn; on the program's thread, so at once."""
+        """Note that a snapshot is skipped because another is still queued; on the program's thread: must not block."""
         ...
 
 
 class PlainSink:
-    """A plain line a step, flushed at once: for pipes and logs."""
+    """Prints one plain line per step, flushed at once, for pipes and logs."""
 
     def __init__(self, stream: TextIO, *, steps: int) -> None:
         self._stream, self._steps = stream, steps
 
     def open(self) -> None:
-        """Has nothing to begin."""
+        """Do nothing: the stream is already open."""
 
     def write(self, record: LossRecord) -> None:
-        """Prints the record."""
+        """Print the record."""
         self._print("  ".join(loss_fields(record, self._steps)))
 
     def write_evaluation(self, record: EvaluationRecord) -> None:
-        """Prints the evaluation."""
+        """Print the evaluation."""
         self._print(evaluation_words(record))
 
     def _print(self, line: str) -> None:
-        # In one piece: another thread that says something must not come between a line and its end.
+        # One write, so that another thread's output cannot come between a line and its newline.
         self._stream.write(line + "\n")
         self._stream.flush()
 
     def close(self) -> None:
-        """Leaves the stream, which belongs to the caller."""
+        """Do nothing: the stream belongs to the caller."""
 
 
 def loss_fields(record: LossRecord, steps: int | None) -> list[str]:
-    """Gives the parts of a loss's line for people, in order: step, loss, learning rate, images a second, wait.
+    """Return the parts of a human-readable loss line: step, loss, learning rate, images per second, wait.
 
-    Whoever reads a record back from the loss log gives the same words: the numbers are taken as they are written there.
+    Numbers are rounded as in the loss log, so that a record read back from it gives the same text.
 
     Args:
-        record: of the step; what is NaN is left out, but for the loss.
-        steps: of the whole run, None where nobody knows.
+        record: the loss; NaN values other than the loss are left out.
+        steps: steps of the whole run, None if unknown.
     """
     step = f"step {record.step}" if steps is None else f"step {record.step}/{steps}"
     fields = [step, f"loss {loss_number(record.loss)}"]
@@ -186,7 +186,7 @@ def loss_fields(record: LossRecord, steps: int | None) -> list[str]:
 
 
 def loss_number(loss: float) -> str:
-    """Gives a loss in four decimals, or where these tell little (below 0.001, from 100,000), in four digits."""
+    """Return a loss with four decimals, or with four significant digits below 0.001 and from 100,000."""
     if not math.isfinite(loss):
         return str(loss)
     loss = _as_recorded("loss", loss)
@@ -194,7 +194,7 @@ def loss_number(loss: float) -> str:
 
 
 def evaluation_words(record: EvaluationRecord) -> str:
-    """Gives an evaluation as a line for people."""
+    """Return a human-readable line for an evaluation."""
     return (
         f"evaluation at step {record.step}: top-1 {100 * record.top1:.2f} %  top-5 {100 * record.top5:.2f} %  "
         f"loss {record.loss:.4f}  ({record.num_images:,} images)"

@@ -1,4 +1,4 @@
-"""Every loss of a launch in memory that does not grow: beyond a bound they lie in an unnamed temporary file."""
+"""Every loss of a launch in bounded memory: beyond the bound they are kept in an unnamed temporary file."""
 
 import tempfile
 from array import array
@@ -7,14 +7,14 @@ from typing import IO
 import numpy as np
 from numpy.typing import NDArray
 
-# Losses that stay in memory, 256 KiB of them: fewer than most runs have steps, and no disk is touched.
+# Losses kept in memory, 256 KiB: most runs have fewer steps and never touch the disk.
 _HELD = 1 << 16
 
 
 class SpooledLosses:
-    """A sequence of float32 that grows at its end; for one thread at a time.
+    """A growing sequence of float32; for one thread at a time.
 
-    Where the disk of temporary files takes nothing, they stay in memory, 4 bytes each: no loss is worth the run.
+    If the temporary file cannot be written, the losses stay in memory, 4 bytes each, so that the run continues.
     """
 
     def __init__(self, held: int = _HELD) -> None:
@@ -47,13 +47,13 @@ class SpooledLosses:
         del self._tail[:]
 
     def close(self) -> None:
-        """Close the file, where there is one, and forget the losses; arrays that were handed out stay."""
+        """Close the file, if any, and drop the losses; arrays returned by `to_array` stay valid."""
         if self._file is not None:
             self._file.close()
         self._file, self._num_spooled, self._tail = None, 0, array("f")
 
     def to_array(self) -> NDArray[np.float32]:
-        """Return all losses so far, float32 [n]; what was spooled is mapped, not read, and may be changed."""
+        """Return all losses so far, float32 [n]; spooled ones are mapped copy-on-write, not read."""
         if self._file is None or not self._num_spooled:
             return np.array(self._tail, np.float32)
         self._file.seek(self._num_spooled * self._tail.itemsize)
