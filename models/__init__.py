@@ -1,4 +1,4 @@
-"""Pure-function image models over pytrees. Imports jax alone.
+"""Image models as pure functions over pytrees. Imports only jax.
 
 These names are the public API; any other name may move or change without notice. They are loaded on first use.
 """

@@ -1,4 +1,4 @@
-"""What a model is to the rest of the project: a name and two pure functions."""
+"""The interface of a model: a name and two pure functions."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 type Params = dict[str, Any]
-"""Nested dictionaries of float32 arrays: what the optimiser updates."""
+"""Nested dictionaries of float32 arrays: the learned parameters."""
 
 type BatchStats = dict[str, Any]
 """Nested dictionaries of float32 arrays: running means and variances, updated by the forward pass in training."""
@@ -18,16 +18,16 @@ class Apply(Protocol):
     def __call__(
         self, params: Params, batch_stats: BatchStats, images: jax.Array, train: bool
     ) -> tuple[jax.Array, BatchStats]:
-        """Float32 logits `[B,K]` of normalised float32 images `[B,H,W,3]`, and the new batch statistics.
+        """Return float32 logits `[B,K]` of normalised float32 images `[B,H,W,3]`, and the new batch statistics.
 
-        In training the batch is normalised by its own statistics and the running ones move; otherwise it is normalised
-        by the running ones, which come back as they were.
+        In training the batch is normalised by its own statistics, and the running ones are updated; otherwise it is
+        normalised by the running ones, which are returned unchanged.
         """
         ...
 
 
 class Model(NamedTuple):
-    """A network as pure functions over pytrees: `init(key)` makes params and batch statistics, `apply` uses them."""
+    """A network as pure functions over pytrees: `init(key)` returns params and batch statistics, `apply` uses them."""
 
     name: str
     init: Callable[[jax.Array], tuple[Params, BatchStats]]

@@ -1,4 +1,4 @@
-"""From a model's name to the model."""
+"""The registry of models by name."""
 
 import difflib
 from functools import partial
@@ -15,7 +15,7 @@ from models.names import MODEL_NAMES
 
 
 def _cifar(depth: int) -> ResNet:
-    """He et al.'s section 4.2: 6n+2 layers, n blocks of two at each of 16, 32 and 64 channels."""
+    """Return the ResNet of He et al., section 4.2: 6n+2 layers, n blocks of two at each of 16, 32 and 64 channels."""
     return ResNet(stages=((depth - 2) // 6,) * 3, width=16, block="basic", stem="cifar")
 
 
@@ -28,10 +28,10 @@ def _bottleneck(*stages: int) -> ResNet:
 
 
 def networks() -> dict[str, ResNet | PooledConvNet]:
-    """Every network that can be asked for by name."""
+    """Return every network by name."""
     known: dict[str, ResNet | PooledConvNet] = {**_imagenet_resnets(), **_cifar_resnets()}
-    # An image of 32 px takes 65 and 118 million multiplications. The wide one's channels are Jordan's, and its stem
-    # stays, as his does: on CIFAR-10's JPEG files PyTorch came to 88.5 % in six epochs so, to 87.7 % where it learns.
+    # An image of 32 px takes 65 and 118 million multiplications. The wide one has Jordan's channels and, like his, a
+    # fixed stem: on CIFAR-10's JPEG files PyTorch reached 88.5 % in six epochs that way, 87.7 % with a learned stem.
     return known | {
         "convnet8": PooledConvNet(stem=24, stages=(64, 128, 256)),
         "convnet8-wide": PooledConvNet(stem=24, stages=(64, 256, 256), stem_learns=False),
@@ -73,15 +73,15 @@ class UnknownModelError(ValueError):
 
 
 def model_names() -> tuple[str, ...]:
-    """The names `build_model` knows, besides "auto"."""
+    """Return the names that `build_model` accepts besides "auto"."""
     return MODEL_NAMES
 
 
 def find_network(name: str) -> ResNet | PooledConvNet:
-    """The composition of the network of this name.
+    """Return the composition of the network of this name.
 
     Raises:
-        UnknownModelError: a ValueError, where there is none; the message lists the names, the nearest one last.
+        UnknownModelError: a ValueError; no network has the name. The message lists the known names and suggests one.
     """
     known = networks()
     if name not in known:
@@ -92,19 +92,19 @@ def find_network(name: str) -> ResNet | PooledConvNet:
 
 
 def build_model(name: str, *, num_classes: int, image_size: int, dtype: DTypeLike = jnp.float32) -> Model:
-    """The model of this name.
+    """Return the model of this name.
 
     Args:
         name: one of `model_names()`, or "auto": "resnet50" for images of at least 128 pixels, "resnet8" below.
         num_classes: length of the logits, at least 1.
-        image_size: height and width in pixels that "auto" decides by; the networks themselves take any size.
-        dtype: of activations and products; parameters, statistics and logits are float32.
+        image_size: height and width in pixels, used only by "auto"; the networks themselves accept any size.
+        dtype: dtype of activations and products; parameters, statistics and logits are float32.
 
     Raises:
-        ValueError: an unknown name (the message lists the known ones), or a number below 1.
+        ValueError: if the name is unknown (the message lists the known ones), or a number is below 1.
     """
     if num_classes < 1 or image_size < 1:
-        raise ValueError(f"num_classes and image_size are at least 1: found {num_classes} and {image_size}")
+        raise ValueError(f"num_classes and image_size must be at least 1, got {num_classes} and {image_size}")
     if name == "auto":
         name = "resnet50" if image_size >= 128 else "resnet8"
     net = find_network(name)
@@ -117,12 +117,12 @@ def build_model(name: str, *, num_classes: int, image_size: int, dtype: DTypeLik
 
 
 def init_network(net: ResNet | PooledConvNet, num_classes: int, key: jax.Array) -> tuple[Params, BatchStats]:
-    """Fresh float32 parameters and batch statistics of either kind of network, a function of the key alone."""
+    """Return initial float32 parameters and batch statistics of a network, a function of only the key."""
     if isinstance(net, PooledConvNet):
         return pooled_convnet.init(net, num_classes, key)
     return resnet.init(net, num_classes, key)
 
 
 def count_params(params: Params) -> int:
-    """Number of learnable scalars."""
+    """Return the number of learnable scalars."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))

@@ -1,10 +1,10 @@
-"""Parameters under torchvision's names and in PyTorch's layouts, both ways.
+"""Conversion of parameters to and from torchvision's names and PyTorch's layouts.
 
-The keys of this package's nested parameters already spell torchvision's module paths; what differs is the last word,
+The keys of this package's nested parameters already are torchvision's module paths. The differences are the last word,
 the order of a kernel's axes, and that PyTorch keeps parameters and running statistics in one flat dictionary. A network
-that torchvision has not, `convnet8`, has its own paths (`stage1.0.conv.weight`) and the same layouts; its norms have no
-weight, and their bias stands before it is multiplied by `models.families.pooled_convnet.BIAS_GAIN`. The stem's kernel
-of `convnet8-wide`, `models.families.pooled_convnet.cosine_kernel`, is not among them.
+that torchvision does not have, `convnet8`, has its own paths (`stage1.0.conv.weight`) and the same layouts; its norms
+have no weight, and their bias is stored without the factor `models.families.pooled_convnet.BIAS_GAIN`. The fixed stem
+kernel of `convnet8-wide`, `models.families.pooled_convnet.cosine_kernel`, is not stored.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,19 +24,19 @@ COUNTER = "num_batches_tracked"
 
 
 def to_torchvision(model_name: str, params: Params, batch_stats: BatchStats) -> dict[str, np.ndarray]:
-    """One flat dictionary as `torch.nn.Module.load_state_dict` takes it.
+    """Return a model's arrays as a flat dictionary for `torch.nn.Module.load_state_dict`.
 
     Args:
         model_name: one of `models.registry.model_names()`.
-        params: of that model.
-        batch_stats: of that model.
+        params: parameters of that model.
+        batch_stats: batch statistics of that model.
 
     Returns:
         Contiguous float32 arrays by name (`layer1.0.conv1.weight` …): convolutions OIHW, the classifier `[K,C]`. Each
-        norm has an int64 `num_batches_tracked` besides, which is 0: nothing here counts them.
+        norm also has an int64 `num_batches_tracked` of 0, because batches are not counted here.
 
     Raises:
-        ValueError: an unknown model, or arrays that are not this model's.
+        ValueError: if the model is unknown, or the arrays are not this model's.
     """
     tensors: dict[str, np.ndarray] = {}
     for path, leaf in (*_leaves(params), *_leaves(batch_stats)):
@@ -48,18 +48,18 @@ def to_torchvision(model_name: str, params: Params, batch_stats: BatchStats) -> 
 
 
 def from_torchvision(model_name: str, tensors: Mapping[str, np.ndarray]) -> tuple[Params, BatchStats]:
-    """Parameters and batch statistics out of a dictionary with torchvision's names; the inverse of `to_torchvision`.
+    """Return parameters and batch statistics from torchvision's names and layouts, the inverse of `to_torchvision`.
 
     Args:
         model_name: one of `models.registry.model_names()`.
-        tensors: arrays by name; `num_batches_tracked` may be there and is not heeded. The length of `fc.bias` says how
-            many classes there are.
+        tensors: arrays by name; `num_batches_tracked` is optional and ignored. The length of `fc.bias` is the number of
+            classes.
 
     Returns:
         Float32 NumPy arrays in this package's nesting and layouts.
 
     Raises:
-        ValueError: an unknown model, missing or unexpected names, or shapes that differ.
+        ValueError: if the model is unknown, names are missing or unexpected, or shapes differ.
     """
     _check(model_name, tensors)
 
@@ -71,7 +71,7 @@ def from_torchvision(model_name: str, tensors: Mapping[str, np.ndarray]) -> tupl
 
 
 def _leaves(tree: Leaves, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every array of nested dictionaries with its path."""
+    """Yield every array of nested dictionaries with its path."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from _leaves(dict(value), (*path, key))
@@ -91,7 +91,7 @@ def _torch_name(path: tuple[str, ...]) -> str:
 
 
 def _to_torch_layout(array: np.ndarray) -> np.ndarray:
-    """HWIO to OIHW, `[C,K]` to `[K,C]`; vectors stay."""
+    """Transpose HWIO to OIHW and `[C,K]` to `[K,C]`; vectors stay."""
     axes = {4: (3, 2, 0, 1), 2: (1, 0)}.get(array.ndim)
     return np.ascontiguousarray(array.transpose(axes)) if axes else array
 
@@ -102,15 +102,15 @@ def _from_torch_layout(array: np.ndarray) -> np.ndarray:
 
 
 def _shapes(model_name: str, num_classes: int) -> tuple[Params, BatchStats]:
-    """The model's parameters and statistics as shapes only."""
+    """Return the shapes and dtypes of the model's parameters and statistics."""
     return jax.eval_shape(partial(init_network, find_network(model_name), num_classes), jax.random.key(0))
 
 
 def _check(model_name: str, tensors: Mapping[str, np.ndarray]) -> None:
-    """Refuse tensors that are not exactly this model's, naming the first few that are wrong."""
+    """Raise ValueError, naming the first five faults, if the tensors are not exactly this model's."""
     if "fc.bias" not in tensors or tensors["fc.bias"].ndim != 1:
         find_network(model_name)
-        raise ValueError(f"{model_name} needs a vector fc.bias, whose length is the number of classes: found none")
+        raise ValueError(f"{model_name} needs a vector fc.bias, whose length is the number of classes, found none")
     params, batch_stats = _shapes(model_name, tensors["fc.bias"].shape[0])
     expected = {
         _torch_name(path): _to_torch_layout(np.empty(leaf.shape, np.bool_)).shape

@@ -220,12 +220,15 @@ def test_forms_follow_the_measurements():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"x": (2, 5, 5, 3), "kernel": (3, 3, 4, 2)}, r"of the same C: found \(2, 5, 5, 3\) and \(3, 3, 4, 2\)"),
+        ({"x": (2, 5, 5, 3), "kernel": (3, 3, 4, 2)}, r"of the same C, got \(2, 5, 5, 3\) and \(3, 3, 4, 2\)"),
         ({"x": (5, 5, 3), "kernel": (3, 3, 3, 2)}, r"x \[B,H,W,C\]"),
-        ({"x": (2, 5, 5, 3), "kernel": (3, 3, 3, 2), "stride": 0}, "stride is at least 1: found 0"),
-        ({"x": (2, 5, 5, 3), "kernel": (3, 3, 3, 2), "padding": "FULL"}, "padding is \"SAME\", .*: found 'FULL'"),
-        ({"x": (2, 5, 5, 3), "kernel": (3, 3, 3, 2), "padding": ((-1, 0), (0, 0))}, "at least 0: found"),
-        ({"x": (2, 5, 2, 3), "kernel": (3, 3, 3, 2), "padding": "VALID"}, "3×3 kernel does not fit an input of 5×2"),
+        ({"x": (2, 5, 5, 3), "kernel": (3, 3, 3, 2), "stride": 0}, "stride must be at least 1, got 0"),
+        ({"x": (2, 5, 5, 3), "kernel": (3, 3, 3, 2), "padding": "FULL"}, "padding must be \"SAME\", .*, got 'FULL'"),
+        ({"x": (2, 5, 5, 3), "kernel": (3, 3, 3, 2), "padding": ((-1, 0), (0, 0))}, "at least 0, got"),
+        (
+            {"x": (2, 5, 2, 3), "kernel": (3, 3, 3, 2), "padding": "VALID"},
+            "3×3 kernel does not fit into an input of 5×2",
+        ),
     ],
 )
 def test_operands_that_do_not_fit_are_refused(arguments, message):
@@ -233,7 +236,7 @@ def test_operands_that_do_not_fit_are_refused(arguments, message):
     x, kernel = jnp.zeros(arguments.pop("x")), jnp.zeros(arguments.pop("kernel"))
     with pytest.raises(ValueError, match=message):
         convolution(x, kernel, **arguments)
-    with pytest.raises(ValueError, match="one dtype: found float32 and bfloat16; cast one"):
+    with pytest.raises(ValueError, match="one dtype, got float32 and bfloat16; cast one"):
         convolution(jnp.zeros((1, 5, 5, 3)), jnp.zeros((3, 3, 3, 2), jnp.bfloat16))
 
 

@@ -56,6 +56,6 @@ def test_wrong_requests_are_refused():
         match=r"model must be one of auto, resnet18, .*resnet110, convnet8, convnet8-wide, got 'resnet9'",
     ):
         build_model("resnet9", num_classes=10, image_size=32)
-    with pytest.raises(ValueError, match="at least 1: found 0 and 32"):
+    with pytest.raises(ValueError, match="at least 1, got 0 and 32"):
         build_model("resnet8", num_classes=0, image_size=32)
     assert len(model_names()) == 15

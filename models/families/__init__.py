@@ -1,1 +1,1 @@
-"""Families of networks, each a configuration that gives pure functions."""
+"""Families of networks: a configuration and pure functions for each."""

@@ -1,14 +1,18 @@
-"""A small convolutional network for small images that trains in few passes over them.
+"""A small convolutional network for small images that trains in few epochs.
 
-After Keller Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU" (2024), arXiv:2404.00498. What is his: a stem of
-2×2 without padding; stages of two 3×3 convolutions, of which the first is pooled between it and its norm, so that norm
-and activation touch a quarter of the values; convolutions that start as the identity on the channels that they are
-given; norms that learn a bias alone, and that one faster than the kernels; a maximum over places and a classifier whose
-logits are scaled down. What is not: widths are a `PooledConvNet`'s own; the stem is a cosine transform, which learns or
-stays, and has a norm, for what he computes of the data and keeps as it is; GELU is approximated; the scale is 1/8 for
-his 1/9; norms average as everywhere here; the classifier has a bias; the last map is reduced whole, whatever its size.
+After Keller Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU" (2024), arXiv:2404.00498.
 
-Most of the work lies at half the image's size and below, with many channels, where convolutions are fast on a CPU.
+The same as there: a 2×2 stem without padding; stages of two 3×3 convolutions, with max-pooling between the first and
+its norm, so that norm and activation process a quarter of the values; convolutions initialised as the identity on their
+input channels; norms that learn only a bias, with a larger learning rate than the kernels; a global max-pool and a
+classifier with scaled-down logits.
+
+Different: the widths are settings of `PooledConvNet`; the stem is a cosine transform with a norm, learned or fixed,
+instead of fixed filters computed from the data; GELU is approximated; the logits' scale is 1/8 instead of 1/9; the
+norms' running averages are those of all models here; the classifier has a bias; the global max-pool accepts maps of any
+size.
+
+Most of the computation is at half the image's size and below, with many channels, where convolutions are fast on a CPU.
 """
 
 from collections.abc import Iterator
@@ -26,7 +30,7 @@ from models.layers.pooling import max_pool
 from models.model import BatchStats, Params
 
 LOGIT_SCALE = 0.125
-# The bias that is learned, times this, is added: under SGD it then moves the square of this times as fast.
+# The learned bias is multiplied by this, so that under SGD the product changes by the square of this times as fast.
 BIAS_GAIN = 8.0
 # x·sigmoid(1.702·x) approximates GELU (Hendrycks and Gimpel, 2016, arXiv:1606.08415, section 2).
 SILU_SLOPE = 1.702
@@ -41,11 +45,11 @@ class PooledConvNet:
 
     Attributes:
         stem: channels of the first convolution, an even number up to `MOST_STEM_CHANNELS`.
-        stages: channels of each stage, each of which halves the map.
-        stem_learns: whether the stem's kernel is a parameter, or stays what it starts as.
+        stages: channels of each stage; each stage halves the map.
+        stem_learns: whether the stem's kernel is a parameter, or fixed at its initial value.
 
     Raises:
-        ValueError: a number of stem channels that is none of these.
+        ValueError: if the number of stem channels is odd or out of range.
     """
 
     stem: int
@@ -58,13 +62,13 @@ class PooledConvNet:
 
     @property
     def smallest_image(self) -> int:
-        """Least height and width in pixels: what is halved has two, after a stem that takes one."""
+        """Least height and width in pixels: the stem removes one, and each stage halves at least two."""
         return 2 ** len(self.stages) + STEM_SIZE - 1
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A convolution from C to K channels that learns or stays, a 2×2 max-pool or none, batch norm, the activation."""
+    """A convolution from C to K channels, learned or fixed, an optional 2×2 max-pool, batch norm, the activation."""
 
     path: tuple[str, ...]
     C: int
@@ -75,7 +79,7 @@ class Layer:
 
 
 def layers(net: PooledConvNet) -> list[Layer]:
-    """The layers in order: the stem, then each stage's pooled and its other one."""
+    """Return the layers in order: the stem, then each stage's layer with a pool and its layer without."""
     found = [Layer(("stem",), 3, net.stem, margin=0, learns=net.stem_learns)]
     for number, K in enumerate(net.stages, 1):
         stage = f"stage{number}"
@@ -99,63 +103,63 @@ def _get(tree: Params, path: tuple[str, ...]) -> Any:
 
 
 def cosine_kernel(num_channels: int) -> np.ndarray:
-    """A bank of filters `[STEM_SIZE,STEM_SIZE,3,num_channels]`, float32, each of norm 1.
+    """Return a bank of filters `[STEM_SIZE,STEM_SIZE,3,num_channels]`, float32, each of norm 1.
 
     The first half are orthogonal: products of the cosines of the discrete cosine transform (DCT-II) along height and
-    width with brightness, red against blue, or green against both; low frequencies and brightness first, which have
-    the most of a photograph's variance. The other half are their negatives, for activations that pass one sign.
+    width with brightness, red against blue, or green against both; low frequencies and brightness come first, as they
+    have most of a photograph's variance. The other half are their negatives, for activations that pass one sign.
 
-    Patches of photographs have nearly these as their principal components (Ahmed et al., 1974, "Discrete Cosine
-    Transform"), so that the norm behind makes their responses white without a look at the data.
+    These filters are nearly the principal components of patches of photographs (Ahmed et al., 1974, "Discrete Cosine
+    Transform"), so that with the following norm they whiten patches without statistics of the data.
     """
-    places = np.arange(STEM_SIZE)
-    cosines = np.cos(np.pi / STEM_SIZE * places[:, None] * (places + 0.5))
+    indices = np.arange(STEM_SIZE)
+    cosines = np.cos(np.pi / STEM_SIZE * indices[:, None] * (indices + 0.5))
     colours = np.array([[1, 1, 1], [1, 0, -1], [1, -2, 1]])
     filters = {
         (down, across, colour): np.einsum("h,w,c->hwc", cosines[down], cosines[across], colours[colour])
-        for down in places
-        for across in places
+        for down in indices
+        for across in indices
         for colour in range(len(colours))
     }
-    # Of colours an eye, and a photograph, has less, and least of it in detail.
-    first = sorted(filters, key=lambda key: key[0] + key[1] + (0, 1.5, 1.75)[key[2]])
-    half = np.stack([filters[key] / np.linalg.norm(filters[key]) for key in first[: num_channels // 2]], axis=-1)
+    # Photographs, like the eye, have less variance in colour than in brightness, least in its fine detail.
+    ordered = sorted(filters, key=lambda key: key[0] + key[1] + (0, 1.5, 1.75)[key[2]])
+    half = np.stack([filters[key] / np.linalg.norm(filters[key]) for key in ordered[: num_channels // 2]], axis=-1)
     return np.concatenate([half, -half], axis=-1).astype(np.float32)
 
 
-def _init_kernels(every: list[Layer], key: jax.Array) -> Iterator[jax.Array]:
-    """The stem's filters; then He et al.'s normal distribution by fan-in, cut from one draw, which compiles faster.
+def _init_kernels(all_layers: list[Layer], key: jax.Array) -> Iterator[jax.Array]:
+    """Yield the stem's filters, then He-normal kernels by fan-in, sliced from one draw, which compiles faster.
 
-    The first outputs of each, as many as there are inputs, pass these on as they are.
+    In each kernel, the first output channels, as many as there are input channels, copy the input channels.
     """
-    stem, *others = every
+    stem, *others = all_layers
     yield jnp.asarray(cosine_kernel(stem.K))
     sizes = [9 * layer.C * layer.K for layer in others]
     draws = jax.random.normal(key, (sum(sizes),), jnp.float32)
     start = 0
     for layer, size in zip(others, sizes, strict=True):
         kernel = (2.0 / (9 * layer.C)) ** 0.5 * draws[start : start + size].reshape(3, 3, layer.C, layer.K)
-        passed = min(layer.C, layer.K)
-        yield kernel.at[..., :passed].set(0.0).at[1, 1, :passed, :passed].set(jnp.eye(passed))
+        copied = min(layer.C, layer.K)
+        yield kernel.at[..., :copied].set(0.0).at[1, 1, :copied, :copied].set(jnp.eye(copied))
         start += size
 
 
 def init(net: PooledConvNet, num_classes: int, key: jax.Array) -> tuple[Params, BatchStats]:
-    """Fresh float32 parameters and batch statistics, a function of the key alone.
+    """Return initial float32 parameters and batch statistics, a function of only the key.
 
-    Stem: `cosine_kernel`, where it learns. Other convolutions: the identity for as many outputs as there are inputs,
-    He normal by fan-in beyond. Norms: bias 0. Classifier: normal of deviation 1/√C, bias 0.
+    Stem: `cosine_kernel`, if it is learned. Other convolutions: the identity for as many outputs as there are inputs,
+    He normal by fan-in for the rest. Norms: bias 0. Classifier: normal with standard deviation 1/√C, bias 0.
     """
     kernels_key, fc_key = jax.random.split(key)
-    every = layers(net)
+    all_layers = layers(net)
     params: Params = {}
     stats: BatchStats = {}
-    for layer, kernel in zip(every, _init_kernels(every, kernels_key), strict=True):
+    for layer, kernel in zip(all_layers, _init_kernels(all_layers, kernels_key), strict=True):
         zeros, ones = jnp.zeros(layer.K, jnp.float32), jnp.ones(layer.K, jnp.float32)
         learned = {"conv": {"kernel": kernel}} if layer.learns else {}
         _set(params, layer.path, learned | {"norm": {"bias": zeros}})
         _set(stats, layer.path, {"norm": {"mean": zeros, "var": ones}})
-    C = every[-1].K
+    C = all_layers[-1].K
     params["fc"] = {
         "kernel": C**-0.5 * jax.random.normal(fc_key, (C, num_classes), jnp.float32),
         "bias": jnp.zeros(num_classes, jnp.float32),
@@ -169,7 +173,7 @@ def init(net: PooledConvNet, num_classes: int, key: jax.Array) -> tuple[Params, 
 def _apply_layer(
     layer: Layer, params: Params, batch_stats: BatchStats, x: jax.Array, train: bool
 ) -> tuple[jax.Array, BatchStats]:
-    """One layer, which takes its own part of the network's parameters and statistics, and its new statistics."""
+    """Apply one layer with its part of the network's parameters and statistics; return its new statistics as well."""
     kernel = _get(params, (*layer.path, "conv", "kernel")) if layer.learns else jnp.asarray(cosine_kernel(layer.K))
     x = convolution(x, kernel.astype(x.dtype), stride=1, padding=((layer.margin, layer.margin),) * 2)
     if layer.pool:
@@ -183,21 +187,23 @@ def _apply_layer(
 def apply(
     net: PooledConvNet, params: Params, batch_stats: BatchStats, images: jax.Array, *, train: bool, dtype: jnp.dtype
 ) -> tuple[jax.Array, BatchStats]:
-    """Float32 logits `[B,K]` of normalised images `[B,H,W,3]`, and new batch statistics; activations are in `dtype`.
+    """Return float32 logits `[B,K]` of normalised images `[B,H,W,3]`, and new batch statistics.
+
+    Activations are in `dtype`.
 
     Raises:
-        ValueError: images smaller than `net.smallest_image`.
+        ValueError: if the images are smaller than `net.smallest_image`.
     """
     if min(images.shape[1:3]) < net.smallest_image:
         raise ValueError(
             f"images must have at least {net.smallest_image} × {net.smallest_image} px to be halved "
-            f"{len(net.stages)} times, got {images.shape[1]} × {images.shape[2]}: give larger ones"
+            f"{len(net.stages)} times, got {images.shape[1]} × {images.shape[2]}: use larger images"
         )
     new_stats: BatchStats = {}
     x = images.astype(dtype)
     for layer in layers(net):
         x, stats = _apply_layer(layer, params, batch_stats, x, train)
         _set(new_stats, layer.path, stats)
-    # In float32, as its derivative counts the places that share a maximum: a sum in bfloat16 stays at 256.
+    # In float32, because the derivative counts the positions that share a maximum: a bfloat16 sum saturates at 256.
     features = x.astype(jnp.float32).max(PLACES).astype(dtype)
     return LOGIT_SCALE * dense(features, params["fc"]["kernel"], params["fc"]["bias"]), new_stats

@@ -1,7 +1,7 @@
 """Residual networks (He et al., 2015): the ImageNet family, its XLA.jl variant and the CIFAR family.
 
-A network is described by a `ResNet` value; parameters are nested dictionaries keyed by torchvision's module names,
-so that a path through them spells a torchvision name (`layer1.0.conv1`).
+A `ResNet` value describes a network; parameters are nested dictionaries keyed by torchvision's module names, so that a
+path through them is a torchvision name (`layer1.0.conv1`).
 """
 
 from collections.abc import Iterator
@@ -24,14 +24,14 @@ class ResNet:
     """The composition of one residual network.
 
     Attributes:
-        stages: number of blocks of each stage; every stage but the first halves the map and doubles the channels.
+        stages: number of blocks of each stage; every stage except the first halves the map and doubles the channels.
         width: channels of the first stage before a bottleneck's expansion.
-        block: two 3×3 convolutions, or a 1×1–3×3–1×1 bottleneck which expands its channels fourfold.
+        block: two 3×3 convolutions ("basic"), or a 1×1–3×3–1×1 "bottleneck" that expands its channels fourfold.
         stem: 7×7 stride 2 and a 3×3 stride 2 max-pool ("imagenet"), or one 3×3 convolution ("cifar").
         stem_norm: whether batch norm and ReLU follow the stem's convolution.
         conv_bias: whether convolutions have a bias.
-        stride_on: which of a block's convolutions has its stride. "conv1" in a basic block; in a bottleneck "conv2"
-            makes "v1.5" (torchvision), "conv3" is XLA.jl's choice.
+        stride_on: the convolution of a block that has its stride. "conv1" in a basic block; in a bottleneck "conv2"
+            ("v1.5", torchvision) or "conv3" (XLA.jl).
     """
 
     stages: tuple[int, ...]
@@ -44,12 +44,12 @@ class ResNet:
 
     @property
     def expansion(self) -> int:
-        """Channels that leave a block, per channel of its inner convolutions."""
+        """Output channels of a block per channel of its inner convolutions."""
         return 4 if self.block == "bottleneck" else 1
 
     @property
     def num_features(self) -> int:
-        """Channels that reach the classifier."""
+        """Input channels of the classifier."""
         return self.width * 2 ** (len(self.stages) - 1) * self.expansion
 
 
@@ -65,7 +65,7 @@ class Conv:
 
 @dataclass(frozen=True)
 class Block:
-    """The convolutions of a residual block in order, and the projection of its shortcut where shapes change."""
+    """The convolutions of a residual block in order, and the projection of its shortcut if shapes change."""
 
     path: str
     convs: tuple[Conv, ...]
@@ -73,12 +73,12 @@ class Block:
 
 
 def stem_conv(net: ResNet) -> Conv:
-    """The first convolution."""
+    """Return the first convolution."""
     return Conv(7, 3, net.width, 2) if net.stem == "imagenet" else Conv(3, 3, net.width)
 
 
 def blocks(net: ResNet) -> list[Block]:
-    """All residual blocks in order. A shortcut is projected (1×1, "option B") only where its shape changes."""
+    """Return all residual blocks in order. A shortcut is projected (1×1, "option B") only if its shape changes."""
     found, C = [], net.width
     for stage, num_blocks in enumerate(net.stages):
         inner = net.width * 2**stage
@@ -107,7 +107,7 @@ def blocks(net: ResNet) -> list[Block]:
 
 
 def _convs(net: ResNet) -> Iterator[Conv]:
-    """Every convolution: the stem's, then block by block, a projection after the block's own."""
+    """Yield every convolution: the stem's, then block by block, a projection after the block's own."""
     yield stem_conv(net)
     for block in blocks(net):
         yield from block.convs
@@ -121,9 +121,9 @@ def _init_conv(net: ResNet, conv: Conv, kernels: Iterator[jax.Array]) -> Params:
 
 
 def _init_kernels(net: ResNet, key: jax.Array) -> Iterator[jax.Array]:
-    """He et al.'s normal distribution by fan-out, which keeps the size of gradients, for each of `_convs`.
+    """Yield a He-normal kernel by fan-out, which preserves the scale of gradients, for each of `_convs`.
 
-    All are cut from one draw: a draw for each made compiling ResNet-50's `init` take half a minute.
+    All are sliced from one draw: with a draw for each, compiling ResNet-50's `init` took half a minute.
     """
     convs = list(_convs(net))
     sizes = [conv.kernel**2 * conv.C * conv.K for conv in convs]
@@ -154,7 +154,7 @@ def _init_block(net: ResNet, block: Block, kernels: Iterator[jax.Array]) -> tupl
 
 
 def init(net: ResNet, num_classes: int, key: jax.Array) -> tuple[Params, BatchStats]:
-    """Fresh float32 parameters and batch statistics, a function of the key alone.
+    """Return initial float32 parameters and batch statistics, a function of only the key.
 
     Convolutions: He normal by fan-out, bias 0. Norms: scale 1, bias 0. Classifier: uniform within 1/√C.
     """
@@ -167,8 +167,8 @@ def init(net: ResNet, num_classes: int, key: jax.Array) -> tuple[Params, BatchSt
         params["bn1"], stats["bn1"] = _init_norm(stem.K)
     for block in blocks(net):
         stage, index = block.path.split(".")
-        made = _init_block(net, block, kernels)
-        params.setdefault(stage, {})[index], stats.setdefault(stage, {})[index] = made
+        initial = _init_block(net, block, kernels)
+        params.setdefault(stage, {})[index], stats.setdefault(stage, {})[index] = initial
     bound = net.num_features**-0.5
     params["fc"] = {
         "kernel": jax.random.uniform(fc_key, (net.num_features, num_classes), jnp.float32, -bound, bound),
@@ -196,7 +196,7 @@ def _norm(
     return y, {"mean": moved.mean, "var": moved.var}
 
 
-# Traced once for all blocks of one shape: ResNet-50's sixteen have eight, which is half a second of its start.
+# Traced once for all blocks of one shape: ResNet-50's 16 blocks have 8 shapes, which saves half a second at its start.
 @partial(jax.jit, static_argnums=(0, 1, 5))
 def _apply_block(
     convs: tuple[Conv, ...], projection: Conv | None, params: Params, stats: BatchStats, x: jax.Array, train: bool
@@ -217,7 +217,10 @@ def _apply_block(
 def apply(
     net: ResNet, params: Params, batch_stats: BatchStats, images: jax.Array, *, train: bool, dtype: jnp.dtype
 ) -> tuple[jax.Array, BatchStats]:
-    """Float32 logits `[B,K]` of normalised images `[B,H,W,3]`, and new batch statistics; activations are in `dtype`."""
+    """Return float32 logits `[B,K]` of normalised images `[B,H,W,3]`, and new batch statistics.
+
+    Activations are in `dtype`.
+    """
     new_stats: BatchStats = {}
     x = _conv(images.astype(dtype), params["conv1"], stem_conv(net))
     if net.stem_norm:
@@ -226,7 +229,7 @@ def apply(
         x = max_pool(x)
     for block in blocks(net):
         stage, index = block.path.split(".")
-        of_block = params[stage][index], batch_stats[stage][index]
-        x, block_stats = _apply_block(block.convs, block.projection, *of_block, x, train)
+        variables = params[stage][index], batch_stats[stage][index]
+        x, block_stats = _apply_block(block.convs, block.projection, *variables, x, train)
         new_stats.setdefault(stage, {})[index] = block_stats
     return dense(global_average_pool(x), params["fc"]["kernel"], params["fc"]["bias"]), new_stats

@@ -1,1 +1,1 @@
-"""Layers that stay fast inside the loop, forward and backward: convolution, batch norm, pooling, the head."""
+"""Layers that are fast inside a loop, forward and backward: convolution, batch norm, pooling, the head."""

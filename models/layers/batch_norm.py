@@ -1,8 +1,8 @@
-"""Batch norm, with the ReLU behind it, in as few passes over memory as its sums allow.
+"""Batch norm, with the following ReLU, in as few passes over memory as its sums allow.
 
-A training step waits for memory wherever it does not multiply matrices, and batch norm is most of that: both sums of a
-pass are taken at once, and where a ReLU follows its derivative is computed where needed instead of stored. On a card a
-small network waits for its many small kernels as well: there each sum is two of them.
+A training step is bound by memory except in matrix products, and batch norm is most of that: both sums of a pass are
+computed at once, and the derivative of a following ReLU is recomputed instead of stored. On a GPU a small network is
+also bound by its many small kernels; there each sum is two of them.
 """
 
 from functools import partial
@@ -16,9 +16,9 @@ from models.layers.stored import stored
 
 MOMENTUM = 0.1
 EPSILON = 1e-5
-# Of the values of a channel, the part whose mean the sums are taken about: one in so many.
+# One in this many of a channel's values is used for the estimate of the mean about which sums are taken.
 SAMPLED = 64
-# Parts whose sums are added value by value before they are summed up. 8 to 16 measured alike.
+# Number of parts that are added elementwise before the sum over what remains. 8 to 16 measured the same.
 PARTS = 16
 
 
@@ -38,18 +38,18 @@ def batch_norm(
     train: bool,
     relu: bool = False,
 ) -> tuple[jax.Array, RunningStats]:
-    """Normalise every channel over images and places (Ioffe and Szegedy, 2015), as PyTorch does it.
+    """Normalise every channel over images, height and width (Ioffe and Szegedy, 2015), as PyTorch does.
 
     Args:
         x: `[B,H,W,C]`, any floating dtype; statistics are float32.
         scale: `[C]` float32.
         bias: `[C]` float32.
-        running: used when not training; in training moved by a tenth towards the batch's mean and unbiased variance.
+        running: used in evaluation; in training moved by a tenth towards the batch's mean and unbiased variance.
         train: whether to normalise by the batch's own mean and biased variance.
-        relu: whether a ReLU follows. Its derivative is computed twice, which pays for one as cheap as this alone.
+        relu: whether a ReLU follows. Its derivative is computed twice, which pays off only for one as cheap as this.
 
     Returns:
-        `[B,H,W,C]` in the dtype of `x`, and the running statistics, through which no gradient flows.
+        `[B,H,W,C]` in the dtype of `x`, and the running statistics, which have no gradient.
     """
     if not train:
         centred = x.astype(jnp.float32) - running.mean
@@ -65,16 +65,16 @@ def batch_norm(
 
 
 def _count(x: jax.Array) -> int:
-    """Values of a channel."""
+    """Return the number of values per channel."""
     return x.size // x.shape[3]
 
 
 def _sums(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The sums by channel of two arrays `[B,H,W,C]` that are computed from the same ones, which are read once.
+    """Return the sums per channel of two arrays `[B,H,W,C]` that are computed from the same operands, read once.
 
-    As a reduction of a pair XLA:CPU computes them together with what makes the arrays, where it would otherwise write
-    each out before; it goes at the speed of memory where they are first folded into one of `PARTS` parts. On a card the
-    parts that thread blocks summed up are then added for both by one kernel.
+    XLA:CPU fuses a reduction of a pair with the computation of the arrays, each of which it would otherwise write to
+    memory first; the reduction runs at the speed of memory if the arrays are first folded into one of `PARTS` parts.
+    On a GPU one kernel then adds the partial sums of the thread blocks for both.
     """
     return lax.platform_dependent(
         first, second, cpu=_folded_sums, cuda=partial(_pair_sums, (0, 1, 2)), default=_plain_sums
@@ -98,27 +98,28 @@ def _folded_sums(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Ar
 
 
 def _mean_and_variance(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Mean and biased variance of every channel of `x [B,H,W,C]`, float32 `[C]`, reading `x` once.
+    """Return mean and biased variance of every channel of `x [B,H,W,C]`, float32 `[C]`, reading `x` once.
 
-    Sums are taken about a value like the others (`_about`), as E[x²] - E[x]² loses all digits where the mean is large.
+    Sums are taken about an estimate of the mean (`_estimate_mean`), as E[x²] - E[x]² loses all digits if the mean is
+    large.
     """
     wide = x.astype(jnp.float32)
     count = _count(x)
-    about = _about(wide)
-    centred = wide - about
+    estimate = _estimate_mean(wide)
+    centred = wide - estimate
     total, squares = _sums(centred, jnp.square(centred))
     shift = total / count
-    return about + shift, jnp.maximum(squares / count - jnp.square(shift), 0)
+    return estimate + shift, jnp.maximum(squares / count - jnp.square(shift), 0)
 
 
-def _about(wide: jax.Array) -> jax.Array:
-    """What the sums of `wide [B,H,W,C]` are taken about, `[C]`: if it is like the rest of them, no digit is lost.
+def _estimate_mean(wide: jax.Array) -> jax.Array:
+    """Return an estimate of the mean of `wide [B,H,W,C]`, `[C]`; sums about a close estimate lose no digits.
 
-    The mean of one value in n is never further off than √n deviations, however they lie, so sums about it never cancel
-    to less than one in n: with one in 64, six of float32's 24 bits. On a card, where that mean would be three kernels
-    more, it is one value, from the middle of an image, where padding is far. It is some deviations off, d,
-    and the sums cancel to one in 1 + d². No one value keeps a bound: the only one that is not zero among n is √n off.
-    The variance is then lost, of what is of no use but at that place.
+    The mean of one value in n is at most √n standard deviations off, whatever the distribution, so sums about it cancel
+    to no less than one in n: with one in 64, that is six of float32's 24 bits. On a GPU, where that mean would take
+    three more kernels, the estimate is one value from the middle of an image, far from the padding. If it is d standard
+    deviations off, the sums cancel to one in 1 + d². A single value has no bound: if only one of n values is not zero,
+    it is √n off. The variance is then lost, but only of a channel that is zero everywhere else.
     """
     count, (_, H, W, _) = _count(wide), wide.shape
     return lax.platform_dependent(
@@ -130,10 +131,9 @@ def _about(wide: jax.Array) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _normalise(relu: bool, x: jax.Array, scale: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Normalised (and rectified) `x`, and the batch's mean and biased variance in float32.
+    """Return the normalised (and rectified) `x`, and the batch's mean and biased variance in float32.
 
-    The backward pass is written out so that only `x` is kept; derived automatically it kept two more arrays of its
-    size.
+    The backward pass is written by hand so that only `x` is kept; an automatic one keeps two more arrays of its size.
     """
     mean, var = _mean_and_variance(x)
     normal = _affine(x, mean, scale * lax.rsqrt(var + EPSILON), bias)
@@ -142,10 +142,10 @@ def _normalise(relu: bool, x: jax.Array, scale: jax.Array, bias: jax.Array) -> t
 
 @jax.custom_vjp
 def stored_relu(x: jax.Array) -> jax.Array:
-    """ReLU whose result is stored (`models.layers.stored`), and its derivative taken from that.
+    """Return the ReLU of `x`, stored (`models.layers.stored`); its derivative is computed from the stored result.
 
-    Otherwise the input of each residual block is computed anew out of the convolutions of all blocks before it, and on
-    a card the derivative reads the two arrays whose sum `x` is in the place of one. (On a CPU that comes to the same.)
+    Otherwise the input of each residual block is recomputed from the convolutions of all blocks before it, and on a GPU
+    the derivative reads the two arrays whose sum is `x` instead of one. (On a CPU the latter makes no difference.)
     """
     return stored(jnp.maximum(x, 0), on_cards=True)
 
@@ -167,8 +167,8 @@ def _activate(relu: bool, x: jax.Array) -> jax.Array:
 
 
 def _affine(x: jax.Array, mean: jax.Array, slope: jax.Array, bias: jax.Array) -> jax.Array:
-    # Centred first, here and in the backward pass: folded into one multiplication and addition, the two large terms
-    # cancel, and the losses of a 12-step run were 3e-4 off those in float64 where this form is 1e-7 off.
+    # Centred first, here and in the backward pass: as one multiplication and addition, two large terms cancel, and the
+    # losses of a 12-step run were 3e-4 off those in float64; with this form they are 1e-7 off.
     return (x.astype(jnp.float32) - mean) * slope + bias
 
 
@@ -184,9 +184,10 @@ def _normalise_backward(
     residuals: tuple[jax.Array, ...],
     gradients: tuple[jax.Array, jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """With x̂ normalised and g the gradient before the ReLU: σ·dx = scale·(g - mean g - x̂·mean(g·x̂)).
+    """Return the gradients of `_normalise`.
 
-    The gradients of mean and variance are none: they reach nothing but the running statistics.
+    With x̂ normalised and g the gradient before the ReLU: σ·dx = scale·(g - mean g - x̂·mean(g·x̂)). Mean and variance
+    have no gradients, because only the running statistics use them.
     """
     x, scale, bias, mean, var = residuals
     inverse = lax.rsqrt(var + EPSILON)
@@ -194,16 +195,16 @@ def _normalise_backward(
 
     def before_relu(x: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
         wide = gradient.astype(jnp.float32)
-        of_normal = jnp.where(_affine(x, mean, slope, bias) > 0, wide, 0) if relu else wide
-        return of_normal, x.astype(jnp.float32) - mean
+        normal_gradient = jnp.where(_affine(x, mean, slope, bias) > 0, wide, 0) if relu else wide
+        return normal_gradient, x.astype(jnp.float32) - mean
 
-    of_normal, centred = before_relu(x, gradients[0])
-    of_bias, of_slope = _sums(of_normal, of_normal * centred)
-    of_scale = of_slope * inverse
-    # From what is stored: XLA computes the same anew, where it would otherwise write it out for both.
-    of_normal, centred = before_relu(*stored((x, gradients[0])))
-    of_x = slope * (of_normal - centred * (of_scale * inverse / count) - of_bias / count)
-    return stored(of_x.astype(x.dtype)), of_scale, of_bias
+    normal_gradient, centred = before_relu(x, gradients[0])
+    bias_gradient, slope_gradient = _sums(normal_gradient, normal_gradient * centred)
+    scale_gradient = slope_gradient * inverse
+    # Behind a barrier, so that XLA recomputes these instead of writing them to memory for both uses.
+    normal_gradient, centred = before_relu(*stored((x, gradients[0])))
+    x_gradient = slope * (normal_gradient - centred * (scale_gradient * inverse / count) - bias_gradient / count)
+    return stored(x_gradient.astype(x.dtype)), scale_gradient, bias_gradient
 
 
 _normalise.defvjp(_normalise_forward, _normalise_backward)

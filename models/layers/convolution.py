@@ -1,9 +1,9 @@
 """2-D convolution that is as fast inside `lax.while_loop` as outside, forward and backward.
 
 XLA:CPU rewrites only the convolutions of a program's *entry* computation into the form it has fast kernels for. In a
-loop body the gradients of `lax.conv_general_dilated` fall to a naive loop nest (30 times slower). So on a CPU each of
-the three parts of a convolution is one of the forms of `convolution_forms.py`, chosen by shape; on any other platform
-all are XLA's own, on an NVIDIA card with channels that its tensor cores take.
+loop body the gradients of `lax.conv_general_dilated` run as a naive loop nest (30 times slower). So on a CPU each of
+the three parts of a convolution uses one of the forms of `convolution_forms.py`, chosen by shape; on any other platform
+all use XLA's own, on an NVIDIA GPU with channels padded for its tensor cores.
 """
 
 from collections.abc import Callable
@@ -35,53 +35,54 @@ def convolution(
         x: `[B,H,W,C]`, any floating dtype.
         kernel: `[kh,kw,C,K]`, the dtype of `x`.
         stride: step of the window, one for both axes or (height, width), at least 1.
-        padding: "SAME" (XLA's rule: what is odd goes to the high side), "VALID", or ((top, bottom), (left, right)) ≥ 0.
+        padding: "SAME" (XLA's rule: odd padding has one more at the high side), "VALID", or
+            ((top, bottom), (left, right)) ≥ 0.
         bias: `[K]`, added to the result.
 
     Returns:
-        `[B,P,Q,K]` in the dtype of `x`. Sums are carried out in float32 at least.
+        `[B,P,Q,K]` in the dtype of `x`. Sums are at least float32.
 
-    It has its own derivative, so under `shard_map` a replicated kernel is made to vary (`lax.pcast`) before the
-    gradient is taken, and the gradients are averaged after.
+    The derivative is a custom one, so under `shard_map` make a replicated kernel varying (`lax.pcast`) before
+    differentiation, and average the gradients afterwards.
 
     Raises:
-        ValueError: shapes, dtypes or geometry do not fit each other.
+        ValueError: if shapes, dtypes or geometry do not fit each other.
     """
     geometry = _geometry(x, kernel, stride, padding)
     y = _convolution(geometry, x, kernel)
-    # Added in float32, so that the bias's gradient, a sum over all places, is one too.
+    # Added in float32, so that the bias's gradient, a sum over all positions, is float32 too.
     return y if bias is None else (_wide(y) + bias).astype(y.dtype)
 
 
 def _geometry(x: jax.Array, kernel: jax.Array, stride: int | Pair, padding: str | Padding) -> Geometry:
-    """Check the operands against each other and write the padding out in numbers."""
+    """Check the operands and convert the padding to numbers."""
     if x.ndim != 4 or kernel.ndim != 4 or x.shape[3] != kernel.shape[2]:
         raise ValueError(
-            f"convolution takes x [B,H,W,C] and a kernel [kh,kw,C,K] of the same C: found {x.shape} and {kernel.shape}"
+            f"convolution needs x [B,H,W,C] and a kernel [kh,kw,C,K] of the same C, got {x.shape} and {kernel.shape}"
         )
     if x.dtype != kernel.dtype:
-        raise ValueError(f"convolution takes operands of one dtype: found {x.dtype} and {kernel.dtype}; cast one")
+        raise ValueError(f"convolution needs operands of one dtype, got {x.dtype} and {kernel.dtype}; cast one")
     strides = (stride, stride) if isinstance(stride, int) else stride
     if min(strides) < 1:
-        raise ValueError(f"a convolution's stride is at least 1: found {stride}")
+        raise ValueError(f"a convolution's stride must be at least 1, got {stride}")
     window = window_size(kernel)
     if isinstance(padding, str):
         if padding not in ("SAME", "VALID"):
-            raise ValueError(f'padding is "SAME", "VALID" or ((top, bottom), (left, right)): found {padding!r}')
+            raise ValueError(f'padding must be "SAME", "VALID" or ((top, bottom), (left, right)), got {padding!r}')
         top_bottom, left_right = lax.padtype_to_pads(x.shape[1:3], window, strides, padding)
         padding = ((int(top_bottom[0]), int(top_bottom[1])), (int(left_right[0]), int(left_right[1])))
     if min(map(min, padding)) < 0:
-        raise ValueError(f"a convolution's padding is at least 0: found {padding}; crop the input instead")
+        raise ValueError(f"a convolution's padding must be at least 0, got {padding}; crop the input instead")
     geometry = Geometry(strides, padding)
     if min(geometry.output_size(image_size(x), window)) < 1:
         raise ValueError(
-            f"a {window[0]}×{window[1]} kernel does not fit an input of {x.shape[1]}×{x.shape[2]} padded by {padding}; "
-            "give larger images"
+            f"a {window[0]}×{window[1]} kernel does not fit into an input of {x.shape[1]}×{x.shape[2]} px padded by "
+            f"{padding}; use larger images"
         )
     return geometry
 
 
-# The choice of forms, measured inside `while_loop` on two AVX-512 cores, float32, each row's forms interleaved.
+# The choice of forms, measured inside `while_loop` on two AVX-512 cores in float32, with the forms interleaved.
 # GFLOP/s of a 3×3 kernel by B×size C→K ("in tiles": of 16 images, whose patches stay in the cache):
 #
 #   stride 1           128×32 16→16  128×16 32→32  128×8 64→64  16×16 64→64  16×8 128→128  16×4 256→256  16×2 512→512
@@ -103,8 +104,8 @@ def _geometry(x: jax.Array, kernel: jax.Array, stride: int | Pair, padding: str 
 #              patches       65           127          180                         199
 #
 # On small maps with stride 1, columns made ResNet-18 and -50 at 64 px 5 to 10 % faster than patches.
-# On small maps a canonical convolution is slow (at 7 px the two are near: patches made ResNet-50 at 224 px 1 % faster),
-# and where the kernel is larger than the map XLA swaps its operands, which a loop body does not survive.
+# On small maps a canonical convolution is slow (at 7 px the two are close: patches made ResNet-50 at 224 px 1 %
+# faster). If the kernel is larger than the map, XLA swaps the operands, which is slow in a loop body.
 
 SMALL_MAP = 7
 FEW_CHANNELS = 32
@@ -112,13 +113,13 @@ TILE_IMAGES = 16
 
 
 def forward_form(input_size: Pair, window: Pair) -> Forward:
-    """The form of the forward pass on a CPU, by height and width of input and kernel."""
+    """Return the form of the forward pass on a CPU, by height and width of input and kernel."""
     small = max(input_size) <= SMALL_MAP or any(map(int.__gt__, window, input_size))
     return forms.forward_patches if small or window == (1, 1) else forms.forward_lax
 
 
 def input_gradient_form(output_size: Pair, window: Pair, strides: Pair, C: int) -> InputGradient:
-    """The form of the gradient by the input on a CPU, by height and width of output and kernel, and input channels."""
+    """Return the form of the input gradient on a CPU, by height and width of output and kernel, and input channels."""
     forward = forward_form(output_size, window)
     if forward is forms.forward_patches or (strides != (1, 1) and C > FEW_CHANNELS):
         return forms.input_gradient_columns
@@ -127,7 +128,7 @@ def input_gradient_form(output_size: Pair, window: Pair, strides: Pair, C: int) 
 
 
 def filter_gradient_form(num_images: int, window: Pair, strides: Pair, C: int) -> FilterGradient:
-    """The form of the gradient by the kernel on a CPU, by images in the batch, kernel, strides and input channels."""
+    """Return the form of the filter gradient on a CPU, by images in the batch, kernel, strides and input channels."""
     if window == (1, 1):
         return forms.filter_gradient_taps
     form: FilterGradient = forms.filter_gradient_output_rows
@@ -140,7 +141,7 @@ def filter_gradient_form(num_images: int, window: Pair, strides: Pair, C: int) -
 
 
 def _wide(x: jax.Array) -> jax.Array:
-    """Float32 at least: without AMX a CPU gains nothing from narrower products, and sums stay exact."""
+    """Return `x` in at least float32: without AMX a CPU gains nothing from narrower products, and sums are precise."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
@@ -152,20 +153,20 @@ def _gradients_cpu(
     geometry: Geometry, x: jax.Array, kernel: jax.Array, gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     window, C = window_size(kernel), x.shape[3]
-    of_input = input_gradient_form(image_size(gradient), window, geometry.strides, C)
-    of_filter = filter_gradient_form(x.shape[0], window, geometry.strides, C)
+    input_gradient = input_gradient_form(image_size(gradient), window, geometry.strides, C)
+    filter_gradient = filter_gradient_form(x.shape[0], window, geometry.strides, C)
     wide_gradient = _wide(gradient)
     return (
-        of_input(wide_gradient, _wide(kernel), geometry, image_size(x)).astype(x.dtype),
-        of_filter(_wide(x), wide_gradient, geometry, window).astype(kernel.dtype),
+        input_gradient(wide_gradient, _wide(kernel), geometry, image_size(x)).astype(x.dtype),
+        filter_gradient(_wide(x), wide_gradient, geometry, window).astype(kernel.dtype),
     )
 
 
 def channels_on_cards(C: int, K: int) -> int:
-    """How many input channels a convolution of 16-bit numbers from C to K has on an NVIDIA card.
+    """Return the padded number of input channels of a 16-bit convolution from C to K channels on an NVIDIA GPU.
 
-    cuDNN's kernels for tensor cores take multiples of 8, and 4 for photographs. XLA itself pads to these in float16
-    alone, and only where little is added. Where the output's are none such, it would be in vain.
+    cuDNN's tensor-core kernels need multiples of 8, or 4 for images. XLA itself pads only float16, and only by little.
+    If the output channels do not fit such a kernel, padding has no benefit.
     """
     if K % 8:
         return C

@@ -1,7 +1,7 @@
-"""The ways to compute a 2-D convolution and its two gradients out of what XLA:CPU runs fast inside a loop.
+"""Forms of a 2-D convolution and its two gradients, built from operations that XLA:CPU runs fast inside a loop.
 
-That is: matrix products, and convolutions of the canonical form (NHWC input, HWIO kernel, no dilation). Every form here
-is exact up to rounding for every stride, padding and size. Which is fastest for which shape `convolution.py` decides.
+These are matrix products, and convolutions in canonical form (NHWC input, HWIO kernel, no dilation). Every form is
+exact up to rounding for every stride, padding and size. `convolution.py` chooses the fastest for each shape.
 
 Letters: B images, H W height and width of the input, P Q of the output, C input channels, K output channels, N = B·P·Q.
 """
@@ -20,13 +20,13 @@ NHWC = ("NHWC", "HWIO", "NHWC")
 
 
 class Geometry(NamedTuple):
-    """What fixes a convolution besides its operands: strides and (low, high) zero padding of height and width."""
+    """The geometry of a convolution: strides and (low, high) zero padding of height and width."""
 
     strides: Pair
     padding: Padding
 
     def output_size(self, input_size: Pair, window: Pair) -> Pair:
-        """Height and width of the output; not positive where the kernel `window` does not fit."""
+        """Return height and width of the output; not positive if the kernel `window` does not fit."""
         height, width = (
             (input_size[axis] + sum(self.padding[axis]) - window[axis]) // self.strides[axis] + 1 for axis in (0, 1)
         )
@@ -34,12 +34,12 @@ class Geometry(NamedTuple):
 
 
 def image_size(x: jax.Array) -> Pair:
-    """Height and width of `x [B,H,W,C]`."""
+    """Return height and width of `x [B,H,W,C]`."""
     return x.shape[1], x.shape[2]
 
 
 def window_size(kernel: jax.Array) -> Pair:
-    """Height and width of a kernel `[kh,kw,C,K]`."""
+    """Return height and width of a kernel `[kh,kw,C,K]`."""
     return kernel.shape[0], kernel.shape[1]
 
 
@@ -53,7 +53,7 @@ def pad(x: jax.Array, padding: Padding, dilation: Pair = (1, 1)) -> jax.Array:
 
 
 def taps(x: jax.Array, window: Pair, geometry: Geometry) -> list[jax.Array]:
-    """The views `[B,P,Q,C]` of `x [B,H,W,C]` that meet each element of the kernel, in its row-major order."""
+    """Return, for each kernel element in row-major order, the slice `[B,P,Q,C]` of `x [B,H,W,C]` it multiplies."""
     (P, Q), (sh, sw) = geometry.output_size(image_size(x), window), geometry.strides
     x = pad(x, geometry.padding)
     return [
@@ -64,17 +64,17 @@ def taps(x: jax.Array, window: Pair, geometry: Geometry) -> list[jax.Array]:
 
 
 def rows(x: jax.Array) -> jax.Array:
-    """`x [...,C]` as a matrix `[N,C]`."""
+    """Return `x [...,C]` as a matrix `[N,C]`."""
     return x.reshape(-1, x.shape[-1])
 
 
 def patches(x: jax.Array, window: Pair, geometry: Geometry) -> jax.Array:
-    """Every receptive field as a row: `[N, kh·kw·C]` (im2col)."""
+    """Return every receptive field as a row: `[N, kh·kw·C]` (im2col)."""
     return rows(jnp.concatenate(taps(x, window, geometry), axis=-1))
 
 
 def _turned_padding(window: Pair, geometry: Geometry, input_size: Pair, output_size: Pair) -> Padding:
-    """At stride 1: the padding that brings the output, convolved with the turned kernel, back to the input's size."""
+    """Return the padding with which the output, convolved with the rotated kernel, has the input's size (stride 1)."""
     vertical, horizontal = (
         (window[axis] - 1 - low, input_size[axis] + low - output_size[axis])
         for axis, (low, _) in enumerate(geometry.padding)
@@ -86,12 +86,12 @@ def _turned_padding(window: Pair, geometry: Geometry, input_size: Pair, output_s
 
 
 def forward_lax(x: jax.Array, kernel: jax.Array, geometry: Geometry) -> jax.Array:
-    """The canonical convolution, which XLA:CPU hands to Eigen wherever it stands."""
+    """Return the canonical convolution, which XLA:CPU passes to Eigen inside loops too."""
     return lax.conv_general_dilated(x, kernel, geometry.strides, geometry.padding, dimension_numbers=NHWC)
 
 
 def forward_patches(x: jax.Array, kernel: jax.Array, geometry: Geometry) -> jax.Array:
-    """One product, patches × kernel. A 1×1 kernel has its (strided) input as patches, nothing is copied."""
+    """Compute one product, patches × kernel. For a 1×1 kernel the patches are the (strided) input, without a copy."""
     window, K = window_size(kernel), kernel.shape[3]
     P, Q = geometry.output_size(image_size(x), window)
     return (patches(x, window, geometry) @ kernel.reshape(-1, K)).reshape(x.shape[0], P, Q, K)
@@ -107,16 +107,16 @@ def input_gradient_correlation(
     geometry: Geometry,
     input_size: Pair,
 ) -> jax.Array:
-    """Stride 1: convolve the gradient with the kernel turned by 180°, by whichever `forward` form."""
+    """Convolve the gradient with the kernel rotated by 180°, in the given `forward` form; for stride 1."""
     (top, bottom), (left, right) = _turned_padding(window_size(kernel), geometry, input_size, image_size(gradient))
-    # Padding is written out where it crops: a padding below zero is no canonical convolution.
+    # Negative padding is applied separately, as a crop, because a canonical convolution does not allow it.
     gradient = pad(gradient, ((min(top, 0), min(bottom, 0)), (min(left, 0), min(right, 0))))
     turned = kernel[::-1, ::-1].swapaxes(2, 3)
     return forward(gradient, turned, Geometry((1, 1), ((max(top, 0), max(bottom, 0)), (max(left, 0), max(right, 0)))))
 
 
 def input_gradient_columns(gradient: jax.Array, kernel: jax.Array, geometry: Geometry, input_size: Pair) -> jax.Array:
-    """One product to the gradient of the patches, each tap of which is then added where it was taken (col2im)."""
+    """Compute the gradient of the patches as one product, then add each tap at its position (col2im)."""
     (kh, kw, C, K), (B, P, Q, _), (sh, sw) = kernel.shape, gradient.shape, geometry.strides
     (top, _), (left, _) = geometry.padding
     columns = (rows(gradient) @ kernel.reshape(-1, K).T).reshape(B, P, Q, kh * kw, C)
@@ -137,9 +137,9 @@ def input_gradient_phases(
     geometry: Geometry,
     input_size: Pair,
 ) -> jax.Array:
-    """Stride s: the s·s phases of the input are so many output channels of one stride-1 convolution of the gradient.
+    """Compute the s·s phases of the input, for stride s, as channels of one stride-1 convolution of the gradient.
 
-    The kernel is filled up with zeros to a multiple of the stride; the phases are then interleaved (depth to space).
+    The kernel is padded with zeros to a multiple of the stride; the phases are then interleaved (depth to space).
     """
     (kh, kw, C, K), (B, P, Q, _), (sh, sw) = kernel.shape, gradient.shape, geometry.strides
     (top, _), (left, _) = geometry.padding
@@ -158,14 +158,14 @@ def input_gradient_phases(
 
 
 def filter_gradient_taps(x: jax.Array, gradient: jax.Array, geometry: Geometry, window: Pair) -> jax.Array:
-    """One product `[C,N] @ [N,K]` for each of the kernel's elements."""
+    """Compute one product `[C,N] @ [N,K]` for each kernel element."""
     columns = rows(gradient)
     products = [rows(tap).T @ columns for tap in taps(x, window, geometry)]
     return jnp.stack(products).reshape(*window, x.shape[3], gradient.shape[3])
 
 
 def filter_gradient_input_rows(x: jax.Array, gradient: jax.Array, geometry: Geometry, window: Pair) -> jax.Array:
-    """One product `[kw·C,N] @ [N,K]` for each row of the kernel: patches of the input in one dimension only."""
+    """Compute one product `[kw·C,N] @ [N,K]` for each kernel row, with one-dimensional patches of the input."""
     (kh, kw), C, K = window, x.shape[3], gradient.shape[3]
     (sh, sw), (vertical, horizontal) = geometry
     wide = jnp.concatenate(taps(x, (1, kw), Geometry((1, sw), (vertical, horizontal))), axis=-1)
@@ -175,7 +175,7 @@ def filter_gradient_input_rows(x: jax.Array, gradient: jax.Array, geometry: Geom
 
 
 def filter_gradient_output_rows(x: jax.Array, gradient: jax.Array, geometry: Geometry, window: Pair) -> jax.Array:
-    """Stride 1: one product `[C,N] @ [N,kw·K]` for each row of the kernel, with patches of the gradient along a row."""
+    """Compute one product `[C,N] @ [N,kw·K]` for each kernel row, with patches of the gradient's rows; for stride 1."""
     (kh, kw), C, K = window, x.shape[3], gradient.shape[3]
     _, horizontal = _turned_padding(window, geometry, image_size(x), image_size(gradient))
     columns = patches(gradient, (1, kw), Geometry((1, 1), ((0, 0), horizontal)))
@@ -191,6 +191,6 @@ def filter_gradient_tiles(
     geometry: Geometry,
     window: Pair,
 ) -> jax.Array:
-    """`form` over tiles of `tile` images (which must divide B), summed: the patches of a tile stay in the cache."""
+    """Sum `form` over tiles of `tile` images, which must divide B: the patches of a tile stay in the cache."""
     x_tiles, gradient_tiles = (operand.reshape(-1, tile, *operand.shape[1:]) for operand in (x, gradient))
     return lax.map(lambda pair: form(pair[0], pair[1], geometry, window), (x_tiles, gradient_tiles)).sum(axis=0)

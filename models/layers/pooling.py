@@ -1,4 +1,4 @@
-"""Max-pooling whose gradient is fast inside a loop: XLA:CPU runs select-and-scatter as a scalar loop nest."""
+"""Max-pooling with a gradient that is fast inside a loop, where XLA:CPU runs select-and-scatter as a scalar loop."""
 
 from functools import partial, reduce
 
@@ -13,20 +13,23 @@ NO_TAP = 255
 
 
 def max_pool(x: jax.Array, *, window: int = 3, stride: int = 2, padding: int = 1) -> jax.Array:
-    """Largest value under each window: `x [B,H,W,C]` to `[B,P,Q,C]`, P = (H + 2·padding - window) // stride + 1.
+    """Return the largest value in each window, `x [B,H,W,C]` to `[B,P,Q,C]`.
 
-    Padding counts as minus infinity. The gradient goes to the first maximum in row-major order, as in XLA and PyTorch.
+    P = (H + 2·padding - window) // stride + 1. Padding counts as minus infinity. The gradient goes to the first maximum
+    in row-major order, as in XLA and PyTorch.
 
     Raises:
-        ValueError: the window is larger than 15 or than the padded input, or the padding could hold a whole one.
+        ValueError: if the window is larger than 15 or than the padded input, or the padding at least half the window.
     """
     if not 0 <= padding <= (window - 1) // 2 or stride < 1 or window**2 > NO_TAP:
         raise ValueError(
-            f"max_pool takes a window of at most 15, a stride of at least 1 and a padding below half the window: "
-            f"found window {window}, stride {stride}, padding {padding}"
+            f"max_pool needs a window of at most 15, a stride of at least 1 and a padding below half the window, "
+            f"got window {window}, stride {stride}, padding {padding}"
         )
     if min(x.shape[1:3]) + 2 * padding < window:
-        raise ValueError(f"a {window}×{window} window does not fit {x.shape[1]}×{x.shape[2]}; give larger images")
+        raise ValueError(
+            f"a {window}×{window} window does not fit into {x.shape[1]}×{x.shape[2]} px; use larger images"
+        )
     return _max_pool(window, stride, padding, x)
 
 
@@ -49,30 +52,30 @@ def _max_pool_forward(
     for tap, value in enumerate(others, start=1):
         winner = jnp.where(value > best, jnp.uint8(tap), winner)
         best = jnp.maximum(best, value)
-    # Only the shape of x is wanted: its own size is recovered from an array without elements.
+    # The backward pass needs only the shape of x, so an array without elements is kept.
     return best, (winner, jnp.zeros((0, *x.shape[1:3]), x.dtype))
 
 
 def _max_pool_backward(
     window: int, stride: int, padding: int, residuals: tuple[jax.Array, jax.Array], gradient: jax.Array
 ) -> tuple[jax.Array]:
-    """Every place of the input looks at the few windows over it, whether they took their value there.
+    """Add up, for every input position, the gradients of the few windows over it that have their maximum there.
 
-    By each axis, the place r + stride·p lies in window p as its element r, in window p - 1 as r + stride, and so on.
+    Along each axis, position r + stride·p is element r of window p, element r + stride of window p - 1, and so on.
     """
     winner, (_, H, W) = residuals[0], residuals[1].shape
     B, P, Q, C = gradient.shape
-    reach = -(-window // stride)  # windows over a place, by each axis
+    reach = -(-window // stride)  # windows over a position, along each axis
     height, width = max(-(-(H + padding) // stride), P + reach - 1), max(-(-(W + padding) // stride), Q + reach - 1)
     around = [(0, 0, 0), (reach - 1, height - P, 0), (reach - 1, width - Q, 0), (0, 0, 0)]
-    # Padded beforehand: a bound that is looked at for every element keeps the loop below from becoming vectors.
+    # Padded beforehand: a bounds check for every element would prevent vectorisation of the loop below.
     winner, gradient = stored(
         (
             jax.lax.pad(winner, jnp.uint8(0), around),
             jax.lax.pad(gradient, jnp.zeros((), gradient.dtype), around),
         )
     )
-    wide = jnp.promote_types(gradient.dtype, jnp.float32)  # overlapping windows are added up before they are rounded
+    wide = jnp.promote_types(gradient.dtype, jnp.float32)  # overlapping windows are summed before rounding
     total = jnp.zeros((B, height, stride, width, stride, C), wide)
     for down in range(reach):
         for right in range(reach):
@@ -84,7 +87,7 @@ def _max_pool_backward(
             won, value = (jax.lax.slice(operand, start, stop)[:, :, None, :, None] for operand in (winner, gradient))
             total += jnp.where(won == tap, value.astype(wide), 0)
     whole = total.astype(gradient.dtype).reshape(B, height * stride, width * stride, C)
-    # Stored, or each of its readers takes this loop into its own and computes it element by element.
+    # Without the barrier each reader fuses this loop into its own and computes it element by element.
     return (stored(whole[:, padding : padding + H, padding : padding + W]),)
 
 

@@ -1,9 +1,9 @@
-"""A value that is computed once and stored, instead of anew wherever it is read.
+"""A barrier that makes XLA compute a value once and store it, instead of recomputing it for every reader.
 
-XLA takes what is elementwise for free and makes it part of each of its readers, which then read what it was computed
-from. Where that is more than the value itself, or where a loop of vectors becomes one of elements by it, storing is
-faster. Mostly that is so on a CPU, whose memory is slow; on an NVIDIA card XLA weighs the two, and only what it weighs
-wrongly is stored there too.
+XLA treats elementwise operations as free and fuses them into each of their readers, which then read the operands.
+Storing is faster if the operands are larger than the value, or if the fusion turns a vectorised loop into a scalar one.
+That is mostly so on a CPU, whose memory is slow; for an NVIDIA GPU XLA has a cost model, and values are stored there
+only if it decides wrongly.
 """
 
 from typing import Any
@@ -12,11 +12,11 @@ from jax import lax
 
 
 def stored(values: Any, *, on_cards: bool = False) -> Any:
-    """`values`, a pytree of arrays; on a CPU behind a barrier that XLA computes nothing across.
+    """Return `values`, a pytree of arrays; on a CPU behind an optimization barrier, so that they are stored.
 
     Args:
-        values: what is stored.
-        on_cards: whether on NVIDIA cards too.
+        values: the values to store.
+        on_cards: whether to store them on NVIDIA GPUs too.
     """
     form = {"cpu": lax.optimization_barrier} | ({"cuda": lax.optimization_barrier} if on_cards else {})
     return lax.platform_dependent(values, default=lambda values: values, **form)
