@@ -43,7 +43,7 @@ READ = """
 import hashlib, sys
 from importlib import import_module
 import numpy as np
-found = [module for module in map(import_module, ("preprocess", "preprocess.shards.reader")) if hasattr(module, "open_split")]
+found = [module for module in map(import_module, ("preprocess", "preprocess.shards")) if hasattr(module, "open_split")]
 for split in ("train", "val"):
     with found[0].open_split(sys.argv[1], split) as images:
         pixels = np.zeros((images.num_images, images.height, images.width), np.uint32)

@@ -321,7 +321,7 @@ def test_a_dry_run_prints_memory_and_work_and_writes_nothing(tmp_path):
     done = run_train(*TINY, "--dry-run", "--run-dir", "run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "memory, temporaries: " in done.stdout
-    assert "GFLOP a step" in done.stdout
+    assert "GFLOP per step" in done.stdout
     assert "step 1/" not in done.stdout
     assert list(tmp_path.iterdir()) == []
 
@@ -370,9 +370,11 @@ def test_a_reader_that_goes_away_ends_the_run_in_a_line(tmp_path):
     done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.stdout.splitlines()[-1] == "1"
     said, note = done.stderr.splitlines()
-    assert said == "run-train: the reader of the loss stream went away (broken pipe); the run ended at its next step"
+    assert (
+        said == "run-train: the reader of the loss stream closed it (broken pipe), and the run stopped at its next step"
+    )
     assert re.match(
-        r"  the last good snapshot is that of step \d+: run-train --run-dir run --resume goes on",
+        r"  the last good snapshot is that of step \d+; resume from it: run-train --run-dir run --resume",
         note,
     )
     assert (tmp_path / "run/model.safetensors").exists()

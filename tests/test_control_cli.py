@@ -68,8 +68,8 @@ class FakeRun:
 
 @pytest.fixture(autouse=True)
 def _looks_often(monkeypatch):
-    monkeypatch.setattr("engine.records.control_requests._LOOK_EVERY_S", 0.005)
-    monkeypatch.setattr("engine.commands.control_cli._LOOK_EVERY_S", 0.005)
+    monkeypatch.setattr("engine.records.control_requests._POLL_EVERY_S", 0.005)
+    monkeypatch.setattr("engine.commands.control_cli._POLL_EVERY_S", 0.005)
 
 
 def control(*arguments):
@@ -148,7 +148,7 @@ def test_a_run_that_is_not_going_is_refused_at_once(tmp_path):
         pass
     result = control(tmp_path, "--snapshot", "--timeout", "inf")
     assert result.stderr == (
-        f"Error: RUN must be going, no process works in {tmp_path}: it has ended; go on with run-train --resume\n"
+        f"Error: RUN must be running, and {tmp_path} has ended; resume it with run-train --resume\n"
     )
     assert (result.stdout, result.exit_code, left(tmp_path)) == ("", 1, [])
     assert not (tmp_path / CONTROL_FOLDER_NAME).exists()
@@ -167,8 +167,8 @@ def test_what_is_no_run_is_wrong_usage(tmp_path, prepare, found):
     result = control(tmp_path / "run", "--stop")
     assert result.exit_code == 2
     assert result.stderr == (
-        f"Error: RUN must be the folder of a run, {tmp_path / 'run'} {found}; "
-        "give the --run-dir of a run-train that is going\n"
+        f"Error: RUN must be the folder of a run, and {tmp_path / 'run'} {found}; "
+        "give the --run-dir of a running run-train\n"
     )
 
 
@@ -177,8 +177,8 @@ def test_a_request_that_nobody_takes_up_is_withdrawn(tmp_path):
         result = control(tmp_path, "--stop", "--timeout", "0.02")
     assert result.exit_code == 1
     assert result.stderr == (
-        f"Error: a request must be taken up in --timeout 0.02 s, {tmp_path} left it in control/ and it is withdrawn: "
-        "see whether the run still makes steps, or raise --timeout\n"
+        f"Error: {tmp_path} did not accept the request within --timeout 0.02 s, and it was withdrawn from control/: "
+        "check whether the run still makes steps, or raise --timeout\n"
     )
     assert (result.stdout, left(tmp_path)) == ("", [])
 
@@ -193,8 +193,8 @@ def test_of_a_request_that_waits_in_the_run_it_says_so(tmp_path, monkeypatch):
         result = control(tmp_path, "--stop", "--timeout", "0.01")
     assert result.exit_code == 1
     assert result.stderr == (
-        f"Error: a request must be taken up in --timeout 0.01 s, {tmp_path} has it and began no step, or chunk of "
-        "steps, since: it takes effect at the next one (control.jsonl then says so); raise --timeout to wait for that\n"
+        f"Error: {tmp_path} accepted the request, but started no step, or chunk of steps, within --timeout 0.01 s; the "
+        "request takes effect at the next one (see control.jsonl): raise --timeout to wait for that\n"
     )
 
 
@@ -211,7 +211,7 @@ def test_a_run_that_ends_meanwhile_is_not_waited_for(tmp_path, monkeypatch, take
         result = control(tmp_path, "--snapshot", "--timeout", "inf")
     assert result.exit_code == 1
     assert result.stderr == (
-        f"Error: RUN must be going, {tmp_path} ended before it took the request up: go on with run-train --resume\n"
+        f"Error: {tmp_path} ended before the request took effect: resume it with run-train --resume\n"
     )
     assert (result.stdout, left(tmp_path)) == ("", [])
 
@@ -245,7 +245,7 @@ def test_a_log_that_cannot_be_read_is_refused_before_anything_is_asked(tmp_path)
         result = control(tmp_path, "--stop")
         assert run.requests == []
     assert result.exit_code == 1
-    assert re.fullmatch(r"Error: .*control\.jsonl must hold an event a line, line 1 does not .*\n", result.stderr)
+    assert re.fullmatch(r"Error: .*line 1 of .*control\.jsonl is not a valid event .*\n", result.stderr)
     assert left(tmp_path) == []
 
 
@@ -262,12 +262,12 @@ def test_a_folder_that_cannot_be_written_is_named_in_one_line(tmp_path):
     [
         (
             [],
-            "something must be asked for, nothing is: give one of --learning-rate-factor, --snapshot, --evaluate, --s",
+            "no request is given: give at least one of --learning-rate-factor, --snapshot, --evaluate, --stop",
         ),
-        (["--timeout", "5"], "something must be asked for"),
-        (["--stop", "--snapshot"], "--stop must stand alone, --snapshot is there too"),
-        (["--stop", "--evaluate"], "--stop must stand alone, --evaluate is there too"),
-        (["--stop", "--learning-rate-factor", "1"], "--stop must stand alone, --learning-rate-factor is there too"),
+        (["--timeout", "5"], "no request is given"),
+        (["--stop", "--snapshot"], "--stop cannot be combined with --snapshot, "),
+        (["--stop", "--evaluate"], "--stop cannot be combined with --evaluate, "),
+        (["--stop", "--learning-rate-factor", "1"], "--stop cannot be combined with --learning-rate-factor, "),
         (["--learning-rate-factor", "nan"], "must be 0 or from 1.2e-38 to 3.4e38, got nan; 1 is the schedule itself"),
         (["--learning-rate-factor", "-0.1"], "must be 0 or from 1.2e-38 to 3.4e38, got -0.1"),
         (["--learning-rate-factor", "1e39"], "must be 0 or from 1.2e-38 to 3.4e38, got 1e+39"),
@@ -306,7 +306,7 @@ def start():
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
-    ("takes_up", "words"), [(False, ""), ("silently", "too late to withdraw: the run has the request already\n")]
+    ("takes_up", "words"), [(False, ""), ("silently", "too late to withdraw: the run already has the request\n")]
 )
 @pytest.mark.parametrize("is_late", [False, True])
 def test_broken_off_while_it_sends_it_knows_what_it_sent(tmp_path, monkeypatch, number, takes_up, words, is_late):
@@ -358,7 +358,7 @@ def test_whoever_breaks_it_off_too_late_is_told(tmp_path, start):
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=LIMIT_S)
     assert (out, process.returncode) == ("", 130)
-    assert err == "too late to withdraw: the run has the request already\n"
+    assert err == "too late to withdraw: the run already has the request\n"
 
 
 # --- how it starts

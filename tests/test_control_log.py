@@ -91,7 +91,7 @@ def test_a_line_that_was_changed_removed_or_moved_is_noticed(tmp_path, damage):
     else:
         lines.insert(1, lines[1])
     path.write_bytes(b"".join(lines))
-    with pytest.raises(ValueError, match=r"control\.jsonl must hold an event a line, line [23] does not .*was changed"):
+    with pytest.raises(ValueError, match=r"line [23] of .*control\.jsonl is not a valid event .*was changed"):
         read_events(path)
 
 
@@ -101,7 +101,10 @@ def test_a_line_without_a_digest_is_refused_after_one_that_has_it(tmp_path):
     write_all(path, event(700))
     with path.open("ab") as file:
         file.write(GOLDEN.splitlines(keepends=True)[0])
-    with pytest.raises(ValueError, match=r"line 4 does not \(must have the fields .*, but differs in sha256\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"line 4 of .*control\.jsonl is not a valid event \(must have the fields .*, but differs in sha256\)",
+    ):
         read_events(path)
 
 
@@ -174,7 +177,7 @@ def test_what_is_no_event_is_named_with_file_and_line(tmp_path, line, message):
     path.write_bytes(GOLDEN + content + b"\n" + GOLDEN)
     with pytest.raises(ValueError, match=message):
         ControlEvent.from_json(line)
-    with pytest.raises(ValueError, match=r"control\.jsonl must hold an event a line, line 3 does not \("):
+    with pytest.raises(ValueError, match=r"line 3 of .*control\.jsonl is not a valid event \("):
         read_events(path)
 
 

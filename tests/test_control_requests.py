@@ -44,7 +44,7 @@ def open_mailbox(tmp_path):
 
 @pytest.fixture(autouse=True)
 def _looks_often(monkeypatch):
-    monkeypatch.setattr("engine.records.control_requests._LOOK_EVERY_S", 0.002)
+    monkeypatch.setattr("engine.records.control_requests._POLL_EVERY_S", 0.002)
 
 
 def wait_until(condition):

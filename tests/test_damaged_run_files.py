@@ -51,20 +51,20 @@ def test_to_remove_a_damaged_log_of_requests_is_advised_where_that_works(copied_
     path = copied_run / "control.jsonl"
     path.write_bytes(path.read_bytes().replace(b"1", b"2", 1))
     said = refusal(copied_run)
-    assert "control.jsonl must hold an event a line, line 1 does not" in said
+    assert "control.jsonl is not a valid event" in said
     path.unlink()
     if kept in ("nothing", "an older run's"):
-        assert said.endswith("restore that file, or remove it if the run is to forget its requests")
+        assert said.endswith("restore that file, or remove it if the run may forget its requests")
         assert refusal(copied_run) == ""
     else:
-        assert said.endswith("restore that file, or begin another run (--run-dir)")
+        assert said.endswith("restore that file, or start another run (--run-dir)")
         assert refusal(copied_run) != ""
 
 
 @pytest.mark.parametrize("name", LOGS)
 def test_a_log_that_is_gone_is_missed(copied_run, name):
     (copied_run / name).unlink()
-    assert f"{name} must hold what it held for the snapshot of step 6" in refusal(copied_run)
+    assert f"{name} has changed since it was recorded by the snapshot of step 6" in refusal(copied_run)
     assert "it is missing" in refusal(copied_run)
     (fault,) = check_files(copied_run).faults
     assert "it is missing" in fault
@@ -78,7 +78,7 @@ def test_lines_behind_the_end_of_a_run_are_told_and_cut(copied_run):
     assert refusal(copied_run) == ""  # the launch would cut them off
     with (copied_run / "control.jsonl").open("ab") as file:
         file.write((copied_run / "control.jsonl").read_bytes())
-    assert "control.jsonl must hold an event a line, line 2 does not" in refusal(copied_run)
+    assert "control.jsonl is not a valid event" in refusal(copied_run)
 
 
 def test_every_byte_of_the_weights_file_counts(copied_run):
@@ -109,20 +109,20 @@ def test_weights_that_were_changed_are_neither_evaluated_nor_started_from(copied
     path = copied_run / "model.safetensors"
     whole = path.read_bytes()
     with holding(path, whole[:-2] + bytes([whole[-2] ^ 1]) + whole[-1:]):
-        with pytest.raises(ValueError, match=r"model\.safetensors must hold what was written, and was changed since"):
+        with pytest.raises(ValueError, match=r"model\.safetensors was changed since it was written"):
             evaluate(copied_run, model=Linear(), evaluation=EVALUATED)
-        with pytest.raises(ValueError, match="and was changed since"):
+        with pytest.raises(ValueError, match="was changed since it was written"):
             run(tmp_path / "next", init_from=str(path))
         report = replay_run(copied_run, model=Linear(), batches=toy_batch, evaluation=EVALUATED)
         assert not report.is_same
         assert not report.differences
-        assert str(report).startswith(f"not as written: {path} must hold what was written")
+        assert str(report).startswith(f"not as written: {path} was changed since it was written")
     # Another run's whole file, or one without a digest, is not the one that the run wrote.
     run(tmp_path / "other", seed=5)
     for content in ((tmp_path / "other/model.safetensors").read_bytes(), without_digest(path, tmp_path)):
         with (
             holding(path, content),
-            pytest.raises(ValueError, match=r"must be what the run wrote at its end, and is not .*--weights FILE"),
+            pytest.raises(ValueError, match=r"is not what the run wrote at its end .*--weights FILE"),
         ):
             evaluate(copied_run, model=Linear(), evaluation=EVALUATED)
 
@@ -146,7 +146,7 @@ def test_every_file_of_a_snapshot_counts(copied_run):
             told: list[str] = []
             with pytest.raises(AssertionError, match="is traced"):
                 resume(copied_run, model=Untraced(), notify=told.append)
-            is_passed_over = told[0].startswith("warning: a snapshot must be whole")
+            is_passed_over = told[0].startswith("warning: the snapshot ")
             # Orbax keeps other files that nothing is read from; every array has its digest in the facts.
             is_needed = str(file.relative_to(folder)).startswith(("facts/metadata", "state/manifest.ocdbt", "state/d/"))
             assert is_passed_over or not is_needed, file
@@ -173,7 +173,7 @@ def test_a_pipe_in_a_snapshot_is_no_snapshot(copied_run):
         told: list[str] = []
         with pytest.raises(AssertionError, match="is traced"):
             resume(copied_run, model=Untraced(), notify=told.append)
-        assert told[0].startswith(f"warning: a snapshot must be whole, and in {copied_run}/snapshots/6 ")
+        assert told[0].startswith(f"warning: the snapshot {copied_run}/snapshots/6 is damaged and cannot be used: ")
         assert "it is a pipe, not a file" in told[0]
 
 
@@ -204,5 +204,7 @@ def test_who_follows_a_run_does_not_wait_for_a_pipe(tmp_path):
     (tmp_path / ".lock").unlink()
     with pytest.raises(OSError, match="it is a pipe, not a file"):
         read_run_end(tmp_path)
-    with pytest.raises(ValueError, match=r"config\.json must be what run-train wrote.*it is a pipe, not a file"):
+    with pytest.raises(
+        ValueError, match=r"config\.json cannot be read as run-train wrote it.*it is a pipe, not a file"
+    ):
         read_recorded(tmp_path)

@@ -116,12 +116,12 @@ def test_weights_of_no_run(place, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "the weights must be those of RUN or of --weights FILE, got neither"),
+        ([], "exactly one of RUN and --weights FILE must be given, got neither"),
         (["run", "--weights", "x"], "got run and --weights x: give one of the two"),
-        (["run", "--mean", "0", "0", "0"], "--mean belongs to --weights FILE, got it with RUN run"),
+        (["run", "--mean", "0", "0", "0"], "--mean goes with --weights FILE, got it with RUN run"),
         (["nowhere"], "RUN must be the folder of a run, and nowhere does not exist"),
         (["."], "RUN must be the folder of a run, and . holds 2 of them"),
-        (["own"], "own was trained with a model of your own, 'linear', which only Python has"),
+        (["own"], "own was trained with a model of your own, 'linear', which must be given from Python"),
         (["run", "--data", "nowhere"], "nowhere does not exist"),
         (["run", "--split", "test"], "there is no split 'test'; choose one of train, val"),
         (["run", "--batch", "0"], "--batch must lie in 1 … 1048576, got 0"),
@@ -164,7 +164,7 @@ def test_a_signal_ends_it_even_where_a_source_is_stuck(place, number):
         finally:
             process.kill()
     assert process.returncode == 130, err
-    assert err.splitlines()[-1] == "run-eval: stopped; an evaluation is whole or none"
+    assert err.splitlines()[-1] == "run-eval: stopped; there is no result"
 
 
 @pytest.mark.timeout(120)

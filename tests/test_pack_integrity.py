@@ -189,7 +189,7 @@ def test_a_split_that_lost_its_manifest_is_named_and_not_passed(data):
         result = CliRunner().invoke(main, [str(data), *arguments])
         assert result.exit_code == 2
         assert "val/ holds files of a split and has lost its manifest.json" in result.output
-    with pytest.raises(ValueError, match=r"must have its manifest.json, and .*/val has lost it: .*--eval-split"):
+    with pytest.raises(ValueError, match=r"must have a manifest.json, and .*/val has none: .*--eval-split"):
         train(TrainConfig(data=str(data), steps=1, batch=4, model="resnet8"))
 
 

@@ -146,7 +146,7 @@ def test_one_changed_number_is_found_and_named(copied, name, number, values, kin
     (found,) = replay(copied).differences
     (new,) = values.values()
     total = 7 if name == "loss.jsonl" else len([e for e in lines(copied / "eval.jsonl") if e["step"] > 2])
-    assert found == Difference(kind, where, "no finite number" if new is None else str(new), str(old), 1, total)
+    assert found == Difference(kind, where, "NaN or infinite" if new is None else str(new), str(old), 1, total)
 
 
 def test_the_last_bit_of_a_loss_is_found(copied):
@@ -215,15 +215,19 @@ def test_the_end_of_a_killed_run_is_compared_as_far_as_it_goes(copied):
 @pytest.mark.parametrize(
     ("damage", "values", "message"),
     [
-        (None, {"from_step": 3}, r"must have a snapshot or be 0, got 3: .* has those of 2, 4, 6, "),
+        (None, {"from_step": 3}, r"must be 0 or have a snapshot, got 3: .* has those of 2, 4, 6, "),
         (None, {"from_step": 8, "to_step": 8}, r"\(--from\) must be before the last one, 8, got 8"),
-        (None, {"to_step": 10}, r"\(--to\) must be one that .*loss.jsonl holds, 1 … 9, got 10"),
-        ("line", {}, r"loss.jsonl must have step 5 in line 5, has step 6: restore that file"),
-        ("text", {}, r"loss.jsonl must hold step, loss, lr in line 5, has b'five': restore"),
-        ("log", {}, r"a run must have made a step to be replayed, and .*loss.jsonl holds none"),
+        (None, {"to_step": 10}, r"\(--to\) must be a step in .*loss.jsonl, 1 … 9, got 10"),
+        ("line", {}, r"loss.jsonl must have step 5 in line 5, and has step 6: restore that file"),
+        ("text", {}, r"loss.jsonl must hold step, loss, lr in line 5, and has b'five': restore"),
+        ("log", {}, r"a run must have completed a step to be replayed, and .*loss.jsonl holds none"),
         ("config", {}, r"a run folder must hold config.json"),
-        (None, {"model": None}, r"with model of your own, which only Python has: engine.replay_run\(.*, model=…\)"),
-        (None, {"batches": None}, r"with batches of your own, which only Python has"),
+        (
+            None,
+            {"model": None},
+            r"with model of your own, which must be given from Python: engine.replay_run\(.*, model=…\)",
+        ),
+        (None, {"batches": None}, r"with batches of your own, which must be given from Python"),
         (None, {"evaluation": None}, r"with evaluation of your own"),
     ],
 )
@@ -342,5 +346,5 @@ def test_packed_data_may_have_moved_and_must_be_the_same(packed, tmp_path):
     pack(fake_source(7, size=8, seed=1, name="val"), tmp_path / "other")
     with pytest.raises(ValueError, match="digest"):
         replay_run(tmp_path / "run", data=str(tmp_path / "other"))
-    with pytest.raises(ValueError, match=r"model must be left out, since .* was made without model of your own"):
+    with pytest.raises(ValueError, match=r"was trained without model of your own: leave model out"):
         replay_run(tmp_path / "run", model=Linear())

@@ -44,15 +44,15 @@ def test_a_batch_of_more_images_than_there_are_is_told(tmp_path, batch, num_warn
         each for each in told_while_resolving(TrainConfig(data=tmp_path, batch=batch)) if each.startswith("warning: ")
     ]
     assert warnings == num_warnings * [
-        f"warning: a batch is to have 10 images and {tmp_path}/train has 9, some of which come in it more than once: "
-        "--batch 9 or less has each once"
+        f"warning: a batch has 10 images and {tmp_path}/train only 9, so a batch repeats some of them: "
+        "give --batch 9 or less"
     ]
 
 
 def test_data_of_one_class_are_told(tmp_path):
     pack(FakeSource(np.zeros((4, 8, 8, 3), np.uint8), [0] * 4, classes=CLASSES[:1]), tmp_path)
     told = told_while_resolving(TrainConfig(data=tmp_path, batch=4))
-    assert f"warning: {tmp_path}/train has one class alone, in which there is nothing to learn" in told
+    assert f"warning: {tmp_path}/train has only one class, so there is nothing to learn" in told
 
 
 def told_at_the_beginning(config, **own):
@@ -70,7 +70,7 @@ def test_a_run_does_not_begin_without_a_split_whose_packing_is_not_finished(tmp_
     if other is not None:
         pack(fake_source(9, size=8, name=other), tmp_path)
     begin_to_pack(tmp_path / "val")
-    with pytest.raises(ValueError, match=r"the packing of .*/val was begun and not finished: .* --eval-split"):
+    with pytest.raises(ValueError, match=r"the packing of .*/val is unfinished: .* --eval-split"):
         told_at_the_beginning(TrainConfig(data=tmp_path, batch=4))
     assert told_at_the_beginning(TrainConfig(data=tmp_path, batch=4, eval_split="off")) == []
     # Nothing of it to a run that goes on.
@@ -104,10 +104,10 @@ def test_an_unfinished_split_behind_the_one_that_is_chosen_disturbs_nobody(tmp_p
 @pytest.mark.parametrize(
     ("values", "warning"),
     [
-        ({"eval_every_steps": 5}, "there is nothing to evaluate on; --eval-every 5 changes nothing"),
-        ({"warmup_steps": 10, "steps": 10}, "the warm-up of 10 steps does not end before the run, of 10, does"),
-        ({"optimizer": "adamw"}, "the default learning rate of 0.0016 is one for sgd, and adamw"),
-        ({"optimizer": "lamb"}, "the default learning rate of 0.0016 is one for sgd, and lamb"),
+        ({"eval_every_steps": 5}, "there is no data to evaluate on; --eval-every 5 has no effect"),
+        ({"warmup_steps": 10, "steps": 10}, "the warm-up of 10 steps is not shorter than the run of 10 steps"),
+        ({"optimizer": "adamw"}, "the default learning rate of 0.0016 is meant for sgd; adamw"),
+        ({"optimizer": "lamb"}, "the default learning rate of 0.0016 is meant for sgd; lamb"),
         ({"optimizer": "lars"}, None),
         ({"optimizer": "adamw", "learning_rate": 1e-3}, None),
         ({"warmup_steps": 9, "steps": 10}, None),
@@ -157,12 +157,12 @@ def test_more_classes_than_the_data_has_are_allowed(tmp_path):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"batch": 9}, "hold the 9 images of the setting batch, the batch source gives 8"),
+        ({"batch": 9}, "hold the 9 images of the setting batch, and the batch source returns 8"),
         ({"num_classes": None}, "num_classes must be given with batches of your own and a model of the registry"),
         ({"image_size": 5}, "image_size must be at most that of the data, 4 × 4 px, got 5"),
         (
             {"stop_at_top1": 0.5},
-            r"stop_at_top1 needs images to evaluate on, and there are none with batches of your own, got 0\.5",
+            r"stop_at_top1 needs images to evaluate on, and the data \(batches of your own\) have none, got 0\.5",
         ),
         ({"cycle_momentum": True, "schedule": "cosine"}, "cycle_momentum goes with the schedule one-cycle, got cosine"),
     ],

@@ -243,7 +243,7 @@ def test_a_split_that_somebody_begins_to_pack_beside_a_run_does_not_end_it(tmp_p
     assert result.steps_done == 4
     assert not any("warning" in each for each in told)
     assert replay_run(tmp_path / "run", from_step=0, model=Linear()).differences == ()
-    with pytest.raises(ValueError, match="/val was begun and not finished"):
+    with pytest.raises(ValueError, match="/val is unfinished"):
         train(TrainConfig(steps=2, **(plain | {"run_dir": tmp_path / "other"})), model=Linear())
     assert not (tmp_path / "other").exists()
 
@@ -333,10 +333,10 @@ def test_a_run_may_be_lengthened_or_cut_but_not_to_what_is_behind_it(tmp_path):
     train(config, model=Linear(), batches=toy_batch)
     before = contents(path)
     for steps in (0, 3):
-        with pytest.raises(ValueError, match=rf"more than the 4 that it goes on from, got {steps}: give more"):
+        with pytest.raises(ValueError, match=rf"more than the 4 that are done, got {steps}: give more"):
             train(replace(config, steps=steps, resume=True), model=Linear(), batches=toy_batch)
     assert contents(path) == before
-    with pytest.raises(ValueError, match=r"got 4: leave them out to go on to 9, or give more"):
+    with pytest.raises(ValueError, match=r"got 4: leave steps out to continue to 9, or give more"):
         check_steps(replace(config, steps=4), replace(config, steps=9), 4)
     check_steps(replace(config, steps=5), replace(config, steps=9), 4)
     check_steps(replace(config, steps=9), replace(config, steps=9), 9)
@@ -346,9 +346,11 @@ def test_what_is_of_the_users_own_must_be_given_again(tmp_path):
     config = toy_config(steps=2, run_dir=tmp_path)
     train(config, model=Linear(), batches=toy_batch)
     before = contents(tmp_path)
-    with pytest.raises(ValueError, match=r"was made with model and batches of your own, .*resume=True, …\), model=…"):
+    with pytest.raises(
+        ValueError, match=r"was trained with model and batches of your own, .*resume=True, …\), model=…"
+    ):
         train(replace(config, steps=3, resume=True))
-    with pytest.raises(ValueError, match=r"was made with batches of your own, which only Python has"):
+    with pytest.raises(ValueError, match=r"was trained with batches of your own, which must be given from Python"):
         train(replace(config, steps=3, resume=True), model=Linear())
     assert contents(tmp_path) == before
 
@@ -364,7 +366,7 @@ def test_a_resume_says_what_it_changes_and_which_factor_still_holds(reference, t
     told: list[str] = []
     config = toy_config(steps=STEPS, run_dir=path, resume=True, **(EVERYTHING | {"momentum": 0.5, "prefetch": 2}))
     plan_run(config, model=Linear(), batches=toy_batch, evaluation=EVALUATED, notify=told.append)
-    assert "learning-rate factor 0.25, asked for earlier, still holds (control-run --learning-rate-factor)" in told
+    assert "learning-rate factor 0.25, requested earlier, still applies (control-run --learning-rate-factor)" in told
     (changes,) = [each for each in told if each.startswith("resumed with")]
     assert "momentum 0.9 → 0.5" in changes
     assert "resume" not in changes.removeprefix("resumed with")
@@ -389,7 +391,7 @@ def test_other_data_are_refused_and_the_same_elsewhere_are_not(tmp_path):
     config = toy_config(steps=2, data=tmp_path / "data", num_classes=None, run_dir=tmp_path / "run")
     train(config, model=Linear())
     pack(source.but(images=source.images[::-1].copy()), tmp_path / "other")
-    with pytest.raises(ValueError, match=r"must have its data, and these are others: .*other/train, "):
+    with pytest.raises(ValueError, match=r"must have its original data, and these differ: .*other/train, "):
         train(replace(config, steps=3, data=str(tmp_path / "other"), resume=True), model=Linear())
     (tmp_path / "data").rename(tmp_path / "moved")
     result = train(replace(config, steps=3, data=str(tmp_path / "moved"), resume=True), model=Linear())
@@ -498,7 +500,7 @@ def test_gradients_that_are_not_finite_leave_the_last_good_snapshot_to_go_on_fro
             return logits * jax.numpy.where(batch_stats["batches"] >= 5, jax.numpy.nan, 1.0), stats
 
     config = toy_config(steps=9, run_dir=tmp_path, snapshot_every_steps=2, prefetch=1)
-    with pytest.raises(NonFiniteError, match="was not at step 6") as caught:
+    with pytest.raises(NonFiniteError, match="NaN or infinite at step 6") as caught:
         train(config, model=Breaking(), batches=Unhurried(tmp_path, 2, pulls=1))
     (step,) = snapshot_steps(tmp_path / "snapshots")[-1:]
     assert step in (2, 4)
@@ -546,7 +548,7 @@ def test_a_launch_that_was_cut_off_is_forgotten():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"step": 1}\n', "must have the 2 lines that go with the newest snapshot, has 1"),
+        ('{"step": 1}\n', "must have the 2 lines that go with the newest snapshot, and has 1"),
         ('{"step": 1}\n{"step": 3}\n', "must have step 2 in line 2"),
         ('{"step": 1}\nnonsense\n', "must have step 2 in line 2"),
     ],
@@ -564,7 +566,7 @@ def test_a_loss_log_that_lacks_lines_is_refused_before_anything_is_cut(tmp_path,
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"config": {"stops": 5}}', "\xff"])
 def test_an_unreadable_record_is_named(tmp_path, content):
     (tmp_path / "config.json").write_text(content, encoding="latin-1")
-    with pytest.raises(ValueError, match=r"config\.json must be what run-train wrote, and cannot be read"):
+    with pytest.raises(ValueError, match=r"config\.json cannot be read as run-train wrote it"):
         read_recorded(tmp_path)
 
 

@@ -68,7 +68,7 @@ def test_where_no_snapshot_can_be_read_nothing_is_thrown_away(tmp_path):
     (step,) = snapshot_steps(path / "snapshots")
     make_unreadable(path, step)
     before = {name: (path / name).read_bytes() for name in ("loss.jsonl", "result.json", "config.json")}
-    with pytest.raises(ValueError, match=r"one must be readable, and none is .* remove that folder to begin"):
+    with pytest.raises(ValueError, match=r"no snapshot in .* is readable .* remove that folder to start"):
         small_run(path, steps=4, resume=True)
     assert {name: (path / name).read_bytes() for name in before} == before
     shutil.rmtree(path / "snapshots")
@@ -198,7 +198,10 @@ def test_versions_of_every_part_of_a_run_are_remembered(tmp_path, monkeypatch):
     for steps in (3, 4):
         told: list[str] = []
         small_run(path, steps=steps, resume=True, notify=told.append)
-        assert any(line.startswith("warning: the same bits are promised") and "jax 0.1.2, now" in line for line in told)
+        assert any(
+            line.startswith("warning: only the same versions guarantee the same bits") and "jax 0.1.2, now" in line
+            for line in told
+        )
 
 
 def test_one_snapshot_at_a_time_waits_for_the_lines_of_a_slow_disk(tmp_path, monkeypatch):

@@ -368,7 +368,7 @@ def test_a_program_that_fails_writes_the_snapshot_under_way_and_says_how_to_go_o
     with pytest.raises(ArithmeticError, match="off the bus") as caught:
         train(toy_config(steps=6, run_dir=tmp_path, snapshot_every_steps=4), model=Linear(), batches=toy_batch)
     assert json.loads((tmp_path / "result.json").read_text())["snapshot_step"] == 4
-    assert "that of step 4: train with TrainConfig" in caught.value.__notes__[0]
+    assert "that of step 4; resume from it: train with TrainConfig" in caught.value.__notes__[0]
 
 
 def test_a_run_that_is_given_up_tells_by_what_and_how_to_go_on(tmp_path):
@@ -397,7 +397,9 @@ def test_a_run_that_is_given_up_tells_by_what_and_how_to_go_on(tmp_path):
         go_on.set()
     end = json.loads((tmp_path / "result.json").read_text())
     assert (end["stopped_by"], end["error"], end["snapshot_step"]) == ("SIGINT", None, 4)
-    assert caught.value.__notes__[0].startswith("the last good snapshot is that of step 4: train with TrainConfig(")
+    assert caught.value.__notes__[0].startswith(
+        "the last good snapshot is that of step 4; resume from it: train with TrainConfig("
+    )
 
 
 def test_who_does_not_wait_for_the_last_snapshot_of_a_program_that_failed_still_sees_why(tmp_path, monkeypatch):
@@ -413,7 +415,7 @@ def test_who_does_not_wait_for_the_last_snapshot_of_a_program_that_failed_still_
 
     def notify(words):
         told.append(words)
-        if "is waited for" in words:
+        if "waiting for the snapshot" in words:
             os.kill(os.getpid(), signal.SIGINT)
 
     launch_run, run_loop = Launch.run, Launch._run_loop
@@ -423,7 +425,7 @@ def test_who_does_not_wait_for_the_last_snapshot_of_a_program_that_failed_still_
     try:
         with pytest.raises(ArithmeticError, match="off the bus"):
             train(config, model=Linear(), batches=toy_batch, notify=notify)
-        assert told[-1] == "ArithmeticError: the snapshot of step 4 is waited for; Ctrl-C leaves it"
+        assert told[-1] == "ArithmeticError: waiting for the snapshot of step 4; press Ctrl-C to abandon it"
         assert "off the bus" in json.loads((tmp_path / "result.json").read_text())["error"]
         # What writes it still must meet nobody else there.
         with pytest.raises(ValueError, match="in use by"):
@@ -442,8 +444,8 @@ def test_weights_that_cannot_be_exported_do_not_hide_the_failure_before_them(tmp
     unwritten, goes_on = caught.value.__notes__
     assert "no such dtype on disk" in unwritten
     assert goes_on == (
-        f"the last good snapshot is that of step 3: train with TrainConfig(run_dir='{tmp_path}', "
-        "resume=True) and the same model and batches goes on from it"
+        f"the last good snapshot is that of step 3; resume from it: train with TrainConfig(run_dir='{tmp_path}', "
+        "resume=True) and the same model and batches"
     )
     assert json.loads((tmp_path / "result.json").read_text())["steps_done"] == 3
     with pytest.raises(TypeError, match="no such dtype on disk"):

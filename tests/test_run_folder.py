@@ -48,7 +48,7 @@ def test_an_abandoned_folder_is_as_it_was(tmp_path, is_new):
 
 
 def test_a_folder_that_cannot_be_made_is_named_with_the_reason():
-    with pytest.raises(ValueError, match=r"must be writable, and /proc/run cannot be made \(.*\): choose another"):
+    with pytest.raises(ValueError, match=r"must be writable, and /proc/run cannot be created \(.*\): choose another"):
         RunFolder(Path("/proc/run"), overwrite=False)
 
 
@@ -117,7 +117,7 @@ def write_below(folder, name):
 def test_a_folder_of_runs_or_data_is_no_run_folder(tmp_path, below, found, overwrite):
     write_below(tmp_path, below)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    with pytest.raises(ValueError, match=rf"must hold its run alone, and .* holds {found}: name one below it"):
+    with pytest.raises(ValueError, match=rf"must hold only its run, and .* holds {found}: name one below it"):
         RunFolder(tmp_path, overwrite=overwrite)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 

@@ -116,7 +116,9 @@ def test_a_line_that_a_crash_cut_short_is_removed(tmp_path, kept):
 def test_a_file_of_something_else_is_left_alone(tmp_path):
     path = tmp_path / "loss.jsonl"
     path.write_bytes(b"x" * 70_000)
-    with pytest.raises(ValueError, match=r"loss\.jsonl must hold lines of losses, and its last line has no end"):
+    with pytest.raises(
+        ValueError, match=r"loss\.jsonl must hold lines of losses, and its last line is longer than any such line"
+    ):
         write_all(path, record())
     assert path.read_bytes() == b"x" * 70_000
 

@@ -171,14 +171,14 @@ TWO, THREE = np.zeros(2), np.zeros(3)
 @pytest.mark.parametrize(
     ("leaves", "like", "match"),
     [
-        ({}, {"a": {"w": TWO}}, r"lacks a\.w: resume with the model, optimiser and options"),
-        ({"a.w": TWO}, {"a": {"w": TWO, "more": TWO}}, r"lacks a\.more:"),
-        (dict.fromkeys("cdef", TWO), {}, "holds c, d, e and 1 more besides:"),
-        ({"a.w": TWO, "b": TWO}, {"a": {"w": TWO}, "b": None}, "holds b besides:"),
-        ({"a.w": TWO}, {"a": {"w": THREE}}, r"holds a\.w as float64 \[2\] in place of float64 \[3\]:"),
-        ({"w": TWO}, {"w": jax.ShapeDtypeStruct((2,), np.float32)}, r"float64 \[2\] in place of float32 \[2\]:"),
-        ({"w": np.zeros(())}, {"w": np.zeros(1)}, r"float64 \[\] in place of float64 \[1\]:"),
-        ({"w": TWO}, {"w": jax.ShapeDtypeStruct((), jax.random.key(0).dtype)}, r"in place of uint32 \[2\]:"),
+        ({}, {"a": {"w": TWO}}, r"lacks a\.w; resume with the model, optimiser and options"),
+        ({"a.w": TWO}, {"a": {"w": TWO, "more": TWO}}, r"lacks a\.more;"),
+        (dict.fromkeys("cdef", TWO), {}, "also holds c, d, e and 1 more;"),
+        ({"a.w": TWO, "b": TWO}, {"a": {"w": TWO}, "b": None}, "also holds b;"),
+        ({"a.w": TWO}, {"a": {"w": THREE}}, r"holds a\.w as float64 \[2\] instead of float64 \[3\];"),
+        ({"w": TWO}, {"w": jax.ShapeDtypeStruct((2,), np.float32)}, r"float64 \[2\] instead of float32 \[2\];"),
+        ({"w": np.zeros(())}, {"w": np.zeros(1)}, r"float64 \[\] instead of float64 \[1\];"),
+        ({"w": TWO}, {"w": jax.ShapeDtypeStruct((), jax.random.key(0).dtype)}, r"instead of uint32 \[2\];"),
     ],
 )
 def test_a_state_of_another_program_is_refused_by_name(leaves, like, match):
@@ -190,8 +190,8 @@ def test_a_state_of_another_program_is_refused_by_name(leaves, like, match):
     ("tree", "match"),
     [
         ({"a": {"b": np.ones(1)}, "a.b": np.ones(1)}, r"two are called 'a\.b'"),
-        (np.ones(1), r"one of \(\) has none"),
-        ({"a": {"": np.ones(1)}}, r"one of \('a', ''\) has none"),
+        (np.ones(1), r"one of \(\) is: rename it"),
+        ({"a": {"": np.ones(1)}}, r"one of \('a', ''\) is: rename it"),
         ({"a": 1.0}, "a is a float"),
         ({"a": jnp.ones(1)}, "a is a ArrayImpl"),
         ({"a": np.array(["x"])}, "a is a ndarray"),
@@ -270,14 +270,14 @@ def test_the_damaged_array_is_named(tmp_path, damage):
     path = max(every_file(tmp_path), key=lambda path: path.stat().st_size)
     assert path.stat().st_size > 30_000
     {"removed": path.unlink, "cut": lambda: os.truncate(path, 1000), "flipped": lambda: flip(path, 20_000)}[damage]()
-    with pytest.raises(SnapshotError, match=r"in .*/1 params\.poor .*: it is of no use"):
+    with pytest.raises(SnapshotError, match=r"/1 is damaged and cannot be used: params\.poor "):
         read_snapshot(tmp_path, 1)
 
 
 def test_an_array_that_reads_well_but_is_another_one_is_named(tmp_path, monkeypatch):
     write_snapshot(tmp_path, 1, 1, {"a": np.zeros(2), "b": np.zeros(2)})
     monkeypatch.setattr(snapshot, "restore_arrays", lambda path: {"a": np.zeros(2), "b": -np.zeros(2)})
-    with pytest.raises(SnapshotError, match="b is not what was written"):
+    with pytest.raises(SnapshotError, match="b was changed since it was written"):
         read_snapshot(tmp_path, 1)
 
 
@@ -285,7 +285,7 @@ def test_facts_that_were_edited_are_refused(tmp_path):
     write_snapshot(tmp_path, 1, 1, {"a": np.zeros(2)})
     path = tmp_path / "1" / "facts" / "metadata"
     path.write_text(path.read_text().replace('"pulls": 1', '"pulls": 2'))
-    with pytest.raises(SnapshotError, match="its facts are not what was written"):
+    with pytest.raises(SnapshotError, match="its facts were changed since they were written"):
         read_snapshot(tmp_path, 1)
 
 
@@ -293,23 +293,23 @@ def test_a_format_of_the_future_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(snapshot, "_FORMAT", 2)
     write_snapshot(tmp_path, 1, 1, {"a": np.zeros(2)})
     monkeypatch.undo()
-    with pytest.raises(SnapshotError, match=r"must be of format 1, and .*/1 is of 2: read it with feedloop "):
+    with pytest.raises(SnapshotError, match=r"must have format 1, and .*/1 has format 2: read it with feedloop "):
         read_snapshot(tmp_path, 1)
 
 
 def test_a_folder_that_was_renamed_by_hand_is_refused(tmp_path):
     write_snapshot(tmp_path, 1, 1, {"a": np.zeros(2)})
     (tmp_path / "1").rename(tmp_path / "2")
-    with pytest.raises(SnapshotError, match="its facts are not what was written"):
+    with pytest.raises(SnapshotError, match="its facts were changed since they were written"):
         read_snapshot(tmp_path, 2)
 
 
 def test_a_step_that_is_not_there_is_refused_with_those_that_are(tmp_path):
-    with pytest.raises(SnapshotError, match="take a step of these: none"):
+    with pytest.raises(SnapshotError, match="choose one of these steps: none"):
         read_snapshot(tmp_path / "nowhere", 1)
     for step in (2, 10):
         write_snapshot(tmp_path, step, step, {"a": np.zeros(2)})
-    with pytest.raises(SnapshotError, match=r"/3 does not: take a step of these: 2, 10"):
+    with pytest.raises(SnapshotError, match=r"there is no snapshot .*/3: choose one of these steps: 2, 10"):
         read_snapshot(tmp_path, 3)
 
 
@@ -394,7 +394,7 @@ def test_a_disk_that_fails_leaves_what_was_there(tmp_path, monkeypatch, fails_in
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(snapshot, fails_in, fail)
-    with pytest.raises(SnapshotError, match=r"the disk must take the snapshot of step 2 in .*Read-only file system"):
+    with pytest.raises(SnapshotError, match=r"the snapshot of step 2 cannot be written in .*Read-only file system"):
         write_snapshot(tmp_path, 2, 2, {"a": np.zeros(2)})
     assert names_in(tmp_path) == ["1"]
     assert read_snapshot(tmp_path, 1).step == 1
@@ -403,7 +403,9 @@ def test_a_disk_that_fails_leaves_what_was_there(tmp_path, monkeypatch, fails_in
 def test_a_disk_without_room_is_found_before_it_is_full(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 2_000_000))
     write_snapshot(tmp_path, 1, 1, {"a": np.zeros(100_000)})
-    with pytest.raises(SnapshotError, match=r"room for 1\.6 MB in .*, and 2\.0 MB are free: make room there"):
+    with pytest.raises(
+        SnapshotError, match=r"needs 1\.6 MB of disk space in .*, and 2\.0 MB are free: make room there"
+    ):
         write_snapshot(tmp_path, 2, 2, {"a": np.zeros(200_000)})
     assert names_in(tmp_path) == ["1"]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 0))
@@ -412,7 +414,7 @@ def test_a_disk_without_room_is_found_before_it_is_full(tmp_path, monkeypatch):
 
 def test_a_place_that_is_no_folder_is_told(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(SnapshotError, match="the disk must take the snapshot of step 1"):
+    with pytest.raises(SnapshotError, match="the snapshot of step 1 cannot be written in"):
         write_snapshot(tmp_path / "file" / "snapshots", 1, 1, {"a": np.zeros(2)})
 
 

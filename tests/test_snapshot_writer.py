@@ -183,7 +183,7 @@ def test_a_disk_that_hangs_is_given_up_at_the_limit_and_told(tmp_path):
     writer.submit(9, 9, None)
     assert not writer.close(0.05)
     assert words == [
-        f"snapshot of step 8 and of step 9 not written within 0.05 s: see to the disk of {tmp_path}; "
+        f"snapshot of step 8 and of step 9 not written within 0.05 s: check the disk of {tmp_path}; "
         "the last good one, of step 7, stays"
     ]
     disk.gate.set()
@@ -212,7 +212,7 @@ def test_closing_without_a_snapshot_is_well_and_what_comes_after_is_left_out(tmp
     assert writer.last_step is None
     writer.submit(1, 1, None)
     assert writer.close(SOON_S)
-    assert (disk.written, words) == ([], ["snapshot of step 1 left out: it came when the run was over"])
+    assert (disk.written, words) == ([], ["snapshot of step 1 left out: it came after the end of the run"])
     assert not (tmp_path / "1").exists()
 
 

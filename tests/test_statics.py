@@ -131,7 +131,7 @@ class Cusped(Linear):
 
 
 def test_the_step_of_a_bad_gradient_is_recorded_though_its_loss_is_a_number(tmp_path):
-    with pytest.raises(NonFiniteError, match="was not at step 4: "):
+    with pytest.raises(NonFiniteError, match="NaN or infinite at step 4"):
         train(toy_config(steps=50, run_dir=tmp_path), model=Cusped(), batches=toy_batch)
     losses = [json.loads(line)["loss"] for line in (tmp_path / "loss.jsonl").read_text().splitlines()]
     assert all(map(np.isfinite, losses))
@@ -140,7 +140,7 @@ def test_the_step_of_a_bad_gradient_is_recorded_though_its_loss_is_a_number(tmp_
 
 def test_a_gradient_that_is_no_number_ends_the_run_with_the_last_good_weights(tmp_path):
     good = train(toy_config(steps=3), model=Linear(), batches=toy_batch)
-    with pytest.raises(NonFiniteError, match=r"was not at step 4: .*--learning-rate"):
+    with pytest.raises(NonFiniteError, match=r"NaN or infinite at step 4.*--learning-rate"):
         train(toy_config(steps=50, run_dir=tmp_path), model=Exploding(), batches=toy_batch)
     assert np.array_equal(load_file(tmp_path / "model.safetensors")["params.weights"], good.params["weights"])
     end = json.loads((tmp_path / "result.json").read_text())
@@ -155,7 +155,7 @@ def test_as_many_bad_updates_in_a_row_as_were_allowed_are_skipped():
     assert result.steps_done == 8
     assert np.isnan(result.losses[3])
     assert np.isfinite(np.delete(result.losses, 3)).all()
-    with pytest.raises(NonFiniteError, match="not at step 6 and the 2 before it"):
+    with pytest.raises(NonFiniteError, match="at step 6 and the 2 before it"):
         train(toy_config(steps=50, skip_nonfinite=2), model=Exploding(), batches=toy_batch)
 
 

@@ -184,14 +184,14 @@ def test_a_folder_of_runs_names_the_one_that_began_last(tmp_path):
         result = tail(tmp_path, *options)
         assert result.exit_code == 2
         assert result.stderr == (
-            f"Error: RUN must be the folder of a run, {tmp_path} holds 3 of them; "
+            f"Error: RUN must be the folder of one run, and {tmp_path} holds 3; "
             f"give one, the last is {tmp_path / 'c'}\n"
         )
 
 
 def test_version_and_help_say_what_the_other_commands_say():
     assert tail("--version").stdout.rstrip().endswith(version("feedloop"))
-    assert "--width and --height shape the chart: piped" in " ".join(tail("--help").stdout.split())
+    assert "--width and --height concern the chart: piped" in " ".join(tail("--help").stdout.split())
 
 
 def test_last_begins_with_the_last_steps(tmp_path):
@@ -223,7 +223,7 @@ def test_unreadable_lines_are_reported_beside_the_steps(tmp_path):
         file.write("half a li\n")
     result = tail(run, "--once")
     assert len(result.stdout.splitlines()) == 2
-    assert result.stderr == "left out 1 unreadable line(s) of loss.jsonl, the last one line 3\n"
+    assert result.stderr == "skipped 1 unreadable line(s) of loss.jsonl, the last one line 3\n"
 
 
 def test_steps_come_as_they_are_written_and_a_new_log_is_announced(tmp_path, start):
@@ -238,7 +238,10 @@ def test_steps_come_as_they_are_written_and_a_new_log_is_announced(tmp_path, sta
     assert process.stdout.readline().startswith("step 1/1000")
     end_run(run, 1, "SIGINT")
     out, err = process.communicate(timeout=LIMIT_S)
-    assert (out, err) == ("", "loss.jsonl began anew\nrun ended after 1 steps, stopped by SIGINT\n")
+    assert (out, err) == (
+        "",
+        "loss.jsonl was replaced; reading it from its start\nrun ended after 1 steps, stopped by SIGINT\n",
+    )
     assert process.returncode == 0
 
 
@@ -247,8 +250,7 @@ def test_the_end_of_an_earlier_run_does_not_end_a_resumed_one(tmp_path):
     end_run(run, 3)
     result = tail(run, "--timeout-s", 0.2, "--interval", 0.05)
     assert result.exit_code == 1
-    assert "a run must write something every --timeout-s 0.2 s" in result.stderr
-    assert "silent since step 5" in result.stderr
+    assert "has written nothing after step 5 for --timeout-s 0.2 s" in result.stderr
 
 
 def test_a_run_without_a_step_is_waited_for_and_then_given_up(tmp_path):
@@ -257,7 +259,7 @@ def test_a_run_without_a_step_is_waited_for_and_then_given_up(tmp_path):
     (run / "config.json").write_text("{}")
     result = tail(run, "--timeout-s", 0.2, "--interval", 0.05)
     assert result.exit_code == 1
-    assert "silent since before its first step" in result.stderr
+    assert "has written nothing before its first step for --timeout-s 0.2 s" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -307,15 +309,15 @@ def test_a_run_that_compiles_is_waited_for_as_long_as_for_a_step(tmp_path, monke
     with lock:
         result = tail(run, "--timeout-s", "0.3")
         assert result.exit_code == 2
-        assert "RUN must have begun to train, " in result.stderr
-        assert "is still compiling; look again later" in result.stderr
+        assert "RUN must have started to train, " in result.stderr
+        assert "is still compiling; try again later" in result.stderr
         assert "is still compiling" in tail(run, "--once").stderr
         begins = threading.Timer(0.3, begin_and_end)
         begins.start()
         result = tail(run, "--timeout-s", "30", "--interval", "0.05")
         begins.join()
     assert result.exit_code == 0
-    assert result.stderr.startswith(f"{run} is getting ready or compiling; waiting up to 30 s for that\n")
+    assert result.stderr.startswith(f"{run} is starting or compiling; waiting up to 30 s\n")
     assert len(result.stdout.splitlines()) == 1
 
 
@@ -445,7 +447,7 @@ def test_a_run_whose_process_was_killed_is_not_waited_for(tmp_path):
     result = tail(run)
     assert result.exit_code == 1
     assert len(result.stdout.splitlines()) == 3
-    assert "is gone without a result since step 3; go on with run-train --resume" in result.stderr
+    assert "died after step 3 without a result: resume it with run-train --resume" in result.stderr
     assert tail(run, "--once").exit_code == 0
     end_run(run, 3)
     assert tail(run).exit_code == 0

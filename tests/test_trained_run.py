@@ -59,12 +59,12 @@ def test_a_damaged_record_is_named(run):
     config = run / "config.json"
     whole = config.read_text()
     config.write_text(whole[:-9])
-    with pytest.raises(ValueError, match=r"config\.json must be what run-train wrote"):
+    with pytest.raises(ValueError, match=r"config\.json cannot be read as run-train wrote it"):
         read_run(run)
     recorded = json.loads(whole)
     del recorded["resolved"]["height"]
     config.write_text(json.dumps(recorded))
-    with pytest.raises(ValueError, match=r"config\.json must be what run-train wrote, and was changed since"):
+    with pytest.raises(ValueError, match=r"config\.json was changed since run-train wrote it"):
         read_run(run)
     config.write_text(json.dumps(sealed(recorded)))
     (run / "result.json").unlink()  # it tells of the settings that were there, and so do snapshots

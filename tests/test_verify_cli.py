@@ -66,7 +66,9 @@ def test_a_loss_that_was_changed_is_told(monkeypatch, place):
     code, said, _ = invoke(monkeypatch, place, "changed", "--to", 3)
     assert code == 1
     file, loss = said.splitlines()
-    assert file.startswith("not as written: changed/loss.jsonl must hold what it held for the snapshot of step 4 (")
+    assert file.startswith(
+        "not as written: changed/loss.jsonl has changed since it was recorded by the snapshot of step 4 ("
+    )
     assert loss.startswith("differs: loss of step 3: recorded 0.25, replayed ")
     assert loss.endswith("; 1 of 3 losses differ")
 
@@ -75,10 +77,10 @@ def test_a_loss_that_was_changed_is_told(monkeypatch, place):
     ("arguments", "message"),
     [
         (["nowhere"], "a run folder must hold config.json, and nowhere does not"),
-        (["run", "--from", 2], "must have a snapshot or be 0, got 2: run has those of 4"),
-        (["run", "--to", 9], "(--to) must be one that run/loss.jsonl holds, 1 … 4, got 9"),
+        (["run", "--from", 2], "must be 0 or have a snapshot, got 2: run has those of 4"),
+        (["run", "--to", 9], "(--to) must be a step in run/loss.jsonl, 1 … 4, got 9"),
         (["run", "--data", "elsewhere"], "elsewhere"),
-        (["own"], "which only Python has: engine.replay_run('own', model=…, batches=…)"),
+        (["own"], "which must be given from Python: engine.replay_run('own', model=…, batches=…)"),
         (["run", "--from", -1], "Invalid value for '--from'"),
     ],
 )

@@ -1,1 +1,1 @@
-"""The commands: options to settings, streams to terminals, errors to one line."""
+"""The commands: they turn options into settings, streams into terminal output, errors into one line."""

@@ -1,6 +1,6 @@
-"""The course of the loss so far in a fixed number of bins, so that neither memory nor redraw grows with the run.
+"""The loss so far in a fixed number of bins, so that neither memory nor redraw time grows with the run.
 
-Owns the bins, the smoothing and the pace. Must not know: files, terminals, jax.
+Owns the bins, the smoothing and the time per step. Must not know: files, terminals, jax.
 """
 
 from collections import deque
@@ -15,12 +15,12 @@ _RATE_WINDOW_STEPS = 128
 
 
 class _Bins:
-    """Sums and extremes of the losses of `width` consecutive steps each; slot 0 is bin number `first`."""
+    """Bins with sums and extremes of the losses of `width` consecutive steps each; slot 0 is bin number `first`."""
 
     def __init__(self, num_bins: int, width: int = 1, first: int = 0) -> None:
         self.width = width
         self.first = first
-        self.sums = np.zeros((4, num_bins))  # finite losses, losses not finite, steps, smoothed losses
+        self.sums = np.zeros((4, num_bins))  # finite losses, NaN or infinite losses, steps, smoothed losses
         self.low = np.full(num_bins, np.inf)
         self.high = np.full(num_bins, -np.inf)
 
@@ -42,24 +42,24 @@ class _Bins:
         np.maximum.at(self.high, slots, high)
 
     def select(self, keep: npt.NDArray[np.bool_], width: int, first: int) -> "_Bins":
-        """The bins of the slots in `keep`, in bins `width` wide from number `first`; `width` is a multiple of ours."""
+        """Return the bins in `keep`, merged into bins of `width` steps (a multiple of ours) from number `first`."""
         selected = _Bins(len(self.low), width, first)
         selected.add(self.starts[keep] // width - first, self.sums[:, keep], self.low[keep], self.high[keep])
         return selected
 
 
 class BinnedLosses:
-    """Everything read so far, in a fixed number of bins, so that memory and redraw do not grow with the run.
+    """All losses read so far, in a fixed number of bins.
 
     Smoothing is an exponential moving average without start-up bias: mean_t = (1 - s) Σ s^(t-i) loss_i / (1 - s^t),
-    the bias correction of Adam (Kingma and Ba, 2015). A loss that is not finite is counted and left out of it.
-    When steps start again lower (a run resumed from a snapshot), the newer rows replace the older.
+    the bias correction of Adam (Kingma and Ba, 2015). A NaN or infinite loss is counted, but not averaged.
+    When a later row has a lower step (a run resumed from a snapshot), the newer rows replace the older.
 
     Args:
         smoothing: s, at least 0 (no smoothing) and below 1.
         last_steps: keep only this many steps before the newest; None keeps all. Exact up to the width of a bin,
             which is at most `2 * last_steps / num_bins` rounded up.
-        num_bins: how many bins, even and at least 2. More than a chart has dot columns loses nothing to the eye.
+        num_bins: how many bins, even and at least 2. With more bins than dot columns, a chart shows no loss of detail.
     """
 
     def __init__(self, smoothing: float = 0.9, last_steps: int | None = None, num_bins: int = 4096) -> None:
@@ -75,7 +75,7 @@ class BinnedLosses:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything, as when the log began anew."""
+        """Remove all losses, as after the log was replaced."""
         self._bins = _Bins(self._num_bins)
         self._mean = 0.0
         self._weight = 0.0
@@ -94,7 +94,7 @@ class BinnedLosses:
 
     @property
     def seconds_per_step(self) -> float:
-        """Mean over the last steps by the times in the log; NaN where they do not tell."""
+        """Mean over the last steps, from the times in the log; NaN if these do not suffice."""
         if len(self._recent) < 2:
             return float("nan")
         (first_step, first_time), (last_step, last_time) = self._recent[0], self._recent[-1]
@@ -102,7 +102,7 @@ class BinnedLosses:
         return seconds if seconds > 0 else float("nan")
 
     def add(self, rows: LossRows) -> None:
-        """Take in the next rows of the log, in file order."""
+        """Add the next rows of the log, in file order."""
         if not len(rows):
             return
         # A row counts unless a later one has the same or a lower step: then the run went back before it.
@@ -122,7 +122,7 @@ class BinnedLosses:
         self._bins.add(slots[inside], sums[:, inside], low[inside], high[inside])
 
     def curve(self) -> LossCurve:
-        """The points to draw, at most `num_bins`, by rising step."""
+        """Return the points to draw, at most `num_bins`, in order of step."""
         bins = self._bins
         used = bins.num_losses > 0
         if self._last_steps is not None and self.last_step is not None:

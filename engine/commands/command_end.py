@@ -1,4 +1,4 @@
-"""How a command ends: the last words, an error in a line or two, and the exit that no stuck thread holds up."""
+"""The end of a command: its last output, an error in a line or two, and an exit that no stuck thread can delay."""
 
 import os
 import sys
@@ -19,11 +19,11 @@ _FLUSH_TIMEOUT_S = 1.0
 
 
 def leave(code: int, *, at_once: bool = False) -> None:
-    """Flushes what was said; exits at once where the code is not 0, nobody reads, or the caller asks for it.
+    """Flush the output, and exit at once if the code is not 0, the flush blocks, or the caller asks for it.
 
-    A thread that is stuck in a source, a compiler or a disk can't be joined. Otherwise it returns.
+    An immediate exit does not join threads, which may be stuck in a source, a compiler or a disk. Otherwise return.
     """
-    # Where nobody reads, a flush waits for ever, or for the lock of the thread that does, which no signal ends.
+    # If nothing reads the output, a flush blocks for ever, or waits for a blocked thread's lock; no signal ends it.
     flusher = threading.Thread(target=_flush, daemon=True)
     flusher.start()
     flusher.join(_FLUSH_TIMEOUT_S)
@@ -35,41 +35,41 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         if stream is None:  # closed by the shell
             continue
-        # A full disk or a closed pipe: either it is the failure that is being told, or there is nobody to tell.
+        # A full disk or a closed pipe: either this error is being reported already, or nothing can receive it.
         with suppress(OSError):
             stream.flush()
 
 
 def say_to_stderr(text: str) -> None:
-    """Says something, where stderr can still be written."""
+    """Print a message to stderr, if that can still be written."""
     with suppress(OSError):
         click.echo(printable_text(text), err=True)
 
 
 def say_on_terminal(console: "Console", text: str) -> None:
-    """Says something above what the console draws, without control characters."""
+    """Print a message above what the console draws, without control characters."""
     console.print(printable_text(text), markup=False, highlight=False, soft_wrap=True)
 
 
 def describe_error(error: Exception, name_setting: Callable[[str], str] = str) -> str:
-    """Return the error in a line or two; one that is no rule of ours says where the rest is.
+    """Return the error's message in a line or two; for an unexpected error, mention --traceback.
 
     Args:
-        error: what went wrong.
-        name_setting: gives the option of a setting, by which a message about settings then names them.
+        error: the error.
+        name_setting: setting → how the message names it, such as its option.
     """
     text = error.words(name_setting) if isinstance(error, SettingError) else str(error).strip()
     if isinstance(error, BrokenPipeError):
-        text = "the reader of the loss stream went away (broken pipe); the run ended at its next step"
+        text = "the reader of the loss stream closed it (broken pipe), and the run stopped at its next step"
     elif "RESOURCE_EXHAUSTED" in text:
-        text = f"{text.splitlines()[0]}: the program needs more memory than there is; a smaller --batch needs less"
+        text = f"{text.splitlines()[0]}: the program needs more memory than is free; use a smaller --batch"
     elif not isinstance(error, ValueError | OSError | RuntimeError | ArithmeticError) or not text:
         text = f"{type(error).__name__}: {text} (--traceback shows where)"
     return f"{text}{notes_of(error)}"
 
 
 def notes_of(error: BaseException) -> str:
-    """Gives the notes of an error, each on a line of its own behind it."""
-    # jax notes how its own frames of a traceback can be seen, of which there is none here.
-    told = (note for note in getattr(error, "__notes__", ()) if "JAX_TRACEBACK_FILTERING" not in note)
-    return "".join(f"\n  {note}" for note in told)
+    """Return the notes of an error, each on its own line."""
+    # jax adds a note about its hidden traceback frames, and no traceback is shown here.
+    notes = (note for note in getattr(error, "__notes__", ()) if "JAX_TRACEBACK_FILTERING" not in note)
+    return "".join(f"\n  {note}" for note in notes)

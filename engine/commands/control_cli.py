@@ -1,7 +1,7 @@
-"""The command `control-run`: ask something of a running training from another terminal, and tell what became of it.
+"""The command `control-run`: send a request to a running training, and report its effect.
 
-Owns: waiting, withdrawing, and the words. Must not know: jax, or how the run takes a request up.
-What reads the log loads numpy, and so is imported where it is first needed: `--help` answers at once.
+Owns waiting, withdrawing and the messages. Must not know: jax, or how the run handles a request.
+The modules that read the log load numpy, so they are imported where first needed: `--help` answers at once.
 """
 
 import math
@@ -25,11 +25,11 @@ from preprocess.printable import printable_line
 if TYPE_CHECKING:
     from engine.control.event import ControlEvent
 
-_LOOK_EVERY_S = 0.1
+_POLL_EVERY_S = 0.1
 _STOPPED = 130
 
 _GROUPS = {
-    "What to ask for": ("learning_rate_factor", "snapshot", "evaluate", "stop"),
+    "Requests": ("learning_rate_factor", "snapshot", "evaluate", "stop"),
     "Waiting": ("timeout",),
 }
 # Click keeps the line breaks of a paragraph that begins with a backspace.
@@ -42,7 +42,7 @@ Examples:
 
 
 class NotTakenUpError(click.ClickException):
-    """The run did not take the request up, or not in time."""
+    """The run did not accept the request, or not in time."""
 
     exit_code = 1
 
@@ -55,8 +55,8 @@ def _checked_factor(_context: click.Context, parameter: click.Parameter, value: 
     try:
         check_learning_rate_factor(value)
     except ValueError:
-        words = f"must be 0 or from 1.2e-38 to 3.4e38, got {value:g}; 1 is the schedule itself"
-        raise click.BadParameter(words, param=parameter) from None
+        message = f"must be 0 or from 1.2e-38 to 3.4e38, got {value:g}; 1 is the schedule itself"
+        raise click.BadParameter(message, param=parameter) from None
     return value
 
 
@@ -75,33 +75,33 @@ def _checked_timeout(_context: click.Context, parameter: click.Parameter, value:
 @click.argument("run", type=click.Path(path_type=Path), shell_complete=complete_folder)
 @click.option(
     "--learning-rate-factor", type=float, metavar="FACTOR", callback=_checked_factor,
-    help="Multiply the schedule's learning rate by this from the next step on, in place of any earlier factor; "
+    help="Multiply the schedule's learning rate by this from the next step on, instead of any earlier factor; "
     "1 is the schedule itself.",
 )  # fmt: skip
-@click.option("--snapshot", is_flag=True, help="Make a snapshot after the next step.")
+@click.option("--snapshot", is_flag=True, help="Write a snapshot after the next step.")
 @click.option("--evaluate", is_flag=True, help="Evaluate after the next step.")
 @click.option("--stop", is_flag=True, help="Stop before the next step.")
 @click.option(
     "--timeout", type=click.FloatRange(min=0, min_open=True), default=60.0, metavar="S", callback=_checked_timeout,
-    help="Withdraw the request when the run has not taken it up in S seconds; 'inf' never does.",
+    help="Withdraw the request if the run has not accepted it within S seconds; 'inf' waits for ever.",
 )  # fmt: skip
 @click.version_option(package_name="feedloop")
 def main(
     run: Path, learning_rate_factor: float | None, snapshot: bool, evaluate: bool, stop: bool, timeout: float
 ) -> None:
-    """Ask something of the training that goes on in folder RUN, and say at which step it took effect.
+    """Send a request to the training that is running in folder RUN, and print the step at which it took effect.
 
-    Several things may be asked for at once; --stop stands alone. What took effect is in RUN/control.jsonl, and a run
-    that is resumed from an earlier step repeats it at the same step, stops excepted.
+    Requests may be combined, except --stop. Those that took effect are recorded in RUN/control.jsonl, and a run that is
+    resumed from an earlier step repeats them at the same steps, except stops.
 
-    Exit codes: 0 it took effect, 1 it did not, or not in time, 2 wrong usage or RUN is no run folder, 130 Ctrl-C
-    (what was asked is withdrawn).
+    Exit codes: 0 it took effect, 1 it did not, or not in time, 2 wrong usage or RUN is not a run folder, 130 Ctrl-C
+    (the request is withdrawn).
     """
-    _check_wishes(learning_rate_factor, snapshot=snapshot, evaluate=evaluate, stop=stop)
+    _check_options(learning_rate_factor, snapshot=snapshot, evaluate=evaluate, stop=stop)
     request = ControlRequest(learning_rate_factor=learning_rate_factor, snapshot=snapshot, evaluate=evaluate, stop=stop)
     try:
         _check_is_going(run)
-        with _sigterm_leaves():
+        with _exiting_on_sigterm():
             event = _ask(run, request, timeout)
     except KeyboardInterrupt:
         raise SystemExit(_STOPPED) from None
@@ -114,20 +114,20 @@ def main(
         click.echo(line)
 
 
-def _check_wishes(factor: float | None, *, snapshot: bool, evaluate: bool, stop: bool) -> None:
+def _check_options(factor: float | None, *, snapshot: bool, evaluate: bool, stop: bool) -> None:
     others = {"--learning-rate-factor": factor is not None, "--snapshot": snapshot, "--evaluate": evaluate}
     given = [name for name, is_given in others.items() if is_given]
     if not (given or stop):
-        raise click.UsageError(f"something must be asked for, nothing is: give one of {', '.join([*others, '--stop'])}")
+        raise click.UsageError(f"no request is given: give at least one of {', '.join([*others, '--stop'])}")
     if given and stop:
         raise click.UsageError(
-            f"--stop must stand alone, {given[0]} is there too: the run stops before the step that this would act on; "
-            "ask for it first, and then for --stop"
+            f"--stop cannot be combined with {given[0]}, since the run stops before the step at which that would act: "
+            "request it first, and then --stop"
         )
 
 
 def _check_is_going(run: Path) -> None:
-    """Refuses a folder in which no process works."""
+    """Raise an error if no process is training in a folder."""
     from engine.records.loss_log import CONFIG_NAME
 
     if is_locked(run):
@@ -136,22 +136,22 @@ def _check_is_going(run: Path) -> None:
         found = "is a file" if run.is_file() else f"holds no {CONFIG_NAME}" if run.is_dir() else "does not exist"
         raise _WrongRunError(
             printable_line(
-                f"RUN must be the folder of a run, {run} {found}; give the --run-dir of a run-train that is going"
+                f"RUN must be the folder of a run, and {run} {found}; give the --run-dir of a running run-train"
             )
         )
     raise NotTakenUpError(
-        printable_line(f"RUN must be going, no process works in {run}: it has ended; go on with run-train --resume")
+        printable_line(f"RUN must be running, and {run} has ended; resume it with run-train --resume")
     )
 
 
 def _ask(run: Path, request: ControlRequest, timeout_s: float) -> "ControlEvent":
-    """Sends a request and waits until it takes effect; withdraws it where that does not come about.
+    """Send a request and wait until it takes effect; withdraw it otherwise.
 
     Raises:
-        NotTakenUpError: where the run ended or the time did.
-        ValueError: where the run's log cannot be read.
+        NotTakenUpError: if the run ended or the time limit passed.
+        ValueError: if the run's log cannot be read.
     """
-    _find_event(run, request)  # a log that cannot be read is refused before anything is asked
+    _find_event(run, request)  # refuse an unreadable log before sending anything
     deadline = time.monotonic() + timeout_s
     is_sent = False
     try:
@@ -159,42 +159,43 @@ def _ask(run: Path, request: ControlRequest, timeout_s: float) -> "ControlEvent"
             send_request(run, request)
             is_sent = True
         while True:
-            # Before the log is read: what a run wrote before it ended is then certain to be seen.
-            is_going, is_late = is_locked(run), time.monotonic() >= deadline
+            # Before the log is read, so that everything a run wrote before it ended is seen.
+            is_running, is_late = is_locked(run), time.monotonic() >= deadline
             event = _find_event(run, request)
             if event is not None:
                 return event
-            if is_late or not is_going:
+            if is_late or not is_running:
                 break
-            time.sleep(min(_LOOK_EVERY_S, max(0.0, deadline - time.monotonic())))
+            time.sleep(min(_POLL_EVERY_S, max(0.0, deadline - time.monotonic())))
         is_withdrawn = withdraw(run, request.id)
     except BaseException:
-        # Nobody will be there to hear what becomes of it.
+        # The command stops, so nothing would report the effect of the request.
         with suppress(OSError):
             if not withdraw(run, request.id) and is_sent:
-                click.echo("too late to withdraw: the run has the request already", err=True)
+                click.echo("too late to withdraw: the run already has the request", err=True)
         raise
     event = None if is_withdrawn else _find_event(run, request)
     if event is None:
-        raise NotTakenUpError(printable_line(_why_not(run, timeout_s, is_going=is_going, is_withdrawn=is_withdrawn)))
+        raise NotTakenUpError(
+            printable_line(_why_no_effect(run, timeout_s, is_running=is_running, is_withdrawn=is_withdrawn))
+        )
     return event
 
 
-def _why_not(run: Path, timeout_s: float, *, is_going: bool, is_withdrawn: bool) -> str:
-    """Says why a request came to nothing, and what to do."""
+def _why_no_effect(run: Path, timeout_s: float, *, is_running: bool, is_withdrawn: bool) -> str:
+    """Return why a request had no effect, and what to do."""
     from engine.records.control_log import CONTROL_LOG_NAME
 
-    if not is_going:
-        return f"RUN must be going, {run} ended before it took the request up: go on with run-train --resume"
-    late = f"a request must be taken up in --timeout {timeout_s:g} s"
+    if not is_running:
+        return f"{run} ended before the request took effect: resume it with run-train --resume"
     if is_withdrawn:
         return (
-            f"{late}, {run} left it in {CONTROL_FOLDER_NAME}/ and it is withdrawn: "
-            "see whether the run still makes steps, or raise --timeout"
+            f"{run} did not accept the request within --timeout {timeout_s:g} s, and it was withdrawn from "
+            f"{CONTROL_FOLDER_NAME}/: check whether the run still makes steps, or raise --timeout"
         )
     return (
-        f"{late}, {run} has it and began no step, or chunk of steps, since: it takes "
-        f"effect at the next one ({CONTROL_LOG_NAME} then says so); raise --timeout to wait for that"
+        f"{run} accepted the request, but started no step, or chunk of steps, within --timeout {timeout_s:g} s; the "
+        f"request takes effect at the next one (see {CONTROL_LOG_NAME}): raise --timeout to wait for that"
     )
 
 
@@ -206,7 +207,7 @@ def _find_event(run: Path, request: ControlRequest) -> "ControlEvent | None":
 
 
 def _effects(event: "ControlEvent") -> Iterator[str]:
-    """Says what an event does, a line for each thing."""
+    """Yield one line for each effect of an event."""
     if event.learning_rate_factor is not None:
         yield f"learning-rate factor {event.learning_rate_factor:.6g} from step {event.step}"
     if event.snapshot:
@@ -218,8 +219,8 @@ def _effects(event: "ControlEvent") -> Iterator[str]:
 
 
 @contextmanager
-def _sigterm_leaves() -> Iterator[None]:
-    """Lets SIGTERM end the command by way of its `except` blocks, so that the request is withdrawn."""
+def _exiting_on_sigterm() -> Iterator[None]:
+    """Turn SIGTERM into SystemExit inside the block, so that the `except` blocks withdraw the request."""
 
     def leave(number: int, _frame: object) -> None:
         raise SystemExit(128 + number)

@@ -1,4 +1,4 @@
-"""The command `run-eval`: a run's folder, or a file of weights, to the counts of a split.
+"""The command `run-eval`: evaluate a run's folder, or a file of weights, on a split.
 
 jax and numpy are imported where they are first needed, so that `--help` answers at once.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _DONE, _FAILED, _WRONG_USAGE, _STOPPED = 0, 1, 2, 130
 _GROUPS = {
-    "Weights of no run": ("weights", "model", "mean", "std"),
+    "Weights from a file": ("weights", "model", "mean", "std"),
     "Data": ("data", "eval_split", "image_size"),
     "Evaluation": ("batch", "eval_mirror", "precision"),
     "Infeed": ("prefetch", "reader_threads", "infeed_timeout_s", "transport"),
@@ -41,7 +41,7 @@ _AS_RUN = "as the run"
 
 
 def _or_default(name: str) -> str:
-    """What the help says of a setting that a run brings and a file does not."""
+    """Return the default that the help shows for a setting that a run records and a file does not."""
     return f"{_AS_RUN}, else {SETTINGS[name].default}"
 
 
@@ -56,30 +56,30 @@ def _or_default(name: str) -> str:
     "--weights",
     metavar="FILE",
     shell_complete=complete_file,
-    help="Weights in place of RUN (safetensors, torchvision's names).",
+    help="Weights to evaluate instead of RUN (safetensors, torchvision's names).",
 )
 @click.option(
     "--model",
     metavar="NAME",
-    show_default="what FILE names",
+    show_default="as FILE says",
     shell_complete=complete_word(lambda: MODEL_NAMES),
-    help="Network that the weights in FILE are of.",
+    help="The model that the weights in FILE belong to.",
 )
 @click.option(
     "--mean",
     type=float,
     nargs=3,
     metavar="R G B",
-    show_default="what FILE says, else ImageNet's",
-    help="Mean of each channel, in 0 … 1.",
+    show_default="as FILE says, else ImageNet's",
+    help="Channel means (0 … 1).",
 )
 @click.option(
     "--std",
     type=float,
     nargs=3,
     metavar="R G B",
-    show_default="what FILE says, else ImageNet's",
-    help="Standard deviation of each channel, in 0 … 1.",
+    show_default="as FILE says, else ImageNet's",
+    help="Channel standard deviations (0 … 1).",
 )
 @overriding_option("data", default_words="as the run; needed with FILE")
 @overriding_option(
@@ -92,13 +92,11 @@ def _or_default(name: str) -> str:
 @overriding_option(
     "image_size",
     default_words="as the run, or as FILE says",
-    help_text="Height and width of the central crop that the network sees.",
+    help_text="Size of the central crop that the network sees.",
 )
-@overriding_option("batch", default_words=_or_default("batch"), help_text="Images per pull.")
+@overriding_option("batch", default_words=_or_default("batch"), help_text="Images per batch.")
 @overriding_option("eval_mirror", default_words=f"{_AS_RUN}, else off")
-@overriding_option(
-    "precision", default_words=_or_default("precision"), help_text="Precision of activations and products."
-)
+@overriding_option("precision", default_words=_or_default("precision"), help_text="Type of activations and products.")
 @overriding_option("prefetch", default_words=f"{_AS_RUN}, else 4, more of small ones")
 @overriding_option("reader_threads", default_words=_or_default("reader_threads"))
 @overriding_option(
@@ -107,9 +105,9 @@ def _or_default(name: str) -> str:
     help_text="Longest wait for a batch before the command fails.",
 )
 @setting_option("transport")
-@click.option("--per-class", is_flag=True, help="A line for each class: images and top-1.")
-@click.option("--json", "as_json", is_flag=True, help="A line of JSON, as in eval.jsonl, in place of words.")
-@click.option("--traceback", is_flag=True, help="Show the whole traceback of an error.")
+@click.option("--per-class", is_flag=True, help="Print a line for each class: images and top-1.")
+@click.option("--json", "as_json", is_flag=True, help="Print a line of JSON, as in eval.jsonl, instead of text.")
+@click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")
 @overriding_option("compilation_cache", default_words=_AS_RUN)
 @click.version_option(package_name="feedloop")
 def main(
@@ -122,16 +120,16 @@ def main(
 ) -> None:
     """Evaluate the trained weights of a finished or stopped run in folder RUN, as its training did.
 
-    The counts go to stdout, what is evaluated on what goes to stderr. Exit codes: 0 done, 1 failed, 2 wrong usage or
+    The result goes to stdout, all other messages go to stderr. Exit codes: 0 done, 1 failed, 2 wrong usage or
     data, 130 stopped by SIGINT or SIGTERM.
     """
     try:
         result = _evaluate(run, weights, options)
-        click.echo(_json_line(result) if as_json else _words(result, weights))
+        click.echo(_json_line(result) if as_json else _result_text(result, weights))
         _say_speed(result)
         code = _DONE
     except KeyboardInterrupt:
-        say_to_stderr("run-eval: stopped; an evaluation is whole or none")
+        say_to_stderr("run-eval: stopped; there is no result")
         code = _STOPPED
     except Exception as error:
         if traceback:
@@ -144,14 +142,14 @@ def main(
 def _evaluate(run: str | None, weights: str | None, options: dict[str, Any]) -> "EvaluationResult":
     if (run is None) == (weights is None):
         found = "neither" if run is None else f"{run} and --weights {weights}"
-        raise ValueError(f"the weights must be those of RUN or of --weights FILE, got {found}: give one of the two")
+        raise ValueError(f"exactly one of RUN and --weights FILE must be given, got {found}: give one of the two")
     settings = {name: options[name] for name in _SETTINGS if options[name] is not None}
     if settings.get("eval_split") == "off":
-        raise ValueError("the split must be one of the data set's, got off: leave --split out, or name one")
+        raise ValueError("--split must name a split of the data set, got off: leave it out, or name one")
     if weights is None:
-        given = [name for name in _GROUPS["Weights of no run"] if options.get(name) is not None]
+        given = [name for name in _GROUPS["Weights from a file"] if options.get(name) is not None]
         if given:
-            raise ValueError(f"--{given[0]} belongs to --weights FILE, got it with RUN {run}: the run has its own")
+            raise ValueError(f"--{given[0]} goes with --weights FILE, got it with RUN {run}: leave it out for a run")
         return _evaluate_run(str(run), settings, per_class=options["per_class"])
     from engine.evaluation.run import evaluate_weights
 
@@ -172,25 +170,25 @@ def _evaluate_run(run: str, settings: dict[str, Any], *, per_class: bool) -> "Ev
     if "data" in settings:
         settings = settings | {"synthetic": False}
     if recorded.eval_split == "off":
-        # The run evaluated never; whoever asks for it now wants the usual split.
+        # The run never evaluated; an evaluation requested now needs the usual split.
         settings = {"eval_split": None} | settings
     return evaluate(replace(recorded, **settings), per_class=per_class, notify=say_to_stderr)
 
 
-def _words(result: "EvaluationResult", weights: str | None) -> str:
+def _result_text(result: "EvaluationResult", weights: str | None) -> str:
     from engine.stream.sinks import evaluation_words
     from preprocess.printable import printable
 
-    words = evaluation_words(result.record)
+    text = evaluation_words(result.record)
     if result.is_mirrored:
-        words = words.removesuffix(")") + ", and their mirror images)"
+        text = text.removesuffix(")") + ", and their mirror images)"
     if weights is not None and result.record.step == 0:
-        words = f"evaluation of {printable(weights)}: {words.partition(': ')[2]}"
-    return "\n".join([words, *_class_lines(result.classes)])
+        text = f"evaluation of {printable(weights)}: {text.partition(': ')[2]}"
+    return "\n".join([text, *_class_lines(result.classes)])
 
 
 def _class_lines(classes: "tuple[ClassResult, ...]") -> list[str]:
-    """A table of the classes: label, identifier, name, images, and the share that is right."""
+    """Return a table of the classes: label, identifier, name, images and top-1."""
     if not classes:
         return []
     from preprocess.printable import printable

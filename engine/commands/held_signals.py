@@ -1,16 +1,16 @@
-"""SIGINT and SIGTERM at the places where they do no harm: what must be whole is not left in its midst."""
+"""Delaying SIGINT and SIGTERM until they do no harm, so that what must be completed is not interrupted."""
 
 import signal
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
 _NUMBERS = (signal.SIGINT, signal.SIGTERM)
-# Whoever asks so often means it: a write to a terminal that nobody reads would wait for ever.
+# The third signal always takes effect: a write to a terminal that nothing reads would block for ever.
 _MOST_HELD = 2
 
 
 class HeldSignals:
-    """The signals that came while they were held back."""
+    """The signals that arrived while they were held."""
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
@@ -18,19 +18,19 @@ class HeldSignals:
         self._is_let_in = False
 
     def handle(self, number: int, _frame: object) -> None:
-        """Keeps the signal, or ends the command where `let_in` waits, and with the third signal in any place."""
+        """Hold the signal; exit the command if `let_in` is waiting, or at the third signal anywhere."""
         self._num_seen += 1
         if not self._is_let_in and self._num_seen <= _MOST_HELD:
             self.numbers.append(number)
             return
-        self._is_let_in = False  # the way out is not interrupted once more
+        self._is_let_in = False  # do not interrupt the exit
         raise SystemExit(128 + number)
 
     def let_in[T](self, items: Iterable[T]) -> Iterator[T]:
-        """Gives the items; a signal ends the wait for the next one, and never what is done with it.
+        """Yield the items; a signal interrupts the wait for the next one, but never its processing.
 
         Raises:
-            SystemExit: 128 + the signal's number, also for one that came before.
+            SystemExit: 128 + the signal's number, also for a signal held earlier.
         """
         iterator = iter(items)
         while True:
@@ -46,7 +46,7 @@ class HeldSignals:
             yield item
 
     def deliver(self) -> None:
-        """Has all that were kept act, each on its own; what the last one raises is raised."""
+        """Raise all held signals one by one, also if one raises an exception; the last exception is raised."""
         with ExitStack() as stack:
             for number in reversed(self.numbers):
                 stack.callback(signal.raise_signal, number)
@@ -54,9 +54,9 @@ class HeldSignals:
 
 @contextmanager
 def signals_held() -> Iterator[HeldSignals]:
-    """Lets SIGINT and SIGTERM wait until the block ends, and act then as they would have; those ignored stay so."""
+    """Hold SIGINT and SIGTERM until the block ends, and raise them then; ignored signals stay ignored."""
     held = HeldSignals()
-    # Whatever one of them raises, the others are called: handlers first, in the end what they are to handle.
+    # Every callback runs, even if one raises: first the handlers are restored, then the held signals are raised.
     with ExitStack() as stack:
         stack.callback(held.deliver)
         for number in _NUMBERS:

@@ -1,6 +1,6 @@
-"""Draw a loss curve as text: numbers in, lines of characters out.
+"""A loss curve drawn as text: numbers in, lines of characters out.
 
-Owns: which dot a loss falls on, axes, ticks, the two character sets. Must not know: files, terminals, colours, jax.
+Owns the position of each dot, axes, ticks and the two character sets. Must not know: files, terminals, colours, jax.
 Letters: R rows and C columns of *dots*; a braille character is 4 dots high and 2 wide, an ASCII character is 1 by 1.
 """
 
@@ -15,27 +15,27 @@ import numpy.typing as npt
 Ink = Literal["axis", "raw", "smoothed", "broken"]
 Floats = npt.NDArray[np.float64]
 
-# Unicode 15, chapter "Braille Patterns": U+2800 plus one bit a dot, the fourth row added after the first three.
+# Unicode 15, chapter "Braille Patterns": U+2800 plus one bit per dot, the fourth row added after the first three.
 _BRAILLE_BITS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])
 _BRAILLE_BLANK = 0x2800
-_MIN_PLOT_WIDTH = 8  # narrower than this the tick labels give way to the plot
-_MIN_AXIS_HEIGHT = 4  # lower than this the step axis gives way to the plot
+_MIN_PLOT_WIDTH = 8  # below this width the tick labels are left out
+_MIN_AXIS_HEIGHT = 4  # below this height the step axis is left out
 _ROWS_PER_TICK = 4
 
 
 @dataclass(frozen=True, eq=False)
 class LossCurve:
-    """n points by rising step; a point may stand for several steps."""
+    """n points in order of step; a point may stand for several steps."""
 
     step: Floats  # [n], from 0
-    low: Floats  # [n], the lowest finite loss of the point; NaN where it has none
+    low: Floats  # [n], the lowest finite loss of the point; NaN if it has none
     high: Floats  # [n], the highest
-    smoothed: Floats  # [n], NaN where unknown
+    smoothed: Floats  # [n], NaN if unknown
     num_broken: npt.NDArray[np.int64]  # [n], how many of its losses are NaN or infinite
 
 
 class Span(NamedTuple):
-    """Characters of one kind, so that who prints them can choose a colour for the kind."""
+    """Characters of one kind, which the caller prints in one colour."""
 
     text: str
     ink: Ink
@@ -60,17 +60,17 @@ ASCII_GLYPHS = Glyphs("|", "+", "+", "-", "+", "x", braille=False)
 
 @dataclass(frozen=True)
 class _Scale:
-    """Maps losses to 0 (bottom) … 1 (top); `low < high`, both positive where `log`."""
+    """A map from losses to 0 (bottom) … 1 (top); `low < high`, both positive if `log`."""
 
     low: float
     high: float
     log: bool
 
     def unit(self, losses: Floats) -> Floats:
-        """Position of each loss, clipped to 0 … 1; NaN where the scale has none."""
+        """Return the position of each loss, clipped to 0 … 1; NaN if it has none on this scale."""
         with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
             if self.log:
-                # Logarithms apart, because a quotient overflows where losses span all of float64.
+                # Separate logarithms, because the quotient overflows if losses span all of float64.
                 bottom, top = math.log(self.low), math.log(self.high)
                 part = np.where(losses > 0, (np.log(losses) - bottom) / (top - bottom), np.nan)
             else:
@@ -82,11 +82,11 @@ class _Scale:
 def draw_chart(
     curve: LossCurve, width: int, height: int, *, log_scale: bool = False, glyphs: Glyphs = UNICODE_GLYPHS
 ) -> list[list[Span]]:
-    """Draw the range low–high of each point and the smoothed curve over it, with a loss axis and a step axis.
+    """Draw the range low … high of each point and the smoothed curve over it, with a loss axis and a step axis.
 
     Step s of a range s0 … s1 falls on dot column `floor((s - s0 + ½) · C / (s1 - s0 + 1))`; the highest loss falls on
-    the top row of dots, the lowest on the bottom one. Columns with a loss that is not finite (or, with `log_scale`,
-    not positive) carry a mark on the step axis.
+    the top row of dots, the lowest on the bottom one. Columns with a NaN or infinite loss (or, with `log_scale`,
+    one that is not positive) have a mark on the step axis.
 
     Args:
         curve: the points.
@@ -99,7 +99,7 @@ def draw_chart(
         Exactly `height` lines of at most `width` characters.
 
     Raises:
-        ValueError: when width or height is below 1.
+        ValueError: if width or height is below 1.
     """
     if width < 1 or height < 1:
         raise ValueError(f"a chart needs at least 1 × 1 characters, got {width} × {height}; widen the terminal")
@@ -129,7 +129,7 @@ def _blank(width: int, height: int, message: str) -> list[list[Span]]:
 
 
 def _scale_of(curve: LossCurve, log_scale: bool) -> _Scale | None:
-    """The range that holds every drawable loss; None where there is none."""
+    """Return the scale that covers every drawable loss; None if there is none."""
     values = np.concatenate((curve.low, curve.high, curve.smoothed))
     values = values[np.isfinite(values)]
     if log_scale:
@@ -153,14 +153,14 @@ def _columns_of(steps: Floats, curve: LossCurve, num_columns: int) -> npt.NDArra
 
 
 def _rows_of(unit: Floats, num_rows: int) -> npt.NDArray[np.int64]:
-    """Row of each position from the top, 0 … num_rows - 1; positions are finite."""
+    """Return the row of each position (finite), counted from the top, 0 … num_rows - 1."""
     return np.rint((1.0 - unit) * (num_rows - 1)).astype(np.int64)
 
 
 def _dots(
     curve: LossCurve, scale: _Scale, plot_width: int, plot_height: int, glyphs: Glyphs
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Dots [R, C] of the raw losses and of the smoothed curve."""
+    """Return the dots [R, C] of the raw losses and of the smoothed curve."""
     R, C = (plot_height * 4, plot_width * 2) if glyphs.braille else (plot_height, plot_width)
     columns = _columns_of(curve.step, curve, C)
     low = scale.unit(np.where(curve.low > 0, curve.low, scale.low) if scale.log else curve.low)
@@ -175,7 +175,7 @@ def _dots(
 
 
 def _smoothed_dots(columns: npt.NDArray[np.int64], unit: Floats, R: int, C: int) -> npt.NDArray[np.bool_]:
-    """One line without gaps [R, C] through the mean of each column."""
+    """Return the dots [R, C] of one line without gaps through the mean of each column."""
     known = np.isfinite(unit)
     if not known.any():
         return np.zeros((R, C), np.bool_)
@@ -185,7 +185,7 @@ def _smoothed_dots(columns: npt.NDArray[np.int64], unit: Floats, R: int, C: int)
     reach = np.arange(filled[0], filled[-1] + 1)
     line = _rows_of(np.interp(reach, filled, np.clip(means, 0.0, 1.0)), R)
     before = np.append(line[:1], line[:-1])
-    # Climb from the previous column's row, without that row itself, so that steep parts have no gaps and no steps.
+    # Each column starts after the previous column's row, so that steep parts have neither gaps nor doubled dots.
     start = np.where(line > before, before + 1, line)
     stop = np.where(line < before, before - 1, line)
     rows = np.arange(R)[:, None]
@@ -195,7 +195,7 @@ def _smoothed_dots(columns: npt.NDArray[np.int64], unit: Floats, R: int, C: int)
 
 
 def _characters(raw: npt.NDArray[np.bool_], smoothed: npt.NDArray[np.bool_], glyphs: Glyphs) -> list[list[Span]]:
-    """Lines of spans; a character that the smoothed curve passes shows it alone, so that it stands out of the raw."""
+    """Return lines of spans; a character on the smoothed curve shows only that curve, so that it stands out."""
     if glyphs.braille:
         curve_codes = _braille_cells(smoothed)
         bright = curve_codes > 0
@@ -213,7 +213,7 @@ def _braille_cells(dots: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
 
 
 def _spans(characters: Sequence[str], bright: Sequence[bool]) -> list[Span]:
-    """Neighbours of one ink joined: a terminal then gets one colour change a span, not one a character."""
+    """Join neighbours of the same ink, so that a terminal gets one colour change per span, not per character."""
     spans: list[Span] = []
     start = 0
     for index in range(1, len(characters) + 1):
@@ -224,10 +224,10 @@ def _spans(characters: Sequence[str], bright: Sequence[bool]) -> list[Span]:
 
 
 def _step_axis(curve: LossCurve, scale: _Scale, plot_width: int, gutter: int, glyphs: Glyphs) -> list[list[Span]]:
-    """Two lines: the axis with ticks and marks of broken losses, and the labels under it."""
+    """Return two lines: the axis with ticks and marks of broken losses, and the labels under it."""
     axis, labels = [glyphs.horizontal] * plot_width, [" "] * plot_width
     first, last = float(curve.step[0]), float(curve.step[-1])
-    free = 0  # labels must begin here or later, one blank after the previous one
+    free = 0  # the first column free for a label, one blank after the previous label
     for step in _nice_values(first, last, max(2, plot_width // 16)):
         if step != int(step):
             continue
@@ -250,14 +250,14 @@ def _step_axis(curve: LossCurve, scale: _Scale, plot_width: int, gutter: int, gl
 
 
 def _loss_ticks(scale: _Scale, plot_height: int) -> dict[int, str]:
-    """Labels by row of characters from the top."""
+    """Return the tick labels by row of characters from the top."""
     wanted = max(2, plot_height // _ROWS_PER_TICK)
     values = _log_values(scale, wanted) if scale.log else []
     if len(values) < 2:
         values = _nice_values(scale.low, scale.high, wanted)
     rows = _rows_of(scale.unit(np.array(values, np.float64)), plot_height).tolist()
     by_row = dict(zip(rows[::-1], values[::-1], strict=True))  # the lowest value of a row keeps it
-    for digits in range(6, 17):  # as many as it takes to tell neighbours apart
+    for digits in range(6, 17):  # enough to distinguish neighbours
         ticks = {row: f"{value:.{digits}g}" for row, value in by_row.items()}
         if len(set(ticks.values())) == len(ticks):
             break
@@ -265,7 +265,7 @@ def _loss_ticks(scale: _Scale, plot_height: int) -> dict[int, str]:
 
 
 def _log_values(scale: _Scale, wanted: int) -> list[float]:
-    """Powers of ten within the scale, thinned to about `wanted`; with 2 and 5 between them where they are few."""
+    """Return powers of ten within the scale, thinned to about `wanted`; if they are few, also 2 and 5 times these."""
     exponents = range(math.floor(math.log10(scale.low)), math.ceil(math.log10(scale.high)) + 1)
     values = {factor: [float(f"{factor}e{exponent}") for exponent in exponents] for factor in (1, 2, 5)}
     inside = {factor: [v for v in values[factor] if scale.low <= v <= scale.high] for factor in values}
@@ -275,7 +275,7 @@ def _log_values(scale: _Scale, wanted: int) -> list[float]:
 
 
 def _nice_values(low: float, high: float, wanted: int) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten in low … high, at most `wanted` + 1; both ends where that fails."""
+    """Return multiples of 1, 2 or 5 · 10^k in low … high, at most `wanted` + 1; both ends if there is none."""
     span = high - low
     if not 0 < span < math.inf:
         return [low] if low == high else [low, high]

@@ -1,4 +1,4 @@
-"""The folder that a run gets where none was named."""
+"""The folder of a run without --run-dir."""
 
 import itertools
 import os
@@ -10,23 +10,23 @@ from pathlib import Path
 
 @contextmanager
 def run_dir_of(named: str | None) -> Iterator[str]:
-    """Gives the folder that was named, or makes a new one called by the time; one that stays empty is removed."""
+    """Yield the named folder, or create one named after the time; remove a created one that stays empty."""
     if named is not None:
         yield named
         return
     is_first = not Path("runs").exists()
-    made = _make_run_dir()
+    created = _make_run_dir()
     try:
-        yield os.fspath(made)
+        yield os.fspath(created)
     finally:
         with suppress(OSError):
-            made.rmdir()
+            created.rmdir()
             if is_first:
-                made.parent.rmdir()
+                created.parent.rmdir()
 
 
 def _make_run_dir() -> Path:
-    """Makes a folder under runs/; runs that start in the same second get different ones."""
+    """Create a folder under runs/; runs that start in the same second get different ones."""
     stem = time.strftime("%Y%m%d-%H%M%S")
     Path("runs").mkdir(exist_ok=True)
     for number in itertools.count(1):

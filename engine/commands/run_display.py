@@ -1,4 +1,4 @@
-"""How `run-train` shows a run: what a dry run found, the loss stream, the last lines."""
+"""The output of `run-train`: the result of a dry run, the loss stream, the summary."""
 
 import io
 import shlex
@@ -19,16 +19,18 @@ if TYPE_CHECKING:
 
 
 def show_plan(plan: "DryRun") -> None:
-    """Prints what a dry run found: memory and work."""
+    """Print the result of a dry run: memory and work."""
     memory = plan.compiled.memory_bytes
     for kind, size_bytes in memory.items():
         click.echo(f"memory, {kind}: {size_bytes / 1e6:,.1f} MB")
     click.echo(f"memory, batches read ahead (host): {plan.ring_bytes / 1e6:,.1f} MB")
-    needed, has = plan.compiled.peak_bytes + plan.ring_bytes, plan.host_bytes
-    there = "" if has is None else f" ({'too much: ' * (needed > has)}this machine has {has / 1e6:,.0f} MB)"
-    click.echo(f"memory, in all: {needed / 1e6:,.1f} MB{there}")
+    needed, available = plan.compiled.peak_bytes + plan.ring_bytes, plan.host_bytes
+    note = ""
+    if available is not None:
+        note = f" ({'too much: ' * (needed > available)}this machine has {available / 1e6:,.0f} MB)"
+    click.echo(f"memory, total: {needed / 1e6:,.1f} MB{note}")
     flops = plan.compiled.step_flops
-    click.echo(f"work: {flops / 1e9:,.2f} GFLOP a step" if flops is not None else "work: XLA gives no count here")
+    click.echo(f"work: {flops / 1e9:,.2f} GFLOP per step" if flops is not None else "work: XLA has no count here")
     click.echo("dry run: nothing was trained")
 
 
@@ -64,11 +66,11 @@ def _terminal() -> "Console":
 
 
 def summarise(result: "TrainResult") -> None:
-    """Prints how a run ended, and where it left its files."""
+    """Print how a run ended, and where its files are."""
     steps = f"{result.steps_done:,} step{'' if result.steps_done == 1 else 's'}"
     if result.steps_done != len(result.losses):
         steps += f", {len(result.losses):,} of them"
-    how = {"steps": "done", "top1": "done, its top-1 reached"}.get(result.stopped_by, f"stopped by {result.stopped_by}")
+    how = {"steps": "done", "top1": "done, top-1 reached"}.get(result.stopped_by, f"stopped by {result.stopped_by}")
     line = f"{how}: {steps} in {result.train_s:.1f} s"
     if len(result.losses):
         last = result.losses[-min(100, len(result.losses)) :]
@@ -78,7 +80,7 @@ def summarise(result: "TrainResult") -> None:
         )
     click.echo(line)
     if result.num_skipped:
-        click.echo(f"skipped: {result.num_skipped:,} updates, whose gradients were not finite")
+        click.echo(f"skipped: {result.num_skipped:,} updates, whose gradients were NaN or infinite")
     click.echo(f"run folder: {result.run_dir}")
     if not result.is_complete and result.snapshot_step is not None:
-        click.echo(f"to go on: run-train --run-dir {shlex.quote(str(result.run_dir))} --resume")
+        click.echo(f"to resume: run-train --run-dir {shlex.quote(str(result.run_dir))} --resume")

@@ -1,6 +1,6 @@
 """The command `tail-run`: follow the loss of a run from another terminal.
 
-Owns: waiting, ending, and the order of what is printed. Must not know: jax, or how the run is trained.
+Owns waiting, ending, and the order of the output. Must not know: jax, or how the run is trained.
 numpy and rich are imported where they are first needed, so that `--help` answers at once.
 """
 
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
     from engine.records.loss_log import LossRows
     from engine.stream.sinks import EvaluationRecord
 
-_START_WAIT_S = 5.0  # run-train imports jax before it makes its folder
+_START_WAIT_S = 5.0  # run-train imports jax before it creates its folder
 _POLL_START_S = 0.1
 
 
 class RunNotFoundError(ValueError):
-    """RUN is not, or not yet, the folder of a run."""
+    """RUN is not (yet) the folder of a run."""
 
 
 class RunSilentError(ValueError):
-    """Nothing new was written for longer than the limit."""
+    """The run wrote nothing for longer than the limit."""
 
 
 class RunKilledError(ValueError):
-    """The process of the run is gone without a word."""
+    """The process of the run died without writing a result."""
 
 
 class _WrongRunError(click.ClickException):
@@ -60,10 +60,10 @@ def _above(low: float, high: float | None = None) -> click.FloatRange:
 
 @click.command(cls=GuardedCommand, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("run", type=click.Path(path_type=Path), shell_complete=complete_folder)
-@click.option("--once", is_flag=True, help="Show what is there and end.")
+@click.option("--once", is_flag=True, help="Show the present state and exit.")
 @click.option(
     "--interval", type=_above(0, 60), default=0.5, show_default=True, metavar="S", callback=_refuse_nan,
-    help="Seconds between two looks at the log.",
+    help="Seconds between two reads of the log.",
 )  # fmt: skip
 @click.option(
     "--smoothing", type=click.FloatRange(0, 1, max_open=True), default=0.9, show_default=True, callback=_refuse_nan,
@@ -71,11 +71,15 @@ def _above(low: float, high: float | None = None) -> click.FloatRange:
 )  # fmt: skip
 @click.option("--last", type=click.IntRange(min=1), metavar="STEPS", help="Show only the last STEPS steps.")
 @click.option("--log-scale", is_flag=True, help="Logarithmic loss axis of the chart.")
-@click.option("--width", type=click.IntRange(min=1), metavar="COLUMNS", help="Of the chart.  [default: the terminal]")
-@click.option("--height", type=click.IntRange(min=1), metavar="LINES", help="Of the chart.  [default: the terminal]")
+@click.option(
+    "--width", type=click.IntRange(min=1), metavar="COLUMNS", help="Width of the chart.  [default: the terminal's]"
+)
+@click.option(
+    "--height", type=click.IntRange(min=1), metavar="LINES", help="Height of the chart.  [default: the terminal's]"
+)
 @click.option(
     "--timeout-s", type=_above(0), default=600.0, show_default=True, metavar="S", callback=_refuse_nan,
-    help="Give up when nothing new was written for S seconds; 'inf' never does.",
+    help="Give up if the run writes nothing for S seconds; 'inf' waits for ever.",
 )  # fmt: skip
 @click.version_option(package_name="feedloop")
 def main(
@@ -89,14 +93,14 @@ def main(
     height: int | None,
     timeout_s: float,
 ) -> None:
-    """Follow the loss of the run in folder RUN, drawn live; piped, print one plain line a step, as run-train does.
+    """Follow the loss of the run in folder RUN as a live chart; piped, print one plain line per step, as run-train.
 
-    --smoothing, --log-scale, --width and --height shape the chart: piped, or on a dumb terminal, they change nothing.
+    --smoothing, --log-scale, --width and --height concern the chart: piped, or on a dumb terminal, they have no effect.
 
-    Ends by itself when the run has ended. A RUN which is just starting is waited for: 5 seconds for its folder,
-    --timeout-s while it compiles, as long again for its first step.
+    Exits when the run has ended. If RUN is just starting, waits 5 seconds for its folder, --timeout-s while it
+    compiles, and as long again for its first step.
 
-    Exit codes: 0 the run ended (or --once), 1 killed, or silent for --timeout-s, 2 RUN is no run folder, 130 Ctrl-C.
+    Exit codes: 0 the run ended (or --once), 1 killed, or silent for --timeout-s, 2 RUN is not a run folder, 130 Ctrl-C.
     """
     try:
         _await_run(run, once, timeout_s)
@@ -131,7 +135,7 @@ def main(
 
 
 def _drop_stdout() -> None:
-    """Whoever read our output has left: let the interpreter's last flush go nowhere instead of failing."""
+    """Redirect stdout to the null device: its reader has closed it, and the interpreter's last flush would fail."""
     with contextlib.suppress(OSError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
@@ -139,61 +143,61 @@ def _drop_stdout() -> None:
 
 
 def _await_run(run: Path, once: bool, timeout_s: float) -> None:
-    """Return when RUN holds a log, or the settings of a run whose first step is still to come.
+    """Wait until RUN holds a log, or the settings of a run before its first step.
 
     Raises:
-        RunNotFoundError: it is no folder of a run, or of one that does not come to train in time.
+        RunNotFoundError: if it is not the folder of a run, or the run does not start to train in time.
     """
     if run.exists() and not run.is_dir():
-        raise RunNotFoundError(f"RUN must be the folder of a run, {run} is a file; give the folder that holds it")
+        raise RunNotFoundError(f"RUN must be the folder of a run, and {run} is a file; give the folder that holds it")
     from engine.records.folder_lock import is_locked
 
     wait_s = 0.0 if once else min(_START_WAIT_S, timeout_s)
     started_s = time.monotonic()
-    told = ""
-    while not _has_begun(run, once):
+    printed = ""
+    while not _has_started(run, once):
         if below := _runs_in(run):
             raise RunNotFoundError(
-                f"RUN must be the folder of a run, {run} holds {len(below)} of them; give one, the last is {below[-1]}"
+                f"RUN must be the folder of one run, and {run} holds {len(below)}; give one, the last is {below[-1]}"
             )
-        # A run holds its folder from before it compiles, which may take minutes.
+        # A run locks its folder before it compiles, which may take minutes.
         is_held = is_locked(run)
         if time.monotonic() - started_s >= (timeout_s if is_held and not once else wait_s):
             if is_held:
-                raise RunNotFoundError(f"RUN must have begun to train, {run} is still compiling; look again later")
+                raise RunNotFoundError(f"RUN must have started to train, and {run} is still compiling; try again later")
             found = "holds no loss.jsonl" if run.is_dir() else "does not exist"
             raise RunNotFoundError(
-                f"RUN must be the folder of a run, {run} {found}; give the --run-dir of a run-train that has begun"
+                f"RUN must be the folder of a run, and {run} {found}; give the --run-dir of a run-train"
             )
         name = printable_line(str(run))
-        words = (
-            f"{name} is getting ready or compiling; waiting up to {timeout_s:g} s for that"
+        message = (
+            f"{name} is starting or compiling; waiting up to {timeout_s:g} s"
             if is_held
-            else f"waiting up to {wait_s:g} s for {name} to begin"
+            else f"waiting up to {wait_s:g} s for {name} to start"
         )
-        if words != told:
-            click.echo(words, err=True)
-            told = words
+        if message != printed:
+            click.echo(message, err=True)
+            printed = message
         time.sleep(_POLL_START_S)
 
 
-def _has_begun(run: Path, has_log: bool = False) -> bool:
+def _has_started(run: Path, has_log: bool = False) -> bool:
     from engine.records.loss_log import CONFIG_NAME, LOSS_LOG_NAME
 
     return (run / LOSS_LOG_NAME).exists() or (not has_log and (run / CONFIG_NAME).exists())
 
 
 def _runs_in(folder: Path) -> list[Path]:
-    """The folders of runs that lie in this one, the one that began last at the end."""
+    """Return the run folders in a folder, in order of their start."""
     from engine.records.loss_log import CONFIG_NAME
 
-    # A run writes its settings once, when it begins.
-    begun = [(path.stat().st_mtime_ns, path.parent) for path in folder.glob(f"*/{CONFIG_NAME}")]
-    return [path for _, path in sorted(begun)]
+    # A run writes its settings once, when it starts.
+    started = [(path.stat().st_mtime_ns, path.parent) for path in folder.glob(f"*/{CONFIG_NAME}")]
+    return [path for _, path in sorted(started)]
 
 
 def _ticks(run: Path, once: bool, interval_s: float, timeout_s: float) -> "Iterator[Tick]":
-    """Look at the run folder again and again, until the run has ended and all its rows were read."""
+    """Read the run folder repeatedly, until the run has ended and all its rows were read."""
     from engine.records.evaluation_log import EvaluationLog
     from engine.records.folder_lock import was_killed
     from engine.records.loss_log import EVALUATION_LOG_NAME, LOSS_LOG_NAME, LossLog, read_run_end, read_run_facts
@@ -201,13 +205,13 @@ def _ticks(run: Path, once: bool, interval_s: float, timeout_s: float) -> "Itera
     log, evaluation_log = LossLog(run / LOSS_LOG_NAME), EvaluationLog(run / EVALUATION_LOG_NAME)
     heard, last_step, num_evaluations = time.monotonic(), -1, 0
     while True:
-        # The end is looked for before the rows are read: rows written before it are then certain to be seen.
+        # The end is read before the rows, so that all rows written before it are seen.
         is_killed = was_killed(run)
         end, facts, more = read_run_end(run), read_run_facts(run), True
         while more:
             batch = log.read()
             more = batch.more
-            # After the rows: an evaluation is written before the row of the next step, and so is here if that is.
+            # After the rows: an evaluation is written before the row of the next step, so it is present if that is.
             evaluations = evaluation_log.read()
             if len(batch.rows) or batch.restarted or batch.num_unreadable or len(evaluations) != num_evaluations:
                 heard, num_evaluations = time.monotonic(), len(evaluations)
@@ -220,30 +224,29 @@ def _ticks(run: Path, once: bool, interval_s: float, timeout_s: float) -> "Itera
         yield Tick(batch, facts, end, evaluations, caught_up=True)
         if once or end is not None:
             return
-        reached = f"step {last_step}" if last_step >= 0 else "before its first step"
+        reached = f"after step {last_step}" if last_step >= 0 else "before its first step"
         if is_killed:
             raise RunKilledError(
-                f"RUN must be going or have ended, the process of {run} is gone without a result since {reached}; "
-                "go on with run-train --resume"
+                f"the process of {run} died {reached} without a result: resume it with run-train --resume"
             )
         if time.monotonic() - heard >= timeout_s:
             raise RunSilentError(
-                f"a run must write something every --timeout-s {timeout_s:g} s, {run} has been silent since {reached}; "
-                "see whether it still runs, or raise --timeout-s"
+                f"{run} has written nothing {reached} for --timeout-s {timeout_s:g} s: "
+                "check whether it still runs, or raise --timeout-s"
             )
         time.sleep(interval_s)
 
 
 def _print_lines(ticks: "Iterator[Tick]", last: int | None, once: bool) -> None:
-    """One line a step or evaluation on stdout, in order of step; what is neither goes to stderr."""
-    held: LossRows | None = None  # with `last`, the rows to begin with, while the log is read for the first time
-    begun = last is None
-    waiting: deque[EvaluationRecord] = deque()  # read, and the step that they follow is still to come
+    """Print one line per step or evaluation to stdout, in order of step; print other messages to stderr."""
+    held: LossRows | None = None  # with `last`, the newest rows during the first pass over the log
+    is_printing = last is None
+    waiting: deque[EvaluationRecord] = deque()  # already read, but the step that they follow is not
     num_evaluations, newest = 0, -1
     for tick in ticks:
         rows, batch = tick.batch.rows, tick.batch
         if batch.restarted:
-            click.echo("loss.jsonl began anew", err=True)
+            click.echo("loss.jsonl was replaced; reading it from its start", err=True)
         if batch.restarted or len(tick.evaluations) < num_evaluations:
             waiting.clear()
             num_evaluations = 0
@@ -251,13 +254,13 @@ def _print_lines(ticks: "Iterator[Tick]", last: int | None, once: bool) -> None:
         num_evaluations = len(tick.evaluations)
         if batch.num_unreadable:
             where = f"loss.jsonl, the last one line {batch.last_unreadable_line}"
-            click.echo(f"left out {batch.num_unreadable} unreadable line(s) of {where}", err=True)
-        if not begun and last is not None:
+            click.echo(f"skipped {batch.num_unreadable} unreadable line(s) of {where}", err=True)
+        if not is_printing and last is not None:
             held = rows = rows.tail(last) if held is None else held.followed_by(rows).tail(last)
-            begun = tick.caught_up
-            while begun and len(rows) and waiting and waiting[0].step < rows.step[0]:
+            is_printing = tick.caught_up
+            while is_printing and len(rows) and waiting and waiting[0].step < rows.step[0]:
                 waiting.popleft()
-        if begun:
+        if is_printing:
             newest = int(rows.step[-1]) if len(rows) else newest
             is_last = tick.caught_up and (once or tick.end is not None)
             lines = plain_lines(rows, tick.facts.steps, waiting, math.inf if is_last else newest)
@@ -269,13 +272,13 @@ def _print_lines(ticks: "Iterator[Tick]", last: int | None, once: bool) -> None:
 def plain_lines(
     rows: "LossRows", steps: int | None, waiting: "deque[EvaluationRecord]", up_to_step: float
 ) -> Iterator[str]:
-    """The lines that run-train prints of these rows and evaluations, by step and without newline.
+    """Yield the lines that run-train prints for these rows and evaluations, in order of step, without newline.
 
     Args:
-        rows: the next ones.
-        steps: of the whole run, None where nobody knows.
-        waiting: evaluations in order of step; those that are printed are taken out.
-        up_to_step: of these, the last to print; later ones stay.
+        rows: the next rows.
+        steps: the number of steps of the whole run, None if unknown.
+        waiting: evaluations in order of step; those that are printed are removed.
+        up_to_step: print evaluations up to this step; later ones stay.
     """
     from engine.stream.sinks import evaluation_words, loss_fields
 
@@ -288,21 +291,21 @@ def plain_lines(
 
 
 def _draw_frames(console: "Console", ticks: "Iterator[Tick]", picture: Picture, once: bool, interval_s: float) -> None:
-    """Redraw on the alternate screen until the ticks end; the last frame then stays on the ordinary screen."""
+    """Redraw on the alternate screen until the ticks end; then print the last frame on the normal screen."""
     from rich.live import Live
 
-    # `--once` prints its only frame below: no second screen to flash up.
+    # `--once` prints its only frame below, without flashing the alternate screen.
     screen = contextlib.nullcontext() if once else Live(console=console, screen=True, auto_refresh=False)
     drawn_s = -math.inf
-    # A frame that is broken off would leave a terminal without its cursor, on its other screen, and no use to anybody.
+    # An interrupted frame would leave the terminal on its alternate screen without a cursor.
     with signals_held() as signals:
         try:
             with screen as live:
                 for tick in signals.let_in(ticks):
-                    picture.take(tick)
+                    picture.update(tick)
                     if live is not None and (tick.caught_up or time.monotonic() - drawn_s >= interval_s):
                         live.update(frame_text(picture, console, console.height), refresh=True)
                         drawn_s = time.monotonic()
         finally:
-            # One line is left for the shell's prompt.
+            # Leave one line for the shell's prompt.
             console.print(frame_text(picture, console, max(1, console.height - 1)))

@@ -1,4 +1,4 @@
-"""What `tail-run` says: a frame of chart and numbers, and the end of a run in words.
+"""The text of `tail-run`: a frame of chart and numbers, and the end of a run.
 
 Must not know: terminals, waiting, how the run is trained. numpy and rich are imported where they are first needed, so
 that `--help` answers at once.
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from engine.records.loss_log import LossBatch, LossRows, RunEnd, RunFacts
     from engine.stream.sinks import EvaluationRecord, LossRecord
 
-_SILENT_SHOWN_S = 5.0  # a pause is worth a word after this long, or after this many steps' worth of time
+_SILENT_SHOWN_S = 5.0  # a pause is shown after this time, or after the time of this many steps
 _SILENT_SHOWN_STEPS = 5
 _STYLES = {"axis": "default", "raw": "dim", "smoothed": "bold cyan", "broken": "bold red"}
 
 
 @dataclass(frozen=True)
 class Tick:
-    """What one look at the run folder found."""
+    """The result of one read of the run folder."""
 
     batch: "LossBatch"
     facts: "RunFacts"
@@ -40,7 +40,7 @@ class Tick:
 
 @dataclass
 class Picture:
-    """All that a frame shows."""
+    """The content of a frame."""
 
     run: Path
     history: "BinnedLosses"
@@ -50,8 +50,8 @@ class Picture:
     evaluation: "EvaluationRecord | None" = None  # the newest
     num_unreadable: int = 0
 
-    def take(self, tick: Tick) -> None:
-        """Takes in what one look found."""
+    def update(self, tick: Tick) -> None:
+        """Update the content from one read of the run folder."""
         if tick.batch.restarted:
             self.history.clear()
             self.num_unreadable = 0
@@ -62,7 +62,7 @@ class Picture:
 
 
 def records_of(rows: "LossRows") -> "Iterator[LossRecord]":
-    """The rows as the records that a run tells them in; numbers that a row lacks are NaN."""
+    """Yield the rows as loss records; missing numbers are NaN."""
     from engine.stream.sinks import LossRecord
 
     columns = (rows.step, rows.loss, rows.learning_rate, rows.images_per_s, rows.wait_ms, rows.time_s)
@@ -71,7 +71,7 @@ def records_of(rows: "LossRows") -> "Iterator[LossRecord]":
 
 
 def duration_text(seconds: float) -> str:
-    """Two units at most: '45 s', '3 min 20 s', '2 h 05 min', '4 d 03 h'; negative durations count as 0."""
+    """Format a duration in at most two units: '45 s', '3 min 20 s', '2 h 05 min', '4 d 03 h'; negative ones are 0."""
     whole = max(0, round(seconds))
     if whole < 60:
         return f"{whole} s"
@@ -83,7 +83,7 @@ def duration_text(seconds: float) -> str:
 
 
 def end_text(end: "RunEnd") -> str:
-    """How a run ended, in words that are safe to print."""
+    """Return a printable line about how a run ended."""
     steps = "" if end.steps_done is None else f" after {end.steps_done} steps"
     reason = "" if end.stopped_by is None else f", stopped by {end.stopped_by}"
     error = "" if end.error is None else f": {end.error}"
@@ -91,7 +91,7 @@ def end_text(end: "RunEnd") -> str:
 
 
 def status_fields(picture: Picture, now_s: float) -> list[str]:
-    """What stands under the chart; `now_s` is unix seconds."""
+    """Return the text fields under the chart; `now_s` is unix seconds."""
     from engine.stream.sinks import loss_fields, loss_number
 
     history, facts = picture.history, picture.facts
@@ -114,7 +114,7 @@ def status_fields(picture: Picture, now_s: float) -> list[str]:
 
 
 def _clock_fields(step: int, steps: int | None, seconds_per_step: float, silent_s: float) -> list[str]:
-    """How long the run has been silent, where that is worth a word; else how long it has still to go."""
+    """Return the time since the last step if it is long, else the estimated time left."""
     pace = 0.0 if math.isnan(seconds_per_step) else seconds_per_step
     if silent_s > max(_SILENT_SHOWN_S, _SILENT_SHOWN_STEPS * pace):
         return [f"last step {duration_text(silent_s)} ago"]
@@ -124,7 +124,7 @@ def _clock_fields(step: int, steps: int | None, seconds_per_step: float, silent_
 
 
 def pack_fields(fields: list[str], width: int) -> list[str]:
-    """Fields joined by two blanks into lines of at most `width` characters; a longer field is cut."""
+    """Join fields by two blanks into lines of at most `width` characters; cut a longer field."""
     lines: list[str] = []
     for text in fields:
         if lines and len(lines[-1]) + 2 + len(text) <= width:
@@ -135,7 +135,7 @@ def pack_fields(fields: list[str], width: int) -> list[str]:
 
 
 def frame_lines(picture: Picture, width: int, height: int, glyphs: "Glyphs", now_s: float) -> "list[list[Span]]":
-    """Title, chart and status: at most `height` lines of at most `width` characters (both at least 1)."""
+    """Return title, chart and status: at most `height` lines of at most `width` characters (both at least 1)."""
     from engine.commands.loss_chart import Span, draw_chart
 
     facts = picture.facts
@@ -146,7 +146,7 @@ def frame_lines(picture: Picture, width: int, height: int, glyphs: "Glyphs", now
     ]
     above = [printable_line(line) for line in pack_fields(title, width)]
     below = pack_fields(status_fields(picture, now_s), width)
-    # The numbers go last: where lines are few, first the title gives way, then the chart.
+    # If lines are few, first the title is left out, then the chart, last the numbers.
     below = below[:height]
     if len(above) + len(below) >= height:
         above = []
@@ -157,7 +157,7 @@ def frame_lines(picture: Picture, width: int, height: int, glyphs: "Glyphs", now
 
 
 def frame_text(picture: Picture, console: "Console", height: int) -> "Text":
-    """The frame, coloured, in the glyphs that the console's encoding has; at most `height` lines."""
+    """Return the coloured frame, in glyphs that the console's encoding supports; at most `height` lines."""
     from rich.text import Text
 
     from engine.commands.loss_chart import ASCII_GLYPHS, UNICODE_GLYPHS
@@ -169,7 +169,7 @@ def frame_text(picture: Picture, console: "Console", height: int) -> "Text":
         Text.assemble(*((s.text.encode(encoding, "replace").decode(encoding), _STYLES[s.ink]) for s in line))
         for line in lines
     )
-    # A title in wide characters may still be too long for its line: cut it, for a wrapped line would push the rest.
+    # A title in wide characters may still be too long: crop it, since a wrapped line would shift the rest.
     frame.no_wrap, frame.overflow = True, "crop"
     return frame
 

@@ -1,4 +1,4 @@
-"""The loss stream on a terminal: one line that is drawn anew, with what a person wants to know."""
+"""The loss stream on a terminal: one progress line that is redrawn."""
 
 import math
 from collections import deque
@@ -16,21 +16,21 @@ _BARS = "▁▂▃▄▅▆▇█"
 _NUM_BARS = 16
 _FEWEST_BARS = 4
 _BAR_WIDTH = 10
-# Of the time left ("0:00:00", or more) and the gaps between four columns.
+# Width of the time left ("0:00:00", or more) and the gaps between four columns.
 _TIME_WIDTH = 8
 _GAPS = 3
-# The mean of the last records: a single step's rate jumps with the machine's noise.
+# Show the mean of this many records: a single step's speed is noisy.
 _SMOOTHED_STEPS = 50
 _REDRAWN_PER_S = 5
 
 
 class ProgressSink:
-    """A progress line with step, loss, rates, wait and time left; the line stays when the run ends.
+    """A progress line with step, loss, learning rate, speed, wait and time left; it stays when the run ends.
 
     Args:
         console: where to draw.
-        steps: of the whole run.
-        batch: images a step.
+        steps: the number of steps of the whole run.
+        batch: images per step.
     """
 
     def __init__(self, console: "Console", *, steps: int, batch: int) -> None:
@@ -41,7 +41,7 @@ class ProgressSink:
         taken = 2 * len(str(steps)) + 1 + _BAR_WIDTH + _TIME_WIDTH + _GAPS
 
         class StreamColumn(ProgressColumn):
-            """The loss and rates, worked out when drawn: steps may come a thousand times faster than redraws."""
+            """The loss and speeds, computed when drawn: steps may be a thousand times as frequent as redraws."""
 
             def render(self, task: Task) -> "Text":  # noqa: ARG002 - the sink knows more than the task
                 return sink.summary(console.width - taken)
@@ -61,13 +61,13 @@ class ProgressSink:
         self._task = self._progress.add_task("train", total=steps)
 
     def open(self) -> None:
-        """Draws the line for the first time."""
+        """Draw the line for the first time."""
         self._progress.start()
 
     def write(self, record: LossRecord) -> None:
-        """Takes a record."""
+        """Add a record."""
         if not self._recent and record.step > 1:
-            # A resumed run: the steps of others tell nothing of the time that is left.
+            # A resumed run: the steps of earlier launches are no basis for the time left.
             self._progress.reset(self._task, completed=record.step - 1)
         self._evaluation = None
         self._recent.append(record)
@@ -75,26 +75,26 @@ class ProgressSink:
         self._progress.update(self._task, completed=record.step)
 
     def write_progress(self, progress: EvaluationProgress) -> None:
-        """Takes how far an evaluation has come; it stands in the line in the place of the loss."""
+        """Show the progress of an evaluation instead of the loss."""
         self._evaluation = progress
         self._progress.update(self._task, completed=progress.step)
 
     def write_evaluation(self, record: EvaluationRecord) -> None:
-        """Prints the evaluation above the line."""
+        """Print the evaluation above the line."""
         self._evaluation = None
         self._progress.console.print(evaluation_words(record), markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Draws the line for the last time and leaves it on the screen."""
+        """Draw the line for the last time and leave it on the screen."""
         self._evaluation = None
         self._progress.refresh()
         self._progress.stop()
 
     def summary(self, width: int = 10**6) -> "Text":
-        """Gives the line's text: loss (mean of the last steps), its course so far, rates, wait; or the evaluation.
+        """Return the line's text: loss (mean of the last steps), its history, speeds, wait; or the evaluation.
 
         Args:
-            width: columns that there are; the course is the first to shrink and to go, the infeed wait the last.
+            width: available columns; the history is the first to shrink and to be left out, the infeed wait the last.
         """
         from rich.text import Text
 
@@ -117,21 +117,21 @@ class ProgressSink:
                 break
             facts.insert(0, fact)
         num_bars = min(_NUM_BARS, left - 1)
-        course = f" {sparkline(self._history.means, num_bars)}" if num_bars >= _FEWEST_BARS else ""
-        return Text.assemble("loss ", (number, "bold"), course, *facts)
+        history = f" {sparkline(self._history.means, num_bars)}" if num_bars >= _FEWEST_BARS else ""
+        return Text.assemble("loss ", (number, "bold"), history, *facts)
 
 
 class LossHistory:
-    """The whole course of the loss in bounded memory: means of equal stretches, halved in number when there are many.
+    """The history of the loss in bounded memory: means of equal stretches, merged in pairs when there are too many.
 
     Args:
         capacity: an even number, 2 or more.
 
     Attributes:
-        means: fewer than `capacity`, oldest first; the last, unfinished stretch is not among them.
+        means: fewer than `capacity` means, oldest first, without the last, unfinished stretch.
 
     Raises:
-        ValueError: for another capacity: the stretches are joined in pairs.
+        ValueError: if `capacity` is odd or less than 2: the stretches are merged in pairs.
     """
 
     def __init__(self, capacity: int = 512) -> None:
@@ -142,7 +142,7 @@ class LossHistory:
         self.means: list[float] = []
 
     def add(self, loss: float) -> None:
-        """Takes the next loss."""
+        """Add the next loss."""
         self._sum += loss
         self._pending += 1
         if self._pending < self._stretch:
@@ -156,7 +156,7 @@ class LossHistory:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Draws the means of `width` equal stretches of the values as block characters; what is no number leaves a gap."""
+    """Draw the means of `width` equal stretches of the values as block characters; NaN and infinity are blank."""
     width = min(width, len(values))
     edges = [i * len(values) // width for i in range(width + 1)] if width else [0]
     means = [sum(values[start:stop]) / (stop - start) for start, stop in pairwise(edges)]

@@ -64,7 +64,7 @@ _OF_THE_COMMAND = (
         help="Show the recipes with the accuracy to expect, and exit.",
     ),
     click.option("--dry-run", is_flag=True, help="Resolve and compile, print memory and FLOPs, train nothing."),
-    click.option("--traceback", is_flag=True, help="Show the whole traceback of an error."),
+    click.option("--traceback", is_flag=True, help="Show the full traceback of an error."),
 )
 
 

@@ -1,4 +1,4 @@
-"""The command `verify-run`: a stretch of a run made once more, and whether it gave the same bits.
+"""The command `verify-run`: replay a stretch of a run, and check that it yields the same bits.
 
 jax and numpy are imported where they are first needed, so that `--help` answers at once.
 """
@@ -44,7 +44,7 @@ Examples:
     type=click.IntRange(min=0),
     metavar="STEP",
     show_default="the oldest snapshot, else 0",
-    help="Begin with its snapshot; 0 is the state before the first step.",
+    help="Start from the snapshot of this step; 0 is the state before the first step.",
 )
 @click.option(
     "--to",
@@ -52,15 +52,15 @@ Examples:
     type=click.IntRange(min=1),
     metavar="STEP",
     show_default="the last one recorded",
-    help="The last step to replay; its snapshot, where there is one, is compared too.",
+    help="The last step to replay; its snapshot, if there is one, is compared too.",
 )
-@overriding_option("data", default_words="as the run", help_text="Where the packed data set is now.")
-@click.option("--traceback", is_flag=True, help="Show the whole traceback of an error.")
+@overriding_option("data", default_words="as the run", help_text="The present location of the packed data set.")
+@click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")
 @click.version_option(package_name="feedloop")
 def main(run: str, from_step: int | None, to_step: int | None, data: str | None, traceback: bool) -> None:
-    """Replay a stretch of the run in folder RUN, and compare with what it recorded, to the bit.
+    """Replay a stretch of the run in folder RUN, and compare it with the record, bit by bit.
 
-    Compared are every loss, learning rate and evaluation, and the arrays of the snapshot of the last step. RUN is only
+    Compares every loss, learning rate and evaluation, and the arrays of the last step's snapshot. RUN is only
     read, and may still be going on. The verdict goes to stdout, the rest to stderr.
 
     Exit codes: 0 the same bits, 1 they differ or the replay failed, 2 wrong usage or data, 130 stopped by SIGINT or
@@ -91,14 +91,14 @@ def _verify(run: str, from_step: int | None, to_step: int | None, data: str | No
 
 
 def _progress() -> "tuple[Callable[[int, int], Sink] | None, Callable[[str], None]]":
-    """Gives what draws a progress line on a terminal, and the way to say something beside it."""
+    """Return a factory of the progress line (None off a terminal), and the function that prints messages beside it."""
     if sys.stderr is None or not sys.stderr.isatty():
         return None, say_to_stderr
     from rich.console import Console
 
     from engine.commands.terminal import ProgressSink
 
-    # One console for both, so that what is said while the progress line stands goes above it.
+    # One console for both, so that messages are printed above the progress line.
     console = Console(file=terminal_of(sys.stderr))
 
     def display(steps: int, batch: int) -> "Sink":

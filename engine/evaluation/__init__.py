@@ -1,1 +1,1 @@
-"""Evaluations outside of a training: whose weights, on which images, and what came of it."""
+"""Evaluations outside of a training: the weights, the images and the result."""

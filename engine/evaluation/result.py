@@ -1,4 +1,4 @@
-"""What an evaluation outside of a training gives back."""
+"""The result of an evaluation outside of a training."""
 
 import math
 from dataclasses import dataclass
@@ -8,12 +8,13 @@ from engine.stream.sinks import EvaluationRecord
 
 @dataclass(frozen=True)
 class ClassResult:
-    """What was counted of one class.
+    """The counts of one class.
 
     Attributes:
-        id, name: of the class, the name for people; both the label's digits where the images are arrays.
-        num_images: counted.
-        num_top1: of these, whose class ranks first.
+        id, name: the identifier and the readable name of the class; both are the label's digits if the images are
+            arrays.
+        num_images: images of the class.
+        num_top1: those of them whose class ranks first.
     """
 
     id: str
@@ -23,24 +24,24 @@ class ClassResult:
 
     @property
     def top1(self) -> float:
-        """Fraction of its images whose class ranks first, NaN of a class without images."""
+        """Fraction of the class's images whose class ranks first, NaN if it has no images."""
         return self.num_top1 / self.num_images if self.num_images else math.nan
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """What an evaluation gives back.
+    """The result of an evaluation.
 
     Attributes:
-        record: the numbers, as the training loop records them; its step is 0 where the weights do not tell theirs.
-        num_top1, num_top5: images whose class is the first, or among the first five.
-        classes: the same by label, none where it was not asked for.
-        data: evaluated on, in words.
-        is_mirrored: whether on mirror images too.
-        compile_s: seconds of compiling, or of loading.
+        record: the numbers, as the training loop records them; its step is 0 if the weights do not record theirs.
+        num_top1, num_top5: images whose class ranks first, or among the first five.
+        classes: the counts by label, empty unless `per_class` was set.
+        data: a description of the images.
+        is_mirrored: whether mirror images were evaluated too.
+        compile_s: seconds to compile the program or to load it from the cache.
         from_cache: whether the program came from the cache on disk.
         evaluate_s: seconds from the launch to the end of the loop.
-        wait_s: seconds of these that the loop waited for batches.
+        wait_s: how many of these seconds the loop waited for batches.
     """
 
     record: EvaluationRecord

@@ -1,7 +1,7 @@
 """An evaluation from trained weights to its counts: open, compile, launch, wait, raise or return.
 
-Owns the order of these steps outside of a training; the loop is `engine.program.loop`'s, the same one that a training
-evaluates with, and so are the crossings that feed it.
+Owns the order of these steps outside of a training. The loop (`engine.program.loop`) and the crossings that feed it are
+the same as in a training.
 """
 
 import math
@@ -60,32 +60,32 @@ def evaluate(
     per_class: bool = False,
     notify: Callable[[str], None] = lambda _: None,
 ) -> EvaluationResult:
-    """Evaluates a finished or stopped run with the weights that it wrote, as its own training loop does.
+    """Evaluate the weights of a finished or stopped run, as its own training loop does.
 
-    With the batch of the run the counts and the loss are those of its last evaluation, bit for bit on a CPU. Another
-    batch gives other sums of the same numbers: the loss may differ in its last digits, and a count where two logits
-    are equal but for these.
+    With the run's batch size, the counts and the loss equal those of its last evaluation, bit for bit on a CPU. With
+    another batch size, sums are computed in another order: the loss may differ in its last digits, and a count may
+    differ if two logits are equal up to these.
 
     Args:
-        run: its folder; or its settings with some of them changed (`engine.run_settings` reads them), of which
-            `run_dir` names the folder, and data, eval_split, batch, image_size, eval_mirror, precision and those of the
-            infeed are heeded.
-        model: your own, where the run trained one.
-        evaluation: your own images, in place of a split: (uint32 [N, H, W] packed pixels, integer [N] labels), or an
+        run: the folder of the run; or its settings, some of them changed (`engine.run_settings` reads them). Of the
+            settings, `run_dir` names the folder, and data, eval_split, batch, image_size, eval_mirror, precision and
+            those of the infeed take effect.
+        model: your own model, if the run trained one.
+        evaluation: your own images instead of a split: (uint32 [N, H, W] packed pixels, integer [N] labels), or an
             `EvaluationSource`.
-        per_class: count class by class too.
-        notify: told in words what is evaluated, on what.
+        per_class: also count each class separately.
+        notify: called with one-line messages about the weights and the images.
 
     Raises:
-        ValueError: where the run, its weights, the model and the data do not fit together, before anything is read.
-        KeyboardInterrupt: on SIGINT or SIGTERM, where the caller is the main thread.
-        BaseException: whatever the source of batches raised, or `FeederError` where one did not come in time.
+        ValueError: if the run, its weights, the model and the data do not fit together, before anything is read.
+        KeyboardInterrupt: on SIGINT or SIGTERM, if the caller is the main thread.
+        BaseException: whatever the source of batches raised, or `FeederError` if a batch did not come in time.
     """
     recorded = read_run(Path(_folder_of(run)))
     config = run if isinstance(run, TrainConfig) else recorded.config
     check_own_model(recorded, model)
     board = ControlBoard()
-    with StopSignals(board, _say_nothing), ExitStack() as stack:
+    with StopSignals(board, _ignore_message), ExitStack() as stack:
         if evaluation is not None:
             data = open_own(evaluation, batch=config.batch, num_classes=recorded.num_classes)
         else:
@@ -96,7 +96,7 @@ def evaluate(
         subject = run_subject(recorded, config, model, data.source)
         notify(
             f"weights: {recorded.path}, {subject.name} after {subject.step:,} steps"
-            + (", made before files carried digests: unchecked" if recorded.weights.digest is None else "")
+            + (" (no digest: unchecked)" if recorded.weights.digest is None else "")
         )
         return _count(subject, data, board, per_class=per_class, notify=notify)
 
@@ -110,25 +110,25 @@ def evaluate_weights(
     per_class: bool = False,
     notify: Callable[[str], None] = lambda _: None,
 ) -> EvaluationResult:
-    """Evaluates weights from anywhere, torchvision's for instance, on a packed split.
+    """Evaluate weights from any source, such as torchvision, on a packed split.
 
     Args:
-        path: of a safetensors file with torchvision's names and layouts.
-        config: model (a name of the registry; "auto" is what the file names), data, eval_split, batch, image_size,
-            eval_mirror, precision and the settings of the infeed are heeded.
-        mean, std: of each channel on the scale 0 … 1; None is what the file says, else ImageNet's.
-        per_class: count class by class too.
-        notify: told in words what is evaluated, on what.
+        path: the path of a safetensors file with torchvision's names and layouts.
+        config: of its settings, model (a name of the registry; "auto" is the one that the file names), data,
+            eval_split, batch, image_size, eval_mirror, precision and those of the infeed take effect.
+        mean, std: of each channel on the scale 0 … 1; None uses those of the file, else ImageNet's.
+        per_class: also count each class separately.
+        notify: called with one-line messages about the weights and the images.
 
     Raises:
-        ValueError, KeyboardInterrupt, BaseException: as `evaluate`.
+        ValueError, KeyboardInterrupt, BaseException: as in `evaluate`.
     """
     file = os.fspath(path)
     stored = read_weights(file)
     registry_name_of(file, stored, config)
     board = ControlBoard()
-    with StopSignals(board, _say_nothing), ExitStack() as stack:
-        trained_on = TrainedOn("images of somebody's", None, None, num_classes_of(stored))
+    with StopSignals(board, _ignore_message), ExitStack() as stack:
+        trained_on = TrainedOn("unknown images", None, None, num_classes_of(stored))
         data = open_evaluation_split(config, trained_on, stack, notify)
         subject = file_subject(file, stored, config, data.source, mean, std, notify)
         notify(f"weights: {file}, {subject.name}" + (" (no digest: unchecked)" if stored.digest is None else ""))
@@ -136,13 +136,13 @@ def evaluate_weights(
 
 
 def run_settings(run: str | os.PathLike[str]) -> TrainConfig:
-    """Gives the settings of a finished or stopped run, its folder as `run_dir`; raises ValueError as `evaluate`."""
+    """Return the settings of a finished or stopped run, its folder as `run_dir`; raise ValueError as `evaluate`."""
     check_has_weights(path := Path(run))
     return replace(read_recorded(path).config, run_dir=os.fspath(path))
 
 
-def _say_nothing(_: str) -> None:
-    """Signals end an evaluation at once: there is no clean stop to be told of."""
+def _ignore_message(_: str) -> None:
+    """Ignore the message of a clean stop: a signal stops an evaluation at once."""
 
 
 def _folder_of(run: str | os.PathLike[str] | TrainConfig) -> str | os.PathLike[str]:
@@ -163,9 +163,9 @@ def _count(
     per_class: bool,
     notify: Callable[[str], None],
 ) -> EvaluationResult:
-    """Compiles the evaluation, runs it and reads its counts."""
+    """Compile and run the evaluation, and return its counts."""
     config, source = subject.config, data.source
-    notify(f"images: {data.words}")
+    notify(f"images: {data.description}")
     transport = choose_transport(config.transport, this_platform())
     infeed = make_infeed(
         transport,
@@ -202,7 +202,7 @@ def _count(
         num_top1=num_top1,
         num_top5=num_top5,
         classes=_class_results(tally, data),
-        data=data.words,
+        data=data.description,
         is_mirrored=config.eval_mirror,
         compile_s=compiled.compile_s,
         from_cache=compiled.from_cache,
@@ -214,7 +214,7 @@ def _count(
 def _compile(
     subject: Subject, source: EvaluationSource, transport: Transport, infeed: BatchInfeed, *, per_class: bool
 ) -> Compiled:
-    """Traces on this thread, whose jax settings it so obeys, and compiles on a worker."""
+    """Trace on this thread, so that its jax settings apply, and compile on a worker."""
     model = CheckedModel(subject.model, subject.num_classes, source)
     statics = statics_of(subject.config)
 
@@ -232,7 +232,7 @@ def _compile(
 
 
 def _num_logits(model: CheckedModel, weights: Weights, subject: Subject, source: EvaluationSource) -> int:
-    """K, as the model has it: one of the user's own alone may know."""
+    """Return K by tracing the model: for a user-defined one there is no other way."""
     pixels = jax.ShapeDtypeStruct((source.batch, source.height, source.width), jnp.uint32)
 
     def apply(weights: Weights, pixels: jax.Array, scale: PixelScale) -> jax.Array:
@@ -244,7 +244,7 @@ def _num_logits(model: CheckedModel, weights: Weights, subject: Subject, source:
 
 
 def _numbers(subject: Subject, source: EvaluationSource) -> tuple[jax.Array, PixelScale]:
-    """The arguments beside the weights: another split or another normalisation needs no other program."""
+    """Return the run-time arguments besides the weights, which change without another compilation."""
     scale = PixelScale(mean=jnp.array(subject.mean, jnp.float32), std=jnp.array(subject.std, jnp.float32))
     return jnp.int32(source.num_batches), scale
 
@@ -257,15 +257,15 @@ def _launch(
     infeed: BatchInfeed,
     board: ControlBoard,
 ) -> Tally:
-    """Runs the program to its end; gives the whole tally in NumPy, or raises what the host failed at."""
+    """Run the program to its end; return the tally in NumPy, or raise the exception of the host side."""
     arguments = subject.weights, *_numbers(subject, source)
     with transport.running(), closing(infeed):
         infeed.start()
         try:
             tally, _ = call_on_worker(lambda: jax.tree.map(np.asarray, compiled.call(*arguments)))
         except BaseException:
-            # Nothing is lost by leaving at once; the program, on its own thread, then ends at its next pull.
-            board.request_stop("the evaluation was given up")
+            # There is nothing to save: return at once. The program, on its own thread, ends at its next pull.
+            board.request_stop("the evaluation was abandoned")
             raise
     for end in (infeed, transport):
         if end.failure is not None:

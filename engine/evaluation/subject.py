@@ -1,7 +1,6 @@
-"""What is evaluated: a model, its trained weights, and how images are made ready for it.
+"""The subject of an evaluation: a model, its trained weights, and how images are prepared for it.
 
-Owns what follows for these from the record of a run, or from a file of weights and what stands in it. Knows nothing of
-programs.
+Owns how these follow from the record of a run, or from a file of weights and its metadata. Knows nothing of programs.
 """
 
 import os
@@ -22,23 +21,23 @@ from models.registry import UnknownModelError, build_model, find_network
 
 type Channels = tuple[float, float, float]
 
-# What torchvision's ImageNet weights were trained with, on the scale 0 … 1.
+# The normalisation of torchvision's ImageNet weights, on the scale 0 … 1.
 IMAGENET_MEAN: Channels = (0.485, 0.456, 0.406)
 IMAGENET_STD: Channels = (0.229, 0.224, 0.225)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is evaluated.
+    """The subject of an evaluation.
 
     Attributes:
-        model, weights: the weights on the device.
-        config: of its settings, image_size is the central crop that the images undergo, None for none, and those of
-            the infeed and of the compilation are heeded.
-        mean, std: of each channel on the scale 0 … 1: what normalises the pixels.
-        num_classes: K, None where the user's own model alone knows.
-        step: updates that the weights had, 0 where nobody knows.
-        name: of the model, for people.
+        model, weights: the model and its weights on the device.
+        config: of its settings, image_size (the central crop of the images, None for none) and those of the infeed and
+            of the compilation take effect.
+        mean, std: of each channel on the scale 0 … 1, to normalise the pixels.
+        num_classes: K, None if only a user-defined model knows it.
+        step: updates that the weights had, 0 if unknown.
+        name: the model's name in messages.
     """
 
     model: TrainModel
@@ -52,32 +51,30 @@ class Subject:
 
 
 def check_own_model(recorded: TrainedRun, model: TrainModel | None) -> None:
-    """Raises ValueError where a model is given and the run's is one of the registry, or the other way round."""
+    """Raise ValueError if a model is given for a run of a registry model, or is missing for a run of your own."""
     is_own = recorded.weights.is_of_own_model
     if is_own and model is None:
         raise ValueError(
-            f"{recorded.path} was trained with a model of your own, {recorded.model_name!r}, which only Python has: "
-            f"engine.evaluate({str(recorded.path)!r}, model=…)"
+            f"{recorded.path} was trained with a model of your own, {recorded.model_name!r}, which must be given from "
+            f"Python: engine.evaluate({str(recorded.path)!r}, model=…)"
         )
     if not is_own and model is not None:
-        raise ValueError(
-            f"the model must be left out, since {recorded.path} was trained with {recorded.model_name} of the registry"
-        )
+        raise ValueError(f"{recorded.path} was trained with {recorded.model_name} of the registry: leave model out")
 
 
 def run_subject(
     recorded: TrainedRun, config: TrainConfig, model: TrainModel | None, source: EvaluationSource
 ) -> Subject:
-    """Makes ready what a run trained, for images as large as those of the training.
+    """Prepare the model of a run for images as large as those of the training.
 
     Args:
         recorded: the run.
-        config: to evaluate with.
-        model: the user's own, None where it is of the registry.
-        source: of the images.
+        config: the settings of the evaluation.
+        model: a user-defined model, None for one of the registry.
+        source: the source of the images.
 
     Raises:
-        ValueError: where the weights are not those of the model, or the images are of no size that it takes.
+        ValueError: if the weights do not fit the model, or the images do not have a suitable size.
     """
     size = _crop_of_run(config, recorded, source)
     registry_name = recorded.model_name if model is None else None
@@ -86,8 +83,8 @@ def run_subject(
     mean, std = (_channels(recorded.weights.metadata.get(name, "")) for name in ("mean", "std"))
     if mean is None or std is None:
         raise ValueError(
-            f"the weights of a run must say what its pixels were normalised with, and those of {recorded.path} do not: "
-            "restore the file, or name it with --weights, --mean and --std"
+            f"the weights of a run must record the mean and std of its pixels, and those of {recorded.path} do not: "
+            "restore the file, or evaluate it with --weights, --mean and --std"
         )
     weights = _place(recorded.weights, registry_name, model, os.fspath(recorded.path))
     config, step = replace(config, image_size=size), _steps_done(recorded.weights)
@@ -103,10 +100,10 @@ def file_subject(
     std: Channels | None,
     notify: Callable[[str], None],
 ) -> Subject:
-    """Makes ready the weights of a file, see `engine.evaluation.run.evaluate_weights`.
+    """Prepare the weights of a file, see `engine.evaluation.run.evaluate_weights`.
 
     Raises:
-        ValueError: where the weights are not those of the model, or a crop is larger than the images.
+        ValueError: if the weights do not fit the model, or a crop is larger than the images.
     """
     name = registry_name_of(path, stored, config)
     num_classes = num_classes_of(stored)
@@ -118,10 +115,10 @@ def file_subject(
 
 
 def registry_name_of(path: str, stored: StoredWeights, config: TrainConfig) -> str:
-    """Gives the name of a file's model; raises ValueError where neither setting nor file names one of the registry."""
+    """Return the name of a file's model; raise ValueError if neither setting nor file names one of the registry."""
     name = stored.metadata.get("model", "auto") if config.model == "auto" else config.model
     if name == "auto":
-        raise ValueError(f"the model must be named, since {path} does not say whose weights it holds: --model NAME")
+        raise ValueError(f"{path} does not name the model that its weights belong to: name it with --model NAME")
     try:
         find_network(name)
     except UnknownModelError as error:
@@ -130,19 +127,19 @@ def registry_name_of(path: str, stored: StoredWeights, config: TrainConfig) -> s
 
 
 def num_classes_of(stored: StoredWeights) -> int | None:
-    """Gives how many classes weights of the registry tell apart, None where they have no classifier."""
+    """Return the number of classes of a registry model's weights, None if they have no classifier."""
     bias = stored.tensors.get("fc.bias")
     return None if bias is None or bias.ndim != 1 else len(bias)
 
 
 def _build(name: str, num_classes: int | None, config: TrainConfig) -> TrainModel:
-    assert num_classes is not None  # a run of a model of the registry has it
-    # "auto", which alone depends on the size, is a name by now.
+    assert num_classes is not None  # every run of a registry model records it
+    # Only "auto" depends on the size, and it is already resolved to a name.
     return build_model(name, num_classes=num_classes, image_size=1, dtype=jnp.dtype(config.precision))
 
 
 def _place(stored: StoredWeights, registry_name: str | None, model: TrainModel, where: str) -> Weights:
-    """Puts stored weights where the model has them, on the device."""
+    """Return stored weights as the model's pytrees, on the device."""
     words = jax.ShapeDtypeStruct((2,), jnp.uint32)
     shapes = jax.eval_shape(lambda words: model.init(jax.random.wrap_key_data(words, impl="threefry2x32")), words)
     try:
@@ -166,13 +163,13 @@ def _scale_of_file(
         for choices in zip(given, in_file, (IMAGENET_MEAN, IMAGENET_STD), strict=True)
     )
     if (mean is None or std is None) and None in in_file:
-        words = [" ".join(f"{each:g}" for each in part) for part in (chosen_mean, chosen_std)]
-        notify(f"pixels: normalised with mean {words[0]} and std {words[1]}, as torchvision's ImageNet weights expect")
+        texts = [" ".join(f"{each:g}" for each in part) for part in (chosen_mean, chosen_std)]
+        notify(f"pixels: normalised with mean {texts[0]} and std {texts[1]}, as torchvision's ImageNet weights expect")
     return chosen_mean, chosen_std
 
 
 def _channels(text: str) -> Channels | None:
-    """Reads three numbers, None where they are not."""
+    """Parse three numbers; return None if the text is anything else."""
     try:
         red, green, blue = (float(part) for part in text.split())
     except ValueError:
@@ -181,21 +178,21 @@ def _channels(text: str) -> Channels | None:
 
 
 def _crop_of_run(config: TrainConfig, recorded: TrainedRun, source: EvaluationSource) -> int | None:
-    """Gives the size of the central crop that makes the split's images as large as those of the training.
+    """Return the size of the central crop that gives the split's images the size of those of the training.
 
     Raises:
-        ValueError: where no crop does.
+        ValueError: if there is no such crop.
     """
     size = config.image_size
-    wanted = (recorded.height, recorded.width) if size is None else (size, size)
+    expected = (recorded.height, recorded.width) if size is None else (size, size)
     found = source.height, source.width
-    if found == wanted:
+    if found == expected:
         return config.image_size
-    if wanted[0] == wanted[1] and wanted[0] <= min(found):
-        return wanted[0]
+    if expected[0] == expected[1] and expected[0] <= min(found):
+        return expected[0]
     raise ValueError(
-        f"the images must be as large as those of the training, {wanted[0]} × {wanted[1]} px, or larger and square, "
-        f"got {found[0]} × {found[1]} px: pack them at that --size"
+        f"the images must be as large as those of the training, {expected[0]} × {expected[1]} px, or larger and "
+        f"square, got {found[0]} × {found[1]} px: pack them at that --size"
     )
 
 
@@ -210,8 +207,8 @@ def _crop_of_file(
     height, _, width = stored.metadata.get("image_size", "").partition("x")
     if height.isdecimal() and int(height) > least:
         notify(
-            f"warning: the weights are of images of {height} × {width} px, and these have {source.height} × "
-            f"{source.width}: pack them at that --size for the network's own accuracy"
+            f"warning: the weights were trained on images of {height} × {width} px, and these have {source.height} × "
+            f"{source.width}: pack them at that --size to measure the network's real accuracy"
         )
     is_smaller = height == width and height.isdecimal() and int(height) <= least
     return int(height) if is_smaller and (source.height, source.width) != (int(height),) * 2 else None

@@ -1,6 +1,6 @@
-"""What the folder of a finished or stopped run says of it: settings, what they resolved to, and the trained weights.
+"""The record of a finished or stopped run: its settings, what they resolved to, and the trained weights.
 
-Owns reading them back for whoever uses the weights. Must not know: data, programs, how they are written.
+Owns reading them back to use the weights. Must not know: data, programs, how the files are written.
 """
 
 from contextlib import suppress
@@ -18,18 +18,18 @@ from engine.records.weights import StoredWeights, read_weights
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A run as its folder has it.
+    """A run as its folder records it.
 
     Attributes:
         path: the folder.
-        config: the settings of its last launch; `run_dir` is the folder, wherever it was then.
-        model_name: of the model that was trained.
-        data: it was trained on, in words.
-        num_classes: K, None where the user's own model alone knew.
-        height, width: of its images, in pixels, before the crop to `config.image_size`.
-        manifest_digest, eval_manifest_digest: sha256 of the manifests of the training split and of the split that it
-            was evaluated on, None where there was none.
-        weights: the trained ones, with what is written beside them.
+        config: the settings of its last launch; `run_dir` is the present folder.
+        model_name: the name of the trained model.
+        data: a description of the training data.
+        num_classes: K, None if only a user-defined model knew it.
+        height, width: the size of its images in pixels, before the crop to `config.image_size`.
+        manifest_digest, eval_manifest_digest: SHA-256 of the manifests of the training split and of the split that it
+            was evaluated on, None if there was none.
+        weights: the trained weights, with their metadata.
     """
 
     path: Path
@@ -48,8 +48,8 @@ def read_run(path: Path) -> TrainedRun:
     """Read the folder of a run.
 
     Raises:
-        ValueError: where it is no folder of a run, has no weights yet, one of its files was changed since, or
-            `config.json` is another run's.
+        ValueError: if it is not the folder of a run, has no weights yet, one of its files was changed since it was
+            written, or `config.json` belongs to another run.
     """
     check_has_weights(path)
     recorded, end = read_recorded(path), read_result(path)
@@ -71,17 +71,17 @@ def read_run(path: Path) -> TrainedRun:
         )
     except KeyError as error:
         raise ValueError(
-            f"{path / CONFIG} must say what the settings resolved to, and {error} is missing: restore the file"
+            f"{path / CONFIG} must record what the settings resolved to, and {error} is missing: restore the file"
         ) from None
 
 
 def _check_config(path: Path, recorded: RecordedRun, end: RecordedEnd | None) -> None:
-    """Raise ValueError where `config.json` is not the one that the result or, without one, the snapshots tell of."""
+    """Raise ValueError if `config.json` is not the one that the result or, without one, the newest snapshot records."""
     if end is not None and end.folder is not None:
         check_config_digest(path / CONFIG, recorded.digest, recorded.continued, end.folder, RESULT)
         return
     for step in reversed(snapshot_steps(path / SNAPSHOTS)):
-        # The weights do not depend on a snapshot: one that is damaged does not keep them from being evaluated.
+        # The weights do not depend on a snapshot: a damaged one does not prevent their evaluation.
         with suppress(SnapshotError, OSError):
             state = read_folder_state(path / SNAPSHOTS, step)
             if state is not None:
@@ -91,34 +91,34 @@ def _check_config(path: Path, recorded: RecordedRun, end: RecordedEnd | None) ->
 
 
 def _read_weights(path: Path, recorded: RecordedRun, end: RecordedEnd | None) -> StoredWeights:
-    """Read the weights of a run; raise ValueError where they were changed since, or are not those of its end."""
+    """Read the weights of a run; raise ValueError if they were changed, or are not those of its end."""
     weights = read_weights(path / WEIGHTS)
     if end is not None and end.weights_digest not in (None, weights.digest):
-        found = "carries none" if weights.digest is None else f"is {weights.digest[:12]}"
+        found = "it has none now" if weights.digest is None else f"is {weights.digest[:12]} now"
         raise ValueError(
-            f"{path / WEIGHTS} must be what the run wrote at its end, and is not (its digest (sha256) was "
-            f"{str(end.weights_digest)[:12]}, the file {found}): restore that file, or evaluate it as --weights FILE"
+            f"{path / WEIGHTS} is not what the run wrote at its end (its digest (sha256) was "
+            f"{str(end.weights_digest)[:12]}, and {found}): restore that file, or evaluate it as --weights FILE"
         )
     if weights.digest is None and recorded.digest is not None:
         raise ValueError(
-            f"{path / WEIGHTS} must carry a digest (sha256), as {CONFIG} beside it does, and carries none: it cannot "
-            "be told whether this run wrote it; restore that file, or evaluate it as --weights FILE"
+            f"{path / WEIGHTS} must have a digest (sha256), as {CONFIG} beside it has, and has none, so it may not be "
+            "from this run: restore that file, or evaluate it as --weights FILE"
         )
     return weights
 
 
 def check_has_weights(path: Path) -> None:
-    """Raise ValueError where a folder is none of a run, or its run has no weights yet."""
+    """Raise ValueError if a folder is not that of a run, or its run has no weights yet."""
     _check_folder(path)
     if not (path / WEIGHTS).exists():
         raise ValueError(
-            f"RUN must hold {WEIGHTS}, and {path} does not: the run has not ended, was killed, or ended before its "
-            "first step; wait for its end, stop it (Ctrl-C), or go on with it (run-train --resume)"
+            f"RUN must hold {WEIGHTS}, and {path} does not: the run is still going, was killed, or ended before its "
+            "first step; wait for its end, stop it (Ctrl-C), or resume it (run-train --resume)"
         )
 
 
 def _check_folder(path: Path) -> None:
-    """Raises ValueError where there is no folder of a run; where runs lie in it, names the one that began last."""
+    """Raise ValueError if a folder is not that of a run; if it holds runs, name the one that was started last."""
     if not path.is_dir():
         found = "is a file" if path.exists() else "does not exist"
         raise ValueError(f"RUN must be the folder of a run, and {path} {found}: give the --run-dir of a run-train")

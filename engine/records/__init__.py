@@ -1,1 +1,1 @@
-"""What a run leaves on disk and goes on from: its folder, logs, requests, snapshots and weights."""
+"""What a run writes to disk and resumes from: its folder, logs, requests, snapshots and weights."""

@@ -1,10 +1,10 @@
-"""`RUN/control.jsonl`: which requests took effect in a run, and where; written before they do.
+"""`RUN/control.jsonl`: the requests that took effect in a run and their steps; each is written before its effect.
 
-Owns the lines and what a run that is resumed must know of them. Must not know: how requests arrive, jax.
+Owns the lines and what a resumed run must know of them. Must not know: how requests arrive, jax.
 
-Each line ends with the SHA-256 of itself and of all lines before it: a changed, removed or moved line is noticed. If
-only the last lines are removed, the rest still reads as a whole log; the snapshots and `result.json` record how far it
-had come. Lines of older runs have no digest, and a log may begin with these.
+Each line ends with the SHA-256 of itself and of all lines before it, so a changed, removed or moved line is noticed. If
+only the last lines are removed, the rest still reads as a complete log; the snapshots and `result.json` record its
+length. Lines of older runs have no digest, and a log may begin with such lines.
 """
 
 import hashlib
@@ -26,14 +26,14 @@ _MOST_BYTES = 1 << 26
 
 
 class ControlLog:
-    """Appends to a log of events; for one thread at a time.
+    """A log of events, open to append; for one thread at a time.
 
-    A line is with the system when `append` returns: it outlives the process, however that dies. A last line that a
-    crash cut short is removed; what it said never took effect.
+    When `append` returns, the operating system has the line: it survives a crash of the process. A last line that a
+    crash cut short is removed; its event never took effect.
 
     Args:
-        path: the file, made when there is something to write.
-        begun: the digest of what it holds already; None reads the file for it.
+        path: the file, created at the first append.
+        begun: the digest of the file's present content; None computes it from the file.
     """
 
     def __init__(self, path: Path, begun: RunningDigest | None = None) -> None:
@@ -41,10 +41,10 @@ class ControlLog:
         self._is_open = False
 
     def append(self, event: ControlEvent) -> None:
-        """Writes an event; to be called before it takes effect.
+        """Write an event; call this before the event takes effect.
 
         Raises:
-            OSError: where it cannot be written; the file is then as it was.
+            OSError: if it cannot be written; the file is then unchanged.
         """
         if not self._is_open:
             self._lines.open()
@@ -53,35 +53,35 @@ class ControlLog:
         self._lines.append(json.dumps(values | {SEAL: _line_digest(self._lines.state().sha256, values)}))
 
     def state(self) -> LogState:
-        """Return how far the log has come; from any thread."""
+        """Return the log's size and digest; may be called from any thread."""
         return self._lines.state()
 
     def sync(self) -> None:
-        """Bring what was appended to the disk, by earlier launches too; do nothing where nothing was.
+        """Sync all appended lines to the disk, those of earlier launches too; do nothing if there are none.
 
         Raises:
-            OSError: where the disk failed; LostFileError where the file was removed or replaced.
+            OSError: if the disk failed; LostFileError if the file was removed or replaced.
         """
         self._lines.sync()
 
     def close(self) -> None:
-        """Closes the file; does nothing where none is open."""
+        """Close the file, if it is open."""
         self._lines.close()
         self._is_open = False
 
 
 class ControlLogError(ValueError):
-    """A log of events has a line that is no event, or not as it was written."""
+    """A line of the log is not an event, or was changed since it was written."""
 
 
 def read_events(path: Path) -> tuple[ControlEvent, ...]:
-    """Reads all events of a log, in file order; none where there is no file.
+    """Return all events of a log, in file order; none if there is no file.
 
-    A last line without its end is left out: it is being written, or a crash cut it short.
+    A last line without its newline is left out: it is being written, or a crash cut it short.
 
     Raises:
-        ControlLogError: where a line is no event, or not as it was written; names the file and the line.
-        OSError: where the file cannot be read.
+        ControlLogError: if a line is not an event, or was changed since it was written; names the file and the line.
+        OSError: if the file cannot be read.
     """
     try:
         content = read_regular(path, max_bytes=_MOST_BYTES)
@@ -94,16 +94,16 @@ def read_events(path: Path) -> tuple[ControlEvent, ...]:
             events.append(_read_sealed(line, before.hexdigest()) if is_sealed else ControlEvent.from_json(line))
         except ValueError as error:
             raise ControlLogError(
-                f"{path} must hold an event a line, line {number} does not ({error}): restore that file"
+                f"line {number} of {path} is not a valid event ({error}): restore that file"
             ) from error
-        # A run that writes digests never goes back to lines without.
+        # Once a line has a digest, all later lines have one.
         must_be_sealed = is_sealed
         before.update(line + b"\n")
     return tuple(events)
 
 
 def _line_digest(before: str, values: Mapping[str, Any]) -> str:
-    """Return what a line ends with: the SHA-256 of its values and of the digest of all lines before it."""
+    """Return the digest that ends a line: the SHA-256 of its values and of the digest of all lines before it."""
     return json_digest({"before": before, "values": values})
 
 

@@ -1,6 +1,6 @@
-"""Requests to a running training: files that one process leaves in `RUN/control/` and the running one picks up.
+"""Requests to a running training: files that another process puts into `RUN/control/` and the training picks up.
 
-Owns the files and the thread that looks for them. Must not know: the control word, when a request takes effect, jax.
+Owns the files and the thread that polls for them. Must not know: the control word, when a request takes effect, jax.
 """
 
 import os
@@ -15,16 +15,16 @@ from engine.records.whole_file import write_whole
 CONTROL_FOLDER_NAME = "control"
 
 _SUFFIX = ".json"
-_LOOK_EVERY_S = 0.25
+_POLL_EVERY_S = 0.25
 _CLOSE_TIMEOUT_S = 2.0
 _LONGEST_REQUEST_BYTES = 4096
 
 
 def send_request(run: Path, request: ControlRequest) -> None:
-    """Leaves a request for the process that works in the run folder; it is there whole or not at all.
+    """Write a request for the process that is training in the run folder; the file appears whole or not at all.
 
     Raises:
-        OSError: where it cannot be written.
+        OSError: if it cannot be written.
     """
     folder = run / CONTROL_FOLDER_NAME
     folder.mkdir(exist_ok=True)
@@ -32,14 +32,14 @@ def send_request(run: Path, request: ControlRequest) -> None:
 
 
 def withdraw(run: Path, request_id: str) -> bool:
-    """Takes a request back.
+    """Withdraw a request.
 
     Returns:
-        True where it was there still, and so will never be taken up; False where it was taken up already, or there
-        was none.
+        True if it was still pending, so that it will never take effect; False if it was already claimed, or does not
+        exist.
 
     Raises:
-        OSError: where it cannot be removed.
+        OSError: if it cannot be removed.
     """
     check_request_id(request_id)
     try:
@@ -54,9 +54,9 @@ def _path_of(folder: Path, request_id: str) -> Path:
 
 
 def remove_requests(run: Path) -> None:
-    """Removes the requests in a run folder, whose senders have given up; for whoever has just locked it.
+    """Remove the pending requests in a run folder, whose senders have given up; to be called right after locking it.
 
-    Those that come from then on are to him, even before he looks for them. Where the disk fails, they stay.
+    Requests that arrive later are for the process that holds the lock, even before it polls. Disk errors are ignored.
     """
     folder = run / CONTROL_FOLDER_NAME
     with suppress(OSError):
@@ -66,7 +66,7 @@ def remove_requests(run: Path) -> None:
 
 
 def _names(folder: Path, *, with_unfinished: bool = False) -> list[str]:
-    """Gives the names of the files of requests, in order of time; the unfinished are those of `write_whole`."""
+    """Return the names of the request files, oldest first, then the temporary files of `write_whole` if asked for."""
     names = [path.name for path in folder.iterdir()]
     finished = [name for name in names if name.endswith(_SUFFIX)]
     unfinished = [name for name in names if name.startswith(".") and f"{_SUFFIX}." in name]
@@ -74,14 +74,14 @@ def _names(folder: Path, *, with_unfinished: bool = False) -> list[str]:
 
 
 class ControlMailbox:
-    """Looks for requests in a run folder, on a thread of its own, and hands each on once, in order of time.
+    """Polls a run folder for requests on its own thread, and delivers each once, oldest first.
 
-    A request's file is removed before it is handed on. To remove it is to claim it: whoever withdraws a request learns
-    for certain whether it will take effect. What is no request is removed. Where the disk fails, no requests come.
+    A request is claimed by removing its file, which happens before it is delivered; so `withdraw` knows for certain
+    whether a request will take effect. A file that is not a request is removed. If the disk fails, no requests arrive.
 
     Args:
         run: the run folder.
-        deliver: gets each request on the mailbox's thread; must not block. Whatever it raises is dropped.
+        deliver: called with each request on the mailbox's thread; must not block. Its exceptions are dropped.
     """
 
     def __init__(self, run: Path, deliver: Callable[[ControlRequest], None]) -> None:
@@ -90,38 +90,38 @@ class ControlMailbox:
         self._thread = threading.Thread(target=self._work, name="control-mailbox", daemon=True)
 
     def start(self) -> None:
-        """Begins to look; called once."""
+        """Start polling; call this once."""
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the looking; what is under way is waited for, not longer than two seconds (a disk may hang)."""
+        """Stop polling, and wait at most two seconds for the thread (a disk may hang)."""
         self._closing.set()
         if self._thread.is_alive():
             self._thread.join(_CLOSE_TIMEOUT_S)
 
     def _work(self) -> None:
         while not self._closing.is_set():
-            # The training goes on, whatever becomes of a request: its sender waits for the log, and tells of it.
+            # A failing request must not stop the training; its sender watches the log, and reports the failure.
             with suppress(Exception):
-                self._look()
-            self._closing.wait(_LOOK_EVERY_S)
+                self._poll()
+            self._closing.wait(_POLL_EVERY_S)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         try:
             names = _names(self._folder)
         except FileNotFoundError:
-            return  # nobody has asked for anything yet
+            return  # no request has been sent yet
         for name in names:
             if self._closing.is_set():
                 return
-            # One that fails must not hold up the others.
+            # One that fails must not hold up the rest.
             with suppress(Exception):
                 request = self._claim(name)
                 if request is not None:
                     self._deliver(request)
 
     def _claim(self, name: str) -> ControlRequest | None:
-        """Reads and removes a file; None where it holds no request, or was withdrawn meanwhile."""
+        """Read and remove a file; return its request, None if it is not one or was withdrawn meanwhile."""
         path = self._folder / name
         content = _read_start(path)
         try:
@@ -136,7 +136,7 @@ class ControlMailbox:
 
 
 def _read_start(path: Path) -> bytes:
-    """Reads a file, and of one longer than any request nothing; never waits for the writer of a pipe."""
+    """Return a file's content, nothing if it is longer than any request; never wait for the writer of a pipe."""
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
         content = file.read(_LONGEST_REQUEST_BYTES + 1) or b""
     return content if len(content) <= _LONGEST_REQUEST_BYTES else b""

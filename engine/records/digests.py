@@ -1,7 +1,6 @@
-"""Digests by which a run's files are recognised as what was written: of JSON records, of growing logs, of arrays.
+"""Digests of JSON records, of growing logs and of arrays, to check that a run's files are as they were written.
 
-They guard against damage, accidents and edits by hand. Whoever recomputes them can forge any of it: they are no
-signatures.
+They detect damage, accidents and edits by hand. They are not signatures: anyone can recompute them.
 """
 
 import hashlib
@@ -25,29 +24,31 @@ _CHUNK_BYTES = 1 << 20
 
 
 class LogState(NamedTuple):
-    """How far a log had come: its size in bytes and the SHA-256 of these, in hexadecimal digits."""
+    """The size of a log in bytes and the SHA-256 of these bytes, in hexadecimal digits."""
 
     num_bytes: int
     sha256: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return the state as it is recorded."""
+        """Return the state as JSON values."""
         return {"bytes": self.num_bytes, "sha256": self.sha256}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "LogState":
-        """Return what `to_json` made; raise ValueError, KeyError or TypeError for anything else."""
+        """Return the state that `to_json` wrote; raise ValueError, KeyError or TypeError for anything else."""
         num_bytes, digest = values["bytes"], values["sha256"]
         if type(num_bytes) is not int or num_bytes < 0 or not isinstance(digest, str):
-            raise ValueError(f"a log's state must be its bytes and their sha256, got {num_bytes!r} and {digest!r}")
+            raise ValueError(
+                f"a log's state must be its size in bytes and their sha256, got {num_bytes!r} and {digest!r}"
+            )
         return cls(num_bytes, digest)
 
 
 class RunningDigest:
-    """The SHA-256 and the size of what was appended so far; O(1) memory, and any thread may ask for the state."""
+    """The SHA-256 and the size of all bytes appended so far; O(1) memory, and any thread may read the state."""
 
     def __init__(self) -> None:
-        self._found, self._num_bytes, self._lock = hashlib.sha256(), 0, threading.Lock()
+        self._hash, self._num_bytes, self._lock = hashlib.sha256(), 0, threading.Lock()
 
     @property
     def num_bytes(self) -> int:
@@ -57,25 +58,25 @@ class RunningDigest:
     def update(self, content: bytes) -> None:
         """Append bytes."""
         with self._lock:
-            self._found.update(content)
+            self._hash.update(content)
             self._num_bytes += len(content)
 
     def state(self) -> LogState:
         """Return the state after the last append."""
         with self._lock:
-            return LogState(self._num_bytes, self._found.hexdigest())
+            return LogState(self._num_bytes, self._hash.hexdigest())
 
 
 def digest_file(path: Path, num_bytes: int, begun: RunningDigest) -> RunningDigest:
-    """Return the digest of the first bytes of a regular file; of fewer where the file is shorter.
+    """Return the digest of the first bytes of a regular file; of fewer if the file is shorter.
 
     Args:
-        path: of the file, which need not exist for none of its bytes.
-        num_bytes: how many.
-        begun: the digest of the first ones of these, which is continued.
+        path: the file; it need not exist if `num_bytes` is 0.
+        num_bytes: how many bytes.
+        begun: the digest of a beginning of these bytes, which is continued.
 
     Raises:
-        OSError: where the file cannot be read, or is a pipe, a device or a folder.
+        OSError: if the file cannot be read, or is a pipe, a device or a folder.
     """
     if num_bytes <= begun.num_bytes:
         return begun
@@ -87,24 +88,24 @@ def digest_file(path: Path, num_bytes: int, begun: RunningDigest) -> RunningDige
 
 
 def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a JSON record with the digest of its other keys as its last one."""
+    """Return a JSON record with the digest of its keys added under the key `SEAL`."""
     return {**values, SEAL: json_digest(values)}
 
 
 def is_as_sealed(values: Mapping[str, Any]) -> bool:
-    """Return whether a record holds the digest of its other keys."""
+    """Return whether a record holds the correct digest of its other keys."""
     return values.get(SEAL) == json_digest(values)
 
 
 def json_digest(values: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a JSON record without its own seal; of equal values it is the same, however they lie."""
+    """Return the SHA-256 of a JSON record without its own digest; it does not depend on the order of the keys."""
     return digest_of_json({key: value for key, value in values.items() if key != SEAL})
 
 
 def describe_array(name: str, array: NDArray[Any]) -> dict[str, Any]:
-    """Return what identifies an array: type, shape, and the SHA-256 of these, its name and its bytes."""
+    """Return the dtype and shape of an array, and the SHA-256 of these, its name and its bytes."""
     about = {"dtype": array.dtype.name, "shape": list(array.shape)}
     digest = hashlib.sha256(json.dumps([name, about], sort_keys=True).encode())
-    # As plain bytes, since bfloat16 has no buffer format that hashlib takes.
+    # As plain bytes, since hashlib accepts no buffer of bfloat16.
     digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
     return {**about, "sha256": digest.hexdigest()}

@@ -1,6 +1,6 @@
 """Read `RUN/eval.jsonl` while it grows.
 
-Owns what counts as a readable evaluation. Must not know: terminals, jax, how an evaluation is made.
+Owns what counts as a readable evaluation. Must not know: terminals, jax, how an evaluation is computed.
 """
 
 import json
@@ -17,8 +17,8 @@ _MAX_COUNT = 2**53  # above it a float64 is no longer exact
 class EvaluationLog:
     """Reads a growing `eval.jsonl`; holds no file open between reads.
 
-    A last line without its newline is left for a later read, and a line that is no evaluation is left out. The file is
-    read anew, whole, when it has changed: it has one line for an evaluation of a whole split, and so stays small.
+    A last line without its newline is left for a later read, and a line that is not an evaluation is skipped. When the
+    file has changed, all of it is read again: it has one line for an evaluation of a whole split, and so stays small.
     """
 
     def __init__(self, path: Path) -> None:
@@ -27,7 +27,7 @@ class EvaluationLog:
         self._records: tuple[EvaluationRecord, ...] = ()
 
     def read(self) -> tuple[EvaluationRecord, ...]:
-        """All evaluations so far, in file order, none without a file; raises OSError when the file can't be read."""
+        """Return all evaluations so far, in file order, none without a file; raise OSError if it cannot be read."""
         try:
             status = self._path.stat()
             state = status.st_ino, status.st_size, status.st_mtime_ns
@@ -41,7 +41,7 @@ class EvaluationLog:
 
 
 def _parse(line: bytes) -> EvaluationRecord | None:
-    """The evaluation of a line, None where it is none; a time or a loss that is missing or null is NaN."""
+    """Return the evaluation on a line, None if it holds none; a time or a loss that is missing or null is NaN."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,7 +1,7 @@
-"""What the other files of a run folder held when a snapshot was taken, and at the run's end.
+"""The content of a run folder's other files when a snapshot was taken, and at the end of the run.
 
-Owns comparing that with what they hold now. It guards against damage and edits by hand, not against whoever recomputes
-the digests.
+Owns the comparison of that content with what the files hold now. It detects damage and edits by hand; it is no
+protection against recomputed digests.
 """
 
 import os
@@ -18,18 +18,18 @@ from preprocess.regular_file import open_regular
 
 @dataclass(frozen=True)
 class FolderState:
-    """What `config.json` and the logs held.
+    """The digests of `config.json` and of the logs.
 
     Attributes:
-        config_sha256: the seal of `config.json`.
-        logs: of each log by its file's name; of one that was not begun the state of no bytes.
+        config_sha256: the digest of `config.json`.
+        logs: the state of each log by file name; of a log that does not exist yet, the state of no bytes.
     """
 
     config_sha256: str
     logs: Mapping[str, LogState] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the state as it is recorded."""
+        """Return the state as JSON values."""
         return {
             "config_sha256": self.config_sha256,
             "logs": {name: state.to_json() for name, state in self.logs.items()},
@@ -37,7 +37,7 @@ class FolderState:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "FolderState":
-        """Return what `to_json` made; raise ValueError, KeyError, TypeError or AttributeError for anything else."""
+        """Return the state that `to_json` wrote; raise ValueError, KeyError, TypeError or AttributeError otherwise."""
         return cls(
             str(values["config_sha256"]), {str(name): LogState.from_json(log) for name, log in values["logs"].items()}
         )
@@ -45,11 +45,11 @@ class FolderState:
 
 @dataclass(frozen=True)
 class RecordedBy:
-    """What recorded a state of the files, in words for messages.
+    """The record that holds a state of the files, as messages name it.
 
     Attributes:
         name: such as "the snapshot of step 8".
-        remedy: beside restoring the file, as the sentence goes on.
+        remedy: the alternative to restoring the file, as the end of the message's sentence.
     """
 
     name: str
@@ -57,27 +57,27 @@ class RecordedBy:
 
 
 def by_snapshot(snapshots: Path, step: int) -> RecordedBy:
-    """Return the words for a snapshot."""
+    """Return how messages name a snapshot."""
     return RecordedBy(
-        f"the snapshot of step {step}", f", or remove {snapshots / str(step)} to go on from the snapshot before it"
+        f"the snapshot of step {step}", f", or remove {snapshots / str(step)} to resume from the snapshot before it"
     )
 
 
 def by_result(path: Path) -> RecordedBy:
-    """Return the words for `result.json`."""
-    return RecordedBy(path.name, f", or remove {path} to go on from the newest snapshot")
+    """Return how messages name `result.json`."""
+    return RecordedBy(path.name, f", or remove {path} to resume from the newest snapshot")
 
 
 def digest_log(path: Path, *expected: tuple[LogState, RecordedBy]) -> RunningDigest:
     """Return the digest of a log up to the longest of its expected states; what was appended later is not read.
 
     Args:
-        path: of the log, which is read once.
-        expected: states that it had, each with what recorded it.
+        path: the log, which is read once.
+        expected: earlier states of the log, each with what recorded it.
 
     Raises:
-        ValueError: where the file begins otherwise, is shorter, missing, or no regular file; the message names the
-            shortest of the expected states that it does not match.
+        ValueError: if the file's beginning differs, or the file is too short, missing, or not a regular file; the
+            message names the shortest of the expected states that it does not match.
     """
     found = RunningDigest()
     for state, by in sorted(expected, key=lambda each: each[0].num_bytes):
@@ -96,10 +96,10 @@ def digest_log(path: Path, *expected: tuple[LogState, RecordedBy]) -> RunningDig
 
 
 def whole_lines_digest(path: Path) -> RunningDigest:
-    """Return the digest of the whole lines of a log, which a crash may have cut short; of none where there is no file.
+    """Return the digest of a log's complete lines, without a last line that a crash cut short; of none without a file.
 
     Raises:
-        OSError: where the file cannot be read.
+        OSError: if the file cannot be read.
     """
     found = RunningDigest()
     with suppress(FileNotFoundError), os.fdopen(open_regular(path), "rb") as file:
@@ -109,33 +109,34 @@ def whole_lines_digest(path: Path) -> RunningDigest:
 
 
 def check_no_more(path: Path, expected: LogState, by: RecordedBy) -> None:
-    """Raise ValueError where whole lines were appended to a log after the end of its run."""
+    """Raise ValueError if complete lines were appended to a log after the end of its run."""
     num_bytes = whole_lines_digest(path).num_bytes
     if num_bytes > expected.num_bytes:
         raise _refusal(path, expected, by, f"{num_bytes - expected.num_bytes:,} bytes were appended")
 
 
 def check_config_digest(path: Path, digest: str | None, earlier: Sequence[str], state: FolderState, by: str) -> None:
-    """Raise ValueError where `config.json` is neither the one that a state tells of, nor continues it.
+    """Raise ValueError if `config.json` is neither the one that a state records nor a continuation of it.
 
     Args:
-        path: of `config.json`.
-        digest: its seal, None where it has none.
-        earlier: the seals that it had in earlier launches.
-        state: what is recorded.
-        by: what recorded it, in words.
+        path: the path of `config.json`.
+        digest: its digest, None if it has none.
+        earlier: the digests that it had in earlier launches.
+        state: the recorded state.
+        by: the name of the record, for the message.
     """
     if state.config_sha256 in (digest, *earlier):
         return
-    found = "carries no digest" if digest is None else f"is {digest[:12]}"
+    found = "it has none now" if digest is None else f"is {digest[:12]} now"
     raise ValueError(
-        f"{path} must be of the run whose files lie beside it: its digest (sha256) was {state.config_sha256[:12]} "
-        f"for {by}, and the file {found}: restore that file; to change a setting, give its option to run-train --resume"
+        f"{path} does not belong to the run whose files lie beside it: its digest (sha256) was "
+        f"{state.config_sha256[:12]} for {by}, and {found}: restore that file; to change a setting, give its option to "
+        "run-train --resume"
     )
 
 
 def _refusal(path: Path, expected: LogState, by: RecordedBy, found: str) -> ValueError:
     return ValueError(
-        f"{path} must hold what it held for {by.name} ({expected.num_bytes:,} bytes), and {found}: "
+        f"{path} has changed since it was recorded by {by.name} ({expected.num_bytes:,} bytes): {found}; "
         f"restore that file{by.remedy}"
     )

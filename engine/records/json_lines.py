@@ -1,7 +1,7 @@
-"""A log of a run folder: appended line by line, with the digest of all that it holds.
+"""A log of a run folder: appended line by line, with a running digest of its content.
 
-Owns that a line is there whole or not at all, and that the file is still the one of its name. Must not know: what a
-line says.
+Owns that a line is written whole or not at all, and that the path still names the open file. Must not know: what a line
+means.
 """
 
 import errno
@@ -14,37 +14,38 @@ from engine.records.file_errors import LostFileError, name_file
 from engine.records.limits import LONGEST_LINE_BYTES
 from preprocess.regular_file import check_regular, open_regular
 
-# How often an append looks whether the file is still in its place: that takes 2 µs, and an append 10.
-_LOOK_EVERY_S = 1.0
+# How often an append checks that the file is still in its place: the check takes 2 µs, and an append 10.
+_CHECK_EVERY_S = 1.0
 _READ_BYTES = 1 << 20
-# What file systems that cannot sync a file say to it.
+# The errors of file systems that cannot sync a file.
 _NOT_OFFERED = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
-# Without waiting for the reader of a pipe, which is then refused.
+# O_NONBLOCK: not to wait for the reader of a pipe, which is then refused.
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 class JsonLines:
-    """A file of lines, each on disk before the next one is taken; a line is there whole or not at all.
+    """A file of lines, each handed to the operating system before the next one; a line is written whole or not at all.
 
     Args:
-        path: of the file.
-        begun: the digest of what it holds already, which the appended lines continue; None reads the file for it.
+        path: the file.
+        begun: the digest of the file's present content, which the appended lines continue; None computes it from the
+            file.
     """
 
     def __init__(self, path: Path, begun: RunningDigest | None = None) -> None:
         self._path, self._begun = path, begun
         self._digest = RunningDigest() if begun is None else begun
         self._file, self._length = -1, 0
-        self._looked_at = 0.0
+        self._checked_at = 0.0
         self._synced_bytes = 0
         self._sync_error: OSError | None = None
 
     def open(self) -> None:
-        """Open the file, to append; a last line that a crash cut short is removed.
+        """Open the file to append, and remove a last line that a crash cut short.
 
         Raises:
-            ValueError: where the file holds something else than lines, or than it held when its digest was taken.
-            OSError: where it cannot be opened, or is a pipe or a device.
+            ValueError: if the file does not hold lines, or its size is not that of `begun`.
+            OSError: if it cannot be opened, or is a pipe or a device.
         """
         try:
             self._file = os.open(self._path, _FLAGS, 0o666)
@@ -53,7 +54,7 @@ class JsonLines:
             raise
         try:
             check_regular(os.fstat(self._file), self._path)
-            self._length = self._end_of_lines()
+            self._length = self._complete_lines_size()
             if self._length < os.fstat(self._file).st_size:
                 os.ftruncate(self._file, self._length)
             self._continue_digest()
@@ -68,12 +69,12 @@ class JsonLines:
                 self._digest.update(part)
         elif self._begun.num_bytes != self._length:
             raise ValueError(
-                f"{self._path} must hold the {self._begun.num_bytes:,} bytes that this run left there, and holds "
-                f"{self._length:,}: nobody else may write to it while the run is going"
+                f"{self._path} must hold the {self._begun.num_bytes:,} bytes that this run wrote there, and holds "
+                f"{self._length:,}: let no other program write to it while the run is going"
             )
 
-    def _end_of_lines(self) -> int:
-        """Return the size of the file up to the end of its last whole line."""
+    def _complete_lines_size(self) -> int:
+        """Return the size of the file up to the end of its last complete line."""
         size = os.fstat(self._file).st_size
         if size == 0:
             return 0
@@ -81,20 +82,21 @@ class JsonLines:
         end = os.pread(self._file, size - start, start)
         if start and b"\n" not in end:
             raise ValueError(
-                f"{self._path} must hold lines of losses, and its last line has no end: choose another file"
+                f"{self._path} must hold lines of losses, and its last line is longer than any such line: "
+                "choose another file"
             )
         return start + end.rfind(b"\n") + 1
 
     def append(self, text: str) -> None:
-        """Append a line, given without its end.
+        """Append a line, given without its newline.
 
         Raises:
-            OSError: where the disk does not take it, and then nothing of it; or, looked for once a second, where the
-                file is no longer the one of its name.
+            OSError: if it cannot be written, and then none of it is; LostFileError if the path no longer names the
+                open file, which is checked once a second.
         """
         line = (text + "\n").encode()
         try:
-            # A disk takes what fits and reports that it is full at the next call: make that call.
+            # A nearly full disk writes what fits and reports the error at the next call: make that call.
             written = 0
             while written < len(line):
                 written += os.write(self._file, line[written:])
@@ -105,16 +107,16 @@ class JsonLines:
             raise
         self._length += len(line)
         self._digest.update(line)
-        if time.monotonic() >= self._looked_at + _LOOK_EVERY_S:
+        if time.monotonic() >= self._checked_at + _CHECK_EVERY_S:
             self.check_place()
 
     def state(self) -> LogState:
-        """Return how many bytes were appended, by this run in all its launches, and their digest; from any thread."""
+        """Return the size and digest of what this run appended, in all its launches; may be called from any thread."""
         return self._digest.state()
 
     def check_place(self) -> None:
-        """Raise LostFileError where the file that is open is no longer the one of its name; a closed one is left."""
-        self._looked_at = time.monotonic()
+        """Raise LostFileError if the path no longer names the open file; do nothing if no file is open."""
+        self._checked_at = time.monotonic()
         if self._file < 0:
             return
         try:
@@ -125,13 +127,13 @@ class JsonLines:
             raise LostFileError.of(self._path)
 
     def sync(self) -> None:
-        """Bring what was appended so far to the disk, by an earlier launch too.
+        """Sync all appended lines to the disk, those of earlier launches too.
 
-        A disk that failed once reports success at the next call, whatever it lost: the error is raised at each later
-        call too. A file system that cannot sync a file is passed over.
+        A disk that failed once reports success at the next call, whatever it lost; so the error is raised again at each
+        later call. A file system that cannot sync a file is no error.
 
         Raises:
-            OSError: where the disk failed; LostFileError as `check_place`, or where an earlier launch's file is gone.
+            OSError: if the disk failed; LostFileError as in `check_place`, or if an earlier launch's file is gone.
         """
         num_bytes = self._digest.num_bytes  # another thread may append meanwhile
         if self._sync_error is None and num_bytes != self._synced_bytes:
@@ -142,7 +144,7 @@ class JsonLines:
         self.check_place()
 
     def _sync_file(self) -> None:
-        """Sync the file, of a launch that has nothing to append the one that is there; keep the error of the disk."""
+        """Sync the file, opening it if this launch has not; keep a disk error in `_sync_error`."""
         file = self._file
         try:
             if self._file < 0:

@@ -1,6 +1,6 @@
-"""How much of a run folder's files is read at most. Imports nothing, so that whoever follows a run starts quickly."""
+"""The limits on what is read from a run folder's files. Imports nothing, so that `tail-run` starts quickly."""
 
 LONGEST_LINE_BYTES = 1 << 16
-"""No line of a log is longer."""
+"""The longest line of a log."""
 MOST_JSON_BYTES = 1 << 24
-"""No `config.json` or `result.json` is larger: a launch adds some hundred bytes."""
+"""The largest `config.json` or `result.json`: a launch adds some hundred bytes."""

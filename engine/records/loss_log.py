@@ -1,6 +1,6 @@
 """Read `RUN/loss.jsonl` while it grows.
 
-Owns: which bytes were read already, what counts as a readable line, what `config.json` and `result.json` say about
+Owns which bytes were already read, what counts as a readable line, and what `config.json` and `result.json` say about
 the run. Must not know: terminals, drawing, jax.
 """
 
@@ -18,8 +18,8 @@ from engine.records.folder_lock import held_since_ns
 from engine.records.limits import MOST_JSON_BYTES
 from preprocess.regular_file import open_regular, read_regular
 
-# The names that `run_folder` writes under; a test holds them equal. To import them from there would load the
-# settings and importlib.metadata: 50 ms of a start of 400 ms, for four words.
+# The same names as in `run_folder`; a test keeps them equal. Importing them from there would load the settings and
+# importlib.metadata: 50 ms of a start of 400 ms.
 LOSS_LOG_NAME = "loss.jsonl"
 EVALUATION_LOG_NAME = "eval.jsonl"
 CONFIG_NAME = "config.json"
@@ -33,28 +33,28 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class LossRows:
-    """Columns of n lines of the log, in file order; a number that a line lacks is NaN."""
+    """The columns of n lines of the log, in file order; a missing number is NaN."""
 
     step: npt.NDArray[np.int64]  # [n], from 1
-    loss: Floats  # [n], NaN or infinite where the training was
+    loss: Floats  # [n], NaN or infinite if the training loss was
     learning_rate: Floats  # [n]
     images_per_s: Floats  # [n]
-    wait_ms: Floats  # [n], what the device waited for the infeed
+    wait_ms: Floats  # [n], how long the device waited for the infeed
     time_s: Floats  # [n], unix seconds
 
     def __len__(self) -> int:
         return len(self.step)
 
     def tail(self, num_rows: int) -> "LossRows":
-        """The last `num_rows` rows (all of them where there are fewer)."""
+        """Return the last `num_rows` rows (all of them if there are fewer)."""
         return self.take(slice(max(0, len(self) - num_rows), None))
 
     def followed_by(self, rows: "LossRows") -> "LossRows":
-        """These rows and then those."""
+        """Return these rows followed by the given ones."""
         return LossRows(*(np.concatenate(pair) for pair in zip(self._columns(), rows._columns(), strict=True)))
 
     def take(self, index: slice | npt.NDArray[np.bool_]) -> "LossRows":
-        """The rows which a slice or a boolean mask [n] picks."""
+        """Return the rows that a slice or a boolean mask [n] selects."""
         return LossRows(*(column[index] for column in self._columns()))
 
     def _columns(self) -> tuple[Any, ...]:
@@ -63,20 +63,20 @@ class LossRows:
 
 @dataclass(frozen=True, eq=False)
 class LossBatch:
-    """What one `LossLog.read` found."""
+    """The result of one `LossLog.read`."""
 
     rows: LossRows
-    restarted: bool = False  # the file began anew: what was read before belongs to another file
-    num_unreadable: int = 0  # lines left out because they are no row
-    last_unreadable_line: int = 0  # its number in the file, from 1; 0 where there is none
-    more: bool = False  # the file held more than this read took: read again at once
+    restarted: bool = False  # the file was replaced: rows read before belong to another file
+    num_unreadable: int = 0  # skipped lines, which hold no row
+    last_unreadable_line: int = 0  # its number in the file, from 1; 0 if there is none
+    more: bool = False  # the file holds more than this read returned: read again at once
 
 
 class LossLog:
     """Reads a growing `loss.jsonl` from where the previous read ended; holds no file open between reads.
 
-    A last line without its newline is left for the next read. A file that is missing gives no rows. A file that was
-    replaced, shortened or rewritten is read from its start, and the batch says `restarted`.
+    A last line without its newline is left for the next read. A missing file has no rows. A file that was replaced,
+    shortened or rewritten is read from its start, and the batch has `restarted` set.
     """
 
     def __init__(self, path: Path, chunk_bytes: int = 1 << 18) -> None:
@@ -90,7 +90,7 @@ class LossLog:
         self._num_lines = 0
 
     def read(self) -> LossBatch:
-        """Read up to `chunk_bytes` of whole lines that are new; raises OSError when the file can't be read."""
+        """Read up to `chunk_bytes` of new complete lines; raise OSError if the file cannot be read."""
         try:
             file = os.fdopen(open_regular(self._path), "rb")
         except FileNotFoundError:
@@ -103,20 +103,20 @@ class LossLog:
         full = len(chunk) == self._chunk_bytes
         stop = chunk.rfind(b"\n") + 1
         if stop == 0 and full:
-            # No newline in a whole chunk: no row is that long. Its pieces are left out, the last one at its newline.
+            # No newline in a whole chunk: no row is that long. The line is skipped piece by piece.
             self._offset = max(self._offset + len(chunk), hole_stop)
             return LossBatch(NO_ROWS, restarted, 1, self._num_lines + 1, more=True)
         lines = chunk[:stop].split(b"\n")[:-1]
         rows, unreadable = _parse(lines)
         last_unreadable = self._num_lines + unreadable[-1] + 1 if unreadable else 0
         self._offset += stop
-        # Bytes past the last whole line may still be taken back, where the disk is full.
+        # Bytes past the last complete line may still be removed, if the disk is full.
         self._fingerprint = self._fingerprint[: self._offset]
         self._num_lines += len(lines)
         return LossBatch(rows, restarted, len(unreadable), last_unreadable, more=full)
 
     def _rewind_if_another_file(self, file: Any) -> bool:
-        """Go back to the start when this is not the file of the previous read; True when rows had been read of that."""
+        """Rewind if this is not the file of the previous read; return True if lines of that file had been read."""
         status = os.fstat(file.fileno())
         identity = (status.st_dev, status.st_ino)
         head = file.read(_FINGERPRINT_BYTES)
@@ -129,26 +129,26 @@ class LossLog:
 
 
 def _end_of_hole(file: Any) -> int:
-    """Return where a file goes on behind what was read: a hole may have terabytes, and no line is in it."""
+    """Return the offset at which data follow the current position: a hole may span terabytes, and holds no line."""
     here = file.tell()
     if not hasattr(os, "SEEK_DATA"):
         return here
     try:
         return os.lseek(file.fileno(), here, os.SEEK_DATA)
-    except OSError:  # no data follow, or the file system knows no holes
+    except OSError:  # no data follow, or the file system does not support holes
         return max(here, os.fstat(file.fileno()).st_size)
 
 
 def _parse(lines: Sequence[bytes]) -> tuple[LossRows, list[int]]:
-    """Rows of the readable lines, and the indices of those that are not; blank lines are neither."""
+    """Return the rows of the readable lines and the indices of unreadable ones; blank lines are neither."""
     indices = [index for index, line in enumerate(lines) if line.strip()]
     try:
-        # One call for all lines: 2 to 3 times faster than a call a line.
+        # One call for all lines: 2 to 3 times faster than one call per line.
         values = json.loads(b"[" + b",".join([lines[index] for index in indices]) + b"]")
         if len(values) == len(indices):
             return _columns(values), []
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        pass  # at least one line is no row: find out which, line by line
+        pass  # at least one line is not a row: find it, line by line
     rows: list[dict[str, Any]] = []
     unreadable: list[int] = []
     for index in indices:
@@ -163,10 +163,10 @@ def _parse(lines: Sequence[bytes]) -> tuple[LossRows, list[int]]:
 
 
 def _columns(values: Sequence[Any]) -> LossRows:
-    """Columns of decoded lines; raises ValueError, KeyError, TypeError or OverflowError when any is no row."""
+    """Return the columns of decoded lines; raise ValueError, KeyError, TypeError or OverflowError if one is no row."""
     steps = [value["step"] for value in values]
     if not set(map(type, steps)) <= {int} or (steps and not (min(steps) >= 0 and max(steps) < _MAX_STEP)):
-        raise ValueError("step must be a whole number from 0")
+        raise ValueError("step must be a non-negative integer")
     losses = [value["loss"] for value in values]
     if not set(map(type, losses)) <= {float, int, type(None)}:
         raise ValueError("loss must be a number or null")
@@ -178,7 +178,7 @@ def _optional_column(values: Sequence[dict[str, Any]], name: str) -> Floats:
     numbers = [value.get(name) for value in values]
     if not set(map(type, numbers)) <= {float, int, type(None)}:
         numbers = [number if type(number) in (float, int) else None for number in numbers]
-    return np.array(numbers, np.float64)  # numpy makes None NaN
+    return np.array(numbers, np.float64)  # NumPy converts None to NaN
 
 
 NO_ROWS = _columns([])
@@ -186,7 +186,7 @@ NO_ROWS = _columns([])
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What `config.json` says about a run, as far as a follower shows it; None where it does not say."""
+    """The part of `config.json` that `tail-run` shows; None for each missing value."""
 
     steps: int | None = None
     batch: int | None = None
@@ -195,7 +195,7 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class RunEnd:
-    """What `result.json` says about a run that ended; None where it does not say."""
+    """The part of `result.json` that `tail-run` shows; None for each missing value."""
 
     steps_done: int | None = None
     stopped_by: str | None = None
@@ -203,19 +203,19 @@ class RunEnd:
 
 
 def read_run_facts(run: Path) -> RunFacts:
-    """Facts from `RUN/config.json`; a file that is missing, half written or strange gives None for what it lacks."""
+    """Return the facts in `RUN/config.json`; None for each one that is missing or unreadable."""
     recorded = _read_object(run / CONFIG_NAME) or {}
     settings, resolved = (_object(recorded.get(key)) for key in ("config", "resolved"))
-    model = _text(resolved.get("model")) or _text(settings.get("model"))  # resolved says which one "auto" was
+    model = _text(resolved.get("model")) or _text(settings.get("model"))  # the resolved model replaces "auto"
     return RunFacts(_count(settings.get("steps")), _count(settings.get("batch")), model)
 
 
 def read_run_end(run: Path) -> RunEnd | None:
-    """The end of the run from `RUN/result.json`; None while that is missing, half written, or older than who holds RUN.
+    """Return the end of the run from `RUN/result.json`; None if that is missing, incomplete or older than RUN's lock.
 
-    Of a run that goes on, the end that is there is an earlier one.
+    While a resumed run is going, the file may still hold the end of an earlier launch.
     """
-    # When it was written is asked first: what is read then is as new, or newer.
+    # The time is read first, so that the content is as new, or newer.
     held_ns, written_ns = held_since_ns(run), _written_ns(run / RESULT_NAME)
     result = _read_object(run / RESULT_NAME)
     if result is None or (held_ns is not None and written_ns < held_ns):

@@ -1,6 +1,6 @@
-"""Orbax, called so that only what is asked for happens: no record on the terminal, no jax on the way, no early import.
+"""Calls to Orbax without its side effects: no log records on the terminal, no use of jax devices, no early import.
 
-Knows how a snapshot lies in Orbax's files, and nothing of what is in it.
+Knows how Orbax's files hold a snapshot, and nothing of its content.
 """
 
 import logging
@@ -17,28 +17,28 @@ import numpy as np
 import tensorstore as ts
 
 _LONGEST_REASON = 200
-# For how long what has failed may go on failing in TensorStore's threads, unheard.
+# How long errors of a failed operation may still arrive from TensorStore's threads; they are not printed.
 _LATE_S = 0.5
 
 
 def load_orbax() -> None:
-    """Imports Orbax, which takes from 0.2 to 3 s, ahead of the first snapshot."""
+    """Import Orbax, which takes from 0.2 to 3 s, ahead of the first snapshot."""
     with _quiet():
         import orbax.checkpoint  # noqa: F401
 
 
 def save_items(path: Path, arrays: dict[str, Any], facts: dict[str, Any]) -> None:
-    """Writes a folder of two items, `state` and `facts`; not atomic enough to be taken for a snapshot as it stands.
+    """Write a folder of two items, `state` and `facts`; the caller must make this atomic.
 
     Args:
         path: absolute, new.
-        arrays: nested dictionaries of NumPy arrays with elements; where there are none, there is no item for them.
-        facts: JSON.
+        arrays: nested dictionaries of non-empty NumPy arrays; if it is empty, the item `state` is not written.
+        facts: JSON values.
 
     Raises:
-        Exception: of whatever type, where the disk does not take it.
+        Exception: of any type, if it cannot be written.
     """
-    with _quiet(), _no_late_words():
+    with _quiet(), _no_late_errors():
         import orbax.checkpoint as ocp
 
         items: dict[str, Any] = {"facts": ocp.args.JsonSave(facts)}
@@ -49,7 +49,7 @@ def save_items(path: Path, arrays: dict[str, Any], facts: dict[str, Any]) -> Non
 
 
 def restore_facts(path: Path) -> Any:
-    """Reads the JSON; raises an exception of whatever type where it cannot be."""
+    """Return the item `facts`; raise an exception of any type if it cannot be read."""
     with _quiet():
         import orbax.checkpoint as ocp
 
@@ -58,74 +58,74 @@ def restore_facts(path: Path) -> Any:
 
 
 def restore_arrays(path: Path) -> Any:
-    """Reads the nested dictionaries, as NumPy arrays; raises an exception of whatever type where they cannot be."""
-    with _quiet(), _no_late_words():
+    """Return the item `state`, nested dictionaries of NumPy arrays; raise an exception of any type on failure."""
+    with _quiet(), _no_late_errors():
         import orbax.checkpoint as ocp
 
-        # Without a target, Orbax gives every array back as what it was saved from.
+        # Without a target, Orbax restores every array as the type that it was saved from.
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
             return checkpointer.restore(path, args=ocp.args.Composite(state=ocp.args.PyTreeRestore()))["state"]
 
 
 def first_unreadable(path: Path, names: Iterable[str]) -> str | None:
-    """Reads arrays one at a time, and gives the name of the first that cannot be; None where all can."""
+    """Read arrays one at a time, and return the name of the first that cannot be read; None if all can."""
     store = {"driver": "ocdbt", "base": f"file://{path}/state"}
     for name in names:
         try:
-            # Orbax keeps each array as zarr under its path, joined by dots.
+            # Orbax stores each array as zarr under its path, joined by dots.
             np.asarray(ts.open({"driver": "zarr", "kvstore": {**store, "path": f"{name}/"}}).result().read().result())
-        except Exception:  # noqa: BLE001 - whatever is wrong, this is the one that was asked for
+        except Exception:  # noqa: BLE001 - any error makes this array unreadable
             return name
     return None
 
 
 def short_reason(error: BaseException) -> str:
-    """What went wrong, without the pages of specification and source lines that TensorStore adds, and in one line."""
-    told = re.sub(r" \[(tensorstore_spec|source locations|os_error_code)=.*", "", str(error), flags=re.DOTALL)
-    told = " ".join(told.split())
-    # The middle is the path, said three times over.
-    if not told:
+    """Return an error's message in one line, without TensorStore's specification and source locations."""
+    reason = re.sub(r" \[(tensorstore_spec|source locations|os_error_code)=.*", "", str(error), flags=re.DOTALL)
+    reason = " ".join(reason.split())
+    # The middle only repeats the path.
+    if not reason:
         return type(error).__name__
-    return told if len(told) <= _LONGEST_REASON else f"{told[:60]} … {told[-120:]}"
+    return reason if len(reason) <= _LONGEST_REASON else f"{reason[:60]} … {reason[-120:]}"
 
 
-class _Standby(logging.Handler):
-    """Stands on the root logger, and does there what Python does while no handler does."""
+class _LastResortHandler(logging.Handler):
+    """A root handler that does what Python does without any handler, as long as it is the only one."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        others = [handler for handler in logging.root.handlers if not isinstance(handler, _Standby)]
+        others = [handler for handler in logging.root.handlers if not isinstance(handler, _LastResortHandler)]
         if not others and logging.lastResort is not None and record.levelno >= logging.lastResort.level:
             logging.lastResort.handle(record)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps Orbax's log off the terminal: what fails is raised anyway, what does not is for Orbax's makers.
+    """Keep Orbax's log records off the terminal: errors are raised anyway, other records do not concern the user.
 
-    Orbax logs through absl, whose first record of a process gives the root logger a handler for good, unless one is
-    there: hence the one on standby.
+    Orbax logs through absl, whose first record in a process adds a permanent handler to the root logger, unless one is
+    present: hence the temporary one.
     """
-    from absl import logging as absl_logging  # makes its logger, which must not be asked for before
+    from absl import logging as absl_logging  # creates absl's logger, which must not be requested before
 
-    absl, standby = absl_logging.get_absl_logger(), _Standby()
+    absl, last_resort = absl_logging.get_absl_logger(), _LastResortHandler()
 
     def keep(record: logging.LogRecord) -> bool:
         return f"{os.sep}orbax{os.sep}" not in record.pathname
 
-    logging.root.addHandler(standby)
+    logging.root.addHandler(last_resort)
     absl.addFilter(keep)
     try:
         yield
     finally:
         absl.removeFilter(keep)
-        logging.root.removeHandler(standby)
+        logging.root.removeHandler(last_resort)
 
 
 @contextmanager
-def _no_late_words() -> Iterator[None]:
-    """Keeps off the terminal what TensorStore's threads say of a write or a read that is given up already.
+def _no_late_errors() -> Iterator[None]:
+    """Keep errors of TensorStore's threads off the terminal after a write or a read has failed.
 
-    Orbax waits for the first array that fails; the others then find its event loop closed, each with a traceback.
+    Orbax waits only until the first array fails; the others then find its event loop closed, each with a traceback.
     """
     before = sys.unraisablehook
     last = time.monotonic()

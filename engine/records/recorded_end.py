@@ -1,4 +1,4 @@
-"""What `result.json` records of the end of a run, read back and checked. Needs no jax."""
+"""The end of a run as `result.json` records it, read and checked. Needs no jax."""
 
 import json
 from dataclasses import dataclass
@@ -13,20 +13,20 @@ from engine.records.run_folder import EVALUATION_LOG, LOSS_LOG, RESULT
 from preprocess.regular_file import read_regular
 
 FILES = "files"
-"""The key of `result.json` under which it says what the other files held at the end."""
+"""The key of `result.json` that holds the state of the other files at the end."""
 WEIGHTS_DIGEST = "weights_sha256"
-"""There, the digest that the metadata of `model.safetensors` hold; None where that was not written."""
+"""The key under `FILES` that holds the digest in the metadata of `model.safetensors`; None if that was not written."""
 
 
 @dataclass(frozen=True)
 class RecordedEnd:
-    """What `result.json` says of the other files.
+    """The state of the other files that `result.json` records.
 
     Attributes:
-        folder: what they held; None where nothing is said, by a run of before there were digests or one that was given
-            up while it may still have been writing.
-        weights_digest: of `model.safetensors`, None where nothing is said.
-        is_sealed: whether the file holds a digest of itself.
+        folder: the state of `config.json` and the logs; None if it is not recorded, by a run from before digests were
+            written or one that was abandoned while it may still have been writing.
+        weights_digest: the digest of `model.safetensors`, None if it is not recorded.
+        is_sealed: whether `result.json` holds a digest of itself.
     """
 
     folder: FolderState | None
@@ -35,16 +35,16 @@ class RecordedEnd:
 
 
 def read_result(run: Path) -> RecordedEnd | None:
-    """Read `result.json`; None where there is none.
+    """Read `result.json`; return None if there is none.
 
     Raises:
-        ValueError: where it cannot be read, or was changed since it was written.
+        ValueError: if it cannot be read, or was changed since it was written.
     """
     path = run / RESULT
     try:
         values = json.loads(read_regular(path, max_bytes=MOST_JSON_BYTES))
         if not isinstance(values, dict):
-            raise TypeError(f"it must be a JSON object, is {type(values).__name__}")
+            raise TypeError(f"it must be a JSON object, and is {type(values).__name__}")
         if SEAL not in values and FILES not in values:
             return RecordedEnd(None, None, is_sealed=False)
         if not is_as_sealed(values):
@@ -54,10 +54,10 @@ def read_result(run: Path) -> RecordedEnd | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        told = error.strerror if isinstance(error, OSError) and error.strerror else error
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise ValueError(
-            f"{path} must be what the run wrote at its end, and is not ({told}): restore that file, or remove it to go "
-            "on from the newest snapshot"
+            f"{path} is not what the run wrote at its end ({reason}): restore that file, or remove it to resume from "
+            "the newest snapshot"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""What `config.json` records of a run, read back. Needs no jax, so that the commands can refuse quickly."""
+"""The content of a run's `config.json`, read back. Needs no jax, so that the commands can refuse it quickly."""
 
 import dataclasses
 import json
@@ -16,17 +16,17 @@ from preprocess.regular_file import read_regular
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """What `config.json` holds.
+    """The content of `config.json`.
 
     Attributes:
         config: the settings of the last launch.
-        resolved: what they resolved to.
-        manifest_digest: of the data, None where they had none.
+        resolved: the values that they resolved to.
+        manifest_digest: the digest of the data's manifest, None if the data have none.
         origins: where each setting came from.
-        versions: of what took part.
-        earlier: of earlier launches, oldest first: `until_step` and the `settings` that were others until then.
-        digest: the seal of the file, None where it was written before there was one.
-        continued: the seals that it had in earlier launches, oldest first.
+        versions: the versions of Python and of the packages.
+        earlier: one entry per earlier launch, oldest first: `until_step`, and the `settings` that differed until then.
+        digest: the digest of the file, None if it was written by a version that added none.
+        continued: the digests that the file had in earlier launches, oldest first.
     """
 
     config: TrainConfig
@@ -40,11 +40,11 @@ class RecordedRun:
 
     @property
     def seals(self) -> tuple[str, ...]:
-        """All seals that the file has had so far, oldest first."""
+        """All digests that the file has had so far, oldest first."""
         return self.continued if self.digest is None else (*self.continued, self.digest)
 
     def config_at(self, step: int) -> TrainConfig:
-        """Gives the settings that the update `step` (from 1) was made with."""
+        """Return the settings in effect at the update `step` (from 1)."""
         config = self.config
         for launch in reversed(self.earlier):
             if step <= launch["until_step"]:
@@ -52,7 +52,7 @@ class RecordedRun:
         return config
 
     def changes(self) -> tuple[int, ...]:
-        """Gives the steps after which settings changed, ascending."""
+        """Return the steps after which settings changed, ascending."""
         return tuple(sorted({launch["until_step"] for launch in self.earlier}))
 
 
@@ -60,8 +60,8 @@ def read_recorded(run: Path) -> RecordedRun:
     """Read `config.json`, and check that it is what was written.
 
     Raises:
-        ValueError: where it is missing, no regular file, unreadable, of another form, or was changed since it was
-            written. What was written before the file held a digest cannot be checked for that.
+        ValueError: if it is missing, not a regular file, unreadable, of another form, or was changed since it was
+            written. A file without a digest, of an older run, cannot be checked for changes.
     """
     try:
         return read_record(run / CONFIG)
@@ -79,7 +79,7 @@ def read_record(path: Path) -> RecordedRun:
     try:
         values = json.loads(read_regular(path, max_bytes=MOST_JSON_BYTES))
         if not isinstance(values, dict):
-            raise TypeError(f"it must be a JSON object, is {type(values).__name__}")
+            raise TypeError(f"it must be a JSON object, and is {type(values).__name__}")
     except FileNotFoundError:
         raise
     except (OSError, ValueError, TypeError, RecursionError) as error:
@@ -103,19 +103,18 @@ def read_record(path: Path) -> RecordedRun:
 
 
 def _check_seal(path: Path, values: dict[str, Any]) -> None:
-    """Raise ValueError where a record was changed since it was written; a record without a digest is an older run's."""
+    """Raise ValueError if a record was changed since it was written; a record without a digest is an older run's."""
     if SEAL not in values and CONTINUED not in values:
         return
     if not is_as_sealed(values):
         found, now = str(values.get(SEAL, "none"))[:12], json_digest(values)[:12]
         raise ValueError(
-            f"{path} must be what run-train wrote, and was changed since (its digest (sha256) was {found}, is {now}): "
+            f"{path} was changed since run-train wrote it (its digest (sha256) was {found}, is {now}): "
             "undo the change or restore the file; to change a setting, give its option to run-train --resume instead"
         )
 
 
 def _unreadable(path: Path, error: Exception) -> ValueError:
     return ValueError(
-        f"{path} must be what run-train wrote, and cannot be read ({unreadable_words(error)}): "
-        "restore it, or begin another run"
+        f"{path} cannot be read as run-train wrote it ({unreadable_words(error)}): restore it, or start another run"
     )

@@ -1,11 +1,11 @@
-"""The run folder: what a run leaves behind, and where.
+"""The run folder: the files that a run writes.
 
 `config.json` (settings, what they resolved to, versions, the data's manifest digest), `loss.jsonl`, `eval.jsonl`,
 `control.jsonl` (requests that took effect), `snapshots/`, `result.json` (how the run ended) and `model.safetensors`
-(the trained weights). One process at a time works in it.
+(the trained weights). Only one process at a time may work in it.
 
-`config.json` and `result.json` hold digests of themselves, each snapshot and `result.json` those of the other files as
-they were by then (`engine.records.folder_state`), and `model.safetensors` one of its tensors.
+`config.json` and `result.json` hold digests of themselves, each snapshot and `result.json` those of the other files at
+that time (`engine.records.folder_state`), and `model.safetensors` one of its tensors.
 """
 
 import json
@@ -36,8 +36,8 @@ CONFIG = "config.json"
 SNAPSHOTS = "snapshots"
 WEIGHTS = "model.safetensors"
 CONTINUED = "continues"
-"""The key of `config.json` that holds the seals that the file had in earlier launches."""
-# In the order in which they are removed: the mark of a finished run first, the mark of any run last.
+"""The key of `config.json` that holds the digests that the file had in earlier launches."""
+# In the order of removal: `result.json`, which marks a finished run, first; `config.json`, which marks any run, last.
 _WRITTEN_HERE = (
     RESULT,
     WEIGHTS,
@@ -48,26 +48,29 @@ _WRITTEN_HERE = (
     LOSS_LOG,
     CONFIG,
 )
-# What lies in a folder of runs, in a split of a pack, in a pack, in a folder of packs.
-_OF_OTHERS = (f"*/{LOSS_LOG}", *(f"{place}{PIXELS}/zarr.json" for place in ("", "*/", "*/train/", "*/val/", "*/test/")))
+# What marks a folder of runs, a split of a pack, a pack, a folder of packs.
+_OTHER_CONTENT = (
+    f"*/{LOSS_LOG}",
+    *(f"{place}{PIXELS}/zarr.json" for place in ("", "*/", "*/train/", "*/val/", "*/test/")),
+)
 _RECORDED_VERSIONS = ("feedloop", "jax", "jaxlib", "numpy", "optax", "tensorstore")
 
 
 class RunFolder:
-    """A folder for one run, held for this process until it is closed; a context manager.
+    """A folder for one run, locked for this process until it is closed; a context manager.
 
     Args:
-        path: made where it is missing.
-        overwrite: remove what an earlier run left; nothing else in the folder is touched.
-        resume: continue the run that is there.
+        path: created if missing.
+        overwrite: remove the files of an earlier run; nothing else in the folder is touched.
+        resume: continue the run in the folder.
 
     Attributes:
-        config_digest: the seal of the `config.json` that was written.
-        weights_digest: of the `model.safetensors` that was written, None while none was.
+        config_digest: the digest of the `config.json` that was written.
+        weights_digest: the digest of the `model.safetensors` that was written, None if none was.
 
     Raises:
-        ValueError: where an earlier run is there and may not be overwritten, none is there that could be continued,
-            other runs or packed data lie below, another process works in the folder, or the path cannot be a folder.
+        ValueError: if the folder holds an earlier run that may not be overwritten, holds no run to resume, has other
+            runs or packed data below it, is in use by another process, or cannot be a folder.
     """
 
     def __init__(self, path: Path, *, overwrite: bool = False, resume: bool = False) -> None:
@@ -79,11 +82,11 @@ class RunFolder:
         self._is_new = not path.exists()
         if resume and not (path / CONFIG).is_file():
             raise ValueError(
-                f"a run that is to be continued must be there, and {path} holds no {CONFIG}: "
-                "name the folder of the run (--run-dir), or begin one without --resume"
+                f"there is no run to resume in {path}, which holds no {CONFIG}: "
+                "name the folder of the run (--run-dir), or start one without --resume"
             )
         if not (path / CONFIG).is_file():
-            self._check_is_no_other()
+            self._check_has_no_other_content()
         _make_folder(path)
         self._lock = FolderLock(path)
         self._lock.acquire()
@@ -108,20 +111,20 @@ class RunFolder:
                 self._lock.release()
 
     def keep_locked(self) -> None:
-        """Keeps the folder for as long as the process lives: something of it may still be writing."""
+        """Keep the folder locked until the process exits: one of its threads may still be writing."""
         self._is_kept = True
 
     def launched(self) -> None:
-        """Marks that from now on there is something to keep; before, leaving takes back what was written."""
+        """Mark the run as started: from now on, leaving the folder keeps what was written; before, it removes it."""
         self._is_launched = True
 
-    def _check_is_no_other(self) -> None:
-        """Raises ValueError where other runs or packed data lie below: of DIR/NAME the name was forgotten."""
-        below = (each for pattern in _OF_OTHERS for each in self.path.glob(pattern))
+    def _check_has_no_other_content(self) -> None:
+        """Raise ValueError if other runs or packed data lie below: the user gave DIR instead of DIR/NAME."""
+        below = (each for pattern in _OTHER_CONTENT for each in self.path.glob(pattern))
         if (found := next(below, None)) is not None:
             holds = found.relative_to(self.path).parent
             raise ValueError(
-                f"a run folder must hold its run alone, and {self.path} holds {holds}: name one below it, such as "
+                f"a run folder must hold only its run, and {self.path} holds {holds}: name one below it, such as "
                 f"{self.path / 'run'} (--run-dir)"
             )
 
@@ -134,50 +137,50 @@ class RunFolder:
             )
 
     def _remove_unfinished(self) -> None:
-        """Removes what a kill left: the weights of a large network would take as much room again, each time."""
+        """Remove the temporary files of a killed process: those of a large network's weights take much space."""
         for name in (CONFIG, RESULT, WEIGHTS):
-            with suppress(OSError):  # no leftover is worth the run
+            with suppress(OSError):  # a leftover must not stop the run
                 remove_unfinished(self.path / name)
 
     def clear(self) -> None:
-        """Removes what an earlier run left."""
+        """Remove the files of an earlier run."""
         for name in _WRITTEN_HERE:
-            # Requests that are there by now are to this run: an earlier one's went when the folder was entered.
+            # Present requests are for this run: those for an earlier one were removed when the folder was locked.
             if name != CONTROL_FOLDER_NAME:
                 _remove(self.path / name)
         self._is_cleared = True
 
     def _abandon(self) -> None:
-        """Leaves the folder as it was: an earlier run that is continued, or that was not replaced yet, stays."""
+        """Restore the folder as it was: an earlier run that was resumed, or is not yet overwritten, stays."""
         if self._is_cleared:
             self.clear()
         if self._is_resumed or (self.path / CONFIG).exists():
             return
         _remove(self.path / CONTROL_FOLDER_NAME)
-        # Its holder alone may remove the lock.
+        # Only the holder may remove the lock.
         (self.path / LOCK_NAME).unlink(missing_ok=True)
         if self._is_new:
-            with suppress(OSError):  # somebody else's files are in it by now
+            with suppress(OSError):  # it holds other files by now
                 self.path.rmdir()
 
     @property
     def loss_log(self) -> Path:
-        """Where the loss stream goes."""
+        """The path of the loss log."""
         return self.path / LOSS_LOG
 
     @property
     def evaluation_log(self) -> Path:
-        """Where the evaluations go."""
+        """The path of the evaluation log."""
         return self.path / EVALUATION_LOG
 
     @property
     def control_log(self) -> Path:
-        """Where the requests that took effect go."""
+        """The path of the log of requests that took effect."""
         return self.path / CONTROL_LOG_NAME
 
     @property
     def snapshots(self) -> Path:
-        """Where the snapshots go."""
+        """The path of the snapshots' folder."""
         return self.path / SNAPSHOTS
 
     def write_config(
@@ -190,15 +193,15 @@ class RunFolder:
         earlier: Sequence[Mapping[str, Any]] = (),
         continued: Sequence[str] = (),
     ) -> None:
-        """Records the settings as given and as resolved, the versions, and the data they were meant for.
+        """Write `config.json`: the settings as given and as resolved, the versions, the digest of the data's manifest.
 
         Args:
             config, resolved, manifest_digest: of this launch.
             origins: where each setting came from.
-            earlier: of the launches that this one continues, what their settings were where they differ.
-            continued: the seals that this file had in those launches, oldest first.
+            earlier: for each launch that this one continues, the settings that differed.
+            continued: the digests that this file had in those launches, oldest first.
         """
-        # As JSON has it, a tuple as a list: the seal must be that of what is read back.
+        # Through JSON, which makes a tuple a list: the digest must be that of the values as they are read back.
         values = json.loads(
             json.dumps(
                 {
@@ -216,41 +219,41 @@ class RunFolder:
         self.config_digest = record[SEAL]
 
     def check_kept(self) -> None:
-        """Raise LostFileError where the folder was emptied, or another run works in it: `config.json` is gone."""
+        """Raise LostFileError if the folder was emptied or removed, or another run has locked it since."""
         if self._lock.is_taken() or not (self.path / CONFIG).is_file():
             raise LostFileError.of(self.path / CONFIG)
 
     def remove_result(self) -> None:
-        """Takes back the mark of a finished run, for one that goes on."""
+        """Remove `result.json`, the mark of a finished run, because the run continues."""
         (self.path / RESULT).unlink(missing_ok=True)
 
     def write_result(self, result: Mapping[str, Any]) -> None:
-        """Records how the run ended; its presence means that nothing more will be written."""
+        """Write `result.json`: how the run ended. Its presence means that nothing more will be written."""
         self._write_json(RESULT, sealed(result))
 
     def write_weights(self, tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> Path:
-        """Writes the weights as safetensors, with their digest among the metadata; gives the file's path.
+        """Write the weights as safetensors, with their digest in the metadata, and return the file's path.
 
-        The folder is made anew where somebody removed it: weights may be days of work.
+        The folder is created again if it was removed: weights may be days of work.
 
         Raises:
-            OSError: where they cannot be written; LostFileError where another run works in the folder by now.
-            MemoryError: where there is no memory for the file's content.
+            OSError: if they cannot be written; LostFileError if another run has locked the folder since.
+            MemoryError: if there is not enough memory for the file's content.
         """
         from safetensors.numpy import save
 
         from engine.records.weights import with_digest
 
         path = self.path / WEIGHTS
-        # safetensors writes an array's memory as it lies; ascontiguousarray would make a vector of a scalar.
-        laid_out = {name: np.asarray(tensor, order="C") for name, tensor in tensors.items()}
-        metadata = with_digest(laid_out, metadata)
+        # safetensors writes an array's memory as it is; ascontiguousarray would turn a scalar into a vector.
+        contiguous = {name: np.asarray(tensor, order="C") for name, tensor in tensors.items()}
+        metadata = with_digest(contiguous, metadata)
         try:
-            content = _in_fixed_order(save(laid_out, dict(metadata)))
+            content = _in_fixed_order(save(contiguous, dict(metadata)))
         except MemoryError as error:
-            size = sum(tensor.nbytes for tensor in laid_out.values())
+            size = sum(tensor.nbytes for tensor in contiguous.values())
             raise MemoryError(
-                f"{path} needs {size / 1e6:,.0f} MB of memory to be written, which this machine has not: free memory, "
+                f"writing {path} needs {size / 1e6:,.0f} MB of memory, more than is free: free memory, "
                 "and continue the run from its last snapshot (--resume)"
             ) from error
         self._write(WEIGHTS, content)
@@ -261,7 +264,7 @@ class RunFolder:
         self._write(name, (json.dumps(value, indent=2) + "\n").encode())
 
     def _write(self, name: str, content: bytes) -> None:
-        """Write a file; raise LostFileError, and replace nothing, where another run works in the folder by now."""
+        """Write a file; raise LostFileError and write nothing if another run has locked the folder since."""
         if self._lock.is_taken():
             raise LostFileError.of(self.path / name)
         with suppress(OSError):  # the write below raises the error that names the file
@@ -270,7 +273,7 @@ class RunFolder:
 
 
 def recorded_versions() -> dict[str, str]:
-    """Gives the versions of what takes part in a run's numbers."""
+    """Return the versions of Python and of the packages that a run's numbers depend on."""
     return {"python": platform.python_version()} | {name: version_of(name) for name in _RECORDED_VERSIONS}
 
 
@@ -281,17 +284,17 @@ def _make_folder(path: Path) -> None:
         raise ValueError(f"the run folder must be a folder, and {path} is a file: choose another") from None
     except OSError as error:
         raise ValueError(
-            f"the run folder must be writable, and {path} cannot be made ({error.strerror}): choose another"
+            f"the run folder must be writable, and {path} cannot be created ({error.strerror}): choose another"
         ) from error
 
 
 def _is_left(path: Path) -> bool:
-    """Tells whether something of an earlier run is at a path; one of strangers' files alone does not count."""
+    """Return whether a path holds something of an earlier run; a folder with only foreign files does not count."""
     return path.exists() and (not path.is_dir() or any(_own_entries(path)))
 
 
 def _own_entries(folder: Path) -> Iterator[Path]:
-    """Gives what runs write into one of their folders: a folder for a snapshot's step, a file for a request."""
+    """Yield the entries of a folder that runs write: a folder per snapshot, a file per request."""
     for entry in folder.iterdir():
         if folder.name != SNAPSHOTS:
             is_own = entry.suffix == ".json"
@@ -302,23 +305,23 @@ def _own_entries(folder: Path) -> Iterator[Path]:
 
 
 def _remove(path: Path) -> None:
-    """Removes a file, or what runs write into a folder and the folder where nothing else is in it."""
+    """Remove a file, or a folder's entries that runs write, and then the folder if it is empty."""
     if not path.is_dir():
         path.unlink(missing_ok=True)
         return
     for entry in list(_own_entries(path)):
         shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-    with suppress(OSError):  # somebody else's files are in it
+    with suppress(OSError):  # it holds other files
         path.rmdir()
 
 
 def _in_fixed_order(file: bytes) -> bytes:
-    """Gives a safetensors file with its metadata sorted: the library writes it in the order of a randomised hash."""
+    """Return a safetensors file with its metadata sorted: the library writes them in the order of a randomised hash."""
     length = int.from_bytes(file[:8], "little")
     header = json.loads(file[8 : 8 + length])
     if "__metadata__" in header:
         header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    # Tensors begin at a multiple of eight, as the format wants it.
+    # The format requires that tensors begin at a multiple of eight bytes.
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text + file[8 + length :]

@@ -10,18 +10,19 @@ from engine.stream.sinks import EvaluationRecord, LossRecord
 
 
 class RunFolderSink:
-    """The run folder's `loss.jsonl` and `eval.jsonl`; the second is made when there is something to write.
+    """A sink that writes `loss.jsonl` and, created at the first evaluation, `eval.jsonl`.
 
     Args:
         loss_log, evaluation_log: the files.
-        take_snapshot: gets each snapshot once the lines before it are on disk, so that a run which is resumed from it
-            has them.
-        leave_out: told, on the program's thread, of the step of a snapshot that comes while one waits for its lines.
-        begun: the digests of what the files hold already; of one that is left out the file is read.
+        take_snapshot: called with each snapshot once the lines before it are on disk, so that a run that is resumed
+            from it has them.
+        leave_out: called on the program's thread with the step of a snapshot that is dropped because another one still
+            waits for its lines.
+        begun: the digests of the files' present content; that of a missing entry is computed from its file.
 
     Attributes:
-        last_step: of the last loss that was written, None before the first.
-        num_evaluations: written.
+        last_step: the step of the last loss that was written, None before the first.
+        num_evaluations: how many evaluations were written.
     """
 
     def __init__(
@@ -37,49 +38,49 @@ class RunFolderSink:
         )
         self._names = loss_log.name, evaluation_log.name
         self._take_snapshot, self._leave_out = take_snapshot, leave_out
-        self._is_evaluated = False
+        self._has_evaluations = False
         self.last_step: int | None = None
         self.num_evaluations = 0
 
     def open(self) -> None:
-        """Opens the loss log."""
+        """Open the loss log."""
         self._losses.open()
 
     def write(self, record: LossRecord) -> None:
-        """Appends a loss."""
+        """Append a loss."""
         self._losses.append(record.to_json())
         self.last_step = record.step
 
     def write_evaluation(self, record: EvaluationRecord) -> None:
-        """Appends an evaluation."""
-        if not self._is_evaluated:
-            self._losses.check_place()  # no new file in a folder that is another run's by now
+        """Append an evaluation."""
+        if not self._has_evaluations:
+            self._losses.check_place()  # create no file in a folder that another run has locked since
             self._evaluations.open()
-            self._is_evaluated = True
+            self._has_evaluations = True
         self._evaluations.append(record.to_json())
         self.num_evaluations += 1
 
     def write_snapshot(self, snapshot: PushedSnapshot) -> None:
-        """Brings what was written to the disk and passes the snapshot on."""
+        """Sync the written lines to the disk and pass the snapshot on."""
         if self._take_snapshot is not None:
             self.sync()
             self._take_snapshot(snapshot)
 
     def leave_out(self, snapshot: PushedSnapshot) -> None:
-        """Tells of a snapshot that will not be written."""
+        """Report a snapshot that will not be written."""
         self._leave_out(snapshot.step)
 
     def sync(self) -> None:
-        """Brings what was written to the disk."""
+        """Sync the written lines to the disk."""
         self._losses.sync()
         self._evaluations.sync()
 
     def states(self) -> dict[str, LogState]:
-        """Return how far each file has come, by its name; of one that was not begun, the state of no bytes."""
+        """Return the state of each file by name; of a file that does not exist yet, the state of no bytes."""
         return dict(zip(self._names, (self._losses.state(), self._evaluations.state()), strict=True))
 
     def close(self) -> None:
-        """Closes both files, their lines on the disk; raises LostFileError where they are no longer in their places."""
+        """Sync and close both files; raise LostFileError if either was removed or replaced."""
         try:
             self.sync()
         finally:

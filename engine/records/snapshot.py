@@ -1,13 +1,13 @@
 """Snapshots of the training state on disk, in Orbax's format: write, read, check, remove.
 
 `<folder>/<step>/` holds two Orbax items: `state`, the arrays as nested dictionaries under the names that the program
-gives them, and `facts`, a small JSON with a digest of every array and of what the run's other files held by then. Plain
-Orbax reads both. Works on NumPy arrays alone:
-the device belongs to the training program, and a jax call beside it may wait for hours. Knows nothing of threads.
+gives them, and `facts`, a small JSON with a digest of every array and of the run's other files at that time. Plain
+Orbax reads both. Works only on NumPy arrays: the device belongs to the training program, and a concurrent jax call may
+wait for hours. Knows nothing of threads.
 
 A snapshot is written in `<folder>/.unfinished/` and moved into place by one rename, so that a crash at any instant
-leaves a whole `<step>` or none. TensorStore syncs the arrays' files to the disk by itself; Orbax syncs neither its JSON
-files nor the folders that it makes and renames, so that all of these are synced here, before the rename.
+leaves a whole `<step>` or none. TensorStore syncs the arrays' files to the disk itself; Orbax syncs neither its JSON
+files nor the folders that it creates and renames, so all of these are synced here, before the rename.
 """
 
 import os
@@ -32,7 +32,7 @@ from engine.records.versions import version_of
 from preprocess.regular_file import check_regular
 
 _FORMAT = 1
-# Of the facts: what the run's other files hold.
+# The key of the facts that holds the state of the run's other files.
 _FOLDER = "folder"
 _MOST_FACTS_BYTES = 1 << 26
 _UNFINISHED = ".unfinished"
@@ -42,18 +42,18 @@ _SLACK_BYTES = 1 << 20
 
 
 class SnapshotError(ValueError):
-    """A snapshot cannot be written, is damaged, or is not of this program's state."""
+    """A snapshot cannot be written, is damaged, or does not fit this program's state."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A state as it was read, every byte checked.
+    """A training state read from disk, every byte checked.
 
     Attributes:
         step: updates done.
         pulls: batches taken.
         leaves: the arrays by name, such as `params.conv1.kernel`; they may be read-only.
-        folder: what the run's other files held when it was taken; None in snapshots of before that was recorded.
+        folder: the state of the run's other files when the snapshot was taken; None in older snapshots, without it.
     """
 
     step: int
@@ -63,10 +63,10 @@ class Snapshot:
 
 
 def snapshot_steps(folder: Path) -> list[int]:
-    """Gives the steps of the whole snapshots in a folder, ascending; none where there is no folder.
+    """Return the steps of the snapshots in a folder, ascending; none if there is no folder.
 
     Raises:
-        OSError: where the folder cannot be listed.
+        OSError: if the folder cannot be listed.
     """
     try:
         entries = list(folder.iterdir())
@@ -77,20 +77,20 @@ def snapshot_steps(folder: Path) -> list[int]:
 
 
 def write_snapshot(folder: Path, step: int, pulls: int, tree: Any, state: FolderState | None = None) -> None:
-    """Writes `<folder>/<step>/` whole or not at all, for good once it returns; one writer a folder at a time.
+    """Write `<folder>/<step>/` whole or not at all, durably; only one writer per folder at a time.
 
-    What a crash left unfinished is removed first. A snapshot of the step that holds the same is left as it is; one that
-    is damaged or holds something else is replaced.
+    Remove unfinished snapshots of a crash first. Keep an existing snapshot of the step that has the same content;
+    replace one that is damaged or differs.
 
     Args:
-        folder: made where it is missing.
+        folder: created if missing.
         step: updates done, from 0.
         pulls: batches taken, from 0.
-        tree: the state, a pytree of NumPy arrays of numbers of any shape; the keys of a generator as their data.
-        state: what the run's other files hold by then.
+        tree: the training state, a pytree of numeric NumPy arrays of any shape; PRNG keys as their key data.
+        state: the state of the run's other files.
 
     Raises:
-        SnapshotError: where the tree holds something else, or the disk does not take it; other snapshots stay.
+        SnapshotError: if the tree holds something else, or the snapshot cannot be written; other snapshots stay.
     """
     folder = folder.absolute()
     named = _named_arrays(tree)
@@ -98,36 +98,36 @@ def write_snapshot(folder: Path, step: int, pulls: int, tree: Any, state: Folder
     if _is_written(folder, facts):
         return
     unfinished = folder / _UNFINISHED
-    # A name of its own: what TensorStore still holds of a write that failed may yet land where that one went.
+    # A unique name: TensorStore may still complete part of an earlier write that failed.
     source = unfinished / secrets.token_hex(4) / str(step)
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
         source.parent.mkdir(parents=True)
-        _need_room(folder, sum(array.nbytes for _, array in named.values()))
+        _check_room(folder, sum(array.nbytes for _, array in named.values()))
         save_items(source, _nest(named), facts)
         _sync(source)
         _put_in_place(source, folder / str(step))
     except SnapshotError:
         raise
-    except Exception as error:  # of whatever type Orbax and TensorStore please
+    except Exception as error:  # Orbax and TensorStore raise exceptions of many types
         raise SnapshotError(
-            f"the disk must take the snapshot of step {step} in {folder}, and did not ({short_reason(error)}): "
-            "make room there, or lend the right to write"
+            f"the snapshot of step {step} cannot be written in {folder} ({short_reason(error)}): "
+            "make room there, or grant write permission"
         ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def read_snapshot(folder: Path, step: int) -> Snapshot:
-    """Reads a snapshot and checks every array against its digest.
+    """Read a snapshot and check every array against its digest.
 
     Raises:
-        SnapshotError: where there is none, or a part of it is missing or changed, which is named.
+        SnapshotError: if there is none, or a part of it is missing or changed; names the part.
     """
     path = folder.absolute() / str(step)
     if not path.is_dir():
         found = ", ".join(map(str, snapshot_steps(folder))) or "none"
-        raise SnapshotError(f"a snapshot must exist to be read, and {path} does not: take a step of these: {found}")
+        raise SnapshotError(f"there is no snapshot {path}: choose one of these steps: {found}")
     _check_files(path)
     facts = _read_facts(path, step)
     described: dict[str, Any] = facts["leaves"]
@@ -137,16 +137,16 @@ def read_snapshot(folder: Path, step: int) -> Snapshot:
     for name, like in described.items():
         array = restored.get(name, np.zeros(like["shape"], like["dtype"]) if name not in filled else None)
         if array is None or describe_array(name, array) != like:
-            raise _damaged(path, f"{name} is not what was written")
+            raise _damaged(path, f"{name} was changed since it was written")
         leaves[name] = array
     return Snapshot(step, facts["pulls"], leaves, _folder_state(path, facts))
 
 
 def read_folder_state(folder: Path, step: int) -> FolderState | None:
-    """Return what a snapshot says of the run's other files, without its arrays; None where it says nothing.
+    """Return a snapshot's record of the run's other files, without reading its arrays; None if it has none.
 
     Raises:
-        SnapshotError: where it cannot be read.
+        SnapshotError: if it cannot be read.
     """
     path = folder.absolute() / str(step)
     _check_files(path)
@@ -154,32 +154,32 @@ def read_folder_state(folder: Path, step: int) -> FolderState | None:
 
 
 def match_state(leaves: Mapping[str, NDArray[Any]], like: Any) -> Any:
-    """Puts named arrays into the pytree that the running program wants.
+    """Arrange named arrays as the pytree that the running program needs.
 
     Args:
-        leaves: of a snapshot.
+        leaves: the arrays of a snapshot.
         like: a pytree of `jax.ShapeDtypeStruct` or arrays.
 
     Returns:
-        A pytree of the structure of `like`; NumPy arrays, and keys of a generator wrapped again, for which jax is used.
+        A pytree of the structure of `like`: NumPy arrays, and PRNG keys wrapped again, for which jax is used.
 
     Raises:
-        SnapshotError: where an array is missing, left over, or of another shape or type; by name.
+        SnapshotError: if an array is missing, unexpected, or of another shape or dtype; names it.
     """
     wanted, structure = jax.tree_util.tree_flatten_with_path(like)
     named = {".".join(_parts(path)): leaf for path, leaf in wanted}
     if missing := [name for name in named if name not in leaves]:
         raise _not_ours(f"lacks {_list(missing)}")
-    if left_over := [name for name in leaves if name not in named]:
-        raise _not_ours(f"holds {_list(left_over)} besides")
+    if unexpected := [name for name in leaves if name not in named]:
+        raise _not_ours(f"also holds {_list(unexpected)}")
     return jax.tree_util.tree_unflatten(structure, [_match(name, leaves[name], leaf) for name, leaf in named.items()])
 
 
 def remove_snapshot(folder: Path, step: int) -> None:
-    """Removes a snapshot, which is gone at once for readers, even if a crash comes between; no matter if there is none.
+    """Remove a snapshot, if there is one, atomically: after a crash it is either whole or gone for readers.
 
     Raises:
-        OSError: where it cannot be removed.
+        OSError: if it cannot be removed.
     """
     if not (folder / str(step)).exists():
         return
@@ -190,16 +190,16 @@ def remove_snapshot(folder: Path, step: int) -> None:
 
 
 def keep_newest(folder: Path, count: int, *, up_to: int | None = None) -> None:
-    """Removes all snapshots but the newest.
+    """Remove all snapshots except the newest.
 
     Args:
-        folder: of the snapshots.
-        count: how many stay; 0 keeps all.
-        up_to: leaves those of later steps alone and uncounted: where a run went back to an earlier step, they are what
-            it left behind, and must not outlive what it writes now.
+        folder: the folder of the snapshots.
+        count: how many to keep; 0 keeps all.
+        up_to: ignore snapshots of later steps, which are neither removed nor counted: if a run went back to an earlier
+            step, they are its old ones, and must not displace those it writes now.
 
     Raises:
-        OSError: where one cannot be removed.
+        OSError: if one cannot be removed.
     """
     steps = [step for step in snapshot_steps(folder) if up_to is None or step <= up_to]
     for step in steps[: max(len(steps) - count, 0)] if count > 0 else []:
@@ -211,20 +211,20 @@ def _parts(path: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 def _named_arrays(tree: Any) -> dict[str, tuple[tuple[str, ...], NDArray[Any]]]:
-    """Gives the path and the array of every leaf, by name, in the machine's byte order."""
+    """Return the path and the array of every leaf, by name, in native byte order."""
     named: dict[str, tuple[tuple[str, ...], NDArray[Any]]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         parts = _parts(path)
         name = ".".join(parts)
         if name in named:
-            raise SnapshotError(f"every array must have a path of its own, and two are called {name!r}: rename one")
-        # Orbax before 0.12 writes an array under an empty name and does not find it again.
+            raise SnapshotError(f"every array must have a unique name, and two are called {name!r}: rename one")
+        # Orbax before 0.12 writes an array under an empty name and cannot read it again.
         if not all(parts or ("",)):
-            raise SnapshotError(f"an array's keys must have characters, and one of {parts} has none: rename it")
-        # An array of jax would be fetched from the device here, which is for the caller to do at a time of his own.
+            raise SnapshotError(f"the keys of an array's path must not be empty, and one of {parts} is: rename it")
+        # A jax array would be fetched from the device here; the caller must do that at a suitable time.
         if not isinstance(leaf, np.ndarray | np.generic) or leaf.dtype.hasobject or leaf.dtype.kind in "USMm":
             raise SnapshotError(
-                f"a snapshot holds NumPy arrays of numbers, and {name} is a {type(leaf).__name__}: convert it before"
+                f"a snapshot holds numeric NumPy arrays, and {name} is a {type(leaf).__name__}: convert it first"
             )
         array = np.asarray(leaf)
         named[name] = parts, array.astype(array.dtype.newbyteorder("="), copy=False)
@@ -232,7 +232,7 @@ def _named_arrays(tree: Any) -> dict[str, tuple[tuple[str, ...], NDArray[Any]]]:
 
 
 def _nest(named: Mapping[str, tuple[tuple[str, ...], NDArray[Any]]]) -> dict[str, Any]:
-    """Gives nested dictionaries of the arrays, without those of no elements: Orbax refuses them, the facts suffice."""
+    """Return nested dictionaries of the arrays, without empty ones: Orbax refuses them, and the facts suffice."""
     nested: dict[str, Any] = {}
     for parts, array in named.values():
         if array.size:
@@ -268,7 +268,7 @@ def _folder_state(path: Path, facts: Mapping[str, Any]) -> FolderState | None:
 
 
 def _check_files(path: Path) -> None:
-    """Raise SnapshotError where a snapshot holds a pipe or a device, for which a reader would wait without end."""
+    """Raise SnapshotError if a snapshot holds a pipe or a device, which could block a reader for ever."""
     for inner, _, names in os.walk(path):
         for name in names:
             file = Path(inner, name)
@@ -282,14 +282,14 @@ def _check_files(path: Path) -> None:
 
 
 def _is_written(folder: Path, facts: Mapping[str, Any]) -> bool:
-    """Whether the same is on disk already, undamaged: a run that is resumed and stopped at once writes nothing."""
+    """Return whether disk holds the same, undamaged; then a run that is resumed and stopped at once writes nothing."""
     path = folder / str(facts["step"])
     try:
         if not path.exists():
             return False
         _check_files(path)
         before = _read_facts(path, facts["step"])
-        if any(before[key] != facts[key] for key in ("pulls", "leaves")) or not _tells_the_same(before, facts):
+        if any(before[key] != facts[key] for key in ("pulls", "leaves")) or not _has_same_logs(before, facts):
             return False
         read_snapshot(folder, facts["step"])
     except (SnapshotError, OSError):
@@ -297,22 +297,22 @@ def _is_written(folder: Path, facts: Mapping[str, Any]) -> bool:
     return True
 
 
-def _tells_the_same(before: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
-    """Whether what is said of the lines up to a snapshot still holds; requests may have come since."""
+def _has_same_logs(before: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
+    """Return whether two snapshots record the same logs, apart from the control log: requests may have come since."""
     if _FOLDER not in before or _FOLDER not in facts:
         return True
     logs, logs_now = (dict(each[_FOLDER]["logs"]) for each in (before, facts))
     return all(logs.get(name) == logs_now.get(name) for name in logs_now if name != CONTROL_LOG_NAME)
 
 
-def _need_room(folder: Path, num_bytes: int) -> None:
-    """Refuses what does not fit: found here, a full disk is told in plain words, and no array is written in vain."""
+def _check_room(folder: Path, num_bytes: int) -> None:
+    """Raise SnapshotError if the disk has too little room, before any array is written."""
     usage = shutil.disk_usage(folder)
-    # Some file systems tell nothing.
+    # Some file systems report no sizes.
     if usage.total and usage.free < num_bytes + _SLACK_BYTES:
         raise SnapshotError(
-            f"a snapshot needs room for {num_bytes / 1e6:.1f} MB in {folder}, and {usage.free / 1e6:.1f} MB are free: "
-            "make room there"
+            f"a snapshot needs {num_bytes / 1e6:.1f} MB of disk space in {folder}, and {usage.free / 1e6:.1f} MB are "
+            "free: make room there"
         )
 
 
@@ -320,23 +320,23 @@ def _read_facts(path: Path, step: int) -> dict[str, Any]:
     try:
         facts = restore_facts(path)
         is_whole = is_as_sealed(facts) and facts["step"] == step
-    except Exception as error:  # of whatever type Orbax and TensorStore please
+    except Exception as error:  # Orbax and TensorStore raise exceptions of many types
         raise _damaged(path, f"its facts cannot be read ({short_reason(error)})") from error
     if not is_whole:
-        raise _damaged(path, "its facts are not what was written")
+        raise _damaged(path, "its facts were changed since they were written")
     if facts["format"] != _FORMAT:
         raise SnapshotError(
-            f"a snapshot must be of format {_FORMAT}, and {path} is of {facts['format']}: "
+            f"a snapshot must have format {_FORMAT}, and {path} has format {facts['format']}: "
             f"read it with feedloop {facts['versions']['feedloop']}"
         )
     return facts
 
 
 def _restore_arrays(path: Path, described: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
-    """Reads all arrays at once; where that fails, one at a time, to name the first that is damaged."""
+    """Read all arrays at once; if that fails, read them one at a time to name the first damaged one."""
     try:
         return _flatten(restore_arrays(path))
-    except Exception as error:  # of whatever type Orbax and TensorStore please
+    except Exception as error:  # Orbax and TensorStore raise exceptions of many types
         raise _damaged(
             path, f"{first_unreadable(path, described) or 'a leaf'} cannot be read ({short_reason(error)})"
         ) from error
@@ -346,20 +346,20 @@ def _match(name: str, array: NDArray[Any], like: Any) -> Any:
     plain = jax.eval_shape(plain_key, like) if is_key(like) else like
     if array.shape != tuple(plain.shape) or array.dtype != plain.dtype:
         found, expected = (f"{one.dtype.name} {list(one.shape)}" for one in (array, plain))
-        raise _not_ours(f"holds {name} as {found} in place of {expected}")
+        raise _not_ours(f"holds {name} as {found} instead of {expected}")
     return like_leaf(array, like)
 
 
 def _put_in_place(source: Path, target: Path) -> None:
     if target.exists():
-        # Two renames, and a crash between them loses this step, damaged or another run's, not the ones before it.
+        # Two renames: a crash between them loses only the replaced snapshot, which is damaged or another run's.
         target.rename(source.with_name("replaced"))
     source.rename(target)
     _sync_one(target.parent)
 
 
 def _sync(folder: Path) -> None:
-    """Brings every file and folder to the disk, innermost first."""
+    """Sync every file and folder to the disk, innermost first."""
     for inner, _, names in os.walk(folder, topdown=False):
         for name in names:
             _sync_one(Path(inner, name))
@@ -384,11 +384,11 @@ def _list(names: list[str]) -> str:
 
 
 def _damaged(path: Path, what: str) -> SnapshotError:
-    return SnapshotError(f"a snapshot must be whole, and in {path} {what}: it is of no use")
+    return SnapshotError(f"the snapshot {path} is damaged and cannot be used: {what}")
 
 
 def _not_ours(what: str) -> SnapshotError:
     return SnapshotError(
-        f"a snapshot must hold the state of this program, and it {what}: "
+        f"the snapshot does not fit this program: it {what}; "
         "resume with the model, optimiser and options that it was written with"
     )

@@ -1,6 +1,6 @@
-"""Writes snapshots on a thread of its own, so that neither the program nor the terminal waits for the disk.
+"""A thread that writes snapshots, so that neither the program nor the terminal waits for the disk.
 
-Knows how to queue, replace and give up; what a snapshot is on disk belongs to `engine.records.snapshot`.
+Owns queueing, replacing and giving up; `engine.records.snapshot` owns the files.
 
 Orbax's `CheckpointManager` also commits a step by a rename, with the facts beside the arrays, and keeps the newest N.
 It is not used because, as of Orbax 0.12.8, it
@@ -26,19 +26,19 @@ from engine.records.snapshot import keep_newest, snapshot_steps, write_snapshot
 
 
 class SnapshotWriter:
-    """Takes snapshots and writes them one after another; at most one waits, and a newer one takes its place.
+    """Writes snapshots one after another on its own thread; at most one waits, and a newer one replaces it.
 
-    No failure ends the run: it is told, and the last good snapshot stays.
+    A failure does not stop the run: it is reported, and the last good snapshot stays.
 
     Args:
-        folder: of the snapshots; made where it is missing.
+        folder: the folder of the snapshots; created if missing.
         keep: how many of the newest stay on disk; 0 keeps all.
-        say: told in a line what was left out or went wrong, from any thread; it must not block
+        say: called from any thread with one line about a snapshot that was dropped or an error; must not block
             (`engine.stream.notices`).
-        write: (folder, step, pulls, tree, state) → writes one, whole or not at all.
+        write: (folder, step, pulls, tree, state) → None, writes a snapshot whole or not at all.
 
     Raises:
-        ValueError: where `keep` is negative.
+        ValueError: if `keep` is negative.
     """
 
     def __init__(
@@ -62,55 +62,55 @@ class SnapshotWriter:
         self._thread = threading.Thread(target=self._work, name="snapshot-writer", daemon=True)
 
     def start(self) -> None:
-        """Begins to write, and makes ready for it; called once.
+        """Start the thread, which imports Orbax first; call this once.
 
-        Not while a program is traced: to import Orbax changes what jax compares when it looks for a function that it
-        has traced, and a program that was half traced before it is another one to the cache on disk.
+        Do not call this while a program is traced: importing Orbax changes what jax compares when it looks up a traced
+        function, so that a program whose tracing began before gets another key in the cache on disk.
         """
         self._thread.start()
 
     @property
     def last_step(self) -> int | None:
-        """The step of the snapshot that was written last; before the first, of the newest one found in the folder."""
+        """The step of the last snapshot written; before the first, that of the newest one found in the folder."""
         with self._changed:
             return self._last_step
 
     @property
     def unwritten_step(self) -> int | None:
-        """The step of the snapshot that waits, or else is being written; None where there is none."""
+        """The step of the waiting snapshot, else of the one being written; None if there is neither."""
         with self._changed:
             return self._writing_step if self._waiting is None else self._waiting.step
 
     def submit(self, step: int, pulls: int, tree: Any, state: FolderState | None = None) -> None:
-        """Takes a snapshot to be written, and returns at once; what comes after `close` is left out.
+        """Queue a snapshot and return at once; after `close`, drop it.
 
         Args:
             step: updates done.
             pulls: batches taken.
-            tree: a pytree of NumPy arrays, which must not be changed from now on.
-            state: what the run's other files hold by then.
+            tree: a pytree of NumPy arrays, which must not be changed afterwards.
+            state: the state of the run's other files.
         """
         with self._changed:
             if self._is_closed:
-                self._say(f"snapshot of step {step} left out: it came when the run was over")
+                self._say(f"snapshot of step {step} left out: it came after the end of the run")
                 return
-            left_out, self._waiting = self._waiting, _Submitted(step, pulls, tree, state)
+            dropped, self._waiting = self._waiting, _Submitted(step, pulls, tree, state)
             self._is_last_written = False
             self._changed.notify_all()
-        if left_out is not None:
-            self._say(f"snapshot of step {left_out.step} left out: the disk is slower than --snapshot-every")
+        if dropped is not None:
+            self._say(f"snapshot of step {dropped.step} left out: the disk is slower than --snapshot-every")
 
     def close(self, timeout_s: float) -> bool:
-        """Writes what is queued, for a limited time, and takes nothing more; may be called again.
+        """Accept no more snapshots and wait for the queued ones, for a limited time; may be called again.
 
-        What the disk does not take in time is said, and left to its thread, a daemon. Python may still wait for it when
-        the process ends, as Orbax makes folders on threads of asyncio, which the interpreter joins.
+        A snapshot that is not written in time is reported, and left to the daemon thread. Python may still wait for it
+        at exit, because Orbax creates folders on asyncio's threads, which the interpreter joins.
 
         Args:
-            timeout_s: limit.
+            timeout_s: the limit in seconds.
 
         Returns:
-            Whether what was submitted last is on disk; True where nothing was.
+            Whether the last submitted snapshot is on disk; True if none was submitted.
         """
         with self._changed:
             self._is_closed = True
@@ -123,12 +123,12 @@ class SnapshotWriter:
         if self._thread.is_alive() and (unwritten := [f"of step {step}" for step in queued if step is not None]):
             self._say(
                 f"snapshot {' and '.join(unwritten)} not written within {timeout_s:.3g} s: "
-                f"see to the disk of {self._folder}; {self._what_stays()}"
+                f"check the disk of {self._folder}; {self._describe_last()}"
             )
         return is_written
 
     def _work(self) -> None:
-        # Whatever is wrong with either, the first write fails of it, and is told.
+        # If either fails, the first write fails too, and reports it.
         with suppress(Exception):
             load_orbax()
         with suppress(Exception):
@@ -139,7 +139,7 @@ class SnapshotWriter:
             pass
 
     def _write_next(self) -> bool:
-        """Waits for a snapshot and writes it; a function of its own, so that its arrays are freed while none waits."""
+        """Wait for a snapshot and write it; a separate function, so that its arrays are freed before the next wait."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting is not None or self._is_closed)
             submitted, self._waiting = self._waiting, None
@@ -160,18 +160,18 @@ class SnapshotWriter:
     def _write_one(self, submitted: "_Submitted") -> bool:
         try:
             self._write(self._folder, submitted.step, submitted.pulls, submitted.tree, submitted.state)
-        except Exception as error:  # noqa: BLE001 - no snapshot is worth the run, whatever went wrong with it
-            self._say(f"snapshot of step {submitted.step} not written: {_one_line(error)}; {self._what_stays()}")
+        except Exception as error:  # noqa: BLE001 - a failed snapshot must not stop the run
+            self._say(f"snapshot of step {submitted.step} not written: {_one_line(error)}; {self._describe_last()}")
             return False
         return True
 
     def _remove_older(self, newest: int) -> None:
         try:
             keep_newest(self._folder, self._keep, up_to=newest)
-        except Exception as error:  # noqa: BLE001 - a full disk is told by the next write; until then the run goes on
+        except Exception as error:  # noqa: BLE001 - the next write reports a full disk; the run goes on
             self._say(f"old snapshots not removed: {_one_line(error)}; remove them from {self._folder} by hand")
 
-    def _what_stays(self) -> str:
+    def _describe_last(self) -> str:
         last = self.last_step
         return "there is none before it" if last is None else f"the last good one, of step {last}, stays"
 

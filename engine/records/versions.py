@@ -1,13 +1,13 @@
-"""The versions that a run's records name."""
+"""The versions of packages that a run records."""
 
 from importlib.metadata import PackageNotFoundError, version
 
 NOT_INSTALLED = "not installed"
-"""The version of a package that runs where it lies, as Feedloop's own source tree may."""
+"""The version of a package that is not installed, such as Feedloop when it runs from its source tree."""
 
 
 def version_of(package: str) -> str:
-    """Gives the version of an installed package, `NOT_INSTALLED` where there is none."""
+    """Return the version of a package, `NOT_INSTALLED` if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Weights as named tensors: what `model.safetensors` holds, written and read back."""
+"""Weights as named tensors, as `model.safetensors` holds them."""
 
 import os
 from collections.abc import Mapping
@@ -22,20 +22,20 @@ type Tensors = dict[str, NDArray[Any]]
 
 _MOST_FAULTS = 5
 _DIGEST_THREADS = 4
-# The key that says that there is a digest: one that is damaged itself is missed.
+# The key that announces a digest, so that a damaged digest key is noticed.
 _KIND = "digest"
-# safetensors' names of what NumPy, with the types that jax brings, has an array for.
+# safetensors' names of the types that NumPy, with the types that jax adds, has arrays of.
 _READABLE = {"F64", "F32", "F16", "BF16", "I64", "U64", "I32", "U32", "I16", "U16", "I8", "U8", "BOOL"}
 
 
 class StoredWeights(NamedTuple):
-    """What a safetensors file holds.
+    """The content of a safetensors file.
 
     Attributes:
-        tensors: by name, as they are stored.
-        metadata: what was written beside them.
-        digest: of both, which were checked against it; None where the file carries none, as those of other programs
-            and of older runs.
+        tensors: the tensors by name, as stored.
+        metadata: the file's metadata.
+        digest: the digest of both, which was checked; None if the file has none, such as one of another program or of
+            an older run.
     """
 
     tensors: Tensors
@@ -44,19 +44,19 @@ class StoredWeights(NamedTuple):
 
     @property
     def is_of_own_model(self) -> bool:
-        """Whether a run wrote it of a model of the user's own: named by the paths of its leaves."""
+        """Whether a run wrote it for a user-defined model, whose tensors are named by the paths of its leaves."""
         return any(name.startswith("params.") for name in self.tensors)
 
 
 def name_tensors(registry_name: str | None, params: Any, batch_stats: Any) -> Tensors:
-    """Names every tensor of a model.
+    """Return every tensor of a model by name.
 
     Args:
-        registry_name: the model's name in the registry, None for a model of the user's own, whatever it is called.
+        registry_name: the model's name in the registry, None for a user-defined model.
         params, batch_stats: its pytrees.
 
     Returns:
-        torchvision's names and layouts for a network of the registry; else the path of each leaf, `params.…` and
+        For a network of the registry, torchvision's names and layouts; else the path of each leaf, `params.…` and
         `batch_stats.…`, in the model's own layout.
     """
     if registry_name is not None:
@@ -65,25 +65,25 @@ def name_tensors(registry_name: str | None, params: Any, batch_stats: Any) -> Te
 
 
 def check_names(params: Any, batch_stats: Any) -> None:
-    """Raises ValueError where two tensors of a model of the user's own would have one name; takes shapes too."""
+    """Raise ValueError if two tensors of a user-defined model would have the same name; shapes suffice."""
     seen: set[str] = set()
     for name, _ in _named_leaves(params, batch_stats):
         if name in seen:
-            raise ValueError(f"every tensor must have a path of its own, and two are called {name}: rename one's key")
+            raise ValueError(f"every tensor must have a unique name, and two are called {name}: rename one's key")
         seen.add(name)
 
 
 def read_weights(path: str | os.PathLike[str]) -> StoredWeights:
-    """Reads a safetensors file into memory.
+    """Read a safetensors file into memory.
 
     Raises:
-        ValueError: where there is no such file, it is cut short or of another format, or holds numbers of a type that
-            nothing here computes with.
+        ValueError: if there is no such file, it is truncated or of another format, or holds numbers of an unsupported
+            type.
     """
     if Path(path).is_dir():
-        raise ValueError(f"weights must be a safetensors file, and {os.fspath(path)} is a folder: name the file in it")
+        raise ValueError(f"weights must be a safetensors file, and {os.fspath(path)} is a folder: name a file")
     try:
-        os.close(open_regular(path))  # the library would wait for whoever writes to a pipe
+        os.close(open_regular(path))  # the library would wait for the writer of a pipe
         with safe_open(path, framework="np") as file:
             names = list(file.keys())
             for name in names:
@@ -95,7 +95,7 @@ def read_weights(path: str | os.PathLike[str]) -> StoredWeights:
             tensors, metadata = {name: file.get_tensor(name) for name in names}, dict(file.metadata() or {})
     except FileNotFoundError:
         raise ValueError(
-            f"weights must be a safetensors file, and {os.fspath(path)} does not exist: see how it is spelt"
+            f"weights must be a safetensors file, and {os.fspath(path)} does not exist: check its name"
         ) from None
     except SafetensorError as error:
         raise ValueError(
@@ -104,61 +104,61 @@ def read_weights(path: str | os.PathLike[str]) -> StoredWeights:
         ) from None
     except OSError as error:
         raise ValueError(
-            f"weights must be readable, and {os.fspath(path)} is not ({error.strerror or error}): see its permissions"
+            f"weights must be readable, and {os.fspath(path)} is not ({error.strerror or error}): check its permissions"
         ) from error
     return StoredWeights(tensors, metadata, _checked_digest(path, tensors, metadata))
 
 
 def with_digest(tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return the metadata with the digest of all tensors and of the other metadata.
+    """Return the metadata with the digest of all tensors and of the other metadata added, for readers to check.
 
-    It travels with the file, for whoever reads it to check. It is computed from names, types, shapes, values and
-    metadata, not from the file's bytes: a copy that another program saves with the same content keeps it.
+    The digest is computed from names, types, shapes, values and metadata, not from the file's bytes: it stays valid if
+    another program saves the same content.
     """
     return {**metadata, _KIND: SEAL, SEAL: _digest_of(tensors, metadata)}
 
 
 def _digest_of(tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> str:
-    # hashlib lets other threads go on meanwhile: with two, 100 MB take 40 ms in place of 70.
+    # hashlib releases the GIL: with two threads, 100 MB take 40 ms instead of 70.
     with ThreadPoolExecutor(_DIGEST_THREADS) as threads:
         described = dict(zip(tensors, threads.map(describe_array, tensors.keys(), tensors.values()), strict=True))
-    told = {key: value for key, value in metadata.items() if key not in (_KIND, SEAL)}
-    return json_digest({"metadata": told, "tensors": described})
+    described_metadata = {key: value for key, value in metadata.items() if key not in (_KIND, SEAL)}
+    return json_digest({"metadata": described_metadata, "tensors": described})
 
 
 def _checked_digest(path: str | os.PathLike[str], tensors: Tensors, metadata: Mapping[str, str]) -> str | None:
-    """Return the digest that the metadata hold; raise ValueError where the content has another."""
+    """Return the digest in the metadata, None if there is none; raise ValueError if it is not that of the content."""
     if _KIND not in metadata and SEAL not in metadata:
         return None
-    wanted, found = metadata.get(SEAL, "none"), _digest_of(tensors, metadata)
-    if wanted != found or metadata.get(_KIND) != SEAL:
+    expected, found = metadata.get(SEAL, "none"), _digest_of(tensors, metadata)
+    if expected != found or metadata.get(_KIND) != SEAL:
         raise ValueError(
-            f"{os.fspath(path)} must hold what was written, and was changed since (its digest (sha256) was "
-            f"{wanted[:12]}, is {found[:12]}): copy it again from where it is whole; a program that changes weights on "
-            f"purpose must leave {_KIND} and {SEAL} out of their metadata"
+            f"{os.fspath(path)} was changed since it was written (its digest (sha256) was {expected[:12]}, is "
+            f"{found[:12]}): copy it again from an intact copy; a program that changes weights on purpose must leave "
+            f"{_KIND} and {SEAL} out of their metadata"
         )
     return found
 
 
 def place_tensors(registry_name: str | None, tensors: Mapping[str, NDArray[Any]], like: Weights) -> Weights:
-    """Puts named tensors where the model has them; the inverse of `name_tensors`.
+    """Arrange named tensors as a model's pytrees; the inverse of `name_tensors`.
 
     Args:
-        registry_name: as there.
-        tensors: by name. What is float there may be of another float type here. PyTorch's `num_batches_tracked` may
-            stand beside those of a network of the registry.
+        registry_name: as in `name_tensors`.
+        tensors: the tensors by name. A float tensor may have another float type than in `like`. For a network of the
+            registry, PyTorch's `num_batches_tracked` may be present.
         like: the model's params and batch_stats, arrays or jax.ShapeDtypeStruct.
 
     Returns:
-        NumPy arrays (jax's where a leaf is a generator's key) of the dtypes of `like`. The classifier of the
-        registry's is as large as the tensors have it, whatever `like` says.
+        NumPy arrays (jax arrays for PRNG keys) of the dtypes of `like`. For a network of the registry, the size of the
+        classifier is that of the tensors, not that of `like`.
 
     Raises:
-        ValueError: where a tensor is missing, left over, of another shape or of another kind, naming the first few.
+        ValueError: if a tensor is missing, unexpected, of another shape or of another kind; names the first few.
     """
     if registry_name is not None:
         faults = [
-            f"{name} is {tensor.dtype}, no float"
+            f"{name} is {tensor.dtype}, not a float type"
             for name, tensor in tensors.items()
             if name.rpartition(".")[2] != COUNTER and not jnp.issubdtype(tensor.dtype, jnp.floating)
         ]
@@ -169,10 +169,10 @@ def place_tensors(registry_name: str | None, tensors: Mapping[str, NDArray[Any]]
 
 
 def _place_by_path(tensors: Mapping[str, NDArray[Any]], like: Weights) -> Weights:
-    wanted = dict(_named_leaves(like.params, like.batch_stats))
-    stored = {name: jax.eval_shape(plain_key, leaf) for name, leaf in wanted.items()}
-    faults = [f"missing {name}" for name in wanted if name not in tensors]
-    faults += [f"unexpected {name}" for name in tensors if name not in wanted]
+    expected = dict(_named_leaves(like.params, like.batch_stats))
+    stored = {name: jax.eval_shape(plain_key, leaf) for name, leaf in expected.items()}
+    faults = [f"missing {name}" for name in expected if name not in tensors]
+    faults += [f"unexpected {name}" for name in tensors if name not in expected]
     for name, leaf in stored.items():
         if name not in tensors:
             continue
@@ -183,7 +183,7 @@ def _place_by_path(tensors: Mapping[str, NDArray[Any]], like: Weights) -> Weight
             faults.append(f"{name} is {found.dtype} instead of {leaf.dtype}")
     if faults:
         raise ValueError(_list_faults("the model", faults, "they must come from the same model"))
-    leaves = [like_leaf(tensors[name].astype(stored[name].dtype), leaf) for name, leaf in wanted.items()]
+    leaves = [like_leaf(tensors[name].astype(stored[name].dtype), leaf) for name, leaf in expected.items()]
     placed = jax.tree.unflatten(jax.tree.structure(_as_tree(*like)), leaves)
     return Weights(placed["params"], placed["batch_stats"])
 

@@ -10,12 +10,12 @@ from engine.records.file_errors import name_file
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file so that a reader, or a crash at any instant, sees the old content or the new, never a part.
+    """Write a file atomically: at any instant, a reader or a crash sees the old content or the new, never a part.
 
     The file's permissions follow the umask, as for any other new file.
 
     Raises:
-        OSError: where it cannot be written, which names `path`; the old file, if any, is as it was.
+        OSError: if it cannot be written; names `path`. An old file is then unchanged.
     """
     try:
         _write_beside(path, content)
@@ -27,8 +27,8 @@ def write_whole(path: Path, content: bytes) -> None:
 
 def _write_beside(path: Path, content: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    # Not tempfile.mkstemp: it makes files private to their owner, and to undo that one would need the umask, which can
-    # be read only by setting it, for all threads.
+    # Not tempfile.mkstemp: it makes files private to their owner, and undoing that needs the umask, which can
+    # only be read by setting it, for all threads.
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -42,10 +42,10 @@ def _write_beside(path: Path, content: bytes) -> None:
 
 
 def remove_unfinished(path: Path) -> None:
-    """Removes what a process that was killed in `write_whole` left beside a file, which nobody may be writing now.
+    """Remove the temporary files that a killed `write_whole` left beside a file, which no process may be writing now.
 
     Raises:
-        OSError: where the folder cannot be listed, or a file in it not be removed.
+        OSError: if the folder cannot be listed or a file cannot be removed.
     """
     for entry in list(path.parent.iterdir()):
         if re.fullmatch(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}", entry.name):
@@ -53,7 +53,7 @@ def remove_unfinished(path: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Makes the new name last through a power cut; the file is whole without it, so that a refusal is no failure."""
+    """Sync a folder, so that a new name survives a power failure; ignore errors, since the file is whole anyway."""
     # Some network file systems refuse to sync a folder.
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)

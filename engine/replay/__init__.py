@@ -1,1 +1,1 @@
-"""Making a stretch of a recorded run once more, and comparing the bits."""
+"""Replaying a stretch of a recorded run, and comparing the bits."""

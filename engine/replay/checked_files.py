@@ -1,6 +1,6 @@
-"""Whether every file of a run is what was written, as far as the run's own digests tell.
+"""A check that every file of a run is as it was written, according to the run's own digests.
 
-Reads only, without the run's lock. Guards against damage and edits by hand, not against whoever recomputes digests.
+Reads only, without the run's lock. Detects damage and edits by hand; it is no protection against recomputed digests.
 """
 
 import stat
@@ -34,9 +34,9 @@ class CheckedFiles:
     """The result of the check.
 
     Attributes:
-        num_checked: files that are as they were written, as far as a digest covers them; a snapshot counts as one.
-        faults: what is wrong, a line for each file.
-        unchecked: names of files that no digest covers, or none yet.
+        num_checked: the number of files whose content matches its digest; a snapshot counts as one.
+        faults: one line for each faulty file.
+        unchecked: names of files that no digest covers (yet).
     """
 
     num_checked: int
@@ -45,20 +45,20 @@ class CheckedFiles:
 
 
 def check_files(run: Path, read: Sequence[Snapshot] = ()) -> CheckedFiles:
-    """Look at every file of a run.
+    """Check every file of a run.
 
     Args:
-        run: its folder.
-        read: snapshots of the run that were read and found whole just now; they are not read once more.
+        run: the folder of the run.
+        read: snapshots of the run that were just read and found whole; they are not read again.
 
     Raises:
-        OSError: where the folder cannot be listed.
+        OSError: if the folder cannot be listed.
     """
     return _Check(run, read).check()
 
 
 def check_words(run: Path, read: Sequence[Snapshot] = ()) -> str:
-    """Return in words what `check_files` is going to read: of the snapshots, which can be large, how many bytes."""
+    """Return a message about what `check_files` will read, with the size of the snapshots, which can be large."""
     steps = set(snapshot_steps(run / SNAPSHOTS)) - {snapshot.step for snapshot in read}
     sizes = (_size(entry) for step in steps for entry in (run / SNAPSHOTS / str(step)).rglob("*"))
     snapshots = f"{len(steps)} further snapshot{'s' * (len(steps) > 1)}"
@@ -66,7 +66,7 @@ def check_words(run: Path, read: Sequence[Snapshot] = ()) -> str:
 
 
 def _size(path: Path) -> int:
-    """Return the size of a regular file; 0 for anything else, and for what a run that goes on has just removed."""
+    """Return the size of a regular file; 0 for anything else, and for a file that a running training just removed."""
     with suppress(OSError):
         status = path.lstat()
         return status.st_size if stat.S_ISREG(status.st_mode) else 0
@@ -82,9 +82,9 @@ class _Check:
         self._unchecked: list[str] = []
 
     def check(self) -> CheckedFiles:
-        """Look at every file, and return what was found."""
-        recorded = self._look(CONFIG, partial(read_recorded, self._run))
-        end = self._look(RESULT, partial(read_result, self._run)) if (self._run / RESULT).exists() else None
+        """Check every file, and return the result."""
+        recorded = self._read_file(CONFIG, partial(read_recorded, self._run))
+        end = self._read_file(RESULT, partial(read_result, self._run)) if (self._run / RESULT).exists() else None
         states = self._snapshot_states()
         if end is not None and end.folder is not None:
             states.append((end.folder, RecordedBy(RESULT)))
@@ -93,13 +93,13 @@ class _Check:
             self._check_log(name, [(state.logs[name], by) for state, by in states if name in state.logs])
         if end is not None and end.folder is not None and not self._is_going():
             for name, log in end.folder.logs.items():
-                self._look(name, partial(check_no_more, self._run / name, log, RecordedBy(RESULT)))
+                self._read_file(name, partial(check_no_more, self._run / name, log, RecordedBy(RESULT)))
         self._check_weights(end)
-        self._sort_out(recorded, end)
+        self._list_unchecked(recorded, end)
         return CheckedFiles(len(self._checked), tuple(self._faults.values()), tuple(self._unchecked))
 
-    def _look[Found](self, name: str, read: Callable[[], Found]) -> Found | None:
-        """Call what reads a file, unless a fault of it is known already; keep the fault."""
+    def _read_file[Found](self, name: str, read: Callable[[], Found]) -> Found | None:
+        """Call `read` for a file, unless it has a fault already; record its error as the file's fault."""
         if name in self._faults:
             return None
         try:
@@ -119,11 +119,11 @@ class _Check:
         folder, states = self._run / SNAPSHOTS, []
         for step in snapshot_steps(folder):
             name = f"{SNAPSHOTS}/{step}"
-            snapshot = self._look(name, partial(self._snapshot, step))
+            snapshot = self._read_file(name, partial(self._snapshot, step))
             if snapshot is not None and snapshot.folder is not None:
                 states.append((snapshot.folder, RecordedBy(f"the snapshot of step {step}")))
             elif snapshot is None and not (folder / str(step)).exists():
-                del self._faults[name]  # a run that goes on has removed it meanwhile
+                del self._faults[name]  # a running training has removed it meanwhile
         return states
 
     def _snapshot(self, step: int) -> Snapshot:
@@ -133,36 +133,36 @@ class _Check:
         if recorded is not None:
             path = self._run / CONFIG
             for state, by in states:
-                self._look(
+                self._read_file(
                     CONFIG,
                     partial(check_config_digest, path, recorded.digest, recorded.continued, state, by.name),
                 )
 
     def _check_log(self, name: str, expected: Sequence[tuple[LogState, RecordedBy]]) -> None:
         if expected:
-            self._look(name, partial(digest_log, self._run / name, *expected))
+            self._read_file(name, partial(digest_log, self._run / name, *expected))
         elif name == CONTROL_LOG_NAME:
-            self._look(name, partial(read_events, self._run / name))
+            self._read_file(name, partial(read_events, self._run / name))
             self._checked.discard(name)
 
     def _check_weights(self, end: RecordedEnd | None) -> None:
         path = self._run / WEIGHTS
-        wanted = None if end is None else end.weights_digest
+        expected = None if end is None else end.weights_digest
         if not path.exists() and not path.is_symlink():
-            if wanted is not None:
-                self._faults[WEIGHTS] = f"{path} must be there, since {RESULT} tells of it, and is missing: restore it"
+            if expected is not None:
+                self._faults[WEIGHTS] = f"{path} is missing, although {RESULT} records its digest: restore that file"
             return
-        weights = self._look(WEIGHTS, partial(read_weights, path))
+        weights = self._read_file(WEIGHTS, partial(read_weights, path))
         if weights is None:
             return
-        if wanted not in (None, weights.digest):
-            self._faults[WEIGHTS] = f"{path} must be what the run wrote at its end, and is another: restore that file"
+        if expected not in (None, weights.digest):
+            self._faults[WEIGHTS] = f"{path} is not what the run wrote at its end: restore that file"
         elif weights.digest is None:
             self._checked.discard(WEIGHTS)
             self._unchecked.append(WEIGHTS)
 
-    def _sort_out(self, recorded: RecordedRun | None, end: RecordedEnd | None) -> None:
-        """Add the files that no digest covers to the unchecked ones."""
+    def _list_unchecked(self, recorded: RecordedRun | None, end: RecordedEnd | None) -> None:
+        """Move the files that no digest covers to the unchecked ones."""
         if recorded is not None and recorded.digest is None:
             self._checked.discard(CONFIG)
             self._unchecked.append(CONFIG)

@@ -1,7 +1,7 @@
-"""What a run recorded of a stretch of its updates: losses, evaluations, the states at both ends, and how to cut it.
+"""The record of a stretch of a run's updates: losses, evaluations, the states at both ends, and its pieces.
 
-Owns what must be there for the stretch to be replayed. Reads only, without the run's lock, so that a run may go on
-meanwhile. Knows nothing of the loop.
+Owns what is needed to replay the stretch. Reads only, without the run's lock, so that the run may go on meanwhile.
+Knows nothing of the loop.
 """
 
 import json
@@ -29,13 +29,13 @@ type Numbers = dict[str, float | None]
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive updates that were made with the same settings.
+    """Consecutive updates with the same settings.
 
     Attributes:
-        config: the settings, without a run folder or a cadence of snapshots.
+        config: the settings, without a run folder and without snapshots.
         stop_step: the last update.
-        stop_pull: the batch, from 0, before which the piece ends.
-        cuts_evaluation: whether it ends before an evaluation that is due after its last update.
+        stop_pull: the batch (from 0) before which the piece ends.
+        cuts_evaluation: whether the piece ends before an evaluation that is due after its last update.
     """
 
     config: TrainConfig
@@ -49,15 +49,15 @@ class RecordedStretch:
     """The updates `start.step` + 1 … `to_step` of a run as they were recorded.
 
     Attributes:
-        run: the folder.
+        run: the folder of the run.
         recorded: its settings.
         start: where the stretch begins.
         to_step: its last update.
-        losses: numbers by step, of every step; None stands for what is no finite number.
-        evaluations: likewise, of the steps after which one was made.
-        snapshot: of `to_step`, None where there is none.
-        pieces: of the stretch, in order.
-        is_evaluated: whether the run made any evaluation at all.
+        losses: the numbers of every step, by step; None stands for a NaN or infinite number.
+        evaluations: likewise, for the steps after which there was an evaluation.
+        snapshot: the snapshot of `to_step`, None if there is none.
+        pieces: the pieces of the stretch, in order.
+        is_evaluated: whether the run has any evaluation at all.
     """
 
     run: Path
@@ -72,29 +72,29 @@ class RecordedStretch:
 
 
 def read_stretch(run: Path, from_step: int | None, to_step: int | None) -> RecordedStretch:
-    """Reads a stretch of a run.
+    """Read a stretch of a run.
 
     Args:
-        run: its folder.
-        from_step: a step with a snapshot, or 0 for the state drawn from the seed; None is the oldest snapshot before
-            the end, else 0.
+        run: the folder of the run.
+        from_step: a step with a snapshot, or 0 for the state initialised from the seed; None is the oldest snapshot
+            before the end, else 0.
         to_step: the last update; None is the last one that the run recorded.
 
     Raises:
-        ValueError: where RUN is no run, where there is nothing to begin with or to end with, or a line is missing.
-        OSError: where a file cannot be read.
+        ValueError: if RUN is not a run, `from_step` or `to_step` is not available, or a line is missing.
+        OSError: if a file cannot be read.
     """
     recorded = read_recorded(run)
-    # In this order: a run that goes on writes an evaluation before the next loss, and a snapshot after both.
+    # In this order: a running training writes an evaluation before the next loss, and a snapshot after both.
     lines = _read_lines(run / LOSS_LOG)
     to_step = _checked_end(run, to_step, len(lines))
-    there = snapshot_steps(run / SNAPSHOTS)
-    from_step = _checked_begin(run, from_step, to_step, there)
+    saved_steps = snapshot_steps(run / SNAPSHOTS)
+    from_step = _checked_begin(run, from_step, to_step, saved_steps)
     events = tuple(replace(event, snapshot=False) for event in read_events(run / CONTROL_LOG_NAME))
     start = start_at(read_snapshot(run / SNAPSHOTS, from_step), events) if from_step else StartingPoint(events=events)
-    snapshot = read_snapshot(run / SNAPSHOTS, to_step) if to_step in there else None
+    snapshot = read_snapshot(run / SNAPSHOTS, to_step) if to_step in saved_steps else None
     evaluations = _evaluations(run / EVALUATION_LOG)
-    # An evaluation that a stop cut short after a snapshot's step is made by whoever goes on from that snapshot.
+    # An evaluation that a stop interrupted after a snapshot's step is repeated when the run resumes from it.
     first = from_step if _owes_evaluation(start.snapshot) else from_step + 1
     last = to_step - 1 if _owes_evaluation(snapshot) else to_step
     return RecordedStretch(
@@ -114,32 +114,34 @@ def read_stretch(run: Path, from_step: int | None, to_step: int | None) -> Recor
 
 def _checked_end(run: Path, to_step: int | None, num_lines: int) -> int:
     if not num_lines:
-        raise ValueError(f"a run must have made a step to be replayed, and {run / LOSS_LOG} holds none: wait for one")
+        raise ValueError(
+            f"a run must have completed a step to be replayed, and {run / LOSS_LOG} holds none: wait for one"
+        )
     if to_step is None:
         return num_lines
     if not 1 <= to_step <= num_lines:
         raise ValueError(
-            f"the last step to replay (--to) must be one that {run / LOSS_LOG} holds, 1 … {num_lines}, got {to_step}"
+            f"the last step to replay (--to) must be a step in {run / LOSS_LOG}, 1 … {num_lines}, got {to_step}"
         )
     return to_step
 
 
-def _checked_begin(run: Path, from_step: int | None, to_step: int, there: Sequence[int]) -> int:
-    before = [step for step in there if step < to_step]
+def _checked_begin(run: Path, from_step: int | None, to_step: int, saved_steps: Sequence[int]) -> int:
+    before = [step for step in saved_steps if step < to_step]
     if from_step is None:
         return before[0] if before else 0
-    if from_step and from_step not in there:
-        found = ", ".join(map(str, there)) or "none"
+    if from_step and from_step not in saved_steps:
+        found = ", ".join(map(str, saved_steps)) or "none"
         raise ValueError(
-            f"the step to begin with (--from) must have a snapshot or be 0, got {from_step}: {run} has those of {found}"
+            f"the step to start from (--from) must be 0 or have a snapshot, got {from_step}: {run} has those of {found}"
         )
     if not 0 <= from_step < to_step:
-        raise ValueError(f"the step to begin with (--from) must be before the last one, {to_step}, got {from_step}")
+        raise ValueError(f"the step to start from (--from) must be before the last one, {to_step}, got {from_step}")
     return from_step
 
 
 def _owes_evaluation(snapshot: Snapshot | None) -> bool:
-    """Whether the evaluation of a snapshot's own step is still to be made: in mid-update, that of the next one is."""
+    """Return whether the evaluation of a snapshot's own step is still due: in mid-update, that of the next one is."""
     if snapshot is None or not snapshot.leaves["owes_evaluation"]:
         return False
     gathered = [leaf for name, leaf in snapshot.leaves.items() if name.endswith("gathered.num_pulls")]
@@ -155,33 +157,33 @@ def _pieces(
     *,
     is_end_evaluated: bool,
 ) -> tuple[Piece, ...]:
-    """Cuts a stretch where settings changed."""
-    there = snapshot_steps(run / SNAPSHOTS)
+    """Cut a stretch at the steps where settings changed."""
+    saved_steps = snapshot_steps(run / SNAPSHOTS)
     ends = [step for step in recorded.changes() if from_step < step < to_step]
     pieces = []
     for begin, end in pairwise([from_step, *ends, to_step]):
-        config = replace(recorded.config_at(begin + 1), **_OUTSIDE_OF_A_RUN)
+        config = replace(recorded.config_at(begin + 1), **_REPLAY_SETTINGS)
         if begin:
-            # Weights to start from are of the first step alone.
+            # Initial weights concern only the first step.
             config = replace(config, init_from=None)
-        at_end = snapshot if end == to_step else read_snapshot(run / SNAPSHOTS, end) if end in there else None
+        at_end = snapshot if end == to_step else read_snapshot(run / SNAPSHOTS, end) if end in saved_steps else None
         pulls = end * config.accumulate_steps if at_end is None else at_end.pulls
-        # The last lines of a run that goes on, or was killed, may lack the evaluation that came next.
+        # The last lines of a run that is still going, or was killed, may lack the evaluation that comes next.
         is_cut = _owes_evaluation(at_end) if at_end is not None else end == to_step and not is_end_evaluated
         pieces.append(Piece(config, end, pulls, is_cut))
     return tuple(pieces)
 
 
-_OUTSIDE_OF_A_RUN: dict[str, Any] = {
+_REPLAY_SETTINGS: dict[str, Any] = {
     **{name: each.default for name, each in SETTINGS.items() if each.on_resume is OnResume.PER_LAUNCH},
-    # They were settled in steps when the run began.
+    # Epochs were converted to steps when the run started.
     **dict.fromkeys((epochs for epochs, _ in COUNTED_IN_EPOCHS), None),
     "snapshot_every_steps": 0,
 }
 
 
 def _read_lines(path: Path) -> list[bytes]:
-    """Gives the whole lines of a file; a last one without its end is being written, or a crash cut it short."""
+    """Return the complete lines of a file; a last one without its newline is being written or was cut by a crash."""
     try:
         return read_regular(path, max_bytes=_MOST_LOG_BYTES).split(b"\n")[:-1]
     except FileNotFoundError:
@@ -193,7 +195,7 @@ def _losses(path: Path, lines: Sequence[bytes], from_step: int, to_step: int) ->
     for step in range(from_step + 1, to_step + 1):
         found, losses[step] = _numbers(path, step, lines[step - 1], LOSS_NUMBERS)
         if found != step:
-            raise ValueError(f"{path} must have step {step} in line {step}, has step {found}: restore that file")
+            raise ValueError(f"{path} must have step {step} in line {step}, and has step {found}: restore that file")
     return losses
 
 
@@ -203,7 +205,7 @@ def _evaluations(path: Path) -> dict[int, Numbers]:
         step, numbers = _numbers(path, number, line, EVALUATION_NUMBERS)
         if evaluations and step <= max(evaluations):
             raise ValueError(
-                f"{path} must have its steps in order, has {step} in line {number} after {max(evaluations)}: "
+                f"{path} must have its steps in order, and has {step} in line {number} after {max(evaluations)}: "
                 "restore that file"
             )
         evaluations[step] = numbers
@@ -219,6 +221,6 @@ def _numbers(path: Path, line_number: int, line: bytes, names: Sequence[str]) ->
             raise TypeError("not numbers")
     except (ValueError, KeyError, TypeError, RecursionError):
         raise ValueError(
-            f"{path} must hold step, {', '.join(names)} in line {line_number}, has {line[:80]!r}: restore that file"
+            f"{path} must hold step, {', '.join(names)} in line {line_number}, and has {line[:80]!r}: restore that file"
         ) from None
     return step, numbers

@@ -1,6 +1,6 @@
-"""A stretch of a recorded run made once more, and compared with what the run recorded.
+"""The replay of a stretch of a recorded run, compared with its record.
 
-Owns the order of a replay. Writes nothing into the run's folder and needs no lock of it.
+Owns the order of a replay. Writes nothing into the run's folder and needs no lock on it.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,30 +48,30 @@ def replay_run(
     notify: Callable[[str], None] = lambda _: None,
     display: Callable[[int, int], Sink] | None = None,
 ) -> ReplayReport:
-    """Makes the updates `from_step` + 1 … `to_step` of a recorded run once more, and compares them bit by bit.
+    """Repeat the updates `from_step` + 1 … `to_step` of a recorded run, and compare them bit by bit.
 
-    Before the first update every file of the run is checked against the digest that the run recorded of it
-    (`engine.replay.checked_files`). Compared are then every loss and learning rate of `loss.jsonl`, every evaluation of
-    `eval.jsonl` and, where the run has a snapshot of `to_step`, every array of the state. Requests that took effect in
-    the run are repeated, and where a run was resumed with other settings these change at the same step.
+    First, every file of the run is checked against its recorded digest (`engine.replay.checked_files`). Then the replay
+    compares every loss and learning rate of `loss.jsonl`, every evaluation of `eval.jsonl` and, if the run has a
+    snapshot of `to_step`, every array of the state. Requests that took effect in the run are repeated, and settings
+    that changed at a resume change at the same step.
 
     Args:
-        run: its folder, which is only read; the run may still be going on.
+        run: the folder of the run, which is only read; the run may still be going on.
         from_step: a step with a snapshot, or 0, the state before the first update; None is the oldest snapshot before
             `to_step`, else 0.
         to_step: the last update; None is the last one recorded.
-        data: where the packed data set is now; None is where it was.
-        model, batches, evaluation: your own, as `engine.train` was given them.
-        notify: told in words what is replayed.
-        display: gives a further taker of the losses for (the last step, images a step).
+        data: the present location of the packed data set; None is the recorded one.
+        model, batches, evaluation: your own, as they were given to `engine.train`.
+        notify: called with one-line messages about the replay.
+        display: called with (last step, images per step); returns another sink for the losses.
 
     Returns:
-        What was compared and the first difference of each kind. SIGINT and SIGTERM, where the caller is the main
-        thread, end the replay at the next step and are named in `stopped_by`.
+        What was compared, and the first difference of each kind. If the caller is the main thread, SIGINT and SIGTERM
+        stop the replay at the next step and are named in `stopped_by`.
 
     Raises:
-        ValueError: where the run, its data or what is given of your own do not fit, a line is missing, or there is no
-            snapshot to begin with.
+        ValueError: if the run does not fit the data or your own parts, a line is missing, or there is no snapshot to
+            start from.
         KeyboardInterrupt: on a signal before the first step, or on a second one.
         BaseException: whatever the batch source raised.
     """
@@ -85,8 +85,8 @@ def replay_run(
     ends = [snapshot for snapshot in (stretch.start.snapshot, stretch.snapshot) if snapshot is not None]
     files = _check_files(Path(run), ends, notify)
     _check_own(stretch, model, batches, evaluation)
-    # A launch handles signals while it is open; before it and between two, they end the replay at once.
-    with StopSignals(ControlBoard(), _say_nothing):
+    # A launch handles signals while it is open; before the first and between two, they stop the replay at once.
+    with StopSignals(ControlBoard(), _ignore_message):
         begin = stretch.start.step
         origin = f"the snapshot of step {begin:,}" if begin else "the state before the first step"
         notify(f"replaying steps {begin + 1:,} … {stretch.to_step:,} of {run} from {origin}")
@@ -101,25 +101,25 @@ def _read_stretch(run: Path, from_step: int | None, to_step: int | None) -> Reco
         return read_stretch(run, from_step, to_step)
     except IrregularFileError as error:
         raise ValueError(
-            f"{error.filename} must be a file, and is not ({error.strerror}): restore that file"
+            f"{error.filename} must be a regular file, and is not ({error.strerror}): restore that file"
         ) from error
 
 
 def _check_files(run: Path, read: Sequence[Snapshot], notify: Callable[[str], None]) -> CheckedFiles:
-    """Look at every file of a run but the snapshots just read; say how many are as written and which lack a digest."""
+    """Check every file of a run except the snapshots just read; report how many match and which lack a digest."""
     if not (run / CONFIG).exists():
-        return CheckedFiles(0, (), ())  # no run: what follows says so
+        return CheckedFiles(0, (), ())  # not a run: the error is raised later
     notify(check_words(run, read))
     files = check_files(run, read)
     if files.num_checked:
         notify(f"files: {files.num_checked} as written (a snapshot counts as one)")
     if files.unchecked:
-        notify(f"files: {', '.join(files.unchecked)} cannot be checked: no digest of them was written (yet)")
+        notify(f"files: {', '.join(files.unchecked)} cannot be checked: they have no digest (yet)")
     return files
 
 
-def _say_nothing(_: str) -> None:
-    """Signals end a replay at once before its first step: there is no clean stop to be told of."""
+def _ignore_message(_: str) -> None:
+    """Ignore the message of a clean stop: before its first step, a signal stops a replay at once."""
 
 
 def _replay(
@@ -129,18 +129,18 @@ def _replay(
     data: str | None,
     display: Callable[[int, int], Sink] | None,
 ) -> ReplayReport:
-    """Runs the pieces of a stretch, the state going from one to the next in memory, and compares."""
+    """Run the pieces of a stretch, passing the state on in memory, and compare."""
     comparison, state, start = Comparison(stretch), None, stretch.start
     for piece in stretch.pieces:
         config = piece.config if data is None else replace(piece.config, data=data)
-        board = _EndingBoard(piece)
+        board = _StopAfterPieceBoard(piece)
         with ExitStack() as stack:
             host = stack.enter_context(HostSide(config, notify, board))
             opened = open_data(config, parts, stack, notify, first_pull=start.pulls, is_new=False)
             launch = Launch(config, resolve(config, parts, opened), host, stack, start, notify)
             check_data(launch.resolved, stretch.recorded)
             check_given_weights(launch.given_digest, stretch.recorded)
-            sinks = [comparison, *([] if display is None else [display(piece.stop_step, _images_a_step(piece))])]
+            sinks = [comparison, *([] if display is None else [display(piece.stop_step, _images_per_step(piece))])]
             state = _replay_piece(launch, state, sinks, start.events)
         start = StartingPoint(int(state.step), int(state.pulls), int(state.num_evaluations), None, start.events)
         if board.was_stopped or start.step < piece.stop_step:
@@ -150,37 +150,37 @@ def _replay(
     return comparison.report(board.stop_reason if board.was_stopped else None)
 
 
-class _EndingBoard(ControlBoard):
-    """A board of requests that ends the loop after a piece, as a stop would, so that nothing is done beyond it.
+class _StopAfterPieceBoard(ControlBoard):
+    """A control board that stops the loop after a piece, so that nothing happens beyond it.
 
-    The loop's own end would not do: an evaluation belongs to it, which the run need not have made.
+    The loop's own end will not do: it includes an evaluation, which the run need not have done.
     """
 
     def __init__(self, piece: Piece) -> None:
         super().__init__()
         self._piece = piece
-        self._is_through = False
+        self._is_last_chunk = False
 
     @property
     def was_stopped(self) -> bool:
-        """Whether somebody else asked for the stop."""
+        """Whether something other than the end of the piece requested the stop."""
         return self.stop_reason not in (None, _END)
 
     def words(self, pull: int, num_batches: int) -> ControlWords:
-        """Gives the control words of a pull; behind the last batch of the piece they say stop."""
+        """Return the control words of a pull; after the last batch of the piece they request a stop."""
         left = self._piece.stop_pull - pull
         if left <= 0:
             self.request_stop(_END)
         words = super().words(pull, min(num_batches, left))
-        self._is_through = words[2] == left
+        self._is_last_chunk = words[2] == left
         return words
 
     def stop_words(self, num_batches: int) -> ControlWords:
-        """Gives the control words of a pull of an evaluation; of the one that the piece is to end before they say stop.
+        """Return the control words of an evaluation's pull; request a stop if the piece ends before that evaluation.
 
         Not sooner: a stop would end the wait for the batches of the last steps.
         """
-        if self._is_through and self._piece.cuts_evaluation:
+        if self._is_last_chunk and self._piece.cuts_evaluation:
             self.request_stop(_END)
         return super().stop_words(num_batches)
 
@@ -188,7 +188,7 @@ class _EndingBoard(ControlBoard):
 def _replay_piece(
     launch: Launch, state: TrainState | None, sinks: list[Sink], events: Sequence[ControlEvent]
 ) -> TrainState:
-    """Runs a piece from a state, None for the one that the launch begins with, and gives the one that it ends with."""
+    """Run a piece from a state (None for the launch's initial one), and return its final state."""
     config = launch.config
     with caching_compilations(config.compilation_cache):
         compiled, state = launch.prepare() if state is None else (launch.compile(), state)
@@ -201,18 +201,18 @@ def _replay_piece(
     )
     state = launch.run(compiled, state, sinks)
     failure = launch.failure(state)
-    # The run may have ended so too; where it did not, the steps that are missing tell.
+    # The run itself may have stopped on a NaN too; if not, the missing steps show it.
     if failure is not None and not isinstance(failure, NonFiniteError):
         raise failure
     return state
 
 
-def _images_a_step(piece: Piece) -> int:
+def _images_per_step(piece: Piece) -> int:
     return piece.config.batch * piece.config.accumulate_steps
 
 
 def _check_own(stretch: RecordedStretch, model: object, batches: object, evaluation: object) -> None:
-    """Raises ValueError where the run was made with something of your own that is not given, or the reverse."""
+    """Raise ValueError if the run used a part of your own that is not given, or the reverse."""
     resolved = stretch.recorded.resolved
     own = recorded_own_parts(resolved)
     needed = {
@@ -223,11 +223,11 @@ def _check_own(stretch: RecordedStretch, model: object, batches: object, evaluat
     given = {"model": model, "batches": batches, "evaluation": evaluation}
     missing = [name for name, is_needed in needed.items() if is_needed and given[name] is None]
     if missing:
-        words = ", ".join(f"{name}=…" for name in missing)
+        arguments = ", ".join(f"{name}=…" for name in missing)
         raise ValueError(
-            f"{stretch.run} was made with {' and '.join(missing)} of your own, which only Python has: "
-            f"engine.replay_run({str(stretch.run)!r}, {words})"
+            f"{stretch.run} was trained with {' and '.join(missing)} of your own, which must be given from Python: "
+            f"engine.replay_run({str(stretch.run)!r}, {arguments})"
         )
     for name in ("model", "batches"):
         if given[name] is not None and not needed[name]:
-            raise ValueError(f"{name} must be left out, since {stretch.run} was made without {name} of your own")
+            raise ValueError(f"{stretch.run} was trained without {name} of your own: leave {name} out")

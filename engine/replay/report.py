@@ -1,6 +1,6 @@
-"""What a replay found: numbers compared, the first difference of each kind, and the words for it.
+"""The result of a replay: what was compared, the first difference of each kind, and their text.
 
-Owns what counts as the same: the bits. Knows nothing of the loop.
+Owns what counts as equal: the same bits. Knows nothing of the loop.
 """
 
 import json
@@ -16,7 +16,7 @@ from engine.records.snapshot import match_state
 from engine.replay.recorded_stretch import EVALUATION_NUMBERS, Numbers, RecordedStretch
 from engine.stream.sinks import EvaluationRecord, LossRecord
 
-_NOT_THERE = "nothing"
+_MISSING = "nothing"
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Difference:
 
     Attributes:
         kind: "loss", "learning rate", "evaluation" or "array".
-        where: the step and, of evaluations and arrays, the name of what differs.
-        recorded, replayed: the values as they are written; "nothing" where one of the two has none.
-        count: how many of the kind differ.
+        where: the step and, for evaluations and arrays, the name of what differs.
+        recorded, replayed: the values as text; "nothing" if one of the two has none.
+        count: how many values of the kind differ.
         total: how many were compared.
     """
 
@@ -48,17 +48,17 @@ class Difference:
 
 @dataclass(frozen=True)
 class ReplayReport:
-    """What became of a replay.
+    """The result of a replay.
 
     Attributes:
-        from_step: the updates before it were not replayed.
+        from_step: the step that the replay started from.
         to_step: the last update that was compared.
-        num_losses: compared, each with its learning rate.
-        num_evaluations: compared.
-        num_arrays: of the state at `to_step`, compared with its snapshot; None where there is none.
-        differences: the first of each kind.
-        stopped_by: the signal that ended the replay early, None where none did.
-        file_faults: what is not as the run wrote it, a line for each file.
+        num_losses: losses compared, each with its learning rate.
+        num_evaluations: evaluations compared.
+        num_arrays: arrays of the state at `to_step` compared with its snapshot; None if there is none.
+        differences: the first difference of each kind.
+        stopped_by: the signal that stopped the replay early, None if none did.
+        file_faults: one line for each file that is not as the run wrote it.
     """
 
     from_step: int
@@ -72,7 +72,7 @@ class ReplayReport:
 
     @property
     def is_same(self) -> bool:
-        """Whether all that was compared has the same bits, and every file is as it was written."""
+        """Whether everything compared has the same bits, and every file is as it was written."""
         return not self.differences and not self.file_faults
 
     def __str__(self) -> str:
@@ -82,10 +82,10 @@ class ReplayReport:
         counted = [_count(self.num_losses, "loss", "losses"), _count(self.num_evaluations, "evaluation", "evaluations")]
         if self.num_arrays is not None:
             counted.append(f"{_count(self.num_arrays, 'array', 'arrays')} of the snapshot of step {self.to_step:,}")
-        words = f"the same bits: {', '.join(counted)}"
+        text = f"the same bits: {', '.join(counted)}"
         if self.stopped_by is not None:
-            return f"{words}, up to step {self.to_step:,}, where {self.stopped_by} stopped the replay"
-        return words if self.num_arrays is not None else f"{words}; step {self.to_step:,} has no snapshot to compare"
+            return f"{text}, up to step {self.to_step:,}, where {self.stopped_by} stopped the replay"
+        return text if self.num_arrays is not None else f"{text}; step {self.to_step:,} has no snapshot to compare"
 
 
 def _count(number: int, one: str, many: str) -> str:
@@ -93,7 +93,7 @@ def _count(number: int, one: str, many: str) -> str:
 
 
 class Comparison:
-    """A sink that holds a replay against the record, step by step.
+    """A sink that compares a replay with the record, step by step.
 
     Args:
         stretch: the record.
@@ -102,37 +102,37 @@ class Comparison:
     def __init__(self, stretch: RecordedStretch) -> None:
         self._stretch = stretch
         self._last_step = stretch.start.step
-        self._loss, self._rate = _Kind("loss"), _Kind("learning rate")
+        self._loss, self._learning_rate = _Kind("loss"), _Kind("learning rate")
         self._evaluation, self._array = _Kind("evaluation"), _Kind("array")
         self._evaluated: set[int] = set()
 
     def open(self) -> None:
-        """Has nothing to begin; a replay in pieces opens it again."""
+        """Do nothing; a replay in pieces opens the sink repeatedly."""
 
     def write(self, record: LossRecord) -> None:
-        """Compares a loss and its learning rate."""
+        """Compare a loss and its learning rate."""
         replayed, recorded = json.loads(record.to_json()), self._stretch.losses[record.step]
         self._last_step = record.step
-        for kind, name in ((self._loss, "loss"), (self._rate, "lr")):
-            kind.take(f"step {record.step:,}", recorded[name], replayed[name])
+        for kind, name in ((self._loss, "loss"), (self._learning_rate, "lr")):
+            kind.compare(f"step {record.step:,}", recorded[name], replayed[name])
 
     def write_evaluation(self, record: EvaluationRecord) -> None:
-        """Compares an evaluation."""
+        """Compare an evaluation."""
         recorded = self._stretch.evaluations.get(record.step)
         self._evaluated.add(record.step)
-        self._take_evaluation(record.step, recorded, json.loads(record.to_json()))
+        self._compare_evaluation(record.step, recorded, json.loads(record.to_json()))
 
     def close(self) -> None:
-        """Has nothing to end."""
+        """Do nothing."""
 
     def compare_state(self, state: Any) -> None:
-        """Compares the state after the last update with its snapshot, where there is one.
+        """Compare the state after the last update with its snapshot, if there is one.
 
         Args:
-            state: a pytree of NumPy arrays, of keys their numbers.
+            state: a pytree of NumPy arrays, PRNG keys as their key data.
 
         Raises:
-            SnapshotError: where the snapshot is of another program's state.
+            SnapshotError: if the snapshot does not fit the state.
         """
         if self._stretch.snapshot is None:
             return
@@ -140,17 +140,17 @@ class Comparison:
         paths = jax.tree_util.tree_leaves_with_path(state)
         for recorded, (path, replayed) in zip(saved, paths, strict=True):
             name = jax.tree_util.keystr(path, simple=True, separator=".")
-            self._array.take_array(f"step {self._stretch.to_step:,}, {name}", recorded, replayed)
+            self._array.compare_array(f"step {self._stretch.to_step:,}, {name}", recorded, replayed)
 
     def report(self, stopped_by: str | None) -> ReplayReport:
-        """Gives what was found; unless the replay was stopped, steps and evaluations that it lacks are differences."""
+        """Return the report; unless the replay was stopped, missing steps and evaluations count as differences."""
         if stopped_by is None:
             for step in range(self._last_step + 1, self._stretch.to_step + 1):
                 recorded = self._stretch.losses[step]
-                self._loss.take(f"step {step:,}", recorded["loss"], _NOT_THERE)
+                self._loss.compare(f"step {step:,}", recorded["loss"], _MISSING)
             for step in sorted(self._stretch.evaluations.keys() - self._evaluated):
-                self._take_evaluation(step, self._stretch.evaluations[step], None)
-        kinds = (self._loss, self._rate, self._evaluation, self._array)
+                self._compare_evaluation(step, self._stretch.evaluations[step], None)
+        kinds = (self._loss, self._learning_rate, self._evaluation, self._array)
         return ReplayReport(
             from_step=self._stretch.start.step,
             to_step=self._last_step,
@@ -161,51 +161,52 @@ class Comparison:
             stopped_by=stopped_by,
         )
 
-    def _take_evaluation(self, step: int, recorded: Numbers | None, replayed: Numbers | None) -> None:
+    def _compare_evaluation(self, step: int, recorded: Numbers | None, replayed: Numbers | None) -> None:
         where = f"step {step:,}"
         if recorded is None or replayed is None:
-            found = [_NOT_THERE if numbers is None else "one" for numbers in (recorded, replayed)]
+            found = [_MISSING if numbers is None else "one" for numbers in (recorded, replayed)]
             self._evaluation.note(where, *found)
             return
-        unlike = [name for name in EVALUATION_NUMBERS if not _is_same(recorded[name], replayed[name])]
-        if unlike:
-            self._evaluation.note(f"{where}, {unlike[0]}", _text(recorded[unlike[0]]), _text(replayed[unlike[0]]))
+        differing = [name for name in EVALUATION_NUMBERS if not _is_same(recorded[name], replayed[name])]
+        if differing:
+            first = differing[0]
+            self._evaluation.note(f"{where}, {first}", _text(recorded[first]), _text(replayed[first]))
         else:
             self._evaluation.total += 1
 
 
 class _Kind:
-    """What was compared of one kind."""
+    """The comparisons of one kind."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._first: Difference | None = None
         self.count = self.total = 0
 
-    def take(self, where: str, recorded: float | None, replayed: float | str | None) -> None:
+    def compare(self, where: str, recorded: float | None, replayed: float | str | None) -> None:
         if _is_same(recorded, replayed):
             self.total += 1
         else:
             self.note(where, _text(recorded), _text(replayed))
 
-    def take_array(self, where: str, recorded: NDArray[Any], replayed: NDArray[Any]) -> None:
-        """Takes two arrays of one shape and type."""
-        # As bytes: NaN is the same as itself, and minus zero is another than zero.
+    def compare_array(self, where: str, recorded: NDArray[Any], replayed: NDArray[Any]) -> None:
+        """Compare two arrays of the same shape and dtype."""
+        # As bytes: NaN equals itself, and minus zero differs from zero.
         rows = [
             np.ascontiguousarray(array).reshape(-1).view(np.uint8).reshape(array.size, array.itemsize)
             for array in (recorded, replayed)
         ]
-        unlike = np.flatnonzero((rows[0] != rows[1]).any(axis=1))
-        if not len(unlike):
+        differing = np.flatnonzero((rows[0] != rows[1]).any(axis=1))
+        if not len(differing):
             self.total += 1
             return
-        first = int(unlike[0])
+        first = int(differing[0])
         index = [int(each) for each in np.unravel_index(first, recorded.shape)]
-        at = f" at {index}, one of {len(unlike):,} numbers" if index else ""
+        at = f" at {index}, one of {len(differing):,} numbers" if index else ""
         self.note(f"{where}{at}", str(recorded.reshape(-1)[first]), str(replayed.reshape(-1)[first]))
 
     def note(self, where: str, recorded: str, replayed: str) -> None:
-        """Counts a difference; the first is kept."""
+        """Count a difference; keep the first."""
         self.total += 1
         self.count += 1
         if self._first is None:
@@ -222,4 +223,4 @@ def _is_same(recorded: float | str | None, replayed: float | str | None) -> bool
 
 
 def _text(number: float | str | None) -> str:
-    return "no finite number" if number is None else str(number)
+    return "NaN or infinite" if number is None else str(number)

@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation: trace, compile or load from the cache on disk, and say what XLA knows of the program."""
+"""Ahead-of-time compilation: trace, compile or load from the cache on disk, and report XLA's program analysis."""
 
 import gc
 import os
@@ -18,7 +18,7 @@ from engine.locations import user_cache_folder
 from engine.records.whole_file import write_whole
 
 _CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
-# jax's settings belong to the process, and so does their guard: two runs that compile at once take turns.
+# jax's settings are global to the process, and so is their lock: two runs that compile at once take turns.
 _SETTINGS_GUARD = threading.RLock()
 
 
@@ -27,8 +27,8 @@ class Traced:
     """A program traced and lowered, not yet compiled.
 
     Attributes:
-        lowered: jax's stage, in StableHLO.
-        trace_s: seconds that it took.
+        lowered: jax's lowered stage, in StableHLO.
+        trace_s: seconds that tracing and lowering took.
     """
 
     lowered: jax.stages.Lowered
@@ -37,14 +37,15 @@ class Traced:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled program and what is known of it.
+    """A compiled program and its analysis.
 
     Attributes:
-        call: runs it.
-        trace_s, compile_s: seconds that tracing and lowering took, and compiling or loading.
+        call: runs the program.
+        trace_s, compile_s: seconds to trace and lower it, and to compile or load it.
         from_cache: whether it was loaded from the cache on disk.
-        memory_bytes: XLA's account by kind (arguments, results, temporaries, code), in bytes; empty where it has none.
-        keeps: what the program calls, which lives as long as this: a thread that waits for `call` must hold this.
+        memory_bytes: XLA's memory analysis by kind (arguments, results, temporaries, code), in bytes; empty if there is
+            none.
+        keeps: the object that the program calls, kept alive by this one: a thread that waits for `call` must hold this.
     """
 
     call: jax.stages.Compiled
@@ -56,24 +57,24 @@ class Compiled:
 
     @property
     def step_flops(self) -> float | None:
-        """Floating-point operations of one step by XLA's count, None where it has none."""
+        """Floating-point operations of one step as counted by XLA, None if it has no count."""
         # XLA counts the body of a loop without a known trip count once, so the program's count is that of one step.
         analysis = self.call.cost_analysis()
         return None if not analysis or "flops" not in analysis else float(analysis["flops"])
 
     @property
     def peak_bytes(self) -> int:
-        """Memory of one run by XLA's account: arguments, results and temporaries, reused ones counted once."""
-        account = self.memory_bytes
+        """Memory of one run in bytes by XLA's analysis: arguments, results, temporaries; reused ones counted once."""
+        sizes = self.memory_bytes
         parts = ("arguments", "results", "temporaries")
-        return sum(account.get(part, 0) for part in parts) - account.get("reused", 0)
+        return sum(sizes.get(part, 0) for part in parts) - sizes.get("reused", 0)
 
 
 def trace_ahead(function: Callable[..., Any], *arguments: Any, donate: tuple[int, ...] = ()) -> Traced:
-    """Traces `function` once, on the calling thread, whose jax settings it so obeys.
+    """Trace `function` once, on the calling thread, so that this thread's jax settings apply.
 
     Args:
-        function: what is to be compiled.
+        function: the function to compile.
         arguments: pytrees of arrays or jax.ShapeDtypeStruct.
         donate: the arguments whose memory the program may reuse.
     """
@@ -86,11 +87,11 @@ def trace_ahead(function: Callable[..., Any], *arguments: Any, donate: tuple[int
 def compile_traced(
     traced: Traced, *, deterministic: bool = True, dump_folder: Path | None = None, keeps: object = None
 ) -> Compiled:
-    """Compiles a traced program, or loads it from the cache on disk.
+    """Compile a traced program, or load it from the cache on disk.
 
     Args:
-        traced: what to compile.
-        deterministic: whether operations are left out that may give other bits each time.
+        traced: the program.
+        deterministic: whether to exclude operations whose results may differ in bits from run to run.
         dump_folder: where to write `program.stablehlo.mlir` and `program.optimised.hlo`; None writes neither.
         keeps: see `Compiled`.
     """
@@ -108,28 +109,31 @@ def compile_traced(
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Has Python's cyclic collector wait: tracing makes hundreds of thousands of objects that live on.
+    """Disable Python's cyclic garbage collector inside the block.
 
-    To look through them again and again took a fourth of the time.
+    Tracing creates hundreds of thousands of long-lived objects; scanning them again and again took a quarter of the
+    time.
     """
-    collects = gc.isenabled()
+    was_enabled = gc.isenabled()
     try:
         gc.disable()
         yield
     finally:
-        if collects:
+        if was_enabled:
             gc.enable()
 
 
 def compiler_options(lowered: jax.stages.Lowered, backend: str, *, deterministic: bool) -> dict[str, str | bool | int]:
-    """Gives the settings of XLA that a program needs to be right on a backend, by jax's name of it.
+    """Return the XLA options that a program needs to be correct on a backend (jax's name for it).
 
-    On a CPU jaxlib 0.11.2 and 0.12.0 join convolutions, norms and the mean behind them to one computation of YNNPACK,
-    which in bfloat16 came out as NaN (`resnet8` in evaluation at 32 px). Products and convolutions alone are right.
+    On CPU, jaxlib 0.11.2 and 0.12.0 fuse convolutions, norms and the mean that follows them into one YNNPACK
+    computation, which in bfloat16 returned NaN (`resnet8` in evaluation at 32 px). Fusing only single products or
+    single convolutions is correct.
 
-    A deterministic program for a GPU has no operation that is not; XLA refuses one that knows no other way. Of the
-    others it tries none to find the fastest, which would be another one each time, but takes the libraries' first
-    choice. Products are left to cuBLAS: of XLA's own kernels for them none is sure to do untried (jaxlib 0.11.2).
+    On GPU, a deterministic program excludes nondeterministic operations; XLA refuses one that has no alternative. XLA
+    does not autotune, which could choose another kernel each time, but takes the libraries' first choice. Matrix
+    products are left to cuBLAS: without autotuning, none of XLA's own kernels for them is certain to work (jaxlib
+    0.11.2).
     """
     if backend == "gpu" and deterministic:
         return {
@@ -145,20 +149,20 @@ def compiler_options(lowered: jax.stages.Lowered, backend: str, *, deterministic
 
 @contextmanager
 def caching_compilations(folder: str | None) -> Iterator[None]:
-    """Keeps compiled programs on disk inside the block, and puts jax's settings back after it.
+    """Cache compiled programs on disk inside the block, and restore jax's settings after it.
 
-    Meant for compiling alone: whatever else the process compiles meanwhile is kept too.
+    Use it only around compilations: whatever else the process compiles meanwhile is cached too.
 
     Args:
-        folder: where; None leaves a cache that the caller or $JAX_COMPILATION_CACHE_DIR has set, else takes the
-            user's cache folder; "off" keeps none.
+        folder: the cache folder; None keeps one that the caller or $JAX_COMPILATION_CACHE_DIR has set, else uses the
+            user's cache folder; "off" caches nothing.
     """
     with _SETTINGS_GUARD:
         if folder is None:
             folder = jax.config.jax_compilation_cache_dir or os.fspath(user_cache_folder() / "xla")
         settings = {
             "jax_compilation_cache_dir": None if folder == "off" else folder,
-            # By default jax leaves out what compiles in under a second, which is most of a small model's start.
+            # By default jax does not cache programs that compile in under a second: most of a small model's start.
             "jax_persistent_cache_min_compile_time_secs": 0.0,
         }
         before = {name: getattr(jax.config, name) for name in settings}
@@ -172,13 +176,13 @@ def caching_compilations(folder: str | None) -> Iterator[None]:
 def _configure(settings: dict[str, Any]) -> None:
     for name, value in settings.items():
         jax.config.update(name, value)
-    # The cache is opened once a process; without this a later folder would be ignored.
+    # jax opens the cache once per process; without this, a later folder would be ignored.
     compilation_cache.reset_cache()
 
 
 @contextmanager
 def _counting_cache_hits() -> Iterator[list[str]]:
-    """Collects jax's events of programs found in the cache, on this thread and while the block runs."""
+    """Collect jax's cache-hit events of this thread inside the block."""
     hits: list[str] = []
     here = threading.get_ident()
 

@@ -97,7 +97,7 @@ def _check_same_shape(source: BatchSource, evaluation: EvaluationSource) -> None
     if shapes[0] != shapes[1]:
         raise ValueError(
             f"evaluation batches must have the shape of training batches, B × H × W = {shapes[0]}, got {shapes[1]}: "
-            "pack both splits alike, or give --eval-split off"
+            "pack both splits with the same --size, or give --eval-split off"
         )
 
 
@@ -112,7 +112,7 @@ def _open_own_batches(config: TrainConfig, parts: OwnParts, first_pull: int) -> 
     if source.batch != config.batch:
         raise ValueError(
             f"every batch must hold the {config.batch} images of the setting batch, "
-            f"the batch source gives {source.batch}: change one of the two"
+            f"and the batch source returns {source.batch}: change one of the two"
         )
     return RunData(source, OWN_BATCHES, config.num_classes)
 
@@ -134,26 +134,25 @@ def _open_packed(config: TrainConfig, stack: ExitStack, notify: Callable[[str], 
     manifest = split.manifest
     if manifest.format_version == 1:
         notify(
-            f"{choice.data} was packed before shard files were told apart while they are read: "
-            "`inspect-shards --verify` notices files in each other's place"
+            f"{choice.data} has a format in which swapped shard files are not noticed during training: "
+            "check it with `inspect-shards --verify`"
         )
     num_classes = config.num_classes or manifest.num_classes
     if num_classes < manifest.num_classes:
         raise SettingError(
             "num_classes",
-            "{setting} must be at least the {least} of {where}, got {found}: leave it out to take the data's",
+            "{setting} must be at least the {least} of {where}, got {found}: leave it out to use the data's",
             least=manifest.num_classes,
             where=f"{choice.data}/{config.split}",
             found=num_classes,
         )
     if num_classes == 1:
-        notify(f"warning: {choice.data}/{config.split} has one class alone, in which there is nothing to learn")
+        notify(f"warning: {choice.data}/{config.split} has only one class, so there is nothing to learn")
     data = f"{choice.data}/{config.split}, {split.num_images:,} images"
     if config.batch > split.num_images:
         notify(
-            f"warning: a batch is to have {config.batch:,} images and {choice.data}/{config.split} has "
-            f"{split.num_images:,}, some of which come in it more than once: --batch {split.num_images} or "
-            "less has each once"
+            f"warning: a batch has {config.batch:,} images and {choice.data}/{config.split} only "
+            f"{split.num_images:,}, so a batch repeats some of them: give --batch {split.num_images} or less"
         )
     evaluation, eval_digest = None, None
     if (name := choose_eval_split(config, choice.data, is_new=is_new)) is not None:
@@ -177,7 +176,7 @@ def _open_packed(config: TrainConfig, stack: ExitStack, notify: Callable[[str], 
 
 
 def manifest_digest_of(manifest: Manifest) -> str:
-    """Gives the SHA-256 by which a run tells its data, in hexadecimal."""
+    """Return the SHA-256 that identifies a run's data, in hexadecimal."""
     return hashlib.sha256(manifest.to_json().encode()).hexdigest()
 
 
@@ -204,7 +203,7 @@ def _usual_eval_split(config: TrainConfig, data: str, splits: SplitNames) -> str
             continue
         if name in splits.broken:
             raise ValueError(
-                f"the split to evaluate on must have its manifest.json, and {data.rstrip('/')}/{name} has lost it: "
+                f"the split to evaluate on must have a manifest.json, and {data.rstrip('/')}/{name} has none: "
                 "restore that file, or name another split to evaluate on (--eval-split; off for none)"
             )
         if name in splits.complete:
@@ -217,14 +216,14 @@ def _check_none_is_unfinished(config: TrainConfig, data: str, chosen: str | None
     missing = {*takewhile(lambda name: name != chosen, (name for name in _USUAL_EVAL_SPLITS if name != config.split))}
     if found := missing.intersection(splits.unfinished):
         raise ValueError(
-            f"the split to evaluate on must be complete, and the packing of {data.rstrip('/')}/{min(found)} was begun "
-            "and not finished: run the same preprocess-imagenet command again, or give --eval-split, another or off"
+            f"the split to evaluate on must be complete, and the packing of {data.rstrip('/')}/{min(found)} is "
+            "unfinished: run the same preprocess-imagenet command again, or give --eval-split, another split or off"
         )
 
 
 def _check_same_classes(train: Manifest, evaluation: Manifest, name: str) -> None:
     if [each.id for each in train.classes] != [each.id for each in evaluation.classes]:
         raise ValueError(
-            f"the evaluation split must have the classes of the training split, and {name} has others: "
+            f"the evaluation split must have the classes of the training split, and those of {name} differ: "
             "pack both from one source, or give --eval-split off"
         )

@@ -1,6 +1,6 @@
-"""Which data a run reads: what the user named, else the usual places, else the demo set.
+"""The data set that a run reads: the one that the user named, else the usual places, else the demo set.
 
-Owns the fallback rule and the making of the demo set on first use; knows nothing of batches.
+Owns this rule and the creation of the demo set on first use; knows nothing of batches.
 """
 
 import os
@@ -20,12 +20,12 @@ _DEMO_SPLITS = ("train", "val")
 
 
 class DataChoice(NamedTuple):
-    """A packed data set and why it was taken.
+    """A packed data set and why it was chosen.
 
     Attributes:
         data: a folder or URL.
-        reason: in words, for the first line of the run.
-        is_demo: whether it is the demo set, which may still have to be made.
+        reason: why it was chosen, for the first line of the run.
+        is_demo: whether it is the demo set, which may not exist yet.
     """
 
     data: str
@@ -34,7 +34,7 @@ class DataChoice(NamedTuple):
 
 
 def choose_data(data: str | None) -> DataChoice:
-    """Gives `data` if named, else $FEEDLOOP_DATA, else data/shards where it exists, else the demo set."""
+    """Return `data` if named, else $FEEDLOOP_DATA, else data/shards if it exists, else the demo set."""
     if data is not None:
         return DataChoice(data, "as named", is_demo=False)
     if named := os.environ.get(DATA_VARIABLE):
@@ -46,15 +46,15 @@ def choose_data(data: str | None) -> DataChoice:
 
 
 def make_demo(folder: Path, notify: Callable[[str], None]) -> None:
-    """Draws and packs the demo set where it is not there yet; it appears whole, whoever else makes it meanwhile."""
+    """Draw and pack the demo set if it does not exist; it appears atomically, even if two processes create it."""
     if _is_complete(folder):
         return
-    from preprocess.demo.demo_set import pack_demo  # with the packer, which no other run needs
+    from preprocess.demo.demo_set import pack_demo  # imports the packer, which no other run needs
 
     notify("drawing and packing the demo set, once")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix="demo-") as beside:
-        packed = Path(beside) / folder.name
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix="demo-") as temporary:
+        packed = Path(temporary) / folder.name
         pack_demo(os.fspath(packed))
         try:
             packed.rename(folder)

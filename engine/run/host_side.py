@@ -19,11 +19,11 @@ class HostSide:
     Args:
         config: the settings.
         notify: called with a line of text.
-        board: of requests to the program; None makes one.
+        board: the board of requests to the program; None creates one.
 
     Attributes:
-        board: of requests to the program.
-        notices: what is said while the program runs.
+        board: the board of requests to the program.
+        notices: messages to the user during the run.
         transport: how the program calls the host.
         chunk: batches a pull.
         signals: that stop the launch.
@@ -36,7 +36,7 @@ class HostSide:
         self.board, self.notices = board or ControlBoard(), Notices(notify)
         self.transport = choose_transport(config.transport, this_platform())
         self.chunk = choose_chunk(config.chunk_batches, self.transport)
-        where = "behind the chunk of steps under way" if self.chunk > 1 else "at the next step"
+        where = "after the current chunk of steps" if self.chunk > 1 else "at the next step"
         self.signals = StopSignals(self.board, self.notices.say, where)
         self._stack = ExitStack()
 

@@ -1,6 +1,6 @@
-"""Weights to start a run from: a safetensors file of torchvision's, of PyTorch's or of another run.
+"""Weights to start a run from: a safetensors file from torchvision, PyTorch or another run.
 
-Owns what a file must hold for that and what may differ. Knows nothing of the run.
+Owns what such a file must hold and what may differ. Knows nothing of the run.
 """
 
 import hashlib
@@ -20,13 +20,13 @@ _MOST_NAMED = 5
 
 
 class InitialWeights(NamedTuple):
-    """What a run begins with in place of drawn weights.
+    """The weights that a run starts from instead of randomly initialised ones.
 
     Attributes:
-        params, batch_stats: the model's pytrees, NumPy arrays; what the file does not give is the leaf that
-            `load_initial_weights` was given.
-        notes: what the user should know of the file, a line each.
-        digest: sha256 of the file's tensors and their names.
+        params, batch_stats: the model's pytrees of NumPy arrays; a leaf that the file lacks is the one passed to
+            `load_initial_weights`.
+        notes: one-line messages to the user about the file.
+        digest: SHA-256 of the file's tensors and their names.
     """
 
     params: Any
@@ -35,9 +35,9 @@ class InitialWeights(NamedTuple):
     digest: str
 
     def over(self, drawn: Weights) -> Weights:
-        """Gives the drawn weights with those of the file in their places; may be called while tracing.
+        """Return the initialised weights `drawn` with those of the file in their places; may be called while tracing.
 
-        Only what was loaded over shapes (`jax.ShapeDtypeStruct`) has leaves that are taken from `drawn`.
+        Leaves are taken from `drawn` only if the weights were loaded with shapes (`jax.ShapeDtypeStruct`).
         """
 
         def choose(given: Any, drawn: Any) -> Any:
@@ -51,21 +51,21 @@ class InitialWeights(NamedTuple):
 def load_initial_weights(
     path: str | os.PathLike[str], registry_name: str | None, params: Any, batch_stats: Any
 ) -> InitialWeights:
-    """Reads and checks weights to start from; needs no drawn ones, so that it can stand before everything slow.
+    """Read and check weights to start from; shapes suffice, so that this can happen before anything slow.
 
     Args:
-        path: of a safetensors file: torchvision's names and layouts for a network of the registry, `params.…` and
-            `batch_stats.…` for a model of the user's own, as in the `model.safetensors` of a run.
-        registry_name: the model's name in the registry, None for one of the user's own.
-        params, batch_stats: its pytrees, arrays or jax.ShapeDtypeStruct: what they should become.
+        path: the path of a safetensors file: with torchvision's names and layouts for a network of the registry, with
+            `params.…` and `batch_stats.…` for a user-defined model, as in the `model.safetensors` of a run.
+        registry_name: the model's name in the registry, None for a user-defined one.
+        params, batch_stats: the model's pytrees, arrays or jax.ShapeDtypeStruct.
 
     Returns:
-        The weights, of the dtypes of `params` and `batch_stats` (floats of another width are converted). The classifier
-        of a network of the registry with another number of classes stays the given one.
+        The weights, with the dtypes of `params` and `batch_stats` (floats of another width are converted). If a network
+        of the registry has another number of classes than the file, its classifier is the given one.
 
     Raises:
-        ValueError: where the file cannot be read, a tensor is missing, left over or of another shape, or a number is
-            not finite.
+        ValueError: if the file cannot be read, a tensor is missing, unexpected or of another shape, or a value is NaN
+            or infinite.
     """
     file, like = os.fspath(path), Weights(params, batch_stats)
     stored = read_weights(file)
@@ -78,7 +78,9 @@ def load_initial_weights(
     notes = _conversions(stored.tensors, named)
     if registry_name is not None and (classes := _other_classes(placed, like)):
         placed = placed._replace(params=placed.params | {_HEAD: params[_HEAD]})
-        notes.append(f"the classifier is drawn anew: the file has {classes[0]:,} classes, the data {classes[1]:,}")
+        notes.append(
+            f"the classifier is initialised anew: the file has {classes[0]:,} classes, the data {classes[1]:,}"
+        )
     return InitialWeights(placed.params, placed.batch_stats, tuple(notes), _digest(stored.tensors))
 
 
@@ -91,32 +93,32 @@ def _digest(tensors: Tensors) -> str:
 
 
 def _other_classes(placed: Weights, like: Weights) -> tuple[int, int] | None:
-    """The numbers of classes of the file and of the data, None where they are one."""
-    there, wanted = (int(weights.params[_HEAD]["bias"].shape[0]) for weights in (placed, like))
-    return None if there == wanted else (there, wanted)
+    """Return the numbers of classes of the file and of the data, None if they are equal."""
+    in_file, in_data = (int(weights.params[_HEAD]["bias"].shape[0]) for weights in (placed, like))
+    return None if in_file == in_data else (in_file, in_data)
 
 
 def _hint(stored: StoredWeights, registry_name: str | None) -> str:
-    """Where the file names the model that it is of, and that is another: which."""
+    """Return a hint if the file's metadata name another model, else an empty string."""
     named = stored.metadata.get("model")
-    return f" (the file says that it is of {named!r})" if named not in (None, registry_name) else ""
+    return f" (the file was saved from {named!r})" if named not in (None, registry_name) else ""
 
 
 def _conversions(stored: Tensors, placed: Tensors) -> list[str]:
-    """Says which floats are of another width in the model than in the file."""
+    """Return one message for each pair of float types between which tensors are converted."""
     kinds = Counter(
         (str(stored[name].dtype), str(tensor.dtype))
         for name, tensor in placed.items()
         if jnp.issubdtype(tensor.dtype, jnp.floating) and stored[name].dtype != tensor.dtype
     )
     return [
-        f"{count:,} tensor{'' if count == 1 else 's'} of {there} {'is' if count == 1 else 'are'} converted to {here}"
-        for (there, here), count in kinds.items()
+        f"{count:,} tensor{'' if count == 1 else 's'} of {found} {'is' if count == 1 else 'are'} converted to {needed}"
+        for (found, needed), count in kinds.items()
     ]
 
 
 def _check_finite(file: str, tensors: Tensors) -> None:
-    """Raises ValueError naming the first tensors that hold a number that is not finite."""
+    """Raise ValueError naming the first tensors that hold a NaN or infinite value."""
     found = [
         name
         for name, tensor in tensors.items()
@@ -126,5 +128,5 @@ def _check_finite(file: str, tensors: Tensors) -> None:
         more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
         raise ValueError(
             f"--init-from {file}: weights must be finite, and {', '.join(found[:_MOST_NAMED])}{more} "
-            f"{'are' if len(found) > 1 else 'is'} not: take the weights of a run that did not diverge"
+            f"{'are' if len(found) > 1 else 'is'} not: use the weights of a run that did not diverge"
         )

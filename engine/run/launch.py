@@ -1,7 +1,7 @@
-"""One launch of the program: its parts opened in order, compiled, run to the end of the loop, closed.
+"""One launch of the program: its parts are opened in order, compiled, run to the end of the loop, and closed.
 
-Owns what is connected to what. Knows nothing of run folders: where the state begins is given, where it goes is the
-caller's.
+Owns how the parts are connected. Knows nothing of run folders: the caller provides the starting point and keeps the
+final state.
 """
 
 import math
@@ -44,20 +44,20 @@ from models.registry import count_params
 from preprocess.memory import host_memory_bytes
 from preprocess.shards.reader import ChangedShardError
 
-# A channel without any spread (a set of blank images) must not divide by zero: one level of 255 is the least.
+# A channel without variance (a set of blank images) must not cause a division by zero: one level of 255 is the minimum.
 _LEAST_STD = 1 / 255
 _MOST_STEPS = 2**31 - 1
-_NO_TOP1_REACHES_IT = 2.0
-# How long the end waits for the sinks, all together: long after a clean stop, not after one that is to be at once.
+_UNREACHABLE_TOP1 = 2.0
+# How long the end waits for all sinks together: long after a clean stop, briefly after an immediate one.
 _CLOSE_TIMEOUT_S = 60.0
 _QUIT_TIMEOUT_S = 1.0
 
 
 class NonFiniteError(ArithmeticError):
-    """A run's gradients were not finite more often in a row than it was to bear.
+    """A run's gradients were NaN or infinite at more consecutive steps than allowed.
 
     Attributes:
-        first_step: of those in a row.
+        first_step: the first of these consecutive steps.
     """
 
     def __init__(self, message: str, first_step: int) -> None:
@@ -69,18 +69,18 @@ class Launch:
     """The parts of one launch, opened in order; `stack` closes them in reverse.
 
     Args:
-        config: the settings, epochs settled.
+        config: the settings, with epochs converted to steps.
         resolved: what the settings stand for.
-        host: entered.
+        host: the host side of the launch, entered.
         stack: closes what is opened.
         start: where the launch begins.
         notify: called with a line of text.
 
     Attributes:
-        board: of requests to the program.
-        notices: what is said while the program runs.
-        stream: of what the program emits.
-        num_params: learnable numbers.
+        board: the board of requests to the program.
+        notices: messages to the user during the run.
+        stream: the stream of what the program emits.
+        num_params: number of learnable parameters.
         train_s: seconds from the launch to the end of the loop.
         has_changed_data: whether `failure` found that the data were written to meanwhile, so that steps may have been
             trained on other images.
@@ -117,7 +117,7 @@ class Launch:
             wait_of=self._wait_of,
             board=self.board,
             on_nonfinite=lambda step: self.notices.say(
-                f"warning: the loss is no finite number since step {step}; a lower learning rate may help"
+                f"warning: the loss became NaN or infinite at step {step}; a lower learning rate may help"
             ),
         )
         stack.callback(self.stream.release)
@@ -136,7 +136,7 @@ class Launch:
         return f"step {step + 1}" + (f", pull {number + 1}" if self.config.accumulate_steps > 1 else "")
 
     def _wait_of(self, step: int) -> float:
-        """Gives the seconds waited for the batches of one update (from 0)."""
+        """Return the seconds waited for the batches of one update (from 0)."""
         count = self.config.accumulate_steps
         return math.fsum(self._infeed.take_wait_s(pull) for pull in range(step * count, (step + 1) * count))
 
@@ -146,9 +146,9 @@ class Launch:
             return None
         num_batches = evaluated.num_batches
 
-        def words_of(pull: int, num_wanted: int) -> ControlWords:
+        def words_of(pull: int, num_requested: int) -> ControlWords:
             self.stream.tell_evaluation(pull % num_batches, num_batches)
-            return self.board.stop_words(num_wanted)
+            return self.board.stop_words(num_requested)
 
         return self._make_infeed(
             evaluated,
@@ -191,7 +191,7 @@ class Launch:
         return infeed
 
     def _chunk_of(self, source: BatchSource) -> int:
-        """Batches of a source that cross at once: an evaluation's as it suits the transport."""
+        """Return how many batches of a source cross at once; for an evaluation, the transport's default."""
         evaluated = self.resolved.evaluation
         if evaluated is None or source is not evaluated:
             return self._chunk
@@ -202,7 +202,7 @@ class Launch:
 
     @property
     def crossings(self) -> dict[str, Any]:
-        """How the program and the host meet, for the record: device, transport, batches a chunk and read ahead."""
+        """The crossings as `config.json` records them: device, transport, batches per chunk and batches read ahead."""
         return {
             "device": this_device(),
             "transport": self._transport.name,
@@ -212,11 +212,11 @@ class Launch:
 
     @property
     def given_digest(self) -> str | None:
-        """sha256 of the weights that the run starts from, None where there are none or they were read long ago."""
+        """SHA-256 of the initial weights, None if this launch read none."""
         return None if self._given is None else self._given.digest
 
     def _read_given_weights(self) -> InitialWeights | None:
-        """Reads the weights to start from, before anything takes long."""
+        """Read the initial weights, before anything slow."""
         if self.config.init_from is None or self.start.snapshot is not None:
             return None
         shape = self._state_shape
@@ -236,7 +236,7 @@ class Launch:
         )
         depth, chunk = self._ring_depth(source), self._chunk
         self._notify(
-            f"the loop waits for: batches of {source.batch} × {source.height} × {source.width} px "
+            f"infeed: batches of {source.batch} × {source.height} × {source.width} px "
             f"from {resolved.data}, {depth} read ahead, by the {self._transport.name} transport"
             + ("" if this_platform() == "cpu" else f" on {this_device()}")
             + (f", {chunk} {'steps enqueued ' * self._transport.runs_ahead}at once" if chunk > 1 else "")
@@ -245,15 +245,15 @@ class Launch:
             self._notify(warning)
 
     def prepare(self) -> tuple[Compiled, TrainState]:
-        """Gives the program and the state that it begins with, which is made while the program is compiled."""
+        """Return the compiled program and its initial state, which is created while the program is compiled."""
         finish: Callable[[], Compiled] | None = None
         try:
-            # Nor does the collector hold up the worker, which needs the interpreter lock before XLA has its program.
+            # The collector would also delay the worker, which needs the interpreter lock before XLA has its program.
             with without_collector():
-                finish = self._begin_to_compile()
+                finish = self._start_compiling()
                 state = self.starting_state()
         except Exception:
-            # Its error is the one that counts, and jax's settings are not to change under a compilation.
+            # Wait for the compilation, during which jax's settings must not change, but raise the first error.
             with suppress(Exception):
                 if finish is not None:
                     finish()
@@ -261,11 +261,11 @@ class Launch:
         return finish(), state
 
     def compile(self) -> Compiled:
-        """Gives the program, compiled."""
-        return self._begin_to_compile()()
+        """Return the compiled program."""
+        return self._start_compiling()()
 
-    def _begin_to_compile(self) -> Callable[[], Compiled]:
-        """Traces the program on this thread, whose jax settings it so obeys, and has a worker compile it."""
+    def _start_compiling(self) -> Callable[[], Compiled]:
+        """Trace the program on this thread, so that its jax settings apply, and compile it on a worker."""
         self._notify("compiling the training program, or loading it from the cache")
         model = CheckedModel(self.resolved.model, self.resolved.num_classes, self.resolved.source)
         program = make_program(model, self._statics, self._infeed, self._outfeed, self._evaluation_infeed)
@@ -292,15 +292,15 @@ class Launch:
         return finish
 
     def starting_state(self) -> TrainState:
-        """Gives the state of the snapshot that the launch begins with, or draws that before the first step."""
+        """Return the state of the snapshot that the launch starts from, or initialise one."""
         if self.start.snapshot is not None:
             from engine.records.snapshot import match_state
 
             saved = match_state(self.start.snapshot.leaves, self._state_shape)
             if self._evaluation_infeed is None:
-                # Nothing would ever make it, and the loop would wait for it without end.
+                # Without an infeed, the loop would wait for ever for the evaluation that is due.
                 saved = saved._replace(owes_evaluation=np.zeros((), np.bool))
-            # The arrays on the host are as much memory again, for as long as somebody holds them.
+            # Release the host's copy of the arrays, which takes as much memory again.
             self.start = replace(self.start, snapshot=None)
             return call_on_worker(lambda: jax.block_until_ready(jax.tree.map(partial(jnp.array, copy=True), saved)))
         words = _key_words(self.config.seed)
@@ -317,29 +317,29 @@ class Launch:
         return drawn._replace(params=params, batch_stats=batch_stats, update=init_update(self._statics.rule, weights))
 
     def warn_of_memory(self, compiled: Compiled) -> None:
-        """Says so where the program will not fit into memory, before the system ends it without a word."""
+        """Warn if the program will not fit into memory, before the system kills it without a message."""
         if jax.default_backend() != "cpu":
             return
-        needed, there = compiled.peak_bytes + self.ring_bytes, host_memory_bytes()
-        if there is not None and needed > there:
+        needed, available = compiled.peak_bytes + self.ring_bytes, host_memory_bytes()
+        if available is not None and needed > available:
             self._notify(
-                f"warning: the program needs about {needed / 1e9:,.1f} GB and this machine has {there / 1e9:,.1f} GB: "
+                f"warning: the program needs about {needed / 1e9:,.1f} GB and this machine has {available / 1e9:,.1f}: "
                 "a smaller --batch needs less"
             )
 
     @property
     def ring_bytes(self) -> int:
-        """Host memory of the batches read ahead."""
+        """Host memory for the batches read ahead, in bytes."""
         sources = (self.resolved.source, self.resolved.evaluation)
         return sum(self._ring_depth(source) * batch_bytes(source) for source in sources if source is not None)
 
     def run(self, compiled: Compiled, state: TrainState, sinks: Sequence[Sink]) -> TrainState:
-        """Runs the program to its end and gives the state that it leaves; what failed on the host is `failure`'s.
+        """Run the program to its end and return its final state; `failure` returns what failed on the host.
 
         Args:
             compiled: the program.
-            state: that it begins with; its memory is given up.
-            sinks: of the loss stream.
+            state: the initial state; its memory is donated.
+            sinks: the sinks of the loss stream.
         """
         values = self._values()
         started = time.perf_counter()
@@ -366,46 +366,46 @@ class Launch:
             return call_on_worker(lambda: jax.block_until_ready(compiled.call(state, values)))
 
     def failure(self, state: TrainState) -> BaseException | None:
-        """Gives what went wrong: first on the host, in the order of cause and effect, then in the loop."""
+        """Return what went wrong: first on the host, causes before their effects, then in the loop."""
         ends = (self._infeed, self._evaluation_infeed, self._outfeed, self.stream, self._transport)
         failures = [end.failure for end in ends if end is not None and end.failure is not None]
         if failures:
             self.has_changed_data |= isinstance(failures[0], ChangedShardError)
             return failures[0]
-        return self._changed_data() or self._gave_up(state)
+        return self._changed_data() or self._nonfinite_error(state)
 
     def _changed_data(self) -> BaseException | None:
-        """Return the error of a source whose files were written to in the midst of the run."""
+        """Return the error of a source whose files were changed during the run."""
         for source in (self.resolved.source, self.resolved.evaluation):
             if isinstance(source, CheckedSource):
                 try:
                     source.check_unchanged()
-                except Exception as error:  # noqa: BLE001 - a source of the user's own may raise anything
+                except Exception as error:  # noqa: BLE001 - a user-defined source may raise anything
                     self.has_changed_data = True
                     return error
         return None
 
     @property
     def std(self) -> tuple[float, ...]:
-        """Of each channel on the scale 0 … 1, as the program divides by it."""
+        """The standard deviation of each channel on the scale 0 … 1, by which the program divides."""
         return tuple(max(each, _LEAST_STD) for each in self.resolved.std)
 
-    def _gave_up(self, state: TrainState) -> BaseException | None:
-        """Gives the error of a run that left its loop because of gradients that are not finite."""
+    def _nonfinite_error(self, state: TrainState) -> BaseException | None:
+        """Return the error of a run that stopped because of NaN or infinite gradients, None if it did not."""
         skips = int(state.update.skips.in_a_row)
         if skips <= self.config.most_skips:
             return None
         return NonFiniteError(
-            f"the gradient must be finite, and was not at step {int(state.step)}"
+            f"the gradient was NaN or infinite at step {int(state.step)}"
             + (f" and the {skips - 1} before it" if skips > 1 else "")
-            + ": the weights are those of the last update that was; a lower learning rate, a warm-up or a limit of the "
-            "gradient's norm may help (--learning-rate, --warmup-steps, --clip-norm), or --skip-nonfinite",
+            + ", and the weights are those of the last finite update: try a lower learning rate, a warm-up or a limit "
+            "on the gradient's norm (--learning-rate, --warmup-steps, --clip-norm), or --skip-nonfinite",
             first_step=int(state.step) - skips + 1,
         )
 
     def _values(self) -> RunValues:
         config, resolved = self.config, self.resolved
-        stop_at_top1 = _NO_TOP1_REACHES_IT if config.stop_at_top1 is None else config.stop_at_top1
+        stop_at_top1 = _UNREACHABLE_TOP1 if config.stop_at_top1 is None else config.stop_at_top1
         return RunValues(
             stop_step=jnp.int32(config.steps),
             eval_every_steps=jnp.int32(config.eval_every_steps),
@@ -420,10 +420,10 @@ class Launch:
 
 
 def _init_from_words(model: TrainModel, rule: UpdateRule, words: jax.Array) -> TrainState:
-    # The generator is named, so that a user's default of another kind neither changes the run nor the key's shape.
+    # The generator is named, so that the user's default generator changes neither the run nor the key's shape.
     return init_state(model, rule, jax.random.wrap_key_data(words, impl="threefry2x32"))
 
 
 def _key_words(seed: int) -> NDArray[np.uint32]:
-    """The seed's two halves, uint32 [2]: a seed may have more bits than jax takes for an integer."""
+    """Return the seed's two halves, uint32 [2]: a seed may have more bits than a jax integer."""
     return np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)

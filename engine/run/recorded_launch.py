@@ -1,6 +1,6 @@
-"""A launch whose losses, snapshots, weights and end go to a run folder, and what a launch comes to.
+"""A launch whose losses, snapshots, weights and end are written to a run folder, and the result of a launch.
 
-Owns what a run leaves behind, however it ended; what a run goes through before is `engine.run.train`'s.
+Owns what a run writes, however it ends; `engine.run.train` owns the steps before.
 """
 
 import shlex
@@ -40,12 +40,12 @@ _SNAPSHOT_TIMEOUT_S = 600.0
 def result_of(
     launch: Launch, compiled: Compiled, state: TrainState, folder: RunFolder | None, failure: BaseException | None
 ) -> TrainResult:
-    """Return what a launch came to; `folder` is the run's and `failure` what went wrong, None where there is none."""
+    """Return the result of a launch; `folder` is the run's, `failure` what went wrong, each None if there is none."""
     config, steps_done, top1 = launch.config, int(state.step), float(state.top1)
     if config.stop_at_top1 is not None and top1 >= np.float32(config.stop_at_top1):
         stopped_by = "top1"
     else:
-        # A stop in the midst of the last evaluation leaves that to be made.
+        # After a stop during the last evaluation, that evaluation is still due.
         is_done = steps_done >= config.steps and not bool(state.owes_evaluation)
         stopped_by = "steps" if is_done else launch.board.stop_reason or "steps"
     return TrainResult(
@@ -66,12 +66,12 @@ def result_of(
 
 
 class RecordedLaunch:
-    """A launch whose losses, snapshots, weights and end go to a run folder."""
+    """A launch whose losses, snapshots, weights and end are written to a run folder."""
 
     def __init__(
         self, config: TrainConfig, launch: Launch, folder: RunFolder, begun: Mapping[Path, RunningDigest] | None = None
     ) -> None:
-        """Connect a launch with its folder; `begun` is the digest of what each log holds, None that of a new run."""
+        """Connect a launch with its folder; `begun` has the digest of each log's present content, None in a new run."""
         self._config, self._launch, self._folder = config, launch, folder
         say = launch.notices.say
         self._snapshots = SnapshotWriter(folder.snapshots, keep=config.keep_snapshots, say=say)
@@ -88,18 +88,18 @@ class RecordedLaunch:
         self._mailbox = ControlMailbox(folder.path, launch.board.request)
 
     def __enter__(self) -> Self:
-        # Before anything takes long: what is asked for while the program is compiled takes effect at its first step.
+        # Before anything slow: a request during compilation takes effect at the first step.
         self._mailbox.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._mailbox.close()
         self._control_log.close()
-        # Where the run ended well it is closed already, and where it did not nothing is waited for.
+        # After a normal end it is closed already; otherwise do not wait.
         self._snapshots.close(0)
 
     def run(self, compiled: Compiled, state: TrainState, sinks: Sequence[Sink]) -> TrainResult:
-        """Runs the program, writes what the run leaves, and raises what went wrong."""
+        """Run the program, write the run's files, and raise what went wrong."""
         launch, start = self._launch, self._launch.start
         launch.board.prepare(
             first_pull=start.pulls,
@@ -114,9 +114,9 @@ class RecordedLaunch:
         except BaseException as error:
             self._record_end(error)
             if not isinstance(error, Exception):
-                # The program and its sinks may be at work still, and must meet nobody else in the folder.
+                # The program and its sinks may still be working: no other run may enter the folder.
                 self._folder.keep_locked()
-                self._note_how_to_go_on(error, self._snapshots.last_step)
+                self._add_resume_note(error, self._snapshots.last_step)
                 raise
             self._await_snapshot(error)
             self._record_end(error)
@@ -127,7 +127,7 @@ class RecordedLaunch:
         result = replace(result, snapshot_step=self._snapshots.last_step)
         failure = self._leave(result, failure)
         if failure is not None:
-            self._note_how_to_go_on(failure, result.snapshot_step)
+            self._add_resume_note(failure, result.snapshot_step)
             raise failure
         return result
 
@@ -135,8 +135,8 @@ class RecordedLaunch:
         self._snapshots.submit(snapshot.step, snapshot.pulls, snapshot.state, self._synced_state())
 
     def _synced_state(self) -> FolderState:
-        """Return what the other files hold by now, once that is on the disk; raise OSError where it cannot be."""
-        # The states first: a request that is logged while the disk syncs may not be on it yet.
+        """Return the state of the other files, synced to the disk; raise OSError if it cannot be."""
+        # The states first: a request that is logged during the sync may not be on the disk yet.
         logs = {**self._sink.states(), self._folder.control_log.name: self._control_log.state()}
         self._sink.sync()
         self._control_log.sync()
@@ -145,24 +145,24 @@ class RecordedLaunch:
     def _record_event(self, event: ControlEvent) -> None:
         self._folder.check_kept()
         self._control_log.append(event)
-        self._launch.notices.say(f"control-run: {_in_words(event)}")
+        self._launch.notices.say(f"control-run: {_describe(event)}")
 
     def _keep_state(self, state: TrainState, failure: BaseException | None) -> BaseException | None:
-        """Writes one more snapshot, to go on from where the run ended; gives the failure, also a new one."""
+        """Write a last snapshot, to resume from the end of the run; return the failure, which may be a new one."""
         try:
             self._folder.check_kept()
             folder_state = self._synced_state()
         except OSError as error:
             failure, folder_state = failure or error, None
-        # After gradients that are no numbers the last good snapshot is where another rate may help. And lines that the
-        # folder did not get would be missing for ever in a run that went on behind them.
+        # After NaN or infinite gradients, the last good snapshot is the place to retry with another learning rate. And
+        # a run that resumed after lines that the folder lacks would lack them for ever.
         sink, start = self._sink, self._launch.start
         written_step = start.step if sink.last_step is None else sink.last_step
         is_whole = (written_step, start.num_evaluations + sink.num_evaluations) == (
             int(state.step),
             int(state.num_evaluations),
         )
-        # Nor is a state worth going on from that other data than the run's may have gone into.
+        # Nor is a state worth resuming from that may have seen changed data.
         is_worth_it = not isinstance(failure, NonFiniteError | LostFileError) and not self._launch.has_changed_data
         if folder_state is not None and is_whole and is_worth_it:
             tree = jax.tree.map(np.asarray, plain_keys(state))
@@ -171,21 +171,21 @@ class RecordedLaunch:
         return failure
 
     def _await_snapshot(self, failure: Exception) -> None:
-        """Waits for the snapshot under way: of a program that failed by itself it may be all that is left.
+        """Wait for the snapshot being written: after a failed program it may be the only result.
 
-        Who does not want to wait interrupts; it is the failure that is raised then too.
+        Ctrl-C stops the wait; the failure is raised then too.
         """
         step, name = self._snapshots.unwritten_step, type(failure).__name__
         if step is not None:
-            self._launch.notices.say(f"{name}: the snapshot of step {step} is waited for; Ctrl-C leaves it")
+            self._launch.notices.say(f"{name}: waiting for the snapshot of step {step}; press Ctrl-C to abandon it")
         try:
             self._snapshots.close(_SNAPSHOT_TIMEOUT_S)
         except KeyboardInterrupt:
             self._folder.keep_locked()
-        self._note_how_to_go_on(failure, self._snapshots.last_step)
+        self._add_resume_note(failure, self._snapshots.last_step)
 
-    def _note_how_to_go_on(self, failure: BaseException, snapshot_step: int | None) -> None:
-        # What became of its folder is told by the failure itself, and there is nothing to go on from.
+    def _add_resume_note(self, failure: BaseException, snapshot_step: int | None) -> None:
+        # After a LostFileError there is nothing to resume from, and its message describes the folder.
         if snapshot_step is None or isinstance(failure, LostFileError):
             return
         path = str(self._folder.path)
@@ -195,20 +195,20 @@ class RecordedLaunch:
             how = f"run-train --run-dir {shlex.quote(path)} --resume"
         if self._launch.has_changed_data:
             failure.add_note(
-                f"no snapshot was written of this end; where the newest, of step {snapshot_step}, is younger than the "
-                f"change, remove it from {self._folder.snapshots}: {how} goes on from the newest that is there"
+                f"no snapshot of the last step was written; if the newest one, of step {snapshot_step}, is younger "
+                f"than the change, remove it from {self._folder.snapshots}; resume from the newest that is left: {how}"
             )
             return
-        failure.add_note(f"the last good snapshot is that of step {snapshot_step}: {how} goes on from it")
+        failure.add_note(f"the last good snapshot is that of step {snapshot_step}; resume from it: {how}")
 
     def _leave(self, result: TrainResult, failure: BaseException | None) -> BaseException | None:
-        """Writes the weights and the run's end; gives the failure, which what cannot be written must not hide."""
+        """Write the weights and the run's end; return the failure, which a further write error must not hide."""
         try:
             if result.steps_done:
                 name = self._launch.resolved.registry_name
                 tensors = name_tensors(name, result.params, result.batch_stats)
                 self._folder.write_weights(tensors, self._weights_metadata(result))
-        except Exception as error:  # noqa: BLE001 - a model of the user's own may hold anything; the end is told first
+        except Exception as error:  # noqa: BLE001 - a user-defined model may hold anything; record the end first
             if failure is None:
                 failure = error
             else:
@@ -217,7 +217,7 @@ class RecordedLaunch:
         return failure
 
     def _weights_metadata(self, result: TrainResult) -> dict[str, str]:
-        """What is needed to use the weights: safetensors takes text alone."""
+        """Return the metadata needed to use the weights, as text: safetensors accepts nothing else."""
         resolved, size = self._launch.resolved, self._config.image_size
         return {
             "model": resolved.model_name,
@@ -228,16 +228,16 @@ class RecordedLaunch:
         }
 
     def _record_end(self, failure: BaseException | None, result: TrainResult | None = None) -> None:
-        """Writes `result.json`; where that fails, the failure that it was to tell goes first."""
+        """Write `result.json`; if that fails, note it on the run's own failure or, without one, raise it."""
         stream = self._launch.stream
         nonfinite = [] if stream.first_nonfinite_step is None else [stream.first_nonfinite_step]
         if isinstance(failure, NonFiniteError):
             nonfinite.append(failure.first_step)
         is_interrupted = isinstance(failure, KeyboardInterrupt)
-        given_up_by = self._launch.board.stop_reason or "KeyboardInterrupt" if is_interrupted else "error"
+        interrupted_by = self._launch.board.stop_reason or "KeyboardInterrupt" if is_interrupted else "error"
         end: dict[str, Any] = {
             "steps_done": result.steps_done if result else self._launch.start.step + stream.num_losses,
-            "stopped_by": result.stopped_by if result else given_up_by,
+            "stopped_by": result.stopped_by if result else interrupted_by,
             "error": None if failure is None or is_interrupted else f"{type(failure).__name__}: {failure}",
             "first_nonfinite_step": min(nonfinite, default=None),
             "num_params": self._launch.num_params,
@@ -259,7 +259,7 @@ class RecordedLaunch:
             failure.add_note(f"the run folder could not be completed either: {error}")
 
     def _files_at_end(self, failure: BaseException | None) -> dict[str, Any] | None:
-        """Return what the other files hold, None where one is lost, not on the disk, or may still be written to."""
+        """Return the state of the other files, None if one is lost, not on the disk, or may still be written to."""
         if failure is not None and (not isinstance(failure, Exception) or isinstance(failure, LostFileError)):
             return None
         try:
@@ -268,7 +268,7 @@ class RecordedLaunch:
             return None  # `result.json` records the failure that ends the run
 
 
-def _in_words(event: ControlEvent) -> str:
+def _describe(event: ControlEvent) -> str:
     parts = []
     if event.learning_rate_factor is not None:
         parts.append(f"learning-rate factor {event.learning_rate_factor:g} from step {event.step}")

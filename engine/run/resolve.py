@@ -1,4 +1,4 @@
-"""What a run consists of, once its data are open: the model built, the arguments checked, surprises told."""
+"""What a run consists of, once its data are open: the model built, the arguments checked, warnings given."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,25 +14,25 @@ from engine.settings import SettingError
 from models.model import Model
 from models.registry import UnknownModelError, build_model, model_names
 
-# Optimisers whose updates are as large as the rate, whatever the gradient; lars, too, is used with rates like sgd's.
-_SMALL_RATES = ("adamw", "lamb")
+# Optimisers whose updates have the size of the learning rate, whatever the gradient; lars uses rates like those of sgd.
+_SMALL_RATE_OPTIMIZERS = ("adamw", "lamb")
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """What a run consists of.
+    """The parts of a run.
 
     Attributes:
-        source: of its batches.
-        evaluation: of the batches that it is evaluated on, None without evaluation.
-        model: to train.
-        model_name: for people: the registry's, or that of the user's own.
-        registry_name: the registry's, None for a model of the user's own.
-        data: in words, for the first lines of the run.
-        num_classes: K, None where the user's own model alone knows.
+        source: the source of training batches.
+        evaluation: the source of evaluation batches, None without evaluation.
+        model: the model to train.
+        model_name: the name in messages: that of the registry, or of a user-defined model.
+        registry_name: the name in the registry, None for a user-defined model.
+        data: a description of the data, for the first lines of the run.
+        num_classes: K, None if only a user-defined model knows it.
         mean, std: of each channel on the scale 0 … 1.
-        manifest_digest: sha256 of the data's manifest, None where there is none.
-        eval_manifest_digest: likewise of what it is evaluated on.
+        manifest_digest: SHA-256 of the data's manifest, None if there is none.
+        eval_manifest_digest: likewise for the evaluation split.
     """
 
     source: BatchSource
@@ -48,7 +48,7 @@ class Resolved:
     eval_manifest_digest: str | None
 
     def to_json(self) -> dict[str, Any]:
-        """Gives what `config.json` records beside the settings."""
+        """Return the part of `config.json` besides the settings."""
         return {
             "model": self.model_name,
             "data": self.data,
@@ -78,7 +78,7 @@ def resolve(config: TrainConfig, parts: OwnParts, data: RunData) -> Resolved:
     if data.evaluation is None and config.stop_at_top1 is not None:
         raise SettingError(
             "stop_at_top1",
-            "{setting} needs images to evaluate on, and there are none with {data}, got {value}: leave it out, or "
+            "{setting} needs images to evaluate on, and the data ({data}) have none, got {value}: leave it out, or "
             "name the split ({eval_split})",
             data=data.words,
             value=config.stop_at_top1,
@@ -162,23 +162,23 @@ def _check_own_batches(config: TrainConfig, batches: Any) -> None:
 
 
 def warn_of_settings(config: TrainConfig, data: RunData, notify: Callable[[str], None]) -> None:
-    """Notify of settings of a new run that are allowed and hardly meant."""
+    """Warn of settings of a new run that are allowed but probably not intended."""
     if config.eval_every_steps and data.evaluation is None:
-        notify(f"warning: there is nothing to evaluate on; --eval-every {config.eval_every_steps} changes nothing")
+        notify(f"warning: there is no data to evaluate on; --eval-every {config.eval_every_steps} has no effect")
     if 0 < config.steps <= config.warmup_steps:
         notify(
-            f"warning: the warm-up of {config.warmup_steps:,} steps does not end before the run, of {config.steps:,}, "
-            "does: the learning rate stays below its peak"
+            f"warning: the warm-up of {config.warmup_steps:,} steps is not shorter than the run of {config.steps:,} "
+            "steps: the learning rate stays below its peak"
         )
-    if config.learning_rate is None and config.optimizer in _SMALL_RATES:
+    if config.learning_rate is None and config.optimizer in _SMALL_RATE_OPTIMIZERS:
         notify(
-            f"warning: the default learning rate of {config.peak_learning_rate:.2g} is one for sgd, and "
-            f"{config.optimizer} mostly wants about 0.001: --learning-rate"
+            f"warning: the default learning rate of {config.peak_learning_rate:.2g} is meant for sgd; "
+            f"{config.optimizer} usually needs about 0.001: --learning-rate"
         )
 
 
 def _build(config: TrainConfig, data: RunData) -> Model:
-    """Builds the registry's model for the data; "auto" becomes the name of what it stands for."""
+    """Build the registry's model for the data; resolve "auto" to a name."""
     if data.num_classes is None:
         raise SettingError(
             "num_classes", "{setting} must be given with batches of your own and a model of the registry, got None"

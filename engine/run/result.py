@@ -1,4 +1,4 @@
-"""What a run gives back, and what is known of it before it is made."""
+"""The result of a run, and the result of a dry run."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,22 +14,22 @@ from engine.stream.sinks import EvaluationRecord
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run gives back.
+    """The result of a run.
 
     Attributes:
         params, batch_stats: the trained model's pytrees; with ema_decay, their average.
-        losses: float32 [updates made by this call], each step's mean loss.
-        evaluations: of this call, in order.
+        losses: float32 [updates done by this call], each step's mean loss.
+        evaluations: the evaluations of this call, in order.
         steps_done: updates done.
-        stopped_by: "steps" when all were made, "top1" at `stop_at_top1`, else the signal's name or "control-run".
-        num_params: learnable numbers.
-        num_skipped: updates that were not made because a gradient was not finite.
-        compile_s: seconds of compiling, or of loading.
+        stopped_by: "steps" if all steps were done, "top1" at `stop_at_top1`, else the signal's name or "control-run".
+        num_params: number of learnable parameters.
+        num_skipped: updates skipped because a gradient was NaN or infinite.
+        compile_s: seconds to compile the program or to load it from the cache.
         from_cache: whether the program came from the cache on disk.
         train_s: seconds from the launch to the end of the loop.
-        wait_s: seconds of these that the loop waited for batches.
-        run_dir: the run folder, None where none was asked for.
-        snapshot_step: of its newest snapshot, None where there is none.
+        wait_s: how many of these seconds the loop waited for batches.
+        run_dir: the run folder, None without one.
+        snapshot_step: the step of the newest snapshot, None if there is none.
     """
 
     params: Any
@@ -49,20 +49,20 @@ class TrainResult:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the run came to its own end, and was not stopped."""
+        """Whether the run reached its own end and was not stopped."""
         return self.stopped_by in ("steps", "top1")
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """What is known of a run before it is made.
+    """The result of a dry run.
 
     Attributes:
-        compiled: the program, with XLA's account of memory and work.
-        num_params: learnable numbers.
-        resolved: the settings' meaning.
-        ring_bytes: host memory of the batches read ahead.
-        host_bytes: memory of this machine, None where it cannot be told.
+        compiled: the program, with XLA's analysis of memory and work.
+        num_params: number of learnable parameters.
+        resolved: what the settings resolve to.
+        ring_bytes: host memory for the batches read ahead, in bytes.
+        host_bytes: memory of this machine in bytes, None if unknown.
     """
 
     compiled: Compiled

@@ -1,6 +1,6 @@
-"""What a resumed run goes on from: its recorded settings, its newest snapshot, and its logs cut to that.
+"""The starting point of a resumed run: its recorded settings, its newest snapshot, and its logs cut to that.
 
-Owns which settings may change on the way. Knows nothing of the loop or of how snapshots are written.
+Owns which settings a resume may change. Knows nothing of the loop or of how snapshots are written.
 """
 
 import json
@@ -50,32 +50,32 @@ RUNTIME_SETTINGS = frozenset(
     for name, declared in SETTINGS.items()
     if declared.stage is Stage.RUNTIME and declared.on_resume is not OnResume.KEPT
 )
-"""What a resume may change of the program's arguments: the run's bits from there on, so that its record notes both."""
+"""Arguments of the program that a resume may change; both values are recorded, since the bits depend on them."""
 HOST_SETTINGS = frozenset(
     name
     for name, declared in SETTINGS.items()
     if declared.stage is Stage.HOST and declared.on_resume is not OnResume.KEPT
 )
-"""What a resume may change because it concerns the host alone, or was settled in another setting."""
-# Among the resolved settings of `config.json`.
+"""Settings that a resume may change because they concern only the host, or record where another setting came from."""
+# A key of the resolved settings in `config.json`.
 GIVEN_WEIGHTS = "init_from_sha256"
 
 
 def check_settings(config: TrainConfig, recorded: TrainConfig) -> None:
-    """Raise SettingError where settings differ that a run cannot change on its way; it names each with both values."""
+    """Raise SettingError if settings differ that a resume cannot change; the message names each with both values."""
     changed = [
         (name, before, now)
         for name, before, now in _differences(with_absolute_paths(recorded), with_absolute_paths(config))
         if not _may_change(SETTINGS[name].on_resume, before, now)
     ]
     if changed:
-        told = "; ".join(f"{{{name}}} was {{{name}_before!r}}, got {{{name}_now!r}}" for name, _, _ in changed)
+        changes = "; ".join(f"{{{name}}} was {{{name}_before!r}}, got {{{name}_now!r}}" for name, _, _ in changed)
         found = {f"{name}_before": before for name, before, _ in changed}
         found |= {f"{name}_now": now for name, _, now in changed}
         raise SettingError(
             changed[0][0],
-            f"a resumed run must keep the settings that its program, its order and its data are made of: {told}. "
-            "Leave them as they were, or begin another run ({run_dir})",
+            f"a resumed run must keep the settings of its program, its order and its data, and some differ: {changes}. "
+            "Leave them as they were, or start another run ({run_dir})",
             **found,
         )
 
@@ -87,47 +87,47 @@ def _differences(before: TrainConfig, now: TrainConfig) -> list[tuple[str, Any, 
 
 def _may_change(rule: OnResume, before: Any, now: Any) -> bool:
     if rule is OnResume.CHANGES_IF_SET:
-        # The program is built with it or without it.
+        # It is compiled in, or left out.
         return before is not None and now is not None
     return rule is not OnResume.KEPT
 
 
 def check_own(recorded: RecordedRun, run: Path, *, model: object, batches: object) -> None:
-    """Raises ValueError where a run was made with a model or batches of the user's own, and none are given."""
+    """Raise ValueError if a run used a user-defined model or batches, and none are given."""
     given = {"model": model, "batches": batches}
     if missing := [name for name in recorded_own_parts(recorded.resolved) if given[name] is None]:
-        words = ", ".join(f"{name}=…" for name in missing)
+        arguments = ", ".join(f"{name}=…" for name in missing)
         raise ValueError(
-            f"{run} was made with {' and '.join(missing)} of your own, which only Python has: "
-            f"engine.train(TrainConfig(run_dir={str(run)!r}, resume=True, …), {words})"
+            f"{run} was trained with {' and '.join(missing)} of your own, which must be given from Python: "
+            f"engine.train(TrainConfig(run_dir={str(run)!r}, resume=True, …), {arguments})"
         )
 
 
 def check_data(resolved: Resolved, recorded: RecordedRun) -> None:
-    """Raises ValueError where the data or the model are not those of the recorded run."""
+    """Raise ValueError if the data or the model are not those of the recorded run."""
     if resolved.manifest_digest != recorded.manifest_digest:
         raise ValueError(
-            f"a run that is resumed or replayed must have its data, and these are others: {resolved.data} "
+            f"a resumed or replayed run must have its original data, and these differ: {resolved.data} "
             f"(the manifest's digest was {_short(recorded.manifest_digest)}, is {_short(resolved.manifest_digest)}). "
-            "Name the folder where they are now (--data), or begin another run"
+            "Name the folder where the original data are now (--data), or start another run"
         )
     now = json.loads(json.dumps(resolved.to_json()))
     for name in ("model", "num_classes", "height", "width", "mean", "std", "eval_manifest_sha256", "num_eval_batches"):
         if now.get(name) != recorded.resolved.get(name):
             raise ValueError(
-                f"a run that is resumed or replayed must keep its {name}, which was {recorded.resolved.get(name)!r}, "
-                f"got {now.get(name)!r}: do so with the data and the model that it began with"
+                f"a resumed or replayed run must keep its {name}, which was {recorded.resolved.get(name)!r}, "
+                f"got {now.get(name)!r}: use the data and the model that it started with"
             )
 
 
 def check_given_weights(digest: str | None, recorded: RecordedRun) -> None:
-    """Raises ValueError where weights to start from were read that are not those of the recorded run."""
+    """Raise ValueError if the initial weights are not those of the recorded run."""
     before = recorded.resolved.get(GIVEN_WEIGHTS)
     if digest is not None and digest != before:
         raise ValueError(
-            f"a run that is resumed or replayed from its beginning must start from the weights that it began with, "
-            f"and {recorded.config.init_from} holds others (their digest was {_short(before)}, is {_short(digest)}): "
-            "restore the file, or begin another run"
+            f"a run that is resumed or replayed from its beginning must start from its original weights, and those of "
+            f"{recorded.config.init_from} differ (their digest was {_short(before)}, is {_short(digest)}): "
+            "restore the file, or start another run"
         )
 
 
@@ -136,15 +136,15 @@ def _short(digest: str | None) -> str:
 
 
 def check_steps(config: TrainConfig, recorded: TrainConfig, steps_done: int) -> None:
-    """Raise SettingError where a run that goes on is to have another length, and has that behind it."""
+    """Raise SettingError if a resume changes the number of steps to one that the run has already reached."""
     if config.steps == recorded.steps or config.steps > steps_done:
         return
     remedy = "give more"
     if recorded.steps > steps_done:
-        remedy = "leave them out to go on to {recorded:,}, or give more"
+        remedy = "leave them out to continue to {recorded:,}, or give more"
     raise SettingError(
         "steps",
-        "the steps of a resumed run must be more than the {done:,} that it goes on from, got {asked:,}: " + remedy,
+        "the steps of a resumed run must be more than the {done:,} that are done, got {asked:,}: " + remedy,
         done=steps_done,
         asked=config.steps,
         recorded=recorded.steps,
@@ -152,7 +152,7 @@ def check_steps(config: TrainConfig, recorded: TrainConfig, steps_done: int) -> 
 
 
 def told_changes(config: TrainConfig, recorded: TrainConfig) -> str | None:
-    """Gives in words the settings that a resume changes."""
+    """Return a message about the settings that a resume changes, None if it changes none."""
     changed = [
         f"{name} {setting_words(old)} → {setting_words(now)}"
         for name, old, now in _differences(with_absolute_paths(recorded), with_absolute_paths(config))
@@ -162,26 +162,26 @@ def told_changes(config: TrainConfig, recorded: TrainConfig) -> str | None:
 
 
 def told_factor(start: "StartingPoint") -> str | None:
-    """Gives in words what a request made of the learning rate, where that still holds at the start of a launch."""
+    """Return a message about an earlier request's learning-rate factor that still applies, None if there is none."""
     factor = factor_before(start.events, start.pulls)
     if factor == 1:
         return None
-    return f"learning-rate factor {factor:g}, asked for earlier, still holds (control-run --learning-rate-factor)"
+    return f"learning-rate factor {factor:g}, requested earlier, still applies (control-run --learning-rate-factor)"
 
 
 def note_changes(recorded: RecordedRun, config: TrainConfig, step: int) -> list[dict[str, Any]]:
-    """Gives the launches before one that goes on after `step`, for its record."""
+    """Return the record of the launches before one that resumes after `step`."""
     earlier = [{**launch, "until_step": min(launch["until_step"], step)} for launch in recorded.earlier]
     changed = {name: old for name, old, _ in _differences(recorded.config, config) if name in RUNTIME_SETTINGS}
     versions = {} if recorded.versions == recorded_versions() else {"versions": recorded.versions}
-    # Where nothing was made yet, nothing was made with the old settings.
+    # Before the first step, nothing was done with the old settings.
     if (changed or versions) and step:
         earlier.append({"until_step": step, "settings": changed, **versions})
     return [launch for launch in earlier if launch["until_step"]]
 
 
 def told_versions(recorded: RecordedRun) -> str | None:
-    """Gives a warning where a part of the run was made with other versions, which may compute other bits."""
+    """Return a warning if a part of the run used other versions, which may compute other bits, else None."""
     now = recorded_versions()
     others = {
         f"{name} {before}, now {now.get(name)}"
@@ -191,7 +191,7 @@ def told_versions(recorded: RecordedRun) -> str | None:
     }
     if not others:
         return None
-    return f"warning: the same bits are promised with the same versions alone; the run had {'; '.join(sorted(others))}"
+    return f"warning: only the same versions guarantee the same bits; the run had {'; '.join(sorted(others))}"
 
 
 @dataclass(frozen=True)
@@ -201,8 +201,8 @@ class StartingPoint:
     Attributes:
         step: updates done.
         pulls: batches taken.
-        num_evaluations: completed.
-        snapshot: of that step, None for the state drawn from the seed.
+        num_evaluations: evaluations completed.
+        snapshot: the snapshot of that step, None for the state initialised from the seed.
         events: requests that took effect in the run so far.
     """
 
@@ -214,30 +214,30 @@ class StartingPoint:
 
 
 def find_start(run: Path, say: Callable[[str], None]) -> StartingPoint:
-    """Gives where a run goes on: after its newest snapshot that can be read, or where it has none at the beginning.
+    """Return where a run resumes: after its newest readable snapshot, or from the beginning if it has no snapshot.
 
     Args:
         run: the run folder.
-        say: told of a snapshot that cannot be read.
+        say: called with a warning about each snapshot that cannot be read.
 
     Raises:
-        ValueError: where the log of requests cannot be read, or there are snapshots of which none can.
+        ValueError: if the log of requests cannot be read, or there are snapshots but none is readable.
     """
     from engine.records.snapshot import SnapshotError, read_snapshot, snapshot_steps
 
     events = _read_events(run)
-    there = snapshot_steps(run / SNAPSHOTS)
-    for step in reversed(there):
+    saved_steps = snapshot_steps(run / SNAPSHOTS)
+    for step in reversed(saved_steps):
         try:
             return start_at(read_snapshot(run / SNAPSHOTS, step), events)
         except SnapshotError as error:
-            if step == there[0]:
-                # To begin again here would throw the whole run away, maybe for a disk that comes back.
+            if step == saved_steps[0]:
+                # Starting again would discard the whole run, perhaps because of a temporary disk fault.
                 raise ValueError(
-                    f"of the snapshots in {run / SNAPSHOTS} one must be readable, and none is ({error}): "
-                    "restore one, or remove that folder to begin the run again"
+                    f"no snapshot in {run / SNAPSHOTS} is readable ({error}): "
+                    "restore one, or remove that folder to start the run again"
                 ) from error
-            say(f"warning: {error}; the one before it is taken")
+            say(f"warning: {error}; using the one before it")
     return StartingPoint(events=events)
 
 
@@ -247,16 +247,16 @@ def _read_events(run: Path) -> Sequence[ControlEvent]:
         return read_events(path)
     except ControlLogError as error:
         is_recorded = _is_control_log_recorded(run)
-        remedy = "begin another run (--run-dir)" if is_recorded else "remove it if the run is to forget its requests"
+        remedy = "start another run (--run-dir)" if is_recorded else "remove it if the run may forget its requests"
         raise ControlLogError(f"{error}, or {remedy}") from error
     except OSError as error:
         raise ValueError(
-            f"{path} must be a readable file, and is not ({error.strerror}): restore that file, or its permissions"
+            f"{path} must be a readable file, and is not ({error.strerror}): restore that file or its permissions"
         ) from error
 
 
 def _is_control_log_recorded(run: Path) -> bool:
-    """Return whether a snapshot or the result tells what the log of requests held: a run without it is refused."""
+    """Return whether a snapshot or the result records a non-empty log of requests, which then must not be missing."""
     from engine.records.snapshot import read_folder_state, snapshot_steps
 
     end = read_result(run)
@@ -268,19 +268,19 @@ def _is_control_log_recorded(run: Path) -> bool:
 
 
 def start_at(snapshot: "Snapshot", events: Sequence[ControlEvent]) -> StartingPoint:
-    """Gives the start at a snapshot."""
+    """Return the starting point of a snapshot."""
     num_evaluations = int(snapshot.leaves["num_evaluations"])
     return StartingPoint(snapshot.step, snapshot.pulls, num_evaluations, snapshot, events)
 
 
 def find_cuts(run: Path, start: StartingPoint) -> dict[Path, RunningDigest]:
-    """Return for each log of a run the digest of what it holds up to its starting point, checked where that is known.
+    """Return the digest of each log of a run up to the starting point, checked if its digest was recorded.
 
-    Its number of bytes is where the log is to be cut; of the requests that took effect all stay.
+    Its number of bytes is where to cut the log; the log of requests is kept whole.
 
     Raises:
-        ValueError: where a line before that is missing, unreadable, or was changed since it was written.
-        OSError: where a file cannot be read.
+        ValueError: if a line before that is missing, unreadable, or was changed since it was written.
+        OSError: if a file cannot be read.
     """
     result = read_result(run)
     known = start.snapshot.folder if start.snapshot is not None else None
@@ -301,47 +301,47 @@ def find_cuts(run: Path, start: StartingPoint) -> dict[Path, RunningDigest]:
 
 
 def check_chain(run: Path, recorded: RecordedRun, start: StartingPoint) -> None:
-    """Raise ValueError where `config.json` is not the one whose run left the snapshot, or the result, beside it."""
+    """Raise ValueError if `config.json` does not belong to the run that wrote the snapshot and the result."""
     if start.snapshot is not None and start.snapshot.folder is not None:
         by = f"the snapshot of step {start.step}"
         check_config_digest(run / CONFIG, recorded.digest, recorded.continued, start.snapshot.folder, by)
     result = read_result(run)
     if result is not None and result.folder is not None:
-        # No launch leaves the end of an earlier one behind.
+        # A launch removes the result of an earlier one, so this one belongs to the last launch.
         check_config_digest(run / CONFIG, recorded.digest, recorded.continued, result.folder, RESULT)
     if result is not None and result.weights_digest is not None and (run / WEIGHTS).exists():
         from engine.records.weights import read_weights
 
         if read_weights(run / WEIGHTS).digest != result.weights_digest:
             raise ValueError(
-                f"{run / WEIGHTS} must be what the run wrote at its end, and is not: restore that file, or remove it, "
-                "as a resume writes it anew"
+                f"{run / WEIGHTS} is not what the run wrote at its end: restore that file, or remove it, since a "
+                "resumed run writes it anew"
             )
 
 
 def unchecked_words(recorded: RecordedRun, start: StartingPoint) -> str | None:
-    """Return in words that an older run's files cannot be checked, None where they can."""
+    """Return a message that an older run's files cannot be checked, None if they can."""
     if recorded.digest is not None and (start.snapshot is None or start.snapshot.folder is not None):
         return None
     which = "this run" if recorded.digest is None else "the snapshot"
-    return f"{which} was made before a run's files carried digests: whether they were changed cannot be checked"
+    return f"{which} has no digests of its files: whether they were changed cannot be checked"
 
 
 def go_back(folder: RunFolder, start: StartingPoint, cuts: Mapping[Path, RunningDigest]) -> None:
-    """Takes back what the run wrote after its starting point: it will write that again.
+    """Remove what the run wrote after its starting point, which it will write again.
 
     Args:
-        folder: of the run.
+        folder: the run's folder.
         start: the starting point.
-        cuts: of `find_cuts`.
+        cuts: the result of `find_cuts`.
 
     Raises:
-        OSError: where a file cannot be cut or removed.
+        OSError: if a file cannot be cut or removed.
     """
     from engine.records.snapshot import remove_snapshot, snapshot_steps
 
     folder.remove_result()
-    # First: one that could not be read today must not be found tomorrow, without the lines that go with it.
+    # First the snapshots: an unreadable one may become readable later, when its log lines are gone.
     for step in snapshot_steps(folder.snapshots):
         if step > start.step:
             remove_snapshot(folder.snapshots, step)
@@ -363,7 +363,9 @@ def _digest_of_steps(path: Path, num_steps: int) -> RunningDigest:
         except (ValueError, KeyError, TypeError, RecursionError):
             step = None
         if step != number:
-            raise ValueError(f"{path} must have step {number} in line {number}, has {line[:80]!r}: restore that file")
+            raise ValueError(
+                f"{path} must have step {number} in line {number}, and has {line[:80]!r}: restore that file"
+            )
         found.update(line)
     return found
 
@@ -376,7 +378,7 @@ def _digest_of_lines(path: Path, num_lines: int) -> RunningDigest:
 
 
 def _lines(path: Path, count: int) -> Iterator[bytes]:
-    """Return the first `count` whole lines of a file, one at a time: a long run has millions."""
+    """Yield the first `count` complete lines of a file; a long run has millions."""
     found = 0
     if count and path.exists():
         with os.fdopen(open_regular(path), "rb") as file:
@@ -385,5 +387,5 @@ def _lines(path: Path, count: int) -> Iterator[bytes]:
                 yield line
     if found < count:
         raise ValueError(
-            f"{path} must have the {count} lines that go with the newest snapshot, has {found}: restore that file"
+            f"{path} must have the {count} lines that go with the newest snapshot, and has {found}: restore that file"
         )

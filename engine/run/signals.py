@@ -1,8 +1,8 @@
-"""Stopping by signal, and waiting so that signals are seen.
+"""Stopping on signals, and waiting in a way that lets signals through.
 
-Python runs signal handlers on the main thread, between bytecodes: so whatever takes long (compiling, the program
-itself) runs on a worker thread while the main thread waits here. For the same reason a handler must not print: where
-nobody reads the pipe, the main thread would stand still in it and see no further signal.
+Python runs signal handlers on the main thread, between bytecodes. Therefore anything slow (compiling, the program
+itself) runs on a worker thread while the main thread waits here. For the same reason a handler must not print: if
+nothing reads the pipe, the main thread would block there and see no further signal.
 """
 
 import signal
@@ -14,20 +14,20 @@ from typing import Any, Self
 from engine.control.board import ControlBoard
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# How soon a signal is acted on while the main thread waits.
-_LOOK_EVERY_S = 0.1
+# How soon a signal is handled while the main thread waits.
+_POLL_EVERY_S = 0.1
 
 
 class StopSignals:
-    """Turns SIGINT and SIGTERM into a clean stop while it is entered; does nothing off the main thread.
+    """A context manager that turns SIGINT and SIGTERM into a clean stop; does nothing off the main thread.
 
-    Before the program is launched, and once it has failed, a signal raises KeyboardInterrupt, since nothing would be
-    lost. In between the first asks the board for a stop at the next step, and the second raises KeyboardInterrupt.
+    Before the program is launched, and after it has failed, a signal raises KeyboardInterrupt, since nothing would be
+    lost. In between, the first signal requests a stop at the next step, and the second raises KeyboardInterrupt.
 
     Args:
-        board: gets the request, its reason the signal's name.
-        say: told of it in words, in a signal handler: see `engine.stream.notices`.
-        where: the run then stops, in words.
+        board: receives the request, with the signal's name as its reason.
+        say: called with a message from inside the signal handler: see `engine.stream.notices`.
+        where: at what point the run then stops, for the message.
     """
 
     def __init__(self, board: ControlBoard, say: Callable[[str], None], where: str = "at the next step") -> None:
@@ -45,15 +45,15 @@ class StopSignals:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         for number, handler in self._before.items():
-            # None stands for a handler that was not set from Python, and that Python cannot set again.
+            # None stands for a handler that was not installed from Python, which Python cannot restore.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def launched(self) -> None:
-        """Marks that from now on there is something to end cleanly; called once."""
+        """Mark the program as running: from now on the first signal stops it cleanly. Call this once."""
         self._is_launched = True
 
     def failed(self) -> None:
-        """Marks that nothing is there any more to end cleanly: a signal raises KeyboardInterrupt again."""
+        """Mark the program as failed: from now on a signal raises KeyboardInterrupt again."""
         self._is_launched = False
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
@@ -62,20 +62,20 @@ class StopSignals:
             raise KeyboardInterrupt
         name = signal.Signals(number).name
         self._board.request_stop(name)
-        self._say(f"{name}: stopping {self._where}; once more quits at once")
+        self._say(f"{name}: stopping {self._where}; repeat it to quit at once")
 
 
 def call_on_worker[T](function: Callable[..., T], *arguments: Any) -> T:
-    """Calls `function` on a thread of its own and waits for it; see `start_on_worker`."""
+    """Call `function` on a worker thread and return its result; see `start_on_worker`."""
     return start_on_worker(function, *arguments)()
 
 
 def start_on_worker[T](function: Callable[..., T], *arguments: Any) -> Callable[[], T]:
-    """Calls `function` on a thread of its own; gives what waits for it, leaving the waiting thread open to signals.
+    """Call `function` on a worker thread, and return a function that waits for its result while signals are handled.
 
-    That raises:
-        BaseException: whatever the function raised, with its traceback; KeyboardInterrupt where a signal ends the
-            wait, the thread then being left to itself (a daemon).
+    The returned function raises:
+        BaseException: whatever `function` raised, with its traceback; KeyboardInterrupt if a signal interrupts the
+            wait, and then the thread, a daemon, is abandoned.
     """
     result: list[T] = []
     failure: list[BaseException] = []
@@ -91,7 +91,7 @@ def start_on_worker[T](function: Callable[..., T], *arguments: Any) -> Callable[
 
     def wait() -> T:
         while thread.is_alive():
-            thread.join(_LOOK_EVERY_S)
+            thread.join(_POLL_EVERY_S)
         if failure:
             raise failure[0]
         return result[0]
