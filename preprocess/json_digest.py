@@ -1,6 +1,6 @@
-"""The digest that a JSON file of a pack carries of itself: the manifest's, and that of each record of the journal.
+"""The digest that a JSON file of a pack contains of itself: of the manifest, and of each record of the journal.
 
-It guards against damage and edits by hand. Whoever recomputes it can forge any of it: it is no signature.
+It detects damage and edits by hand. It is not a signature: anyone can recompute it.
 """
 
 import hashlib
@@ -10,5 +10,5 @@ from typing import Any
 
 
 def json_digest(values: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a JSON object, hexadecimal; the order of its keys plays no part."""
+    """Return the SHA-256 of a JSON object, hexadecimal. The order of its keys does not matter."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""How much memory there is."""
+"""The amount of memory available to this process."""
 
 import os
 from collections.abc import Iterator
@@ -9,9 +9,9 @@ _GROUPS, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def host_memory_bytes() -> int | None:
-    """Gives the memory that this process may have: the machine's, or the least of its control groups' limits.
+    """Return the memory limit of this process in bytes, or None if it is unknown.
 
-    None if unknown.
+    This is the memory of the machine, or the smallest limit of the process's control groups.
     """
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -21,10 +21,10 @@ def host_memory_bytes() -> int | None:
 
 
 def _group_limits() -> Iterator[int]:
-    """The limits of this process's control group and of those that it lies in (Linux, version 2)."""
+    """Yield the memory limits of this process's control group and of its ancestors (Linux, version 2)."""
     try:
         lines = _MEMBERSHIP.read_text(encoding="utf-8").splitlines()
-    except OSError:  # another kind of system
+    except OSError:  # not Linux
         return
     for line in lines:
         number, _, path = line.partition("::")
@@ -32,5 +32,5 @@ def _group_limits() -> Iterator[int]:
             group = _GROUPS / path.lstrip("/")
             for folder in (group, *group.parents):
                 if folder.is_relative_to(_GROUPS):
-                    with suppress(OSError, ValueError):  # there is none, or it says "max"
+                    with suppress(OSError, ValueError):  # no such file, or its content is "max"
                         yield int((folder / "memory.max").read_text(encoding="ascii"))

@@ -1,6 +1,6 @@
-"""Opens files that may have been replaced by something else: a pipe or a device is refused, and reading is bounded.
+"""Opens regular files only: refuses pipes and devices, and limits how much is read.
 
-Owns the one way in which packs, run folders and sources open what they read on this machine.
+Packs, run folders and sources open every local file that they read through this module.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import os
 import stat
 from pathlib import Path
 
-# Not every system has these; Windows needs O_BINARY, and has no pipes among its files.
+# Not every system has all of these flags. Windows needs O_BINARY, and has no pipes in its file system.
 _FLAGS = sum(getattr(os, name, 0) for name in ("O_RDONLY", "O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_BINARY"))
 
-# Inode, size in bytes, and when content and inode were changed last in ns: they tell a file from one that takes its
-# place, and from what it was before somebody wrote to it, also where its time was put back.
+# Inode, size in bytes, and the times of the last change of content and inode in ns. They differ if the file was
+# replaced or written to, even if its modification time was reset.
 type FileIdentity = tuple[int, int, int, int]
 
 _KINDS = {
@@ -31,18 +31,18 @@ class IrregularFileError(OSError):
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:
-    """Open a regular file for reading, without waiting, and return its descriptor; links are followed.
+    """Open a regular file for reading without blocking, and return its descriptor. Links are followed.
 
-    Nothing else is opened: opening alone rewinds a tape, and arms a watchdog.
+    Anything else is not even opened, because opening a tape rewinds it and opening a watchdog arms it.
 
     Raises:
-        IrregularFileError: there is something else, such as a pipe that nobody writes to.
-        OSError: there is nothing, or it may not be read.
+        IrregularFileError: the path leads to something else, such as a pipe without a writer.
+        OSError: there is no such file, or it may not be read.
     """
     check_regular(Path(path).stat(), path)
     descriptor = os.open(path, _FLAGS)
     try:
-        # Once more: something else may lie there by now.
+        # Check again: the file may have been replaced in the meantime.
         check_regular(os.fstat(descriptor), path)
     except BaseException:
         os.close(descriptor)
@@ -51,21 +51,21 @@ def open_regular(path: str | os.PathLike[str]) -> int:
 
 
 def check_regular(status: os.stat_result, path: str | os.PathLike[str], *, max_bytes: int | None = None) -> None:
-    """Check ``status``, of what lies at ``path``.
+    """Check that ``status``, the status of ``path``, is that of a regular file.
 
     Raises:
-        IrregularFileError: it is not that of a regular file.
+        IrregularFileError: ``path`` is not a regular file.
         OSError: the file is larger than ``max_bytes`` (EFBIG).
     """
     if not stat.S_ISREG(status.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "no regular file")
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a special file")
         raise IrregularFileError(errno.EINVAL, f"it is {kind}, not a file", os.fspath(path))
     if max_bytes is not None and status.st_size > max_bytes:
         raise _too_large(path, max_bytes)
 
 
 def identity_of(found: os.stat_result) -> FileIdentity:
-    """Return what tells a file from any other, and from itself before somebody wrote to it."""
+    """Return the identity of a file, which changes when the file is replaced or written to."""
     return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
@@ -79,7 +79,7 @@ def read_regular(path: str | os.PathLike[str], *, max_bytes: int) -> bytes:
     with open(open_regular(path), "rb", buffering=0) as file:
         check_regular(os.fstat(file.fileno()), path, max_bytes=max_bytes)
         parts, left = [], max_bytes
-        # Its size may be told wrongly, or grow: what is read is counted.
+        # The reported size may be wrong, and the file may grow, so count the bytes that are read.
         while left >= 0 and (part := file.read(min(left + 1, 1 << 24))):
             parts.append(part)
             left -= len(part)
@@ -93,7 +93,7 @@ def _too_large(path: str | os.PathLike[str], max_bytes: int) -> OSError:
 
 
 def is_regular(path: Path) -> bool:
-    """Return whether a regular file lies at ``path``, or at the end of a link there; False where nobody may look."""
+    """Return whether ``path`` is a regular file or a link to one; False if it cannot be accessed."""
     try:
         return stat.S_ISREG(path.stat().st_mode)
     except (OSError, ValueError):

@@ -153,10 +153,16 @@ def test_floats_are_scaled_from_one_or_taken_as_levels():
 @pytest.mark.parametrize(
     ("pixels", "reason"),
     [
-        (np.full((4, 4), 70000, np.int32), "integer pixels run from 70000 to 70000; 0 … 65535 is understood"),
-        (np.full((4, 4), -1, np.int32), "integer pixels run from -1 to -1"),
-        (np.full((4, 4), 256.0, np.float32), "float pixels run from 256 to 256; 0 … 1 or 0 … 255 is understood"),
-        (np.full((4, 4), np.nan, np.float32), "float pixels run from nan to nan"),
+        (
+            np.full((4, 4), 70000, np.int32),
+            "integer pixel values range from 70000 to 70000, only 0 … 65535 is supported",
+        ),
+        (np.full((4, 4), -1, np.int32), "integer pixel values range from -1 to -1"),
+        (
+            np.full((4, 4), 256.0, np.float32),
+            "float pixel values range from 256 to 256, only 0 … 1 or 0 … 255 is supported",
+        ),
+        (np.full((4, 4), np.nan, np.float32), "float pixel values range from nan to nan"),
     ],
 )
 def test_numbers_without_a_known_range_are_refused(pixels, reason):
@@ -274,11 +280,11 @@ def test_tile_by_tile_gives_the_bits_of_the_whole(monkeypatch, mode, transparenc
 @pytest.mark.parametrize("values", [[[-1, 5]], [[5, 70_000]]])
 def test_integers_out_of_range_are_named_whatever_the_tile(monkeypatch, values):
     monkeypatch.setattr("preprocess.decoding.colour._TILE_PIXELS", 1)
-    with pytest.raises(ValueError, match=f"integer pixels run from {values[0][0]} to {values[0][1]};"):
+    with pytest.raises(ValueError, match=f"integer pixel values range from {values[0][0]} to {values[0][1]},"):
         to_grey_or_rgb(Image.fromarray(np.array(values, np.int32)))
 
 
 def test_a_float_that_is_no_number_is_refused_whatever_the_tile(monkeypatch):
     monkeypatch.setattr("preprocess.decoding.colour._TILE_PIXELS", 1)
-    with pytest.raises(ValueError, match="float pixels run from nan to nan"):
+    with pytest.raises(ValueError, match="float pixel values range from nan to nan"):
         to_grey_or_rgb(Image.fromarray(np.array([[0.5, np.nan, 0.25]], np.float32)))

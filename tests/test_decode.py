@@ -295,7 +295,7 @@ def test_threads_agree_and_no_warning_leaks():
         ({"size": 224.0}, "size must be a whole number"),
         ({"size": True}, "size must be a whole number"),
         ({"resize": 5000}, "resize must be a whole number from 1 to 4096, found 5000"),
-        ({"size": 224, "resize": 200}, "resize must be at least size.*make resize 224 or more"),
+        ({"size": 224, "resize": 200}, "resize must be at least size.*use a resize of 224 or more"),
         ({"resample": "cubic"}, "resample must be one of nearest, .*, found 'cubic'"),
     ],
 )
@@ -308,5 +308,5 @@ def test_a_rule_survives_json():
     rule = ResizeRule(size=64, resize=72, resample="lanczos")
     assert rule.to_json() == {"size": 64, "resize": 72, "resample": "lanczos"}
     assert ResizeRule.from_json(rule.to_json()) == rule
-    with pytest.raises(ValueError, match=r"has the keys \['resample', 'resize', 'size'\], found \['crop', "):
+    with pytest.raises(ValueError, match=r"must have the keys \['resample', 'resize', 'size'\], found \['crop', "):
         ResizeRule.from_json({**rule.to_json(), "crop": 1})

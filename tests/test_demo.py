@@ -76,7 +76,7 @@ def test_shape_and_background_differ():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_images": 9}, "num_images must be at least 10, one a class, found 9"),
+        ({"num_images": 9}, "num_images must be at least 10, one per class, found 9"),
         ({"size": 15}, "size must be 16 to 1024 pixels, found 15"),
         ({"size": 2000}, "size must be 16 to 1024 pixels"),
         ({"seed": -1}, "seed must be 0 or more, found -1"),
@@ -91,6 +91,6 @@ def test_arguments_out_of_range(tmp_path, options, message):
 def test_nothing_is_drawn_over(tmp_path):
     draw_demo(tmp_path, num_images=10)
     before = files_of(tmp_path)
-    with pytest.raises(ValueError, match="train exists already; draw into another folder, or remove it first"):
+    with pytest.raises(ValueError, match="train already exists; remove it or choose another folder"):
         draw_demo(tmp_path, num_images=10)
     assert files_of(tmp_path) == before

@@ -169,4 +169,4 @@ def test_the_command_packs_and_tells_it(tmp_path):
     assert "dense layout, codec raw, with checksums" in result.output
     result = CliRunner().invoke(main, [*arguments[:3], "9", "--layout", "dense"])
     assert result.exit_code == 2
-    assert "the dense layout takes a width that is a multiple of 4, found 9; choose another size" in result.output
+    assert "the dense layout needs a width that is a multiple of 4, found 9; choose another size" in result.output

@@ -33,7 +33,7 @@ def test_the_manifest_in_words(data):
         "shards     3 files of up to 4 images, layout packed, codec raw, with checksums",
         "resizing   size 4, resize 4, resample bicubic",
         "left out   1, see failures.jsonl",
-        "balance    3 to 4 images a class, median 3",
+        "balance    3 to 4 images per class, median 3",
         "great white shark          3  ",
     ):
         assert words in result.stdout
@@ -102,7 +102,7 @@ def test_wrong_usage_is_one_message_and_exit_code_2(data, tmp_path, monkeypatch,
 def test_an_empty_folder_and_an_unfinished_pack_are_told_apart(tmp_path):
     result = run(tmp_path)
     assert result.exit_code == 2
-    assert "holds no pack; make one with `preprocess-imagenet SOURCE" in result.stderr
+    assert "contains no pack; make one with `preprocess-imagenet SOURCE" in result.stderr
     with pytest.raises(KeyboardInterrupt):
         pack(fake_source(9, raising={8: KeyboardInterrupt()}), tmp_path)
     result = run(tmp_path)

@@ -109,36 +109,36 @@ def test_an_unknown_and_a_missing_key_are_named():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format_version": "1"}, "format_version is 1 or 2, found '1'"),
-        ({"format_version": True}, "format_version is 1 or 2, found True"),
-        ({"num_images": 0}, "num_images is a whole number ≥ 1, found 0"),
-        ({"num_images": 11}, "class_counts add up to 11 images, found 10"),
-        ({"height": 4.0}, "height is a whole number"),
-        ({"shard_images": True}, "shard_images is a whole number"),
-        ({"layout": "BGR"}, "layout is 'R<<24 "),
-        ({"codec": "zstd"}, "codec is one of raw, blosc, found 'zstd'"),
-        ({"codec": ["raw"]}, "codec is text"),
-        ({"checksum": 1}, "checksum is true or false"),
-        ({"classes": {}}, "classes is a list"),
-        ({"classes": [{"id": "a"}, {"id": "b"}]}, "a class has the keys id and name"),
-        ({"classes": [{"id": "a", "name": 3}] * 2}, "a class has the keys id and name"),
-        ({"classes": []}, "there are 1 to 65535 classes, found 0"),
-        ({"class_counts": [10]}, "class_counts has 2 entries, found 1"),
-        ({"class_counts": [-1, 11]}, "class_counts are ≥ 0"),
-        ({"class_counts": [4.0, 6]}, "class_counts are ≥ 0"),
-        ({"channel_mean": [0.5, 0.5]}, "channel_mean is three numbers"),
-        ({"channel_std": [0.5, 0.5, 2.0]}, "channel_std is three numbers"),
-        ({"channel_std": [0.5, 0.5, float("nan")]}, "channel_std is three numbers"),
-        ({"resize_rule": [1]}, "resize_rule is an object"),
-        ({"source_digest": 3}, "source_digest is text"),
-        ({"num_failures": -1}, "num_failures is ≥ 0"),
-        ({"shard_digests": ["0" * 64]}, "shard_digests has 3 entries, found 1"),
-        ({"shard_digests": ["0" * 64, "1" * 64, "no"]}, "a digest is a SHA-256, found 'no'"),
-        ({"label_digests": []}, "label_digests has 1 entries, found 0"),
-        ({"checksum_digests": ["6" * 64] * 2}, "checksum_digests has 1 entries, found 2"),
-        ({"metadata_digests": {"pixels": "7" * 64}}, "metadata_digests are of checksums, labels, pixels"),
-        ({"metadata_digests": []}, "metadata_digests is an object"),
-        ({"labels_digest": 3}, "a digest is a SHA-256, found 3"),
+        ({"format_version": "1"}, "format_version must be 1 or 2, found '1'"),
+        ({"format_version": True}, "format_version must be 1 or 2, found True"),
+        ({"num_images": 0}, "num_images must be a whole number ≥ 1, found 0"),
+        ({"num_images": 11}, "class_counts must add up to 11 images, found 10"),
+        ({"height": 4.0}, "height must be a whole number"),
+        ({"shard_images": True}, "shard_images must be a whole number"),
+        ({"layout": "BGR"}, "layout must be 'R<<24 "),
+        ({"codec": "zstd"}, "codec must be one of raw, blosc, found 'zstd'"),
+        ({"codec": ["raw"]}, "codec must be a string"),
+        ({"checksum": 1}, "checksum must be true or false"),
+        ({"classes": {}}, "classes must be a list"),
+        ({"classes": [{"id": "a"}, {"id": "b"}]}, "a class must have the keys id and name"),
+        ({"classes": [{"id": "a", "name": 3}] * 2}, "a class must have the keys id and name"),
+        ({"classes": []}, "there must be 1 to 65535 classes, found 0"),
+        ({"class_counts": [10]}, "class_counts must have 2 entries, found 1"),
+        ({"class_counts": [-1, 11]}, "class_counts must be ≥ 0"),
+        ({"class_counts": [4.0, 6]}, "class_counts must be ≥ 0"),
+        ({"channel_mean": [0.5, 0.5]}, "channel_mean must be three numbers"),
+        ({"channel_std": [0.5, 0.5, 2.0]}, "channel_std must be three numbers"),
+        ({"channel_std": [0.5, 0.5, float("nan")]}, "channel_std must be three numbers"),
+        ({"resize_rule": [1]}, "resize_rule must be an object"),
+        ({"source_digest": 3}, "source_digest must be a string"),
+        ({"num_failures": -1}, "num_failures must be ≥ 0"),
+        ({"shard_digests": ["0" * 64]}, "shard_digests must have 3 entries, found 1"),
+        ({"shard_digests": ["0" * 64, "1" * 64, "no"]}, "a digest must be a SHA-256, found 'no'"),
+        ({"label_digests": []}, "label_digests must have 1 entries, found 0"),
+        ({"checksum_digests": ["6" * 64] * 2}, "checksum_digests must have 1 entries, found 2"),
+        ({"metadata_digests": {"pixels": "7" * 64}}, "the keys of metadata_digests must be checksums, labels, pixels"),
+        ({"metadata_digests": []}, "metadata_digests must be an object"),
+        ({"labels_digest": 3}, "a digest must be a SHA-256, found 3"),
     ],
 )
 def test_each_broken_rule_is_named(changes, message):
@@ -164,7 +164,7 @@ def test_each_broken_rule_is_named(changes, message):
     ],
 )
 def test_no_value_can_be_changed_unnoticed(changes):
-    with pytest.raises(ShardError, match=r"some value was changed after packing \(manifest_digest does not match\)"):
+    with pytest.raises(ShardError, match=r"a value was changed after packing \(manifest_digest does not match\)"):
         Manifest.from_json(changed(**changes))
 
 
@@ -177,5 +177,5 @@ def test_what_counts_as_a_manifest():
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", b"\xff\xfe", "[" * 100_000])
 def test_what_is_no_json_object_is_refused(text):
-    with pytest.raises(ShardError, match=r"x/manifest.json: (not valid JSON|a manifest is a JSON object)"):
+    with pytest.raises(ShardError, match=r"x/manifest.json: (not valid JSON|a manifest must be a JSON object)"):
         Manifest.from_json(text, where="x/manifest.json")

@@ -76,4 +76,4 @@ def test_what_they_cannot_notice_is_said(packs):
     from click.testing import CliRunner
 
     result = CliRunner().invoke(main, [str(packs / "complete")])
-    assert "format     version 1: shard files in each other's place are noticed by --verify alone" in result.stdout
+    assert "format     version 1: only --verify detects swapped shard files" in result.stdout

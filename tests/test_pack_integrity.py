@@ -188,21 +188,21 @@ def test_a_split_that_lost_its_manifest_is_named_and_not_passed(data):
     for arguments in (["--verify"], []):
         result = CliRunner().invoke(main, [str(data), *arguments])
         assert result.exit_code == 2
-        assert "val/ holds files of a split and has lost its manifest.json" in result.output
+        assert "val/ contains files of a split, but its manifest.json is missing" in result.output
     with pytest.raises(ValueError, match=r"must have a manifest.json, and .*/val has none: .*--eval-split"):
         train(TrainConfig(data=str(data), steps=1, batch=4, model="resnet8"))
 
 
 def test_the_remedy_for_a_lost_manifest_is_one_that_works(data):
-    remedy = "lost its manifest.json; restore that file, or clear the split's folder yourself and pack again"
+    remedy = "its manifest.json is missing; restore that file, or clear the split's folder by hand and pack again"
     (data / "val/manifest.json").unlink()
     said = CliRunner().invoke(main, [str(data)]).output
-    assert f"{data}/val/ holds files of a split and has {remedy}" in said
+    assert f"{data}/val/ contains files of a split, but {remedy}" in said
     assert "--overwrite" not in said
     with pytest.raises(ShardError, match=remedy):
         open_split(str(data), "val")
     source = fake_source(6, size=SMALL, name="val")
-    with pytest.raises(ShardError, match="holds other files"):
+    with pytest.raises(ShardError, match="contains other files"):
         pack(source, data, overwrite=True)
     shutil.rmtree(data / "val")
     pack(source, data)
@@ -215,9 +215,9 @@ def test_a_manifest_that_overwrite_would_not_know_gets_another_remedy(data, key)
     document = json.loads(path.read_bytes())
     del document[key]
     path.write_text(json.dumps(document))
-    with pytest.raises(ShardError, match=f"missing key {key}; restore that file, or clear the split's folder yourself"):
+    with pytest.raises(ShardError, match=f"missing key {key}; restore that file, or clear the split's folder by hand"):
         open_split(str(data), "val")
-    with pytest.raises(ShardError, match="holds other files"):
+    with pytest.raises(ShardError, match="contains other files"):
         pack(fake_source(6, size=SMALL, name="val"), data, overwrite=True)
 
 
@@ -288,7 +288,7 @@ def test_a_shard_cut_short_while_it_is_mapped_is_an_error_and_no_crash(tmp_path,
         os.truncate(shard_file(tmp_path, 0), 4096)
         if lent is not None:
             np.copyto(pixels, np.stack(lent.images))
-            with pytest.raises(ShardError, match="pixels/c/0/0/0 was cut short"):
+            with pytest.raises(ShardError, match="pixels/c/0/0/0 was truncated"):
                 lent.check()
         with pytest.raises(ShardError, match="pixels/c/0/0/0"):
             split.read_into(everything, pixels, labels, timeout_s=30)

@@ -60,7 +60,7 @@ def test_a_folder_one_level_too_deep_is_one_class_and_that_is_said(tmp_path_fact
     assert result.exit_code == 0, result.output
     assert "train: 12 images of 1 classes packed." in result.stdout
     assert (
-        "warning: all images of train are of one class, images: give as SOURCE the folder whose folders are the classes"
+        "warning: all images of train belong to one class, images; SOURCE should be the folder that contains the class"
         in result.stderr
     )
     assert "warning" not in run(source, tmp_path_factory.mktemp("others"), "--size", 32).stderr
@@ -71,7 +71,7 @@ def test_the_same_command_again_has_nothing_to_do(tmp_path, source):
     before = files_of(tmp_path / "shards")
     again = run(source, tmp_path / "shards", "--size", 32)
     assert first.exit_code == again.exit_code == 0
-    assert "(was complete already)" in again.stdout
+    assert "(already complete)" in again.stdout
     assert "dog/broken.jpg" in again.stdout
     assert files_of(tmp_path / "shards") == before
 
@@ -92,7 +92,7 @@ def test_a_dry_run_writes_nothing(tmp_path, source):
     result = run(source, tmp_path / "shards", "--dry-run")
     assert result.exit_code == 0
     assert "13 images, 2 classes, 1 shard file, 2.5 MiB" in result.stdout
-    assert "are free" in result.stdout
+    assert " free)." in result.stdout
     assert not (tmp_path / "shards").exists()
 
 
@@ -111,14 +111,14 @@ def test_a_split_that_was_held_out_and_is_not_made_anew_is_warned_of(tmp_path, s
     for dry_run in ("--dry-run",), ():
         other = run(source, dest, "--size", 28, "--overwrite", *dry_run)
         assert other.exit_code == 0
-        assert "warning: val at DEST stays, as this command does not make it" in other.stdout
+        assert "warning: val at DEST stays unchanged, because this command does not pack it" in other.stdout
 
 
 def test_other_settings_ask_for_overwrite(tmp_path, source):
     run(source, tmp_path / "shards", "--size", 32)
     result = run(source, tmp_path / "shards", "--size", 28)
     assert result.exit_code == 2
-    assert "packed otherwise: resize_rule was size 32" in result.stderr
+    assert "packed with another source or other settings: resize_rule was size 32" in result.stderr
     assert "--overwrite" in result.stderr
     assert len(result.stderr.splitlines()) <= 3
     assert run(source, tmp_path / "shards", "--size", 28, "--overwrite").exit_code == 0
@@ -127,16 +127,16 @@ def test_other_settings_ask_for_overwrite(tmp_path, source):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["only-one"], "SOURCE and DEST are needed"),
+        (["only-one"], "SOURCE and DEST are required"),
         (["nowhere", "dest"], "nowhere does not exist"),
         (["nowhere", "dest", "--size", "0"], "0 is not in the range 1<=x<=4096"),
         (["nowhere", "dest", "--size", "64", "--resize", "32"], "32 is less than --size 64"),
-        (["nowhere", "nosuch://dest"], "not a URL of a known store"),
-        (["nowhere", "memory://dest"], "memory://dest/ ends with this command"),
-        (["nowhere", "dest", "--shard-images", "1000000000"], "at most 4 GiB fit"),
-        (["--demo"], "give it DEST alone"),
-        (["--demo", "a", "b"], "give it DEST alone"),
-        (["--demo", "a", "--size", "64"], "leave --size out"),
+        (["nowhere", "nosuch://dest"], "not the URL of a supported store"),
+        (["nowhere", "memory://dest"], "memory://dest/ would be lost when this command exits"),
+        (["nowhere", "dest", "--shard-images", "1000000000"], "more than the 4 GiB allowed"),
+        (["--demo"], "give only DEST"),
+        (["--demo", "a", "b"], "give only DEST"),
+        (["--demo", "a", "--size", "64"], "--size cannot be used with --demo"),
     ],
 )
 def test_wrong_usage_is_one_message_and_exit_code_2(tmp_path, monkeypatch, arguments, message):
@@ -270,7 +270,7 @@ def test_a_dest_inside_the_source_is_refused_before_any_work(source, below, tmp_
     before = files_of(source)
     result = run(source, dest)
     assert result.exit_code == 2
-    assert "lies inside SOURCE" in result.stderr
+    assert "is inside SOURCE" in result.stderr
     assert "Listing" not in result.stderr
     assert files_of(source) == before
     assert run(source, tmp_path / "images-packed", "--size", "8", "--dry-run").exit_code == 0

@@ -231,7 +231,7 @@ def test_numbers_of_a_store_that_does_not_answer_end_at_the_time_limit(data, mon
         silent = Silent()
         monkeypatch.setattr(getattr(split, name), "_array", silent)
         start = time.monotonic()
-        with pytest.raises(ShardError, match=rf"train/{name[1:]}/c/0: no answer in time"):
+        with pytest.raises(ShardError, match=rf"train/{name[1:]}/c/0: not read in time"):
             read(split, [0, 4], timeout_s=0.2)
         assert silent.reads == 1
         assert time.monotonic() - start < 30
@@ -243,7 +243,9 @@ def test_pixels_of_a_store_that_does_not_answer_end_at_the_time_limit(tmp_path, 
     monkeypatch.setattr(shards, "_start_reading", lambda *_: silent.read())
     with open_split(str(tmp_path), "train") as split:
         start = time.monotonic()
-        with pytest.raises(ShardError, match=r"train: no answer in 0\.2 s for 2 images of pixels/c/0/0/0 and 1 more"):
+        with pytest.raises(
+            ShardError, match=r"train: no response within 0\.2 s for 2 images of pixels/c/0/0/0 and 1 more"
+        ):
             read(split, [0, 4], timeout_s=0.2)
         # A second try after the time is up would only hide the first.
         assert silent.reads == 1
@@ -310,20 +312,20 @@ def test_an_unknown_split_lists_those_there_are(data):
 def test_an_empty_folder_says_how_to_pack(tmp_path):
     with pytest.raises(ShardError, match=r"/nothing does not exist; pack it with `preprocess-imagenet SOURCE DEST`"):
         open_split(str(tmp_path / "nothing"), "train")
-    with pytest.raises(ShardError, match=r"/ holds no pack; make one: preprocess-imagenet SOURCE DEST"):
+    with pytest.raises(ShardError, match=r"/ contains no pack; make one with `preprocess-imagenet SOURCE DEST`"):
         open_split(str(tmp_path), "train")
     assert list_splits(str(tmp_path / "nothing")) == ()
 
 
 def test_naming_the_split_instead_of_its_folder_is_explained(data):
-    with pytest.raises(ShardError, match="/train/ is a split itself; name the folder that holds it"):
+    with pytest.raises(ShardError, match="/train/ is a split itself; give the folder that contains it"):
         open_split(str(data / "train"), "train")
 
 
 def test_a_folder_of_images_is_no_unfinished_pack(tmp_path):
     (tmp_path / "train/cat").mkdir(parents=True)
     (tmp_path / "train/cat/1.jpg").write_bytes(b"x")
-    with pytest.raises(ShardError, match=rf"/ holds no pack; make one: preprocess-imagenet {tmp_path} DEST"):
+    with pytest.raises(ShardError, match=rf"/ contains no pack; make one with `preprocess-imagenet {tmp_path} DEST`"):
         open_split(str(tmp_path), "train")
 
 
@@ -338,7 +340,9 @@ def test_a_split_with_a_journal_is_incomplete(data):
 
 def test_an_array_that_disagrees_with_the_manifest_is_refused(data):
     rewrite_manifest(data, height=5)
-    with pytest.raises(ShardError, match=r'pixels: the array is not as it was packed: Expected "shape" of \[10,5,4\]'):
+    with pytest.raises(
+        ShardError, match=r'pixels: the array was changed after packing: Expected "shape" of \[10,5,4\]'
+    ):
         open_split(str(data), "train")
 
 

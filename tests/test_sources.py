@@ -44,7 +44,7 @@ def test_classes_of_one_image_are_all_trained_on(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "1.jpg").touch()
     with pytest.raises(
-        SourceError, match="keeps one to train on, and the largest of its 3 classes has 1; give a folder with val/"
+        SourceError, match="keeps one training image, and the largest of its 3 classes has 1; give a folder with val/"
     ):
         open_source(tmp_path, holdout=0.9)
     with open_source(tmp_path, holdout=0.9, splits=("train",)) as source:
@@ -59,7 +59,7 @@ def test_classes_of_one_image_are_all_trained_on(tmp_path):
         ({"holdout": float("nan")}, "holdout must be a fraction"),
         (
             {"holdout": 1e-9},
-            "holdout 1e-09 holds no image of .* out: every class keeps one .*of its 3 classes has 100; make",
+            "holdout 1e-09 holds out no image of .*: every class keeps one .*of its 3 classes has 100; make",
         ),
         ({"limit": 0}, "limit must be at least 1 image a split, found 0"),
         ({"splits": ("val",)}, "has no split val; it has train"),
@@ -75,11 +75,11 @@ def test_holding_out_where_there_is_a_val_split(tmp_path):
     for split in ("train", "val"):
         (tmp_path / split / "a").mkdir(parents=True)
         (tmp_path / split / "a" / "1.jpg").touch()
-    with pytest.raises(SourceError, match="has a val split of its own; leave holdout out"):
+    with pytest.raises(SourceError, match="already has a val split; leave holdout out"):
         open_source(tmp_path, holdout=0.1)
     (tmp_path / "train").rename(tmp_path / "test")
     (tmp_path / "val").rename(tmp_path / "x")
-    with pytest.raises(SourceError, match="has no train split to hold images out of"):
+    with pytest.raises(SourceError, match="has no train split to hold out images from"):
         open_source(tmp_path, holdout=0.1)
 
 
@@ -134,7 +134,7 @@ def test_images_are_made_on_demand_and_bounded(tree):
         split = source.splits["train"]
         assert split.image(3) == split.image(3)
         for index in (-1, 300):
-            with pytest.raises(IndexError, match=f"image {index} of split train, which has 300"):
+            with pytest.raises(IndexError, match=f"image {index} is out of range for split train, which has 300"):
                 split.image(index)
 
 
@@ -158,7 +158,7 @@ def test_a_pack_is_not_packed_again(tmp_path, finished):
     if not finished:
         (split / "manifest.json").unlink()
     for path in (tmp_path / "shards", split):
-        with pytest.raises(SourceError, match=r"holds shards that were packed already, in .*train: train on them"):
+        with pytest.raises(SourceError, match=r"contains shards that are already packed, in .*train; train on them"):
             open_source(path)
 
 

@@ -1,6 +1,6 @@
-"""The command `preprocess-imagenet`: a data set of images into packed-pixel shards.
+"""The command `preprocess-imagenet`, which packs a data set of images into packed-pixel shards.
 
-Only click is imported at the start, so that ``--help`` answers at once.
+Only click is imported at the top, so that ``--help`` responds immediately.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 WRONG, STOPPED = 2, 130
 
 _FAILURES_SHOWN = 3
-# Sets that are natively this small (MNIST 28, CIFAR 32, Tiny ImageNet 64) have no margin to crop away: resizing 32 to
-# 37 pixels and cropping back to 32 would blur them and cut their edges off.
+# Data sets whose images are this small (MNIST 28, CIFAR 32, Tiny ImageNet 64) have no margin to crop away: resizing 32
+# to 37 pixels and cropping back to 32 would blur them and cut off their edges.
 _LARGEST_SIZE_WITHOUT_MARGIN = 64
 _MAX_SIDE = 4096
 
@@ -41,7 +41,8 @@ Examples:
   preprocess-imagenet cifar10 data/cifar --size 32
   preprocess-imagenet --demo data/demo
 
-Interrupted, the same command continues. Exit codes: 0 done, 2 wrong usage or data, 130 stopped."""
+To continue after an interruption, run the same command again.
+Exit codes: 0 done, 2 wrong usage or data, 130 stopped."""
 
 _GROUPS = {
     "What to pack": ("split", "holdout", "limit", "demo"),
@@ -89,14 +90,14 @@ class _Options:
     type=click.FloatRange(0, 1, max_open=True),
     default=0.0,
     metavar="FRACTION",
-    help="Part of train to keep as val, where the source has no val.",
+    help="Fraction of train to use as val, for a source without val.",
 )
 @click.option(
-    "--limit", type=click.IntRange(1), metavar="IMAGES", show_default="none", help="At most so many of each split."
+    "--limit", type=click.IntRange(1), metavar="IMAGES", show_default="none", help="Maximum number of images per split."
 )
-@click.option("--demo", is_flag=True, help="Draw the small demo set and pack it at 32 px: only DEST is given.")
+@click.option("--demo", is_flag=True, help="Draw the small demo set and pack it at 32 px; give only DEST.")
 @click.option(
-    "--size", type=click.IntRange(1, _MAX_SIDE), default=224, metavar="PIXELS", help="Side of the packed square."
+    "--size", type=click.IntRange(1, _MAX_SIDE), default=224, metavar="PIXELS", help="Side length of the packed images."
 )
 @click.option(
     "--resize",
@@ -112,45 +113,45 @@ class _Options:
     "--on-error",
     type=SuggestingChoice(["skip", "fail"]),
     default="skip",
-    help="An image that can't be packed is left out and noted in failures.jsonl, or ends the pack.",
+    help="For an image that can't be packed: leave it out and record it in failures.jsonl, or stop.",
 )
 @click.option(
     "--shard-images",
     type=click.IntRange(1),
     metavar="IMAGES",
     show_default="up to 64 MiB",
-    help="Images a shard file, 16,384 at most by default.",
+    help="Images per shard file; by default at most 16,384.",
 )
 @click.option(
     "--layout",
     type=SuggestingChoice(["packed", "dense"]),
     default="packed",
-    help="A word a pixel, or four pixels in three words: a quarter less; for sizes that are multiples of 4.",
+    help="packed: one word per pixel. dense: four pixels in three words, a quarter smaller; needs a size that is a "
+    "multiple of 4.",
 )
 @click.option(
     "--codec",
     type=SuggestingChoice(["raw", "blosc"]),
     default="raw",
-    help="raw reads fastest, blosc is a quarter smaller.",
+    help="raw reads fastest; blosc is a quarter smaller.",
 )
-@click.option("--checksum/--no-checksum", default=True, help="A CRC-32C an image: a flipped bit becomes an error.")
 @click.option(
     "--workers",
     type=click.IntRange(1),
     metavar="THREADS",
-    show_default="one a core",
-    help="Decoding threads, about 80 MB each; images above 4 megapixels need more and take turns.",
+    show_default="one per core",
+    help="Decoding threads, about 80 MB each; images above 4 megapixels need more memory and take turns.",
 )
-@click.option("--overwrite", is_flag=True, help="Delete the pack at DEST and begin anew.")
-@click.option("--dry-run", is_flag=True, help="Say what would be packed and how large it gets; write nothing.")
-@click.option("--traceback", is_flag=True, help="Show the whole traceback of an error.")
+@click.option("--overwrite", is_flag=True, help="Delete the pack at DEST and start over.")
+@click.option("--dry-run", is_flag=True, help="Show what would be packed and its size; write nothing.")
+@click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")
 @click.version_option(package_name="feedloop")
 @click.pass_context
 def main(ctx: click.Context, /, **values: Any) -> None:
     """Pack the images at SOURCE into shards at DEST, ready for run-train.
 
-    SOURCE is a folder of class folders (alone or below train/ and val/), ImageNet's official archives, Kaggle's
-    ImageNet tree or a tar archive. DEST is a folder or a URL such as gs://bucket/imagenet.
+    SOURCE is a folder of class folders (directly in it, or in train/ and val/), a folder of ImageNet's official
+    archives, Kaggle's ImageNet tree or a tar archive. DEST is a folder or a URL such as gs://bucket/imagenet.
     """
     options = _Options(**values)
     try:
@@ -158,18 +159,18 @@ def main(ctx: click.Context, /, **values: Any) -> None:
             _check_demo_options(ctx)
         _run(options)
     except KeyboardInterrupt:
-        click.echo("\nStopped. Run the same command again to continue where it stopped.", err=True)
+        click.echo("\nStopped. Run the same command again to continue.", err=True)
         sys.exit(STOPPED)
     except BrokenPipeError:
-        raise  # click ends quietly where nobody reads any more
+        raise  # click exits quietly when the reader has gone
     except (ValueError, OSError, MemoryError) as error:
         if options.traceback:
             print_exc()
-        click.echo(f"preprocess-imagenet: {_words(error)}", err=True)
+        click.echo(f"preprocess-imagenet: {_message(error)}", err=True)
         sys.exit(WRONG)
 
 
-def _words(error: Exception) -> str:
+def _message(error: Exception) -> str:
     if isinstance(error, MemoryError):
         return f"not enough memory ({error or 'allocation failed'}); use fewer --workers or a smaller --shard-images"
     return str(error)
@@ -180,7 +181,7 @@ def _run(options: _Options) -> None:
         _pack_demo(options)
         return
     if options.source is None or options.dest is None:
-        raise click.UsageError("SOURCE and DEST are needed; or try --demo DEST")
+        raise click.UsageError("SOURCE and DEST are required; or try --demo DEST")
     settings = _settings(options)
     from preprocess.shards.location import open_location
     from preprocess.sources.open_source import open_source
@@ -193,16 +194,18 @@ def _run(options: _Options) -> None:
     ) as source:
         _announce(source, location, settings)
         if options.overwrite:
-            _warn_of_others(source, options.dest)
+            _warn_about_other_splits(source, options.dest)
         if not options.dry_run:
             _pack(source, location, settings, overwrite=options.overwrite)
             _suggest(options.dest)
 
 
 def _check_dest(source: str, location: Location) -> None:
-    """What can't come to a good end is refused before any work."""
+    """Refuse a destination that cannot work, before any work is done."""
     if location.spec["driver"] == "memory":
-        raise click.UsageError(f"{location.display} ends with this command: DEST is a folder, gs:// or s3://")
+        raise click.UsageError(
+            f"{location.display} would be lost when this command exits; use a folder, gs:// or s3:// as DEST"
+        )
     folder = location.local_path
     if folder is None:
         return
@@ -210,8 +213,8 @@ def _check_dest(source: str, location: Location) -> None:
     inner, outer = Path(os.path.realpath(folder)), Path(os.path.realpath(source))
     if outer.is_dir() and inner.is_relative_to(outer):
         raise click.UsageError(
-            f"DEST {location.display} lies inside SOURCE {source}: the shards would be listed as images the next time; "
-            "choose a folder outside it"
+            f"DEST {location.display} is inside SOURCE {source}, so the next run would list the shards as images; "
+            "choose a folder outside SOURCE"
         )
 
 
@@ -222,7 +225,10 @@ def _settings(options: _Options) -> PackSettings:
 
     resize = default_resize(options.size) if options.resize is None else options.resize
     if resize < options.size:
-        raise click.BadParameter(f"{resize} is less than --size {options.size}: the crop would leave the image")
+        raise click.BadParameter(
+            f"{resize} is less than --size {options.size}, so the crop would extend beyond the image; "
+            f"use --resize {options.size} or more"
+        )
     return PackSettings(
         rule=ResizeRule(size=options.size, resize=resize, resample=options.resample),
         shard_images=options.shard_images,
@@ -235,7 +241,10 @@ def _settings(options: _Options) -> PackSettings:
 
 
 def default_resize(size: int) -> int:
-    """The shorter side to resize to for a crop of ``size``: 8/7 of it, 4096 at most; up to 64 ``size`` itself."""
+    """Return the shorter side to resize to before a crop of ``size``, in pixels.
+
+    This is 8/7 of ``size``, at most 4096; for a ``size`` of up to 64 it is ``size`` itself.
+    """
     return size if size <= _LARGEST_SIZE_WITHOUT_MARGIN else min(_MAX_SIDE, round(size * 256 / 224))
 
 
@@ -247,34 +256,35 @@ def _announce(source: Source, location: Location, settings: PackSettings) -> Non
         num_shards = -(-len(split) // settings.resolved_shard_images)
         num_bytes = len(split) * (settings.image_bytes + 4 * settings.checksum)
         total += num_bytes
-        most = "up to " if settings.codec == "blosc" else ""
+        bound = "up to " if settings.codec == "blosc" else ""
         click.echo(
             f"  {name}: {len(split):,} images, {len(split.classes):,} classes, "
-            f"{num_shards:,} shard {'file' if num_shards == 1 else 'files'}, {most}{_size(num_bytes)}"
+            f"{num_shards:,} shard {'file' if num_shards == 1 else 'files'}, {bound}{_size(num_bytes)}"
         )
     click.echo(
-        f"Each image: shorter side to {rule.resize} px ({rule.resample}), central {rule.size} x {rule.size} px; "
+        f"Each image: shorter side resized to {rule.resize} px ({rule.resample}), central crop of {rule.size} x "
+        f"{rule.size} px; "
         f"{settings.layout} layout, codec {settings.codec}, {'with' if settings.checksum else 'without'} checksums."
     )
     folder = location.local_path
     if folder is not None:
-        there = next(path for path in (folder, *folder.parents) if path.exists())
-        free = shutil.disk_usage(there).free
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        free = shutil.disk_usage(existing).free
         scarce = "; this may not be enough" if total > free else ""
-        click.echo(f"Into {location.display}: {_size(free)} are free{scarce}.")
+        click.echo(f"Packing into {location.display} ({_size(free)} free{scarce}).")
     else:
-        click.echo(f"Into {location.display}.")
+        click.echo(f"Packing into {location.display}.")
 
 
-def _warn_of_others(source: Source, dest: str) -> None:
-    """Says which splits stay as they are: where one was held out, its images would be in two."""
+def _warn_about_other_splits(source: Source, dest: str) -> None:
+    """Warn about splits that stay unchanged: a held-out one could then share images with a new split."""
     from preprocess.shards.reader import list_splits
 
     others = [name for name in list_splits(dest) if name not in source.splits]
     if others:
         click.echo(
-            f"warning: {', '.join(others)} at DEST stays, as this command does not make it; if its images were held "
-            "out (--holdout), hold the same out again, or they are in two splits"
+            f"warning: {', '.join(others)} at DEST stays unchanged, because this command does not pack it; if its "
+            "images were held out (--holdout), use the same --holdout again, or they will be in two splits"
         )
 
 
@@ -298,16 +308,16 @@ def _summarise(name: str, result: PackResult, location: Location) -> None:
     from preprocess.printable import printable
 
     manifest = result.manifest
-    how = ""
+    note = ""
     if result.was_complete:
-        how = " (was complete already)"
+        note = " (already complete)"
     elif result.num_resumed:
-        how = f" (continued after image {result.num_resumed:,})"
-    click.echo(f"{name}: {manifest.num_images:,} images of {manifest.num_classes:,} classes packed{how}.")
+        note = f" (continued after image {result.num_resumed:,})"
+    click.echo(f"{name}: {manifest.num_images:,} images of {manifest.num_classes:,} classes packed{note}.")
     if manifest.num_classes == 1:
         click.echo(
-            f"warning: all images of {name} are of one class, {manifest.classes[0].id}: give as SOURCE the folder "
-            "whose folders are the classes",
+            f"warning: all images of {name} belong to one class, {manifest.classes[0].id}; SOURCE should be the folder "
+            "that contains the class folders",
             err=True,
         )
     if not result.failures:
@@ -321,7 +331,7 @@ def _summarise(name: str, result: PackResult, location: Location) -> None:
 
 def _pack_demo(options: _Options) -> None:
     if options.dest is not None or options.source is None:
-        raise click.UsageError("--demo draws its own images: give it DEST alone")
+        raise click.UsageError("--demo draws its own images; give only DEST")
     from preprocess.commands.progress import ImageProgress
     from preprocess.demo.demo_set import pack_demo
 
@@ -347,19 +357,19 @@ def _pack_demo(options: _Options) -> None:
 
 
 def _check_demo_options(ctx: click.Context) -> None:
-    """What the demo set would not heed is refused rather than ignored."""
-    heeded = {"demo", "source", "dest", "overwrite", "dry_run", "traceback"}
+    """Refuse options that the demo set would ignore."""
+    supported = {"demo", "source", "dest", "overwrite", "dry_run", "traceback"}
     for param in ctx.command.params:
         name = param.name or ""
-        if name not in heeded and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"--demo has settings of its own: leave {param.opts[0]} out")
+        if name not in supported and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"{param.opts[0]} cannot be used with --demo, whose settings are fixed; remove it")
 
 
 def _suggest(dest: str) -> None:
     import shlex
 
     where = shlex.quote(dest if "://" in dest else str(Path(dest)))
-    click.echo(f"Look at it:  inspect-shards {where}\nTrain on it: run-train --data {where}")
+    click.echo(f"Inspect it:  inspect-shards {where}\nTrain on it: run-train --data {where}")
 
 
 def _size(num_bytes: int) -> str:

@@ -1,6 +1,6 @@
-"""Draws a contact sheet: thumbnails of a split with their class names, to see at a glance what was packed.
+"""Draws a contact sheet: thumbnails of a split with their class names.
 
-Owns the choice of images and the layout. Which images are shown depends on the split alone.
+Owns the choice of images and the layout. The choice depends only on the split.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ READ_TIMEOUT_S = 120.0
 _COLUMNS = 10
 _MAX_CELLS = 100
 _MIN_CELLS = 60
-# Labels of so many images are looked through for examples, so that 10^8 images need no 200 MB of memory.
+# Examples are chosen among this many labels, so that 10^8 images do not need 200 MB of memory.
 _MAX_LABELS = 1 << 22
 
 _BACKGROUND = (255, 255, 255)
@@ -32,7 +32,7 @@ _FAINT = (110, 114, 120)
 
 @dataclass(frozen=True)
 class Geometry:
-    """The sheet's measures in pixels."""
+    """The dimensions of the sheet in pixels."""
 
     thumbnail: int = 112
     gap: int = 12
@@ -43,9 +43,9 @@ class Geometry:
 
 
 def draw_contact_sheet(split: ShardSplit, *, title: str) -> Image.Image:
-    """Draw up to 100 images of ``split``, RGB, classes in the order of their labels.
+    """Draw up to 100 images of ``split``, RGB, ordered by label.
 
-    With at most ten classes each has rows of its own; with more, each cell is another class, spread evenly over all.
+    With at most ten classes, each class starts a new row. With more, images are spread evenly over the classes.
 
     Raises:
         ShardError: an image can't be read.
@@ -78,18 +78,21 @@ def draw_contact_sheet(split: ShardSplit, *, title: str) -> Image.Image:
 
 
 def geometry_for(side: int) -> Geometry:
-    """Measures for images of ``side`` pixels: small ones grow by a whole factor, so that a pixel stays one square."""
+    """Return the dimensions for images of ``side`` pixels.
+
+    Small images are enlarged by a whole factor, so that a pixel remains a square.
+    """
     plain = Geometry()
     factor = round(plain.thumbnail / side)
     return Geometry(thumbnail=side * factor) if factor >= 2 else plain
 
 
 def choose_images(labels: NDArray[np.uint16], num_classes: int) -> NDArray[np.int64]:
-    """Choose images to show: int64 ``[n]`` indices, by class, spread evenly over each class's images.
+    """Return the indices of the images to show, int64 ``[n]``, by class, spread evenly over each class's images.
 
     Args:
         labels: uint16 ``[N]``.
-        num_classes: K; with more classes than cells, every so many-th class is shown.
+        num_classes: K; with more classes than cells, the classes shown are evenly spaced.
     """
     present = np.unique(labels)
     if num_classes <= _COLUMNS:
@@ -113,7 +116,7 @@ def _labels(split: ShardSplit) -> NDArray[np.uint16]:
 
 
 def _place(labels: NDArray[np.int32], num_classes: int) -> list[tuple[int, int]]:
-    """Row and column of each image; with few classes each begins a row."""
+    """Return the row and column of each image; with at most ten classes, each class starts a new row."""
     cells: list[tuple[int, int]] = []
     row, column = 0, -1
     for position, label in enumerate(labels.tolist()):
@@ -148,7 +151,10 @@ def _thumbnail(rgb: NDArray[np.uint8], side: int) -> Image.Image:
 def _fitted(
     draw: ImageDraw.ImageDraw, text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int
 ) -> str:
-    """The text, cut with dots (Pillow's own font has no ellipsis and no ×) where it is wider than ``width`` pixels."""
+    """Return the text, shortened with dots if it is wider than ``width`` pixels.
+
+    The dots are three full stops, because Pillow's own font has neither an ellipsis nor a ×.
+    """
     if draw.textlength(text, font=font) <= width:
         return text
     while text and draw.textlength(text + "...", font=font) > width:

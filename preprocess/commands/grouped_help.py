@@ -1,4 +1,4 @@
-"""A click command whose ``--help`` shows its options under headings."""
+"""A click command whose ``--help`` groups its options under headings."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from preprocess.commands.guarded_output import GuardedCommand
 
 
 class GroupedCommand(GuardedCommand):
-    """A command with ``option_groups``: headings and the names of their options, in the order to show them."""
+    """A command with ``option_groups``: headings with the names of their options, in display order."""
 
     def __init__(self, *args: Any, option_groups: dict[str, tuple[str, ...]], **values: Any) -> None:
         super().__init__(*args, **values)
         self._option_groups = option_groups
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options group by group; those of no group last."""
+        """Write the options group by group, ungrouped options last."""
         left = {
             param.name: param.get_help_record(ctx) for param in self.get_params(ctx) if isinstance(param, click.Option)
         }

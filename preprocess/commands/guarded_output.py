@@ -1,6 +1,6 @@
-"""The last gate of every command: no control character reaches a terminal or a pipe, whatever a message holds.
+"""Escapes the output of every command, so that no control character of a message reaches a terminal or a pipe.
 
-Must not know: what the commands say. Texts are made safe by `preprocess.printable`.
+Texts are escaped by `preprocess.printable`. This module must not know what the commands print.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from preprocess.suggestions import SuggestingCommand
 
 
 class GuardedStream:
-    """A text stream that passes everything on to another one, control characters as their escapes.
+    """A text stream that forwards everything to another stream, with control characters escaped.
 
-    `terminal` is the stream behind it, for those who draw on a terminal and make their own texts safe.
+    `terminal` is the underlying stream, for code that draws on a terminal and escapes its own texts.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self.terminal = stream
 
     def write(self, text: str | bytes) -> int:
-        """Write the text, made safe; a character that the stream cannot encode is escaped as well.
+        """Write the text, escaped; a character that the stream cannot encode is escaped as well.
 
-        Bytes, as which click writes a shell's completion script, are text in UTF-8.
+        Bytes are decoded as UTF-8: click writes a shell's completion script as bytes.
         """
         if isinstance(text, bytes):
             text = text.decode("utf-8", "surrogateescape")
@@ -42,7 +42,7 @@ class GuardedStream:
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Write each of the texts."""
+        """Write every text in ``lines``."""
         for line in lines:
             self.write(line)
 
@@ -53,14 +53,14 @@ class GuardedStream:
 
 
 def terminal_of(stream: TextIO) -> TextIO:
-    """Return the stream behind a guard, or the stream itself: only for what makes its texts safe before it draws."""
+    """Return the stream behind a guard, or the stream itself. Only for code that escapes its texts before drawing."""
     return stream.terminal if isinstance(stream, GuardedStream) else stream
 
 
 class GuardedCommand(SuggestingCommand):
-    """A click command whose every output is made safe: results, notices, errors, click's own, and tracebacks.
+    """A click command that escapes all of its output: results, notices, errors, click's own messages, and tracebacks.
 
-    Only what draws on a terminal (`terminal_of`) writes control characters.
+    Only code that draws on a terminal (`terminal_of`) writes control characters.
     """
 
     def main(self, *args: Any, **values: Any) -> Any:
@@ -71,7 +71,7 @@ class GuardedCommand(SuggestingCommand):
         except SystemExit:
             raise
         except BaseException:
-            # The interpreter prints it once this function has been left, and the guards with it.
+            # The interpreter prints the exception after this function has returned and the guards are gone.
             sys.excepthook = _print_safely
             raise
 
@@ -88,13 +88,13 @@ def _guarded_output() -> Iterator[None]:
         yield
     finally:
         for name, guard in guards.items():
-            # Where the reader has gone, click has put a stream of its own there, which must stay.
+            # When the reader has gone, click replaces the stream with its own, which must stay.
             if getattr(sys, name) is guard:
                 setattr(sys, name, guard.terminal)
 
 
 def _print_safely(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an exception that nobody caught, as Python does, made safe."""
+    """Print an uncaught exception as Python does, but escaped."""
     text = printable_text("".join(traceback.format_exception(kind, error, trace)))
     with suppress(OSError, AttributeError, ValueError):
         sys.stderr.write(text)

@@ -1,6 +1,6 @@
-"""The command `inspect-shards`: what a pack holds, whether every byte is intact, and a contact sheet.
+"""The command `inspect-shards`, which describes a pack, verifies every byte of it and draws a contact sheet.
 
-Only click is imported at the start, so that ``--help`` answers at once.
+Only click is imported at the top, so that ``--help`` responds immediately.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _BAR_WIDTH = 30
     epilog="Exit codes: 0 intact, 2 damaged or wrong usage, 130 stopped.",
 )
 @click.argument("dest", shell_complete=complete_folder)
-@click.option("--split", metavar="NAME", multiple=True, show_default="all", help="Split to look at; may be repeated.")
-@click.option("--verify", is_flag=True, help="Read every byte back; name each damaged file and image.")
+@click.option("--split", metavar="NAME", multiple=True, show_default="all", help="Split to inspect; may be repeated.")
+@click.option("--verify", is_flag=True, help="Read every byte back and list each damaged file and image.")
 @click.option(
     "--grid", metavar="FILE.png", type=click.Path(dir_okay=False, path_type=Path), help="Draw a contact sheet."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of words.")
-@click.option("--traceback", is_flag=True, help="Show the whole traceback of an error.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+@click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")
 @click.version_option(package_name="feedloop")
 def main(dest: str, split: tuple[str, ...], verify: bool, grid: Path | None, as_json: bool, traceback: bool) -> None:
-    """Show what the pack at DEST (a folder or URL) holds.
+    """Show the contents of the pack at DEST (a folder or URL).
 
     With several splits, --grid draws the first one.
     """
@@ -53,7 +53,7 @@ def main(dest: str, split: tuple[str, ...], verify: bool, grid: Path | None, as_
         click.echo("\nStopped.", err=True)
         sys.exit(STOPPED)
     except BrokenPipeError:
-        raise  # click ends quietly where nobody reads any more
+        raise  # click exits quietly when the reader has gone
     except (ValueError, OSError, MemoryError) as error:
         if traceback:
             print_exc()
@@ -87,13 +87,13 @@ def _run(dest: str, wanted: tuple[str, ...], *, verify: bool, grid: Path | None,
         _print_damages(damages, manifests)
     if grid is not None:
         _draw(dest, names[0], grid, is_quiet=as_json)
-    # Here, where a reader that has gone is told apart from trouble.
+    # Flush here, where a reader that has gone is distinguished from other errors.
     sys.stdout.flush()
     return not any(damages.values()) and not broken
 
 
 def _complete_splits(dest: str, location: Location, found: SplitNames) -> tuple[str, ...]:
-    """Return the names of the complete splits and report unfinished ones; raise ShardError where none is complete."""
+    """Return the names of the complete splits and report unfinished ones; raise ShardError if none is complete."""
     from preprocess.shards.location import ShardError
 
     for name in found.unfinished:
@@ -103,7 +103,7 @@ def _complete_splits(dest: str, location: Location, found: SplitNames) -> tuple[
     if found.unfinished or found.broken:
         what = "finished split yet" if found.unfinished else "complete split"
         raise ShardError(f"{location.display} has no {what}")
-    raise ShardError(f"{location.display} holds no pack; make one with `preprocess-imagenet SOURCE {dest}`")
+    raise ShardError(f"{location.display} contains no pack; make one with `preprocess-imagenet SOURCE {dest}`")
 
 
 def _check_grid(grid: Path) -> None:
@@ -150,7 +150,7 @@ def _describe(name: str, manifest: Manifest) -> list[str]:
         f"  shards     {manifest.num_shards:,} file{'s' * (manifest.num_shards != 1)} of up to "
         f"{manifest.shard_images:,} images, layout "
         f"{manifest.pixel_layout}, codec {manifest.codec}, {'with' if manifest.checksum else 'without'} checksums",
-        f"  format     version {manifest.format_version}{_promise(manifest)}",
+        f"  format     version {manifest.format_version}{_undetected_damage(manifest)}",
         f"  resizing   {', '.join(f'{key} {value}' for key, value in rule.items())}",
         f"  channels   mean {mean}; std {std} (red, green, blue on 0..1)",
         f"  left out   {manifest.num_failures:,}" + (", see failures.jsonl" if manifest.num_failures else ""),
@@ -160,18 +160,18 @@ def _describe(name: str, manifest: Manifest) -> list[str]:
     return lines + _balance(manifest)
 
 
-def _promise(manifest: Manifest) -> str:
-    """Return what damage reading an image does not notice, empty where it notices all."""
+def _undetected_damage(manifest: Manifest) -> str:
+    """Return which damage is not detected when an image is read; empty if all damage is detected."""
     if not manifest.checksum:
-        return ": without checksums, damage is noticed by --verify alone"
+        return ": without checksums, only --verify detects damage"
     if manifest.format_version == 1:
-        return ": shard files in each other's place are noticed by --verify alone"
+        return ": only --verify detects swapped shard files"
     return ""
 
 
 def _balance(manifest: Manifest) -> list[str]:
     counts = sorted(manifest.class_counts)
-    lines = [f"  balance    {counts[0]:,} to {counts[-1]:,} images a class, median {counts[len(counts) // 2]:,}"]
+    lines = [f"  balance    {counts[0]:,} to {counts[-1]:,} images per class, median {counts[len(counts) // 2]:,}"]
     if empty := counts.count(0):
         lines.append(f"             {empty:,} classes have no images")
     if manifest.num_classes > _CLASSES_SHOWN:
@@ -189,14 +189,14 @@ def _balance(manifest: Manifest) -> list[str]:
 def _print_damages(damages: dict[str, tuple[Damage, ...]], manifests: dict[str, Manifest]) -> None:
     for name, found in damages.items():
         if not found:
-            # A decoder leaves some bits of a compressed image unread.
+            # A decoder does not read every bit of a compressed image.
             is_decoded = manifests[name].codec != "raw" and not manifests[name].checksum
             click.echo(f"{name}: every {'pixel and label' if is_decoded else 'byte'} is as it was packed.")
             continue
         places = "1 place" if len(found) == 1 else f"{len(found):,} places"
         click.echo(
-            f"{name}: damaged in {places}. Restore these files, or pack anew, with --overwrite and the options of the "
-            "first time (--size, --holdout, …)."
+            f"{name}: damaged in {places}. Restore these files, or pack again with --overwrite and the original "
+            "options (--size, --holdout, …)."
         )
         for each in found:
             click.echo(f"  {name}/{each}")

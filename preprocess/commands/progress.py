@@ -1,4 +1,4 @@
-"""Shows how far a long command is: a bar with rate and time left on a terminal, a plain line now and then elsewhere."""
+"""The progress of a long command: a bar with rate and time left on a terminal, and a periodic plain line elsewhere."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 LINE_EVERY_S = 10.0
-"""Seconds between two plain lines."""
+"""Interval between plain lines, in seconds."""
 
 
 class ImageProgress(AbstractContextManager["ImageProgress"]):
-    """Progress of one or several tasks counted in images. A context manager; ``show`` may be called often."""
+    """Progress of one or more tasks counted in images. A context manager; ``show`` may be called often."""
 
     def __init__(self) -> None:
         self._stream = sys.stderr

@@ -1,8 +1,8 @@
-"""Turns any of Pillow's colour modes into 8-bit grey or RGB.
+"""Converts any of Pillow's colour modes to 8-bit grey or RGB.
 
-Colour profiles are not applied: the numbers in the file are the numbers in the shard, as in every ImageNet pipeline.
+Colour profiles are not applied: the values in the file are the values in the shard, as in every ImageNet pipeline.
 
-Images are converted tile by tile, so that a conversion holds the image, its result and some MB, whatever their size.
+Images are converted tile by tile, so that a conversion needs only a few MB besides the image and its result.
 """
 
 from collections.abc import Iterator
@@ -14,17 +14,18 @@ _TILE_PIXELS = 2**20
 
 
 def to_grey_or_rgb(image: Image.Image) -> Image.Image:
-    """Returns the image in mode "L" or "RGB".
+    """Return the image in mode "L" or "RGB".
 
-    - Transparent images are laid on white, which is what a viewer shows; Pillow's own `convert("RGB")` would uncover
-      whatever colour the transparent pixels happen to hold.
+    - Transparent images are composited on white, as a viewer shows them; Pillow's own `convert("RGB")` would expose the
+      arbitrary colour values of transparent pixels.
     - CMYK becomes (255 − ink) · (255 − black) / 255. Pillow has already undone Adobe's inverted JPEG inks.
-    - Grey of more than 8 bits is scaled, not clipped: 0 … 65535 to 0 … 255, rounded; a 32-bit integer must lie in that
-      range. Of 16-bit colour and of 16-bit grey with alpha Pillow has kept the high byte, at most one level from it.
-    - Floats in 0 … 1 are scaled to 0 … 255; in 0 … 255 they are taken as they are.
+    - Grey of more than 8 bits is scaled, not clipped: 0 … 65535 to 0 … 255, rounded; a 32-bit integer must be in that
+      range. For 16-bit colour and 16-bit grey with alpha, Pillow has kept the high byte, which differs by at most one
+      level.
+    - Floats in 0 … 1 are scaled to 0 … 255; floats in 0 … 255 are used unchanged.
 
     Raises:
-        ValueError: values outside these ranges, or a mode Pillow cannot turn into RGB.
+        ValueError: values are outside these ranges, or Pillow cannot convert the mode to RGB.
     """
     if image.mode in ("L", "RGB") and "transparency" not in image.info:
         return image
@@ -40,7 +41,7 @@ def to_grey_or_rgb(image: Image.Image) -> Image.Image:
 
 
 def _tiles(image: Image.Image) -> Iterator[tuple[int, int, int, int]]:
-    """Yields boxes (left, top, right, bottom) that cover the image, each of `_TILE_PIXELS` at most."""
+    """Yield boxes (left, top, right, bottom) that cover the image, each of at most `_TILE_PIXELS` pixels."""
     width = min(image.width, _TILE_PIXELS)
     height = max(1, _TILE_PIXELS // width)
     for top in range(0, image.height, height):
@@ -49,19 +50,20 @@ def _tiles(image: Image.Image) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _on_white(image: Image.Image) -> Image.Image:
-    laid = Image.new("RGB", image.size)
+    composited = Image.new("RGB", image.size)
     for box in _tiles(image):
         rgba = image.crop(box).convert("RGBA")
         white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
-        laid.paste(Image.alpha_composite(white, rgba).convert("RGB"), box[:2])
-    return laid
+        composited.paste(Image.alpha_composite(white, rgba).convert("RGB"), box[:2])
+    return composited
 
 
 def _from_sixteen_bits(image: Image.Image) -> Image.Image:
     low, high = _extremes(image) if image.mode == "I" else (0, 65535)
     if low < 0 or high > 65535:
         raise ValueError(
-            f"integer pixels run from {low:.0f} to {high:.0f}; 0 … 65535 is understood, save it with 8 or 16 bits"
+            f"integer pixel values range from {low:.0f} to {high:.0f}, only 0 … 65535 is supported; save the image "
+            "with 8 or 16 bits"
         )
     levels = ((np.arange(65536) + 128) // 257).astype(np.uint8)  # 65535 = 255 · 257
     transparent = image.info.get("transparency")
@@ -77,7 +79,8 @@ def _from_floats(image: Image.Image) -> Image.Image:
     low, high = _extremes(image)
     if not (low >= 0.0 and high <= 255.0):  # also false for NaN
         raise ValueError(
-            f"float pixels run from {low:g} to {high:g}; 0 … 1 or 0 … 255 is understood, save it with 8 bits"
+            f"float pixel values range from {low:g} to {high:g}, only 0 … 1 or 0 … 255 is supported; save the image "
+            "with 8 bits"
         )
     grey = Image.new("L", image.size)
     for box in _tiles(image):
@@ -88,7 +91,7 @@ def _from_floats(image: Image.Image) -> Image.Image:
 
 
 def _extremes(image: Image.Image) -> tuple[float, float]:
-    """Returns the least and the largest value; NaN where one of them is."""
+    """Return the smallest and the largest value; NaN if any value is NaN."""
     low, high = np.inf, -np.inf
     for box in _tiles(image):
         values = np.asarray(image.crop(box))

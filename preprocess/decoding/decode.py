@@ -1,7 +1,7 @@
-"""Turns the bytes of one image file into the RGB crop that a shard stores.
+"""Decodes the bytes of one image file to the RGB crop that a shard stores.
 
 The geometry is torchvision's `Resize(resize)` followed by `CenterCrop(size)`, computed by Pillow's antialiased
-resampling. Whatever is wrong with a file ends in a `DecodeError` with a reason that can stand in `failures.jsonl`.
+resampling. Any fault of a file raises a `DecodeError` with a reason suitable for `failures.jsonl`.
 """
 
 from collections.abc import Mapping
@@ -30,10 +30,10 @@ MAX_SIZE = 4096
 # Pillow's own threshold for a suspected decompression bomb: a quarter of a gibibyte of RGB.
 MAX_PIXELS = 89_478_485
 
-# Filters that fade out at their edge. Of the others, float rounding decides whether a pixel takes part.
+# Filters that fall to zero at their edge. With the others, float rounding decides whether an edge pixel contributes.
 _SMOOTH = frozenset({"bilinear", "hamming", "bicubic", "lanczos"})
 
-# EXIF orientation → what puts the image upright (TIFF 6.0, tag 274).
+# EXIF orientation → the transposition that makes the image upright (TIFF 6.0, tag 274).
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -46,12 +46,12 @@ _UPRIGHT = {
 
 
 class DecodeError(ValueError):
-    """An image file that cannot become a crop; the message is the reason, without the file's name."""
+    """An image file that cannot be decoded to a crop; the message is the reason, without the file's name."""
 
 
 @dataclass(frozen=True)
 class ResizeRule:
-    """How an image of any size becomes a square: the shorter side to `resize` pixels, then the central `size`.
+    """The rule that makes a square of any image: resize the shorter side to `resize`, then crop the central `size`.
 
     Attributes:
         size: side of the stored crop in pixels, 1 to 4096.
@@ -70,33 +70,33 @@ class ResizeRule:
                 raise ValueError(f"{name} must be a whole number from 1 to {MAX_SIZE}, found {value!r}")
         if self.resize < self.size:
             raise ValueError(
-                f"resize must be at least size, or the crop would leave the image: found resize {self.resize}, "
-                f"size {self.size}; make resize {self.size} or more"
+                f"resize must be at least size, or the crop would extend beyond the image, found resize {self.resize}, "
+                f"size {self.size}; use a resize of {self.size} or more"
             )
         if self.resample not in RESAMPLERS:
             raise ValueError(f"resample must be one of {', '.join(RESAMPLERS)}, found {self.resample!r}")
 
     def to_json(self) -> dict[str, int | str]:
-        """Returns the rule as a JSON object."""
+        """Return the rule as a JSON object."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Reads what `to_json` wrote.
+        """Create a rule from the result of `to_json`.
 
         Raises:
-            ValueError: an unknown key, a missing one or an invalid value.
+            ValueError: a key is unknown or missing, or a value is invalid.
         """
         known = {field.name for field in fields(cls)}
         if set(document) != known:
-            raise ValueError(f"a resize rule has the keys {sorted(known)}, found {sorted(document)}")
+            raise ValueError(f"a resize rule must have the keys {sorted(known)}, found {sorted(document)}")
         return cls(**document)
 
 
 def resized_size(width: int, height: int, resize: int) -> tuple[int, int]:
-    """Returns (width, height) once the shorter side is `resize`: the longer one is floor(resize · long / short).
+    """Return (width, height) after resizing the shorter side to `resize`; the other is floor(resize · long / short).
 
-    This is torchvision's `Resize(int)`; the quotient is taken in float64, as there.
+    This is torchvision's `Resize(int)`, which also computes the quotient in float64.
     """
     if width <= height:
         return resize, int(resize * height / width)
@@ -104,7 +104,7 @@ def resized_size(width: int, height: int, resize: int) -> tuple[int, int]:
 
 
 def crop_offset(length: int, size: int) -> int:
-    """Returns where a centred crop begins: (length − size) / 2, a half rounded to the even side.
+    """Return the start of a centred crop: (length − size) / 2, with a half rounded to even.
 
     This is torchvision's `CenterCrop`, which uses Python's `round`.
     """
@@ -114,27 +114,27 @@ def crop_offset(length: int, size: int) -> int:
 def decode_image(
     encoded: bytes, rule: ResizeRule, *, max_pixels: int = MAX_PIXELS, budget: MemoryBudget | None = None
 ) -> np.ndarray:
-    """Decodes one image file into its central crop. Safe to call from any number of threads.
+    """Decode one image file to its central crop. Safe to call from any number of threads.
 
-    The file's name plays no part: the format (JPEG, PNG, WebP, GIF, BMP, TIFF, PPM) is told by the first bytes. Of an
-    animation the first frame is taken. The EXIF orientation is applied; colour profiles are not. Transparency is laid
+    The format (JPEG, PNG, WebP, GIF, BMP, TIFF, PPM) is detected by the first bytes, not by the file name. The first
+    frame of an animation is used. The EXIF orientation is applied; colour profiles are not. Transparency is composited
     on white, 16 bits are scaled to 8 (see `preprocess.decoding.colour`). Small images are enlarged.
 
     Args:
         encoded: the bytes of the file.
         rule: target size and filter.
-        max_pixels: an image with more pixels is refused ahead of the work, and so is one that has more once it is
-            resized, if it has to be resized as a whole before it is cropped ("nearest", "box", very tall ones).
-        budget: the memory that this call shares with others; the image is decoded once there is room for it. Without
-            one an image takes up to 16 bytes a pixel, 1.4 GB for the largest, and twice its file.
+        max_pixels: an image with more pixels is refused before it is decoded. An image that must be resized as a whole
+            before it is cropped ("nearest", "box", very tall images) is also refused if its resized size has more.
+        budget: the memory shared with concurrent calls; decoding waits until there is room. Without a budget an image
+            takes up to 16 bytes per pixel, 1.4 GB for the largest, plus twice the size of its file.
 
     Returns:
-        uint8 `[size, size, 3]`, RGB, 0 to 255, own memory. For an upright, opaque 8-bit file it is what Pillow's
-        own open, `convert("RGB")`, `resize` and `crop` give, but for rounding: of 75 million values of real
-        photographs 6,489 differed by one level, 4 by two.
+        uint8 `[size, size, 3]`, RGB, 0 to 255, in its own memory. For an upright, opaque 8-bit file it equals the
+        result of Pillow's open, `convert("RGB")`, `resize` and `crop`, except for rounding: of 75 million values of
+        real photographs 6,489 differed by one level, 4 by two.
 
     Raises:
-        DecodeError: the file is empty, truncated, too large or not an image; the message says which.
+        DecodeError: the file is empty, truncated, too large or not an image; the message states which.
     """
     if not encoded:
         raise DecodeError("the file is empty")
@@ -142,7 +142,7 @@ def decode_image(
     if known is None:
         raise DecodeError(
             f"not an image: it begins with the bytes {encoded[:8].hex(' ')}, "
-            f"and none of {', '.join(each.name for each in FORMATS)} begins so"
+            f"which is none of {', '.join(each.name for each in FORMATS)}"
         )
     try:
         with ExitStack() as held:
@@ -157,8 +157,8 @@ def decode_image(
                 image = image.transpose(_UPRIGHT[orientation])
             return np.array(_central_crop(image, rule, max_pixels).convert("RGB"))
     except MemoryError:
-        raise  # of this machine, not of the file: its size has been checked
-    except Exception as error:  # Pillow's plugins raise whatever a damaged field leads to
+        raise  # a limit of this machine, not a fault of the file, whose size has been checked
+    except Exception as error:  # Pillow's plugins raise all kinds of exceptions for damaged fields
         raise DecodeError(f"cannot decode as {known.name}: {_reason(error)}") from error
 
 
@@ -173,7 +173,7 @@ def _central_crop(image: Image.Image, rule: ResizeRule, max_pixels: int) -> Imag
         return image.resize((rule.size, rule.size), resample, box=box)
     if width * height > max_pixels:
         raise ValueError(
-            f"{image.width}×{image.height} is so narrow that its shorter side resized to {rule.resize} makes "
+            f"{image.width}×{image.height} is so narrow that resizing its shorter side to {rule.resize} makes "
             f"{width}×{height} pixels, more than the {max_pixels} allowed"
         )
     resized = image.resize((width, height), resample)
@@ -183,23 +183,25 @@ def _central_crop(image: Image.Image, rule: ResizeRule, max_pixels: int) -> Imag
 def _source_box(
     image: Image.Image, resized: tuple[int, int], corner: tuple[int, int], size: int
 ) -> tuple[float, float, float, float]:
-    """Returns the part of the image that the crop shows.
+    """Return the part of the image that the crop shows.
 
-    Resampling it alone evaluates the same filter at the same places; a file then takes a quarter less time.
+    Resampling only this part evaluates the same filter at the same positions, and takes a quarter less time per file.
     """
-    # Pillow refuses a box that lies outside the image, and takes its corners as float32: what the last bit of a float64
-    # may add to the full width is rounded away.
+    # Pillow refuses a box that extends beyond the image, and converts its corners to float32, which rounds away an
+    # excess of the full width in the last bit of a float64.
     scale_x, scale_y = image.width / resized[0], image.height / resized[1]
     left, top = corner
     return left * scale_x, top * scale_y, (left + size) * scale_x, (top + size) * scale_y
 
 
 def _vertical_first(image: Image.Image, width: int, height: int) -> bool:
-    """Whether Pillow 13 resizes columns before rows, as it does where that takes away more than twice as many pixels.
+    """Return whether Pillow 13 resizes columns before rows.
+
+    It does so if that removes more than twice as many pixels.
 
     Pixels are rounded and clipped to 8 bits between the two passes, so another order changed overshooting edges by up
-    to 15 levels. The rule was found by experiment and is exact on 1,100 random shapes; Pillow 12 and before always
-    begin with the rows, and so agree with themselves whatever this answers.
+    to 15 levels. The rule was found by experiment and is exact on 1,100 random shapes. Pillow 12 and earlier always
+    start with the rows, so their results do not depend on this function.
     """
     return image.height > height and image.height - height > 2 * (image.width - width)
 

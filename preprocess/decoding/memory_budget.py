@@ -1,6 +1,6 @@
-"""How much memory the images that are being decoded may take together: all workers never hold huge ones at once.
+"""The memory budget shared by all images being decoded, so that the workers never hold many huge images at once.
 
-What waits for memory is only decoded later: outcomes depend on neither the budget nor the number of workers.
+An image that waits for memory is only decoded later: results depend on neither the budget nor the number of workers.
 """
 
 import threading
@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from preprocess.memory import host_memory_bytes
 
 PIXEL_BYTES = 16
-"""What a pixel of an image takes at most while it is decoded: measured, 16 for WebP, 12 for progressive CMYK JPEG."""
+"""Maximum memory per pixel while an image is decoded: measured, 16 for WebP, 12 for progressive CMYK JPEG."""
 
 FILE_BUDGET_BYTES = 2**30
-"""What the files of all images that are being decoded may take together."""
+"""Maximum total size of the files of all images being decoded."""
 
 _HOST_SHARE = 4
 _FREE_PIXEL_BYTES = 4_000_000 * PIXEL_BYTES
@@ -22,16 +22,16 @@ _FREE_FILE_BYTES = 16 * 2**20
 
 
 class MemoryWaitError(MemoryError):
-    """Nobody gave memory back for as long as a thread may wait for it."""
+    """No memory was released for as long as a thread may wait."""
 
 
 class MemoryBudget:
-    """A number of bytes that threads share, in the order in which they ask.
+    """A number of bytes shared by threads, granted in the order of their requests.
 
     Args:
-        num_bytes: what all of them may hold together. A thread that asks for more waits until nobody holds any.
-        free_bytes: a thread that asks for this or less neither waits nor counts.
-        timeout_s: how long a thread waits, in seconds, while no other one gives anything back.
+        num_bytes: the total that all threads may hold. A larger request waits until no other thread holds any.
+        free_bytes: requests of up to this size neither wait nor count.
+        timeout_s: how long a request waits, in seconds, while no other thread releases memory.
     """
 
     def __init__(self, num_bytes: int, free_bytes: int, *, timeout_s: float) -> None:
@@ -42,15 +42,15 @@ class MemoryBudget:
 
     @contextmanager
     def held(self, num_bytes: int) -> Iterator[None]:
-        """Hold so many bytes while the context lasts, as soon as they are free.
+        """Wait until ``num_bytes`` are free, and hold them while the context lasts.
 
         Raises:
-            MemoryWaitError: nobody gave memory back for `timeout_s`.
+            MemoryWaitError: no memory was released for `timeout_s`.
         """
         if num_bytes <= self._free_bytes:
             yield
             return
-        self._take(num_bytes)
+        self._acquire(num_bytes)
         try:
             yield
         finally:
@@ -58,7 +58,7 @@ class MemoryBudget:
                 self._held_bytes -= num_bytes
                 self._changed.notify_all()
 
-    def _take(self, num_bytes: int) -> None:
+    def _acquire(self, num_bytes: int) -> None:
         ticket = object()
         with self._changed:
             self._waiting.append(ticket)
@@ -66,12 +66,12 @@ class MemoryBudget:
                 self._wait(lambda: self._waiting[0] is ticket and self._has_room(num_bytes), num_bytes)
                 self._held_bytes += num_bytes
             finally:
-                # Also of a thread that is interrupted: the others wait behind it.
+                # Also if this thread is interrupted: the others wait behind it.
                 self._waiting.remove(ticket)
                 self._changed.notify_all()
 
     def _wait(self, is_ready: Callable[[], bool], num_bytes: int) -> None:
-        """Wait until ``is_ready``. Many may be ahead, so each change of the budget begins the limit anew."""
+        """Wait until ``is_ready``. Many threads may be ahead, so each change of the budget restarts the time limit."""
         while not is_ready():
             if not self._changed.wait(self._timeout_s) and not is_ready():
                 raise MemoryWaitError(
@@ -83,10 +83,10 @@ class MemoryBudget:
 
 
 def pixel_budget(timeout_s: float) -> MemoryBudget:
-    """Return the budget of decoded pixels: a quarter of this machine's memory, not counting images of 4 megapixels."""
+    """Return the budget of decoded pixels: a quarter of this machine's memory; up to 4 megapixels do not count."""
     return MemoryBudget((host_memory_bytes() or 0) // _HOST_SHARE, _FREE_PIXEL_BYTES, timeout_s=timeout_s)
 
 
 def file_budget(timeout_s: float) -> MemoryBudget:
-    """Return the budget of encoded files: `FILE_BUDGET_BYTES`, not counting those that need 16 MiB or less."""
+    """Return the budget of encoded files: `FILE_BUDGET_BYTES`; requests of up to 16 MiB do not count."""
     return MemoryBudget(FILE_BUDGET_BYTES, _FREE_FILE_BYTES, timeout_s=timeout_s)

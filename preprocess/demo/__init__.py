@@ -1,1 +1,1 @@
-"""A small drawn data set, so that everything can be tried without a download."""
+"""A small drawn data set, for trying everything without a download."""

@@ -1,4 +1,4 @@
-"""The demo set, drawn and packed in one go."""
+"""Draws and packs the demo set."""
 
 import tempfile
 from collections.abc import Callable
@@ -23,17 +23,17 @@ def pack_demo(
     overwrite: bool = False,
     on_progress: Callable[[str, PackProgress], None] = lambda _split, _progress: None,
 ) -> None:
-    """Draws the demo set into a temporary folder and packs it into `data`/train and `data`/val.
+    """Draw the demo set into a temporary folder and pack it into `data`/train and `data`/val.
 
-    The drawing is the same each time, so an interrupted pack is continued, and a finished one left as it is.
+    The images are the same every time, so an interrupted pack is continued, and a finished pack is left unchanged.
 
     Args:
         data: a folder or a TensorStore URL.
-        overwrite: begin anew.
-        on_progress: told of each split's progress, by its name.
+        overwrite: delete an existing pack and start over.
+        on_progress: called with a split's name and its progress.
 
     Raises:
-        ShardError: `data` holds something else, or cannot be written.
+        ShardError: `data` contains something else, or cannot be written.
     """
     location = open_location(data)
     rule = ResizeRule(size=DEMO_SIZE, resize=DEMO_SIZE)

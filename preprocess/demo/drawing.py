@@ -1,7 +1,7 @@
-"""Draws a small labelled data set, so that everything can be tried without downloading anything.
+"""Draws a small labelled data set, for trying everything without a download.
 
-Ten classes of shapes. Colour, place, size, angle, lighting and clutter vary within a class and say nothing about it, so
-a network has to learn form. Images are JPEG files in class folders, like any other source.
+The ten classes are shapes. Colour, position, size, angle, lighting and clutter vary independently of the class, so a
+network must learn shape. Images are JPEG files in class folders, like any other source.
 """
 
 import math
@@ -20,25 +20,26 @@ TRAIN_IMAGES_PER_VAL_IMAGE = 5
 JPEG_QUALITY = 92
 MIN_SIZE, MAX_SIZE = 16, 1024
 
-# Smallest distance of shape and background in RGB, of at most 441. Below about 60 a person starts to guess.
+# Minimum distance between shape and background colour in RGB (maximum 441). Below about 60 a person starts to guess.
 MIN_CONTRAST = 110.0
 
 # A polygon of points around the origin, within the unit circle; y points down.
 Polygon = list[tuple[float, float]]
-# Polygons that are filled, then polygons that are cut out of them.
+# Filled polygons, then polygons cut out of them.
 Shape = tuple[list[Polygon], list[Polygon]]
 
 
 def draw_demo(dest: Path, *, num_images: int = NUM_TRAIN_IMAGES, size: int = 32, seed: int = 0) -> Path:
-    """Draws `dest/train/<class>/*.jpg` and `dest/val/<class>/*.jpg`.
+    """Draw `dest/train/<class>/*.jpg` and `dest/val/<class>/*.jpg`.
 
-    An image depends on seed, split and number alone, so the same arguments give the same pictures.
+    An image depends only on seed, split and index, so the same arguments produce the same images.
 
     Args:
-        dest: folder to draw into; made where it is missing.
-        num_images: training images of all ten classes together, at least 10; validation gets a fifth as many on top.
+        dest: folder to draw into; created if missing.
+        num_images: training images of all ten classes together, at least 10; a fifth as many validation images are
+            drawn in addition.
         size: side of an image in pixels, 16 to 1024.
-        seed: any number from 0.
+        seed: a whole number ≥ 0.
 
     Returns:
         `dest`.
@@ -49,7 +50,7 @@ def draw_demo(dest: Path, *, num_images: int = NUM_TRAIN_IMAGES, size: int = 32,
     dest = Path(dest)
     num_classes = len(SHAPES)
     if num_images < num_classes:
-        raise ValueError(f"num_images must be at least {num_classes}, one a class, found {num_images}")
+        raise ValueError(f"num_images must be at least {num_classes}, one per class, found {num_images}")
     if not MIN_SIZE <= size <= MAX_SIZE:
         raise ValueError(f"size must be {MIN_SIZE} to {MAX_SIZE} pixels, found {size}")
     if seed < 0:
@@ -57,7 +58,7 @@ def draw_demo(dest: Path, *, num_images: int = NUM_TRAIN_IMAGES, size: int = 32,
     counts = {"train": num_images, "val": max(num_classes, num_images // TRAIN_IMAGES_PER_VAL_IMAGE)}
     for split in counts:
         if (dest / split).exists():
-            raise ValueError(f"{dest / split} exists already; draw into another folder, or remove it first")
+            raise ValueError(f"{dest / split} already exists; remove it or choose another folder")
     jobs = []
     for split_number, (split, count) in enumerate(counts.items()):
         for label, name in enumerate(SHAPES):
@@ -70,7 +71,7 @@ def draw_demo(dest: Path, *, num_images: int = NUM_TRAIN_IMAGES, size: int = 32,
 
 
 def draw_image(name: str, size: int, rng: np.random.Generator) -> np.ndarray:
-    """Draws one image of the class `name`: uint8 `[size, size, 3]`, RGB."""
+    """Draw one image of the class `name`; return uint8 `[size, size, 3]`, RGB."""
     shape_paint, background_paint = _two_colours(rng)
     background = _lighting(background_paint, size, rng)
     for _ in range(rng.integers(0, 4)):
@@ -95,20 +96,20 @@ def _two_colours(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _lighting(colour: np.ndarray, size: int, rng: np.random.Generator) -> np.ndarray:
-    """Returns float64 `[size, size, 3]`: the colour, unevenly lit and tinted by a smooth random field."""
+    """Return float64 `[size, size, 3]`: the colour, unevenly lit and tinted by a smooth random field."""
     coarse = np.clip(colour + rng.normal(0.0, 14.0, (4, 4, 3)), 0, 255).astype(np.uint8)
     return np.asarray(Image.fromarray(coarse).resize((size, size), Image.Resampling.BICUBIC)).astype(np.float64)
 
 
 def _mask(shape: Shape, size: int, radius: float, rng: np.random.Generator, *, reach: float) -> np.ndarray:
-    """Returns how far a shape covers each pixel, float64 `[size, size, 1]`, 0 to 1.
+    """Return the fraction of each pixel that a shape covers, float64 `[size, size, 1]`, 0 to 1.
 
     Args:
         shape: what to draw, at a random angle.
         size: side in pixels.
         radius: of the circle around the shape, as a fraction of the side.
-        rng: for angle and place.
-        reach: how far, as a fraction of half the side, the centre may stray; at 0 the shape stays a pixel inside.
+        rng: for angle and position.
+        reach: how far the centre may be off, as a fraction of half the side; at 0 the shape stays a pixel inside.
     """
     canvas = size * SUPERSAMPLING
     stray = max(reach * 0.5, 0.5 - radius - 1 / size)
@@ -173,7 +174,7 @@ def _ring(rng: np.random.Generator) -> Shape:
 def _star(rng: np.random.Generator) -> Shape:
     inner = rng.uniform(0.38, 0.48)
     outer_points, inner_points = _regular(5), [(-x * inner, -y * inner) for x, y in _regular(5)]
-    # The inner corners are the outer ones turned by half a circle, so the third one follows the first outer one.
+    # The inner corners are the outer ones rotated by 180 degrees, so the third one follows the first outer one.
     return [[point for tip in range(5) for point in (outer_points[tip], inner_points[(tip + 3) % 5])]], []
 
 
@@ -183,7 +184,7 @@ def _stripes(rng: np.random.Generator) -> Shape:
     return [_bar(-0.7, -0.7 + 2 * row * pitch, 0.7, -0.7 + (2 * row + 1) * pitch) for row in range(count)], []
 
 
-# In index order, which for folders is the order of the names.
+# In index order, which for class folders is the order of their names.
 SHAPES: dict[str, Callable[[np.random.Generator], Shape]] = {
     "checkers": _checkers,
     "crescent": _crescent,

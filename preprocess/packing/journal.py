@@ -1,7 +1,7 @@
-"""The journal of an unfinished pack: one small record for each finished shard, so that the pack can continue.
+"""The journal of an unfinished pack: one small record per finished shard, so that the pack can continue.
 
-A record is written after its shard file and holds all that the manifest needs from that shard, so that nothing is read
-or decoded twice. The journal is deleted once the manifest stands.
+A record is written after its shard file and contains everything that the manifest needs from that shard, so nothing is
+read or decoded twice. The journal is deleted once the manifest is written.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Failure:
         index: its position in the source's pack order.
         path: its name in the source.
         label: its class, 0-based.
-        reason: why, in one line.
+        reason: the reason, in one line.
     """
 
     index: int
@@ -43,21 +43,21 @@ class Failure:
     reason: str
 
     def to_json(self) -> str:
-        """One line of ``failures.jsonl``, without the line's end."""
-        # Escapes, because a file name need not be UTF-8.
+        """Return one line of ``failures.jsonl``, without the newline."""
+        # ASCII escapes, because a file name need not be UTF-8.
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, line: bytes) -> Failure:
-        """Read what `to_json` wrote; raises TypeError or ValueError when it is something else."""
+        """Parse the output of `to_json`; raise TypeError or ValueError for anything else."""
         return cls(**json.loads(line))
 
 
 def read_failures(location: Location) -> tuple[Failure, ...]:
-    """The failures noted in the split at ``location``.
+    """Return the failures recorded in the split at ``location``.
 
     Raises:
-        ShardError: ``failures.jsonl`` is missing or not as it was written.
+        ShardError: ``failures.jsonl`` is missing or damaged.
     """
     text = location.read(FAILURES_KEY)
     where = f"{location.display}{FAILURES_KEY}"
@@ -66,21 +66,21 @@ def read_failures(location: Location) -> tuple[Failure, ...]:
     try:
         return tuple(Failure.from_json(line) for line in text.split(b"\n")[:-1])
     except (TypeError, ValueError) as error:
-        raise ShardError(f"{where}: not as it was written ({error}); pack the split again with --overwrite") from error
+        raise ShardError(f"{where} is damaged ({error}); pack the split again with --overwrite") from error
 
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """What a finished shard took from the source and holds.
+    """The record of a finished shard: its source images and its contents.
 
     Attributes:
-        start: first source image taken.
+        start: index of the first source image of the shard.
         stop: one past the last; the next shard starts there.
-        labels: uint16 ``[n]``, the classes of the images in the shard file; n is 0 when only failures were left.
-        failures: the images in between that could not be packed.
+        labels: uint16 ``[n]``, the classes of the images in the shard file; n is 0 if only failures were left.
+        failures: the images in ``start, stop`` that could not be packed.
         sums: channel sums of the images in the shard file.
         digest: SHA-256 of the shard file's pixels as little-endian words, hexadecimal.
-        checksums: uint32 ``[n]``, the CRC-32C of each image in the shard file; ``[0]`` where images have none.
+        checksums: uint32 ``[n]``, the CRC-32C of each image in the shard file; ``[0]`` if images have no checksums.
 
     On disk there is one more field, the SHA-256 of all others.
     """
@@ -108,17 +108,17 @@ class ShardRecord:
 
     @classmethod
     def from_json(cls, text: bytes, *, format_version: int, has_checksums: bool) -> ShardRecord:
-        """Read what `to_json` wrote; raises KeyError, TypeError or ValueError when it is something else.
+        """Parse the output of `to_json`; raise KeyError, TypeError or ValueError for anything else.
 
         Args:
             text: the record.
-            format_version: of the pack. A record of version 1 may have neither checksums nor a digest.
+            format_version: the version of the pack. A record of version 1 may have neither checksums nor a digest.
             has_checksums: whether the images of the pack have checksums.
         """
         values: dict[str, Any] = dict(json.loads(text))
         is_first = format_version == 1 and not {"checksums", _RECORD_DIGEST} & values.keys()
         if not is_first and values.pop(_RECORD_DIGEST) != json_digest(values):
-            raise ValueError("the record is not what was written")
+            raise ValueError("the record was changed")
         num_checksums = len(values["labels"]) if has_checksums and not is_first else 0
         if len(values.get("checksums", ())) != num_checksums:
             raise ValueError(f"the record has {len(values['checksums'])} checksums, not {num_checksums}")
@@ -138,12 +138,15 @@ class Journal:
     """The journal of one split."""
 
     def __init__(self, location: Location, owner: Owner | None = None) -> None:
-        """With ``owner``, nothing is noted once another process has taken the split over."""
+        """Open the journal of the split at ``location``.
+
+        With ``owner``, nothing is recorded once another process has taken over the split.
+        """
         self._location = location
         self._owner = owner
 
     def plan(self) -> dict[str, Any] | None:
-        """The plan the unfinished pack was started with, or None when there is no unfinished pack.
+        """Return the plan of the unfinished pack, or None if there is no unfinished pack.
 
         Raises:
             ShardError: the plan is not JSON.
@@ -156,31 +159,31 @@ class Journal:
         except (ValueError, TypeError, RecursionError) as error:
             raise ShardError(
                 f"{self._location.display}{PLAN_KEY}: the plan of the unfinished pack is damaged; clear the folder "
-                "yourself and pack again"
+                "by hand and pack again"
             ) from error
 
     def begin(self, plan: dict[str, Any]) -> None:
-        """Note the plan: from here on the pack can be continued."""
+        """Write the plan; from now on the pack can be continued."""
         self._location.write(PLAN_KEY, json.dumps(plan).encode())
 
     def append(self, shard: int, record: ShardRecord) -> None:
-        """Note shard file ``shard`` as finished; its file must have been written."""
+        """Record shard ``shard`` as finished; its file must have been written."""
         self.check_owner()
         self._location.write(_record_key(shard), record.to_json().encode())
 
     def check_owner(self) -> None:
-        """Make sure that the split is still this process's; raises ShardError when another one packs it."""
+        """Check that this process still owns the split; raise ShardError if another process packs it."""
         if self._owner is not None:
             self._owner.check()
 
     def records(self, plan: Mapping[str, Any]) -> list[ShardRecord]:
-        """Return the records of the shards 0, 1, 2, … up to the first one that is unfinished or whose file is gone.
+        """Return the records of shards 0, 1, 2, … up to the first shard that is unfinished or whose file is missing.
 
         Args:
-            plan: what the records were made from.
+            plan: the plan of the pack.
 
         Raises:
-            ShardError: a record is not readable or does not continue the one before.
+            ShardError: a record is unreadable or does not continue the previous one.
         """
         keys = self._location.list_keys(_RECORDS)
         files = set(self._location.list_keys(f"{PIXELS}/"))
@@ -203,8 +206,8 @@ class Journal:
         return records
 
     def delete(self) -> None:
-        """Remove the journal; there need not be one."""
-        # The plan last: while it stands, what is left is known as part of a pack.
+        """Remove the journal, if there is one."""
+        # The plan last: while it exists, the remaining files are recognised as part of a pack.
         delete_split_files(self._location, split_files(self._location, _RECORDS))
         delete_split_files(self._location, [PLAN_KEY])
 

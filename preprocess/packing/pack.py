@@ -1,8 +1,8 @@
-"""The packing job of one split: plan, resume, work, finish.
+"""Packs one split: plan, resume, write shards, finish.
 
-Shards are filled in source order with the images that decode, so that there are no holes, and written whole, one after
-the other; a journal notes each. Which bytes come out depends on the plan alone: not on the number of workers, nor on
-interruptions. The manifest is written last.
+Shards are filled in source order with the images that can be decoded, so there are no gaps. Each shard is written whole
+and recorded in a journal. The bytes depend only on the plan, not on the number of workers or on interruptions. The
+manifest is written last.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from preprocess.shards.split_files import JOURNAL, PLAN_KEY, delete_lock_files, 
 if TYPE_CHECKING:
     from preprocess.sources.listing import SourceSplit
 
-# Stands in the journal in place of a plan while an old pack is being deleted.
+# Takes the place of the plan in the journal while an old pack is being deleted.
 _CLEARING = {"clearing": True}
 
 
 @dataclass(frozen=True)
 class PackProgress:
-    """How far a pack is: source images ``done`` of ``total``, ``failed`` left out."""
+    """Progress in source images: ``done`` of ``total``, ``failed`` left out."""
 
     done: int
     total: int
@@ -61,10 +61,10 @@ class PackResult:
     """A finished split.
 
     Attributes:
-        manifest: what it holds.
+        manifest: the manifest of the split.
         failures: the images left out, in source order.
-        was_complete: nothing was to do, the split was there with the same settings.
-        num_resumed: source images that an earlier, interrupted run had done.
+        was_complete: whether the split was already complete with the same settings.
+        num_resumed: number of source images processed by an earlier, interrupted run.
     """
 
     manifest: Manifest
@@ -87,23 +87,24 @@ def pack_split(
         source: the images.
         location: the split's folder, e.g. ``open_location(dest).child("train")``.
         settings: how to pack.
-        overwrite: begin anew and delete the pack that is there.
+        overwrite: delete the existing pack and start over.
         on_progress: called after each block of images on the calling thread.
 
     Raises:
-        ShardError: the folder holds something else or a pack with other settings, the store can't be written, no image
-            could be packed, or an image fails with ``on_error="fail"``. What is finished stays and is continued.
-        KeyboardInterrupt: passed on once the shard being written is noted; run again to continue.
+        ShardError: the folder contains something else or a pack with other settings, the store can't be written, no
+            image could be packed, or an image fails with ``on_error="fail"``. Finished shards are kept, and the next
+            call continues after them.
+        KeyboardInterrupt: re-raised once the shard being written is recorded; run again to continue.
     """
     if not overwrite and settings.shard_images is None:
-        settings = _as_it_was_begun(location, settings)
+        settings = _with_existing_shard_images(location, settings)
     plan = make_plan(source, settings)
     if not overwrite:
-        plan["format_version"] = _version_begun(location)
+        plan["format_version"] = _version_to_pack(location)
     manifest = None if overwrite else _complete(location, plan)
     if manifest is not None and not location.list_keys(JOURNAL):
         return PackResult(manifest, read_failures(location), was_complete=True, num_resumed=0)
-    # Before the first file is written: a folder of somebody else's stays as it is.
+    # Checked before the first file is written, so that a folder with other files stays unchanged.
     _check_ours(location)
     with Owner(location) as owner:
         return _pack(source, location, Journal(location, owner), plan, settings, overwrite, on_progress)
@@ -154,8 +155,8 @@ def _pack(
     return PackResult(manifest, _failures(writer.records), was_complete=False, num_resumed=num_resumed)
 
 
-def _as_it_was_begun(location: Location, settings: PackSettings) -> PackSettings:
-    """Takes the images a shard file of the pack that is there, where nobody asks for a number: defaults may change."""
+def _with_existing_shard_images(location: Location, settings: PackSettings) -> PackSettings:
+    """Return the settings with the ``shard_images`` of an existing pack, because the default may have changed."""
     found = Journal(location).plan()
     if found is None or not is_plan(found):
         text = location.read(MANIFEST_KEY)
@@ -163,32 +164,32 @@ def _as_it_was_begun(location: Location, settings: PackSettings) -> PackSettings
             return settings
         found = plan_of(Manifest.from_json(text, where=f"{location.display}{MANIFEST_KEY}"))
     if found.get("resize_rule") != settings.rule.to_json():
-        return settings  # packed otherwise, as will be said
+        return settings  # packed with other settings, which is reported later
     return replace(settings, shard_images=found.get("shard_images"))
 
 
-def _version_begun(location: Location) -> int:
-    """Return the format version to pack in: that of the unfinished pack that is there, or else the newest."""
+def _version_to_pack(location: Location) -> int:
+    """Return the format version to pack in: that of an existing unfinished pack, otherwise the newest."""
     found = (Journal(location).plan() or {}).get("format_version")
     return 1 if found == 1 else FORMAT_VERSION
 
 
 def _complete(location: Location, plan: dict[str, Any]) -> Manifest | None:
-    """The manifest, when the split is complete and of the same plan; None when it isn't complete."""
+    """Return the manifest of a complete split with the same plan; None if the split is not complete."""
     text = location.read(MANIFEST_KEY)
     if text is None or Journal(location).plan() == _CLEARING:
         return None
     if not is_manifest(text):
         _check_ours(location)
     manifest = Manifest.from_json(text, where=f"{location.display}{MANIFEST_KEY}")
-    # A complete pack stays what it is, whatever versions of the programs and the format it was made with.
+    # A complete pack remains valid whatever versions of the tools and of the format it was made with.
     unchecked = {"tool_versions": dict(manifest.tool_versions), "format_version": manifest.format_version}
     check_same_plan(plan_of(manifest), plan | unchecked, location.display)
     return manifest
 
 
 def _check_ours(location: Location) -> None:
-    """Make sure that the folder is empty or holds a pack, so that what is written or deleted in it is a pack's."""
+    """Check that the folder is empty or contains a pack, so that only files of a pack are overwritten or deleted."""
     plan = Journal(location).plan()
     if plan is not None and (plan == _CLEARING or is_plan(plan)):
         return
@@ -199,14 +200,14 @@ def _check_ours(location: Location) -> None:
     if others:
         named = next((key for key in (MANIFEST_KEY, PLAN_KEY) if key in others), others[0])
         raise ShardError(
-            f"{location.display} holds other files ({printable(named)}); choose an empty folder as DEST or clear this "
-            "one yourself"
+            f"{location.display} contains other files ({printable(named)}); choose an empty folder as DEST or clear "
+            "this one by hand"
         )
 
 
 def _begin(location: Location, journal: Journal, plan: dict[str, Any], *, overwrite: bool) -> Manifest | None:
-    """Make the folder ready; the manifest when the split is already complete."""
-    # The owner holds the folder now, and before it did another process may have changed it.
+    """Prepare the folder; return the manifest if the split is already complete."""
+    # Check again: another process may have changed the folder before this one became its owner.
     _check_ours(location)
     delete_lock_files(location)
     found = journal.plan()
@@ -225,7 +226,7 @@ def _begin(location: Location, journal: Journal, plan: dict[str, Any], *, overwr
 
 
 def _clear(location: Location, journal: Journal) -> None:
-    """Delete the pack and nothing else; interrupted, the next pack goes on deleting."""
+    """Delete the pack and nothing else; after an interruption the next pack continues deleting."""
     journal.begin(_CLEARING)
     delete_split_files(location, [MANIFEST_KEY])
     delete_split_files(location, [key for key in split_files(location) if not key.startswith(JOURNAL)])
@@ -240,7 +241,7 @@ def _finish(
     settings: PackSettings,
     records: list[ShardRecord],
 ) -> Manifest:
-    """Write the arrays' metadata, labels and checksums, ``failures.jsonl``, and last the manifest, which is returned.
+    """Write the arrays' metadata, labels, checksums, ``failures.jsonl``, and last the manifest; return the manifest.
 
     Raises:
         ShardError: no image could be packed, or the store can't be written.
@@ -274,7 +275,7 @@ def _finish(
 
 
 def _number_digests(labels: NDArray[np.uint16], checksums: NDArray[np.uint32] | None) -> dict[str, Any]:
-    """Return the manifest's digests of labels and checksums: of all labels, and of each shard file of both."""
+    """Return the manifest's digests of labels and checksums: of all labels, and of each shard file of either array."""
     parts = [slice(start, start + NUMBERS_PER_SHARD) for start in range(0, len(labels), NUMBERS_PER_SHARD)]
     return {
         "labels_digest": words_digest([labels]),
@@ -291,7 +292,7 @@ def _manifest_of(
     labels: NDArray[np.uint16],
     digests: dict[str, Any],
 ) -> Manifest:
-    """Return the manifest of a split with these ``labels``; ``digests`` are its fields that depend on the files."""
+    """Return the manifest of a split with these ``labels``; ``digests`` contains the fields that depend on files."""
     sums = sum((record.sums for record in records), ChannelSums())
     return Manifest(
         format_version=plan["format_version"],
@@ -324,7 +325,7 @@ def _create_array(location: Location, name: str, metadata: dict[str, Any]) -> st
 def _write_numbers(
     location: Location, name: str, metadata: dict[str, Any], numbers: NDArray[np.unsignedinteger]
 ) -> str:
-    """Write an array that has one number for each image; return the SHA-256 of its metadata file, hexadecimal."""
+    """Write an array with one number per image; return the SHA-256 of its metadata file, hexadecimal."""
     digest = _create_array(location, name, metadata)
     array = write_array(location, name, metadata)
     for start in range(0, len(numbers), NUMBERS_PER_SHARD):
@@ -336,12 +337,12 @@ def _write_numbers(
                 )
         except TimeoutError as error:
             raise ShardError(
-                f"{location.display}{name}: not written in {SHARD_TIMEOUT_S:.0f} s; check the disk and run again"
+                f"{location.display}{name}: not written within {SHARD_TIMEOUT_S:.0f} s; check the disk and run again"
             ) from error
         except (ValueError, OSError, RuntimeError) as error:
             raise ShardError(
-                f"{location.display}{name}: can't be written: {reason(error)}; mend it (free space, rights) and run "
-                "the same command again"
+                f"{location.display}{name}: can't be written: {reason(error)}; check free space and permissions and "
+                "run the same command again"
             ) from error
     return digest
 

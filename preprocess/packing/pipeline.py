@@ -1,8 +1,8 @@
-"""Reads and decodes a source's images with several threads and hands the outcomes out in the source's order.
+"""Reads and decodes a source's images with several threads and yields the results in the source's order.
 
-Memory is bounded by the window and by what the workers share for large images, not by the data set: about 64 MB a
-worker for images up to 4 megapixels, a quarter of the machine's memory for larger ones together (but always one of
-them), 1 GiB for large files together, and `_WINDOW_BYTES` for crops that wait. Knows nothing of shards.
+Memory use does not depend on the size of the data set. It is at most about 64 MB per worker for images of up to 4
+megapixels, a quarter of the machine's memory for all larger images together (but always one of them), 1 GiB for all
+large files together, and `_WINDOW_BYTES` for waiting crops. Knows nothing of shards.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from preprocess.sources.listing import SourceImage, SourceSplit
 
 IMAGE_TIMEOUT_S = 600.0
-"""How long the next images may take to be read and decoded, in seconds: a network file system that hangs ends here."""
+"""Time limit for reading and decoding the next images, in seconds; a hanging network file system becomes an error."""
 
 _BLOCK_PIXELS = 1 << 16
 _MAX_BLOCK_IMAGES = 64
@@ -47,7 +47,7 @@ class PackedImage:
     Attributes:
         index: its position in the source's pack order.
         label: its class, 0-based.
-        words: its pixels, uint32 ``[H, W]``, of the dense layout ``[H, 3·W/4]``.
+        words: its pixels, uint32 ``[H, W]``, or ``[H, 3·W/4]`` in the dense layout.
         sums: its channel sums, int64 ``[2, 3]``, see `channel_sums`.
     """
 
@@ -63,15 +63,16 @@ Outcome = PackedImage | Failure
 def decode_in_order(
     source: SourceSplit, rule: ResizeRule, *, start: int, num_workers: int, layout: Layout = "packed"
 ) -> Generator[list[Outcome]]:
-    """Decode the images ``start``.. of ``source`` with ``num_workers`` threads; blocks of outcomes in source order.
+    """Decode the images of ``source`` from ``start`` on with ``num_workers`` threads.
 
-    The outcomes depend on nothing but the source and the rule. Closing the generator stops the threads.
+    Yields blocks of outcomes in source order. The outcomes depend only on the source and the rule. Closing the
+    generator stops the threads.
 
     Raises:
-        ShardError: a listed image can't be read any more, or nothing came for `IMAGE_TIMEOUT_S`.
-        Exception: whatever else a worker met, with its own traceback.
+        ShardError: a listed image can no longer be read, or no result arrived within `IMAGE_TIMEOUT_S`.
+        Exception: any other exception of a worker, with its own traceback.
     """
-    # A task costs about 50 µs of interpreter time, as much as a third of a 32 px image: small images go in blocks.
+    # A task costs about 50 µs of interpreter time, a third of the time of a 32 px image: small images go in blocks.
     block = max(1, min(_MAX_BLOCK_IMAGES, _BLOCK_PIXELS // rule.size**2))
     blocks = iter(range(start, len(source), block))
     tasks: queue.SimpleQueue[tuple[Future[list[Outcome]], int] | None] = queue.SimpleQueue()
@@ -89,7 +90,7 @@ def decode_in_order(
             except BaseException as error:  # noqa: BLE001 - kept, and raised in the consumer
                 future.set_exception(error)
 
-    # Daemons: a thread stuck in a dead network file system must not keep the command from ending.
+    # Daemons: a thread stuck in a dead network file system must not keep the command from exiting.
     threads = [threading.Thread(target=work, name=f"decode-{n}", daemon=True) for n in range(num_workers)]
     for thread in threads:
         thread.start()
@@ -108,7 +109,7 @@ def decode_in_order(
 
 @dataclass(frozen=True)
 class _Decoder:
-    """What the workers share: the source, the rule, and the memory for large images."""
+    """The state shared by the workers: the source, the rule, and the memory budgets for large images."""
 
     source: SourceSplit
     rule: ResizeRule
@@ -121,7 +122,7 @@ class _Decoder:
         images = [each for each in decoded if not isinstance(each, Failure)]
         if not images:
             return [each for each in decoded if isinstance(each, Failure)]
-        # Packed and summed a block at a time: image by image it took a quarter more time at 32 px.
+        # Packing and summing image by image took a quarter more time at 32 px than by block.
         rgb = np.stack(images)
         packed = zip(to_words(rgb, self.layout), channel_sums(rgb), strict=True)
         outcomes: list[Outcome] = []
@@ -139,7 +140,7 @@ class _Decoder:
         except MemoryWaitError as error:
             raise ShardError(
                 f"{printable(image.name)}: {error}; check the disk or the network, or use fewer --workers, and run "
-                "again, the pack continues"
+                "the same command again to continue"
             ) from error
         except MemoryError as error:
             raise MemoryError(f"for {printable(image.name)}") from error
@@ -148,10 +149,10 @@ class _Decoder:
         try:
             encoded = self.source.read(index)
         except OSError as error:
-            # It was there when the source was listed. Noted as failures, the images of a disk that went away would
-            # make a "complete" split of almost nothing.
+            # The file existed when the source was listed. If a disk that disappeared were recorded as failures, the
+            # split would be "complete" with almost no images.
             raise ShardError(
-                f"{printable(image.name)}: {_cause(error)}; the source has changed or can't be reached: mend that and "
+                f"{printable(image.name)}: {_cause(error)}; the source has changed or can't be reached: restore it and "
                 "run the same command again, or remove this image and pack with --overwrite"
             ) from error
         except ValueError as error:
@@ -163,7 +164,7 @@ class _Decoder:
 
 
 def _cause(error: Exception) -> str:
-    """The error's text in one line, without the path that an error of the system trails."""
+    """Return the error's text in one line, without the path that the system appends."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return " ".join(text.split()) or type(error).__name__
 
@@ -175,8 +176,8 @@ def _wait(future: Future[list[Outcome]], source: SourceSplit, first: int) -> lis
         if future.done():
             raise
         raise ShardError(
-            f"{printable(source.image(first).name)}: not read and decoded in {IMAGE_TIMEOUT_S:.0f} s; "
-            "check the disk or the network and run again, the pack continues"
+            f"{printable(source.image(first).name)}: not read and decoded within {IMAGE_TIMEOUT_S:.0f} s; "
+            "check the disk or the network and run the same command again to continue"
         ) from error
 
 

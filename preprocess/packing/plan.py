@@ -1,7 +1,7 @@
-"""What a pack is to make: settings, and the plan that decides every byte of a split.
+"""The settings of a pack, and the plan that determines every byte of a split.
 
-Two packs with equal plans make byte-identical splits, so an unfinished pack may be continued exactly when the plan
-is still the same. Reads no image.
+Equal plans produce byte-identical splits, so an unfinished pack can be continued if and only if its plan is unchanged.
+Reads no image.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ _MAX_SHARD_BYTES = 4 << 30
 
 @dataclass(frozen=True)
 class PackSettings:
-    """How to pack. Checks itself.
+    """How to pack. Validates itself.
 
     Attributes:
-        rule: how images become squares.
-        shard_images: images a shard file, ≥ 1; None takes the power of two that fills at most 64 MiB, 16,384 at most.
+        rule: how images are resized and cropped.
+        shard_images: images per shard file, ≥ 1; None selects the largest power of two that fits in 64 MiB, at most
+            16,384.
         codec: ``raw`` reads fastest, ``blosc`` takes about a quarter less space.
-        checksum: whether each image carries a CRC-32C, so that a flipped bit is an error.
+        checksum: whether each image has a CRC-32C, so that a flipped bit is an error.
         num_workers: decoding threads, ≥ 1.
-        layout: ``packed``, a word a pixel, or ``dense``, a quarter less; that takes a size that is a multiple of 4.
-        on_error: ``skip`` notes an image that can't be packed in ``failures.jsonl``, ``fail`` stops at it.
+        layout: ``packed``, one word per pixel, or ``dense``, a quarter smaller; needs a size that is a multiple of 4.
+        on_error: ``skip`` records an image that can't be packed in ``failures.jsonl``, ``fail`` stops at it.
     """
 
     rule: ResizeRule = field(default_factory=ResizeRule)
@@ -57,12 +58,12 @@ class PackSettings:
                 raise ValueError(f"{name} must be at least 1, found {value}")
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, found {self.layout!r}")
-        # A shard that is compressed or goes elsewhere is filled in memory.
+        # A compressed or remote shard is filled in memory.
         shard_bytes = self.resolved_shard_images * self.image_bytes
         if shard_bytes > _MAX_SHARD_BYTES:
             raise ValueError(
                 f"shard_images {self.shard_images:,} at {self.rule.size} px makes shard files of "
-                f"{shard_bytes / 2**30:,.0f} GiB; at most {_MAX_SHARD_BYTES >> 30} GiB fit, which is "
+                f"{shard_bytes / 2**30:,.0f} GiB, more than the {_MAX_SHARD_BYTES >> 30} GiB allowed; use at most "
                 f"{_MAX_SHARD_BYTES // self.image_bytes:,} images"
             )
         if self.codec not in CODECS:
@@ -72,12 +73,12 @@ class PackSettings:
 
     @property
     def image_bytes(self) -> int:
-        """Bytes of one image's words."""
+        """Size of one image's words in bytes."""
         return 4 * self.rule.size * words_of_row(self.rule.size, self.layout)
 
     @property
     def resolved_shard_images(self) -> int:
-        """Images a shard file, the default worked out."""
+        """Images per shard file, with the default resolved."""
         if self.shard_images is not None:
             return self.shard_images
         fitting = max(1, _SHARD_BYTES // self.image_bytes)
@@ -85,15 +86,18 @@ class PackSettings:
 
 
 def make_plan(source: SourceSplit, settings: PackSettings) -> dict[str, Any]:
-    """Everything that decides the bytes of the split, as JSON values.
+    """Return everything that determines the bytes of the split, as JSON values.
 
     Raises:
-        ShardError: the split is empty or has more classes than a label can number.
+        ShardError: the split is empty or has more classes than a label can represent.
     """
     if not len(source):
-        raise ShardError(f"the source's split {source.name!r} holds no images; check the path and --limit")
+        raise ShardError(f"the source's split {source.name!r} contains no images; check the path and --limit")
     if len(source.classes) > MAX_CLASSES:
-        raise ShardError(f"{len(source.classes)} classes, more than the {MAX_CLASSES} a 16-bit label can number")
+        raise ShardError(
+            f"the source has {len(source.classes)} classes, more than the {MAX_CLASSES} that a 16-bit label can "
+            "represent; remove some"
+        )
     plan = {
         "format_version": FORMAT_VERSION,
         "num_candidates": len(source),
@@ -110,12 +114,12 @@ def make_plan(source: SourceSplit, settings: PackSettings) -> dict[str, Any]:
 
 
 def is_plan(values: dict[str, Any]) -> bool:
-    """Whether ``values`` is a plan, of this version or another one."""
+    """Return whether ``values`` is a plan of any version."""
     return values.keys() >= {"format_version", "num_candidates", "source_digest"}
 
 
 def plan_of(manifest: Manifest) -> dict[str, Any]:
-    """The plan a finished split was made from."""
+    """Return the plan of a finished split."""
     return {
         "format_version": manifest.format_version,
         "num_candidates": manifest.num_images + manifest.num_failures,
@@ -131,14 +135,13 @@ def plan_of(manifest: Manifest) -> dict[str, Any]:
 
 
 def check_same_plan(found: dict[str, Any], wanted: dict[str, Any], where: str) -> None:
-    """Check that the pack at ``where`` was made, or begun, from the plan that is wanted now.
+    """Check that the pack at ``where`` was made, or begun, with the plan that is requested now.
 
     Raises:
-        ShardError: naming each setting that differs.
+        ShardError: the plans differ; the message lists each setting that differs.
     """
     differences = [
-        "the source's images are not the same (files were added, removed, renamed or resized, or --holdout or --limit "
-        "was another)"
+        "the source's images changed (files were added, removed, renamed or resized, or --holdout or --limit changed)"
         if key == "source_digest"
         else f"{key} was {_shown(found.get(key))}, is now {_shown(wanted.get(key))}"
         for key in sorted(found.keys() | wanted.keys())
@@ -146,13 +149,13 @@ def check_same_plan(found: dict[str, Any], wanted: dict[str, Any], where: str) -
     ]
     if differences:
         raise ShardError(
-            f"{where} was packed otherwise: {'; '.join(differences)}. "
-            "Use the same source and settings, another DEST, or --overwrite to pack it anew"
+            f"{where} was packed with another source or other settings: {'; '.join(differences)}. "
+            "Use the same source and settings, another DEST, or --overwrite to pack it again"
         )
 
 
 def tool_versions() -> dict[str, str]:
-    """Versions of the programs that decide the bytes of a split."""
+    """Return the versions of the libraries that determine the bytes of a split."""
     names = ("numpy", "pillow", "tensorstore")
     return {name: metadata.version(name) for name in names}
 

@@ -1,8 +1,8 @@
-"""Writes one shard file of raw images on this machine, image after image.
+"""Writes one local shard file of raw images, image by image.
 
-The bytes are those that TensorStore writes, for a fifth of the time: it encodes, copies and collects a shard in memory
-before it writes. The file stands under a name of its own until it is whole and on the disk. Knows the order of bytes in
-a shard (Zarr version 3, codec `sharding_indexed`), not what they mean.
+The bytes are the same as TensorStore's, in a fifth of the time: TensorStore encodes, copies and collects a shard in
+memory before it writes. The file has a temporary name until it is complete and synced. Knows the byte order of a shard
+(Zarr version 3, codec `sharding_indexed`), not its meaning.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class ShardFile:
     """A shard file that is being written.
 
     Args:
-        path: of the file; its folders are made.
-        shard_images: images that a whole shard holds.
+        path: path of the file; missing folders are created.
+        shard_images: number of images in a full shard.
 
     Raises:
-        OSError: it can't be made.
+        OSError: the file can't be created.
     """
 
     def __init__(self, path: Path, *, shard_images: int) -> None:
@@ -37,14 +37,14 @@ class ShardFile:
         self._num_images = self._size_bytes = 0
         self._is_done = False
         self._unfinished = path.with_name(path.name + LOCK_SUFFIX)
-        # Where one is there another packer is at work, or was killed; the next pack then removes it.
+        # If the file exists, another process is packing or was killed; in that case the next pack removes it.
         self._file = os.open(self._unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def add(self, image: NDArray[np.uint32], checksum: int | None) -> None:
-        """Append an image, little-endian uint32 ``[H, W]`` in one piece, all of one size, and its CRC-32C if any.
+        """Append an image, contiguous little-endian uint32 ``[H, W]`` of constant size, and its CRC-32C if any.
 
         Raises:
-            OSError: the disk takes no more.
+            OSError: the disk is full or fails.
         """
         self._write(image)
         if checksum is not None:
@@ -52,23 +52,23 @@ class ShardFile:
         self._num_images += 1
 
     def commit(self) -> Future[None]:
-        """Brings the file to the disk and gives it its name, on a thread of its own; an OSError is the future's."""
+        """Sync the file and rename it to its final name on another thread; the future carries any OSError."""
         finished: Future[None] = Future()
 
         def finish() -> None:
             try:
                 self._finish()
-            except BaseException as error:  # noqa: BLE001 - raised to whoever waits
+            except BaseException as error:  # noqa: BLE001 - raised by the future
                 finished.set_exception(error)
             else:
                 finished.set_result(None)
 
-        # A daemon: a disk that hangs must not keep the command from ending.
+        # A daemon: a disk that hangs must not keep the command from exiting.
         threading.Thread(target=finish, name="shard-file", daemon=True).start()
         return finished
 
     def discard(self) -> None:
-        """Leaves nothing of a file that is not to be committed; may be called again."""
+        """Delete an uncommitted file; may be called again."""
         if self._is_done:
             return
         self._is_done = True
@@ -93,7 +93,7 @@ class ShardFile:
         _sync_folder(self._path.parent)
 
     def _is_own(self) -> bool:
-        """Whether the unfinished file is the one that was made here."""
+        """Return whether the unfinished file is the one that this object created."""
         return os.path.samestat(os.fstat(self._file), self._unfinished.stat())
 
     def _write(self, data: NDArray[np.uint32] | bytes) -> None:

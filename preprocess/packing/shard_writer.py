@@ -1,7 +1,7 @@
-"""Writes the shards of a split one after the other, each whole, and notes each in the journal.
+"""Writes the shards of a split one after the other, each as a whole, and records each in the journal.
 
-A raw shard in a local folder is written image by image (`preprocess.packing.shard_file`); any other is filled in memory
-and handed to TensorStore.
+A raw shard in a local folder is written image by image (`preprocess.packing.shard_file`); any other shard is filled in
+memory and written by TensorStore.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from preprocess.shards.checksum import crc32c
 from preprocess.shards.location import Location, ShardError, reason
 
 SHARD_TIMEOUT_S = 1800.0
-"""How long one shard file may take to be written, in seconds."""
+"""Time limit for writing one shard file, in seconds."""
 
 
 class _StoredShard:
-    """A shard that TensorStore writes, wherever and however encoded: filled in memory, then written at once."""
+    """A shard in any store and encoding, filled in memory and then written at once by TensorStore."""
 
     def __init__(self, array: ts.TensorStore, first: int, words: NDArray[np.uint32]) -> None:
         self._array, self._first, self._words = array, first, words
@@ -41,18 +41,18 @@ class _StoredShard:
         self._num_images += 1
 
     def commit(self) -> Any:
-        # A transaction makes it one write of one file. The words are copied into it, so the buffer is free at once.
+        # The transaction writes the file in one piece. It copies the words, so the buffer can be reused immediately.
         transaction = ts.Transaction()
         slot = self._array.with_transaction(transaction)[self._first : self._first + self._num_images]
         slot.write(self._words[: self._num_images]).result(timeout=SHARD_TIMEOUT_S)
         return transaction.commit_async()
 
     def discard(self) -> None:
-        """Has nothing to leave behind."""
+        """Do nothing: no file exists before `commit`."""
 
 
 class ShardWriter:
-    """Fills one shard while the one before is brought to the disk, and notes each in the journal once it is there."""
+    """Fills one shard while the previous one is being written, and records each in the journal once it is on disk."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class ShardWriter:
         self._folder = location.local_path if settings.codec == "raw" else None
         if self._folder is None:
             size = settings.rule.size
-            # How many images decode is known at the end; the chunks of an array do not depend on its length.
+            # The final number of images is not known yet, but the chunks of an array do not depend on its length.
             self._array = write_array(location, PIXELS, metadata_for(num_candidates, settings))
             shape = (min(self._shard_images, num_candidates), size, words_of_row(size, settings.layout))
             self._words = np.empty(shape, np.uint32)
@@ -83,16 +83,16 @@ class ShardWriter:
 
     def __exit__(self, *_: object) -> None:
         try:
-            self._settle()
+            self._finish_write()
         finally:
             if self._shard is not None:
                 self._shard.discard()
 
     def add(self, image: PackedImage) -> None:
-        """Put an image into the shard being filled."""
+        """Add an image to the current shard."""
         words = np.ascontiguousarray(image.words, "<u4")
         checksum = crc32c(words) if self._settings.checksum else None
-        with self._naming(self._number):
+        with self._naming_shard(self._number):
             if self._shard is None:
                 self._shard = self._begin_shard()
             self._shard.add(words, checksum)
@@ -105,18 +105,18 @@ class ShardWriter:
             self._submit(image.index + 1)
 
     def add_failure(self, failure: Failure) -> None:
-        """Note an image that is left out."""
+        """Record an image that is left out."""
         self._failures.append(failure)
 
     def finish(self, stop: int) -> None:
-        """Write the last shard, which may be smaller or hold failures alone; ``stop`` is the source's length."""
+        """Write the last shard, which may be smaller or contain only failures; ``stop`` is the source's length."""
         if self._start < stop:
             self._submit(stop)
-        self._settle()
+        self._finish_write()
 
     @property
     def _number(self) -> int:
-        """Of the shard being filled."""
+        """The number of the current shard."""
         return len(self.records) + (self._writing is not None)
 
     def _begin_shard(self) -> ShardFile | _StoredShard:
@@ -133,7 +133,7 @@ class ShardWriter:
         self._digest = hashlib.sha256()
 
     def _submit(self, stop: int) -> None:
-        self._settle()
+        self._finish_write()
         labels = np.array(self._labels, np.uint16)
         sums = ChannelSums.from_array(len(labels) * self._settings.rule.size**2, self._sums)
         record = ShardRecord(
@@ -148,48 +148,50 @@ class ShardWriter:
         commit = None
         if self._shard is not None:
             self._journal.check_owner()
-            with self._naming(self._number):
+            with self._naming_shard(self._number):
                 commit = self._shard.commit()
         self._shard = None
         self._writing = (commit, record)
         self._start = stop
         self._clear()
 
-    def _settle(self) -> None:
-        """Wait for the shard under way and note it."""
+    def _finish_write(self) -> None:
+        """Wait for the shard being written and record it."""
         if self._writing is None:
             return
         commit, record = self._writing
         shard = len(self.records)
         try:
             if commit is not None:
-                with self._naming(shard):
+                with self._naming_shard(shard):
                     commit.result(timeout=SHARD_TIMEOUT_S)
             self._journal.append(shard, record)
         except Exception:
-            # Not asked again; after an interruption, which is none, it is waited for once more.
+            # Do not wait for a failed shard again. After an interruption, which is no Exception, wait once more.
             self._writing = None
             raise
         self._writing = None
         self.records.append(record)
 
     @contextmanager
-    def _naming(self, shard: int) -> Iterator[None]:
-        """Raises ShardError, which names the shard's file, where that can't be written."""
+    def _naming_shard(self, shard: int) -> Iterator[None]:
+        """Turn write errors into a ShardError that names the shard's file."""
         name = f"{self._location.display}{PIXELS}/{shard_key(shard, 3)}"
         try:
             yield
         except TimeoutError as error:
-            raise ShardError(f"{name}: not written in {SHARD_TIMEOUT_S:.0f} s; check the disk and run again") from error
+            raise ShardError(
+                f"{name}: not written within {SHARD_TIMEOUT_S:.0f} s; check the disk and run again"
+            ) from error
         except (ValueError, OSError, RuntimeError) as error:
             raise ShardError(
-                f"{name}: can't be written: {reason(error)}; mend it (free space, rights) and run the same command "
-                f"again, it continues at shard {shard}"
+                f"{name}: can't be written: {reason(error)}; check free space and permissions and run the same command "
+                f"again to continue at shard {shard}"
             ) from error
 
 
 def metadata_for(num_images: int, settings: PackSettings) -> dict[str, Any]:
-    """Zarr metadata of the pixels of so many images."""
+    """Return the Zarr metadata of the pixels of ``num_images`` images."""
     size = settings.rule.size
     return pixels_metadata(
         num_images,

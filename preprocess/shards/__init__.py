@@ -1,1 +1,1 @@
-"""The packed format: what its files hold, reading and verifying them."""
+"""The packed format: its files, and how they are read and verified."""

@@ -1,8 +1,8 @@
 """The arrays of a split on disk: ``pixels/``, ``labels/`` and ``checksums/``, Zarr 3 with ``sharding_indexed``.
 
-One shard file of ``pixels/`` holds ``shard_images`` images, one inner chunk is one image, so an image is read alone at
-any index and a shard is written as one file. The other two have a number for each image. Any Zarr 3 reader opens them.
-Knows the metadata, not what the numbers mean.
+One shard file of ``pixels/`` contains ``shard_images`` images and one inner chunk is one image, so any image can be
+read separately while a shard is written as one file. The other two arrays have one number per image. Any Zarr 3 reader
+can open all three. Knows the metadata, not the meaning of the numbers.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ LABELS = "labels"
 CHECKSUMS = "checksums"
 METADATA_KEY = "zarr.json"
 
-# What a Zarr reader hands out for a shard file that is gone. Its low byte is not 0, so it is no packed pixel: a missing
-# file shows as magenta and fails `inspect-shards --verify`, where 0 would pass for a black image. (Of the dense layout
-# any word is pixels; Feedloop itself takes a missing file for an error, whatever the layout.)
+# The value that a Zarr reader returns for a missing shard file. Its low byte is not 0, so it is not a packed pixel: a
+# missing file appears as magenta and fails `inspect-shards --verify`, while 0 would look like a black image. (In the
+# dense layout any word is valid; Feedloop itself treats a missing file as an error in both layouts.)
 MISSING_PIXEL = 0xFF00FF00 | UNUSED_BITS
 MISSING_LABEL = MAX_CLASSES
 
-# Of labels and checksums. A shard file is what is read, and compared with its digest, at once (2 or 4 MiB); 10^8 images
-# have 96 of each.
+# For labels and checksums. A shard file is read and compared with its digest as a whole (2 or 4 MiB); 10^8 images have
+# 96 files of each.
 NUMBERS_PER_CHUNK = 1 << 10
 NUMBERS_PER_SHARD = 1 << 20
 MAX_NUMBERS_BYTES = 5 << 20
-"""The most that a shard file of them can have: 4 MiB of checksums, and a thirty-second of it around these."""
+"""Maximum size of such a shard file: 4 MiB of checksums, plus a thirty-second of that for inner checksums and index."""
 
 _MAX_METADATA_BYTES = 1 << 20
 
@@ -53,7 +53,10 @@ _CHECKSUM = {"name": "crc32c"}
 def pixels_metadata(
     num_images: int, height: int, row_words: int, *, shard_images: int, codec: Codec, checksum: bool
 ) -> dict[str, Any]:
-    """Zarr metadata of ``uint32 [num_images, height, row_words]``, ``shard_images`` a file, one an inner chunk."""
+    """Return the Zarr metadata of the pixels, ``uint32 [num_images, height, row_words]``.
+
+    A shard file contains ``shard_images`` images, an inner chunk one.
+    """
     codecs: list[dict[str, Any]] = [_LITTLE_ENDIAN]
     if codec == "blosc":
         blosc = {"cname": "lz4", "clevel": 5, "shuffle": "shuffle", "typesize": 4, "blocksize": 0}
@@ -80,7 +83,7 @@ def checksums_metadata(num_images: int) -> dict[str, Any]:
 
 
 def _numbers_metadata(num_images: int, *, dtype: str, fill_value: int) -> dict[str, Any]:
-    """A number for each image, always with a checksum: it costs 4 bytes in 2 or 4 KiB."""
+    """Return the metadata of an array with one number per image, always with a checksum: 4 bytes in 2 or 4 KiB."""
     return _metadata(
         [num_images],
         dtype=dtype,
@@ -93,27 +96,27 @@ def _numbers_metadata(num_images: int, *, dtype: str, fill_value: int) -> dict[s
 
 
 def create_array(location: Location, name: str, metadata: dict[str, Any]) -> ts.TensorStore:
-    """Write the metadata of the array ``name`` (replacing what was there) and open it."""
+    """Write the metadata of the array ``name``, replacing any existing metadata, and open the array."""
     path = location.child(name)
     path.delete(METADATA_KEY)
     return _open(location, name, {"metadata": metadata}, ts.OpenMode(create=True, open=True))
 
 
 def write_array(location: Location, name: str, metadata: dict[str, Any]) -> ts.TensorStore:
-    """Open the array ``name`` for writing chunks as if its metadata were there already; nothing is written yet."""
+    """Open the array ``name`` for writing chunks, assuming that its metadata exists; nothing is written yet."""
     return _open(location, name, {"metadata": metadata}, ts.OpenMode(open=True, assume_metadata=True))
 
 
 def read_array(location: Location, name: str, metadata: dict[str, Any] | None = None) -> ts.TensorStore:
-    """Open the array ``name`` for reading; a chunk that is not there is an error, never a fill value.
+    """Open the array ``name`` for reading; a missing chunk is an error, never a fill value.
 
     Args:
         location: the split's folder.
-        name: ``pixels`` or ``labels``.
-        metadata: what its metadata must be (shape, type, shards, codecs, fill value), as `pixels_metadata` gives it.
+        name: ``pixels``, ``labels`` or ``checksums``.
+        metadata: the required metadata (shape, type, shards, codecs, fill value), as returned by `pixels_metadata`.
 
     Raises:
-        ShardError: no such array, its metadata can't be read, or is not ``metadata``.
+        ShardError: the array does not exist, or its metadata can't be read or differs from ``metadata``.
     """
     _check_metadata(location, name)
     spec: dict[str, Any] = {} if metadata is None else {"metadata": metadata}
@@ -126,20 +129,22 @@ def read_array(location: Location, name: str, metadata: dict[str, Any] | None = 
 
 
 def _check_metadata(location: Location, name: str) -> None:
-    """Raise ShardError where the metadata is no plain JSON: deep nesting crashes TensorStore's reader (SIGSEGV)."""
+    """Raise ShardError if the metadata is not plain JSON: deep nesting crashes TensorStore's parser (SIGSEGV)."""
     key = f"{name}/{METADATA_KEY}"
     text = location.read(key)
     try:
         if text is not None and (len(text) > _MAX_METADATA_BYTES or not isinstance(json.loads(text), dict)):
-            raise ValueError(f"{len(text)} bytes of something else")
+            raise ValueError(
+                f"found {len(text)} bytes that are not a JSON object of at most {_MAX_METADATA_BYTES} bytes"
+            )
     except (ValueError, RecursionError) as error:
         raise ShardError(
-            f"{location.display}{key}: not the metadata of an array ({reason(error)}); {location.remedy}"
+            f"{location.display}{key} is not the metadata of an array ({reason(error)}); {location.remedy}"
         ) from error
 
 
 def words_digest(parts: Iterable[NDArray[np.unsignedinteger]]) -> str:
-    """SHA-256 of the numbers in ``parts``, one after the other, each little-endian; hexadecimal."""
+    """Return the SHA-256 of the concatenated numbers in ``parts``, each little-endian; hexadecimal."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(np.ascontiguousarray(part, part.dtype.newbyteorder("<")).data)
@@ -147,19 +152,19 @@ def words_digest(parts: Iterable[NDArray[np.unsignedinteger]]) -> str:
 
 
 def shard_key(shard: int, rank: int) -> str:
-    """The key of a shard file below its array's folder, e.g. ``c/7/0/0`` for rank 3."""
+    """Return the key of a shard file below its array's folder, e.g. ``c/7/0/0`` for rank 3."""
     return "/".join(["c", str(shard), *["0"] * (rank - 1)])
 
 
-def cut_short(found_bytes: int, expected_bytes: int) -> str | None:
-    """Return in words that a shard file is shorter than it should be; None where it is not."""
+def describe_truncation(found_bytes: int, expected_bytes: int) -> str | None:
+    """Return a message if a shard file is shorter than expected, otherwise None."""
     if found_bytes >= expected_bytes:
         return None
     return f"the shard file is truncated, it has {found_bytes:,} of {expected_bytes:,} bytes"
 
 
 def damage(error: BaseException) -> str:
-    """Why a chunk can't be read, in words where the cause is a common one."""
+    """Return why a chunk can't be read, in plain words if the cause is a common one."""
     text = reason(error)
     if "is missing" in text:
         return "the shard file, or the image in it, is missing"
@@ -169,7 +174,7 @@ def damage(error: BaseException) -> str:
         return "the shard file is truncated"
     if isinstance(error, TimeoutError):
         return "no answer from the store"
-    # Without the image's place in the shard, so that the same damage to many images is told once.
+    # Without the image's position in the shard, so that the same damage to many images is reported once.
     return _SHARD_ENTRY.sub("", text)
 
 
@@ -180,7 +185,9 @@ def _open(location: Location, name: str, spec: dict[str, Any], mode: ts.OpenMode
     except (ValueError, OSError, RuntimeError, TimeoutError) as error:
         text = reason(error)
         mismatch = _MISMATCH.search(text)
-        what = f"the array is not as it was packed: {mismatch[0]}" if mismatch else f"the array can't be opened: {text}"
+        what = (
+            f"the array was changed after packing: {mismatch[0]}" if mismatch else f"the array can't be opened: {text}"
+        )
         raise ShardError(f"{location.display}{name}: {what}; pack the split again with --overwrite") from error
 
 

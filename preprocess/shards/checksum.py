@@ -1,8 +1,8 @@
 """CRC-32C (Castagnoli), the checksum of the shard format.
 
-By google-crc32c, which takes 0.2 µs for 4 KiB. Where that is not there, as on a machine that nothing can be installed
-on, NumPy takes its place, some hundred times slower: of many pieces of the data at once, whose sums are then joined
-(Gopal et al., 2011, "Fast CRC computation for iSCSI polynomial using CRC32 instruction").
+Computed by google-crc32c, which takes 0.2 µs for 4 KiB. Without it, as on a machine on which nothing can be installed,
+NumPy is used, about a hundred times slower: it computes the sums of many pieces at once and combines them (Gopal et
+al., 2011, "Fast CRC computation for iSCSI polynomial using CRC32 instruction").
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ try:
 except ImportError:
     google_crc32c = None  # type: ignore[assignment]
 
-_POLYNOMIAL = 0x82F63B78  # bits in the order in which they are sent
+_POLYNOMIAL = 0x82F63B78  # bits in transmission order
 _ONES = 0xFFFFFFFF
 _LOG_PIECE_BYTES = 6
 
 type _Operator = NDArray[np.uint32]
-"""uint32 ``[4, 256]``: what some number of zero bytes makes of a sum, by each of its bytes."""
+"""uint32 ``[4, 256]``: the effect of a number of zero bytes on a sum, one table for each byte of the sum."""
 
 
 def crc32c(data: NDArray[Any] | bytes) -> int:
-    """The CRC-32C of an array in one piece, or of bytes."""
+    """Return the CRC-32C of a contiguous array, or of bytes."""
     if google_crc32c is not None:
         return int(google_crc32c.value(data))
     return _by_pieces(np.frombuffer(data, np.uint8))
@@ -38,7 +38,7 @@ def _by_pieces(data: NDArray[np.uint8]) -> int:
         return _one_by_one(data)
     piece_bytes = 1 << _LOG_PIECE_BYTES
     num_pieces = 1 << (-(-len(data) // piece_bytes) - 1).bit_length()
-    # Zeros in front change nothing in a sum that begins with zero; and to begin with ones is to invert four bytes.
+    # Leading zeros do not change a sum that starts at zero, and starting at ones is the same as inverting four bytes.
     padded = np.zeros(num_pieces * piece_bytes, np.uint8)
     padded[-len(data) :] = data
     padded[-len(data) :][:4] ^= 0xFF
@@ -62,14 +62,14 @@ def _one_by_one(data: NDArray[np.uint8]) -> int:
 
 @lru_cache
 def _zero_bytes(log_count: int) -> _Operator:
-    """What 2**log_count zero bytes make of a sum."""
+    """Return the effect of 2**log_count zero bytes on a sum."""
     if log_count:
         half = _zero_bytes(log_count - 1)
         return _apply(half, half)
     first = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         first = np.where(first & 1, (first >> 1) ^ np.uint32(_POLYNOMIAL), first >> 1)
-    # A byte that is not the last to go is only moved.
+    # The three bytes that are not shifted out only move.
     moved = [np.arange(256, dtype=np.uint32) << np.uint32(8 * (place - 1)) for place in (1, 2, 3)]
     return np.stack([first, *moved])
 

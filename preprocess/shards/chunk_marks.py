@@ -1,4 +1,4 @@
-"""Which chunks of a shard file were compared with their checksums: a bit of each, as a set of 1e8 images has many."""
+"""The chunks of a shard file that were compared with their checksums: one bit each, as 1e8 images have many chunks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 class ChunkMarks:
     """A set of chunk numbers of one file, for any number of threads.
 
-    Where two threads mark neighbours at once one mark may be lost: that chunk is then checked again.
+    If two threads mark neighbouring chunks at once, one mark may be lost; that chunk is then checked again.
 
     Args:
-        num_chunks: of the file; its chunks have the numbers 0 to ``num_chunks - 1``.
+        num_chunks: number of chunks of the file, numbered 0 to ``num_chunks - 1``.
     """
 
     def __init__(self, num_chunks: int) -> None:
@@ -26,7 +26,7 @@ class ChunkMarks:
         self._bits[slot >> 3] |= 1 << (slot & 7)
 
     def missing(self, slots: NDArray[np.int64]) -> NDArray[np.intp]:
-        """Return the places in ``slots`` of chunks that are not marked."""
+        """Return the positions in ``slots`` of chunks that are not marked."""
         return np.flatnonzero(self._bits[slots >> 3] >> (slots & 7).astype(np.uint8) & 1 == 0)
 
     def slots(self) -> list[int]:

@@ -1,6 +1,6 @@
-"""Compares decoded images with their checksums: once each, as long as their shard files on this machine stay the same.
+"""Compares decoded images with their checksums, each once as long as its local shard file is unchanged.
 
-Owns which were compared. Knows nothing of how images are read, nor what is said of one that is another.
+Owns the record of compared images. Knows nothing of how images are read or how a mismatch is reported.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from preprocess.shards.location import Location
 from preprocess.shards.manifest import Manifest
 
 type Identities = dict[int, FileIdentity | None]
-"""Shard number → what tells its file from others; None of a remote store, or where there is no file."""
+"""Shard number → identity of its file; None in a remote store, or if there is no file."""
 
 
 class DecodedChecks:
-    """The images of a split that were found to be those that were packed; for any number of threads.
+    """The images of a split whose checksums were verified; for any number of threads.
 
     Args:
         split: the folder of the split.
-        manifest: of the split.
+        manifest: the manifest of the split.
     """
 
     def __init__(self, split: Location, manifest: Manifest) -> None:
@@ -35,10 +35,10 @@ class DecodedChecks:
         self._checked: dict[int, tuple[FileIdentity, ChunkMarks]] = {}
 
     def identify(self, shards: NDArray[np.int64]) -> Identities:
-        """Look at the files of ``shards``, int64 ``[s]``, before images are read from them.
+        """Return the identities of the files of ``shards``, int64 ``[s]``. Call it before reading images from them.
 
         Raises:
-            ShardError: in the place of one lies something else, or a file larger than any shard.
+            ShardError: a path leads to something other than a file, or to a file larger than any shard.
         """
         return {
             shard: self._pixels.check_regular(shard_key(shard, 3), max_bytes=self._manifest.max_shard_bytes)
@@ -55,13 +55,13 @@ class DecodedChecks:
         """Compare images that were just read with their checksums.
 
         Args:
-            indices: int64 ``[b]``, of the images.
+            indices: int64 ``[b]``, the indices of the images.
             images: uint32 ``[H, row_words]`` each, the words that were read.
             expected: uint32 ``[b]``, their CRC-32C.
-            before: `identify` of their shards, from before they were read.
+            before: the result of `identify` for their shards from before the read.
 
         Returns:
-            The index of the first that is another image; None where there is none.
+            The index of the first image that does not match, or None if all match.
 
         Raises:
             ShardError: as `identify`.
@@ -81,7 +81,7 @@ class DecodedChecks:
         return None
 
     def _marks(self, shard: int, before: FileIdentity | None) -> ChunkMarks | None:
-        """Return the marks of a file; None where it may have changed while it was read, or nobody can tell."""
+        """Return the marks of a file; None if the file changed while it was read, or if that is unknown."""
         if before is None or self.identify(np.array([shard]))[shard] != before:
             return None
         identity, marks = self._checked.get(shard, (None, None))

@@ -1,13 +1,13 @@
-"""Files of this machine as memory, read-only, and what becomes of a read when such a file is cut short.
+"""Read-only memory maps of local files that survive the truncation of a mapped file.
 
-Not Python's `mmap`: before 3.13 it keeps a descriptor open for every file, of which a process may have no more than
-1,024 on many machines, and a data set has thousands of files.
+Python's `mmap` is not used: before 3.13 it keeps a descriptor open for every file. On many machines a process may have
+no more than 1,024 of them, and a data set has thousands of files.
 
-A page of a mapped file that is cut short, or that its disk can no longer read, ends a process by SIGBUS. Here such a
-fault is answered (Linux): zeros take the place of the file's memory, the instruction that read goes on, and the map
-says that it `is_torn`. Whoever reads asks for that *after* each copy, and uses nothing of a torn map. libwayland does
-the same for memory that another process shares with it (`wl_shm_buffer_begin_access`). A fault is raised by the very
-instruction that reads, never at a random one, so that the handler may run Python. A read costs no more for it.
+Reading a page of a mapped file that was truncated, or that its disk can no longer read, kills a process with SIGBUS.
+Here the signal is handled (Linux): the file's memory is replaced by zeros, the reading instruction continues, and the
+map is marked as `is_torn`. Readers check that *after* each copy, and discard everything from a torn map. libwayland
+does the same for memory shared by another process (`wl_shm_buffer_begin_access`). The signal is raised by the reading
+instruction itself, never at an arbitrary one, so the handler may run Python. Reads do not become slower.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FAILED = ctypes.c_void_p(-1).value
 
 _ZEROS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # MAP_FIXED
 _SA_SIGINFO = 4
-# Where `siginfo_t` has the cause and the address, on Linux of 64 bits. A cause above 0 is the system's own.
+# Offsets of the cause and the address in `siginfo_t` on 64-bit Linux. A cause above 0 comes from the kernel.
 _CODE_AT, _ADDRESS_AT = 8, 16
 _HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 
@@ -51,7 +51,7 @@ class _SigAction(ctypes.Structure):
 
 @dataclass(slots=True)
 class _Region:
-    """Mapped memory, and whether zeros stand in the place of its file."""
+    """Mapped memory, and whether it was replaced by zeros."""
 
     address: int
     size_bytes: int
@@ -60,10 +60,10 @@ class _Region:
 
 @dataclass(frozen=True, slots=True)
 class FileMap:
-    """A file as memory.
+    """A mapped file.
 
     Attributes:
-        array: uint8 ``[n]``, read-only; the file stays mapped as long as this array, or a view of it, is there.
+        array: uint8 ``[n]``, read-only; the file stays mapped as long as this array or a view of it exists.
     """
 
     array: NDArray[np.uint8]
@@ -71,9 +71,9 @@ class FileMap:
 
     @property
     def is_torn(self) -> bool:
-        """Whether the file was cut short, or a page of it could not be read.
+        """Whether the file was truncated, or a page of it could not be read.
 
-        What was copied from `array` at any time before this is asked may then be zeros.
+        If so, anything copied from `array` before this check may be zeros.
         """
         return self._region.is_torn
 
@@ -82,7 +82,7 @@ def map_file(file: int, size_bytes: int) -> FileMap:
     """Map the first ``size_bytes`` ≥ 1 of an open file.
 
     Raises:
-        OSError: it can't be mapped.
+        OSError: the file can't be mapped.
     """
     guard = _guard()
     address = _map(None, size_bytes, mmap.MAP_SHARED, file)
@@ -111,33 +111,34 @@ def _map(address: int | None, size_bytes: int, flags: int, file: int) -> int:
 
 
 class _Guard:
-    """Answers SIGBUS of this process in the memory that it knows; every other fault has the handler of before.
+    """Handles SIGBUS in the memory regions that it knows; any other fault goes to the previous handler.
 
     Attributes:
-        regions: what `map_file` has mapped, by address. Changed without a lock: the thread that faults might hold it.
-        folders: files below these are mapped by TensorStore: how many are watching each.
-        num_torn: mappings that were torn, by folder.
+        regions: the regions mapped by `map_file`, by address. Changed without a lock, which the faulting thread might
+            hold.
+        folders: number of watchers of each folder whose files TensorStore maps.
+        num_torn: number of torn mappings, by folder.
     """
 
     def __init__(self) -> None:
         self.regions: dict[int, _Region] = {}
         self.folders: dict[str, int] = {}
         self.num_torn: dict[str, int] = {}
-        self._handler = _HANDLER(self._answer)
+        self._handler = _HANDLER(self._handle)
         self._before = _SigAction()
         own = _SigAction(handler=ctypes.cast(self._handler, ctypes.c_void_p), flags=_SA_SIGINFO)
         if _LIBC.sigaction(signal.SIGBUS, ctypes.byref(own), ctypes.byref(self._before)):
             raise OSError(ctypes.get_errno(), "SIGBUS can't be handled")
 
-    def _answer(self, number: int, info: int, _context: int) -> None:
+    def _handle(self, number: int, info: int, _context: int) -> None:
         is_fault = ctypes.c_int.from_address(info + _CODE_AT).value > 0
         address = ctypes.c_uint64.from_address(info + _ADDRESS_AT).value
         try:
             if is_fault and (self._tear_region(address) or self._tear_stores_mapping(address)):
                 return
-        except BaseException:  # noqa: BLE001 - nothing can be said from here; the signal is then not this handler's
+        except BaseException:  # noqa: BLE001 - no exception can leave a handler; the previous handler gets the signal
             pass
-        # As if this handler had never been there: a fault is raised again by its instruction, another signal by hand.
+        # Restore the previous handler. The instruction raises a fault again; any other signal is sent again here.
         _LIBC.sigaction(number, ctypes.byref(self._before), None)
         if not is_fault:
             os.kill(os.getpid(), number)
@@ -145,7 +146,7 @@ class _Guard:
     def _tear_region(self, address: int) -> bool:
         for region in list(self.regions.values()):
             if region.address <= address < region.address + region.size_bytes:
-                # First: whoever copies a zero sees this afterwards.
+                # Set first, so that a reader that copies a zero sees it afterwards.
                 region.is_torn = True
                 _map(region.address, region.size_bytes, _ZEROS, -1)
                 return True
@@ -170,9 +171,9 @@ class _Guard:
 
 @lru_cache(maxsize=1)
 def _guard() -> _Guard | None:
-    """Return the guard of this process, which is there from the first call on; None where there can be none.
+    """Return the guard of this process, installed by the first call; None on unsupported systems.
 
-    How a process answers a signal belongs to the whole process, and so does what is mapped into it.
+    There is one per process, because signal handlers and memory maps belong to the whole process.
     """
     if not sys.platform.startswith("linux") or ctypes.sizeof(ctypes.c_void_p) != 8:
         return None
@@ -180,9 +181,9 @@ def _guard() -> _Guard | None:
 
 
 class WatchedFolder:
-    """Counts the files that were torn while TensorStore had them mapped; those below a folder, for as long as this is.
+    """Counts the files below a folder that were torn while TensorStore had them mapped, during the object's lifetime.
 
-    TensorStore maps a file for a moment, in threads of its own; what it hands out of a torn one may be zeros.
+    TensorStore maps a file briefly, in its own threads; data that it returns from a torn file may be zeros.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -193,7 +194,7 @@ class WatchedFolder:
 
     @property
     def num_torn(self) -> int:
-        """How many files of the folder were torn so far."""
+        """Number of files of the folder torn so far."""
         return 0 if self._guard is None else self._guard.num_torn.get(self._folder, 0)
 
 

@@ -1,7 +1,7 @@
-"""A number for each image of a split, its label or its checksum: read a shard file at a time, compared with its digest.
+"""The labels or checksums of a split, one number per image, read by shard file and compared with the file's digest.
 
-What is read stays in memory, 2 bytes an image for labels and 4 for checksums; of very large local splits the mapped
-files stand in its place.
+The numbers stay in memory, 2 bytes per image for labels and 4 for checksums. For very large local splits the files are
+mapped instead.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from preprocess.shards.location import Location, ShardError
 from preprocess.shards.mapped_shards import MappedShard, MappedShards
 
 HELD_NUMBERS = 1 << 24
-"""Splits of up to so many images keep their labels and checksums in memory (96 MiB)."""
+"""Splits of up to this many images keep their labels and checksums in memory (96 MiB)."""
 
 
 @dataclass(frozen=True, slots=True)
 class _MappedPart:
-    """A mapped shard file whose digest was compared."""
+    """A mapped shard file whose digest was verified."""
 
     shard: MappedShard
 
     def take(self, places: NDArray[np.int64]) -> NDArray[Any] | None:
-        """Return the numbers at ``places``; None where the file was cut short meanwhile."""
+        """Return the numbers at ``places``; None if the file was truncated in the meantime."""
         found = self.shard.chunks[places // NUMBERS_PER_CHUNK, places % NUMBERS_PER_CHUNK]
         return None if self.shard.is_torn else found
 
 
 class ImageNumbers:
-    """One number for each image; for any number of threads.
+    """One number per image; for any number of threads.
 
     Args:
         location: the split's folder.
-        name: of the array.
-        metadata: of the array, see `preprocess.shards.arrays`.
-        dtype: of the numbers.
-        digests: SHA-256 of the numbers of each shard file; None where the split has none.
+        name: name of the array.
+        metadata: metadata of the array, see `preprocess.shards.arrays`.
+        dtype: type of the numbers.
+        digests: SHA-256 of the numbers of each shard file; None if the split has none.
 
     Raises:
         ShardError: the array can't be opened.
@@ -84,15 +84,15 @@ class ImageNumbers:
             )
 
     def read(self, indices: NDArray[np.int64], deadline: float) -> NDArray[Any]:
-        """Return the numbers ``[b]`` of images int64 ``[b]``, 0 ≤ index < N.
+        """Return the numbers ``[b]`` of the images ``indices``.
 
         Args:
-            indices: of the images, in any order.
-            deadline: until when to wait for the store, on the monotonic clock.
+            indices: int64 ``[b]``, 0 ≤ index < N, in any order.
+            deadline: when to stop waiting for the store, on the monotonic clock.
 
         Raises:
-            ShardError: a shard file is missing, damaged, not the one that was packed, or does not come in time.
-            ChangedFileError: a mapped one was written to since numbers were read from it.
+            ShardError: a shard file is missing, damaged, not the one that was packed, or not read in time.
+            ChangedFileError: a mapped file was written to after numbers were read from it.
         """
         if self._num_images <= NUMBERS_PER_SHARD:
             return self._take(0, indices, deadline)
@@ -104,7 +104,7 @@ class ImageNumbers:
         return found
 
     def look(self) -> None:
-        """Look at every mapped file once more; raises ChangedFileError where one was written to."""
+        """Check every mapped file once more; raise ChangedFileError if one was written to."""
         if self._mapped is not None:
             self._mapped.look()
 
@@ -116,7 +116,7 @@ class ImageNumbers:
         return self._hold(part, deadline)[places]
 
     def _mapped_part(self, part: int) -> _MappedPart | None:
-        """Return a part where it lies in its file; None where it is not mapped, or not as it should be."""
+        """Return a part from its mapped file; None if it is not mapped or not sound."""
         shard = None if self._mapped is None else self._mapped.find(part)
         if shard is None:
             return None
@@ -134,7 +134,7 @@ class ImageNumbers:
     def _hold(self, part: int, deadline: float) -> NDArray[Any]:
         """Read a part from the store and keep it."""
         if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise ShardError(self._late(part))
+            raise ShardError(self._timeout_message(part))
         try:
             if (held := self._held.get(part)) is not None:
                 return held
@@ -145,7 +145,7 @@ class ImageNumbers:
             try:
                 found: NDArray[Any] = reading.result(timeout=max(0.0, deadline - time.monotonic()))
             except TimeoutError:
-                raise ShardError(self._late(part)) from None
+                raise ShardError(self._timeout_message(part)) from None
             except (ValueError, OSError, RuntimeError) as error:
                 raise ShardError(f"{self._file(part)}: {damage(error)}; {self._location.remedy}") from error
             if not self._is_as_packed(part, found):
@@ -166,5 +166,5 @@ class ImageNumbers:
     def _file(self, part: int) -> str:
         return f"{self._location.display}{self._name}/{shard_key(part, 1)}"
 
-    def _late(self, part: int) -> str:
-        return f"{self._file(part)}: no answer in time; check the disk or the network, or allow more time"
+    def _timeout_message(self, part: int) -> str:
+        return f"{self._file(part)}: not read in time; check the disk or the network, or allow more time"

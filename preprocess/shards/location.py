@@ -1,6 +1,6 @@
-"""Where a pack lives: a folder in any TensorStore key-value store, local or remote, reached the same way.
+"""The location of a pack: a folder in any TensorStore key-value store, local or remote, with one interface.
 
-Owns the reading of paths and URLs, and small whole-value reads and writes. Knows nothing of manifests or pixels.
+Owns the parsing of paths and URLs, and small whole-value reads and writes. Knows nothing of manifests or pixels.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from preprocess.printable import printable
 from preprocess.regular_file import FileIdentity, check_regular, identity_of, read_regular
 
 STORE_TIMEOUT_S = 120.0
-"""How long one small read, write, listing or deletion may take, in seconds."""
+"""Time limit for one small read, write, listing or deletion, in seconds."""
 
 MAX_VALUE_BYTES = 1 << 30
-"""The largest value that is read whole: ``failures.jsonl`` with some million failures."""
+"""Maximum size of a value that is read whole: ``failures.jsonl`` with several million failures."""
 
 
-# Some paths come with each "/" shown as "\\x00".
+# In some paths each "/" appears as "\\x00".
 _TRAILING_DETAILS = re.compile(r" \[[a-z_ ]+='")
 
 
 class ShardError(ValueError):
-    """A pack can't be read or written as asked: says where, what was found, and the remedy."""
+    """A pack can't be read or written as requested; the message has the location, the value found and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Location:
 
     Attributes:
         spec: the store as TensorStore's JSON, its ``path`` ending with ``/``.
-        display: the same as the user would write it.
-        context: holds the store's shared resources; ``memory://`` lives inside it.
+        display: the location as the user would write it.
+        context: the store's shared resources; it contains the data of ``memory://``.
     """
 
     spec: dict[str, Any]
@@ -48,27 +48,27 @@ class Location:
 
     @property
     def local_path(self) -> Path | None:
-        """The folder as a path, or None when it is not on a mounted file system."""
+        """The folder as a path, or None if it is not on a mounted file system."""
         return Path(self.spec["path"]) if self.spec["driver"] == "file" else None
 
     @property
     def remedy(self) -> str:
-        """What to do where something of the split in this folder is damaged."""
+        """The remedy for damage to the split in this folder."""
         return f"`inspect-shards --verify {self.display.rstrip('/').rpartition('/')[0] or '.'}` lists what is damaged"
 
     def child(self, name: str) -> Location:
-        """The folder ``name`` inside this one."""
+        """Return the folder ``name`` inside this one."""
         return Location(self.spec | {"path": f"{self.spec['path']}{name}/"}, f"{self.display}{name}/", self.context)
 
     def array_spec(self, name: str) -> dict[str, Any]:
-        """The store of the array ``name`` inside this folder, as TensorStore's JSON."""
+        """Return the store of the array ``name`` inside this folder, as TensorStore's JSON."""
         return self.spec | {"path": f"{self.spec['path']}{name}/"}
 
     def read(self, key: str) -> bytes | None:
-        """The whole value at ``key``, or None when there is none.
+        """Return the whole value at ``key``, or None if there is none.
 
         Raises:
-            ShardError: the store can't be reached or refuses.
+            ShardError: the store can't be reached or refuses access.
         """
         if self.local_path is not None:
             return self._read_file(self.local_path / key)
@@ -76,16 +76,16 @@ class Location:
         return bytes(value.value) if value.state == "value" else None
 
     def check_regular(self, key: str, *, max_bytes: int = MAX_VALUE_BYTES) -> FileIdentity | None:
-        """Make sure that what lies at a local ``key``, if anything, is a regular file of at most ``max_bytes``.
+        """Check that a local ``key``, if it exists, is a regular file of at most ``max_bytes``.
 
-        TensorStore would wait for ever for a pipe that nobody writes to, and run out of memory at a sparse file of a
+        TensorStore would wait forever for a pipe without a writer, and run out of memory on a sparse file of a
         terabyte.
 
         Returns:
-            What tells the file from others; None where there is none, and of a remote store.
+            The identity of the file; None if it does not exist, or in a remote store.
 
         Raises:
-            ShardError: something else lies there, or the file is larger.
+            ShardError: the key is not a regular file, or is larger.
         """
         if self.local_path is None:
             return None
@@ -108,10 +108,12 @@ class Location:
             raise self._unreadable(path, error) from error
 
     def _unreadable(self, path: Path, error: OSError) -> ShardError:
-        return ShardError(f"{printable(str(path))} can't be read: {error.strerror}; restore the file or its rights")
+        return ShardError(
+            f"{printable(str(path))} can't be read: {error.strerror}; restore the file or its permissions"
+        )
 
     def read_all(self, keys: Sequence[str]) -> list[bytes | None]:
-        """The values at ``keys``, read at once; None where there is none. Raises as `read`."""
+        """Return the values at ``keys``, read concurrently, with None for a missing key. Raises as `read`."""
         if self.local_path is not None:
             return [self.read(key) for key in keys]
 
@@ -122,15 +124,15 @@ class Location:
         return [bytes(value.value) if value.state == "value" else None for value in values]
 
     def write(self, key: str, value: bytes) -> None:
-        """Put ``value`` at ``key``, all of it or nothing: the file store writes beside it, syncs and renames.
+        """Write ``value`` at ``key`` atomically: the file store writes a temporary file, syncs and renames it.
 
         Raises:
-            ShardError: the store can't be written (full, read-only, refused).
+            ShardError: the store can't be written (full, read-only, access refused).
         """
         self._wait(f"write {key}", lambda store: store.write(key, value))
 
     def replace(self, key: str, value: bytes) -> bool:
-        """Put ``value`` at ``key`` unless somebody else writes there at the same time; whether it was put."""
+        """Write ``value`` at ``key`` and return True, or return False if another process writes there concurrently."""
         self.check_regular(key)
 
         def start(store: ts.KvStore) -> ts.Future[ts.KvStore.TimestampedStorageGeneration]:
@@ -144,11 +146,11 @@ class Location:
         self._wait(f"delete {key}", lambda store: store.write(key, None))
 
     def delete_keys(self, keys: Sequence[str]) -> None:
-        """Remove ``keys``, all at once; they need not exist. Folders stay."""
+        """Remove ``keys`` concurrently; they need not exist. Folders remain."""
         self._wait("delete its files", lambda store: _Several([store.write(key, None) for key in keys]))
 
     def list_keys(self, prefix: str = "") -> list[str]:
-        """All keys under this folder that start with ``prefix``, sorted."""
+        """Return all keys in this folder that start with ``prefix``, sorted."""
         found: Iterable[bytes] = self._wait("list it", lambda store: store.list(_prefix_range(prefix)))
         return sorted(key.decode("utf-8", "surrogateescape") for key in found)
 
@@ -158,7 +160,7 @@ class Location:
             return operation(store).result(timeout=STORE_TIMEOUT_S)
         except TimeoutError as error:
             raise ShardError(
-                f"{self.display}: can't {action}: no answer in {STORE_TIMEOUT_S:.0f} s; "
+                f"{self.display}: can't {action}: no response within {STORE_TIMEOUT_S:.0f} s; "
                 "check that the store is reachable"
             ) from error
         except (ValueError, OSError, RuntimeError) as error:
@@ -166,35 +168,35 @@ class Location:
 
 
 class _Several:
-    """Several operations under way, waited for as if they were one."""
+    """Several concurrent operations that are waited for as one."""
 
     def __init__(self, futures: list[Any]) -> None:
         self._futures = futures
 
     def result(self, timeout: float) -> list[Any]:
-        """The values; ``timeout`` seconds for each."""
+        """Return the values, waiting at most ``timeout`` seconds for each."""
         return [future.result(timeout=timeout) for future in self._futures]
 
 
 def open_location(data: str, *, context: ts.Context | None = None, memory_mapped: bool = False) -> Location:
-    """Read a path or a TensorStore URL (``file://``, ``gs://``, ``s3://``, ``memory://``…) as a folder.
+    """Return the folder at a path or TensorStore URL (``file://``, ``gs://``, ``s3://``, ``memory://``…).
 
     Args:
-        data: the folder; without ``://`` it is a path on this machine, with ``~`` for the home folder.
-        context: shared resources; a new one by default. ``memory://`` folders are seen only through the same context.
+        data: the folder; without ``://`` a path on this machine, with ``~`` for the home folder.
+        context: shared resources; a new one by default. ``memory://`` folders are visible only in the same context.
         memory_mapped: map local files instead of reading them: 1.4 to 2.4 times the images per second when cached.
 
     Raises:
-        ShardError: the text is not a URL that TensorStore knows.
+        ShardError: TensorStore does not support the URL.
     """
     if not data:
-        raise ShardError("the data folder is empty text: name a folder or a URL such as gs://bucket/imagenet")
+        raise ShardError("the data folder is an empty string; give a folder or a URL such as gs://bucket/imagenet")
     if "://" in data:
         try:
             spec: dict[str, Any] = ts.KvStore.Spec(data).to_json()
         except (ValueError, RuntimeError) as error:
             raise ShardError(
-                f"{data} is not a URL of a known store: {reason(error)}; use a path, gs:// or s3://"
+                f"{data} is not the URL of a supported store: {reason(error)}; use a path, gs:// or s3://"
             ) from error
     else:
         spec = {"driver": "file", "path": str(Path(data).expanduser())}
@@ -204,7 +206,7 @@ def open_location(data: str, *, context: ts.Context | None = None, memory_mapped
         )
     path = spec.get("path", "")
     if spec["driver"] == "file":
-        # TensorStore takes no ".."; the folder above a link's target is not the one above the link.
+        # TensorStore does not accept "..", and the parent of a link's target is not the parent of the link.
         path = os.path.realpath(path) if ".." in Path(path).parts else str(Path(path).absolute())
     spec["path"] = path if path.endswith("/") or not path else f"{path}/"
     if memory_mapped and spec["driver"] == "file":
@@ -213,7 +215,7 @@ def open_location(data: str, *, context: ts.Context | None = None, memory_mapped
 
 
 def reason(error: BaseException) -> str:
-    """The first line of a TensorStore error without the details it trails in brackets (source positions, spec…)."""
+    """Return the first line of a TensorStore error without trailing details in brackets (source positions, spec…)."""
     text = _TRAILING_DETAILS.split(str(error).replace("\\x00", "/"))[0]
     return text.splitlines()[0] if text else type(error).__name__
 
@@ -226,7 +228,7 @@ def _remedy(error: BaseException) -> str:
         return "allow more open files (ulimit -n) and run the same command again"
     if "Input/output error" in text:
         return "check the disk"
-    return "check the address and its rights"
+    return "check the address and its permissions"
 
 
 def _prefix_range(prefix: str) -> ts.KvStore.KeyRange:

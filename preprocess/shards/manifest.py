@@ -1,6 +1,6 @@
-"""`manifest.json`: what a finished split holds and how it came to be. Its presence means the split is complete.
+"""`manifest.json`: the contents of a finished split and how it was made. Its presence means the split is complete.
 
-Owns the manifest's fields, their checks and its strict JSON form. Does not touch a store.
+Owns the manifest's fields, their validation and the strict JSON form. Does not access a store.
 """
 
 from __future__ import annotations
@@ -19,55 +19,55 @@ from preprocess.shards.location import ShardError
 from preprocess.shards.shard_index import CHECKSUM_BYTES, ENTRY
 
 FORMAT_VERSION = 2
-"""The version that is written. Version 1, which is still read, has no ``checksums/``, and in its manifest no digests of
-these, of the shard files of the labels and of the arrays' metadata."""
+"""The version that is written. Version 1, which is still read, has no ``checksums/``, and its manifest has no digests
+of the checksums, of the labels' shard files and of the arrays' metadata."""
 _READABLE_VERSIONS = (1, 2)
 MANIFEST_KEY = "manifest.json"
 FAILURES_KEY = "failures.jsonl"
-NO_MANIFEST_REMEDY = "restore that file, or clear the split's folder yourself and pack again"
-"""What to do where a manifest is gone or not recognised as one. Even with --overwrite, packing then refuses the folder,
-which could be anybody's."""
+NO_MANIFEST_REMEDY = "restore that file, or clear the split's folder by hand and pack again"
+"""The remedy for a missing or unrecognisable manifest. Even with --overwrite, packing then refuses the folder, because
+it may not be a pack."""
 
 _SINCE_VERSION_2 = ("label_digests", "checksum_digests", "metadata_digests")
-# Blosc adds 16 bytes to what it can't compress, the checksum 4, the index 16.
+# Blosc adds 16 bytes to incompressible data, the checksum 4, the index 16.
 _MAX_ADDED_BYTES = 64
 _LISTS = ("class_counts", "channel_mean", "channel_std", "shard_digests", "label_digests", "checksum_digests")
 _DIGEST_KEY = "manifest_digest"
 _DIGEST = re.compile("[0-9a-f]{64}")
-# What tells a split's manifest from the many other files of that name.
-_TELLING_KEYS = frozenset({"format_version", "num_images", "source_digest"})
+# The keys that distinguish a split's manifest from other files of that name.
+_IDENTIFYING_KEYS = frozenset({"format_version", "num_images", "source_digest"})
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a split holds. Checks itself.
+    """The contents of a split. Validates itself.
 
     Attributes:
-        format_version: version of the on-disk format, 2, or 1 of an older pack.
-        num_images: images packed, N ≥ 1.
-        height: rows of an image in pixels.
-        width: columns of an image in pixels.
-        layout: how pixels lie in words, by its text in `preprocess.pixels.LAYOUTS`.
+        format_version: version of the on-disk format, 2, or 1 for an older pack.
+        num_images: number of images packed, N ≥ 1.
+        height: height of an image in pixels.
+        width: width of an image in pixels.
+        layout: the pixel layout, as described in `preprocess.pixels.LAYOUTS`.
         codec: ``raw`` or ``blosc``.
-        checksum: whether each image carries a CRC-32C.
-        shard_images: images a shard file holds; the last one may hold fewer.
+        checksum: whether each image has a CRC-32C.
+        shard_images: images per shard file; the last file may have fewer.
         classes: identifiers and names in the order of the labels, which are 0-based.
-        class_counts: images of each class; they add up to ``num_images``.
+        class_counts: number of images of each class; they add up to ``num_images``.
         channel_mean: mean of R, G and B over all pixels, 0..1, from exact integer sums.
         channel_std: standard deviation of R, G and B over all pixels (population), same scale.
         resize_rule: how images were resized and cropped, as JSON of ``preprocess.decoding.decode.ResizeRule``.
         source_digest: SHA-256 of the source's listing, hexadecimal.
-        num_failures: images that could not be packed; ``failures.jsonl`` names each.
-        tool_versions: versions of the programs that decide the pixels, by name.
+        num_failures: number of images that could not be packed; ``failures.jsonl`` lists them.
+        tool_versions: versions of the libraries that determine the pixels, by name.
         shard_digests: SHA-256 of each shard file's pixels as little-endian words, hexadecimal.
-        labels_digest: the same of all labels.
+        labels_digest: SHA-256 of all labels as little-endian numbers.
         failures_digest: SHA-256 of ``failures.jsonl``.
         label_digests: SHA-256 of the labels in each shard file of ``labels/``; none in version 1.
-        checksum_digests: the same of ``checksums/``; none in version 1, nor where ``checksum`` is false.
+        checksum_digests: the same for ``checksums/``; none in version 1, or if ``checksum`` is false.
         metadata_digests: SHA-256 of each array's ``zarr.json``, by the array's name; none in version 1.
 
-    On disk there is one field more, ``manifest_digest``, the SHA-256 of all others; the last three are not there in
-    version 1.
+    On disk there is one more field, ``manifest_digest``, the SHA-256 of all others; the last three attributes do not
+    exist on disk in version 1.
     """
 
     format_version: int
@@ -96,20 +96,25 @@ class Manifest:
     def __post_init__(self) -> None:
         _check_version(self.format_version)
         for name in ("num_images", "height", "width", "shard_images"):
-            _require(type(value := getattr(self, name)) is int and value >= 1, f"{name} is a whole number ≥ 1", value)
-        _require(type(self.num_failures) is int and self.num_failures >= 0, "num_failures is ≥ 0", self.num_failures)
+            is_valid = type(value := getattr(self, name)) is int and value >= 1
+            _require(is_valid, f"{name} must be a whole number ≥ 1", value)
+        _require(
+            type(self.num_failures) is int and self.num_failures >= 0, "num_failures must be ≥ 0", self.num_failures
+        )
         known = " or ".join(map(repr, LAYOUTS.values()))
         if self.layout not in LAYOUTS.values():
-            raise ShardError(f"layout is {known}, found {self.layout!r}; for another one install a newer feedloop")
+            raise ShardError(
+                f"layout must be {known}, found {self.layout!r}; install a newer feedloop for other layouts"
+            )
         is_whole = self.pixel_layout == "packed" or self.width % 4 == 0
-        _require(is_whole, "the width of a dense layout is a multiple of 4", self.width)
-        _require(self.codec in CODECS, f"codec is one of {', '.join(CODECS)}", self.codec)
-        _require(type(self.checksum) is bool, "checksum is true or false", self.checksum)
+        _require(is_whole, "the width of a dense layout must be a multiple of 4", self.width)
+        _require(self.codec in CODECS, f"codec must be one of {', '.join(CODECS)}", self.codec)
+        _require(type(self.checksum) is bool, "checksum must be true or false", self.checksum)
         self._check_classes()
         for name in ("channel_mean", "channel_std"):
             value = getattr(self, name)
             is_valid = len(value) == 3 and all(type(part) is float and 0 <= part <= 1 for part in value)
-            _require(is_valid, f"{name} is three numbers from 0 to 1", value)
+            _require(is_valid, f"{name} must be three numbers from 0 to 1", value)
         self._check_digests()
 
     def _check_digests(self) -> None:
@@ -121,20 +126,22 @@ class Manifest:
             ("label_digests", num_parts),
             ("checksum_digests", num_parts * self.checksum),
         ):
-            _require(len(getattr(self, name)) == count, f"{name} has {count} entries", len(getattr(self, name)))
+            _require(len(getattr(self, name)) == count, f"{name} must have {count} entries", len(getattr(self, name)))
         found = sorted(self.metadata_digests)
-        _require(found == names, f"metadata_digests are of {', '.join(names) or 'nothing'}", found)
+        _require(found == names, f"the keys of metadata_digests must be {', '.join(names) or 'none'}", found)
         digests = (*self.shard_digests, *self.label_digests, *self.checksum_digests, *self.metadata_digests.values())
         for digest in (*digests, self.labels_digest, self.failures_digest):
-            _require(type(digest) is str and _DIGEST.fullmatch(digest) is not None, "a digest is a SHA-256", digest)
+            _require(
+                type(digest) is str and _DIGEST.fullmatch(digest) is not None, "a digest must be a SHA-256", digest
+            )
 
     def _check_classes(self) -> None:
         counts = self.class_counts
         num_classes = len(self.classes)
-        _require(1 <= num_classes <= MAX_CLASSES, f"there are 1 to {MAX_CLASSES} classes", num_classes)
-        _require(len(counts) == num_classes, f"class_counts has {num_classes} entries", len(counts))
-        _require(all(type(count) is int and count >= 0 for count in counts), "class_counts are ≥ 0", counts)
-        _require(sum(counts) == self.num_images, f"class_counts add up to {self.num_images} images", sum(counts))
+        _require(1 <= num_classes <= MAX_CLASSES, f"there must be 1 to {MAX_CLASSES} classes", num_classes)
+        _require(len(counts) == num_classes, f"class_counts must have {num_classes} entries", len(counts))
+        _require(all(type(count) is int and count >= 0 for count in counts), "class_counts must be ≥ 0", counts)
+        _require(sum(counts) == self.num_images, f"class_counts must add up to {self.num_images} images", sum(counts))
 
     @property
     def num_classes(self) -> int:
@@ -148,11 +155,11 @@ class Manifest:
 
     @property
     def image_bytes(self) -> int:
-        """Bytes of one image in memory as it is stored, without codec and checksum."""
+        """Size of one image in memory in its stored layout, in bytes, without codec and checksum."""
         return self.height * self.row_words * 4
 
     def shard_bytes(self, shard: int) -> int | None:
-        """The size of shard file ``shard`` of ``pixels/``; None where the codec decides."""
+        """Return the size of shard file ``shard`` of ``pixels/`` in bytes; None if it depends on the codec."""
         if self.codec != "raw":
             return None
         start, stop = self.shard_range(shard)
@@ -161,21 +168,21 @@ class Manifest:
 
     @property
     def max_shard_bytes(self) -> int:
-        """The most that a shard file of ``pixels/`` can have, with whatever the codec and Zarr add to an image."""
+        """Maximum size of a shard file of ``pixels/`` in bytes, with everything that the codec and Zarr add."""
         return self.shard_images * (self.image_bytes + _MAX_ADDED_BYTES) + _MAX_ADDED_BYTES
 
     @property
     def pixel_layout(self) -> Layout:
-        """The layout's name."""
+        """The name of the layout."""
         return next(name for name, text in LAYOUTS.items() if text == self.layout)
 
     @property
     def row_words(self) -> int:
-        """Words of a row of pixels."""
+        """Number of words in a row of pixels."""
         return words_of_row(self.width, self.pixel_layout)
 
     def shard_range(self, shard: int) -> tuple[int, int]:
-        """The images ``start, stop`` of shard file ``shard``."""
+        """Return the range ``start, stop`` of the images in shard file ``shard``."""
         start = shard * self.shard_images
         return start, min(start + self.shard_images, self.num_images)
 
@@ -186,18 +193,18 @@ class Manifest:
         return document
 
     def to_json(self) -> str:
-        """The manifest as JSON text, the same bytes for the same manifest."""
+        """Return the manifest as JSON text; equal manifests give equal bytes."""
         document = self._document()
-        # Escapes, because a class folder's name need not be UTF-8.
+        # ASCII escapes, because a class folder's name need not be UTF-8.
         return json.dumps(document | {_DIGEST_KEY: json_digest(document)}, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str | bytes, *, where: str = MANIFEST_KEY) -> Manifest:
-        """Read what `to_json` wrote; ``where`` is the place named in errors.
+        """Parse the output of `to_json`; ``where`` is the file named in errors.
 
         Raises:
-            ShardError: not JSON, an unknown or missing key, a newer format version, a value out of its range, or any
-                value that is not the one that was written.
+            ShardError: the text is not JSON, has an unknown or missing key, a newer format version or a value out of
+                range, or was changed after it was written.
         """
         try:
             document = json.loads(text)
@@ -205,7 +212,7 @@ class Manifest:
             raise ShardError(f"{where}: not valid JSON ({error}); {NO_MANIFEST_REMEDY}") from error
         if not isinstance(document, dict):
             found = type(document).__name__
-            raise ShardError(f"{where}: a manifest is a JSON object, found {found}; {NO_MANIFEST_REMEDY}")
+            raise ShardError(f"{where}: a manifest must be a JSON object, found {found}; {NO_MANIFEST_REMEDY}")
         try:
             return cls._from_document(document)
         except ShardError as error:
@@ -213,11 +220,11 @@ class Manifest:
 
     @classmethod
     def _check_keys(cls, document: dict[str, Any]) -> set[str]:
-        """Return the keys that a manifest of the document's version has; raise ShardError where it has others."""
-        # The version comes first: another version may well have other keys.
+        """Return the keys of a manifest of the document's version; raise ShardError if the document has others."""
+        # The version is checked first, because another version may have other keys.
         if "format_version" in document:
             _check_version(document["format_version"])
-        if lacking := sorted(_TELLING_KEYS - document.keys()):
+        if lacking := sorted(_IDENTIFYING_KEYS - document.keys()):
             raise ShardError(f"missing key {', '.join(lacking)}; {NO_MANIFEST_REMEDY}")
         known = {each.name for each in fields(cls)} | {_DIGEST_KEY}
         if document["format_version"] == 1:
@@ -233,43 +240,43 @@ class Manifest:
     def _from_document(cls, document: dict[str, Any]) -> Manifest:
         known = cls._check_keys(document)
         values = dict(document)
-        noted = values.pop(_DIGEST_KEY)
+        stored_digest = values.pop(_DIGEST_KEY)
         lists = [name for name in _LISTS if name in known]
         for name in ("classes", *lists):
-            _require(isinstance(values[name], list), f"{name} is a list", values[name])
+            _require(isinstance(values[name], list), f"{name} must be a list", values[name])
         for name in ("resize_rule", "tool_versions", *({"metadata_digests"} & known)):
-            _require(isinstance(values[name], dict), f"{name} is an object", values[name])
+            _require(isinstance(values[name], dict), f"{name} must be an object", values[name])
         for name in ("layout", "codec", "source_digest"):
-            _require(isinstance(values[name], str), f"{name} is text", values[name])
+            _require(isinstance(values[name], str), f"{name} must be a string", values[name])
         values["classes"] = tuple(_image_class(entry) for entry in values["classes"])
         for name in lists:
             values[name] = tuple(values[name])
         manifest = cls(**values)
-        if noted != json_digest(manifest._document()):
+        if stored_digest != json_digest(manifest._document()):
             raise ShardError(
-                f"some value was changed after packing ({_DIGEST_KEY} does not match); restore the file or pack the "
+                f"a value was changed after packing ({_DIGEST_KEY} does not match); restore the file or pack the "
                 "split again with --overwrite"
             )
         return manifest
 
 
 def is_manifest(text: bytes) -> bool:
-    """Whether ``text`` is a split's manifest of any version, though perhaps a damaged one, and no other program's."""
+    """Return whether ``text`` is a split's manifest of any version, possibly damaged, and not another program's."""
     try:
         document = json.loads(text)
     except (ValueError, RecursionError):
         return False
-    return isinstance(document, dict) and document.keys() >= _TELLING_KEYS
+    return isinstance(document, dict) and document.keys() >= _IDENTIFYING_KEYS
 
 
 def _image_class(entry: Any) -> ImageClass:
     is_valid = isinstance(entry, dict) and set(entry) == {"id", "name"} and all(type(v) is str for v in entry.values())
-    _require(is_valid, "a class has the keys id and name, both text", entry)
+    _require(is_valid, "a class must have the keys id and name, both strings", entry)
     return ImageClass(**entry)
 
 
-def _require(is_kept: bool, rule: str, found: object) -> None:
-    if not is_kept:
+def _require(is_satisfied: bool, rule: str, found: object) -> None:
+    if not is_satisfied:
         text = repr(found)
         text = text if len(text) <= 80 else f"{text[:77]}…"
         raise ShardError(f"{rule}, found {text}; restore the file or pack the split again with --overwrite")
@@ -280,7 +287,7 @@ def _check_version(version: object) -> None:
         return
     if type(version) is int and version > FORMAT_VERSION:
         raise ShardError(
-            f"format version {version} is newer than {FORMAT_VERSION}, the newest known here: install a newer feedloop"
+            f"format version {version} is newer than {FORMAT_VERSION}, the newest supported; install a newer feedloop"
         )
     known = " or ".join(map(str, _READABLE_VERSIONS))
-    raise ShardError(f"format_version is {known}, found {version!r}; pack the split again with --overwrite")
+    raise ShardError(f"format_version must be {known}, found {version!r}; pack the split again with --overwrite")

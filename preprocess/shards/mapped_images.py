@@ -1,8 +1,8 @@
-"""Images of a local split straight from its mapped shard files.
+"""Images of a local split, read directly from its mapped shard files.
 
-TensorStore finds and decodes an image anew on every read: its shard's index, its checksum, a copy. Of files in the page
-cache that is most of the work. Here an image is looked for and checked once, and a read is one copy. Whatever is not as
-it should be is left to TensorStore, which says what is wrong.
+TensorStore locates and decodes an image on every read: its shard's index, its checksum, a copy. For files in the page
+cache that is most of the work. Here an image is located and checked once, and a read is a single copy. Images that are
+not sound are left to TensorStore, which reports the fault.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from preprocess.shards.manifest import Manifest
 from preprocess.shards.mapped_shards import MOST_MAPPED, ExpectedChecksums, MappedShard, MappedShards, read_pages
 from preprocess.shards.shard_index import CHECKSUM_BYTES
 
-# Smaller images are gathered by one call a shard, for which they are copied twice: a call an image costs 2 µs. A call a
-# shard costs 10 µs, so it must be for several images.
+# Smaller images are gathered with one call per shard, which copies them twice, because a call per image costs 2 µs. A
+# call per shard costs 10 µs, so it pays off only for several images.
 _LEAST_ONE_BY_ONE_BYTES = 1 << 14
 _LEAST_GATHERED = 4
-# Of the files that a process may have open, the share that small images of a split may keep so; it reads two splits.
+# The fraction of the process's open-file limit that a split with small images may use; a run reads two splits.
 _OPEN_SHARE = 1 / 4
-# Of this machine's memory, the share that a split may have for its images to stay in it once they were read: those of
-# others, and the program, need some too.
+# The fraction of this machine's memory up to which a split's images are assumed to stay in memory once read. Other
+# splits and the program need memory too.
 _STAYING_SHARE = 0.4
 
 
@@ -35,9 +35,9 @@ class MappedImages:
     """The mapped pixels of one split; for any number of threads.
 
     Args:
-        folder: of the split, on this machine.
-        manifest: of the split, which must be `is_mappable`.
-        expected: checksums of images by the split's record of them; None where it has none.
+        folder: the local folder of the split.
+        manifest: the manifest of the split, for which `is_mappable` must be true.
+        expected: returns the checksums stored in the split's ``checksums/``; None if it has none.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, expected: ExpectedChecksums | None) -> None:
@@ -57,33 +57,33 @@ class MappedImages:
 
     @property
     def lends(self) -> bool:
-        """Whether `lend` may ever give something."""
+        """Whether `lend` may ever return images."""
         return self._image_bytes >= _LEAST_ONE_BY_ONE_BYTES
 
     @staticmethod
     def is_mappable(manifest: Manifest) -> bool:
-        """Whether this machine's memory would show the pixels of the files as they are."""
+        """Return whether the files' pixels can be used as they are in this machine's memory."""
         return manifest.codec == "raw" and MappedShards.is_possible()
 
     def look(self) -> None:
-        """Look at every mapped file once more; raises ChangedFileError where one was written to."""
+        """Check every mapped file once more; raise ChangedFileError if one was written to."""
         self._shards.look()
 
     def copy(
         self, indices: NDArray[np.int64], pixels: NDArray[np.uint32], expected: NDArray[np.uint32] | None
     ) -> NDArray[np.intp]:
-        """Copy images and check those that were not checked before.
+        """Copy images, and check those that have not been checked yet.
 
         Args:
             indices: int64 ``[b]``, 0 ≤ index < N.
-            pixels: uint32 ``[b, H, words of a row]``, overwritten.
-            expected: uint32 ``[b]``, the images' checksums; None takes those in the files, where there are any.
+            pixels: uint32 ``[b, H, row_words]``, overwritten.
+            expected: uint32 ``[b]``, the images' checksums; None uses those in the files, if any.
 
         Returns:
-            The rows of ``pixels`` that hold no sound image, ascending.
+            The rows of ``pixels`` without a sound image, ascending.
 
         Raises:
-            ChangedFileError: a file was written to since images were copied from it.
+            ChangedFileError: a file was written to after images were copied from it.
         """
         num_files = 1 if self.lends else len(np.unique(indices // self._shard_images))
         if self.lends or len(indices) < _LEAST_GATHERED * num_files:
@@ -103,7 +103,7 @@ class MappedImages:
             elif shard.file is not None and is_one_piece:
                 is_sound = shard.read(slot, image, own, checksum)
             else:
-                # Copied first: that lets go of the interpreter lock, which the wait for a disk must not hold.
+                # Copy first: copying releases the interpreter lock, which must not be held while a disk reads.
                 np.copyto(image, shard.chunks[slot])
                 is_sound = shard.check(slot, image, checksum)
             if not is_sound:
@@ -131,11 +131,11 @@ class MappedImages:
     def lend(
         self, indices: NDArray[np.int64], expected: NDArray[np.uint32] | None
     ) -> tuple[list[NDArray[np.uint32]], set[MappedShard]] | None:
-        """Return the images where they lie in the files, in the order of ``indices``, and the files.
+        """Return views of the images in the mapped files, in the order of ``indices``, and the files.
 
-        Each is uint32 ``[H, words of a row]``, read-only. They are checked, and their pages in memory, unless the
-        system has taken them back. What is copied from them counts only if none of the files `is_torn` afterwards. None
-        where that cannot be, or where they are so small that `copy` is faster.
+        Each image is uint32 ``[H, row_words]``, read-only. The images are checked, and their pages are in memory unless
+        the system has evicted them. Copies of them are valid only if none of the files `is_torn` afterwards. Returns
+        None if an image is not available, or if images are so small that `copy` is faster.
 
         Raises:
             ChangedFileError: as `copy`.
@@ -158,6 +158,6 @@ class MappedImages:
 
 
 def _most_open_files() -> int:
-    """How many files a split may keep open."""
+    """Return the number of files that a split may keep open."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return int(_OPEN_SHARE * (MOST_MAPPED if most == resource.RLIM_INFINITY else most))

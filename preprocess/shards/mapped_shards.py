@@ -1,7 +1,7 @@
-"""Mapped shard files of raw arrays on this machine (Zarr version 3, codec `sharding_indexed`).
+"""Memory-mapped shard files of raw local arrays (Zarr version 3, codec `sharding_indexed`).
 
-Knows the order of bytes in a shard, and which chunks of it were checked; not what they mean. A chunk that does not lie
-where its number says, or is not as its checksum says, is not given out: the store then says what is wrong.
+Knows the byte order of a shard and which of its chunks were checked, not what they mean. A chunk that is misplaced or
+does not match its checksum is not returned; the store then reports the fault.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from preprocess.shards.chunk_marks import ChunkMarks
 from preprocess.shards.file_maps import FileMap, map_file
 from preprocess.shards.shard_index import CHECKSUM_BYTES, ENTRY, shard_index
 
-# Linux lets a process map 65,530 files, here of two splits; the shards beyond these stay with the store.
+# Linux lets a process map 65,530 files, here for two splits; further shards are read by the store.
 MOST_MAPPED = 3 << 13
-# Every page of an array is read once to bring it into memory, 4 KiB at least, by one call on more than 500 numbers: for
-# so many NumPy lets go of the interpreter lock, which a read from a disk must not hold.
+# Every page of an array (at least 4 KiB) is touched once to load it, by one call on more than 500 numbers: from that
+# size on NumPy releases the interpreter lock, which must not be held during a disk read.
 _PAGE_BYTES = 1 << 12
 _LEAST_NUMBERS_READ = 1 << 9
-# A call to the system costs 2 to 6 µs, as much as the copy of an image: of many files no more than so many a second.
+# A system call costs 2 to 6 µs, as much as copying an image, so with many files their checks per second are limited.
 _LOOK_EVERY_S = 1.0
 _MOST_LOOKS_A_S = 1_000
 
 type ExpectedChecksums = Callable[[int, int], NDArray[np.uint32]]
-"""Chunks ``start, stop`` → their checksums, uint32 ``[stop - start]``, by another record than the file's own."""
+"""Chunks ``start, stop`` → their checksums, uint32 ``[stop - start]``, from a record other than the file itself."""
 
 
 class ChangedFileError(OSError):
-    """A file was written to while it was mapped, and chunks that were handed out are others now."""
+    """A file was written to while it was mapped, and chunks that were returned have changed."""
 
 
 class OpenFile:
-    """A file's descriptor, closed with its last holder: a thread that reads by it never finds another file there."""
+    """A file descriptor, closed with its last reference, so that no reading thread can find another file behind it."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -60,15 +60,16 @@ class MappedShard:
     """One mapped file.
 
     Attributes:
-        path: of the file.
-        identity: of the file.
-        map: of the file.
+        path: path of the file.
+        identity: identity of the file.
+        map: memory map of the file.
         chunks: ``[n, …]`` of the array's type, in the file.
-        checksums: uint32 ``[n]``, in the file; None where there are none.
-        misplaced: the numbers of chunks that do not lie where chunks of one size in their order lie, as its index says.
+        checksums: uint32 ``[n]``, in the file; None if it has none.
+        misplaced: the numbers of chunks that, according to the index, are not at the position of chunks of one size in
+            order.
         checked: the chunks that were found sound.
-        looked_s: when it was seen to be the file of that path, on the monotonic clock.
-        file: to read from; None where too many are open.
+        looked_s: when the path was last seen to lead to this file, on the monotonic clock.
+        file: descriptor to read from; None if too many are open.
     """
 
     path: str
@@ -83,13 +84,13 @@ class MappedShard:
 
     @property
     def is_torn(self) -> bool:
-        """Whether the file was cut short since it was mapped: what was copied from `chunks` may be zeros."""
+        """Whether the file was truncated after it was mapped: data copied from `chunks` may then be zeros."""
         return self.map.is_torn
 
     def read(self, slot: int, chunk: NDArray[Any], checksum: bytearray, expected: int | None) -> bool:
-        """Read a chunk from `file` to memory in one piece, and its checksum; whether it is there and as in `check`.
+        """Read a chunk and its checksum from `file` into contiguous memory; return whether it is sound, as `check`.
 
-        To map a page that was not looked at before takes 5 µs, which a read does not.
+        Touching a page of the map for the first time takes 5 µs, which a read avoids.
         """
         assert self.file is not None
         into = (chunk,) if self.checksums is None else (chunk, checksum)
@@ -97,19 +98,19 @@ class MappedShard:
         try:
             if os.preadv(self.file.descriptor, into, slot * num_bytes) != num_bytes:
                 return False
-        except OSError:  # the store will meet it too, and name the file
+        except OSError:  # the store will raise it too, and name the file
             return False
         if expected is None:
             expected = int.from_bytes(checksum, "little")
         return slot in self.checked or self._is_sound(slot, chunk, expected)
 
     def check(self, slot: int, chunk: NDArray[Any], expected: int | None) -> bool:
-        """Return whether what was copied from ``chunks[slot]`` is that chunk, with its checksum.
+        """Return whether data copied from ``chunks[slot]`` matches the checksum of that chunk.
 
         Args:
-            slot: of the chunk in the file.
-            chunk: what was copied, or the chunk in the file itself.
-            expected: the checksum by another record; None takes the file's own, where it has one.
+            slot: number of the chunk in the file.
+            chunk: the copy, or the chunk in the file itself.
+            expected: the checksum from another record; None uses the file's own, if it has one.
         """
         if slot in self.checked:
             return not self.is_torn
@@ -129,22 +130,22 @@ class MappedShard:
 class MappedShards:
     """The mapped files of one array; for any number of threads.
 
-    A file that is replaced is told by its identity within a second, or as many as it has thousands of files, and mapped
-    and checked anew. One that is written to in its place is told likewise: chunks that were handed out of it are
-    compared with their checksums once more, and where one is another now, that is a `ChangedFileError`. One that is cut
-    short while a chunk is copied is torn (`preprocess.shards.file_maps`). A page that the system has taken back is read
-    again where it is copied, which no time limit can end.
+    A replaced file is detected by its identity within one second per thousand files (at least one second), and mapped
+    and checked again. A file that was written to in place is detected likewise: chunks that were returned from it are
+    compared with their checksums again, and a changed chunk raises `ChangedFileError`. A file that is truncated while a
+    chunk is copied is torn (`preprocess.shards.file_maps`). A page that the system has evicted is read again when it is
+    copied, which no time limit can interrupt.
 
     Args:
-        folder: of the array, on this machine.
-        rank: of the array.
-        num_chunks: of the array, all along its first axis.
-        shard_chunks: of a whole file.
-        chunk_shape: of one.
-        dtype: of the array, little-endian.
+        folder: the local folder of the array.
+        rank: rank of the array.
+        num_chunks: number of chunks of the array, all along its first axis.
+        shard_chunks: number of chunks in a full file.
+        chunk_shape: shape of a chunk.
+        dtype: type of the array, little-endian.
         checksum: whether a CRC-32C follows each chunk.
-        most_open: files, the first that are mapped, that stay open for reads beside their maps.
-        expected: checksums of chunks by another record than the files' own; None takes those.
+        most_open: maximum number of mapped files that also stay open for reads; the first ones mapped are used.
+        expected: returns checksums of chunks from a record other than the files; None uses the files' own.
     """
 
     def __init__(
@@ -171,11 +172,11 @@ class MappedShards:
 
     @staticmethod
     def is_possible() -> bool:
-        """Whether this machine's memory would show the numbers of the files as they are."""
+        """Return whether the files' numbers can be used as they are in this machine's memory."""
         return sys.byteorder == "little"
 
     def places(self, chunks: NDArray[np.int64]) -> Iterator[tuple[MappedShard | None, int]]:
-        """Gives each chunk's shard, None where it is not mapped, and its place in it; looks at each file once."""
+        """Yield each chunk's shard, or None if it is not mapped, and its slot there; each file is checked once."""
         numbers, slots = np.divmod(chunks, self._shard_chunks)
         found: dict[int, MappedShard | None] = {}
         for number, slot in zip(numbers.tolist(), slots.tolist(), strict=True):
@@ -184,7 +185,7 @@ class MappedShards:
             yield found[number], slot
 
     def by_shard(self, chunks: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.intp], NDArray[np.int64]]]:
-        """Gives each shard's number, the rows of its chunks, and their places in it."""
+        """Yield each shard's number, the rows of its chunks, and their slots in it."""
         if not len(chunks):
             return
         numbers, slots = np.divmod(chunks, self._shard_chunks)
@@ -194,11 +195,11 @@ class MappedShards:
             yield int(numbers[rows[0]]), rows, slots[rows]
 
     def find(self, number: int) -> MappedShard | None:
-        """Return the mapped shard of that number; None where its file is missing or of another form.
+        """Return the mapped shard of that number; None if its file is missing or has another form.
 
         Raises:
-            ChangedFileError: a file was written to in its place, and what was handed out of it is another now; from
-                then on at every call.
+            ChangedFileError: a file was written to in place, and chunks that were returned from it have changed; from
+                then on raised by every call.
         """
         self._check_unchanged()
         shard = self._shards.get(number)
@@ -212,7 +213,7 @@ class MappedShards:
             return self._shards.get(number)
 
     def look(self) -> None:
-        """Look at every mapped file once more; raises ChangedFileError as `find`."""
+        """Check every mapped file once more; raise ChangedFileError as `find`."""
         for number, shard in list(self._shards.items()):
             shard.looked_s = -math.inf
             self.find(number)
@@ -223,9 +224,9 @@ class MappedShards:
             raise ChangedFileError(self._changed_path)
 
     def _map_again(self, number: int, before: MappedShard | None) -> None:
-        """Map a file for the first time, or one that is not what it was."""
+        """Map a new or changed file."""
         path = os.fspath(self._folder / shard_key(number, self._rank))
-        # A file that cannot be opened or mapped now may be tomorrow: nothing is kept of it.
+        # A file that cannot be opened or mapped now may be available later, so nothing is recorded about it.
         with suppress(OSError):
             if number in self._of_another_form and self._of_another_form[number] == _identify(path):
                 return
@@ -235,14 +236,14 @@ class MappedShards:
             elif (found := _identify(path)) is not None:
                 self._of_another_form[number] = found
         if before is not None and not self._is_as_before(number, before, self._shards.get(number)):
-            # Kept: the caller's step may never be taken, and then nobody would hear of it.
+            # Remembered for later calls, because the caller may drop the exception with a step that it never takes.
             self._changed_path = before.path
 
     def _is_as_before(self, number: int, before: MappedShard, now: MappedShard | None) -> bool:
-        """Return whether what was handed out of a file is what it holds now, where it is the same one (its inode)."""
+        """Return whether chunks returned from a file are unchanged in it; True if its inode is another one now."""
         found = _identify(before.path)
         if found is None or found[0] != before.identity[0]:
-            return True  # it was replaced or removed; what was mapped stayed as it was
+            return True  # it was replaced or removed; the mapped content stayed the same
         start = number * self._shard_chunks
         for slot in before.checked.slots():
             expected = None if self._expected is None else int(self._expected(start + slot, start + slot + 1)[0])
@@ -251,7 +252,7 @@ class MappedShards:
         return True
 
     def _is_there(self, shard: MappedShard) -> bool:
-        """Whether the file is still the one that is mapped, as of a while ago."""
+        """Return whether the path still leads to the mapped file, as of the latest periodic check."""
         if shard.is_torn:
             return False
         now_s = time.monotonic()
@@ -262,10 +263,10 @@ class MappedShards:
         return True
 
     def _map(self, number: int, path: str) -> MappedShard | None:
-        """Maps a file; None where it is not of the size that chunks of one size leave.
+        """Map a file; return None if its size is not that of a file of equally sized chunks.
 
         Raises:
-            OSError: where it is not there, or the system maps no more.
+            OSError: the file is missing, or the system maps no more.
         """
         num_chunks = min(self._shard_chunks, self._num_chunks - number * self._shard_chunks)
         chunk_bytes = int(np.prod(self._shape)) * self._dtype.itemsize
@@ -302,13 +303,13 @@ class MappedShards:
 
 
 def read_pages(array: NDArray[Any]) -> None:
-    """Brings a mapped array, which lies in one piece, into memory, the interpreter lock let go."""
+    """Load a contiguous mapped array into memory with the interpreter lock released."""
     numbers = array.reshape(-1)
     numbers[:: max(1, min(_PAGE_BYTES // array.itemsize, numbers.size // _LEAST_NUMBERS_READ))].max()
 
 
 def _identify(path: str) -> FileIdentity | None:
     try:
-        return identity_of(os.stat(path))  # noqa: PTH116 - a Path costs three times as much, once a shard and batch
+        return identity_of(os.stat(path))  # noqa: PTH116 - Path takes three times as long, once per shard and batch
     except OSError:
         return None

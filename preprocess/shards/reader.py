@@ -1,6 +1,6 @@
-"""Reads packed splits: which there are, what they hold, and images by index into ready buffers.
+"""Opens packed splits and reads images by index into given buffers.
 
-Owns opening and reading. Knows nothing of order, batches or devices; writing is `preprocess.packing.pack`'s.
+Knows nothing of order, batches or devices; splits are written by `preprocess.packing.pack`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from preprocess.shards.arrays import (
     NUMBERS_PER_SHARD,
     PIXELS,
     checksums_metadata,
-    cut_short,
     damage,
+    describe_truncation,
     labels_metadata,
     pixels_metadata,
     read_array,
@@ -50,18 +50,18 @@ __all__ = [
 ]
 
 _BLAME_TIMEOUT_S = 10.0
-"""How long the damaged image is looked for after a failed read, in seconds."""
+"""Time limit for finding the damaged image after a failed read, in seconds."""
 
 _READ_ERRORS = (ValueError, OSError, RuntimeError)
 
 
 class ChangedShardError(ShardError):
-    """A shard file was written to while it was being read: images that were used already may have been others."""
+    """A shard file was written to while it was being read: images that were already used may have been wrong."""
 
 
 @dataclass(frozen=True)
 class LentImages:
-    """Images where they lie in mapped files, in place of copies.
+    """Views of images in mapped files, used instead of copies.
 
     Attributes:
         images: uint32 ``[H, row_words]`` each, read-only.
@@ -72,26 +72,26 @@ class LentImages:
     _split: ShardSplit
 
     def check(self) -> None:
-        """Make sure that what was copied from the images is what was packed: to be called after the copy.
+        """Check that copies made of the images are valid; call it after copying.
 
         Raises:
-            ShardError: a file was cut short meanwhile; the copies are of no use.
+            ShardError: a file was truncated in the meantime; the copies must not be used.
         """
         for shard in self._shards:
             if shard.is_torn:
-                raise ShardError(self._split.cut_message(shard.path))
+                raise ShardError(self._split.truncated_message(shard.path))
 
 
 class ShardSplit:
     """One complete split, open for reading from any number of threads. A context manager.
 
     Attributes:
-        manifest: what the split holds.
-        num_images: N.
-        height: H, rows in pixels.
-        width: W, columns in pixels.
-        row_words: words of a row, W of the packed layout.
-        num_classes: K.
+        manifest: the manifest of the split.
+        num_images: N, the number of images.
+        height: H, height of an image in pixels.
+        width: W, width of an image in pixels.
+        row_words: number of words in a row, W in the packed layout.
+        num_classes: K, the number of classes.
 
     Raises:
         ShardError: an array can't be opened.
@@ -105,7 +105,7 @@ class ShardSplit:
         self.width = manifest.width
         self.row_words = manifest.row_words
         self.num_classes = manifest.num_classes
-        # Decoded images are not cached: a cache only adds a copy (measured), the page cache already holds the file.
+        # Decoded images are not cached: a cache only adds a copy (measured), and the page cache already has the file.
         self._pixels: ts.TensorStore | None = open_pixels(location, manifest)
         self._labels: ImageNumbers | None = open_labels(location, manifest)
         self._checksums = open_checksums(location, manifest)
@@ -126,27 +126,27 @@ class ShardSplit:
         self.close()
 
     def close(self) -> None:
-        """Let go of the store; reading afterwards is an error. May be called again."""
+        """Release the store; reading afterwards is an error. May be called again."""
         self._pixels = self._labels = self._checksums = self._mapped = self._watch = None
 
     def read_into(
         self, indices: NDArray[np.int64], pixels: NDArray[np.uint32], labels: NDArray[np.int32], *, timeout_s: float
     ) -> None:
-        """Read images and labels into ready buffers, in the order of ``indices``.
+        """Read images and labels into the given buffers, in the order of ``indices``.
 
-        Blocks without holding the interpreter lock; any number of threads may read at once. After a time-out, or damage
-        among several images, the store may still write into ``pixels``: drop that buffer.
+        Blocks without holding the interpreter lock; any number of threads may read at once. After a timeout, or if one
+        of several images is damaged, the store may still write into ``pixels``: discard that buffer.
 
         Args:
             indices: int64 ``[b]``, 0 ≤ index < N, any order, repeats allowed.
-            pixels: uint32 ``[b, H, row_words]``, aligned, any strides, overwritten with the words of pixels.
+            pixels: uint32 ``[b, H, row_words]``, aligned, any strides, overwritten with the pixels' words.
             labels: int32 ``[b]``, overwritten with classes 0..K-1.
             timeout_s: how long to wait for the store, in seconds.
 
         Raises:
-            ShardError: an index, shape or type is wrong, or a shard is missing, damaged, another than was packed, or
-                not answering. The message names the split, the shard file and the remedy; the buffers then hold no
-                usable images.
+            ShardError: an index, shape or type is wrong, or a shard is missing, damaged, not the one that was packed,
+                or not read in time. The message names the split, the shard file and the remedy; the buffers then
+                contain no usable images.
         """
         self._check_buffer("pixels", pixels, np.uint32, (len(indices), self.height, self.row_words))
         indices = self._checked(indices, labels)
@@ -166,18 +166,17 @@ class ShardSplit:
 
     @property
     def lends(self) -> bool:
-        """Whether `lend` may ever give something."""
+        """Whether `lend` may ever return images."""
         return self._mapped is not None and self._mapped.lends
 
     def lend(self, indices: NDArray[np.int64], labels: NDArray[np.int32], *, timeout_s: float) -> LentImages | None:
-        """Read the labels of images in mapped files, and lend the images there in place of copies.
+        """Read the labels of images, and return views of the images in mapped files instead of copies.
 
         Args:
-            indices, labels, timeout_s: as `read_into` takes them.
+            indices, labels, timeout_s: as for `read_into`.
 
         Returns:
-            An image for each index; None where `read_into` must read them: small images, compressed or remote ones, and
-            whatever is damaged.
+            An image for each index; None if `read_into` must be used: for small, compressed, remote or damaged images.
 
         Raises:
             ShardError: as `read_into`.
@@ -196,29 +195,29 @@ class ShardSplit:
         return LentImages(*lent, self)
 
     def load_numbers(self, *, timeout_s: float) -> None:
-        """Read the labels and checksums of the split's beginning now, so that damage is told before other work.
+        """Read the first labels and checksums of the split now, so that damage is reported before other work.
 
         Raises:
-            ShardError: as `read_into`, of labels and checksums.
+            ShardError: as `read_into`, for labels and checksums.
         """
         first, deadline = np.zeros(1, np.int64), time.monotonic() + timeout_s
         self._expected(first, deadline)
         self._take_labels(first, np.empty(1, np.int32), deadline)
 
     def check_unchanged(self) -> None:
-        """Look at every file that images were copied from once more, after the last of them was used.
+        """Check once more every file that images were copied from, after the last of them was used.
 
         Raises:
-            ChangedShardError: one was written to in its place, so that images may have been others than those packed.
+            ChangedShardError: a file was written to in place, so the images may not have been those that were packed.
         """
         with self._naming_changed_files():
             for files in (self._mapped, self._labels, self._checksums):
                 if files is not None:
                     files.look()
 
-    def cut_message(self, path: str) -> str:
-        """Return what to say of a file that was cut short while it was being read."""
-        return f"{printable(path)} was cut short, or can't be read any more, while it was being read; {self._remedy()}"
+    def truncated_message(self, path: str) -> str:
+        """Return the error message for a file that was truncated while it was being read."""
+        return f"{printable(path)} was truncated or became unreadable while it was being read; {self._remedy()}"
 
     @contextmanager
     def _naming_changed_files(self) -> Iterator[None]:
@@ -226,12 +225,12 @@ class ShardSplit:
             yield
         except ChangedFileError as error:
             raise ChangedShardError(
-                f"{printable(str(error))} was written to while it was being read, and other pixels may have been used "
-                f"in the last seconds; stop what writes there and restore the file: {self._remedy()}"
+                f"{printable(str(error))} was written to while it was being read, and wrong pixels may have been used "
+                f"in the last seconds; stop the program that writes there and restore the file: {self._remedy()}"
             ) from error
 
     def _expected(self, indices: NDArray[np.int64], deadline: float) -> NDArray[np.uint32] | None:
-        """Return the checksums of images by the split's record of them; None where it has none."""
+        """Return the checksums of images from the split's ``checksums/``; None if it has none."""
         if self._checksums is None:
             return None
         with self._naming_changed_files():
@@ -251,7 +250,7 @@ class ShardSplit:
         deadline: float,
         timeout_s: float,
     ) -> None:
-        """Read the images ``indices`` by TensorStore to ``pixels[rows]``, and compare them with their checksums."""
+        """Read the images ``indices`` into ``pixels[rows]`` with TensorStore, and compare them with their checksums."""
         before = self._decoded.identify(np.unique(indices // self.manifest.shard_images))
         num_torn = 0 if self._watch is None else self._watch.num_torn
         try:
@@ -261,7 +260,7 @@ class ShardSplit:
         except _READ_ERRORS as error:
             raise ShardError(self._blame(indices, error)) from error
         if self._watch is not None and self._watch.num_torn != num_torn:
-            raise ShardError(self._blame(indices, OSError("a file was cut short while it was being read")))
+            raise ShardError(self._blame(indices, OSError("a file was truncated while it was being read")))
         if expected is None:
             return
         index = self._decoded.find_other(indices, (pixels[row] for row in rows.tolist()), expected, before)
@@ -272,7 +271,7 @@ class ShardSplit:
             )
 
     def _take_labels(self, indices: NDArray[np.int64], labels: NDArray[np.int32], deadline: float) -> None:
-        """Hand out labels, and refuse those of no class."""
+        """Read labels; raise ShardError if one is not a class."""
         assert self._labels is not None
         with self._naming_changed_files():
             found = self._labels.read(indices, deadline)
@@ -290,7 +289,7 @@ class ShardSplit:
         return self._pixels
 
     def _check_buffer(self, name: str, buffer: NDArray[Any], dtype: type[np.generic], shape: tuple[int, ...]) -> None:
-        # An unaligned buffer would be copied, and the copy be filled.
+        # An unaligned buffer would be copied, and the copy filled instead.
         if buffer.shape != shape or buffer.dtype != dtype or not (buffer.flags.writeable and buffer.flags.aligned):
             raise ShardError(
                 f"{self._name()}: {name} must be a writeable, aligned {np.dtype(dtype).name} {list(shape)}, "
@@ -303,16 +302,19 @@ class ShardSplit:
             raise ShardError(f"{self._name()}: indices must be int64 [b], got {indices.dtype} {list(indices.shape)}")
         if len(indices) and (indices.min() < 0 or indices.max() >= self.num_images):
             bad = indices.min() if indices.min() < 0 else indices.max()
-            raise ShardError(f"{self._name()}: image {bad} is outside 0..{self.num_images - 1}; check the order's N")
+            raise ShardError(
+                f"{self._name()}: image {bad} is outside 0..{self.num_images - 1}; check the number of images given to "
+                "the order"
+            )
         return indices
 
     def _blame(self, indices: NDArray[np.int64], error: BaseException) -> str:
-        """Find the first image that fails alone, so that the message can name its shard file."""
+        """Find the first image that fails when read by itself, and return a message that names its shard file."""
         stored = self._open_array()
         deadline = time.monotonic() + _BLAME_TIMEOUT_S
         for index in np.unique(indices).tolist():
-            if (cut := self._cut_words(index // self.manifest.shard_images)) is not None:
-                return f"{self._name()}: image {index} in {self._shard_file(index)}: {cut}; {self._remedy()}"
+            if (truncation := self._truncation(index // self.manifest.shard_images)) is not None:
+                return f"{self._name()}: image {index} in {self._shard_file(index)}: {truncation}; {self._remedy()}"
             try:
                 stored[index].read().result(timeout=max(0.0, deadline - time.monotonic()))
             except TimeoutError:
@@ -321,8 +323,8 @@ class ShardSplit:
                 return f"{self._name()}: image {index} in {self._shard_file(index)}: {damage(cause)}; {self._remedy()}"
         return f"{self._name()}: {reason(error)} (a second read succeeded); check the disk or the network"
 
-    def _cut_words(self, shard: int) -> str | None:
-        """Return in words that a local shard file is shorter than its images; None where it is not."""
+    def _truncation(self, shard: int) -> str | None:
+        """Return a message if a local shard file is shorter than its images, otherwise None."""
         folder, expected = self.location.local_path, self.manifest.shard_bytes(shard)
         if folder is None or expected is None:
             return None
@@ -330,7 +332,7 @@ class ShardSplit:
             found = (folder / PIXELS / shard_key(shard, 3)).stat().st_size
         except OSError:
             return None
-        return cut_short(found, expected)
+        return describe_truncation(found, expected)
 
     def _shard_file(self, index: int) -> str:
         return f"{PIXELS}/{shard_key(index // self.manifest.shard_images, 3)}"
@@ -340,7 +342,7 @@ class ShardSplit:
         first = shard_key(int(shards[0]), 3)
         more = f" and {len(shards) - 1} more" if len(shards) > 1 else ""
         return (
-            f"{self._name()}: no answer in {timeout_s:g} s for {len(indices)} images of {PIXELS}/{first}{more}; "
+            f"{self._name()}: no response within {timeout_s:g} s for {len(indices)} images of {PIXELS}/{first}{more}; "
             "check the disk or the network, or allow more time"
         )
 
@@ -354,12 +356,12 @@ class ShardSplit:
 def _start_reading(
     stored: ts.TensorStore, indices: NDArray[np.int64], pixels: NDArray[np.uint32], rows: NDArray[np.intp]
 ) -> ts.WriteFutures:
-    """Begin to read images into rows of a buffer."""
+    """Start reading images into rows of a buffer."""
     target = ts.array(pixels)
     if len(rows) < len(pixels):
         target = target[rows]
-    # Writing from the store into the buffer spares the array that read() allocates: 1.3 to 1.7 times the images
-    # per second; the order of the indices then makes no difference.
+    # Writing from the store into the buffer avoids the array that read() allocates: 1.3 to 1.7 times the images per
+    # second; the order of the indices then makes no difference.
     with ts.Batch() as batch:
         return target.write(stored[indices], batch=batch)
 
@@ -370,7 +372,7 @@ def _described(buffer: NDArray[np.generic]) -> str:
 
 
 def open_pixels(location: Location, manifest: Manifest) -> ts.TensorStore:
-    """The pixels uint32 ``[N, H, row_words]`` of the split in the folder ``location``; see `read_array`."""
+    """Open the pixels, uint32 ``[N, H, row_words]``, of the split in the folder ``location``; see `read_array`."""
     metadata = pixels_metadata(
         manifest.num_images,
         manifest.height,
@@ -383,15 +385,15 @@ def open_pixels(location: Location, manifest: Manifest) -> ts.TensorStore:
 
 
 def open_labels(location: Location, manifest: Manifest) -> ImageNumbers:
-    """Open the labels, uint16, of the split in the folder ``location``; raises ShardError."""
+    """Open the labels, uint16, of the split in the folder ``location``; raise ShardError if that fails."""
     digests = manifest.label_digests or None
     if digests is None and manifest.num_images <= NUMBERS_PER_SHARD:
-        digests = (manifest.labels_digest,)  # version 1; of a single file it is the same
+        digests = (manifest.labels_digest,)  # version 1; for a single file the digest is the same
     return ImageNumbers(location, LABELS, labels_metadata(manifest.num_images), np.uint16, digests)
 
 
 def open_checksums(location: Location, manifest: Manifest) -> ImageNumbers | None:
-    """Open the images' checksums, uint32, of the split in the folder ``location``; None where it has none."""
+    """Open the images' checksums, uint32, of the split in the folder ``location``; None if it has none."""
     if not manifest.checksum_digests:
         return None
     return ImageNumbers(
@@ -404,11 +406,12 @@ def open_split(data: str, split: str, *, context: ts.Context | None = None) -> S
 
     Args:
         data: a folder or a TensorStore URL, as given to ``preprocess-imagenet``.
-        split: e.g. ``train``.
-        context: TensorStore's shared resources; needed for ``memory://`` only.
+        split: name of the split, e.g. ``train``.
+        context: TensorStore's shared resources; needed only for ``memory://``.
 
     Raises:
-        ShardError: no such split, an unfinished one (it has no manifest), a newer format version, or no access.
+        ShardError: the split does not exist, is unfinished (has no manifest), has a newer format version, or can't be
+            accessed.
     """
     location = open_location(data, context=context, memory_mapped=True)
     return ShardSplit(location.child(split), read_manifest(location, split))

@@ -1,4 +1,4 @@
-"""Which files belong to a split, and their deletion without touching what else lies in its folder."""
+"""The files that belong to a split, and their deletion without touching other files in its folder."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ _FILE = re.compile(
 )
 _FOLDER = re.compile(r"pixels(/c(/\d+(/0)?)?)?|(labels|checksums)(/c)?|journal(/shards)?")
 LOCK_SUFFIX = ".__lock"
-# There while a split is being packed.
+# Exists while a split is being packed.
 JOURNAL = "journal/"
 PLAN_KEY = f"{JOURNAL}plan.json"
 
 
 def is_split_file(key: str) -> bool:
-    """Whether ``key``, below a split's folder, is one that packing writes."""
+    """Return whether packing writes a file ``key`` in a split's folder."""
     return _FILE.fullmatch(key) is not None
 
 
 def split_files(location: Location, prefix: str = "") -> list[str]:
-    """The keys below the split's folder ``location`` that start with ``prefix`` and are of a split, sorted."""
+    """Return the keys in the split's folder ``location`` that start with ``prefix`` and belong to a split, sorted."""
     return [key for key in location.list_keys(prefix) if is_split_file(key)]
 
 
 def delete_split_files(location: Location, keys: Iterable[str]) -> None:
-    """Remove ``keys``, which need not exist, and then the split's own folders that are empty."""
+    """Remove ``keys``, which need not exist, and then the split's own empty folders."""
     location.delete_keys([key for key in keys if is_split_file(key)])
     for path, below in _own_folders(location):
-        # A link to a folder is somebody's arrangement, and a folder that still holds something is not ours to remove.
+        # A link to a folder was made by a user, and a folder that is not empty contains other files: both are kept.
         if _FOLDER.fullmatch(below) and not path.is_symlink():
             with suppress(OSError):
                 path.rmdir()
 
 
 def delete_lock_files(location: Location) -> None:
-    """Remove the ``.__lock`` files that a killed process left beside a split's files. Nobody else may be writing."""
+    """Remove the ``.__lock`` files left by a killed process beside a split's files. No other process may be writing."""
     for path, _ in _own_folders(location):
         for found in path.glob(f"*{LOCK_SUFFIX}"):
             key = found.relative_to(_root(location)).as_posix().removesuffix(LOCK_SUFFIX)
@@ -51,7 +51,7 @@ def delete_lock_files(location: Location) -> None:
 
 
 def _own_folders(location: Location) -> Iterator[tuple[Path, str]]:
-    """The split's folder and its own folders below, deepest first, with their paths below the split's folder."""
+    """Yield the split's own folders, deepest first and its root last, with their paths relative to the root."""
     if location.local_path is None:
         return
     root = _root(location)

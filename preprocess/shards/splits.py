@@ -1,6 +1,6 @@
-"""Which splits a pack has: complete, unfinished or broken, and the manifest of each.
+"""The splits of a pack, which are complete, unfinished or broken, and their manifests.
 
-Knows nothing of what is in the arrays.
+Knows nothing of the contents of the arrays.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from preprocess.shards.location import Location, ShardError, open_location
 from preprocess.shards.manifest import MANIFEST_KEY, NO_MANIFEST_REMEDY, Manifest
 from preprocess.shards.split_files import PLAN_KEY, is_split_file
 
-# By each of these alone, or by what is left of it, a folder is known to have held a split.
+# Any one of these shows that a folder contains a split or its remains.
 _MARKS = (
     MANIFEST_KEY,
     *(f"{array}/{part}" for array in (PIXELS, LABELS, CHECKSUMS) for part in (METADATA_KEY, "c")),
@@ -26,7 +26,7 @@ _MARKS = (
 
 
 def read_manifest(location: Location, split: str) -> Manifest:
-    """The manifest of ``split`` in the pack at ``location``; raises as `open_split`."""
+    """Return the manifest of ``split`` in the pack at ``location``; raises as `open_split`."""
     folder = location.child(split)
     text = folder.read(MANIFEST_KEY)
     if text is not None:
@@ -34,7 +34,7 @@ def read_manifest(location: Location, split: str) -> Manifest:
     if folder.read(PLAN_KEY) is not None:
         raise ShardError(
             f"{folder.display}: the split is not complete, it has no {MANIFEST_KEY}; "
-            "run the same preprocess-imagenet command again, it continues where it stopped"
+            "run the same preprocess-imagenet command again to continue"
         )
     found = _find_splits(location)
     if split in found.broken:
@@ -42,32 +42,32 @@ def read_manifest(location: Location, split: str) -> Manifest:
     if found.complete:
         raise ShardError(f"{location.display}: there is no split {split!r}; choose one of {', '.join(found.complete)}")
     if location.read(MANIFEST_KEY) is not None:
-        raise ShardError(f"{location.display} is a split itself; name the folder that holds it")
+        raise ShardError(f"{location.display} is a split itself; give the folder that contains it")
     path = location.local_path
     if path is not None and not path.exists():
         raise ShardError(
             f"{location.display.rstrip('/')} does not exist; pack it with `preprocess-imagenet SOURCE DEST`"
         )
     if path is not None and not path.is_dir():
-        raise ShardError(f"{location.display.rstrip('/')} must be the folder of a pack, and is a file")
+        raise ShardError(f"{location.display.rstrip('/')} is a file; give the folder of a pack")
     source = location.display.rstrip("/") if path is not None and any(path.iterdir()) else "SOURCE"
-    raise ShardError(f"{location.display} holds no pack; make one: preprocess-imagenet {source} DEST")
+    raise ShardError(f"{location.display} contains no pack; make one with `preprocess-imagenet {source} DEST`")
 
 
 class _State(IntEnum):
-    """What is found of a split; where there are files of several states, the lowest holds."""
+    """The state of a split; if there are files of several states, the lowest applies."""
 
     COMPLETE, UNFINISHED, BROKEN = range(3)
 
 
 @dataclass(frozen=True)
 class SplitNames:
-    """The splits of a pack by their state, each ``train`` first, then by name.
+    """The names of the splits of a pack by state, each with ``train`` first, then sorted.
 
     Attributes:
-        complete: have a manifest.
-        unfinished: packing was begun and can be continued.
-        broken: hold files of a split, but neither a manifest nor a plan to continue.
+        complete: splits with a manifest.
+        unfinished: splits whose packing was begun and can be continued.
+        broken: folders with files of a split, but with neither a manifest nor a plan to continue.
     """
 
     complete: tuple[str, ...]
@@ -85,13 +85,13 @@ def find_splits(data: str, *, context: ts.Context | None = None) -> SplitNames:
 
 
 def list_splits(data: str, *, context: ts.Context | None = None) -> tuple[str, ...]:
-    """Return the names of the complete splits at ``data``; empty if there is none. Raises as `find_splits`."""
+    """Return the names of the complete splits at ``data``; empty if there are none. Raises as `find_splits`."""
     return find_splits(data, context=context).complete
 
 
 def lost_manifest(split: Location) -> str:
-    """Return the message for the folder of a broken split."""
-    return f"{split.display} holds files of a split and has lost its {MANIFEST_KEY}; {NO_MANIFEST_REMEDY}"
+    """Return the error message for the folder of a broken split."""
+    return f"{split.display} contains files of a split, but its {MANIFEST_KEY} is missing; {NO_MANIFEST_REMEDY}"
 
 
 def _find_splits(location: Location) -> SplitNames:

@@ -1,6 +1,6 @@
-"""Reads every byte of a split back and compares it with its checksums and the digests in its manifest.
+"""Reads back every byte of a split and compares it with the checksums and the digests in the manifest.
 
-Goes on after the first damage and names each damaged file and image. Changes nothing.
+Continues after the first damage and reports each damaged file and image. Changes nothing.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from preprocess.shards.arrays import (
     NUMBERS_PER_SHARD,
     PIXELS,
     checksums_metadata,
-    cut_short,
     damage,
+    describe_truncation,
     labels_metadata,
     read_array,
     shard_key,
@@ -40,24 +40,24 @@ from preprocess.shards.split_files import JOURNAL
 from preprocess.shards.splits import read_manifest
 
 READ_TIMEOUT_S = 600.0
-"""How long one piece of at most 64 MiB may take to be read, in seconds."""
+"""Time limit for reading one piece of at most 64 MiB, in seconds."""
 
 _PIECE_BYTES = 64 << 20
 Images = Iterable[NDArray[np.uint32] | str]
-"""Images in order: the words ``uint32 [H, W]`` of each, or why it can't be read."""
+"""Images in order: the words ``uint32 [H, row_words]`` of each, or the reason why it can't be read."""
 
 _READ_ERRORS = (ValueError, OSError, RuntimeError, TimeoutError)
 
 
 @dataclass(frozen=True)
 class Damage:
-    """Something that is not as it was packed.
+    """One damage of a split.
 
     Attributes:
-        file: the file below the split's folder.
-        what: what is wrong, in one line.
-        images: the images it concerns, by index; empty when it is not about single images.
-        is_unreadable: whether what is there is no file, or one so large that it is not read at all.
+        file: the file, relative to the split's folder.
+        what: description of the damage, in one line.
+        images: indices of the affected images; empty if the damage does not concern single images.
+        is_unreadable: whether the path is not a regular file, or a file too large to be read at all.
     """
 
     file: str
@@ -80,17 +80,17 @@ def verify_split(
 
     Args:
         data: a folder or a TensorStore URL.
-        split: e.g. ``train``.
-        context: needed for ``memory://`` only.
+        split: name of the split, e.g. ``train``.
+        context: TensorStore's shared resources; needed only for ``memory://``.
         on_progress: called with (images read, N) after each piece.
 
     Returns:
-        Every damage found, file by file; empty when the split is intact.
+        Every damage found, ordered by file; empty if the split is intact.
 
     Raises:
-        ShardError: there is no such split, it is unfinished, or its manifest is damaged or was changed.
+        ShardError: the split does not exist or is unfinished, or its manifest is damaged or was changed.
     """
-    # Not mapped: a file that is cut short meanwhile is an error of one read then, wherever it is read.
+    # Not mapped, so that a file that is truncated in the meantime is an error of a single read.
     root = open_location(data, context=context)
     manifest = read_manifest(root, split)
     location = root.child(split)
@@ -102,10 +102,10 @@ def verify_split(
         *_check_numbers(location, manifest, CHECKSUMS, unreadable),
         *_check_pixels(location, manifest, unreadable, on_progress or (lambda _done, _total: None)),
     )
-    # A missing file is told once, with its images where it has some.
-    told = {each.file for each in contents}
+    # A missing file is reported once, with its images if it has any.
+    reported = {each.file for each in contents}
     rest = (*files, *_check_metadata(location, manifest, unreadable))
-    return (*(each for each in rest if each.file not in told), *contents)
+    return (*(each for each in rest if each.file not in reported), *contents)
 
 
 def _check_files(location: Location, manifest: Manifest) -> Iterator[Damage]:
@@ -123,7 +123,7 @@ def _check_files(location: Location, manifest: Manifest) -> Iterator[Damage]:
     if any(key.startswith(JOURNAL) for key in found):
         yield Damage(
             JOURNAL,
-            "left by a pack that was killed in its last moment, or that runs right now; run the same "
+            "left by a pack that was killed just before it finished, or that is still running; run the same "
             "preprocess-imagenet command again to remove it",
         )
     for key in sorted(key for key in found - max_bytes.keys() if not key.startswith(JOURNAL)):
@@ -135,7 +135,7 @@ def _arrays(manifest: Manifest) -> tuple[str, ...]:
 
 
 def _file_damage(location: Location, key: str, max_bytes: int, *, is_listed: bool) -> Damage | None:
-    """What keeps a file that must be there from being read; a listing also has links that lead nowhere, and pipes."""
+    """Return why a required file can't be read, or None. A listing also contains broken links and pipes."""
     folder = location.local_path
     if folder is None:
         return None if is_listed else Damage(key, "the file is missing")
@@ -156,9 +156,9 @@ def _check_failures(location: Location, manifest: Manifest, unreadable: set[str]
 
 
 def _check_metadata(location: Location, manifest: Manifest, unreadable: set[str]) -> Iterator[Damage]:
-    """Compare the manifest and the arrays' metadata to the byte: what differs may mean something to another reader."""
+    """Compare the manifest and the arrays' metadata byte by byte: a difference may matter to another reader."""
     if location.read(MANIFEST_KEY) != manifest.to_json().encode():
-        yield Damage(MANIFEST_KEY, "the file says what was written, and is not the same to the byte")
+        yield Damage(MANIFEST_KEY, "the values are those that were written, but the bytes differ")
     for name, digest in manifest.metadata_digests.items():
         key = f"{name}/{METADATA_KEY}"
         text = None if key in unreadable else location.read(key)
@@ -167,7 +167,7 @@ def _check_metadata(location: Location, manifest: Manifest, unreadable: set[str]
 
 
 def _check_numbers(location: Location, manifest: Manifest, name: str, unreadable: set[str]) -> Iterator[Damage]:
-    """Check labels, or checksums where there are any."""
+    """Check the labels or, if the split has any, the checksums."""
     if name not in _arrays(manifest):
         return
     metadata = (labels_metadata if name == LABELS else checksums_metadata)(manifest.num_images)
@@ -175,7 +175,7 @@ def _check_numbers(location: Location, manifest: Manifest, name: str, unreadable
     if array is None:
         return
     whole: list[NDArray[Any]] = []
-    has_foreign = False
+    has_invalid_labels = False
     for start in range(0, manifest.num_images, NUMBERS_PER_SHARD):
         stop = min(start + NUMBERS_PER_SHARD, manifest.num_images)
         file = f"{name}/{shard_key(start // NUMBERS_PER_SHARD, 1)}"
@@ -187,13 +187,13 @@ def _check_numbers(location: Location, manifest: Manifest, name: str, unreadable
             yield Damage(file, damage(error))
             continue
         whole.append(numbers)
-        foreign = np.flatnonzero(numbers >= manifest.num_classes) if name == LABELS else np.empty(0, np.intp)
-        if len(foreign):
-            has_foreign = True
-            images = tuple((foreign + start).tolist())
+        invalid = np.flatnonzero(numbers >= manifest.num_classes) if name == LABELS else np.empty(0, np.intp)
+        if len(invalid):
+            has_invalid_labels = True
+            images = tuple((invalid + start).tolist())
             yield Damage(file, f"labels outside 0..{manifest.num_classes - 1}", images)
     is_whole = sum(map(len, whole)) == manifest.num_images
-    if is_whole and not has_foreign and not _are_as_packed(whole, manifest, name):
+    if is_whole and not has_invalid_labels and not _are_as_packed(whole, manifest, name):
         yield Damage(name, f"the {name} are not those that were packed")
 
 
@@ -215,21 +215,21 @@ def _check_pixels(
         file = f"{PIXELS}/{shard_key(shard, 3)}"
         broken: dict[str, list[int]] = {}
         found = words_digest(_readable(group, broken, manifest, on_progress))
-        cut = _cut_words(location, manifest, shard) if broken else None
-        if cut is not None:
-            broken = {cut: sorted(index for indices in broken.values() for index in indices)}
+        truncation = _truncation(location, manifest, shard) if broken else None
+        if truncation is not None:
+            broken = {truncation: sorted(index for indices in broken.values() for index in indices)}
         for what, indices in broken.items():
             yield Damage(file, what, tuple(indices))
         if not broken and found != manifest.shard_digests[shard]:
             yield Damage(file, "its images are not those that were packed in this file")
 
 
-def _cut_words(location: Location, manifest: Manifest, shard: int) -> str | None:
+def _truncation(location: Location, manifest: Manifest, shard: int) -> str | None:
     folder, expected = location.local_path, manifest.shard_bytes(shard)
     file = None if folder is None else folder / PIXELS / shard_key(shard, 3)
     if file is None or expected is None or not file.exists():
         return None
-    return cut_short(file.stat().st_size, expected)
+    return describe_truncation(file.stat().st_size, expected)
 
 
 def _readable(
@@ -238,7 +238,7 @@ def _readable(
     manifest: Manifest,
     on_progress: Callable[[int, int], None],
 ) -> Iterator[NDArray[np.uint32]]:
-    """The images of ``pieces`` that can be read; the others, and impossible ones, go into ``broken`` by their fault."""
+    """Yield the readable images of ``pieces``; add unreadable and invalid ones to ``broken``, by their fault."""
     for start, stop, images in pieces:
         for index, words in enumerate(images, start=start):
             if isinstance(words, str):
@@ -251,7 +251,7 @@ def _readable(
 
 
 def _read_ahead(array: ts.TensorStore, manifest: Manifest, unreadable: set[str]) -> Iterator[tuple[int, int, Images]]:
-    """Runs of images ``start, stop`` with their words, each read while the one before is being looked at."""
+    """Yield runs of images ``start, stop`` with their words; each run is read while the previous one is checked."""
     pieces = (
         (start, stop)
         for start, stop in _pieces(manifest)
@@ -274,7 +274,7 @@ def _read_ahead(array: ts.TensorStore, manifest: Manifest, unreadable: set[str])
 
 
 def _pieces(manifest: Manifest) -> Iterator[tuple[int, int]]:
-    """The images in runs of at most 64 MiB (or one image), none across two shard files."""
+    """Yield the images in runs of at most 64 MiB (or one image), none of which spans two shard files."""
     most = max(1, _PIECE_BYTES // manifest.image_bytes)
     for shard in range(manifest.num_shards):
         first, last = manifest.shard_range(shard)
@@ -283,7 +283,7 @@ def _pieces(manifest: Manifest) -> Iterator[tuple[int, int]]:
 
 
 def _one_by_one(array: ts.TensorStore, start: int, stop: int) -> Images:
-    """Each image, or why it can't be read."""
+    """Yield each image, or the reason why it can't be read."""
     for index in range(start, stop):
         try:
             yield array[index].read().result(timeout=READ_TIMEOUT_S)
@@ -294,21 +294,21 @@ def _one_by_one(array: ts.TensorStore, start: int, stop: int) -> Images:
 def _opened(
     location: Location, name: str, open_array: Callable[[], ts.TensorStore], unreadable: set[str]
 ) -> Generator[Damage, None, ts.TensorStore | None]:
-    """Returns the array, or None after yielding the damage that keeps it from being checked."""
+    """Open the array and return it; if that fails, yield the damage and return None."""
     key = f"{name}/{METADATA_KEY}"
     if key in unreadable:
         return None
     try:
         return open_array()
     except ShardError as error:
-        # A missing file has been named among the files.
+        # A missing file has already been reported.
         if location.read(key) is not None:
             yield Damage(key, str(error).removeprefix(f"{location.display}{name}: "))
         return None
 
 
 def _ranges(images: tuple[int, ...]) -> str:
-    """Images as text, e.g. ``images 3, 7–9: ``; empty for none."""
+    """Return images as text, e.g. ``images 3, 7–9: ``; empty for none."""
     if not images:
         return ""
     runs = []

@@ -1,4 +1,4 @@
-"""Reads ImageNet's development kit: which WordNet id each class number means, its words, and the validation labels."""
+"""Reads ImageNet's development kit: the WordNet id and name of each class number, and the validation labels."""
 
 import zlib
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ FOLDER = "ILSVRC2012_devkit_t12"
 SYNSETS_FILE = "data/meta.mat"
 GROUND_TRUTH_FILE = "data/ILSVRC2012_validation_ground_truth.txt"
 
-# The archive has 2.5 MB, meta.mat 0.3 MB and the ground truth 0.2 MB; these only keep a forged kit from filling the
-# memory and from taking for ever.
+# The archive has 2.5 MB, meta.mat 0.3 MB and the ground truth 0.2 MB. These limits only prevent a forged kit from
+# exhausting memory or time.
 _MAX_ARCHIVE_BYTES = 64 * 2**20
 _MAX_UNPACKED_BYTES = 128 * 2**20
 _MAX_MEMBER_BYTES = 32 * 2**20
@@ -30,11 +30,11 @@ _GZIP_MAGIC = b"\x1f\x8b"
 
 @dataclass(frozen=True)
 class Devkit:
-    """What the development kit says.
+    """The contents of the development kit.
 
     Attributes:
         names: WordNet id to readable name, for the classes that have images (1000 in the official kit).
-        validation_ids: WordNet id of validation image 1, 2, … in this order.
+        validation_ids: WordNet ids of validation images 1, 2, …, in this order.
     """
 
     names: dict[str, str]
@@ -42,10 +42,10 @@ class Devkit:
 
 
 def find_devkit(folder: Path) -> Devkit | None:
-    """Reads the development kit in a folder, packed or unpacked; None where there is none.
+    """Read the development kit in a folder, packed or unpacked; return None if there is none.
 
     Raises:
-        SourceError: it is there and cannot be understood.
+        SourceError: the kit cannot be read.
     """
     path = folder / ARCHIVE
     if path.exists():
@@ -63,7 +63,7 @@ def find_devkit(folder: Path) -> Devkit | None:
 
 @dataclass(frozen=True)
 class _Unpacked:
-    """The bytes of an unpacked archive, as `members` reads them."""
+    """The bytes of an unpacked archive, readable by `members`."""
 
     path: Path
     content: bytes
@@ -87,7 +87,10 @@ def _members_of(path: Path) -> dict[str, bytes]:
     for member in members(tar):
         wanted = next((name for name in (SYNSETS_FILE, GROUND_TRUTH_FILE) if member.name.endswith("/" + name)), None)
         if wanted and member.size > _MAX_MEMBER_BYTES:
-            raise SourceError(f"{shown}: its {wanted} has {member.size} bytes, too many; download it again")
+            raise SourceError(
+                f"{shown}: its {wanted} has {member.size} bytes, more than the {_MAX_MEMBER_BYTES} allowed; "
+                "download it again"
+            )
         if wanted:
             found[wanted] = tar.read(member.offset, member.size)
         if len(found) == 2:
@@ -96,13 +99,13 @@ def _members_of(path: Path) -> dict[str, bytes]:
 
 
 def _unpack(packed: bytes) -> bytes:
-    """Return what a gzip file of one or more parts unpacks to.
+    """Return the unpacked content of a gzip file of one or more parts.
 
-    zlib reads the headers in C: Python's gzip module takes a name in them byte by byte.
+    zlib parses the headers in C, while Python's gzip module reads a name in them byte by byte.
 
     Raises:
-        ValueError: it is not gzip, ends early, or unpacks to more than a kit can have.
-        zlib.error: it is damaged.
+        ValueError: the file is not gzip, ends early, or unpacks to more than a kit can have.
+        zlib.error: the file is damaged.
     """
     if not packed.startswith(_GZIP_MAGIC):
         raise ValueError("it is not a gzip file")
@@ -126,21 +129,22 @@ def _read(path: Path, contents: dict[str, bytes]) -> Devkit:
     shown = printable(path)
     for name in (SYNSETS_FILE, GROUND_TRUTH_FILE):
         if name not in contents:
-            raise SourceError(f"{shown} has no {name}; is it the development kit of tasks 1 and 2?")
+            raise SourceError(f"{shown} has no {name}; use the development kit of tasks 1 and 2")
     id_of, names = _read_synsets(path, contents[SYNSETS_FILE])
     validation_ids = []
     for line, number in enumerate(contents[GROUND_TRUTH_FILE].split(), start=1):
         if not number.isdigit() or len(number) > _MAX_NUMBER_DIGITS or int(number) not in id_of:
             found = number[:40].decode("latin-1")
             raise SourceError(
-                f"{shown}, {GROUND_TRUTH_FILE}, line {line}: {found!r} is no class number of {SYNSETS_FILE}"
+                f"{shown}, {GROUND_TRUTH_FILE}, line {line}: {found!r} is not a class number of {SYNSETS_FILE}; "
+                "download the kit again"
             )
         validation_ids.append(id_of[int(number)])
     return Devkit(names, validation_ids)
 
 
 def _read_synsets(path: Path, content: bytes) -> tuple[dict[int, str], dict[str, str]]:
-    """Class number to WordNet id, and WordNet id to name, of the synsets without children (those with images)."""
+    """Return class number to WordNet id, and WordNet id to name, for synsets without children (those with images)."""
     try:
         synsets = read_matfile(content)["synsets"]
         leaves = [synset for synset in synsets if _number(synset["num_children"]) == 0]
@@ -156,7 +160,7 @@ def _read_synsets(path: Path, content: bytes) -> tuple[dict[int, str], dict[str,
 def _check_ids(names: dict[str, str]) -> None:
     for each in names:
         if not isinstance(each, str) or not 0 < len(each) <= _MAX_ID_CHARACTERS:
-            raise ValueError(f"a WNID is text of 1 to {_MAX_ID_CHARACTERS} characters, found {str(each)[:40]!r}")
+            raise ValueError(f"a WNID must have 1 to {_MAX_ID_CHARACTERS} characters, found {str(each)[:40]!r}")
 
 
 def _number(value: Any) -> int:

@@ -1,6 +1,6 @@
-"""Kaggle's "ImageNet Object Localization Challenge" as it unpacks.
+"""The unpacked files of Kaggle's "ImageNet Object Localization Challenge".
 
-Training images lie in class folders, validation images in one folder with a table of labels; the test images have no
+Training images are in class folders, validation images in one folder with a table of labels. The test images have no
 labels and are not read.
 """
 
@@ -26,7 +26,7 @@ _MAX_TABLE_ROWS = 1_000_000
 
 
 def find_kaggle_tree(root: Path) -> Path | None:
-    """Returns the folder with Kaggle's train/ and val/ folders, if `root` is it or one of the three above it."""
+    """Return the folder with Kaggle's train/ and val/, if it is `root` or up to three levels below; otherwise None."""
     candidates = [root.joinpath(*IMAGES.parts[skipped:]) for skipped in range(len(IMAGES.parts))]
     if root.absolute().parts[-len(IMAGES.parts) :] == IMAGES.parts:
         candidates.append(root)
@@ -34,7 +34,7 @@ def find_kaggle_tree(root: Path) -> Path | None:
 
 
 def kaggle_openers(root: Path, images: Path) -> dict[str, Callable[[], FoundSplit]]:
-    """Returns for every labelled split a function that lists it; names in the listing are relative to `root`."""
+    """Return a function for every labelled split that lists it; names in the listing are relative to `root`."""
     top = Path(os.path.normpath(images.absolute())).parents[len(IMAGES.parts) - 1]
     names_in = (top, images / "train", images / "val")
     openers: dict[str, Callable[[], FoundSplit]] = {}
@@ -46,10 +46,10 @@ def kaggle_openers(root: Path, images: Path) -> dict[str, Callable[[], FoundSpli
 
 
 def _read_val(root: Path, folder: Path, top: Path, names_in: tuple[Path, ...]) -> FoundSplit:
-    """Lists the validation images, which lie flat in Kaggle's archive and in class folders after a common script.
+    """List the validation images: in a single folder, as in Kaggle's archive, or sorted into class folders by a script.
 
     Raises:
-        SourceError: the table of labels is missing, damaged, has no line for an image, or knows other classes than the
+        SourceError: the table of labels is missing or damaged, has no line for an image, or has other classes than the
             mapping of readable names.
     """
     folders, files = list_folder(folder)
@@ -76,7 +76,7 @@ def _read_val(root: Path, folder: Path, top: Path, names_in: tuple[Path, ...]) -
 
 
 def _check_ids(in_table: set[str], in_mapping: set[str], top: Path) -> None:
-    """Makes sure that both files speak of the same classes: one more or less would shift every label behind it."""
+    """Check that both files have the same classes: an additional class would shift every label after it."""
     for ids, has, lacks in (
         (in_table - in_mapping, SOLUTION_FILE, MAPPING_FILE),
         (in_mapping - in_table, MAPPING_FILE, SOLUTION_FILE),
@@ -85,12 +85,12 @@ def _check_ids(in_table: set[str], in_mapping: set[str], top: Path) -> None:
             shown = ", ".join(map(printable, sorted(ids)[:5])) + (f" and {len(ids) - 5} more" if len(ids) > 5 else "")
             raise SourceError(
                 f"{printable(top / has)} has {len(ids)} classes that {lacks} lacks: {shown}; "
-                f"take both from the same download, or remove {MAPPING_FILE}, which only names the classes"
+                f"use both from the same download, or remove {MAPPING_FILE}, which contains only readable names"
             )
 
 
 def _read_solution(path: Path) -> dict[str, str]:
-    """Returns image name (without suffix) to class id; a line is `ImageId,n01440764 x y x y [n01440764 …]`."""
+    """Return image name (without suffix) to class id; a line is `ImageId,n01440764 x y x y [n01440764 …]`."""
     shown = printable(path)
     id_of: dict[str, str] = {}
     try:
@@ -101,7 +101,11 @@ def _read_solution(path: Path) -> dict[str, str]:
             image_id = row["ImageId"]
             id_of[image_id] = row["PredictionString"].split(None, 1)[0]
     except OSError as error:
-        raise SourceError(f"{shown} cannot be read: {error.strerror}; it holds the labels of the val split") from error
+        raise SourceError(
+            f"{shown} cannot be read: {error.strerror}; restore it, because it contains the labels of the val split"
+        ) from error
     except (csv.Error, KeyError, IndexError, AttributeError, UnicodeDecodeError) as error:
-        raise SourceError(f"{shown} is not Kaggle's table of ImageId and PredictionString: {error}") from error
+        raise SourceError(
+            f"{shown} is not Kaggle's table of ImageId and PredictionString: {error}; download it again"
+        ) from error
     return id_of

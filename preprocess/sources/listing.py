@@ -1,11 +1,11 @@
-"""What a data set looks like before packing: its classes and a compact list of its encoded images.
+"""A data set before packing: its classes and a compact list of its encoded images.
 
-ImageNet's 1.28 million images must not become as many Python objects, so a listing is one run of name bytes and five
-integer columns (about 75 bytes an image); a `SourceImage` is made when somebody asks for it.
+To avoid one Python object for each of ImageNet's 1.28 million images, a listing is one buffer of name bytes and five
+integer columns (about 75 bytes per image); a `SourceImage` is created on demand.
 
-An image has two names. Its *name* says where it lies and stands in messages. Its *key*, class id and path below the
-class ("n01440764/n01440764_18.JPEG"), is the same whether it lies in a folder, in an archive of any name or in Kaggle's
-tree, and whichever of the folders around it is given as the source: order, held-out images and digest go by keys.
+An image has two names. Its *name* is its location, and is used in messages. Its *key*, class id and path below the
+class ("n01440764/n01440764_18.JPEG"), is the same for a folder, an archive of any name and Kaggle's tree, and for any
+of the enclosing folders as the source. Order, held-out images and digest are derived from the keys.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ class SourceImage:
 
 
 class SourceSplit(Protocol):
-    """One split of a data set in pack order, which is the same on every machine and file system."""
+    """One split of a data set, in a pack order that is the same on every machine and file system."""
 
     @property
     def name(self) -> str:
@@ -51,33 +51,33 @@ class SourceSplit(Protocol):
     def __len__(self) -> int: ...
 
     def image(self, index: int) -> SourceImage:
-        """Returns name and label of the image at this place of the pack order."""
+        """Return name and label of the image at position `index` of the pack order."""
 
     def num_bytes(self, index: int) -> int:
-        """Returns how many bytes `read` returns."""
+        """Return the number of bytes that `read` returns."""
 
     def read(self, index: int) -> bytes:
-        """Returns its encoded bytes, from any thread; raises OSError or ValueError."""
+        """Return the encoded bytes of the image; may be called from any thread. Raises OSError or ValueError."""
 
     def digest(self) -> str:
-        """Returns the SHA-256, in hex, of the class ids and of every image's key and size."""
+        """Return the SHA-256, in hex, of the class ids and of every image's key and size."""
 
 
 class ByteStore(Protocol):
-    """Where encoded bytes are: a folder or an open archive."""
+    """The storage of encoded bytes: a folder or an open archive."""
 
     def read(self, name: str, offset: int, size: int) -> bytes:
-        """Returns the bytes of the entry of this name, which in an archive lies at `offset`."""
+        """Return the `size` bytes of the entry `name`, which in an archive starts at `offset`."""
 
     def close(self) -> None:
-        """Lets go of open files."""
+        """Close open files."""
 
 
 class Listing:
-    """Names, labels, sizes and offsets of images, in the order they were added, in plain arrays.
+    """Names, labels, sizes and offsets of images in plain arrays, in the order in which they were added.
 
     Args:
-        classes: what the labels mean; none for a listing whose keys nobody asks for.
+        classes: the classes of the labels; may be empty if no keys are needed.
     """
 
     def __init__(self, classes: Iterable[ImageClass] = ()) -> None:
@@ -93,24 +93,24 @@ class Listing:
         return len(self._labels)
 
     def add(self, folder: str, member: str, label: int, size: int, offset: int = 0) -> None:
-        """Appends an image; its name is `folder` + `member`, its key class id + "/" + `member`.
+        """Append an image, whose name is `folder` + `member` and whose key is class id + "/" + `member`.
 
         Args:
-            folder: what is around the image, with the separator at its end: "train/n01440764/", "set.tar!n01440764/".
+            folder: the enclosing folder or archive, ending with a separator: "train/n01440764/", "set.tar!n01440764/".
             member: path of the image below its class.
             label: 0-based class.
             size: length of the encoded image in bytes.
-            offset: where it begins in its archive, in bytes.
+            offset: offset of the image in its archive, in bytes.
 
         Raises:
-            SourceError: there are more images, or longer names, than a listing may have.
+            SourceError: the listing has more images, or more bytes of names, than allowed.
         """
         around = folder.encode("utf-8", "surrogateescape")
         self._names += around + member.encode("utf-8", "surrogateescape")
         if len(self._names) > MAX_NAMES_BYTES or len(self._labels) >= MAX_IMAGES:
             raise SourceError(
-                f"{printable(folder)} brings the split to more than {MAX_IMAGES:,} images or {MAX_NAMES_BYTES:,} bytes "
-                "of names; give fewer images"
+                f"{printable(folder)} makes the split exceed {MAX_IMAGES:,} images or {MAX_NAMES_BYTES:,} bytes of "
+                "names; use fewer images"
             )
         self._name_stops.append(len(self._names))
         self._folder_lengths.append(len(around))
@@ -119,39 +119,39 @@ class Listing:
         self._offsets.append(offset)
 
     def name_bytes(self, index: int) -> bytes:
-        """Returns the name as UTF-8; bytes of a file name that are not UTF-8 are kept as they are."""
+        """Return the name as UTF-8; bytes of a file name that are not valid UTF-8 are kept unchanged."""
         start = self._name_stops[index - 1] if index else 0
         return bytes(self._names[start : self._name_stops[index]])
 
     def key_bytes(self, index: int) -> bytes:
-        """Returns class id and path below the class, as UTF-8: what order, held-out images and digest go by."""
+        """Return the key, class id and path below the class, as UTF-8."""
         return self._class_ids[self._labels[index]] + b"/" + self.name_bytes(index)[self._folder_lengths[index] :]
 
     def member(self, index: int) -> str:
-        """Returns the path below the class."""
+        """Return the path below the class."""
         return self.name_bytes(index)[self._folder_lengths[index] :].decode("utf-8", "surrogateescape")
 
     def name(self, index: int) -> str:
-        """Returns the name."""
+        """Return the name."""
         return self.name_bytes(index).decode("utf-8", "surrogateescape")
 
     def size(self, index: int) -> int:
-        """Returns the length of the encoded image in bytes."""
+        """Return the length of the encoded image in bytes."""
         return self._sizes[index]
 
     def offset(self, index: int) -> int:
-        """Returns where the encoded image begins in its archive, in bytes."""
+        """Return the offset of the encoded image in its archive, in bytes."""
         return self._offsets[index]
 
     @property
     def labels(self) -> np.ndarray:
-        """The classes as uint16 `[N]`; a copy, so that the listing may still grow."""
+        """The labels as uint16 `[N]`; a copy, so that the listing can still grow."""
         return np.array(self._labels, np.uint16)
 
 
 @dataclass(frozen=True, eq=False)
 class ListedSplit:
-    """A split made of a listing, the store its bytes come from, and the pack order (int64 `[n]`, listing indices)."""
+    """A split made of a listing, the store of its bytes, and the pack order (int64 `[n]`, indices of the listing)."""
 
     name: str
     classes: tuple[ImageClass, ...]
@@ -163,34 +163,34 @@ class ListedSplit:
         return len(self.order)
 
     def image(self, index: int) -> SourceImage:
-        """Returns name and label of the image at this place of the pack order."""
+        """Return name and label of the image at position `index` of the pack order."""
         entry = self._entry(index)
         return SourceImage(self.listing.name(entry), int(self._labels[entry]))
 
     def num_bytes(self, index: int) -> int:
-        """Returns the length of the encoded image at this place of the pack order."""
+        """Return the length in bytes of the encoded image at position `index` of the pack order."""
         return self.listing.size(self._entry(index))
 
     def read(self, index: int) -> bytes:
-        """Returns the encoded bytes of the image at this place of the pack order.
+        """Return the encoded bytes of the image at position `index` of the pack order.
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: it is implausibly large.
+            ValueError: the file is implausibly large.
         """
         entry = self._entry(index)
         size = self.listing.size(entry)
         if size > MAX_FILE_BYTES:
-            raise ValueError(f"the file has {size} bytes, more than the {MAX_FILE_BYTES} an image may have")
+            raise ValueError(f"the file has {size} bytes, more than the {MAX_FILE_BYTES} allowed for an image")
         return self.store.read(self.listing.name(entry), self.listing.offset(entry), size)
 
     def digest(self) -> str:
-        """Returns the SHA-256, in hex, of the class ids and of every image's key and size, in pack order."""
+        """Return the SHA-256, in hex, of the class ids and of every image's key and size, in pack order."""
         return self._digest
 
     def _entry(self, index: int) -> int:
         if not 0 <= index < len(self.order):
-            raise IndexError(f"image {index} of split {self.name}, which has {len(self.order)}")
+            raise IndexError(f"image {index} is out of range for split {self.name}, which has {len(self.order)} images")
         return int(self.order[index])
 
     @cached_property
@@ -209,7 +209,7 @@ class ListedSplit:
 
 @dataclass(frozen=True, eq=False)
 class FoundSplit:
-    """A split as a layout finds it, before held-out images are taken away, limits applied and the order fixed."""
+    """A split as found in a layout, before images are held out, limits applied and the order determined."""
 
     name: str
     classes: tuple[ImageClass, ...]
@@ -218,17 +218,19 @@ class FoundSplit:
 
 
 def index_classes(ids: Iterable[str], names: dict[str, str], where: str) -> tuple[ImageClass, ...]:
-    """Returns the classes sorted by the bytes of their ids, which is their index order (torchvision's as well).
+    """Return the classes in index order, sorted by the bytes of their ids (as in torchvision).
 
     Args:
-        ids: one id a class.
-        names: readable names of some or all of them.
-        where: what to call the place in an error.
+        ids: one id per class.
+        names: readable names of some or all classes.
+        where: the location to name in an error.
 
     Raises:
-        SourceError: no class, or more than labels can tell apart.
+        SourceError: there is no class, or there are more than labels can represent.
     """
     ordered = sorted(ids, key=lambda each: each.encode("utf-8", "surrogateescape"))
     if not 0 < len(ordered) <= MAX_CLASSES:
-        raise SourceError(f"{printable(where)} has {len(ordered)} classes; 1 to {MAX_CLASSES} can be stored")
+        raise SourceError(
+            f"{printable(where)} has {len(ordered)} classes; use a source with 1 to {MAX_CLASSES} classes"
+        )
     return tuple(ImageClass(each, names.get(each) or each) for each in ordered)

@@ -1,7 +1,7 @@
-"""Opens a labelled set of encoded images, recognising by a look how it is laid out.
+"""Opens a labelled set of encoded images, and detects its layout.
 
-What is understood: folders of classes, alone or below `train/`, `val/`, `test/`; the official ImageNet archives, read
-in place; Kaggle's ImageNet tree; a plain tar archive of class folders. `data/README.md` shows each.
+Supported layouts: class folders, directly in a folder or in `train/`, `val/`, `test/`; the official ImageNet archives,
+read in place; Kaggle's ImageNet tree; a plain tar archive of class folders. `data/README.md` shows each.
 """
 
 import os
@@ -36,7 +36,7 @@ class Source:
     """An opened data set; a context manager that closes its archives.
 
     Attributes:
-        layout: what was recognised, in words.
+        layout: description of the detected layout.
         splits: the splits by name.
     """
 
@@ -53,37 +53,38 @@ class Source:
         self.close()
 
     def close(self) -> None:
-        """Closes the archives; reading afterwards fails. Closing twice is harmless."""
+        """Close the archives; reading afterwards fails. May be called again."""
         while self._closers:
             self._closers.pop()()
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A recognised layout: what it is in words, and how to list each split it has."""
+    """A detected layout: its description, and a function for each split that lists it."""
 
-    words: str
+    description: str
     openers: dict[str, Callable[[], FoundSplit]]
 
 
 def open_source(
     path: str | Path, *, splits: tuple[str, ...] | None = None, holdout: float = 0.0, limit: int | None = None
 ) -> Source:
-    """Recognises a data set and lists its images.
+    """Detect the layout of a data set and list its images.
 
     Args:
         path: a folder or a tar archive.
-        splits: the splits to open; all there are by default.
-        holdout: the fraction (0 to 1, exclusive) of the training images to make the split `val` of, where the source
-            has none. Chosen by a hash of each key (see `preprocess.sources.selection.held_out`).
-        limit: at most so many images a split, spread evenly over the classes.
+        splits: the splits to open; by default all.
+        holdout: the fraction (0 ≤ holdout < 1) of the training images to use as the split `val`, for a source without
+            one. They are chosen by a hash of each key (see `preprocess.sources.selection.held_out`).
+        limit: maximum number of images per split, spread evenly over the classes.
 
     Returns:
-        The source, to be closed. Its splits have the same classes in the same order: sorted by the bytes of their ids.
+        The source, which the caller must close. All splits have the same classes in the same order, sorted by the
+        bytes of their ids.
 
     Raises:
-        SourceError: nothing is recognised, a split is missing or empty, the splits disagree about the classes, an
-            archive is damaged or unsafe, an argument is out of range.
+        SourceError: the layout is not recognised, a split is missing or empty, the splits have different classes, an
+            archive is damaged or unsafe, or an argument is out of range.
     """
     if "://" in str(path):
         raise SourceError(
@@ -107,12 +108,16 @@ def open_source(
             if not len(opened[name]):
                 if name == "val" and holdout:
                     raise SourceError(_nothing_held_out(found["train"], holdout, root))
-                raise SourceError(f"the split {name} of {printable(root)} ({layout.words}) has no images")
+                raise SourceError(
+                    f"the split {name} of {printable(root)} ({layout.description}) has no images; add some"
+                )
     except BaseException:
         for each in found.values():
             each.store.close()
         raise
-    return Source(layout.words, {name: opened[name] for name in wanted}, [each.store.close for each in found.values()])
+    return Source(
+        layout.description, {name: opened[name] for name in wanted}, [each.store.close for each in found.values()]
+    )
 
 
 def _recognise(root: Path) -> Layout:
@@ -132,12 +137,12 @@ def _recognise(root: Path) -> Layout:
     classes, files = list_folder(root)
     if folders:
         others = [printable(each.name) + "/" for each in classes if Path(each.path) not in folders.values()]
-        words = "folders " + " and ".join(each.name + "/" for each in folders.values()) + " of class folders"
-        return Layout(words + (f" (not read: {_shown(others)})" if others else ""), split_openers(root, folders))
+        description = "folders " + " and ".join(each.name + "/" for each in folders.values()) + " of class folders"
+        return Layout(description + (f" (not read: {_shown(others)})" if others else ""), split_openers(root, folders))
     if not classes:
         raise SourceError(
-            f"{printable(root)} is no data set: looked for class folders, train/ and val/ of class folders, "
-            f"{TRAIN_ARCHIVE}, {VAL_ARCHIVE} and Kaggle's ILSVRC/; found {_shown([each.name for each in files])}"
+            f"{printable(root)} is not a data set: expected class folders, train/ and val/ of class folders, "
+            f"{TRAIN_ARCHIVE}, {VAL_ARCHIVE} or Kaggle's ILSVRC/; found {_shown([each.name for each in files])}"
         )
     for each in classes:
         if (Path(each.path) / "train").is_dir():
@@ -149,13 +154,13 @@ def _recognise(root: Path) -> Layout:
 
 
 def _refuse_shards(root: Path) -> None:
-    """Tells a set that was packed already: it would pass for a folder of the classes "labels" and "pixels"."""
+    """Refuse a packed data set, which would look like a folder of the classes "labels" and "pixels"."""
     candidates = (root, *(Path(each.path) for each in list_folder(root)[0]))
     packed = next((each for each in candidates if (each / "pixels" / "zarr.json").is_file()), None)
     if packed is not None:
         raise SourceError(
-            f"{printable(root)} holds shards that were packed already, in {printable(packed)}: train on them with "
-            "run-train --data, or give the images that they were made from"
+            f"{printable(root)} contains shards that are already packed, in {printable(packed)}; train on them with "
+            "run-train --data, or give the original images"
         )
 
 
@@ -189,11 +194,12 @@ def _check_holdout(holdout: float, root: Path, layout: Layout) -> None:
         raise SourceError(f"holdout must be a fraction from 0 to below 1, found {holdout}")
     if holdout and "train" not in layout.openers:
         raise SourceError(
-            f"holdout {holdout} was given, but {printable(root)} has no train split to hold images out of"
+            f"holdout {holdout} was given, but {printable(root)} has no train split to hold out images from; leave "
+            "holdout out"
         )
     if holdout and "val" in layout.openers:
         raise SourceError(
-            f"holdout {holdout} was given, but {printable(root)} has a val split of its own; leave holdout out"
+            f"holdout {holdout} was given, but {printable(root)} already has a val split; leave holdout out"
         )
 
 
@@ -201,7 +207,7 @@ def _nothing_held_out(train: FoundSplit, holdout: float, root: Path) -> str:
     most = int(np.bincount(train.listing.labels, minlength=1).max())
     remedy = "make holdout larger or give a folder with val/" if most > 1 else "give a folder with val/"
     return (
-        f"holdout {holdout} holds no image of {printable(root)} out: every class keeps one to train on, "
+        f"holdout {holdout} holds out no image of {printable(root)}: every class keeps one training image, "
         f"and the largest of its {len(train.classes)} classes has {most}; {remedy}"
     )
 
@@ -216,15 +222,15 @@ def _wanted_splits(root: Path, available: tuple[str, ...], splits: tuple[str, ..
 
 
 def _check_classes(found: dict[str, FoundSplit]) -> None:
-    """Makes sure that a label means the same class in every split."""
+    """Check that a label means the same class in every split."""
     for left, right in combinations(found.values(), 2):
         for has, lacks in ((left, right), (right, left)):
-            there = {each.id for each in lacks.classes}
-            only = [each.id for each in has.classes if each.id not in there]
+            known = {each.id for each in lacks.classes}
+            only = [each.id for each in has.classes if each.id not in known]
             if only:
                 raise SourceError(
                     f"the split {has.name} has {len(only)} classes that {lacks.name} lacks: {_shown(only)}; "
-                    "all splits need the same classes (an empty folder will do for a class without images)"
+                    "give all splits the same classes (an empty folder is enough for a class without images)"
                 )
 
 

@@ -1,9 +1,9 @@
-"""Which images of a listing are packed, and in which order: hashes of keys, so that every machine agrees.
+"""Selects and orders the images of a listing by hashes of their keys, with the same result on every machine.
 
-A key is class id and path below the class (see `preprocess.sources.listing`), so it does not matter how the source is
-spelt.
+A key is class id and path below the class (see `preprocess.sources.listing`), so it does not depend on the source path.
 
-The hashes are BLAKE2b with a key for each purpose, so that the order says nothing about who is held out.
+The hashes are BLAKE2b with a different hash key for each purpose, so the order is independent of which images are held
+out.
 """
 
 import hashlib
@@ -19,17 +19,18 @@ _HOLDOUT_KEY = b"feedloop holdout"
 
 
 def key_hashes(listing: Listing, purpose: bytes) -> np.ndarray:
-    """Returns a hash of every image's key, another one for each purpose, as uint64 `[N]`."""
+    """Return a hash of every image's key, different for each purpose, as uint64 `[N]`."""
     digests = (hashlib.blake2b(listing.key_bytes(i), digest_size=8, key=purpose).digest() for i in range(len(listing)))
     return np.frombuffer(b"".join(digests), ">u8").astype(np.uint64)
 
 
 def held_out(listing: Listing, fraction: float) -> np.ndarray:
-    """Returns bool `[N]`: the images that belong to the validation split.
+    """Return bool `[N]`, true for the images of the validation split.
 
-    An image is held out when the hash of its key falls in the first `fraction` of all hashes, unless it has the largest
-    hash of its class: so every class keeps an image to train on. An image stays on its side when others come or go, but
-    for one that was the only one left to train on; a class gives up `fraction` of its images on average, not exactly.
+    An image is held out if the hash of its key is in the first `fraction` of all hashes, unless it has the largest hash
+    of its class, so that every class keeps a training image. Adding or removing other images does not move an image to
+    the other split, except for one that was the only training image of its class. A class loses `fraction` of its
+    images on average, not exactly.
     """
     hashes = key_hashes(listing, _HOLDOUT_KEY)
     taken = hashes < np.uint64(round(fraction * 2**64))
@@ -41,14 +42,14 @@ def held_out(listing: Listing, fraction: float) -> np.ndarray:
 
 
 def pack_order(listing: Listing, entries: np.ndarray, limit: int | None = None) -> np.ndarray:
-    """Returns the entries (int64 indices into the listing) in the order in which they are packed.
+    """Return the entries (int64 indices of the listing) in pack order.
 
-    The order is that of the keys' hashes, and of the keys themselves where two hashes agree: every shard holds a
-    mixture of classes, wherever the files came from. Under a limit, classes take turns to give one image each until
+    Entries are sorted by the hashes of their keys, and by the keys themselves if hashes are equal, so that every shard
+    has a mixture of classes for any source layout. With a limit, classes contribute one image each in turn until
     `limit` are chosen, so the class counts differ by at most one unless a class runs out.
 
     Raises:
-        SourceError: two entries have the same key, as two members of an archive may.
+        SourceError: two entries have the same key, which is possible in an archive.
     """
     hashes = key_hashes(listing, _ORDER_KEY)[entries]
     order = np.lexsort((_key_ranks(listing, entries, hashes), hashes))
@@ -61,7 +62,7 @@ def pack_order(listing: Listing, entries: np.ndarray, limit: int | None = None) 
 
 
 def _key_ranks(listing: Listing, entries: np.ndarray, hashes: np.ndarray) -> np.ndarray:
-    """Ranks keys among entries of equal hash; zeros for all others, for 64-bit hashes hardly ever agree."""
+    """Return the ranks of keys among entries of equal hash (rare with 64 bits), and 0 for all others."""
     ranks = np.zeros(len(entries), np.int64)
     _, inverse, counts = np.unique(hashes, return_inverse=True, return_counts=True)
     tied = [(listing.key_bytes(int(entries[place])), place) for place in np.flatnonzero(counts[inverse] > 1).tolist()]
@@ -69,7 +70,7 @@ def _key_ranks(listing: Listing, entries: np.ndarray, hashes: np.ndarray) -> np.
     for (key, place), (following, _) in pairwise(tied):
         if key == following:
             raise SourceError(
-                f"{printable(listing.name(int(entries[place])))} is there twice; write the archive again with it once"
+                f"{printable(listing.name(int(entries[place])))} exists twice; write the archive again with it once"
             )
     for rank, (_, place) in enumerate(tied):
         ranks[place] = rank
@@ -77,7 +78,7 @@ def _key_ranks(listing: Listing, entries: np.ndarray, hashes: np.ndarray) -> np.
 
 
 def _turns(labels: np.ndarray) -> np.ndarray:
-    """Returns for each image how many of its class come before it."""
+    """Return for each image the number of images of its class before it."""
     by_class = np.argsort(labels, kind="stable")
     counts = np.bincount(labels)
     starts = np.concatenate(([0], np.cumsum(counts)[:-1]))

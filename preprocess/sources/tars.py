@@ -1,7 +1,7 @@
-"""ImageNet's official archives, and plain tar archives of class folders, read in place: nothing is unpacked to disk.
+"""ImageNet's official archives, and plain tar archives of class folders, read in place without unpacking to disk.
 
-Opening an archive reads its headers (512 bytes an image, 1.28 million of them for ImageNet's training set); reading an
-image is then one `pread` at a known offset.
+Opening an archive reads its headers (512 bytes per image, 1.28 million for ImageNet's training set). Reading an image
+is then one `pread` at a known offset.
 """
 
 import os
@@ -34,22 +34,22 @@ class TarStore:
 
     tar: TarFile
 
-    def read(self, name: str, offset: int, size: int) -> bytes:  # noqa: ARG002 - the offset says it all
-        """Returns the `size` bytes at `offset`.
+    def read(self, name: str, offset: int, size: int) -> bytes:  # noqa: ARG002 - the offset is sufficient
+        """Return the `size` bytes at `offset`.
 
         Raises:
-            OSError: the archive cannot be read, or has been written to since it was opened.
+            OSError: the archive cannot be read, or was written to after it was opened.
         """
         self.tar.check_unchanged()
         return self.tar.read(offset, size)
 
     def close(self) -> None:
-        """Closes the archive."""
+        """Close the archive."""
         os.close(self.tar.descriptor)
 
 
 def imagenet_openers(folder: Path) -> dict[str, Callable[[], FoundSplit]]:
-    """Returns for every official archive in the folder a function that lists it; none where there is none."""
+    """Return a function for every official archive in the folder that lists it; empty if there is none."""
     openers: dict[str, Callable[[], FoundSplit]] = {}
     if (folder / TRAIN_ARCHIVE).is_file():
         openers["train"] = partial(read_train_archive, folder / TRAIN_ARCHIVE)
@@ -59,10 +59,10 @@ def imagenet_openers(folder: Path) -> dict[str, Callable[[], FoundSplit]]:
 
 
 def tar_openers(path: Path) -> tuple[str, dict[str, Callable[[], FoundSplit]]]:
-    """Recognises an uncompressed tar archive by its members.
+    """Detect the layout of an uncompressed tar archive by its members.
 
     Returns:
-        What it is, in words, and for every split a function that lists it.
+        A description of the layout, and a function for every split that lists it.
 
     Raises:
         SourceError: the archive is empty, damaged or unsafe, or its members are not in class folders.
@@ -71,7 +71,7 @@ def tar_openers(path: Path) -> tuple[str, dict[str, Callable[[], FoundSplit]]]:
     try:
         first = next((each for each in members(store.tar) if not _is_hidden_path(each.name)), None)
         if first is None:
-            raise SourceError(f"{printable(path)} is an empty archive")
+            raise SourceError(f"{printable(path)} is an empty archive; give one with images")
         if _CLASS_ARCHIVE.fullmatch(first.name):
             return "a tar archive of one tar archive a class", {"train": partial(read_train_archive, path)}
         if _VAL_IMAGE.fullmatch(first.name):
@@ -84,19 +84,19 @@ def tar_openers(path: Path) -> tuple[str, dict[str, Callable[[], FoundSplit]]]:
         split = SPLIT_FOLDERS.get(top.lower(), "train")
         if split in openers:
             raise SourceError(
-                f"{printable(path)} has two folders for the split {split}, {printable(top)}/ is one; keep one"
+                f"{printable(path)} has two folders for the split {split}, one of them {printable(top)}/; keep one"
             )
         openers[split] = partial(_read_folders, path, split, classes)
     return "a tar archive of class folders", openers
 
 
 def read_train_archive(path: Path) -> FoundSplit:
-    """Lists a tar archive of one tar archive a class, each named after its WordNet id.
+    """List a tar archive of one tar archive per class, each named after its WordNet id.
 
-    Readable names come from the development kit beside it, where there is one.
+    Readable names are read from the development kit beside it, if there is one.
 
     Raises:
-        SourceError: an archive is damaged or unsafe, or is something else.
+        SourceError: an archive is damaged, unsafe, or not of this kind.
     """
     devkit = find_devkit(path.parent)
     with _kept_open(path) as store:
@@ -112,15 +112,15 @@ def read_train_archive(path: Path) -> FoundSplit:
 
 
 def read_val_archive(path: Path) -> FoundSplit:
-    """Lists ImageNet's validation archive, whose labels stand in the development kit beside it.
+    """List ImageNet's validation archive, whose labels are in the development kit beside it.
 
     Raises:
-        SourceError: the kit is missing or has no label for an image, or the archive is damaged, unsafe or another one.
+        SourceError: the kit is missing or has no label for an image, or the archive is damaged, unsafe or not this one.
     """
     devkit = find_devkit(path.parent)
     if devkit is None:
         raise SourceError(
-            f"{printable(path)} has no labels of its own: put {DEVKIT_ARCHIVE} beside it, or open the train split alone"
+            f"{printable(path)} contains no labels; put {DEVKIT_ARCHIVE} beside it, or pack only the train split"
         )
     classes = index_classes(devkit.names, devkit.names, DEVKIT_ARCHIVE)
     label_of = {each.id: label for label, each in enumerate(classes)}
@@ -133,8 +133,8 @@ def read_val_archive(path: Path) -> FoundSplit:
             number = int(match[1]) if match else 0
             if not 1 <= number <= len(devkit.validation_ids):
                 raise SourceError(
-                    f"{printable(path)} holds {printable(member.name)}, for which {DEVKIT_ARCHIVE} has no label; "
-                    f"it labels the images 1 to {len(devkit.validation_ids)}"
+                    f"{printable(path)} contains {printable(member.name)}, for which {DEVKIT_ARCHIVE} has no label; "
+                    f"use the archive of its images 1 to {len(devkit.validation_ids)}"
                 )
             label = label_of[devkit.validation_ids[number - 1]]
             listing.add(f"{path.name}!", member.name, label, member.size, member.offset)
@@ -143,7 +143,7 @@ def read_val_archive(path: Path) -> FoundSplit:
 
 @contextmanager
 def _kept_open(path: Path) -> Iterator[TarStore]:
-    """Opens an archive and leaves it open, unless listing it fails."""
+    """Open an archive and leave it open, unless listing it fails."""
     store = TarStore(open_tar(path))
     try:
         yield store
@@ -164,19 +164,19 @@ def _inner_archives(path: Path, tar: TarFile) -> dict[str, Member]:
         match = _CLASS_ARCHIVE.fullmatch(member.name)
         if match is None:
             raise SourceError(
-                f"{printable(path)} holds {printable(member.name)}, "
-                "where only class archives such as n01440764.tar belong"
+                f"{printable(path)} contains {printable(member.name)}, "
+                "but may contain only class archives such as n01440764.tar; remove it"
             )
         if match[1] in found:
-            raise SourceError(f"{printable(path)} holds two archives of the class {match[1]}; fetch it again")
+            raise SourceError(f"{printable(path)} contains two archives of the class {match[1]}; download it again")
         found[match[1]] = member
     return found
 
 
 def _class_folders(path: Path, tar: TarFile) -> dict[str, dict[str, Listing]]:
-    """Returns split folder ("" for a single tree) to class to its members; labels are not known yet and stand at 0.
+    """Return split folder ("" for a single tree) to class to its members; labels are not known yet and are set to 0.
 
-    A single folder around everything ("imagenette2/train/…") is looked through.
+    A single folder that encloses everything ("imagenette2/train/…") is skipped.
     """
     everything = Listing()
     for member in members(tar):
@@ -191,24 +191,25 @@ def _class_folders(path: Path, tar: TarFile) -> dict[str, dict[str, Listing]]:
         if len(parts) > 1:
             classes = tops.setdefault(top, {})
             if len(classes) == MAX_CLASSES and parts[0] not in classes:
-                raise SourceError(f"{printable(path)} has more than {MAX_CLASSES} classes; give fewer")
+                raise SourceError(f"{printable(path)} has more than {MAX_CLASSES} classes; use fewer")
             listing = classes.setdefault(parts[0], Listing())
             below = "/".join(parts[1:])
             folder = f"{path.name}!{name.removesuffix(below)}"
             listing.add(folder, below, 0, everything.size(entry), everything.offset(entry))
         elif Path(name).suffix.lower() in IMAGE_SUFFIXES:
             raise SourceError(
-                f"{printable(path)} holds the image {printable(name)} outside every class folder; "
-                "images belong in class/image"
+                f"{printable(path)} contains the image {printable(name)} outside any class folder; "
+                "move it into the folder of its class"
             )
     if not tops:
         raise SourceError(
-            f"{printable(path)} holds no class folders; its first file is {printable(everything.name(0))}"
+            f"{printable(path)} contains no class folders, its first file is {printable(everything.name(0))}; put each "
+            "image into the folder of its class"
         )
     if "" in tops and len(tops) > 1:
         raise SourceError(
-            f"{printable(path)} holds split folders beside the class folder {printable(next(iter(tops[''])))}; "
-            "use one or other"
+            f"{printable(path)} contains split folders beside the class folder {printable(next(iter(tops[''])))}; "
+            "use either split folders or class folders at the top"
         )
     return tops
 

@@ -1,9 +1,9 @@
-"""Image folders: `class/**/image`, alone or below `train/`, `val/`, `test/`.
+"""Image folders: `class/**/image`, directly in a folder or in `train/`, `val/`, `test/`.
 
-Symbolic links are followed, to files and to folders, also out of the tree (people link class folders together from
-several disks). Refused are a folder that contains itself, and one that links lead to more than `MAX_VISITS` times in
-one class: links that fan out level by level would double the images with each. Folders lie at most `MAX_DEPTH` deep in
-a class. Pipes, sockets and devices are refused.
+Symbolic links to files and folders are followed, also out of the tree (users link class folders from several disks). A
+folder that contains itself is refused, and so is one that is reached more than `MAX_VISITS` times in one class, because
+links that fan out would double the images at each level. Folders may be at most `MAX_DEPTH` levels deep in a class.
+Pipes, sockets and devices are refused.
 """
 
 import os
@@ -18,12 +18,12 @@ from preprocess.printable import printable
 from preprocess.regular_file import IrregularFileError, open_regular, read_regular
 from preprocess.sources.listing import FoundSplit, Listing, SourceError, index_classes
 
-# What a split folder may be called, and what the split is called then.
+# Name of a split folder to name of the split.
 SPLIT_FOLDERS = {"train": "train", "val": "val", "validation": "val", "test": "test"}
 
 NAME_FILES = ("classes.txt", "LOC_synset_mapping.txt")
 
-# Only for telling an image that lies outside every class folder; inside one, everything is tried.
+# Only used to detect images outside class folders; inside a class folder every file is tried.
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm"})
 
 MAX_DEPTH = 100
@@ -41,16 +41,16 @@ class FolderStore:
     root: Path
 
     def read(self, name: str, offset: int, size: int) -> bytes:  # noqa: ARG002 - a file is read whole
-        """Returns the content of the file `root/name`.
+        """Return the content of the file `root/name`.
 
         Raises:
             OSError: the file cannot be read.
-            SourceError: it is no longer a file of `size` bytes, as it was when it was listed.
+            SourceError: it is no longer a file of `size` bytes, as when it was listed.
         """
         try:
             descriptor = open_regular(self.root / name)
         except IrregularFileError as error:
-            raise SourceError("the file has changed since it was listed: it is no file any more; run again") from error
+            raise SourceError("the file has changed since it was listed: it is no longer a file; run again") from error
         with open(descriptor, "rb", buffering=0) as file:  # noqa: PTH123 - a descriptor has no path
             found_bytes = os.fstat(descriptor).st_size
             if found_bytes != size:
@@ -61,7 +61,7 @@ class FolderStore:
         return content
 
     def close(self) -> None:
-        """Has nothing to close: each file is closed once it is read."""
+        """Do nothing: each file is closed once it is read."""
 
 
 def _changed(listed_bytes: int, found_bytes: int) -> SourceError:
@@ -71,12 +71,12 @@ def _changed(listed_bytes: int, found_bytes: int) -> SourceError:
 
 
 def is_hidden(name: str) -> bool:
-    """Whether the name is one that desktops leave behind (`.DS_Store`, `._x`, `Thumbs.db`), not a part of the data."""
+    """Return whether the name is one that desktops create (`.DS_Store`, `._x`, `Thumbs.db`), not a part of the data."""
     return name.startswith(".") or name.lower() in _SYSTEM_FILES
 
 
 def list_folder(folder: Path) -> tuple[list[os.DirEntry[str]], list[os.DirEntry[str]]]:
-    """Returns the visible sub-folders and other entries of a folder, each sorted by the bytes of their names.
+    """Return the visible subfolders and the other entries of a folder, each sorted by the bytes of their names.
 
     Raises:
         SourceError: the folder cannot be read.
@@ -96,14 +96,14 @@ def list_folder(folder: Path) -> tuple[list[os.DirEntry[str]], list[os.DirEntry[
 def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
-    except OSError as error:  # such as a link to itself, or through a folder that nobody may enter
-        raise SourceError(f"{printable(entry.path)} cannot be looked at: {error.strerror}; remove it") from error
+    except OSError as error:  # such as a link to itself, or through a folder without permission
+        raise SourceError(f"{printable(entry.path)} cannot be accessed: {error.strerror}; remove it") from error
 
 
 def split_folders(root: Path) -> dict[str, Path]:
-    """Returns the split folders of a tree that is divided into splits; none for a single tree of classes.
+    """Return the split folders of a tree that is divided into splits; empty for a single tree of classes.
 
-    A folder counts when it has a split's name and folders of its own: a class may well be called "train".
+    A folder counts if it has a split's name and contains folders, because a class may also be called "train".
     """
     found: dict[str, Path] = {}
     for entry in list_folder(root)[0]:
@@ -119,7 +119,7 @@ def split_folders(root: Path) -> dict[str, Path]:
 
 
 def split_openers(root: Path, folders: dict[str, Path]) -> dict[str, Callable[[], FoundSplit]]:
-    """Returns for every split a function that lists it; names in the listing are relative to `root`."""
+    """Return a function for every split that lists it; names in the listing are relative to `root`."""
     names_in = tuple(dict.fromkeys((root, *folders.values())))
     return {
         split: partial(read_class_folders, root, folder, split, names_in=names_in) for split, folder in folders.items()
@@ -127,19 +127,19 @@ def split_openers(root: Path, folders: dict[str, Path]) -> dict[str, Callable[[]
 
 
 def read_class_folders(root: Path, folder: Path, split: str, *, names_in: tuple[Path, ...]) -> FoundSplit:
-    """Lists the classes of one split: each folder directly below `folder` is one, with all files at any depth.
+    """List the classes of one split: each folder directly below `folder` is a class, with all files at any depth.
 
     An empty class folder is a class without images. Every file that is not hidden is listed, whatever its suffix.
-    Readable names are looked for in the folders `names_in`, the first to name a class has it.
+    Readable names are read from the folders `names_in`; the first name found for a class is used.
 
     Raises:
-        SourceError: images lie beside the class folders, a folder contains itself, an entry is no file.
+        SourceError: there are images beside the class folders, a folder contains itself, or an entry is not a file.
     """
     class_entries, loose = list_folder(folder)
     outside = [each.name for each in loose if Path(each.name).suffix.lower() in IMAGE_SUFFIXES]
     if outside:
         raise SourceError(
-            f"{printable(folder)} has {len(outside)} images outside every class folder, the first is "
+            f"{printable(folder)} has {len(outside)} images outside any class folder, the first is "
             f"{printable(outside[0])}; "
             "move each into the folder of its class"
         )
@@ -155,13 +155,13 @@ def read_class_folders(root: Path, folder: Path, split: str, *, names_in: tuple[
 
 
 def read_names(*folders: Path) -> dict[str, str]:
-    """Reads readable class names, if a folder has a `classes.txt` or `LOC_synset_mapping.txt`: a class a line.
+    """Read readable class names from the files `classes.txt` and `LOC_synset_mapping.txt` in folders, one per line.
 
-    A line is the class id, white space, and the name up to a first comma ("n01440764 tench, Tinca tinca"). The order of
-    lines means nothing; blank lines and a byte order mark are passed over.
+    A line is the class id, white space, and the name up to the first comma ("n01440764 tench, Tinca tinca"). The order
+    of lines does not matter; blank lines and a byte order mark are ignored.
 
     Returns:
-        Class id to readable name, "" where a line has none; also of classes that have no folder.
+        Class id to readable name, "" if a line has none; includes classes that have no folder.
 
     Raises:
         SourceError: such a file cannot be read as UTF-8 text.
@@ -173,7 +173,7 @@ def read_names(*folders: Path) -> dict[str, str]:
                 lines = read_regular(path, max_bytes=_MAX_NAME_FILE_BYTES).decode("utf-8-sig").splitlines()
             except (OSError, UnicodeDecodeError) as error:
                 reason = error.strerror if isinstance(error, OSError) else error
-                raise SourceError(f"{printable(path)} cannot be read as UTF-8 text: {reason}") from error
+                raise SourceError(f"{printable(path)} cannot be read as UTF-8 text: {reason}; correct it") from error
             for line in lines:
                 if words := line.split(None, 1):
                     names.setdefault(words[0], words[1].partition(",")[0].strip() if len(words) > 1 else "")
@@ -182,7 +182,7 @@ def read_names(*folders: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Folder:
-    """A folder of a class: its path, its path below the class with "/" at its end, and which folders it lies in."""
+    """A folder of a class: its path, its path below the class ending with "/", and the identities of its parents."""
 
     path: str
     below: str
@@ -190,7 +190,7 @@ class _Folder:
 
 
 def _files_below(class_folder: str) -> Iterator[tuple[str, int]]:
-    """Yields relative path and size in bytes of every file; a broken link has size 0 and fails when it is read."""
+    """Yield relative path and size in bytes of every file; a broken link has size 0 and fails when read."""
     waiting = [_Folder(class_folder, "", ())]
     visits: Counter[tuple[int, int]] = Counter()
     while waiting:
@@ -202,12 +202,12 @@ def _files_below(class_folder: str) -> Iterator[tuple[str, int]]:
         for entry in others:
             yield f"{folder.below}{entry.name}", file_size(entry)
         above = (*folder.above, here)
-        # The last folder of the list is visited first: reversed, they come in the order of their names.
+        # Reversed, because the last folder of the list is visited first: folders are then visited in name order.
         waiting += [_Folder(each.path, f"{folder.below}{each.name}/", above) for each in reversed(folders)]
 
 
 def _identity(folder: str) -> tuple[int, int]:
-    """Return the identity of a folder, the same through whichever link it is reached."""
+    """Return the identity of a folder, which is the same through any link."""
     try:
         status = Path(folder).stat()
     except OSError as error:
@@ -221,21 +221,20 @@ def _check_reached(folder: _Folder, here: tuple[int, int], num_visits: int, clas
         raise SourceError(f"{shown} is a link to a folder that contains it; remove the link")
     if num_visits > MAX_VISITS:
         raise SourceError(
-            f"{shown} is a folder that links within the class {printable(class_folder)} have led to {MAX_VISITS} times "
-            "already; remove the links to it"
+            f"{shown} is reached more than {MAX_VISITS} times through links in the class {printable(class_folder)}; "
+            "remove the links to it"
         )
     if len(folder.above) > MAX_DEPTH:
         raise SourceError(
-            f"{shown} lies more than {MAX_DEPTH} folders deep in the class {printable(class_folder)}; "
-            "move its images up"
+            f"{shown} is more than {MAX_DEPTH} folders deep in the class {printable(class_folder)}; move its images up"
         )
 
 
 def file_size(entry: os.DirEntry[str]) -> int:
-    """Returns the size in bytes of a file or of what a link leads to; 0 for a broken link, which then fails to read.
+    """Return the size in bytes of a file or of a link's target; 0 for a broken link, which fails when read.
 
     Raises:
-        SourceError: it is a pipe, a socket or a device, on which a reader could wait for ever.
+        SourceError: the entry is a pipe, a socket or a device, on which a reader could wait forever.
     """
     try:
         status = entry.stat()
