@@ -1,17 +1,17 @@
-"""Whether a training that is killed at any instant and resumed ends in the same bits as one that is left alone.
+"""Tests that a training killed at any instant and resumed is bit-identical to an uninterrupted training.
 
-Two references run without interruption: `plain`, and `asked`, of which `control-run` asks for another learning rate and
-for an evaluation on its way. Each further training is begun anew, gets SIGKILL at a drawn instant (its whole process
-group), is resumed by `run-train --resume`, perhaps killed again, and compared with its reference once it has ended.
+Two reference runs are not interrupted: `plain`, and `asked`, which receives a learning rate factor and an evaluation
+request from `control-run`. Each further training starts from scratch, its process group receives SIGKILL at a random
+instant, it is resumed by `run-train --resume`, possibly killed again, and finally compared with its reference.
 
-At which batch a request takes effect is decided by the clock, so that a request sent anew would make another training.
-The trainings compared with `asked` therefore begin as that run would have been found by a kill before its first
-snapshot: with its `config.json` and its `control.jsonl`, and nothing else. All their launches are resumed ones, which
-repeat the requests from the log. What the others do until they are killed is a fresh start, compilation included.
+The batch at which a request takes effect depends on timing, so sending a request again would change the training. The
+trainings compared with `asked` therefore start in the state that a kill before the first snapshot would have left: with
+its `config.json` and its `control.jsonl`, and nothing else. All their launches are resumed ones, which repeat the
+requests from the log. The other trainings have a fresh start, including compilation.
 
-Instants come from the seed: a part of the time that a reference took to its first step, a step and a part of what one
-takes, or a moment that is seen in the run folder (a snapshot or an evaluation under way, the end). Seconds alone would
-not do: on a busy machine a run may be over when they are. scripts/kill-and-resume runs this.
+Instants are drawn from the seed: a fraction of the reference's time to its first step, a step plus a fraction of a step
+time, or an event visible in the run folder (a snapshot or an evaluation in progress, the end). Times alone would not be
+sufficient: on a busy machine a run may be finished before. scripts/kill-and-resume runs this script.
 """
 
 import argparse
@@ -35,29 +35,29 @@ from engine.records.snapshot import read_snapshot
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 EVAL_EVERY, SNAPSHOT_EVERY = 20, 7
-# Everything that a step can depend on is on.
+# Enables everything that a step can depend on.
 TRAINING = (
     "--image-size 32 --model resnet8 --batch 32 --accumulate-steps 2 --chunk 3 --optimizer nesterov --schedule cosine "
     "--warmup-steps 6 --ema-decay 0.99 --label-smoothing 0.1 --clip-norm 1 --skip-nonfinite 2 --flip 0.5 "
     "--crop random --crop-padding 4 --mixup 0.2 --brightness 0.2 --contrast 0.2 --saturation 0.2 --hue 0.05 "
     f"--erasing 0.25 --eval-every {EVAL_EVERY} --snapshot-every {SNAPSHOT_EVERY} --keep 3"
 ).split()
-# No launch takes so long; one that does hangs, and that is an error too.
+# A launch that takes longer hangs, which is an error.
 LAUNCH_TIMEOUT_S = 900.0
 LOOK_EVERY_S = 0.0005
 MOST_LAUNCHES = 12
-# The rest of a line is measured.
+# The other fields of a line are measurements.
 COMPARED = {"loss.jsonl": ("step", "loss", "lr"), "eval.jsonl": ("step", "num_images", "top1", "top5", "loss")}
 
 
 @dataclass(frozen=True)
 class Kill:
-    """When a launch is killed.
+    """The instant at which a launch is killed.
 
     Attributes:
-        after_s: seconds, from what comes first of the following that is given.
-        moment: is seen in the run folder.
-        step: is in the loss log, and the launch trains.
+        after_s: delay in seconds after `moment` if given, otherwise after `step` if given, otherwise after the start.
+        moment: an event visible in the run folder, a key of `MOMENTS`.
+        step: a step that is in the loss log while the launch trains.
     """
 
     after_s: float
@@ -68,11 +68,11 @@ class Kill:
         return f"{self.after_s:.3f} s after {self.moment or (f'step {self.step}' if self.step else 'the start')}"
 
     def has_come(self, run: Path, steps: int, said_before: int) -> bool:
-        """Tells whether the seconds are to be counted from now on."""
+        """Return whether the delay starts now."""
         if self.moment:
             return MOMENTS[self.moment](run, steps)
-        # A launch before this one left its lines; they are cut by the time that this one has its program.
-        is_training = not self.step or "\ncompiled training program" in read_said(log_of(run), said_before)
+        # An earlier launch left its lines; they are truncated by the time that this launch has compiled its program.
+        is_training = not self.step or "\ncompiled training program" in read_output(log_of(run), said_before)
         return is_training and num_lines(run / "loss.jsonl") >= self.step
 
 
@@ -81,10 +81,10 @@ class Reference:
     """An uninterrupted run.
 
     Attributes:
-        folder: of the run.
-        start_s: from the start of its process to its first loss.
-        duration_s: to its end.
-        steps: updates made.
+        folder: the run folder.
+        start_s: seconds from the start of the process to the first loss.
+        duration_s: seconds from the start of the process to its end.
+        steps: number of updates.
     """
 
     folder: Path
@@ -93,7 +93,7 @@ class Reference:
     steps: int
 
     def draw_kill(self, draw: random.Random) -> Kill:
-        """Draws an instant of a launch that takes as long as this one did."""
+        """Draw a kill instant for a launch that takes as long as this run."""
         if draw.random() < self.start_s / self.duration_s:
             return Kill(draw.uniform(0, self.start_s))
         step_s = (self.duration_s - self.start_s) / self.steps
@@ -105,13 +105,13 @@ class Trial:
     """A training that is interrupted.
 
     Attributes:
-        number: of the trial, from 1.
-        folder: of the run.
-        reference: what it must come to.
+        number: number of the trial, from 1.
+        folder: the run folder.
+        reference: the run that it must equal.
         is_asked: whether it replays the requests of its reference.
-        kills: for its launches, in order; further launches are left alone.
-        cache: of compiled programs.
-        story: what happened, in words.
+        kills: kills of its launches, in order; further launches are not killed.
+        cache: folder of compiled programs.
+        story: description of what happened.
     """
 
     number: int
@@ -124,7 +124,7 @@ class Trial:
 
 
 def main() -> int:
-    """Runs the references and the trials; gives the exit code."""
+    """Run the references and the trials; return the exit code."""
     options = parse_arguments()
     base, draw = options.run_dir, random.Random(options.seed)
     base.mkdir(parents=True, exist_ok=True)
@@ -133,7 +133,7 @@ def main() -> int:
     plain = run_reference(options, base / "plain", cache, is_asked=False)
     print(f"plain: {plain.duration_s:.1f} s, its program compiled", flush=True)
     asked = run_reference(options, base / "asked", cache, is_asked=True)
-    print(f"asked: {asked.duration_s:.1f} s, {told_requests(asked.folder)}", flush=True)
+    print(f"asked: {asked.duration_s:.1f} s, {describe_requests(asked.folder)}", flush=True)
     num_identical = num_kills = 0
     for number in range(1, options.kills + 1):
         trial = draw_trial(number, base, plain, asked, cache, draw)
@@ -151,7 +151,7 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Reads the command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(prog="scripts/kill-and-resume")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
@@ -161,14 +161,14 @@ def parse_arguments() -> argparse.Namespace:
     options = parser.parse_args()
     options.data, options.run_dir = options.data.absolute(), options.run_dir.absolute()
     if options.run_dir.is_dir() and any(options.run_dir.iterdir()):
-        parser.error(f"--run-dir must be new or empty, and {options.run_dir} is not: name another")
+        parser.error(f"--run-dir must be new or empty, and {options.run_dir} is not; give another folder")
     if options.steps < EVAL_EVERY:
-        parser.error(f"--steps must be {EVAL_EVERY} or more, to have an evaluation on the way, got {options.steps}")
+        parser.error(f"--steps must be {EVAL_EVERY} or more, so that there is an evaluation, got {options.steps}")
     return options
 
 
 def train_command(options: argparse.Namespace, run: Path, cache: Path, *, resume: bool) -> list[str]:
-    """Gives the command of a launch; one that is resumed has its settings from the run folder."""
+    """Return the command of a launch; a resumed launch reads its settings from the run folder."""
     command = [str(BIN / "run-train"), "--run-dir", str(run), "--compilation-cache", str(cache)]
     if resume:
         return [*command, "--resume"]
@@ -176,7 +176,7 @@ def train_command(options: argparse.Namespace, run: Path, cache: Path, *, resume
 
 
 def start(command: list[str], log: Path) -> "subprocess.Popen[bytes]":
-    """Starts a process group of its own; what it says goes to the end of a file."""
+    """Start a command in its own process group; its output is appended to ``log``."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as file:
         return subprocess.Popen(
@@ -185,12 +185,12 @@ def start(command: list[str], log: Path) -> "subprocess.Popen[bytes]":
 
 
 def log_of(run: Path) -> Path:
-    """Gives where the launches of a run speak; beside it, as the folder is theirs."""
+    """Return the log file of a run's launches, which is beside the run folder."""
     return run.with_name(f"{run.name}.log")
 
 
 def run_reference(options: argparse.Namespace, run: Path, cache: Path, *, is_asked: bool) -> Reference:
-    """Runs a training without interruption."""
+    """Run a training without interruption."""
     started = time.monotonic()
     process = start(train_command(options, run, cache, resume=False), log_of(run))
     wait_until(lambda: num_lines(run / "loss.jsonl") > 0, process)
@@ -200,21 +200,21 @@ def run_reference(options: argparse.Namespace, run: Path, cache: Path, *, is_ask
         request = ["--learning-rate-factor", "0.5", "--evaluate"]
         subprocess.run([BIN / "control-run", run, *request], check=True, stdout=subprocess.DEVNULL, timeout=120)
     if (code := process.wait(LAUNCH_TIMEOUT_S)) != 0:
-        raise SystemExit(f"the uninterrupted run must end well, and ended with {code}: see {log_of(run)}")
+        raise SystemExit(f"the uninterrupted run failed with exit code {code}; see {log_of(run)}")
     return Reference(run, start_s, time.monotonic() - started, options.steps)
 
 
-def told_requests(run: Path) -> str:
-    """Gives in words what took effect in a run."""
+def describe_requests(run: Path) -> str:
+    """Return a description of the requests that took effect in a run."""
     events = read_lines(run / "control.jsonl")
     return "; ".join(f"factor {e['learning_rate_factor']}, evaluation: at batch {e['pull']}" for e in events)
 
 
 def draw_trial(number: int, base: Path, plain: Reference, asked: Reference, cache: Path, draw: random.Random) -> Trial:
-    """Draws when a training is killed: every other time anywhere, else in turn at the moments that matter most."""
+    """Draw the kills of a training: at a random instant for every other training, else at each of `MOMENTS` in turn."""
     is_asked, timed = number % 2 == 0, asked
     if number % 10 == 5:
-        # An empty cache: it is killed while it compiles, or while it keeps what it has compiled.
+        # An empty cache: the launch is killed while it compiles, or while it writes to the cache.
         cache, timed = base / f"cache-{number}", plain
         kills = [Kill(draw.uniform(0, plain.start_s))]
     elif number % 4 in (1, 2):
@@ -227,7 +227,7 @@ def draw_trial(number: int, base: Path, plain: Reference, asked: Reference, cach
 
 
 def run_trial(trial: Trial, options: argparse.Namespace) -> int:
-    """Launches, kills and resumes a training until it ends; gives the number of kills."""
+    """Launch, kill and resume a training until it ends; return the number of kills."""
     prepare(trial)
     kills, num_kills = list(trial.kills), 0
     for _ in range(MOST_LAUNCHES):
@@ -237,13 +237,13 @@ def run_trial(trial: Trial, options: argparse.Namespace) -> int:
         command = train_command(options, trial.folder, trial.cache, resume=resumes)
         kill = kills.pop(0) if kills else None
         code = run_and_kill(command, trial.folder, kill, options.steps, said_before)
-        begun = tell_start(log_of(trial.folder), said_before, resumes)
+        begun = describe_start(log_of(trial.folder), said_before, resumes)
         if code == -signal.SIGKILL and kill is not None:
             num_kills += 1
-            trial.story.append(f"{begun}, killed {kill}, {tell_folder(trial.folder)}")
+            trial.story.append(f"{begun}, killed {kill}, {describe_folder(trial.folder)}")
             continue
         if code == 0 and kill is not None and not num_kills:
-            trial.story.append(f"{begun}, ended before it was to be killed: once more")
+            trial.story.append(f"{begun}, ended before it could be killed: trying again")
             prepare(trial)
             kills = [Kill(kill.after_s / 2, step=kill.step // 2)]
             continue
@@ -254,7 +254,7 @@ def run_trial(trial: Trial, options: argparse.Namespace) -> int:
 
 
 def prepare(trial: Trial) -> None:
-    """Makes a training's folder as it is when the trial begins."""
+    """Create the run folder in the state at the start of the trial."""
     shutil.rmtree(trial.folder, ignore_errors=True)
     if trial.is_asked:
         trial.folder.mkdir()
@@ -263,7 +263,7 @@ def prepare(trial: Trial) -> None:
 
 
 def run_and_kill(command: list[str], run: Path, kill: Kill | None, steps: int, said_before: int) -> int:
-    """Runs a launch, kills its process group at the instant, and gives the exit code."""
+    """Run a launch, kill its process group at the given instant, and return the exit code."""
     process = start(command, log_of(run))
     if kill is not None:
         wait_until(lambda: kill.has_come(run, steps, said_before), process)
@@ -275,40 +275,40 @@ def run_and_kill(command: list[str], run: Path, kill: Kill | None, steps: int, s
 
 
 def wait_until(is_so: Callable[[], bool], process: "subprocess.Popen[bytes]") -> None:
-    """Waits for something that a process does; ends with it, and with an error where it takes too long."""
+    """Wait until ``is_so`` or until the process exits; kill it and raise SystemExit if that takes too long."""
     deadline = time.monotonic() + LAUNCH_TIMEOUT_S
     while not is_so() and process.poll() is None:
         if time.monotonic() > deadline:
             os.killpg(process.pid, signal.SIGKILL)
-            raise SystemExit(f"a launch must get there within {LAUNCH_TIMEOUT_S:g} s, and hangs: {process.args!r}")
+            raise SystemExit(f"a launch made no progress for {LAUNCH_TIMEOUT_S:g} s and was killed: {process.args!r}")
         time.sleep(LOOK_EVERY_S)
 
 
 def is_writing_snapshot(run: Path, _steps: int) -> bool:
-    """Tells whether the second snapshot of a run is being written."""
+    """Return whether the second snapshot of a run is being written."""
     return (run / "snapshots/.unfinished").exists() and (run / f"snapshots/{SNAPSHOT_EVERY}").exists()
 
 
 def is_evaluating(run: Path, _steps: int) -> bool:
-    """Tells whether the losses before an evaluation are there and it is not."""
+    """Return whether the losses before an evaluation are recorded and the evaluation is not."""
     steps = num_lines(run / "loss.jsonl")
     return steps >= EVAL_EVERY and not any(line["step"] == EVAL_EVERY for line in read_lines(run / "eval.jsonl"))
 
 
 def is_evaluated(run: Path, _steps: int) -> bool:
-    """Tells whether an evaluation was recorded that no snapshot knows of yet."""
+    """Return whether an evaluation is recorded that is not in any snapshot yet."""
     return any(line["step"] == EVAL_EVERY for line in read_lines(run / "eval.jsonl"))
 
 
 def is_at_its_end(run: Path, steps: int) -> bool:
-    """Tells whether the losses are all there, and what comes after them is being written."""
+    """Return whether all losses are recorded, so that the final files are being written."""
     return num_lines(run / "loss.jsonl") >= steps and any(
         line["step"] == steps for line in read_lines(run / "eval.jsonl")
     )
 
 
 def has_last_snapshot(run: Path, steps: int) -> bool:
-    """Tells whether the last snapshot is there, and the weights come next."""
+    """Return whether the last snapshot exists, so that the weights are written next."""
     return (run / f"snapshots/{steps}").exists()
 
 
@@ -322,37 +322,37 @@ MOMENTS: dict[str, Callable[[Path, int], bool]] = {
 
 
 def num_lines(path: Path) -> int:
-    """Counts the whole lines of a file that may not be there."""
+    """Return the number of complete lines of a file, 0 if it does not exist."""
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Reads the whole lines of a log that may not be there."""
+    """Return the complete lines of a log, none if it does not exist."""
     content = path.read_bytes() if path.exists() else b""
     return [json.loads(line) for line in content.split(b"\n")[:-1]]
 
 
-def read_said(log: Path, said_before: int) -> str:
-    """Gives what a launch has said so far."""
+def read_output(log: Path, said_before: int) -> str:
+    """Return the output of a launch so far; its log has ``said_before`` bytes of earlier output."""
     with log.open("rb") as file:
         file.seek(said_before)
         return file.read().decode(errors="replace")
 
 
-def tell_start(log: Path, said_before: int, resumes: bool) -> str:
-    """Gives where a launch began, by its own words."""
+def describe_start(log: Path, said_before: int, resumes: bool) -> str:
+    """Return a description of where a launch started, according to its output."""
     if not resumes:
-        return "begun"
-    said = read_said(log, said_before)
-    if found := re.search(r"^resuming .* from (?:the snapshot of )?(step [\d,]+|its beginning)", said, re.MULTILINE):
+        return "started"
+    output = read_output(log, said_before)
+    if found := re.search(r"^resuming .* from (?:the snapshot of )?(step [\d,]+|its beginning)", output, re.MULTILINE):
         return f"resumed from {found[1]}"
-    return "resumed, from nowhere yet"
+    return "resumed, killed before it restored anything"
 
 
-def tell_folder(run: Path) -> str:
-    """Gives what a kill left on disk."""
+def describe_folder(run: Path) -> str:
+    """Return a description of the files that a kill left on disk."""
     if not (run / "config.json").exists():
-        return "no config.json on disk, to be begun anew"
+        return "no config.json on disk, to be started again"
     folder = run / "snapshots"
     steps = [int(path.name) for path in folder.iterdir() if path.name.isdigit()] if folder.exists() else []
     unfinished = ", one unfinished" if (folder / ".unfinished").exists() else ""
@@ -362,7 +362,7 @@ def tell_folder(run: Path) -> str:
 
 
 def compare(run: Path, reference: Path, steps: int) -> list[str]:
-    """Gives what differs between a run and its reference; nothing where all that must be the same is."""
+    """Return the differences between a run and its reference; empty if they are identical."""
     if not (run / "result.json").exists():
         return ["it has no result.json"]
     differences = []
@@ -379,7 +379,7 @@ def compare(run: Path, reference: Path, steps: int) -> list[str]:
 
 
 def compare_snapshots(run: Path, reference: Path, steps: int) -> list[str]:
-    """Gives what differs in the last snapshots: momentum, averages and counters, which the weights do not show."""
+    """Return the differences between the last snapshots, which include momentum, averages and counters."""
     ours, theirs = (read_snapshot(each / "snapshots", steps).leaves for each in (run, reference))
     if ours.keys() != theirs.keys():
         return ["the names of the last snapshot"]
@@ -388,7 +388,7 @@ def compare_snapshots(run: Path, reference: Path, steps: int) -> list[str]:
 
 
 def remove(trial: Trial) -> None:
-    """Removes what an identical run left."""
+    """Remove the files of an identical run."""
     shutil.rmtree(trial.folder)
     log_of(trial.folder).unlink()
     if trial.cache.name != "cache":

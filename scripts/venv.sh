@@ -1,10 +1,11 @@
 # shellcheck shell=bash
-# Finds a Python and keeps a virtual environment in step with pyproject.toml. Sourced by the scripts beside it, which
-# set `root` (the repository) and `me` (their own name, for messages) first. Bash 3.2 does: macOS ships no newer one.
+# Finds a Python and keeps a virtual environment in sync with pyproject.toml. Sourced by the scripts beside it, which
+# first set `root` (the repository) and `me` (their own name, for messages). Works with bash 3.2, the newest on macOS.
 
-# Exits 3 where a Python is too old or not among the minors named, 4 where it cannot make a virtual environment
-# (Debian and Ubuntu split ensurepip off), else prints the interpreter itself: never a shim, whose answer depends on
-# the folder, and never a virtual environment's link, which goes when that environment is remade.
+# Exits with 3 if the Python is too old or not among the given minor versions, and with 4 if it cannot create a virtual
+# environment (Debian and Ubuntu package ensurepip separately). Otherwise prints the path of the interpreter itself:
+# never a shim, whose result depends on the folder, and never the link of a virtual environment, which disappears when
+# that environment is created again.
 probe='
 import sys
 if sys.version_info < (3, 12) or sys.implementation.name != "cpython":
@@ -24,7 +25,7 @@ lowest_minors='12 13' # the oldest supported numpy has no wheels for a newer Pyt
 
 case "${PYTHON:-}" in
   '' | /*) ;;
-  */*) PYTHON=$PWD/$PYTHON ;; # the scripts go to the repository's root before they use it
+  */*) PYTHON=$PWD/$PYTHON ;; # the scripts change to the root of the repository before they use it
 esac
 
 say() { printf '%s: %s\n' "$me" "$1" >&2; }
@@ -45,9 +46,9 @@ python_candidates() { # MINOR… in order of preference
   fi
 }
 
-# Prints the first candidate that runs, is new enough and can make virtual environments. 3.12 goes first: it is what the
-# project is tested on (.python-version). A name on PATH proves nothing: pyenv's shims exist for every version ever
-# installed and exit 127 for those that are not chosen.
+# Prints the first candidate that runs, is new enough and can create virtual environments. 3.12 is tried first, because
+# the project is tested on it (.python-version). A name on the PATH is not sufficient: pyenv has shims for every version
+# ever installed, which exit with 127 if that version is not selected.
 find_python() { # [--lowest]
   local minors='12 13 14' only='' needed='≥ 3.12' candidates candidate answer status crippled=''
   if [ "${1:-}" = --lowest ]; then
@@ -67,15 +68,15 @@ find_python() { # [--lowest]
   if [ -n "$crippled" ]; then
     say "${crippled% *} has no ensurepip; on Debian or Ubuntu: apt install python${crippled##* }-venv"
   elif [ -n "${PYTHON:-}" ]; then
-    say "PYTHON=$PYTHON is no working CPython $needed; unset it or name another"
+    say "PYTHON=$PYTHON is not a working CPython $needed; unset it or set another one"
   else
-    say "no Python $needed found; get one with uv python install 3.12 or pyenv install 3.12, or name it: PYTHON=… $me"
+    say "no Python $needed found; install one (uv python install 3.12 or pyenv install 3.12), or set it: PYTHON=… $me"
   fi
   return 2
 }
 
-# Makes VENV with the project installed in it, or leaves it alone where pyproject.toml is still the one it was made
-# for. One that an interrupted install, an upgrade of Python or a move of the repository has broken is made anew.
+# Creates VENV and installs the project in it, or leaves it unchanged if pyproject.toml is unchanged. An environment
+# broken by an interrupted install, an upgrade of Python or a move of the repository is created again.
 ensure_venv() { # VENV EXTRA [CONSTRAINTS]
   local venv=$1 extra=$2 constraints=${3:-} python base wanted stamp
   python=$venv/bin/python
@@ -87,7 +88,7 @@ ensure_venv() { # VENV EXTRA [CONSTRAINTS]
     fi
   else
     base=$(find_python ${constraints:+--lowest}) || return 2
-    say "making ${venv##*/} with $base"
+    say "creating ${venv##*/} with $base"
     rm -rf "$venv"
     mkdir -p "$venv"
     : >"$venv/.installing"
@@ -120,9 +121,9 @@ install_project() { # VENV EXTRA CONSTRAINTS
   if ! "$venv/bin/python" -c 'import pip' 2>/dev/null; then # uv makes environments without pip
     "$venv/bin/python" -m ensurepip >"$log" 2>&1 || { cat "$log" >&2 && return 1; }
   fi
-  say "installing feedloop${extra:+[$extra]} into ${venv##*/}: about 750 MB, some minutes at first (${venv##*/}/install.log)"
+  say "installing feedloop${extra:+[$extra]} into ${venv##*/}: about 750 MB, several minutes the first time (${venv##*/}/install.log)"
   : >"$venv/.installing"
-  # Wheels only: without a compiler, building a dependency fails minutes later and less plainly.
+  # Only wheels: without a compiler, building a dependency would fail minutes later with a less clear message.
   "$venv/bin/python" -m pip install --disable-pip-version-check --only-binary=:all: \
     ${constraints:+--constraint "$constraints"} --editable "$root${extra:+[$extra]}" >"$log" 2>&1 </dev/null || status=$?
   if [ "$status" = 0 ]; then
@@ -130,16 +131,16 @@ install_project() { # VENV EXTRA CONSTRAINTS
   else
     cat "$log" >&2
     case "$(cat "$log")" in
-      *'Installing collected packages'*) ;; # stopped half-way through a package: the mark stays, and says so
+      *'Installing collected packages'*) ;; # stopped while installing packages: the mark stays
       *) rm -f "$venv/.installing" ;;
     esac
-    say "pip could not install the project (exit $status, its output above); run the same command again to go on"
+    say "pip could not install the project (exit code $status, output above); run the same command again to continue"
   fi
   return "$status"
 }
 
-# XLA's compiler for NVIDIA cards, which needs none: beside the packages, since with it among them jax would look for a
-# card at every start. Without it the tests that compile for a card are skipped.
+# Installs XLA's compiler for NVIDIA cards, which itself needs no card, outside the environment's packages: as one of
+# them it would make jax look for a card at every start. Without it the tests that compile for a card are skipped.
 ensure_card_compiler() { # VENV
   local python=$1/bin/python folder=$1/card-compiler log=$1/card-compiler.log version
   version=$("$python" -c 'import jaxlib, sys; print(jaxlib.__version__ if sys.platform == "linux" else "")') || version=''
@@ -150,6 +151,6 @@ ensure_card_compiler() { # VENV
     --target "$folder" "jax-cuda13-pjrt==$version" "jax-cuda13-plugin==$version" >"$log" 2>&1 </dev/null; then
     : >"$folder/.installed-$version"
   else
-    say "pip could not get it, so that nothing is compiled for a card; why stands in $log"
+    say "pip could not download it, so the tests that compile for a card are skipped; see $log"
   fi
 }

@@ -209,8 +209,8 @@ def test_a_worker_tells_what_it_is_and_answers(tmp_path):
     ("source", "message"),
     [
         (DEAD, r"(?s)ended with exit code 3.*no such card"),
-        (RUBBISH, "printed something else than an answer: b'hello'"),
-        ("print('[1, 2]'); input()", r"said something else than that it is ready: \[1, 2\]"),
+        (RUBBISH, "sent something other than an answer: b'hello'"),
+        ("print('[1, 2]'); input()", r"sent something other than a ready message: \[1, 2\]"),
         (HANGS, "took more than 0.5 s to be ready"),
     ],
 )
@@ -224,8 +224,8 @@ def test_a_worker_that_is_not_ready_says_why(tmp_path, source, message):
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ('print(\'{"seconds": 0, "values": {}}\', flush=True)', "answered something else than seconds"),
-        ("print('{', flush=True)", "printed something else than an answer"),
+        ('print(\'{"seconds": 0, "values": {}}\', flush=True)', "sent something other than seconds"),
+        ("print('{', flush=True)", "sent something other than an answer"),
         ("import time; time.sleep(600)", "took more than 0.5 s to do 2 units"),
         ("sys.exit(4)", "ended with exit code 4"),
     ],
@@ -318,7 +318,7 @@ def test_candidates_that_fail_are_rows_with_the_reason_and_the_others_go_on(scri
     assert [row.candidate.name for row in result.rows] == [candidate.name for candidate in candidates]
     for name, reason in (
         ("dead", "exit code 3"),
-        ("rubbish", "something else"),
+        ("rubbish", "something other"),
         ("hangs", "took more than 0.5 s"),
         ("dies later", "was killed by signal 9"),
     ):
@@ -327,7 +327,7 @@ def test_candidates_that_fail_are_rows_with_the_reason_and_the_others_go_on(scri
     assert rows["honest"].speed == Quartiles(20, 20, 20)
     assert rows["other"].ratio == Quartiles(0.5, 0.5, 0.5)
     assert rows["other"].is_met
-    assert rows["other"].differs == "loss 2.6 for 2.5"
+    assert rows["other"].differs == "loss 2.6 instead of 2.5"
     assert "a case: round 3 of 3" in said
 
 
@@ -337,7 +337,7 @@ def test_data_that_cannot_be_made_are_the_reason_of_every_row(settings):
 
     case = Case("c", IMAGES_PER_S, "a", (Candidate("a", "a.py"), Candidate("b", "b.py")), prepare=prepare)
     result = run_case(case, settings, say=lambda _: None)
-    assert [row.measured.reason for row in result.rows] == ["its data could not be made: no space left"] * 2
+    assert [row.measured.reason for row in result.rows] == ["its data could not be created: no space left"] * 2
 
 
 # What is told
@@ -421,8 +421,8 @@ def test_it_lists_the_benches():
     ("arguments", "message"),
     [
         (["nothing"], "NAME must be one of step, loop"),
-        (["step", "--case", "resnet1234"], "--case must be a part of one of step's cases"),
-        (["step", "--json", "/no/such/folder/out.json"], "--json must name a file in a folder that is there"),
+        (["step", "--case", "resnet1234"], "--case must be part of the name of one of step's cases"),
+        (["step", "--json", "/no/such/folder/out.json"], "--json must name a file in an existing folder"),
     ],
 )
 def test_wrong_usage_is_told(arguments, message):
@@ -442,7 +442,7 @@ def test_every_candidate_is_there_and_peers_are_asked_for(bench, settings):
 
 
 def test_a_case_names_its_base():
-    with pytest.raises(ValueError, match="the base among them"):
+    with pytest.raises(ValueError, match="unique names that include the base"):
         Case("c", IMAGES_PER_S, "b", (Candidate("a", "a.py"),))
 
 
@@ -461,8 +461,8 @@ def test_a_bench_whose_base_was_not_measured_has_failed(tmp_path, monkeypatch):
     monkeypatch.setattr("scripts.benchmarks.card.describe_cards", list)
     done = CliRunner().invoke(main, ["card", "--case", "host to card, 128", "--repeats", "1"])
     assert done.exit_code == 1
-    assert "its data could not be made: nvidia-smi lists no card" in " ".join(done.output.split())
-    assert "must run, and did not in card, host to card, 128×224×224 uint32" in " ".join(done.output.split())
+    assert "its data could not be created: nvidia-smi lists no card" in " ".join(done.output.split())
+    assert "the base candidate failed in card, host to card, 128×224×224 uint32" in " ".join(done.output.split())
 
 
 def test_the_cheapest_case_runs(tmp_path, monkeypatch):

@@ -64,7 +64,7 @@ def test_waits_are_counted_over_the_threads_of_the_host():
     assert trace.xla_waits == Waits(2, 40e3)
     told = describe(trace, {"the thread that copies": Waits(5, 1e6)}, 10)
     assert told[0] == "10 steps in 1.0 ms, 0.10 ms a step"
-    assert told[1].startswith("the card stood still for 0.00 % of it, 0 µs a step; 0 gaps of 20 µs and more")
+    assert told[1].startswith("the card was idle for 0.00 % of it, 0 µs a step; 0 gaps of 20 µs or more")
     assert told[2:] == [
         "waits of XLA, for a stream: 0.20 a step, 20 µs each",
         "waits of the thread that copies: 0.50 a step, 200 µs each",
@@ -72,5 +72,5 @@ def test_waits_are_counted_over_the_threads_of_the_host():
 
 
 def test_a_profile_without_a_card_says_what_is_in_it():
-    with pytest.raises(ValueError, match="streams of /device:GPU:0 with kernels; found /host:CPU"):
+    with pytest.raises(ValueError, match="streams of /device:GPU:0 with kernels, found /host:CPU"):
         read_trace(profile(plane("/host:CPU", ("cuStreamSynchronize",), line("main", (0, 0, 1)))))

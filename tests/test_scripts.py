@@ -122,8 +122,8 @@ def test_without_a_python_one_line_names_the_remedy(machine: Machine, script: st
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert line == (
-        f"scripts/{script}: no Python ≥ 3.12 found; get one with uv python install 3.12 or pyenv install 3.12, "
-        f"or name it: PYTHON=… scripts/{script}"
+        f"scripts/{script}: no Python ≥ 3.12 found; install one (uv python install 3.12 or pyenv install 3.12), "
+        f"or set it: PYTHON=… scripts/{script}"
     )
     assert not (machine.clone / ".venv").exists()
 
@@ -189,7 +189,7 @@ def test_a_named_python_is_the_only_one_tried(machine: Machine) -> None:
     assert machine.sourced('cd "$root"; find_python', PYTHON="./my python").stdout == "mine\n"
     done = machine.sourced("find_python", PYTHON="/no/such/python")
     assert done.returncode == 2
-    assert done.stderr == "me: PYTHON=/no/such/python is no working CPython ≥ 3.12; unset it or name another\n"
+    assert done.stderr == "me: PYTHON=/no/such/python is not a working CPython ≥ 3.12; unset it or set another one\n"
 
 
 def ensure(machine: Machine, arguments: str = "dev") -> subprocess.CompletedProcess[str]:
@@ -234,7 +234,7 @@ def test_a_failing_pip_is_shown_in_full_and_tried_again(machine: Machine) -> Non
         done = ensure(machine)
         assert done.returncode == 1
         assert "ERROR: no network" in done.stderr
-        assert "run the same command again to go on" in done.stderr
+        assert "run the same command again to continue" in done.stderr
         assert [line.split()[0] for line in machine.installs()] == ["venv"] + ["pip"] * times
 
 
@@ -258,7 +258,7 @@ def test_a_broken_environment_is_made_anew(machine: Machine, fault: str) -> None
         machine.clone = machine.clone.rename(machine.clone.with_name("moved clone"))
     done = ensure(machine)
     assert done.returncode == 0, done.stderr
-    assert "making .venv with" in done.stderr
+    assert "creating .venv with" in done.stderr
     assert [line.split()[0] for line in machine.installs()] == ["venv", "pip"] * 2
 
 
@@ -303,7 +303,7 @@ def test_the_compiler_for_cards_is_brought_once_and_can_be_done_without(machine:
     (venv / f"card-compiler/.installed-{version('jaxlib')}").unlink()
     done = machine.sourced('ensure_card_compiler "$root/.venv"; echo goes on')
     assert (done.returncode, done.stdout) == (0, "goes on\n")
-    assert "nothing is compiled for a card; why stands in" in done.stderr
+    assert "the tests that compile for a card are skipped; see" in done.stderr
 
 
 def fake_jax(machine: Machine, *, tests: int = 0) -> Path:
@@ -387,7 +387,7 @@ def test_a_gpu_check_trains_on_cifar_10_once_to_compile_and_once_to_be_timed(mac
         assert "main() --recipe cifar-gpu --precision bfloat16 " in ran
         assert ran.endswith(f" --data {out}/cifar --overwrite --run-dir {out}/cifar-{turn}")
     report = (out / "report.txt").read_text(encoding="utf-8").splitlines()
-    assert report[-4:] == ["recipe cifar-gpu; the whole of it is in cifar.log", "a table", "a table", "a table"]
+    assert report[-4:] == ["recipe cifar-gpu; the full output is in cifar.log", "a table", "a table", "a table"]
 
 
 @pytest.mark.parametrize(
@@ -406,7 +406,7 @@ def test_a_part_of_a_gpu_check_can_be_run(machine: Machine, part: str, word: str
     [
         ("--fast", "unknown argument --fast"),
         ("--out", "--out needs a value"),
-        ("--repeats some", "--repeats must be a number from 1, got 'some'"),
+        ("--repeats some", "--repeats must be a whole number ≥ 1, got 'some'"),
         ("--cifar ''", "--cifar must be a folder with train and test (or val), got ''"),
     ],
 )
@@ -423,11 +423,11 @@ def test_a_gpu_check_takes_no_unknown_arguments(machine: Machine, arguments: str
     [
         (
             "jax 9.9 sees no NVIDIA card, only [cpu]",
-            "nvidia-smi must list a card, its driver be 580 or newer, and python3 have the plugin",
+            "nvidia-smi must list a card with driver 580 or newer, and python3 needs the plugin",
         ),
         (
             "this Python lacks jax, click",
-            "get them: pip install '.[cuda]' pytest pytest-timeout; PYTHON=… names another",
+            "install them: pip install '.[cuda]' pytest pytest-timeout; or set another",
         ),
     ],
 )
@@ -445,5 +445,5 @@ def test_a_gpu_check_by_a_python_that_is_not_there_says_so(machine: Machine) -> 
     assert done.returncode == 2
     assert (
         done.stderr
-        == "scripts/gpu-check: there is no python3; name another: PYTHON=/path/to/python scripts/gpu-check\n"
+        == "scripts/gpu-check: there is no python3; set another one: PYTHON=/path/to/python scripts/gpu-check\n"
     )

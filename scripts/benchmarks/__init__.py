@@ -1,1 +1,1 @@
-"""Benchmarks of Feedloop beside what else does the same work: every figure is a ratio of one interleaved run."""
+"""Benchmarks of Feedloop against alternatives that do the same work; all figures are ratios from an interleaved run."""

@@ -1,4 +1,4 @@
-"""What a benchmark consists of: cases, in each of which several candidates do the same work."""
+"""The parts of a benchmark: cases, in each of which several candidates do the same work."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -10,12 +10,12 @@ CANDIDATES = Path(__file__).parent / "candidates"
 
 
 class Unit(NamedTuple):
-    """How a case's speeds are shown.
+    """The unit in which a case's speeds are shown.
 
     Attributes:
         text: e.g. "images/s" or "µs a pull".
-        scale: multiplies the amount a second, or the seconds an amount.
-        is_time: whether seconds an amount are shown: less is better.
+        scale: factor of the amount per second, or of the seconds per amount.
+        is_time: whether seconds per amount are shown, so that less is better.
     """
 
     text: str
@@ -23,7 +23,7 @@ class Unit(NamedTuple):
     is_time: bool = False
 
     def shown(self, speed: float) -> float:
-        """Gives a speed, in amounts a second, in this unit."""
+        """Convert a speed from amounts per second to this unit."""
         return self.scale / speed if self.is_time else self.scale * speed
 
 
@@ -36,14 +36,14 @@ class Candidate:
     """One way to do a case's work: a script that speaks `candidates.protocol`.
 
     Attributes:
-        name: for the table.
+        name: name in the table.
         script: file name in `candidates/`.
-        arguments: of the script.
-        peer: the name of its environment in `peers.PEERS`; empty where it runs on this Python.
-        environment: variables of its process, besides the user's own.
-        target: how many times as fast as this one the base should be at least; None where nothing is aimed at.
-        prepare_timeout_s: seconds that building, compiling and converting may take.
-        round_timeout_s: seconds that one answer may take.
+        arguments: arguments of the script.
+        peer: the name of its environment in `peers.PEERS`; empty if it runs on this Python.
+        environment: additional environment variables of its process.
+        target: minimum ratio of the base's speed to this candidate's; None if there is no target.
+        prepare_timeout_s: time limit for building, compiling and converting, in seconds.
+        round_timeout_s: time limit for one answer, in seconds.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Candidate:
     round_timeout_s: float = 300.0
 
     def command(self, python: str = sys.executable) -> list[str]:
-        """Gives the command that starts it on this interpreter."""
+        """Return the command that runs the candidate with this interpreter."""
         return [python, str(CANDIDATES / self.script), *self.arguments]
 
 
@@ -65,14 +65,14 @@ class Case:
     """Candidates that are compared, round by round.
 
     Attributes:
-        name: what is done, with its sizes.
-        unit: of the speeds.
+        name: description of the work, with its sizes.
+        unit: unit of the speeds.
         base: the candidate whose speed is divided by the others'.
-        candidates: in the order of the table; peers among them are left out unless asked for.
-        round_s: seconds that a round of one candidate is to take.
-        prepare: makes the data that all candidates need, once; told how to say what it does. Raises ValueError, OSError
-            or RuntimeError where it cannot.
-        agree: names of facts in which a candidate must agree with the base to 1e-4, where both tell them.
+        candidates: in the order of the table; peers are left out unless requested.
+        round_s: target duration of a candidate's round, in seconds.
+        prepare: creates the data that all candidates need, once; receives a function that prints messages. Raises
+            ValueError, OSError or RuntimeError if it fails.
+        agree: names of facts in which a candidate must agree with the base to 1e-4, if both report them.
     """
 
     name: str
@@ -86,20 +86,20 @@ class Case:
     def __post_init__(self) -> None:
         names = [candidate.name for candidate in self.candidates]
         if len(set(names)) < len(names) or self.base not in names:
-            raise ValueError(f"candidates must have names of their own, the base among them; got {names}, {self.base}")
+            raise ValueError(f"candidates must have unique names that include the base; got {names}, {self.base}")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user asked for.
+    """The user's settings.
 
     Attributes:
-        folder: where environments, data and logs are kept.
-        images: a folder of class folders of JPEG files; None draws some.
+        folder: folder of environments, data and logs.
+        images: a folder of class folders of JPEG files; None draws synthetic ones.
         peers: whether to measure other projects too.
-        repeats: rounds.
-        case: a part of the names of the cases to measure; empty is all.
-        round_s: seconds that each candidate is to take in a round; None is the case's own.
+        repeats: number of rounds.
+        case: substring of the names of the cases to measure; empty selects all.
+        round_s: target duration of a candidate's round in seconds; None uses the case's own.
     """
 
     folder: Path
@@ -115,9 +115,9 @@ class Bench:
     """A benchmark.
 
     Attributes:
-        name: on the command line.
+        name: name on the command line.
         summary: one line.
-        cases: makes them; nothing heavy happens before a candidate is started.
+        cases: creates the cases; nothing expensive happens before a candidate is started.
     """
 
     name: str
@@ -125,21 +125,21 @@ class Bench:
     cases: Callable[[Settings], Sequence[Case]]
 
     def chosen_cases(self, settings: Settings) -> list[Case]:
-        """Gives the cases that the user chose, without peers unless they are asked for.
+        """Return the cases that the user selected, without peers unless requested.
 
         Raises:
-            ValueError: none of the cases has that name.
+            ValueError: no case matches.
         """
         cases = list(self.cases(settings))
         chosen = [case for case in cases if settings.case.lower() in case.name.lower()]
         if not chosen:
             raise ValueError(
-                f"--case must be a part of one of {self.name}'s cases ({'; '.join(case.name for case in cases)}), "
-                f"got {settings.case!r}"
+                f"--case must be part of the name of one of {self.name}'s cases "
+                f"({'; '.join(case.name for case in cases)}), got {settings.case!r}"
             )
-        return [_as_asked(case, settings) for case in chosen]
+        return [_with_settings(case, settings) for case in chosen]
 
 
-def _as_asked(case: Case, settings: Settings) -> Case:
+def _with_settings(case: Case, settings: Settings) -> Case:
     kept = tuple(candidate for candidate in case.candidates if settings.peers or not candidate.peer)
     return replace(case, candidates=kept, round_s=settings.round_s or case.round_s)

@@ -1,4 +1,4 @@
-"""`card`: what an NVIDIA card makes of it. Everything runs on this Python, PyTorch too where it is installed."""
+"""`card`: training on an NVIDIA card. Everything runs on this Python, PyTorch too if it is installed."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,16 +7,16 @@ from scripts.benchmarks.bench import GB_PER_S, IMAGES_PER_S, Bench, Candidate, C
 from scripts.benchmarks.data import SPLIT, Say, ensure_shards, shards_folder
 from scripts.benchmarks.hardware import describe_cards
 
-# Candidates share the card: none may take most of its memory for itself.
+# Candidates share the card, so none may preallocate most of its memory.
 _SHARED = (("XLA_PYTHON_CLIENT_PREALLOCATE", "false"), ("JAX_PLATFORMS", "cuda,cpu"))
 _WARM_STEPS = "60"
 _TORCH = ("torch compile channels_last autocast", ("cuda", "channels_last", "compile"))
-# Images a batch of 25.7 and of 103 MB.
+# Images per batch, for batches of 25.7 and 103 MB.
 _FEEDS = (128, 512)
 
 
 def _needs_a_card(prepare: Callable[[Say], object] = lambda _: None) -> Callable[[Say], object]:
-    """Makes data only where there is a card to give them to."""
+    """Return a preparation that fails without a card and otherwise calls ``prepare``."""
 
     def prepare_for_card(say: Say) -> object:
         if not describe_cards():
@@ -65,7 +65,7 @@ def _loop(settings: Settings) -> Case:
 
 
 def _trainings(arguments: tuple[str, ...], of_resident: float | None = None) -> tuple[Candidate, ...]:
-    """The engine's own: from shards; the same kernels on other batches; and with whichever kernels are fastest."""
+    """Return the engine's candidates: from shards, with the same kernels on other batches, and with any kernels."""
     own = partial(Candidate, script="stream_training.py", environment=_SHARED)
     return (
         own("from shards", arguments=("packed", *arguments)),

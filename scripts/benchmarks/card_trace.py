@@ -1,8 +1,8 @@
-"""What jax's profiler sees of a training on a card: for how long the card stood still, and whether XLA waited for it.
+"""Analysis of a jax profile of a training on a card: how long the card was idle, and whether XLA waited for it.
 
-A gap is a time in which no kernel and no copy ran on any stream that runs kernels; copies to the card on streams of
-their own fill none. Calls of the driver that wait, such as `cuStreamSynchronize`, the profiler does not record; what it
-has is XLA's own word for them, at the highest level of detail.
+A gap is a time in which no kernel and no copy ran on any stream that runs kernels; copies to the card on separate
+streams do not fill gaps. The profiler does not record driver calls that wait, such as `cuStreamSynchronize`; it only
+has XLA's own events for them, at the highest level of detail.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,32 +15,32 @@ _STREAM_LINE = "Stream #"
 _COPIES = ("Memcpy", "Memset")
 # XLA's name for waiting until a stream is empty.
 _XLA_WAIT = "BlockHostUntilDone"
-# Between two kernels that were launched one behind the other lie a few µs.
+# Between two consecutively launched kernels there are a few µs.
 _GAP_NS = 20_000.0
 
 
 @dataclass(frozen=True)
 class Waits:
-    """How often a thread waited, and nanoseconds of it."""
+    """The number of waits of a thread, and their total duration in nanoseconds."""
 
     count: int
     total_ns: float
 
     @property
     def mean_ns(self) -> float:
-        """Of one wait, 0 where there was none."""
+        """Mean duration of a wait, 0 if there was none."""
         return self.total_ns / max(self.count, 1)
 
 
 @dataclass(frozen=True)
 class CardTrace:
-    """What a trace tells.
+    """The results of a trace.
 
     Attributes:
-        span_ns: from the first kernel's begin to the last one's end.
-        busy_ns: of these, while something ran.
-        gaps_ns: times between, of `_GAP_NS` and more, longest first.
-        xla_waits: of XLA's threads for a stream.
+        span_ns: time from the start of the first kernel to the end of the last.
+        busy_ns: the part of it in which something ran.
+        gaps_ns: gaps of at least `_GAP_NS`, longest first.
+        xla_waits: waits of XLA's threads for a stream.
     """
 
     span_ns: float
@@ -50,14 +50,14 @@ class CardTrace:
 
 
 def read_trace(profile: Any) -> CardTrace:
-    """Reads a `jax.profiler.ProfileData`.
+    """Read a `jax.profiler.ProfileData`.
 
     Raises:
-        ValueError: nothing of the first card is in it.
+        ValueError: the profile has no kernels of the first card.
     """
     running = sorted(_kernel_streams(profile))
     if not running:
-        raise ValueError(f"a profile must have streams of {_CARD_PLANE} with kernels; found {_planes(profile)}")
+        raise ValueError(f"a profile must have streams of {_CARD_PLANE} with kernels, found {_planes(profile)}")
     spans = list(_united(running))
     gaps = sorted((later[0] - earlier[1] for earlier, later in pairwise(spans)), reverse=True)
     return CardTrace(
@@ -73,7 +73,7 @@ def _planes(profile: Any) -> str:
 
 
 def _kernel_streams(profile: Any) -> Iterator[tuple[float, float]]:
-    """Begin and end of all that ran on the streams that run kernels."""
+    """Yield start and end of every event on the streams that run kernels."""
     for plane in profile.planes:
         if plane.name != _CARD_PLANE:
             continue
@@ -86,7 +86,7 @@ def _kernel_streams(profile: Any) -> Iterator[tuple[float, float]]:
 
 
 def _united(spans: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """Joins spans, ordered by their begin, that overlap or touch."""
+    """Merge spans, sorted by their start, that overlap or touch."""
     current: tuple[float, float] | None = None
     for start, end in spans:
         if current is not None and start <= current[1]:
@@ -112,19 +112,19 @@ def _xla_waits(profile: Any) -> Waits:
 
 
 def describe(trace: CardTrace, driver_waits: Mapping[str, Waits], num_steps: int) -> list[str]:
-    """Gives the lines for a person.
+    """Return a description of the trace, as lines of text.
 
     Args:
-        trace: of `num_steps` steps.
-        driver_waits: for an event of the driver, by the thread that waited.
-        num_steps: that were traced.
+        trace: trace of `num_steps` steps.
+        driver_waits: waits for an event of the driver, by the thread that waited.
+        num_steps: number of traced steps.
     """
     still_ns = trace.span_ns - trace.busy_ns
     waits = {"XLA, for a stream": trace.xla_waits, **driver_waits}
     return [
         f"{num_steps} steps in {trace.span_ns / 1e6:,.1f} ms, {trace.span_ns / 1e6 / num_steps:,.2f} ms a step",
-        f"the card stood still for {100 * still_ns / trace.span_ns:.2f} % of it, {still_ns / 1e3 / num_steps:,.0f} µs "
-        f"a step; {len(trace.gaps_ns)} gaps of {_GAP_NS / 1e3:.0f} µs and more, the longest: "
+        f"the card was idle for {100 * still_ns / trace.span_ns:.2f} % of it, {still_ns / 1e3 / num_steps:,.0f} µs "
+        f"a step; {len(trace.gaps_ns)} gaps of {_GAP_NS / 1e3:.0f} µs or more, the longest: "
         + (", ".join(f"{gap / 1e3:,.0f}" for gap in trace.gaps_ns[:5]) + " µs" if trace.gaps_ns else "none"),
         *(
             f"waits of {who}: {each.count / num_steps:.2f} a step, {each.mean_ns / 1e3:,.0f} µs each"

@@ -22,11 +22,13 @@ _PIPED_WIDTH = 160
 
 @click.command()
 @click.argument("names", nargs=-1, metavar="NAME…")
-@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write every sample here.")
-@click.option("--peers", is_flag=True, help="Measure other projects too, each in an environment made on demand.")
+@click.option(
+    "--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write every sample to this file."
+)
+@click.option("--peers", is_flag=True, help="Measure other projects too, each in an environment created on demand.")
 @click.option("--repeats", type=click.IntRange(1, 1000), default=7, show_default=True, help="Rounds of each case.")
-@click.option("--case", default="", metavar="SUBSTRING", help="Measure only cases whose name has this in it.")
-@click.option("--round-s", type=click.FloatRange(0, min_open=True), help="Seconds of each candidate in a round.")
+@click.option("--case", default="", metavar="SUBSTRING", help="Measure only cases whose name contains SUBSTRING.")
+@click.option("--round-s", type=click.FloatRange(0, min_open=True), help="Seconds per candidate and round.")
 @click.option("--images", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Class folders of JPEGs.")
 def main(
     names: tuple[str, ...],
@@ -37,16 +39,16 @@ def main(
     round_s: float | None,
     images: Path | None,
 ) -> None:
-    """Runs the benchmarks NAME… ("all": every one but the card's), a table for each case; without NAME lists them."""
+    """Run the benchmarks NAME… ("all": every one except card) and print a table per case; without NAME, list them."""
     if not names:
         for bench in BENCHES:
             click.echo(f"{bench.name:10}{bench.summary}")
         return
-    signal.signal(signal.SIGTERM, _end)  # so that an end from outside unwinds too, and takes the candidates along
+    signal.signal(signal.SIGTERM, _end)  # so that SIGTERM unwinds the stack too, and the candidates are killed
     FOLDER.mkdir(exist_ok=True)
     settings = Settings(FOLDER, None if images is None else images.absolute(), peers, repeats, case, round_s)
     if json_path is not None and not json_path.absolute().parent.is_dir():
-        raise click.UsageError(f"--json must name a file in a folder that is there, got {json_path}")
+        raise click.UsageError(f"--json must name a file in an existing folder, got {json_path}")
     benches = _chosen(names)
     try:
         cases = [(bench, each) for bench in benches for each in bench.chosen_cases(settings)]
@@ -59,12 +61,12 @@ def main(
         result = run_case(each, settings, say=_say)
         print_case(console, bench, result)
         results.append((bench, result))
-        # After each case: what a long run has measured is not lost where it is ended.
+        # After each case, so that the results of a long run are not lost if it is stopped.
         if json_path is not None:
             write_json(json_path, about, results)
     failed = [f"{bench.name}, {result.case.name}" for bench, result in results if not result.has_base]
     if failed:
-        raise click.ClickException(f"what the others are compared with must run, and did not in {'; '.join(failed)}")
+        raise click.ClickException(f"the base candidate failed in {'; '.join(failed)}; see the reason below the table")
 
 
 def _chosen(names: tuple[str, ...]) -> list[Bench]:

@@ -1,6 +1,6 @@
-"""The images that the benches read: made once, below `.bench/data/`, as an array, as packed shards and as JPEG files.
+"""The images that the benchmarks read, created once in `.bench/data/` as an array, as packed shards and as JPEG files.
 
-The array is for the peers, each of which writes it in its own format; the shards are packed from it by `preprocess`.
+The peers convert the array to their own formats; `preprocess` packs the shards from it.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ _JPEG_CLASSES = 10
 
 
 def array_file(settings: Settings, *, num_images: int, size: int) -> Path:
-    """Gives where the images are as an array: uint8 [num_images, size, size, 3]; labels are `labels_of`."""
+    """Return the path of the images as an array, uint8 [num_images, size, size, 3]; the labels are `labels_of`."""
     origin = "drawn" if settings.images is None else hashlib.sha256(str(settings.images).encode()).hexdigest()[:12]
     return settings.folder / "data" / f"{origin}-{num_images}-{size}.npy"
 
@@ -45,13 +45,13 @@ def array_file(settings: Settings, *, num_images: int, size: int) -> Path:
 def shards_folder(
     settings: Settings, *, num_images: int, size: int, checksum: bool = True, layout: Layout = "packed"
 ) -> Path:
-    """Gives where they are as packed shards, in the split `SPLIT`."""
+    """Return the folder of the images as packed shards, in the split `SPLIT`."""
     stem = array_file(settings, num_images=num_images, size=size).stem
     return settings.folder / "data" / f"{stem}-{'crc' if checksum else 'plain'}{'-dense' * (layout == 'dense')}"
 
 
 def ensure_array(settings: Settings, say: Say, *, num_images: int, size: int) -> Path:
-    """Makes the array where it is not there yet: photographs over and over where there are some, else noise."""
+    """Create the array if it does not exist: repeated photographs if there are some, otherwise noise."""
     path = array_file(settings, num_images=num_images, size=size)
     if path.exists():
         return path
@@ -68,7 +68,7 @@ def ensure_array(settings: Settings, say: Say, *, num_images: int, size: int) ->
             _decoded(settings.images, num_images, ResizeRule(size=size, resize=max(size, size * 8 // 7)))
         )
         if not photographs:
-            raise ValueError(f"--images must hold JPEG files in class folders, and {settings.images} holds none")
+            raise ValueError(f"--images must contain JPEG files in class folders, but {settings.images} contains none")
         for index, image in enumerate(islice(cycle(photographs), num_images)):
             images[index] = image
     images.flush()
@@ -80,7 +80,7 @@ def ensure_array(settings: Settings, say: Say, *, num_images: int, size: int) ->
 def ensure_shards(
     settings: Settings, say: Say, *, num_images: int, size: int, checksum: bool = True, layout: Layout = "packed"
 ) -> Path:
-    """Packs the images where that has not been done; an interrupted pack goes on."""
+    """Pack the images if that has not been done; an interrupted pack is continued."""
     folder = shards_folder(settings, num_images=num_images, size=size, checksum=checksum, layout=layout)
     if not (folder / SPLIT / "manifest.json").exists():
         array = ensure_array(settings, say, num_images=num_images, size=size)
@@ -95,7 +95,7 @@ def ensure_shards(
 
 
 def ensure_jpegs(settings: Settings, say: Say) -> Path:
-    """Gives a folder of class folders of JPEG files: the user's, else one of drawn files of a photograph's size."""
+    """Return a folder of class folders of JPEG files: the user's, otherwise one with drawn files of a typical size."""
     folder = jpegs_folder(settings)
     if folder.exists():
         return folder
@@ -111,17 +111,17 @@ def ensure_jpegs(settings: Settings, say: Say) -> Path:
 
 
 def jpegs_folder(settings: Settings) -> Path:
-    """Gives where the JPEG files are, or will be."""
+    """Return the folder of the JPEG files, which may not exist yet."""
     return settings.folder / "data" / "jpeg" if settings.images is None else settings.images
 
 
 def jpeg_files(folder: Path) -> list[Path]:
-    """Gives the JPEG files of a folder of class folders, in order."""
+    """Return the JPEG files of a folder of class folders, sorted."""
     return sorted(path for path in folder.glob("*/*") if path.suffix.lower() in (".jpg", ".jpeg"))
 
 
 class ArraySource:
-    """An array of images as a source to pack: each is served as a BMP file, which costs next to nothing to read."""
+    """An array of images as a source to pack, each as a BMP file, which takes almost no time to decode."""
 
     name = SPLIT
     classes = tuple(ImageClass(f"c{label:04d}", f"class {label}") for label in range(NUM_CLASSES))
@@ -137,21 +137,21 @@ class ArraySource:
         return len(self._images)
 
     def image(self, index: int) -> SourceImage:
-        """Gives an image's name and label."""
+        """Return the name and label of an image."""
         return SourceImage(f"{index}.bmp", index % NUM_CLASSES)
 
     def num_bytes(self, index: int) -> int:
-        """Gives the length of an image's pixels."""
+        """Return the size of an image's pixels in bytes."""
         return int(self._images[index].nbytes)
 
     def read(self, index: int) -> bytes:
-        """Gives an image's file."""
+        """Return an image as the bytes of a BMP file."""
         file = io.BytesIO()
         Image.fromarray(np.asarray(self._images[index])).save(file, "BMP")
         return file.getvalue()
 
     def digest(self) -> str:
-        """Gives a digest of the array's name and shape, which say what is in it."""
+        """Return a digest of the array's name and shape, which determine its content."""
         return hashlib.sha256(f"{self._path.name} {self._images.shape}".encode()).hexdigest()
 
 
@@ -167,7 +167,7 @@ def _decoded(folder: Path, most: int, rule: ResizeRule) -> list[np.ndarray]:
 
 
 def _draw_jpeg(folder: Path, index: int) -> None:
-    """Draws a smooth random field with grain, which compresses about as a photograph does."""
+    """Draw a smooth random field with grain, which compresses about as well as a photograph."""
     random = np.random.default_rng(index)
     width, height = _JPEG_SIZE
     image = np.zeros((height, width, 3))

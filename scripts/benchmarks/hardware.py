@@ -1,4 +1,4 @@
-"""What the figures were measured on and with."""
+"""The hardware and software on which the figures were measured."""
 
 import os
 import platform
@@ -15,7 +15,7 @@ _PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "numpy", "tensorstore", "pill
 
 
 def describe_hardware() -> dict[str, Any]:
-    """Gives the machine as JSON: CPU, cores of this process, memory in bytes, load, operating system."""
+    """Return the machine as JSON: CPU, cores of this process, memory in bytes, load, operating system, cards."""
     return {
         "cpu": cpu_model(),
         "cores": num_cores(),
@@ -27,23 +27,23 @@ def describe_hardware() -> dict[str, Any]:
 
 
 def describe_cards() -> list[str]:
-    """Gives NVIDIA's cards, each with its driver and memory, as their own tool tells them; none where there is none."""
+    """Return the NVIDIA cards, each with its driver and memory, as nvidia-smi reports them."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
+        output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
     except (OSError, subprocess.SubprocessError):
         return []
-    return [line.strip() for line in told.splitlines() if line.strip()]
+    return [line.strip() for line in output.splitlines() if line.strip()]
 
 
 def describe_environment() -> dict[str, str]:
-    """Gives the variables that jax, XLA, OpenMP and the allocator are set by."""
+    """Return the environment variables that configure jax, XLA, OpenMP and the allocator."""
     prefixes = ("JAX_", "XLA_", "OMP_", "KMP_", "MKL_", "MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
 
 
 def describe_versions() -> dict[str, str]:
-    """Gives the versions of Python and of what Feedloop's speed depends on."""
+    """Return the versions of Python and of the packages that Feedloop's speed depends on."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -54,23 +54,23 @@ def describe_versions() -> dict[str, str]:
 
 
 def cpu_model() -> str:
-    """Gives the processor's name as the system tells it."""
+    """Return the processor's name as reported by the system."""
     try:
-        told = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
-        if told:
-            return told[1].strip()
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+        if found:
+            return found[1].strip()
     except OSError:
         pass
     return platform.processor() or platform.machine()
 
 
 def short_commit(commit: str | None) -> str:
-    """Gives what tells a commit among others, and the "+" of a changed one."""
+    """Return the abbreviated commit, with its "+" if files were changed."""
     return "unknown" if commit is None else commit[:12] + "+" * commit.endswith("+")
 
 
 def git_commit(root: Path) -> str | None:
-    """Gives the commit that is checked out at `root`, with "+" where files differ from it; None where there is none."""
+    """Return the commit checked out at `root`, with "+" if files differ from it; None if there is none."""
 
     def ask(*arguments: str) -> str:
         command = ["git", "-C", str(root), *arguments]

@@ -1,8 +1,8 @@
-"""`infeed`: what a pull costs, with nothing behind it and nothing done with it."""
+"""`infeed`: the cost of a pull, without reading data and without using them."""
 
 from scripts.benchmarks.bench import GB_PER_S, Bench, Candidate, Case, Settings, Unit
 
-# Pulls reuse the four buffers of the ring: copies are measured from as many.
+# Pulls reuse the four buffers of the ring, so copies are measured from the same number of buffers.
 _RING = 4
 
 
@@ -19,7 +19,7 @@ def _case(name: str, batch: int, size: int, unit_name: str, unit: Unit, *, all_c
     sizes = (str(batch), str(size), unit_name)
     num_bytes = 4 * batch * size * size
     copy = (str(num_bytes), "1", str(_RING * num_bytes))
-    # An array is copied in rows where several threads are to share it.
+    # If several threads share the copy, the array is copied in rows.
     rows = (str(num_bytes // batch), str(batch), str(_RING * num_bytes))
     candidates = [
         Candidate("inplace", "pulls.py", ("inplace", "infeed", *sizes)),

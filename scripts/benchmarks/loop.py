@@ -1,4 +1,4 @@
-"""`loop`: what the engine costs around a step, on a network that is next to nothing."""
+"""`loop`: the engine's cost per step, on a tiny network."""
 
 from scripts.benchmarks.bench import Bench, Candidate, Case, Settings, Unit
 

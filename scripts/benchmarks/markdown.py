@@ -9,11 +9,11 @@ import click
 from scripts.benchmarks.bench import Unit
 from scripts.benchmarks.hardware import short_commit
 from scripts.benchmarks.measure import Quartiles
-from scripts.benchmarks.report import number, told_ratio, told_spread, told_target
+from scripts.benchmarks.report import number, ratio_text, spread_text, target_text
 
 
 def tables(document: dict[str, Any]) -> str:
-    """Gives what a run was measured on, and a table of each of its cases."""
+    """Return a description of the run's hardware and a table for each of its cases."""
     hardware = document["hardware"]
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
     lines = [
@@ -43,9 +43,9 @@ def _cells(candidate: dict[str, Any], unit: Unit) -> list[str]:
     return [
         candidate["name"],
         number(unit.shown(speed.median)),
-        told_spread(speed),
-        told_ratio(ratio),
-        told_target(candidate["target"], candidate["is_met"]),
+        spread_text(speed),
+        ratio_text(ratio),
+        target_text(candidate["target"], candidate["is_met"]),
         ", ".join(f"{name} {number(value)}" for name, value in candidate["facts"].items()),
     ]
 
@@ -57,7 +57,7 @@ def _row(cells: list[str]) -> str:
 @click.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 def main(files: tuple[Path, ...]) -> None:
-    """Prints the tables of FILES, which `scripts/bench --json` wrote."""
+    """Print the tables of FILES, as written by `scripts/bench --json`."""
     for file in files:
         click.echo(tables(json.loads(file.read_bytes())))
 

@@ -1,7 +1,7 @@
-"""Interleaved measuring, and the arithmetic of its ratios.
+"""Interleaved measurement, and the arithmetic of its ratios.
 
-In each round every candidate runs once, in an order that rotates, so that what else the machine does meets all alike.
-A ratio is taken within each round; what is reported is its median and quartiles over the rounds.
+In each round every candidate runs once, in a rotating order, so that other load on the machine affects all equally.
+Ratios are computed within each round; their median and quartiles over the rounds are reported.
 """
 
 import statistics
@@ -24,27 +24,27 @@ class Quartiles(NamedTuple):
 
     @property
     def spread(self) -> float:
-        """Half the distance of the quartiles as a part of the median."""
+        """Half the interquartile range as a fraction of the median."""
         return (self.q3 - self.q1) / 2 / self.median if self.median else 0.0
 
 
 class Runner(Protocol):
-    """What is measured; `worker.Worker` is one."""
+    """Something that is measured; `worker.Worker` is one."""
 
     def run(self, num_units: int, timeout_s: float) -> Sample:
-        """Does so many units of its work."""
+        """Do ``num_units`` units of work."""
         ...
 
 
 @dataclass
 class Measured:
-    """What came of one candidate.
+    """The measurements of one candidate.
 
     Attributes:
-        amount: what a unit of its work comes to.
-        num_units: units of a round.
-        samples: by round; None where it gave none.
-        reason: why it was left out; empty where it was not.
+        amount: amount per unit of work.
+        num_units: units per round.
+        samples: samples by round; None for a round without one.
+        reason: why the candidate was left out; empty if it was not.
     """
 
     amount: float
@@ -54,17 +54,17 @@ class Measured:
 
     @property
     def speeds(self) -> list[float | None]:
-        """Amounts a second, by round."""
+        """Amounts per second, by round."""
         return [sample and self.amount * self.num_units / sample.seconds for sample in self.samples]
 
     @property
     def known_speeds(self) -> list[float]:
-        """The speeds of the rounds that gave one."""
+        """The speeds of the rounds with a sample."""
         return [speed for speed in self.speeds if speed is not None]
 
 
 def quartiles(values: Sequence[float]) -> Quartiles | None:
-    """Gives the quartiles of at least one value, None of none."""
+    """Return the quartiles of the values, or None if there are none."""
     if not values:
         return None
     if len(values) == 1:
@@ -74,27 +74,27 @@ def quartiles(values: Sequence[float]) -> Quartiles | None:
 
 
 def ratios(base: Sequence[float | None], other: Sequence[float | None]) -> list[float]:
-    """Divides the base's speed by the other's, round by round; rounds that lack one of the two are left out."""
+    """Return the base's speed divided by the other's for every round that has both."""
     return [ours / theirs for ours, theirs in zip(base, other, strict=False) if ours is not None and theirs is not None]
 
 
 def rotated(names: Sequence[str], round_number: int) -> list[str]:
-    """Gives the order of a round (from 0): each next one begins with the next name."""
+    """Return the order of a round (from 0); each round starts with the next name."""
     start = round_number % len(names) if names else 0
     return [*names[start:], *names[:start]]
 
 
 def calibrate(runner: Runner, round_s: float, timeout_s: float) -> int:
-    """Finds how many units take about `round_s` seconds, at least one.
+    """Return the number of units, at least one, that take about `round_s` seconds.
 
     Raises:
-        WorkerError: as the runner does.
+        WorkerError: raised by the runner.
     """
     num_units = 1
     while True:
         seconds = runner.run(num_units, timeout_s).seconds
         wanted = round_s * num_units / seconds
-        # A quarter of a round is long enough to trust; else no more than so many times as many units at once.
+        # A quarter of a round is long enough to be reliable. Otherwise increase the units by at most this factor.
         if seconds >= round_s / 4 or num_units >= _MOST_UNITS:
             return max(1, min(_MOST_UNITS, round(wanted)))
         num_units = max(num_units + 1, min(int(wanted), num_units * _GROWTH))
@@ -109,15 +109,15 @@ def measure(
     timeouts_s: Mapping[str, float],
     on_round: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Measures all runners for so many rounds; one that fails is left out from then on, with the reason.
+    """Measure all runners for `repeats` rounds; a runner that fails is left out from then on, with the reason.
 
     Args:
-        runners: by name.
-        results: of the same names; filled in.
-        repeats: rounds.
-        round_s: seconds that a runner is to take in a round.
-        timeouts_s: that it may take, by name.
-        on_round: told the number of each round (from 0) before it begins.
+        runners: runners by name.
+        results: results by the same names, filled in here.
+        repeats: number of rounds.
+        round_s: target duration of a runner's round, in seconds.
+        timeouts_s: time limit of a runner's round, in seconds, by name.
+        on_round: called with the number of each round (from 0) before it starts.
     """
     for name, runner in runners.items():
         try:

@@ -1,4 +1,4 @@
-"""`pack`: JPEG files to packed shards of 224 px, as `preprocess-imagenet` does it."""
+"""`pack`: packing JPEG files into shards of 224 px, as `preprocess-imagenet` does."""
 
 import shutil
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from preprocess.cores import num_cores
 from scripts.benchmarks.bench import IMAGES_PER_S, Bench, Candidate, Case, Settings
 from scripts.benchmarks.data import ensure_jpegs, jpeg_files
 
-# What begins and ends a pack is next to nothing of a data set's, and would be a tenth of that of some hundred files.
+# The start and end of a pack take a negligible part of a data set's time, but a tenth of that of a few hundred files.
 _LEAST_IMAGES = 2000
 
 
@@ -36,7 +36,7 @@ def _cases(settings: Settings) -> list[Case]:
 
 
 def _repeat(images: Path, folder: Path) -> None:
-    """Makes `folder` anew, of links to the files of `images`, each so often that there are some thousand."""
+    """Create `folder` again with links to the files of `images`, repeated until there are at least `_LEAST_IMAGES`."""
     shutil.rmtree(folder, ignore_errors=True)
     files = jpeg_files(images)
     for copy in range(-(-_LEAST_IMAGES // max(1, len(files)))):

@@ -1,7 +1,7 @@
-"""The other projects that are measured: what each is, its versions, and its environment, made on demand.
+"""The other projects that are measured: description, versions, and environment, created on demand.
 
-An environment is a folder below `.bench/environments/`, made with pip and kept; it is made anew where the table below
-changes. What will not install is a reason in the table of results.
+An environment is a folder in `.bench/environments/`, created with pip and kept; it is created again if the table below
+changes. If it cannot be installed, the table of results states the reason.
 """
 
 import os
@@ -18,7 +18,7 @@ _TAIL_LINES = 6
 
 
 class PeerError(RuntimeError):
-    """A peer's environment cannot be made; the message says why."""
+    """A peer's environment cannot be created; the message states the reason."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class Peer:
     """Another project.
 
     Attributes:
-        what: in words.
-        python: the minor version of Python that the pins are for.
-        requirements: pinned.
-        options: of pip, for all of these.
-        built: pinned requirements that are built here afterwards, without their dependencies.
-        libraries: that building takes, by their names for pkg-config, with the Debian package of each.
+        what: description.
+        python: the minor version of Python for which the requirements are pinned.
+        requirements: pinned requirements.
+        options: options of pip for these.
+        built: pinned requirements that are built afterwards, without their dependencies.
+        libraries: libraries needed for building, by their pkg-config names, with the Debian package of each.
     """
 
     what: str
@@ -97,10 +97,10 @@ PEERS = {
 
 
 def ensure_peer(name: str, folder: Path, *, say: Callable[[str], None]) -> Path:
-    """Makes the environment of a peer where it is not there yet, and gives its Python.
+    """Create the environment of a peer if it does not exist, and return its Python.
 
     Raises:
-        PeerError: there is no such Python, a library is missing that building takes, or pip fails.
+        PeerError: there is no such Python, a library needed for building is missing, or pip fails.
     """
     peer = PEERS[name]
     home = folder / "environments" / name
@@ -109,7 +109,7 @@ def ensure_peer(name: str, folder: Path, *, say: Callable[[str], None]) -> Path:
         return python
     _check_libraries(name, peer)
     base = find_python(peer.python)
-    say(f"making {home} with {base}: {', '.join((*peer.requirements, *peer.built))}")
+    say(f"creating {home} with {base}: {', '.join((*peer.requirements, *peer.built))}")
     shutil.rmtree(home, ignore_errors=True)
     home.parent.mkdir(parents=True, exist_ok=True)
     log = home.with_name(f"{name}.log")
@@ -141,7 +141,7 @@ def _wanted(peer: Peer) -> str:
 
 
 def _call(command: list[str], name: str, log: Path) -> None:
-    # Of the user's own Python nothing must reach the environment.
+    # Settings of the user's own Python must not reach the environment.
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     with log.open("ab") as file:
         try:
@@ -155,16 +155,16 @@ def _call(command: list[str], name: str, log: Path) -> None:
                 check=False,
             ).returncode
         except subprocess.TimeoutExpired:
-            raise PeerError(f"{name} was not installed in {_INSTALL_TIMEOUT_S:g} s; see {log}") from None
+            raise PeerError(f"{name} was not installed within {_INSTALL_TIMEOUT_S:g} s; see {log}") from None
     if code:
         tail = "".join(
             f"\n    {line}" for line in log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
         )
-        raise PeerError(f"{name} would not install (exit code {code}); {log} ends with:{tail}")
+        raise PeerError(f"{name} could not be installed (exit code {code}); {log} ends with:{tail}")
 
 
 def find_python(minor: str) -> str:
-    """Gives the interpreter of a version such as "3.11" from the PATH, pyenv or uv.
+    """Return the interpreter of a version such as "3.11" from the PATH, pyenv or uv.
 
     Raises:
         PeerError: there is none.
@@ -177,7 +177,7 @@ def find_python(minor: str) -> str:
             continue
         if done.returncode == 0 and done.stdout.strip() == "True":
             return python
-    raise PeerError(f"no Python {minor} found: uv python install {minor}, or pyenv install {minor}")
+    raise PeerError(f"no Python {minor} found; run uv python install {minor}, or pyenv install {minor}")
 
 
 def _pythons(minor: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""`reader`: images of 224 px from packed files in random order, the page cache warm, by us and by other loaders."""
+"""`reader`: Feedloop and other loaders read images of 224 px from packed files in random order (warm page cache)."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from scripts.benchmarks.data import SPLIT, array_file, ensure_array, ensure_shar
 
 _NUM_IMAGES, _SIZE, _BATCH = 4096, 224, 128
 _PACKS: tuple[tuple[bool, Layout], ...] = ((True, "packed"), (False, "packed"), (True, "dense"))
-# name, script, environment, worker processes, target: each reads the same images, raw, from the format that is its own
+# name, script, environment, worker processes, target; each reads the same raw images from its own format
 _PEERS = (
     ("DataLoader, memmap", "read_torch.py", "torch", 2, 1.5),
     ("DataLoader, no worker", "read_torch.py", "torch", 0, 1.5),

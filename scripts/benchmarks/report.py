@@ -1,4 +1,4 @@
-"""Results for people and for programs: a table a case, and one JSON document of a whole run."""
+"""Results as tables, one per case, and as one JSON document per run."""
 
 import json
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ FORMAT_VERSION = 1
 
 
 def describe_run(settings: Settings) -> dict[str, Any]:
-    """Gives what all results of a run share: date, commit, hardware, versions, settings."""
+    """Return the facts shared by all results of a run: date, commit, hardware, versions, settings."""
     return {
         "format_version": FORMAT_VERSION,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -47,10 +47,10 @@ def describe_run(settings: Settings) -> dict[str, Any]:
 
 
 def write_json(path: Path, about: dict[str, Any], results: Sequence[tuple[Bench, CaseResult]]) -> None:
-    """Writes the whole run, whole or not at all.
+    """Write the results of a run atomically.
 
     Raises:
-        OSError: where it cannot be written.
+        OSError: the file cannot be written.
     """
     benches: dict[str, list[Any]] = {}
     for bench, result in results:
@@ -64,7 +64,7 @@ def write_json(path: Path, about: dict[str, Any], results: Sequence[tuple[Bench,
 
 
 def print_about(console: Console, about: dict[str, Any]) -> None:
-    """Prints what the figures are measured on."""
+    """Print the hardware and software of the run."""
     hardware, memory = about["hardware"], about["hardware"]["memory_bytes"]
     console.print(
         f"{hardware['cpu']}, {hardware['cores']} cores, {f'{memory / 2**30:.0f} GiB, ' if memory else ''}"
@@ -78,7 +78,7 @@ def print_about(console: Console, about: dict[str, Any]) -> None:
 
 
 def print_case(console: Console, bench: Bench, result: CaseResult) -> None:
-    """Prints a case as a table, then the reasons of what is not in it."""
+    """Print a case as a table, then the reasons why candidates failed."""
     case = result.case
     plain = not console.is_terminal
     table = Table(title=f"{bench.name}: {case.name}", title_justify="left", box=box.ASCII2 if plain else box.SIMPLE)
@@ -93,7 +93,7 @@ def print_case(console: Console, bench: Bench, result: CaseResult) -> None:
         if row.measured.reason:
             console.print(Text(f"{row.candidate.name}: {row.measured.reason}"))
         if row.differs:
-            console.print(Text(f"{row.candidate.name}: does other work than {case.base}: {row.differs}"))
+            console.print(Text(f"{row.candidate.name}: does different work than {case.base}: {row.differs}"))
 
 
 def _cells(row: Row, result: CaseResult) -> list[str]:
@@ -102,37 +102,37 @@ def _cells(row: Row, result: CaseResult) -> list[str]:
         return [name, "–", "", "", "", "failed, see below"]
     speed = result.case.unit.shown(row.speed.median)
     facts = row.ready.facts if row.ready else {}
-    # What must agree with the base is told where it does not.
-    told = {key: value for key, value in facts.items() if key not in result.case.agree} | row.values()
+    # Facts that must agree with the base are reported only if they differ.
+    reported = {key: value for key, value in facts.items() if key not in result.case.agree} | row.values()
     return [
         name,
         number(speed),
-        told_spread(row.speed),
-        told_ratio(row.ratio),
-        told_target(row.candidate.target, row.is_met),
-        ", ".join(f"{key} {number(value)}" for key, value in told.items()),
+        spread_text(row.speed),
+        ratio_text(row.ratio),
+        target_text(row.candidate.target, row.is_met),
+        ", ".join(f"{key} {number(value)}" for key, value in reported.items()),
     ]
 
 
-def told_spread(speed: Quartiles) -> str:
-    """Gives a spread for a table."""
+def spread_text(speed: Quartiles) -> str:
+    """Return the text of a spread."""
     return f"±{100 * speed.spread:.1f} %"
 
 
-def told_ratio(ratio: Quartiles | None) -> str:
-    """Gives a ratio for a table."""
+def ratio_text(ratio: Quartiles | None) -> str:
+    """Return the text of a ratio."""
     return "" if ratio is None else f"{ratio.median:.2f} × [{ratio.q1:.2f}–{ratio.q3:.2f}]"
 
 
-def told_target(target: float | None, is_met: bool | None) -> str:
-    """Gives a target for a table, and whether it is met."""
+def target_text(target: float | None, is_met: bool | None) -> str:
+    """Return the text of a target and whether it is met."""
     if target is None:
         return ""
     return f"≥ {target:g} × {({True: 'met', False: 'missed', None: '?'})[is_met]}"
 
 
 def number(value: object) -> str:
-    """Gives a number in about four digits, anything else as it is."""
+    """Return a number with about four digits, and anything else as text."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     if isinstance(value, int) or abs(value) >= 1000:

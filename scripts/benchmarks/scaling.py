@@ -1,4 +1,4 @@
-"""`scaling`: what grows with the data set and the length of a run. The engine runs on one device, so not with these."""
+"""`scaling`: dependence on the size of the data set and the length of a run, on one device."""
 
 from scripts.benchmarks.bench import Bench, Candidate, Case, Settings, Unit
 from scripts.benchmarks.data import SPLIT, Say
@@ -7,7 +7,7 @@ from scripts.benchmarks.sparse_store import ensure_sparse, sparse_folder
 _NUMS_IMAGES = (1_000, 100_000, 1_000_000, 10_000_000, 100_000_000)
 _NUM_STEPS = (2_000, 20_000)
 _BATCH = "128"
-# The largest set, or the longest run, is the base, and no more than a twentieth slower than any other.
+# The base is the largest set or the longest run; it should be at most a twentieth slower than any other.
 _FLAT = 0.95
 _US_A_STEP = Unit("µs a step", 1e6 * int(_BATCH), is_time=True)
 

@@ -1,4 +1,4 @@
-"""A case from its candidates to its results: processes started one by one, measured together, ended together."""
+"""Runs a case: its candidates are started one by one, measured together and killed together."""
 
 import math
 import os
@@ -21,12 +21,12 @@ class Row:
     """One candidate's line of a result.
 
     Attributes:
-        candidate: which one.
-        measured: its samples, or why there are none.
-        ready: what it said of itself; None where it was not ready.
-        speed: amounts a second over the rounds, None where there are none.
-        ratio: how many times as fast the base is, round by round; None for the base and where there is none.
-        differs: in what it does not do what the base does; empty where nothing is known of that.
+        candidate: the candidate.
+        measured: its samples, or the reason why there are none.
+        ready: its ready message; None if it was not ready.
+        speed: amounts per second over the rounds, None if there are none.
+        ratio: ratio of the base's speed to its own, by round; None for the base or if there is none.
+        differs: facts in which it differs from the base; empty if no difference is known.
     """
 
     candidate: Candidate
@@ -38,20 +38,20 @@ class Row:
 
     @property
     def is_met(self) -> bool | None:
-        """Whether the target is reached, by the median; None where there is no target or no ratio."""
+        """Whether the median reaches the target; None if there is no target or no ratio."""
         if self.candidate.target is None or self.ratio is None:
             return None
         return self.ratio.median >= self.candidate.target
 
     def values(self) -> dict[str, float]:
-        """The medians of what the candidate recorded beside its seconds."""
+        """Return the medians of the values that the candidate recorded besides its seconds."""
         samples = [sample for sample in self.measured.samples if sample is not None]
         names = dict.fromkeys(name for sample in samples for name in sample.values)
         found = {name: quartiles([s.values[name] for s in samples if name in s.values]) for name in names}
         return {name: each.median for name, each in found.items() if each is not None}
 
     def to_json(self) -> dict[str, Any]:
-        """Everything that is known, with every sample."""
+        """Return all results as JSON, with every sample."""
         measured, ready = self.measured, self.ready
         return {
             "name": self.candidate.name,
@@ -89,7 +89,7 @@ class CaseResult:
         return any(row.candidate.name == self.case.base and row.speed is not None for row in self.rows)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything that is known."""
+        """Return all results as JSON."""
         unit = self.case.unit._asdict()
         return {
             "name": self.case.name,
@@ -100,13 +100,13 @@ class CaseResult:
 
 
 def run_case(case: Case, settings: Settings, *, say: Callable[[str], None]) -> CaseResult:
-    """Prepares, measures and ends the candidates of a case; one that fails is a row with the reason."""
+    """Prepare, measure and kill the candidates of a case; a failed candidate gets a row with the reason."""
     rows = [Row(candidate, Measured(amount=1.0), None) for candidate in case.candidates]
     try:
         case.prepare(say)
     except (ValueError, OSError, RuntimeError) as error:
         for row in rows:
-            row.measured.reason = f"its data could not be made: {error}"
+            row.measured.reason = f"its data could not be created: {error}"
         return CaseResult(case, rows)
     with ExitStack() as stack:
         workers: dict[str, Worker] = {}
@@ -133,7 +133,7 @@ def run_case(case: Case, settings: Settings, *, say: Callable[[str], None]) -> C
 
 
 def summarise(case: Case, rows: list[Row]) -> None:
-    """Fills in speeds and ratios, and in what facts a candidate differs from the base."""
+    """Fill in the speeds, the ratios, and the facts in which candidates differ from the base."""
     base = next(row for row in rows if row.candidate.name == case.base)
     for row in rows:
         row.speed = quartiles(row.measured.known_speeds)
@@ -145,7 +145,7 @@ def summarise(case: Case, rows: list[Row]) -> None:
 def _differences(agree: tuple[str, ...], base: Row, row: Row) -> str:
     ours, theirs = (each.ready.facts if each.ready else {} for each in (base, row))
     different = [
-        f"{name} {theirs[name]} for {ours[name]}"
+        f"{name} {theirs[name]} instead of {ours[name]}"
         for name in agree
         if name in ours and name in theirs and not math.isclose(ours[name], theirs[name], rel_tol=1e-4)
     ]

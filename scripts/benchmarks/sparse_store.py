@@ -1,6 +1,6 @@
-"""Packed splits of any number of images that take next to no disk: every shard is a link to the one that there is.
+"""Packed splits of any number of images that need almost no disk space: every shard is a link to a single file.
 
-To a reader they are whole: the same number of files, the same indices and checksums, a manifest of the full length.
+To a reader they are complete: they have every file, every index and checksum, and a manifest of the full length.
 """
 
 import hashlib
@@ -43,12 +43,12 @@ SHARD_IMAGES = PackSettings(rule=ResizeRule(size=SIZE, resize=SIZE)).resolved_sh
 
 
 def sparse_folder(settings: Settings, num_images: int) -> Path:
-    """Gives where the split of so many images is, or will be."""
+    """Return the folder of the split of `num_images` images, which may not exist yet."""
     return settings.folder / "data" / f"sparse-{num_images}-by-{SHARD_IMAGES}-v{FORMAT_VERSION}"
 
 
 def ensure_sparse(settings: Settings, say: Say, *, num_images: int) -> Path:
-    """Makes a split of so many images of 32 px where it is not there yet."""
+    """Create the split of `num_images` images of 32 px if it does not exist."""
     folder = sparse_folder(settings, num_images)
     if (folder / SPLIT / MANIFEST_KEY).exists():
         return folder
@@ -75,7 +75,7 @@ def ensure_sparse(settings: Settings, say: Say, *, num_images: int) -> Path:
 
 
 def _stored_checksums(whole: Path) -> NDArray[np.uint32]:
-    """Read the checksums of the whole shard's images."""
+    """Return the checksums of the images of the full shard."""
     split = open_location(str(whole)).child(SPLIT)
     numbers = open_checksums(split, read_manifest(open_location(str(whole)), SPLIT))
     assert numbers is not None
@@ -89,7 +89,7 @@ def _write_numbers(
     whole: NDArray[np.unsignedinteger[Any]],
     num_images: int,
 ) -> tuple[str, ...]:
-    """Write an array whose whole shard files all hold the same; return their digests."""
+    """Write an array whose full shard files are all the same; return the digests of all shard files."""
     folder = Path(str(split.local_path)) / name
     write_array(split, name, metadata(NUMBERS_PER_SHARD)).write(whole).result(timeout=60)
     first = folder / shard_key(0, 1)
@@ -106,7 +106,7 @@ def _write_numbers(
 
 
 def _write_last(whole: Path, path: Path, num_images: int) -> None:
-    """Writes the last shard, of the first images of the whole one."""
+    """Write the last shard, which has the first images of the full one."""
     words, labels = np.zeros((num_images, SIZE, SIZE), np.uint32), np.zeros(num_images, np.int32)
     with open_split(str(whole), SPLIT) as split:
         split.read_into(np.arange(num_images), words, labels, timeout_s=60)

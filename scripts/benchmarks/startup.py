@@ -1,4 +1,4 @@
-"""`startup`: seconds of a person's time; each is a whole process."""
+"""`startup`: start-up times in seconds, each measured on a whole process."""
 
 from scripts.benchmarks.bench import Bench, Candidate, Case, Settings, Unit
 

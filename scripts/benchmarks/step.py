@@ -1,4 +1,4 @@
-"""`step`: the training step alone, its batch on the device."""
+"""`step`: only the training step, with its batch on the device."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from scripts.benchmarks.bench import IMAGES_PER_S, Bench, Candidate, Case, Setti
 
 
 class _Network(NamedTuple):
-    """A case and its targets: how many times as fast as a jitted step, as PyTorch's best, as products alone."""
+    """A case and its targets: the minimum speed relative to a jitted step, to PyTorch and to matrix products only."""
 
     model: str
     image_size: int
@@ -26,10 +26,11 @@ _NETWORKS = (
     _Network("resnet20", 32, 128, 10, of_jit=1.0, of_torch=1.0),
     _Network("convnet8", 32, 128, 10, of_jit=1.0, of_torch=1.0),
 )
-# PyTorch's tuning guide advises an allocator that keeps memory (jemalloc, TCMalloc); glibc's can be told to. Without,
-# each step gives memory back to the system and has it zeroed anew. A run of Feedloop is one call of one program, which
-# has its memory once; here each round is a call, and rounds are long so that a call's memory costs as little: 2 GB of
-# ResNet-50 at 224 px. Kept memory made the calls of small networks up to 1.3 times as long.
+# PyTorch's tuning guide recommends an allocator that keeps memory (jemalloc, TCMalloc); glibc's can be configured to.
+# Otherwise each step returns memory to the system, which zeroes it again. A run of Feedloop is one call of one program,
+# which allocates its memory once. Here each round is a call, and rounds are long so that allocating a call's memory
+# (2 GB for ResNet-50 at 224 px) matters as little. Keeping memory made the calls of small networks up to 1.3 times as
+# long.
 _KEPT_MEMORY = (
     ("MALLOC_MMAP_THRESHOLD_", str(1 << 32)),
     ("MALLOC_TRIM_THRESHOLD_", str(1 << 32)),

@@ -1,11 +1,11 @@
-"""`stream`: what training costs by being fed from disk."""
+"""`stream`: the cost of feeding a training from disk."""
 
 from functools import partial
 
 from scripts.benchmarks.bench import IMAGES_PER_S, Bench, Candidate, Case, Settings
 from scripts.benchmarks.data import SPLIT, ensure_shards, shards_folder
 
-# model, pixels a side, images a batch
+# model, side in pixels, images per batch
 _CASES = (("resnet18", 64, 16), ("resnet8", 32, 128))
 _NUM_IMAGES = 4096
 _WARM_STEPS = "3"

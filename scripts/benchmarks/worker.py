@@ -1,7 +1,7 @@
-"""A candidate's process: started, asked with a time limit, killed with all that it started.
+"""A candidate's process: started, given work with a time limit, and killed with all of its child processes.
 
-While it is not its turn, its whole process group is stopped (SIGSTOP): it neither takes time from the others nor reads
-ahead of its own clock, and finds its queues as it left them.
+Between its turns the whole process group is stopped (SIGSTOP), so that it neither takes time from the others nor reads
+ahead outside its measured time, and finds its queues as it left them.
 """
 
 import json
@@ -21,17 +21,17 @@ _END_TIMEOUT_S = 5.0
 
 
 class WorkerError(RuntimeError):
-    """A candidate that died, hung or answered rubbish; the message has the end of its log."""
+    """A candidate that died, hung or sent an invalid answer; the message contains the end of its log."""
 
 
 class Ready(NamedTuple):
-    """What a candidate said once it was ready.
+    """A candidate's ready message.
 
     Attributes:
-        amount: what one unit of its work comes to, > 0.
-        versions: of what does the work.
-        facts: whatever else it wants recorded.
-        prepare_s: seconds that it took.
+        amount: amount per unit of work, > 0.
+        versions: versions of the software that does the work.
+        facts: other facts to record.
+        prepare_s: time of the preparation in seconds.
     """
 
     amount: float
@@ -41,7 +41,7 @@ class Ready(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """An answer: the seconds that the units took, > 0, and values recorded beside them."""
+    """An answer: the seconds that the units took, > 0, and other recorded values."""
 
     seconds: float
     values: dict[str, float]
@@ -51,10 +51,10 @@ class Worker:
     """A process that speaks `candidates.protocol`. A context manager, which kills its whole process group at the end.
 
     Args:
-        command: that starts it.
-        log: takes what it says on standard error; overwritten.
-        environment: of the process.
-        cwd: its working folder.
+        command: the command to run.
+        log: file for its standard error; overwritten.
+        environment: environment of the process.
+        cwd: working folder of the process.
     """
 
     def __init__(self, command: Sequence[str], log: Path, *, environment: Mapping[str, str], cwd: Path) -> None:
@@ -68,7 +68,7 @@ class Worker:
                 stderr=file,
                 env=dict(environment),
                 cwd=cwd,
-                # Of the same session: where the bench is killed, the system wakes its stopped groups, and hangs up.
+                # In the same session: if the benchmark is killed, the system continues its stopped groups with SIGHUP.
                 process_group=0,
             )
         self._started = time.perf_counter()
@@ -76,7 +76,7 @@ class Worker:
 
     @property
     def process_id(self) -> int:
-        """Of the process, and of its group."""
+        """The id of the process and of its group."""
         return self._process.pid
 
     def __enter__(self) -> Self:
@@ -88,7 +88,7 @@ class Worker:
         self.close()
 
     def close(self) -> None:
-        """Ends the process and whatever it started; may be called again."""
+        """Kill the process and its child processes; may be called again."""
         for stream in (self._process.stdin, self._process.stdout):
             with suppress(OSError):
                 if stream is not None:
@@ -98,10 +98,10 @@ class Worker:
             self._process.wait(_END_TIMEOUT_S)
 
     def wait_ready(self, timeout_s: float) -> Ready:
-        """Waits until it is ready, for so many seconds.
+        """Wait until the process is ready, at most ``timeout_s`` seconds.
 
         Raises:
-            WorkerError: it died, was not ready in time, or said something else; it is then ended.
+            WorkerError: the process died, was not ready in time, or sent something else; it is then killed.
         """
         message = self._read(timeout_s, "to be ready")
         match message:
@@ -111,13 +111,13 @@ class Worker:
                 prepare_s = time.perf_counter() - self._started
                 self._signal(signal.SIGSTOP)
                 return Ready(amount, message["versions"], message["facts"], prepare_s)
-        raise self._error(f"said something else than that it is ready: {message!r:.200}")
+        raise self._error(f"sent something other than a ready message: {message!r:.200}")
 
     def run(self, num_units: int, timeout_s: float) -> Sample:
-        """Lets it do so many units, for so many seconds at most.
+        """Run ``num_units`` units of work, at most ``timeout_s`` seconds.
 
         Raises:
-            WorkerError: it died, did not answer in time, or said something else; it is then ended.
+            WorkerError: the process died, did not answer in time, or sent something else; it is then killed.
         """
         assert self._process.stdin is not None
         self._signal(signal.SIGCONT)
@@ -131,7 +131,7 @@ class Worker:
             case {"seconds": int() | float() as seconds, "values": dict() as values} if seconds > 0:
                 self._signal(signal.SIGSTOP)
                 return Sample(float(seconds), values)
-        raise self._error(f"answered something else than seconds: {message!r:.200}")
+        raise self._error(f"sent something other than seconds: {message!r:.200}")
 
     def _signal(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError, PermissionError):
@@ -142,7 +142,7 @@ class Worker:
         try:
             return json.loads(line)
         except ValueError:
-            raise self._error(f"printed something else than an answer: {line!r:.200}") from None
+            raise self._error(f"sent something other than an answer: {line!r:.200}") from None
 
     def _read_line(self, timeout_s: float, wanted: str) -> bytes:
         assert self._process.stdout is not None
@@ -166,7 +166,7 @@ class Worker:
         return self._error(f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}")
 
     def _error(self, what: str) -> WorkerError:
-        # Of no use any more, it must not take time from the others.
+        # A failed process must not take time from the others.
         self.close()
         try:
             said = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]

@@ -1,4 +1,4 @@
-"""Hostile archives: what a tar header, a pax header, a kit or a list can say that is not so."""
+"""Hostile archives: false statements in tar headers, pax headers, kits and lists."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from scripts.torture_campaign.archive_parts import (
 
 Images = dict[str, bytes]
 SourceMaker = Callable[[Path, Images], Path]
-"""Makes a source in a folder, from sound images by class, and returns what the command is to be given."""
+"""Creates a source in a folder from sound images by class, and returns the path to give to the command."""
 
 ESCAPES = b"\x1b[31mred\x07\xc2\x9b2J"
 TRAIN, VAL, KIT = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar", "ILSVRC2012_devkit_t12.tar.gz"
 
 
 def tar_of(hostile: Callable[[Images], bytes]) -> SourceMaker:
-    """Return the maker of an archive of class folders with something hostile at its end."""
+    """Return the maker of an archive of class folders with hostile content at its end."""
 
     def make(folder: Path, images: Images) -> Path:
         path = folder / "photos.tar"
@@ -56,7 +56,7 @@ def hollow_tar(head: bytes, num_bytes: int) -> SourceMaker:
 
 
 def image(images: Images) -> bytes:
-    """Return the bytes of any sound image."""
+    """Return the bytes of a sound image."""
     return next(iter(images.values()))
 
 
@@ -82,7 +82,7 @@ def official(
 
 
 def overlapping(images: Images) -> bytes:
-    """Return a training archive whose first inner archive says that it reaches into the next."""
+    """Return a training archive whose first inner archive claims to extend into the next."""
     parts = []
     for number, (name, content) in enumerate(images.items()):
         inner = member(f"{name}_1.JPEG".encode(), content)
@@ -93,7 +93,7 @@ def overlapping(images: Images) -> bytes:
 
 
 def pax_bomb_kit(num_bytes: int) -> Callable[[Path], None]:
-    """Return what puts a pax header of ``num_bytes`` into the compressed kit."""
+    """Return a function that puts a pax header of ``num_bytes`` into the compressed kit."""
 
     def damage(source: Path) -> None:
         write_gzip_zeros(source / KIT, header(b"pax", num_bytes, kind=b"x"), num_bytes, END)
@@ -108,7 +108,7 @@ def member_bomb_kit(source: Path) -> None:
 
 
 def replaced(name: str, how: Callable[[Path], None]) -> Callable[[Path], None]:
-    """Return what puts something else in the place of a file."""
+    """Return a function that replaces a file by something else."""
 
     def damage(source: Path) -> None:
         (source / name).unlink()
@@ -124,7 +124,7 @@ def pax_chain(images: Images) -> bytes:
 
 DEEP_NAME = b"/".join([b"d"] * 1500)
 
-# By name: the maker, and whether nothing but a refusal will do.
+# By name: the maker, and whether the command must refuse.
 ARCHIVES: dict[str, tuple[SourceMaker, bool]] = {
     "bad-checksum": (tar_of(lambda i: member(b"n00000000/b.png", image(i), checksum_off=1)), True),
     "negative-size": (tar_of(lambda i: member(b"n00000000/b.png", image(i), size_field=b"\xff" * 11 + b"\0")), True),

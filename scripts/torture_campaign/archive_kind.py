@@ -23,7 +23,7 @@ MOST_MB = 1_500.0
 _TIMEOUT_S = 20.0
 _CLASSES = tuple(f"n{number:08}" for number in range(4))
 _HEAVY = ("hole", "gib", "bomb", "giant", "pax-length", "zero-device", "open-quote")
-# A damaged source of these is drawn: its maker, and the file of it that is damaged.
+# The sources for drawn faults: the file that is damaged, and the maker of its source.
 _DRAWN = {
     "photos.tar": tar_of(lambda _: b""),
     "imagenet/ILSVRC2012_img_train.tar": official(),
@@ -33,7 +33,7 @@ _DRAWN = {
     "kaggle/LOC_synset_mapping.txt": kaggle_tree,
 }
 _FOLDERS = threading.Lock()
-"""The makers of deep trees change the process's folder."""
+"""Held while a source is created, because the makers of deep trees change the process's working folder."""
 
 
 @dataclass
@@ -41,8 +41,8 @@ class ArchiveKind:
     """Hostile archives and trees.
 
     Attributes:
-        images: sound images by class, as files.
-        crops: what a pack holds of them.
+        images: sound images by class, as the bytes of files.
+        crops: their crops in a pack.
     """
 
     images: dict[str, bytes] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class ArchiveKind:
             self.images[name] = file.getvalue()
         finished = trial.run(_command(sound_tree(trial.folder, self.images), trial.folder / "pack"), timeout_s=60)
         if finished.code != 0:
-            raise RuntimeError(f"sound images must be packed, and were not: {finished.said}")
+            raise RuntimeError(f"packing sound images failed: {finished.said}")
         self.crops = read_crops(trial.folder / "pack")
 
     def cases(self, seed: int, count: int) -> list[Case]:
@@ -68,7 +68,7 @@ class ArchiveKind:
         return [Case(self.name, name, seed, is_heavy=any(word in name for word in _HEAVY)) for name in names]
 
     def attempt(self, trial: Trial) -> None:
-        """Make a source, pack it and look at what came out."""
+        """Create a source, pack it and judge the result."""
         name, draw = trial.case.name, trial.case.draw()
         must_refuse = False
         if trial.case.number is None:

@@ -1,4 +1,4 @@
-"""Runs cases by some workers, each with its own servers and folder, until they are done or the time is over."""
+"""Runs cases with several workers, each with its own servers and folder, until they are done or the time is over."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Kind(Protocol):
     name: str
 
     def prepare(self, trial: Trial) -> None:
-        """Make what is sound, once, in a folder that stays."""
+        """Create the sound data, once, in a folder that is kept."""
         ...
 
     def cases(self, seed: int, count: int) -> list[Case]:
@@ -32,7 +32,7 @@ class Kind(Protocol):
         ...
 
     def attempt(self, trial: Trial) -> None:
-        """Do the fault of a case, run commands and judge them."""
+        """Apply the fault of a case, run commands and judge them."""
         ...
 
 
@@ -41,7 +41,7 @@ class Campaign:
     """The cases of a run of the campaign, shared by its workers.
 
     Attributes:
-        base: the folder of all that it makes.
+        base: the folder of all files of the campaign.
         report: called with each outcome.
         keeps: whether the folders of cases stay.
     """
@@ -57,7 +57,7 @@ class Campaign:
     _open: list[Commands] = field(default_factory=list)
 
     def prepare(self, kinds: Iterable[Kind]) -> None:
-        """Have kinds make what is sound, two at a time."""
+        """Let the kinds create their sound data, two at a time."""
         with ThreadPoolExecutor(NUM_WORKERS) as pool:
             try:
                 for done in [pool.submit(self._prepare, kind) for kind in kinds]:
@@ -77,7 +77,7 @@ class Campaign:
             commands.close()
 
     def run(self, kinds: dict[str, Kind], cases: list[Case], *, deadline_s: float) -> None:
-        """Try the cases in their order until all are done; none begins after the deadline, on the monotonic clock."""
+        """Try the cases in order until all are done; start none after the deadline, on the monotonic clock."""
         left = iter(cases)
         workers = [
             threading.Thread(target=self._work, args=(number, kinds, left, deadline_s), daemon=True)
@@ -95,7 +95,7 @@ class Campaign:
         self.num_left = sum(1 for _ in left)
 
     def close(self) -> None:
-        """End every server, and with it every command."""
+        """Kill every server, and with it every command."""
         for commands in self._open:
             commands.end()
 
@@ -113,7 +113,7 @@ class Campaign:
                 return
             try:
                 self._attempt(case, kinds[case.kind], commands, number)
-            except Exception:  # noqa: BLE001 - told with the table, and fails the campaign
+            except Exception:  # noqa: BLE001 - reported with the table, and fails the campaign
                 if self._stop.is_set():
                     return
                 with self._lock:
@@ -140,5 +140,5 @@ class Campaign:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder, whatever lies in it: also one too deep for one pass."""
+    """Remove a folder with any content, including a very deeply nested one."""
     subprocess.run(["rm", "-rf", "--", folder], check=False)

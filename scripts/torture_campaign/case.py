@@ -1,4 +1,4 @@
-"""A case of the campaign: one fault, named, drawn from the seed, and what the commands made of it."""
+"""A case of the campaign: one fault, named or drawn from the seed, and how the commands handled it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Case:
     """One fault to try.
 
     Attributes:
-        kind: of `KINDS`.
-        name: unique within the kind; ``random-<number>`` where the fault is drawn.
-        seed: of the campaign.
-        is_heavy: whether it needs much memory or time: two of these never run at once.
+        kind: one of `KINDS`.
+        name: unique within the kind; ``random-<number>`` if the fault is drawn.
+        seed: the seed of the campaign.
+        is_heavy: whether it needs much memory or time; two such cases never run at once.
     """
 
     kind: str
@@ -30,7 +30,7 @@ class Case:
 
     @property
     def id(self) -> str:
-        """What ``--case`` takes."""
+        """The id, as given to ``--case``."""
         return f"{self.kind}/{self.name}"
 
     @property
@@ -41,26 +41,26 @@ class Case:
 
     @property
     def is_drawn(self) -> bool:
-        """Whether the fault is drawn: there may be more or fewer of them."""
+        """Whether the fault is drawn, so that the number of such cases can vary."""
         return self.name.rpartition("-")[0] in ("random", "group", "packing", "training")
 
     def draw(self) -> random.Random:
-        """Return the case's own source of chance."""
+        """Return the case's own random generator."""
         return random.Random(f"{self.seed}/{self.id}")
 
 
 @dataclass
 class Trial:
-    """A case under way.
+    """A case that is being tried.
 
     Attributes:
-        case: which.
-        folder: its own, new and empty; removed afterwards.
-        commands: to run.
-        fault: what was done, in one line.
-        judgements: on each command.
+        case: the case.
+        folder: a new, empty folder for it; removed afterwards.
+        commands: runs the commands.
+        fault: description of the fault, in one line.
+        judgements: judgements on the commands.
         log: the commands that ran.
-        parts: what came of each fault, where a case is several.
+        parts: the outcome of each fault, if the case has several.
     """
 
     case: Case
@@ -72,7 +72,7 @@ class Trial:
     parts: list[Outcome] = field(default_factory=list)
 
     def run(self, command: list[str], *, timeout_s: float) -> Finished:
-        """Run a command in a folder beside the case's files."""
+        """Run a command in a new working folder beside the case's files."""
         where = self.folder / f"cwd-{len(self.log)}"
         where.mkdir()
         finished = self.commands.run(command, where, timeout_s=timeout_s)
@@ -80,16 +80,16 @@ class Trial:
         return finished
 
     def judge(self, judgement: Judgement) -> None:
-        """Note a judgement."""
+        """Record a judgement."""
         self.judgements.append(judgement)
 
     @property
     def has_hung(self) -> bool:
-        """Whether a command came to no end: the others would only take as long."""
+        """Whether a command hung; the others would probably hang too."""
         return any(each.verdict is Verdict.HANG for each in self.judgements)
 
     def outcomes(self) -> list[Outcome]:
-        """Return what came of the case, or of each of its parts."""
+        """Return the outcome of the case, or of each of its parts."""
         if self.parts:
             return self.parts
         worst = worst_of(self.judgements) if self.judgements else Judgement("", Verdict.HARMLESS)
@@ -98,7 +98,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a case: its fault in words, the worst judgement, and all of them."""
+    """The outcome of a case: a description of its fault, the worst judgement, and all judgements."""
 
     case: Case
     fault: str
@@ -107,5 +107,5 @@ class Outcome:
 
     def __str__(self) -> str:
         reds = [each for each in self.judgements if each.verdict.is_red] or [self.worst]
-        told = "; ".join(f"{each.command} {each.verdict.upper()}: {each.why}" for each in reds)
-        return f"{self.case.id}: {self.fault}: {told}"
+        described = "; ".join(f"{each.command} {each.verdict.upper()}: {each.why}" for each in reds)
+        return f"{self.case.id}: {self.fault}: {described}"

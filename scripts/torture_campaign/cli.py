@@ -21,7 +21,7 @@ from scripts.torture_campaign.report import documented, is_clean, table
 from scripts.torture_campaign.verdict import first_line
 
 COUNTS = {"packs": 400, "runs": 150, "images": 250, "archives": 100, "kills": 40}
-# Of a sample: what a case of the others costs, several of these do.
+# In a sample, the number of cases of each kind per turn, because the cost of a case differs between kinds.
 _SAMPLE_SHARES = {"packs": 6, "runs": 1, "images": 2, "archives": 4, "kills": 1}
 _LEAST_FREE_BYTES = 6 << 30
 _IN_MEMORY = Path("/dev/shm")
@@ -41,20 +41,20 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.only = [name for name in options.only.split(",") if name]
     if unknown := [name for name in options.only if name not in KINDS]:
-        parser.error(f"--only takes {', '.join(KINDS)}, got {unknown[0]}")
+        parser.error(f"--only must be some of {', '.join(KINDS)}, got {unknown[0]}")
     if options.case is not None:
         options.only = [options.case.partition("/")[0]]
         if options.only[0] not in KINDS:
-            parser.error(f"--case begins with one of {', '.join(KINDS)} and a slash, got {options.case}")
+            parser.error(f"--case must begin with one of {', '.join(KINDS)} and a slash, got {options.case}")
     if options.keep is not None and options.keep.is_dir() and any(options.keep.iterdir()):
-        parser.error(f"--keep must be new or empty, and {options.keep} is not: name another")
+        parser.error(f"--keep must be new or empty, and {options.keep} is not; give another folder")
     return options
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the campaign; return the exit code."""
     options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
-    signal.signal(signal.SIGTERM, _end)  # so that an end from outside unwinds too
+    signal.signal(signal.SIGTERM, _end)  # so that SIGTERM unwinds the stack too
     base = _make_folder(options.keep)
     try:
         return _run(options, base)
@@ -90,11 +90,11 @@ def _run(options: argparse.Namespace, base: Path) -> int:
     campaign = Campaign(base, report, keeps=options.keep is not None)
     try:
         kinds = {name: make_kind(name, base) for name in options.only}
-        # What takes longest first.
+        # Start with the slowest kinds.
         campaign.prepare(sorted(kinds.values(), key=lambda kind: kind.name not in ("runs", "kills")))
-        print(f"seed {options.seed}: sound data made in {time.monotonic() - started_s:.0f} s, in {base}", flush=True)
+        print(f"seed {options.seed}: sound data created in {time.monotonic() - started_s:.0f} s, in {base}", flush=True)
         cases = choose_cases(options, kinds)
-        # A sample of one minute is that of cases; a whole campaign has its time for all.
+        # The time of a sample is for its cases only; the time of a whole campaign includes the preparation.
         begun_s = started_s if options.minutes is None else time.monotonic()
         campaign.run(kinds, cases, deadline_s=begun_s + 60 * minutes)
     finally:
@@ -104,17 +104,20 @@ def _run(options: argparse.Namespace, base: Path) -> int:
         print(f"most memory, {kind}: {most_mb:,.0f} MB, {what}")
     for error in campaign.errors:
         print(f"ERROR {error}", file=sys.stderr)
-    left = f"; {campaign.num_left} of {len(cases)} cases left out, as the time was over" if campaign.num_left else ""
+    left = (
+        f"; {campaign.num_left} of {len(cases)} cases left out because the time was over" if campaign.num_left else ""
+    )
     print(f"{len(outcomes)} cases in {time.monotonic() - started_s:.0f} s, seed {options.seed}{left}")
     return 0 if is_clean(outcomes) and not campaign.errors else 1
 
 
 def choose_cases(options: argparse.Namespace, kinds: Mapping[str, Kind]) -> list[Case]:
-    """Return the cases in the order in which they are tried: the named ones, then drawn ones; the kinds take turns.
+    """Return the cases in the order in which they are tried: named cases, then drawn ones, with the kinds in turn.
 
-    Raises ValueError where --case names none.
+    With --minutes, for which most cases are left out, return a seeded sample in which the kinds take turns.
 
-    With --minutes, which leaves most of them out, a seeded sample in which the kinds take turns.
+    Raises:
+        ValueError: --case is not the id of a case.
     """
     by_kind = [kind.cases(options.seed, getattr(options, name)) for name, kind in kinds.items()]
     if options.case is not None:
@@ -122,20 +125,22 @@ def choose_cases(options: argparse.Namespace, kinds: Mapping[str, Kind]) -> list
         kind, _, name = options.case.partition("/")
         single = Case(kind, name, options.seed)
         if not found and single.number is None:
-            raise ValueError(f"--case names a case that was printed, and there is no {options.case}")
+            raise ValueError(
+                f"--case must be the id of a case, and there is no {options.case}; use one that was printed"
+            )
         return found or [single]
     if options.minutes is None:
         named = _in_turns([[case for case in cases if not case.is_drawn] for cases in by_kind])
         return named + _in_turns([[case for case in cases if case.is_drawn] for cases in by_kind])
     for cases in by_kind:
-        # A case that takes long would leave no time for the others.
+        # A slow case would leave no time for the others.
         cases[:] = [case for case in cases if not case.is_heavy]
         random.Random(f"{options.seed}/sample").shuffle(cases)
     return _in_turns([hand for cases in by_kind for hand in _deal(cases, _SAMPLE_SHARES)])
 
 
 def _deal(cases: list[Case], shares: Mapping[str, int]) -> list[list[Case]]:
-    """Deal the cases of a kind out to as many hands as it has cases in a turn."""
+    """Distribute the cases of a kind over as many lists as it has cases per turn."""
     num_hands = shares[cases[0].kind] if cases else 1
     return [cases[first::num_hands] for first in range(num_hands)]
 

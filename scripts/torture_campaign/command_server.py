@@ -1,8 +1,8 @@
-"""A process that has imported the project and forks for each command that it is asked for: a start costs no imports.
+"""A process that has imported the project and forks for each requested command, so that starting one costs no imports.
 
-`python -m scripts.torture_campaign.command_server packing|training` reads a request a line on stdin, as JSON, and
-answers with the process id of the command, then with how it ended. It never starts a thread, a jax backend or
-TensorStore before a fork. A command has a process group of its own, limits on memory, and dies with this process.
+`python -m scripts.torture_campaign.command_server packing|training` reads one JSON request per line on stdin, and
+answers with the process id of the command, then with its exit status. It never starts a thread, a jax backend or
+TensorStore before a fork. Each command has its own process group and memory limits, and dies with this process.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ _WRITE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 
 
 def _die_with_parent() -> None:
-    """Have Linux kill this process when the one that started it is gone; elsewhere do nothing."""
+    """On Linux, have the kernel kill this process when its parent is gone; elsewhere do nothing."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""Runs the project's commands by a command server, each within a time limit, and tells how they ended."""
+"""Runs the project's commands in a command server, each with a time limit, and reports how they ended."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _PACKING = frozenset({"preprocess-imagenet", "inspect-shards", "read-pack", "dec
 
 @dataclass(frozen=True)
 class Finished:
-    """How a command ended.
+    """A finished command.
 
     Attributes:
-        command: as it was given.
-        code: its exit code, or the negative number of the signal that ended it.
-        out, err: the first MiB of what it said, as bytes.
-        seconds: that it took.
-        max_rss_mb: the most memory that it had, in MB.
+        command: the command line.
+        code: its exit code, or the negative number of the signal that killed it.
+        out, err: the first MiB of its stdout and stderr.
+        seconds: its duration in seconds.
+        max_rss_mb: its peak memory, in MB.
         hung: whether it was killed at its time limit.
         killed: whether it was killed on purpose.
     """
@@ -45,13 +45,13 @@ class Finished:
 
     @property
     def said(self) -> str:
-        """Both streams as text; what is no UTF-8 becomes surrogates."""
+        """Both streams as text; bytes that are not UTF-8 become surrogates."""
         return (self.out + b"\n" + self.err).decode(errors="surrogateescape")
 
 
 @dataclass
 class Running:
-    """A command under way."""
+    """A running command."""
 
     server: CommandServer
     command: tuple[str, ...]
@@ -62,7 +62,7 @@ class Running:
     killed: bool = False
 
     def kill(self) -> None:
-        """Kill the command and all that it started."""
+        """Kill the command and its child processes."""
         self.killed = True
         _kill_group(self.pid)
 
@@ -71,7 +71,7 @@ class Running:
         return self.server.has_answer()
 
     def wait(self, timeout_s: float) -> Finished:
-        """Return how the command ended; one that has not by ``timeout_s`` seconds after its start is killed."""
+        """Wait for the command and return its result; kill it ``timeout_s`` seconds after its start."""
         left = self.started_s + timeout_s - time.monotonic()
         answer, hung = self.server.read_answer(max(0.0, left)), False
         if answer is None:
@@ -79,7 +79,7 @@ class Running:
             _kill_group(self.pid)
             answer = self.server.read_answer(START_TIMEOUT_S)
             if answer is None:
-                raise RuntimeError(f"a killed command must end, and {self.command[0]} does not")
+                raise RuntimeError(f"{self.command[0]} did not end after it was killed")
         seconds = time.monotonic() - self.started_s
         out, err = _head(self.stdout), _head(self.stderr)
         rss_mb = answer["max_rss_kib"] * 1024 / 1e6
@@ -88,10 +88,10 @@ class Running:
 
 @dataclass
 class CommandServer:
-    """A started `command_server`; a context manager, for one thread, one command at a time.
+    """A `command_server` process, for one thread and one command at a time.
 
     Args:
-        flavour: ``packing`` or ``training``: what it has imported.
+        flavour: ``packing`` or ``training``, the modules that it has imported.
     """
 
     flavour: str
@@ -99,7 +99,7 @@ class CommandServer:
     _read: bytes = b""
 
     def start(self, command: list[str], folder: Path) -> Running:
-        """Start a command in ``folder``, where its stdout and stderr become files beside it."""
+        """Start a command in ``folder``; its stdout and stderr are written to files beside that folder."""
         if self._process is None:
             self._process = self._launch()
         assert self._process.stdin is not None
@@ -110,7 +110,7 @@ class CommandServer:
         started_s = time.monotonic()
         answer = self.read_answer(START_TIMEOUT_S)
         if answer is None:
-            raise RuntimeError(f"the {self.flavour} command server must answer within {START_TIMEOUT_S:g} s")
+            raise RuntimeError(f"the {self.flavour} command server did not answer within {START_TIMEOUT_S:g} s")
         return Running(self, tuple(command), answer["pid"], stdout, stderr, started_s)
 
     def _launch(self) -> subprocess.Popen[bytes]:
@@ -124,17 +124,17 @@ class CommandServer:
         )
         self._process = process
         if self.read_answer(START_TIMEOUT_S) is None:
-            raise RuntimeError(f"the {self.flavour} command server must start within {START_TIMEOUT_S:g} s")
+            raise RuntimeError(f"the {self.flavour} command server did not start within {START_TIMEOUT_S:g} s")
         return process
 
     def has_answer(self) -> bool:
-        """Return whether an answer waits to be read."""
+        """Return whether there is an answer to read."""
         assert self._process is not None
         assert self._process.stdout is not None
         return b"\n" in self._read or bool(select.select([self._process.stdout], [], [], 0)[0])
 
     def read_answer(self, timeout_s: float) -> dict[str, Any] | None:
-        """Return the next answer, None where none comes in time.
+        """Return the next answer, or None if there is none in time.
 
         Raises:
             RuntimeError: the server is gone.
@@ -148,13 +148,13 @@ class CommandServer:
                 return None
             part = os.read(self._process.stdout.fileno(), 1 << 16)
             if not part:
-                raise RuntimeError(f"the {self.flavour} command server ended by itself, {self._process.wait(10)}")
+                raise RuntimeError(f"the {self.flavour} command server exited with {self._process.wait(10)}")
             self._read += part
         line, self._read = self._read.split(b"\n", 1)
         return dict(json.loads(line))
 
     def close(self) -> None:
-        """End the server; a command that it still runs dies with it."""
+        """Kill the server; a command that it still runs dies with it."""
         if self._process is not None:
             self._process.kill()
             self._process.wait(START_TIMEOUT_S)
@@ -167,7 +167,7 @@ class CommandServer:
 
 @dataclass
 class Commands:
-    """The two servers of one worker; runs a command by the one that has imported it."""
+    """The two servers of one worker; each command runs in the server that has imported it."""
 
     packing: CommandServer = field(default_factory=lambda: CommandServer("packing"))
     training: CommandServer = field(default_factory=lambda: CommandServer("training"))
@@ -185,18 +185,18 @@ class Commands:
         return self.start(command, folder).wait(timeout_s)
 
     def end(self) -> None:
-        """End both servers, for good."""
+        """Kill both servers permanently."""
         self.has_ended = True
         self.close()
 
     def close(self) -> None:
-        """End both servers; the next command starts them again."""
+        """Kill both servers; the next command starts them again."""
         self.packing.close()
         self.training.close()
 
 
 def command_environment() -> dict[str, str]:
-    """Return the environment of commands: on the CPU, encoding strictly, of no data set by default."""
+    """Return the environment of commands: on the CPU, with strict encoding and without a default data set."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("FEEDLOOP_", "XLA_", "JAX_"))}
     return kept | {
         "JAX_PLATFORMS": "cpu",

@@ -1,4 +1,4 @@
-"""The one list of faults that commands need not notice, each with its reason; the table counts them by themselves."""
+"""The list of faults that commands need not detect, each with its reason; the table counts them separately."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ type Tree = Mapping[str, bytes]
 
 @dataclass(frozen=True)
 class Exemption:
-    """A fault that a command may leave unnoticed.
+    """A fault that a command need not detect.
 
     Attributes:
-        name: of the exemption.
-        reason: why it is one.
+        name: name of the exemption.
+        reason: the reason for it.
     """
 
     name: str
@@ -23,31 +23,31 @@ class Exemption:
 
 PIXELS_WITHOUT_CHECKSUM = Exemption(
     "pixels without checksums",
-    "a pack made with --no-checksum has nothing to tell changed pixels by while reading; inspect-shards --verify does",
+    "without checksums (--no-checksum) a reader cannot detect changed pixels; inspect-shards --verify does",
 )
 BITS_OF_NO_PIXEL = Exemption(
     "bits of no pixel",
-    "of a compressed image without a checksum inspect-shards --verify compares the pixels, and says so; some bits of "
-    "the compressed bytes change none",
+    "for compressed images without checksums inspect-shards --verify compares the pixels, and says so; some bits of "
+    "the compressed bytes do not change any pixel",
 )
 SPLIT_GONE = Exemption(
     "a split that is gone",
-    "a split whose folder is gone, empty or somebody else's is none: a pack is the splits that lie in it",
+    "a split whose folder is missing, empty or contains other files does not exist: a pack is the splits in its folder",
 )
 SPLIT_RENAMED = Exemption(
     "a split under another name",
-    "the name of its folder says which split it is: renamed, it is a sound split of the other name",
+    "the name of a split is the name of its folder: a renamed folder is a sound split with another name",
 )
 EXEMPTIONS = (PIXELS_WITHOUT_CHECKSUM, BITS_OF_NO_PIXEL, SPLIT_GONE, SPLIT_RENAMED)
 
 
 def exempt_reading(tree: Tree, sound: Tree, *, has_checksums: bool) -> Exemption | None:
-    """Return the exemption of a reader that was given other pixels or labels than those of the sound pack, or None.
+    """Return the exemption for a reader that got other pixels or labels than those of the sound pack, or None.
 
     Args:
         tree: the bytes of each file of the pack that was read.
-        sound: the same of the sound pack.
-        has_checksums: of its images.
+        sound: the bytes of each file of the sound pack.
+        has_checksums: whether its images have checksums.
     """
     if are_renamed(tree, sound):
         return SPLIT_RENAMED
@@ -58,7 +58,7 @@ def exempt_reading(tree: Tree, sound: Tree, *, has_checksums: bool) -> Exemption
 
 
 def exempt_verifying(tree: Tree, sound: Tree) -> Exemption | None:
-    """Return the exemption of a pack that was found intact and is not as it was packed, or None."""
+    """Return the exemption for a changed pack that was found intact, or None."""
     if are_renamed(tree, sound):
         return SPLIT_RENAMED
     splits = {key.split("/")[0] for key in sound}
@@ -70,7 +70,7 @@ def exempt_verifying(tree: Tree, sound: Tree) -> Exemption | None:
 
 
 def are_renamed(tree: Tree, sound: Tree) -> bool:
-    """Return whether the splits of a pack lie under each other's names, and are whole."""
+    """Return whether the splits of a pack are complete but have swapped names."""
     names = sorted({key.split("/")[0] for key in sound})
     renamed = {f"{names[1 - names.index(head)]}/{rest}": sound[f"{head}/{rest}"] for head, rest in map(_halves, sound)}
     return tree != sound and dict(tree) == renamed
@@ -82,7 +82,7 @@ def _halves(key: str) -> tuple[str, str]:
 
 
 def _is_of(key: str, split: str) -> bool:
-    """Whether a file is one that a split has."""
+    """Return whether a file belongs to a split."""
     return key.startswith(
         tuple(f"{split}/{name}" for name in ("manifest", "failures", "pixels", "labels", "checksums"))
     )

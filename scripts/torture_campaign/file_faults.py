@@ -1,4 +1,4 @@
-"""Faults of one file: bits, lengths, and other things in its place."""
+"""Faults of one file: changed bits, changed lengths, and replacement by something else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FileFault = Callable[[Path, random.Random], str]
 
 
 def flip_bit(path: Path, draw: random.Random) -> str:
-    """Flip one bit, every other time near an end of the file, where headers, indices and checksums lie."""
+    """Flip one bit, half of the time near an end of the file, where headers, indices and checksums are."""
     content = bytearray(path.read_bytes())
     if not content:
         path.write_bytes(b"\0")
@@ -49,7 +49,7 @@ def extend(path: Path, draw: random.Random) -> str:
 
 
 def zero_range(path: Path, draw: random.Random) -> str:
-    """Overwrite a range with zeros, as a lost page of a disk is."""
+    """Overwrite a range with zeros, like a lost page of a disk."""
     size = path.stat().st_size
     start = draw.randrange(max(1, size))
     count = min(size - start, draw.choice([1, 64, 4096]))
@@ -71,7 +71,7 @@ def garble_range(path: Path, draw: random.Random) -> str:
 
 
 def shift_bytes(path: Path, draw: random.Random) -> str:
-    """Insert or take out a byte, so that all behind it moves."""
+    """Insert or remove a byte, so that everything after it moves."""
     content = path.read_bytes()
     place = draw.randrange(len(content) + 1)
     if content and draw.random() < 0.5:
@@ -88,8 +88,8 @@ def remove(path: Path, _draw: random.Random) -> str:
 
 
 def put_socket(path: Path) -> None:
-    """Put a socket at a path that nothing lies at."""
-    # The address of a socket has 108 bytes at most: by the folder's descriptor it is short.
+    """Create a socket at an unused path."""
+    # The address of a socket has at most 108 bytes; a path through the folder's descriptor is short.
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         with socket.socket(socket.AF_UNIX) as listener:
@@ -99,7 +99,7 @@ def put_socket(path: Path) -> None:
 
 
 def replaced(what: str, put: Callable[[Path], None]) -> FileFault:
-    """Return the fault that has ``what``, which ``put`` makes, in the place of the file."""
+    """Return the fault that replaces the file by ``what``, which ``put`` creates."""
 
     def replace(path: Path, _draw: random.Random) -> str:
         path.unlink()
@@ -110,7 +110,7 @@ def replaced(what: str, put: Callable[[Path], None]) -> FileFault:
 
 
 def as_sparse_giant(path: Path, _draw: random.Random) -> str:
-    """Extend the file to 1 TiB of nothing."""
+    """Extend the file with a hole to 1 TiB, or to 4 GiB if that fails."""
     with suppress(OSError):
         os.truncate(path, 1 << 40)
         return "extended to 1 TiB of a hole"
@@ -119,7 +119,7 @@ def as_sparse_giant(path: Path, _draw: random.Random) -> str:
 
 
 def with_control_name(path: Path, draw: random.Random) -> str:
-    """Put a file whose name has control characters beside it."""
+    """Create a file beside it whose name has control characters."""
     name = draw.choice(["a\x1b[31mred\x07", "b\x9b2J", "c\nd", "e\x85f", "g\u202eh"])
     (path.parent / name).write_bytes(b"?")
     return f"the file {name!r} added beside it"
@@ -139,7 +139,7 @@ PLACE_FAULTS: dict[str, FileFault] = {
 
 
 def draw_file_fault(draw: random.Random) -> FileFault:
-    """Draw a fault of a file: mostly single bits, then other damage, seldom something else in its place."""
+    """Draw a fault of a file: often a single bit, less often other damage, least often a replacement."""
     chance = draw.random()
     if chance < 0.4:
         return flip_bit

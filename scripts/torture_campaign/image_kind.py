@@ -22,9 +22,9 @@ GROUP = 25
 NUM_SOUND = 6
 MOST_MB = 1_500.0
 DEEP_MB = 1_200.0
-"""With one worker, of the 16-bit images of 9,400 px: as 8-bit RGBA they have 350 MB, their files up to 530 MB."""
+"""Memory limit for the 16-bit images of 9,400 px with one worker: 350 MB as 8-bit RGBA, with files of up to 530 MB."""
 MOST_LEVELS = 2
-"""What may lie between the pack and Pillow: the crop is resized by itself, and rounded once more."""
+"""Maximum difference between the pack and Pillow: only the crop is resized, which rounds differently."""
 _TIMEOUT_S = 15.0
 _GROUP_TIMEOUT_S = 45.0
 _REFERENCE_TIMEOUT_S = 60.0
@@ -32,7 +32,7 @@ _REFERENCE_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Hostile:
-    """A hostile file: the class that it is alone in, its case, and what it is."""
+    """A hostile file: its own class, its case, and a description."""
 
     class_id: str
     case: Case
@@ -52,7 +52,7 @@ class ImageKind:
     _folder: Path = Path()
 
     def prepare(self, trial: Trial) -> None:
-        """Pack the sound images alone."""
+        """Pack only the sound images."""
         self._folder = trial.folder / "sound"
         random = np.random.default_rng(0)
         for number in range(NUM_SOUND):
@@ -63,7 +63,7 @@ class ImageKind:
         dest = trial.folder / "pack"
         finished = trial.run(_command(self._folder, dest), timeout_s=_TIMEOUT_S)
         if finished.code != 0:
-            raise RuntimeError(f"sound images must be packed, and were not: {finished.said}")
+            raise RuntimeError(f"packing sound images failed: {finished.said}")
         self.sound = read_crops(dest)
 
     def cases(self, seed: int, count: int) -> list[Case]:
@@ -73,7 +73,7 @@ class ImageKind:
         return [*named, *groups]
 
     def attempt(self, trial: Trial) -> None:
-        """Pack a named file or a group of drawn ones; where a group fails as a whole, each by itself."""
+        """Pack a named file or a group of drawn ones; if a group fails as a whole, pack each file separately."""
         name, seed = trial.case.name, trial.case.seed
         if not name.startswith("group-"):
             self._judge(trial, [trial.case])
@@ -87,7 +87,7 @@ class ImageKind:
             self._judge(trial, [case])
 
     def _write(self, source: Path, case: Case) -> Hostile:
-        """Write the file of a case into a class folder of its own."""
+        """Write the file of a case into its own class folder."""
         class_id = f"hostile-{case.number if case.number is not None else 0:05}"
         folder = source / class_id
         folder.mkdir(parents=True)
@@ -99,7 +99,7 @@ class ImageKind:
         return Hostile(class_id, case, fault)
 
     def _judge(self, trial: Trial, cases: Sequence[Case]) -> bool:
-        """Pack and judge the files of some cases; False where there are several and packing failed as a whole."""
+        """Pack and judge the files of some cases; return False if there are several and packing failed as a whole."""
         number = len(trial.log)
         source, dest = trial.folder / f"source-{number}", trial.folder / f"pack-{number}"
         shutil.copytree(self._folder, source)
@@ -140,7 +140,7 @@ class ImageKind:
         return judgements
 
     def _reference(self, trial: Trial, source: Path, packed: list[Hostile]) -> dict[str, str | None]:
-        """Return what Pillow makes of the files that were packed, by class; nothing where it comes to no end."""
+        """Return Pillow's result for the files that were packed, by class; empty if it fails or hangs."""
         if not packed:
             return {}
         folder, dest = trial.folder / f"packed-{len(trial.log)}", trial.folder / f"reference-{len(trial.log)}.json"
@@ -157,12 +157,12 @@ def _command(source: Path, dest: Path, *, workers: int = 2) -> list[str]:
 
 
 def read_crops(dest: Path) -> dict[str, Any]:
-    """Return the crop uint8 ``[H, W, 3]`` of each class of a pack of one image a class, by zarr."""
+    """Return the crop, uint8 ``[H, W, 3]``, of each class of a pack with one image per class, read by zarr."""
     return {name: crops[0] for name, crops in read_all_crops(dest).items()}
 
 
 def read_all_crops(dest: Path) -> dict[str, list[Any]]:
-    """Return the crops uint8 ``[H, W, 3]`` of each class of a pack, by zarr."""
+    """Return the crops, uint8 ``[H, W, 3]``, of each class of a pack, read by zarr."""
     pixels, labels = (np.asarray(open_zarr(dest / "train" / name)[:]) for name in ("pixels", "labels"))
     manifest = json.loads((dest / "train/manifest.json").read_bytes())
     names = [each["id"] for each in manifest["classes"]]

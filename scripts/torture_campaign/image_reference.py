@@ -1,7 +1,7 @@
-"""The program `decode-images`: what Pillow itself makes of image files, as the pack is to hold them.
+"""The program `decode-images`: decodes image files with Pillow only, as a reference for the content of a pack.
 
-`decode-images FOLDER FILE SIZE` writes JSON: the RGB values of the crop of each file, in hexadecimal; None
-where Pillow fails; an empty string where the file is of a mode whose 8 bits are a matter of taste (16-bit, float).
+`decode-images FOLDER FILE SIZE` writes JSON: the RGB values of the crop of each file, in hexadecimal; None if Pillow
+fails; an empty string for modes whose conversion to 8 bits is not well defined (16-bit, float).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from PIL import Image, ImageOps
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 _PLAIN_MODES = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK"})
-_WORDS = frozenset({b"tEXt", b"zTXt", b"iTXt", b"iCCP", b"tIME", b"pHYs"})
+_METADATA = frozenset({b"tEXt", b"zTXt", b"iTXt", b"iCCP", b"tIME", b"pHYs"})
 
 
 def main() -> int:
@@ -29,26 +29,26 @@ def main() -> int:
 
 
 def decode(path: Path, size: int) -> str | None:
-    """Return the central crop of an image, RGB in hexadecimal; None where Pillow fails, "" where it is not compared."""
+    """Return the central crop of an image, RGB in hexadecimal; None if Pillow fails, "" if it is not compared."""
     content = path.read_bytes()
     found = decode_bytes(content, size)
-    # Pillow refuses large texts and profiles, which are no pixels: without them it says what the pixels are.
-    return decode_bytes(without_words(content), size) if found is None else found
+    # Pillow refuses large texts and profiles. They are not pixels, so decode again without them.
+    return decode_bytes(without_metadata(content), size) if found is None else found
 
 
-def without_words(content: bytes) -> bytes:
-    """Return a PNG file without texts, times and profiles; anything else, or what is cut, as it is."""
+def without_metadata(content: bytes) -> bytes:
+    """Return a PNG file without texts, times and profiles; return other files and truncated chunks unchanged."""
     kept, at = [content[:8]], 8
     while content.startswith(b"\x89PNG") and at + 12 <= len(content):
         end = at + 12 + int.from_bytes(content[at : at + 4], "big")
-        if content[at + 4 : at + 8] not in _WORDS:
+        if content[at + 4 : at + 8] not in _METADATA:
             kept.append(content[at:end])
         at = end
     return b"".join([*kept, content[at:]])
 
 
 def decode_bytes(content: bytes, size: int) -> str | None:
-    """Return what `decode` does, of the bytes of a file."""
+    """Return the same as `decode`, for the bytes of a file."""
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             image.load()
@@ -56,7 +56,7 @@ def decode_bytes(content: bytes, size: int) -> str | None:
                 return ""
             upright = ImageOps.exif_transpose(image)
             rgb = _on_white(upright)
-    except Exception:  # noqa: BLE001 - Pillow's plugins raise whatever a damaged field leads to
+    except Exception:  # noqa: BLE001 - Pillow's plugins raise all kinds of exceptions for damaged fields
         return None
     short = min(rgb.size)
     width, height = (int(size * side / short) for side in rgb.size)

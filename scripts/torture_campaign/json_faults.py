@@ -1,4 +1,4 @@
-"""Faults of a JSON file that stays, or nearly stays, JSON."""
+"""Faults of a JSON file that leave it valid, or almost valid, JSON."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _STRANGE: tuple[Any, ...] = (
 
 
 def leaves(document: Any, at: Place = ()) -> Iterator[tuple[Place, Any]]:
-    """Yield each value of a document that holds no others, with its place."""
+    """Yield each value of a document that contains no others, with its path."""
     if isinstance(document, dict):
         for key, value in document.items():
             yield from leaves(value, (*at, key))
@@ -43,7 +43,7 @@ def leaves(document: Any, at: Place = ()) -> Iterator[tuple[Place, Any]]:
 
 
 def set_value(document: Any, at: Place, value: Any) -> Any:
-    """Return the document with another value at a place."""
+    """Return the document with the value at a path replaced."""
     if not at:
         return value
     holder = document
@@ -54,7 +54,7 @@ def set_value(document: Any, at: Place, value: Any) -> Any:
 
 
 def change_value(path: Path, draw: random.Random) -> str:
-    """Give one value another one, of its own type or not."""
+    """Replace one value by another, of the same type or not."""
     text = path.read_text()
     document = json.loads(text)
     at, old = draw.choice(list(leaves(document)))
@@ -64,7 +64,7 @@ def change_value(path: Path, draw: random.Random) -> str:
 
 
 def delete_value(path: Path, draw: random.Random) -> str:
-    """Take out one value with its key."""
+    """Delete one value with its key."""
     text = path.read_text()
     document = json.loads(text)
     at, _ = draw.choice([leaf for leaf in leaves(document) if leaf[0]])
@@ -77,7 +77,7 @@ def delete_value(path: Path, draw: random.Random) -> str:
 
 
 def duplicate_key(path: Path, draw: random.Random) -> str:
-    """Name a key of the outermost object twice, with another value the second time."""
+    """Add a duplicate of a key of the outermost object, with another value."""
     text = path.read_text()
     document = json.loads(text)
     key = draw.choice(list(document))
@@ -88,7 +88,7 @@ def duplicate_key(path: Path, draw: random.Random) -> str:
 
 
 def nest_deeply(path: Path, draw: random.Random) -> str:
-    """Make one value an array 100,000 deep, or the whole file one."""
+    """Add a value that is an array nested 100,000 deep, or replace the whole file by one."""
     deep = "[" * 100_000 + "]" * 100_000
     if draw.random() < 0.5:
         path.write_text(deep)
@@ -99,7 +99,7 @@ def nest_deeply(path: Path, draw: random.Random) -> str:
 
 
 def huge_number(path: Path, draw: random.Random) -> str:
-    """Make a number one of 5,000 digits."""
+    """Replace a number by one with very many digits."""
     text = path.read_text()
     document = json.loads(text)
     numbers = [at for at, value in leaves(document) if type(value) in (int, float)]
@@ -110,7 +110,7 @@ def huge_number(path: Path, draw: random.Random) -> str:
 
 
 def huge_string(path: Path, draw: random.Random) -> str:
-    """Make a value, or a new key, a string of 10 MB."""
+    """Replace a value by a string of 10 MB."""
     text = path.read_text()
     document = json.loads(text)
     at, _ = draw.choice(list(leaves(document)))
@@ -119,7 +119,7 @@ def huge_string(path: Path, draw: random.Random) -> str:
 
 
 def escape_string(path: Path, draw: random.Random) -> str:
-    """Put escape sequences of terminals into a string."""
+    """Replace a string by one with terminal escape sequences."""
     text = path.read_text()
     document = json.loads(text)
     strings = [at for at, value in leaves(document) if isinstance(value, str)]
@@ -129,7 +129,7 @@ def escape_string(path: Path, draw: random.Random) -> str:
 
 
 def other_encoding(path: Path, draw: random.Random) -> str:
-    """Write the same text in another encoding, or with a byte of none."""
+    """Write the same text in another encoding, or with an invalid byte."""
     text = path.read_text()
     how, content = draw.choice(
         [
@@ -144,7 +144,7 @@ def other_encoding(path: Path, draw: random.Random) -> str:
 
 
 def no_object(path: Path, draw: random.Random) -> str:
-    """Make the whole document something else than an object."""
+    """Replace the whole document, mostly by something other than an object."""
     text = draw.choice(["null", "[]", "{}", "0", '"text"', "true", "NaN", "", " ", "[{}]"])
     path.write_text(text)
     return f"replaced by {text!r}"
@@ -182,7 +182,7 @@ def _other(old: Any, draw: random.Random) -> Any:
 
 
 def _rewrite(path: Path, text: str, document: Any) -> None:
-    """Write a document as compactly or as openly as the text that it was read from."""
+    """Write a document with the same formatting as the text from which it was read."""
     is_compact = "\n" not in text.strip()
     separators = (",", ":") if is_compact and ": " not in text else None
     indent = None if is_compact else (1 if "\n  " not in text else 2)

@@ -1,4 +1,4 @@
-"""The kind ``kills``: SIGKILL at any instant of packing and of training, and whether the end is the same then."""
+"""The kind ``kills``: SIGKILL at any instant of packing and training, which must not change the result."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class KillKind:
     """Kills of packing and of training.
 
     Attributes:
-        cache: of compiled programs.
+        cache: folder of compiled programs.
         data: the pack that is trained on.
-        source: of what is packed.
-        packed: the bytes of each file of the pack that nobody interrupted.
-        run: the run that nobody interrupted.
-        seconds: that each took, by ``packing`` and ``training``.
+        source: the images that are packed.
+        packed: the bytes of each file of the uninterrupted pack.
+        run: the uninterrupted run.
+        seconds: the duration of each in seconds, by ``packing`` and ``training``.
     """
 
     cache: Path
@@ -50,34 +50,34 @@ class KillKind:
         self.source, dest, self.run = (trial.folder / name for name in ("images", "packed", "run"))
         _draw_images(self.source)
         self.data = pack_bases(trial, ("raw",))["raw"].folder
-        # The second training has its program from the cache, as the killed ones do.
+        # The second training reads its program from the cache, as the killed ones do.
         commands = {"packing": pack_command(self.source, dest), "compiling": self._begin(trial.folder / "first")}
         commands["training"] = self._begin(self.run)
         for name, command in commands.items():
             finished = trial.run(command, timeout_s=_REFERENCE_TIMEOUT_S)
             if finished.code != 0:
-                raise RuntimeError(f"{name} must work on sound data, and did not: {finished.said}")
+                raise RuntimeError(f"{name} failed on sound data: {finished.said}")
             self.seconds[name] = finished.seconds
         self.packed = read_tree(dest)
 
     def cases(self, seed: int, count: int) -> list[Case]:
-        """Return the cases; every other one is of packing."""
+        """Return the cases, which alternate between packing and training."""
         names = ("packing", "training")
         return [Case(self.name, f"{names[number % 2]}-{number}", seed) for number in range(count)]
 
     def attempt(self, trial: Trial) -> None:
-        """Kill a command once or more often, run it again until it ends, and compare."""
+        """Kill a command one or more times, run it again to its end, and compare the result."""
         what, draw = trial.case.name.split("-")[0], trial.case.draw()
-        told = []
+        instants = []
         for _ in range(draw.choice([1, 1, 2, 3])):
             command, run = self._command(trial, what)
             running = self._start(trial, command)
-            told.append(self._kill(running, what, draw, run))
+            instants.append(self._kill(running, what, draw, run))
             finished = running.wait(_TIMEOUT_S)
             trial.log.append(finished)
             if not finished.killed or finished.hung:
                 break
-        trial.fault = f"{what} killed {', '.join(told)}"
+        trial.fault = f"{what} killed {', '.join(instants)}"
         command, run = self._command(trial, what)
         finished = trial.run(command, timeout_s=_TIMEOUT_S)
         ended = _judge_last(finished, run)
@@ -90,7 +90,7 @@ class KillKind:
         return trial.commands.start(command, where)
 
     def _command(self, trial: Trial, what: str) -> tuple[list[str], Path]:
-        """Return the command, which begins or continues, and the folder that it writes."""
+        """Return the command that starts or continues, and the folder that it writes."""
         dest = trial.folder / what
         if what == "packing":
             return pack_command(self.source, dest), dest
@@ -103,7 +103,7 @@ class KillKind:
         return ["run-train", *where, "--steps", str(_STEPS), *TRAINING]
 
     def _kill(self, running: Running, what: str, draw: random.Random, run: Path) -> str:
-        """Kill a command at a drawn instant, which of a training may be some time behind a step."""
+        """Kill a command at a drawn instant, which for a training may be a short time after a step."""
         after_s = draw.uniform(0, self.seconds[what])
         step = draw.randrange(1, _STEPS)
         is_by_step = what == "training" and draw.random() < 0.6
@@ -139,7 +139,7 @@ class KillKind:
 
 
 def _judge_last(finished: Finished, dest: Path) -> Judgement | None:
-    """Judge the launch that nobody killed: it must come to its end."""
+    """Judge the launch that was not killed: it must succeed."""
     ended = judge_end(finished, names=[str(dest)], refusals=(1, 2))
     if ended is not None and ended.verdict is Verdict.DETECTED:
         return Judgement(finished.command[0], Verdict.WRONG, f"did not continue after a kill: {ended.why}")

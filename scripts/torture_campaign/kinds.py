@@ -17,7 +17,7 @@ def make_kind(name: str, base: Path) -> Kind:
     """Return a kind of faults.
 
     Args:
-        name: of `KINDS`.
+        name: one of `KINDS`.
         base: the folder of the campaign.
     """
     cache = base / "cache"

@@ -1,4 +1,4 @@
-"""Faults that come while a pack is being read or trained on: files that shrink, vanish or are replaced."""
+"""Faults that occur while a pack is being read or trained on: files that are truncated, removed or replaced."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _SHARDS = tuple(f"train/pixels/c/{number}/0/0" for number in range(3))
 
 
 def truncate_all(pack: Path, _draw: random.Random) -> str:
-    """Empty every shard of train in its place."""
+    """Truncate every shard of train to 0 bytes in place."""
     for name in _SHARDS:
         os.truncate(pack / name, 0)
     return "every shard of train emptied"
 
 
 def truncate_one(pack: Path, draw: random.Random) -> str:
-    """Cut a shard of train in its place."""
+    """Truncate a shard of train in place."""
     path = pack / draw.choice(_SHARDS)
     size = path.stat().st_size
     kept = draw.choice([0, 4096, size // 2])
@@ -76,7 +76,7 @@ def empty_split(pack: Path, draw: random.Random) -> str:
 
 
 def pipe_in_place(pack: Path, draw: random.Random) -> str:
-    """Put a pipe in the place of a shard."""
+    """Replace a shard by a pipe."""
     name = draw.choice(_SHARDS)
     (pack / name).unlink()
     os.mkfifo(pack / name)
@@ -102,7 +102,7 @@ LIVE_FAULTS: dict[str, LiveFault] = {
 
 
 def try_on_reader(trial: Trial, base: PackBase, pack: Path, fault: LiveFault, draw: random.Random) -> None:
-    """Do a fault while the reader is in the middle of the pack."""
+    """Apply a fault while the reader is in the middle of the pack."""
     dest, where = trial.folder / "read.json", trial.folder / "reader"
     where.mkdir()
     running = trial.commands.start(["read-pack", str(pack), str(dest), str(_PAUSE_S)], where)
@@ -116,7 +116,7 @@ def try_on_reader(trial: Trial, base: PackBase, pack: Path, fault: LiveFault, dr
 def try_on_training(
     trial: Trial, base: PackBase, pack: Path, fault: LiveFault, draw: random.Random, sound: Training, cache: Path
 ) -> None:
-    """Do a fault while a training has passed some steps on the pack."""
+    """Apply a fault after a training on the pack has made some steps."""
     run, where = trial.folder / "run", trial.folder / "trainer"
     where.mkdir()
     running = trial.commands.start(train_command(pack, run, cache, steps=sound.steps, batch=sound.batch), where)

@@ -1,4 +1,4 @@
-"""What packs and runs hold, read without any of the project's own readers: by zarr, safetensors and plain bytes."""
+"""The contents of packs and runs, read without the project's own readers: by zarr, safetensors and plain bytes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _MOST_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class SplitContents:
-    """What a split holds.
+    """The contents of a split.
 
     Attributes:
         images: SHA-256 of the little-endian words of each image.
-        labels: of each image.
+        labels: label of each image.
     """
 
     images: tuple[str, ...]
@@ -54,7 +54,7 @@ def read_weights(path: Path) -> dict[str, str]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the whole lines of a log as JSON; none where it is not there. A line that is no object is ``{}``."""
+    """Return the complete lines of a log as JSON, none if it does not exist; a line that is not an object is ``{}``."""
     if not path.is_file():
         return []
     found = []
@@ -68,12 +68,12 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def columns(path: Path, *keys: str) -> list[tuple[Any, ...]]:
-    """Return some values of each line of a log; None for one that a line does not have."""
+    """Return the values of some keys in each line of a log; None for a key that a line does not have."""
     return [tuple(line.get(key) for key in keys) for line in read_lines(path)]
 
 
 def read_tree(folder: Path) -> dict[str, bytes]:
-    """Return the bytes of each file below a folder by its path, links followed; what is no file has a mark."""
+    """Return the bytes of each file in a folder by its path, following links; other entries are marked."""
     found = {}
     for path in sorted(folder.rglob("*")):
         key = path.relative_to(folder).as_posix()

@@ -1,4 +1,4 @@
-"""The sound packs that faults are made in, of each layout, and what an independent reader finds in them."""
+"""The sound packs that faults are applied to, one per layout, and their contents as read independently."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_IMAGES = {"train": 96, "val": 32}
 _PACK_TIMEOUT_S = 120.0
 _TRAIN_TIMEOUT_S = 300.0
 
-# The side in pixels and the options of packing of each. Images of 64 px are lent by the reader, smaller ones copied.
+# Side in pixels and packing options of each. The reader lends images of 64 px, and copies smaller ones.
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "raw": (32, ()),
     "dense": (32, ("--layout", "dense")),
@@ -27,7 +27,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "bare-large": (64, ("--no-checksum",)),
 }
 DONOR = "twin"
-"""A pack of the shape of ``raw`` that holds other images."""
+"""A pack with the shape of ``raw`` and other images."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class PackBase:
     """A sound pack.
 
     Attributes:
-        name: of `LAYOUTS`.
-        folder: of the pack, never changed.
-        has_checksums: of its images.
-        contents: of each split, by zarr.
+        name: a key of `LAYOUTS`.
+        folder: folder of the pack, never changed.
+        has_checksums: whether its images have checksums.
+        contents: contents of each split, read by zarr.
         tree: the bytes of each file.
-        donor: a pack of the same shape with other images; None for most.
+        donor: a pack of the same shape with other images; None for most layouts.
     """
 
     name: str
@@ -52,7 +52,7 @@ class PackBase:
 
 
 def draw_source(folder: Path, seed: int) -> None:
-    """Draw class folders of noise with a slope that tells the class; one file of the training split is no image."""
+    """Draw class folders of noise with a colour that depends on the class; one training file is not an image."""
     random = np.random.default_rng(seed)
     for split, count in NUM_IMAGES.items():
         for number in range(count):
@@ -69,7 +69,7 @@ def pack_bases(trial: Trial, names: tuple[str, ...]) -> dict[str, PackBase]:
     """Draw and pack the sound packs of some layouts, and read them.
 
     Raises:
-        RuntimeError: packing failed, so that nothing can be tried.
+        RuntimeError: packing failed.
     """
     sources = {name: trial.folder / f"source-{name}" for name in ("ours", "others")}
     for seed, source in enumerate(sources.values()):
@@ -90,18 +90,18 @@ def _pack(trial: Trial, source: Path, name: str, layout: str) -> Path:
     size = ["--size", str(side), "--shard-images", "32", "--workers", "1"]
     finished = trial.run(["preprocess-imagenet", str(source), str(folder), *size, *options], timeout_s=_PACK_TIMEOUT_S)
     if finished.code != 0:
-        raise RuntimeError(f"a sound source must be packed, and was not: {finished.said}")
+        raise RuntimeError(f"packing a sound source failed: {finished.said}")
     return folder
 
 
 @dataclass(frozen=True)
 class Training:
-    """How packs are trained on, and to what losses the sound pack leads.
+    """The settings of trainings on packs, and the losses on the sound pack.
 
     Attributes:
-        steps, batch: of the run.
-        losses: step and loss of each line.
-        evaluations: step, counts and loss of each.
+        steps, batch: settings of the run.
+        losses: step, loss and learning rate of each line.
+        evaluations: step, counts and loss of each evaluation.
     """
 
     steps: int
@@ -122,11 +122,11 @@ def train_command(pack: Path, run: Path, cache: Path, *, steps: int, batch: int)
 
 
 def train_on_base(trial: Trial, base: PackBase, cache: Path, *, steps: int, batch: int) -> Training:
-    """Train on a sound pack; its losses are what trainings on damaged ones are compared with."""
+    """Train on a sound pack; trainings on damaged packs are compared with its losses."""
     run = trial.folder / f"run-{base.name}-{steps}"
     finished = trial.run(train_command(base.folder, run, cache, steps=steps, batch=batch), timeout_s=_TRAIN_TIMEOUT_S)
     if finished.code != 0:
-        raise RuntimeError(f"a sound pack must be trained on, and was not: {finished.said}")
+        raise RuntimeError(f"training on a sound pack failed: {finished.said}")
     return Training(
         steps,
         batch,

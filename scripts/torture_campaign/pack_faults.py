@@ -1,4 +1,4 @@
-"""Faults of whole packs: files swapped, copied, taken from another split or pack."""
+"""Faults of whole packs: files that are swapped, copied, or taken from another split or pack."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def swap_shards(pack: Path, _base: PackBase, draw: random.Random) -> str:
 
 
 def swap_shards_of_splits(pack: Path, _base: PackBase, draw: random.Random) -> str:
-    """Swap a shard of train with the one of val, of the same size."""
+    """Swap a shard of train with the shard of val, which has the same size."""
     return swap(pack, draw.choice(SHARDS), VAL_SHARD)
 
 
@@ -47,7 +47,7 @@ def shard_of_other_pack(pack: Path, base: PackBase, draw: random.Random) -> str:
 
 
 def shard_as_copy(pack: Path, _base: PackBase, draw: random.Random) -> str:
-    """Put a copy of another shard in the place of one."""
+    """Replace a shard by a copy of another."""
     one, other = draw.sample(SHARDS, 2)
     shutil.copyfile(pack / other, pack / one)
     return f"{one} replaced by a copy of {other}"
@@ -104,7 +104,7 @@ def manifest_of_other_pack(pack: Path, base: PackBase, draw: random.Random) -> s
 
 
 def permuted_labels(pack: Path, _base: PackBase, draw: random.Random) -> str:
-    """Permute the labels soundly: their array, with its checksums, as another order of packing would have left it."""
+    """Permute the labels and write their array with valid checksums."""
     return permute_labels(pack / "train/labels", draw)
 
 
@@ -117,7 +117,7 @@ def empty_folder(pack: Path, _base: PackBase, draw: random.Random) -> str:
 
 
 def folder_as_file(pack: Path, _base: PackBase, draw: random.Random) -> str:
-    """Put a file in the place of a folder."""
+    """Replace a folder by a file."""
     name = draw.choice(["train/pixels/c", "train/labels/c", "train/pixels", "train/labels", "train"])
     shutil.rmtree(pack / name)
     (pack / name).write_bytes(b"")
@@ -125,7 +125,7 @@ def folder_as_file(pack: Path, _base: PackBase, draw: random.Random) -> str:
 
 
 def folder_as_loop(pack: Path, _base: PackBase, draw: random.Random) -> str:
-    """Put a link to the pack in the place of a folder."""
+    """Replace a folder by a link to the pack."""
     name = draw.choice(["train/pixels/c", "train/labels", "val"])
     shutil.rmtree(pack / name)
     (pack / name).symlink_to(pack)
@@ -153,7 +153,7 @@ WHOLE_FAULTS: dict[str, PackFault] = {
 
 
 def files_by_sort(base: PackBase) -> dict[str, list[str]]:
-    """Return the files of a pack by what they are for, so that the small ones are damaged as often as the large."""
+    """Return the files of a pack by purpose, so that small files are damaged as often as large ones."""
     sorts: dict[str, list[str]] = {}
     for key in base.tree:
         name = Path(key).name
@@ -163,7 +163,7 @@ def files_by_sort(base: PackBase) -> dict[str, list[str]]:
 
 
 def draw_pack_fault(pack: Path, base: PackBase, draw: random.Random) -> str:
-    """Do one drawn fault to a copy of the sound pack; return what it was."""
+    """Apply one drawn fault to a copy of the sound pack; return its description."""
     if draw.random() < 0.12:
         name = draw.choice(list(WHOLE_FAULTS))
         return WHOLE_FAULTS[name](pack, base, draw)
@@ -176,7 +176,7 @@ def draw_pack_fault(pack: Path, base: PackBase, draw: random.Random) -> str:
 
 
 def replaced_file(key: str, how: str) -> PackFault:
-    """Return the fault that puts something else in the place of one file."""
+    """Return the fault that replaces one file by something else."""
 
     def replace(pack: Path, _base: PackBase, draw: random.Random) -> str:
         return f"{key}: {PLACE_FAULTS[how](pack / key, draw)}"

@@ -1,4 +1,4 @@
-"""Judges what the commands made of a damaged pack, by what an independent reader found in the sound one."""
+"""Judges the results of commands on a damaged pack, by comparison with an independent reading of the sound pack."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from scripts.torture_campaign.pack_bases import EVALUATION_KEYS, LOSS_KEYS, SPLI
 from scripts.torture_campaign.verdict import Judgement, Verdict, judge_end
 
 READER_TIMEOUT_S = 20.0
-"""Its reads have 3 s each, and 10 s more to find out which image is to blame."""
+"""Each read has a limit of 3 s, and 10 s more to find the damaged image."""
 VERIFY_TIMEOUT_S = 15.0
 TRAINING_TIMEOUT_S = 60.0
 _NAMES = ("manifest.json", "failures.jsonl", "zarr.json", "pixels", "labels", "checksums", "train", "val")
 
 _WEAKER_CLAIM = "every pixel and label is as it was packed"
-# What a training must say of a val split that it cannot be evaluated on.
+# The message that a training must print about a val split that it cannot evaluate on.
 _WITHOUT_EVALUATION = re.compile(
     r"\bval\b.*\b(?:not|no|un\w+|without|missing|damaged)\b|\b(?:no|not|without)\b.*\bval\b"
 )
 
 
 def changed_files(base: PackBase, pack: Path) -> list[str]:
-    """Return the files of a pack whose bytes are not those of the sound one, missing and added ones among them."""
+    """Return the files of a pack that differ from the sound pack, including missing and added ones."""
     tree = read_tree(pack)
     return sorted(key for key in {*tree, *base.tree} if tree.get(key) != base.tree.get(key))
 
 
 def names_of(pack: Path) -> tuple[str, ...]:
-    """Return what a message about a pack may name."""
+    """Return the names of which a message about a pack must contain one."""
     return (str(pack), *_NAMES)
 
 
@@ -52,7 +52,7 @@ def finished_judgement(finished: Finished, pack: Path, refusals: tuple[int, ...]
 
 
 def judge_read(ended: Judgement | None, dest: Path, base: PackBase, tree: dict[str, bytes]) -> Judgement:
-    """Judge what the reader wrote down: another image or label than the sound one is wrong in any case."""
+    """Judge the reader's output: an image or label that differs from the sound pack is wrong in any case."""
     if ended is not None and ended.verdict is not Verdict.DETECTED:
         return ended
     found = json.loads(dest.read_text(encoding="utf-8"))
@@ -69,7 +69,7 @@ def judge_read(ended: Judgement | None, dest: Path, base: PackBase, tree: dict[s
 
 
 def _other_images(found: dict[str, Any], base: PackBase) -> str:
-    """Return in words which images or labels came out otherwise than they are in the sound pack."""
+    """Return a description of the images and labels that differ from the sound pack."""
     words = []
     for split, sound in base.contents.items():
         images = [index for index, digest in found[split]["images"] if digest != _at(sound.images, index)]
@@ -86,7 +86,7 @@ def _at(values: tuple[Any, ...], index: int) -> Any:
 
 
 def judge_verify(trial: Trial, base: PackBase, pack: Path) -> None:
-    """Have every byte verified; a pack of which any file has changed must not pass."""
+    """Verify every byte; a pack with a changed file must not pass."""
     finished = trial.run(["inspect-shards", str(pack), "--verify"], timeout_s=VERIFY_TIMEOUT_S)
     ended = finished_judgement(finished, pack)
     changed = [key for key in changed_files(base, pack) if not _is_beside(key)]
@@ -101,19 +101,19 @@ def judge_verify(trial: Trial, base: PackBase, pack: Path) -> None:
 
 
 def _is_decoded_alike(base: PackBase, pack: Path, changed: Sequence[str]) -> bool:
-    """Whether only shards of compressed images without checksums have changed, and to zarr no pixel of them has."""
+    """Return whether only shards of compressed images without checksums changed, and no pixel as read by zarr."""
     if base.has_checksums or "blosc" not in base.name or not all("/pixels/c/" in key for key in changed):
         return False
     return {split: read_split(pack / split) for split in SPLITS} == base.contents
 
 
 def _is_beside(key: str) -> bool:
-    """Whether a file lies in none of the two splits: others may lie in the folder of a pack."""
+    """Return whether a file is outside both splits; the folder of a pack may contain other files."""
     return not key.startswith(tuple(f"{split}/" for split in SPLITS)) and key not in SPLITS
 
 
 def judge_training(trial: Trial, base: PackBase, pack: Path, sound: Training, cache: Path) -> None:
-    """Train on the pack; what is recorded must be what the sound pack leads to, as far as it goes."""
+    """Train on the pack; the recorded losses must equal those on the sound pack, as far as they go."""
     run = trial.folder / "run"
     command = train_command(pack, run, cache, steps=sound.steps, batch=sound.batch)
     finished = trial.run(command, timeout_s=TRAINING_TIMEOUT_S)
@@ -121,7 +121,7 @@ def judge_training(trial: Trial, base: PackBase, pack: Path, sound: Training, ca
 
 
 def judge_losses(finished: Finished, pack: Path, run: Path, sound: Training, base: PackBase) -> Judgement:
-    """Judge the losses that a training recorded, whether it came to its end or not."""
+    """Judge the losses that a training recorded, whether it completed or not."""
     ended = finished_judgement(finished, pack, refusals=(1, 2))
     if ended is not None and ended.verdict is not Verdict.DETECTED:
         return ended

@@ -28,9 +28,9 @@ class PackKind:
     """Faults of packs.
 
     Attributes:
-        cache: of compiled programs.
+        cache: folder of compiled programs.
         bases: the sound packs, by layout.
-        trainings: what trainings on them come to: short ones, and long ones where faults come on their way.
+        trainings: results of trainings on them: short ones, and long ones for faults during the training.
     """
 
     cache: Path
@@ -41,12 +41,12 @@ class PackKind:
     _locks: dict[tuple[str, int], threading.Lock] = field(default_factory=lambda: defaultdict(threading.Lock))
 
     def prepare(self, trial: Trial) -> None:
-        """Pack what is sound."""
+        """Create the sound packs."""
         self.bases = pack_bases(trial, tuple(LAYOUTS))
         self._sound = trial.folder
 
     def training(self, trial: Trial, layout: str, lengths: dict[str, int]) -> Training:
-        """Return what a training on a sound pack comes to; the first who asks makes it."""
+        """Return the result of a training on a sound pack; the first call runs it."""
         key = layout, lengths["steps"]
         with self._locks[key]:
             if key not in self.trainings:
@@ -68,7 +68,7 @@ class PackKind:
         return [Case(self.name, name, seed) for name in names]
 
     def _one_of_each_sort(self) -> list[str]:
-        """Return the files of a sound pack but for the further shards of train and those of val that have a like."""
+        """Return one file of each kind of a sound pack: train's without further shards, and two files of val."""
         others = ("pixels/c/1/", "pixels/c/2/")
         train = [
             key for key in self.bases["raw"].tree if key.startswith("train/") and not any(o in key for o in others)
@@ -76,7 +76,7 @@ class PackKind:
         return [*train, "val/manifest.json", "val/failures.jsonl"]
 
     def attempt(self, trial: Trial) -> None:
-        """Damage a copy of a sound pack and have the commands at it."""
+        """Damage a copy of a sound pack, run the commands on it and judge them."""
         draw, name = trial.case.draw(), trial.case.name
         layout, is_trained = self._layout(name, draw), False
         base = self.bases[layout]

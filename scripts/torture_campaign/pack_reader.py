@@ -1,7 +1,7 @@
-"""The program `read-pack`: reads every image of a pack by the public reader and writes down what came out.
+"""The program `read-pack`: reads every image of a pack with the public reader and writes the result.
 
-`read-pack PACK FILE [PAUSE_S]` writes JSON: of each split the SHA-256 of each image's words and of all labels, or the
-error. It exits with 0 where all was read, with 2 where the reader refused, and lets any other exception through.
+`read-pack PACK FILE [PAUSE_S]` writes JSON: for each split the SHA-256 of each image's words, the labels, and any
+error. It exits with 0 if everything was read, and with 2 if the reader refused; other exceptions are not caught.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> int:
 
 
 def read_split(pack: str, name: str, found: dict[str, Any], pause_s: float) -> None:
-    """Read a split in batches whose images are of all its shards; take down each image by its place."""
+    """Read a split in batches of images from all its shards; record each image with its index."""
     with open_split(pack, name) as split:
         order = np.random.default_rng(0).permutation(split.num_images).astype(np.int64)
         for start in range(0, split.num_images, BATCH):

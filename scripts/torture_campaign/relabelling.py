@@ -1,4 +1,4 @@
-"""Soundly made label arrays that hold the wrong labels, written by zarr."""
+"""Valid label arrays with wrong labels, written by zarr."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import zarr
 
 
 def permute_labels(folder: Path, draw: random.Random) -> str:
-    """Write the labels of a split in another order, with sound checksums; return what was done."""
+    """Swap two labels of a split, with valid checksums; return a description."""
     array = zarr.open_array(str(folder), mode="r+")
     labels = np.asarray(array[:])
     one, other = draw.sample(range(len(labels)), 2)

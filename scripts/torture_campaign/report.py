@@ -21,7 +21,7 @@ _COLUMNS = (
 
 
 def table(outcomes: Iterable[Outcome]) -> str:
-    """Return a line for each kind: how many faults were tried, and what came of each by the worst of its commands."""
+    """Return a table with a row per kind: the number of faults, and of outcomes by the worst verdict of each case."""
     counts: dict[str, Counter[Verdict]] = {}
     for outcome in outcomes:
         counts.setdefault(outcome.case.kind, Counter())[outcome.worst.verdict] += 1
@@ -40,10 +40,10 @@ def table(outcomes: Iterable[Outcome]) -> str:
 
 
 def is_clean(outcomes: Iterable[Outcome]) -> bool:
-    """Return whether nothing came out wrong."""
+    """Return whether no outcome fails the campaign."""
     return not any(outcome.worst.verdict in RED for outcome in outcomes)
 
 
 def documented() -> str:
-    """Return what the column of documented exceptions counts, with the reasons."""
+    """Return the documented exemptions with their reasons."""
     return "\n".join(f"documented: {each.name}: {each.reason}" for each in EXEMPTIONS)

@@ -1,4 +1,4 @@
-"""The sound run that faults are made in, another one that lends its files, and what the commands make of the first."""
+"""The sound run that faults are applied to, a donor run, and the results of the commands on the sound run."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _REQUEST_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class RunBase:
-    """A sound run of `STEPS` with snapshots of two steps, and what comes of it.
+    """A sound run of `STEPS` with snapshots of two steps, and its results.
 
     Attributes:
-        folder: of the run, never changed.
+        folder: the run folder, never changed.
         donor: a run with another seed.
         tree: the bytes of each file.
-        losses, evaluations: of the run once it was resumed up to `RESUMED_STEPS`.
-        weights: by name, of the same.
-        accuracy: what run-eval says of the sound run, without its time.
+        losses, evaluations: records of the run after it was resumed up to `RESUMED_STEPS`.
+        weights: digests of the weights of the resumed run, by name.
+        accuracy: the output of run-eval on the sound run, without its time.
     """
 
     folder: Path
@@ -43,10 +43,10 @@ class RunBase:
 
 
 def run_base(trial: Trial, cache: Path) -> RunBase:
-    """Train the sound run in two launches, of which the first is asked for another rate; and the other run.
+    """Train the sound run in two launches, with a learning rate request during the first; then train the donor run.
 
     Raises:
-        RuntimeError: a command failed on sound data, so that nothing can be tried.
+        RuntimeError: a command failed on sound data.
     """
     pack = pack_bases(trial, ("raw",))["raw"].folder
     run, donor, resumed = (trial.folder / f"run-{name}" for name in ("sound", "donor", "resumed"))
@@ -69,7 +69,7 @@ def run_base(trial: Trial, cache: Path) -> RunBase:
 
 
 def resume_command(run: Path, *, steps: int) -> list[str]:
-    """Return the command that goes on with a run."""
+    """Return the command that resumes a run."""
     return ["run-train", "--run-dir", str(run), "--resume", "--steps", str(steps)]
 
 
@@ -79,7 +79,7 @@ def eval_command(run: Path) -> list[str]:
 
 
 def accuracy_of(said: bytes) -> dict[str, Any]:
-    """Return what run-eval said, without the time; nothing where that is no line of JSON."""
+    """Return the JSON output of run-eval without the time; empty if it is not a JSON object."""
     try:
         document = json.loads(said)
     except ValueError:
@@ -88,15 +88,15 @@ def accuracy_of(said: bytes) -> dict[str, Any]:
 
 
 def _begin(trial: Trial, pack: Path, run: Path, cache: Path, *, seed: int) -> None:
-    """Train the first steps, and ask for another learning rate on the way."""
+    """Train the first steps, and request another learning rate meanwhile."""
     where = trial.folder / "first"
     where.mkdir()
     command = [*train_command(pack, run, cache, steps=FIRST_STEPS, batch=_BATCH), *_MORE, "--seed", str(seed)]
-    # The servers take one command each, and both of these have imported the same.
+    # A server runs one command at a time; control-run is imported by both servers.
     running = trial.commands.start(command, where)
     request = ["control-run", str(run), "--learning-rate-factor", "0.5"]
     deadline, number, is_taken = time.monotonic() + _TIMEOUT_S, 0, False
-    # From the moment that the run has its folder, while it compiles: a run of so few steps may be over soon after.
+    # Try from the moment that the run has its folder, while it compiles: so few steps may be over soon after that.
     while not is_taken and not running.is_over() and time.monotonic() < deadline:
         asking = trial.folder / f"asking-{number}"
         asking.mkdir()
@@ -105,13 +105,13 @@ def _begin(trial: Trial, pack: Path, run: Path, cache: Path, *, seed: int) -> No
         time.sleep(0.05)
     finished = running.wait(_TIMEOUT_S)
     if finished.code != 0:
-        raise RuntimeError(f"a sound run must end well, and did not: {finished.said}")
+        raise RuntimeError(f"the sound run failed: {finished.said}")
     if not is_taken:
-        raise RuntimeError("a sound run must take a request, and did not")
+        raise RuntimeError("the sound run did not accept a request")
 
 
 def _must(trial: Trial, command: list[str]) -> bytes:
     finished = trial.run(command, timeout_s=_TIMEOUT_S)
     if finished.code != 0:
-        raise RuntimeError(f"{' '.join(command)} must work on sound data, and did not: {finished.said}")
+        raise RuntimeError(f"{' '.join(command)} failed on sound data: {finished.said}")
     return finished.out

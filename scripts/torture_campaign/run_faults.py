@@ -1,4 +1,4 @@
-"""Faults of run folders: settings, logs, snapshots and weights that are others than the run left."""
+"""Faults of run folders: changed settings, logs, snapshots and weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RunFault = Callable[[Path, RunBase, random.Random], str]
 TOP_FILES = ("config.json", "loss.jsonl", "eval.jsonl", "control.jsonl", "result.json", "model.safetensors")
 _LOGS = ("loss.jsonl", "eval.jsonl", "control.jsonl")
 
-# Of each setting another value that a run may as well have.
+# Another valid value of each setting.
 OTHER_SETTINGS: dict[str, Any] = {
     "seed": 1,
     "momentum": 0.5,
@@ -53,12 +53,12 @@ def other_setting(name: str) -> RunFault:
 
 
 def weights_byte(run: Path, _base: RunBase, draw: random.Random) -> str:
-    """Flip a high bit of a weight, so that it is another number by far."""
+    """Flip the signs of one in fifty weights."""
     path = run / "model.safetensors"
     content = bytearray(path.read_bytes())
     start = 8 + int.from_bytes(content[:8], "little")
     count = (len(content) - start) // 4
-    # Of many weights at once: one alone may lie in a filter that no image reaches.
+    # Many weights at once, because a single one may be in a filter that no image activates.
     for place in draw.sample(range(count), count // 50):
         content[start + 4 * place + 3] ^= 0x80
     path.write_bytes(content)
@@ -77,7 +77,7 @@ def weights_bit(run: Path, _base: RunBase, draw: random.Random) -> str:
 
 
 LineFault = Callable[[list[bytes], list[bytes], random.Random], str]
-"""Changes a log's lines, given those of another run; returns what it did."""
+"""Changes a log's lines, given those of another run; returns a description."""
 
 
 def of_lines(name: str, fault: LineFault) -> RunFault:
@@ -93,14 +93,14 @@ def of_lines(name: str, fault: LineFault) -> RunFault:
 
 
 def insert_foreign(lines: list[bytes], others: list[bytes], draw: random.Random) -> str:
-    """Put in a line of another run."""
+    """Insert a line of another run."""
     at = draw.randrange(len(lines) + 1)
     lines.insert(at, draw.choice(others or [b'{"step": 3, "pull": 2}\n']))
     return f"a line of another run put in as line {at + 1}"
 
 
 def double(lines: list[bytes], _others: list[bytes], draw: random.Random) -> str:
-    """Have a line twice."""
+    """Duplicate a line."""
     at = draw.randrange(len(lines))
     lines.insert(at, lines[at])
     return f"line {at + 1} doubled"
@@ -116,14 +116,14 @@ def swap(lines: list[bytes], others: list[bytes], draw: random.Random) -> str:
 
 
 def take_out(lines: list[bytes], _others: list[bytes], draw: random.Random) -> str:
-    """Take out a line."""
+    """Remove a line."""
     at = draw.randrange(len(lines))
     del lines[at]
     return f"line {at + 1} taken out"
 
 
 def insert_strange(lines: list[bytes], _others: list[bytes], draw: random.Random) -> str:
-    """Put in something else than a record."""
+    """Insert something other than a record."""
     at = draw.randrange(len(lines) + 1)
     line = draw.choice(
         [
@@ -208,7 +208,7 @@ def without_snapshots(run: Path, _base: RunBase, draw: random.Random) -> str:
 
 
 def replaced_file(key: str, how: str) -> RunFault:
-    """Return the fault that puts something else in the place of one file."""
+    """Return the fault that replaces one file by something else."""
 
     def replace(run: Path, _base: RunBase, draw: random.Random) -> str:
         return f"{key}: {PLACE_FAULTS[how](run / key, draw)}"
@@ -233,7 +233,7 @@ def named_faults(base: RunBase) -> dict[str, RunFault]:
 
 
 def draw_run_fault(run: Path, base: RunBase, draw: random.Random) -> str:
-    """Do one drawn fault to a copy of the sound run; return what it was."""
+    """Apply one drawn fault to a copy of the sound run; return its description."""
     chance = draw.random()
     if chance < 0.25:
         name = draw.choice(_LOGS)
@@ -247,6 +247,6 @@ def draw_run_fault(run: Path, base: RunBase, draw: random.Random) -> str:
 
 
 def _lines(path: Path) -> list[bytes]:
-    if not path.exists():  # a run that was asked for nothing has no control.jsonl
+    if not path.exists():  # a run without requests has no control.jsonl
         return []
     return path.read_bytes().splitlines(keepends=True)

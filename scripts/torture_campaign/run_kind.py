@@ -1,4 +1,4 @@
-"""The kind ``runs``: damage of run folders, before they are resumed, evaluated, replayed or followed."""
+"""The kind ``runs``: damage of run folders before they are resumed, evaluated, replayed or followed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RunKind:
     """Faults of run folders.
 
     Attributes:
-        cache: of compiled programs.
+        cache: folder of compiled programs.
         base: the sound run.
     """
 
@@ -52,7 +52,7 @@ class RunKind:
         return [Case(self.name, name, seed) for name in names]
 
     def attempt(self, trial: Trial) -> None:
-        """Damage a copy of the sound run and have the commands at copies of that."""
+        """Damage a copy of the sound run, run the commands on it and judge them."""
         assert self.base is not None
         draw, base, run = trial.case.draw(), self.base, trial.folder / "run"
         shutil.copytree(base.folder, run)
@@ -61,7 +61,7 @@ class RunKind:
         else:
             trial.fault = draw_run_fault(run, base, draw)
         changed = changed_files(base, run)
-        # A resume writes, so it comes last: what it starts from is what the others have read.
+        # A resume writes to the run folder, so it comes last.
         judge_tail(trial, run)
         is_replayed = bool(changed & {"config.json", "loss.jsonl", "eval.jsonl"}) or draw.random() < _REPLAYED_SHARE
         if changed & {"config.json", "model.safetensors", "result.json"} and not trial.has_hung:
@@ -73,7 +73,7 @@ class RunKind:
 
 
 def changed_files(base: RunBase, run: Path) -> set[str]:
-    """Return the files of a run that are not as they were."""
+    """Return the files of a run that have changed."""
     tree = read_tree(run)
     return {key for key in {*tree, *base.tree} if tree.get(key) != base.tree.get(key)}
 
@@ -111,7 +111,7 @@ def judge_replay(trial: Trial, base: RunBase, run: Path) -> None:
 
 
 def other_records(base: RunBase, run: Path) -> str:
-    """Return where the logs of a run say something else than those of the sound one; a cut end says nothing."""
+    """Return where the logs of a run differ from those of the sound run; a truncated end is no difference."""
     for name, keys in _LOGS.items():
         sound = base.losses if name == "loss.jsonl" else base.evaluations
         found = columns(run / name, *keys)
@@ -122,7 +122,7 @@ def other_records(base: RunBase, run: Path) -> str:
 
 
 def judge_resume(trial: Trial, base: RunBase, run: Path) -> None:
-    """Go on with the run; its weights, losses and evaluations must come out as those of the sound run."""
+    """Resume the run; its weights, losses and evaluations must equal those of the sound run."""
     finished = trial.run(resume_command(run, steps=RESUMED_STEPS), timeout_s=_TRAINING_TIMEOUT_S)
     ended = _ended(finished, run)
     if ended is not None:

@@ -1,4 +1,4 @@
-"""What a command made of a fault, and the rules by which that is told from how it ended and what it said."""
+"""The verdict on how a command handled a fault, and the rules that derive it from its exit status and output."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from scripts.torture_campaign.commands import Finished
 
 MOST_WORDS_BYTES = 8_000
 MOST_MB = 2_600.0
-"""What no command on such small data may need; a training takes 400 to 700 MB."""
+"""Memory limit of any command on such small data; a training takes 400 to 700 MB."""
 _TRACEBACK = re.compile(
     r"Traceback \(most recent call last\)|\b[A-Z]\w*(?:Error|Exception|Warning)\b(?=[:(]| \()"
     r"|^\s*File \"[^\"]+\", line \d+",
     re.MULTILINE,
 )
 _OUT_OF_MEMORY = re.compile(r"not enough memory|Cannot allocate memory|RESOURCE_EXHAUSTED|std::bad_alloc")
-# ESC, BEL and C1, also where they are single bytes of no UTF-8.
+# ESC, BEL and C1, including single bytes that are not valid UTF-8.
 _ESCAPE = re.compile("[\x1b\x07\x80-\x9f\udc80-\udc9f]")
 
 
@@ -40,7 +40,7 @@ class Verdict(StrEnum):
 
     @property
     def severity(self) -> int:
-        """The place in the order of badness."""
+        """The position in the order of severity."""
         return list(Verdict).index(self)
 
 
@@ -52,9 +52,9 @@ class Judgement:
     """A verdict on one command.
 
     Attributes:
-        command: which, in a word or two.
-        verdict: on it.
-        why: in one line.
+        command: name of the command.
+        verdict: the verdict.
+        why: the reason, in one line.
     """
 
     command: str
@@ -63,7 +63,7 @@ class Judgement:
 
 
 def worst_of(judgements: Iterable[Judgement]) -> Judgement:
-    """Return the worst of some judgements, of which there is one at least."""
+    """Return the worst of one or more judgements."""
     return max(judgements, key=lambda each: each.verdict.severity)
 
 
@@ -74,13 +74,13 @@ def judge_end(
     refusals: tuple[int, ...] = (2,),
     most_mb: float = MOST_MB,
 ) -> Judgement | None:
-    """Judge how a command ended; None where it exited with 0 and said nothing that it must not.
+    """Judge how a command ended; return None if it exited with 0 and its output has no fault.
 
     Args:
         finished: the command.
-        names: a refusal must have one of them in its words.
-        refusals: the exit codes by which it may refuse.
-        most_mb: the memory that it may have.
+        names: the message of a refusal must contain one of them.
+        refusals: exit codes that are allowed for a refusal.
+        most_mb: memory limit in MB.
     """
     if found := _fault_of_end(finished, most_mb):
         return Judgement(finished.command[0], *found)
@@ -95,7 +95,7 @@ def judge_end(
 
 
 def _fault_of_end(finished: Finished, most_mb: float) -> tuple[Verdict, str] | None:
-    """Return what no command may do, whatever it found."""
+    """Return a fault that is not allowed for any command, or None."""
     if finished.hung:
         return Verdict.HANG, f"no end in {finished.seconds:.0f} s"
     if finished.code < 0:
@@ -112,7 +112,7 @@ def _fault_of_end(finished: Finished, most_mb: float) -> tuple[Verdict, str] | N
 
 
 def _fault_of_refusal(finished: Finished, names: tuple[str, ...], refusals: tuple[int, ...]) -> str:
-    """Return what is wrong with the words or the code of a refusal; nothing where it is as it should be."""
+    """Return what is wrong with the message or the exit code of a refusal; empty if nothing is."""
     if finished.code not in refusals:
         return f"exit code {finished.code}, not of {refusals}"
     if not finished.said.strip():
@@ -125,7 +125,7 @@ def _fault_of_refusal(finished: Finished, names: tuple[str, ...], refusals: tupl
 
 
 def complaint(finished: Finished) -> str:
-    """Return the error that a command ended with, without what it said on its way there."""
+    """Return the final error message of a command, without earlier output."""
     said = finished.err.decode(errors="replace")
     starts = [
         found.start() for found in re.finditer(rf"^(?:{re.escape(finished.command[0])}|Error): ", said, re.MULTILINE)
@@ -134,7 +134,7 @@ def complaint(finished: Finished) -> str:
 
 
 def first_line(text: str) -> str:
-    """Return the first line that says something, of 160 characters at most, without control characters."""
+    """Return the first non-empty line, at most 160 characters, without control characters."""
     lines = (line.strip() for line in text.splitlines())
     line = next((line for line in lines if line), "")
     printable = "".join(character if character.isprintable() else "�" for character in line)

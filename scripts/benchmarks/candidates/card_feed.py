@@ -1,7 +1,7 @@
-"""Batches from the host's memory to a card's, through the ring that feeds a program, or by plain copies.
+"""Transfers batches from the host's memory to a card's, through the ring that feeds a program, or by plain copies.
 
-"ring": the feeder's page-locked slots, the thread that copies, the slots on the card and the copy out of them, for a
-stream that has nothing else to do. "copies": the driver's own copies of as many bytes, one behind the other.
+"ring": the feeder's page-locked slots, the copying thread, the slots on the card and the copy out of them, for an
+otherwise idle stream. "copies": the driver's own copies of the same number of bytes, one after the other.
 """
 
 import sys
@@ -19,7 +19,7 @@ LAST_STEP = 2**31 - 1
 
 
 def main(kind: str, batch: int, size: int) -> None:
-    """Serves batches; the amount is their bytes."""
+    """Serve batches; the amount is their bytes."""
     channel = Channel()
     driver, source = CudaDriver(), ReadyBatches(batch, size)
     arena = Arena(driver)

@@ -1,7 +1,7 @@
-"""A network of the registry trained by a Python loop over a jitted step, as Flax's examples train.
+"""Trains a network of the registry by a Python loop over a jitted step, as Flax's examples do.
 
-Packed batches are put on the device two ahead of the step, the state is donated, and each loss is read once its step is
-two behind, so that the dispatch never waits for a result. Two batches take turns: nothing has to be read.
+Packed batches are put on the device two steps ahead, the state is donated, and each loss is read two steps later, so
+that the dispatch never waits for a result. Two batches alternate, so nothing has to be read.
 """
 
 import itertools
@@ -26,7 +26,7 @@ SCALE = PixelScale(jnp.full(3, 0.5), jnp.full(3, 0.25))
 
 
 def main(name: str, size: int, batch: int, num_classes: int, precision: str) -> None:
-    """Serves `batch` images a unit."""
+    """Serve `batch` images a unit."""
     channel = Channel()
     model = build_model(name, num_classes=num_classes, image_size=size, dtype=precision)
     optimizer = optax.chain(
@@ -61,7 +61,7 @@ def main(name: str, size: int, batch: int, num_classes: int, precision: str) -> 
         pending: deque[jax.Array] = deque()
         for each in prefetched((pixels[number % 2], labels[number % 2]) for number in range(num_units)):
             state = train(state, *each)
-            # The state is donated to the next step: its loss must be another array.
+            # The state is donated to the next step, so the loss must be copied.
             loss = state.loss + 0
             loss.copy_to_host_async()
             pending.append(loss)

@@ -1,8 +1,8 @@
-"""`engine.train` as a candidate: one run that goes on for as long as it is asked to, so many steps at a time.
+"""`engine.train` as a candidate: one run that makes the requested number of steps per round.
 
-The source of batches is held by a gate: it fills the batches of steps that were asked for and waits before the next. A
-round is timed from the opening of the gate to the loss of its last step at a sink, so that everything between shards
-and sinks is in it. The ring is empty when a round begins: nothing is read ahead of the clock.
+A gate holds back the source of batches: it fills the batches of requested steps and waits before the next. A round is
+timed from the opening of the gate to the arrival of its last loss at a sink, so it includes everything between shards
+and sinks. The ring is empty when a round starts: nothing is read ahead outside the measured time.
 """
 
 import resource
@@ -30,12 +30,12 @@ from engine.stream.sinks import LossRecord
 LONG_S = 86_400.0
 _MOST_STEPS = 2**31 - 2
 _WARM_UNITS = 3
-# Control words are fewer, batches more.
+# Control words have fewer bytes, batches more.
 _FEW_BYTES = 1024
 
 
 class GatedBatches:
-    """A source that fills no step before it is asked for."""
+    """A source that does not fill a step before it is requested."""
 
     def __init__(self, source: BatchSource) -> None:
         self._source = source
@@ -45,18 +45,18 @@ class GatedBatches:
         self._stop_step = 0
 
     def open_to(self, stop_step: int) -> None:
-        """Lets steps up to, and without, this one pass."""
+        """Allow the steps before ``stop_step``."""
         with self._opened:
             self._stop_step = stop_step
             self._opened.notify_all()
 
     def fill(self, step: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
-        """Fills a batch once its step was asked for."""
+        """Fill a batch once its step is requested."""
         self._await(step)
         self._source.fill(step, pixels, labels, timeout_s=timeout_s)
 
     def lend(self, step: int, labels: Labels, *, timeout_s: float) -> Lent | None:
-        """Lends what the source lends, once its step was asked for."""
+        """Return what the source lends once its step is requested."""
         self._await(step)
         if isinstance(self._source, LendingSource):
             return self._source.lend(step, labels, timeout_s=timeout_s)
@@ -69,10 +69,10 @@ class GatedBatches:
 
 
 class LastLoss:
-    """A sink that tells when the last loss of a round has come, and what the loop has waited for batches.
+    """A sink that records when the last loss of a round arrives, and how long the loop waited for batches.
 
     Attributes:
-        wait_s: seconds waited for the round's batches but the first, the wait for which began before the round.
+        wait_s: seconds waited for the round's batches except the first, whose wait started before the round.
     """
 
     def __init__(self) -> None:
@@ -82,28 +82,28 @@ class LastLoss:
         self.wait_s = 0.0
 
     def open(self) -> None:
-        """Needs nothing."""
+        """Do nothing."""
 
     def write(self, record: LossRecord) -> None:
-        """Takes a loss."""
+        """Record a loss."""
         self.wait_s += record.wait_ms / 1e3 if record.step > self._first_step else 0.0
         if record.step == self._last_step:
             self._time_s = time.perf_counter()
             self._came.set()
 
     def write_evaluation(self, record: Any) -> None:
-        """Is not called: nothing is evaluated."""
+        """Do nothing; not called, because nothing is evaluated."""
 
     def close(self) -> None:
-        """Needs nothing."""
+        """Do nothing."""
 
     def begin(self, first_step: int, last_step: int) -> None:
-        """Begins a round of these steps (from 1), before any of them is made."""
+        """Start a round of the given steps (from 1), before any of them runs."""
         self._came.clear()
         self._first_step, self._last_step, self.wait_s = first_step, last_step, 0.0
 
     def wait(self, ended: threading.Event) -> float:
-        """Gives the time at which the round's last loss came; raises RuntimeError where the run has ended."""
+        """Wait for the round's last loss and return its time; raise RuntimeError if the run has ended."""
         while not self._came.wait(1.0):
             if ended.is_set():
                 raise RuntimeError("the run has ended; its error is above")
@@ -111,19 +111,19 @@ class LastLoss:
 
 
 def own_memory_mb() -> float:
-    """Gives the memory of this process in MB: without files that it has mapped, where the system tells (Linux)."""
+    """Return the memory of this process in MB; on Linux without mapped files."""
     try:
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     except OSError:
-        # macOS counts bytes where others count KiB.
+        # macOS reports bytes, other systems KiB.
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e6
     return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssShmem:"))) * 1024 / 1e6
 
 
 def timed_pulls() -> list[float]:
-    """Has the seconds noted that each call for a batch holds up the thread that launches kernels.
+    """Record for each pull the seconds for which it blocks the thread that launches kernels; return the list.
 
-    All of it but jax's own part, before it calls Python.
+    This excludes jax's own part before it calls Python.
     """
     times_s: list[float] = []
     enqueue = CudaTransport.enqueue
@@ -147,7 +147,7 @@ def timed_pulls() -> list[float]:
 
 
 def leave_out_copies() -> None:
-    """Has a card's ring copy one batch into each of its slots, which is then trained on again and again."""
+    """Make a card's ring copy only one batch into each of its slots, which is then reused for training."""
     copy = CudaDriver.copy_to_device
     filled: set[int] = set()
 
@@ -168,18 +168,19 @@ def serve_training(
     model: Any = None,
     warm_units: int = _WARM_UNITS,
 ) -> None:
-    """Trains on `source` in the background and serves its steps, a chunk of them a unit.
+    """Train on `source` in the background and serve its steps; a unit is a chunk of steps.
 
     Args:
-        channel: to the bench.
-        config: settings, without those of data, batch and steps.
-        source: of the batches.
-        amount: what a step comes to.
-        model: of one's own, None is the registry's that `config` names.
-        warm_units: made before the first round.
+        channel: channel to the benchmark.
+        config: settings other than data, batch and steps.
+        source: source of the batches.
+        amount: amount per step.
+        model: a custom model; None uses the registry's model named in `config`.
+        warm_units: units run before the first round.
     """
     gate, sink, ended, pull_times_s = GatedBatches(source), LastLoss(), threading.Event(), timed_pulls()
-    # Weight decay and schedule are the defaults; the rate is small, so that a batch seen again and again stays one.
+    # Weight decay and schedule have their defaults. The learning rate is small, so that training on the same batches
+    # again and again does not diverge.
     settings = TrainConfig(
         steps=_MOST_STEPS, batch=source.batch, learning_rate=1e-3, infeed_timeout_s=LONG_S, eval_split="off", **config
     )

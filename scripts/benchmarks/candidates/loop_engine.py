@@ -1,4 +1,4 @@
-"""Steps of the whole engine on a tiny network, its batches in memory: ring, infeed, loop, outfeed and sinks."""
+"""Runs steps of the whole engine on a tiny network with batches in memory: ring, infeed, loop, outfeed and sinks."""
 
 import sys
 
@@ -11,7 +11,7 @@ from engine.feed.batches import Labels, Pixels
 
 
 class BatchesInMemory:
-    """A source that copies its batches from memory, over and over."""
+    """A source that copies its batches from memory, cyclically."""
 
     thread_safe = True
     batch = BATCH
@@ -21,14 +21,14 @@ class BatchesInMemory:
         self._pixels, self._labels = draw_batches(size)
 
     def fill(self, step: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:  # noqa: ARG002
-        """Copies a batch."""
+        """Copy a batch."""
         number = step % len(self._pixels)
         np.copyto(pixels, self._pixels[number])
         np.copyto(labels, self._labels[number])
 
 
 def main(size: int, hidden: int, chunk: int) -> None:
-    """Serves steps."""
+    """Serve steps."""
     config = {"num_classes": NUM_CLASSES, "chunk_batches": chunk}
     serve_training(Channel(), config, BatchesInMemory(size), amount=1.0, model=Perceptron(size, hidden))
 

@@ -33,7 +33,7 @@ SCALE = PixelScale(jnp.full(3, 0.5), jnp.full(3, 0.25))
 
 
 def step(model: Perceptron, state: Any, pixels: jax.Array, labels: jax.Array) -> tuple[Any, jax.Array]:
-    """Makes one update; gives the new state and the loss."""
+    """Make one update; return the new state and the loss."""
     params, opt_state = state
 
     def loss_of(params: Any) -> jax.Array:
@@ -46,7 +46,7 @@ def step(model: Perceptron, state: Any, pixels: jax.Array, labels: jax.Array) ->
 
 
 def prefetched(batches: Iterator[Any]) -> Iterator[Any]:
-    """Puts batches on the device before they are asked for."""
+    """Put batches on the device before they are needed."""
     queue: deque[Any] = deque(jax.device_put(batch) for batch in itertools.islice(batches, AHEAD))
     while queue:
         yield queue.popleft()
@@ -54,7 +54,7 @@ def prefetched(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 def main(kind: str, size: int, hidden: int) -> None:
-    """Serves steps."""
+    """Serve steps."""
     channel = Channel()
     model = Perceptron(size, hidden)
     params, _ = model.init(jax.random.key(0))

@@ -18,12 +18,12 @@ SIDE = 2048
 
 @partial(jax.jit, donate_argnums=0)
 def multiply(x: jax.Array, y: jax.Array, num_products: jax.Array) -> jax.Array:
-    """Multiplies `x` by `y`, float32 [SIDE, SIDE], again and again."""
+    """Multiply `x` by `y`, float32 [SIDE, SIDE], repeatedly."""
     return lax.fori_loop(0, num_products, lambda _, x: x @ y, x)
 
 
 def main(name: str, image_size: int, num_classes: int) -> None:
-    """Serves the images that 2 · SIDE³ operations would train."""
+    """Serve the images that 2 · SIDE³ operations would train."""
     channel = Channel()
     x = jnp.ones((SIDE, SIDE), jnp.float32)
     y = jnp.full((SIDE, SIDE), 1 / SIDE, jnp.float32)  # keeps x at 1

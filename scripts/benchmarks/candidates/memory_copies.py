@@ -1,4 +1,4 @@
-"""The machine's limit of moving bytes: NumPy copies pieces of a large array into one buffer, in random order."""
+"""Measures the machine's copy speed: NumPy copies pieces of a large array into one buffer, in random order."""
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +10,7 @@ from preprocess.cores import num_cores
 
 
 def main(piece_bytes: int, pieces: int, source_bytes: int, threads: int, unit: str) -> None:
-    """Serves copies of `pieces` pieces into a buffer of `pieces · piece_bytes`, by so many threads (0: all cores)."""
+    """Serve copies of `pieces` pieces into a buffer of `pieces · piece_bytes`, by `threads` threads (0: all cores)."""
     channel = Channel()
     num_threads = threads or num_cores()
     num_pieces = max(pieces, source_bytes // piece_bytes)

@@ -32,7 +32,7 @@ class Photographs:
         return len(self._files)
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
-        """Gives uint8 [224, 224, 3] and the label."""
+        """Return uint8 [224, 224, 3] and the label."""
         file = self._files[index]
         with Image.open(file) as opened:
             image = opened.convert("RGB")
@@ -44,7 +44,7 @@ class Photographs:
 
 
 def main(images: Path, dest: Path, workers: int) -> None:
-    """Serves passes over all images."""
+    """Serve passes over all images."""
     files = sorted(path for path in images.glob("*/*") if path.suffix.lower() in (".jpg", ".jpeg"))
     dest.mkdir(parents=True, exist_ok=True)
 

@@ -20,7 +20,7 @@ RULE = ResizeRule()
 
 
 def decode(path: Path) -> bool:
-    """Decodes and resizes a file; gives whether it could be."""
+    """Decode and resize a file; return whether that succeeded."""
     try:
         decode_image(path.read_bytes(), RULE)
     except DecodeError:
@@ -29,7 +29,7 @@ def decode(path: Path) -> bool:
 
 
 def pack(images: Path, dest: Path) -> float:
-    """Packs all splits anew, with as many threads as there are cores; gives the seconds."""
+    """Pack all splits from scratch with one thread per core; return the seconds."""
     shutil.rmtree(dest, ignore_errors=True)
     started = time.perf_counter()
     with open_source(images) as source:
@@ -39,7 +39,7 @@ def pack(images: Path, dest: Path) -> float:
 
 
 def main(kind: str, images: Path, dest: Path) -> None:
-    """Serves passes over all images."""
+    """Serve passes over all images."""
     channel = Channel()
     files = sorted(path for path in images.glob("*/*") if path.suffix.lower() in (".jpg", ".jpeg"))
     pool = ThreadPoolExecutor(num_cores())

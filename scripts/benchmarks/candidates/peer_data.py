@@ -1,6 +1,6 @@
-"""What the candidates of other projects share: the images, a conversion that is made once, batches without end.
+"""Code shared by the candidates of other projects: the images, a conversion that is done once, endless batches.
 
-NumPy and the standard library alone; runs on the Python of every peer.
+Needs only NumPy and the standard library; runs on the Python of every peer.
 """
 
 import shutil
@@ -15,17 +15,17 @@ NUM_CLASSES = 1000
 
 
 def open_images(array: Path) -> Any:
-    """Opens uint8 [N, H, W, 3], mapped into memory."""
+    """Open the images, uint8 [N, H, W, 3], mapped into memory."""
     return np.load(array, mmap_mode="r")
 
 
 def labels_of(num_images: int) -> Any:
-    """Gives the labels, int32 [num_images]."""
+    """Return the labels, int32 [num_images]."""
     return np.arange(num_images, dtype=np.int32) % NUM_CLASSES
 
 
 def convert_once(target: Path, convert: Callable[[Path], object]) -> Path:
-    """Makes a file or folder where it is not there yet; it appears whole or not at all."""
+    """Create a file or folder atomically if it does not exist."""
     if not target.exists():
         unfinished = target.with_name(f"unfinished-{target.name}")
         if unfinished.is_dir():
@@ -37,19 +37,19 @@ def convert_once(target: Path, convert: Callable[[Path], object]) -> Path:
 
 
 def repeated(epoch: Callable[[], Iterable[Any]]) -> Iterator[Any]:
-    """Gives the batches of one epoch after the other."""
+    """Yield the batches of one epoch after the other, endlessly."""
     while True:
         yield from epoch()
 
 
 def make_run(batches: Iterator[Any], check: Callable[[Any], tuple[int, ...]], shape: tuple[int, ...], warm: int) -> Any:
-    """Makes a `run` for `protocol.Channel.serve` out of batches without end.
+    """Return a `run` for `protocol.Channel.serve` that takes endless batches.
 
     Args:
-        batches: to be taken.
-        check: gives the shape of a batch's images.
-        shape: that it must be.
-        warm: batches to take first: an epoch, so that files are in the page cache and workers at work.
+        batches: the batches.
+        check: returns the shape of a batch's images.
+        shape: the required shape.
+        warm: number of batches to take first: an epoch, so that files are in the page cache and workers are running.
 
     Raises:
         ValueError: a batch has another shape.
@@ -57,7 +57,7 @@ def make_run(batches: Iterator[Any], check: Callable[[Any], tuple[int, ...]], sh
     for number in range(warm):
         found = tuple(check(next(batches)))
         if found != shape:
-            raise ValueError(f"every batch must have the shape {shape}, number {number} has {found}")
+            raise ValueError(f"every batch must have the shape {shape}, batch {number} has {found}")
 
     def work(num_units: int) -> None:
         for _ in range(num_units):

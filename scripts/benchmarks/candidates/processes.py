@@ -1,4 +1,4 @@
-"""Whole processes, from start to end, or to the first line of a file that they write."""
+"""Times whole processes, from start to end, or to the first line of a file that they write."""
 
 import os
 import shutil
@@ -15,14 +15,14 @@ TRAINING = ("--synthetic", "--image-size", "64", "--model", "resnet50", "--batch
 
 
 def run_process(arguments: list[str]) -> float:
-    """Gives the seconds that a process takes."""
+    """Run a process to its end and return the seconds."""
     started = time.perf_counter()
     subprocess.run([sys.executable, *arguments], stdout=subprocess.DEVNULL, timeout=TIMEOUT_S, check=True)
     return time.perf_counter() - started
 
 
 def first_loss(folder: Path) -> float:
-    """Gives the seconds from the start of a training's process to its first loss on disk; ends it then."""
+    """Start a training, wait for its first loss on disk, kill it, and return the seconds until then."""
     run = folder / "run"
     shutil.rmtree(run, ignore_errors=True)
     arguments = [*TRAINING, "--run-dir", str(run), "--compilation-cache", str(folder / "cache")]
@@ -33,7 +33,7 @@ def first_loss(folder: Path) -> float:
             if process.poll() is not None:
                 raise RuntimeError(f"the training ended with exit code {process.returncode} before its first loss")
             if time.perf_counter() - started > TIMEOUT_S:
-                raise TimeoutError(f"no loss in {TIMEOUT_S:g} s")
+                raise TimeoutError(f"no loss within {TIMEOUT_S:g} s")
             time.sleep(0.002)
         return time.perf_counter() - started
     finally:
@@ -42,12 +42,12 @@ def first_loss(folder: Path) -> float:
 
 
 def has_line(path: Path) -> bool:
-    """Tells whether a file has a whole line."""
+    """Return whether a file has a complete line."""
     return path.exists() and b"\n" in path.read_bytes()
 
 
 def main(kind: str) -> None:
-    """Serves processes."""
+    """Serve processes."""
     channel = Channel()
     folder = Path.cwd() / "processes" / kind
     shutil.rmtree(folder, ignore_errors=True)
@@ -75,7 +75,7 @@ def main(kind: str) -> None:
         "cold": cold,
         "cached": cached,
     }
-    # Once before the clock: files of Python come from the page cache from then on, and programs from theirs.
+    # Run once before measuring, so that Python's files are in the page cache and programs in the compilation cache.
     if kind != "cold":
         runs[kind](1)
     channel.ready(1)

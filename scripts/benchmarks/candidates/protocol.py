@@ -1,8 +1,9 @@
-"""What a candidate says to the bench that started it: lines of JSON over pipes, standard library alone.
+"""The protocol between a candidate and the benchmark that started it: lines of JSON over pipes.
 
-A candidate prepares, says `{"ready": true, …}`, and then does N units of its work for each line `N` that it reads,
-answering `{"seconds": …}`; the end of its input ends it. File descriptor 1 is kept for these lines: whatever else is
-printed goes to standard error, which is a log. Runs on the Python of every peer (3.10 and later).
+A candidate prepares, sends `{"ready": true, …}`, and then does N units of its work for each line `N` that it reads,
+answering `{"seconds": …}`; it exits at the end of its input. File descriptor 1 is reserved for these lines: anything
+else that is printed goes to standard error, which is a log. Needs only the standard library, and runs on the Python of
+every peer (3.10 and later).
 """
 
 import json
@@ -17,7 +18,7 @@ Answer = float | tuple[float, dict[str, float]]
 
 
 class Channel:
-    """The candidate's end of the pipes; made before anything that may print."""
+    """The candidate's end of the pipes; create it before anything that may print."""
 
     def __init__(self) -> None:
         self._answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -31,26 +32,26 @@ class Channel:
         versions: dict[str, str] | None = None,
         facts: dict[str, Any] | None = None,
     ) -> None:
-        """Says that all is built, compiled and warm.
+        """Report that everything is built, compiled and warm.
 
         Args:
-            amount: what one unit of work comes to: images, bytes, pulls, processes.
-            versions: of what does the work.
-            facts: to be recorded beside the figures, such as the first loss.
+            amount: amount per unit of work: images, bytes, pulls, processes.
+            versions: versions of the software that does the work.
+            facts: facts to record with the figures, such as the first loss.
         """
         self._say({"ready": True, "amount": amount, "versions": versions or {}, "facts": facts or {}})
 
     def serve(self, run: Callable[[int], Answer]) -> None:
-        """Answers until the input ends, and ends the process.
+        """Answer requests until the input ends, then exit the process.
 
         Args:
-            run: does so many units; gives the seconds, or these and values to record.
+            run: does the given number of units; returns the seconds, or the seconds and values to record.
         """
         for line in sys.stdin:
             answer = run(int(line))
             seconds, values = answer if isinstance(answer, tuple) else (answer, {})
             self._say({"seconds": seconds, "values": values})
-        # Threads of a program under way, or of a loader, are not waited for.
+        # Do not wait for the threads of a running program or of a loader.
         sys.stderr.flush()
         os._exit(0)
 
@@ -60,7 +61,7 @@ class Channel:
 
 
 def timed(work: Callable[[int], object]) -> Callable[[int], float]:
-    """Makes a `run` for `serve` out of work on N units that is over when it returns."""
+    """Return a `run` for `serve` that times ``work``, which must be complete when it returns."""
 
     def run(num_units: int) -> float:
         started = time.perf_counter()

@@ -1,7 +1,8 @@
-"""Pulls of Feedloop's infeed in a loop that does nothing else; or of a host function that leaves its results alone.
+"""Pulls from Feedloop's infeed, or from a host function that does nothing, in an otherwise empty loop.
 
-The feeder's source gives every batch at once, so what is measured is the crossing: the call, the hand-over between the
-ring's threads, and the copy into the program's buffer. An element of each batch is used, so that nothing is left out.
+The feeder's source provides every batch immediately, so the measurement is of the crossing: the call, the hand-over
+between the ring's threads, and the copy into the program's buffer. An element of each batch is used, so that the
+compiler cannot remove the pull.
 """
 
 import sys
@@ -28,7 +29,7 @@ LAST_STEP = 2**31 - 1
 
 
 class ReadyBatches:
-    """A source whose batches are there already."""
+    """A source whose batches are always ready."""
 
     thread_safe = True
 
@@ -37,9 +38,9 @@ class ReadyBatches:
         self._num_first = 2 * ring_depth(self, None)
 
     def fill(self, step: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:  # noqa: ARG002
-        """Leaves the buffers as they are once they have been written: untouched pages would all be one.
+        """Fill each buffer once and then leave it unchanged; untouched pages would all share one physical page.
 
-        With noise, as a card computes on zeros for less power, and so faster, than on pictures.
+        Filled with noise, because a card needs less power for zeros than for images, and so computes faster.
         """
         if step < self._num_first:
             pixels[...] = np.random.default_rng(step).integers(2**32, size=pixels.shape, dtype=np.uint32)
@@ -47,9 +48,10 @@ class ReadyBatches:
 
 
 def make_pull(transport_name: Any, kind: str, batch: int, size: int) -> tuple[Callable[[jax.Array], Any], Any]:
-    """Gives step → (pixels, labels, control words or word), by the infeed or by a function that does nothing.
+    """Return two functions: a pull, step → (pixels, labels, control words or word), and one that discards wait times.
 
-    And what forgets the waits of so many steps (from, to), as the loss stream does in a run.
+    The pull uses the infeed or a host function that does nothing. The other function discards the wait times of a range
+    of steps (start, stop), as the loss stream does in a run.
     """
     transport = choose_transport(transport_name, jax.default_backend())
     if kind == "empty":
@@ -89,7 +91,7 @@ def make_pull(transport_name: Any, kind: str, batch: int, size: int) -> tuple[Ca
 
 
 def main(transport_name: str, kind: str, batch: int, size: int, unit: str) -> None:
-    """Serves pulls, or the bytes of their pixels."""
+    """Serve pulls, or the bytes of their pixels."""
     channel = Channel()
     pull, forget = make_pull(transport_name, kind, batch, size)
 

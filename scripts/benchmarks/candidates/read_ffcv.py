@@ -19,7 +19,7 @@ from ffcv.writer import DatasetWriter  # noqa: E402
 
 
 class Images:
-    """Gives one image and its label."""
+    """A data set of single images with their labels."""
 
     def __init__(self, array: Path) -> None:
         self._images = open_images(array)
@@ -29,18 +29,18 @@ class Images:
         return len(self._images)
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
-        """Copies an image."""
+        """Return a copy of an image and its label."""
         return self._images[index].copy(), int(self._labels[index])
 
 
 def write(array: Path, target: Path) -> None:
-    """Writes FFCV's file."""
+    """Write FFCV's file."""
     fields = {"image": RGBImageField(write_mode="raw"), "label": IntField()}
     DatasetWriter(str(target), fields, num_workers=2).from_indexed_dataset(Images(array))
 
 
 def main(array: Path, batch: int, workers: int) -> None:
-    """Serves batches."""
+    """Serve batches."""
     file = convert_once(array.with_suffix(".beton"), lambda target: write(array, target))
     loader = Loader(
         str(file),

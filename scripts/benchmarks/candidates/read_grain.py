@@ -21,7 +21,7 @@ LABEL_BYTES = 4
 
 
 def write(array: Path, target: Path) -> None:
-    """Writes a record an image: its label, then its pixels."""
+    """Write a record an image: its label, then its pixels."""
     images = open_images(array)
     writer = ArrayRecordWriter(str(target), "group_size:1,uncompressed")
     for image, label in zip(images, labels_of(len(images)), strict=True):
@@ -30,7 +30,7 @@ def write(array: Path, target: Path) -> None:
 
 
 def main(array: Path, batch: int, workers: int) -> None:
-    """Serves batches."""
+    """Serve batches."""
     file = convert_once(array.with_suffix(".arrayrecord"), lambda target: write(array, target))
     shape = open_images(array).shape
 

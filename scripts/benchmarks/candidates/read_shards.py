@@ -1,4 +1,4 @@
-"""Feedloop's reader: packed shards in keyed order into ready buffers, by the engine's own source and feeder."""
+"""Feedloop's reader: reads packed shards in keyed order into given buffers, with the engine's source and feeder."""
 
 import sys
 from importlib.metadata import version
@@ -15,7 +15,7 @@ DEFAULTS = TrainConfig()
 
 
 def main(data: str, split: str, batch: int, threads: int) -> None:
-    """Serves batches of `batch` images, read by so many threads (0: the engine's default)."""
+    """Serve batches of `batch` images, read by `threads` threads (0: the engine's default)."""
     channel = Channel()
     opened = open_split(data, split)
     num_threads = threads or DEFAULTS.reader_threads
@@ -40,7 +40,7 @@ def main(data: str, split: str, batch: int, threads: int) -> None:
             feeder.take(step, 0, pixels, labels)
             step += 1
 
-    # A whole epoch, so that every shard is in the page cache.
+    # Read a whole epoch first, so that every shard is in the page cache.
     work(-(-opened.num_images // batch))
     channel.ready(
         batch,

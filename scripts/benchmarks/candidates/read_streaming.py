@@ -14,7 +14,7 @@ from streaming import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: 
 
 
 def write(array: Path, target: Path) -> None:
-    """Writes MDS shards without compression."""
+    """Write MDS shards without compression."""
     images = open_images(array)
     sides = ",".join(map(str, images.shape[1:]))
     columns = {"image": f"ndarray:uint8:{sides}", "label": "int"}
@@ -24,7 +24,7 @@ def write(array: Path, target: Path) -> None:
 
 
 def main(array: Path, batch: int, workers: int) -> None:
-    """Serves batches."""
+    """Serve batches."""
     folder = convert_once(array.with_suffix(".mds"), lambda target: write(array, target))
     shape = open_images(array).shape
     data: Any = StreamingDataset(local=str(folder), shuffle=True, batch_size=batch)

@@ -16,7 +16,7 @@ NUM_FILES, BUFFER, LABEL_BYTES = 16, 1000, 4
 
 
 def write(array: Path, target: Path) -> None:
-    """Writes a record an image: its label, then its pixels."""
+    """Write a record an image: its label, then its pixels."""
     images = open_images(array)
     labels = labels_of(len(images))
     target.mkdir()
@@ -27,7 +27,7 @@ def write(array: Path, target: Path) -> None:
 
 
 def main(array: Path, batch: int, workers: int) -> None:  # noqa: ARG001
-    """Serves batches."""
+    """Serve batches."""
     folder = convert_once(array.with_suffix(".tfrecords"), lambda target: write(array, target))
     shape = open_images(array).shape
     record_bytes = LABEL_BYTES + shape[1] * shape[2] * shape[3]

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler  #
 
 
 class Images(Dataset):  # type: ignore[type-arg,unused-ignore]
-    """Gives a batch for a list of indices."""
+    """A data set that returns a batch for a list of indices."""
 
     def __init__(self, array: Path) -> None:
         self._array, self._images = array, open_images(array)
@@ -24,12 +24,12 @@ class Images(Dataset):  # type: ignore[type-arg,unused-ignore]
         return len(self._images)
 
     def __getitem__(self, indices: list[int]) -> tuple[Any, Any]:
-        """Copies the images out of the file."""
+        """Return a copy of the images and their labels."""
         return torch.from_numpy(self._images[indices]), torch.from_numpy(self._labels[indices])
 
 
 def main(array: Path, batch: int, workers: int) -> None:
-    """Serves batches."""
+    """Serve batches."""
     images = Images(array)
     sampler = BatchSampler(RandomSampler(images), batch, drop_last=True)
     loader = DataLoader(images, sampler=sampler, batch_size=None, num_workers=workers, persistent_workers=workers > 0)

@@ -17,7 +17,7 @@ SHARD_IMAGES, BUFFER = 256, 1000
 
 
 def write(array: Path, target: Path) -> None:
-    """Writes tar files."""
+    """Write tar files."""
     images = open_images(array)
     target.mkdir()
     with webdataset.ShardWriter(str(target / "%05d.tar"), maxcount=SHARD_IMAGES) as writer:
@@ -26,7 +26,7 @@ def write(array: Path, target: Path) -> None:
 
 
 def main(array: Path, batch: int, workers: int) -> None:
-    """Serves batches."""
+    """Serve batches."""
     folder = convert_once(array.with_suffix(".tars"), lambda target: write(array, target))
     shape = open_images(array).shape
 
@@ -34,7 +34,7 @@ def main(array: Path, batch: int, workers: int) -> None:
         return np.frombuffer(sample["rgb"], np.uint8).reshape(shape[1:]), int(sample["cls"])
 
     urls = [str(path) for path in sorted(folder.glob("*.tar"))]
-    # Sampled anew without end, as its documentation has it for training: no worker waits at the end of an epoch.
+    # Resampled endlessly, as its documentation recommends for training: no worker waits at the end of an epoch.
     data = webdataset.WebDataset(urls, resampled=True, shardshuffle=False).shuffle(BUFFER).map(parse)
     loader = webdataset.WebLoader(data.batched(batch, partial=False), batch_size=None, num_workers=workers)
     run = make_run(repeated(lambda: loader), lambda taken: taken[0].shape, (batch, *shape[1:]), shape[0] // batch)

@@ -1,4 +1,4 @@
-"""What the two training steps in jax share: a registry's model, SGD with momentum, a batch on the device."""
+"""Code shared by the two training steps in jax: a model of the registry, SGD with momentum, a batch on the device."""
 
 from collections.abc import Callable
 from importlib.metadata import version
@@ -16,7 +16,7 @@ LEARNING_RATE, MOMENTUM = 1e-3, 0.9
 
 
 class State(NamedTuple):
-    """What a step changes: pytrees, and the loss of the last batch, float32 []."""
+    """The state that a step changes: pytrees, and the loss of the last batch, float32 []."""
 
     params: Any
     batch_stats: Any
@@ -27,7 +27,7 @@ class State(NamedTuple):
 def make_step(
     optimizer: optax.GradientTransformation, name: str, image_size: int, batch: int, num_classes: int
 ) -> tuple[State, Callable[[State], State], dict[str, Any]]:
-    """Gives a fresh state, the step, and what is to be compared between candidates.
+    """Return a fresh state, the step, and the facts that are compared between candidates.
 
     The batch is drawn from a fixed seed: float32 [batch, image_size, image_size, 3] and its labels.
     """
@@ -51,5 +51,5 @@ def make_step(
 
 
 def versions() -> dict[str, str]:
-    """Gives the versions of what does the work."""
+    """Return the versions of the software that does the work."""
     return {package: version(package) for package in ("jax", "jaxlib")}

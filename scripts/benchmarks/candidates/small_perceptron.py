@@ -1,7 +1,7 @@
-"""A network so small that what surrounds it is what is measured, on batches of 32 images.
+"""A network so small that the measurement is of the code around it, on batches of 32 images.
 
-Of 32 px with 64 hidden numbers it still has 25 million multiplications a step; of 8 px, the size of scikit-learn's
-digits, with 32 of them 0.8 million.
+At 32 px with 64 hidden units it still has 25 million multiplications per step; at 8 px, the size of scikit-learn's
+digits, with 32 hidden units 0.8 million.
 """
 
 from typing import Any, NamedTuple
@@ -14,14 +14,14 @@ BATCH, NUM_CLASSES, NUM_BATCHES = 32, 10, 16
 
 
 class Perceptron(NamedTuple):
-    """Two dense layers, in the form of a model of the engine; `size` px, and so many hidden numbers."""
+    """A model of two dense layers, for images of `size` px, with `hidden` hidden units."""
 
     size: int
     hidden: int
     name: str = "perceptron"
 
     def init(self, key: jax.Array) -> tuple[Any, Any]:
-        """Draws the weights."""
+        """Draw the weights."""
         first, second = jax.random.split(key)
         sizes = (self.size**2 * 3, self.hidden, NUM_CLASSES)
 
@@ -31,14 +31,14 @@ class Perceptron(NamedTuple):
         return {"hidden": layer(first, *sizes[:2]), "logits": layer(second, *sizes[1:])}, {}
 
     def apply(self, params: Any, batch_stats: Any, images: jax.Array, train: bool) -> tuple[jax.Array, Any]:  # noqa: ARG002
-        """Gives the logits."""
+        """Return the logits."""
         flat = images.reshape(len(images), -1)
         hidden = jax.nn.relu(flat @ params["hidden"]["kernel"] + params["hidden"]["bias"])
         return hidden @ params["logits"]["kernel"] + params["logits"]["bias"], batch_stats
 
 
 def draw_batches(size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Draws packed pixels uint32 [NUM_BATCHES, BATCH, size, size] and labels int32 [NUM_BATCHES, BATCH]."""
+    """Draw packed pixels uint32 [NUM_BATCHES, BATCH, size, size] and labels int32 [NUM_BATCHES, BATCH]."""
     random = np.random.default_rng(0)
     pixels = random.integers(1 << 32, size=(NUM_BATCHES, BATCH, size, size), dtype=np.uint32) & np.uint32(0xFFFFFF00)
     return pixels, random.integers(NUM_CLASSES, size=(NUM_BATCHES, BATCH), dtype=np.int32)

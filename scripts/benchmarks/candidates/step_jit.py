@@ -1,8 +1,8 @@
-"""The same training step as people write it: a jitted function called from Python, with XLA's own convolutions.
+"""The same training step as commonly written: a jitted function called from Python, with XLA's own convolutions.
 
-Convolutions, max-pools and batch norms of the models are replaced, in this process alone, by
+Convolutions, max-pools and batch norms of the models are replaced, only in this process, by
 `lax.conv_general_dilated`, `lax.reduce_window` and plain sums, with the gradients that jax derives. State is donated;
-nothing waits for a step but the last.
+only the last step is waited for.
 """
 
 import sys
@@ -23,14 +23,14 @@ from models.layers.batch_norm import MOMENTUM as SHARE
 def lax_convolution(
     x: jax.Array, kernel: jax.Array, *, stride: Any = 1, padding: Any = "SAME", bias: jax.Array | None = None
 ) -> jax.Array:
-    """Stands in for `models.layers.convolution.convolution`."""
+    """Replace `models.layers.convolution.convolution`."""
     strides = (stride, stride) if isinstance(stride, int) else stride
     y = lax.conv_general_dilated(x, kernel, strides, padding, dimension_numbers=("NHWC", "HWIO", "NHWC"))
     return y if bias is None else y + bias
 
 
 def lax_max_pool(x: jax.Array, *, window: int = 3, stride: int = 2, padding: int = 1) -> jax.Array:
-    """Stands in for `models.layers.pooling.max_pool`."""
+    """Replace `models.layers.pooling.max_pool`."""
     margins = ((0, 0), (padding, padding), (padding, padding), (0, 0))
     return lax.reduce_window(x, -jnp.inf, lax.max, (1, window, window, 1), (1, stride, stride, 1), margins)
 
@@ -44,7 +44,7 @@ def plain_batch_norm(
     train: bool,  # noqa: ARG001 - nothing is evaluated
     relu: bool = False,
 ) -> tuple[jax.Array, RunningStats]:
-    """Stands in for `models.layers.batch_norm.batch_norm`: in one pass, as Flax computes it by default."""
+    """Replace `models.layers.batch_norm.batch_norm`, computed in one pass, as by default in Flax."""
     mean = x.mean((0, 1, 2))
     var = jnp.maximum(jnp.square(x).mean((0, 1, 2)) - jnp.square(mean), 0)
     y = (x - mean) * (scale * lax.rsqrt(var + EPSILON)) + bias
@@ -56,7 +56,7 @@ def plain_batch_norm(
 
 
 def main(name: str, image_size: int, batch: int, num_classes: int) -> None:
-    """Serves `batch` images a unit."""
+    """Serve `batch` images a unit."""
     channel = Channel()
     modules: tuple[Any, ...] = (resnet, pooled_convnet)
     for module in modules:

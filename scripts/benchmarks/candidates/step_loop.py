@@ -19,7 +19,7 @@ from engine.updates.moments import trace
 
 
 def main(name: str, image_size: int, batch: int, num_classes: int) -> None:
-    """Serves `batch` images a unit."""
+    """Serve `batch` images a unit."""
     channel = Channel()
     momentum = trace(jnp.float32(MOMENTUM), nesterov=False, made=jnp.bool_(True))
     optimizer = optax.chain(momentum, optax.scale(-LEARNING_RATE))

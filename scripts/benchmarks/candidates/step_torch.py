@@ -25,7 +25,7 @@ RESNETS = {
 
 
 def convolution(inputs: int, outputs: int, window: int, stride: int = 1, margin: int = -1) -> nn.Conv2d:
-    """Makes a convolution without a bias, padded by half its window."""
+    """Build a convolution without a bias, padded by half its window."""
     return nn.Conv2d(inputs, outputs, window, stride, window // 2 if margin < 0 else margin, bias=False)
 
 
@@ -51,12 +51,12 @@ class Block(nn.Module):
         self.last = nn.ReLU(inplace=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Adds the body to the shortcut."""
+        """Add the body to the shortcut, and apply ReLU."""
         return self.last(self.body(x) + self.shortcut(x))
 
 
 def make_resnet(name: str, num_classes: int) -> nn.Module:
-    """Makes one of `RESNETS`."""
+    """Build one of `RESNETS`."""
     stages, width, bottleneck, is_large = RESNETS[name]
     layers: list[nn.Module] = [convolution(3, width, 7 if is_large else 3, 2 if is_large else 1)]
     layers += [nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
@@ -72,7 +72,7 @@ def make_resnet(name: str, num_classes: int) -> nn.Module:
 
 
 class PooledLayer(nn.Module):
-    """A layer of convnet8: convolution, max-pool or none, a norm that learns a bias alone, approximate GELU."""
+    """A layer of convnet8: convolution, optional max-pool, batch norm with a learned bias only, approximate GELU."""
 
     def __init__(self, inputs: int, outputs: int, *, window: int = 3, margin: int = 1, pool: bool = False) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class PooledLayer(nn.Module):
         self.norm.weight.requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Applies the four in order."""
+        """Apply the four in order."""
         x = self.norm(self.pool(self.convolution(x)))
         return x * torch.sigmoid(1.702 * x)
 
@@ -101,12 +101,12 @@ class Convnet8(nn.Module):
         self.classifier = nn.Linear(channels, num_classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Gives the logits."""
+        """Return the logits."""
         return 0.125 * self.classifier(self.layers(x).amax((2, 3)))
 
 
 def main(name: str, image_size: int, batch: int, num_classes: int, variant: list[str]) -> None:
-    """Serves `batch` images a unit."""
+    """Serve `batch` images a unit."""
     torch.manual_seed(0)
     net = Convnet8(num_classes) if name == "convnet8" else make_resnet(name, num_classes)
     num_params = sum(each.numel() for each in net.parameters() if each.requires_grad)

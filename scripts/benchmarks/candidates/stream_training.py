@@ -1,8 +1,7 @@
 """The engine trains a model from packed shards ("packed"), or the same program on other batches.
 
-"ready": on batches that lie in the host's memory, so that nobody has to read; "resident": on those that lie on a card,
-so that nobody has to copy them there either. The model is one of the registry, or "perceptron", which is next to
-nothing.
+"ready": on batches in the host's memory, so that nothing is read; "resident": on batches on a card, so that nothing is
+copied there either. The model is one of the registry, or "perceptron", which is tiny.
 """
 
 import sys
@@ -26,7 +25,7 @@ def main(
     precision: str = "float32",
     bits: str = "deterministic",
 ) -> None:
-    """Serves `batch` images a step, after so many steps; `bits` is "deterministic" or "any"."""
+    """Serve `batch` images a step, after `warm_steps` steps; `bits` is "deterministic" or "any"."""
     channel = Channel()
     opened = open_split(data, split)
     own = Perceptron(opened.height, 64) if model == "perceptron" else None

@@ -1,7 +1,7 @@
-"""A training on a card under jax's profiler: `WARM_STEPS`, then `TRACED_STEPS` that are traced, then the end.
+"""A training on a card under jax's profiler: `WARM_STEPS`, then `TRACED_STEPS` that are traced, then `LAST_STEPS`.
 
-The source is held by a gate, so that profiler and program do not meet: it begins and ends while the program waits for
-batches, and what is traced are whole steps, each from its first kernel on. A process traces once.
+A gate holds back the source, so that the profiler starts and stops while the program waits for batches, and only whole
+steps are traced, each from its first kernel on. A process traces once.
 """
 
 import sys
@@ -23,7 +23,7 @@ WARM_STEPS, TRACED_STEPS, LAST_STEPS = 40, 60, 20
 
 
 def count_waits() -> dict[str, Waits]:
-    """Has the driver note each wait for an event, by the thread that waits."""
+    """Make the driver record each wait for an event, by the thread that waits; return the records."""
     waits: dict[str, Waits] = {}
     synchronize = CudaDriver.synchronize
     names = {"cuda-copies": "the thread that copies", "cuda-collector": "the thread that collects losses"}
@@ -40,11 +40,11 @@ def count_waits() -> dict[str, Waits]:
 
 
 def main(model: str, size: int, batch: int, num_classes: int, precision: str) -> None:
-    """Trains, traces and prints what was seen."""
+    """Train, trace, and print the results of the trace."""
     waits = count_waits()
     gate, sink, ended = GatedBatches(ReadyBatches(batch, size)), LastLoss(), threading.Event()
     settings: dict[str, Any] = {"model": model, "num_classes": num_classes, "precision": precision, "eval_split": "off"}
-    # The gate holds the program up for as long as the profiler takes.
+    # The gate blocks the program for as long as the profiler takes.
     settings |= {"batch": batch, "learning_rate": 1e-3, "infeed_timeout_s": LONG_S}
     config = TrainConfig(steps=WARM_STEPS + TRACED_STEPS + LAST_STEPS, **settings)
     failures: list[BaseException] = []

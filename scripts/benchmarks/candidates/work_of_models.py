@@ -1,4 +1,4 @@
-"""Counts what a training step has to compute, from the shapes of its convolutions and products."""
+"""Counts the operations of a training step, from the shapes of its convolutions and products."""
 
 import math
 from functools import partial
@@ -12,10 +12,10 @@ from models.registry import build_model
 
 
 def image_flop(name: str, image_size: int, num_classes: int) -> float:
-    """Gives the floating-point operations of one image's training step: 2 · multiply-adds · 3.
+    """Return the floating-point operations of one image's training step: 2 · multiply-adds · 3.
 
-    Forward, gradient by the input and gradient by the kernel take the same number; the first convolution needs no
-    gradient by its input, and that is left out. Norms, activations, pools and the update are not counted.
+    The forward pass, the gradient by the input and the gradient by the kernel take the same number; the gradient of the
+    first convolution by its input is not needed and left out. Norms, activations, pools and the update are not counted.
     """
     counted: list[int] = []
     modules: tuple[Any, ...] = (resnet, pooled_convnet)
@@ -37,7 +37,7 @@ def image_flop(name: str, image_size: int, num_classes: int) -> float:
             module.dense = partial(counting_dense, dense)
         shapes = jax.eval_shape(model.init, jax.random.key(0))
         images = jax.ShapeDtypeStruct((1, image_size, image_size, 3), jnp.float32)
-        # Blocks of one shape are traced once, and are to be counted each.
+        # Blocks of the same shape are traced only once under jit, but each must be counted.
         with jax.disable_jit():
             jax.eval_shape(lambda weights, x: model.apply(weights[0], weights[1], x, train=True), shapes, images)
     finally:
