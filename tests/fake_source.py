@@ -1,4 +1,4 @@
-"""A source made of images in memory, for the tests of packing: damage and interruptions happen where the test says."""
+"""A source of images in memory for the tests of packing, with damage and interruptions at chosen images."""
 
 import hashlib
 import io

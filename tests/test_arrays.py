@@ -1,4 +1,4 @@
-"""The two arrays: metadata that stands in the way is replaced, and damage is told in words."""
+"""The arrays on disk: existing metadata is replaced, and damage is described."""
 
 import pytest
 

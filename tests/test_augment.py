@@ -1,4 +1,4 @@
-"""The whole of the augmentation: what a position undergoes, whatever stands around it."""
+"""The whole augmentation: the result at a position does not depend on its neighbours."""
 
 import dataclasses
 import os

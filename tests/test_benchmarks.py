@@ -1,4 +1,4 @@
-"""The benchmark suite: its arithmetic, the order of its rounds, and what becomes of candidates that misbehave."""
+"""The benchmark suite: its arithmetic, the order of its rounds, and the handling of failing candidates."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""A run whose terminal stands still: nobody reads the pipe, and yet signals, losses and the run's end come through."""
+"""A run whose output pipe is not read: signals, losses and the end of the run still arrive."""
 
 import json
 import os

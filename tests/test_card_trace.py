@@ -1,4 +1,4 @@
-"""What is read out of a profile of a card: written by hand, as no card is at hand here."""
+"""Reading a profile of a card; the profile is written by hand, because there is no card."""
 
 import pytest
 from jax.profiler import ProfileData

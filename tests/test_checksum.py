@@ -1,4 +1,4 @@
-"""The checksum of the shard format: the library's, and what takes its place where it is not there."""
+"""The checksum of the shard format: google-crc32c, and the NumPy fallback without it."""
 
 import google_crc32c
 import numpy as np

@@ -1,4 +1,4 @@
-"""The contact sheet: which images it shows, and that they stand where they should."""
+"""The contact sheet: which images it shows, and where."""
 
 import numpy as np
 import pytest

@@ -1,7 +1,7 @@
-"""A run that is killed by SIGKILL at the instants that matter goes on to the same bits.
+"""A run killed by SIGKILL at critical instants resumes bit for bit.
 
-The process kills itself just before a chosen call, so that each instant is met whatever the machine is doing; kills at
-instants drawn by the clock are `scripts/kill-and-resume`'s.
+The process kills itself just before a chosen call, so that each instant is hit on any machine. Kills at random times
+are tested by `scripts/kill-and-resume`.
 """
 
 import json

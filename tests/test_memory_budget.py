@@ -1,4 +1,4 @@
-"""What threads hold together stays within the budget, in the order in which they ask."""
+"""The memory budget: threads together stay within it, and are served in the order of their requests."""
 
 import os
 import signal

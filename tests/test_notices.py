@@ -1,4 +1,4 @@
-"""Words in mid-run: in order, on a thread of their own, and of no consequence where they cannot be told."""
+"""Notices during a run: in order, on a separate thread, and harmless if they cannot be delivered."""
 
 import threading
 import time

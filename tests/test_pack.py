@@ -1,4 +1,4 @@
-"""The packing job: what comes out, the same whatever interrupts it, and nothing left out in silence."""
+"""The packing job: its output, which no interruption changes, and no image left out without a record."""
 
 import contextlib
 import errno

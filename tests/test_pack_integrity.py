@@ -1,4 +1,4 @@
-"""Files of a pack that are sound in themselves and in the wrong place, or no files at all: noticed by whoever reads."""
+"""Valid files of a pack in the wrong place, and paths that are not regular files: every reader detects them."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What a card's loop carries comes out as it went in, whatever is put together on the way."""
+"""The values of a card's loop carry are unchanged by packing them together."""
 
 import jax
 import jax.numpy as jnp

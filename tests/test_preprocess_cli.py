@@ -1,4 +1,4 @@
-"""The command preprocess-imagenet: what it says, what it makes and how it ends."""
+"""The command preprocess-imagenet: its output, its files and its exit codes."""
 
 import json
 import os

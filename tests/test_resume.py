@@ -1,4 +1,4 @@
-"""A run that goes on is, to the bit, the run that was never interrupted; what it may not change, it refuses by name."""
+"""A resumed run is bit-identical to an uninterrupted one; changes that are not allowed are refused by name."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""What happens to a run folder while its run is going: emptied, replaced, its disk full."""
+"""Changes to a run folder during its run: emptied, replaced, on a full disk."""
 
 import errno
 import hashlib

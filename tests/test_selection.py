@@ -1,4 +1,4 @@
-"""Pack order, held-out images and limits: functions of keys alone."""
+"""Pack order, held-out images and limits: functions of keys only."""
 
 from collections import Counter
 

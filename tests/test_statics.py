@@ -1,4 +1,4 @@
-"""The settings of a training reach the program: each is compared with what a plain loop, or a run without it, gives."""
+"""Every setting of a training reaches the program: compared with a plain loop or with a run without the setting."""
 
 import json
 from dataclasses import replace
