@@ -20,7 +20,7 @@ from engine.records.folder_lock import is_locked
 from engine.records.json_lines import JsonLines
 from engine.records.run_folder import RunFolder, recorded_versions
 from engine.records.snapshot import snapshot_steps
-from engine.run.resume import StartingPoint, find_cuts, go_back
+from engine.run.resume import StartingPoint, find_cuts, rewind_run
 from tests.test_resume import EVALUATED, StoppingEvaluation, run
 from tests.toy import Linear, toy_batch, toy_config
 
@@ -103,7 +103,7 @@ def test_lines_are_counted_without_holding_them_and_a_torn_one_does_not_count(tm
         with pytest.raises(ValueError, match=r"must have the 1001 lines .* has 1000"):
             find_cuts(tmp_path, StartingPoint(step=1001))
         start = StartingPoint(step=700)
-        go_back(folder, start, find_cuts(tmp_path, start))
+        rewind_run(folder, start, find_cuts(tmp_path, start))
     assert (tmp_path / "loss.jsonl").read_text() == "".join(lines[:700])
 
 

@@ -28,7 +28,7 @@ from engine.run.host_side import HostSide
 from engine.run.launch import Launch, NonFiniteError
 from engine.run.parts import OwnParts
 from engine.run.resolve import recorded_own_parts, resolve
-from engine.run.resume import StartingPoint, check_data, check_given_weights, told_versions
+from engine.run.resume import StartingPoint, check_data, check_given_weights, versions_warning
 from engine.run.signals import StopSignals
 from engine.stream.sinks import Sink
 from preprocess.regular_file import IrregularFileError
@@ -90,7 +90,7 @@ def replay_run(
         begin = stretch.start.step
         origin = f"the snapshot of step {begin:,}" if begin else "the state before the first step"
         notify(f"replaying steps {begin + 1:,} … {stretch.to_step:,} of {run} from {origin}")
-        if warning := told_versions(stretch.recorded):
+        if warning := versions_warning(stretch.recorded):
             notify(warning)
         report = _replay(stretch, OwnParts(model, batches, evaluation), notify, data, display)
     return replace(report, file_faults=files.faults)

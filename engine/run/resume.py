@@ -151,7 +151,7 @@ def check_steps(config: TrainConfig, recorded: TrainConfig, steps_done: int) -> 
     )
 
 
-def told_changes(config: TrainConfig, recorded: TrainConfig) -> str | None:
+def describe_changes(config: TrainConfig, recorded: TrainConfig) -> str | None:
     """Return a message about the settings that a resume changes, None if it changes none."""
     changed = [
         f"{name} {setting_words(old)} → {setting_words(now)}"
@@ -161,7 +161,7 @@ def told_changes(config: TrainConfig, recorded: TrainConfig) -> str | None:
     return f"resumed with {', '.join(changed)}" if changed else None
 
 
-def told_factor(start: "StartingPoint") -> str | None:
+def describe_factor(start: "StartingPoint") -> str | None:
     """Return a message about an earlier request's learning-rate factor that still applies, None if there is none."""
     factor = factor_before(start.events, start.pulls)
     if factor == 1:
@@ -180,7 +180,7 @@ def note_changes(recorded: RecordedRun, config: TrainConfig, step: int) -> list[
     return [launch for launch in earlier if launch["until_step"]]
 
 
-def told_versions(recorded: RecordedRun) -> str | None:
+def versions_warning(recorded: RecordedRun) -> str | None:
     """Return a warning if a part of the run used other versions, which may compute other bits, else None."""
     now = recorded_versions()
     others = {
@@ -319,7 +319,7 @@ def check_chain(run: Path, recorded: RecordedRun, start: StartingPoint) -> None:
             )
 
 
-def unchecked_words(recorded: RecordedRun, start: StartingPoint) -> str | None:
+def unchecked_notice(recorded: RecordedRun, start: StartingPoint) -> str | None:
     """Return a message that an older run's files cannot be checked, None if they can."""
     if recorded.digest is not None and (start.snapshot is None or start.snapshot.folder is not None):
         return None
@@ -327,7 +327,7 @@ def unchecked_words(recorded: RecordedRun, start: StartingPoint) -> str | None:
     return f"{which} has no digests of its files: whether they were changed cannot be checked"
 
 
-def go_back(folder: RunFolder, start: StartingPoint, cuts: Mapping[Path, RunningDigest]) -> None:
+def rewind_run(folder: RunFolder, start: StartingPoint, cuts: Mapping[Path, RunningDigest]) -> None:
     """Remove what the run wrote after its starting point, which it will write again.
 
     Args:

@@ -32,14 +32,14 @@ from engine.run.resume import (
     check_own,
     check_settings,
     check_steps,
+    describe_changes,
+    describe_factor,
     find_cuts,
     find_start,
-    go_back,
     note_changes,
-    told_changes,
-    told_factor,
-    told_versions,
-    unchecked_words,
+    rewind_run,
+    unchecked_notice,
+    versions_warning,
 )
 from engine.settings import SettingError
 from engine.stream.sinks import Sink
@@ -165,7 +165,7 @@ class OpenRun:
             if cuts is None:
                 folder.clear()
             else:
-                go_back(folder, launch.start, cuts)
+                rewind_run(folder, launch.start, cuts)
             resolved = {
                 **launch.resolved.to_json(),
                 **launch.crossings,
@@ -219,7 +219,7 @@ def _check_continues(launch: Launch, recorded: RecordedRun, notify: Callable[[st
     """Raises ValueError where what was opened is not the run's; else says what the resume changes and what holds."""
     check_data(launch.resolved, recorded)
     check_given_weights(launch.given_digest, recorded)
-    for told in (told_changes(launch.config, recorded.config), told_factor(launch.start)):
+    for told in (describe_changes(launch.config, recorded.config), describe_factor(launch.start)):
         if told is not None:
             notify(told)
 
@@ -248,7 +248,7 @@ def _check_length(
     check_steps(config, recorded.config, start.step)
     if start.snapshot and start.step >= config.steps:
         notify(f"the run is already complete, with {config.steps:,} steps; give a larger --steps to train further")
-    for words in (told_versions(recorded), unchecked_words(recorded, start)):
+    for words in (versions_warning(recorded), unchecked_notice(recorded, start)):
         if words is not None:
             notify(words)
 
