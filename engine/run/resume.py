@@ -141,7 +141,7 @@ def check_steps(config: TrainConfig, recorded: TrainConfig, steps_done: int) -> 
         return
     remedy = "give more"
     if recorded.steps > steps_done:
-        remedy = "leave them out to continue to {recorded:,}, or give more"
+        remedy = "leave {setting} out to continue to {recorded:,}, or give more"
     raise SettingError(
         "steps",
         "the steps of a resumed run must be more than the {done:,} that are done, got {asked:,}: " + remedy,

@@ -136,6 +136,9 @@ class _Options:
     help="raw reads fastest; blosc is a quarter smaller.",
 )
 @click.option(
+    "--checksum/--no-checksum", default=True, help="Store a CRC-32C per image, so that a flipped bit is an error."
+)
+@click.option(
     "--workers",
     type=click.IntRange(1),
     metavar="THREADS",
