@@ -1,8 +1,8 @@
 """The settings of a run: one frozen, validated record with a strict JSON round trip.
 
-Each is declared here and nowhere else, as `engine.settings` describes; options, checks, reference and resume rules are
-derived from that. Must not import jax, so that the commands start fast. What a setting that is None resolves to (model,
-image size, classes) is decided in `engine.run.resolve`, once the data is open.
+Each setting is declared only here, as `engine.settings` describes; options, checks, reference and resume rules are
+derived from the declaration. Must not import jax, so that the commands start fast. `engine.run.resolve` replaces
+settings that are None (model, image size, classes) once the data are open.
 """
 
 import dataclasses
@@ -34,11 +34,11 @@ ScheduleName = Literal["constant", "step", "cosine", "linear", "one-cycle"]
 PrecisionName = Literal["float32", "bfloat16"]
 
 NO_VALUE = "default"
-"""The word for None, which no number expresses, in options and messages."""
+"""The word for None in options and messages."""
 
-# What synthetic batches are where nothing else is asked for: ImageNet's.
+# The defaults for synthetic batches are those of ImageNet.
 SYNTHETIC_IMAGE_SIZE, SYNTHETIC_CLASSES = 224, 1000
-# Goyal et al. (2017), arXiv:1706.02677: a rate of 0.1 for each 256 images of the batch.
+# Goyal et al. (2017), arXiv:1706.02677: a learning rate of 0.1 for each 256 images of the batch.
 _RATE_PER_IMAGE = 0.1 / 256
 
 # Headings of `--help` and of the reference.
@@ -53,42 +53,42 @@ _RATE = (0, LARGEST_FLOAT32)
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Everything that `train` needs to know; None means: decided from the data or from another setting.
+    """All settings of a run. None means that the value follows from the data or from another setting.
 
-    Numbers of NumPy's are kept as Python's, whole numbers of a real setting as floats, and paths as text, so that equal
-    settings are equal records and JSON takes them.
+    NumPy numbers are converted to Python numbers, integers to floats if the setting is a float, and paths to text, so
+    that equal settings are equal records and can be written as JSON.
 
     Raises:
-        SettingError: a ConfigError and so a ValueError, where a value is of another kind or out of its range, or a name
-            is no setting's (then a TypeError too). It names the setting, the value and what it must be.
+        SettingError: a value has the wrong type or is out of range, or there is no setting of that name (then also a
+            TypeError). It is a ConfigError and so a ValueError. It names the setting, the value and what it must be.
     """
 
     # fmt: off
     steps: int = setting(
-        1000, TRAINING, _RUNTIME, OnResume.GROWS, "Updates to make.", between=_COUNT, unit="N",
+        1000, TRAINING, _RUNTIME, OnResume.GROWS, "Number of updates.", between=_COUNT, unit="N",
         details="0 only compiles and initialises.",
     )
     epochs: float | None = setting(
-        None, TRAINING, _HOST, _CHANGES, "Passes over the training split, in place of {steps}.", between=_COUNT,
+        None, TRAINING, _HOST, _CHANGES, "Passes over the training split, instead of {steps}.", between=_COUNT,
         unit="E", default_words="counted in steps", in_place_of="steps",
-        details="They need not be whole; `engine.run.epochs.settle_epochs` fills in `steps`.",
+        details="May be fractional; `engine.run.epochs.settle_epochs` fills in `steps`.",
     )
     batch: int = setting(
         128, TRAINING, _PROGRAM, _KEPT, "Images per step.", between=(1, 2**20), unit="IMAGES",
         details="Over all devices.",
     )
     eval_every_steps: int = setting(
-        0, TRAINING, _RUNTIME, _CHANGES, "Steps between evaluations; 0 evaluates once, at the end.", between=_COUNT,
+        0, TRAINING, _RUNTIME, _CHANGES, "Steps between evaluations; 0 evaluates once at the end.", between=_COUNT,
         unit="STEPS", option=("--eval-every",),
     )
     eval_mirror: bool = setting(
-        False, TRAINING, _PROGRAM, _KEPT, "Evaluate on the mean of the logits of an image and its mirror image.",
-        details="Not for classes that differ in left and right.",
+        False, TRAINING, _PROGRAM, _KEPT, "Evaluate with the mean of the logits of each image and its mirror image.",
+        details="Not for classes that a mirror image changes.",
     )
     stop_at_top1: float | None = setting(
         None, TRAINING, _RUNTIME, _CHANGES, "Stop when top-1 accuracy reaches this.", between=(1e-9, 1), unit="0…1",
         default_words="never",
-        details="A fraction of the evaluated images; the first evaluation to reach it ends the run.",
+        details="A fraction of the evaluated images; the first evaluation that reaches it stops the run.",
     )
     model: str = setting(
         "auto", TRAINING, _PROGRAM, _KEPT,
@@ -102,51 +102,53 @@ class TrainConfig:
     precision: PrecisionName = setting(
         "float32", TRAINING, _PROGRAM, _KEPT,
         "Precision of activations and products; weights and loss stay float32.",
-        details="Parameters, optimiser state and batch statistics are float32 in either.",
+        details="Parameters, optimiser state and batch statistics are always float32.",
     )
     seed: int = setting(
         0, TRAINING, _RUNTIME, _KEPT, "Seed of the initial weights, the image order and the augmentation.",
         between=(0, 2**63 - 1), unit="N",
     )
     label_smoothing: float = setting(
-        0.0, TRAINING, _RUNTIME, _CHANGES, "Share of each label that is spread evenly over all classes.", between=(0, 1)
+        0.0, TRAINING, _RUNTIME, _CHANGES, "Fraction of each label that is spread evenly over all classes.",
+        between=(0, 1),
     )
     ema_decay: float | None = setting(
         None, TRAINING, _RUNTIME, OnResume.CHANGES_IF_SET,
-        "Decay of a moving average of the weights, which is then evaluated and written.", between=(0, 1),
+        "Decay of the moving average of the weights, which is evaluated and written in their place.", between=(0, 1),
         default_words="no average",
     )
     skip_nonfinite: int = setting(
         0, TRAINING, _RUNTIME, _CHANGES,
-        "Updates in a row that may be skipped because the gradient is not finite; one more ends the run, unless "
-        "{stop_on_nan} is off.", between=_COUNT, unit="N", details="The run ends with the last good weights.",
+        "Consecutive updates that may be skipped because the gradient is NaN or infinite; one more stops the run, "
+        "unless {stop_on_nan} is off.", between=_COUNT, unit="N",
+        details="The run then ends with the last finite weights.",
     )
     stop_on_nan: bool = setting(
         True, TRAINING, _RUNTIME, _CHANGES,
-        "Stop after more than {skip_nonfinite} such updates; otherwise skip every one of them.",
+        "Stop after more than {skip_nonfinite} such updates; if off, skip all of them.",
     )
     deterministic: bool = setting(
         True, TRAINING, _PROGRAM, _KEPT,
-        "On NVIDIA: compute the same bits in every launch, or else use whatever is fastest. No effect on a CPU.",
-        details="The same bits on the same card with the same versions.",
+        "On NVIDIA: compute the same bits in every launch; if off, use the fastest algorithms. No effect on a CPU.",
+        details="The bits are the same on the same card with the same versions.",
     )
 
     data: str | None = setting(
         None, DATA, _HOST, _CHANGES, "Packed data set, a folder or a URL.", unit="DIR|URL", completion="folder",
         default_words="$FEEDLOOP_DATA, else data/shards, else the demo set",
-        details="A TensorStore URL names an object store. A resumed run checks that the data are the same.",
+        details="A TensorStore URL names an object store. A resumed run checks that the data have not changed.",
     )
     split: str = setting("train", DATA, _HOST, _KEPT, "Split to train on.", unit="NAME")
     eval_split: str | None = setting(
-        None, DATA, _HOST, _KEPT, "Split to evaluate on; off never evaluates.", unit="NAME|off",
+        None, DATA, _HOST, _KEPT, "Split to evaluate on; off disables evaluation.", unit="NAME|off",
         default_words="val, else test, if the data has one",
     )
     synthetic: bool = setting(
         False, DATA, _HOST, _KEPT, "Train on random batches drawn on the host; needs no data set."
     )
     image_size: int | None = setting(
-        None, DATA, _PROGRAM, _KEPT, "Height and width that the network sees; at most the data's.", between=(1, 2**14),
-        unit="PX", default_words=f"the data's; {SYNTHETIC_IMAGE_SIZE} with {{synthetic}}",
+        None, DATA, _PROGRAM, _KEPT, "Height and width of the network's input; at most that of the data.",
+        between=(1, 2**14), unit="PX", default_words=f"the data's; {SYNTHETIC_IMAGE_SIZE} with {{synthetic}}",
     )
     num_classes: int | None = setting(
         None, DATA, _PROGRAM, _KEPT, "Number of outputs of the model.", between=(1, 2**16), unit="K",
@@ -154,7 +156,7 @@ class TrainConfig:
     )
 
     optimizer: OptimizerName = setting(
-        "sgd", OPTIMISER, _PROGRAM, _KEPT, "Rule that turns gradients into updates.",
+        "sgd", OPTIMISER, _PROGRAM, _KEPT, "Algorithm that computes updates from gradients.",
         details="sgd and nesterov are as PyTorch defines them.",
     )
     learning_rate: float | None = setting(
@@ -164,50 +166,53 @@ class TrainConfig:
     )
     schedule: ScheduleName = setting(
         "constant", OPTIMISER, _PROGRAM, _KEPT,
-        "Course of the learning rate; step divides it by ten after 1/3, 2/3 and 8/9 of the steps.",
+        "Learning rate schedule; step divides the rate by ten after 1/3, 2/3 and 8/9 of the steps.",
         details="cosine and linear fall to 0; one-cycle is fastai's.",
     )
     warmup_steps: int = setting(
-        0, OPTIMISER, _RUNTIME, _CHANGES, "Steps of a linear rise from 0 before the schedule.", between=_COUNT,
+        0, OPTIMISER, _RUNTIME, _CHANGES, "Steps of linear warm-up from 0 before the schedule.", between=_COUNT,
         unit="STEPS",
     )
     warmup_epochs: float | None = setting(
-        None, OPTIMISER, _HOST, _CHANGES, "The same rise in passes over the training split.", between=_COUNT, unit="E",
-        default_words="counted in steps", in_place_of="warmup_steps",
+        None, OPTIMISER, _HOST, _CHANGES, "Length of the warm-up in passes over the training split.", between=_COUNT,
+        unit="E", default_words="counted in steps", in_place_of="warmup_steps",
     )
     cycle_momentum: bool = setting(
-        False, OPTIMISER, _PROGRAM, _KEPT, "Lower the momentum from 0.95 to 0.85 and back against the one-cycle rate."
+        False, OPTIMISER, _PROGRAM, _KEPT,
+        "Cycle the momentum from 0.95 to 0.85 and back, opposite to the one-cycle learning rate.",
     )
     momentum: float = setting(
-        0.9, OPTIMISER, _RUNTIME, _CHANGES, "Momentum; first-moment decay of adamw and lamb.", between=(0, 1)
+        0.9, OPTIMISER, _RUNTIME, _CHANGES, "Momentum; first-moment decay for adamw and lamb.", between=(0, 1)
     )
     beta2: float = setting(0.999, OPTIMISER, _RUNTIME, _CHANGES, "Second-moment decay (adamw, lamb).", between=(0, 1))
     weight_decay: float = setting(
         1e-4, OPTIMISER, _RUNTIME, _CHANGES, "Weight decay of the kernels.", between=_RATE, unit="RATE"
     )
-    decay_all: bool = setting(False, OPTIMISER, _PROGRAM, _KEPT, "Apply weight decay to norms and biases too.")
+    decay_all: bool = setting(False, OPTIMISER, _PROGRAM, _KEPT, "Also apply weight decay to norms and biases.")
     clip_norm: float | None = setting(
         None, OPTIMISER, _RUNTIME, _CHANGES, "Largest global norm of the gradient; a larger one is scaled down.",
         between=(1e-30, LARGEST_FLOAT32), unit="NORM", default_words="no limit",
     )
     accumulate_steps: int = setting(
-        1, OPTIMISER, _RUNTIME, _KEPT, "Batches whose gradients make one update.", between=(1, 2**20), unit="BATCHES",
-        details="1 and more than 1 are different programs.",
+        1, OPTIMISER, _RUNTIME, _KEPT, "Batches whose gradients are accumulated into one update.",
+        between=(1, 2**20), unit="BATCHES",
+        details="A value of 1 compiles another program than a larger value.",
     )
 
     crop: CropName = setting(
         "centre", AUGMENTATION, _PROGRAM, _KEPT,
-        "Part of the image to train on: its centre, a random place, or resized (random area and aspect, resized).",
+        "Crop for training: centre, random (position), or resized (random area and aspect ratio, then resized).",
     )
     crop_padding: int = setting(
         0, AUGMENTATION, _PROGRAM, _KEPT, "Pixels added on every side before a random crop.", between=(0, 2**14),
         unit="PX",
     )
     padding_mode: PaddingName = setting(
-        "zeros", AUGMENTATION, _PROGRAM, _KEPT, "Fill the padding with black, or with the image mirrored at its border."
+        "zeros", AUGMENTATION, _PROGRAM, _KEPT,
+        "Fill the padding with black, or with the image reflected at its border.",
     )
     crop_area: float = setting(
-        0.08, AUGMENTATION, _PROGRAM, _KEPT, "Smallest part of the image's area that a resized crop shows.",
+        0.08, AUGMENTATION, _PROGRAM, _KEPT, "Smallest fraction of the image's area that a resized crop covers.",
         between=(0, 1),
     )
     flip: float = setting(
@@ -226,12 +231,12 @@ class TrainConfig:
         0.0, AUGMENTATION, _PROGRAM, _KEPT, "Largest change of hue, in turns of the colour circle.", between=(0, 0.5)
     )
     mixup: float = setting(
-        0.0, AUGMENTATION, _PROGRAM, _KEPT, "Alpha of the Beta distribution that mixes neighbouring images; 0 is off.",
+        0.0, AUGMENTATION, _PROGRAM, _KEPT, "Alpha of the Beta distribution for mixing neighbouring images; 0 is off.",
         between=(0, 1000), unit="ALPHA",
     )
     cutmix: float = setting(
         0.0, AUGMENTATION, _PROGRAM, _KEPT,
-        "Alpha of the Beta distribution that pastes a part of a neighbouring image; 0 is off.", between=(0, 1000),
+        "Alpha of the Beta distribution for pasting part of a neighbouring image; 0 is off.", between=(0, 1000),
         unit="ALPHA",
     )
     erasing: float = setting(
@@ -240,11 +245,11 @@ class TrainConfig:
 
     chunk_batches: int | None = setting(
         None, INFEED, _PROGRAM, _KEPT,
-        "Steps between two looks at the host, up to 1024, whose batches cross at once (on NVIDIA: are enqueued); for "
-        "steps under a millisecond. Signals and requests wait for them. A resumed run keeps it.", between=(1, 1024),
-        unit="BATCHES", option=("--chunk",), default_words="1; 10 with transport cuda",
-        details="Their losses come back together, but one by one with transport cuda, where a divisor of the steps "
-        "between evaluations and snapshots is best.",
+        "Steps per chunk, up to 1024, whose batches cross to the device at once (on NVIDIA: are enqueued at once); "
+        "useful for steps under a millisecond. Signals and requests act between chunks. A resumed run keeps it.",
+        between=(1, 1024), unit="BATCHES", option=("--chunk",), default_words="1; 10 with transport cuda",
+        details="The losses of a chunk are returned together, but one by one with transport cuda, for which a divisor "
+        "of the steps between evaluations and snapshots is best.",
     )
     prefetch: int | None = setting(
         None, INFEED, _HOST, _CHANGES, "Batches read ahead of the device.", between=(1, 1024), unit="BATCHES",
@@ -252,7 +257,7 @@ class TrainConfig:
     )
     reader_threads: int = setting(
         2, INFEED, _HOST, _CHANGES, "Threads that read shards.", between=(1, 1024), unit="N",
-        details="A batch source of your own is called from one thread, in order.",
+        details="A user-defined batch source is called from one thread, in order.",
     )
     infeed_timeout_s: float = setting(
         60.0, INFEED, _HOST, _CHANGES, "Longest wait for a batch before the run fails.", between=(0.001, 86_400),
@@ -272,7 +277,7 @@ class TrainConfig:
         option=("--resume",),
     )
     snapshot_every_steps: int = setting(
-        0, OUTPUT, _RUNTIME, _CHANGES, "Steps between snapshots; 0 takes one, at the end.", between=_COUNT,
+        0, OUTPUT, _RUNTIME, _CHANGES, "Steps between snapshots; 0 takes one at the end.", between=_COUNT,
         unit="STEPS", option=("--snapshot-every",),
     )
     keep_snapshots: int = setting(
@@ -284,7 +289,7 @@ class TrainConfig:
     )
 
     compilation_cache: str | None = setting(
-        None, COMPILATION, _HOST, _CHANGES, "Folder where compiled programs are kept; off keeps none.", unit="DIR|off",
+        None, COMPILATION, _HOST, _CHANGES, "Folder of the compilation cache; off disables it.", unit="DIR|off",
         default_words="$JAX_COMPILATION_CACHE_DIR, else the user's cache folder", completion="folder",
     )
     dump_hlo: str | None = setting(
@@ -294,7 +299,7 @@ class TrainConfig:
     # fmt: on
 
     def __new__(cls, **values: Any) -> Self:
-        """Refuse a name that no setting has before Python does, which knows none that is near."""
+        """Refuse an unknown name before Python does, so that the message can suggest the nearest one."""
         for name in values:
             if name not in SETTINGS:
                 raise unknown_setting(name, SETTINGS, cls.__name__)
@@ -319,7 +324,7 @@ class TrainConfig:
 
     @property
     def most_skips(self) -> int:
-        """Updates in a row that may be skipped."""
+        """The largest number of consecutive updates that may be skipped."""
         return self.skip_nonfinite if self.stop_on_nan else 2**31 - 1
 
     def to_json(self) -> dict[str, Any]:
@@ -328,23 +333,23 @@ class TrainConfig:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "TrainConfig":
-        """Return the settings that `to_json` gave; raise SettingError for a key that is none."""
+        """Return the settings from the result of `to_json`; raise SettingError for an unknown key."""
         return cls(**values)
 
 
 SETTINGS: Mapping[str, Setting] = settings_of(TrainConfig)
-"""What is declared of every setting, by its name."""
+"""The declaration of every setting, by its name."""
 TrainConfig.__doc__ = f"{TrainConfig.__doc__}\n{attributes_section(SETTINGS)}"
 
 COUNTED_IN_EPOCHS = tuple((each.name, each.in_place_of) for each in SETTINGS.values() if each.in_place_of is not None)
-"""Settings that say one thing in two ways; of each pair the first, where it is given, makes the second."""
+"""Pairs of settings (epochs, steps) with the same meaning; if the first is given, the second is computed from it."""
 
 
 def settings_table() -> list[dict[str, str]]:
-    """Return what a reference says of each setting: a row a setting, all in words, in the order of the fields."""
+    """Return the reference of the settings as text: one row per setting, in the order of the fields."""
     return table_of(SETTINGS)
 
 
 def setting_words(value: Any) -> str:
-    """Return the value of a setting as messages have it."""
+    """Return the value of a setting as messages show it."""
     return NO_VALUE if value is None else f"{value:g}" if isinstance(value, float) else str(value)

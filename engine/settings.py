@@ -1,8 +1,8 @@
-"""How a setting is declared, once: default, range, help, where it takes effect, and whether a resume may change it.
+"""Declarations of settings: default, range, help, where a setting takes effect, and whether a resume may change it.
 
-Owns the form of a declaration, the check of a value, and the errors that carry their setting. Knows no setting by name
-and no command: options, checks, reference and resume rules are derived from what is declared here. Must not import
-jax, so that the commands start fast.
+Owns the form of a declaration, the check of a value, and the errors that name a setting. Knows no setting by name and
+no command: options, checks, reference and resume rules are derived from the declarations. Must not import jax, so that
+the commands start fast.
 """
 
 import dataclasses
@@ -22,43 +22,43 @@ _KEY = "setting"
 
 
 class Stage(Enum):
-    """Where a setting takes effect, in words for the reference."""
+    """Where a setting takes effect, as the reference says it."""
 
     PROGRAM = "compiled into the program"
     RUNTIME = "argument of the program: changing it compiles nothing"
-    HOST = "on the host alone"
+    HOST = "on the host only"
 
 
 class OnResume(Enum):
-    """What a resume may do with a setting, in words for the reference."""
+    """Whether a resume may change a setting, as the reference says it."""
 
-    KEPT = "must stay as it was"
+    KEPT = "must not change"
     CHANGES = "may change"
-    CHANGES_IF_SET = "may change, but neither be added nor taken away"
-    GROWS = "may change; the run must still have steps to make"
+    CHANGES_IF_SET = "may change, but cannot be added or removed"
+    GROWS = "may change, to more than the steps already done"
     PER_LAUNCH = "belongs to one launch, not to the run"
 
 
 Completion = Literal["model", "folder", "file"]
-"""What a shell may complete a text with."""
+"""The kinds of values that a shell can complete."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Declaration:
-    """What is said of a setting where it is declared.
+    """The declaration of a setting.
 
     Attributes:
         group: its heading in `--help` and in the reference.
         stage: where it takes effect.
-        on_resume: what a resume may do with it.
-        help_text: a sentence or two for `--help`; a name in braces stands for the setting of that name.
-        between: least and largest value, None for what is no number.
-        unit: what stands for the value in `--help`, None for what the type says.
-        option: how the command line spells it where that is not its name, None where it is.
-        default_words: what the default comes to where the value does not say it; braces as in `help_text`.
-        details: what the reference and the docstring say besides; braces as in `help_text`.
-        completion: what a shell completes a text with.
-        in_place_of: the setting that this one is another way of giving.
+        on_resume: whether a resume may change it.
+        help_text: one or two sentences for `--help`; a name in braces stands for the setting of that name.
+        between: the smallest and largest value, None if it is not a number.
+        unit: the placeholder for the value in `--help`, None to derive it from the type.
+        option: its spelling on the command line, None to derive it from its name.
+        default_words: a description of the default if its value does not explain it; braces as in `help_text`.
+        details: additional text for the reference and the docstring; braces as in `help_text`.
+        completion: the kind of value that a shell completes.
+        in_place_of: the setting that this one replaces.
     """
 
     group: str
@@ -75,34 +75,34 @@ class Declaration:
 
 
 def setting[T](default: T, group: str, stage: Stage, on_resume: OnResume, help_text: str, /, **declared: Any) -> T:
-    """Return the field of a dataclass that declares a setting; the arguments are those of `Declaration`."""
+    """Return a dataclass field that declares a setting; the arguments are those of `Declaration`."""
     declaration = Declaration(group=group, stage=stage, on_resume=on_resume, help_text=help_text, **declared)
     field: Any = dataclasses.field(default=default, metadata={_KEY: declaration})
     return field
 
 
 class ConfigError(ValueError):
-    """Settings that are refused, with the rule, the value found and the remedy."""
+    """Settings were refused; the message has the rule, the value found and the remedy."""
 
 
 class SettingError(ConfigError):
-    """A setting that is refused; the message names settings as Python does, `words` as whoever reads it does.
+    """A setting was refused; the message has the Python names of settings, and `words` can have others.
 
     Args:
-        setting: the name of the setting that is at fault.
-        template: the message. `{setting}` stands for the setting at fault, another name in braces for what was found
-            under that name, or else for the setting of that name.
-        found: what the message tells of.
+        setting: the name of the refused setting.
+        template: the message. `{setting}` stands for the refused setting, another name in braces for the value of that
+            name in `found`, or else for the setting of that name.
+        found: the values that the message shows.
     """
 
     def __init__(self, setting: str, template: str, **found: Any) -> None:
-        # Not the message: a copy, and one that another process made, is built from these.
+        # Not the message: copying and unpickling call the constructor with these.
         super().__init__(setting, template)
         self.setting = setting
         self._found = found
 
     def words(self, name_setting: Callable[[str], str]) -> str:
-        """Return the message, each setting named as `name_setting` gives it."""
+        """Return the message, with each setting named by `name_setting`."""
         return str(self.args[1]).format_map(_Words(self._found, self.setting, name_setting))
 
     def __str__(self) -> str:
@@ -110,7 +110,7 @@ class SettingError(ConfigError):
 
 
 class UnknownSettingError(SettingError, TypeError):
-    """A name that no setting has; a TypeError too, as it is where it was given as an argument."""
+    """There is no setting of this name; also a TypeError, as for any unknown keyword argument."""
 
 
 class _Words(dict[str, Any]):
@@ -125,13 +125,13 @@ class _Words(dict[str, Any]):
 
 @dataclass(frozen=True, kw_only=True)
 class Setting(Declaration):
-    """A declared setting, with what its field says of it.
+    """A declared setting, with the attributes of its dataclass field.
 
     Attributes:
-        name: in Python and in JSON.
+        name: its name in Python and in JSON.
         kind: bool, int, float or str.
         is_optional: whether it may be None.
-        choices: the words that it may be, empty where it is no choice.
+        choices: its allowed values, empty if it is not a choice.
         default: its default.
     """
 
@@ -143,22 +143,22 @@ class Setting(Declaration):
 
     @property
     def options(self) -> tuple[str, ...]:
-        """How the command line spells it, the usual spelling first; a switch with its negation behind a slash."""
+        """Its spellings on the command line, the usual one first; a switch is followed by a slash and its negation."""
         dashed = self.name.replace("_", "-")
         usual = f"--{dashed}/--no-{dashed}" if self.kind is bool else f"--{dashed}"
         return self.option or (usual,)
 
     def help_words(self, name_setting: Callable[[str], str]) -> str:
-        """Return the help, each setting named as `name_setting` gives it."""
+        """Return the help text, with each setting named by `name_setting`."""
         return self.help_text.format_map(_Words({}, self.name, name_setting))
 
     def default_as_words(self, name_setting: Callable[[str], str] = str) -> str:
-        """Return what the default is or comes to, each setting named as `name_setting` gives it."""
+        """Return a description of the default, with each setting named by `name_setting`."""
         return (self.default_words or str(self.default)).format_map(_Words({}, self.name, name_setting))
 
     @property
     def range_words(self) -> str:
-        """The values that it takes, in words; empty where every value of its type is taken."""
+        """A description of the allowed values, empty if every value of its type is allowed."""
         if self.choices:
             return ", ".join(self.choices)
         if self.between is None:
@@ -167,10 +167,10 @@ class Setting(Declaration):
         return f"at least {low}, finite in float32" if high == LARGEST_FLOAT32 else f"{low} … {high}"
 
     def checked(self, value: Any) -> Any:
-        """Return a value as its declared kind, in Python's own types.
+        """Return a value converted to the built-in type of the setting.
 
         Raises:
-            SettingError: where it is of another kind, an empty text, out of its range, or none of the choices.
+            SettingError: the value has the wrong type, is an empty text, out of range, or none of the choices.
         """
         if value is None and self.is_optional:
             return None
@@ -197,7 +197,7 @@ class Setting(Declaration):
         kind: Any = self.kind
         if kind is str and isinstance(value, os.PathLike):
             value = os.fspath(value)
-        # NumPy registers its integers and floats as these; a bool of Python's is an integer too, never meant as one.
+        # NumPy registers its integers and floats as these. A Python bool is an integer too, but is not accepted as one.
         taken = {bool: bool, int: numbers.Integral, float: numbers.Real, str: str}[kind]
         if not isinstance(value, taken) or (isinstance(value, bool) and kind is not bool):
             raise SettingError(
@@ -210,16 +210,16 @@ class Setting(Declaration):
             )
         if kind is str and not value:
             raise SettingError(
-                self.name, "{setting} must not be empty, got {value!r}: leave it out to take its default", value=value
+                self.name, "{setting} must not be empty, got {value!r}: leave it out to use its default", value=value
             )
         try:
             return kind(value)
         except OverflowError:
-            raise SettingError(self.name, "{setting} must be finite, got an integer beyond every float") from None
+            raise SettingError(self.name, "{setting} must be finite, got an integer larger than any float") from None
 
 
 def settings_of(declared: type) -> Mapping[str, Setting]:
-    """Return the settings that a dataclass declares, by their names, in their order."""
+    """Return the settings that a dataclass declares, by name, in the order of its fields."""
     kinds = get_type_hints(declared)
     return MappingProxyType(
         {field.name: _setting_of(field, kinds[field.name]) for field in dataclasses.fields(declared)}
@@ -240,7 +240,7 @@ def _setting_of(field: "dataclasses.Field[Any]", kind: Any) -> Setting:
 
 
 def table_of(settings: Mapping[str, Setting]) -> list[dict[str, str]]:
-    """Return what a reference says of each setting: a row a setting, all in words, nothing empty but range and unit."""
+    """Return the reference of the settings as text: one row per setting, with no empty fields but range and unit."""
     return [
         {
             "name": each.name,
@@ -260,7 +260,7 @@ def table_of(settings: Mapping[str, Setting]) -> list[dict[str, str]]:
 
 def attributes_section(settings: Mapping[str, Setting]) -> str:
     """Return the section of a docstring that describes the settings."""
-    # Not wrapped: that takes longer than all else that is done here, and every command waits for it.
+    # Not wrapped: wrapping takes longer than everything else here, and delays every command.
     lines = [
         f"{row['name']}: {row['help']} Default: {row['default']}. On resume: {row['on_resume']}."
         for row in table_of(settings)
@@ -269,7 +269,7 @@ def attributes_section(settings: Mapping[str, Setting]) -> str:
 
 
 def unknown_setting(name: str, known: Mapping[str, Setting], what: str) -> UnknownSettingError:
-    """Return the error about a name that no setting has; `what` was to have it."""
+    """Return the error about an unknown setting name that was given to `what`."""
     if near := did_you_mean(name, known):
         return UnknownSettingError(name, "{what} has no setting {name!r}{near}", what=what, name=name, near=near)
     return UnknownSettingError(

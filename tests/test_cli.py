@@ -94,7 +94,7 @@ def test_a_piped_run_prints_what_it_is_and_a_line_a_step(tmp_path):
         (["--recipe", "imagnet"], "a recipe must be one of cifar-200, "),
         (["--recipe", "mine.toml"], "mine.toml: a recipe has no setting 'bach': did you mean batch?"),
         (["--epochs", "2"], "epochs and steps must not both be given, got --epochs 2 and --steps 1: leave one out"),
-        (["--warmup-epochs", "1", "--synthetic"], "--warmup-epochs must be left out with synthetic batches"),
+        (["--warmup-epochs", "1", "--synthetic"], "--warmup-epochs must not be given with synthetic batches"),
     ],
 )
 def test_wrong_usage_is_one_clear_error(arguments, message, tmp_path, monkeypatch, capfd):
@@ -279,7 +279,7 @@ def test_a_recipe_gives_what_the_command_line_leaves_open(tmp_path):
         "recipe mine: 12 % top-1; the command line overrides learning_rate 0.01 → default, batch 4 → 5, "
         "decay_all True → False",
         "data: packed (as named)",
-        "epochs: 2 of 10 images come to 4 steps",
+        "epochs: 2 of 10 images are 4 steps",
     ]
     assert [line.split("  ")[0] for line in lines if line.startswith("step ")] == [f"step {n}/4" for n in (1, 2, 3, 4)]
     settings = json.loads((tmp_path / "run/config.json").read_text())["config"]

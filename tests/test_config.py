@@ -275,7 +275,7 @@ def test_a_value_of_another_kind_is_refused(name, wrong):
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_an_empty_text_is_refused(name):
-    with pytest.raises(ValueError, match=rf"^{name} must not be empty, got '': leave it out to take its default$"):
+    with pytest.raises(ValueError, match=rf"^{name} must not be empty, got '': leave it out to use its default$"):
         configured(**{name: ""})
 
 
@@ -398,8 +398,8 @@ def test_the_reference_has_a_row_of_words_for_every_setting():
     assert table["crop"]["range"] == "centre, random, resized"
     assert table["decay_all"]["option"] == "--decay-all / --no-decay-all"
     assert (table["epochs"]["help"].partition(".")[0], table["steps"]["on_resume"]) == (
-        "Passes over the training split, in place of steps",
-        "may change; the run must still have steps to make",
+        "Passes over the training split, instead of steps",
+        "may change, to more than the steps already done",
     )
 
 

@@ -166,9 +166,9 @@ def test_a_recorded_run_comes_back_as_it_was():
         ),
         (
             lambda: Augmentation(crop_padding=4),
-            "crop_padding belongs to crop random, got crop_padding 4 with crop centre: take crop random, or "
+            "crop_padding requires crop random, got crop_padding 4 with crop centre: set crop random, or "
             "crop_padding 0",
-            "--crop-padding belongs to --crop random, got --crop-padding 4 with --crop centre: take --crop random, or "
+            "--crop-padding requires --crop random, got --crop-padding 4 with --crop centre: set --crop random, or "
             "--crop-padding 0",
         ),
         (
@@ -204,7 +204,7 @@ def test_a_resume_names_the_options_that_it_cannot_take():
     with pytest.raises(SettingError) as raised:
         check_settings(TrainConfig(batch=8, chunk_batches=None, data="/packed"), before)
     assert raised.value.setting == "batch"
-    assert "made of: batch was 4, got 8; chunk_batches was 2, got None. Leave" in str(raised.value)
+    assert "differ: batch was 4, got 8; chunk_batches was 2, got None. Leave" in str(raised.value)
     words = raised.value.words(option_names(run_train.make_context("run-train", [])))
-    assert "made of: --batch was 4, got 8; --chunk was 2, got None. Leave" in words
-    assert words.endswith("or begin another run (--run-dir)")
+    assert "differ: --batch was 4, got 8; --chunk was 2, got None. Leave" in words
+    assert words.endswith("or start another run (--run-dir)")

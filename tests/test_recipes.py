@@ -196,11 +196,11 @@ def test_a_file_of_ones_own_is_taken(tmp_path, monkeypatch):
         (
             "[settings]\nbatch = 8",
             "",
-            r"must have the table settings, got None: add \[settings\] and a setting a line$",
+            r"must have the table settings, got None: add \[settings\] and one setting per line$",
         ),
         ("[settings]\nbatch = 8", "settings = 3", r"must have the table settings, got 3"),
         ("batch = 8", "batchs = 8", r"a recipe has no setting 'batchs': did you mean batch\?$"),
-        ("batch = 8", "frobnicate = 8", r"a recipe has no setting 'frobnicate': take it out$"),
+        ("batch = 8", "frobnicate = 8", r"a recipe has no setting 'frobnicate': remove it$"),
         ("batch = 8", "batch = 8.0", r"batch must be of type int, got 8\.0 of float$"),
         ("batch = 8", "batch = true", r"batch must be of type int, got True of bool$"),
         ("batch = 8", "flip = 1.5", r"flip must lie in 0 … 1, got 1\.5$"),
@@ -280,10 +280,10 @@ def test_the_record_of_a_run_is_a_recipe(tmp_path):
 def test_a_record_that_was_changed_or_is_of_ones_own_model_is_refused(tmp_path):
     path = record_run(tmp_path / "run", TrainConfig(batch=4))
     path.write_text(path.read_text().replace('"batch": 4', '"batch": 5'))
-    with pytest.raises(ValueError, match=r"config\.json must be what run-train wrote, and was changed since"):
+    with pytest.raises(ValueError, match=r"config\.json was changed since run-train wrote it"):
         load_recipe(path)
     with pytest.raises(
-        ValueError, match=r"the run trained a model of its user's own, 'Linear', which no recipe names$"
+        ValueError, match=r"the run trained a user-defined model, 'Linear', which a recipe cannot name$"
     ):
         load_recipe(record_run(tmp_path / "own", TrainConfig(), model="Linear"))
     with pytest.raises(ValueError, match=r"none\.json: a recipe must be a file that can be read \(No such file"):

@@ -164,7 +164,7 @@ def test_more_classes_than_the_data_has_are_allowed(tmp_path):
             {"stop_at_top1": 0.5},
             r"stop_at_top1 needs images to evaluate on, and the data \(batches of your own\) have none, got 0\.5",
         ),
-        ({"cycle_momentum": True, "schedule": "cosine"}, "cycle_momentum goes with the schedule one-cycle, got cosine"),
+        ({"cycle_momentum": True, "schedule": "cosine"}, "cycle_momentum needs the schedule one-cycle, got cosine"),
     ],
 )
 def test_settings_that_do_not_fit_own_batches_are_refused(values, message):

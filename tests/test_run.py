@@ -297,9 +297,9 @@ def test_labels_are_held_to_the_models_classes_where_nothing_else_tells_them():
         ({"model": "resnet8"}, r"a model must have the functions init and apply, got str: .*TrainConfig\(model=…\)"),
         ({"batches": iter([])}, "batches must be a function from the step .* got list_iterator"),
         ({"config": {"steps": 1}}, r"the settings must be a TrainConfig, got dict"),
-        ({"config": toy_config(model="resnet8")}, "the setting model must be left out .* got 'resnet8'"),
-        ({"config": toy_config(data="data/shards")}, "the setting data must be left out .* got 'data/shards'"),
-        ({"config": toy_config(synthetic=True)}, "the setting synthetic must be left out .* got True"),
+        ({"config": toy_config(model="resnet8")}, "the setting model must not be given .* got 'resnet8'"),
+        ({"config": toy_config(data="data/shards")}, "the setting data must not be given .* got 'data/shards'"),
+        ({"config": toy_config(synthetic=True)}, "the setting synthetic must not be given .* got True"),
     ],
 )
 def test_arguments_of_another_kind_or_without_effect_are_refused(arguments, message):

@@ -1,4 +1,4 @@
-"""The command `run-train`: options to settings, the loss stream to the terminal, errors to one line."""
+"""The command `run-train`: converts options to settings, shows the losses, and reports an error in one line."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -61,25 +61,25 @@ def main(context: click.Context, /, *, recipe: str | None, dry_run: bool, traceb
             raise
         say_to_stderr(f"run-train: {describe_error(error, option_names(context))}")
         code = _WRONG_USAGE if isinstance(error, ValueError) else _FAILED
-    # A disk that did not take the last snapshot may hold its thread for ever.
+    # If the last snapshot was not written, its thread may be blocked by the disk for ever.
     leave(code, at_once=not is_saved)
 
 
 def _merge(context: click.Context, recipe: LoadedRecipe | None) -> MergedOptions:
-    """Puts the command line above the recipe, or the record of the run that is resumed, and says what comes of it."""
+    """Merge the command line with the recipe or the resumed run's record, over which it has priority, and print it."""
     if context.params["resume"]:
         return _resumed_options(context, recipe)
     if recipe is None:
         return merge_options(command_line(context))
     merged = merge_options(OptionSource(f"recipe {recipe.name}", recipe.settings), command_line(context))
     changed = ", ".join(merged.overrides)
-    told = [recipe.expected] * bool(recipe.expected) + [f"the command line overrides {changed}"] * bool(changed)
-    click.echo(": ".join([f"recipe {recipe.name}", "; ".join(told)] if told else [f"recipe {recipe.name}"]))
+    notes = [recipe.expected] * bool(recipe.expected) + [f"the command line overrides {changed}"] * bool(changed)
+    click.echo(": ".join([f"recipe {recipe.name}", "; ".join(notes)] if notes else [f"recipe {recipe.name}"]))
     return merged
 
 
 def _resumed_options(context: click.Context, recipe: LoadedRecipe | None) -> MergedOptions:
-    """Puts the command line above the settings that the run was begun with."""
+    """Merge the command line with the recorded settings of the run, over which it has priority."""
     from engine.records.recorded_run import read_recorded
 
     run_dir = context.params["run_dir"]
@@ -90,7 +90,7 @@ def _resumed_options(context: click.Context, recipe: LoadedRecipe | None) -> Mer
     recorded = read_recorded(Path(run_dir))
     if recipe is not None and f"recipe {recipe.name}" not in recorded.origins.values():
         raise ValueError(
-            f"a resumed run keeps its recipe, and {run_dir} has none called {recipe.name}: leave --recipe out"
+            f"a resumed run keeps its recipe, and {run_dir} was not started with {recipe.name}: leave --recipe out"
         )
     merged = merge_options(OptionSource(_RECORDED, recorded.config.to_json()), command_line(context))
     origins = {

@@ -1,7 +1,7 @@
-"""Where each setting of a run comes from: the defaults, a recipe or a recorded run, the command line.
+"""The sources of a run's settings: the defaults, a recipe or a recorded run, the command line.
 
-Owns the precedence of these sources and the record of which one won; knows nothing of what a setting does, nor of any
-command's options.
+Owns the precedence of these sources and the record of which one decided each setting; knows nothing of what a setting
+does, or of the options of any command.
 """
 
 from collections.abc import Mapping
@@ -20,11 +20,11 @@ _GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 
 
 class OptionSource(NamedTuple):
-    """Settings and who gave them.
+    """Settings and where they were given.
 
     Attributes:
-        name: as `config.json` and messages have it: "recipe imagenet-90", "the recorded run", "command line".
-        settings: those that were given, by the names of `TrainConfig`.
+        name: as `config.json` and messages show it: "recipe imagenet-90", "the recorded run", "command line".
+        settings: the given settings, by their names in `TrainConfig`.
     """
 
     name: str
@@ -33,12 +33,12 @@ class OptionSource(NamedTuple):
 
 @dataclass(frozen=True)
 class MergedOptions:
-    """What several sources come to.
+    """The merged settings of several sources.
 
     Attributes:
-        settings: for `TrainConfig`; those that nobody gave are left out.
-        origins: for every setting of `TrainConfig`, the name of the source that decided on it, or "default".
-        overrides: in words, each setting of an earlier source that a later one changed: "batch 256 → 1024".
+        settings: the arguments of `TrainConfig`, without those that no source gave.
+        origins: for every setting of `TrainConfig`, the name of the source that decided it, or "default".
+        overrides: a text for each setting of an earlier source that a later one changed: "batch 256 → 1024".
     """
 
     settings: dict[str, Any]
@@ -46,12 +46,12 @@ class MergedOptions:
     overrides: tuple[str, ...]
 
 
-# Generic for a type checker in newer clicks, in no way at run time in older ones.
+# ParamType is generic in the annotations of newer click versions, but not at run time in older ones.
 class OptionalNumber(click.ParamType):  # type: ignore[type-arg]
-    """A number, or the word `default`: the value that stands without any recipe, which no number may express.
+    """A number, or the word `default` for None, which no number can express.
 
     Args:
-        kind: of the number, click.INT or click.FLOAT.
+        kind: the type of the number, click.INT or click.FLOAT.
     """
 
     def __init__(self, kind: click.types.IntParamType | click.types.FloatParamType) -> None:
@@ -59,17 +59,17 @@ class OptionalNumber(click.ParamType):  # type: ignore[type-arg]
         self.name = kind.name
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Gives the number, None for the word; fails as click's own type does."""
+        """Return the number, or None for the word; fail as click's own type does."""
         return None if value == NO_VALUE else self._kind.convert(value, param, ctx)
 
 
 def command_line(context: click.Context) -> OptionSource:
-    """Gives the settings whose options were given on a command line or by its environment variables.
+    """Return the settings whose options were given on the command line or by environment variables.
 
-    Options that are no setting of `TrainConfig` are left out.
+    Options that are not settings of `TrainConfig` are left out.
 
     Raises:
-        SettingError: where epochs and steps are both given.
+        SettingError: epochs and steps are both given.
     """
     given = {
         name: value
@@ -78,17 +78,17 @@ def command_line(context: click.Context) -> OptionSource:
     }
     for epochs, steps in COUNTED_IN_EPOCHS:
         if given.get(epochs) is not None and steps in given:
-            told = " and ".join(f"{{{name}}} {given[name]:g}" for name in (epochs, steps))
-            raise SettingError(epochs, f"{epochs} and {steps} must not both be given, got {told}: leave one out")
+            found = " and ".join(f"{{{name}}} {given[name]:g}" for name in (epochs, steps))
+            raise SettingError(epochs, f"{epochs} and {steps} must not both be given, got {found}: leave one out")
     return OptionSource(COMMAND_LINE, given)
 
 
 def merge_options(*sources: OptionSource) -> MergedOptions:
-    """Merges the settings of sources, each stronger than those before it.
+    """Merge the settings of several sources; each source overrides those before it.
 
-    Epochs and steps are two ways of saying one thing: where a source gives one of them, an earlier source's other one
-    counts no more, and where one source has both, as the record of a run does, the epochs stand and the steps are
-    counted anew. Both then have the origin of the one that was given, or taken away.
+    Epochs and steps express the same setting. If a source gives one of them, the other one of an earlier source is
+    dropped. If a source has both, as the record of a run does, the epochs are kept and the steps are computed again.
+    Both then have the origin of the one that was given or removed.
     """
     settings: dict[str, Any] = {}
     origins = dict.fromkeys(SETTINGS, DEFAULT)
@@ -115,6 +115,6 @@ def merge_options(*sources: OptionSource) -> MergedOptions:
 
 
 def _displace(settings: dict[str, Any], old: str, new: str, given: Mapping[str, Any], overrides: list[str]) -> None:
-    """Takes away the one of a pair that an earlier source gave, where a later one gives the other."""
+    """Drop the setting `old` of an earlier source, because a later source gives its counterpart `new`."""
     if (value := settings.pop(old, None)) is not None:
         overrides.append(f"{old} {setting_words(value)} → {new} {setting_words(given[new])}")

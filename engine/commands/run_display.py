@@ -35,7 +35,7 @@ def show_plan(plan: "DryRun") -> None:
 
 
 class LossDisplay:
-    """Shows a run on standard output: a progress line to a person, plain lines to a pipe."""
+    """The display of a run on standard output: a progress line on a terminal, plain lines to a pipe."""
 
     def __init__(self) -> None:
         # One console for both, so that a notice appears above the progress line.

@@ -1,6 +1,6 @@
-"""The options that stand for settings, as click takes them: all of what they say is derived from the declarations.
+"""Click options for settings, derived entirely from the declarations of the settings.
 
-Knows no setting by name; which command has which is said there.
+Knows no setting by name; each command chooses its options.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,18 +26,18 @@ _COMPLETE: Mapping[str | None, Complete] = {
 
 
 def option_spelling(name: str) -> str:
-    """Return how run-train spells a setting's option, a switch without its negation; the name where it is none's."""
+    """Return run-train's option for a setting, without the negation of a switch; other names are returned as given."""
     return SETTINGS[name].options[0].partition("/")[0] if name in SETTINGS else name
 
 
 def option_names(context: click.Context) -> Callable[[str], str]:
-    """Return what gives the spelling of a setting's option in the command of a context, else the setting's name."""
+    """Return a function from a setting's name to its option in the command of a context, or to the name without one."""
     options = {param.name: param.opts[0] for param in context.command.params if isinstance(param, click.Option)}
     return lambda name: options.get(name, name)
 
 
 def setting_option(name: str) -> Decorator:
-    """Return the decorator that adds a setting's option to a command."""
+    """Return a decorator that adds a setting's option to a command."""
     setting = SETTINGS[name]
     if setting.kind is bool:
         values: dict[str, Any] = {"default": setting.default, "is_flag": True}
@@ -56,13 +56,13 @@ def setting_option(name: str) -> Decorator:
 def overriding_option(
     name: str, *spellings: str, default_words: str, help_text: str | None = None, unit: str | None = None
 ) -> Decorator:
-    """Return the decorator that adds an option for a setting that something else decides on where it is not given.
+    """Return a decorator that adds an option which overrides a setting; its default is None.
 
     Args:
-        name: of the setting.
-        spellings: of the option, where they differ from the setting's own.
-        default_words: what decides.
-        help_text, unit: where the setting's own do not fit the command.
+        name: the name of the setting.
+        spellings: the spellings of the option, if they differ from those of the setting.
+        default_words: a description of what decides the setting if the option is not given.
+        help_text, unit: replacements for those of the setting, if they do not fit the command.
     """
     setting = SETTINGS[name]
     values: dict[str, Any] = {"default": None, "show_default": default_words}

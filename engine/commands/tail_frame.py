@@ -33,7 +33,7 @@ class Tick:
 
     batch: "LossBatch"
     facts: "RunFacts"
-    end: "RunEnd | None"  # None while the run goes on
+    end: "RunEnd | None"  # None while the run continues
     evaluations: "tuple[EvaluationRecord, ...]"  # all so far, in file order
     caught_up: bool  # False while the log holds more that can be read at once
 

@@ -1,4 +1,4 @@
-"""The options of `run-train`: the settings of a training, and four that say how the command goes about it."""
+"""The options of `run-train`: the settings of a run, and four options of the command itself."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from engine.recipes import load_recipe, recipe_names
 from preprocess.commands.completion import complete_word
 
 COMMAND_OPTIONS = ("recipe", "list_recipes", "dry_run", "traceback")
-"""The options that are no setting."""
+"""The options that are not settings."""
 
 # Click keeps the line breaks of a paragraph that begins with a backspace.
 EPILOG = """
@@ -37,7 +37,7 @@ def option_groups() -> dict[str, tuple[str, ...]]:
 
 
 def _list_recipes(context: click.Context, _parameter: click.Parameter, is_wanted: bool) -> None:
-    """Print the recipes and end the command."""
+    """Print the recipes and exit."""
     if not is_wanted or context.resilient_parsing:
         return
     for name in recipe_names():
@@ -52,7 +52,7 @@ _OF_THE_COMMAND = (
         metavar="NAME|FILE",
         show_default="none",
         shell_complete=complete_word(recipe_names, or_file=True),
-        help=f"Known settings to train with: {', '.join(recipe_names())}; a TOML file of your own; or the config.json "
+        help=f"Settings to start from: {', '.join(recipe_names())}; a TOML file of your own; or the config.json "
         "of a run.",
     ),
     click.option(

@@ -14,7 +14,7 @@ from engine.control.word import EVALUATE, SNAPSHOT, ControlWords, encode_control
 
 
 class ControlBoard:
-    """Collects requests for the program; safe to use from any thread and from signal handlers.
+    """A board of requests for the program; safe to use from any thread and from signal handlers.
 
     Attributes:
         stop_reason: reason of the first request to stop, or None.

@@ -21,7 +21,7 @@ from engine.objective.tally import Tally
 
 
 class Outfeed:
-    """Passes what the program emits to a receiver.
+    """The path of the program's output to a receiver.
 
     Args:
         receive: called with each record, in the program's order, on a thread of the runtime.

@@ -72,7 +72,7 @@ class _Slot:
 
 
 class Feeder:
-    """Reads batches `start_index` … `stop_index` - 1 ahead of the program, each exactly once.
+    """Reader of batches `start_index` … `stop_index` - 1 ahead of the program, each exactly once.
 
     Args:
         source: fills a slot with a batch.

@@ -1,7 +1,7 @@
-"""Recipes: known ways to train, each a file of settings; the project's own say what accuracy to expect, and why.
+"""Recipes: files of settings for training; those of the project also document the accuracy to expect and its source.
 
-Owns the form of these files and the finding of them; what a recipe's settings do is `engine.config`'s. Must not import
-jax, so that the commands start fast.
+Owns the format and the lookup of these files; `engine.config` declares the settings. Must not import jax, so that the
+commands start fast.
 """
 
 import os
@@ -21,8 +21,8 @@ _FOLDER = Path(__file__).parent
 _MAX_BYTES = 1 << 20
 _SUFFIX, _RECORD_SUFFIX = ".toml", ".json"
 _TEXTS = {
-    "summary": "what is trained, in a line",
-    "command": "the commands of the run, one a line",
+    "summary": "what is trained, in one line",
+    "command": "the commands of the run, one per line",
     "expected": "the accuracy",
     "source": "where the accuracy and the settings come from",
     "hardware": "where it ran, and for how long",
@@ -32,7 +32,7 @@ _OF_A_RECIPE = tuple(name for name, each in SETTINGS.items() if each.on_resume i
 
 
 class RecipeError(ConfigError):
-    """A recipe that cannot be taken; `faults` has what is wrong with it, all of it, each in words."""
+    """A recipe was refused; `faults` has one message for each fault."""
 
     def __init__(self, path: str, faults: tuple[str, ...]) -> None:
         super().__init__(path, faults)
@@ -46,16 +46,16 @@ class RecipeError(ConfigError):
 
 @dataclass(frozen=True)
 class LoadedRecipe:
-    """A recipe as its file has it; of the texts a file of the user's own may lack any, which is then empty.
+    """The content of a recipe file; a user's file may omit any of the texts, which is then empty.
 
     Attributes:
-        name: the file's, without its ending; of a run's record the run folder's.
-        summary: what is trained, in a line.
-        command: the commands of the run, one a line.
+        name: the name of the file without its extension; for the record of a run, the name of the run folder.
+        summary: what is trained, in one line.
+        command: the commands of the run, one per line.
         expected: the accuracy, and whether it was measured with this project.
-        source: where accuracy and settings come from.
+        source: where the accuracy and the settings come from.
         hardware: where it ran, and for how long.
-        settings: of `engine.config.TrainConfig`, those alone that the recipe names.
+        settings: the settings of `engine.config.TrainConfig` that the recipe names.
     """
 
     name: str
@@ -73,17 +73,17 @@ def recipe_names() -> tuple[str, ...]:
 
 
 def load_recipe(name_or_path: str | os.PathLike[str]) -> LoadedRecipe:
-    """Read a recipe, by its name or from a file of the user's own.
+    """Read a recipe by its name or from a file.
 
     Args:
-        name_or_path: one of `recipe_names`; or a path, which ends in .toml or has a folder in it; or the path of a
-            run's config.json, whose settings are then taken.
+        name_or_path: one of `recipe_names`; or a path that ends in .toml or contains a folder; or the path of a run's
+            config.json, whose settings are then used.
 
     Raises:
-        RecipeError: a ValueError, for a file that is no recipe: no table of settings, a key or setting that is unknown,
-            a value of another kind or out of its range. The message names the file and everything that is wrong.
-        ConfigError: for an unknown name.
-        ValueError: for a run's record that cannot be read or was changed since it was written.
+        RecipeError: the file is not a recipe: it has no table of settings, an unknown key or setting, or a value of the
+            wrong type or out of range. A ValueError. The message names the file and every fault.
+        ConfigError: the name is unknown.
+        ValueError: a run's record cannot be read or was changed since it was written.
     """
     text = os.fspath(name_or_path)
     path = Path(text)
@@ -112,7 +112,7 @@ def _recorded_recipe(path: Path) -> LoadedRecipe:
     except FileNotFoundError as error:
         raise RecipeError(str(path), (f"a recipe must be a file that can be read ({error.strerror})",)) from error
     if (model := recorded.resolved.get("model")) not in MODEL_NAMES:
-        raise RecipeError(str(path), (f"the run trained a model of its user's own, {model!r}, which no recipe names",))
+        raise RecipeError(str(path), (f"the run trained a user-defined model, {model!r}, which a recipe cannot name",))
     settings = {name: value for name, value in recorded.config.to_json().items() if name in _OF_A_RECIPE}
     return LoadedRecipe(path.absolute().parent.name, settings, source=str(path))
 
@@ -127,7 +127,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _faults(document: Mapping[str, Any]) -> Iterator[str]:
-    """Yield in words everything that is wrong with a recipe."""
+    """Yield a message for each fault of a recipe."""
     for key, value in document.items():
         if key in _TEXTS:
             if not isinstance(value, str) or not value.strip():
@@ -138,14 +138,14 @@ def _faults(document: Mapping[str, Any]) -> Iterator[str]:
     if isinstance(settings, dict):
         yield from _setting_faults(settings)
     else:
-        yield f"a recipe must have the table {_TABLE}, got {settings!r}: add [{_TABLE}] and a setting a line"
+        yield f"a recipe must have the table {_TABLE}, got {settings!r}: add [{_TABLE}] and one setting per line"
 
 
 def _setting_faults(settings: Mapping[str, Any]) -> Iterator[str]:
     sound = {}
     for name, value in settings.items():
         if name not in SETTINGS:
-            yield _unknown("setting", name, _OF_A_RECIPE, "take it out")
+            yield _unknown("setting", name, _OF_A_RECIPE, "remove it")
         elif name not in _OF_A_RECIPE:
             yield f"{name} belongs to one run, not to a recipe: give it on the command line"
         else:

@@ -74,7 +74,7 @@ def _names(folder: Path, *, with_unfinished: bool = False) -> list[str]:
 
 
 class ControlMailbox:
-    """Polls a run folder for requests on its own thread, and delivers each once, oldest first.
+    """A thread that polls a run folder for requests and delivers each once, oldest first.
 
     A request is claimed by removing its file, which happens before it is delivered; so `withdraw` knows for certain
     whether a request will take effect. A file that is not a request is removed. If the disk fails, no requests arrive.

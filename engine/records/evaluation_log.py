@@ -15,7 +15,7 @@ _MAX_COUNT = 2**53  # above it a float64 is no longer exact
 
 
 class EvaluationLog:
-    """Reads a growing `eval.jsonl`; holds no file open between reads.
+    """Reader of a growing `eval.jsonl`; holds no file open between reads.
 
     A last line without its newline is left for a later read, and a line that is not an evaluation is skipped. When the
     file has changed, all of it is read again: it has one line for an evaluation of a whole split, and so stays small.

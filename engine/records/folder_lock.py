@@ -1,6 +1,6 @@
-"""One process at a time in a run folder: a lock that the kernel frees when its process dies, however it dies.
+"""An exclusive lock on a run folder, which the kernel releases when its process dies for any reason.
 
-Knows nothing of what a run folder holds besides.
+Knows nothing of the other contents of a run folder.
 """
 
 import fcntl
@@ -20,17 +20,17 @@ _LONGEST_RECORD_BYTES = 4096
 
 
 class FolderInUseError(ValueError):
-    """Another process, or another holder in this one, works in the folder."""
+    """The folder is locked by another process, or elsewhere in this one."""
 
 
 class FolderLock:
-    """The right to work in a folder: an exclusive `flock` on its file `.lock`; a context manager.
+    """An exclusive `flock` on the file `.lock` of a folder, which permits work in that folder; a context manager.
 
-    The file stays when the lock is released, empty; whoever removes it must hold the lock meanwhile. On a file system
-    without locks everybody is let in (`preprocess.file_lock`).
+    Releasing the lock empties the file and leaves it in place; only the holder of the lock may remove it. On a file
+    system without locks, every process is let in (`preprocess.file_lock`).
 
     Args:
-        folder: that exists and may be written.
+        folder: an existing, writable folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -47,11 +47,11 @@ class FolderLock:
         self.release()
 
     def acquire(self) -> None:
-        """Takes the lock and notes this process in it; waits for nobody.
+        """Acquire the lock without waiting, and record this process in its file.
 
         Raises:
-            FolderInUseError: where it is held already, in this process or another.
-            ValueError: where the file cannot be made.
+            FolderInUseError: the lock is already held, by this process or another.
+            ValueError: the file cannot be created.
         """
         try:
             self._file = lock_file(self._path)
@@ -61,18 +61,18 @@ class FolderLock:
             ) from error
         except OSError as error:
             raise ValueError(
-                f"{self._folder} must be a folder that may be written, {self._path} cannot be opened "
-                f"({error.strerror}): choose another or mend its permissions"
+                f"{self._folder} must be a writable folder, and {self._path} cannot be opened ({error.strerror}): "
+                "choose another folder or correct its permissions"
             ) from error
         _write_record(self._file)
 
     def release(self) -> None:
-        """Frees the lock; does nothing where it is not held."""
+        """Release the lock if it is held."""
         if self._file < 0:
             return
         file, self._file = self._file, -1
         try:
-            # A child made by `fork` shares the lock, and would keep it after the file is closed here.
+            # A forked child shares the lock, and would keep it after the file is closed here.
             with suppress(OSError):
                 os.ftruncate(file, 0)
                 fcntl.flock(file, fcntl.LOCK_UN)
@@ -80,19 +80,19 @@ class FolderLock:
             os.close(file)
 
     def is_in_place(self) -> bool:
-        """Return whether the lock's file is still the one of its name: the folder was neither removed nor emptied."""
+        """Return whether the lock file is still in place, so that the folder was neither removed nor emptied."""
         try:
             return self._file >= 0 and os.path.samestat(os.fstat(self._file), self._path.stat())
         except OSError:
             return False
 
     def is_taken(self) -> bool:
-        """Return whether the folder was emptied while it was held, and another process has made a lock there since."""
+        """Return whether the folder was emptied while locked, and another process has since created a lock in it."""
         return self._file >= 0 and not self.is_in_place() and self._path.exists()
 
 
 def held_since_ns(folder: Path) -> int | None:
-    """Gives when whoever holds the lock of a folder took it, in ns since the epoch; None where nobody is known to."""
+    """Return when the lock of a folder was acquired, in ns since the epoch; None if it is not known to be held."""
     try:
         return (folder / LOCK_NAME).stat().st_mtime_ns if is_locked(folder) else None
     except OSError:
@@ -100,19 +100,19 @@ def held_since_ns(folder: Path) -> int | None:
 
 
 def is_locked(folder: Path) -> bool:
-    """Tells whether somebody holds the lock of a folder, without disturbing him and without making its file.
+    """Return whether the lock of a folder is held, without disturbing its holder and without creating its file.
 
-    Where the file system has no locks, the record of a holder that did not release it counts as one.
+    On a file system without locks, a record that was not cleared counts as a held lock.
 
     Raises:
-        OSError: where the file is there and cannot be read.
+        OSError: the file exists and cannot be read.
     """
     try:
         file = open_regular(folder / LOCK_NAME)
     except (FileNotFoundError, NotADirectoryError):
         return False
     try:
-        # Shared, so that those who look do not see each other.
+        # Shared, so that concurrent checks do not mistake each other for a holder.
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -126,33 +126,35 @@ def is_locked(folder: Path) -> bool:
 
 
 def was_killed(folder: Path) -> bool:
-    """Tells whether a holder on this machine died without releasing the lock of a folder; of other machines' never.
+    """Return whether a process on this machine died without releasing the lock of a folder.
+
+    False for processes of other machines.
 
     Raises:
         OSError: as `is_locked`.
     """
-    # The record before the lock: one that takes over in between is seen to hold it.
+    # Read the record before the lock, so that a process that takes over in between is seen to hold it.
     record = _read_record(folder / LOCK_NAME)
     return record is not None and record[1] == os.uname().nodename and not is_locked(folder)
 
 
 def _write_record(file: int) -> None:
-    """Notes this process in the file that it has locked."""
+    """Record this process in the locked file."""
     record = json.dumps({"pid": os.getpid(), "host": os.uname().nodename}).encode()
-    # Only for the words of whoever is refused: the lock holds without it, on a full disk too.
+    # The record only serves messages: the lock holds without it, for example on a full disk.
     with suppress(OSError):
         os.ftruncate(file, 0)
         os.pwrite(file, record, 0)
 
 
 def _holder(path: Path) -> str:
-    """Gives the holder in words, as far as the record tells."""
+    """Return a description of the holder, as far as the record names it."""
     record = _read_record(path)
     return "another process" if record is None else f"process {record[0]} on host {record[1]}"
 
 
 def _read_record(path: Path) -> tuple[Any, Any] | None:
-    """Gives process and host of the record, None where there is none that can be read."""
+    """Return process and host of the record, None if there is no readable record."""
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             record: Any = json.loads(file.read(_LONGEST_RECORD_BYTES))

@@ -73,7 +73,7 @@ class LossBatch:
 
 
 class LossLog:
-    """Reads a growing `loss.jsonl` from where the previous read ended; holds no file open between reads.
+    """Reader of a growing `loss.jsonl`; resumes where the previous read ended; holds no file open between reads.
 
     A last line without its newline is left for the next read. A missing file has no rows. A file that was replaced,
     shortened or rewritten is read from its start, and the batch has `restarted` set.

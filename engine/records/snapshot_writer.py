@@ -26,7 +26,7 @@ from engine.records.snapshot import keep_newest, snapshot_steps, write_snapshot
 
 
 class SnapshotWriter:
-    """Writes snapshots one after another on its own thread; at most one waits, and a newer one replaces it.
+    """Writer of snapshots, one after another on its own thread; at most one waits, and a newer one replaces it.
 
     A failure does not stop the run: it is reported, and the last good snapshot stays.
 
@@ -168,7 +168,7 @@ class SnapshotWriter:
     def _remove_older(self, newest: int) -> None:
         try:
             keep_newest(self._folder, self._keep, up_to=newest)
-        except Exception as error:  # noqa: BLE001 - the next write reports a full disk; the run goes on
+        except Exception as error:  # noqa: BLE001 - the next write reports a full disk; the run continues
             self._say(f"old snapshots not removed: {_one_line(error)}; remove them from {self._folder} by hand")
 
     def _describe_last(self) -> str:

@@ -1,6 +1,6 @@
-"""The data of a run, opened once: its batches, the split to evaluate on, and what is known of the images.
+"""The open data of a run: its batches, the split to evaluate on, and the properties of the images.
 
-The only place that knows which data the settings name.
+The only module that knows which data the settings name.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from preprocess.shards.splits import SplitNames, find_splits
 
 OWN_BATCHES = "batches of your own"
 _USUAL_EVAL_SPLITS = ("val", "test")
-# Without a manifest nothing is known of the pixels: 0 … 255 then becomes -2 … 2.
+# Used without a manifest; maps 0 … 255 to -2 … 2.
 _UNKNOWN_MEAN = (0.5, 0.5, 0.5)
 _UNKNOWN_STD = (0.25, 0.25, 0.25)
 
@@ -32,14 +32,14 @@ class RunData:
     """The open data of a run.
 
     Attributes:
-        source: of the batches to train on.
-        words: what it is, for people.
-        num_classes: K, None if only the caller's own model knows.
-        num_images: N of the training split, None for batches without an end.
-        evaluation: of the batches to evaluate on, None without evaluation.
+        source: the source of training batches.
+        words: a description of the data, for messages.
+        num_classes: K, None if only a user-defined model knows it.
+        num_images: N of the training split, None for an endless source of batches.
+        evaluation: the source of evaluation batches, None without evaluation.
         mean, std: of each channel on the scale 0 … 1.
         manifest_digest: SHA-256 of the training split's manifest, None without one.
-        eval_manifest_digest: likewise of the split to evaluate on.
+        eval_manifest_digest: likewise for the evaluation split.
     """
 
     source: BatchSource
@@ -66,12 +66,12 @@ def open_data(
 
     Args:
         config: the settings.
-        parts: the caller's own.
+        parts: the user-defined parts.
         stack: closes what is opened.
-        notify: called with a line of text on the choice of data and on surprises in them.
-        first_pull: index of the batch that the run begins with, from 0.
-        is_new: whether the run begins now: it must not begin beside an unfinished split to evaluate on, since it would
-            go without that split, and could not continue with it once that is complete.
+        notify: called with a line of text on the choice of data, and with warnings about them.
+        first_pull: index of the run's first batch, from 0.
+        is_new: whether the run is new. A new run is refused while an evaluation split is still being packed: it would
+            start without that split, and could not add it when it is complete.
 
     Raises:
         ValueError: settings and data do not fit together; the message names both.
@@ -134,14 +134,14 @@ def _open_packed(config: TrainConfig, stack: ExitStack, notify: Callable[[str], 
     manifest = split.manifest
     if manifest.format_version == 1:
         notify(
-            f"{choice.data} has a format in which swapped shard files are not noticed during training: "
+            f"{choice.data} has a format in which swapped shard files are not detected during training: "
             "check it with `inspect-shards --verify`"
         )
     num_classes = config.num_classes or manifest.num_classes
     if num_classes < manifest.num_classes:
         raise SettingError(
             "num_classes",
-            "{setting} must be at least the {least} of {where}, got {found}: leave it out to use the data's",
+            "{setting} must be at least the {least} of {where}, got {found}: leave it out to use that of the data",
             least=manifest.num_classes,
             where=f"{choice.data}/{config.split}",
             found=num_classes,
@@ -181,10 +181,10 @@ def manifest_digest_of(manifest: Manifest) -> str:
 
 
 def choose_eval_split(config: TrainConfig, data: str, *, is_new: bool = False) -> str | None:
-    """Return the split that was named, else the first usual one that the data has and that is not trained on.
+    """Return the evaluation split: the named one, else the first usual one in the data that is not the training split.
 
     Raises:
-        ValueError: a usual split has lost its manifest; if `is_new`, also if one was not packed to its end.
+        ValueError: a usual split has lost its manifest, or, if `is_new`, is not completely packed.
     """
     if config.eval_split == "off":
         return None
@@ -212,7 +212,7 @@ def _usual_eval_split(config: TrainConfig, data: str, splits: SplitNames) -> str
 
 
 def _check_none_is_unfinished(config: TrainConfig, data: str, chosen: str | None, splits: SplitNames) -> None:
-    """Raise ValueError where a usual split that goes before the chosen one is unfinished, or has lost its manifest."""
+    """Raise ValueError if a usual split that precedes the chosen one is unfinished."""
     missing = {*takewhile(lambda name: name != chosen, (name for name in _USUAL_EVAL_SPLITS if name != config.split))}
     if found := missing.intersection(splits.unfinished):
         raise ValueError(

@@ -1,6 +1,6 @@
-"""From epochs to steps: how many updates so many passes over the training split are.
+"""Conversion of epochs to steps: the number of updates in a number of passes over the training split.
 
-The only place that counts a run in images; everything after it reads `steps` and `warmup_steps`. Needs no jax.
+The only module that counts a run in images; everything after it reads `steps` and `warmup_steps`. Needs no jax.
 """
 
 from collections.abc import Callable
@@ -19,17 +19,17 @@ def settle_epochs(
 ) -> TrainConfig:
     """Fill in `steps` if `epochs` is given, and `warmup_steps` if `warmup_epochs` is.
 
-    The epochs stay as they were given, so that settled settings come back unchanged.
+    The epochs are kept, so that converting twice changes nothing.
 
     Args:
         config: the settings.
-        num_images: N of the training split; None for batches without an end.
-        batches: what the run trains on, for people.
-        notify: called with a line of text on what the epochs come to.
+        num_images: N of the training split; None for an endless source of batches.
+        batches: a description of what the run trains on, for messages.
+        notify: called with a line of text on the number of steps.
 
     Raises:
-        ValueError: epochs are given for batches without an end, or beside a number of steps that they do not come to,
-            or they come to more steps than a run may have.
+        ValueError: epochs are given for an endless source of batches, or together with a different number of steps, or
+            they are more steps than a run may have.
     """
     given = [(epochs, steps) for epochs, steps in COUNTED_IN_EPOCHS if getattr(config, epochs) is not None]
     if not given:
@@ -38,33 +38,33 @@ def settle_epochs(
         name, counted = given[0]
         raise SettingError(
             name,
-            f"{{setting}} must be left out with {batches}, which have no end, got {{found:g}}: give {{{counted}}}",
+            f"{{setting}} must not be given with {batches}, which have no end, got {{found:g}}: give {{{counted}}}",
             found=getattr(config, name),
         )
     counts = {counted: _settled_count(config, name, counted, num_images) for name, counted in given}
     settled = TrainConfig.from_json(config.to_json() | counts)
     if settled != config:
-        _tell(settled, num_images, notify)
+        _notify_of_length(settled, num_images, notify)
     return settled
 
 
 def steps_of_epochs(epochs: float, *, num_images: int, images_per_step: int) -> int:
-    """Gives the updates that so many epochs take; what is left of a last update counts as one.
+    """Return the number of updates in `epochs`; a last, partial update counts as one.
 
-    The epochs count as the decimal number that they print as: 0.1 of 1,000 images is 100 of them, and not the binary
-    fraction's few more, which would take another step.
+    `epochs` is taken as the decimal number that it prints as: 0.1 of 1,000 images are 100. The binary fraction is
+    slightly more, and would take another step.
     """
     return ceil(Fraction(repr(epochs)) * num_images / images_per_step)
 
 
-def _tell(settled: TrainConfig, num_images: int, notify: Callable[[str], None]) -> None:
+def _notify_of_length(settled: TrainConfig, num_images: int, notify: Callable[[str], None]) -> None:
     if settled.epochs is not None:
-        made = "1 step" if settled.steps == 1 else f"{settled.steps:,} steps"
-        notify(f"epochs: {settled.epochs:g} of {num_images:,} images come to {made}")
+        steps = "1 step" if settled.steps == 1 else f"{settled.steps:,} steps"
+        notify(f"epochs: {settled.epochs:g} of {num_images:,} images are {steps}")
     if settled.warmup_steps > settled.steps > 0:
         notify(
             f"warning: the warm-up of {settled.warmup_steps:,} steps is longer than the run of {settled.steps:,}; "
-            "--warmup-epochs 0 leaves it out"
+            "--warmup-epochs 0 disables it"
         )
 
 
@@ -74,7 +74,7 @@ def _settled_count(config: TrainConfig, name: str, counted: str, num_images: int
     if settled > _MOST_STEPS:
         raise SettingError(
             name,
-            "{setting} must come to at most {most} steps, got {found:g}, which of {num_images:,} images are {settled}: "
+            "{setting} must be at most {most} steps, got {found:g}, which for {num_images:,} images are {settled}: "
             "give fewer",
             most=_MOST_STEPS,
             found=epochs,
@@ -84,7 +84,7 @@ def _settled_count(config: TrainConfig, name: str, counted: str, num_images: int
     if count not in (getattr(_UNCOUNTED, counted), settled):
         raise SettingError(
             name,
-            f"{{{name}}} and {{{counted}}} must not both be given, got {{found:g}}, which of {{num_images:,}} images "
+            f"{{{name}}} and {{{counted}}} must not both be given, got {{found:g}}, which for {{num_images:,}} images "
             "are {settled} steps, and {count}: leave one out",
             found=epochs,
             num_images=num_images,

@@ -1,4 +1,4 @@
-"""The host's side of a launch: how it is called, what it may be asked for, how it is stopped."""
+"""The host side of a launch: transport, requests and stop signals."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -12,9 +12,9 @@ from engine.stream.notices import Notices
 
 
 class HostSide:
-    """Opens what a launch needs before its data; a context manager.
+    """The parts of a launch that are opened before its data; a context manager.
 
-    SIGINT and SIGTERM are handled while it is entered (`engine.run.signals.StopSignals`).
+    Inside the context, SIGINT and SIGTERM are handled (`engine.run.signals.StopSignals`).
 
     Args:
         config: the settings.
@@ -25,11 +25,11 @@ class HostSide:
         board: the board of requests to the program.
         notices: messages to the user during the run.
         transport: how the program calls the host.
-        chunk: batches a pull.
-        signals: that stop the launch.
+        chunk: batches per pull.
+        signals: the handler of the signals that stop the launch.
 
     Raises:
-        ValueError: the transport that is asked for does not run here.
+        ValueError: the requested transport is not available on this machine.
     """
 
     def __init__(self, config: TrainConfig, notify: Callable[[str], None], board: ControlBoard | None = None) -> None:

@@ -70,7 +70,7 @@ class Launch:
 
     Args:
         config: the settings, with epochs converted to steps.
-        resolved: what the settings stand for.
+        resolved: the model and data that the settings name.
         host: the host side of the launch, entered.
         stack: closes what is opened.
         start: where the launch begins.
@@ -82,8 +82,8 @@ class Launch:
         stream: the stream of what the program emits.
         num_params: number of learnable parameters.
         train_s: seconds from the launch to the end of the loop.
-        has_changed_data: whether `failure` found that the data were written to meanwhile, so that steps may have been
-            trained on other images.
+        has_changed_data: whether `failure` found that the data were modified during the run, so that steps may have
+            been trained on other images.
 
     Raises:
         ValueError: settings that do not fit each other or the data.

@@ -1,4 +1,4 @@
-"""Errors about a setting that does not fit the data or the registry, which a training and an evaluation raise alike."""
+"""Errors about a setting that does not fit the data or the registry, raised by training and by evaluation."""
 
 from engine.settings import SettingError
 from models.registry import UnknownModelError

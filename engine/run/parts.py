@@ -1,4 +1,4 @@
-"""What a caller brings in place of what the settings name."""
+"""User-defined parts of a run, which replace those that the settings name."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from engine.program.train_state import TrainModel
 
 @dataclass(frozen=True)
 class OwnParts:
-    """The caller's own parts of a run; None leaves each to the settings.
+    """The user-defined parts of a run; None means the part that the settings name.
 
     Attributes:
         model, batches, evaluation: as `engine.run.train.train` takes them.

@@ -1,4 +1,4 @@
-"""What a run consists of, once its data are open: the model built, the arguments checked, warnings given."""
+"""Preparation of a run once its data are open: build the model, check the arguments, warn of odd settings."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ class Resolved:
 
 
 def recorded_own_parts(recorded: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return which of "model" and "batches" were the caller's own in a run, by its recorded `Resolved.to_json()`."""
+    """Return which of "model" and "batches" were user-defined in a run, by its recorded `Resolved.to_json()`."""
     is_own = {"model": recorded.get("model") not in model_names(), "batches": recorded.get("data") == OWN_BATCHES}
     return tuple(name for name, is_so in is_own.items() if is_so)
 
@@ -79,7 +79,7 @@ def resolve(config: TrainConfig, parts: OwnParts, data: RunData) -> Resolved:
         raise SettingError(
             "stop_at_top1",
             "{setting} needs images to evaluate on, and the data ({data}) have none, got {value}: leave it out, or "
-            "name the split ({eval_split})",
+            "name a split ({eval_split})",
             data=data.words,
             value=config.stop_at_top1,
         )
@@ -108,17 +108,17 @@ def resolve(config: TrainConfig, parts: OwnParts, data: RunData) -> Resolved:
 
 
 def check_arguments(config: Any, parts: OwnParts) -> None:
-    """Check what can be checked before anything is opened.
+    """Check the arguments before anything is opened.
 
     Raises:
-        ValueError: an argument is of another kind, or one of the caller's own parts makes a setting meaningless.
+        ValueError: an argument has the wrong type, or a user-defined part makes a setting meaningless.
     """
     if not isinstance(config, TrainConfig):
-        raise ValueError(f"the settings must be a TrainConfig, got {type(config).__name__}: TrainConfig(steps=…)")
+        raise ValueError(f"the settings must be a TrainConfig, got {type(config).__name__}: give TrainConfig(steps=…)")
     if config.cycle_momentum and config.schedule != "one-cycle":
         raise SettingError(
             "cycle_momentum",
-            "{setting} goes with the schedule one-cycle, got {found}: change the schedule, or turn {setting} off",
+            "{setting} needs the schedule one-cycle, got {found}: change the schedule, or turn {setting} off",
             found=config.schedule,
         )
     _check_own_model(config, parts.model)
@@ -130,12 +130,12 @@ def _check_own_model(config: TrainConfig, model: Any) -> None:
         if not callable(getattr(model, "init", None)) or not callable(getattr(model, "apply", None)):
             raise ValueError(
                 f"a model must have the functions init and apply, got {type(model).__name__}: "
-                "one of the registry goes by its name, TrainConfig(model=…)"
+                "name a model of the registry with TrainConfig(model=…)"
             )
         if config.model != "auto":
             raise SettingError(
                 "model",
-                "the setting {setting} must be left out with a model of your own, got {found!r}",
+                "the setting {setting} must not be given with a model of your own, got {found!r}: leave it out",
                 found=config.model,
             )
         if config.precision != "float32":
@@ -152,12 +152,14 @@ def _check_own_batches(config: TrainConfig, batches: Any) -> None:
         if not callable(batches) and not hasattr(batches, "fill"):
             raise ValueError(
                 f"batches must be a function from the step to (pixels, labels), or a BatchSource; "
-                f"got {type(batches).__name__}, which cannot be asked for a step again"
+                f"got {type(batches).__name__}, which cannot return a step again"
             )
         for name in ("data", "synthetic"):
             if value := getattr(config, name):
                 raise SettingError(
-                    name, "the setting {setting} must be left out with batches of your own, got {value!r}", value=value
+                    name,
+                    "the setting {setting} must not be given with batches of your own, got {value!r}: leave it out",
+                    value=value,
                 )
 
 

@@ -1,4 +1,4 @@
-"""The starting point of a resumed run: its recorded settings, its newest snapshot, and its logs cut to that.
+"""The starting point of a resumed run: its recorded settings, its newest snapshot, and its logs cut to that step.
 
 Owns which settings a resume may change. Knows nothing of the loop or of how snapshots are written.
 """
@@ -87,7 +87,7 @@ def _differences(before: TrainConfig, now: TrainConfig) -> list[tuple[str, Any, 
 
 def _may_change(rule: OnResume, before: Any, now: Any) -> bool:
     if rule is OnResume.CHANGES_IF_SET:
-        # It is compiled in, or left out.
+        # It is compiled in if it is set.
         return before is not None and now is not None
     return rule is not OnResume.KEPT
 
@@ -315,7 +315,7 @@ def check_chain(run: Path, recorded: RecordedRun, start: StartingPoint) -> None:
         if read_weights(run / WEIGHTS).digest != result.weights_digest:
             raise ValueError(
                 f"{run / WEIGHTS} is not what the run wrote at its end: restore that file, or remove it, since a "
-                "resumed run writes it anew"
+                "resumed run writes it again"
             )
 
 

@@ -1,7 +1,7 @@
-"""A run from its settings to its result: claim the folder, resolve, compile, launch, wait, raise or return.
+"""A run from its settings to its result: lock the folder, resolve, compile, launch, wait, raise or return.
 
-Owns the order of these; a launch of the program itself is `engine.run.launch`'s, what it leaves
-`engine.run.recorded_launch`'s.
+Owns the order of these steps. `engine.run.launch` launches the program itself, and `engine.run.recorded_launch` records
+its results.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -56,30 +56,30 @@ def train(
     notify: Callable[[str], None] = lambda _: None,
     origins: Mapping[str, str] | None = None,
 ) -> TrainResult:
-    """Trains a model in one compiled program.
+    """Train a model in one compiled program.
 
     Args:
         config: the settings.
-        model: your own, in place of one of the registry: `init(key)` gives (params, batch_stats), and
-            `apply(params, batch_stats, images, train=True)` gives (logits [B, K], new batch_stats) for float32 images
+        model: a user-defined model instead of one of the registry: `init(key)` returns (params, batch_stats), and
+            `apply(params, batch_stats, images, train=True)` returns (logits [B, K], new batch_stats) for float32 images
             [B, H, W, 3]. Convolutions of `models.layers.convolution` stay fast inside the loop on a CPU.
-        batches: your own, in place of a packed data set: a function from the step (from 0) to (uint32 [B, H, W] packed
-            pixels, integer [B] labels), called in order from one thread; or a `BatchSource`. A resumed run asks for
-            the steps from where it goes on.
-        evaluation: your own: a tuple of all the images to evaluate on (uint32 [N, H, W] packed pixels, integer [N]
-            labels), or an `EvaluationSource`; in place of a split of the data set.
-        sinks: further takers of the loss stream.
-        notify: told in words what the run does before its first step and after its last.
-        origins: where settings came from, by name, for `config.json`; None tells defaults from the rest.
+        batches: user-defined batches instead of a packed data set: a function from the step (from 0) to (uint32
+            [B, H, W] packed pixels, integer [B] labels), called in order from one thread; or a `BatchSource`. A resumed
+            run asks only for the remaining steps.
+        evaluation: user-defined evaluation images instead of a split of the data set: a tuple of all of them (uint32
+            [N, H, W] packed pixels, integer [N] labels), or an `EvaluationSource`.
+        sinks: additional sinks of the loss stream.
+        notify: called with a line of text on what the run does before its first step and after its last.
+        origins: where settings came from, by name, for `config.json`; None distinguishes only defaults from others.
 
     Returns:
-        The trained model and its losses. SIGINT and SIGTERM, where the caller is the main thread, end the run at the
-        next step and are named in `stopped_by`; a second one raises KeyboardInterrupt.
+        The trained model and its losses. If the caller is the main thread, SIGINT and SIGTERM stop the run at the next
+        step and are named in `stopped_by`; a second signal raises KeyboardInterrupt.
 
     Raises:
-        ValueError: for settings that do not fit each other, the data or the run that is resumed; before any step.
-        BaseException: whatever the batch source or a sink raised in mid-run, after the loop has ended cleanly and what
-            was trained so far is in the run folder.
+        ValueError: the settings do not fit each other, the data or the resumed run; raised before any step.
+        BaseException: the error of the batch source or of a sink during the run, raised after the loop has ended
+            cleanly and the weights trained so far are in the run folder.
     """
     with open_run(config, OwnParts(model, batches, evaluation), notify) as run:
         return run.train(sinks, origins)
@@ -93,7 +93,7 @@ def plan_run(
     evaluation: EvaluationSource | EvaluationArrays | None = None,
     notify: Callable[[str], None] = lambda _: None,
 ) -> DryRun:
-    """Resolves and compiles what `train` would run or resume, and runs nothing; arguments and errors as there."""
+    """Resolve and compile what `train` would run or resume, without running it; arguments and errors as `train`."""
     with open_run(config, OwnParts(model, batches, evaluation), notify, is_dry=True) as run:
         return run.plan()
 
@@ -102,11 +102,11 @@ def plan_run(
 def open_run(
     config: TrainConfig, parts: OwnParts, notify: Callable[[str], None], *, is_dry: bool = False
 ) -> Iterator["OpenRun"]:
-    """Set a run up, in the order of its parts: folder, starting point, data, steps, model, crossings.
+    """Set up a run, in the order of its parts: folder, starting point, data, steps, model, crossings.
 
     Args:
         config, notify: as `train` takes them.
-        parts: the caller's own.
+        parts: the user-defined parts.
         is_dry: whether the run folder is only read.
 
     Raises:
@@ -140,12 +140,12 @@ class OpenRun:
     """A run that is set up and not yet compiled.
 
     Args:
-        launch: of the run.
-        folder: of the run, locked; None if nothing is recorded.
-        recorded: of the run that is resumed, None for a new one.
+        launch: the launch of the run.
+        folder: the locked run folder; None if nothing is recorded.
+        recorded: the record of the resumed run, None for a new run.
 
     Attributes:
-        config: the settings, with `epochs` settled as `steps`.
+        config: the settings, with `epochs` converted to `steps`.
     """
 
     def __init__(self, launch: Launch, folder: RunFolder | None, recorded: RecordedRun | None) -> None:
@@ -161,7 +161,7 @@ class OpenRun:
         earlier = [] if recorded is None else note_changes(recorded, self.config, launch.start.step)
         with RecordedLaunch(self.config, launch, folder, cuts) as recording:
             compiled, state = self._compile()
-            # Only now is anything taken from the run that is there: whatever could be refused is behind us.
+            # Modify an existing run only now, after every check that could refuse.
             if cuts is None:
                 folder.clear()
             else:
@@ -183,7 +183,7 @@ class OpenRun:
             return recording.run(compiled, state, sinks)
 
     def plan(self) -> DryRun:
-        """Compile, and say what the run would need."""
+        """Compile the program and return what the run would need."""
         launch = self._launch
         if self._recorded is not None:
             find_cuts(_named_folder(self.config, "resume"), launch.start)
@@ -192,7 +192,7 @@ class OpenRun:
         return DryRun(compiled, launch.num_params, launch.resolved, launch.ring_bytes, host_memory_bytes())
 
     def _train_unrecorded(self, sinks: Sequence[Sink]) -> TrainResult:
-        """Run without a trace on disk."""
+        """Run without writing to disk."""
         launch = self._launch
         compiled, state = self._compile()
         state = launch.run(compiled, state, sinks)
@@ -210,24 +210,24 @@ class OpenRun:
 def _named_folder(config: TrainConfig, setting: str) -> Path:
     if config.run_dir is None:
         raise SettingError(
-            setting, "the setting {setting} needs a run folder, got none: name it, TrainConfig(run_dir=…)"
+            setting, "the setting {setting} needs a run folder, got none: give one, TrainConfig(run_dir=…)"
         )
     return Path(config.run_dir)
 
 
 def _check_continues(launch: Launch, recorded: RecordedRun, notify: Callable[[str], None]) -> None:
-    """Raises ValueError where what was opened is not the run's; else says what the resume changes and what holds."""
+    """Raise ValueError if the data or weights are not those of the run; notify of changed and persisting settings."""
     check_data(launch.resolved, recorded)
     check_given_weights(launch.given_digest, recorded)
-    for told in (describe_changes(launch.config, recorded.config), describe_factor(launch.start)):
-        if told is not None:
-            notify(told)
+    for message in (describe_changes(launch.config, recorded.config), describe_factor(launch.start)):
+        if message is not None:
+            notify(message)
 
 
 def _find_start(
     config: TrainConfig, parts: OwnParts, notify: Callable[[str], None]
 ) -> tuple[RecordedRun | None, StartingPoint]:
-    """Return the record of the run that is resumed, None for a new one, and where the launch begins."""
+    """Return the record of the resumed run (None for a new run) and where the launch begins."""
     if not config.resume:
         return None, StartingPoint()
     path = _named_folder(config, "resume")
@@ -244,17 +244,17 @@ def _find_start(
 def _check_length(
     config: TrainConfig, recorded: RecordedRun, start: StartingPoint, notify: Callable[[str], None]
 ) -> None:
-    """Raise ValueError if the length of a resumed run is behind it; notify of what a resume cannot promise."""
+    """Raise ValueError if a resumed run is already past its new length; notify of what a resume cannot guarantee."""
     check_steps(config, recorded.config, start.step)
     if start.snapshot and start.step >= config.steps:
         notify(f"the run is already complete, with {config.steps:,} steps; give a larger --steps to train further")
-    for words in (versions_warning(recorded), unchecked_notice(recorded, start)):
-        if words is not None:
-            notify(words)
+    for message in (versions_warning(recorded), unchecked_notice(recorded, start)):
+        if message is not None:
+            notify(message)
 
 
 def _given_digest(launch: Launch, recorded: RecordedRun | None) -> str | None:
-    """What the run began with; a launch that goes on from a snapshot does not read it again."""
+    """Return the digest of the initial weights, from the record if the launch resumes from a snapshot."""
     return launch.given_digest or (recorded.resolved.get(GIVEN_WEIGHTS) if recorded else None)
 
 

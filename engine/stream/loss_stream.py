@@ -38,7 +38,7 @@ type _Record = LossRecord | EvaluationRecord | EvaluationProgress | PushedSnapsh
 
 
 class LossStream:
-    """Passes records to the sinks, each on its own thread.
+    """The path of records to the sinks, each on its own thread.
 
     A sink that raises, or accepts nothing for too long, gets no more records; its exception is kept, and the run is
     asked to stop. The other sinks still get every record. Sinks are written to and closed on their threads, so that

@@ -1,4 +1,4 @@
-"""Notices during a run, printed on a separate thread, because a terminal that nobody reads blocks for ever."""
+"""Notices during a run, printed on a separate thread, because a terminal that is not read blocks for ever."""
 
 import queue
 import threading
@@ -10,7 +10,7 @@ _NOTICE_TIMEOUT_S = 0.5
 
 
 class Notices:
-    """Passes notices to `notify`, in order; if that blocks or raises, the run continues without them.
+    """A queue of notices for `notify`, in order; if that blocks or raises, the run continues without them.
 
     Args:
         notify: called with each notice, on this object's thread.

@@ -139,7 +139,7 @@ class TakesSnapshots(Protocol):
 
 
 class PlainSink:
-    """Prints one plain line per step, flushed at once, for pipes and logs."""
+    """A sink that prints one plain line per step, flushed at once, for pipes and logs."""
 
     def __init__(self, stream: TextIO, *, steps: int) -> None:
         self._stream, self._steps = stream, steps

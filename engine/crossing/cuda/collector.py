@@ -14,7 +14,7 @@ class _Job(NamedTuple):
 
 
 class Collector:
-    """Calls functions in the order of `put`, each once its event has completed.
+    """A queue of functions, called in the order of `put`, each once its event has completed.
 
     Args:
         driver: driver of the events.

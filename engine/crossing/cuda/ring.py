@@ -2,7 +2,7 @@
 
 A thread takes each batch from the feeder's page-locked memory and enqueues its copy to one of a few slots on the
 device, on its own stream; the program's stream then waits for the copy's event and takes the batch from the slot.
-Events alone fix the order: nothing sleeps, and no thread waits for a copy before it enqueues the next.
+Only events define the order: nothing sleeps, and no thread waits for a copy before it enqueues the next.
 """
 
 import threading
@@ -60,7 +60,7 @@ class _Slot:
 
 
 class DeviceRing:
-    """Copies the batches of a feeder to the device, in order, each once.
+    """A ring of device buffers, into which the batches of a feeder are copied in order, each once.
 
     Args:
         driver: driver of the device.

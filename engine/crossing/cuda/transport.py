@@ -40,7 +40,7 @@ _NOT_OPEN = "the cuda transport must be open while its program runs, but is not:
 
 @dataclass(frozen=True)
 class XlaBuffers:
-    """Reads the stream and the addresses from the arguments that XLA passes to a host function."""
+    """Reader of the stream and the addresses in the arguments that XLA passes to a host function."""
 
     def stream_of(self, context: Any) -> int:
         """Return the stream on which XLA enqueues."""
