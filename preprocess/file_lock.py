@@ -1,8 +1,7 @@
-"""An exclusive lock on a file, which the kernel frees when its process dies, however it dies.
+"""An exclusive lock on a file, which the kernel releases when its process dies for any reason.
 
-Owns how such a file is made and locked. What the lock permits, and what whoever comes second is told, belongs to those
-who take one: `preprocess.packing.owner` for a split that is packed, `engine.records.folder_lock` for the folder of a
-    run.
+Owns how such a file is created and locked. Its users define what the lock permits and the message of a refusal:
+`preprocess.packing.owner` for a split that is being packed, `engine.records.folder_lock` for a run folder.
 """
 
 from __future__ import annotations
@@ -17,26 +16,26 @@ from pathlib import Path
 from preprocess.regular_file import check_regular
 
 NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
-"""What file systems without locks answer, some network ones among them."""
+"""The errors of file systems without locks, including some network file systems."""
 
-# Whoever looks whether a file is locked holds it for microseconds: who comes in that instant tries again.
+# A check of whether a file is locked holds a lock for microseconds, so a failed attempt is repeated.
 _TRIES = 20
 _TRY_EVERY_S = 0.01
 
 
 class FileLockedError(Exception):
-    """Another process, or another holder in this one, has the lock."""
+    """The lock is held by another process, or elsewhere in this one."""
 
 
 def lock_file(path: Path) -> int:
-    """Lock the file at ``path``, made if need be, and return its descriptor, which the caller closes.
+    """Lock the file at ``path``, created if necessary, and return its descriptor, which the caller closes.
 
-    The file returned is still the one of its name. Whoever removes it must hold the lock meanwhile: then nobody can
-    come to hold a file that is no longer there. On a file system without locks everybody is let in.
+    The locked file is still in place under its name. Only the holder of the lock may remove the file, so that no
+    process can hold a lock on a removed file. On a file system without locks, every process is let in.
 
     Raises:
-        FileLockedError: it is held already, in this process or another.
-        OSError: the file cannot be made or locked, or is none.
+        FileLockedError: the lock is already held, by this process or another.
+        OSError: the file cannot be created or locked, or is not a regular file.
     """
     for attempt in range(_TRIES):
         if attempt:
@@ -48,7 +47,7 @@ def lock_file(path: Path) -> int:
 
 
 def _try_to_lock(path: Path) -> int | None:
-    """Open and lock the file; None where another has the lock, or had it and removed the file."""
+    """Open and lock the file; return None if another holder has the lock, or had it and removed the file."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     is_ours = False
     try:

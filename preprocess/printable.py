@@ -1,4 +1,4 @@
-"""Escapes names and texts of unknown origin, so that they cannot control a terminal or hide other text.
+"""Escaping of names and texts of unknown origin, so that they cannot control a terminal or hide other text.
 
 File names, class names, archive members and the contents of pack and run folders are untrusted. They are escaped twice:
 by `printable` when a name is put into a message, and by `preprocess.commands.guarded_output` when a command writes its

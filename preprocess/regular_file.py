@@ -1,4 +1,4 @@
-"""Opens regular files only: refuses pipes and devices, and limits how much is read.
+"""Opening and reading of regular files only: refuses pipes and devices, and limits how much is read.
 
 Packs, run folders and sources open every local file that they read through this module.
 """

@@ -1,4 +1,4 @@
-"""*Did you mean*: the known word that is nearest to a misspelt one, in messages, options and choices."""
+"""Suggestions (*did you mean*) of the nearest known word in messages, options and choices."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    # Generic for a type checker in newer clicks, in no way at run time in older ones.
+    # Choice is generic in the annotations of newer click versions, but not at run time in older ones.
     StringChoice = click.Choice[str]
 else:
     StringChoice = click.Choice
 
 
 def nearest(word: object, known: Iterable[str]) -> str | None:
-    """Return the one of the known words that is most like a word, whatever its case; None where none is."""
+    """Return the known word that is nearest to a word, ignoring case; None if none is near."""
     by_folded = {each.lower(): each for each in known}
     near = difflib.get_close_matches(str(word).lower(), by_folded, n=1)
     return by_folded[near[0]] if near else None
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """Return what a message about an unknown word ends with: ``: did you mean …?``, or nothing where none is near."""
+    """Return the end of a message about an unknown word: ``: did you mean …?``, or nothing if no known word is near."""
     near = nearest(word, known)
     return "" if near is None else f": did you mean {near}?"
 
@@ -32,7 +32,7 @@ class SuggestingChoice(StringChoice):
     """A choice among words whose error suggests the nearest one."""
 
     def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
-        """Return click's own message, with the suggestion behind it."""
+        """Return click's own message followed by the suggestion."""
         message = super().get_invalid_choice_message(value, ctx).removesuffix(".")
         return f"{message}{did_you_mean(value, map(str, self.choices)) or '.'}"
 
@@ -40,7 +40,7 @@ class SuggestingChoice(StringChoice):
 class SuggestingCommand(click.Command):
     """A command whose error about an unknown option suggests the nearest one.
 
-    Nearness is judged by an option's spellings and by the name that its value goes by in Python, which may be longer.
+    A word is compared with an option's spellings and with the Python name of its value, which may be longer.
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -49,7 +49,7 @@ class SuggestingCommand(click.Command):
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             near = self._nearest_option(ctx, error.option_name)
-            # Without possibilities of its own click adds nothing to the message, in any of its versions.
+            # Without the argument `possibilities`, no version of click adds anything to the message.
             suggestion = "" if near is None else f" Did you mean {near}?"
             raise click.NoSuchOption(
                 error.option_name, f"No such option: {error.option_name}{'.' * bool(suggestion)}{suggestion}", ctx=ctx

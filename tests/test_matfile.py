@@ -82,7 +82,7 @@ def test_big_endian():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "128 bytes of header, found 0"),
+        (b"", "a header of 128 bytes, and this file has 0"),
         (bytes(200), r"not a level-5 MAT file.*save it with -v7"),
         (b"MATLAB 7.3".ljust(124) + b"\x00\x02IM", "not a level-5"),
         (written({"a": np.arange(100.0)})[:-40], "truncated"),
@@ -155,8 +155,8 @@ def bomb(num_bytes):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (nested(17), "more than 16 deep in each other"),
-        (nested(400), "more than 16 deep in each other"),
+        (nested(17), "nested more than 16 deep"),
+        (nested(400), "nested more than 16 deep"),
         (matrix(1, (1_100_000, 1), element(14, b"") * 1_100_000), "more than 1000000 elements"),
         (matrix(9, (2**31 - 1,) * 33, element(2, b"")), "an array of 33 dimensions"),
         (matrix(9, (1, 1), struct.pack("<II", 0x7FFF, 8) + bytes(8)), "numbers of the unknown type 32767"),

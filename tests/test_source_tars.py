@@ -144,7 +144,7 @@ def test_an_archive_that_is_written_to_is_the_machines_trouble(archives):
 def test_a_pipe_is_no_source(tmp_path):
     os.mkfifo(tmp_path / "set.tar")
     before = num_descriptors()
-    with pytest.raises(SourceError, match=r"set\.tar is no file; give the folder or archive"):
+    with pytest.raises(SourceError, match=r"set\.tar is not a file; give the folder or archive"):
         open_source(tmp_path / "set.tar")
     assert num_descriptors() == before
 

@@ -123,16 +123,16 @@ def attack(kind=tarfile.REGTYPE, name="a/x.jpg", link=""):
         (attack(name="/etc/passwd"), r"its member /etc/passwd has a path that leads out"),
         (attack(name="../../x.jpg"), r"its member \.\./\.\./x\.jpg has a path that leads out"),
         (attack(name="a/../../x.jpg"), r"leads out of the archive"),
-        (attack(tarfile.SYMTYPE, link="/etc/passwd"), r"its member a/x\.jpg is a symbolic link, not a file"),
-        (attack(tarfile.LNKTYPE, link="b"), r"a hard link, not a file"),
-        (attack(tarfile.CHRTYPE), r"a device, not a file"),
-        (attack(tarfile.BLKTYPE), r"a device, not a file"),
-        (attack(tarfile.FIFOTYPE), r"a pipe, not a file"),
-        (attack(tarfile.GNUTYPE_SPARSE), r"a/x\.jpg is stored with holes, not a file"),
-        (attack(b"V"), r"of type 'V', not a file"),
+        (attack(tarfile.SYMTYPE, link="/etc/passwd"), r"its member a/x\.jpg is a symbolic link, not a regular file"),
+        (attack(tarfile.LNKTYPE, link="b"), r"a hard link, not a regular file"),
+        (attack(tarfile.CHRTYPE), r"a device, not a regular file"),
+        (attack(tarfile.BLKTYPE), r"a device, not a regular file"),
+        (attack(tarfile.FIFOTYPE), r"a pipe, not a regular file"),
+        (attack(tarfile.GNUTYPE_SPARSE), r"a/x\.jpg is a sparse file, not a regular file"),
+        (attack(b"V"), r"of type 'V', not a regular file"),
         (attack(tarfile.DIRTYPE, name="../d"), r"its member \.\./d/ has a path that leads out"),
         (attack(tarfile.DIRTYPE, name="/etc"), r"its member /etc/ has a path that leads out"),
-        (attack(tarfile.SYMTYPE, link="l" * 200), r"a link, not a file"),
+        (attack(tarfile.SYMTYPE, link="l" * 200), r"a link, not a regular file"),
     ],
 )
 def test_unsafe_members_are_refused_by_name(listed, content, message):
@@ -147,7 +147,7 @@ def test_a_member_that_pax_calls_sparse_is_refused(listed, keyword):
         info = tarfile.TarInfo("a/x.jpg")
         info.pax_headers = {keyword: "1"}
         archive.addfile(info)
-    with pytest.raises(SourceError, match=r"its member a/x\.jpg is stored with holes, not a file"):
+    with pytest.raises(SourceError, match=r"its member a/x\.jpg is a sparse file, not a regular file"):
         listed(file.getvalue())
 
 

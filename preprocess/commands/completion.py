@@ -1,7 +1,7 @@
-"""What a shell completes the arguments of the commands with: folders, files, names.
+"""Shell completion of the commands' arguments: folders, files, names.
 
-Each function is an option's or an argument's `shell_complete`; click calls it with what was typed so far. Its classes
-are imported there, so that a command that runs does not wait for them.
+Each function is the `shell_complete` of an option or an argument; click calls it with the text typed so far. The
+functions import click's completion classes themselves, because importing them would delay every command.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ type Complete = Callable[[click.Context, click.Parameter, str], list[CompletionI
 
 
 def complete_folder(_context: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Have the shell complete a folder's path."""
+    """Return a request to the shell to complete the path of a folder."""
     from click.shell_completion import CompletionItem
 
     return [CompletionItem(incomplete, type="dir")]
 
 
 def complete_file(_context: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Have the shell complete a file's path."""
+    """Return a request to the shell to complete the path of a file."""
     from click.shell_completion import CompletionItem
 
     return [CompletionItem(incomplete, type="file")]
 
 
 def complete_word(known: Callable[[], Iterable[str]], *, or_file: bool = False) -> Complete:
-    """Return what completes one of the known words.
+    """Return a function that completes one of the known words.
 
     Args:
-        known: gives the words.
-        or_file: whether a file is meant, and left to the shell, where no word begins with what was typed.
+        known: returns the words.
+        or_file: whether to let the shell complete a file if no word begins with the typed text.
     """
 
     def complete(context: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:

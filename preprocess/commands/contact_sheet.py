@@ -1,4 +1,4 @@
-"""Draws a contact sheet: thumbnails of a split with their class names.
+"""A contact sheet: thumbnails of a split with their class names.
 
 Owns the choice of images and the layout. The choice depends only on the split.
 """

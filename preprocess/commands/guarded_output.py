@@ -1,4 +1,4 @@
-"""Escapes the output of every command, so that no control character of a message reaches a terminal or a pipe.
+"""Escaping of every command's output, so that no control character of a message reaches a terminal or a pipe.
 
 Texts are escaped by `preprocess.printable`. This module must not know what the commands print.
 """

@@ -1,4 +1,4 @@
-"""Converts any of Pillow's colour modes to 8-bit grey or RGB.
+"""Conversion of any of Pillow's colour modes to 8-bit grey or RGB.
 
 Colour profiles are not applied: the values in the file are the values in the shard, as in every ImageNet pipeline.
 

@@ -1,4 +1,4 @@
-"""Decodes the bytes of one image file to the RGB crop that a shard stores.
+"""Decoding of the bytes of one image file to the RGB crop that a shard stores.
 
 The geometry is torchvision's `Resize(resize)` followed by `CenterCrop(size)`, computed by Pillow's antialiased
 resampling. Any fault of a file raises a `DecodeError` with a reason suitable for `failures.jsonl`.

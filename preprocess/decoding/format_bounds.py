@@ -1,12 +1,12 @@
-"""Refuses files that cost a decoder far more than an image of their size should, before Pillow sees them.
+"""Bounds on the cost of decoding a file, checked before Pillow opens it.
 
-Pillow reads some parts of these formats in Python, piece by piece, and some C decoders go over the whole image once for
-each part that a file has: a small file can then take minutes, or gigabytes. Each bound here keeps an image to a few
-seconds and lies far beyond what cameras, scanners and programs write.
+Pillow reads some parts of these formats in Python, piece by piece, and some C decoders pass over the whole image once
+for each part of a file: a small file can then take minutes, or gigabytes. Each bound here limits an image to a few
+seconds and is far above what cameras, scanners and programs write.
 
-Pillow's own limit is one of pixels, and only `Image.open` applies it. Pillow 13 still takes 29 s for 48 MB of plain
-PPM, 19 s for 34 MB of run-length encoded BMP, 8 s for 40 MB of GIF comments, and more than a minute for a PPM of 12
-million pixels whose largest value is 1023. Pillow 11.3 has no bound on the tags of a TIFF; Pillow 13 has one.
+Pillow's own limit is on the number of pixels, and only `Image.open` applies it. Pillow 13 still takes 29 s for 48 MB of
+plain PPM, 19 s for 34 MB of run-length encoded BMP, 8 s for 40 MB of GIF comments, and more than a minute for a PPM of
+12 million pixels whose largest value is 1023. Pillow 11.3 has no bound on the tags of a TIFF; Pillow 13 has one.
 """
 
 import re
@@ -19,13 +19,13 @@ import numpy as np
 _MAX_PPM_HEADER_BYTES = 2**16
 _PPM_NUMBER = rb"(?:\s|#[^\r\n]*[\r\n])*?(\d{1,10})"
 _PPM_HEADER = re.compile(rb"P([1-6])\s" + _PPM_NUMBER + _PPM_NUMBER + rb"(?:" + _PPM_NUMBER + rb")?\s")
-# Read by Pillow number by number: 3 MiB a second.
+# Pillow reads these number by number, 3 MiB per second.
 _MAX_PLAIN_PPM_BYTES = 16 * 2**20
 _MAX_PLAIN_PPM_COMMENTS = 1_000
 
 _MAX_GIF_BLOCKS = 2**16
 
-# Read by Pillow run by run, and padded pixel by pixel.
+# Pillow reads these run by run and pads them pixel by pixel.
 _MAX_RLE_BMP_BYTES = 16 * 2**20
 _MAX_RLE_BMP_PIXELS = 2**24
 
@@ -36,7 +36,7 @@ _TIFF_TYPE_BYTES: Mapping[int, int] = {
     3: 2, 4: 4, 5: 8, 6: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4, 16: 8, 17: 8, 18: 8,
 }  # fmt: skip
 
-# Each scan goes over all coefficients; programs write 10, the most thorough of them 20.
+# Each scan passes over all coefficients; programs write 10 scans, at most 20.
 _ALWAYS_ALLOWED_SCANS = 24
 _MAX_SCANNED_PIXELS = 2**31
 _MAX_JPEG_MARKERS = 2**16
@@ -47,31 +47,30 @@ _JPEG_MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")
 
 
 def bounded(encoded: bytes, name: str, *, max_pixels: int) -> bytes:
-    """Return the bytes to hand to Pillow for a file of the format of this name: the file itself, or an equal image.
+    """Return the bytes to pass to Pillow: the file itself, or an equal image.
 
     Args:
         encoded: the file.
-        name: of the format, as `preprocess.decoding.formats.FORMATS` has it.
-        max_pixels: the most that an image may have.
+        name: the name of its format, as in `preprocess.decoding.formats.FORMATS`.
+        max_pixels: the largest number of pixels allowed.
 
     Raises:
-        ValueError: the file is beyond a bound.
+        ValueError: the file exceeds a bound.
     """
     if name == "PPM":
         return _bounded_ppm(encoded, max_pixels)
     check = _CHECKS.get(name)
     if check is not None:
-        with suppress(struct.error, IndexError):  # cut short: the decoder will refuse it
+        with suppress(struct.error, IndexError):  # truncated: the decoder will refuse it
             check(encoded, max_pixels)
     return encoded
 
 
 def check_jpeg_scans(encoded: bytes, num_pixels: int) -> None:
-    """Raise ValueError where a JPEG file goes over its pixels far more often than any program makes it."""
+    """Raise ValueError if a JPEG file has far more scans than any program writes."""
     allowed = max(_ALWAYS_ALLOWED_SCANS, _MAX_SCANNED_PIXELS // max(1, num_pixels))
-    if (
-        sum(1 for _ in _JPEG_SCANS.finditer(encoded)) <= allowed
-    ):  # what stands in metadata or behind the image counts here as well
+    # This count includes markers in metadata and after the image.
+    if sum(1 for _ in _JPEG_SCANS.finditer(encoded)) <= allowed:
         return
     position, num_scans = 2, 0
     for _ in range(_MAX_JPEG_MARKERS):
@@ -83,7 +82,7 @@ def check_jpeg_scans(encoded: bytes, num_pixels: int) -> None:
             break
         start = found.start() + 2
         position = start + max(2, int.from_bytes(encoded[start : start + 2]))
-    raise ValueError(f"it has more than {allowed} scans for {num_pixels} pixels; save it anew")
+    raise ValueError(f"it has more than {allowed} scans for {num_pixels} pixels; save it again")
 
 
 def _bounded_ppm(encoded: bytes, max_pixels: int) -> bytes:
@@ -95,8 +94,8 @@ def _bounded_ppm(encoded: bytes, max_pixels: int) -> bytes:
     if found[1] in b"123":
         if len(encoded) > _MAX_PLAIN_PPM_BYTES or encoded.count(b"#") > _MAX_PLAIN_PPM_COMMENTS:
             raise ValueError(
-                f"written in plain digits it may have {_MAX_PLAIN_PPM_BYTES} bytes and {_MAX_PLAIN_PPM_COMMENTS} "
-                "comments; save it in its binary form"
+                f"in plain ASCII form it may have at most {_MAX_PLAIN_PPM_BYTES} bytes and {_MAX_PLAIN_PPM_COMMENTS} "
+                "comments; save it in binary form"
             )
         return encoded
     if found[1] == b"4" or found[4] is None:
@@ -105,7 +104,7 @@ def _bounded_ppm(encoded: bytes, max_pixels: int) -> bytes:
 
 
 def _at_full_range(encoded: bytes, found: re.Match[bytes], max_pixels: int) -> bytes:
-    """Return a binary file whose largest value is 255 or 65535, rounded as by Pillow, pixel by pixel."""
+    """Return a binary file rescaled to a largest value of 255 or 65535, with Pillow's rounding."""
     width, height, largest = int(found[2]), int(found[3]), int(found[4])
     is_grey = found[1] == b"5"
     if not 0 < largest < 65536 or largest == 255 or (is_grey and largest == 65535) or width * height > max_pixels:
@@ -121,7 +120,7 @@ def _at_full_range(encoded: bytes, found: re.Match[bytes], max_pixels: int) -> b
 
 
 def _check_gif(encoded: bytes, max_pixels: int) -> None:  # noqa: ARG001 - all checks take the same arguments
-    """Counts the blocks ahead of the first image."""
+    """Check the number of blocks before the first image."""
     flags = encoded[10]
     position = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
     is_extension = False
@@ -145,13 +144,13 @@ def _check_bmp(encoded: bytes, max_pixels: int) -> None:  # noqa: ARG001 - all c
     num_pixels = abs(width * height)
     if len(encoded) > _MAX_RLE_BMP_BYTES or num_pixels > _MAX_RLE_BMP_PIXELS:
         raise ValueError(
-            f"run-length encoded it may have {_MAX_RLE_BMP_BYTES} bytes and {_MAX_RLE_BMP_PIXELS} pixels, found "
-            f"{len(encoded)} and {num_pixels}; save it without"
+            f"with run-length encoding it may have at most {_MAX_RLE_BMP_BYTES} bytes and {_MAX_RLE_BMP_PIXELS} "
+            f"pixels, found {len(encoded)} and {num_pixels}; save it without"
         )
 
 
 def _check_webp(encoded: bytes, max_pixels: int) -> None:
-    """Compares the canvas with what is allowed: libwebp allocates it twice before anybody hears of its size."""
+    """Check the size of the canvas: libwebp allocates it twice before it reports its size."""
     kind = encoded[12:16]
     if kind == b"VP8X":
         width, height = (int.from_bytes(encoded[at : at + 3], "little") + 1 for at in (24, 27))
@@ -167,7 +166,7 @@ def _check_webp(encoded: bytes, max_pixels: int) -> None:
 
 
 def _check_tiff(encoded: bytes, max_pixels: int) -> None:  # noqa: ARG001 - all checks take the same arguments
-    """Counts what the tags of the first image make a reader read: each may point at the same bytes."""
+    """Check how many bytes the tags of the first image make a reader read: all tags may point to the same bytes."""
     order = "<" if encoded[:2] == b"II" else ">"
     is_big = 43 in encoded[2:4]
     start, entries, entry, word = (8, "Q", "HHQ", 8) if is_big else (4, "H", "HHI", 4)
@@ -184,7 +183,7 @@ def _check_tiff(encoded: bytes, max_pixels: int) -> None:  # noqa: ARG001 - all 
             raise ValueError(f"its tag {tag} has {count} numbers, {_MAX_TIFF_NUMBERS} are allowed")
         num_bytes += count * _TIFF_TYPE_BYTES.get(kind, 1)
         if num_bytes > len(encoded) + word * num_entries:
-            raise ValueError(f"its tags refer to {num_bytes} bytes and more, and the file has {len(encoded)}")
+            raise ValueError(f"its tags refer to {num_bytes} bytes or more, and the file has {len(encoded)}")
 
 
 _CHECKS: Mapping[str, Callable[[bytes, int], None]] = {

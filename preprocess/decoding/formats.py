@@ -1,9 +1,9 @@
-"""Opens encoded bytes as a Pillow image: the format by its first bytes, the orientation by its EXIF, nothing else.
+"""Decoding of image files with Pillow: the format from the first bytes, the orientation from EXIF, no other metadata.
 
-`Image.open` is deliberately not used. It tries every plugin Pillow has (PostScript through Ghostscript among them),
-and it reads metadata that no trainer needs, warning about each damaged field; `warnings.catch_warnings` cannot keep
-such a warning from a thread without touching all others. So JPEG and PNG files are handed over with their metadata cut
-out, and only the two rare formats whose plugins can still warn are opened one at a time.
+`Image.open` is deliberately not used. It tries every Pillow plugin (including PostScript, with Ghostscript), and it
+reads metadata that training does not need, with a warning for each damaged field; `warnings.catch_warnings` cannot
+suppress such a warning in one thread without affecting all others. Therefore the metadata of JPEG and PNG files are
+removed before decoding, and only the two rare formats whose plugins can still warn are opened one at a time.
 """
 
 import io
@@ -28,31 +28,31 @@ from PIL.WebPImagePlugin import WebPImageFile
 from preprocess.decoding.format_bounds import bounded, check_jpeg_scans
 
 _ORIENTATION_TAG = 0x0112
-# In either order of bytes: cameras write both, and Pillow takes both.
+# In either byte order: cameras write both, and Pillow accepts both.
 _TIFF_MAGIC = (b"*\0", b"\0*")
 _EXIF_HEADER = b"Exif\0\0"
 
-# What a decoder needs of a PNG; all else (text, profiles, animation) is metadata.
+# The chunks that a PNG decoder needs; all others (text, profiles, animation) are metadata.
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _PNG_PIXEL_CHUNKS = frozenset({b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"})
 
 _PNG_GREY, _PNG_RGB = 0, 2
 
-# A marker with a length field: not a stuffed or fill byte (00, FF), TEM (01), RST0–7, SOI, EOI (D0–D9). In C and in one
-# pass: a loop in Python over 32 MiB of fill bytes kept all other threads from the interpreter for 20 s.
+# A marker with a length field: not a stuffed or fill byte (00, FF), TEM (01), RST0–7, SOI, EOI (D0–D9). Matched in C in
+# one pass: a Python loop over 32 MiB of fill bytes blocked all other threads for 20 s.
 _JPEG_SEGMENT = re.compile(rb"\xff[^\x00\x01\xd0-\xd9\xff]")
-# Pillow looks at junk byte by byte and at segments and chunks one by one, in Python.
+# Pillow reads junk byte by byte, and segments and chunks one by one, in Python.
 _MAX_JPEG_JUNK_BYTES = 2**16
 _MAX_PARTS = 2**16
 _JPEG_START_OF_SCAN = 0xDA
 _JPEG_APP1 = 0xE1
-# APP1–APP13, APP15 and comments are metadata. APP0 (JFIF) and APP14 (Adobe) decide the colour transform and stay.
+# APP1–APP13, APP15 and comments are metadata. APP0 (JFIF) and APP14 (Adobe) define the colour transform and are kept.
 _JPEG_METADATA_MARKERS = frozenset({*range(0xE1, 0xEE), 0xEF, 0xFE})
 
 
 @dataclass(frozen=True)
 class Format:
-    """A file format that is accepted: how it begins, how it is opened, whether its Pillow plugin may warn."""
+    """An accepted file format: how to recognise and open it, and whether its Pillow plugin may warn."""
 
     name: str
     accepts: Callable[[bytes], bool]
@@ -77,14 +77,14 @@ _WARNING_LOCK = threading.Lock()
 
 @contextmanager
 def _pillow_warnings_off() -> Iterator[None]:
-    # The filter list belongs to the process, so only one thread at a time may swap it.
+    # The list of warning filters is global to the process, so only one thread at a time may replace it.
     with _WARNING_LOCK, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def sniff(encoded: bytes) -> Format | None:
-    """Returns the format that the first bytes announce, or None; file names play no part."""
+    """Return the format that the first bytes indicate, or None; the file name is not used."""
     head = encoded[:16]
     return next((known for known in FORMATS if known.accepts(head)), None)
 
@@ -92,20 +92,20 @@ def sniff(encoded: bytes) -> Format | None:
 def open_pixels(
     encoded: bytes, known: Format, *, max_pixels: int, admit: Callable[[int], None] = lambda _: None
 ) -> tuple[Image.Image, int]:
-    """Decodes the first frame in the file's own colour mode.
+    """Decode the first frame in the file's own colour mode.
 
     Args:
         encoded: the file's bytes.
-        known: what `sniff` said of them.
-        max_pixels: a file that announces more is refused before its pixels are decoded.
-        admit: told the number of pixels before they are decoded; returns once there is memory for them.
+        known: the result of `sniff`.
+        max_pixels: the largest number of pixels allowed, checked before they are decoded.
+        admit: called with the number of pixels before they are decoded; returns when there is memory for them.
 
     Returns:
-        The loaded image, and the EXIF orientation (1 to 8) that is still to be applied.
+        The loaded image, and the EXIF orientation (1 to 8) to apply to it.
 
     Raises:
-        ValueError: the image is too large, or its parts are beyond what an image has.
-        Exception: whatever Pillow makes of damaged bytes.
+        ValueError: the image is too large, or has more parts than allowed.
+        Exception: Pillow's error about damaged bytes.
     """
     orientation = 1
     if known.name == "JPEG":
@@ -122,33 +122,33 @@ def open_pixels(
         raise ValueError(f"{width}×{height} is more than the {max_pixels} pixels allowed in one image")
     if isinstance(image, JpegImageFile) and _may_have_many_scans(image, encoded):
         check_jpeg_scans(encoded, width * height)
-    admit(width * height)  # may wait, and so without the lock that other images need
+    admit(width * height)  # may wait, so it must not hold the lock that other images need
     with quietly():
         image.load()
     if known.name == "PNG":
         _scale_transparent_grey(image, encoded)
     if known.name == "WebP":
         orientation = exif_orientation(image.info.get("exif", b""))
-    return image, orientation  # Pillow itself turns a TIFF the right way up
+    return image, orientation  # Pillow applies the orientation of a TIFF itself
 
 
 def _may_have_many_scans(image: JpegImageFile, encoded: bytes) -> bool:
-    """Whether a decoder reads on after the first scan: counting scans takes a twentieth of the time of decoding."""
-    stop = image.fp.tell() if image.fp is not None else 0  # behind the header of the first scan
+    """Return whether a decoder reads on after the first scan; counting scans takes a twentieth of the decoding time."""
+    stop = image.fp.tell() if image.fp is not None else 0  # the end of the header of the first scan
     start = encoded.rfind(b"\xff\xda", 0, stop)
     is_header = start >= 0 and int.from_bytes(encoded[start + 2 : start + 4]) == stop - start - 2
     return not is_header or encoded[start + 4] < image.layers or "progressive" in image.info
 
 
 def _scale_transparent_grey(image: Image.Image, encoded: bytes) -> None:
-    """Pillow scales grey of 2 and 4 bits to 8, but not the grey that stands for transparent."""
+    """Scale the transparent grey level to 8 bits; Pillow scales 2-bit and 4-bit pixels, but not this level."""
     depth, colour = _png_depth_and_colour(encoded)
     if colour == _PNG_GREY and depth in (2, 4) and "transparency" in image.info:
         image.info["transparency"] *= 255 // (2**depth - 1)
 
 
 def exif_orientation(exif: bytes) -> int:
-    """Returns the orientation (1 to 8) in an EXIF block; 1, upright, where the block is damaged or does not say."""
+    """Return the orientation (1 to 8) in an EXIF block; 1 (upright) if the block is damaged or has no orientation."""
     tiff = exif.removeprefix(_EXIF_HEADER)
     order = {b"II": "<", b"MM": ">"}.get(tiff[:2])
     if order is None or tiff[2:4] not in _TIFF_MAGIC:
@@ -167,15 +167,15 @@ def exif_orientation(exif: bytes) -> int:
 
 
 def strip_jpeg(encoded: bytes) -> tuple[bytes, int]:
-    """Cuts metadata segments out of a JPEG file.
+    """Remove the metadata segments of a JPEG file.
 
-    Junk between segments is kept: Pillow steps over it, and a damaged file is then refused by the decoder itself.
+    Junk between segments is kept: Pillow skips it, and the decoder itself then refuses a damaged file.
 
     Returns:
         The file without comments, EXIF, XMP, profiles and thumbnails, and the EXIF orientation (1 to 8).
 
     Raises:
-        ValueError: more segments or junk ahead of the pixels than any image has.
+        ValueError: there are more segments or junk bytes before the pixels than allowed.
     """
     kept = [(0, 2)]
     orientation = None
@@ -195,7 +195,7 @@ def strip_jpeg(encoded: bytes) -> tuple[bytes, int]:
             break
         marker = encoded[start + 1]
         cut = start
-        while cut > position and encoded[cut - 1] == 0xFF:  # fill bytes belong to the marker they precede
+        while cut > position and encoded[cut - 1] == 0xFF:  # fill bytes belong to the marker that they precede
             cut -= 1
         position = start + 2 + int.from_bytes(encoded[start + 2 : start + 4])
         if marker in _JPEG_METADATA_MARKERS and position <= len(encoded):
@@ -209,14 +209,14 @@ def strip_jpeg(encoded: bytes) -> tuple[bytes, int]:
 
 
 def strip_png(encoded: bytes) -> tuple[bytes, int]:
-    """Cuts ancillary chunks out of a PNG file.
+    """Remove the ancillary chunks of a PNG file.
 
     Returns:
-        The file with its header, palette, transparency and pixels alone, and the EXIF orientation (1 to 8).
+        The file with only its header, palette, transparency and pixels, and the EXIF orientation (1 to 8).
 
     Raises:
-        ValueError: a chunk is longer than what is left of the file, there are more chunks than any image has, or one
-            16-bit colour stands for transparent, of which Pillow compares 8 bits.
+        ValueError: a chunk is longer than the rest of the file, there are more chunks than allowed, or a 16-bit colour
+            is marked as transparent, of which Pillow compares only 8 bits.
     """
     kept = [(0, len(_PNG_SIGNATURE))]
     orientation = 1
@@ -231,20 +231,22 @@ def strip_png(encoded: bytes) -> tuple[bytes, int]:
         if kind in _PNG_PIXEL_CHUNKS:
             if stop - 4 > len(encoded):
                 left = len(encoded) - position - 8
-                raise ValueError(f"its chunk {kind.decode()} is truncated: it says {length} bytes, {left} are there")
+                raise ValueError(
+                    f"its chunk {kind.decode()} is truncated: its length is {length} bytes, and {left} are left"
+                )
             kept.append((position, stop))
         elif kind == b"eXIf":
             orientation = exif_orientation(encoded[position + 8 : stop - 4])
         if kind == b"tRNS" and _png_depth_and_colour(encoded) == (16, _PNG_RGB):
-            raise ValueError("one 16-bit colour stands for transparent (tRNS); save it with an alpha channel")
+            raise ValueError("a 16-bit colour is marked as transparent (tRNS); save it with an alpha channel")
         position = stop
     return _joined(encoded, kept), orientation
 
 
 def _joined(encoded: bytes, parts: Sequence[tuple[int, int]]) -> bytes:
-    """Return the parts ``start, stop`` of a file, ascending, in one piece; the file itself where nothing lies between.
+    """Return the concatenated parts ``start, stop`` of a file, in ascending order; the file itself if they cover it.
 
-    A file may have 512 MiB: it is copied once at most.
+    A file may have 512 MiB, so it is copied at most once.
     """
     ends = (0, *(stop for _, stop in parts))
     if all(start == end for (start, _), end in zip(parts, ends, strict=False)) and ends[-1] >= len(encoded):
@@ -254,5 +256,5 @@ def _joined(encoded: bytes, parts: Sequence[tuple[int, int]]) -> bytes:
 
 
 def _png_depth_and_colour(encoded: bytes) -> tuple[int, int]:
-    """Returns bits a channel and colour type of the header, which always comes first."""
+    """Return the bits per channel and the colour type from the header, which is always the first chunk."""
     return encoded[24], encoded[25]

@@ -1,4 +1,4 @@
-"""Draws and packs the demo set."""
+"""The drawing and packing of the demo set."""
 
 import tempfile
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Draws a small labelled data set, for trying everything without a download.
+"""A small drawn data set with labels, for trying everything without a download.
 
 The ten classes are shapes. Colour, position, size, angle, lighting and clutter vary independently of the class, so a
 network must learn shape. Images are JPEG files in class folders, like any other source.

@@ -1,8 +1,9 @@
-"""Who is packing a split: one process at a time, so that no two mix their shards.
+"""Exclusive ownership of a split while it is packed, so that two processes do not mix their shards.
 
-Locally a file lock (`preprocess.file_lock`) keeps a second process out. In any store, also one without locks, a record
-with the name of the run tells the earlier of two processes that a later one took over, before it notes or finishes
-anything more. (A shard file that was on its way in that moment still arrives; `inspect-shards --verify` finds it.)
+On a local file system, a file lock (`preprocess.file_lock`) excludes a second process. In any store, even one without
+locks, a record with the id of the packing process shows an earlier process that a later one took over, before the
+earlier one records or finishes anything more. (A shard file being written at that moment is still completed;
+`inspect-shards --verify` finds it.)
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _LOCK_TRIES = 100
 
 
 class Owner:
-    """The right to write the split at ``location``; a context manager."""
+    """Exclusive permission to write the split at ``location``; a context manager."""
 
     def __init__(self, location: Location) -> None:
         self._location = location
@@ -48,25 +49,26 @@ class Owner:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            # What can't be tidied up is harmless: the next run takes the record over.
+            # Files that cannot be removed are harmless: the next run takes over the record.
             with suppress(ShardError):
                 self.check()
-                # While the lock is held: who waits for this very file sees that it is gone and makes another.
+                # Remove them while holding the lock: a process that waits for it then sees that its file is gone, and
+                # creates another.
                 delete_split_files(self._location, (OWNER_KEY, LOCK_KEY))
         finally:
             self._unlock()
 
     def check(self) -> None:
-        """Make sure that nobody took over.
+        """Check that no other process took over.
 
         Raises:
-            ShardError: another process packs this split.
+            ShardError: another process is packing this split.
         """
         if self._location.read(OWNER_KEY) != self._run:
             raise ShardError(self._busy())
 
     def _lock(self, path: Path) -> int | None:
-        """Lock the file at ``path``, made if need be; None where the system has no locks at all."""
+        """Lock the file at ``path``, created if necessary; return None if the operating system has no such locks."""
         if sys.platform == "win32":
             return None
         from preprocess.file_lock import FileLockedError, lock_file
@@ -82,7 +84,7 @@ class Owner:
             except OSError as error:
                 raise ShardError(
                     f"{self._location.display}: can't write {LOCK_KEY}: {error.strerror}; choose another DEST or "
-                    "mend its rights"
+                    "correct its permissions"
                 ) from error
         raise ShardError(self._busy())
 

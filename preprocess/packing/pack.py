@@ -1,4 +1,4 @@
-"""Packs one split: plan, resume, write shards, finish.
+"""The packing of one split: plan, resume, write shards, finish.
 
 Shards are filled in source order with the images that can be decoded, so there are no gaps. Each shard is written whole
 and recorded in a journal. The bytes depend only on the plan, not on the number of workers or on interruptions. The

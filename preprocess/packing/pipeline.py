@@ -1,4 +1,4 @@
-"""Reads and decodes a source's images with several threads and yields the results in the source's order.
+"""Parallel reading and decoding of a source's images, with the results in the order of the source.
 
 Memory use does not depend on the size of the data set. It is at most about 64 MB per worker for images of up to 4
 megapixels, a quarter of the machine's memory for all larger images together (but always one of them), 1 GiB for all

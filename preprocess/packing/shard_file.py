@@ -1,4 +1,4 @@
-"""Writes one local shard file of raw images, image by image.
+"""Writer of one local shard file of raw images, image by image.
 
 The bytes are the same as TensorStore's, in a fifth of the time: TensorStore encodes, copies and collects a shard in
 memory before it writes. The file has a temporary name until it is complete and synced. Knows the byte order of a shard

@@ -1,4 +1,4 @@
-"""Writes the shards of a split one after the other, each as a whole, and records each in the journal.
+"""Writer of the shards of a split, one after the other, each written whole and recorded in the journal.
 
 A raw shard in a local folder is written image by image (`preprocess.packing.shard_file`); any other shard is filled in
 memory and written by TensorStore.
@@ -52,7 +52,7 @@ class _StoredShard:
 
 
 class ShardWriter:
-    """Fills one shard while the previous one is being written, and records each in the journal once it is on disk."""
+    """A writer that fills one shard while the previous one is written, and records each in the journal once on disk."""
 
     def __init__(
         self,

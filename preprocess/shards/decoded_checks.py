@@ -1,4 +1,4 @@
-"""Compares decoded images with their checksums, each once as long as its local shard file is unchanged.
+"""Comparison of decoded images with their checksums, once each as long as the local shard file is unchanged.
 
 Owns the record of compared images. Knows nothing of how images are read or how a mismatch is reported.
 """

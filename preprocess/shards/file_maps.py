@@ -111,7 +111,7 @@ def _map(address: int | None, size_bytes: int, flags: int, file: int) -> int:
 
 
 class _Guard:
-    """Handles SIGBUS in the memory regions that it knows; any other fault goes to the previous handler.
+    """A handler of SIGBUS in the memory regions that it knows; any other fault goes to the previous handler.
 
     Attributes:
         regions: the regions mapped by `map_file`, by address. Changed without a lock, which the faulting thread might
@@ -181,7 +181,7 @@ def _guard() -> _Guard | None:
 
 
 class WatchedFolder:
-    """Counts the files below a folder that were torn while TensorStore had them mapped, during the object's lifetime.
+    """A count of the files below a folder that were torn while TensorStore had them mapped, in the object's lifetime.
 
     TensorStore maps a file briefly, in its own threads; data that it returns from a torn file may be zeros.
     """

@@ -1,4 +1,4 @@
-"""Opens packed splits and reads images by index into given buffers.
+"""Opening of packed splits, and reading of images by index into given buffers.
 
 Knows nothing of order, batches or devices; splits are written by `preprocess.packing.pack`.
 """

@@ -1,4 +1,4 @@
-"""Reads back every byte of a split and compares it with the checksums and the digests in the manifest.
+"""Verification of every byte of a split against the checksums and the digests in the manifest.
 
 Continues after the first damage and reports each damaged file and image. Changes nothing.
 """

@@ -1,4 +1,4 @@
-"""Reads ImageNet's development kit: the WordNet id and name of each class number, and the validation labels."""
+"""ImageNet's development kit: the WordNet id and name of each class number, and the validation labels."""
 
 import zlib
 from dataclasses import dataclass

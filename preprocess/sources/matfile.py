@@ -1,14 +1,14 @@
-"""Reads MATLAB's level-5 MAT files as far as ImageNet's `meta.mat` needs: numbers, text, cells and struct arrays.
+"""Reader of MATLAB's level-5 MAT files, as far as ImageNet's `meta.mat` needs: numbers, text, cells, struct arrays.
 
 After "MAT-File Format", The MathWorks, chapter 1. Every data element is an 8-byte tag (type, number of bytes) and its
-bytes, padded to a multiple of 8; up to four bytes may instead sit inside the tag. Arrays are stored column by column.
+bytes, padded to a multiple of 8; up to four bytes may be inside the tag instead. Arrays are stored column by column.
 
-What a file says of itself is bounded: the bytes that it unpacks to, its elements, how deep arrays lie in arrays, the
-dimensions of an array and the fields of a struct.
+There are limits on the decompressed size, the number of elements, the nesting depth of arrays, the dimensions of an
+array and the fields of a struct.
 
-`scipy.io.loadmat` is not used, because it trusts the file: in SciPy 1.18 a number of unknown type (200 bytes of file)
-or deeply nested cells (42 kB, compressed) crash the process, and 216 bytes that announce 5·10⁸ structs take 37 s and
-3 GB. To check every type, depth and shape beforehand takes all of this module but the conversion of values.
+`scipy.io.loadmat` is not used, because it trusts the file: in SciPy 1.18, a number of unknown type (a file of 200
+bytes) or deeply nested cells (42 kB, compressed) crash the process, and 216 bytes that declare 5·10⁸ structs take 37 s
+and 3 GB. Checking every type, depth and shape beforehand would need all of this module except the conversion of values.
 """
 
 import struct
@@ -38,7 +38,7 @@ _NUMERIC_CLASSES: Mapping[int, str] = {
 
 
 class MatFileError(ValueError):
-    """A MAT file that is damaged or uses a feature that is not read here."""
+    """The MAT file is damaged or uses a feature that is not supported."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class _Element:
 
 
 class _Limits:
-    """Counts the bytes and elements of all variables of a file, to bound the work."""
+    """The remaining bytes, elements and nesting depth of a file, which bound the work of reading it."""
 
     def __init__(self) -> None:
         self._bytes, self._elements, self._depth = MAX_BYTES, _MAX_ELEMENTS, 0
@@ -70,32 +70,34 @@ class _Limits:
     def __enter__(self) -> None:
         self._depth += 1
         if self._depth > _MAX_DEPTH:
-            raise MatFileError(f"arrays of the MAT file lie more than {_MAX_DEPTH} deep in each other")
+            raise MatFileError(f"the arrays of the MAT file are nested more than {_MAX_DEPTH} deep")
 
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
 
 
 def read_matfile(content: bytes) -> dict[str, Any]:
-    """Reads the variables of a level-5 MAT file.
+    """Read the variables of a level-5 MAT file.
 
     Args:
         content: the whole file.
 
     Returns:
-        Name to value. Numbers are arrays of their MATLAB shape and type, text is `str` (rows joined by line feeds), a
+        Values by name. Numbers are arrays of their MATLAB shape and type, text is `str` (rows joined by line feeds), a
         cell array a list and a struct array a list of dicts, both in MATLAB's column order.
 
     Raises:
-        MatFileError: not level 5, damaged, beyond the bounds, or with objects, sparse or complex arrays.
+        MatFileError: the file is not level 5, is damaged, exceeds a limit, or has objects, sparse or complex arrays.
     """
     if len(content) < _HEADER_BYTES:
-        raise MatFileError(f"a MAT file begins with {_HEADER_BYTES} bytes of header, found {len(content)} bytes in all")
+        raise MatFileError(
+            f"a MAT file begins with a header of {_HEADER_BYTES} bytes, and this file has {len(content)} bytes"
+        )
     order = {b"IM": "<", b"MI": ">"}.get(content[126:128])
     if order is None or struct.unpack_from(order + "H", content, 124)[0] != 0x0100:
         raise MatFileError(
             f"not a level-5 MAT file: version and byte order are {content[124:128]!r}; "
-            "versions 4 and 7.3 are not read, save it with -v7"
+            "versions 4 and 7.3 are not supported, save it with -v7"
         )
     variables: dict[str, Any] = {}
     try:
@@ -122,11 +124,11 @@ def _elements(data: memoryview, order: str, limits: _Limits) -> Iterator[_Elemen
             start, num_bytes, kind = position + 4, small_bytes, first & 0xFFFF
             position += 8
             if num_bytes > 4:
-                raise MatFileError(f"the MAT file is damaged: {num_bytes} bytes in a tag that has room for 4")
+                raise MatFileError(f"the MAT file is damaged: {num_bytes} bytes in a tag with room for 4")
         else:
             (num_bytes,) = struct.unpack_from(order + "I", data, position + 4)
             start, kind = position + 8, first
-            # Compressed elements are not padded: the next tag follows at once.
+            # Compressed elements are not padded: the next tag follows immediately.
             position = start + num_bytes + (0 if kind == _COMPRESSED else -num_bytes % 8)
         if start + num_bytes > len(data):
             raise MatFileError(f"the MAT file is truncated: an element of {num_bytes} bytes has {len(data) - start}")
@@ -146,14 +148,14 @@ def _inflated(element: _Element, order: str, limits: _Limits) -> Iterator[_Eleme
 
 
 def _read_matrix(data: memoryview, order: str, limits: _Limits) -> tuple[str, Any]:
-    """Returns name and value of an array; its parts are flags, dimensions, name and then what its class says."""
+    """Return name and value of an array; its parts are flags, dimensions, name and then those of its class."""
     if not data:
         return "", np.zeros((0, 0))  # how MATLAB writes an empty cell or field
     parts = _elements(data, order, limits)
     (flags,) = struct.unpack_from(order + "I", _next(parts).data)
     array_class = flags & 0xFF
     if flags & 0x0800:
-        raise MatFileError("complex arrays are not read")
+        raise MatFileError("complex arrays are not supported")
     lengths = _numbers(_next(parts), order)
     if lengths.size > _MAX_DIMENSIONS:
         raise MatFileError(f"the MAT file is damaged: an array of {lengths.size} dimensions")
@@ -171,7 +173,7 @@ def _read_matrix(data: memoryview, order: str, limits: _Limits) -> tuple[str, An
         if values.size != _num_items(shape, data):
             raise MatFileError(f"the MAT file is damaged: {values.size} numbers for the shape {shape}")
         return name, values.astype(_NUMERIC_CLASSES[array_class]).reshape(shape, order="F")
-    raise MatFileError(f"arrays of class {array_class} (sparse, objects, functions) are not read")
+    raise MatFileError(f"arrays of class {array_class} (sparse, objects, functions) are not supported")
 
 
 def _read_struct(
@@ -224,7 +226,7 @@ def _next(parts: Iterator[_Element]) -> _Element:
 
 
 def _num_items(shape: tuple[int, ...], data: memoryview) -> int:
-    """Returns the product of the dimensions, which cannot pass the number of bytes that hold the items."""
+    """Return the product of the dimensions, which cannot exceed the number of bytes of the items."""
     num_items = int(np.prod(shape, dtype=object))
     if not 0 <= num_items <= len(data):
         raise MatFileError(f"the MAT file is damaged: the shape {shape} in {len(data)} bytes")

@@ -1,4 +1,4 @@
-"""Opens a labelled set of encoded images, and detects its layout.
+"""Opening of a labelled set of encoded images, and detection of its layout.
 
 Supported layouts: class folders, directly in a folder or in `train/`, `val/`, `test/`; the official ImageNet archives,
 read in place; Kaggle's ImageNet tree; a plain tar archive of class folders. `data/README.md` shows each.

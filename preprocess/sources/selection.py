@@ -1,4 +1,4 @@
-"""Selects and orders the images of a listing by hashes of their keys, with the same result on every machine.
+"""Selection and order of the images of a listing by hashes of their keys, with the same result on every machine.
 
 A key is class id and path below the class (see `preprocess.sources.listing`), so it does not depend on the source path.
 

@@ -1,13 +1,13 @@
-"""Lists a tar archive by its headers alone, so that members can be read in place, also those of inner archives.
+"""Listing of a tar archive from its headers, so that members can be read in place, also those of inner archives.
 
-The `tarfile` module stops without a word at a damaged or missing header, and keeps an object for every member. Here
-each header's checksum must hold, an archive must end with its empty block, and nothing is kept. What an archive says
-of itself is bounded: the digits of a number, the bytes and records of an extension header, how many of those precede
-a member, and the length of a name.
+The `tarfile` module stops silently at a damaged or missing header, and keeps an object for every member. Here, each
+header's checksum must be correct, an archive must end with its empty block, and no objects are kept. There are limits
+on the digits of a number, the bytes and records of an extension header, the number of extension headers before a
+member, and the length of a name.
 
-Nor is a single header left to `TarInfo.frombuf`: it takes the times in a header of GNU tar for the beginning of the
-name, accepts sizes such as -100 and 1_0, refuses a member whose owner is not a number, and takes four times as long
-(18 against 5 µs a member).
+`TarInfo.frombuf` is not used for single headers either: it mistakes the times in a GNU tar header for the beginning of
+the name, accepts sizes such as -100 and 1_0, refuses a member whose owner is not a number, and takes almost four times
+as long (18 instead of 5 µs per member).
 Format: POSIX.1-1988 (ustar), POSIX.1-2001 (pax) and GNU long names.
 """
 
@@ -29,10 +29,10 @@ _FOLDER_TYPE = ord("5")
 _LONG_NAME, _PAX_MEMBER, _PAX_ALL = ord("L"), ord("x"), ord("g")
 _MAX_EXTENSION_BYTES = 2**20
 _MAX_EXTENSION_RECORDS = 1_000
-_MAX_EXTENSIONS_IN_A_ROW = 16  # GNU tar and pax write three at most ahead of a member: g, L or x, K
+_MAX_EXTENSIONS_IN_A_ROW = 16  # GNU tar and pax write at most three before a member: g, L or x, K
 _MAX_NAME_BYTES = 4096  # the longest path that Linux opens
-_MAX_SIZE_DIGITS = 19  # of 2^63, the largest file
-_SPARSE = "GNU.sparse."  # how all pax keywords of a file that GNU tar stored without its holes begin
+_MAX_SIZE_DIGITS = 19  # 2^63, the size of the largest file, has 19 digits
+_SPARSE = "GNU.sparse."  # the prefix of all pax keywords of a sparse file stored by GNU tar
 _KINDS = {
     ord("1"): "a hard link",
     ord("2"): "a symbolic link",
@@ -40,20 +40,20 @@ _KINDS = {
     ord("4"): "a device",
     ord("6"): "a pipe",
     ord("K"): "a link",
-    ord("S"): "stored with holes",
+    ord("S"): "a sparse file",
 }
 
 
 class TarBytes(Protocol):
-    """An archive's bytes, wherever they are."""
+    """The bytes of an archive, which need not be in a local file."""
 
     @property
     def path(self) -> Path:
-        """Where the archive is, for errors."""
+        """The path of the archive, for messages."""
 
     @property
     def num_bytes(self) -> int:
-        """Its length."""
+        """The length of the archive in bytes."""
 
     def read(self, offset: int, size: int) -> bytes:
         """Return `size` bytes from `offset`, or raise OSError."""
@@ -64,10 +64,10 @@ class TarFile:
     """An open archive.
 
     Attributes:
-        descriptor: of the file, which is only read with `pread`.
-        path: of the file.
-        num_bytes: its length when it was opened.
-        modified_ns: when it had been written to for the last time before it was opened.
+        descriptor: the descriptor of the file, which is only read with `pread`.
+        path: the path of the file.
+        num_bytes: its length in bytes when it was opened.
+        modified_ns: its modification time in ns when it was opened.
     """
 
     descriptor: int
@@ -76,20 +76,20 @@ class TarFile:
     modified_ns: int
 
     def check_unchanged(self) -> None:
-        """Makes sure that offsets found earlier still mean the same.
+        """Check that the archive is unchanged, so that offsets found earlier are still valid.
 
         Raises:
-            OSError: ESTALE, the archive has been written to since it was opened.
+            OSError: ESTALE, the archive was modified after it was opened.
         """
         status = os.fstat(self.descriptor)
         if (status.st_size, status.st_mtime_ns) != (self.num_bytes, self.modified_ns):
             raise OSError(errno.ESTALE, f"{printable(self.path)} has changed since it was listed")
 
     def read(self, offset: int, size: int) -> bytes:
-        """Returns `size` bytes from `offset`, from any thread.
+        """Return `size` bytes from `offset`; may be called from any thread.
 
         Raises:
-            OSError: the archive cannot be read, or is shorter than that.
+            OSError: the archive cannot be read, or is too short.
         """
         parts = []
         while size > 0:
@@ -103,7 +103,7 @@ class TarFile:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A file in an archive: its name, and where its bytes lie in the outermost file."""
+    """A file in an archive: its name, and the position of its bytes in the outermost file."""
 
     name: str
     offset: int
@@ -111,15 +111,15 @@ class Member:
 
 
 def open_tar(path: Path) -> TarFile:
-    """Opens an archive for `members`; the caller closes the descriptor.
+    """Open an archive for `members`; the caller closes the descriptor.
 
     Raises:
-        SourceError: the file cannot be opened, or is none.
+        SourceError: the file cannot be opened, or is not a regular file.
     """
     try:
         descriptor = open_regular(path)
     except IrregularFileError as error:
-        raise SourceError(f"{printable(path)} is no file; give the folder or archive with the images") from error
+        raise SourceError(f"{printable(path)} is not a file; give the folder or archive with the images") from error
     except OSError as error:
         raise SourceError(f"{printable(path)} cannot be opened: {error.strerror}") from error
     status = os.fstat(descriptor)
@@ -127,29 +127,29 @@ def open_tar(path: Path) -> TarFile:
 
 
 def is_tar(head: bytes) -> bool:
-    """Whether a file that begins with these bytes (a block or more) is an uncompressed tar archive."""
+    """Return whether a file that begins with these bytes (at least a block) is an uncompressed tar archive."""
     return len(head) >= BLOCK and _checksum_holds(head[:BLOCK])
 
 
 def members(tar: TarBytes, start: int = 0, stop: int | None = None, inside: str = "") -> Iterator[Member]:
-    """Yields the files of an archive, or of the inner archive that lies in its bytes `start` to `stop`.
+    """Yield the files of an archive, or of the inner archive in its bytes `start` to `stop`.
 
     Args:
         tar: the open archive.
-        start: where the archive to list begins, in bytes.
-        stop: where it ends; the end of the file by default.
-        inside: its name as a member, for errors.
+        start: the offset of the archive to list, in bytes.
+        stop: the offset of its end; the end of the file by default.
+        inside: the name of the inner archive, for messages.
 
     Raises:
-        SourceError: the archive is truncated, damaged or beyond the bounds (with the offset), or has a member that
-            could write or read outside a folder it is unpacked to (an absolute path, one with "..", a link or a
-            device), or one whose bytes are not all there (GNU's sparse files).
+        SourceError: the archive is truncated, damaged or exceeds a limit (with the offset); or it has a member that
+            could write or read outside the folder that it is unpacked to (an absolute path, one with "..", a link or
+            a device), or a GNU sparse file, whose bytes are not all stored.
     """
     stop = tar.num_bytes if stop is None else stop
     where = printable(f"{tar.path}!{inside}" if inside else str(tar.path))
     position = start
     num_extensions = 0
-    extended: dict[str, str] = {}  # what extension headers say of the member that follows
+    extended: dict[str, str] = {}  # from the extension headers of the next member
     while any(block := _read_block(tar, position, stop, where)):
         kind, name, size = _header(block, extended, position, stop, where)
         data = position + BLOCK
@@ -161,7 +161,7 @@ def members(tar: TarBytes, start: int = 0, stop: int | None = None, inside: str 
         else:
             _refuse_unsafe(name, kind, where, position, sparse=_SPARSE in extended)
             extended, num_extensions = {}, 0
-            if kind != _FOLDER_TYPE and not name.endswith("/"):  # before POSIX, a folder was a file with such a name
+            if kind != _FOLDER_TYPE and not name.endswith("/"):  # before POSIX, such a name marked a folder
                 yield Member("/".join(part for part in name.split("/") if part not in ("", ".")), data, size)
         position = data + -(-size // BLOCK) * BLOCK
 
@@ -170,7 +170,7 @@ def _header(block: bytes, extended: dict[str, str], position: int, stop: int, wh
     """Return type, name and size in bytes of the member whose header is ``block``, at byte ``position``.
 
     Raises:
-        SourceError: it is no header, or the archive, which ends at ``stop``, lacks some of the member's bytes.
+        SourceError: it is not a header, or the archive ends at ``stop``, before the end of the member.
     """
     if not _checksum_holds(block):
         raise SourceError(f"{where} is damaged: no tar header at byte {position}; fetch the archive again")
@@ -210,7 +210,7 @@ def _read(tar: TarBytes, position: int, size: int, where: str) -> bytes:
 
 
 def _checksum_holds(block: bytes) -> bool:
-    """The sum of all bytes, the checksum's own eight counted as spaces."""
+    """Return whether the checksum equals the sum of all bytes, with its own eight bytes counted as spaces."""
     digits = block[148:156].strip(b"\0 ")
     return (
         digits.isdigit()
@@ -220,13 +220,14 @@ def _checksum_holds(block: bytes) -> bool:
 
 
 def _size(block: bytes, extended: dict[str, str], where: str, position: int) -> int:
-    if said := extended.get("size"):  # an empty record takes an earlier one back
-        if said.isascii() and said.isdecimal() and len(said) <= _MAX_SIZE_DIGITS:
-            return int(said)
-        found: str | bytes = said if len(said) <= 2 * _MAX_SIZE_DIGITS else f"{said[:_MAX_SIZE_DIGITS]}…"
+    if digits_found := extended.get("size"):  # an empty record cancels an earlier one
+        if digits_found.isascii() and digits_found.isdecimal() and len(digits_found) <= _MAX_SIZE_DIGITS:
+            return int(digits_found)
+        is_short = len(digits_found) <= 2 * _MAX_SIZE_DIGITS
+        found: str | bytes = digits_found if is_short else f"{digits_found[:_MAX_SIZE_DIGITS]}…"
     else:
         found = raw = block[124:136]
-        # GNU: big-endian binary for sizes from 8 GiB; 0xff begins negative ones.
+        # GNU: big-endian binary for sizes from 8 GiB; 0xff marks negative sizes.
         if raw[0] == 0x80 and not any(raw[1:4]):
             return int.from_bytes(raw[4:])
         digits = raw.strip(b"\0 ")
@@ -239,14 +240,14 @@ def _size(block: bytes, extended: dict[str, str], where: str, position: int) -> 
 
 def _plain_name(block: bytes) -> str:
     name = block[:100].split(b"\0", 1)[0]
-    if block[257:263] == b"ustar\0":  # GNU's own header ("ustar  ") keeps times where POSIX has the prefix
+    if block[257:263] == b"ustar\0":  # the GNU header ("ustar  ") has times in place of the POSIX prefix
         prefix = block[345:500].split(b"\0", 1)[0]
         name = prefix + b"/" + name if prefix else name
     return name.decode("utf-8", "surrogateescape")
 
 
 def _extension(tar: TarBytes, kind: int, data: int, size: int, where: str) -> dict[str, str]:
-    """Returns what an extension header says of the next member: its path, in pax also its size and if it is sparse."""
+    """Return the properties of the next member from an extension header: path, and in pax also size and sparseness."""
     if size > _MAX_EXTENSION_BYTES:
         raise SourceError(f"{where} is damaged: an extension header of {size} bytes at byte {data}")
     content = _read(tar, data, size, where)
@@ -280,7 +281,7 @@ def _refuse_unsafe(name: str, kind: int, where: str, position: int, *, sparse: b
     if "\0" in name:
         raise SourceError(f"{where} is refused: its member {shown} at byte {position} has a NUL in its name")
     if sparse or (kind not in _FILE_TYPES and kind != _FOLDER_TYPE):
-        what = "stored with holes" if sparse else _KINDS.get(kind, f"of type {chr(kind)!r}")
-        raise SourceError(f"{where} is refused: its member {shown} is {what}, not a file")
+        what = "a sparse file" if sparse else _KINDS.get(kind, f"of type {chr(kind)!r}")
+        raise SourceError(f"{where} is refused: its member {shown} is {what}, not a regular file")
     if name.startswith("/") or ".." in name.split("/"):
         raise SourceError(f"{where} is refused: its member {shown} has a path that leads out of the archive")

@@ -30,7 +30,7 @@ _VAL_IMAGE = re.compile(r"(?:.*/)?ILSVRC2012_val_(\d{8})\.JPEG")
 
 @dataclass(frozen=True)
 class TarStore:
-    """Reads members of an open archive by their offsets."""
+    """Reader of the members of an open archive by their offsets."""
 
     tar: TarFile
 

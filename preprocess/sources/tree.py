@@ -36,7 +36,7 @@ _SYSTEM_FILES = frozenset({"thumbs.db", "desktop.ini", "__macosx"})
 
 @dataclass(frozen=True)
 class FolderStore:
-    """Reads files below a root."""
+    """Reader of files below a root."""
 
     root: Path
 
