@@ -1,4 +1,4 @@
-"""Tests that a training killed at any instant and resumed is bit-identical to an uninterrupted training.
+"""A test that a training killed at any instant and resumed is bit-identical to an uninterrupted training.
 
 Two reference runs are not interrupted: `plain`, and `asked`, which receives a learning rate factor and an evaluation
 request from `control-run`. Each further training starts from scratch, its process group receives SIGKILL at a random

@@ -1,4 +1,4 @@
-"""Runs `scripts.benchmarks.cli` by `python -m scripts.benchmarks`, as scripts/bench does."""
+"""The entry point of `python -m scripts.benchmarks`, which scripts/bench calls: `scripts.benchmarks.cli`."""
 
 from scripts.benchmarks.cli import main
 

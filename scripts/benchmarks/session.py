@@ -1,4 +1,4 @@
-"""Runs a case: its candidates are started one by one, measured together and killed together."""
+"""The run of a case: its candidates are started one by one, measured together and killed together."""
 
 import math
 import os

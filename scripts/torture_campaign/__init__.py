@@ -1,1 +1,1 @@
-"""Attacks the project's commands with seeded faults, and judges from outside what they made of them."""
+"""A campaign of seeded faults against the project's commands, with the results judged from outside."""

@@ -24,7 +24,7 @@ from scripts.torture_campaign.archive_parts import (
 
 Images = dict[str, bytes]
 SourceMaker = Callable[[Path, Images], Path]
-"""Creates a source in a folder from sound images by class, and returns the path to give to the command."""
+"""A function that creates a source in a folder from sound images by class, and returns the path for the command."""
 
 ESCAPES = b"\x1b[31mred\x07\xc2\x9b2J"
 TRAIN, VAL, KIT = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar", "ILSVRC2012_devkit_t12.tar.gz"

@@ -1,4 +1,4 @@
-"""Runs cases with several workers, each with its own servers and folder, until they are done or the time is over."""
+"""Cases run by several workers, each with its own servers and folder, until they are done or the time is over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs the project's commands in a command server, each with a time limit, and reports how they ended."""
+"""A command server that runs the project's commands, each with a time limit, and reports how they ended."""
 
 from __future__ import annotations
 

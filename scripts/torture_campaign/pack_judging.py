@@ -1,4 +1,4 @@
-"""Judges the results of commands on a damaged pack, by comparison with an independent reading of the sound pack."""
+"""Verdicts on commands that read a damaged pack, by comparison with an independent reading of the sound pack."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def weights_bit(run: Path, _base: RunBase, draw: random.Random) -> str:
 
 
 LineFault = Callable[[list[bytes], list[bytes], random.Random], str]
-"""Changes a log's lines, given those of another run; returns a description."""
+"""A function that changes a log's lines, given those of another run, and returns a description."""
 
 
 def of_lines(name: str, fault: LineFault) -> RunFault:

@@ -1,4 +1,4 @@
-"""Transfers batches from the host's memory to a card's, through the ring that feeds a program, or by plain copies.
+"""Transfers of batches from host memory to a GPU's, through the ring that feeds a program, or by plain copies.
 
 "ring": the feeder's page-locked slots, the copying thread, the slots on the card and the copy out of them, for an
 otherwise idle stream. "copies": the driver's own copies of the same number of bytes, one after the other.

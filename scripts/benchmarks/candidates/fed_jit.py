@@ -1,4 +1,4 @@
-"""Trains a network of the registry by a Python loop over a jitted step, as Flax's examples do.
+"""Training of a network of the registry by a Python loop over a jitted step, as in Flax's examples.
 
 Packed batches are put on the device two steps ahead, the state is donated, and each loss is read two steps later, so
 that the dispatch never waits for a result. Two batches alternate, so nothing has to be read.

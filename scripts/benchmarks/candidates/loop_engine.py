@@ -1,4 +1,4 @@
-"""Runs steps of the whole engine on a tiny network with batches in memory: ring, infeed, loop, outfeed and sinks."""
+"""Steps of the whole engine on a tiny network with batches in memory: ring, infeed, loop, outfeed and sinks."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Measures the machine's copy speed: NumPy copies pieces of a large array into one buffer, in random order."""
+"""The machine's copy speed: NumPy copies pieces of a large array into one buffer, in random order."""
 
 import sys
 from concurrent.futures import ThreadPoolExecutor

@@ -22,7 +22,7 @@ RESIZE, SIZE = 256, 224
 
 
 class Photographs:
-    """Decodes and resizes one file at a time, with the number of its class."""
+    """A data set that decodes and resizes one file at a time, with the number of its class."""
 
     def __init__(self, files: list[Path]) -> None:
         self._files = files

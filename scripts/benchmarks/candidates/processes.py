@@ -1,4 +1,4 @@
-"""Times whole processes, from start to end, or to the first line of a file that they write."""
+"""The time of whole processes, from start to end, or to the first line of a file that they write."""
 
 import os
 import shutil

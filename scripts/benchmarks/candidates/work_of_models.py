@@ -1,4 +1,4 @@
-"""Counts the operations of a training step, from the shapes of its convolutions and products."""
+"""The number of operations of a training step, from the shapes of its convolutions and products."""
 
 import math
 from functools import partial
