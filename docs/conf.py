@@ -1,4 +1,4 @@
-"""Configuration of the documentation site; `scripts/docs` builds it. Nothing here reaches for a network."""
+"""Configuration of the documentation site; `scripts/docs` builds it. Needs no network."""
 
 import sys
 from importlib.metadata import version as version_of
@@ -29,8 +29,8 @@ autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 
-# Not found, and not to be: types of other projects, whose inventories would have to be fetched, and type aliases of
-# Feedloop, which nothing documents by itself. Every other name in a signature or docstring has its place on a page.
+# Types of other projects, whose inventories would have to be fetched, and type aliases of Feedloop, which are not
+# documented separately. Every other name in a signature or docstring must be on a page.
 _ALIASES = "Apply|BatchFunction|BatchStats|Channels|EvaluationArrays|Labels|Padding|Pair|Params|Pixels"
 nitpick_ignore_regex = [
     ("py:class", r"(collections\.abc|jax|numpy|os|pathlib|tensorstore)\..*"),

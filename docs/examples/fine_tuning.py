@@ -9,8 +9,7 @@ from safetensors.numpy import load_file
 
 from engine import TrainConfig, train
 from models import build_model, from_torchvision
-from preprocess import open_split, unpack_rgb
-from preprocess.demo.demo_set import pack_demo
+from preprocess import open_split, pack_demo, unpack_rgb
 
 # %% Weights to start from. Here a short run makes them; torchvision's weights in a
 # safetensors file will do as well.

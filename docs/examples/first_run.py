@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from engine import TrainConfig, evaluate, train
-from preprocess.demo.demo_set import pack_demo
+from preprocess import pack_demo
 
 # %% Draw and pack a data set: ten shapes in two splits, as `preprocess-imagenet --demo`
 # does.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from engine import TrainConfig, train
 from models import convolution
-from preprocess.demo.demo_set import pack_demo
+from preprocess import pack_demo
 
 NUM_CLASSES = 10
 
