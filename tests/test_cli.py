@@ -386,7 +386,7 @@ def test_more_memory_than_the_machine_has_is_said_before_the_launch(tmp_path, mo
     result = CliRunner().invoke(main, [*TINY, "--steps", "1", "--run-dir", "run"])
     assert result.exit_code == 0
     assert "warning: the program needs about" in result.stdout
-    assert "this machine has 0.0 GB: a smaller --batch needs less" in result.stdout
+    assert "this machine has 0.0 GB: use a smaller --batch" in result.stdout
 
 
 def test_a_run_is_resumed_with_its_own_settings_and_what_the_command_line_changes_is_said(tmp_path):

@@ -76,7 +76,7 @@ def test_a_run_killed_seven_times_ends_as_if_it_had_been_left_alone(tmp_path, ca
         assert start in said if start else "resuming" not in said
         assert not (tmp_path / "result.json").exists()
         if number == 0:
-            with pytest.raises(ValueError, match=r"holds no config\.json: .*begin one without --resume"):
+            with pytest.raises(ValueError, match=r"holds no config\.json: .*start one without --resume"):
                 resume(tmp_path, cache)
         if number in (1, 2):
             assert not (tmp_path / "loss.jsonl").read_bytes().endswith(b"\n")
@@ -123,7 +123,7 @@ def test_a_finished_run_stays_as_it_is_when_resumed_and_goes_back_where_its_last
     stored = max((tmp_path / f"snapshots/{STEPS}/state").rglob("d/*"), key=lambda path: path.stat().st_size)
     os.truncate(stored, stored.stat().st_size // 2)
     said = resume(tmp_path, cache)
-    assert "warning: a snapshot must be whole" in said
+    assert "is damaged and cannot be used" in said
     assert f"from the snapshot of step {2 * SNAPSHOT_EVERY}" in said
     assert read_outcome(tmp_path) == uninterrupted
     assert snapshot_steps(tmp_path / "snapshots") == [2 * SNAPSHOT_EVERY, STEPS]

@@ -68,7 +68,7 @@ def test_its_weights_give_the_accuracy_that_it_recorded(place, invoke):
     # of 12 float32 numbers that went through nine layers, and their roundings are below 1e-5 of it.
     assert [found[name] for name in ("step", "num_images", "top1", "top5")] == [12, 12, 1.0, 1.0]
     assert found["loss"] == pytest.approx(recorded["loss"], rel=1e-4)
-    assert "resnet8 after 12 steps, made before files carried digests: unchecked" in told
+    assert "resnet8 after 12 steps (no digest: unchecked)" in told
 
 
 def test_it_goes_on_for_more_steps(place, invoke):
@@ -123,7 +123,7 @@ def test_a_replay_says_that_no_digest_of_its_files_was_written(place, invoke):
     assert told.splitlines()[1:3] == [
         "files: 2 as written (a snapshot counts as one)",
         "files: model.safetensors, config.json, result.json, loss.jsonl, eval.jsonl, control.jsonl cannot be checked: "
-        "no digest of them was written (yet)",
+        "they have no digest (yet)",
     ]
 
 

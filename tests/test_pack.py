@@ -163,7 +163,7 @@ def test_interrupted_at_any_write_it_continues_to_the_same_bytes(
 def test_a_killed_process_is_continued(tmp_path, source, expected):
     code = (
         "import sys, time\n"
-        "from preprocess import pipeline\n"
+        "from preprocess.packing import pipeline\n"
         "from tests.fake_source import *\n"
         "pipeline._MAX_BLOCK_IMAGES = 1\n"
         "class Slow(FakeSource):\n"

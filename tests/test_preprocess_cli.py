@@ -205,7 +205,7 @@ def test_interrupted_it_says_how_to_continue_and_does(tmp_path, source):
     run(source, tmp_path / "expected", "--size", 32, "--shard-images", 2)
     slow = (
         "import time\n"
-        "from preprocess import pipeline\n"
+        "from preprocess.packing import pipeline\n"
         "decode, pipeline._MAX_BLOCK_IMAGES = pipeline.decode_image, 1\n"
         "def wait(encoded, rule, **shared):\n"
         "    time.sleep(0.3)\n"

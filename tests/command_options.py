@@ -1,0 +1,25 @@
+"""The options of every command that the project installs, as click has them."""
+
+from engine.commands.cli import main as run_train
+from engine.commands.control_cli import main as control_run
+from engine.commands.eval_cli import main as run_eval
+from engine.commands.tail_cli import main as tail_run
+from engine.commands.verify_cli import main as verify_run
+from preprocess.commands.cli import main as preprocess_imagenet
+from preprocess.commands.inspect_cli import main as inspect_shards
+
+_COMMANDS = {
+    "control-run": control_run,
+    "inspect-shards": inspect_shards,
+    "preprocess-imagenet": preprocess_imagenet,
+    "run-eval": run_eval,
+    "run-train": run_train,
+    "tail-run": tail_run,
+    "verify-run": verify_run,
+}
+
+COMMAND_OPTIONS: dict[str, set[str]] = {
+    name: {"--help"}.union(*(param.opts + param.secondary_opts for param in command.params))
+    for name, command in _COMMANDS.items()
+}
+"""Command → the spellings of its options."""
