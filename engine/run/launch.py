@@ -323,8 +323,8 @@ class Launch:
         needed, available = compiled.peak_bytes + self.ring_bytes, host_memory_bytes()
         if available is not None and needed > available:
             self._notify(
-                f"warning: the program needs about {needed / 1e9:,.1f} GB and this machine has {available / 1e9:,.1f} GB: "
-                "use a smaller --batch"
+                f"warning: the program needs about {needed / 1e9:,.1f} GB and this machine has "
+                f"{available / 1e9:,.1f} GB: use a smaller --batch"
             )
 
     @property

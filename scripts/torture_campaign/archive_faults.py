@@ -171,4 +171,5 @@ ARCHIVES: dict[str, tuple[SourceMaker, bool]] = {
     "train-pipe": (official(damage=replaced(TRAIN, os.mkfifo)), False),
     "val-zero-device": (official(damage=replaced(VAL, lambda path: path.symlink_to("/dev/zero"))), False),
     "val-folder": (official(damage=replaced(VAL, Path.mkdir)), False),
+    "pax-hole-3-gib": (hollow_tar(header(b"pax", 3 << 30, kind=b"x"), 3 << 30), True),
 }

@@ -248,6 +248,16 @@ def plain_ppm(path: Path) -> None:
     path.write_bytes(b"P3 40 40 255\n" + b"1 2 3\n" * 800 + b"#" * 150_000_000 + b"\n" + b"1 2 3\n" * 800)
 
 
+def plain_comments_ppm(path: Path) -> None:
+    """Write a plain PPM with a million comments ahead of its pixels."""
+    path.write_bytes(b"P3 40 40 255\n" + b"#\n" * 1_000_000 + b"1 2 3\n" * 1600)
+
+
+def plain_numbers_ppm(path: Path) -> None:
+    """Write a plain PPM of 5,000 × 5,000 pixels, 150 MB of digits."""
+    path.write_bytes(b"P3 5000 5000 255\n" + b"9 " * 75_000_000)
+
+
 def giant_bmp(path: Path) -> None:
     """Write a BMP of 2³¹ − 1 rows, compressed by run lengths."""
     content = bytearray(_saved("BMP"))
@@ -320,6 +330,16 @@ MAKERS: dict[str, ImageMaker] = {
     "empty.jpg": empty,
     "page.jpg": web_page,
     "hole.jpg": giant_hole,
+    "plain-comments.ppm": plain_comments_ppm,
+    "plain-numbers.ppm": plain_numbers_ppm,
 }
 DEEP = frozenset(name for name in MAKERS if name.startswith("deep-"))
-HEAVY = DEEP | {"many-scans.jpg", "bomb.png", "profile-bomb.png", "comments.ppm", "spaces.ppm", "plain.ppm"}
+HEAVY = DEEP | {
+    "many-scans.jpg",
+    "bomb.png",
+    "profile-bomb.png",
+    "comments.ppm",
+    "spaces.ppm",
+    "plain.ppm",
+    "plain-numbers.ppm",
+}
