@@ -229,6 +229,9 @@ def named_faults(base: RunBase) -> dict[str, RunFault]:
     for key in (*TOP_FILES, snapshot):
         for how in ("pipe", "dangling"):
             faults[f"{how}:{key if key in TOP_FILES else 'snapshot'}"] = replaced_file(key, how)
+    control = _LOGS[2]
+    faults |= {f"{fault}:{control}": of_lines(control, LINE_FAULTS[fault]) for fault in LINE_FAULTS}
+    faults[f"removed:{control}"] = replaced_file(control, "removed")
     return faults
 
 
