@@ -26,7 +26,7 @@ from scripts.torture_campaign.pack_bases import PackBase, Training
 from scripts.torture_campaign.pack_judging import judge_losses, judge_reader, judge_verify
 from scripts.torture_campaign.report import is_clean, table
 from scripts.torture_campaign.run_bases import RunBase
-from scripts.torture_campaign.run_kind import _compare, judge_evaluation, judge_replay
+from scripts.torture_campaign.run_kind import _compare, judge_evaluation, judge_live, judge_replay
 from scripts.torture_campaign.verdict import Judgement, Verdict, judge_end
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the campaign counts on Linux")
@@ -290,6 +290,14 @@ def test_an_evaluation_that_lies_and_a_replay_that_passes_another_record_are_wro
     (run / "loss.jsonl").write_text((run / "loss.jsonl").read_text().replace("1.0", "1.5"))
     judge_replay(trial, run_base, run)
     assert [each.verdict for each in trial.judgements] == [Verdict.HARMLESS, Verdict.WRONG]
+
+
+def test_a_run_that_passes_over_the_loss_of_its_folder_or_leaves_no_weights_is_wrong(run):
+    refused = finished("run-train", 1, err=f"run-train: the run folder {run} must stay as it is")
+    assert judge_live(refused, run).verdict is Verdict.DETECTED
+    assert judge_live(finished("run-train"), run).verdict is Verdict.WRONG
+    (run / "model.safetensors").unlink()
+    assert "left no weights" in judge_live(refused, run).why
 
 
 def test_images_are_compared_with_pillow(tmp_path):

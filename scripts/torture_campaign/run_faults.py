@@ -207,6 +207,31 @@ def without_snapshots(run: Path, _base: RunBase, draw: random.Random) -> str:
     return f"{name} removed"
 
 
+def emptied(run: Path, _base: RunBase, _draw: random.Random) -> str:
+    """Remove whatever lies in the folder."""
+    for entry in list(run.iterdir()):
+        if entry.is_dir():
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            entry.unlink(missing_ok=True)
+    return "the folder emptied"
+
+
+def removed_folder(run: Path, _base: RunBase, _draw: random.Random) -> str:
+    """Remove the folder with all that lies in it."""
+    # At once: the run may be making files in it.
+    shutil.rmtree(run.rename(run.with_name("removed")), ignore_errors=True)
+    return "the folder removed"
+
+
+def copied_log(run: Path, _base: RunBase, _draw: random.Random) -> str:
+    """Put a copy of the loss log in its place, as many editors do."""
+    copy = run.with_name("copy")
+    shutil.copyfile(run / "loss.jsonl", copy)
+    copy.rename(run / "loss.jsonl")
+    return "loss.jsonl replaced by a copy of itself"
+
+
 def replaced_file(key: str, how: str) -> RunFault:
     """Return the fault that replaces one file by something else."""
 
@@ -214,6 +239,16 @@ def replaced_file(key: str, how: str) -> RunFault:
         return f"{key}: {PLACE_FAULTS[how](run / key, draw)}"
 
     return replace
+
+
+LIVE_FAULTS: dict[str, RunFault] = {
+    "emptied": emptied,
+    "folder-removed": removed_folder,
+    "config-removed": replaced_file("config.json", "removed"),
+    "log-removed": replaced_file("loss.jsonl", "removed"),
+    "log-copied": copied_log,
+}
+"""Faults of a folder whose run is going, by name: what the run appends goes nowhere then, or nothing tells of it."""
 
 
 def named_faults(base: RunBase) -> dict[str, RunFault]:

@@ -1,29 +1,40 @@
-"""The kind ``runs``: damage of run folders before they are resumed, evaluated, replayed or followed."""
+"""The kind ``runs``: damage of run folders before or while they are resumed, evaluated, replayed or followed."""
 
 from __future__ import annotations
 
+import random
 import shutil
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from scripts.torture_campaign.case import Case, Trial
-from scripts.torture_campaign.oracle import columns, read_tree, read_weights
+from scripts.torture_campaign.commands import Finished
+from scripts.torture_campaign.oracle import columns, read_lines, read_tree, read_weights
 from scripts.torture_campaign.pack_bases import EVALUATION_KEYS, LOSS_KEYS
 from scripts.torture_campaign.run_bases import (
     RESUMED_STEPS,
+    STEPS,
     RunBase,
     accuracy_of,
     eval_command,
     resume_command,
     run_base,
 )
-from scripts.torture_campaign.run_faults import TOP_FILES, draw_run_fault, named_faults
+from scripts.torture_campaign.run_faults import LIVE_FAULTS, TOP_FILES, draw_run_fault, named_faults
 from scripts.torture_campaign.verdict import Judgement, Verdict, judge_end
 
 _TRAINING_TIMEOUT_S = 40.0
 _READING_TIMEOUT_S = 20.0
 _REPLAYED_SHARE = 0.1
+_LIVE = "live-"
+_LIVE_STEPS = STEPS + 1000
+"""So many that a fault of a run that is going comes long before its end."""
+_STEPS_BEFORE = 70
+"""More than an evaluation comes after: a log that is not open yet is missed by whoever opens it."""
+_LIVE_TIMEOUT_S = 60.0
+_LOOK_EVERY_S = 0.005
 _LOGS = {"loss.jsonl": LOSS_KEYS, "eval.jsonl": EVALUATION_KEYS}
 
 
@@ -47,7 +58,7 @@ class RunKind:
     def cases(self, seed: int, count: int) -> list[Case]:
         """Return the named cases, then drawn ones up to ``count`` in all."""
         assert self.base is not None
-        names = list(named_faults(self.base))
+        names = [*named_faults(self.base), *(f"{_LIVE}{fault}" for fault in LIVE_FAULTS)]
         names += [f"random-{number}" for number in range(max(0, count - len(names)))]
         return [Case(self.name, name, seed) for name in names]
 
@@ -56,6 +67,9 @@ class RunKind:
         assert self.base is not None
         draw, base, run = trial.case.draw(), self.base, trial.folder / "run"
         shutil.copytree(base.folder, run)
+        if trial.case.name.startswith(_LIVE):
+            _attempt_live(trial, base, run, draw)
+            return
         if trial.case.number is None:
             trial.fault = named_faults(base)[trial.case.name](run, base, draw)
         else:
@@ -129,6 +143,37 @@ def judge_resume(trial: Trial, base: RunBase, run: Path) -> None:
         trial.judge(ended)
         return
     trial.judge(_compare(base, run))
+
+
+def _attempt_live(trial: Trial, base: RunBase, run: Path, draw: random.Random) -> None:
+    """Do a fault while the run goes on; that must end it, and what it has learnt must be there."""
+    where = trial.folder / "trainer"
+    where.mkdir()
+    running = trial.commands.start(resume_command(run, steps=_LIVE_STEPS), where)
+    deadline = time.monotonic() + _LIVE_TIMEOUT_S
+    while len(read_lines(run / "loss.jsonl")) < STEPS + _STEPS_BEFORE:
+        if running.is_over() or time.monotonic() > deadline:
+            break
+        time.sleep(_LOOK_EVERY_S)
+    trial.fault = f"while it goes on, {LIVE_FAULTS[trial.case.name.removeprefix(_LIVE)](run, base, draw)}"
+    finished = running.wait(_LIVE_TIMEOUT_S)
+    trial.log.append(finished)
+    trial.judge(judge_live(finished, run))
+
+
+def judge_live(finished: Finished, run: Path) -> Judgement:
+    """Judge a run whose folder was no longer its own before the end: it may not end as if nothing were lost."""
+    name = "run-train"
+    ended = _ended(finished, run)
+    if ended is None:
+        return Judgement(name, Verdict.WRONG, "ended well, and its folder had lost files meanwhile")
+    if ended.verdict is not Verdict.DETECTED:
+        return ended
+    try:
+        read_weights(run / "model.safetensors")
+    except Exception as error:  # noqa: BLE001 - whatever it is, the weights are lost
+        return Judgement(name, Verdict.WRONG, f"ended with a message, and left no weights: {error}")
+    return ended
 
 
 def _compare(base: RunBase, run: Path) -> Judgement:
