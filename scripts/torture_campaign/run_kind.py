@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.torture_campaign.case import Case, Trial
-from scripts.torture_campaign.commands import Finished
+from scripts.torture_campaign.commands import Finished, Running
 from scripts.torture_campaign.oracle import columns, read_lines, read_tree, read_weights
 from scripts.torture_campaign.pack_bases import EVALUATION_KEYS, LOSS_KEYS
 from scripts.torture_campaign.run_bases import (
@@ -22,13 +22,14 @@ from scripts.torture_campaign.run_bases import (
     resume_command,
     run_base,
 )
-from scripts.torture_campaign.run_faults import LIVE_FAULTS, TOP_FILES, draw_run_fault, named_faults
+from scripts.torture_campaign.run_faults import LIVE_FAULTS, TOP_FILES, draw_run_fault, foreign_weights, named_faults
 from scripts.torture_campaign.verdict import Judgement, Verdict, judge_end
 
 _TRAINING_TIMEOUT_S = 40.0
 _READING_TIMEOUT_S = 20.0
 _REPLAYED_SHARE = 0.1
 _LIVE = "live-"
+_INTERRUPTED = "interrupted-weights-foreign"
 _LIVE_STEPS = STEPS + 1000
 """So many that a fault of a run that is going comes long before its end."""
 _STEPS_BEFORE = 70
@@ -58,7 +59,7 @@ class RunKind:
     def cases(self, seed: int, count: int) -> list[Case]:
         """Return the named cases, then drawn ones up to ``count`` in all."""
         assert self.base is not None
-        names = [*named_faults(self.base), *(f"{_LIVE}{fault}" for fault in LIVE_FAULTS)]
+        names = [*named_faults(self.base), *(f"{_LIVE}{fault}" for fault in LIVE_FAULTS), _INTERRUPTED]
         names += [f"random-{number}" for number in range(max(0, count - len(names)))]
         return [Case(self.name, name, seed) for name in names]
 
@@ -69,6 +70,9 @@ class RunKind:
         shutil.copytree(base.folder, run)
         if trial.case.name.startswith(_LIVE):
             _attempt_live(trial, base, run, draw)
+            return
+        if trial.case.name == _INTERRUPTED:
+            _attempt_interrupted(trial, base, run, draw)
             return
         if trial.case.number is None:
             trial.fault = named_faults(base)[trial.case.name](run, base, draw)
@@ -147,6 +151,28 @@ def judge_resume(trial: Trial, base: RunBase, run: Path) -> None:
 
 def _attempt_live(trial: Trial, base: RunBase, run: Path, draw: random.Random) -> None:
     """Do a fault while the run goes on; that must end it, and what it has learnt must be there."""
+    running = _go_on(trial, run)
+    trial.fault = f"while it goes on, {LIVE_FAULTS[trial.case.name.removeprefix(_LIVE)](run, base, draw)}"
+    finished = running.wait(_LIVE_TIMEOUT_S)
+    trial.log.append(finished)
+    trial.judge(judge_live(finished, run))
+
+
+def _attempt_interrupted(trial: Trial, base: RunBase, run: Path, draw: random.Random) -> None:
+    """Go on with a run that has another's weights, and kill it before it writes its own; then evaluate it."""
+    trial.fault = f"{foreign_weights(run, base, draw)}, and the run is killed while it goes on"
+    running = _go_on(trial, run)
+    if not running.is_over():
+        running.kill()
+    finished = running.wait(_LIVE_TIMEOUT_S)
+    trial.log.append(finished)
+    if not finished.killed and (ended := _ended(finished, run)) is not None:
+        trial.judge(ended)
+    judge_evaluation(trial, base, run)
+
+
+def _go_on(trial: Trial, run: Path) -> Running:
+    """Begin to go on with a run; return once it has made some steps, or has ended."""
     where = trial.folder / "trainer"
     where.mkdir()
     running = trial.commands.start(resume_command(run, steps=_LIVE_STEPS), where)
@@ -155,10 +181,7 @@ def _attempt_live(trial: Trial, base: RunBase, run: Path, draw: random.Random) -
         if running.is_over() or time.monotonic() > deadline:
             break
         time.sleep(_LOOK_EVERY_S)
-    trial.fault = f"while it goes on, {LIVE_FAULTS[trial.case.name.removeprefix(_LIVE)](run, base, draw)}"
-    finished = running.wait(_LIVE_TIMEOUT_S)
-    trial.log.append(finished)
-    trial.judge(judge_live(finished, run))
+    return running
 
 
 def judge_live(finished: Finished, run: Path) -> Judgement:
