@@ -24,7 +24,7 @@ MOST_MB = 1_500.0
 DEEP_MB = 1_200.0
 """Memory limit for the 16-bit images of 9,400 px with one worker: 350 MB as 8-bit RGBA, with files of up to 530 MB."""
 DEEP_GREY_MB = 600.0
-"""Memory limit for the grey one: 270 MB with 16 and with 8 bits together, and a small file. A float64 copy has 710 MB."""
+"""Memory limit for the grey one: 16 and 8 bits together take 270 MB, its file is small; a float64 copy takes 710 MB."""
 MOST_LEVELS = 2
 """Maximum difference between the pack and Pillow: only the crop is resized, which rounds differently."""
 _TIMEOUT_S = 15.0
