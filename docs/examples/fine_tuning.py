@@ -12,15 +12,15 @@ from models import build_model, from_torchvision
 from preprocess import open_split, pack_demo, unpack_rgb
 
 # %% Weights to start from. Here a short run makes them; torchvision's weights in a
-# safetensors file will do as well.
+# safetensors file work as well.
 if not Path("data/demo").exists():
     pack_demo("data/demo")
 settings = {"data": "data/demo", "model": "resnet8", "batch": 64, "learning_rate": 0.1}
 first = train(TrainConfig(**settings, steps=40, run_dir="runs/base"))
 
-# %% Start from them. The first loss is near the one that the first run ended with, not
-# that of a drawn network. Where num_classes differed, the classifier would be drawn
-# anew.
+# %% Start from them. The first loss is close to the last loss of the first run, not to
+# that of random weights. If num_classes differed, the classifier would be initialised
+# from the seed.
 tuned = train(
     TrainConfig(
         **settings | {"learning_rate": 0.01},
@@ -35,8 +35,8 @@ assert abs(tuned.losses[:5].mean() - first.losses[-5:].mean()) < abs(
     tuned.losses[:5].mean() - first.losses[:5].mean()
 )
 
-# %% Use the weights. The file has torchvision's names, and its metadata say what images
-# must be normalised with.
+# %% Use the weights. The file has torchvision's names; its metadata contain the mean
+# and standard deviation for normalisation.
 with safe_open("runs/tuned/model.safetensors", "np") as file:
     about = file.metadata()
 tensors = load_file("runs/tuned/model.safetensors")
@@ -44,7 +44,7 @@ params, batch_stats = from_torchvision(about["model"], tensors)
 mean, std = (np.array(about[part].split(), np.float32) for part in ("mean", "std"))
 model = build_model(about["model"], num_classes=10, image_size=32)
 
-# %% Some images of the val split, as the packed words that are stored.
+# %% Some images of the val split, as the packed words in storage.
 with open_split("data/demo", "val") as split:
     pixels, labels = (
         np.empty((64, split.height, split.row_words), np.uint32),

@@ -1,4 +1,4 @@
-"""A first run from Python: draw a small data set, train on it, look, and go on."""
+"""A first run from Python: draw a small data set, train, evaluate, and resume."""
 
 from pathlib import Path
 
@@ -27,14 +27,14 @@ assert result.is_complete
 assert result.steps_done == len(result.losses) == 60
 assert result.losses[-10:].mean() < result.losses[:10].mean()
 
-# %% The evaluations that the program made on the way: exact counts over the whole val
-# split.
+# %% The evaluations that the program made during the run: exact counts over the whole
+# val split.
 for evaluation in result.evaluations:
     print(f"step {evaluation.step}: top-1 {evaluation.top1:.1%}")
 
 assert [evaluation.step for evaluation in result.evaluations] == [30, 60]
 
-# %% The run folder holds the same: a line a step, the weights, and a snapshot of the
+# %% The run folder has the same: one line per step, the weights, and a snapshot of the
 # whole state.
 assert (result.run_dir / "model.safetensors").exists()
 assert len((result.run_dir / "loss.jsonl").read_text().splitlines()) == 60
@@ -45,8 +45,8 @@ again = evaluate("runs/first")
 
 assert again.record.top1 == result.evaluations[-1].top1
 
-# %% Go on to step 70: weights, momentum, position and random numbers come from the
-# snapshot.
+# %% Resume and train to step 70: weights, momentum, position and random numbers come
+# from the snapshot.
 longer = train(TrainConfig(**(config.to_json() | {"steps": 70, "resume": True})))
 
 assert longer.steps_done == 70

@@ -10,9 +10,9 @@ from preprocess import pack_rgb
 BATCH, SIZE, NUM_CLASSES = 64, 16, 4
 
 
-# %% The source. It gets the step, from 0, and returns packed pixels uint32 [B, H, W]
-# and integer labels [B]. It depends on nothing but the step, so that a resumed run sees
-# the batches that an uninterrupted one would have seen.
+# %% The source. It takes the step, from 0, and returns packed pixels uint32 [B, H, W]
+# and integer labels [B]. It depends only on the step, so that a resumed run sees the
+# batches that an uninterrupted one would have seen.
 def batches(step: int) -> tuple[np.ndarray, np.ndarray]:
     """Draw squares whose brightness tells the class, with noise."""
     random = np.random.default_rng(step)
@@ -26,7 +26,7 @@ def batches(step: int) -> tuple[np.ndarray, np.ndarray]:
 held_out = batches(10**6)
 
 
-# %% A model, as small as the data asks for.
+# %% A small model, sufficient for these data.
 class Linear:
     """A linear classifier of the mean colour."""
 
@@ -42,7 +42,7 @@ class Linear:
         return images.mean((1, 2)) @ params["kernel"] + params["bias"], batch_stats
 
 
-# %% A sink of your own sees every loss once, in order, on a thread of its own.
+# %% A sink of your own receives every loss once, in order, on a separate thread.
 class Collect:
     """Keep the losses in memory."""
 

@@ -28,8 +28,8 @@ def init(key: jax.Array) -> tuple[Any, Any]:
     return params, {}
 
 
-# %% The network. Images come normalised, float32 [B, H, W, 3]. `models.convolution` has
-# the meaning of `lax.conv_general_dilated` and stays fast inside the loop on a CPU.
+# %% The network. Images arrive normalised, float32 [B, H, W, 3]. `models.convolution`
+# computes the same as `lax.conv_general_dilated`, and is fast inside the loop on a CPU.
 def apply(
     params: Any, batch_stats: Any, images: jax.Array, train: bool
 ) -> tuple[jax.Array, Any]:
@@ -47,8 +47,8 @@ class Net(NamedTuple):
     apply: Callable[..., Any]
 
 
-# %% Train. The optimiser, the schedule, augmentation, evaluation and snapshots are the
-# engine's, as for its own models.
+# %% Train, with the optimiser, schedule, augmentation, evaluation and snapshots of the
+# engine, as for its own models.
 if not Path("data/demo").exists():
     pack_demo("data/demo")
 config = TrainConfig(
