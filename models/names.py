@@ -1,4 +1,4 @@
-"""The names of the networks, for who must not wait for jax: `models.registry` has what they stand for."""
+"""The names of the networks, for code that must not import jax; `models.registry` has the networks."""
 
 MODEL_NAMES = (
     "resnet18",

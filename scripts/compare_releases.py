@@ -1,8 +1,8 @@
-"""Whether this checkout makes the same of packs and runs as an earlier one, which also made them: to the last bit.
+"""A bit-exact comparison of this checkout with an earlier one, on packs and runs that the earlier one made.
 
-Each release is run as its own commands are, from its own sources, with the packages of this environment and a cache of
-compiled programs of its own, so that neither can lend the other a result. What the old code makes when it goes on with
-its own run is what the new code must make of a copy. scripts/compare-releases runs this.
+The commands of each release run from its own sources, with the packages of this environment and a separate cache of
+compiled programs, so that no result is shared. When the old code resumes its own run, the new code must get the same
+result from a copy of that run. scripts/compare-releases runs this.
 """
 
 import argparse
@@ -28,17 +28,17 @@ from engine.records.snapshot import read_snapshot, snapshot_steps
 from scripts.kill_and_resume import COMPARED, TRAINING, num_lines, read_lines, wait_until
 
 ROOT = Path(__file__).parents[1]
-LEAST_STEPS = 60  # a request needs seconds to come in time
+LEAST_STEPS = 60  # a request takes seconds, and must arrive before the run ends
 REQUEST_AT_STEP = 9
 TIMEOUT_S = 900.0
 _NOWHERE = subprocess.DEVNULL
 NUM_IMAGES = {"train": 150, "val": 50}
 IMAGE_SIZE, NUM_CLASSES, SHARD_IMAGES = 32, 5, 40
-# `-P` keeps the working directory from the path: the sources are PYTHONPATH's alone.
+# `-P` keeps the working directory off the path, so that the sources come only from PYTHONPATH.
 START = (
     "import sys; from importlib import import_module; sys.argv[0] = {name!r}; import_module({module!r}).{function}()"
 )
-# Where the reader was and is, by release.
+# The reader is in another module in older releases.
 READ = """
 import hashlib, sys
 from importlib import import_module
@@ -54,7 +54,7 @@ for split in ("train", "val"):
 
 
 class FailedError(Exception):
-    """A command that must work did not."""
+    """A command that must succeed failed."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class Release:
 
     Attributes:
         name: "old" or "new".
-        root: of its sources.
-        base: everything that the commands make is below it.
+        root: the folder of its sources.
+        base: the folder of everything that the commands write.
     """
 
     name: str
@@ -79,46 +79,48 @@ class Release:
         return [sys.executable, "-P", "-c", start, *map(str, arguments)]
 
     def environment(self) -> dict[str, str]:
-        """Return the environment of its commands: on the CPU, without settings of the user's."""
+        """Return the environment of its commands: on the CPU, without the user's settings."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("FEEDLOOP_", "JAX_", "XLA_"))}
         cache = self.base / f"cache-{self.name}"
         return kept | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(self.root), "XDG_CACHE_HOME": str(cache)}
 
     def run(self, name: str, *arguments: str | Path) -> str:
-        """Run a command that must work, and return what it printed; raise FailedError where it does not."""
+        """Run a command and return its output; raise FailedError if it fails."""
         return self._finish(self.command(name, *arguments), f"{name} {' '.join(map(str, arguments))}")
 
     def run_program(self, program: str, *arguments: str | Path) -> str:
-        """Run a piece of Python likewise."""
+        """Run a Python program in the same way."""
         return self._finish([sys.executable, "-P", "-c", program, *map(str, arguments)], "a program of this script")
 
     def start(self, name: str, *arguments: str | Path) -> "subprocess.Popen[bytes]":
-        """Start a command whose words nobody needs."""
+        """Start a command and discard its output."""
         quiet: dict[str, Any] = {"stdin": _NOWHERE, "stdout": _NOWHERE, "stderr": _NOWHERE}
         return subprocess.Popen(self.command(name, *arguments), env=self.environment(), **quiet)
 
-    def _finish(self, command: list[str], words: str) -> str:
+    def _finish(self, command: list[str], description: str) -> str:
         where: dict[str, Any] = {"env": self.environment(), "cwd": self.base, "stdin": _NOWHERE}
         done = subprocess.run(command, **where, capture_output=True, text=True, timeout=TIMEOUT_S)
         if done.returncode != 0:
-            said = (done.stdout + done.stderr).strip().splitlines() or ["without a word"]
-            raise FailedError(f"the {self.name} code's {words} ended with exit code {done.returncode}: {said[-1]}")
+            output = (done.stdout + done.stderr).strip().splitlines() or ["no output"]
+            raise FailedError(
+                f"the {self.name} code's {description} ended with exit code {done.returncode}: {output[-1]}"
+            )
         return done.stdout
 
 
 type Compared = tuple[list[str], str]
-"""What differs, and in words what was compared."""
+"""The differences, and a description of what was compared."""
 
 
 @dataclass
 class Table:
-    """The comparisons so far, each printed when it is known."""
+    """The comparisons so far, each printed when it is done."""
 
     num_same: int = 0
     differing: list[str] = field(default_factory=list)
 
     def add(self, what: str, compare: Callable[[], Compared]) -> None:
-        """Make a comparison and print its line; a command that fails in it is a difference."""
+        """Make a comparison and print its line; a failing command counts as a difference."""
         try:
             differences, extent = compare()
         except (FailedError, subprocess.TimeoutExpired) as error:
@@ -131,7 +133,7 @@ class Table:
 
 
 def main() -> int:
-    """Make the comparisons; return the exit code."""
+    """Make all comparisons and return the exit code."""
     options = parse_arguments()
     with open_folder(options.keep) as base:
         old, new = Release("old", options.old, base), Release("new", ROOT, base)
@@ -174,7 +176,7 @@ def parse_arguments() -> argparse.Namespace:
 
 @contextmanager
 def open_folder(keep: Path | None) -> Iterator[Path]:
-    """Make the folder for everything; without one to keep, a temporary one."""
+    """Create the folder for all output; a temporary one if none is to be kept."""
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="releases-") if keep is None else nullcontext(keep) as folder:
@@ -182,19 +184,19 @@ def open_folder(keep: Path | None) -> Iterator[Path]:
 
 
 def check_sources(old: Release, new: Release) -> None:
-    """Raise FailedError where a release would not run from its own sources."""
+    """Raise FailedError if a release does not run from its own sources."""
     for release in (old, new):
         found = release.run_program("import engine, preprocess; print(engine.__file__); print(preprocess.__file__)")
         wrong = [path for path in found.splitlines() if not Path(path).is_relative_to(release.root)]
         if wrong:
-            raise FailedError(f"the {release.name} code must be {release.root}'s, and {wrong[0]} was imported")
+            raise FailedError(f"the {release.name} code must be in {release.root}, and {wrong[0]} was imported")
 
 
 # --- packs
 
 
 def draw_images(folder: Path) -> None:
-    """Draw class folders of PNG files; the colour tells the class, noise makes every image another."""
+    """Draw class folders of PNG files; the colour shows the class, and noise makes every image different."""
     for seed, (split, num_images) in enumerate(NUM_IMAGES.items()):
         random = np.random.default_rng(seed)
         colours = np.random.default_rng(2).integers(40, 160, (NUM_CLASSES, 3))
@@ -208,13 +210,13 @@ def draw_images(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class PackComparisons:
-    """What both make of the same images, and of the pack that the old code made of them."""
+    """Comparisons of both releases on the same images, and on the pack that the old code made of them."""
 
     old: Release
     new: Release
 
     def make(self, table: Table) -> None:
-        """Pack the images by both, and compare."""
+        """Pack the images with both, and compare."""
         images = self.old.base / "images"
         draw_images(images)
         for release in (self.old, self.new):
@@ -232,16 +234,16 @@ class PackComparisons:
         return differences, f"{len(ours)} files of pixels and labels"
 
     def reading(self) -> Compared:
-        """Compare what both read of the old pack."""
+        """Compare what both read from the old pack."""
         ours, theirs = (each.run_program(READ, pack_of(self.old)).splitlines() for each in (self.new, self.old))
         differences = [f"{a} is {b}" for a, b in zip(ours, theirs, strict=True) if a != b]
         return differences, f"{sum(NUM_IMAGES.values())} images"
 
     def verifying(self) -> Compared:
-        """Have both check the old pack."""
+        """Verify the old pack with both."""
         for release in (self.new, self.old):
             release.run("inspect-shards", pack_of(self.old), "--verify")
-        return [], "nothing is found wrong by either"
+        return [], "both find no fault"
 
 
 def pack_of(release: Release) -> Path:
@@ -262,7 +264,7 @@ def arrays_of(pack: Path) -> dict[str, bytes]:
 
 
 def make_run(old: Release, steps: int) -> Path:
-    """Train by the old code, with a request on the way."""
+    """Train with the old code, and send a request during the run."""
     run = old.base / "old/run"
     training = old.start("run-train", "--run-dir", run, "--data", pack_of(old), "--steps", f"{steps}", *TRAINING)
     try:
@@ -278,12 +280,12 @@ def make_run(old: Release, steps: int) -> Path:
 
 @dataclass(frozen=True)
 class RunComparisons:
-    """What both make of a run of the old code.
+    """Comparisons of both releases on a run of the old code.
 
     Attributes:
         old, new: the releases.
-        run: the folder, which is left as it is.
-        steps: that it made.
+        run: the run folder, which is not modified.
+        steps: the number of its steps.
     """
 
     old: Release
@@ -294,7 +296,7 @@ class RunComparisons:
     def make(self, table: Table) -> None:
         """Make every comparison."""
         more = ("--steps", f"{self.steps + self.steps // 2}")
-        table.add("the same training, begun by the new code", self.beginning)
+        table.add("the same training, started by the new code", self.beginning)
         table.add("resuming for more steps", lambda: self.resuming("resumed", lambda _: None, *more))
         table.add("resuming from the snapshot before the last", lambda: self.resuming("rewound", forget_end))
         table.add("run-eval of its weights", self.evaluating)
@@ -302,7 +304,7 @@ class RunComparisons:
         table.add("verify-run of its steps and those that the new code added", self.replaying_more)
 
     def beginning(self) -> Compared:
-        """Compare the run with one that the new code makes from the first step on, requests included."""
+        """Compare the run with one that the new code makes from the first step, including requests."""
         folder = self.new.base / "new/begun"
         folder.mkdir()
         for name in ("config.json", "control.jsonl"):
@@ -311,7 +313,7 @@ class RunComparisons:
         return compare_folders(folder, self.run)
 
     def resuming(self, name: str, prepare: Callable[[Path], None], *arguments: str) -> Compared:
-        """Compare what both make when they go on with a copy of the run."""
+        """Compare the results of both when they resume a copy of the run."""
         folders = [release.base / release.name / name for release in (self.new, self.old)]
         for release, folder in zip((self.new, self.old), folders, strict=True):
             shutil.copytree(self.run, folder)
@@ -320,7 +322,7 @@ class RunComparisons:
         return compare_folders(*folders)
 
     def evaluating(self) -> Compared:
-        """Compare what both count with the run's weights, and what it recorded at its end."""
+        """Compare the evaluations of the run's weights by both with each other and with the recorded one."""
         ours, theirs = (
             json.loads(each.run("run-eval", self.run, "--json", "--per-class")) for each in (self.new, self.old)
         )
@@ -330,25 +332,25 @@ class RunComparisons:
         return unlike, f"{len(theirs) - 1} numbers and the record"
 
     def replaying(self) -> Compared:
-        """Compare the numbers in what both say of a replay of the whole run."""
+        """Compare the numbers that both print about a replay of the whole run."""
         ours, theirs = (each.run("verify-run", self.run, "--from", "0") for each in (self.new, self.old))
-        numbers = [re.findall(r"\d[\d,.]*", said) for said in (ours, theirs)]
+        numbers = [re.findall(r"\d[\d,.]*", output) for output in (ours, theirs)]
         return ([] if numbers[0] == numbers[1] else [f"{ours.strip()} is {theirs.strip()}"]), ours.strip()
 
     def replaying_more(self) -> Compared:
-        """Replay what the old code began and the new code went on with."""
+        """Replay the run that the old code started and the new code resumed."""
         return [], self.new.run("verify-run", self.new.base / "new/resumed", "--from", "0").strip()
 
 
 def forget_end(run: Path) -> None:
-    """Leave of a run what a kill before its last snapshot would have left."""
+    """Remove what a kill before the last snapshot would not have left."""
     shutil.rmtree(run / "snapshots" / str(snapshot_steps(run / "snapshots")[-1]))
     for name in ("model.safetensors", "result.json"):
         (run / name).unlink()
 
 
 def compare_folders(ours: Path, theirs: Path) -> Compared:
-    """Return what differs between two runs, and in words what was compared."""
+    """Return the differences between two runs, and a description of what was compared."""
     differences, extent = [], []
     for name, kept in COMPARED.items():
         lines, wanted = ([[line[key] for key in kept] for line in read_lines(each / name)] for each in (ours, theirs))
@@ -377,7 +379,7 @@ def compare_folders(ours: Path, theirs: Path) -> Compared:
 
 
 def compare_demo(old: Release, new: Release, steps: int, table: Table) -> None:
-    """Do by both what scripts/demo does, each with the demo set that it drew, and compare."""
+    """Run the commands of scripts/demo with both, each on its own demo set, and compare the runs."""
 
     def compare() -> Compared:
         runs = [release.base / release.name / "demo-run" for release in (new, old)]

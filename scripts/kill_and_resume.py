@@ -10,7 +10,7 @@ its `config.json` and its `control.jsonl`, and nothing else. All their launches 
 requests from the log. The other trainings have a fresh start, including compilation.
 
 Instants are drawn from the seed: a fraction of the reference's time to its first step, a step plus a fraction of a step
-time, or an event visible in the run folder (a snapshot or an evaluation in progress, the end). Times alone would not be
+time, or an event visible in the run folder (a snapshot or an evaluation in progress, the end). Times would not be
 sufficient: on a busy machine a run may be finished before. scripts/kill-and-resume runs this script.
 """
 
@@ -249,7 +249,7 @@ def run_trial(trial: Trial, options: argparse.Namespace) -> int:
             continue
         trial.story.append(f"{begun}, ended" + ("" if code == 0 else f" WITH EXIT CODE {code}"))
         return num_kills
-    trial.story.append(f"given up after {MOST_LAUNCHES} launches")
+    trial.story.append(f"abandoned after {MOST_LAUNCHES} launches")
     return num_kills
 
 

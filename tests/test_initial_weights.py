@@ -76,7 +76,7 @@ def test_another_number_of_classes_draws_the_classifier_anew_and_says_so(resnet8
     over_arrays = load_initial_weights(path, "resnet8", *fresh)
     assert_same((over_arrays.params, over_arrays.batch_stats), tuple(wanted))
     over_shapes = load_initial_weights(path, "resnet8", *shapes_of("resnet8", 3))
-    assert over_shapes.notes == ("the classifier is initialised anew: the file has 10 classes, the data 3",)
+    assert over_shapes.notes == ("the classifier is newly initialised: the file has 10 classes, the data 3",)
     assert_same(over_shapes.over(fresh), wanted)
     assert_same(jax.jit(over_shapes.over)(fresh), wanted)
 

@@ -1,9 +1,9 @@
-"""A run folder made by an earlier release: it is read, evaluated, resumed, followed, controlled and replayed.
+"""Tests of reading, evaluating, resuming, following, controlling and replaying a run folder of an earlier release.
 
-`tests/recorded/run_3218942.zip` holds what commit 3218942, whose runs carry no digests, made of a ResNet-8 in which all
-but a few channels were zero from the start: 12 steps of 8 images, snapshots and evaluations after steps 6 and 12, half
-the learning rate on request from step 5; and the data, 24 and 12 images of 8 px whose colour tells the class. Nothing
-here depends on the processor; what must be the same to the bit on one machine is scripts/compare-releases'.
+`tests/recorded/run_3218942.zip` has a run of commit 3218942, whose runs have no digests: a ResNet-8 in which all but a
+few channels were initialised to zero, 12 steps of 8 images, snapshots and evaluations after steps 6 and 12, and half
+the learning rate on request from step 5. It also has the data: 24 and 12 images of 8 px whose colour shows the class.
+Nothing here depends on the processor; scripts/compare-releases tests what must be bit-identical on one machine.
 """
 
 import json
@@ -32,7 +32,7 @@ LOGS = ("loss.jsonl", "eval.jsonl", "control.jsonl")
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A folder with `run` and `data`, the working directory."""
+    """Return a folder with `run` and `data`, which is the working directory."""
     with zipfile.ZipFile(Path(__file__).parent / "recorded/run_3218942.zip") as recorded:
         recorded.extractall(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -41,7 +41,7 @@ def place(tmp_path, monkeypatch):
 
 @pytest.fixture
 def invoke(monkeypatch):
-    """Runs a command in this process; its exit code is what it would have left with."""
+    """Return a function that runs a command in this process and returns its exit code, stdout and stderr."""
 
     def run(command, *arguments):
         codes: list[int] = []
@@ -61,22 +61,22 @@ def logs(run):
 
 
 def test_its_weights_give_the_accuracy_that_it_recorded(place, invoke):
-    code, said, told = invoke(eval_cli, "run", "--data", "data", "--json")
-    assert code == 0, told
-    found, recorded = json.loads(said), lines(place / "run/eval.jsonl")[-1]
-    # The two largest logits of each image are 0.17 apart, so that no order of sums changes a count; the loss is a mean
-    # of 12 float32 numbers that went through nine layers, and their roundings are below 1e-5 of it.
+    code, stdout, stderr = invoke(eval_cli, "run", "--data", "data", "--json")
+    assert code == 0, stderr
+    found, recorded = json.loads(stdout), lines(place / "run/eval.jsonl")[-1]
+    # The two largest logits of each image differ by 0.17, so no order of summation changes a count. The loss is a mean
+    # of 12 float32 numbers after nine layers, whose rounding errors are below 1e-5 of it.
     assert [found[name] for name in ("step", "num_images", "top1", "top5")] == [12, 12, 1.0, 1.0]
     assert found["loss"] == pytest.approx(recorded["loss"], rel=1e-4)
     assert "resnet8 after 12 steps (no digest: unchecked)" in told
 
 
-def test_it_goes_on_for_more_steps(place, invoke):
+def test_it_is_resumed_for_more_steps(place, invoke):
     run = place / "run"
     before = logs(run)
     assert {name: content.count(b"\n") for name, content in before.items()} == dict(zip(LOGS, (12, 2, 1), strict=True))
-    code, _, told = invoke(cli, "--run-dir", "run", "--resume", "--data", "data", "--steps", 18)
-    assert code == 0, told
+    code, _, stderr = invoke(cli, "--run-dir", "run", "--resume", "--data", "data", "--steps", 18)
+    assert code == 0, stderr
     for name, content in logs(run).items():
         assert content.startswith(before[name]), name
     losses = lines(run / "loss.jsonl")
@@ -85,19 +85,19 @@ def test_it_goes_on_for_more_steps(place, invoke):
     assert [line["step"] for line in lines(run / "eval.jsonl")] == [6, 12, 18]
     assert snapshot_steps(run / "snapshots") == [6, 12, 18]
     assert json.loads((run / "result.json").read_text())["steps_done"] == 18
-    code, said, told = invoke(verify_cli, "run", "--from", 12, "--data", "data")
-    assert code == 0, told
-    assert said.startswith("the same bits: 6 losses, 1 evaluation, ")
+    code, stdout, stderr = invoke(verify_cli, "run", "--from", 12, "--data", "data")
+    assert code == 0, stderr
+    assert stdout.startswith("the same bits: 6 losses, 1 evaluation, ")
 
 
-def test_it_goes_on_from_an_earlier_snapshot_as_one_that_was_killed(place, invoke):
+def test_it_is_resumed_from_an_earlier_snapshot_like_a_killed_run(place, invoke):
     run = place / "run"
     before = logs(run)
     shutil.rmtree(run / "snapshots/12")
     for name in ("model.safetensors", "result.json"):
         (run / name).unlink()
-    code, _, told = invoke(cli, "--run-dir", "run", "--resume", "--data", "data")
-    assert code == 0, told
+    code, _, stderr = invoke(cli, "--run-dir", "run", "--resume", "--data", "data")
+    assert code == 0, stderr
     kept, now = (each["loss.jsonl"].splitlines() for each in (before, logs(run)))
     assert now[:6] == kept[:6]
     assert [json.loads(line)["step"] for line in now] == list(range(1, 13))
@@ -107,20 +107,20 @@ def test_it_goes_on_from_an_earlier_snapshot_as_one_that_was_killed(place, invok
 
 
 def test_it_is_followed(place, invoke):
-    code, said, told = invoke(tail_cli, "run", "--once")
-    assert (code, told) == (0, "run ended after 12 steps, stopped by steps\n")
-    steps = [line for line in said.splitlines() if line.startswith("step ")]
+    code, stdout, stderr = invoke(tail_cli, "run", "--once")
+    assert (code, stderr) == (0, "run ended after 12 steps, stopped by steps\n")
+    steps = [line for line in stdout.splitlines() if line.startswith("step ")]
     assert len(steps) == 12
     assert steps[-1].startswith("step 12/12  loss 0.5244  lr 0.05  ")
-    assert "evaluation at step 12: top-1 100.00 %" in said
+    assert "evaluation at step 12: top-1 100.00 %" in stdout
 
 
-def test_a_replay_says_that_no_digest_of_its_files_was_written(place, invoke):
-    _, said, told = invoke(verify_cli, "run", "--data", "data")
+def test_a_replay_reports_that_its_files_have_no_digests(place, invoke):
+    _, stdout, stderr = invoke(verify_cli, "run", "--data", "data")
     # Whether the bits are the same depends on the processor.
-    assert said.startswith(("the same bits: 6 losses, 1 evaluation, ", "differs: "))
-    assert "not as written" not in said
-    assert told.splitlines()[1:3] == [
+    assert stdout.startswith(("the same bits: 6 losses, 1 evaluation, ", "differs: "))
+    assert "not as written" not in stdout
+    assert stderr.splitlines()[1:3] == [
         "files: 2 as written (a snapshot counts as one)",
         "files: model.safetensors, config.json, result.json, loss.jsonl, eval.jsonl, control.jsonl cannot be checked: "
         "they have no digest (yet)",
@@ -128,8 +128,8 @@ def test_a_replay_says_that_no_digest_of_its_files_was_written(place, invoke):
 
 
 @contextmanager
-def going_on(run, **values):
-    """Resumes a run for a while; gives the list that its result will be in."""
+def resumed(run, **values):
+    """Resume a run in the background; yield the list that will have its result."""
     config = replace(run_settings(run), data=str(run.parent / "data"), resume=True, **values)
     results: list[TrainResult] = []
     training = threading.Thread(target=lambda: results.append(train(config)), daemon=True)
@@ -148,13 +148,13 @@ def going_on(run, **values):
 
 
 @pytest.mark.timeout(180)
-def test_a_resumed_one_is_controlled(place, invoke):
+def test_a_resumed_run_is_controlled(place, invoke):
     run = place / "run"
     before = logs(run)
-    with going_on(run, steps=10**6, eval_every_steps=0, snapshot_every_steps=0) as results:
+    with resumed(run, steps=10**6, eval_every_steps=0, snapshot_every_steps=0) as results:
         for arguments in (["--learning-rate-factor", 2, "--snapshot"], ["--stop"]):
-            code, _, told = invoke(control_cli, "run", *arguments)
-            assert code == 0, told
+            code, _, stderr = invoke(control_cli, "run", *arguments)
+            assert code == 0, stderr
     old, asked, stop = read_events(run / "control.jsonl")
     assert (old.learning_rate_factor, old.step) == (0.5, 5)
     assert (asked.learning_rate_factor, asked.snapshot, stop.stop) == (2, True, True)

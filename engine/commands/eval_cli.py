@@ -29,7 +29,7 @@ _GROUPS = {
     "Output": ("per_class", "as_json", "traceback"),
     "Compilation": ("compilation_cache",),
 }
-# Of the options those that stand for a setting of the run; --model is of the file.
+# The options that are settings of the run; --model belongs to the weights file.
 _SETTINGS = tuple(name for names in _GROUPS.values() for name in names if name in SETTINGS and name != "model")
 _EPILOG = """\b
 Examples:

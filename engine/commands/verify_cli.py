@@ -61,7 +61,7 @@ def main(run: str, from_step: int | None, to_step: int | None, data: str | None,
     """Replay a stretch of the run in folder RUN, and compare it with the record, bit by bit.
 
     Compares every loss, learning rate and evaluation, and the arrays of the last step's snapshot. RUN is only
-    read, and may still be going on. The verdict goes to stdout, the rest to stderr.
+    read, and may still be in progress. The verdict goes to stdout, the rest to stderr.
 
     Exit codes: 0 the same bits, 1 they differ or the replay failed, 2 wrong usage or data, 130 stopped by SIGINT or
     SIGTERM.

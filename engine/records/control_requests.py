@@ -54,7 +54,7 @@ def _path_of(folder: Path, request_id: str) -> Path:
 
 
 def remove_requests(run: Path) -> None:
-    """Remove the pending requests in a run folder, whose senders have given up; to be called right after locking it.
+    """Remove the pending requests in a run folder, whose senders no longer wait; to be called right after locking it.
 
     Requests that arrive later are for the process that holds the lock, even before it polls. Disk errors are ignored.
     """

@@ -73,7 +73,7 @@ def read_record(path: Path) -> RecordedRun:
     """Read a `config.json` wherever it lies, and check that it is what was written.
 
     Raises:
-        FileNotFoundError: where it is missing.
+        FileNotFoundError: the file is missing.
         ValueError: as `read_recorded`.
     """
     try:

@@ -1,6 +1,6 @@
 """The record of a stretch of a run's updates: losses, evaluations, the states at both ends, and its pieces.
 
-Owns what is needed to replay the stretch. Reads only, without the run's lock, so that the run may go on meanwhile.
+Owns what is needed to replay the stretch. Only reads, without the run's lock, so that the run may continue meanwhile.
 Knows nothing of the loop.
 """
 

@@ -56,7 +56,7 @@ def replay_run(
     that changed at a resume change at the same step.
 
     Args:
-        run: the folder of the run, which is only read; the run may still be going on.
+        run: the folder of the run, which is only read; the run may still be in progress.
         from_step: a step with a snapshot, or 0, the state before the first update; None is the oldest snapshot before
             `to_step`, else 0.
         to_step: the last update; None is the last one recorded.

@@ -79,7 +79,7 @@ def load_initial_weights(
     if registry_name is not None and (classes := _other_classes(placed, like)):
         placed = placed._replace(params=placed.params | {_HEAD: params[_HEAD]})
         notes.append(
-            f"the classifier is initialised anew: the file has {classes[0]:,} classes, the data {classes[1]:,}"
+            f"the classifier is newly initialised: the file has {classes[0]:,} classes, the data {classes[1]:,}"
         )
     return InitialWeights(placed.params, placed.batch_stats, tuple(notes), _digest(stored.tensors))
 

@@ -66,7 +66,7 @@ class MemoryBudget:
                 self._wait(lambda: self._waiting[0] is ticket and self._has_room(num_bytes), num_bytes)
                 self._held_bytes += num_bytes
             finally:
-                # Also if this thread is interrupted: the others wait behind it.
+                # Also if this thread is interrupted, because the others wait for it.
                 self._waiting.remove(ticket)
                 self._changed.notify_all()
 

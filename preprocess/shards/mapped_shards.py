@@ -46,7 +46,7 @@ class ChangedFileError(OSError):
 
 
 class OpenFile:
-    """A file descriptor, closed with its last reference, so that no reading thread can find another file behind it."""
+    """A file descriptor, closed with its last reference, so that no reading thread can find it reused."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor

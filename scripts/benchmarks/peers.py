@@ -141,7 +141,7 @@ def _wanted(peer: Peer) -> str:
 
 
 def _call(command: list[str], name: str, log: Path) -> None:
-    # Settings of the user's own Python must not reach the environment.
+    # The user's own Python settings must not affect the environment.
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     with log.open("ab") as file:
         try:

@@ -95,7 +95,7 @@ class ArchiveKind:
 
     def _judge_pack(self, dest: Path) -> Judgement:
         if not (dest / "train").is_dir():
-            return Judgement("preprocess-imagenet", Verdict.HARMLESS, "its val split alone")
+            return Judgement("preprocess-imagenet", Verdict.HARMLESS, "only its val split")
         crops = read_all_crops(dest)
         failures = (dest / "train/failures.jsonl").read_text()
         for name, crop in self.crops.items():

@@ -152,7 +152,7 @@ def many_scans_jpeg(path: Path) -> None:
     Image.new("RGB", (3000, 3000), (90, 120, 30)).save(file, "JPEG", progressive=True, quality=60)
     content = file.getvalue()
     last = content.rindex(b"\xff\xda")
-    # With the tables that precede it, the scan is decoded anew each time.
+    # With the tables that precede it, the scan is decoded again each time.
     path.write_bytes(content[:-2] + content[last:-2] * 8000 + content[-2:])
 
 

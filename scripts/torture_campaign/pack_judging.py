@@ -141,5 +141,5 @@ def judge_losses(finished: Finished, pack: Path, run: Path, sound: Training, bas
         if exemption := exempt_verifying(tree, base.tree):
             return Judgement("run-train", Verdict.DOCUMENTED, exemption.name)
         if not _WITHOUT_EVALUATION.search(finished.said):
-            return Judgement("run-train", Verdict.WRONG, "ended well, and left out the evaluation without a word")
+            return Judgement("run-train", Verdict.WRONG, "succeeded, and skipped the evaluation without a message")
     return ended or Judgement("run-train", Verdict.HARMLESS)

@@ -118,7 +118,7 @@ def judge_evaluation(trial: Trial, base: RunBase, run: Path) -> None:
 
 
 def judge_replay(trial: Trial, base: RunBase, run: Path) -> None:
-    """Replay the run; where the record is another than that of the sound run, it may not be found the same."""
+    """Replay the run; if its record differs from that of the sound run, the replay must not report the same bits."""
     finished = trial.run(["verify-run", str(run), "--from", "0"], timeout_s=_TRAINING_TIMEOUT_S)
     ended = _ended(finished, run)
     if finished.code == 1 and finished.out.startswith(b"differs"):
@@ -129,7 +129,7 @@ def judge_replay(trial: Trial, base: RunBase, run: Path) -> None:
 
 
 def other_records(base: RunBase, run: Path) -> str:
-    """Return where the logs of a run differ from those of the sound run; a truncated end is no difference."""
+    """Return where the logs of a run differ from those of the sound run; a truncated end is not a difference."""
     for name, keys in _LOGS.items():
         sound = base.losses if name == "loss.jsonl" else base.evaluations
         found = columns(run / name, *keys)

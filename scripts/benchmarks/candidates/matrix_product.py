@@ -1,6 +1,6 @@
 """The machine's limit of products: a square float32 matrix product inside a `lax.while_loop`.
 
-Its unit is told in images of a model: so many as the same number of operations would train.
+Its unit is images of a model: the number that the same operations would train.
 """
 
 import sys
