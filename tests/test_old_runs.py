@@ -68,7 +68,7 @@ def test_its_weights_give_the_accuracy_that_it_recorded(place, invoke):
     # of 12 float32 numbers after nine layers, whose rounding errors are below 1e-5 of it.
     assert [found[name] for name in ("step", "num_images", "top1", "top5")] == [12, 12, 1.0, 1.0]
     assert found["loss"] == pytest.approx(recorded["loss"], rel=1e-4)
-    assert "resnet8 after 12 steps (no digest: unchecked)" in told
+    assert "resnet8 after 12 steps (no digest: unchecked)" in stderr
 
 
 def test_it_is_resumed_for_more_steps(place, invoke):

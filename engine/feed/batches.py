@@ -202,7 +202,7 @@ def _checked(
     pixels, labels = np.asarray(pixels), np.asarray(labels)
     if pixels.dtype != np.uint32 or pixels.ndim != 3:
         raise ValueError(
-            f"pixels must be uint32 [B, H, W], packed R<<24 | G<<16 | B<<8 (preprocess.pixels.pack_rgb); "
+            f"pixels must be uint32 [B, H, W], packed R<<24 | G<<16 | B<<8 (preprocess.pack_rgb); "
             f"{origin} has {pixels.dtype} {list(pixels.shape)}{suffix}"
         )
     if not np.issubdtype(labels.dtype, np.integer) or labels.shape != pixels.shape[:1]:
