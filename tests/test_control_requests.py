@@ -130,6 +130,20 @@ def test_a_request_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
     assert files(tmp_path) == []
 
 
+def test_a_request_survives_a_run_that_begins_while_it_is_written(tmp_path, monkeypatch):
+    """Such a run removes the requests that lie there from before, also one that has no name yet."""
+    fsync, starts = os.fsync, iter([True])
+
+    def start_a_run_once(handle):
+        fsync(handle)
+        if next(starts, False):
+            remove_requests(tmp_path)
+
+    monkeypatch.setattr(os, "fsync", start_a_run_once)
+    send_request(tmp_path, ControlRequest("a", stop=True))
+    assert [path.name for path in (tmp_path / CONTROL_FOLDER_NAME).iterdir()] == ["a.json"]
+
+
 def test_a_folder_that_is_not_there_is_not_made(tmp_path):
     with pytest.raises(FileNotFoundError):
         send_request(tmp_path / "nowhere", ControlRequest(stop=True))

@@ -28,7 +28,12 @@ def send_request(run: Path, request: ControlRequest) -> None:
     """
     folder = run / CONTROL_FOLDER_NAME
     folder.mkdir(exist_ok=True)
-    write_whole(_path_of(folder, request.id), (request.to_json() + "\n").encode())
+    path, content = _path_of(folder, request.id), (request.to_json() + "\n").encode()
+    try:
+        write_whole(path, content)
+    except FileNotFoundError:
+        # A run that has just locked its folder removes the requests of senders before it, unfinished ones too.
+        write_whole(path, content)
 
 
 def withdraw(run: Path, request_id: str) -> bool:
