@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from engine.recipes import LoadedRecipe, load_recipe, recipe_names
     from engine.replay.replay import replay_run
     from engine.replay.report import Difference, ReplayReport
-    from engine.run.launch import NonFiniteError
+    from engine.run.nonfinite import NonFiniteError
     from engine.run.result import TrainResult
     from engine.run.train import train
     from engine.settings import ConfigError, SettingError
@@ -32,7 +32,7 @@ _HOME = {
     "FeederError": "engine.feed.feeder",
     "LoadedRecipe": "engine.recipes",
     "LossRecord": "engine.stream.sinks",
-    "NonFiniteError": "engine.run.launch",
+    "NonFiniteError": "engine.run.nonfinite",
     "ReplayReport": "engine.replay.report",
     "SettingError": "engine.settings",
     "Sink": "engine.stream.sinks",

@@ -17,7 +17,7 @@ from engine.control.request import ControlRequest
 from engine.crossing.cuda.ring import DeviceRing
 from engine.records.control_log import read_events
 from engine.records.snapshot import read_snapshot, snapshot_steps
-from engine.run.launch import NonFiniteError
+from engine.run.nonfinite import NonFiniteError
 from tests.toy import CountedBatches, Linear, toy_batch, toy_config
 
 EVALUATED = toy_batch(100, batch=16)

@@ -23,7 +23,7 @@ from engine.records.recorded_run import RecordedRun, read_recorded
 from engine.records.run_folder import RunFolder, recorded_versions
 from engine.records.snapshot import snapshot_steps, write_snapshot
 from engine.records.snapshot_writer import SnapshotWriter
-from engine.run.launch import NonFiniteError
+from engine.run.nonfinite import NonFiniteError
 from engine.run.resume import (
     HOST_SETTINGS,
     RUNTIME_SETTINGS,

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from engine import TrainConfig, train
 from engine.program.statics import statics_of
-from engine.run.launch import NonFiniteError
+from engine.run.nonfinite import NonFiniteError
 from engine.updates.schedules import learning_rate_at, schedule_values
 from tests.fake_source import fake_source, pack
 from tests.toy import BATCH, CountedBatches, Linear, toy_batch, toy_config

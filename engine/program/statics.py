@@ -5,9 +5,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.config import TrainConfig
 from engine.images.settings import Augmentation
+from engine.images.unpack import PixelScale
+from engine.program.train_state import RunValues
 from engine.updates.optim import Hyperparams
 from engine.updates.schedules import schedule_values
 from engine.updates.update import UpdateRule, UpdateValues
@@ -15,6 +18,7 @@ from engine.updates.update import UpdateRule, UpdateValues
 # You et al. (2019), arXiv:1904.00962, for LAMB; Kingma and Ba (2014), arXiv:1412.6980, for Adam.
 _EPSILONS = {"lamb": 1e-6}
 _EPSILON = 1e-8
+_UNREACHABLE_TOP1 = 2.0
 
 
 class Statics(NamedTuple):
@@ -88,3 +92,29 @@ def update_values(config: TrainConfig) -> UpdateValues:
 
 # Goyal et al. (2017), arXiv:1706.02677, section 5.1: a tenth of the learning rate after 30, 60 and 80 of 90 epochs.
 _STEP_FRACTIONS = (1 / 3, 2 / 3, 8 / 9)
+
+
+def run_values(config: TrainConfig, num_eval_batches: int, scale: PixelScale) -> RunValues:
+    """Return the runtime arguments of the program.
+
+    Args:
+        config: the settings.
+        num_eval_batches: batches of one evaluation; 0 without evaluation.
+        scale: of the pixels.
+    """
+    return RunValues(
+        stop_step=jnp.int32(config.steps),
+        eval_every_steps=jnp.int32(config.eval_every_steps),
+        num_eval_batches=jnp.int32(num_eval_batches),
+        stop_at_top1=jnp.float32(_UNREACHABLE_TOP1 if config.stop_at_top1 is None else config.stop_at_top1),
+        snapshot_every_steps=jnp.int32(config.snapshot_every_steps),
+        update=update_values(config),
+        smoothing=jnp.float32(config.label_smoothing),
+        seed_words=jnp.asarray(seed_words(config.seed)),
+        scale=scale,
+    )
+
+
+def seed_words(seed: int) -> NDArray[np.uint32]:
+    """Return the seed's two halves, uint32 [2]: a seed may have more bits than a jax integer."""
+    return np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)

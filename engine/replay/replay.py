@@ -25,7 +25,8 @@ from engine.replay.report import Comparison, ReplayReport
 from engine.run.compilation import caching_compilations
 from engine.run.data import open_data
 from engine.run.host_side import HostSide
-from engine.run.launch import Launch, NonFiniteError
+from engine.run.launch import Launch
+from engine.run.nonfinite import NonFiniteError
 from engine.run.parts import OwnParts
 from engine.run.resolve import recorded_own_parts, resolve
 from engine.run.resume import StartingPoint, check_data, check_given_weights, versions_warning

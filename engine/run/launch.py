@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.config import TrainConfig
 from engine.control.word import ControlWords
@@ -28,12 +27,13 @@ from engine.feed.feeder import Feeder, batch_bytes, ring_depth
 from engine.images.unpack import PixelScale
 from engine.program.checked_model import CheckedModel
 from engine.program.loop import make_program
-from engine.program.statics import statics_of, update_values
+from engine.program.statics import run_values, seed_words, statics_of
 from engine.program.train_state import RunValues, TrainModel, TrainState, init_state
 from engine.records.weights import check_names
 from engine.run.compilation import Compiled, compile_traced, trace_ahead, without_collector
 from engine.run.host_side import HostSide
 from engine.run.initial_weights import InitialWeights, load_initial_weights
+from engine.run.nonfinite import nonfinite_error
 from engine.run.resolve import Resolved
 from engine.run.resume import StartingPoint
 from engine.run.signals import call_on_worker, start_on_worker
@@ -47,22 +47,9 @@ from preprocess.shards.reader import ChangedShardError
 # A channel without variance (a set of blank images) must not cause a division by zero: one level of 255 is the minimum.
 _LEAST_STD = 1 / 255
 _MOST_STEPS = 2**31 - 1
-_UNREACHABLE_TOP1 = 2.0
 # How long the end waits for all sinks together: long after a clean stop, briefly after an immediate one.
 _CLOSE_TIMEOUT_S = 60.0
 _QUIT_TIMEOUT_S = 1.0
-
-
-class NonFiniteError(ArithmeticError):
-    """A run's gradients were NaN or infinite at more consecutive steps than allowed.
-
-    Attributes:
-        first_step: the first of these consecutive steps.
-    """
-
-    def __init__(self, message: str, first_step: int) -> None:
-        super().__init__(message)
-        self.first_step = first_step
 
 
 class Launch:
@@ -124,7 +111,7 @@ class Launch:
         self._outfeed = Outfeed(self.stream.receive, self.board, self._transport)
         self._statics = statics_of(config)
         self._draw = partial(_init_from_words, self.resolved.model, self._statics.rule)
-        self._state_shape = jax.eval_shape(self._draw, _key_words(0))
+        self._state_shape = jax.eval_shape(self._draw, seed_words(0))
         self._given = self._read_given_weights()
         self.num_params = count_params(self._state_shape.params)
         if self.resolved.registry_name is None:
@@ -303,7 +290,7 @@ class Launch:
             # Release the host's copy of the arrays, which takes as much memory again.
             self.start = replace(self.start, snapshot=None)
             return call_on_worker(lambda: jax.block_until_ready(jax.tree.map(partial(jnp.array, copy=True), saved)))
-        words = _key_words(self.config.seed)
+        words = seed_words(self.config.seed)
         draw = compile_traced(trace_ahead(self._draw, words))
         return call_on_worker(lambda: jax.block_until_ready(self._with_given_weights(draw.call(words))))
 
@@ -372,7 +359,9 @@ class Launch:
         if failures:
             self.has_changed_data |= isinstance(failures[0], ChangedShardError)
             return failures[0]
-        return self._changed_data() or self._nonfinite_error(state)
+        return self._changed_data() or nonfinite_error(
+            int(state.step), int(state.update.skips.in_a_row), self.config.most_skips
+        )
 
     def _changed_data(self) -> BaseException | None:
         """Return the error of a source whose files were changed during the run."""
@@ -390,40 +379,13 @@ class Launch:
         """The standard deviation of each channel on the scale 0 … 1, by which the program divides."""
         return tuple(max(each, _LEAST_STD) for each in self.resolved.std)
 
-    def _nonfinite_error(self, state: TrainState) -> BaseException | None:
-        """Return the error of a run that stopped because of NaN or infinite gradients, None if it did not."""
-        skips = int(state.update.skips.in_a_row)
-        if skips <= self.config.most_skips:
-            return None
-        return NonFiniteError(
-            f"the gradient was NaN or infinite at step {int(state.step)}"
-            + (f" and the {skips - 1} before it" if skips > 1 else "")
-            + ", and the weights are those of the last finite update: try a lower learning rate, a warm-up or a limit "
-            "on the gradient's norm (--learning-rate, --warmup-steps, --clip-norm), or --skip-nonfinite",
-            first_step=int(state.step) - skips + 1,
-        )
-
     def _values(self) -> RunValues:
-        config, resolved = self.config, self.resolved
-        stop_at_top1 = _UNREACHABLE_TOP1 if config.stop_at_top1 is None else config.stop_at_top1
-        return RunValues(
-            stop_step=jnp.int32(config.steps),
-            eval_every_steps=jnp.int32(config.eval_every_steps),
-            num_eval_batches=jnp.int32(resolved.evaluation.num_batches if resolved.evaluation else 0),
-            stop_at_top1=jnp.float32(stop_at_top1),
-            snapshot_every_steps=jnp.int32(config.snapshot_every_steps),
-            update=update_values(config),
-            smoothing=jnp.float32(config.label_smoothing),
-            seed_words=jnp.asarray(_key_words(config.seed)),
-            scale=PixelScale(mean=jnp.array(resolved.mean, jnp.float32), std=jnp.array(self.std, jnp.float32)),
-        )
+        resolved = self.resolved
+        num_eval_batches = resolved.evaluation.num_batches if resolved.evaluation else 0
+        scale = PixelScale(mean=jnp.array(resolved.mean, jnp.float32), std=jnp.array(self.std, jnp.float32))
+        return run_values(self.config, num_eval_batches, scale)
 
 
 def _init_from_words(model: TrainModel, rule: UpdateRule, words: jax.Array) -> TrainState:
     # The generator is named, so that the user's default generator changes neither the run nor the key's shape.
     return init_state(model, rule, jax.random.wrap_key_data(words, impl="threefry2x32"))
-
-
-def _key_words(seed: int) -> NDArray[np.uint32]:
-    """Return the seed's two halves, uint32 [2]: a seed may have more bits than a jax integer."""
-    return np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)

@@ -28,7 +28,8 @@ from engine.records.run_folder_sink import RunFolderSink
 from engine.records.snapshot_writer import SnapshotWriter
 from engine.records.weights import name_tensors
 from engine.run.compilation import Compiled
-from engine.run.launch import Launch, NonFiniteError
+from engine.run.launch import Launch
+from engine.run.nonfinite import NonFiniteError
 from engine.run.resolve import recorded_own_parts
 from engine.run.result import TrainResult
 from engine.stream.sinks import Sink
