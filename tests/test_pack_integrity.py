@@ -151,7 +151,7 @@ def test_labels_and_checksums_of_several_files_are_read_in_any_order(tmp_path, m
     for module in (image_numbers, arrays, pack_module):
         monkeypatch.setattr(module, "NUMBERS_PER_SHARD", per_shard)
     monkeypatch.setattr("preprocess.shards.manifest.NUMBERS_PER_SHARD", per_shard)
-    monkeypatch.setattr("preprocess.shards.reader.NUMBERS_PER_SHARD", per_shard)
+    monkeypatch.setattr("preprocess.shards.split_arrays.NUMBERS_PER_SHARD", per_shard)
     monkeypatch.setattr("preprocess.shards.verify.NUMBERS_PER_SHARD", per_shard)
     monkeypatch.setattr(image_numbers, "HELD_NUMBERS", held)
     source = fake_source(2100, size=2)

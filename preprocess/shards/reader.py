@@ -18,16 +18,9 @@ from numpy.typing import NDArray
 
 from preprocess.printable import printable
 from preprocess.shards.arrays import (
-    CHECKSUMS,
-    LABELS,
-    NUMBERS_PER_SHARD,
     PIXELS,
-    checksums_metadata,
     damage,
     describe_truncation,
-    labels_metadata,
-    pixels_metadata,
-    read_array,
     shard_key,
 )
 from preprocess.shards.decoded_checks import DecodedChecks
@@ -37,6 +30,7 @@ from preprocess.shards.location import STORE_TIMEOUT_S, Location, ShardError, op
 from preprocess.shards.manifest import Manifest
 from preprocess.shards.mapped_images import MappedImages
 from preprocess.shards.mapped_shards import ChangedFileError, MappedShard
+from preprocess.shards.split_arrays import open_checksums, open_labels, open_pixels
 from preprocess.shards.splits import list_splits, read_manifest
 
 __all__ = [
@@ -369,36 +363,6 @@ def _start_reading(
 def _described(buffer: NDArray[np.generic]) -> str:
     lacks = [name for name in ("writeable", "aligned") if not getattr(buffer.flags, name)]
     return f"{buffer.dtype} {list(buffer.shape)}" + "".join(f", not {name}" for name in lacks)
-
-
-def open_pixels(location: Location, manifest: Manifest) -> ts.TensorStore:
-    """Open the pixels, uint32 ``[N, H, row_words]``, of the split in the folder ``location``; see `read_array`."""
-    metadata = pixels_metadata(
-        manifest.num_images,
-        manifest.height,
-        manifest.row_words,
-        shard_images=manifest.shard_images,
-        codec=manifest.codec,
-        checksum=manifest.checksum,
-    )
-    return read_array(location, PIXELS, metadata)
-
-
-def open_labels(location: Location, manifest: Manifest) -> ImageNumbers:
-    """Open the labels, uint16, of the split in the folder ``location``; raise ShardError if that fails."""
-    digests = manifest.label_digests or None
-    if digests is None and manifest.num_images <= NUMBERS_PER_SHARD:
-        digests = (manifest.labels_digest,)  # version 1; for a single file the digest is the same
-    return ImageNumbers(location, LABELS, labels_metadata(manifest.num_images), np.uint16, digests)
-
-
-def open_checksums(location: Location, manifest: Manifest) -> ImageNumbers | None:
-    """Open the images' checksums, uint32, of the split in the folder ``location``; None if it has none."""
-    if not manifest.checksum_digests:
-        return None
-    return ImageNumbers(
-        location, CHECKSUMS, checksums_metadata(manifest.num_images), np.uint32, manifest.checksum_digests
-    )
 
 
 def open_split(data: str, split: str, *, context: ts.Context | None = None) -> ShardSplit:

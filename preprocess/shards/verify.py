@@ -35,7 +35,7 @@ from preprocess.shards.arrays import (
 )
 from preprocess.shards.location import MAX_VALUE_BYTES, Location, ShardError, open_location
 from preprocess.shards.manifest import FAILURES_KEY, MANIFEST_KEY, Manifest
-from preprocess.shards.reader import open_pixels
+from preprocess.shards.split_arrays import open_pixels
 from preprocess.shards.split_files import JOURNAL
 from preprocess.shards.splits import read_manifest
 

@@ -34,7 +34,8 @@ from preprocess.shards.checksum import crc32c
 from preprocess.shards.classes import ImageClass
 from preprocess.shards.location import Location, open_location
 from preprocess.shards.manifest import FORMAT_VERSION, MANIFEST_KEY, Manifest
-from preprocess.shards.reader import open_checksums, open_split, read_manifest
+from preprocess.shards.reader import open_split, read_manifest
+from preprocess.shards.split_arrays import open_checksums
 from scripts.benchmarks.bench import Settings
 from scripts.benchmarks.data import SPLIT, Say, ensure_shards
 

@@ -1,0 +1,50 @@
+"""The arrays of a split: pixels, labels and checksums, opened as its manifest describes them."""
+
+from __future__ import annotations
+
+import numpy as np
+import tensorstore as ts
+
+from preprocess.shards.arrays import (
+    CHECKSUMS,
+    LABELS,
+    NUMBERS_PER_SHARD,
+    PIXELS,
+    checksums_metadata,
+    labels_metadata,
+    pixels_metadata,
+    read_array,
+)
+from preprocess.shards.image_numbers import ImageNumbers
+from preprocess.shards.location import Location
+from preprocess.shards.manifest import Manifest
+
+
+def open_pixels(location: Location, manifest: Manifest) -> ts.TensorStore:
+    """Open the pixels, uint32 ``[N, H, row_words]``, of the split in the folder ``location``; see `read_array`."""
+    metadata = pixels_metadata(
+        manifest.num_images,
+        manifest.height,
+        manifest.row_words,
+        shard_images=manifest.shard_images,
+        codec=manifest.codec,
+        checksum=manifest.checksum,
+    )
+    return read_array(location, PIXELS, metadata)
+
+
+def open_labels(location: Location, manifest: Manifest) -> ImageNumbers:
+    """Open the labels, uint16, of the split in the folder ``location``; raise ShardError if that fails."""
+    digests = manifest.label_digests or None
+    if digests is None and manifest.num_images <= NUMBERS_PER_SHARD:
+        digests = (manifest.labels_digest,)  # version 1; for a single file the digest is the same
+    return ImageNumbers(location, LABELS, labels_metadata(manifest.num_images), np.uint16, digests)
+
+
+def open_checksums(location: Location, manifest: Manifest) -> ImageNumbers | None:
+    """Open the images' checksums, uint32, of the split in the folder ``location``; None if it has none."""
+    if not manifest.checksum_digests:
+        return None
+    return ImageNumbers(
+        location, CHECKSUMS, checksums_metadata(manifest.num_images), np.uint32, manifest.checksum_digests
+    )
