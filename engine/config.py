@@ -129,7 +129,7 @@ class TrainConfig:
     )
     deterministic: bool = setting(
         True, TRAINING, _PROGRAM, _KEPT,
-        "On NVIDIA: compute the same bits in every launch; if off, use the fastest algorithms. No effect on a CPU.",
+        "On NVIDIA GPUs: the same bits in every launch; if off, use the fastest algorithms. No effect on a CPU.",
         details="The bits are the same on the same card with the same versions.",
     )
 
@@ -216,7 +216,7 @@ class TrainConfig:
         between=(0, 1),
     )
     flip: float = setting(
-        0.0, AUGMENTATION, _PROGRAM, _KEPT, "Probability of mirroring left and right.", between=(0, 1)
+        0.0, AUGMENTATION, _PROGRAM, _KEPT, "Probability of flipping an image horizontally.", between=(0, 1)
     )
     brightness: float = setting(
         0.0, AUGMENTATION, _PROGRAM, _KEPT, "Largest relative change of brightness.", between=(0, 1)

@@ -22,7 +22,7 @@ _KEY = "setting"
 
 
 class Stage(Enum):
-    """Where a setting takes effect, as the reference says it."""
+    """The place where a setting takes effect, in the words of the settings reference."""
 
     PROGRAM = "compiled into the program"
     RUNTIME = "argument of the program: changing it compiles nothing"
@@ -30,7 +30,7 @@ class Stage(Enum):
 
 
 class OnResume(Enum):
-    """Whether a resume may change a setting, as the reference says it."""
+    """The rule on changing a setting at a resume, in the words of the settings reference."""
 
     KEPT = "must not change"
     CHANGES = "may change"

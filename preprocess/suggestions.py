@@ -1,4 +1,4 @@
-"""Suggestions (*did you mean*) of the nearest known word in messages, options and choices."""
+"""*Did you mean* suggestions of the nearest known word, for messages, options and choices."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
 
 
 class SuggestingChoice(StringChoice):
-    """A choice among words whose error suggests the nearest one."""
+    """A choice among words; its error for an unknown word suggests the nearest one."""
 
     def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
         """Return click's own message followed by the suggestion."""

@@ -548,7 +548,7 @@ def test_a_launch_that_was_cut_off_is_forgotten():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"step": 1}\n', "must have the 2 lines that go with the newest snapshot, and has 1"),
+        ('{"step": 1}\n', "must have the 2 lines that go with the newest snapshot, but has 1"),
         ('{"step": 1}\n{"step": 3}\n', "must have step 2 in line 2"),
         ('{"step": 1}\nnonsense\n', "must have step 2 in line 2"),
     ],

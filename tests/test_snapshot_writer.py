@@ -286,7 +286,7 @@ def test_one_that_was_never_started_closes(tmp_path):
 
 
 def test_the_number_to_keep_is_checked(tmp_path):
-    with pytest.raises(ValueError, match=r"must be 0 \(all\) or more, and is -1"):
+    with pytest.raises(ValueError, match=r"must be 0 \(all\) or more, but is -1"):
         SnapshotWriter(tmp_path, keep=-1, say=print)
 
 

@@ -99,7 +99,7 @@ class _PromptTransport(ABC):
 
 
 class Called[F]:
-    """The functions that a program calls, found through a weak reference.
+    """The host functions that a compiled program calls; the program refers to this object weakly.
 
     Python's garbage collector cannot traverse a compiled program, which is C++. If the program referred to the launch
     that it calls, a failed launch, whose error's frames hold the program, would stay in memory for ever.

@@ -101,7 +101,7 @@ def _read_weights(path: Path, recorded: RecordedRun, end: RecordedEnd | None) ->
         )
     if weights.digest is None and recorded.digest is not None:
         raise ValueError(
-            f"{path / WEIGHTS} must have a digest (sha256), as {CONFIG} beside it has, and has none, so it may not be "
+            f"{path / WEIGHTS} must have a digest (sha256), as {CONFIG} beside it has, but has none, so it may not be "
             "from this run: restore that file, or evaluate it as --weights FILE"
         )
     return weights

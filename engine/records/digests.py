@@ -52,7 +52,7 @@ class RunningDigest:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes appended so far."""
+        """Number of bytes appended so far."""
         return self._num_bytes
 
     def update(self, content: bytes) -> None:

@@ -44,7 +44,7 @@ def read_result(run: Path) -> RecordedEnd | None:
     try:
         values = json.loads(read_regular(path, max_bytes=MOST_JSON_BYTES))
         if not isinstance(values, dict):
-            raise TypeError(f"it must be a JSON object, and is {type(values).__name__}")
+            raise TypeError(f"it must be a JSON object, but is {type(values).__name__}")
         if SEAL not in values and FILES not in values:
             return RecordedEnd(None, None, is_sealed=False)
         if not is_as_sealed(values):

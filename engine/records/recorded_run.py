@@ -79,7 +79,7 @@ def read_record(path: Path) -> RecordedRun:
     try:
         values = json.loads(read_regular(path, max_bytes=MOST_JSON_BYTES))
         if not isinstance(values, dict):
-            raise TypeError(f"it must be a JSON object, and is {type(values).__name__}")
+            raise TypeError(f"it must be a JSON object, but is {type(values).__name__}")
     except FileNotFoundError:
         raise
     except (OSError, ValueError, TypeError, RecursionError) as error:

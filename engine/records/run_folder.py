@@ -219,7 +219,7 @@ class RunFolder:
         self.config_digest = record[SEAL]
 
     def check_kept(self) -> None:
-        """Raise LostFileError if the folder was emptied or removed, or another run has locked it since."""
+        """Raise LostFileError if the folder has since been emptied, removed or locked by another run."""
         if self._lock.is_taken() or not (self.path / CONFIG).is_file():
             raise LostFileError.of(self.path / CONFIG)
 

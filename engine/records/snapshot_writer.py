@@ -50,7 +50,7 @@ class SnapshotWriter:
         write: Callable[[Path, int, int, Any, FolderState | None], None] = write_snapshot,
     ) -> None:
         if keep < 0:
-            raise ValueError(f"the number of snapshots to keep must be 0 (all) or more, and is {keep}: choose another")
+            raise ValueError(f"the number of snapshots to keep must be 0 (all) or more, but is {keep}: choose another")
         self._folder, self._keep, self._write = folder, keep, write
         self._say = say
         self._changed = threading.Condition()

@@ -195,7 +195,7 @@ def _losses(path: Path, lines: Sequence[bytes], from_step: int, to_step: int) ->
     for step in range(from_step + 1, to_step + 1):
         found, losses[step] = _numbers(path, step, lines[step - 1], LOSS_NUMBERS)
         if found != step:
-            raise ValueError(f"{path} must have step {step} in line {step}, and has step {found}: restore that file")
+            raise ValueError(f"{path} must have step {step} in line {step}, but has step {found}: restore that file")
     return losses
 
 
@@ -205,7 +205,7 @@ def _evaluations(path: Path) -> dict[int, Numbers]:
         step, numbers = _numbers(path, number, line, EVALUATION_NUMBERS)
         if evaluations and step <= max(evaluations):
             raise ValueError(
-                f"{path} must have its steps in order, and has {step} in line {number} after {max(evaluations)}: "
+                f"{path} must have its steps in order, but has {step} in line {number} after {max(evaluations)}: "
                 "restore that file"
             )
         evaluations[step] = numbers
@@ -221,6 +221,6 @@ def _numbers(path: Path, line_number: int, line: bytes, names: Sequence[str]) ->
             raise TypeError("not numbers")
     except (ValueError, KeyError, TypeError, RecursionError):
         raise ValueError(
-            f"{path} must hold step, {', '.join(names)} in line {line_number}, and has {line[:80]!r}: restore that file"
+            f"{path} must hold step, {', '.join(names)} in line {line_number}, but has {line[:80]!r}: restore that file"
         ) from None
     return step, numbers

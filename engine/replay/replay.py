@@ -102,7 +102,7 @@ def _read_stretch(run: Path, from_step: int | None, to_step: int | None) -> Reco
         return read_stretch(run, from_step, to_step)
     except IrregularFileError as error:
         raise ValueError(
-            f"{error.filename} must be a regular file, and is not ({error.strerror}): restore that file"
+            f"{error.filename} must be a regular file, but is not ({error.strerror}): restore that file"
         ) from error
 
 

@@ -64,7 +64,7 @@ class Compiled:
 
     @property
     def peak_bytes(self) -> int:
-        """Memory of one run in bytes by XLA's analysis: arguments, results, temporaries; reused ones counted once."""
+        """Memory of one execution in bytes, as XLA estimates it; donated buffers count once."""
         sizes = self.memory_bytes
         parts = ("arguments", "results", "temporaries")
         return sum(sizes.get(part, 0) for part in parts) - sizes.get("reused", 0)

@@ -1,4 +1,4 @@
-"""The error of a run whose gradients were NaN or infinite too often in a row."""
+"""The error of a run whose gradients were NaN or infinite at too many consecutive steps."""
 
 
 class NonFiniteError(ArithmeticError):

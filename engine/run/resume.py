@@ -251,7 +251,7 @@ def _read_events(run: Path) -> Sequence[ControlEvent]:
         raise ControlLogError(f"{error}, or {remedy}") from error
     except OSError as error:
         raise ValueError(
-            f"{path} must be a readable file, and is not ({error.strerror}): restore that file or its permissions"
+            f"{path} must be a readable file, but is not ({error.strerror}): restore that file or its permissions"
         ) from error
 
 
@@ -364,7 +364,7 @@ def _digest_of_steps(path: Path, num_steps: int) -> RunningDigest:
             step = None
         if step != number:
             raise ValueError(
-                f"{path} must have step {number} in line {number}, and has {line[:80]!r}: restore that file"
+                f"{path} must have step {number} in line {number}, but has {line[:80]!r}: restore that file"
             )
         found.update(line)
     return found
@@ -387,5 +387,5 @@ def _lines(path: Path, count: int) -> Iterator[bytes]:
                 yield line
     if found < count:
         raise ValueError(
-            f"{path} must have the {count} lines that go with the newest snapshot, and has {found}: restore that file"
+            f"{path} must have the {count} lines that go with the newest snapshot, but has {found}: restore that file"
         )

@@ -145,7 +145,7 @@ def _init_kernels(all_layers: list[Layer], key: jax.Array) -> Iterator[jax.Array
 
 
 def init(net: PooledConvNet, num_classes: int, key: jax.Array) -> tuple[Params, BatchStats]:
-    """Return initial float32 parameters and batch statistics, a function of only the key.
+    """Return initial float32 parameters and batch statistics; their random values depend only on `key`.
 
     Stem: `cosine_kernel`, if it is learned. Other convolutions: the identity for as many outputs as there are inputs,
     He normal by fan-in for the rest. Norms: bias 0. Classifier: normal with standard deviation 1/√C, bias 0.

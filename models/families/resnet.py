@@ -107,7 +107,7 @@ def blocks(net: ResNet) -> list[Block]:
 
 
 def _convs(net: ResNet) -> Iterator[Conv]:
-    """Yield every convolution: the stem's, then block by block, a projection after the block's own."""
+    """Yield every convolution: first the stem's, then those of each block, its projection last if it has one."""
     yield stem_conv(net)
     for block in blocks(net):
         yield from block.convs
@@ -154,7 +154,7 @@ def _init_block(net: ResNet, block: Block, kernels: Iterator[jax.Array]) -> tupl
 
 
 def init(net: ResNet, num_classes: int, key: jax.Array) -> tuple[Params, BatchStats]:
-    """Return initial float32 parameters and batch statistics, a function of only the key.
+    """Return initial float32 parameters and batch statistics; their random values depend only on `key`.
 
     Convolutions: He normal by fan-out, bias 0. Norms: scale 1, bias 0. Classifier: uniform within 1/√C.
     """

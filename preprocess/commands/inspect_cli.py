@@ -161,7 +161,7 @@ def _describe(name: str, manifest: Manifest) -> list[str]:
 
 
 def _undetected_damage(manifest: Manifest) -> str:
-    """Return which damage is not detected when an image is read; empty if all damage is detected."""
+    """Return a note on the damage that reading does not detect; empty text if it detects all."""
     if not manifest.checksum:
         return ": without checksums, only --verify detects damage"
     if manifest.format_version == 1:

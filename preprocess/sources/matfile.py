@@ -124,7 +124,7 @@ def _elements(data: memoryview, order: str, limits: _Limits) -> Iterator[_Elemen
             start, num_bytes, kind = position + 4, small_bytes, first & 0xFFFF
             position += 8
             if num_bytes > 4:
-                raise MatFileError(f"the MAT file is damaged: {num_bytes} bytes in a tag with room for 4")
+                raise MatFileError(f"the MAT file is damaged: {num_bytes} bytes in a tag that has room for 4")
         else:
             (num_bytes,) = struct.unpack_from(order + "I", data, position + 4)
             start, kind = position + 8, first

@@ -182,7 +182,7 @@ def read_names(*folders: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Folder:
-    """A folder of a class: its path, its path below the class ending with "/", and the identities of its parents."""
+    """A folder in a class folder: its path, its path relative to that, and the identities of its parents."""
 
     path: str
     below: str
