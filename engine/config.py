@@ -6,6 +6,7 @@ settings that are None (model, image size, classes) once the data are open.
 """
 
 import dataclasses
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
@@ -35,6 +36,9 @@ PrecisionName = Literal["float32", "bfloat16"]
 
 NO_VALUE = "default"
 """The word for None in options and messages."""
+
+OWN_BATCHES = "batches of your own"
+"""What `config.json` records as the data of a run on user-defined batches."""
 
 # The defaults for synthetic batches are those of ImageNet.
 SYNTHETIC_IMAGE_SIZE, SYNTHETIC_CLASSES = 224, 1000
@@ -339,6 +343,9 @@ class TrainConfig:
 
 SETTINGS: Mapping[str, Setting] = settings_of(TrainConfig)
 """The declaration of every setting, by its name."""
+# Because of `__new__`, help() and editors would show `(**values)`.
+_FIELDS = inspect.signature(TrainConfig.__init__)
+TrainConfig.__signature__ = _FIELDS.replace(parameters=list(_FIELDS.parameters.values())[1:])  # type: ignore[attr-defined]
 TrainConfig.__doc__ = f"{TrainConfig.__doc__}\n{attributes_section(SETTINGS)}"
 
 COUNTED_IN_EPOCHS = tuple((each.name, each.in_place_of) for each in SETTINGS.values() if each.in_place_of is not None)

@@ -1,5 +1,6 @@
 """The settings: each has a kind and a range, and what JSON took away it gives back."""
 
+import inspect
 import json
 import math
 import pickle
@@ -426,3 +427,10 @@ def test_settings_do_not_wait_for_jax():
         "import sys, engine.config; assert not {'jax', 'numpy', 'tensorstore'} & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=Path(__file__).parents[1])
+
+
+def test_the_signature_names_every_setting():
+    """`__new__` takes any name, so that a misspelt one gets a suggestion; help() and editors must not show that."""
+    parameters = inspect.signature(TrainConfig).parameters
+    assert list(parameters) == list(SETTINGS)
+    assert {name: each.default for name, each in parameters.items()} == {n: s.default for n, s in SETTINGS.items()}

@@ -14,7 +14,7 @@ import pytest
 
 from engine.commands.cli import main as run_train
 from engine.commands.option_sources import OptionSource, command_line, merge_options
-from engine.config import ConfigError, TrainConfig
+from engine.config import OWN_BATCHES, ConfigError, TrainConfig
 from engine.program.statics import statics_of, update_values
 from engine.recipes import RecipeError, load_recipe, recipe_names
 from engine.records.run_folder import RunFolder
@@ -254,11 +254,11 @@ def test_everything_that_is_wrong_with_a_file_is_told_at_once(tmp_path):
     ]
 
 
-def record_run(folder, config, model="resnet8"):
+def record_run(folder, config, model="resnet8", **resolved):
     """The config.json that a run of these settings leaves."""
     with RunFolder(folder) as run:
         run.clear()
-        run.write_config(config, {"model": model}, None, origins={})
+        run.write_config(config, {"model": model, **resolved}, None, origins={})
         run.launched()
     return folder / "config.json"
 
@@ -286,6 +286,8 @@ def test_a_record_that_was_changed_or_is_of_ones_own_model_is_refused(tmp_path):
         ValueError, match=r"the run trained a user-defined model, 'Linear', which a recipe cannot name$"
     ):
         load_recipe(record_run(tmp_path / "own", TrainConfig(), model="Linear"))
+    with pytest.raises(ValueError, match=r"the run trained on batches of your own, which a recipe cannot name$"):
+        load_recipe(record_run(tmp_path / "fed", TrainConfig(), data=OWN_BATCHES))
     with pytest.raises(ValueError, match=r"none\.json: a recipe must be a file that can be read \(No such file"):
         load_recipe(tmp_path / "none.json")
 

@@ -1,8 +1,11 @@
 """What a run promises in a word or a number: each of these held by accident until something broke it."""
 
+import gc
 import json
 import threading
 import time
+import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ from engine import train
 from engine.control.board import ControlBoard
 from engine.control.word import encode_control
 from engine.records.whole_file import write_whole
+from engine.run import resume
 from engine.run.launch import Launch
 from engine.run.train import plan_run
 from tests.fake_source import fake_source, pack
@@ -143,3 +147,31 @@ def test_a_state_that_cannot_be_made_while_the_program_is_compiled_ends_the_run_
         train(toy_config(run_dir=tmp_path / "run"), model=Linear(), batches=toy_batch)
     # Nothing goes on behind it.
     assert not [thread for thread in threading.enumerate() if thread.name == "worker"]
+
+
+def test_a_dry_run_with_snapshots_needs_no_folder():
+    assert plan_run(toy_config(snapshot_every_steps=2), model=Linear(), batches=toy_batch).num_params
+    with pytest.raises(ValueError, match="the setting snapshot_every_steps needs a run folder"):
+        train(toy_config(snapshot_every_steps=2), model=Linear(), batches=toy_batch)
+
+
+def test_the_snapshot_that_a_run_is_resumed_from_is_released_before_its_first_step(tmp_path, monkeypatch):
+    config = toy_config(steps=3, run_dir=tmp_path / "run")
+    train(config, model=Linear(), batches=toy_batch)
+    read, held = resume.start_at, []
+
+    def start_at(snapshot, events):
+        held.append(weakref.ref(snapshot))
+        return read(snapshot, events)
+
+    def batches(step):
+        gc.collect()
+        if step > 3:  # asked for by the loop; the first batch is asked for while the run is set up
+            released.append(held[0]() is None)
+        return toy_batch(step)
+
+    released: list[bool] = []
+    monkeypatch.setattr(resume, "start_at", start_at)
+    train(replace(config, steps=6, resume=True), model=Linear(), batches=batches)
+    assert released
+    assert all(released)

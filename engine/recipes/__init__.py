@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.config import COUNTED_IN_EPOCHS, SETTINGS, TrainConfig
+from engine.config import COUNTED_IN_EPOCHS, OWN_BATCHES, SETTINGS, TrainConfig
 from engine.settings import ConfigError, OnResume, SettingError
 from models.names import MODEL_NAMES
 from preprocess.regular_file import read_regular
@@ -113,6 +113,8 @@ def _recorded_recipe(path: Path) -> LoadedRecipe:
         raise RecipeError(str(path), (f"a recipe must be a file that can be read ({error.strerror})",)) from error
     if (model := recorded.resolved.get("model")) not in MODEL_NAMES:
         raise RecipeError(str(path), (f"the run trained a user-defined model, {model!r}, which a recipe cannot name",))
+    if recorded.resolved.get("data") == OWN_BATCHES:
+        raise RecipeError(str(path), ("the run trained on batches of your own, which a recipe cannot name",))
     settings = {name: value for name, value in recorded.config.to_json().items() if name in _OF_A_RECIPE}
     return LoadedRecipe(path.absolute().parent.name, settings, source=str(path))
 

@@ -28,7 +28,7 @@ from engine.run.host_side import HostSide
 from engine.run.launch import Launch
 from engine.run.nonfinite import NonFiniteError
 from engine.run.parts import OwnParts
-from engine.run.resolve import recorded_own_parts, resolve
+from engine.run.resolve import check_arguments, recorded_own_parts, resolve
 from engine.run.resume import StartingPoint, check_data, check_given_weights, versions_warning
 from engine.run.signals import StopSignals
 from engine.stream.sinks import Sink
@@ -134,6 +134,7 @@ def _replay(
     comparison, state, start = Comparison(stretch), None, stretch.start
     for piece in stretch.pieces:
         config = piece.config if data is None else replace(piece.config, data=data)
+        check_arguments(config, parts)
         board = _StopAfterPieceBoard(piece)
         with ExitStack() as stack:
             host = stack.enter_context(HostSide(config, notify, board))

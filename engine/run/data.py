@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 
-from engine.config import SYNTHETIC_CLASSES, SYNTHETIC_IMAGE_SIZE, TrainConfig
+from engine.config import OWN_BATCHES, SYNTHETIC_CLASSES, SYNTHETIC_IMAGE_SIZE, TrainConfig
 from engine.feed.batches import ArrayBatches, BatchSource, EvaluationSource, FunctionBatches, SyntheticBatches
 from engine.feed.shard_batches import SequentialBatches, ShardBatches
 from engine.run.dataset import choose_data, make_demo
@@ -20,7 +20,6 @@ from preprocess.shards.manifest import Manifest
 from preprocess.shards.reader import open_split
 from preprocess.shards.splits import SplitNames, find_splits
 
-OWN_BATCHES = "batches of your own"
 _USUAL_EVAL_SPLITS = ("val", "test")
 # Used without a manifest; maps 0 … 255 to -2 … 2.
 _UNKNOWN_MEAN = (0.5, 0.5, 0.5)

@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.config import TrainConfig
+from engine.config import OWN_BATCHES, TrainConfig
 from engine.feed.batches import BatchSource, EvaluationSource
 from engine.program.train_state import TrainModel
-from engine.run.data import OWN_BATCHES, RunData
+from engine.run.data import RunData
 from engine.run.misfit_errors import too_large_image, unknown_model
 from engine.run.parts import OwnParts
 from engine.settings import SettingError

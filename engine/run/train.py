@@ -116,7 +116,7 @@ def open_run(
     with ExitStack() as stack:
         folder = None
         if config.run_dir is None:
-            if config.resume or config.snapshot_every_steps:
+            if config.resume or (config.snapshot_every_steps and not is_dry):
                 _named_folder(config, "resume" if config.resume else "snapshot_every_steps")
         elif not is_dry:
             opened = RunFolder(Path(config.run_dir), overwrite=config.overwrite, resume=config.resume)
@@ -131,6 +131,8 @@ def open_run(
             _check_length(config, recorded, start, notify)
         resolved = resolve(config, parts, data)
         launch = Launch(config, resolved, host, stack, start, notify)
+        # The launch releases the snapshot once its arrays are on the device; this frame lives as long as the run.
+        del start
         if recorded is not None:
             _check_continues(launch, recorded, notify)
         yield OpenRun(launch, folder, recorded)
