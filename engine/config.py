@@ -129,7 +129,7 @@ class TrainConfig:
     )
     stop_on_nan: bool = setting(
         True, TRAINING, _RUNTIME, _CHANGES,
-        "Stop after more than {skip_nonfinite} such updates; if off, skip all of them.",
+        "Stop when more than {skip_nonfinite} gradients in a row are NaN or infinite; if off, skip all such updates.",
     )
     deterministic: bool = setting(
         True, TRAINING, _PROGRAM, _KEPT,

@@ -17,8 +17,9 @@ from engine.commands.option_sources import (
 from engine.commands.run_display import LossDisplay, show_plan, summarise
 from engine.commands.setting_options import option_names
 from engine.commands.train_options import EPILOG, option_groups, train_options
-from engine.config import TrainConfig
+from engine.config import SETTINGS, TrainConfig
 from engine.recipes import LoadedRecipe, load_recipe
+from engine.settings import OnResume
 from preprocess.commands.grouped_help import GroupedCommand
 
 if TYPE_CHECKING:
@@ -92,7 +93,12 @@ def _resumed_options(context: click.Context, recipe: LoadedRecipe | None) -> Mer
         raise ValueError(
             f"a resumed run keeps its recipe, and {run_dir} was not started with {recipe.name}: leave --recipe out"
         )
-    merged = merge_options(OptionSource(_RECORDED, recorded.config.to_json()), command_line(context))
+    settings = {
+        name: value
+        for name, value in recorded.config.to_json().items()
+        if SETTINGS[name].on_resume is not OnResume.PER_LAUNCH
+    }
+    merged = merge_options(OptionSource(_RECORDED, settings), command_line(context))
     origins = {
         name: recorded.origins.get(name, origin) if origin == _RECORDED else origin
         for name, origin in merged.origins.items()

@@ -191,7 +191,7 @@ class RecordedLaunch:
             return
         path = str(self._folder.path)
         if own := recorded_own_parts(self._launch.resolved.to_json()):
-            how = f"train with TrainConfig(run_dir={path!r}, resume=True) and the same {' and '.join(own)}"
+            how = f"train with replace(engine.run_settings({path!r}), resume=True) and the same {' and '.join(own)}"
         else:
             how = f"run-train --run-dir {shlex.quote(path)} --resume"
         if self._launch.has_changed_data:

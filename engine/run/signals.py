@@ -58,10 +58,11 @@ class StopSignals:
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         self._num_seen += 1
+        name = signal.Signals(number).name
+        # First: Python discards an exception that is raised in a collector's callback, such as jax's, or in __del__.
+        self._board.request_stop(name)
         if not self._is_launched or self._num_seen > 1:
             raise KeyboardInterrupt
-        name = signal.Signals(number).name
-        self._board.request_stop(name)
         self._say(f"{name}: stopping {self._where}; repeat it to quit at once")
 
 
