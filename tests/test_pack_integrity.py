@@ -129,6 +129,16 @@ def test_an_image_of_a_file_that_changes_while_it_is_read_is_compared_and_not_ma
             assert len(compared) == num_compared
 
 
+@pytest.mark.parametrize("name", ["pixels", "labels", "checksums"])
+def test_metadata_with_control_characters_are_quoted_without_them(tmp_path, name):
+    pack(fake_source(4), tmp_path)
+    path = tmp_path / f"train/{name}/zarr.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"data_type": "\x1b[31mred\x07\x9b2J\nnew line"}))
+    with pytest.raises(ShardError) as caught:
+        read(tmp_path)
+    assert str(caught.value).isprintable()
+
+
 @pytest.mark.parametrize("name", ["labels", "checksums"])
 def test_labels_and_checksums_of_another_split_are_noticed(data, name):
     pack(fake_source(12, size=SMALL, seed=2).but(labels=[2] * 12), data / "other")

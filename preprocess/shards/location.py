@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorstore as ts
 
-from preprocess.printable import printable
+from preprocess.printable import printable, printable_text
 from preprocess.regular_file import FileIdentity, check_regular, identity_of, read_regular
 
 STORE_TIMEOUT_S = 120.0
@@ -217,7 +217,8 @@ def open_location(data: str, *, context: ts.Context | None = None, memory_mapped
 def reason(error: BaseException) -> str:
     """Return the first line of a TensorStore error without trailing details in brackets (source positions, spec…)."""
     text = _TRAILING_DETAILS.split(str(error).replace("\\x00", "/"))[0]
-    return text.splitlines()[0] if text else type(error).__name__
+    # TensorStore quotes what a file holds, control characters among it.
+    return printable_text(text.splitlines()[0]) if text else type(error).__name__
 
 
 def _remedy(error: BaseException) -> str:
