@@ -14,7 +14,8 @@ from click.testing import CliRunner
 from engine.commands.cli import main as run_train
 from models.names import MODEL_NAMES
 from models.registry import find_network, model_names, networks
-from preprocess.suggestions import SuggestingCommand, did_you_mean, nearest
+from preprocess.commands.suggesting import SuggestingCommand
+from preprocess.suggestions import did_you_mean, nearest
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]

@@ -13,7 +13,7 @@ from engine.config import SETTINGS
 from engine.settings import Setting
 from models.names import MODEL_NAMES
 from preprocess.commands.completion import Complete, complete_file, complete_folder, complete_word
-from preprocess.suggestions import SuggestingChoice
+from preprocess.commands.suggesting import SuggestingChoice
 
 type Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 

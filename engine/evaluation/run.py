@@ -46,7 +46,7 @@ from engine.program.train_state import TrainModel
 from engine.records.recorded_run import read_recorded
 from engine.records.weights import read_weights
 from engine.run.compilation import Compiled, caching_compilations, compile_traced, trace_ahead
-from engine.run.signals import StopSignals, call_on_worker
+from engine.run.signals import StopSignals, call_on_worker, ignore_message
 from engine.settings import SettingError
 from engine.stream.sinks import EvaluationRecord
 from engine.updates.update import Weights
@@ -85,7 +85,7 @@ def evaluate(
     config = run if isinstance(run, TrainConfig) else recorded.config
     check_own_model(recorded, model)
     board = ControlBoard()
-    with StopSignals(board, _ignore_message), ExitStack() as stack:
+    with StopSignals(board, ignore_message), ExitStack() as stack:
         if evaluation is not None:
             data = open_own(evaluation, batch=config.batch, num_classes=recorded.num_classes)
         else:
@@ -127,7 +127,7 @@ def evaluate_weights(
     stored = read_weights(file)
     registry_name_of(file, stored, config)
     board = ControlBoard()
-    with StopSignals(board, _ignore_message), ExitStack() as stack:
+    with StopSignals(board, ignore_message), ExitStack() as stack:
         trained_on = TrainedOn("unknown images", None, None, num_classes_of(stored))
         data = open_evaluation_split(config, trained_on, stack, notify)
         subject = file_subject(file, stored, config, data.source, mean, std, notify)
@@ -139,10 +139,6 @@ def run_settings(run: str | os.PathLike[str]) -> TrainConfig:
     """Return the settings of a finished or stopped run, its folder as `run_dir`; raise ValueError as `evaluate`."""
     check_has_weights(path := Path(run))
     return replace(read_recorded(path).config, run_dir=os.fspath(path))
-
-
-def _ignore_message(_: str) -> None:
-    """Ignore the message of a clean stop: a signal stops an evaluation at once."""
 
 
 def _folder_of(run: str | os.PathLike[str] | TrainConfig) -> str | os.PathLike[str]:

@@ -30,7 +30,7 @@ from engine.run.nonfinite import NonFiniteError
 from engine.run.parts import OwnParts
 from engine.run.resolve import check_arguments, recorded_own_parts, resolve
 from engine.run.resume import StartingPoint, check_data, check_given_weights, versions_warning
-from engine.run.signals import StopSignals
+from engine.run.signals import StopSignals, ignore_message
 from engine.stream.sinks import Sink
 from preprocess.regular_file import IrregularFileError
 
@@ -87,7 +87,7 @@ def replay_run(
     files = _check_files(Path(run), ends, notify)
     _check_own(stretch, model, batches, evaluation)
     # A launch handles signals while it is open; before the first and between two, they stop the replay at once.
-    with StopSignals(ControlBoard(), _ignore_message):
+    with StopSignals(ControlBoard(), ignore_message):
         begin = stretch.start.step
         origin = f"the snapshot of step {begin:,}" if begin else "the state before the first step"
         notify(f"replaying steps {begin + 1:,} … {stretch.to_step:,} of {run} from {origin}")
@@ -117,10 +117,6 @@ def _check_files(run: Path, read: Sequence[Snapshot], notify: Callable[[str], No
     if files.unchecked:
         notify(f"files: {', '.join(files.unchecked)} cannot be checked: they have no digest (yet)")
     return files
-
-
-def _ignore_message(_: str) -> None:
-    """Ignore the message of a clean stop: before its first step, a signal stops a replay at once."""
 
 
 def _replay(

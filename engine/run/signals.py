@@ -66,6 +66,10 @@ class StopSignals:
         self._say(f"{name}: stopping {self._where}; repeat it to quit at once")
 
 
+def ignore_message(_: str) -> None:
+    """Ignore the message of a clean stop, for what a signal stops at once."""
+
+
 def call_on_worker[T](function: Callable[..., T], *arguments: Any) -> T:
     """Call `function` on a worker thread and return its result; see `start_on_worker`."""
     return start_on_worker(function, *arguments)()

@@ -18,7 +18,7 @@ from click.core import ParameterSource
 
 from preprocess.commands.completion import complete_file, complete_folder
 from preprocess.commands.grouped_help import GroupedCommand
-from preprocess.suggestions import SuggestingChoice
+from preprocess.commands.suggesting import SuggestingChoice
 
 if TYPE_CHECKING:
     from preprocess.packing.pack import PackResult

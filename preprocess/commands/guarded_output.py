@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, TextIO
 
+from preprocess.commands.suggesting import SuggestingCommand
 from preprocess.printable import printable_text
-from preprocess.suggestions import SuggestingCommand
 
 
 class GuardedStream:

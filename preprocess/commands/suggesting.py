@@ -1,0 +1,52 @@
+"""Choices and commands of click whose errors suggest the nearest known word."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from preprocess.suggestions import did_you_mean, nearest
+
+if TYPE_CHECKING:
+    # Choice is generic in the annotations of newer click versions, but not at run time in older ones.
+    StringChoice = click.Choice[str]
+else:
+    StringChoice = click.Choice
+
+
+class SuggestingChoice(StringChoice):
+    """A choice among words; its error for an unknown word suggests the nearest one."""
+
+    def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
+        """Return click's own message followed by the suggestion."""
+        message = super().get_invalid_choice_message(value, ctx).removesuffix(".")
+        return f"{message}{did_you_mean(value, map(str, self.choices)) or '.'}"
+
+
+class SuggestingCommand(click.Command):
+    """A command whose error about an unknown option suggests the nearest one.
+
+    A word is compared with an option's spellings and with the Python name of its value, which may be longer.
+    """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments, as click does."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            near = self._nearest_option(ctx, error.option_name)
+            # Without the argument `possibilities`, no version of click adds anything to the message.
+            suggestion = "" if near is None else f" Did you mean {near}?"
+            raise click.NoSuchOption(
+                error.option_name, f"No such option: {error.option_name}{'.' * bool(suggestion)}{suggestion}", ctx=ctx
+            ) from None
+
+    def _nearest_option(self, ctx: click.Context, given: str) -> str | None:
+        spellings: dict[str, str] = {}
+        for param in self.get_params(ctx):
+            if isinstance(param, click.Option):
+                spellings |= {f"--{(param.name or '').replace('_', '-')}": param.opts[0]}
+                spellings |= {each: each for each in (*param.opts, *param.secondary_opts)}
+        near = nearest(given.replace("_", "-"), spellings) if given.startswith("--") else None
+        return None if near is None else spellings[near]
