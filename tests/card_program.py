@@ -47,7 +47,7 @@ class CardProgram:
         self._computations = {part.split(" ", 1)[0]: part for part in re.split(r"\n(?=%|ENTRY )", text)}
 
     def loops(self) -> list[Loop]:
-        """Gives every loop."""
+        """Return every loop."""
         found = []
         for line in self.text.splitlines():
             if body := re.search(r" while\(.*body=(%[\w.\-]+)", line):
@@ -56,7 +56,7 @@ class CardProgram:
         return found
 
     def training_step(self) -> list[Kernel]:
-        """Gives the kernels of one turn of the loop over a chunk's batches."""
+        """Return the kernels of one turn of the loop over a chunk's batches."""
         (body,) = (loop.body for loop in self.loops() if "__cudnn$convBackwardFilter" in loop.body)
         gives: dict[str, list[Array]] = {}
         kernels = []
@@ -86,7 +86,7 @@ class CardProgram:
         return kernels
 
     def _read_of_each(self, fused: str, sizes: list[int]) -> list[int]:
-        """Gives the bytes that a fused computation reads of each operand: where it takes slices alone, no more."""
+        """Return the bytes that a fused computation reads of each operand: where it takes slices alone, no more."""
         operand_of: dict[str, int] = {}
         sliced, whole = dict.fromkeys(range(len(sizes)), 0), set()
         for line in fused.splitlines():
@@ -113,7 +113,7 @@ class CardProgram:
 
 
 def arrays_of(text: str) -> list[Array]:
-    """Gives the arrays of a type as HLO writes it."""
+    """Return the arrays of a type as HLO writes it."""
     return [
         (dtype, tuple(int(size) for size in sizes.split(",") if size))
         for dtype, sizes in re.findall(r"\b(\w+)\[([\d,]*)\]", text)
@@ -121,5 +121,5 @@ def arrays_of(text: str) -> list[Array]:
 
 
 def size_of(arrays: list[Array]) -> int:
-    """Gives their bytes."""
+    """Return their bytes."""
     return sum(BYTES[dtype] * math.prod(shape) for dtype, shape in arrays)

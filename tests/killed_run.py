@@ -27,7 +27,7 @@ _WAIT_S = 60.0
 
 
 def run_config(run: Path, cache: Path, **values) -> TrainConfig:
-    """Gives the settings: all that a step can depend on is on, but for colours, which take long to compile."""
+    """Return the settings: all that a step can depend on is on, but for colours, which take long to compile."""
     everything = TrainConfig(
         run_dir=os.fspath(run),
         compilation_cache=os.fspath(cache),
@@ -62,7 +62,7 @@ def train_here(run: Path, cache: Path, *, batches=None, notify=lambda _: None, *
 
 
 def paced_batches(run: Path):
-    """Gives batches that wait for each snapshot to be on disk, so that the writer leaves out none."""
+    """Return batches that wait for each snapshot to be on disk, so that the writer leaves out none."""
     # As far behind the snapshot's own batch as the feeder reads ahead: the loop has emitted it by then.
     lag = ACCUMULATE + _LEAST_DEPTH
 
@@ -140,7 +140,7 @@ def wait_for(path: Path) -> None:
 
 
 def asking_batches(run: Path):
-    """Gives batches that ask for another learning rate after the first snapshot, and die once that took effect."""
+    """Return batches that ask for another learning rate after the first snapshot, and die once that took effect."""
     log = run / "control.jsonl"
     is_asked: list[bool] = []
 
@@ -161,7 +161,7 @@ def asking_batches(run: Path):
 
 
 def read_outcome(run: Path):
-    """Gives all that must be the same: weights, losses with their rates, and evaluations."""
+    """Return all that must be the same: weights, losses with their rates, and evaluations."""
     logs = ("loss.jsonl", "eval.jsonl")
     losses, evaluations = ([json.loads(line) for line in (run / name).read_text().splitlines()] for name in logs)
     return (

@@ -23,7 +23,7 @@ def say_escape_byte():
 
 
 def complain(words, code):
-    """Gives what ends with an error in these words."""
+    """Return what ends with an error in these words."""
 
     def end():
         print(words.format(sys.argv[0]), file=sys.stderr)

@@ -54,7 +54,7 @@ RUBBISH = "print('hello'); input()"
 
 
 class FakeRunner:
-    """Takes a fixed time for a unit; notes when it was asked, and fails from a round on."""
+    """A candidate with a fixed time per unit that records when it ran, and fails from a given round on."""
 
     def __init__(self, name, unit_s, order, *, fails_at=99):
         self.name, self.unit_s, self.order, self.fails_at = name, unit_s, order, fails_at

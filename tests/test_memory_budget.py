@@ -71,8 +71,10 @@ def test_a_large_one_is_not_overtaken_for_ever():
 
 def test_what_is_small_does_not_wait():
     budget = budget_of(100, 10)
+    finished = []
     with budget.held(1000), budget.held(10), budget.held(0):
-        pass
+        finished.append(len(budget._waiting))
+    assert finished == [0]
 
 
 def test_an_error_gives_back_what_was_held():

@@ -37,7 +37,7 @@ SETTINGS = st.dictionaries(st.sampled_from(FREE), st.integers(0, 3))
 @click.option("--decay-all/--no-decay-all", default=False)
 @click.option("--dry-run", is_flag=True)
 def command(**options: Any) -> None:
-    """Takes settings, and one option that is none."""
+    """Accept settings, and one option that is not a setting."""
 
 
 def given_by(*arguments: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from tests.toy import BATCH, CLASSES, SIZE, CountedBatches, Linear, toy_batch, t
 
 
 class FailingSink:
-    """Takes records until `full_after`, then is full."""
+    """A sink that accepts records until `full_after`, then is full."""
 
     def __init__(self, full_after):
         self.full_after, self.taken, self.closed = full_after, [], False
@@ -54,7 +54,7 @@ _THREADS = ("feeder", "loss-stream", "worker", "snapshot-writer", "control-mailb
 
 @pytest.fixture
 def left_threads():
-    """Gives the threads that a run left; a source that an earlier test left stuck may end in its own time."""
+    """Return the threads that a run left; a source that an earlier test left stuck may end in its own time."""
     before = threading.enumerate()
     return lambda: [
         thread for thread in threading.enumerate() if thread.name.startswith(_THREADS) and thread not in before
@@ -254,7 +254,7 @@ def test_a_failure_whose_truth_value_is_false_is_a_failure():
 
 
 class Returning(Linear):
-    """Gives something else than it should."""
+    """A model whose `apply` returns something else than it should."""
 
     def __init__(self, change):
         super().__init__()

@@ -46,7 +46,7 @@ from preprocess.shards.reader import ChangedShardError
 
 # A channel without variance (a set of blank images) must not cause a division by zero: one level of 255 is the minimum.
 _LEAST_STD = 1 / 255
-_MOST_STEPS = 2**31 - 1
+_MOST_EVALUATION_PULLS = 2**31 - 1
 # How long the end waits for all sinks together: long after a clean stop, briefly after an immediate one.
 _CLOSE_TIMEOUT_S = 60.0
 _QUIT_TIMEOUT_S = 1.0
@@ -141,7 +141,7 @@ class Launch:
             evaluated,
             words_of,
             self.start.num_evaluations * num_batches,
-            _MOST_STEPS,
+            _MOST_EVALUATION_PULLS,
             lambda pull: f"evaluation {pull // num_batches + 1}, pull {pull % num_batches + 1}",
             times_waits=False,
         )
