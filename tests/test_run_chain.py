@@ -104,7 +104,7 @@ def test_weights_without_a_digest_are_not_those_of_a_run_that_writes_one(copied_
     path = copied_run / "model.safetensors"
     path.write_bytes(without_digest(path, tmp_path))
     (copied_run / "result.json").unlink()
-    with pytest.raises(ValueError, match=r"must have a digest \(sha256\), .* and has none.*--weights FILE"):
+    with pytest.raises(ValueError, match=r"must have a digest \(sha256\), .* but has none.*--weights FILE"):
         evaluate(copied_run, model=Linear(), evaluation=EVALUATED)
 
 
