@@ -5,8 +5,6 @@ Owns the record of compared images. Knows nothing of how images are read or how 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -48,7 +46,8 @@ class DecodedChecks:
     def find_other(
         self,
         indices: NDArray[np.int64],
-        images: Iterable[NDArray[np.uint32]],
+        pixels: NDArray[np.uint32],
+        rows: NDArray[np.intp],
         expected: NDArray[np.uint32],
         before: Identities,
     ) -> int | None:
@@ -56,28 +55,28 @@ class DecodedChecks:
 
         Args:
             indices: int64 ``[b]``, the indices of the images.
-            images: uint32 ``[H, row_words]`` each, the words that were read.
+            pixels: uint32 ``[n, H, row_words]``, the buffer that they were read into.
+            rows: integer ``[b]``, the row of each image in ``pixels``.
             expected: uint32 ``[b]``, their CRC-32C.
             before: the result of `identify` for their shards from before the read.
 
         Returns:
-            The index of the first image that does not match, or None if all match.
+            The index of the first image found that does not match, or None if all match.
 
         Raises:
             ShardError: as `identify`.
         """
         shards, slots = np.divmod(indices, self._manifest.shard_images)
-        marks = {shard: self._marks(shard, before[shard]) for shard in before}
-        for index, shard, slot, image, checksum in zip(
-            indices.tolist(), shards.tolist(), slots.tolist(), images, expected.tolist(), strict=True
-        ):
-            found = marks[shard]
-            if found is not None and slot in found:
-                continue
-            if crc32c(np.ascontiguousarray(image, "<u4")) != checksum:
-                return index
-            if found is not None:
-                found.add(slot)
+        for shard, identity in before.items():
+            positions = np.flatnonzero(shards == shard)
+            marks = self._marks(shard, identity)
+            if marks is not None:
+                positions = positions[marks.missing(slots[positions])]
+            for position in positions.tolist():
+                if crc32c(np.ascontiguousarray(pixels[rows[position]], "<u4")) != expected[position]:
+                    return int(indices[position])
+                if marks is not None:
+                    marks.add(int(slots[position]))
         return None
 
     def _marks(self, shard: int, before: FileIdentity | None) -> ChunkMarks | None:

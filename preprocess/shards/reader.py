@@ -257,7 +257,7 @@ class ShardSplit:
             raise ShardError(self._blame(indices, OSError("a file was truncated while it was being read")))
         if expected is None:
             return
-        index = self._decoded.find_other(indices, (pixels[row] for row in rows.tolist()), expected, before)
+        index = self._decoded.find_other(indices, pixels, rows, expected, before)
         if index is not None:
             raise ShardError(
                 f"{self._name()}: image {index} in {self._shard_file(index)}: the image is not the one that was "
