@@ -68,7 +68,7 @@ def test_every_function_that_is_declared_is_used(monkeypatch):
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        (2, "refused cuMemAlloc_v2: CUDA_ERROR_OUT_OF_MEMORY, words of error 2; a smaller --batch needs less"),
+        (2, "refused cuMemAlloc_v2: CUDA_ERROR_OUT_OF_MEMORY, words of error 2; choose a smaller --batch to use less"),
         (700, "refused cuMemAlloc_v2: CUDA_ERROR_ILLEGAL_ADDRESS, words of error 700$"),
     ],
 )
@@ -87,7 +87,7 @@ def test_page_locked_memory_that_is_not_to_be_had_has_another_remedy():
     fake.fail("cuMemHostAlloc", 2)
     with (
         driver.current(),
-        pytest.raises(CudaError, match="a smaller --prefetch or --batch needs less page-locked host memory"),
+        pytest.raises(CudaError, match="choose a smaller --prefetch or --batch to use less page-locked host memory"),
     ):
         driver.allocate_pinned(8)
 
@@ -252,5 +252,5 @@ def test_what_may_wait_gives_the_interpreters_lock_up(monkeypatch):
 
 def test_a_driver_without_a_function_is_too_old(monkeypatch):
     monkeypatch.setattr(driver_module, "LIBRARY", None)
-    with pytest.raises(CudaError, match="is too old, it lacks cuInit: install a newer driver"):
+    with pytest.raises(CudaError, match="must have the function cuInit, but lacks it: install a newer driver"):
         CudaDriver()

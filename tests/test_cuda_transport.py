@@ -284,7 +284,7 @@ def test_an_interrupted_launch_takes_nothing_from_a_program_that_still_runs():
 def test_outside_of_a_launch_there_is_no_memory():
     transport, _ = fake_transport()
     for what in ("arena", "collector"):
-        with pytest.raises(RuntimeError, match=r"must be open while its program runs, but is not"):
+        with pytest.raises(RuntimeError, match=r"must be open while its program runs, but is closed"):
             getattr(transport, what)
 
 

@@ -62,9 +62,12 @@ def test_a_form_is_for_trees_of_its_own_structure():
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ({"a": jnp.zeros(4), "b": jnp.zeros(3), "c": jnp.zeros((2, 2))}, r"\['a'\], float32\[3\], became float32\[4\]"),
-        ({"a": jnp.zeros(3), "b": jnp.zeros(4, jnp.bfloat16), "c": jnp.zeros((2, 2))}, r"\['b'\], .* bfloat16\[4\]"),
-        ({"a": jnp.zeros(3), "b": jnp.zeros(4), "c": jnp.zeros((2, 3))}, r"\['c'\], .* float32\[2, 3\]"),
+        (
+            {"a": jnp.zeros(4), "b": jnp.zeros(3), "c": jnp.zeros((2, 2))},
+            r"\['a'\] changed from float32\[3\] to float32\[4\]",
+        ),
+        ({"a": jnp.zeros(3), "b": jnp.zeros(4, jnp.bfloat16), "c": jnp.zeros((2, 2))}, r"\['b'\] .* bfloat16\[4\]"),
+        ({"a": jnp.zeros(3), "b": jnp.zeros(4), "c": jnp.zeros((2, 3))}, r"\['c'\] .* float32\[2, 3\]"),
     ],
 )
 def test_a_leaf_that_became_another_is_named(other, message):

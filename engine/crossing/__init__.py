@@ -1,1 +1,1 @@
-"""The two crossings between device and host, and the transports by which they call the host."""
+"""Data paths between device and host: the infeed, the outfeed, and the transports by which they call the host."""

@@ -17,12 +17,12 @@ from engine.crossing.transport import CallbackTransport, InplaceTransport, Trans
 from engine.feed.feeder import Allocate, Feeder
 
 type MakeFeeder = Callable[[Allocate | None], Feeder]
-"""Allocator of the slots' memory, None for NumPy's → a feeder, not started."""
+"""Allocator of the slots' memory (None: NumPy's) → a feeder that is not started."""
 
 # The only platform on which a transport runs.
 _PLATFORMS: dict[TransportName, str] = {"inplace": "cpu", "cuda": "cuda"}
-# Batches that are enqueued per pull; the device waits for the host at each pull. A longer chunk pulls less often, but
-# the iterations of a chunk that extends past an evaluation are wasted.
+# Batches enqueued per pull if the host runs ahead; the device waits for the host at each pull. A
+# longer chunk pulls less often, but its iterations past an evaluation are wasted.
 _CHUNK_AHEAD = 10
 # Share of wasted steps above which a warning is given.
 _MOST_WASTED = 0.05
@@ -39,8 +39,9 @@ def this_platform() -> str:
     except (RuntimeError, AssertionError) as error:  # what jax raises if no backend of $JAX_PLATFORMS is available
         asked = os.environ.get("JAX_PLATFORMS", "")
         raise ValueError(
-            f"jax must find a device, found none with JAX_PLATFORMS={asked}{f' ({error})' if str(error) else ''}: "
-            "for an NVIDIA GPU install the cuda extra and check nvidia-smi (docs/nvidia.md), or unset the variable"
+            f"jax must find a device, but found none with JAX_PLATFORMS={asked}{f' ({error})' if str(error) else ''}: "
+            "for an NVIDIA GPU, install the cuda extra and check nvidia-smi (docs/nvidia.md); otherwise, "
+            "unset the variable"
         ) from error
     if platform != "gpu":
         return platform
@@ -53,7 +54,7 @@ def this_device() -> str:
 
 
 def choose_transport(name: TransportName, platform: str) -> Transport:
-    """Return the transport of that name, or for "auto" the fastest one that runs on `platform` (of `this_platform`).
+    """Create the named transport, or for "auto" the fastest one on `platform`, a result of `this_platform`.
 
     Raises:
         ValueError: if the named transport does not run on the platform.
@@ -66,8 +67,8 @@ def choose_transport(name: TransportName, platform: str) -> Transport:
     if platform != needed:
         remedy = " (install the cuda extra, docs/nvidia.md)" if name == "cuda" else ""
         raise ValueError(
-            f"--transport {name} needs jax to compute on {needed}, but it computes on {platform}{remedy}: leave "
-            "--transport out to choose a suitable one"
+            f"--transport {name} requires jax to run on {needed}, but it runs on {platform}{remedy}: omit --transport "
+            "to use a suitable one"
         )
     if name == "inplace":
         return InplaceTransport()
@@ -80,7 +81,7 @@ def choose_transport(name: TransportName, platform: str) -> Transport:
 
 
 def _device() -> jax.Device:
-    """Return the default device of programs."""
+    """Return the device on which jax runs programs by default."""
     chosen = jax.config.jax_default_device
     return chosen if isinstance(chosen, jax.Device) else jax.local_devices()[0]
 
@@ -94,7 +95,7 @@ def make_infeed(
     chunk: int,
     times_waits: bool = True,
 ) -> BatchInfeed:
-    """Return the infeed for a transport; see `engine.crossing.cuda.infeed.StreamedInfeed` for the arguments."""
+    """Create the infeed that suits a transport; see `engine.crossing.cuda.infeed.StreamedInfeed` for the arguments."""
     if not transport.runs_ahead:
         return Infeed(make_feeder(None), board, transport, words_of=words_of, chunk=chunk, times_waits=times_waits)
     from engine.crossing.cuda.infeed import StreamedInfeed
@@ -105,18 +106,22 @@ def make_infeed(
 
 
 def choose_chunk(asked: int | None, transport: Transport) -> int:
-    """Return the batches per pull: `asked` if given, else 1, or 10 if the host runs ahead of the device.
+    """Return the number of batches per pull: `asked` if given, else 10 if the host runs ahead of the device, else 1.
 
-    The chunk is a part of the program, so it does not depend on the run's length or how often it is evaluated.
+    The number is compiled into the program, so it does not depend on the length of the run or on how often it is
+    evaluated.
     """
     return asked or (_CHUNK_AHEAD if transport.runs_ahead else 1)
 
 
 def wasted_steps_warning(config: TrainConfig, chunk: int) -> str | None:
-    """Return a warning if many iterations of the chunks, which always run in full, come after the last batch wanted."""
+    """Return a warning if many steps are wasted because the last chunk before an interruption runs past it.
+
+    Evaluations, snapshots and the end of the run interrupt the steps, but a chunk always runs all its iterations.
+    """
     cadences = [each for each in (config.eval_every_steps, config.snapshot_every_steps) if each]
     if not cadences and config.chunk_batches is None:
-        # Only the run's last chunk has such iterations, and the chunk length was not the user's choice.
+        # Only the last chunk of the run wastes steps, and the user did not choose the chunk length.
         return None
     # Batches between two interruptions of the steps, by an evaluation or a snapshot.
     between = config.accumulate_steps * math.gcd(*(cadences or [config.steps]))

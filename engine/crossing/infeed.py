@@ -1,8 +1,8 @@
-"""The infeed: the crossing by which the program pulls its batches and the control word.
+"""The infeed, through which the program pulls its batches and the control word from the host.
 
 A pull is addressed by (batch index, shard) and returns one batch or a chunk of batches, beginning at that index. If the
-host fails, the exception is kept here and the pull returns the batches before the failure with the stop bit set; the
-loop ends after these batches, and the host then raises the exception.
+host fails, the infeed keeps the exception, and the pull returns the batches before the failure with the stop bit set.
+The loop ends after these batches, and the host then raises the exception.
 """
 
 import traceback
@@ -40,9 +40,9 @@ class Pulled(NamedTuple):
 
     Attributes:
         control: the host's requests, and the number of batches, at most n.
-        batches: pixels uint32 [n, b, H, words of a row], with b the shard's part of a batch, and labels int32 [n, b].
-            The content after the last batch is undefined; without any batch all are zeros. None if the batches follow
-            one by one.
+        batches: pixels uint32 [n, b, H, words per row], with b the shard's part of a batch, and labels int32 [n, b].
+            Entries after the last batch are undefined; if there is no batch, all are zeros. None if the batches follow
+            the pull one by one.
     """
 
     control: ControlWord
@@ -54,7 +54,7 @@ type WordsOf = Callable[[int, int], ControlWords]
 
 
 class BatchInfeed(Protocol):
-    """The interface of an infeed to the program.
+    """The interface through which the program pulls batches.
 
     Attributes:
         chunk: batches per pull, n.
@@ -101,25 +101,25 @@ class BatchInfeed(Protocol):
         ...
 
     def take_wait_s(self, batch_index: int) -> float:
-        """Return the seconds that the program waited for a batch; called once per batch, after it was trained on."""
+        """Return how long the program waited for a batch, in seconds; call it once per batch, after training on it."""
         ...
 
     def start(self) -> None:
-        """Start to read ahead; called once, inside the transport's `running`."""
+        """Start reading ahead; call it once, inside the transport's `running`."""
         ...
 
     def close(self) -> None:
-        """Stop reading ahead; may be called again."""
+        """Stop reading ahead; safe to call repeatedly."""
         ...
 
 
 class Infeed:
-    """A `BatchInfeed` from a feeder and a control board, whose batches are returned by the pull itself.
+    """A `BatchInfeed` that reads from a feeder and a control board; the pull itself returns the batches.
 
     Args:
         feeder: source of the batches, not started.
-        board: tells whether a stop of the run is requested.
-        transport: how the host is called.
+        board: reports whether a stop of the run was requested.
+        transport: calls the host.
         words_of: returns the control words of a pull.
         chunk: batches per pull, n.
         times_waits: whether `take_wait_s` is called for every batch; otherwise the recorded waits would accumulate.
@@ -174,8 +174,8 @@ class Infeed:
     ) -> tuple[C, jax.Array]:
         """See `BatchInfeed.for_each`.
 
-        If a stop comes instead of batches, the loop has no iterations. The loop updates the carry in place: `lax.cond`
-        copies it, which took 102 MB per step of ResNet-50, and a fifth of the time of a step of a small perceptron.
+        If a stop comes instead of batches, the loop has no iterations. The loop updates the carry in place, whereas
+        `lax.cond` copies it: 102 MB per step of ResNet-50, and a fifth of the step time of a small perceptron.
         """
         batches = pulled.batches
         assert batches is not None
@@ -192,16 +192,16 @@ class Infeed:
         return emit(carry), num_taken
 
     def _batch(self, batches: Batch, number: jax.Array) -> Batch:
-        """Return batch `number`, int32 [] from 0, of a pull."""
+        """Return batch `number` (int32 [], from 0) of a pull."""
         pixels, labels = (lax.dynamic_index_in_dim(each, number, keepdims=False) for each in batches)
         return make_batch(self._feeder, pixels, labels)
 
     def take_wait_s(self, batch_index: int) -> float:
-        """See `BatchInfeed.take_wait_s`: the wait within the pull of that batch."""
+        """See `BatchInfeed.take_wait_s`; the wait is measured within the pull of the batch."""
         return self._wait_s.pop(batch_index, 0.0)
 
     def _answer(self, operands: Sequence[Array], results: Sequence[Array]) -> None:
-        """Answer a pull on the host; runs on a thread of the runtime."""
+        """Answer a pull on the host; runs on a thread of XLA's runtime."""
         batch_index, shard, num_wanted = operands[0].tolist()
         pixels, labels, words = results
         num_taken = 0
@@ -214,19 +214,19 @@ class Infeed:
                     break
                 num_taken += 1
             if num_taken < num_batches:
-                _end_with(num_taken, words)
+                _stop_after(num_taken, words)
         except BaseException as error:  # noqa: BLE001 - raising through XLA would lose it: kept, and raised by the host
             self.failure = error
-            _end_with(num_taken, words)
+            _stop_after(num_taken, words)
         if num_taken == 0:
             pixels[...], labels[...] = 0, 0
         if self.failure is not None:
-            # The traceback keeps the frames alive, and they must not hold the program's memory.
+            # The traceback keeps the frames alive, which must not refer to the program's memory.
             traceback.clear_frames(self.failure.__traceback__)
             del operands, results, pixels, labels, words
 
     def _take(self, batch_index: int, shard: int, pixels: Pixels, labels: Labels) -> bool:
-        """Take a batch from the feeder; return False, without taking it, if a stop was requested before it came."""
+        """Take a batch from the feeder; if a stop is requested before it arrives, take nothing and return False."""
         waited_s = self._feeder.take(batch_index, shard, pixels, labels, is_cancelled=self._board.is_stop_requested)
         if waited_s is None:
             return False
@@ -236,10 +236,10 @@ class Infeed:
 
 
 def make_batch(feeder: Feeder, pixels: jax.Array, labels: jax.Array) -> Batch:
-    """Return a batch in the packed layout from pixels in the feeder's layout, uint32 [b, H, words of a row]."""
+    """Build a batch, converting pixels from the feeder's layout, uint32 [b, H, words per row], to the packed layout."""
     return Batch(pack_dense(pixels) if feeder.is_dense else pixels, labels)
 
 
-def _end_with(num_batches: int, words: NDArray[np.uint32]) -> None:
-    """Change a pull's control words to stop after `num_batches` batches; with none, the words are only a stop."""
+def _stop_after(num_batches: int, words: NDArray[np.uint32]) -> None:
+    """Set the control words of a pull so that the program stops after `num_batches` batches, or at once if 0."""
     words[...] = (words[0] | STOP, words[1], num_batches) if num_batches else stop_at_once()

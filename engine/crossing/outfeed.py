@@ -1,7 +1,7 @@
-"""The outfeed: the crossing by which the program emits losses, the counts of evaluations, and snapshots of its state.
+"""The outfeed, through which the program sends losses, evaluation counts and snapshots of its state to the host.
 
 Does not depend on terminals or files: it passes each record to a receiver, which must not block for long. If the
-receiver fails, the exception is kept and the board is asked to stop the run.
+receiver fails, the outfeed keeps the exception and asks the control board to stop the run.
 """
 
 import time
@@ -21,12 +21,12 @@ from engine.objective.tally import Tally
 
 
 class Outfeed:
-    """The path of the program's output to a receiver.
+    """The channel that passes the program's output to a receiver on the host.
 
     Args:
-        receive: called with each record, in the program's order, on a thread of the runtime.
+        receive: called with each record, in the program's order, on a thread of XLA's runtime or of the transport.
         board: asked to stop the run if `receive` raises.
-        transport: how the host is called.
+        transport: calls the host.
 
     Attributes:
         failure: the first exception that `receive` raised, or None.
@@ -37,10 +37,10 @@ class Outfeed:
         self.failure: BaseException | None = None
 
     def push_losses(self, step: jax.Array, num_updates: jax.Array, numbers: jax.Array) -> None:
-        """Emit the losses of the last updates; called while tracing.
+        """Emit the losses of the most recent updates; called while tracing.
 
         Args:
-            step: int32 [], number of updates done, including the last of these.
+            step: int32 [], number of updates done, including these.
             num_updates: int32 [], number of updates emitted, at most n.
             numbers: float32 [n, 2], loss and learning rate of each.
         """
@@ -53,7 +53,7 @@ class Outfeed:
         self._push(read, jnp.stack([step, num_updates]), numbers)
 
     def push_evaluation(self, step: jax.Array, tally: Tally) -> None:
-        """Emit the final `tally` of an evaluation after int32 [] `step` updates; called while tracing."""
+        """Emit the final `tally` of the evaluation after `step` (int32 []) updates; called while tracing."""
 
         def read(step: Array, num_images: Array, top1: Array, top5: Array, loss_sum: Array) -> PushedEvaluation:
             mean = float(loss_sum) / max(int(num_images), 1)
@@ -62,7 +62,7 @@ class Outfeed:
         self._push(read, step, tally.num_images, tally.top1, tally.top5, tally.loss_sum)
 
     def push_snapshot(self, step: jax.Array, pulls: jax.Array, state: Any) -> None:
-        """Emit the `state`, any pytree, after int32 [] `step` updates of `pulls` batches; called while tracing."""
+        """Emit `state`, any pytree, after `step` updates and `pulls` batches (int32 [] each); called while tracing."""
         leaves, structure = jax.tree.flatten(plain_keys(state))
 
         def read(step: Array, pulls: Array, *leaves: Array) -> PushedSnapshot:
@@ -76,7 +76,7 @@ class Outfeed:
         self._transport.emit(partial(self._accept, read), *operands)
 
     def _accept(self, read: Callable[..., Pushed], operands: Sequence[Array]) -> None:
-        """Receive a push on the host; runs on a thread of the runtime, or of the transport."""
+        """Pass an emitted record to the receiver; runs on a thread of XLA's runtime or of the transport."""
         try:
             self._receive(read(*operands))
         except BaseException as error:  # noqa: BLE001 - raising through XLA would lose it: kept, and raised by the host

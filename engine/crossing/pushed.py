@@ -1,10 +1,10 @@
-"""The records that the program emits: losses, the counts of an evaluation, a snapshot of its state."""
+"""Records that the program emits: losses, evaluation counts, and snapshots of its state."""
 
 from typing import Any, NamedTuple
 
 
 class PushedLosses(NamedTuple):
-    """The losses of one or several consecutive updates.
+    """Losses of one or more consecutive updates.
 
     Attributes:
         first_step: number of the first of these updates, from 1.
@@ -23,8 +23,8 @@ class PushedEvaluation(NamedTuple):
     """The result of one evaluation.
 
     Attributes:
-        step: updates done before it.
-        num_images, top1, top5: number of images, and of those correct in the first and in the first five classes.
+        step: updates done before the evaluation.
+        num_images, top1, top5: number of images, and how many are correct in the top class and in the top five classes.
         loss: mean over the images.
         time: arrival at the host, in seconds since the Unix epoch.
     """

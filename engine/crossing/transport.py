@@ -1,8 +1,8 @@
-"""Transports: calls of a host function from inside the compiled program.
+"""Transports, which call host functions from inside the compiled program.
 
 Both crossings (`engine.crossing.infeed`, `engine.crossing.outfeed`) use a transport; nothing else in the project makes
-a host callback. The host function gets NumPy arrays and must keep three rules, because breaking them hangs or aborts
-the program: it never calls jax, never blocks without a time limit, and never raises.
+a host callback. The host function receives NumPy arrays. It must never call jax, block without a time limit, or
+raise, because each of these hangs or aborts the program.
 """
 
 import ctypes
@@ -26,9 +26,10 @@ type HostFunction = Callable[[Sequence[Array], Sequence[Array]], None]
 
 
 class Transport(Protocol):
-    """A way to call the host from the device.
+    """A mechanism by which a program on the device calls the host.
 
-    A program does not keep the transport that it was traced with alive; its owner must (`Compiled.keeps`).
+    A program does not keep alive the transport with which it was traced; the owner of the program must
+    (`Compiled.keeps`).
 
     Attributes:
         name: value of --transport.
@@ -43,11 +44,11 @@ class Transport(Protocol):
     def call(
         self, function: HostFunction, results: Sequence[jax.ShapeDtypeStruct], *operands: jax.Array
     ) -> tuple[jax.Array, ...]:
-        """Insert a call of `function` into the program; called while tracing.
+        """Insert a call to `function` into the program; called while tracing.
 
         Args:
-            function: called on a thread of the runtime with the operands' values and the arrays to write.
-            results: the shapes and dtypes of what it writes.
+            function: called on a thread of XLA's runtime with the operands' values and the arrays to write.
+            results: shapes and dtypes of the arrays that it writes.
             operands: traced arrays of any shape, of NumPy's own dtypes.
 
         Returns:
@@ -56,7 +57,7 @@ class Transport(Protocol):
         ...
 
     def emit(self, function: Callable[[Sequence[Array]], None], *operands: jax.Array) -> None:
-        """Insert a call of `function` with the operands' values into the program; called while tracing.
+        """Insert into the program a call to `function` with the values of the operands; called while tracing.
 
         Calls come in the program's order, one at a time, at once or later, but before the end of `running`. When the
         function returns, the operands' memory belongs to the program again.
@@ -64,12 +65,12 @@ class Transport(Protocol):
         ...
 
     def running(self) -> AbstractContextManager[None]:
-        """Open what a launch of the program needs; at the end, wait until all emitted values arrived and close it."""
+        """Open the transport for one launch; on exit, wait until all emitted values have arrived, and close it."""
         ...
 
 
 class _PromptTransport(ABC):
-    """Base of the transports whose calls have the operands' values at once, so that `emit` is a `call`."""
+    """Base of transports whose calls receive the operands' values immediately, so that `emit` is a plain `call`."""
 
     runs_ahead = False
     failure: BaseException | None = None
@@ -94,22 +95,23 @@ class _PromptTransport(ABC):
         self.call(take, (jax.ShapeDtypeStruct((), jnp.uint8),), *operands)
 
     def running(self) -> AbstractContextManager[None]:
-        """See `Transport.running`; these transports open nothing."""
+        """See `Transport.running`; these transports have nothing to open."""
         return nullcontext()
 
 
 class Called[F]:
-    """The host functions that a compiled program calls; the program refers to this object weakly.
+    """Host functions that a compiled program calls; the program holds only a weak reference to this object.
 
-    Python's garbage collector cannot traverse a compiled program, which is C++. If the program referred to the launch
-    that it calls, a failed launch, whose error's frames hold the program, would stay in memory for ever.
+    Python's garbage collector cannot traverse a compiled program, which is C++. With a strong reference to the
+    launch that it calls, a failed launch would stay in memory forever, because the frames of its error refer to the
+    program.
     """
 
     def __init__(self) -> None:
         self._functions: list[F] = []
 
     def enter(self, function: F) -> Callable[[], F]:
-        """Register a function; return a callable that finds it.
+        """Register a function and return a callable that looks it up.
 
         The callable raises RuntimeError if this object no longer exists.
         """
@@ -128,7 +130,7 @@ class Called[F]:
 
 
 class ThreadState(threading.local):
-    """Python's state of one of XLA's threads, kept from its first call.
+    """Python's thread state for each of XLA's threads, kept alive after the thread's first call.
 
     Otherwise it is created at the start of every call and destroyed at its end: 12 µs, more than the rest of a call.
     """
@@ -138,11 +140,11 @@ class ThreadState(threading.local):
         ctypes.pythonapi.PyGILState_Ensure()
 
     def keep(self) -> None:
-        """Keep the state of the current thread; the access to this attribute has run `__init__` on it, once."""
+        """Keep the current thread's state: its first access to this `threading.local` object runs `__init__`."""
 
 
 class InplaceTransport(_PromptTransport):
-    """CPU: the function reads and writes XLA's own buffers (4–7 µs per call; `io_callback` takes 120 µs)."""
+    """The CPU transport: functions access XLA's own buffers (4–7 µs per call; `io_callback` takes 120 µs)."""
 
     name = "inplace"
 
@@ -166,7 +168,7 @@ class InplaceTransport(_PromptTransport):
 
 
 class CallbackTransport(_PromptTransport):
-    """Any backend: the runtime copies operands to the host and results to the device."""
+    """The transport for any backend: the runtime copies operands to the host and results to the device."""
 
     name = "callback"
 

@@ -1,1 +1,1 @@
-"""The `cuda` transport: the crossings of a program on an NVIDIA GPU, which never wait for Python."""
+"""The `cuda` transport: data paths between host and NVIDIA GPU on which the program never waits for Python."""

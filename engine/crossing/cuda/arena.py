@@ -1,4 +1,4 @@
-"""Memory, streams and events of one launch's crossings, all released together at its end."""
+"""Memory, streams and events of one launch on a GPU, all released together at its end."""
 
 import ctypes
 import threading
@@ -14,7 +14,7 @@ from engine.crossing.cuda.driver import CudaDriver, CudaError
 
 
 class Arena:
-    """Owner of memory, streams and events; thread-safe.
+    """Owner of the memory, streams and events of a launch; thread-safe.
 
     Every method except `close` must be called inside the driver's `current`.
     """
@@ -26,10 +26,10 @@ class Arena:
         self._guard = threading.Lock()
 
     def pinned(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Return page-locked host memory, filled with zeros.
+        """Allocate page-locked host memory filled with zeros.
 
-        It is valid until `close`, and after it as long as the array or a view of it exists: a store that was abandoned
-        may still write to it.
+        It is valid until `close`, and after that as long as the array or a view of it exists, because an abandoned
+        reader thread may still write to it.
         """
         with self._guard:
             address = self._driver.allocate_pinned(num_bytes)
@@ -45,23 +45,23 @@ class Arena:
         return self._keep(lambda: self._driver.allocate_device(num_bytes), self._driver.free_device)
 
     def stream(self) -> int:
-        """Create a stream."""
+        """Create a CUDA stream and return its handle."""
         return self._keep(self._driver.create_stream, self._driver.destroy_stream)
 
     def event(self, *, timing: bool = False) -> int:
-        """Create an event."""
+        """Create a CUDA event and return its handle."""
         return self._keep(lambda: self._driver.create_event(timing=timing), self._driver.destroy_event)
 
     def at_close(self, function: Callable[[], None]) -> None:
-        """Register `function` to be called by `close`, to drop references to memory of this arena."""
+        """Register a function that `close` calls, for dropping references to this arena's memory."""
         with self._guard:
             self._releases.callback(function)
 
     def close(self) -> None:
-        """Wait for the device and release everything; may be called again.
+        """Wait for the device and release everything; safe to call repeatedly.
 
         Raises:
-            CudaError: if the device has failed; whatever could be released was.
+            CudaError: if the device has failed; everything that can be released has been.
         """
         with self._driver.current(), self._guard, self._releases:
             # After this no copy accesses the blocks.

@@ -1,4 +1,4 @@
-"""A thread that calls host functions when the device reaches an event, so that neither waits for the other."""
+"""A thread that calls host functions when the device reaches an event, so that neither host nor device waits."""
 
 import queue
 import threading
@@ -14,7 +14,7 @@ class _Job(NamedTuple):
 
 
 class Collector:
-    """A queue of functions, called in the order of `put`, each once its event has completed.
+    """A queue that calls functions in the order of `put`, each after its event has completed.
 
     Args:
         driver: driver of the events.
@@ -30,26 +30,26 @@ class Collector:
         self.failure: BaseException | None = None
 
     def start(self) -> None:
-        """Start the thread; called once."""
+        """Start the thread; call it only once."""
         self._thread.start()
 
     def put(self, event: int, function: Callable[[], None]) -> None:
-        """Call `function` on the thread once `event`, which must be recorded already, has completed."""
+        """Have the thread call `function` after `event`, which must already be recorded, has completed."""
         self._jobs.put(_Job(event, function))
 
     def close(self, timeout_s: float) -> None:
-        """Wait until every function was called; may be called again.
+        """Wait until every function has been called; safe to call repeatedly.
 
         Raises:
-            TimeoutError: if that took too long; the thread is then abandoned.
+            TimeoutError: if that takes longer than `timeout_s` seconds; the thread is then abandoned.
         """
         self._jobs.put(None)
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise TimeoutError(
-                f"the program's records must reach the host within {timeout_s:g} s of its end, but did not: the GPU "
-                "or a sink of losses hangs; check nvidia-smi and the terminal or disk that the losses go to"
+                f"the program's records must reach the host within {timeout_s:g} s of its end, but did not: check "
+                "whether the GPU hangs (nvidia-smi) or the terminal or disk to which the losses are written blocks"
             )
 
     def _work(self) -> None:

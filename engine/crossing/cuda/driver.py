@@ -1,7 +1,8 @@
-"""Bindings of NVIDIA's driver: memory, streams, events and copies.
+"""Bindings to NVIDIA's driver: memory, streams, events and copies.
 
-Owns the signatures of the called functions (CUDA Driver API, `libcuda.so.1`, which comes with the driver: no toolkit
-and nothing to compile) and converts their codes to errors. Does not depend on batches or jax.
+Owns the signatures of the called functions and converts their error codes to exceptions. The functions belong to the
+CUDA Driver API in `libcuda.so.1`, which comes with the driver, so that no toolkit or compiler is needed. Does not
+depend on batches or jax.
 """
 
 import ctypes
@@ -45,8 +46,8 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
 }
 """Argument types of every called function; each returns a CUresult, an int."""
 
-# Functions that only enqueue are called with the GIL held: releasing it for a microsecond means waiting for it behind
-# the reader threads, nine times per batch. (Beside one busy thread, nine calls of libc took 3 times as long that way.)
+# Functions that only enqueue are called with the GIL held: to get it back after releasing it for a microsecond, they
+# would wait for the reader threads, nine times per batch. (With one busy thread, nine libc calls took 3 times as long.)
 # If a stream is full, as with a large network, such a call holds the GIL until the device, which does not need it,
 # reaches the next kernels.
 _BRIEF = frozenset(
@@ -76,7 +77,7 @@ _BLOCKING_SYNC, _DISABLE_TIMING = 0x01, 0x02
 
 
 class CudaError(RuntimeError):
-    """A call of NVIDIA's driver failed.
+    """Error raised when a call to NVIDIA's driver fails.
 
     Attributes:
         name: the driver's name of the error, such as "CUDA_ERROR_OUT_OF_MEMORY".
@@ -88,10 +89,10 @@ class CudaError(RuntimeError):
 
 
 def load_functions() -> Functions:
-    """Open the driver's library.
+    """Load NVIDIA's driver library and return a lookup of its functions.
 
     Raises:
-        CudaError: if it is not on this machine, or too old to have every needed function.
+        CudaError: if the library cannot be opened; the lookup raises it for a function that an old driver lacks.
     """
     try:
         library = ctypes.CDLL(LIBRARY)
@@ -108,7 +109,7 @@ def load_functions() -> Functions:
             return prototype(c_int, *PROTOTYPES[name])((name, library))
         except AttributeError:
             raise CudaError(
-                f"NVIDIA's driver, {LIBRARY}, is too old, it lacks {name}: install a newer driver",
+                f"NVIDIA's driver, {LIBRARY}, must have the function {name}, but lacks it: install a newer driver",
                 "CUDA_ERROR_OLD_DRIVER",
             ) from None
 
@@ -116,14 +117,14 @@ def load_functions() -> Functions:
 
 
 class CudaDriver:
-    """One device of the driver; thread-safe.
+    """Access to one device through the driver; thread-safe.
 
     Every method must be called inside `current`. The caller releases memory, streams and events; the device is
-    released with the last reference to this object. Addresses and handles are integers, sizes are bytes.
+    released with the last reference to this object. Addresses and handles are integers, sizes are in bytes.
 
     Args:
         device: number of the device, from 0, as jax numbers the devices of this process.
-        functions: the driver's functions; None opens its library.
+        functions: lookup of the driver's functions; None loads its library.
 
     Raises:
         CudaError: if there is no driver, or no such device.
@@ -137,13 +138,13 @@ class CudaDriver:
         self._call("cuDeviceGet", ctypes.byref(number), device)
         self._device = number.value
         # XLA computes in the primary context, so its memory and streams are usable here.
-        self._context = self._created("cuDevicePrimaryCtxRetain", self._device)
+        self._context = self._create("cuDevicePrimaryCtxRetain", self._device)
         release = self._functions["cuDevicePrimaryCtxRelease_v2"]
         weakref.finalize(self, release, self._device).atexit = False
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Make the device current on this thread inside the `with` block."""
+        """Make the device current on this thread for the duration of the `with` block."""
         self._call("cuCtxPushCurrent_v2", self._context)
         try:
             yield
@@ -156,10 +157,10 @@ class CudaDriver:
 
     def allocate_pinned(self, num_bytes: int) -> int:
         """Allocate page-locked host memory, which the device copies to and from directly."""
-        return self._created("cuMemHostAlloc", num_bytes, _PORTABLE)
+        return self._create("cuMemHostAlloc", num_bytes, _PORTABLE)
 
     def free_pinned(self, address: int) -> None:
-        """Free memory of `allocate_pinned`."""
+        """Free memory returned by `allocate_pinned`."""
         self._call("cuMemFreeHost", address)
 
     def allocate_device(self, num_bytes: int) -> int:
@@ -169,15 +170,15 @@ class CudaDriver:
         return address.value
 
     def free_device(self, address: int) -> None:
-        """Free memory of `allocate_device`."""
+        """Free memory returned by `allocate_device`."""
         self._call("cuMemFree_v2", address)
 
     def copy_to_device(self, target: int, source: int, num_bytes: int, stream: int) -> None:
-        """Enqueue a copy from page-locked memory, which must not change until the copy is done."""
+        """Enqueue a copy from page-locked memory to the device; the source must not change until the copy is done."""
         self._call("cuMemcpyHtoDAsync_v2", target, source, num_bytes, stream)
 
     def copy_to_host(self, target: int, source: int, num_bytes: int, stream: int) -> None:
-        """Enqueue a copy to page-locked memory."""
+        """Enqueue a copy from the device to page-locked memory."""
         self._call("cuMemcpyDtoHAsync_v2", target, source, num_bytes, stream)
 
     def copy_on_device(self, target: int, source: int, num_bytes: int, stream: int) -> None:
@@ -185,15 +186,15 @@ class CudaDriver:
         self._call("cuMemcpyDtoDAsync_v2", target, source, num_bytes, stream)
 
     def fill_words(self, target: int, word: int, num_words: int, stream: int) -> None:
-        """Enqueue a fill of device memory with one uint32."""
+        """Enqueue an operation that fills device memory with one uint32 value."""
         self._call("cuMemsetD32Async", target, word, num_words, stream)
 
     def create_stream(self) -> int:
-        """Create a stream that is ordered with other streams only by events."""
-        return self._created("cuStreamCreate", _NON_BLOCKING)
+        """Create a stream that synchronizes with other streams only through events."""
+        return self._create("cuStreamCreate", _NON_BLOCKING)
 
     def destroy_stream(self, stream: int) -> None:
-        """Destroy a stream; enqueued work is still done."""
+        """Destroy a stream; work already enqueued on it still completes."""
         self._call("cuStreamDestroy_v2", stream)
 
     def synchronize_stream(self, stream: int) -> None:
@@ -201,32 +202,32 @@ class CudaDriver:
         self._call("cuStreamSynchronize", stream)
 
     def wait_for(self, stream: int, event: int) -> None:
-        """Make later work on the stream wait for the event's last record, without blocking the caller."""
+        """Make later work on the stream wait for the event's most recent recording, without blocking the caller."""
         self._call("cuStreamWaitEvent", stream, event, 0)
 
     def create_event(self, *, timing: bool = False) -> int:
-        """Create an event, which counts as completed until it is recorded; `timing` enables `elapsed_s`."""
-        return self._created("cuEventCreate", _BLOCKING_SYNC | (0 if timing else _DISABLE_TIMING))
+        """Create an event, which counts as completed until it is first recorded; `timing` enables `elapsed_s`."""
+        return self._create("cuEventCreate", _BLOCKING_SYNC | (0 if timing else _DISABLE_TIMING))
 
     def destroy_event(self, event: int) -> None:
         """Destroy an event."""
         self._call("cuEventDestroy_v2", event)
 
     def record(self, event: int, stream: int) -> None:
-        """Enqueue the event: it completes once all earlier work on the stream is done."""
+        """Record the event on the stream; it completes when all earlier work on the stream is done."""
         self._call("cuEventRecord", event, stream)
 
     def synchronize(self, event: int) -> None:
-        """Wait until the event's last record is reached."""
+        """Wait until the event's most recent recording has completed."""
         self._call("cuEventSynchronize", event)
 
     def elapsed_s(self, before: int, after: int) -> float:
-        """Return the seconds between two completed events, to half a microsecond."""
+        """Return the time between two completed events in seconds, with a resolution of half a microsecond."""
         elapsed_ms = c_float()
         self._call("cuEventElapsedTime", ctypes.byref(elapsed_ms), before, after)
         return elapsed_ms.value * 1e-3
 
-    def _created(self, name: str, *arguments: int) -> int:
+    def _create(self, name: str, *arguments: int) -> int:
         """Call a function that returns a handle or an address through its first argument."""
         created = c_void_p()
         self._call(name, ctypes.byref(created), *arguments)
@@ -252,8 +253,8 @@ def _remedy(function: str, error: str) -> str:
     if error != "CUDA_ERROR_OUT_OF_MEMORY":
         return ""
     if function == "cuMemHostAlloc":
-        return "; a smaller --prefetch or --batch needs less page-locked host memory"
+        return "; choose a smaller --prefetch or --batch to use less page-locked host memory"
     return (
-        "; a smaller --batch needs less GPU memory, and XLA_PYTHON_CLIENT_MEM_FRACTION=0.7 leaves more of it outside "
-        "jax's own share"
+        "; choose a smaller --batch to use less GPU memory, or set XLA_PYTHON_CLIENT_MEM_FRACTION=0.7 to leave more "
+        "of it outside jax's own share"
     )

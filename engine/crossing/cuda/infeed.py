@@ -1,8 +1,8 @@
 """The infeed of a program on an NVIDIA GPU, where the host runs ahead of the device.
 
-A pull, for which the stream waits for the host, asks only for the control words, once per chunk. The batches follow
-one by one in a loop with a fixed number of iterations, whose kernels are all enqueued before the first is done. Each
-batch has a word that states whether it exists; an iteration without a batch changes nothing.
+A pull, for which the stream waits for the host, requests only the control words, once per chunk. The batches follow
+one by one in a loop with a fixed number of iterations, whose kernels are all enqueued before the first is done. A flag
+states for each iteration whether it has a batch; an iteration without a batch changes nothing.
 """
 
 import threading
@@ -25,18 +25,18 @@ from engine.crossing.transport import Array
 from engine.feed.feeder import Allocate, Feeder
 from engine.updates.skipping import choose
 
-# A shorter wait counts as none, because two events on a stream without a wait are not simultaneous either. Not yet
+# A shorter wait counts as none, because even without a wait two events on a stream are not simultaneous. Not yet
 # measured on a GPU.
 _LEAST_WAIT_S = 20e-6
 
 
 class StreamedInfeed:
-    """A `BatchInfeed` from a feeder and a control board, whose batches come one by one after the pull.
+    """A `BatchInfeed` that reads from a feeder and a control board; the batches follow the pull one by one.
 
     Args:
-        make_feeder: returns the feeder, not started, with slots allocated by its argument.
-        board: tells whether a stop of the run is requested.
-        transport: how the host is called.
+        make_feeder: creates the feeder, not started, whose slots are allocated with the argument.
+        board: reports whether a stop of the run was requested.
+        transport: calls the host.
         words_of: returns the control words of a pull.
         chunk: batches per pull, n, and iterations of the loop over them.
         times_waits: whether `take_wait_s` is called for every batch.
@@ -73,7 +73,7 @@ class StreamedInfeed:
         self._times_waits = times_waits
         self._running: dict[int, Stopwatch] = {}
         self._stopped: list[Stopwatch] = []
-        self._reading = threading.Lock()
+        self._stopwatch_lock = threading.Lock()
         self._wait_s: dict[int, float] = {}
         self.failure: BaseException | None = None
 
@@ -119,13 +119,13 @@ class StreamedInfeed:
         return form.unpack(packed), num_taken
 
     def take_wait_s(self, batch_index: int) -> float:
-        """See `BatchInfeed.take_wait_s`: the wait of the device's stream, by the device's clock."""
-        with self._reading:
+        """See `BatchInfeed.take_wait_s`; the wait is that of the device's stream, measured with the device's clock."""
+        with self._stopwatch_lock:
             stopwatch = self._running.pop(batch_index, None)
             if stopwatch is None:
                 return self._wait_s.pop(batch_index, 0.0)
             wait_s = self._read(stopwatch)
-        # It has been read, so it can be used for another batch.
+        # The stopwatch has been read, so it can be reused for another batch.
         self._stopped.append(stopwatch)
         return wait_s
 
@@ -148,7 +148,7 @@ class StreamedInfeed:
         results[0][...] = words
 
     def _give(self, stream: int, _: Sequence[int], results: Sequence[int]) -> None:
-        """Enqueue on the host, for one iteration, the copy of its batch to the program, or that it has none."""
+        """Enqueue the copy of an iteration's batch to the program, or zeros if it has none; runs on the host."""
         pixels, labels, exists = results
         batch_index, driver, is_given = self._next, self._transport.driver, False
         try:
@@ -183,13 +183,13 @@ class StreamedInfeed:
             return Stopwatch(arena.event(timing=True), arena.event(timing=True))
 
     def _read_stopwatches(self) -> None:
-        """Read the stopwatches not read yet, as long as their events exist."""
-        with self._reading:
+        """Read the remaining stopwatches while their events still exist."""
+        with self._stopwatch_lock:
             for batch_index in list(self._running):
                 self._wait_s[batch_index] = self._read(self._running.pop(batch_index))
 
     def _read(self, stopwatch: Stopwatch) -> float:
-        """Return the seconds between its events, or 0 if a failed program did not reach them."""
+        """Return the seconds between the events of a stopwatch, or 0 if a failed program did not reach them."""
         driver = self._transport.driver
         with suppress(CudaError), driver.current():
             wait_s = driver.elapsed_s(*stopwatch)

@@ -1,4 +1,4 @@
-"""The carry of a loop on a GPU, with its short vectors concatenated.
+"""Packing of a loop's carry for GPUs: short vectors are concatenated.
 
 A network has about six short vectors per convolution: scale and bias of its norm, their moments, the running
 statistics. Each needs its own kernel to update, which takes as long for sixteen numbers as for ten thousand;
@@ -16,19 +16,19 @@ from jax import lax
 
 # Longest vector that is concatenated; a longer one is worth its own kernel.
 LONGEST = 8192
-# Most vectors in a group. Each is computed from one or two arrays, and an XLA kernel takes at most 96. A step of
+# Most vectors in a group. Each vector is computed from one or two arrays, and an XLA kernel takes at most 96. A step of
 # ResNet-50 is 934 kernels with groups of 24, 920 with 48 and 967 with 200.
 MOST_TOGETHER = 48
 
 
 @dataclass(frozen=True)
 class PackedForm:
-    """How the leaves of a pytree of arrays are carried.
+    """The layout of a pytree of arrays in the carry of a loop.
 
     Attributes:
         structure: structure of the tree.
         leaves: shape and dtype of each leaf.
-        groups: indices of the leaves that are concatenated, a group having one dtype.
+        groups: indices of the leaves that are concatenated; a group has one dtype.
         alone: indices of the other leaves.
     """
 
@@ -39,7 +39,7 @@ class PackedForm:
 
     @classmethod
     def of(cls, tree: Any) -> "PackedForm":
-        """Return the form of trees like this one: groups of `MOST_TOGETHER` vectors of at most `LONGEST` numbers."""
+        """Return the form of a tree, with groups of up to `MOST_TOGETHER` vectors of at most `LONGEST` numbers each."""
         arrays, structure = jax.tree.flatten(tree)
         leaves = tuple(_kind_of(each) for each in arrays)
         by_dtype: dict[Any, list[int]] = defaultdict(list)
@@ -51,24 +51,24 @@ class PackedForm:
         return cls(structure, leaves, groups, tuple(index for index in range(len(leaves)) if index not in together))
 
     def pack(self, tree: Any) -> list[jax.Array]:
-        """Return a vector for each group, followed by the other leaves unchanged.
+        """Return one vector per group, followed by the other leaves of the tree unchanged.
 
         Raises:
-            ValueError: if the tree has another structure, or a leaf another shape or dtype.
+            ValueError: if the structure of the tree, or the shape or dtype of a leaf, differs.
         """
         arrays = self.structure.flatten_up_to(tree)
         for (path, array), leaf in zip(jax.tree.leaves_with_path(tree), self.leaves, strict=True):
             if _kind_of(array) != leaf:
                 name = jax.tree_util.keystr(path)
                 raise ValueError(
-                    f"the carry of a loop must keep its shapes and dtypes, but {name}, {_describe(leaf)}, became "
-                    f"{_describe(_kind_of(array))}"
+                    f"the carry of a loop must keep its shapes and dtypes, but {name} changed from {_describe(leaf)} "
+                    f"to {_describe(_kind_of(array))}"
                 )
         together = [jnp.concatenate([arrays[index] for index in group]) for group in self.groups]
         return together + [arrays[index] for index in self.alone]
 
     def unpack(self, packed: list[jax.Array]) -> Any:
-        """Return the tree that was packed."""
+        """Return the tree from which `pack` made `packed`."""
         arrays = dict(zip(self.alone, packed[len(self.groups) :], strict=True))
         for group, together in zip(self.groups, packed, strict=False):
             start = 0
@@ -80,7 +80,7 @@ class PackedForm:
 
 
 def _kind_of(array: Any) -> jax.ShapeDtypeStruct:
-    """Return shape and dtype; weak types are ignored."""
+    """Return the shape and dtype of an array, ignoring weak types."""
     return jax.ShapeDtypeStruct(jnp.shape(array), jnp.result_type(array))
 
 

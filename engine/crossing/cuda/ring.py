@@ -1,4 +1,4 @@
-"""A ring of batches on the device, copied there ahead of the program while it computes.
+"""A ring of batches in device memory, filled ahead of the program while it computes.
 
 A thread takes each batch from the feeder's page-locked memory and enqueues its copy to one of a few slots on the
 device, on its own stream; the program's stream then waits for the copy's event and takes the batch from the slot.
@@ -24,15 +24,15 @@ _CLOSE_TIMEOUT_S = 5.0
 
 
 def num_slots(batch_bytes: int) -> int:
-    """Return the number of batches of this size to hold on the device."""
+    """Return how many batches of this size to keep on the device."""
     return max(_LEAST_SLOTS, min(_MOST_SLOTS, _SLOTS_BYTES // batch_bytes))
 
 
 class Places(NamedTuple):
-    """The program's memory for a batch.
+    """Addresses of the program's memory for a batch.
 
     Attributes:
-        pixels, labels: addresses on the device.
+        pixels, labels: addresses in device memory.
     """
 
     pixels: int
@@ -40,7 +40,7 @@ class Places(NamedTuple):
 
 
 class Stopwatch(NamedTuple):
-    """Events that measure how long a stream waited for a batch.
+    """A pair of events that measures how long a stream waited for a batch.
 
     Attributes:
         before, after: events with timing.
@@ -51,7 +51,7 @@ class Stopwatch(NamedTuple):
 
 
 class _Slot:
-    """Device memory of one batch; `arrived` completes when it is filled, `taken` when the batch was copied out."""
+    """Device memory of one batch; `arrived` completes when it is filled, `taken` when the batch has been copied out."""
 
     def __init__(self, arena: Arena, num_bytes: int) -> None:
         self.address = arena.device(num_bytes)
@@ -60,7 +60,7 @@ class _Slot:
 
 
 class DeviceRing:
-    """A ring of device buffers, into which the batches of a feeder are copied in order, each once.
+    """A ring of device buffers, into which a thread copies the batches of a feeder in order, each once.
 
     Args:
         driver: driver of the device.
@@ -77,11 +77,11 @@ class DeviceRing:
         self._changed = threading.Condition()
         self._next_given = feeder.start_index  # guarded by _changed, as are the following
         self._closed = False
-        self._borrows_since_s: float | None = None  # since when the thread waits for a batch of the feeder
+        self._borrows_since_s: float | None = None  # when the thread began to wait for a batch of the feeder
         self._failure: BaseException | None = None
 
     def start(self, arena: Arena) -> None:
-        """Allocate the slots and start to copy; called once, inside the driver's `current`."""
+        """Allocate the slots and start copying; call it once, inside the driver's `current`."""
         num_bytes = self._pixel_bytes + self._label_bytes
         count = max(1, min(num_slots(num_bytes), self._feeder.stop_index - self._feeder.start_index))
         self._slots = [_Slot(arena, num_bytes) for _ in range(count)]
@@ -97,7 +97,7 @@ class DeviceRing:
         is_cancelled: Callable[[], bool] = lambda: False,
         stopwatch: Stopwatch | None = None,
     ) -> bool:
-        """Enqueue on the program's stream the wait for a batch, and its copy to the program's memory.
+        """Enqueue a wait for a batch, and its copy to the program's memory, on the program's stream.
 
         Args:
             batch_index: the next batch; batches are given in order, each once.
@@ -110,7 +110,7 @@ class DeviceRing:
             Whether the copy was enqueued; False if the wait was cancelled.
 
         Raises:
-            FeederError: if the host did not have the batch in time or can never have it.
+            FeederError: if the batch did not reach the host in time or can never reach it.
             BaseException: whatever the source raised for this batch.
         """
         driver, slot = self._driver, self._slots[batch_index % len(self._slots)]
@@ -131,7 +131,7 @@ class DeviceRing:
         return True
 
     def close(self) -> None:
-        """Stop the thread; may be called again. Close the feeder and the arena after the ring."""
+        """Stop the thread; safe to call repeatedly. Close the ring before the feeder and the arena."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -139,14 +139,14 @@ class DeviceRing:
             self._thread.join(_CLOSE_TIMEOUT_S)
 
     def _wait_for(self, slot: _Slot, batch_index: int, is_cancelled: Callable[[], bool]) -> bool:
-        """Wait until the copy of a batch is enqueued; return False if cancelled."""
+        """Wait until the copy of a batch is enqueued; return False if the wait is cancelled."""
         asked_s = time.perf_counter()
         with self._changed:
             while slot.batch_index != batch_index:
                 if self._failure is not None:
                     raise self._failure
                 if self._closed:
-                    raise FeederError("the device's ring was closed while the program waited for a batch")
+                    raise FeederError("the device ring was closed while the program waited for a batch")
                 if is_cancelled():
                     return False
                 # The time limit applies only while the thread waits for the feeder: a step on the GPU may take an hour.
@@ -157,7 +157,7 @@ class DeviceRing:
         return True
 
     def _work(self) -> None:
-        """Run the thread: copy each batch from the feeder to its slot."""
+        """Copy each batch from the feeder to its slot; the body of the thread."""
         try:
             with self._driver.current():
                 self._copy_all()
@@ -168,7 +168,7 @@ class DeviceRing:
 
     def _copy_all(self) -> None:
         in_flight: deque[tuple[int, _Slot]] = deque()
-        # Fewer than the slots, because a slot's event must still be the one of the copy in flight.
+        # Fewer than the slots, because the event of a slot must still belong to the copy in flight.
         most_in_flight = min(self._feeder.most_borrowed, len(self._slots) - 1)
         for batch_index in range(self._feeder.start_index, self._feeder.stop_index):
             slot = self._slots[batch_index % len(self._slots)]

@@ -1,4 +1,4 @@
-"""The transport of a program on an NVIDIA GPU: the host is called when the work is enqueued, not when it is done.
+"""The transport for NVIDIA GPUs, which calls the host when work is enqueued, not when it is done.
 
 XLA calls a host function while it launches kernels, with the stream of the launch and the addresses of operands and
 results; whatever the function enqueues on the stream is done in order. `call` waits for the stream, because its
@@ -24,9 +24,9 @@ from engine.crossing.cuda.driver import CudaDriver
 from engine.crossing.transport import Array, Called, HostFunction, ThreadState
 
 type Handler = Callable[[int, Sequence[int], Sequence[int]], None]
-"""(stream, addresses of the operands, those of the results) → None; enqueues, and does not wait."""
+"""(stream, addresses of operands, addresses of results) → None; enqueues work without waiting."""
 
-# Most losses in flight to the host; if the host falls behind by more, the program waits for it.
+# Most records of losses in flight to the host; if the host falls further behind, the program waits for it.
 _MOST_SMALL_BLOCKS = 256
 _SMALL_BYTES = 1 << 16
 # Most snapshots in flight, which are as large as the state.
@@ -35,15 +35,15 @@ _BLOCK_TIMEOUT_S = 600.0
 _LOOK_EVERY_S = 0.25
 _CLOSE_TIMEOUT_S = 60.0
 _ALIGNMENT = 16
-_NOT_OPEN = "the cuda transport must be open while its program runs, but is not: run it inside transport.running()"
+_NOT_OPEN = "the cuda transport must be open while its program runs, but is closed: run the program inside running()"
 
 
 @dataclass(frozen=True)
 class XlaBuffers:
-    """Reader of the stream and the addresses in the arguments that XLA passes to a host function."""
+    """Accessor for the stream and the addresses in the arguments that XLA passes to a host function."""
 
     def stream_of(self, context: Any) -> int:
-        """Return the stream on which XLA enqueues."""
+        """Return the stream on which XLA enqueues work."""
         return int(context.stream)
 
     def address_of(self, buffer: Any) -> int:
@@ -52,13 +52,13 @@ class XlaBuffers:
 
 
 class CudaTransport:
-    """NVIDIA: an `engine.crossing.transport.Transport` with `enqueue`, which does not wait for the stream.
+    """An `engine.crossing.transport.Transport` for NVIDIA GPUs; its `enqueue` calls the host without waiting.
 
-    If the driver refuses a call during a run, the program ends with its error: the stream cannot recover.
+    If the driver refuses a call during a run, the program ends with the driver's error: the stream cannot recover.
 
     Args:
         driver: driver of the device on which the program runs.
-        buffers: reader of XLA's arguments.
+        buffers: accessor for XLA's arguments.
     """
 
     name = "cuda"
@@ -76,24 +76,24 @@ class CudaTransport:
 
     @property
     def arena(self) -> Arena:
-        """Memory, streams and events that are released at the end of the launch; available inside `running`."""
+        """Owner of the memory, streams and events of the launch; available only inside `running`."""
         if self._arena is None:
             raise RuntimeError(_NOT_OPEN)
         return self._arena
 
     @property
     def collector(self) -> Collector:
-        """The thread that calls functions after events; available inside `running`."""
+        """The thread that calls functions after events; available only inside `running`."""
         if self._collector is None:
             raise RuntimeError(_NOT_OPEN)
         return self._collector
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Open the transport for its one launch; at the end, wait until all emitted values arrived.
+        """Open the transport for its only launch; on exit, wait until all emitted values have arrived.
 
-        If some did not arrive, `failure` is set. After an interrupt (KeyboardInterrupt) the program still runs, so
-        nothing is released.
+        If some did not arrive, `failure` is set. After an interrupt (KeyboardInterrupt) the program is still running,
+        so nothing is released.
 
         Raises:
             BaseException: the exception of a host function or the driver, instead of the program's own error.
@@ -169,7 +169,7 @@ class CudaTransport:
     def enqueue(
         self, handler: Handler, results: Sequence[jax.ShapeDtypeStruct], *operands: jax.Array
     ) -> tuple[jax.Array, ...]:
-        """Insert a call of `handler` into the program and return its results; called while tracing."""
+        """Insert a call to `handler` into the program and return its results; called while tracing."""
         buffers, driver = self._buffers, self.driver
 
         def handle(context: Any, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
@@ -185,7 +185,7 @@ class CudaTransport:
                         [buffers.address_of(buffer) for buffer in outputs],
                     )
             except BaseException as error:
-                # XLA passes on only its text.
+                # XLA passes on only the text of the error.
                 self._raised = self._raised or error
                 raise
 
@@ -198,7 +198,7 @@ class CudaTransport:
 
 
 class _Layout:
-    """The layout of arrays in one block of bytes, each aligned."""
+    """The layout of several arrays in one block of bytes, each array aligned."""
 
     def __init__(self, shapes: Sequence[Any]) -> None:
         self._shapes = [(tuple(each.shape), np.dtype(each.dtype)) for each in shapes]
@@ -209,20 +209,20 @@ class _Layout:
         self.num_bytes = self._starts[-1]
 
     def arrays(self, block: NDArray[np.uint8]) -> list[Array]:
-        """Return the arrays in a block, as views."""
+        """Return views of the arrays in a block."""
         return [
             block[start : start + size].view(dtype).reshape(shape)
             for start, size, (shape, dtype) in zip(self._starts, self._sizes, self._shapes, strict=False)
         ]
 
     def copy_to_host(self, driver: CudaDriver, block: NDArray[np.uint8], sources: Sequence[int], stream: int) -> None:
-        """Enqueue the copies of the arrays from their device addresses to a page-locked block."""
+        """Enqueue copies of the arrays from their device addresses to a page-locked block."""
         for start, size, source in zip(self._starts, self._sizes, sources, strict=False):
             if size:
                 driver.copy_to_host(block.ctypes.data + start, source, size, stream)
 
     def copy_to_device(self, driver: CudaDriver, targets: Sequence[int], block: NDArray[np.uint8], stream: int) -> None:
-        """Enqueue the copies of the arrays from a page-locked block to their device addresses."""
+        """Enqueue copies of the arrays from a page-locked block to their device addresses."""
         for start, size, target in zip(self._starts, self._sizes, targets, strict=False):
             if size:
                 driver.copy_to_device(target, block.ctypes.data + start, size, stream)
@@ -235,23 +235,23 @@ class _Block:
 
 
 class _Blocks:
-    """A pool of page-locked blocks of one size, from one allocation; if all are in use, `take` waits for one."""
+    """A pool of page-locked blocks of equal size in one allocation; if all are in use, `take` waits for one."""
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
         self._most = _MOST_SMALL_BLOCKS if num_bytes <= _SMALL_BYTES else _MOST_LARGE_BLOCKS
         self._slab: NDArray[np.uint8] | None = None
-        self._num_made = 0
+        self._num_created = 0
         self._free: queue.SimpleQueue[_Block] = queue.SimpleQueue()
 
     def take(self, arena: Arena, collector: Collector) -> _Block:
-        """Return a free block; called from one thread at a time."""
+        """Return a free block, waiting for one if necessary; only one thread may call this at a time."""
         if self._slab is None:
             self._slab = arena.pinned(self._num_bytes * self._most)
             arena.at_close(self._forget)
-        if self._free.empty() and self._num_made < self._most:
-            start = self._num_made * self._num_bytes
-            self._num_made += 1
+        if self._free.empty() and self._num_created < self._most:
+            start = self._num_created * self._num_bytes
+            self._num_created += 1
             return _Block(self._slab[start : start + self._num_bytes], arena.event())
         return self._wait(collector)
 
@@ -260,7 +260,7 @@ class _Blocks:
         self._free.put(block)
 
     def _forget(self) -> None:
-        self._free, self._num_made, self._slab = queue.SimpleQueue(), 0, None
+        self._free, self._num_created, self._slab = queue.SimpleQueue(), 0, None
 
     def _wait(self, collector: Collector) -> _Block:
         deadline = time.monotonic() + _BLOCK_TIMEOUT_S
@@ -273,5 +273,5 @@ class _Blocks:
                 if time.monotonic() >= deadline:
                     raise TimeoutError(
                         f"the host must accept the program's records within {_BLOCK_TIMEOUT_S:g} s, but did not: "
-                        "check the terminal or the disk that they are written to"
+                        "check the terminal or disk to which they are written"
                     ) from None
