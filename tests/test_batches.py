@@ -103,16 +103,19 @@ PIXELS, LABELS = numbered(0)
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ([PIXELS, LABELS], r"a batch must be a tuple \(pixels, labels\); the source returned list"),
-        ((PIXELS,), r"a batch must be a tuple \(pixels, labels\); the source returned tuple"),
-        (None, r"a batch must be a tuple \(pixels, labels\); the source returned NoneType"),
+        ([PIXELS, LABELS], r"a batch must be a tuple \(pixels, labels\), but the source returned list"),
+        ((PIXELS,), r"a batch must be a tuple \(pixels, labels\), but the source returned tuple"),
+        (None, r"a batch must be a tuple \(pixels, labels\), but the source returned NoneType"),
         ((PIXELS.astype(np.int64), LABELS), r"pixels must be uint32 \[B, H, W\].* has int64 \[4, 2, 3\] for batch 0"),
         ((PIXELS[0], LABELS), r"pixels must be uint32 \[B, H, W\].* has uint32 \[2, 3\] for batch 0"),
-        ((PIXELS, LABELS[:3]), r"labels must be integers \[4\], one for each image; .* has int64 \[3\] for batch 0"),
+        (
+            (PIXELS, LABELS[:3]),
+            r"labels must be integers \[4\], one for each image, but .* has int64 \[3\] for batch 0",
+        ),
         ((PIXELS, LABELS * 1.0), r"labels must be integers \[4\].* has float64 \[4\] for batch 0"),
         ((PIXELS, LABELS > 1), r"labels must be integers \[4\].* has bool \[4\] for batch 0"),
-        ((PIXELS, LABELS - 1), r"labels must lie in 0 … 2; the batch source has -1 … 2 for batch 0"),
-        ((PIXELS, LABELS), r"labels must lie in 0 … 2; the batch source has 0 … 3 for batch 0"),
+        ((PIXELS, LABELS - 1), r"labels must lie in 0 … 2, but the batch source has -1 … 2 for batch 0"),
+        ((PIXELS, LABELS), r"labels must lie in 0 … 2, but the batch source has 0 … 3 for batch 0"),
     ],
 )
 def test_a_batch_of_another_form_is_refused(given, message):
@@ -122,7 +125,7 @@ def test_a_batch_of_another_form_is_refused(given, message):
 
 def test_a_label_beyond_int32_is_refused_where_no_classes_are_known():
     labels = np.array([0, 1, 2, 2**32], np.int64)
-    with pytest.raises(ValueError, match=r"labels must lie in 0 … 2147483647; the batch source has 0 … 4294967296"):
+    with pytest.raises(ValueError, match=r"labels must lie in 0 … 2147483647, but the batch source has 0 … 4294967296"):
         FunctionBatches(lambda step: (PIXELS, labels))
 
 
@@ -131,7 +134,8 @@ def test_every_batch_has_the_shape_of_the_first():
     filled(source, 0)
     filled(source, 1)
     message = (
-        r"every batch must have the shape of the first, \(4, 2, 3\); the batch source returned \(3, 2, 3\) for batch 2"
+        r"every batch must have the shape of the first, \(4, 2, 3\), "
+        r"but the batch source returned \(3, 2, 3\) for batch 2"
     )
     with pytest.raises(ValueError, match=message):
         filled(source, 2)

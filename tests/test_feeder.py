@@ -202,7 +202,7 @@ def test_shards_may_be_taken_at_once():
 
 
 def test_a_batch_must_split_evenly():
-    with pytest.raises(ValueError, match="batch must be a multiple of the 3 devices, got 4"):
+    with pytest.raises(ValueError, match="batch must be a multiple of the number of devices, 3, got 4"):
         Feeder(Source(), start_index=0, stop_index=1, depth=1, num_threads=1, timeout_s=1, num_shards=3)
 
 
@@ -239,7 +239,7 @@ def test_a_stalled_source_is_an_error_within_the_limit():
     go_on = threading.Event()
     source = Source(before=lambda step: go_on.wait(SOON_S) if step == 1 else None)
     message = (
-        r"^the batch of pull 2 must arrive within 0\.05 s, but did not: the source has stalled or is too slow; "
+        r"^the batch of pull 2 must arrive within 0\.05 s, but did not because the source has stalled or is too slow: "
         r"check the storage, or raise --infeed-timeout$"
     )
     with running(source, num_threads=1, timeout_s=0.05) as feeder:

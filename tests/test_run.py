@@ -129,8 +129,8 @@ def test_a_full_disk_under_a_sink_ends_the_run_and_the_other_sinks_get_every_los
         (lambda pixels, labels: (pixels.astype(np.int64), labels), r"pixels must be uint32 .* int64 \[8, 4, 4\]"),
         (lambda pixels, labels: (pixels, labels[:-1]), r"labels must be integers \[8\].* int64 \[7\] for batch 3"),
         (lambda pixels, labels: (pixels[:, :2], labels), r"shape of the first, .* returned \(8, 2, 4\) for batch 3"),
-        (lambda pixels, labels: (pixels, labels + CLASSES), r"labels must lie in 0 … 2; .* for batch 3"),
-        (lambda pixels, labels: pixels, r"a tuple \(pixels, labels\); the source returned ndarray"),
+        (lambda pixels, labels: (pixels, labels + CLASSES), r"labels must lie in 0 … 2, but .* for batch 3"),
+        (lambda pixels, labels: pixels, r"a tuple \(pixels, labels\), but the source returned ndarray"),
     ],
 )
 def test_a_wrong_batch_in_mid_run_is_named(bad, message):
@@ -287,7 +287,7 @@ def test_labels_are_held_to_the_models_classes_where_nothing_else_tells_them():
         return pixels, labels + (step >= when)
 
     for when in (0, 3):
-        with pytest.raises(ValueError, match=rf"labels must lie in 0 … 2; .* 3 for batch {when}"):
+        with pytest.raises(ValueError, match=rf"labels must lie in 0 … 2, but .* 3 for batch {when}"):
             train(toy_config(num_classes=None), model=Linear(), batches=batches)
 
 

@@ -234,7 +234,7 @@ def test_a_failing_evaluation_source_ends_the_run_and_no_half_evaluation_is_told
 
 def test_labels_of_an_evaluation_set_are_checked():
     pixels, labels = evaluation_set(9)
-    with pytest.raises(ValueError, match=r"labels must lie in 0 … 2; the evaluation set has .* … 3"):
+    with pytest.raises(ValueError, match=r"labels must lie in 0 … 2, but the evaluation set has .* … 3"):
         train(toy_config(), model=Linear(), batches=toy_batch, evaluation=(pixels, np.full(9, CLASSES)))
     with pytest.raises(ValueError, match=r"pixels must be uint32 .* the evaluation set has float64"):
         train(toy_config(), model=Linear(), batches=toy_batch, evaluation=(pixels / 2, labels))

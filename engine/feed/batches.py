@@ -1,4 +1,4 @@
-"""Batch sources: the protocol, and sources of random pixels, of arrays, and of a user's function.
+"""Batch sources: the protocol, and sources for random pixels, arrays in memory, and a user's function.
 
 A batch source fills the buffers of one batch, addressed only by its index, so that a resumed run sees the same batches
 as an uninterrupted one. Does not depend on rings, threads or devices.
@@ -16,7 +16,7 @@ type BatchFunction = Callable[[int], tuple[Any, Any]]
 type EvaluationArrays = tuple[Any, Any]
 
 PADDING_LABEL = -1
-"""Label of a padding row in the last batch of an evaluation: it is not counted."""
+"""Label of a padding row in the last batch of an evaluation; padding rows are not counted."""
 
 
 class BatchSource(Protocol):
@@ -24,7 +24,7 @@ class BatchSource(Protocol):
 
     Attributes:
         batch, height, width: the shape of every batch, B images of H × W pixels.
-        thread_safe: whether `fill` may be called by several threads at once and in any order of batches.
+        thread_safe: whether several threads may call `fill` at once, for batches in any order.
     """
 
     batch: int
@@ -36,37 +36,37 @@ class BatchSource(Protocol):
         """Write batch `batch_index` (from 0) into uint32 [B, H, W] packed pixels and int32 [B] labels.
 
         If the source has an attribute `row_words` that differs from its width, the pixels are in the dense layout,
-        uint32 [B, H, row_words] (`preprocess.pixels`); a wrapper of such a source must have the attribute too.
+        uint32 [B, H, row_words] (`preprocess.pixels`). A wrapper of this kind of source must have the attribute too.
         """
         ...
 
 
 def row_words(source: BatchSource) -> int:
-    """Return the words per row of a source's pixels: its `row_words` if it has the dense layout, else its width."""
+    """Return the number of words per row of pixels: the source's `row_words` if it has any, else its width."""
     return int(getattr(source, "row_words", source.width))
 
 
 class Lent(Protocol):
-    """Images in the source's own memory, instead of copies."""
+    """Images lent from the source's own memory, without a copy."""
 
     @property
     def images(self) -> Sequence[NDArray[np.uint32]]:
-        """The B images, uint32 [H, words of a row] each, valid until the step is done."""
+        """The B images, uint32 [H, words per row] each, valid until the step is done."""
         ...
 
     def check(self) -> None:
-        """Check, after the copy, that the images were valid all the time; raise the source's error otherwise."""
+        """Raise the source's error if the images became invalid while they were copied; called after the copy."""
         ...
 
 
 @runtime_checkable
 class LendingSource(Protocol):
-    """A `BatchSource` that may already have its images in memory, so that they are copied only once."""
+    """A `BatchSource` whose images may already be in memory, so that they are copied only once."""
 
     def lend(self, batch_index: int, labels: Labels, *, timeout_s: float) -> Lent | None:
         """Write the labels of a batch and return its images, or return None if that batch needs `fill`.
 
-        With None the labels are undefined.
+        If the result is None, the labels are undefined.
         """
         ...
 
@@ -76,12 +76,12 @@ class CheckedSource(Protocol):
     """A `BatchSource` that can detect afterwards whether its files were changed while it read them."""
 
     def check_unchanged(self) -> None:
-        """Raise an error if a change of the files may have altered batches; called after the last batch."""
+        """Raise an error if changes to the files may have altered any batch; called after the last batch."""
         ...
 
 
 class EvaluationSource(BatchSource, Protocol):
-    """A source whose every `num_batches` batches hold each image of a split once.
+    """A source that returns each image of a split once in every `num_batches` consecutive batches.
 
     Batch b of evaluation e has the index e · num_batches + b; padding rows of the last batch have the label
     PADDING_LABEL.
@@ -91,16 +91,16 @@ class EvaluationSource(BatchSource, Protocol):
 
 
 class ArrayBatches:
-    """An evaluation set in memory: the images of two arrays in order, repeated endlessly.
+    """An evaluation set in memory: an array of images and an array of labels, in order, repeated endlessly.
 
     Args:
         pixels: uint32 [N, H, W], packed.
         labels: integers [N].
         batch: images per batch.
-        num_classes: K; labels must lie in 0 … K - 1. None accepts every int32 from 0.
+        num_classes: K; labels must lie in 0 … K - 1. None accepts every nonnegative int32.
 
     Raises:
-        ValueError: if the arrays do not have this form.
+        ValueError: if the arrays do not have these shapes, dtypes and labels.
     """
 
     thread_safe = True
@@ -120,7 +120,7 @@ class ArrayBatches:
 
 
 class SyntheticBatches:
-    """Random pixels and labels, a function of (seed, batch index), to measure the loop without a data set."""
+    """Random pixels and labels, determined by (seed, batch index), for measuring the loop without a data set."""
 
     thread_safe = True
 
@@ -129,9 +129,9 @@ class SyntheticBatches:
         self._num_classes, self._seed = num_classes, seed
 
     def fill(self, batch_index: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:  # noqa: ARG002
-        """Draw the batch; never waits."""
-        # The seed always has two words: SeedSequence concatenates the words of its integers and pads with zeros, so
-        # that [2**32, 0] and [0, 1] would draw the same batch.
+        """Draw the batch; this never waits, so `timeout_s` is ignored."""
+        # Always pass the seed as two words: SeedSequence concatenates the words of its integers and pads them with
+        # zeros, so that [2**32, 0] and [0, 1] would otherwise draw the same batch.
         words = [self._seed & 0xFFFFFFFF, self._seed >> 32, batch_index]
         random = np.random.Generator(np.random.SFC64(words))
         labels[...] = random.integers(self._num_classes, size=self.batch, dtype=np.int32)
@@ -142,13 +142,13 @@ class SyntheticBatches:
 class FunctionBatches:
     """Batches from a user's function: batch index (from 0) → (uint32 [B, H, W] pixels, integer [B] labels).
 
-    The function is called once for each batch, in order, from one thread. It is called for batch `first_index` at
-    once, because the batch's shape is part of the program; that batch is kept until it is filled.
+    The function is called once for each batch, in order, from one thread. The constructor calls it for batch
+    `first_index`, because the shape of a batch is part of the program, and keeps the result until `fill`.
 
     Args:
         function: the user's function.
         first_index: index of the run's first batch.
-        num_classes: K; labels must lie in 0 … K - 1. None accepts every int32 from 0.
+        num_classes: K; labels must lie in 0 … K - 1. None accepts every nonnegative int32.
 
     Raises:
         ValueError: if a batch does not have the stated form; exceptions of the function pass through.
@@ -162,18 +162,18 @@ class FunctionBatches:
         self.batch, self.height, self.width = self._first[1].shape
 
     def fill(self, batch_index: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:  # noqa: ARG002
-        """Copy the function's batch; the feeder limits the wait for a function that does not return."""
+        """Copy the batch that the function returns; the feeder limits the time it may take."""
         first, self._first = self._first, None
         given_pixels, given_labels = first[1:] if first and first[0] == batch_index else self._call(batch_index)
         if given_pixels.shape != pixels.shape:
             raise ValueError(
-                f"every batch must have the shape of the first, {pixels.shape}; "
+                f"every batch must have the shape of the first, {pixels.shape}, but "
                 f"the batch source returned {given_pixels.shape} for batch {batch_index}"
             )
         pixels[...], labels[...] = given_pixels, given_labels
 
     def limit_labels(self, num_classes: int) -> None:
-        """Set K, before the run; raise ValueError if the first batch has a label outside 0 … K - 1."""
+        """Set K, the number of classes; raise ValueError if the first batch has a label outside 0 … K - 1."""
         self._num_classes = num_classes
         if self._first is not None:
             batch_index, pixels, labels = self._first
@@ -191,26 +191,28 @@ class FunctionBatches:
     def _call(self, batch_index: int) -> tuple[Pixels, Labels]:
         given = self._function(batch_index)
         if not isinstance(given, tuple) or len(given) != 2:
-            raise ValueError(f"a batch must be a tuple (pixels, labels); the source returned {type(given).__name__}")
+            raise ValueError(
+                f"a batch must be a tuple (pixels, labels), but the source returned {type(given).__name__}"
+            )
         return self._check(*given, batch_index)
 
 
 def _checked(
     pixels: Any, labels: Any, *, num_classes: int | None, origin: str, suffix: str = ""
 ) -> tuple[Pixels, Labels]:
-    """Return uint32 [B, H, W] pixels and int32 [B] labels, or raise a ValueError that states what is wrong."""
+    """Check a batch and return uint32 [B, H, W] pixels and int32 [B] labels; raise ValueError if it is invalid."""
     pixels, labels = np.asarray(pixels), np.asarray(labels)
     if pixels.dtype != np.uint32 or pixels.ndim != 3:
         raise ValueError(
-            f"pixels must be uint32 [B, H, W], packed R<<24 | G<<16 | B<<8 (preprocess.pack_rgb); "
+            f"pixels must be uint32 [B, H, W], packed R<<24 | G<<16 | B<<8 (preprocess.pack_rgb), but "
             f"{origin} has {pixels.dtype} {list(pixels.shape)}{suffix}"
         )
     if not np.issubdtype(labels.dtype, np.integer) or labels.shape != pixels.shape[:1]:
         raise ValueError(
-            f"labels must be integers [{pixels.shape[0]}], one for each image; "
+            f"labels must be integers [{pixels.shape[0]}], one for each image, but "
             f"{origin} has {labels.dtype} {list(labels.shape)}{suffix}"
         )
     highest = np.iinfo(np.int32).max if num_classes is None else num_classes - 1
     if labels.size and not 0 <= labels.min() <= labels.max() <= highest:
-        raise ValueError(f"labels must lie in 0 … {highest}; {origin} has {labels.min()} … {labels.max()}{suffix}")
+        raise ValueError(f"labels must lie in 0 … {highest}, but {origin} has {labels.min()} … {labels.max()}{suffix}")
     return pixels, labels.astype(np.int32)

@@ -1,8 +1,8 @@
-"""The ring of batches that threads fill ahead of the device.
+"""A ring of batches in host memory, which threads fill ahead of the device.
 
 Owns the slots, their states (empty → filling → ready → taken by every shard → empty) and the threads; does not depend
-on jax. Memory is bounded: `depth` batches, allocated once. Every wait for a batch checks that the worker threads live,
-and has a time limit; an exception of the source is kept in its slot and raised when that batch is taken.
+on jax. Memory is bounded: `depth` batches, allocated once. Every wait for a batch checks that the worker threads are
+alive, and has a time limit. An exception of the source is kept in the slot and raised when that batch is taken.
 """
 
 import math
@@ -17,9 +17,9 @@ from engine.feed.batches import BatchSource, Labels, LendingSource, Lent, Pixels
 from engine.feed.row_copies import RowCopies
 from engine.settings import SettingError
 
-# How often a wait checks whether the workers live and whether it was cancelled.
+# How often a wait checks whether the workers are alive and whether it was cancelled.
 _LOOK_EVERY_S = 0.25
-# How long `close` waits for all threads together: a stalled store may block every one of them.
+# How long `close` waits for all threads together: stalled storage may block all of them.
 _CLOSE_TIMEOUT_S = 1.0
 # Batches of a few kilobytes are read further ahead: switching threads costs more than filling such a batch.
 _LEAST_DEPTH = 4
@@ -28,11 +28,11 @@ _MOST_SMALL_BATCHES = 64
 
 
 class FeederError(RuntimeError):
-    """The next batch is not available: its source is too slow, the reader threads have ended, or the ring is closed."""
+    """Failure to deliver a batch: its source is too slow, the reader threads have ended, or the ring is closed."""
 
 
 def batch_bytes(source: BatchSource) -> int:
-    """Return the host memory of one batch of a source, in bytes."""
+    """Return the size of a source's batch in host memory, in bytes."""
     return source.batch * (source.height * row_words(source) + 1) * 4
 
 
@@ -40,7 +40,7 @@ def ring_depth(source: BatchSource, prefetch: int | None, chunk: int = 1) -> int
     """Return the number of batches to read ahead.
 
     It is `prefetch` if given, else the largest of 4, two chunks, and as many batches as fit into a megabyte, up to 64.
-    The last does not apply to a source that is not thread-safe, such as a user's function.
+    The last of these does not apply to a source that is not thread-safe, such as a user's function.
     """
     if prefetch is not None:
         return prefetch
@@ -66,13 +66,13 @@ class _Slot:
         self.shards_to_take = 0
 
     def release_memory(self) -> None:
-        """Drop the memory and the batch in it."""
+        """Release the memory and the batch in it."""
         self.batch_index, self.block = -1, self.block[:0].copy()
         self.pixels, self.labels = self.pixels[:0].copy(), self.labels[:0].copy()
 
 
 class Feeder:
-    """Reader of batches `start_index` … `stop_index` - 1 ahead of the program, each exactly once.
+    """A reader of batches `start_index` … `stop_index` - 1, each exactly once, ahead of the program.
 
     Args:
         source: fills a slot with a batch.
@@ -80,15 +80,15 @@ class Feeder:
         depth: slots of the ring, each the size of a batch.
         num_threads: threads that fill slots, and threads that copy a large batch in `take`. A source that is not
             thread-safe is always read by one thread.
-        num_shards: parts of a batch that are taken separately, each batch / num_shards images.
+        num_shards: parts of a batch that are taken separately, of batch / num_shards images each.
         timeout_s: longest wait of `take`, in seconds.
         name_batch: batch index → name of the batch in messages.
-        allocate: allocates the memory of a slot. Every batch is then in its slot, none in memory lent by the source,
-            so that a device can copy from it. None uses NumPy's memory and allows lending.
+        allocate: allocates the memory of a slot, from which a device can copy. Every batch is then in its slot, none in
+            memory lent by the source. None uses NumPy's memory and allows lending.
 
     Attributes:
-        shard_batch: b, images of a shard.
-        shard_shape: shape of a shard's pixels, [b, H, words of a row].
+        shard_batch: b, number of images in a shard.
+        shard_shape: shape of a shard's pixels, [b, H, words per row].
         is_dense: whether the pixels are in the dense layout.
         depth: number of slots, at most the number of batches.
         most_borrowed: batches that may be between `borrow` and `give_back` while the next is filled.
@@ -111,7 +111,7 @@ class Feeder:
         if source.batch % num_shards:
             raise SettingError(
                 "batch",
-                "{setting} must be a multiple of the {num_devices} devices, got {found}",
+                "{setting} must be a multiple of the number of devices, {num_devices}, got {found}",
                 num_devices=num_shards,
                 found=source.batch,
             )
@@ -123,8 +123,8 @@ class Feeder:
         self.timeout_s, self._name_batch = timeout_s, name_batch
         self.depth = max(1, min(depth, stop_index - start_index))
         self._num_threads = min(num_threads, self.depth) if source.thread_safe else 1
-        # A worker woken for every free slot would take the GIL from the program at every step, so workers wake for
-        # half of the ring; but if the workers can fill all slots at once, none may wait for a second slot.
+        # A worker woken for every free slot would take the GIL from the program at every step, so workers wake once
+        # half of the ring is free; but if the workers can fill all slots at once, none may wait for a second slot.
         self._least_free = max(1, min(self.depth // 2, self.depth - self._num_threads))
         self.most_borrowed = self.depth - self._least_free
         self._allocate = allocate
@@ -132,15 +132,15 @@ class Feeder:
         self._slots: list[_Slot] = []
         self._threads: list[threading.Thread] = []
         self._guard = threading.Lock()
-        self._filled = threading.Condition(self._guard)  # takers wait for a batch, or for the close
-        self._emptied = threading.Condition(self._guard)  # workers wait for a free slot, or for the close
+        self._filled = threading.Condition(self._guard)  # takers wait for a batch or the close
+        self._emptied = threading.Condition(self._guard)  # workers wait for a free slot or the close
         self._next_fill = start_index  # guarded by _guard, as are the following
         self._next_release = start_index
         self._num_waiting = 0
         self._closed = False
 
     def start(self) -> None:
-        """Allocate the ring and start to read ahead; called once."""
+        """Allocate the ring and start reading ahead; call it once."""
         source, allocate = self._source, self._allocate or (lambda num_bytes: np.zeros(num_bytes, np.uint8))
         self._slots = [_Slot(source.batch, source.height, row_words(source), allocate) for _ in range(self.depth)]
         for number in range(self._num_threads):
@@ -158,11 +158,11 @@ class Feeder:
         *,
         is_cancelled: Callable[[], bool] = lambda: False,
     ) -> float | None:
-        """Copy a shard of a batch out of the ring; batches must be taken in order, shards in any order.
+        """Copy a shard of a batch out of the ring; batches must be taken in order, the shards of a batch in any order.
 
         Args:
             batch_index, shard: address of the shard.
-            pixels, labels: uint32 [b, H, words of a row] and int32 [b], b = batch / num_shards; written.
+            pixels, labels: uint32 [b, H, words per row] and int32 [b], b = batch / num_shards; written.
             is_cancelled: called a few times a second while waiting for the batch.
 
         Returns:
@@ -195,8 +195,8 @@ class Feeder:
     def borrow(self, batch_index: int, *, is_cancelled: Callable[[], bool]) -> NDArray[np.uint8] | None:
         """Wait for a batch, without a time limit, and return its memory: uint8, pixels followed by labels.
 
-        Requires num_shards = 1 and calls in order. The memory stays unchanged until `give_back`. None if the wait was
-        cancelled.
+        Requires num_shards = 1 and calls in the order of the batches. The memory stays unchanged until `give_back`.
+        Returns None if the wait was cancelled.
 
         Raises:
             FeederError: if the batch can never arrive.
@@ -209,13 +209,13 @@ class Feeder:
         return slot.block
 
     def give_back(self, batch_index: int) -> None:
-        """Return the memory of a borrowed batch to the ring; called in order."""
+        """Return the memory of a borrowed batch to the ring; batches must be given back in order."""
         self._release(self._slots[batch_index % self.depth])
 
     def close(self) -> None:
-        """Stop the threads; may be called again.
+        """Stop the threads; safe to call repeatedly.
 
-        Waits at most a second for all of them: a source may never return, and the threads are daemons.
+        Waits at most a second for all of them together, because a source may never return; the threads are daemons.
         """
         with self._filled:
             self._closed = True
@@ -242,7 +242,7 @@ class Feeder:
                     self._emptied.notify(num_free)
 
     def _wait(self, slot: _Slot, batch_index: int, is_cancelled: Callable[[], bool], deadline: float) -> bool:
-        """Wait until batch `batch_index` is in its slot; return False if cancelled.
+        """Wait until batch `batch_index` is in its slot; return False if the wait is cancelled.
 
         Raises:
             FeederError: if the deadline has passed, or no reader thread is left.
@@ -263,18 +263,18 @@ class Feeder:
         return True
 
     def _raise_failure(self, slot: _Slot, batch_index: int) -> None:
-        """Raise the source's exception for this batch, or FeederError if the ring was closed before it arrived."""
+        """Raise the source's exception for this batch, if any, or FeederError if the ring closed before it arrived."""
         if slot.failure is not None:
             raise slot.failure
         if slot.batch_index != batch_index:
             raise FeederError(f"the feeder was closed while {self._name_batch(batch_index)} waited for its batch")
 
     def check_is_in_time(self, batch_index: int, deadline: float) -> None:
-        """Raise FeederError if the deadline of a missing batch has passed, by perf_counter's clock."""
+        """Raise FeederError if the deadline of a missing batch, a time of `time.perf_counter`, has passed."""
         if time.perf_counter() >= deadline:
             raise FeederError(
-                f"the batch of {self._name_batch(batch_index)} must arrive within {self.timeout_s:g} s, but did not: "
-                "the source has stalled or is too slow; check the storage, or raise --infeed-timeout"
+                f"the batch of {self._name_batch(batch_index)} must arrive within {self.timeout_s:g} s, but did not "
+                "because the source has stalled or is too slow: check the storage, or raise --infeed-timeout"
             )
 
     def _check_can_arrive(self, batch_index: int, deadline: float) -> None:
@@ -285,7 +285,7 @@ class Feeder:
             )
 
     def _work(self) -> None:
-        """Run a worker: claim the next batch and fill its slot, until all batches are read or the ring closes."""
+        """Claim batches and fill their slots until all are read or the ring closes; the body of a worker thread."""
         lender = self._source if self._allocate is None and isinstance(self._source, LendingSource) else None
         while (claimed := self._claim()) is not None:
             batch_index, slot = claimed
@@ -304,7 +304,7 @@ class Feeder:
                 return
 
     def _claim(self) -> tuple[int, _Slot] | None:
-        """Claim the next batch for this thread once its slot is empty; return None if no batch is left."""
+        """Wait until the slot of the next batch is empty and claim the batch; return None if no batch is left."""
         with self._guard:
             # Without a time limit, because a step may take an hour; close() ends the wait.
             while not self._closed and self._next_fill < self.stop_index:

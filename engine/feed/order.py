@@ -1,6 +1,6 @@
-"""The order of the endless stream of training images: position → image.
+"""The order of the endless stream of training images, as a function from positions to images.
 
-Owns the keyed permutation of each epoch; does not depend on pixels, shards or batches' contents. Position
+Owns the keyed permutation of each epoch; does not depend on pixels, shards or the contents of batches. Position
 p = batch_index · batch + i; epoch = p // N; image = permutation(seed, epoch)(p mod N). The permutation is evaluated per
 index in O(1) memory, so a set of 1e8 images costs no more than one of ten.
 """
@@ -19,7 +19,7 @@ _SEED_BITS = 63
 
 @dataclass(frozen=True)
 class EpochOrder:
-    """The order of a set of `num_images` images under `seed`; every epoch has every image exactly once.
+    """The order of `num_images` images, determined by `seed`; every epoch contains every image exactly once.
 
     Attributes:
         num_images: N ≥ 1, the number of images in the set.
@@ -34,7 +34,7 @@ class EpochOrder:
 
     def __post_init__(self) -> None:
         if self.num_images < 1:
-            raise ValueError(f"num_images must be at least 1, got {self.num_images}: the split holds no image")
+            raise ValueError(f"num_images must be at least 1, got {self.num_images}: the split contains no images")
         if not 0 <= self.seed < 2**_SEED_BITS:
             raise ValueError(f"seed must lie in 0 … 2**{_SEED_BITS} - 1, got {self.seed}")
 
@@ -55,7 +55,7 @@ class EpochOrder:
         return images
 
     def batch(self, batch_index: int, batch: int) -> NDArray[np.int64]:
-        """Return the images of one batch: int64 [batch], beginning at position batch_index · batch."""
+        """Return the images of one batch, int64 [batch], which begins at position batch_index · batch."""
         return self.images_at(np.arange(batch_index * batch, (batch_index + 1) * batch, dtype=np.int64))
 
     def _permute(self, offsets: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
@@ -76,14 +76,14 @@ class EpochOrder:
 
 
 def _round_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
-    """Hash the pair (seed, epoch) to uint64 [rounds]; little-endian, so that the order is the same on every machine."""
+    """Hash (seed, epoch) to the round keys, uint64 [rounds], in a byte order that is the same on every machine."""
     words = seed.to_bytes(8, "little") + epoch.to_bytes(8, "little")
     digest = hashlib.blake2b(words, digest_size=8 * _ROUNDS, person=b"feedloop-order").digest()
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
 
 def _feistel(values: NDArray[np.uint64], keys: NDArray[np.uint64], half: int) -> NDArray[np.uint64]:
-    """Apply the balanced Feistel network to uint64 [n] values below 2**(2·half)."""
+    """Apply a balanced Feistel network, one round per key, to uint64 [n] values below 2**(2·half)."""
     shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
     left, right = values >> shift, values & mask
     for key in keys:

@@ -1,4 +1,4 @@
-"""Copies of a batch's images into the program's buffer, by several threads if that is faster.
+"""Copying of a batch's images into the program's buffer, with several threads if that is faster.
 
 One core does not saturate the memory bandwidth, least of all from pages scattered over mapped files. Does not depend
 on rings or steps.
@@ -21,7 +21,7 @@ type _Part = tuple[Rows, NDArray[np.uint32], Future[None]]
 
 
 class RowCopies:
-    """A pool of up to `num_threads` copying threads, including the caller's; the others start when first needed.
+    """A pool of up to `num_threads` threads for copying, including the caller's; the others start when first needed.
 
     Thread-safe. The threads are daemons: a page that never arrives must not keep the process alive.
     """
@@ -30,14 +30,14 @@ class RowCopies:
         self._num_others = num_threads - 1
         self._parts: queue.SimpleQueue[_Part | None] = queue.SimpleQueue()
         self._guard = threading.Lock()
-        self._num_started = 0  # guarded by _guard, as is the next
+        self._num_started = 0  # guarded by _guard, as is the following
         self._is_closed = False
 
     def copy(self, rows: Rows, pixels: NDArray[np.uint32]) -> None:
-        """Copy `rows`, b images uint32 [H, words of a row] in one array or in several, to `pixels` [b, H, …].
+        """Copy `rows`, b images of uint32 [H, words per row] in one or several arrays, to `pixels` [b, H, …].
 
-        Returns or raises only when no thread writes any more, because the memory of `pixels` then belongs to the
-        program again. There is no time limit, as a copy has none.
+        Returns or raises only after every thread has stopped writing, because the memory of `pixels` then belongs to
+        the program again. There is no time limit, because a copy cannot have one.
         """
         num_parts = pixels.nbytes // _LEAST_PART_BYTES
         if num_parts > 1:
@@ -60,7 +60,7 @@ class RowCopies:
                 raise failure
 
     def close(self) -> None:
-        """Let the threads end after the parts already submitted; may be called again."""
+        """End the threads after the parts already submitted; safe to call repeatedly."""
         with self._guard:
             if not self._is_closed:
                 self._is_closed = True
@@ -68,7 +68,7 @@ class RowCopies:
                     self._parts.put(None)
 
     def _start(self, num_wanted: int) -> int:
-        """Start missing threads; return how many exist, fewer than wanted if the system refuses to start one."""
+        """Start missing threads and return how many exist: fewer than wanted if the system refuses to start one."""
         with self._guard:
             while self._num_started < num_wanted and not self._is_closed:
                 name = f"row-copies-{self._num_started}"
@@ -80,7 +80,7 @@ class RowCopies:
             return self._num_started
 
     def _submit(self, rows: Rows, pixels: NDArray[np.uint32], copies: list[Future[None]]) -> bool:
-        """Submit a part to the threads; return False if the pool is closed."""
+        """Submit a part of a copy to the threads; return False if the pool is closed."""
         with self._guard:
             if self._is_closed:
                 return False
@@ -93,7 +93,7 @@ class RowCopies:
             rows, pixels, copied = part
             try:
                 _copy(rows, pixels)
-            except BaseException as error:  # noqa: BLE001 - raised to the caller
+            except BaseException as error:  # noqa: BLE001 - raised in the caller
                 copied.set_exception(error)
             else:
                 copied.set_result(None)
