@@ -52,7 +52,7 @@ def test_numbers_become_pythons_own():
         ({"crop_padding": -1, "crop": "random"}, "crop_padding must be an integer from 0"),
         (
             {"crop": "random", "padding_mode": "reflect"},
-            "padding_mode reflect requires a crop_padding, got crop_padding 0: set",
+            "padding_mode reflect requires crop_padding above 0, got crop_padding 0: set",
         ),
         ({"crop_padding": 4}, "crop_padding requires crop random, got crop_padding 4 with crop centre: set"),
         ({"horizontal_flip": 1.01}, r"horizontal_flip must be a number in 0 … 1, got 1.01"),
@@ -104,7 +104,7 @@ def test_output_shapes(settings, stored, shape):
     [
         ({"size": 33}, "a centre crop must fit into the stored image, got size 33 for 32×32 px: set a smaller"),
         ({"crop": "random", "size": 41, "crop_padding": 4}, "a random crop must fit .* px with 4 px of padding"),
-        ({"crop": "random"}, "needs more than one possible place, got size 32×32 .* set a crop_padding"),
+        ({"crop": "random"}, "needs more than one possible place, got size 32×32 .* set crop_padding"),
         ({"crop": "random", "crop_padding": 32, "padding_mode": "reflect"}, "narrower than the image, got crop_pad"),
     ],
 )

@@ -1,1 +1,1 @@
-"""Augmentation on the device: settings, positions that key the draws, crops, colour, mixing, erasing."""
+"""Augmentation on the device: settings, random numbers by position, crops, colour, mixing and erasing."""

@@ -1,8 +1,8 @@
 """The augmentation pipeline on the device, between the infeed and the network.
 
-Every draw is a function of (seed, position), see `engine.images.positions`; the host sends the same packed words
-whatever the settings. Up to the normalisation all arithmetic on pixels is exact, so that no batch size, sharding or
-kernel changes a bit of it. Does not depend on the loop.
+Every random draw is a function of (seed, position), see `engine.images.positions`; the host sends the same packed words
+whatever the settings. Up to the normalisation all arithmetic on pixels is exact, so that batch size, sharding and
+kernels do not change a single bit. Does not depend on the loop.
 """
 
 import jax
@@ -36,8 +36,8 @@ def augment_images(
     Args:
         augmentation: the settings, static.
         pixels: uint32 [b, H, W], packed.
-        positions: positions of the images, see `engine.images.positions`. If images are mixed, the first must be even;
-            it is if every device takes the same even number of images.
+        positions: positions of the images, see `engine.images.positions`. If images are mixed, the first must be even,
+            as it is if every device takes the same even number of images.
         seed_words: uint32 [2], the seed's high and low half.
         scale: mean and standard deviation of the pixels.
 
@@ -69,20 +69,21 @@ def augment_images(
 
 
 def make_targets(labels: jax.Array, own_share: jax.Array | None, num_classes: int) -> jax.Array:
-    """Return the targets float32 [b, K] of int32 [b] labels, mixed as `augment_images` mixed the images.
+    """Convert int32 [b] labels to targets, float32 [b, K], mixed as `augment_images` mixed the images.
 
-    Rows sum to 1. A label outside 0 … K - 1 makes its row NaN, and its partner's if images are mixed, and so the loss.
+    Rows sum to 1. A label outside 0 … K - 1 makes its row NaN, and so the loss; if images are mixed,
+    also the row of its partner.
     """
     targets = one_hot_or_nan(labels, num_classes)
     return targets if own_share is None else mix_targets(targets, own_share)
 
 
 def prepare_for_evaluation(pixels: jax.Array, size: int | None, scale: PixelScale) -> jax.Array:
-    """Return the centre crop of packed uint32 [b, H, W], normalised, as the network is evaluated on it.
+    """Centre-crop and normalise packed images, uint32 [b, H, W], for evaluation.
 
     Args:
         pixels: uint32 [b, H, W], packed.
-        size: height and width of the crop; None is the whole image.
+        size: height and width of the crop, in pixels; None uses the whole image.
         scale: mean and standard deviation of the pixels.
 
     Returns:
@@ -95,7 +96,7 @@ def prepare_for_evaluation(pixels: jax.Array, size: int | None, scale: PixelScal
 
 
 def one_hot_or_nan(labels: jax.Array, num_classes: int) -> jax.Array:
-    """Return int32 [b] labels as one-hot float32 [b, K]; NaN for a label out of range, so that the loss shows it."""
+    """Convert int32 [b] labels to one-hot float32 [b, K]; a label out of range gives NaN, which the loss shows."""
     one_hot = jax.nn.one_hot(labels, num_classes, dtype=jnp.float32)
     is_class = (labels >= 0) & (labels < num_classes)
     return jnp.where(is_class[:, None], one_hot, jnp.nan)
@@ -115,7 +116,7 @@ def _crop(augmentation: Augmentation, pixels: jax.Array, keys: jax.Array) -> jax
 
 
 def jitter_colours(augmentation: Augmentation, pixels: jax.Array, keys: jax.Array) -> jax.Array:
-    """Jitter brightness, contrast, saturation and hue of packed pixels, in this order, each if its strength is set."""
+    """Jitter brightness, contrast, saturation and hue of packed pixels in this order, each unless its strength is 0."""
     strengths = (
         (Purpose.BRIGHTNESS, augmentation.brightness, change_brightness),
         (Purpose.CONTRAST, augmentation.contrast, change_contrast),

@@ -14,7 +14,7 @@ from engine.images.positions import to_index, to_unit
 NUM_ATTEMPTS = 10
 """Sizes tried before the draw of a box fails, as in torchvision."""
 BLOCKS_OF_BOX = NUM_ATTEMPTS + 1
-"""Blocks of random words that `draw_boxes` needs: one per attempt, one for the place."""
+"""Blocks of random words that `draw_boxes` needs: one per attempt and one for the place."""
 
 
 class Boxes(NamedTuple):
@@ -31,11 +31,11 @@ class Boxes(NamedTuple):
 
 
 class BoxRule(NamedTuple):
-    """Which boxes may be drawn in an image.
+    """Limits on the boxes that may be drawn in an image.
 
     Attributes:
-        area_range: least and largest fraction of the image's area; uniform between them.
-        ratio_range: least and largest width / height; log-uniform between them.
+        area_range: least and largest fraction of the image's area; drawn uniformly.
+        ratio_range: least and largest width / height; drawn log-uniformly.
         longest: largest height and width in pixels, inclusive.
     """
 
@@ -45,15 +45,15 @@ class BoxRule(NamedTuple):
 
 
 def draw_boxes(words: jax.Array, rule: BoxRule, height: int, width: int) -> tuple[Boxes, jax.Array]:
-    """Draw a box in each image: the first of ten sizes that fits, at a uniform place.
+    """Draw a box in each image: the first of ten random sizes that fits, at a uniformly random place.
 
     Args:
         words: uint32 [b, BLOCKS_OF_BOX, 2], uniform.
-        rule: which boxes may be drawn.
-        height, width: of the images, in pixels.
+        rule: limits on the boxes.
+        height, width: size of the images, in pixels.
 
     Returns:
-        The boxes, and bool [b], False if none of the ten sizes fitted; such a box is meaningless.
+        The boxes, and bool [b], False where none of the ten sizes fitted and the box is meaningless.
     """
     shares, stretches = to_unit(words[:, :NUM_ATTEMPTS, 0]), to_unit(words[:, :NUM_ATTEMPTS, 1])
     least, largest = rule.area_range
@@ -74,7 +74,7 @@ def draw_boxes(words: jax.Array, rule: BoxRule, height: int, width: int) -> tupl
 
 
 def mask_boxes(boxes: Boxes, height: int, width: int) -> jax.Array:
-    """Return a mask, bool [b, height, width], True inside the boxes."""
+    """Return a mask, bool [b, height, width], that is True inside the boxes."""
     rows = jnp.arange(height) - boxes.top[:, None]
     columns = jnp.arange(width) - boxes.left[:, None]
     in_rows = (rows >= 0) & (rows < boxes.height[:, None])

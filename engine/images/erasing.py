@@ -9,13 +9,13 @@ from engine.images.positions import to_choice
 # Zhong et al. (2020), arXiv:1708.04896, and torchvision's RandomErasing.
 AREA_RANGE = (0.02, 0.33)
 RATIO_RANGE = (1 / 3.3, 1 / 0.3)
-"""Of width / height: torchvision draws height / width in 0.3 … 3.3."""
+"""Range of width / height; torchvision draws height / width in 0.3 … 3.3."""
 
 BLOCKS_OF_ERASING = 1 + BLOCKS_OF_BOX
 
 
 def draw_erased(words: jax.Array, height: int, width: int, probability: float) -> jax.Array:
-    """Draw a mask of what is erased, bool [b, height, width], from uint32 [b, BLOCKS_OF_ERASING, 2] uniform words.
+    """Draw the mask of erased pixels, bool [b, height, width], from uniform uint32 [b, BLOCKS_OF_ERASING, 2] words.
 
     A rectangle is smaller than the image in both directions; if none of ten sizes fits, nothing is erased.
     """
@@ -25,5 +25,5 @@ def draw_erased(words: jax.Array, height: int, width: int, probability: float) -
 
 
 def erase(images: jax.Array, erased: jax.Array) -> jax.Array:
-    """Return float32 [b, H, W, 3] images, set to 0 where `erased`, bool [b, H, W], is True."""
+    """Set float32 [b, H, W, 3] images to 0 where `erased`, bool [b, H, W], is True."""
     return jnp.where(erased[..., None], 0, images)

@@ -1,9 +1,9 @@
 """Colour jitter of packed pixels, in integer arithmetic throughout.
 
 The operations are those of torchvision's ColorJitter on 8-bit images: levels are rounded and clipped after each.
-torchvision draws their order in each call; here it is fixed, because a drawn order per image would compute all four
-operations at each of four places: four times the work, with no known benefit. Integers make every result the same on
-any device and in any batch. The luma is Pillow's, 0.299 R + 0.587 G + 0.114 B in 16 bits.
+torchvision draws their order in each call. Here it is fixed, because with a random order per image all four operations
+would be computed at each of four places: four times the work, with no known benefit. Integer arithmetic gives the same
+result on every device and in every batch. The luma is Pillow's, 0.299 R + 0.587 G + 0.114 B in 16 bits.
 """
 
 import jax
@@ -19,44 +19,50 @@ _ONE = 2**12
 
 
 def split_planes(pixels: jax.Array) -> Planes:
-    """Split packed uint32 [b, H, W] words into planes."""
+    """Split packed uint32 [b, H, W] words into R, G and B planes."""
     red, green, blue = (((pixels >> shift) & 0xFF).astype(jnp.int32) for shift in (24, 16, 8))
     return red, green, blue
 
 
 def join_planes(planes: Planes) -> jax.Array:
-    """Pack planes into uint32 [b, H, W] words, low byte 0."""
+    """Pack R, G and B planes into uint32 [b, H, W] words, whose low byte is 0."""
     red, green, blue = (plane.astype(jnp.uint32) for plane in planes)
     return red << 24 | green << 16 | blue << 8
 
 
 def draw_factors(words: jax.Array, strength: float) -> jax.Array:
-    """Draw int32 [b] factors in 1/4096, uniform in max(0, 1 - strength) … 1 + strength, from uint32 [b] words."""
+    """Draw int32 [b] factors, in units of 1/4096, uniformly from max(0, 1 - strength) … 1 + strength.
+
+    The words are uniform, uint32 [b].
+    """
     least, largest = round(max(0.0, 1 - strength) * _ONE), round((1 + strength) * _ONE)
     return least + to_index(words, largest - least + 1)
 
 
 def draw_turns(words: jax.Array, hue: float) -> jax.Array:
-    """Draw int32 [b] turns in 1/24576 of the colour circle, uniform in -hue … hue turns, from uint32 [b] words."""
+    """Draw int32 [b] rotations, in units of 1/24576 of the colour circle, uniformly from -hue … hue turns.
+
+    The words are uniform, uint32 [b].
+    """
     most = round(hue * 6 * _ONE)
     return to_index(words, 2 * most + 1) - most
 
 
 def change_brightness(planes: Planes, factors: jax.Array) -> Planes:
-    """Multiply every level by its image's factor, int32 [b] in 1/4096."""
+    """Multiply every level by the factor of its image, int32 [b] in units of 1/4096."""
     red, green, blue = (_blend(plane, jnp.int32(0), factors) for plane in planes)
     return red, green, blue
 
 
 def change_contrast(planes: Planes, factors: jax.Array) -> Planes:
-    """Scale every level's distance from its image's mean luma by the factor, int32 [b] in 1/4096; 0 gives the mean.
+    """Scale each level's distance from its image's mean luma by a factor, int32 [b] in 1/4096; 0 gives the mean.
 
     Raises:
         ValueError: if an image has more pixels than 32 bits can sum.
     """
     num_pixels = planes[0].shape[1] * planes[0].shape[2]
     if num_pixels * 256 > 2**32:
-        raise ValueError(f"contrast needs images of at most 2**24 pixels, got {num_pixels}: store smaller images")
+        raise ValueError(f"contrast requires images of at most 2**24 pixels, got {num_pixels}: store smaller images")
     # An integer sum does not depend on the order in which a device adds.
     total = _luma(planes).astype(jnp.uint32).sum(axis=(1, 2), keepdims=True, dtype=jnp.uint32)
     mean = ((total + num_pixels // 2) // num_pixels).astype(jnp.int32)
@@ -65,14 +71,14 @@ def change_contrast(planes: Planes, factors: jax.Array) -> Planes:
 
 
 def change_saturation(planes: Planes, factors: jax.Array) -> Planes:
-    """Scale every level's distance from its pixel's luma by the factor, int32 [b] in 1/4096; 0 gives grey."""
+    """Scale each level's distance from its pixel's luma by a factor, int32 [b] in 1/4096; 0 gives grey."""
     luma = _luma(planes)
     red, green, blue = (_blend(plane, luma, factors) for plane in planes)
     return red, green, blue
 
 
 def turn_hue(planes: Planes, turns: jax.Array) -> Planes:
-    """Rotate the hue of each image in the hexagon of HSV (Smith, 1978); value and saturation stay.
+    """Rotate the hue of each image in the hexagon of HSV (Smith, 1978); value and saturation stay the same.
 
     Hues are in units of 1/(4096 · chroma) of a sixth of the circle: integers, without a division.
 
@@ -106,6 +112,6 @@ def _luma(planes: Planes) -> jax.Array:
 
 
 def _blend(plane: jax.Array, other: jax.Array, factors: jax.Array) -> jax.Array:
-    """Interpolate or extrapolate from `other` (factor 0) to `plane` (factor 1), rounded and clipped to 0 … 255."""
+    """Interpolate or extrapolate from `other` (factor 0) to `plane` (factor 1); round and clip to 0 … 255."""
     factor = factors[:, None, None]
     return jnp.clip((factor * plane + (_ONE - factor) * other + _ONE // 2) >> 12, 0, 255)

@@ -1,8 +1,8 @@
 """Mixup and cutmix: the images at positions 2k and 2k + 1 are mixed with each other, and so are their targets.
 
-The partner is a function of the position, and both images of a pair share one draw, so that neither the batch nor the
-number of devices matters. Shares are multiples of 2**-16: with 8-bit levels and one-hot targets every product and sum
-is exact.
+The partner is a function of the position, and both images of a pair share one draw, so that the result depends
+neither on the batch nor on the number of devices. Shares are multiples of 2**-16: with 8-bit levels and one-hot
+targets every product and sum is exact.
 """
 
 import math
@@ -15,15 +15,15 @@ from engine.images.boxes import Boxes, mask_boxes
 from engine.images.positions import Purpose, draw_words, to_choice, to_index, to_unit
 
 WHOLE = 2**16
-"""The own share of an image that is not mixed: 1 in units of 2**-16."""
+"""Share of its own levels and label that an unmixed image keeps: 1 in units of 2**-16."""
 
 
 class Mixture(NamedTuple):
-    """How each of b images is mixed with its partner.
+    """Parameters of the mixture of each of b images with its partner.
 
     Attributes:
-        own_level: int32 [b], 0 … WHOLE, the image's own share in every level (mixup).
-        box: what is cut from the partner (cutmix); an empty box cuts nothing.
+        own_level: int32 [b], 0 … WHOLE, the share of the image's own levels (mixup).
+        box: rectangle that is pasted from the partner (cutmix); empty to paste nothing.
         own_target: int32 [b], 0 … WHOLE, the share of the image's own label.
     """
 
@@ -33,11 +33,11 @@ class Mixture(NamedTuple):
 
 
 def draw_mixture(keys: jax.Array, height: int, width: int, *, mixup_alpha: float, cutmix_alpha: float) -> Mixture:
-    """Draw how the pairs are mixed.
+    """Draw the mixing parameters of each pair of images.
 
     Args:
         keys: keys of b images from `engine.images.positions.image_keys`, b even, the first at an even position.
-        height, width: of the images, in pixels.
+        height, width: size of the images, in pixels.
         mixup_alpha, cutmix_alpha: see `engine.images.settings.Augmentation`; at least one is not 0.
     """
     # A pair uses the key of its even position.
@@ -65,7 +65,7 @@ def draw_mixture(keys: jax.Array, height: int, width: int, *, mixup_alpha: float
 
 
 def draw_beta(words: jax.Array, alpha: float) -> jax.Array:
-    """Draw float32 [b] from Beta(alpha, alpha), given uint32 [b, 2] uniform words, without rejection.
+    """Draw float32 [b] from Beta(alpha, alpha) without rejection, from uniform uint32 [b, 2] words.
 
     Devroye's formula for the symmetric beta (1996, "Random variate generation in one line of code"): Student's t by
     Bailey's polar method, mapped into 0 … 1. With q = U**(1/alpha) and c = cos(2 pi V) it is
@@ -81,9 +81,10 @@ def draw_beta(words: jax.Array, alpha: float) -> jax.Array:
 
 
 def draw_cut(words: jax.Array, height: int, width: int, alpha: float) -> Boxes:
-    """Draw the rectangle that cutmix takes from the partner, given uint32 [b, 2, 2] uniform words.
+    """Draw the rectangle that cutmix pastes from the partner, from uniform uint32 [b, 2, 2] words.
 
-    Its sides are sqrt(1 - Beta(alpha, alpha)) of the image's; its centre is uniform; it is clipped to the image.
+    Its sides are sqrt(1 - Beta(alpha, alpha)) times those of the image, its centre is uniformly random, and it is
+    clipped to the image.
     """
     side = jnp.sqrt(1 - draw_beta(words[:, 0], alpha))
     tops, heights = _draw_side(words[:, 1, 0], side, height)
@@ -92,12 +93,12 @@ def draw_cut(words: jax.Array, height: int, width: int, alpha: float) -> Boxes:
 
 
 def paste_partners(pixels: jax.Array, box: Boxes) -> jax.Array:
-    """Paste into each packed image, uint32 [b, H, W], the content of its box in the partner."""
+    """Paste the content of `box` in each image's partner into the packed image, uint32 [b, H, W]."""
     return jnp.where(mask_boxes(box, *pixels.shape[1:]), swap_partners(pixels), pixels)
 
 
 def mix_levels(levels: jax.Array, own_level: jax.Array) -> jax.Array:
-    """Mix each image's int32 [b, H, W, 3] levels (0 … 255) with its partner's; float32, exact."""
+    """Mix each image's int32 [b, H, W, 3] levels (0 … 255) with its partner's; the float32 results are exact."""
     own = own_level[:, None, None, None]
     return (own * levels + (WHOLE - own) * swap_partners(levels)).astype(jnp.float32) * jnp.float32(1 / WHOLE)
 
@@ -109,13 +110,13 @@ def mix_targets(targets: jax.Array, own_target: jax.Array) -> jax.Array:
 
 
 def swap_partners(values: jax.Array) -> jax.Array:
-    """Swap rows 2k and 2k + 1 of [b, …], so that each row holds its partner's values."""
+    """Swap rows 2k and 2k + 1 of [b, …], so that each row contains its partner's values."""
     pairs = values.reshape(values.shape[0] // 2, 2, *values.shape[1:])
     return pairs[:, ::-1].reshape(values.shape)
 
 
 def _draw_side(words: jax.Array, fraction: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
-    """Draw the start and length, int32 [b], of a `fraction` (float32 [b], 0 … 1) of a side, clipped to the image."""
+    """Place a `fraction` (float32 [b], 0 … 1) of a side at random; return the start and length within the image."""
     half = jnp.floor(length * fraction).astype(jnp.int32) // 2
     middle = to_index(words, length)
     start, stop = jnp.maximum(middle - half, 0), jnp.minimum(middle + half, length)

@@ -19,7 +19,7 @@ _MOST_BLOCKS = 256
 
 
 class Purpose(enum.IntEnum):
-    """What a draw is for. The numbers are part of every run's identity: add new ones, never change one."""
+    """Purpose of a random draw. Runs depend on these numbers: add new ones, but never change an existing one."""
 
     CROP = 1
     FLIP = 2
@@ -34,7 +34,7 @@ class Purpose(enum.IntEnum):
 
 
 class Positions(NamedTuple):
-    """Positions of b images as unsigned 64-bit numbers in two words, as jax has 64-bit integers disabled by default.
+    """Positions of b images as unsigned 64-bit numbers in two words, because jax disables 64-bit integers by default.
 
     Attributes:
         high, low: uint32 [b].
@@ -45,10 +45,10 @@ class Positions(NamedTuple):
 
 
 def positions(step: jax.Array, batch: int, start: int | jax.Array, count: int) -> Positions:
-    """Return the positions of a device's images at one step: step · batch + start … + count - 1, exactly.
+    """Return the exact positions of a device's images at one step: `count` numbers from step · batch + start.
 
     Args:
-        step: int32 or uint32 [], batches before this one, ≥ 0.
+        step: int32 or uint32 [], number of batches before this one, ≥ 0.
         batch: images per step over all devices, 1 … 2**31 - 1.
         start: first row of this device in the batch, int or integer []; start + count ≤ batch.
         count: b, number of rows of this device.
@@ -67,7 +67,7 @@ def positions(step: jax.Array, batch: int, start: int | jax.Array, count: int) -
 
 
 def image_keys(seed_words: jax.Array, at: Positions) -> jax.Array:
-    """Return a Threefry key per image, [b], a function of only the seed (uint32 [2]) and the position."""
+    """Return a Threefry key per image, [b], which depends only on the seed (uint32 [2]) and the position."""
     seed_key = jax.random.fold_in(jax.random.wrap_key_data(seed_words, impl="threefry2x32"), _DOMAIN)
 
     def key_of(high: jax.Array, low: jax.Array) -> jax.Array:
@@ -82,7 +82,7 @@ def draw_words(keys: jax.Array, purpose: Purpose, num_blocks: int = 1) -> jax.Ar
     Args:
         keys: keys of b images, from `image_keys`.
         purpose: what the words are for.
-        num_blocks: n, 1 … 256.
+        num_blocks: number of blocks per image, n, 1 … 256.
 
     Returns:
         uint32 [b, n, 2], uniform; a longer draw begins with the same words.
@@ -110,13 +110,13 @@ def to_index(words: jax.Array, count: int | jax.Array) -> jax.Array:
 
 
 def to_choice(words: jax.Array, probability: float) -> jax.Array:
-    """Convert uniform uint32 words to bool, True with `probability` (0 … 1, to 24 bits)."""
-    # As integers are compared, a probability of 0 means never and 1 means always.
+    """Convert uniform uint32 words to bool, True with `probability` (0 … 1, rounded to 24 bits)."""
+    # Integers are compared, so that a probability of 0 means never and 1 means always.
     return (words >> 8) < jnp.uint32(round(probability * 2**24))
 
 
 def _multiply(left: jax.Array, right: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the (high, low) uint32 words of the exact 64-bit product of two uint32, from 16-bit halves."""
+    """Multiply two uint32 exactly, by 16-bit halves; return the high and low uint32 words of the product."""
     left_high, left_low = left >> 16, left & 0xFFFF
     right_high, right_low = right >> 16, right & 0xFFFF
     lowest = left_low * right_low

@@ -1,10 +1,10 @@
-"""Resizing of boxes of packed images to one size, by two small matrices per image.
+"""Resizing of boxes in packed images to one size, with two small matrices per image.
 
 The filter is the antialiased triangle of Pillow's BILINEAR and torchvision's antialias=True. Its weights are multiples
 of 2**-16 and levels are integers below 2**8, rounded after each of the two passes as Pillow does: every product and
-every partial sum is then exact in float32, so that no order of summation, kernel or batch size changes a bit. A gather
-of only the pixels with a weight would do less arithmetic, but XLA's gathers are slow on CPU and TPU; the matrix
-products cost under 1 % of a ResNet-50 step at 224 px.
+every partial sum is then exact in float32, so that order of summation, kernel and batch size do not change a bit. A
+gather of only the pixels with a nonzero weight would do less arithmetic, but XLA's gathers are slow on CPU and TPU;
+the matrix products cost under 1 % of a ResNet-50 step at 224 px.
 """
 
 import jax
@@ -17,7 +17,7 @@ _SHIFTS = (24, 16, 8)
 
 
 def resize_boxes(pixels: jax.Array, boxes: Boxes, shape: tuple[int, int]) -> jax.Array:
-    """Resize one box of each image as if it were cropped first: pixels outside the box have no effect.
+    """Resize one box of each image as if it had been cropped first: pixels outside the box have no effect.
 
     Args:
         pixels: uint32 [b, H, W], packed; H and W at most 16384.
@@ -41,10 +41,10 @@ def resize_boxes(pixels: jax.Array, boxes: Boxes, shape: tuple[int, int]) -> jax
 
 
 def triangle_weights(start: jax.Array, length: jax.Array, source: int, target: int) -> jax.Array:
-    """Return the matrices that resize `length` pixels, beginning at `start`, to `target` pixels.
+    """Return matrices that resize `length` pixels, beginning at `start`, to `target` pixels.
 
-    Pixel i of the result lies at (i + 1/2) · length / target of the box; the weight of a pixel falls linearly to 0 at
-    a distance of max(1, length / target). Multiplied by 2 · target, all of these are integers.
+    The centre of pixel i of the result is at (i + 1/2) · length / target in the box; the weight of a pixel falls
+    linearly to 0 at a distance of max(1, length / target). Multiplied by 2 · target, all of these are integers.
 
     Args:
         start, length: int32 [b], within 0 … source.
@@ -66,5 +66,5 @@ def triangle_weights(start: jax.Array, length: jax.Array, source: int, target: i
 
 
 def _to_levels(sums: jax.Array) -> jax.Array:
-    """Round to integer levels, capped at 255: the weights of very many pixels may sum to slightly over 1."""
+    """Round to integer levels of at most 255; the weights of very many pixels may sum to slightly over 1."""
     return jnp.minimum(jnp.floor(sums + 0.5), 255)

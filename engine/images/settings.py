@@ -1,4 +1,4 @@
-"""The settings of the augmentation: one frozen, validated dataclass with a strict JSON round trip.
+"""Augmentation settings: a frozen, validated dataclass with a strict JSON round trip.
 
 Owns names, ranges, defaults and the resulting output shape; must not import jax, so that the commands start fast.
 `engine.images.augment` applies the settings.
@@ -34,15 +34,15 @@ _RANGES: dict[str, tuple[float, float]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Augmentation:
-    """Settings of the augmentation on the device; with the defaults images are only normalised.
+    """Settings of the augmentation on the device; by default, images are only normalised.
 
-    The settings are static: each combination is another compiled program. The order is fixed: crop, flip, colour
+    The settings are static: each combination compiles a separate program. The order is fixed: crop, flip, colour
     (brightness, contrast, saturation, hue), cutmix or mixup, normalisation, erasing.
 
     Attributes:
         crop: "centre" (deterministic), "random" (uniform offsets), or "resized": a box of random area and aspect
             ratio, resized (Szegedy et al., 2014, arXiv:1409.4842; torchvision's RandomResizedCrop).
-        size: height and width of the network's input, in pixels; None is the stored height and width.
+        size: height and width of the network's input, in pixels; None uses the stored height and width.
         crop_padding: pixels added on every side before a random crop.
         padding_mode: content of the padding: "zeros" (black) or "reflect" (mirrored, without repeating the border).
         area_range: least and largest fraction of the image's area in a resized crop, in 0 … 1.
@@ -52,7 +52,7 @@ class Augmentation:
         hue: largest rotation of the hue, in turns, 0 … 0.5; uniform in -hue … hue.
         mixup_alpha: parameter of Beta(alpha, alpha), from which the share of an image in its mixture with its partner
             is drawn (Zhang et al., 2018, arXiv:1710.09412); 0 is off.
-        cutmix_alpha: the same for the share left when a rectangle of the partner is pasted (Yun et al., 2019,
+        cutmix_alpha: the same for the share that remains when a rectangle of the partner is pasted (Yun et al., 2019,
             arXiv:1905.04899); 0 is off. If both are on, each pair uses one of them with equal probability.
         erasing: probability of erasing a rectangle of 0.02 … 0.33 of the area (Zhong et al., 2020, arXiv:1708.04896).
 
@@ -97,8 +97,8 @@ class Augmentation:
         if self.padding_mode != "zeros" and not self.crop_padding:
             raise SettingError(
                 "padding_mode",
-                "{setting} {mode} requires a {crop_padding}, got {crop_padding} 0: "
-                "set a {crop_padding}, or {setting} zeros",
+                "{setting} {mode} requires {crop_padding} above 0, got {crop_padding} 0: "
+                "set {crop_padding}, or {setting} zeros",
                 mode=self.padding_mode,
             )
 
@@ -108,7 +108,7 @@ class Augmentation:
         return self.mixup_alpha > 0 or self.cutmix_alpha > 0
 
     def output_shape(self, height: int, width: int) -> tuple[int, int]:
-        """Return the (height, width) of the network's input, in pixels, for stored images of `height` × `width`.
+        """Return the (height, width) of the network's input, for stored images of `height` × `width` pixels.
 
         Raises:
             ValueError: if the crop does not fit such images.
@@ -127,7 +127,7 @@ class Augmentation:
             raise SettingError(
                 "crop",
                 "a random crop needs more than one possible place, got size {shape[0]}×{shape[1]} for images stored at "
-                "{height}×{width} px: set a {crop_padding}, a smaller size, or {crop} centre",
+                "{height}×{width} px: set {crop_padding}, a smaller size, or {crop} centre",
                 shape=shape,
                 height=height,
                 width=width,
@@ -144,7 +144,7 @@ class Augmentation:
         return shape
 
     def check_batch(self, batch: int) -> None:
-        """Raise ValueError if images are mixed in pairs and `batch`, the images of one device, is odd."""
+        """Raise ValueError if images are mixed in pairs but `batch`, the number of images per device, is odd."""
         if self.mixes and batch % 2:
             raise ValueError(
                 f"mixup and cutmix mix images in pairs, so the batch of each device must be even, got {batch}: "
@@ -152,16 +152,16 @@ class Augmentation:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the settings as a dictionary that can be written as JSON."""
+        """Return the settings as a JSON-serialisable dictionary."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Augmentation":
-        """Build the settings from `to_json`'s output, with pairs as lists too; raise ValueError for unknown keys."""
+        """Build settings from the output of `to_json`, where pairs may be lists; raise ValueError for unknown keys."""
         known = [field.name for field in dataclasses.fields(cls)]
         for key in values:
             if key not in known:
-                raise ValueError(f"an augmentation setting must be one of {', '.join(known)}; got {key!r}")
+                raise ValueError(f"an augmentation setting must be one of {', '.join(known)}, got {key!r}")
         return cls(**values)
 
 

@@ -22,11 +22,11 @@ class PixelScale(NamedTuple):
 
 
 def pack_dense(words: jax.Array) -> jax.Array:
-    """Convert words of the dense layout, uint32 [B, H, 3·W/4], to packed, uint32 [B, H, W] (`preprocess.pixels`)."""
+    """Convert dense pixels, uint32 [B, H, 3·W/4], to packed pixels, uint32 [B, H, W]; see `preprocess.pixels`."""
     B, H, num_words = words.shape
     bytes_in_order = lax.bitcast_convert_type(words, jnp.uint8)  # the least significant byte first
     red, green, blue = jnp.moveaxis(bytes_in_order.reshape(B, H, num_words * 4 // 3, 3).astype(jnp.uint32), -1, 0)
-    # The barrier lets the rest compile as for packed words, so that the bits are the same.
+    # Because of the barrier the rest compiles as for packed words, so that the bits are the same.
     return lax.optimization_barrier(red << 24 | green << 16 | blue << 8)
 
 
@@ -38,5 +38,5 @@ def unpack_pixels(pixels: jax.Array, scale: PixelScale) -> jax.Array:
 
 
 def normalise_levels(levels: jax.Array, scale: PixelScale) -> jax.Array:
-    """Normalise float32 [B, H, W, 3] levels, 0 … 255 and not only integers, to (level / 255 - mean) / std."""
+    """Normalise float32 [B, H, W, 3] levels in 0 … 255, integers or not, to (level / 255 - mean) / std."""
     return (levels / 255 - scale.mean) / scale.std
