@@ -1,1 +1,1 @@
-"""The one compiled program of a run: its state, its loop and its static settings."""
+"""The single compiled program of a run: its state, its loops and its static settings."""

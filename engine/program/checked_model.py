@@ -12,9 +12,9 @@ from engine.settings import SettingError
 
 
 class CheckedModel:
-    """A model whose `apply` results are checked while tracing; costs nothing once compiled.
+    """A wrapper that checks the results of a model's `apply` while tracing; costs nothing once compiled.
 
-    If the number of classes is not given, the model's is passed to the batch source, which checks its labels by it.
+    If `num_classes` is None, the batch source checks its labels against the number of classes of the model.
 
     Args:
         model: the model to check.
@@ -27,22 +27,22 @@ class CheckedModel:
 
     @property
     def init(self) -> Callable[[jax.Array], tuple[Any, Any]]:
-        """The model's `init`."""
+        """The `init` function of the model."""
         return self._model.init
 
     def apply(self, params: Any, batch_stats: Any, images: jax.Array, train: bool) -> tuple[jax.Array, Any]:
         """Apply the model and check its result.
 
         Raises:
-            ValueError: if the result is not a tuple of float logits [B, K] with enough classes, and batch statistics
-                with the shapes and dtypes of the argument.
+            ValueError: if the result is not a tuple of float logits [B, K], with enough classes, and batch statistics
+                with the keys, shapes and dtypes of the argument.
         """
         given = self._model.apply(params, batch_stats, images, train=train)
         if not isinstance(given, tuple) or len(given) != 2:
             raise ValueError(f"apply must return a tuple (logits, batch_stats), but returned {type(given).__name__}")
         logits, new_stats = given
         self._check_logits(logits, len(images))
-        before, after = (jax.tree.map(_described, tree) for tree in (batch_stats, new_stats))
+        before, after = (jax.tree.map(_describe, tree) for tree in (batch_stats, new_stats))
         if before != after:
             raise ValueError(
                 "apply must return batch statistics with the keys, shapes and dtypes of its argument, "
@@ -66,5 +66,5 @@ class CheckedModel:
             self._source.limit_labels(shape[1])
 
 
-def _described(leaf: Any) -> str:
+def _describe(leaf: Any) -> str:
     return f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}"

@@ -1,4 +1,4 @@
-"""The training program: the project's only `while_loop`s.
+"""The training program: loops over updates, evaluations and snapshots, compiled as one function.
 
 Owns the loops' carries and the training step. Reads batches through the infeed, emits losses through the outfeed, and
 does not depend on files, threads or terminals.
@@ -31,7 +31,7 @@ class _Carry(NamedTuple):
     """The carry of the outer loops.
 
     Attributes:
-        state: the training's state.
+        state: the training state.
         stopped: bool [], whether to leave the loops.
         snapshot: bool [], whether the host requested a snapshot after the current update.
     """
@@ -45,9 +45,9 @@ class _ChunkCarry(NamedTuple):
     """The carry of the loop over the batches of one pull.
 
     Attributes:
-        state: the training's state.
-        num_updates: int32 [], updates that were due and whose losses are not emitted yet.
-        numbers: float32 [n, 2], their losses and learning rates.
+        state: the training state.
+        num_updates: int32 [], updates that were due but whose losses are not emitted yet.
+        numbers: float32 [n, 2], losses and learning rates of these updates.
         gives_up: bool [], whether to leave the loops, because too many updates in a row were skipped.
     """
 
@@ -64,21 +64,21 @@ def make_program(
     outfeed: Outfeed,
     evaluation_infeed: BatchInfeed | None = None,
 ) -> Callable[[TrainState, RunValues], TrainState]:
-    """Return the whole-training function, to be compiled once: (state, values) → the state after the last step.
+    """Return the function that trains from start to end: (state, values) → the state after the last step.
 
     Args:
         model: the model to train.
         statics: the static settings.
         infeed, outfeed: the crossings.
-        evaluation_infeed: infeed of the validation batches, pulled by (evaluation · batches + batch); None never
-            evaluates.
+        evaluation_infeed: infeed of the validation batches, addressed by evaluation · batches + batch; None disables
+            evaluation.
     """
     return _Program(model, statics, infeed, outfeed, evaluation_infeed).train
 
 
 @dataclass(frozen=True)
 class _Program:
-    """The loops, from the outermost: segments between evaluations, pulls, batches of a pull."""
+    """The nested loops, outermost first: segments between evaluations or snapshots, pulls, batches of a pull."""
 
     model: TrainModel
     statics: Statics
@@ -95,7 +95,7 @@ class _Program:
         return lax.while_loop(continues, partial(self._segment, values), start).state
 
     def _segment(self, values: RunValues, carry: _Carry) -> _Carry:
-        """Run the steps up to the next evaluation or snapshot, then that; a snapshot comes after the evaluation."""
+        """Train up to the next evaluation or snapshot, then evaluate and emit the snapshot, each if it is due."""
         boundary = _next_boundary(carry.state.step, values)
 
         def continues(carry: _Carry) -> jax.Array:
@@ -106,7 +106,7 @@ class _Program:
         return self._push_snapshot(values, self._evaluate(values, carry))
 
     def _one_pull(self, values: RunValues, boundary: jax.Array, carry: _Carry) -> _Carry:
-        """Train on the batches of one pull, none of them past the boundary, and emit the losses of its updates."""
+        """Train on the batches of one pull, not past the boundary, and emit the losses of its updates."""
         requested = carry.state.owes_evaluation | carry.snapshot
         num_wanted = _num_to_pull(jnp.where(requested, 0, boundary), carry.state, values.update, self.infeed.chunk)
         pulled = self.infeed.pull(carry.state.pulls, jnp.zeros((), jnp.int32), num_wanted)
@@ -119,7 +119,7 @@ class _Program:
             emit=self._push_losses,
         )
         state = chunk.state
-        # If no batch of the pull was processed, a launch that resumes here gets the pull's requests again.
+        # If no batch of the pull was processed, a launch that resumes here receives the requests of the pull again.
         is_heeded = num_taken > 0
         if self.evaluation_infeed is not None:
             state = state._replace(owes_evaluation=state.owes_evaluation | (control.evaluate & is_heeded))
@@ -143,7 +143,7 @@ class _Program:
         return chunk._replace(num_updates=jnp.zeros_like(chunk.num_updates))
 
     def _evaluate(self, values: RunValues, carry: _Carry) -> _Carry:
-        """Evaluate if an evaluation is due; one that a stop interrupts stays due."""
+        """Evaluate if an evaluation is due; an evaluation that a stop interrupts stays due."""
         infeed = self.evaluation_infeed
         if infeed is None:
             return carry
@@ -170,7 +170,7 @@ class _Program:
         return carry._replace(state=state, stopped=carry.stopped | is_interrupted)
 
     def _push_snapshot(self, values: RunValues, carry: _Carry) -> _Carry:
-        """Push the state if a snapshot is due, except at the end of the run, where the host gets the state anyway."""
+        """Emit the state if a snapshot is due, except at the end of the run, when the host receives it anyway."""
         state = carry.state
         wanted = carry.snapshot | _is_multiple(state.step, values.snapshot_every_steps)
         due = wanted & ~carry.stopped & ~_is_done(state, values)
@@ -184,7 +184,10 @@ def _empty_chunk(state: TrainState, num_together: int) -> _ChunkCarry:
 
 
 def _num_to_pull(boundary: jax.Array, state: TrainState, values: UpdateValues, chunk: int) -> jax.Array:
-    """Return how many batches to pull, int32 []: at most a chunk, up to update `boundary`, or to the next if later."""
+    """Return how many batches to pull, int32 []: at most one chunk, and as few as reach update `boundary`.
+
+    If the boundary is not ahead, the pull still reaches the next update.
+    """
     if chunk == 1:
         return jnp.ones((), jnp.int32)
     num_updates = jnp.clip(boundary - state.step, 1, chunk)
@@ -196,7 +199,7 @@ def _num_to_pull(boundary: jax.Array, state: TrainState, values: UpdateValues, c
 
 
 def _is_done(state: TrainState, values: RunValues) -> jax.Array:
-    """Return whether the run is complete, bool []: steps done and no evaluation due, or the wanted top-1 reached."""
+    """Return whether the run is complete, bool []: steps and evaluations done, or `stop_at_top1` reached."""
     return ((state.step >= values.stop_step) & ~state.owes_evaluation) | (state.top1 >= values.stop_at_top1)
 
 
@@ -210,7 +213,7 @@ def _is_multiple(step: jax.Array, every: jax.Array) -> jax.Array:
 
 
 def _next_boundary(step: jax.Array, values: RunValues) -> jax.Array:
-    """Return the update after which the next evaluation or snapshot is due, int32 []."""
+    """Return the number of the update after which the next evaluation or snapshot is due, int32 []."""
 
     def following(every: jax.Array) -> jax.Array:
         multiple = (step // jnp.maximum(every, 1) + 1) * every
@@ -231,11 +234,11 @@ def evaluate_split(
     *,
     start: Tally | None = None,
 ) -> tuple[Tally, jax.Array]:
-    """Evaluate a whole split with the running statistics.
+    """Evaluate a model on a whole split, with the running statistics in `weights`.
 
     Args:
         model: the model to evaluate.
-        statics: the size of the images in training, and whether mirrored images are evaluated too.
+        statics: the static settings; those used are the image size and whether to evaluate mirror images too.
         weights: the model's parameters and statistics.
         infeed: infeed of the split's batches.
         first_pull: int32 [], address of the first batch.
@@ -244,7 +247,7 @@ def evaluate_split(
         start: the tally before the first batch; None is an empty tally without classes.
 
     Returns:
-        The tally, and whether the host requested a stop, so that the tally is incomplete (bool []).
+        The tally, and whether it is incomplete because the host requested a stop (bool []).
     """
 
     def continues(carry: tuple[jax.Array, jax.Array, Tally]) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Conversion of the settings to the program's static part and to its runtime values."""
+"""Conversion of a run's settings to the static settings and the runtime values of its program."""
 
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ class Statics(NamedTuple):
     """The settings that are compiled into the program.
 
     Attributes:
-        rule: rule of the updates.
+        rule: rule for the updates.
         augmentation: augmentation of the images.
         eval_mirror: whether evaluations average the logits of each image and its mirror image.
     """
@@ -36,7 +36,7 @@ class Statics(NamedTuple):
 
 
 def statics_of(config: TrainConfig) -> Statics:
-    """Return the static part of the settings."""
+    """Return the settings that are compiled into the program."""
     rule = UpdateRule(
         optimizer=config.optimizer,
         schedule=config.schedule,
@@ -64,7 +64,7 @@ def statics_of(config: TrainConfig) -> Statics:
 
 
 def update_values(config: TrainConfig) -> UpdateValues:
-    """Return the runtime values that updates read."""
+    """Return the runtime values used by updates."""
     clip_norm = np.inf if config.clip_norm is None else config.clip_norm
     hyperparams = Hyperparams(
         learning_rate=jnp.float32(1),  # multiplies the schedule's learning rate
@@ -99,8 +99,8 @@ def run_values(config: TrainConfig, num_eval_batches: int, scale: PixelScale) ->
 
     Args:
         config: the settings.
-        num_eval_batches: batches of one evaluation; 0 without evaluation.
-        scale: of the pixels.
+        num_eval_batches: number of batches of one evaluation; 0 without evaluations.
+        scale: mean and standard deviation of the pixels.
     """
     return RunValues(
         stop_step=jnp.int32(config.steps),
@@ -116,5 +116,5 @@ def run_values(config: TrainConfig, num_eval_batches: int, scale: PixelScale) ->
 
 
 def seed_words(seed: int) -> NDArray[np.uint32]:
-    """Return the seed's two halves, uint32 [2]: a seed may have more bits than a jax integer."""
+    """Split a seed into its high and low half, uint32 [2]: it may have more bits than a jax integer."""
     return np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)

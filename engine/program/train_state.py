@@ -1,4 +1,4 @@
-"""The state of a training, its runtime values, and the protocol of a model.
+"""The training state, the runtime values of the program, and the protocol of a model.
 
 Does not depend on the loops that carry the state, or on the host.
 """
@@ -14,7 +14,7 @@ from engine.updates.update import UpdateRule, UpdateState, UpdateValues, Weights
 
 
 class TrainModel(Protocol):
-    """The interface of a model to the program; `models.model.Model` implements it."""
+    """The interface that the program requires of a model; `models.model.Model` implements it."""
 
     @property
     def init(self) -> Callable[[jax.Array], tuple[Any, Any]]:
@@ -28,14 +28,14 @@ class TrainModel(Protocol):
 
 
 class TrainState(NamedTuple):
-    """The state of a training: everything that a later step depends on.
+    """The training state: everything on which later steps depend.
 
     Attributes:
         pulls: int32 [], batches taken; addresses the infeed and so the data.
         step: int32 [], updates done; addresses the schedule.
         params, batch_stats: the model's pytrees.
         update: state of the updates, such as the optimizer's moments.
-        owes_evaluation: bool [], whether an evaluation is due before the next pull, until one is complete.
+        owes_evaluation: bool [], whether an evaluation is due before the next pull; stays True until one is complete.
         num_evaluations: int32 [], completed evaluations; addresses the evaluation infeed.
         top1: float32 [], top-1 accuracy of the last evaluation as a fraction, 0 before the first.
     """
@@ -51,21 +51,21 @@ class TrainState(NamedTuple):
 
     @property
     def evaluated(self) -> Weights:
-        """The weights to evaluate and to save: their average if it is kept, else the weights."""
+        """The weights to evaluate and to save: their average if one is kept, else the current weights."""
         return self.update.average or Weights(self.params, self.batch_stats)
 
 
 class RunValues(NamedTuple):
-    """The runtime arguments of the program, which change without another compilation.
+    """The runtime arguments of the program, which can change without recompilation.
 
     Attributes:
         stop_step: int32 [], number of updates after which to leave the loop.
-        eval_every_steps: int32 [], evaluate when the updates done are a multiple of it, and at the end; 0: at the end.
+        eval_every_steps: int32 [], evaluate after every multiple of it and at the end; 0: only at the end.
         num_eval_batches: int32 [], batches of one evaluation.
         stop_at_top1: float32 [], leave the loop once an evaluation reaches it; above 1: never.
         snapshot_every_steps: int32 [], push a snapshot when the updates done are a multiple of it; 0: never.
         update: runtime values of the updates.
-        smoothing: float32 [] of the labels, see `engine.objective.targets`.
+        smoothing: float32 [], label smoothing, see `engine.objective.targets`.
         seed_words: uint32 [2], the seed's high and low half, which key the augmentation.
         scale: mean and standard deviation of the pixels.
     """
@@ -82,7 +82,7 @@ class RunValues(NamedTuple):
 
 
 def init_state(model: TrainModel, rule: UpdateRule, key: jax.Array) -> TrainState:
-    """Return the state before the first step, with parameters drawn from `key`."""
+    """Create the state before the first step, with parameters drawn from `key`."""
     params, batch_stats = model.init(key)
     none = jnp.zeros((), jnp.int32)
     return TrainState(
