@@ -54,7 +54,7 @@ def this_device() -> str:
 
 
 def choose_transport(name: TransportName, platform: str) -> Transport:
-    """Create the named transport, or for "auto" the fastest one on `platform`, a result of `this_platform`.
+    """Create the named transport, or for "auto" the fastest one for `platform`, as returned by `this_platform`.
 
     Raises:
         ValueError: if the named transport does not run on the platform.

@@ -82,10 +82,10 @@ class _PromptTransport(ABC):
     def call(
         self, function: HostFunction, results: Sequence[jax.ShapeDtypeStruct], *operands: jax.Array
     ) -> tuple[jax.Array, ...]:
-        """See `Transport.call`."""
+        """Insert a call to `function` into the program; see `Transport.call`."""
 
     def emit(self, function: Callable[[Sequence[Array]], None], *operands: jax.Array) -> None:
-        """See `Transport.emit`."""
+        """Insert a call to `function` that has no results; see `Transport.emit`."""
 
         def take(operands: Sequence[Array], results: Sequence[Array]) -> None:
             results[0][...] = 0
@@ -95,7 +95,7 @@ class _PromptTransport(ABC):
         self.call(take, (jax.ShapeDtypeStruct((), jnp.uint8),), *operands)
 
     def running(self) -> AbstractContextManager[None]:
-        """See `Transport.running`; these transports have nothing to open."""
+        """Return an empty context, because there is nothing to open; see `Transport.running`."""
         return nullcontext()
 
 
@@ -155,7 +155,7 @@ class InplaceTransport(_PromptTransport):
     def call(
         self, function: HostFunction, results: Sequence[jax.ShapeDtypeStruct], *operands: jax.Array
     ) -> tuple[jax.Array, ...]:
-        """See `Transport.call`."""
+        """Insert a call to `function` into the program; see `Transport.call`."""
         find, thread_state = self._called.enter(function), self._thread_state
 
         # Not `np.asarray`: jaxlib would register an address on this thread's stack as a live object, and as long as
@@ -175,7 +175,7 @@ class CallbackTransport(_PromptTransport):
     def call(
         self, function: HostFunction, results: Sequence[jax.ShapeDtypeStruct], *operands: jax.Array
     ) -> tuple[jax.Array, ...]:
-        """See `Transport.call`."""
+        """Insert a call to `function` into the program; see `Transport.call`."""
         find = self._called.enter(function)
 
         def cross(*inputs: Any) -> tuple[Array, ...]:

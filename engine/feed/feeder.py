@@ -32,7 +32,7 @@ class FeederError(RuntimeError):
 
 
 def batch_bytes(source: BatchSource) -> int:
-    """Return the size of a source's batch in host memory, in bytes."""
+    """Return the size of one batch in host memory, in bytes."""
     return source.batch * (source.height * row_words(source) + 1) * 4
 
 
@@ -270,7 +270,7 @@ class Feeder:
             raise FeederError(f"the feeder was closed while {self._name_batch(batch_index)} waited for its batch")
 
     def check_is_in_time(self, batch_index: int, deadline: float) -> None:
-        """Raise FeederError if the deadline of a missing batch, a time of `time.perf_counter`, has passed."""
+        """Raise FeederError if the deadline of a missing batch, in seconds of `time.perf_counter`, has passed."""
         if time.perf_counter() >= deadline:
             raise FeederError(
                 f"the batch of {self._name_batch(batch_index)} must arrive within {self.timeout_s:g} s, but did not "
@@ -304,7 +304,7 @@ class Feeder:
                 return
 
     def _claim(self) -> tuple[int, _Slot] | None:
-        """Wait until the slot of the next batch is empty and claim the batch; return None if no batch is left."""
+        """Claim the next batch once its slot is empty; return None if no batch is left or the ring is closed."""
         with self._guard:
             # Without a time limit, because a step may take an hour; close() ends the wait.
             while not self._closed and self._next_fill < self.stop_index:

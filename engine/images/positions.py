@@ -45,7 +45,7 @@ class Positions(NamedTuple):
 
 
 def positions(step: jax.Array, batch: int, start: int | jax.Array, count: int) -> Positions:
-    """Return the exact positions of a device's images at one step: `count` numbers from step · batch + start.
+    """Return the exact positions of a device's images at one step: `count` of them from step · batch + start.
 
     Args:
         step: int32 or uint32 [], number of batches before this one, ≥ 0.
@@ -77,7 +77,7 @@ def image_keys(seed_words: jax.Array, at: Positions) -> jax.Array:
 
 
 def draw_words(keys: jax.Array, purpose: Purpose, num_blocks: int = 1) -> jax.Array:
-    """Draw random words for each image; each purpose has its own stream.
+    """Draw uniform random words for each image, from a separate stream for each purpose.
 
     Args:
         keys: keys of b images, from `image_keys`.

@@ -161,7 +161,7 @@ class Augmentation:
         known = [field.name for field in dataclasses.fields(cls)]
         for key in values:
             if key not in known:
-                raise ValueError(f"an augmentation setting must be one of {', '.join(known)}, got {key!r}")
+                raise ValueError(f"an augmentation setting must be one of {', '.join(known)}; got {key!r}")
         return cls(**values)
 
 

@@ -199,7 +199,7 @@ def _num_to_pull(boundary: jax.Array, state: TrainState, values: UpdateValues, c
 
 
 def _is_done(state: TrainState, values: RunValues) -> jax.Array:
-    """Return whether the run is complete, bool []: steps and evaluations done, or `stop_at_top1` reached."""
+    """Return whether the run is complete, bool []: all steps and due evaluations done, or `stop_at_top1` reached."""
     return ((state.step >= values.stop_step) & ~state.owes_evaluation) | (state.top1 >= values.stop_at_top1)
 
 

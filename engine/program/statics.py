@@ -36,7 +36,7 @@ class Statics(NamedTuple):
 
 
 def statics_of(config: TrainConfig) -> Statics:
-    """Return the settings that are compiled into the program."""
+    """Extract those settings of a run that are compiled into the program."""
     rule = UpdateRule(
         optimizer=config.optimizer,
         schedule=config.schedule,
@@ -64,7 +64,7 @@ def statics_of(config: TrainConfig) -> Statics:
 
 
 def update_values(config: TrainConfig) -> UpdateValues:
-    """Return the runtime values used by updates."""
+    """Convert the settings to the runtime values of the updates."""
     clip_norm = np.inf if config.clip_norm is None else config.clip_norm
     hyperparams = Hyperparams(
         learning_rate=jnp.float32(1),  # multiplies the schedule's learning rate
@@ -95,7 +95,7 @@ _STEP_FRACTIONS = (1 / 3, 2 / 3, 8 / 9)
 
 
 def run_values(config: TrainConfig, num_eval_batches: int, scale: PixelScale) -> RunValues:
-    """Return the runtime arguments of the program.
+    """Convert the settings to the runtime arguments of the program.
 
     Args:
         config: the settings.

@@ -18,12 +18,15 @@ class TrainModel(Protocol):
 
     @property
     def init(self) -> Callable[[jax.Array], tuple[Any, Any]]:
-        """PRNG key → (params, batch_stats), pytrees of arrays."""
+        """The function PRNG key → (params, batch_stats), which are pytrees of arrays."""
         ...
 
     @property
     def apply(self) -> Callable[..., tuple[jax.Array, Any]]:
-        """(params, batch_stats, images float32 [B, H, W, 3], train=bool) → (logits [B, K], new batch_stats)."""
+        """The function of (params, batch_stats, images, train) that returns (logits, new batch_stats).
+
+        Images are float32 [B, H, W, 3], train is a bool keyword, and logits are [B, K].
+        """
         ...
 
 

@@ -78,19 +78,19 @@ class StreamedInfeed:
         self.failure: BaseException | None = None
 
     def start(self) -> None:
-        """See `BatchInfeed.start`."""
+        """Start reading ahead; see `BatchInfeed.start`."""
         with self._transport.driver.current():
             self._feeder.start()
             self._ring.start(self._transport.arena)
 
     def close(self) -> None:
-        """See `BatchInfeed.close`."""
+        """Stop reading ahead; see `BatchInfeed.close`."""
         self._ring.close()
         self._feeder.close()
         self._read_stopwatches()
 
     def pull(self, batch_index: jax.Array, shard: jax.Array, num_batches: jax.Array) -> Pulled:
-        """See `BatchInfeed.pull`."""
+        """Pull only the control words of a chunk; see `BatchInfeed.pull`."""
         address = jnp.stack([batch_index, shard, num_batches])
         (words,) = self._transport.call(self._answer, (jax.ShapeDtypeStruct((CONTROL_WORDS,), jnp.uint32),), address)
         return Pulled(decode_control(words), None)
@@ -104,7 +104,7 @@ class StreamedInfeed:
         is_over: Callable[[C], jax.Array] = lambda _: jnp.zeros((), jnp.bool),
         emit: Callable[[C], C] = lambda carry: carry,
     ) -> tuple[C, jax.Array]:
-        """See `BatchInfeed.for_each`; the result of an iteration without a batch is discarded."""
+        """Process the batches of a pull; discard results of iterations without a batch. See `BatchInfeed.for_each`."""
         form = PackedForm.of(carry)
 
         def body(_: jax.Array, loop_carry: tuple[list[jax.Array], jax.Array]) -> tuple[list[jax.Array], jax.Array]:
@@ -119,7 +119,7 @@ class StreamedInfeed:
         return form.unpack(packed), num_taken
 
     def take_wait_s(self, batch_index: int) -> float:
-        """See `BatchInfeed.take_wait_s`; the wait is that of the device's stream, measured with the device's clock."""
+        """Return how long the stream waited for a batch, by the device's clock; see `BatchInfeed.take_wait_s`."""
         with self._stopwatch_lock:
             stopwatch = self._running.pop(batch_index, None)
             if stopwatch is None:

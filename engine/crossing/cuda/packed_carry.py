@@ -68,7 +68,7 @@ class PackedForm:
         return together + [arrays[index] for index in self.alone]
 
     def unpack(self, packed: list[jax.Array]) -> Any:
-        """Return the tree from which `pack` made `packed`."""
+        """Rebuild the tree from the result of `pack`."""
         arrays = dict(zip(self.alone, packed[len(self.groups) :], strict=True))
         for group, together in zip(self.groups, packed, strict=False):
             start = 0

@@ -60,7 +60,7 @@ class _Slot:
 
 
 class DeviceRing:
-    """A ring of device buffers, into which a thread copies the batches of a feeder in order, each once.
+    """A ring of device buffers, into which a thread copies the batches of a feeder in order, each exactly once.
 
     Args:
         driver: driver of the device.

@@ -128,7 +128,7 @@ class CudaTransport:
     def call(
         self, function: HostFunction, results: Sequence[jax.ShapeDtypeStruct], *operands: jax.Array
     ) -> tuple[jax.Array, ...]:
-        """See `Transport.call`; waits for the stream, so that the operands have their values."""
+        """Insert a call that waits for the stream, because it needs the operands' values; see `Transport.call`."""
         given, wanted = _Layout(operands), _Layout(results)
         blocks: list[_Block] = []
 
@@ -148,7 +148,7 @@ class CudaTransport:
         return self.enqueue(handle, results, *operands)
 
     def emit(self, function: Callable[[Sequence[Array]], None], *operands: jax.Array) -> None:
-        """See `Transport.emit`; `function` is called on the collector's thread, in the program's order."""
+        """Insert a call that the collector's thread makes later, in the program's order; see `Transport.emit`."""
         layout = _Layout(operands)
         free = _Blocks(layout.num_bytes)
 
