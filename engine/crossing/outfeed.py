@@ -66,7 +66,7 @@ class Outfeed:
         leaves, structure = jax.tree.flatten(plain_keys(state))
 
         def read(step: Array, pulls: Array, *leaves: Array) -> PushedSnapshot:
-            # The operands are the program's own memory, which its next step overwrites once this returns.
+            # The operands are memory of the program, which its next step overwrites after this function returns.
             copies = [np.array(leaf) for leaf in leaves]
             return PushedSnapshot(int(step), int(pulls), jax.tree.unflatten(structure, copies))
 

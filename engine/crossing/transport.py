@@ -159,7 +159,7 @@ class InplaceTransport(_PromptTransport):
         find, thread_state = self._called.enter(function), self._thread_state
 
         # Not `np.asarray`: jaxlib would register an address on this thread's stack as a live object, and as long as
-        # such an array lives, a later call whose buffer is at the same address gets the old one.
+        # that array lives, a later call whose buffer is at the same address gets the old array.
         def cross(_context: Any, outputs: Sequence[Any], *inputs: Any) -> None:
             thread_state.keep()
             find()([np.from_dlpack(value) for value in inputs], [np.from_dlpack(buffer) for buffer in outputs])
@@ -183,5 +183,5 @@ class CallbackTransport(_PromptTransport):
             find()([np.asarray(value) for value in inputs], written)
             return written
 
-        # Unordered: the address in the loop's carry fixes the order, so no token has to pass through the loop.
+        # Unordered, because the address in the loop's carry already fixes the order without a token in the loop.
         return tuple(io_callback(cross, tuple(results), *operands, ordered=False))

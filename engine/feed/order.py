@@ -39,7 +39,7 @@ class EpochOrder:
             raise ValueError(f"seed must lie in 0 … 2**{_SEED_BITS} - 1, got {self.seed}")
 
     def images_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the image at each position.
+        """Return the index of the image at each position.
 
         Args:
             positions: int64 of any shape, each ≥ 0; they may span epochs.
@@ -55,7 +55,7 @@ class EpochOrder:
         return images
 
     def batch(self, batch_index: int, batch: int) -> NDArray[np.int64]:
-        """Return the images of one batch, int64 [batch], which begins at position batch_index · batch."""
+        """Return the image indices of one batch, int64 [batch], which begins at position batch_index · batch."""
         return self.images_at(np.arange(batch_index * batch, (batch_index + 1) * batch, dtype=np.int64))
 
     def _permute(self, offsets: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:

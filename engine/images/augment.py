@@ -96,7 +96,7 @@ def prepare_for_evaluation(pixels: jax.Array, size: int | None, scale: PixelScal
 
 
 def one_hot_or_nan(labels: jax.Array, num_classes: int) -> jax.Array:
-    """Convert int32 [b] labels to one-hot float32 [b, K]; a label out of range gives NaN, which the loss shows."""
+    """Convert int32 [b] labels to one-hot float32 [b, K]; a label out of range gives NaN, and so a NaN loss."""
     one_hot = jax.nn.one_hot(labels, num_classes, dtype=jnp.float32)
     is_class = (labels >= 0) & (labels < num_classes)
     return jnp.where(is_class[:, None], one_hot, jnp.nan)

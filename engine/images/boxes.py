@@ -1,6 +1,6 @@
 """Random rectangles in an image, drawn by area and aspect ratio, and their masks.
 
-Resized crops, cutmix and erasing share them. Does not depend on pixels.
+Shared by resized crops, cutmix and erasing. Does not depend on pixels.
 """
 
 import math

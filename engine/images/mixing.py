@@ -15,7 +15,7 @@ from engine.images.boxes import Boxes, mask_boxes
 from engine.images.positions import Purpose, draw_words, to_choice, to_index, to_unit
 
 WHOLE = 2**16
-"""Share of its own levels and label that an unmixed image keeps: 1 in units of 2**-16."""
+"""Share of an image in its mixture if it is not mixed: 1 in units of 2**-16."""
 
 
 class Mixture(NamedTuple):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-# Separates these draws from every other use of the seed, such as the keys of the initial parameters.
+# Separates these draws from every other use of the seed, such as the key of the initial parameters.
 _DOMAIN = 0x6175676D
 # Largest number of blocks that one purpose may draw for one image.
 _MOST_BLOCKS = 256

@@ -20,7 +20,7 @@ MAX_SIDE = 2**14
 
 _RANGES: dict[str, tuple[float, float]] = {
     "horizontal_flip": (0, 1),
-    # A factor of 1 + 10 saturates every image; the integer arithmetic of `jitter` is valid far beyond it.
+    # A factor of 1 + 10 saturates every image; the integer arithmetic in `jitter` is valid far beyond that.
     "brightness": (0, 10),
     "contrast": (0, 10),
     "saturation": (0, 10),

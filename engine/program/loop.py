@@ -184,7 +184,7 @@ def _empty_chunk(state: TrainState, num_together: int) -> _ChunkCarry:
 
 
 def _num_to_pull(boundary: jax.Array, state: TrainState, values: UpdateValues, chunk: int) -> jax.Array:
-    """Return how many batches to pull, int32 []: at most one chunk, and as few as reach update `boundary`.
+    """Return how many batches to pull, int32 []: enough to reach update `boundary`, but at most one chunk.
 
     If the boundary is not ahead, the pull still reaches the next update.
     """

@@ -1,1 +1,1 @@
-"""The `cuda` transport: data paths between host and NVIDIA GPU on which the program never waits for Python."""
+"""The `cuda` transport: data paths between host and NVIDIA GPU that never wait for Python."""

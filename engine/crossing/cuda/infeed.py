@@ -38,7 +38,7 @@ class StreamedInfeed:
         board: reports whether a stop of the run was requested.
         transport: calls the host.
         words_of: returns the control words of a pull.
-        chunk: batches per pull, n, and iterations of the loop over them.
+        chunk: batches per pull, n, which is also the number of iterations of the loop over them.
         times_waits: whether `take_wait_s` is called for every batch.
 
     Attributes:
@@ -131,7 +131,7 @@ class StreamedInfeed:
 
     def _next_batch(self, control: ControlWord, num_taken: jax.Array) -> tuple[Batch, jax.Array]:
         """Return the next batch of the chunk, and whether it exists (bool [])."""
-        # The operands order the call in the loop: after the pull, and after the previous batch.
+        # The operands determine the order of the call in the loop: after the pull, and after the previous batch.
         pixels, labels, exists = self._transport.enqueue(self._give, self._results, control.num_batches, num_taken)
         return make_batch(self._feeder, pixels, labels), exists != 0
 

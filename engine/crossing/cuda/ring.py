@@ -15,8 +15,8 @@ from engine.crossing.cuda.arena import Arena
 from engine.crossing.cuda.driver import CudaDriver
 from engine.feed.feeder import Feeder, FeederError
 
-# The ring holds as many batches as fit into these bytes, within bounds. At least three: two keep the copies going
-# while one is taken. More for small batches: a step of a small network ends before a thread wakes up.
+# The ring contains as many batches as fit into these bytes, within bounds: at least three, because two keep the copies
+# going while one is taken; more if they are small, because a step of a small network ends before a thread wakes up.
 _SLOTS_BYTES = 64 << 20
 _LEAST_SLOTS, _MOST_SLOTS = 3, 16
 _LOOK_EVERY_S = 0.25

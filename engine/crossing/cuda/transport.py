@@ -29,7 +29,7 @@ type Handler = Callable[[int, Sequence[int], Sequence[int]], None]
 # Most records of losses in flight to the host; if the host falls further behind, the program waits for it.
 _MOST_SMALL_BLOCKS = 256
 _SMALL_BYTES = 1 << 16
-# Most snapshots in flight, which are as large as the state.
+# Most snapshots in flight; each is as large as the state.
 _MOST_LARGE_BLOCKS = 1
 _BLOCK_TIMEOUT_S = 600.0
 _LOOK_EVERY_S = 0.25
@@ -105,7 +105,7 @@ class CudaTransport:
         except BaseException as error:
             if self._is_called and not isinstance(error, Exception):
                 raise
-            # A failed program makes no more calls, or they are refused; a failed device refuses everything.
+            # A failed program makes no more calls, or its calls are refused; a failed device refuses everything.
             self._arena = self._collector = None
             with suppress(Exception):
                 self._end(collector, arena)
@@ -136,7 +136,7 @@ class CudaTransport:
             if not blocks:
                 blocks.append(_Block(self.arena.pinned(given.num_bytes + wanted.num_bytes), self.arena.event()))
                 self.arena.at_close(blocks.clear)
-            # The results of the last call are copied: this call waits for the stream before it writes again.
+            # The results of the last call have been copied when this call, after waiting for the stream, writes again.
             operand_block, result_block = np.split(blocks[0].memory, [given.num_bytes])
             given.copy_to_host(self.driver, operand_block, sources, stream)
             # Waiting for an event sleeps; waiting for a stream spins, on a core that the reader threads need.
