@@ -1,6 +1,6 @@
 """An exclusive lock on a file, which the kernel releases when its process dies for any reason.
 
-Owns how such a file is created and locked. Its users define what the lock permits and the message of a refusal:
+This module creates and locks the file. Its callers define what the lock permits and the message if it is taken:
 `preprocess.packing.owner` for a split that is being packed, `engine.records.folder_lock` for a run folder.
 """
 
@@ -18,7 +18,7 @@ from preprocess.regular_file import check_regular
 NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
 """The errors of file systems without locks, including some network file systems."""
 
-# A check of whether a file is locked holds a lock for microseconds, so a failed attempt is repeated.
+# Checking whether a file is locked takes the lock for microseconds, so a failed attempt is repeated.
 _TRIES = 20
 _TRY_EVERY_S = 0.01
 
@@ -28,10 +28,10 @@ class FileLockedError(Exception):
 
 
 def lock_file(path: Path) -> int:
-    """Lock the file at ``path``, created if necessary, and return its descriptor, which the caller closes.
+    """Lock the file at ``path``, creating it if necessary, and return its descriptor, which the caller must close.
 
-    The locked file is still in place under its name. Only the holder of the lock may remove the file, so that no
-    process can hold a lock on a removed file. On a file system without locks, every process is let in.
+    The file still exists at ``path`` once it is locked. Only the holder of the lock may remove the file, so that no
+    process can hold a lock on a removed file. On a file system without locks, every call succeeds.
 
     Raises:
         FileLockedError: the lock is already held, by this process or another.
@@ -47,7 +47,7 @@ def lock_file(path: Path) -> int:
 
 
 def _try_to_lock(path: Path) -> int | None:
-    """Open and lock the file; return None if another holder has the lock, or had it and removed the file."""
+    """Open and lock the file; return None if it is locked elsewhere, or was removed by its previous holder."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     is_ours = False
     try:

@@ -1,6 +1,6 @@
-"""The digest that a JSON file of a pack contains of itself: of the manifest, and of each record of the journal.
+"""Digest of a JSON object. The manifest of a pack and each record of its journal contain their own.
 
-It detects damage and edits by hand. It is not a signature: anyone can recompute it.
+It detects damage and manual edits. It is not a signature: anyone can recompute it.
 """
 
 import hashlib
@@ -10,5 +10,5 @@ from typing import Any
 
 
 def json_digest(values: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a JSON object, hexadecimal. The order of its keys does not matter."""
+    """Return the hexadecimal SHA-256 of a JSON object. The order of its keys does not matter."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

@@ -21,7 +21,7 @@ def host_memory_bytes() -> int | None:
 
 
 def _group_limits() -> Iterator[int]:
-    """Yield the memory limits of this process's control group and of its ancestors (Linux, version 2)."""
+    """Yield the memory limits of this process's control group and of the groups above it (Linux, cgroup v2)."""
     try:
         lines = _MEMBERSHIP.read_text(encoding="utf-8").splitlines()
     except OSError:  # not Linux

@@ -1,10 +1,10 @@
-"""The two layouts of pixels in ``uint32`` words.
+"""Conversion of RGB pixels to and from ``uint32`` words, in two layouts.
 
 ``packed``: an RGB pixel is one word, ``R<<24 | G<<16 | B<<8``. Red is the highest byte and the low byte is always 0,
 the layout that XLA.jl fed to its TPU programs. A packed image is transferred as one aligned word per pixel and unpacked
 on the device with three shifts. ``dense``: four pixels of a row are three little-endian words, whose bytes are R, G, B,
-R, G, B … in order. This takes a quarter less storage and bandwidth; the device converts it to packed. This module knows
-nothing of files.
+R, G, B … in order. This takes a quarter less storage and bandwidth; the device converts it to packed. This module does
+not access files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LAYOUTS: dict[Layout, str] = {
     "packed": "R<<24 | G<<16 | B<<8",
     "dense": "R, G, B bytes of 4 pixels in 3 little-endian words",
 }
-"""The layouts, each with its description in the manifest."""
+"""The layouts, each with the description that the manifest contains."""
 
 UNUSED_BITS = 0xFF
 """Bits that are 0 in every packed pixel; a word with any of them set is damaged or not a packed pixel."""
@@ -62,7 +62,7 @@ def to_rgb(words: NDArray[np.uint32], layout: Layout) -> NDArray[np.uint8]:
         return unpack_rgb(words)
     if words.dtype != np.uint32 or words.ndim == 0 or words.shape[-1] % _DENSE_WORDS:
         raise ValueError(
-            f"to_rgb takes uint32 [..., a multiple of {_DENSE_WORDS}] of the dense layout, got {words.dtype} "
+            f"to_rgb takes uint32 [..., a multiple of {_DENSE_WORDS}] in the dense layout, got {words.dtype} "
             f"{list(words.shape)}: pass the array as read from the shards"
         )
     rgb = np.ascontiguousarray(words, "<u4").view(np.uint8)
@@ -98,4 +98,4 @@ def unpack_rgb(packed: NDArray[np.uint32]) -> NDArray[np.uint8]:
 
 def _check_rgb(rgb: NDArray[np.uint8], rule: str, *, least_axes: int) -> None:
     if rgb.dtype != np.uint8 or rgb.ndim < least_axes or rgb.shape[-1] != 3:
-        raise ValueError(f"{rule}, got {rgb.dtype} {list(rgb.shape)}: convert the image to RGB")
+        raise ValueError(f"{rule}, got {rgb.dtype} {list(rgb.shape)}: convert the image to 8-bit RGB")

@@ -1,15 +1,15 @@
-"""Escaping of names and texts of unknown origin, so that they cannot control a terminal or hide other text.
+"""Escaping of untrusted names and text, so that they cannot control a terminal or hide other output.
 
 File names, class names, archive members and the contents of pack and run folders are untrusted. They are escaped twice:
-by `printable` when a name is put into a message, and by `preprocess.commands.guarded_output` when a command writes its
-output. A message that omits the first step is therefore still harmless.
+by `printable` when a name is inserted into a message, and by `preprocess.commands.guarded_output` when a command writes
+its output. A message that omits the first step is therefore still harmless.
 """
 
 import os
 import re
 
 MAX_NAME_CHARACTERS = 1_000
-"""The number of characters of a name that a message shows."""
+"""The maximum number of characters of a name that are shown in a message."""
 
 # C0 except tab and line feed, DEL, C1, invisible characters that reverse or break lines (bidirectional marks, U+2028,
 # U+2029), and lone surrogates, which no stream can encode.
@@ -17,7 +17,7 @@ _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202
 
 
 def printable(name: str | os.PathLike[str]) -> str:
-    """Return a name or path unchanged if it is printable, and otherwise quoted with escapes.
+    """Return a name or path unchanged if it is printable, otherwise quoted and escaped.
 
     The middle of a name longer than `MAX_NAME_CHARACTERS` is left out.
     """
@@ -29,10 +29,10 @@ def printable(name: str | os.PathLike[str]) -> str:
 
 
 def printable_line(text: str) -> str:
-    """Return a text as one line of the same length, with each unprintable character replaced by a question mark."""
+    """Return text as a single line of the same length, with each unprintable character replaced by a question mark."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def printable_text(text: str) -> str:
-    """Return a text of several lines with its control characters escaped, except tab and line feed."""
+    """Return text with its control characters escaped, except tabs and line feeds."""
     return _UNSAFE.sub(lambda found: ascii(found[0])[1:-1], text)

@@ -1,6 +1,6 @@
-"""Opening and reading of regular files only: refuses pipes and devices, and limits how much is read.
+"""Opening and reading of regular files. Pipes and devices are refused, and the number of bytes read is limited.
 
-Packs, run folders and sources open every local file that they read through this module.
+All local files of packs, run folders and sources are opened for reading with this module.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _KINDS = {
 
 
 class IrregularFileError(OSError):
-    """A path leads to a pipe, a device, a socket or a folder where a regular file is expected."""
+    """A regular file was expected, but the path leads to a pipe, a device, a socket or a folder."""
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:
@@ -51,7 +51,7 @@ def open_regular(path: str | os.PathLike[str]) -> int:
 
 
 def check_regular(status: os.stat_result, path: str | os.PathLike[str], *, max_bytes: int | None = None) -> None:
-    """Check that ``status``, the status of ``path``, is that of a regular file.
+    """Check that ``status``, the result of ``stat`` for ``path``, describes a regular file.
 
     Raises:
         IrregularFileError: ``path`` is not a regular file.
@@ -70,7 +70,7 @@ def identity_of(found: os.stat_result) -> FileIdentity:
 
 
 def read_regular(path: str | os.PathLike[str], *, max_bytes: int) -> bytes:
-    """Read a whole regular file of at most ``max_bytes``.
+    """Read a whole regular file of at most ``max_bytes`` bytes.
 
     Raises:
         IrregularFileError: as `open_regular`.

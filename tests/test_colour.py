@@ -131,7 +131,9 @@ def test_a_grey_that_stands_for_transparent_is_white_at_any_depth(depth, transpa
 
 def test_a_sixteen_bit_colour_that_stands_for_transparent_is_refused():
     encoded = png(16, 2, bytes([1, 2] * 48), 16, (0x102, 0x102, 0x102))
-    with pytest.raises(DecodeError, match=r"16-bit colour is marked as transparent \(tRNS\); save it with an alpha"):
+    with pytest.raises(
+        DecodeError, match=r"16-bit colour is marked as transparent \(tRNS\); save the image with an alpha"
+    ):
         decode_image(encoded, RULE)
     eight = decode_image(png(8, 2, bytes([7] * 48), 16, (7, 7, 7)), RULE)
     assert (eight == 255).all()

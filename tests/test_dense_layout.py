@@ -61,13 +61,15 @@ def test_a_width_that_does_not_divide_is_refused(width):
     "bad", [np.zeros((4, 3), np.float32), np.zeros((4, 3), np.int64), np.zeros((3, 4), np.uint8), np.zeros(3, np.uint8)]
 )
 def test_anything_but_rgb_bytes_is_refused(bad):
-    with pytest.raises(ValueError, match=r"to_words takes uint8 \[\.\.\., W, 3\], got .*: convert the image to RGB"):
+    with pytest.raises(
+        ValueError, match=r"to_words takes uint8 \[\.\.\., W, 3\], got .*: convert the image to 8-bit RGB"
+    ):
         to_words(bad, "dense")
 
 
 @pytest.mark.parametrize("bad", [np.zeros(4, np.uint32), np.zeros(3, np.int64), np.uint32(3)])
 def test_only_words_of_the_layout_are_taken_apart(bad):
-    with pytest.raises(ValueError, match=r"to_rgb takes uint32 \[\.\.\., a multiple of 3\] of the dense layout, got "):
+    with pytest.raises(ValueError, match=r"to_rgb takes uint32 \[\.\.\., a multiple of 3\] in the dense layout, got "):
         to_rgb(np.asarray(bad), "dense")
 
 

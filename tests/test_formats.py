@@ -161,7 +161,8 @@ def test_a_png_chunk_beyond_the_end_is_named(kind, length):
     encoded[place - 4 : place] = struct.pack(">I", length)
     left = len(encoded) - place - 4
     with pytest.raises(
-        ValueError, match=f"its chunk {kind.decode()} is truncated: its length is {length} bytes, and {left} are left"
+        ValueError,
+        match=f"its chunk {kind.decode()} is truncated: its length is {length} bytes, but only {left} are left",
     ):
         strip_png(bytes(encoded))
 

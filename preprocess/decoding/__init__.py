@@ -1,1 +1,1 @@
-"""Encoded images to RGB pixels of the packed size, within bounds on time and memory."""
+"""Decoding of image files to RGB pixels of the packed size, with limits on time and memory."""

@@ -1,8 +1,8 @@
-"""Conversion of any of Pillow's colour modes to 8-bit grey or RGB.
+"""Conversion of images from any Pillow colour mode to 8-bit grey or RGB.
 
 Colour profiles are not applied: the values in the file are the values in the shard, as in every ImageNet pipeline.
 
-Images are converted tile by tile, so that a conversion needs only a few MB besides the image and its result.
+Images are converted tile by tile, so that a conversion needs only a few MB in addition to the image and its result.
 """
 
 from collections.abc import Iterator
@@ -14,14 +14,14 @@ _TILE_PIXELS = 2**20
 
 
 def to_grey_or_rgb(image: Image.Image) -> Image.Image:
-    """Return the image in mode "L" or "RGB".
+    """Convert an image to mode "L" (8-bit grey) or "RGB".
 
     - Transparent images are composited on white, as a viewer shows them; Pillow's own `convert("RGB")` would expose the
       arbitrary colour values of transparent pixels.
     - CMYK becomes (255 − ink) · (255 − black) / 255. Pillow has already undone Adobe's inverted JPEG inks.
     - Grey of more than 8 bits is scaled, not clipped: 0 … 65535 to 0 … 255, rounded; a 32-bit integer must be in that
-      range. For 16-bit colour and 16-bit grey with alpha, Pillow has kept the high byte, which differs by at most one
-      level.
+      range. For 16-bit colour and 16-bit grey with alpha, Pillow has already kept only the high byte, which differs
+      by at most one level.
     - Floats in 0 … 1 are scaled to 0 … 255; floats in 0 … 255 are used unchanged.
 
     Raises:
@@ -62,8 +62,8 @@ def _from_sixteen_bits(image: Image.Image) -> Image.Image:
     low, high = _extremes(image) if image.mode == "I" else (0, 65535)
     if low < 0 or high > 65535:
         raise ValueError(
-            f"integer pixel values range from {low:.0f} to {high:.0f}, only 0 … 65535 is supported; save the image "
-            "with 8 or 16 bits"
+            f"integer pixel values range from {low:.0f} to {high:.0f}, but only 0 to 65535 is supported; save the "
+            "image with 8 or 16 bits per channel"
         )
     levels = ((np.arange(65536) + 128) // 257).astype(np.uint8)  # 65535 = 255 · 257
     transparent = image.info.get("transparency")
@@ -79,8 +79,8 @@ def _from_floats(image: Image.Image) -> Image.Image:
     low, high = _extremes(image)
     if not (low >= 0.0 and high <= 255.0):  # also false for NaN
         raise ValueError(
-            f"float pixel values range from {low:g} to {high:g}, only 0 … 1 or 0 … 255 is supported; save the image "
-            "with 8 bits"
+            f"float pixel values range from {low:g} to {high:g}, but only 0 to 1 or 0 to 255 is supported; save the "
+            "image with 8 bits per channel"
         )
     grey = Image.new("L", image.size)
     for box in _tiles(image):
@@ -91,7 +91,7 @@ def _from_floats(image: Image.Image) -> Image.Image:
 
 
 def _extremes(image: Image.Image) -> tuple[float, float]:
-    """Return the smallest and the largest value; NaN if any value is NaN."""
+    """Return the smallest and the largest value of the image; both are NaN if any value is NaN."""
     low, high = np.inf, -np.inf
     for box in _tiles(image):
         values = np.asarray(image.crop(box))

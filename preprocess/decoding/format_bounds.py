@@ -1,7 +1,7 @@
 """Bounds on the cost of decoding a file, checked before Pillow opens it.
 
 Pillow reads some parts of these formats in Python, piece by piece, and some C decoders pass over the whole image once
-for each part of a file: a small file can then take minutes, or gigabytes. Each bound here limits an image to a few
+for each part of a file, so a small file can take minutes or gigabytes. Each bound here limits an image to a few
 seconds and is far above what cameras, scanners and programs write.
 
 Pillow's own limit is on the number of pixels, and only `Image.open` applies it. Pillow 13 still takes 29 s for 48 MB of
@@ -47,7 +47,7 @@ _JPEG_MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")
 
 
 def bounded(encoded: bytes, name: str, *, max_pixels: int) -> bytes:
-    """Return the bytes to pass to Pillow: the file itself, or an equal image.
+    """Check that a file can be decoded cheaply; return the bytes to pass to Pillow, the file itself or an equal image.
 
     Args:
         encoded: the file.
@@ -82,20 +82,20 @@ def check_jpeg_scans(encoded: bytes, num_pixels: int) -> None:
             break
         start = found.start() + 2
         position = start + max(2, int.from_bytes(encoded[start : start + 2]))
-    raise ValueError(f"it has more than {allowed} scans for {num_pixels} pixels; save it again")
+    raise ValueError(f"it has more than {allowed} scans for {num_pixels} pixels; save it as a baseline JPEG")
 
 
 def _bounded_ppm(encoded: bytes, max_pixels: int) -> bytes:
     found = _PPM_HEADER.match(encoded, 0, _MAX_PPM_HEADER_BYTES)
     if found is None:
         if len(encoded) > _MAX_PPM_HEADER_BYTES:
-            raise ValueError(f"its header does not end within {_MAX_PPM_HEADER_BYTES} bytes")
+            raise ValueError(f"its header does not end within {_MAX_PPM_HEADER_BYTES} bytes; save the image again")
         return encoded
     if found[1] in b"123":
         if len(encoded) > _MAX_PLAIN_PPM_BYTES or encoded.count(b"#") > _MAX_PLAIN_PPM_COMMENTS:
             raise ValueError(
                 f"in plain ASCII form it may have at most {_MAX_PLAIN_PPM_BYTES} bytes and {_MAX_PLAIN_PPM_COMMENTS} "
-                "comments; save it in binary form"
+                f"comments, found {len(encoded)} and {encoded.count(b'#')}; save it in binary form"
             )
         return encoded
     if found[1] == b"4" or found[4] is None:
@@ -104,7 +104,7 @@ def _bounded_ppm(encoded: bytes, max_pixels: int) -> bytes:
 
 
 def _at_full_range(encoded: bytes, found: re.Match[bytes], max_pixels: int) -> bytes:
-    """Return a binary file rescaled to a largest value of 255 or 65535, with Pillow's rounding."""
+    """Return a binary PPM file with its values rescaled to a maximum of 255 or 65535, rounded as by Pillow."""
     width, height, largest = int(found[2]), int(found[3]), int(found[4])
     is_grey = found[1] == b"5"
     if not 0 < largest < 65536 or largest == 255 or (is_grey and largest == 65535) or width * height > max_pixels:
@@ -120,7 +120,7 @@ def _at_full_range(encoded: bytes, found: re.Match[bytes], max_pixels: int) -> b
 
 
 def _check_gif(encoded: bytes, max_pixels: int) -> None:  # noqa: ARG001 - all checks take the same arguments
-    """Check the number of blocks before the first image."""
+    """Raise ValueError if a GIF file has too many blocks before its first image."""
     flags = encoded[10]
     position = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
     is_extension = False
@@ -134,7 +134,7 @@ def _check_gif(encoded: bytes, max_pixels: int) -> None:  # noqa: ARG001 - all c
         else:
             is_extension = size == 0x21
             position += 2 if is_extension else 1
-    raise ValueError(f"more than {_MAX_GIF_BLOCKS} blocks come before its first image")
+    raise ValueError(f"more than {_MAX_GIF_BLOCKS} blocks come before its first image; save the image again")
 
 
 def _check_bmp(encoded: bytes, max_pixels: int) -> None:  # noqa: ARG001 - all checks take the same arguments
@@ -145,12 +145,12 @@ def _check_bmp(encoded: bytes, max_pixels: int) -> None:  # noqa: ARG001 - all c
     if len(encoded) > _MAX_RLE_BMP_BYTES or num_pixels > _MAX_RLE_BMP_PIXELS:
         raise ValueError(
             f"with run-length encoding it may have at most {_MAX_RLE_BMP_BYTES} bytes and {_MAX_RLE_BMP_PIXELS} "
-            f"pixels, found {len(encoded)} and {num_pixels}; save it without"
+            f"pixels, found {len(encoded)} and {num_pixels}; save it without compression"
         )
 
 
 def _check_webp(encoded: bytes, max_pixels: int) -> None:
-    """Check the size of the canvas: libwebp allocates it twice before it reports its size."""
+    """Raise ValueError if a WebP canvas is too large; libwebp allocates it twice before it reports its size."""
     kind = encoded[12:16]
     if kind == b"VP8X":
         width, height = (int.from_bytes(encoded[at : at + 3], "little") + 1 for at in (24, 27))
@@ -162,28 +162,34 @@ def _check_webp(encoded: bytes, max_pixels: int) -> None:
     else:
         return
     if width * height > max_pixels:
-        raise ValueError(f"{width}×{height} is more than the {max_pixels} pixels allowed in one image")
+        raise ValueError(f"{width}×{height} is more than the {max_pixels} pixels allowed in one image; make it smaller")
 
 
 def _check_tiff(encoded: bytes, max_pixels: int) -> None:  # noqa: ARG001 - all checks take the same arguments
-    """Check how many bytes the tags of the first image make a reader read: all tags may point to the same bytes."""
+    """Raise ValueError if the tags of the first image of a TIFF file refer to too many bytes, which they can share."""
     order = "<" if encoded[:2] == b"II" else ">"
     is_big = 43 in encoded[2:4]
     start, entries, entry, word = (8, "Q", "HHQ", 8) if is_big else (4, "H", "HHI", 4)
     (directory,) = struct.unpack_from(order + ("Q" if is_big else "I"), encoded, start)
     (num_entries,) = struct.unpack_from(order + entries, encoded, directory)
     if num_entries > _MAX_TIFF_ENTRIES:
-        raise ValueError(f"it has {num_entries} tags, {_MAX_TIFF_ENTRIES} are allowed")
+        raise ValueError(
+            f"it has {num_entries} tags, more than the {_MAX_TIFF_ENTRIES} allowed; save it without metadata"
+        )
     position = directory + struct.calcsize(order + entries)
     num_bytes = 0
     for _ in range(num_entries):
         tag, kind, count = struct.unpack_from(order + entry, encoded, position)
         position += struct.calcsize(order + entry) + word
         if kind not in _TIFF_BYTE_TYPES and count > _MAX_TIFF_NUMBERS:
-            raise ValueError(f"its tag {tag} has {count} numbers, {_MAX_TIFF_NUMBERS} are allowed")
+            raise ValueError(
+                f"its tag {tag} has {count} values, more than the {_MAX_TIFF_NUMBERS} allowed; save it again"
+            )
         num_bytes += count * _TIFF_TYPE_BYTES.get(kind, 1)
         if num_bytes > len(encoded) + word * num_entries:
-            raise ValueError(f"its tags refer to {num_bytes} bytes or more, and the file has {len(encoded)}")
+            raise ValueError(
+                f"its tags refer to at least {num_bytes} bytes, but the file has only {len(encoded)}; save it again"
+            )
 
 
 _CHECKS: Mapping[str, Callable[[bytes, int], None]] = {

@@ -1,4 +1,4 @@
-"""Decoding of image files with Pillow: the format from the first bytes, the orientation from EXIF, no other metadata.
+"""Decoding of image files with Pillow: format from the first bytes, and no metadata except the EXIF orientation.
 
 `Image.open` is deliberately not used. It tries every Pillow plugin (including PostScript, with Ghostscript), and it
 reads metadata that training does not need, with a warning for each damaged field; `warnings.catch_warnings` cannot
@@ -52,7 +52,7 @@ _JPEG_METADATA_MARKERS = frozenset({*range(0xE1, 0xEE), 0xEF, 0xFE})
 
 @dataclass(frozen=True)
 class Format:
-    """An accepted file format: how to recognise and open it, and whether its Pillow plugin may warn."""
+    """A supported file format: how to recognise and open it, and whether its Pillow plugin can issue warnings."""
 
     name: str
     accepts: Callable[[bytes], bool]
@@ -84,7 +84,7 @@ def _pillow_warnings_off() -> Iterator[None]:
 
 
 def sniff(encoded: bytes) -> Format | None:
-    """Return the format that the first bytes indicate, or None; the file name is not used."""
+    """Return the format that the first bytes of a file indicate, or None if it is not supported."""
     head = encoded[:16]
     return next((known for known in FORMATS if known.accepts(head)), None)
 
@@ -92,7 +92,7 @@ def sniff(encoded: bytes) -> Format | None:
 def open_pixels(
     encoded: bytes, known: Format, *, max_pixels: int, admit: Callable[[int], None] = lambda _: None
 ) -> tuple[Image.Image, int]:
-    """Decode the first frame in the file's own colour mode.
+    """Decode the first frame of an image in the colour mode of the file.
 
     Args:
         encoded: the file's bytes.
@@ -119,7 +119,7 @@ def open_pixels(
         image = known.opener(io.BytesIO(encoded))
     width, height = image.size
     if width * height > max_pixels:
-        raise ValueError(f"{width}×{height} is more than the {max_pixels} pixels allowed in one image")
+        raise ValueError(f"{width}×{height} is more than the {max_pixels} pixels allowed in one image; make it smaller")
     if isinstance(image, JpegImageFile) and _may_have_many_scans(image, encoded):
         check_jpeg_scans(encoded, width * height)
     admit(width * height)  # may wait, so it must not hold the lock that other images need
@@ -133,7 +133,7 @@ def open_pixels(
 
 
 def _may_have_many_scans(image: JpegImageFile, encoded: bytes) -> bool:
-    """Return whether a decoder reads on after the first scan; counting scans takes a twentieth of the decoding time."""
+    """Return whether a JPEG file can have several scans. Counting them takes a twentieth of the decoding time."""
     stop = image.fp.tell() if image.fp is not None else 0  # the end of the header of the first scan
     start = encoded.rfind(b"\xff\xda", 0, stop)
     is_header = start >= 0 and int.from_bytes(encoded[start + 2 : start + 4]) == stop - start - 2
@@ -141,7 +141,7 @@ def _may_have_many_scans(image: JpegImageFile, encoded: bytes) -> bool:
 
 
 def _scale_transparent_grey(image: Image.Image, encoded: bytes) -> None:
-    """Scale the transparent grey level to 8 bits; Pillow scales 2-bit and 4-bit pixels, but not this level."""
+    """Scale the transparent grey level of a PNG file to 8 bits; Pillow scales only the 2-bit or 4-bit pixels."""
     depth, colour = _png_depth_and_colour(encoded)
     if colour == _PNG_GREY and depth in (2, 4) and "transparency" in image.info:
         image.info["transparency"] *= 255 // (2**depth - 1)
@@ -188,8 +188,8 @@ def strip_jpeg(encoded: bytes) -> tuple[bytes, int]:
         num_segments += 1
         if junk_bytes > _MAX_JPEG_JUNK_BYTES or num_segments > _MAX_PARTS:
             raise ValueError(
-                f"{junk_bytes} bytes of junk and {num_segments} segments come before the pixels; "
-                f"{_MAX_JPEG_JUNK_BYTES} and {_MAX_PARTS} are allowed"
+                f"{junk_bytes} bytes of junk and {num_segments} segments come before the pixels, but at most "
+                f"{_MAX_JPEG_JUNK_BYTES} and {_MAX_PARTS} are allowed; save the image again"
             )
         if start + 4 > len(encoded) or encoded[start + 1] == _JPEG_START_OF_SCAN:
             break
@@ -227,26 +227,27 @@ def strip_png(encoded: bytes) -> tuple[bytes, int]:
         stop = position + 12 + length
         num_chunks += 1
         if num_chunks > _MAX_PARTS:
-            raise ValueError(f"it has more than {_MAX_PARTS} chunks")
+            raise ValueError(f"it has more than {_MAX_PARTS} chunks; save the image again")
         if kind in _PNG_PIXEL_CHUNKS:
             if stop - 4 > len(encoded):
                 left = len(encoded) - position - 8
                 raise ValueError(
-                    f"its chunk {kind.decode()} is truncated: its length is {length} bytes, and {left} are left"
+                    f"its chunk {kind.decode()} is truncated: its length is {length} bytes, but only {left} are left; "
+                    "download the file again"
                 )
             kept.append((position, stop))
         elif kind == b"eXIf":
             orientation = exif_orientation(encoded[position + 8 : stop - 4])
         if kind == b"tRNS" and _png_depth_and_colour(encoded) == (16, _PNG_RGB):
-            raise ValueError("a 16-bit colour is marked as transparent (tRNS); save it with an alpha channel")
+            raise ValueError("a 16-bit colour is marked as transparent (tRNS); save the image with an alpha channel")
         position = stop
     return _joined(encoded, kept), orientation
 
 
 def _joined(encoded: bytes, parts: Sequence[tuple[int, int]]) -> bytes:
-    """Return the concatenated parts ``start, stop`` of a file, in ascending order; the file itself if they cover it.
+    """Concatenate the given (start, stop) parts of a file; return the file itself if they cover it.
 
-    A file may have 512 MiB, so it is copied at most once.
+    The parts are in ascending order. A file may have 512 MiB, so it is copied at most once.
     """
     ends = (0, *(stop for _, stop in parts))
     if all(start == end for (start, _), end in zip(parts, ends, strict=False)) and ends[-1] >= len(encoded):
@@ -256,5 +257,5 @@ def _joined(encoded: bytes, parts: Sequence[tuple[int, int]]) -> bytes:
 
 
 def _png_depth_and_colour(encoded: bytes) -> tuple[int, int]:
-    """Return the bits per channel and the colour type from the header, which is always the first chunk."""
+    """Return the bits per channel and the colour type of a PNG file from its header, which is the first chunk."""
     return encoded[24], encoded[25]

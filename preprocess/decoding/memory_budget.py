@@ -1,4 +1,4 @@
-"""The memory budget shared by all images being decoded, so that the workers never hold many huge images at once.
+"""A memory budget that all images being decoded share, so that workers never hold many huge images at once.
 
 An image that waits for memory is only decoded later: results depend on neither the budget nor the number of workers.
 """
@@ -22,11 +22,11 @@ _FREE_FILE_BYTES = 16 * 2**20
 
 
 class MemoryWaitError(MemoryError):
-    """No memory was released for as long as a thread may wait."""
+    """A thread waited until its time limit, but no memory was released."""
 
 
 class MemoryBudget:
-    """A number of bytes shared by threads, granted in the order of their requests.
+    """A memory budget in bytes that threads share. Requests are granted in order.
 
     Args:
         num_bytes: the total that all threads may hold. A larger request waits until no other thread holds any.
@@ -42,7 +42,7 @@ class MemoryBudget:
 
     @contextmanager
     def held(self, num_bytes: int) -> Iterator[None]:
-        """Wait until ``num_bytes`` are free, and hold them while the context lasts.
+        """Wait until ``num_bytes`` are free, and reserve them until the context exits.
 
         Raises:
             MemoryWaitError: no memory was released for `timeout_s`.
@@ -71,11 +71,12 @@ class MemoryBudget:
                 self._changed.notify_all()
 
     def _wait(self, is_ready: Callable[[], bool], num_bytes: int) -> None:
-        """Wait until ``is_ready``. Many threads may be ahead, so each change of the budget restarts the time limit."""
+        """Wait until ``is_ready()``. Each change of the budget restarts the time limit, as many threads may be ahead."""
         while not is_ready():
             if not self._changed.wait(self._timeout_s) and not is_ready():
                 raise MemoryWaitError(
-                    f"waited {self._timeout_s:.0f} s for {num_bytes:,} bytes of memory that other images hold"
+                    f"waited {self._timeout_s:.0f} s for {num_bytes:,} bytes of memory that other images hold; "
+                    "use fewer workers"
                 )
 
     def _has_room(self, num_bytes: int) -> bool:
@@ -83,10 +84,10 @@ class MemoryBudget:
 
 
 def pixel_budget(timeout_s: float) -> MemoryBudget:
-    """Return the budget of decoded pixels: a quarter of this machine's memory; up to 4 megapixels do not count."""
+    """Return a budget for decoded pixels: a quarter of the memory. Images up to 4 megapixels do not count."""
     return MemoryBudget((host_memory_bytes() or 0) // _HOST_SHARE, _FREE_PIXEL_BYTES, timeout_s=timeout_s)
 
 
 def file_budget(timeout_s: float) -> MemoryBudget:
-    """Return the budget of encoded files: `FILE_BUDGET_BYTES`; requests of up to 16 MiB do not count."""
+    """Return a budget for encoded files: `FILE_BUDGET_BYTES`. Files of up to 16 MiB do not count."""
     return MemoryBudget(FILE_BUDGET_BYTES, _FREE_FILE_BYTES, timeout_s=timeout_s)

@@ -1,4 +1,4 @@
-"""The drawing and packing of the demo set."""
+"""Drawing and packing of the demo data set."""
 
 import tempfile
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from preprocess.shards.location import open_location
 from preprocess.sources.open_source import open_source
 
 DEMO_SIZE = 32
-"""Height and width of the demo set's images in pixels."""
+"""Height and width of the demo images in pixels."""
 
 
 def pack_demo(
@@ -23,7 +23,7 @@ def pack_demo(
     overwrite: bool = False,
     on_progress: Callable[[str, PackProgress], None] = lambda _split, _progress: None,
 ) -> None:
-    """Draw the demo set into a temporary folder and pack it into `data`/train and `data`/val.
+    """Draw the demo data set in a temporary folder and pack it into `data`/train and `data`/val.
 
     The images are the same every time, so an interrupted pack is continued, and a finished pack is left unchanged.
 

@@ -1,4 +1,4 @@
-"""A small drawn data set with labels, for trying everything without a download.
+"""Drawing of the demo data set: small labelled images of shapes, for use without a download.
 
 The ten classes are shapes. Colour, position, size, angle, lighting and clutter vary independently of the class, so a
 network must learn shape. Images are JPEG files in class folders, like any other source.
@@ -20,7 +20,7 @@ TRAIN_IMAGES_PER_VAL_IMAGE = 5
 JPEG_QUALITY = 92
 MIN_SIZE, MAX_SIZE = 16, 1024
 
-# Minimum distance between shape and background colour in RGB (maximum 441). Below about 60 a person starts to guess.
+# Minimum distance between shape and background colour in RGB (maximum 441). Below about 60, people start to guess.
 MIN_CONTRAST = 110.0
 
 # A polygon of points around the origin, within the unit circle; y points down.
@@ -30,7 +30,7 @@ Shape = tuple[list[Polygon], list[Polygon]]
 
 
 def draw_demo(dest: Path, *, num_images: int = NUM_TRAIN_IMAGES, size: int = 32, seed: int = 0) -> Path:
-    """Draw `dest/train/<class>/*.jpg` and `dest/val/<class>/*.jpg`.
+    """Draw the demo images, `dest/train/<class>/*.jpg` and `dest/val/<class>/*.jpg`.
 
     An image depends only on seed, split and index, so the same arguments produce the same images.
 
@@ -45,7 +45,7 @@ def draw_demo(dest: Path, *, num_images: int = NUM_TRAIN_IMAGES, size: int = 32,
         `dest`.
 
     Raises:
-        ValueError: an argument is out of range, or `dest` already holds a train or val folder.
+        ValueError: an argument is out of range, or `dest` already contains a train or val folder.
     """
     dest = Path(dest)
     num_classes = len(SHAPES)
@@ -96,20 +96,21 @@ def _two_colours(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _lighting(colour: np.ndarray, size: int, rng: np.random.Generator) -> np.ndarray:
-    """Return float64 `[size, size, 3]`: the colour, unevenly lit and tinted by a smooth random field."""
+    """Return an area of one colour, unevenly lit and tinted by a smooth random field, as float64 `[size, size, 3]`."""
     coarse = np.clip(colour + rng.normal(0.0, 14.0, (4, 4, 3)), 0, 255).astype(np.uint8)
     return np.asarray(Image.fromarray(coarse).resize((size, size), Image.Resampling.BICUBIC)).astype(np.float64)
 
 
 def _mask(shape: Shape, size: int, radius: float, rng: np.random.Generator, *, reach: float) -> np.ndarray:
-    """Return the fraction of each pixel that a shape covers, float64 `[size, size, 1]`, 0 to 1.
+    """Return the fraction of each pixel that a shape covers, 0 to 1, as float64 `[size, size, 1]`.
 
     Args:
         shape: what to draw, at a random angle.
         size: side in pixels.
         radius: of the circle around the shape, as a fraction of the side.
         rng: for angle and position.
-        reach: how far the centre may be off, as a fraction of half the side; at 0 the shape stays a pixel inside.
+        reach: how far the centre may be from the middle, as a fraction of half the side; at 0 the whole shape stays at
+            least a pixel inside the image.
     """
     canvas = size * SUPERSAMPLING
     stray = max(reach * 0.5, 0.5 - radius - 1 / size)
