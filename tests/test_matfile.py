@@ -82,7 +82,7 @@ def test_big_endian():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "a header of 128 bytes, and this file has 0"),
+        (b"", "a header of 128 bytes, but this file has 0"),
         (bytes(200), r"not a level-5 MAT file.*save it with -v7"),
         (b"MATLAB 7.3".ljust(124) + b"\x00\x02IM", "not a level-5"),
         (written({"a": np.arange(100.0)})[:-40], "truncated"),

@@ -66,7 +66,7 @@ def test_equal_hashes_are_ordered_by_name(monkeypatch):
 
 
 def test_an_image_that_is_there_twice_is_refused():
-    with pytest.raises(SourceError, match="a/1 exists twice; write the archive again with it once"):
+    with pytest.raises(SourceError, match="a/1 exists twice; write the archive again without the"):
         names_in_order(listing_of([("a/1", 0), ("a/2", 0), ("a/1", 0)]))
 
 

@@ -159,10 +159,10 @@ def test_a_file_that_changed_after_it_was_listed_is_refused(tmp_path, content):
         (tmp_path / "a" / "1.jpg").unlink()
         if content is None:
             os.mkfifo(tmp_path / "a" / "1.jpg")  # reading it would wait for a writer
-            message = "changed since it was listed: it is no longer a file; run again"
+            message = "changed since it was listed: it is no longer a file; run the command again"
         else:
             (tmp_path / "a" / "1.jpg").write_bytes(content)
-            message = f"changed since it was listed: 7 bytes then, {len(content)} now; run again"
+            message = f"changed since it was listed: 7 bytes then, {len(content)} now; run the command again"
         with pytest.raises(SourceError, match=message):
             source.splits["train"].read(0)
 
@@ -211,8 +211,8 @@ def test_pipes_and_sockets_are_refused(tmp_path, monkeypatch):
             r"is not a data set: expected class folders, .*, ILSVRC2012_img_train\.tar.*found an empty folder",
         ),
         (["1.jpg", "2.jpg"], r"is not a data set: .*; found 1\.jpg, 2\.jpg"),
-        (["1.jpg", "a/2.jpg"], r"has 1 images outside any class folder, the first is 1\.jpg"),
-        (["train/a/1.jpg", "train/2.jpg"], r"train has 1 images outside any class folder, the first is 2\.jpg"),
+        (["1.jpg", "a/2.jpg"], r"has 1 images outside any class folder, for example 1\.jpg"),
+        (["train/a/1.jpg", "train/2.jpg"], r"train has 1 images outside any class folder, for example 2\.jpg"),
         (["val/a/1.jpg", "validation/a/1.jpg"], "has both val/ and validation/ for the split val; keep one"),
         (["cifar/train/a/1.jpg", "x/1.jpg"], r"cifar/ has a train/ folder; give .*cifar"),
         (["train/a/1.jpg", "train/b/1.jpg", "val/a/1.jpg"], "train has 1 classes that val lacks: b; give all splits"),
@@ -327,5 +327,5 @@ def test_a_link_to_itself_is_named(tmp_path):
 def test_names_in_messages_are_harmless(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a\x1b]0;x\x07.jpg").write_bytes(b"x")
-    with pytest.raises(SourceError, match=r"the first is 'a\\x1b\]0;x\\x07\.jpg'"):
+    with pytest.raises(SourceError, match=r"for example 'a\\x1b\]0;x\\x07\.jpg'"):
         open_source(tmp_path)

@@ -44,7 +44,7 @@ def test_classes_of_one_image_are_all_trained_on(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "1.jpg").touch()
     with pytest.raises(
-        SourceError, match="keeps one training image, and the largest of its 3 classes has 1; give a folder with val/"
+        SourceError, match="keeps one training image and the largest of its 3 classes has 1; give a folder with val/"
     ):
         open_source(tmp_path, holdout=0.9)
     with open_source(tmp_path, holdout=0.9, splits=("train",)) as source:
@@ -54,16 +54,16 @@ def test_classes_of_one_image_are_all_trained_on(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"holdout": -0.1}, "holdout must be a fraction from 0 to below 1, found -0.1"),
-        ({"holdout": 1.0}, "holdout must be a fraction"),
-        ({"holdout": float("nan")}, "holdout must be a fraction"),
+        ({"holdout": -0.1}, "holdout must be at least 0 and less than 1, found -0.1"),
+        ({"holdout": 1.0}, "holdout must be at least 0 and less than 1"),
+        ({"holdout": float("nan")}, "holdout must be at least 0 and less than 1"),
         (
             {"holdout": 1e-9},
-            "holdout 1e-09 holds out no image of .*: every class keeps one .*of its 3 classes has 100; make",
+            "holdout 1e-09 holds out no image of .*, because every class keeps one .*of its 3 classes has 100; make",
         ),
-        ({"limit": 0}, "limit must be at least 1 image a split, found 0"),
-        ({"splits": ("val",)}, "has no split val; it has train"),
-        ({"splits": ("test", "dev"), "holdout": 0.1}, "has no split test, dev; it has train, val"),
+        ({"limit": 0}, "limit must be at least 1 image per split, found 0"),
+        ({"splits": ("val",)}, "has no split val; choose from train"),
+        ({"splits": ("test", "dev"), "holdout": 0.1}, "has no split test, dev; choose from train, val"),
     ],
 )
 def test_arguments_out_of_range(tree, options, message):
@@ -75,7 +75,7 @@ def test_holding_out_where_there_is_a_val_split(tmp_path):
     for split in ("train", "val"):
         (tmp_path / split / "a").mkdir(parents=True)
         (tmp_path / split / "a" / "1.jpg").touch()
-    with pytest.raises(SourceError, match="already has a val split; leave holdout out"):
+    with pytest.raises(SourceError, match="already has a val split; omit holdout"):
         open_source(tmp_path, holdout=0.1)
     (tmp_path / "train").rename(tmp_path / "test")
     (tmp_path / "val").rename(tmp_path / "x")
@@ -158,7 +158,7 @@ def test_a_pack_is_not_packed_again(tmp_path, finished):
     if not finished:
         (split / "manifest.json").unlink()
     for path in (tmp_path / "shards", split):
-        with pytest.raises(SourceError, match=r"contains shards that are already packed, in .*train; train on them"):
+        with pytest.raises(SourceError, match=r"already contains packed shards, in .*train; train on them"):
             open_source(path)
 
 

@@ -71,7 +71,7 @@ class MemoryBudget:
                 self._changed.notify_all()
 
     def _wait(self, is_ready: Callable[[], bool], num_bytes: int) -> None:
-        """Wait until ``is_ready()``. Each change of the budget restarts the time limit, as many threads may be ahead."""
+        """Wait until ``is_ready()``. Each change of the budget restarts the time limit: many threads may be ahead."""
         while not is_ready():
             if not self._changed.wait(self._timeout_s) and not is_ready():
                 raise MemoryWaitError(

@@ -1,1 +1,1 @@
-"""Labelled images before packing: folders, tar archives, Kaggle's tree."""
+"""Readers of labelled images to pack: class folders, tar archives and Kaggle's ImageNet tree."""

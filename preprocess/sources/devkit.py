@@ -1,4 +1,4 @@
-"""ImageNet's development kit: the WordNet id and name of each class number, and the validation labels."""
+"""Reader of ImageNet's development kit: the WordNet id and name of each class number, and the validation labels."""
 
 import zlib
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ FOLDER = "ILSVRC2012_devkit_t12"
 SYNSETS_FILE = "data/meta.mat"
 GROUND_TRUTH_FILE = "data/ILSVRC2012_validation_ground_truth.txt"
 
-# The archive has 2.5 MB, meta.mat 0.3 MB and the ground truth 0.2 MB. These limits only prevent a forged kit from
+# The archive is 2.5 MB, meta.mat 0.3 MB and the ground truth 0.2 MB. These limits only prevent a forged kit from
 # exhausting memory or time.
 _MAX_ARCHIVE_BYTES = 64 * 2**20
 _MAX_UNPACKED_BYTES = 128 * 2**20
@@ -30,11 +30,11 @@ _GZIP_MAGIC = b"\x1f\x8b"
 
 @dataclass(frozen=True)
 class Devkit:
-    """The contents of the development kit.
+    """The class names and validation labels of the development kit.
 
     Attributes:
         names: WordNet id to readable name, for the classes that have images (1000 in the official kit).
-        validation_ids: WordNet ids of validation images 1, 2, …, in this order.
+        validation_ids: WordNet ids of validation images 1, 2, …, in that order.
     """
 
     names: dict[str, str]
@@ -42,7 +42,7 @@ class Devkit:
 
 
 def find_devkit(folder: Path) -> Devkit | None:
-    """Read the development kit in a folder, packed or unpacked; return None if there is none.
+    """Read the development kit in a folder, as an archive or unpacked; return None if the folder has none.
 
     Raises:
         SourceError: the kit cannot be read.
@@ -63,7 +63,7 @@ def find_devkit(folder: Path) -> Devkit | None:
 
 @dataclass(frozen=True)
 class _Unpacked:
-    """The bytes of an unpacked archive, readable by `members`."""
+    """An uncompressed archive in memory, which `members` can list."""
 
     path: Path
     content: bytes
@@ -88,8 +88,8 @@ def _members_of(path: Path) -> dict[str, bytes]:
         wanted = next((name for name in (SYNSETS_FILE, GROUND_TRUTH_FILE) if member.name.endswith("/" + name)), None)
         if wanted and member.size > _MAX_MEMBER_BYTES:
             raise SourceError(
-                f"{shown}: its {wanted} has {member.size} bytes, more than the {_MAX_MEMBER_BYTES} allowed; "
-                "download it again"
+                f"{wanted} in {shown} has {member.size} bytes, more than the {_MAX_MEMBER_BYTES} allowed; "
+                "download the archive again"
             )
         if wanted:
             found[wanted] = tar.read(member.offset, member.size)
@@ -99,7 +99,7 @@ def _members_of(path: Path) -> dict[str, bytes]:
 
 
 def _unpack(packed: bytes) -> bytes:
-    """Return the unpacked content of a gzip file of one or more parts.
+    """Decompress a gzip file, which may consist of several concatenated streams.
 
     zlib parses the headers in C, while Python's gzip module reads a name in them byte by byte.
 
@@ -136,31 +136,35 @@ def _read(path: Path, contents: dict[str, bytes]) -> Devkit:
         if not number.isdigit() or len(number) > _MAX_NUMBER_DIGITS or int(number) not in id_of:
             found = number[:40].decode("latin-1")
             raise SourceError(
-                f"{shown}, {GROUND_TRUTH_FILE}, line {line}: {found!r} is not a class number of {SYNSETS_FILE}; "
-                "download the kit again"
+                f"{shown}, {GROUND_TRUTH_FILE}, line {line}: {found!r} is not a class number in {SYNSETS_FILE}; "
+                "download the development kit again"
             )
         validation_ids.append(id_of[int(number)])
     return Devkit(names, validation_ids)
 
 
 def _read_synsets(path: Path, content: bytes) -> tuple[dict[int, str], dict[str, str]]:
-    """Return class number to WordNet id, and WordNet id to name, for synsets without children (those with images)."""
+    """Return WordNet ids by class number and names by WordNet id, for synsets without children (those with images)."""
     try:
         synsets = read_matfile(content)["synsets"]
         leaves = [synset for synset in synsets if _number(synset["num_children"]) == 0]
         id_of = {_number(synset["ILSVRC2012_ID"]): synset["WNID"] for synset in leaves}
         names = {synset["WNID"]: synset["words"].partition(",")[0] for synset in leaves}
         _check_ids(names)
-    except (MatFileError, KeyError, TypeError, IndexError, AttributeError, ValueError, OverflowError) as error:
-        shown = printable(path)
-        raise SourceError(f"{shown}, {SYNSETS_FILE}: the table of synsets cannot be read: {error}") from error
+    except MatFileError as error:
+        raise SourceError(f"{printable(path)}, {SYNSETS_FILE}: {error}") from error
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError, OverflowError) as error:
+        raise SourceError(
+            f"{printable(path)}, {SYNSETS_FILE}: the table of synsets cannot be read: {error}; "
+            "download the development kit again"
+        ) from error
     return id_of, names
 
 
 def _check_ids(names: dict[str, str]) -> None:
     for each in names:
         if not isinstance(each, str) or not 0 < len(each) <= _MAX_ID_CHARACTERS:
-            raise ValueError(f"a WNID must have 1 to {_MAX_ID_CHARACTERS} characters, found {str(each)[:40]!r}")
+            raise ValueError(f"a WordNet id must have 1 to {_MAX_ID_CHARACTERS} characters, found {str(each)[:40]!r}")
 
 
 def _number(value: Any) -> int:

@@ -1,4 +1,4 @@
-"""The unpacked files of Kaggle's "ImageNet Object Localization Challenge".
+"""Reader of the unpacked files of Kaggle's "ImageNet Object Localization Challenge".
 
 Training images are in class folders, validation images in one folder with a table of labels. The test images have no
 labels and are not read.
@@ -20,13 +20,13 @@ IMAGES = Path("ILSVRC/Data/CLS-LOC")
 SOLUTION_FILE = "LOC_val_solution.csv"
 MAPPING_FILE = "LOC_synset_mapping.txt"
 
-# The table has 2.7 MB and 50,000 lines.
+# The official table has 50,000 lines and is 2.7 MB in size.
 _MAX_TABLE_BYTES = 64 * 2**20
 _MAX_TABLE_ROWS = 1_000_000
 
 
 def find_kaggle_tree(root: Path) -> Path | None:
-    """Return the folder with Kaggle's train/ and val/, if it is `root` or up to three levels below; otherwise None."""
+    """Return the folder with Kaggle's train/ and val/, `root` or up to three levels below it; None if there is none."""
     candidates = [root.joinpath(*IMAGES.parts[skipped:]) for skipped in range(len(IMAGES.parts))]
     if root.absolute().parts[-len(IMAGES.parts) :] == IMAGES.parts:
         candidates.append(root)
@@ -34,7 +34,7 @@ def find_kaggle_tree(root: Path) -> Path | None:
 
 
 def kaggle_openers(root: Path, images: Path) -> dict[str, Callable[[], FoundSplit]]:
-    """Return a function for every labelled split that lists it; names in the listing are relative to `root`."""
+    """Return, for each labelled split, a function that lists its images, with names relative to `root`."""
     top = Path(os.path.normpath(images.absolute())).parents[len(IMAGES.parts) - 1]
     names_in = (top, images / "train", images / "val")
     openers: dict[str, Callable[[], FoundSplit]] = {}
@@ -46,11 +46,11 @@ def kaggle_openers(root: Path, images: Path) -> dict[str, Callable[[], FoundSpli
 
 
 def _read_val(root: Path, folder: Path, top: Path, names_in: tuple[Path, ...]) -> FoundSplit:
-    """List the validation images: in a single folder, as in Kaggle's archive, or sorted into class folders by a script.
+    """List the validation images, all in one folder as in Kaggle's archive, or sorted into class folders by a script.
 
     Raises:
-        SourceError: the table of labels is missing or damaged, has no line for an image, or has other classes than the
-            mapping of readable names.
+        SourceError: the table of labels is missing or damaged, has no line for an image, or its classes differ from
+            those in the mapping of readable names.
     """
     folders, files = list_folder(folder)
     if folders:
@@ -60,7 +60,7 @@ def _read_val(root: Path, folder: Path, top: Path, names_in: tuple[Path, ...]) -
         if Path(entry.name).stem not in id_of:
             raise SourceError(
                 f"{printable(entry.path)} has no class in {printable(top / SOLUTION_FILE)}; "
-                "remove it or complete the table"
+                "remove the image or add it to the table"
             )
     ids, names = set(id_of.values()), read_names(top)
     if names:
@@ -76,7 +76,7 @@ def _read_val(root: Path, folder: Path, top: Path, names_in: tuple[Path, ...]) -
 
 
 def _check_ids(in_table: set[str], in_mapping: set[str], top: Path) -> None:
-    """Check that both files have the same classes: an additional class would shift every label after it."""
+    """Check that the table and the mapping have the same classes; an additional class would shift all later labels."""
     for ids, has, lacks in (
         (in_table - in_mapping, SOLUTION_FILE, MAPPING_FILE),
         (in_mapping - in_table, MAPPING_FILE, SOLUTION_FILE),
@@ -85,24 +85,24 @@ def _check_ids(in_table: set[str], in_mapping: set[str], top: Path) -> None:
             shown = ", ".join(map(printable, sorted(ids)[:5])) + (f" and {len(ids) - 5} more" if len(ids) > 5 else "")
             raise SourceError(
                 f"{printable(top / has)} has {len(ids)} classes that {lacks} lacks: {shown}; "
-                f"use both from the same download, or remove {MAPPING_FILE}, which contains only readable names"
+                f"use both files from the same download, or remove {MAPPING_FILE} (it contains only readable names)"
             )
 
 
 def _read_solution(path: Path) -> dict[str, str]:
-    """Return image name (without suffix) to class id; a line is `ImageId,n01440764 x y x y [n01440764 …]`."""
+    """Return class ids by image name (without suffix), from lines `ImageId,n01440764 x y x y [n01440764 …]`."""
     shown = printable(path)
     id_of: dict[str, str] = {}
     try:
         text = read_regular(path, max_bytes=_MAX_TABLE_BYTES).decode("utf-8-sig")
         for count, row in enumerate(csv.DictReader(io.StringIO(text, newline=""), strict=True)):
             if count == _MAX_TABLE_ROWS:
-                raise csv.Error(f"more than {_MAX_TABLE_ROWS:,} lines")
+                raise csv.Error(f"it has more than {_MAX_TABLE_ROWS:,} lines")
             image_id = row["ImageId"]
             id_of[image_id] = row["PredictionString"].split(None, 1)[0]
     except OSError as error:
         raise SourceError(
-            f"{shown} cannot be read: {error.strerror}; restore it, because it contains the labels of the val split"
+            f"{shown} cannot be read: {error.strerror}; restore the file, which contains the labels of the val split"
         ) from error
     except (csv.Error, KeyError, IndexError, AttributeError, UnicodeDecodeError) as error:
         raise SourceError(

@@ -1,11 +1,12 @@
-"""A data set before packing: its classes and a compact list of its encoded images.
+"""A data set to pack: its classes and a compact listing of its encoded images.
 
 To avoid one Python object for each of ImageNet's 1.28 million images, a listing is one buffer of name bytes and five
 integer columns (about 75 bytes per image); a `SourceImage` is created on demand.
 
-An image has two names. Its *name* is its location, and is used in messages. Its *key*, class id and path below the
-class ("n01440764/n01440764_18.JPEG"), is the same for a folder, an archive of any name and Kaggle's tree, and for any
-of the enclosing folders as the source. Order, held-out images and digest are derived from the keys.
+Each image has a name and a key. Its *name* is its location, which messages show. Its *key* is the class id and the path
+below the class ("n01440764/n01440764_18.JPEG"). The key is the same in a folder, in an archive of any name and in
+Kaggle's tree, whichever of the enclosing folders is given as the source. The pack order, the choice of held-out images
+and the digest depend on the keys.
 """
 
 import hashlib
@@ -26,23 +27,23 @@ MAX_NAMES_BYTES = 8 * 2**30
 
 
 class SourceError(ValueError):
-    """A source that cannot be read as a labelled data set; the message names the path and the remedy."""
+    """The source cannot be read as a labelled data set. The message gives the path and the remedy."""
 
 
 @dataclass(frozen=True)
 class SourceImage:
-    """One image: its path below the source root ("outer.tar!inner.tar!member" in archives) and its 0-based class."""
+    """An image: its path below the source root ("outer.tar!inner.tar!member" in archives) and its 0-based class."""
 
     name: str
     label: int
 
 
 class SourceSplit(Protocol):
-    """One split of a data set, in a pack order that is the same on every machine and file system."""
+    """A split of a data set. Its pack order is the same on every machine and file system."""
 
     @property
     def name(self) -> str:
-        """Name of the split: train, val, test."""
+        """The name of the split: train, val or test."""
 
     @property
     def classes(self) -> tuple[ImageClass, ...]:
@@ -51,30 +52,30 @@ class SourceSplit(Protocol):
     def __len__(self) -> int: ...
 
     def image(self, index: int) -> SourceImage:
-        """Return name and label of the image at position `index` of the pack order."""
+        """Return the name and the label of the image at position `index` in the pack order."""
 
     def num_bytes(self, index: int) -> int:
-        """Return the number of bytes that `read` returns."""
+        """Return the length in bytes of the encoded image at position `index` in the pack order."""
 
     def read(self, index: int) -> bytes:
-        """Return the encoded bytes of the image; may be called from any thread. Raises OSError or ValueError."""
+        """Return the encoded bytes of the image. May be called from any thread. Raises OSError or ValueError."""
 
     def digest(self) -> str:
-        """Return the SHA-256, in hex, of the class ids and of every image's key and size."""
+        """Return the hexadecimal SHA-256 of the class ids and of the key and size of each image."""
 
 
 class ByteStore(Protocol):
-    """The storage of encoded bytes: a folder or an open archive."""
+    """The folder or open archive that contains the encoded images."""
 
     def read(self, name: str, offset: int, size: int) -> bytes:
-        """Return the `size` bytes of the entry `name`, which in an archive starts at `offset`."""
+        """Return the `size` bytes of the file `name`; in an archive, they start at `offset`."""
 
     def close(self) -> None:
-        """Close open files."""
+        """Close all open files."""
 
 
 class Listing:
-    """Names, labels, sizes and offsets of images in plain arrays, in the order in which they were added.
+    """Names, labels, sizes and offsets of images in compact arrays, in the order in which the images were added.
 
     Args:
         classes: the classes of the labels; may be empty if no keys are needed.
@@ -93,7 +94,7 @@ class Listing:
         return len(self._labels)
 
     def add(self, folder: str, member: str, label: int, size: int, offset: int = 0) -> None:
-        """Append an image, whose name is `folder` + `member` and whose key is class id + "/" + `member`.
+        """Append an image. Its name is `folder` + `member`, and its key is its class id + "/" + `member`.
 
         Args:
             folder: the enclosing folder or archive, ending with a separator: "train/n01440764/", "set.tar!n01440764/".
@@ -109,8 +110,8 @@ class Listing:
         self._names += around + member.encode("utf-8", "surrogateescape")
         if len(self._names) > MAX_NAMES_BYTES or len(self._labels) >= MAX_IMAGES:
             raise SourceError(
-                f"{printable(folder)} makes the split exceed {MAX_IMAGES:,} images or {MAX_NAMES_BYTES:,} bytes of "
-                "names; use fewer images"
+                f"with {printable(folder)}, the split has more than {MAX_IMAGES:,} images or {MAX_NAMES_BYTES:,} bytes "
+                "of names; use fewer images"
             )
         self._name_stops.append(len(self._names))
         self._folder_lengths.append(len(around))
@@ -119,20 +120,20 @@ class Listing:
         self._offsets.append(offset)
 
     def name_bytes(self, index: int) -> bytes:
-        """Return the name as UTF-8; bytes of a file name that are not valid UTF-8 are kept unchanged."""
+        """Return the name of an image as UTF-8. Bytes of a file name that are not valid UTF-8 are kept unchanged."""
         start = self._name_stops[index - 1] if index else 0
         return bytes(self._names[start : self._name_stops[index]])
 
     def key_bytes(self, index: int) -> bytes:
-        """Return the key, class id and path below the class, as UTF-8."""
+        """Return the key of an image, its class id and path below the class, as UTF-8."""
         return self._class_ids[self._labels[index]] + b"/" + self.name_bytes(index)[self._folder_lengths[index] :]
 
     def member(self, index: int) -> str:
-        """Return the path below the class."""
+        """Return the path of an image below its class."""
         return self.name_bytes(index)[self._folder_lengths[index] :].decode("utf-8", "surrogateescape")
 
     def name(self, index: int) -> str:
-        """Return the name."""
+        """Return the name of an image, its path below the source root."""
         return self.name_bytes(index).decode("utf-8", "surrogateescape")
 
     def size(self, index: int) -> int:
@@ -145,13 +146,13 @@ class Listing:
 
     @property
     def labels(self) -> np.ndarray:
-        """The labels as uint16 `[N]`; a copy, so that the listing can still grow."""
+        """A copy of the labels as uint16 `[N]`, so that images can still be added to the listing."""
         return np.array(self._labels, np.uint16)
 
 
 @dataclass(frozen=True, eq=False)
 class ListedSplit:
-    """A split made of a listing, the store of its bytes, and the pack order (int64 `[n]`, indices of the listing)."""
+    """A split: a listing, the store of its images, and the pack order (int64 `[n]`, indices into the listing)."""
 
     name: str
     classes: tuple[ImageClass, ...]
@@ -163,16 +164,16 @@ class ListedSplit:
         return len(self.order)
 
     def image(self, index: int) -> SourceImage:
-        """Return name and label of the image at position `index` of the pack order."""
+        """Return the name and the label of the image at position `index` in the pack order."""
         entry = self._entry(index)
         return SourceImage(self.listing.name(entry), int(self._labels[entry]))
 
     def num_bytes(self, index: int) -> int:
-        """Return the length in bytes of the encoded image at position `index` of the pack order."""
+        """Return the length in bytes of the encoded image at position `index` in the pack order."""
         return self.listing.size(self._entry(index))
 
     def read(self, index: int) -> bytes:
-        """Return the encoded bytes of the image at position `index` of the pack order.
+        """Return the encoded bytes of the image at position `index` in the pack order.
 
         Raises:
             OSError: the file cannot be read.
@@ -181,11 +182,13 @@ class ListedSplit:
         entry = self._entry(index)
         size = self.listing.size(entry)
         if size > MAX_FILE_BYTES:
-            raise ValueError(f"the file has {size} bytes, more than the {MAX_FILE_BYTES} allowed for an image")
+            raise ValueError(
+                f"the file has {size} bytes, more than the {MAX_FILE_BYTES} allowed for an image; make it smaller"
+            )
         return self.store.read(self.listing.name(entry), self.listing.offset(entry), size)
 
     def digest(self) -> str:
-        """Return the SHA-256, in hex, of the class ids and of every image's key and size, in pack order."""
+        """Return the hexadecimal SHA-256 of the class ids and of the key and size of each image, in pack order."""
         return self._digest
 
     def _entry(self, index: int) -> int:
@@ -209,7 +212,7 @@ class ListedSplit:
 
 @dataclass(frozen=True, eq=False)
 class FoundSplit:
-    """A split as found in a layout, before images are held out, limits applied and the order determined."""
+    """A split as found in a source, before images are held out, the limit is applied and the order is determined."""
 
     name: str
     classes: tuple[ImageClass, ...]
@@ -223,7 +226,7 @@ def index_classes(ids: Iterable[str], names: dict[str, str], where: str) -> tupl
     Args:
         ids: one id per class.
         names: readable names of some or all classes.
-        where: the location to name in an error.
+        where: the location to show in an error message.
 
     Raises:
         SourceError: there is no class, or there are more than labels can represent.

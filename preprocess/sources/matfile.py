@@ -1,4 +1,4 @@
-"""Reader of MATLAB's level-5 MAT files, as far as ImageNet's `meta.mat` needs: numbers, text, cells, struct arrays.
+"""Reader of level-5 MAT files (MATLAB) with the types in ImageNet's `meta.mat`: numbers, text, cells, struct arrays.
 
 After "MAT-File Format", The MathWorks, chapter 1. Every data element is an 8-byte tag (type, number of bytes) and its
 bytes, padded to a multiple of 8; up to four bytes may be inside the tag instead. Arrays are stored column by column.
@@ -48,7 +48,7 @@ class _Element:
 
 
 class _Limits:
-    """The remaining bytes, elements and nesting depth of a file, which bound the work of reading it."""
+    """Counters that limit the bytes, the elements and the nesting depth read from a file."""
 
     def __init__(self) -> None:
         self._bytes, self._elements, self._depth = MAX_BYTES, _MAX_ELEMENTS, 0
@@ -56,7 +56,9 @@ class _Limits:
     def take_bytes(self, data: bytes) -> None:
         self._bytes -= len(data)
         if self._bytes < 0:
-            raise MatFileError(f"the variables of the MAT file have more than {MAX_BYTES} bytes")
+            raise MatFileError(
+                f"the variables of the MAT file have more than {MAX_BYTES} bytes; download the file again"
+            )
 
     @property
     def bytes_left(self) -> int:
@@ -65,12 +67,14 @@ class _Limits:
     def take_element(self) -> None:
         self._elements -= 1
         if self._elements < 0:
-            raise MatFileError(f"the MAT file has more than {_MAX_ELEMENTS} elements")
+            raise MatFileError(f"the MAT file has more than {_MAX_ELEMENTS} elements; download it again")
 
     def __enter__(self) -> None:
         self._depth += 1
         if self._depth > _MAX_DEPTH:
-            raise MatFileError(f"the arrays of the MAT file are nested more than {_MAX_DEPTH} deep")
+            raise MatFileError(
+                f"the arrays of the MAT file are nested more than {_MAX_DEPTH} deep; download the file again"
+            )
 
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
@@ -83,21 +87,22 @@ def read_matfile(content: bytes) -> dict[str, Any]:
         content: the whole file.
 
     Returns:
-        Values by name. Numbers are arrays of their MATLAB shape and type, text is `str` (rows joined by line feeds), a
-        cell array a list and a struct array a list of dicts, both in MATLAB's column order.
+        Values by name. Numbers are arrays with their MATLAB shape and type, text is `str` (rows joined by line feeds),
+        a cell array is a list and a struct array a list of dicts, both in MATLAB's column order.
 
     Raises:
         MatFileError: the file is not level 5, is damaged, exceeds a limit, or has objects, sparse or complex arrays.
     """
     if len(content) < _HEADER_BYTES:
         raise MatFileError(
-            f"a MAT file begins with a header of {_HEADER_BYTES} bytes, and this file has {len(content)} bytes"
+            f"a MAT file begins with a header of {_HEADER_BYTES} bytes, but this file has {len(content)} bytes; "
+            "download it again"
         )
     order = {b"IM": "<", b"MI": ">"}.get(content[126:128])
     if order is None or struct.unpack_from(order + "H", content, 124)[0] != 0x0100:
         raise MatFileError(
-            f"not a level-5 MAT file: version and byte order are {content[124:128]!r}; "
-            "versions 4 and 7.3 are not supported, save it with -v7"
+            f"not a level-5 MAT file: its version and byte order are {content[124:128]!r}. Versions 4 and 7.3 are not "
+            "supported; save it with -v7"
         )
     variables: dict[str, Any] = {}
     try:
@@ -110,7 +115,7 @@ def read_matfile(content: bytes) -> dict[str, Any]:
     except MatFileError:
         raise
     except (struct.error, zlib.error, ValueError, OverflowError, TypeError) as error:
-        raise MatFileError(f"the MAT file is damaged: {error or type(error).__name__}") from error
+        raise MatFileError(f"the MAT file is damaged: {error or type(error).__name__}; download it again") from error
     return variables
 
 
@@ -124,14 +129,19 @@ def _elements(data: memoryview, order: str, limits: _Limits) -> Iterator[_Elemen
             start, num_bytes, kind = position + 4, small_bytes, first & 0xFFFF
             position += 8
             if num_bytes > 4:
-                raise MatFileError(f"the MAT file is damaged: {num_bytes} bytes in a tag that has room for 4")
+                raise MatFileError(
+                    f"the MAT file is damaged: {num_bytes} bytes in a tag with room for 4; download it again"
+                )
         else:
             (num_bytes,) = struct.unpack_from(order + "I", data, position + 4)
             start, kind = position + 8, first
             # Compressed elements are not padded: the next tag follows immediately.
             position = start + num_bytes + (0 if kind == _COMPRESSED else -num_bytes % 8)
         if start + num_bytes > len(data):
-            raise MatFileError(f"the MAT file is truncated: an element of {num_bytes} bytes has {len(data) - start}")
+            raise MatFileError(
+                f"the MAT file is truncated: an element of {num_bytes} bytes has only {len(data) - start}; "
+                "download it again"
+            )
         yield _Element(kind, data[start : start + num_bytes])
 
 
@@ -143,22 +153,22 @@ def _inflated(element: _Element, order: str, limits: _Limits) -> Iterator[_Eleme
     data = inflater.decompress(element.data, limits.bytes_left + 1)
     limits.take_bytes(data)
     if not inflater.eof:
-        raise MatFileError("the MAT file is truncated: a compressed variable has no end")
+        raise MatFileError("the MAT file is truncated: a compressed variable is incomplete; download it again")
     yield from _elements(memoryview(data), order, limits)
 
 
 def _read_matrix(data: memoryview, order: str, limits: _Limits) -> tuple[str, Any]:
-    """Return name and value of an array; its parts are flags, dimensions, name and then those of its class."""
+    """Return the name and the value of an array. Its parts are flags, dimensions, name and the parts of its class."""
     if not data:
         return "", np.zeros((0, 0))  # how MATLAB writes an empty cell or field
     parts = _elements(data, order, limits)
     (flags,) = struct.unpack_from(order + "I", _next(parts).data)
     array_class = flags & 0xFF
     if flags & 0x0800:
-        raise MatFileError("complex arrays are not supported")
+        raise MatFileError("complex arrays are not supported; save the MAT file without them")
     lengths = _numbers(_next(parts), order)
     if lengths.size > _MAX_DIMENSIONS:
-        raise MatFileError(f"the MAT file is damaged: an array of {lengths.size} dimensions")
+        raise MatFileError(f"the MAT file is damaged: an array of {lengths.size} dimensions; download it again")
     shape = tuple(int(length) for length in lengths)
     name = bytes(_next(parts).data).decode("latin-1")
     if array_class == _STRUCT:
@@ -171,9 +181,13 @@ def _read_matrix(data: memoryview, order: str, limits: _Limits) -> tuple[str, An
     if array_class in _NUMERIC_CLASSES:
         values = _numbers(_next(parts), order)
         if values.size != _num_items(shape, data):
-            raise MatFileError(f"the MAT file is damaged: {values.size} numbers for the shape {shape}")
+            raise MatFileError(
+                f"the MAT file is damaged: {values.size} numbers for the shape {shape}; download it again"
+            )
         return name, values.astype(_NUMERIC_CLASSES[array_class]).reshape(shape, order="F")
-    raise MatFileError(f"arrays of class {array_class} (sparse, objects, functions) are not supported")
+    raise MatFileError(
+        f"arrays of class {array_class} (sparse, object, function) are not supported; save the MAT file without them"
+    )
 
 
 def _read_struct(
@@ -182,9 +196,9 @@ def _read_struct(
     (name_bytes,) = struct.unpack_from(order + "I", _next(parts).data)
     packed = bytes(_next(parts).data)
     if not name_bytes:
-        raise MatFileError("the MAT file is damaged: field names of 0 bytes")
+        raise MatFileError("the MAT file is damaged: field names of 0 bytes; download it again")
     if len(packed) > _MAX_FIELDS * name_bytes:
-        raise MatFileError(f"a struct of the MAT file has more than {_MAX_FIELDS} fields")
+        raise MatFileError(f"a struct of the MAT file has more than {_MAX_FIELDS} fields; download the file again")
     starts = range(0, len(packed), name_bytes)
     names = [packed[start : start + name_bytes].split(b"\0", 1)[0].decode("latin-1") for start in starts]
     if not names:
@@ -193,7 +207,7 @@ def _read_struct(
     with limits:
         rows = [dict(zip(names, row, strict=False)) for row in zip(*[values] * len(names), strict=False)]
     if len(rows) != int(np.prod(shape, dtype=object)):
-        raise MatFileError(f"the MAT file is damaged: {len(rows)} structs for the shape {shape}")
+        raise MatFileError(f"the MAT file is damaged: {len(rows)} structs for the shape {shape}; download it again")
     return rows
 
 
@@ -206,14 +220,14 @@ def _read_text(element: _Element, order: str, shape: tuple[int, ...]) -> str:
     if len(shape) != 2 or shape[0] <= 1 or not text:
         return text
     if shape[0] > len(text):
-        raise MatFileError(f"the MAT file is damaged: {len(text)} characters for the shape {shape}")
+        raise MatFileError(f"the MAT file is damaged: {len(text)} characters for the shape {shape}; download it again")
     return "\n".join(text[row :: shape[0]] for row in range(shape[0]))
 
 
 def _numbers(element: _Element, order: str) -> np.ndarray:
     kind = _NUMBER_TYPES.get(element.kind)
     if kind is None:
-        raise MatFileError(f"the MAT file is damaged: numbers of the unknown type {element.kind}")
+        raise MatFileError(f"the MAT file is damaged: numbers of the unknown type {element.kind}; download it again")
     size = np.dtype(kind).itemsize
     return np.frombuffer(element.data[: len(element.data) // size * size], order + kind)
 
@@ -221,13 +235,13 @@ def _numbers(element: _Element, order: str) -> np.ndarray:
 def _next(parts: Iterator[_Element]) -> _Element:
     part = next(parts, None)
     if part is None:
-        raise MatFileError("the MAT file is truncated: an array ends early")
+        raise MatFileError("the MAT file is truncated: an array ends early; download it again")
     return part
 
 
 def _num_items(shape: tuple[int, ...], data: memoryview) -> int:
-    """Return the product of the dimensions, which cannot exceed the number of bytes of the items."""
+    """Return the number of items of an array; raise MatFileError if `data` has fewer bytes."""
     num_items = int(np.prod(shape, dtype=object))
     if not 0 <= num_items <= len(data):
-        raise MatFileError(f"the MAT file is damaged: the shape {shape} in {len(data)} bytes")
+        raise MatFileError(f"the MAT file is damaged: the shape {shape} in {len(data)} bytes; download it again")
     return num_items

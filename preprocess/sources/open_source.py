@@ -1,4 +1,4 @@
-"""Opening of a labelled set of encoded images, and detection of its layout.
+"""Opening of a set of labelled, encoded images, with detection of its layout.
 
 Supported layouts: class folders, directly in a folder or in `train/`, `val/`, `test/`; the official ImageNet archives,
 read in place; Kaggle's ImageNet tree; a plain tar archive of class folders. `data/README.md` shows each.
@@ -33,7 +33,7 @@ _COMPRESSED = (b"\x1f\x8b", b"\xfd7zXZ", b"BZh", b"\x28\xb5\x2f\xfd", b"PK\x03\x
 
 @dataclass
 class Source:
-    """An opened data set; a context manager that closes its archives.
+    """An open data set. Use it as a context manager to close its archives.
 
     Attributes:
         layout: description of the detected layout.
@@ -53,14 +53,14 @@ class Source:
         self.close()
 
     def close(self) -> None:
-        """Close the archives; reading afterwards fails. May be called again."""
+        """Close the archives. Reading then fails; closing again has no effect."""
         while self._closers:
             self._closers.pop()()
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A detected layout: its description, and a function for each split that lists it."""
+    """A detected layout: its description and, for each split, a function that lists its images."""
 
     description: str
     openers: dict[str, Callable[[], FoundSplit]]
@@ -74,8 +74,8 @@ def open_source(
     Args:
         path: a folder or a tar archive.
         splits: the splits to open; by default all.
-        holdout: the fraction (0 ≤ holdout < 1) of the training images to use as the split `val`, for a source without
-            one. They are chosen by a hash of each key (see `preprocess.sources.selection.held_out`).
+        holdout: the fraction (0 ≤ holdout < 1) of the training images to use as the split `val`, if the source has
+            none. They are chosen by a hash of each key (see `preprocess.sources.selection.held_out`).
         limit: maximum number of images per split, spread evenly over the classes.
 
     Returns:
@@ -92,7 +92,7 @@ def open_source(
         )
     root = Path(path)
     if limit is not None and limit < 1:
-        raise SourceError(f"limit must be at least 1 image a split, found {limit}")
+        raise SourceError(f"limit must be at least 1 image per split, found {limit}")
     layout = _recognise(root)
     _check_holdout(holdout, root, layout)
     available = tuple(sorted({*layout.openers, *(["val"] if holdout else [])}, key=_SPLIT_ORDER.index))
@@ -109,7 +109,7 @@ def open_source(
                 if name == "val" and holdout:
                     raise SourceError(_nothing_held_out(found["train"], holdout, root))
                 raise SourceError(
-                    f"the split {name} of {printable(root)} ({layout.description}) has no images; add some"
+                    f"the split {name} of {printable(root)} ({layout.description}) has no images; add images to it"
                 )
     except BaseException:
         for each in found.values():
@@ -123,7 +123,7 @@ def open_source(
 def _recognise(root: Path) -> Layout:
     if not root.exists():
         fault = "is a link that leads nowhere" if root.is_symlink() else "does not exist"
-        raise SourceError(f"{printable(root)} {fault}; give the folder or archive with the images")
+        raise SourceError(f"{printable(root)} {fault}; give the folder or archive that contains the images")
     if not root.is_dir():
         return _recognise_file(root)
     _refuse_shards(root)
@@ -154,12 +154,12 @@ def _recognise(root: Path) -> Layout:
 
 
 def _refuse_shards(root: Path) -> None:
-    """Refuse a packed data set, which would look like a folder of the classes "labels" and "pixels"."""
+    """Raise SourceError for a packed data set, whose folders "labels" and "pixels" would be taken for classes."""
     candidates = (root, *(Path(each.path) for each in list_folder(root)[0]))
     packed = next((each for each in candidates if (each / "pixels" / "zarr.json").is_file()), None)
     if packed is not None:
         raise SourceError(
-            f"{printable(root)} contains shards that are already packed, in {printable(packed)}; train on them with "
+            f"{printable(root)} already contains packed shards, in {printable(packed)}; train on them with "
             "run-train --data, or give the original images"
         )
 
@@ -169,7 +169,7 @@ def _recognise_file(path: Path) -> Layout:
     try:
         head = tar.read(0, min(BLOCK, tar.num_bytes))
     except OSError as error:
-        raise SourceError(f"{printable(path)} cannot be read: {error.strerror}") from error
+        raise SourceError(f"{printable(path)} cannot be read: {error.strerror}; check the disk") from error
     finally:
         os.close(tar.descriptor)
     if head.startswith(_COMPRESSED):
@@ -178,7 +178,8 @@ def _recognise_file(path: Path) -> Layout:
         )
     if not is_tar(head):
         raise SourceError(
-            f"{printable(path)} is neither a folder nor a tar archive; give the folder or archive with the images"
+            f"{printable(path)} is neither a folder nor a tar archive; give the folder or archive that contains the "
+            "images"
         )
     return Layout(*tar_openers(path))
 
@@ -191,23 +192,21 @@ def _shown(names: list[str]) -> str:
 
 def _check_holdout(holdout: float, root: Path, layout: Layout) -> None:
     if not 0.0 <= holdout < 1.0:
-        raise SourceError(f"holdout must be a fraction from 0 to below 1, found {holdout}")
+        raise SourceError(f"holdout must be at least 0 and less than 1, found {holdout}")
     if holdout and "train" not in layout.openers:
         raise SourceError(
-            f"holdout {holdout} was given, but {printable(root)} has no train split to hold out images from; leave "
-            "holdout out"
+            f"holdout {holdout} was given, but {printable(root)} has no train split to hold out images from; "
+            "omit holdout"
         )
     if holdout and "val" in layout.openers:
-        raise SourceError(
-            f"holdout {holdout} was given, but {printable(root)} already has a val split; leave holdout out"
-        )
+        raise SourceError(f"holdout {holdout} was given, but {printable(root)} already has a val split; omit holdout")
 
 
 def _nothing_held_out(train: FoundSplit, holdout: float, root: Path) -> str:
     most = int(np.bincount(train.listing.labels, minlength=1).max())
     remedy = "make holdout larger or give a folder with val/" if most > 1 else "give a folder with val/"
     return (
-        f"holdout {holdout} holds out no image of {printable(root)}: every class keeps one training image, "
+        f"holdout {holdout} holds out no image of {printable(root)}, because every class keeps one training image "
         f"and the largest of its {len(train.classes)} classes has {most}; {remedy}"
     )
 
@@ -216,7 +215,7 @@ def _wanted_splits(root: Path, available: tuple[str, ...], splits: tuple[str, ..
     missing = [name for name in splits or () if name not in available]
     if missing:
         raise SourceError(
-            f"{printable(root)} has no split {', '.join(map(printable, missing))}; it has {', '.join(available)}"
+            f"{printable(root)} has no split {', '.join(map(printable, missing))}; choose from {', '.join(available)}"
         )
     return available if splits is None else tuple(dict.fromkeys(splits))
 

@@ -1,6 +1,6 @@
-"""Selection and order of the images of a listing by hashes of their keys, with the same result on every machine.
+"""Selection and ordering of images by the hashes of their keys, with the same result on every machine.
 
-A key is class id and path below the class (see `preprocess.sources.listing`), so it does not depend on the source path.
+A key is the class id and the path below the class (see `preprocess.sources.listing`), without the source path.
 
 The hashes are BLAKE2b with a different hash key for each purpose, so the order is independent of which images are held
 out.
@@ -19,13 +19,13 @@ _HOLDOUT_KEY = b"feedloop holdout"
 
 
 def key_hashes(listing: Listing, purpose: bytes) -> np.ndarray:
-    """Return a hash of every image's key, different for each purpose, as uint64 `[N]`."""
+    """Return a hash of each image's key, which differs between purposes, as uint64 `[N]`."""
     digests = (hashlib.blake2b(listing.key_bytes(i), digest_size=8, key=purpose).digest() for i in range(len(listing)))
     return np.frombuffer(b"".join(digests), ">u8").astype(np.uint64)
 
 
 def held_out(listing: Listing, fraction: float) -> np.ndarray:
-    """Return bool `[N]`, true for the images of the validation split.
+    """Return a bool mask `[N]` of the images to hold out for the validation split.
 
     An image is held out if the hash of its key is in the first `fraction` of all hashes, unless it has the largest hash
     of its class, so that every class keeps a training image. Adding or removing other images does not move an image to
@@ -42,7 +42,7 @@ def held_out(listing: Listing, fraction: float) -> np.ndarray:
 
 
 def pack_order(listing: Listing, entries: np.ndarray, limit: int | None = None) -> np.ndarray:
-    """Return the entries (int64 indices of the listing) in pack order.
+    """Return the entries (int64 indices into the listing) in pack order.
 
     Entries are sorted by the hashes of their keys, and by the keys themselves if hashes are equal, so that every shard
     has a mixture of classes for any source layout. With a limit, classes contribute one image each in turn until
@@ -62,7 +62,7 @@ def pack_order(listing: Listing, entries: np.ndarray, limit: int | None = None) 
 
 
 def _key_ranks(listing: Listing, entries: np.ndarray, hashes: np.ndarray) -> np.ndarray:
-    """Return the ranks of keys among entries of equal hash (rare with 64 bits), and 0 for all others."""
+    """Return the key ranks of the entries whose hash is not unique (rare with 64 bits), and 0 for all others."""
     ranks = np.zeros(len(entries), np.int64)
     _, inverse, counts = np.unique(hashes, return_inverse=True, return_counts=True)
     tied = [(listing.key_bytes(int(entries[place])), place) for place in np.flatnonzero(counts[inverse] > 1).tolist()]
@@ -70,7 +70,8 @@ def _key_ranks(listing: Listing, entries: np.ndarray, hashes: np.ndarray) -> np.
     for (key, place), (following, _) in pairwise(tied):
         if key == following:
             raise SourceError(
-                f"{printable(listing.name(int(entries[place])))} exists twice; write the archive again with it once"
+                f"{printable(listing.name(int(entries[place])))} exists twice; "
+                "write the archive again without the duplicate"
             )
     for rank, (_, place) in enumerate(tied):
         ranks[place] = rank
@@ -78,7 +79,7 @@ def _key_ranks(listing: Listing, entries: np.ndarray, hashes: np.ndarray) -> np.
 
 
 def _turns(labels: np.ndarray) -> np.ndarray:
-    """Return for each image the number of images of its class before it."""
+    """Return, for each image, the number of earlier images of the same class."""
     by_class = np.argsort(labels, kind="stable")
     counts = np.bincount(labels)
     starts = np.concatenate(([0], np.cumsum(counts)[:-1]))

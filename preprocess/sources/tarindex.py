@@ -1,8 +1,8 @@
-"""Listing of a tar archive from its headers, so that members can be read in place, also those of inner archives.
+"""Listing of tar archives from their headers, so that members, even of nested archives, can be read in place.
 
-The `tarfile` module stops silently at a damaged or missing header, and keeps an object for every member. Here, each
-header's checksum must be correct, an archive must end with its empty block, and no objects are kept. There are limits
-on the digits of a number, the bytes and records of an extension header, the number of extension headers before a
+The `tarfile` module stops silently at a damaged or missing header, and keeps an object for every member. Here, the
+checksum of each header must be correct, an archive must end with an empty block, and no objects are kept. There are
+limits on the digits of a number, the bytes and records of an extension header, the number of extension headers before a
 member, and the length of a name.
 
 `TarInfo.frombuf` is not used for single headers either: it mistakes the times in a GNU tar header for the beginning of
@@ -45,7 +45,7 @@ _KINDS = {
 
 
 class TarBytes(Protocol):
-    """The bytes of an archive, which need not be in a local file."""
+    """An archive that can be read at any offset, from a file or from memory."""
 
     @property
     def path(self) -> Path:
@@ -56,12 +56,12 @@ class TarBytes(Protocol):
         """The length of the archive in bytes."""
 
     def read(self, offset: int, size: int) -> bytes:
-        """Return `size` bytes from `offset`, or raise OSError."""
+        """Return the `size` bytes that start at `offset`, or raise OSError."""
 
 
 @dataclass(frozen=True)
 class TarFile:
-    """An open archive.
+    """An open archive file.
 
     Attributes:
         descriptor: the descriptor of the file, which is only read with `pread`.
@@ -83,10 +83,12 @@ class TarFile:
         """
         status = os.fstat(self.descriptor)
         if (status.st_size, status.st_mtime_ns) != (self.num_bytes, self.modified_ns):
-            raise OSError(errno.ESTALE, f"{printable(self.path)} has changed since it was listed")
+            raise OSError(
+                errno.ESTALE, f"{printable(self.path)} has changed since it was listed; run the command again"
+            )
 
     def read(self, offset: int, size: int) -> bytes:
-        """Return `size` bytes from `offset`; may be called from any thread.
+        """Return the `size` bytes that start at `offset`. May be called from any thread.
 
         Raises:
             OSError: the archive cannot be read, or is too short.
@@ -95,7 +97,9 @@ class TarFile:
         while size > 0:
             part = os.pread(self.descriptor, size, offset)
             if not part:
-                raise OSError(f"{printable(self.path)} ends at byte {offset}, {size} bytes too early")
+                raise OSError(
+                    f"{printable(self.path)} ends at byte {offset}, {size} bytes too early; download it again"
+                )
             parts.append(part)
             offset, size = offset + len(part), size - len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
@@ -103,7 +107,7 @@ class TarFile:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A file in an archive: its name, and the position of its bytes in the outermost file."""
+    """A file in an archive: its name, and the offset and size of its content in the outermost archive."""
 
     name: str
     offset: int
@@ -111,7 +115,7 @@ class Member:
 
 
 def open_tar(path: Path) -> TarFile:
-    """Open an archive for `members`; the caller closes the descriptor.
+    """Open an archive to list its `members`. The caller must close the descriptor.
 
     Raises:
         SourceError: the file cannot be opened, or is not a regular file.
@@ -119,26 +123,28 @@ def open_tar(path: Path) -> TarFile:
     try:
         descriptor = open_regular(path)
     except IrregularFileError as error:
-        raise SourceError(f"{printable(path)} is not a file; give the folder or archive with the images") from error
+        raise SourceError(
+            f"{printable(path)} is not a file; give the folder or archive that contains the images"
+        ) from error
     except OSError as error:
-        raise SourceError(f"{printable(path)} cannot be opened: {error.strerror}") from error
+        raise SourceError(f"{printable(path)} cannot be opened: {error.strerror}; check its permissions") from error
     status = os.fstat(descriptor)
     return TarFile(descriptor, path, status.st_size, status.st_mtime_ns)
 
 
 def is_tar(head: bytes) -> bool:
-    """Return whether a file that begins with these bytes (at least a block) is an uncompressed tar archive."""
+    """Return whether a file that begins with the bytes `head` (at least one block) is an uncompressed tar archive."""
     return len(head) >= BLOCK and _checksum_holds(head[:BLOCK])
 
 
 def members(tar: TarBytes, start: int = 0, stop: int | None = None, inside: str = "") -> Iterator[Member]:
-    """Yield the files of an archive, or of the inner archive in its bytes `start` to `stop`.
+    """Yield the files of an archive, or of the nested archive in its bytes `start` to `stop`.
 
     Args:
         tar: the open archive.
         start: the offset of the archive to list, in bytes.
         stop: the offset of its end; the end of the file by default.
-        inside: the name of the inner archive, for messages.
+        inside: the name of the nested archive, for messages.
 
     Raises:
         SourceError: the archive is truncated, damaged or exceeds a limit (with the offset); or it has a member that
@@ -167,20 +173,20 @@ def members(tar: TarBytes, start: int = 0, stop: int | None = None, inside: str 
 
 
 def _header(block: bytes, extended: dict[str, str], position: int, stop: int, where: str) -> tuple[int, str, int]:
-    """Return type, name and size in bytes of the member whose header is ``block``, at byte ``position``.
+    """Return the type, name and size in bytes of the member whose header ``block`` is at byte ``position``.
 
     Raises:
-        SourceError: it is not a header, or the archive ends at ``stop``, before the end of the member.
+        SourceError: ``block`` is not a header, or the archive ends at ``stop``, before the end of the member.
     """
     if not _checksum_holds(block):
-        raise SourceError(f"{where} is damaged: no tar header at byte {position}; fetch the archive again")
+        raise SourceError(f"{where} is damaged: no tar header at byte {position}; download the archive again")
     size = _size(block, extended, where, position)
     name = extended.get("path") or _plain_name(block)
     missing = position + BLOCK + size - stop
     if missing > 0:
         raise SourceError(
             f"{where} is truncated: it ends at byte {stop}, within member {printable(name)}, which begins at byte "
-            f"{position} and needs {missing} bytes more; fetch the archive again"
+            f"{position} and needs {missing} bytes more; download the archive again"
         )
     return block[156], name, size
 
@@ -188,8 +194,8 @@ def _header(block: bytes, extended: dict[str, str], position: int, stop: int, wh
 def _check_extensions_in_a_row(num_extensions: int, position: int, where: str) -> None:
     if num_extensions > _MAX_EXTENSIONS_IN_A_ROW:
         raise SourceError(
-            f"{where} is damaged: more than {_MAX_EXTENSIONS_IN_A_ROW} extension headers follow each other, "
-            f"the last at byte {position}; fetch the archive again"
+            f"{where} is damaged: it has more than {_MAX_EXTENSIONS_IN_A_ROW} extension headers in a row, "
+            f"the last at byte {position}; download the archive again"
         )
 
 
@@ -197,7 +203,7 @@ def _read_block(tar: TarBytes, position: int, stop: int, where: str) -> bytes:
     if position + BLOCK > stop:
         raise SourceError(
             f"{where} is truncated: it ends at byte {stop} without the empty block that ends an archive; "
-            "fetch the archive again"
+            "download the archive again"
         )
     return _read(tar, position, BLOCK, where)
 
@@ -206,7 +212,9 @@ def _read(tar: TarBytes, position: int, size: int, where: str) -> bytes:
     try:
         return tar.read(position, size)
     except OSError as error:
-        raise SourceError(f"{where} cannot be read at byte {position}: {error.strerror or error}") from error
+        raise SourceError(
+            f"{where} cannot be read at byte {position}: {error.strerror or error}; check the disk"
+        ) from error
 
 
 def _checksum_holds(block: bytes) -> bool:
@@ -234,7 +242,8 @@ def _size(block: bytes, extended: dict[str, str], where: str, position: int) -> 
         if set(digits) <= set(b"01234567"):
             return int(digits or b"0", 8)
     raise SourceError(
-        f"{where} is damaged: the header at byte {position} has the size {found!r}; fetch the archive again"
+        f"{where} is damaged: the header at byte {position} has the size {found!r}, which is not valid; "
+        "download the archive again"
     )
 
 
@@ -247,9 +256,12 @@ def _plain_name(block: bytes) -> str:
 
 
 def _extension(tar: TarBytes, kind: int, data: int, size: int, where: str) -> dict[str, str]:
-    """Return the properties of the next member from an extension header: path, and in pax also size and sparseness."""
+    """Return the properties that an extension header sets for the next member: path and (pax) size and sparseness."""
     if size > _MAX_EXTENSION_BYTES:
-        raise SourceError(f"{where} is damaged: an extension header of {size} bytes at byte {data}")
+        raise SourceError(
+            f"{where} is damaged: an extension header of {size} bytes at byte {data}, more than the "
+            f"{_MAX_EXTENSION_BYTES} allowed; download the archive again"
+        )
     content = _read(tar, data, size, where)
     if kind == _LONG_NAME:
         return {"path": content.split(b"\0", 1)[0].decode("utf-8", "surrogateescape")}
@@ -260,7 +272,10 @@ def _extension(tar: TarBytes, kind: int, data: int, size: int, where: str) -> di
         digits = content[position : position + len(str(_MAX_EXTENSION_BYTES)) + 1].partition(b" ")[0]
         stop = position + (int(digits) if digits.isdigit() else 0)
         if num_records > _MAX_EXTENSION_RECORDS or not position + len(digits) < stop <= len(content):
-            raise SourceError(f"{where} is damaged: the pax header at byte {data} has no valid record; fetch it again")
+            raise SourceError(
+                f"{where} is damaged: the pax header at byte {data} has an invalid record, or more than "
+                f"{_MAX_EXTENSION_RECORDS}; download the archive again"
+            )
         key, _, value = content[position + len(digits) + 1 : stop - 1].partition(b"=")
         if key in (b"path", b"size"):
             records[key.decode()] = value.decode("utf-8", "surrogateescape")
@@ -274,14 +289,22 @@ def _refuse_unsafe(name: str, kind: int, where: str, position: int, *, sparse: b
     num_bytes = len(name.encode("utf-8", "surrogateescape"))
     if num_bytes > _MAX_NAME_BYTES:
         raise SourceError(
-            f"{where} is refused: the member at byte {position} has a name of {num_bytes:,} bytes, "
-            f"{_MAX_NAME_BYTES:,} are allowed; write the archive again with shorter names"
+            f"{where} is refused: the member at byte {position} has a name of {num_bytes:,} bytes, more "
+            f"than the {_MAX_NAME_BYTES:,} allowed; write the archive again with shorter names"
         )
     shown = printable(name)
     if "\0" in name:
-        raise SourceError(f"{where} is refused: its member {shown} at byte {position} has a NUL in its name")
+        raise SourceError(
+            f"{where} is refused: its member {shown} at byte {position} has a NUL character in its name; "
+            "write the archive again without it"
+        )
     if sparse or (kind not in _FILE_TYPES and kind != _FOLDER_TYPE):
         what = "a sparse file" if sparse else _KINDS.get(kind, f"of type {chr(kind)!r}")
-        raise SourceError(f"{where} is refused: its member {shown} is {what}, not a regular file")
+        raise SourceError(
+            f"{where} is refused: its member {shown} is {what}, not a regular file; write the archive again without it"
+        )
     if name.startswith("/") or ".." in name.split("/"):
-        raise SourceError(f"{where} is refused: its member {shown} has a path that leads out of the archive")
+        raise SourceError(
+            f"{where} is refused: its member {shown} has a path that leads out of the archive; "
+            "write the archive again with relative paths"
+        )

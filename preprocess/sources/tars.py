@@ -1,7 +1,7 @@
-"""ImageNet's official archives, and plain tar archives of class folders, read in place without unpacking to disk.
+"""Reader of ImageNet's official archives and of plain tar archives of class folders, without unpacking them.
 
-Opening an archive reads its headers (512 bytes per image, 1.28 million for ImageNet's training set). Reading an image
-is then one `pread` at a known offset.
+Opening an archive reads its headers (512 bytes per image, 1.28 million images in ImageNet's training set). Reading an
+image is then one `pread` at a known offset.
 """
 
 import os
@@ -49,7 +49,7 @@ class TarStore:
 
 
 def imagenet_openers(folder: Path) -> dict[str, Callable[[], FoundSplit]]:
-    """Return a function for every official archive in the folder that lists it; empty if there is none."""
+    """Return, for each official archive in the folder, a function that lists its images; empty if there is none."""
     openers: dict[str, Callable[[], FoundSplit]] = {}
     if (folder / TRAIN_ARCHIVE).is_file():
         openers["train"] = partial(read_train_archive, folder / TRAIN_ARCHIVE)
@@ -59,10 +59,10 @@ def imagenet_openers(folder: Path) -> dict[str, Callable[[], FoundSplit]]:
 
 
 def tar_openers(path: Path) -> tuple[str, dict[str, Callable[[], FoundSplit]]]:
-    """Detect the layout of an uncompressed tar archive by its members.
+    """Detect the layout of an uncompressed tar archive from its members.
 
     Returns:
-        A description of the layout, and a function for every split that lists it.
+        A description of the layout and, for each split, a function that lists its images.
 
     Raises:
         SourceError: the archive is empty, damaged or unsafe, or its members are not in class folders.
@@ -91,7 +91,7 @@ def tar_openers(path: Path) -> tuple[str, dict[str, Callable[[], FoundSplit]]]:
 
 
 def read_train_archive(path: Path) -> FoundSplit:
-    """List a tar archive of one tar archive per class, each named after its WordNet id.
+    """List the images of a tar archive that contains a tar archive for each class, named by its WordNet id.
 
     Readable names are read from the development kit beside it, if there is one.
 
@@ -112,10 +112,10 @@ def read_train_archive(path: Path) -> FoundSplit:
 
 
 def read_val_archive(path: Path) -> FoundSplit:
-    """List ImageNet's validation archive, whose labels are in the development kit beside it.
+    """List the images of ImageNet's validation archive. Their labels are in the development kit beside it.
 
     Raises:
-        SourceError: the kit is missing or has no label for an image, or the archive is damaged, unsafe or not this one.
+        SourceError: the kit is missing or has no label for an image, or the archive is damaged, unsafe or another one.
     """
     devkit = find_devkit(path.parent)
     if devkit is None:
@@ -134,7 +134,7 @@ def read_val_archive(path: Path) -> FoundSplit:
             if not 1 <= number <= len(devkit.validation_ids):
                 raise SourceError(
                     f"{printable(path)} contains {printable(member.name)}, for which {DEVKIT_ARCHIVE} has no label; "
-                    f"use the archive of its images 1 to {len(devkit.validation_ids)}"
+                    f"use the archive of the images 1 to {len(devkit.validation_ids)}"
                 )
             label = label_of[devkit.validation_ids[number - 1]]
             listing.add(f"{path.name}!", member.name, label, member.size, member.offset)
@@ -143,7 +143,7 @@ def read_val_archive(path: Path) -> FoundSplit:
 
 @contextmanager
 def _kept_open(path: Path) -> Iterator[TarStore]:
-    """Open an archive and leave it open, unless listing it fails."""
+    """Open an archive for listing. It stays open unless the body of the context raises an exception."""
     store = TarStore(open_tar(path))
     try:
         yield store
@@ -174,7 +174,7 @@ def _inner_archives(path: Path, tar: TarFile) -> dict[str, Member]:
 
 
 def _class_folders(path: Path, tar: TarFile) -> dict[str, dict[str, Listing]]:
-    """Return split folder ("" for a single tree) to class to its members; labels are not known yet and are set to 0.
+    """Return the members by split folder ("" for a single tree) and class, all with the placeholder label 0.
 
     A single folder that encloses everything ("imagenette2/train/…") is skipped.
     """
@@ -191,7 +191,7 @@ def _class_folders(path: Path, tar: TarFile) -> dict[str, dict[str, Listing]]:
         if len(parts) > 1:
             classes = tops.setdefault(top, {})
             if len(classes) == MAX_CLASSES and parts[0] not in classes:
-                raise SourceError(f"{printable(path)} has more than {MAX_CLASSES} classes; use fewer")
+                raise SourceError(f"{printable(path)} has more than {MAX_CLASSES} classes; use fewer classes")
             listing = classes.setdefault(parts[0], Listing())
             below = "/".join(parts[1:])
             folder = f"{path.name}!{name.removesuffix(below)}"
@@ -203,13 +203,13 @@ def _class_folders(path: Path, tar: TarFile) -> dict[str, dict[str, Listing]]:
             )
     if not tops:
         raise SourceError(
-            f"{printable(path)} contains no class folders, its first file is {printable(everything.name(0))}; put each "
-            "image into the folder of its class"
+            f"{printable(path)} contains no class folders (its first file is {printable(everything.name(0))}); "
+            "put each image into the folder of its class"
         )
     if "" in tops and len(tops) > 1:
         raise SourceError(
             f"{printable(path)} contains split folders beside the class folder {printable(next(iter(tops[''])))}; "
-            "use either split folders or class folders at the top"
+            "use either split folders or class folders at the top level"
         )
     return tops
 

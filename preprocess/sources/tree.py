@@ -1,8 +1,8 @@
-"""Image folders: `class/**/image`, directly in a folder or in `train/`, `val/`, `test/`.
+"""Reader of class folders, `class/**/image`, which are in one folder or in its `train/`, `val/` and `test/`.
 
-Symbolic links to files and folders are followed, also out of the tree (users link class folders from several disks). A
-folder that contains itself is refused, and so is one that is reached more than `MAX_VISITS` times in one class, because
-links that fan out would double the images at each level. Folders may be at most `MAX_DEPTH` levels deep in a class.
+Symbolic links to files and folders are followed, even out of the tree (users link class folders from several disks). A
+folder that contains itself is refused, as is one that is reached more than `MAX_VISITS` times in a class, because links
+that fan out would double the images at each level. Folders may be at most `MAX_DEPTH` levels deep in a class.
 Pipes, sockets and devices are refused.
 """
 
@@ -29,14 +29,14 @@ IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".
 MAX_DEPTH = 100
 MAX_VISITS = 16
 
-_MAX_NAME_FILE_BYTES = 16 * 2**20  # ImageNet's has 32 KB
+_MAX_NAME_FILE_BYTES = 16 * 2**20  # ImageNet's is 32 KB
 
 _SYSTEM_FILES = frozenset({"thumbs.db", "desktop.ini", "__macosx"})
 
 
 @dataclass(frozen=True)
 class FolderStore:
-    """Reader of files below a root."""
+    """Reader of the image files below a root folder."""
 
     root: Path
 
@@ -50,7 +50,9 @@ class FolderStore:
         try:
             descriptor = open_regular(self.root / name)
         except IrregularFileError as error:
-            raise SourceError("the file has changed since it was listed: it is no longer a file; run again") from error
+            raise SourceError(
+                "the file has changed since it was listed: it is no longer a file; run the command again"
+            ) from error
         with open(descriptor, "rb", buffering=0) as file:  # noqa: PTH123 - a descriptor has no path
             found_bytes = os.fstat(descriptor).st_size
             if found_bytes != size:
@@ -61,22 +63,22 @@ class FolderStore:
         return content
 
     def close(self) -> None:
-        """Do nothing: each file is closed once it is read."""
+        """Do nothing, because each file is closed as soon as it is read."""
 
 
 def _changed(listed_bytes: int, found_bytes: int) -> SourceError:
     return SourceError(
-        f"the file has changed since it was listed: {listed_bytes} bytes then, {found_bytes} now; run again"
+        f"the file has changed since it was listed: {listed_bytes} bytes then, {found_bytes} now; run the command again"
     )
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether the name is one that desktops create (`.DS_Store`, `._x`, `Thumbs.db`), not a part of the data."""
+    """Return whether a name is hidden or that of a system file (`.DS_Store`, `._x`, `Thumbs.db`)."""
     return name.startswith(".") or name.lower() in _SYSTEM_FILES
 
 
 def list_folder(folder: Path) -> tuple[list[os.DirEntry[str]], list[os.DirEntry[str]]]:
-    """Return the visible subfolders and the other entries of a folder, each sorted by the bytes of their names.
+    """Return the subfolders and the other entries of a folder, without hidden ones, sorted by the bytes of their names.
 
     Raises:
         SourceError: the folder cannot be read.
@@ -87,7 +89,7 @@ def list_folder(folder: Path) -> tuple[list[os.DirEntry[str]], list[os.DirEntry[
                 (each for each in found if not is_hidden(each.name)), key=lambda each: os.fsencode(each.name)
             )
     except OSError as error:
-        raise SourceError(f"{printable(folder)} cannot be listed: {error.strerror}") from error
+        raise SourceError(f"{printable(folder)} cannot be listed: {error.strerror}; check its permissions") from error
     are_folders = [_is_folder(each) for each in entries]
     folders = [each for each, is_folder in zip(entries, are_folders, strict=True) if is_folder]
     return folders, [each for each, is_folder in zip(entries, are_folders, strict=True) if not is_folder]
@@ -101,9 +103,9 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def split_folders(root: Path) -> dict[str, Path]:
-    """Return the split folders of a tree that is divided into splits; empty for a single tree of classes.
+    """Return the folder of each split; empty if the root is a single tree of class folders.
 
-    A folder counts if it has a split's name and contains folders, because a class may also be called "train".
+    A split folder has the name of a split and contains folders, because a class may also be called "train".
     """
     found: dict[str, Path] = {}
     for entry in list_folder(root)[0]:
@@ -119,7 +121,7 @@ def split_folders(root: Path) -> dict[str, Path]:
 
 
 def split_openers(root: Path, folders: dict[str, Path]) -> dict[str, Callable[[], FoundSplit]]:
-    """Return a function for every split that lists it; names in the listing are relative to `root`."""
+    """Return, for each split, a function that lists its images, with names relative to `root`."""
     names_in = tuple(dict.fromkeys((root, *folders.values())))
     return {
         split: partial(read_class_folders, root, folder, split, names_in=names_in) for split, folder in folders.items()
@@ -127,7 +129,7 @@ def split_openers(root: Path, folders: dict[str, Path]) -> dict[str, Callable[[]
 
 
 def read_class_folders(root: Path, folder: Path, split: str, *, names_in: tuple[Path, ...]) -> FoundSplit:
-    """List the classes of one split: each folder directly below `folder` is a class, with all files at any depth.
+    """List the images of one split. Each folder directly in `folder` is a class, which includes all files below it.
 
     An empty class folder is a class without images. Every file that is not hidden is listed, whatever its suffix.
     Readable names are read from the folders `names_in`; the first name found for a class is used.
@@ -139,9 +141,8 @@ def read_class_folders(root: Path, folder: Path, split: str, *, names_in: tuple[
     outside = [each.name for each in loose if Path(each.name).suffix.lower() in IMAGE_SUFFIXES]
     if outside:
         raise SourceError(
-            f"{printable(folder)} has {len(outside)} images outside any class folder, the first is "
-            f"{printable(outside[0])}; "
-            "move each into the folder of its class"
+            f"{printable(folder)} has {len(outside)} images outside any class folder, for example "
+            f"{printable(outside[0])}; move each into the folder of its class"
         )
     classes = index_classes((each.name for each in class_entries), read_names(*names_in), str(folder))
     label_of = {each.id: label for label, each in enumerate(classes)}
@@ -155,7 +156,7 @@ def read_class_folders(root: Path, folder: Path, split: str, *, names_in: tuple[
 
 
 def read_names(*folders: Path) -> dict[str, str]:
-    """Read readable class names from the files `classes.txt` and `LOC_synset_mapping.txt` in folders, one per line.
+    """Read class names from `classes.txt` and `LOC_synset_mapping.txt` in the given folders, one class per line.
 
     A line is the class id, white space, and the name up to the first comma ("n01440764 tench, Tinca tinca"). The order
     of lines does not matter; blank lines and a byte order mark are ignored.
@@ -173,7 +174,9 @@ def read_names(*folders: Path) -> dict[str, str]:
                 lines = read_regular(path, max_bytes=_MAX_NAME_FILE_BYTES).decode("utf-8-sig").splitlines()
             except (OSError, UnicodeDecodeError) as error:
                 reason = error.strerror if isinstance(error, OSError) else error
-                raise SourceError(f"{printable(path)} cannot be read as UTF-8 text: {reason}; correct it") from error
+                raise SourceError(
+                    f"{printable(path)} cannot be read as UTF-8 text: {reason}; correct or remove it"
+                ) from error
             for line in lines:
                 if words := line.split(None, 1):
                     names.setdefault(words[0], words[1].partition(",")[0].strip() if len(words) > 1 else "")
@@ -182,7 +185,7 @@ def read_names(*folders: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Folder:
-    """A folder in a class folder: its path, its path relative to that, and the identities of its parents."""
+    """A folder in a class folder: its path, its path below the class folder, and the identities of its parents."""
 
     path: str
     below: str
@@ -190,7 +193,7 @@ class _Folder:
 
 
 def _files_below(class_folder: str) -> Iterator[tuple[str, int]]:
-    """Yield relative path and size in bytes of every file; a broken link has size 0 and fails when read."""
+    """Yield the relative path and the size in bytes of each file. A broken link has size 0 and fails when read."""
     waiting = [_Folder(class_folder, "", ())]
     visits: Counter[tuple[int, int]] = Counter()
     while waiting:
@@ -207,11 +210,11 @@ def _files_below(class_folder: str) -> Iterator[tuple[str, int]]:
 
 
 def _identity(folder: str) -> tuple[int, int]:
-    """Return the identity of a folder, which is the same through any link."""
+    """Return the device and inode number of a folder, which are the same through any link."""
     try:
         status = Path(folder).stat()
     except OSError as error:
-        raise SourceError(f"{printable(folder)} cannot be listed: {error.strerror}") from error
+        raise SourceError(f"{printable(folder)} cannot be listed: {error.strerror}; check its permissions") from error
     return status.st_dev, status.st_ino
 
 
@@ -231,7 +234,7 @@ def _check_reached(folder: _Folder, here: tuple[int, int], num_visits: int, clas
 
 
 def file_size(entry: os.DirEntry[str]) -> int:
-    """Return the size in bytes of a file or of a link's target; 0 for a broken link, which fails when read.
+    """Return the size in bytes of a file, or of the target of a link; 0 for a broken link, which fails when it is read.
 
     Raises:
         SourceError: the entry is a pipe, a socket or a device, on which a reader could wait forever.
