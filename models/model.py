@@ -13,15 +13,15 @@ type BatchStats = dict[str, Any]
 
 
 class Apply(Protocol):
-    """The forward pass."""
+    """The forward pass of a model."""
 
     def __call__(
         self, params: Params, batch_stats: BatchStats, images: jax.Array, train: bool
     ) -> tuple[jax.Array, BatchStats]:
         """Return float32 logits `[B,K]` of normalised float32 images `[B,H,W,3]`, and the new batch statistics.
 
-        In training the batch is normalised by its own statistics, and the running ones are updated; otherwise it is
-        normalised by the running ones, which are returned unchanged.
+        In training, the batch is normalised with its own statistics, and the running statistics are updated. Otherwise
+        it is normalised with the running statistics, which are returned unchanged.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""The names of the networks, for code that must not import jax; `models.registry` has the networks."""
+"""The names of all networks, for code that must not import jax. `models.registry` defines the networks."""
 
 MODEL_NAMES = (
     "resnet18",
@@ -17,4 +17,4 @@ MODEL_NAMES = (
     "convnet8",
     "convnet8-wide",
 )
-"""In the order of the registry, "auto" left out."""
+"""The names in the order of the registry, without "auto"."""

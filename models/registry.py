@@ -1,4 +1,4 @@
-"""The registry of models by name."""
+"""Registry of models by name."""
 
 import difflib
 from functools import partial
@@ -15,7 +15,7 @@ from models.names import MODEL_NAMES
 
 
 def _cifar(depth: int) -> ResNet:
-    """Return the ResNet of He et al., section 4.2: 6n+2 layers, n blocks of two at each of 16, 32 and 64 channels."""
+    """Return the ResNet of He et al., section 4.2: 6n+2 layers, n two-layer blocks each at 16, 32 and 64 channels."""
     return ResNet(stages=((depth - 2) // 6,) * 3, width=16, block="basic", stem="cifar")
 
 
@@ -28,11 +28,11 @@ def _bottleneck(*stages: int) -> ResNet:
 
 
 def networks() -> dict[str, ResNet | PooledConvNet]:
-    """Return every network by name."""
+    """Return the architectures of all networks by name."""
     known: dict[str, ResNet | PooledConvNet] = {**_imagenet_resnets(), **_cifar_resnets()}
     # An image of 32 px takes 65 and 118 million multiplications. The wide one has the channels of Jordan's network and,
-    # like it, a fixed stem: with that, PyTorch reached 88.5 % in six epochs on CIFAR-10's JPEG files, 87.7 % with a
-    # learned stem.
+    # like it, a fixed stem: in six epochs on CIFAR-10's JPEG files, PyTorch reached 88.5 % with a fixed stem and 87.7 %
+    # with a learned one.
     return known | {
         "convnet8": PooledConvNet(stem=24, stages=(64, 128, 256)),
         "convnet8-wide": PooledConvNet(stem=24, stages=(64, 256, 256), stem_learns=False),
@@ -63,7 +63,7 @@ def _imagenet_resnets() -> dict[str, ResNet]:
 
 
 class UnknownModelError(ValueError):
-    """A name that no network has; `rule` is the message without its first word, which is `model`."""
+    """The model name is unknown. `rule` is the message without its first word, "model"."""
 
     def __init__(self, rule: str) -> None:
         super().__init__(rule)
@@ -79,10 +79,10 @@ def model_names() -> tuple[str, ...]:
 
 
 def find_network(name: str) -> ResNet | PooledConvNet:
-    """Return the composition of the network of this name.
+    """Return the architecture of the network with this name.
 
     Raises:
-        UnknownModelError: a ValueError; no network has the name. The message lists the known names and suggests one.
+        UnknownModelError: a ValueError; the name is unknown. The message lists the known names and may suggest one.
     """
     known = networks()
     if name not in known:
@@ -93,7 +93,7 @@ def find_network(name: str) -> ResNet | PooledConvNet:
 
 
 def build_model(name: str, *, num_classes: int, image_size: int, dtype: DTypeLike = jnp.float32) -> Model:
-    """Return the model of this name.
+    """Build the model with this name.
 
     Args:
         name: one of `model_names()`, or "auto": "resnet50" for images of at least 128 pixels, "resnet8" below.
@@ -118,12 +118,12 @@ def build_model(name: str, *, num_classes: int, image_size: int, dtype: DTypeLik
 
 
 def init_network(net: ResNet | PooledConvNet, num_classes: int, key: jax.Array) -> tuple[Params, BatchStats]:
-    """Return initial float32 parameters and batch statistics of a network, a function of only the key."""
+    """Return initial float32 parameters and batch statistics of a network; their random values depend only on `key`."""
     if isinstance(net, PooledConvNet):
         return pooled_convnet.init(net, num_classes, key)
     return resnet.init(net, num_classes, key)
 
 
 def count_params(params: Params) -> int:
-    """Return the number of learnable scalars."""
+    """Return the total number of learnable scalars in `params`."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))

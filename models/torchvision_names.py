@@ -1,8 +1,8 @@
 """Conversion of parameters to and from torchvision's names and PyTorch's layouts.
 
-The keys of this package's nested parameters already are torchvision's module paths. The differences are the last word,
-the order of a kernel's axes, and that PyTorch keeps parameters and running statistics in one flat dictionary. A network
-that torchvision does not have, `convnet8`, has its own paths (`stage1.0.conv.weight`) and the same layouts; its norms
+The keys of this package's nested parameters are already torchvision's module paths. Only the last word of a name and
+the order of a kernel's axes differ, and PyTorch keeps parameters and running statistics in one flat dictionary.
+`convnet8`, which torchvision does not have, uses its own paths (`stage1.0.conv.weight`) and the same layouts; its norms
 have no weight, and their bias is stored without the factor `models.families.pooled_convnet.BIAS_GAIN`. The fixed stem
 kernel of `convnet8-wide`, `models.families.pooled_convnet.cosine_kernel`, is not stored.
 """
@@ -91,7 +91,7 @@ def _torch_name(path: tuple[str, ...]) -> str:
 
 
 def _to_torch_layout(array: np.ndarray) -> np.ndarray:
-    """Transpose HWIO to OIHW and `[C,K]` to `[K,C]`; vectors stay."""
+    """Transpose HWIO to OIHW and `[C,K]` to `[K,C]`; leave other arrays unchanged."""
     axes = {4: (3, 2, 0, 1), 2: (1, 0)}.get(array.ndim)
     return np.ascontiguousarray(array.transpose(axes)) if axes else array
 
@@ -107,10 +107,13 @@ def _shapes(model_name: str, num_classes: int) -> tuple[Params, BatchStats]:
 
 
 def _check(model_name: str, tensors: Mapping[str, np.ndarray]) -> None:
-    """Raise ValueError, naming the first five faults, if the tensors are not exactly this model's."""
+    """Raise ValueError with the first five mismatches if the tensors are not exactly those of the model."""
     if "fc.bias" not in tensors or tensors["fc.bias"].ndim != 1:
         find_network(model_name)
-        raise ValueError(f"{model_name} needs a vector fc.bias, whose length is the number of classes, found none")
+        raise ValueError(
+            f"{model_name} needs a vector fc.bias, whose length is the number of classes, found none; "
+            "pass the complete state dictionary"
+        )
     params, batch_stats = _shapes(model_name, tensors["fc.bias"].shape[0])
     expected = {
         _torch_name(path): _to_torch_layout(np.empty(leaf.shape, np.bool_)).shape
@@ -126,5 +129,5 @@ def _check(model_name: str, tensors: Mapping[str, np.ndarray]) -> None:
     if faults:
         more = f" and {len(faults) - 5} more" if len(faults) > 5 else ""
         raise ValueError(
-            f"the tensors are not those of {model_name}: {'; '.join(faults[:5])}{more}; name another model"
+            f"the tensors are not those of {model_name}: {'; '.join(faults[:5])}{more}; choose another model"
         )

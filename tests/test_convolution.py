@@ -220,7 +220,7 @@ def test_forms_follow_the_measurements():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"x": (2, 5, 5, 3), "kernel": (3, 3, 4, 2)}, r"of the same C, got \(2, 5, 5, 3\) and \(3, 3, 4, 2\)"),
+        ({"x": (2, 5, 5, 3), "kernel": (3, 3, 4, 2)}, r"with the same C, got \(2, 5, 5, 3\) and \(3, 3, 4, 2\)"),
         ({"x": (5, 5, 3), "kernel": (3, 3, 3, 2)}, r"x \[B,H,W,C\]"),
         ({"x": (2, 5, 5, 3), "kernel": (3, 3, 3, 2), "stride": 0}, "stride must be at least 1, got 0"),
         ({"x": (2, 5, 5, 3), "kernel": (3, 3, 3, 2), "padding": "FULL"}, "padding must be \"SAME\", .*, got 'FULL'"),
@@ -236,7 +236,7 @@ def test_operands_that_do_not_fit_are_refused(arguments, message):
     x, kernel = jnp.zeros(arguments.pop("x")), jnp.zeros(arguments.pop("kernel"))
     with pytest.raises(ValueError, match=message):
         convolution(x, kernel, **arguments)
-    with pytest.raises(ValueError, match="one dtype, got float32 and bfloat16; cast one"):
+    with pytest.raises(ValueError, match="the same dtype, got float32 and bfloat16; cast one"):
         convolution(jnp.zeros((1, 5, 5, 3)), jnp.zeros((3, 3, 3, 2), jnp.bfloat16))
 
 

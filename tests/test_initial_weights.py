@@ -114,7 +114,7 @@ def changed(tensors, change):
     ("change", "message"),
     [
         (lambda t: t.pop("layer1.0.conv1.weight"), r"w\.safetensors: .* resnet8: missing layer1\.0\.conv1\.weight;"),
-        (lambda t: t.update(head=np.zeros(2, np.float32)), "unexpected head; name another model"),
+        (lambda t: t.update(head=np.zeros(2, np.float32)), "unexpected head; choose another model"),
         (lambda t: t.update({"bn1.weight": np.zeros(3, np.float32)}), r"bn1\.weight is \(3,\) instead of \(16,\)"),
         (lambda t: t.update({"fc.weight": np.zeros((10, 3), np.float32)}), r"fc\.weight is \(10, 3\) instead of"),
         (lambda t: t.pop("fc.bias"), r"needs a vector fc\.bias"),

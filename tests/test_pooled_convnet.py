@@ -250,7 +250,7 @@ def test_stem_filters_see_brightness_finer_than_colour():
 
 def test_stems_that_have_no_such_filters_are_refused():
     for stem in (0, 13, 26):
-        with pytest.raises(ValueError, match=rf"stem must be an even number in 2 … 24, got {stem}"):
+        with pytest.raises(ValueError, match=rf"stem must be an even number from 2 to 24, got {stem}"):
             PooledConvNet(stem=stem, stages=(8,))
 
 

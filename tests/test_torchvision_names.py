@@ -90,7 +90,7 @@ def test_a_network_that_torchvision_has_not_goes_by_its_own_paths_in_the_same_la
     assert tensors["stage2.1.conv.weight"][5, 7, 0, 2] == kernel[0, 2, 7, 5]
     assert tensors["stem.norm.running_mean"].shape == (24,)
     assert tensors["fc.weight"].shape == (10, 256)
-    with pytest.raises(ValueError, match=r"not those of convnet8: missing stage1\.0\.norm\.bias; name"):
+    with pytest.raises(ValueError, match=r"not those of convnet8: missing stage1\.0\.norm\.bias; choose"):
         from_torchvision("convnet8", {key: value for key, value in tensors.items() if key != "stage1.0.norm.bias"})
 
 
@@ -106,7 +106,7 @@ def test_tensors_that_are_not_the_models_are_refused_by_name():
     params, batch_stats = drawn("resnet8")
     tensors = to_torchvision("resnet8", params, batch_stats)
     without = {key: value for key, value in tensors.items() if key != "layer1.0.conv1.weight"}
-    with pytest.raises(ValueError, match=r"not those of resnet8: missing layer1\.0\.conv1\.weight; name"):
+    with pytest.raises(ValueError, match=r"not those of resnet8: missing layer1\.0\.conv1\.weight; choose"):
         from_torchvision("resnet8", without)
     with pytest.raises(ValueError, match=r"unexpected head\.weight"):
         from_torchvision("resnet8", tensors | {"head.weight": np.zeros(3)})

@@ -1,1 +1,1 @@
-"""Families of networks: a configuration and pure functions for each."""
+"""Network families, each with a configuration class and pure functions."""

@@ -1,16 +1,16 @@
-"""A small convolutional network for small images that trains in few epochs.
+"""A small convolutional network for small images, which trains in a few epochs.
 
 After Keller Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU" (2024), arXiv:2404.00498.
 
-The same as there: a 2×2 stem without padding; stages of two 3×3 convolutions, with max-pooling between the first and
-its norm, so that norm and activation process a quarter of the values; convolutions initialised as the identity on their
-input channels; norms that learn only a bias, with a larger learning rate than the kernels; a global max-pool and a
-classifier with scaled-down logits.
+The same as in the paper: a 2×2 stem without padding; stages of two 3×3 convolutions, with max-pooling between the first
+and its norm, so that norm and activation process a quarter of the values; convolutions initialised as the identity on
+their input channels; norms that learn only a bias, with a larger learning rate than the kernels; a global max-pool and
+a classifier with scaled-down logits.
 
-Different: the widths are settings of `PooledConvNet`; the stem is a cosine transform with a norm, learned or fixed,
-instead of fixed filters computed from the data; GELU is approximated; the logits' scale is 1/8 instead of 1/9; the
-norms' running averages are those of all models here; the classifier has a bias; the global max-pool accepts maps of any
-size.
+Different from the paper: the widths are settings of `PooledConvNet`; the stem is a cosine transform with a norm,
+learned or fixed, instead of fixed filters computed from the data; GELU is approximated; the logits are scaled by 1/8
+instead of 1/9; the norms compute their running averages as in all models here; the classifier has a bias; the global
+max-pool accepts maps of any size.
 
 Most of the computation is at half the image's size and below, with many channels, where convolutions are fast on a CPU.
 """
@@ -30,7 +30,7 @@ from models.layers.pooling import max_pool
 from models.model import BatchStats, Params
 
 LOGIT_SCALE = 0.125
-# The learned bias is multiplied by this, so that under SGD the product changes by the square of this times as fast.
+# The learned bias is multiplied by this, so that under SGD the product changes faster by the square of this factor.
 BIAS_GAIN = 8.0
 # x·sigmoid(1.702·x) approximates GELU (Hendrycks and Gimpel, 2016, arXiv:1606.08415, section 2).
 SILU_SLOPE = 1.702
@@ -41,12 +41,12 @@ MOST_STEM_CHANNELS = 2 * 3 * STEM_SIZE**2
 
 @dataclass(frozen=True)
 class PooledConvNet:
-    """The composition of one network.
+    """The architecture of one network.
 
     Attributes:
         stem: channels of the first convolution, an even number up to `MOST_STEM_CHANNELS`.
         stages: channels of each stage; each stage halves the map.
-        stem_learns: whether the stem's kernel is a parameter, or fixed at its initial value.
+        stem_learns: whether the stem's kernel is learned; otherwise it is fixed at its initial value.
 
     Raises:
         ValueError: if the number of stem channels is odd or out of range.
@@ -58,17 +58,17 @@ class PooledConvNet:
 
     def __post_init__(self) -> None:
         if self.stem % 2 or not 2 <= self.stem <= MOST_STEM_CHANNELS:
-            raise ValueError(f"stem must be an even number in 2 … {MOST_STEM_CHANNELS}, got {self.stem}")
+            raise ValueError(f"stem must be an even number from 2 to {MOST_STEM_CHANNELS}, got {self.stem}")
 
     @property
     def smallest_image(self) -> int:
-        """Least height and width in pixels: the stem removes one, and each stage halves at least two."""
+        """The smallest height and width in pixels: the stem removes one, and each stage halves two or more."""
         return 2 ** len(self.stages) + STEM_SIZE - 1
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A convolution from C to K channels, learned or fixed, an optional 2×2 max-pool, batch norm, the activation."""
+    """A convolution from C to K channels (learned or fixed), an optional 2×2 max-pool, batch norm, and activation."""
 
     path: tuple[str, ...]
     C: int
@@ -79,7 +79,7 @@ class Layer:
 
 
 def layers(net: PooledConvNet) -> list[Layer]:
-    """Return the layers in order: the stem, then each stage's layer with a pool and its layer without."""
+    """Return the layers in order: the stem, then for each stage one layer with pooling and one without."""
     found = [Layer(("stem",), 3, net.stem, margin=0, learns=net.stem_learns)]
     for number, K in enumerate(net.stages, 1):
         stage = f"stage{number}"
@@ -103,11 +103,12 @@ def _get(tree: Params, path: tuple[str, ...]) -> Any:
 
 
 def cosine_kernel(num_channels: int) -> np.ndarray:
-    """Return a bank of filters `[STEM_SIZE,STEM_SIZE,3,num_channels]`, float32, each of norm 1.
+    """Return the stem's cosine filters, float32 `[STEM_SIZE,STEM_SIZE,3,num_channels]`, each of norm 1.
 
-    The first half are orthogonal: products of the cosines of the discrete cosine transform (DCT-II) along height and
-    width with brightness, red against blue, or green against both; low frequencies and brightness come first, as they
-    have most of a photograph's variance. The other half are their negatives, for activations that pass one sign.
+    The first half of the filters are orthogonal: products of the cosines of the discrete cosine transform (DCT-II)
+    along height and width with brightness, red against blue, or green against both. Low frequencies and brightness come
+    first, because they have most of a photograph's variance. The other half are their negatives, for activations that
+    pass only one sign.
 
     These filters are nearly the principal components of patches of photographs (Ahmed et al., 1974, "Discrete Cosine
     Transform"), so that with the following norm they whiten patches without statistics of the data.
@@ -128,7 +129,7 @@ def cosine_kernel(num_channels: int) -> np.ndarray:
 
 
 def _init_kernels(all_layers: list[Layer], key: jax.Array) -> Iterator[jax.Array]:
-    """Yield the stem's filters, then He-normal kernels by fan-in, sliced from one draw, which compiles faster.
+    """Yield the stem's filters, then He-normal (fan-in) kernels, all sliced from one draw, which compiles faster.
 
     In each kernel, the first output channels, as many as there are input channels, copy the input channels.
     """
@@ -173,7 +174,7 @@ def init(net: PooledConvNet, num_classes: int, key: jax.Array) -> tuple[Params, 
 def _apply_layer(
     layer: Layer, params: Params, batch_stats: BatchStats, x: jax.Array, train: bool
 ) -> tuple[jax.Array, BatchStats]:
-    """Apply one layer with its part of the network's parameters and statistics; return its new statistics as well."""
+    """Apply one layer to `x`; return its output and its new batch statistics."""
     kernel = _get(params, (*layer.path, "conv", "kernel")) if layer.learns else jnp.asarray(cosine_kernel(layer.K))
     x = convolution(x, kernel.astype(x.dtype), stride=1, padding=((layer.margin, layer.margin),) * 2)
     if layer.pool:

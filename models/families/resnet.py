@@ -21,7 +21,7 @@ from models.model import BatchStats, Params
 
 @dataclass(frozen=True)
 class ResNet:
-    """The composition of one residual network.
+    """The architecture of one residual network.
 
     Attributes:
         stages: number of blocks of each stage; every stage except the first halves the map and doubles the channels.
@@ -30,7 +30,7 @@ class ResNet:
         stem: 7×7 stride 2 and a 3×3 stride 2 max-pool ("imagenet"), or one 3×3 convolution ("cifar").
         stem_norm: whether batch norm and ReLU follow the stem's convolution.
         conv_bias: whether convolutions have a bias.
-        stride_on: the convolution of a block that has its stride. "conv1" in a basic block; in a bottleneck "conv2"
+        stride_on: the convolution of a block that applies its stride: "conv1" in a basic block; in a bottleneck "conv2"
             ("v1.5", torchvision) or "conv3" (XLA.jl).
     """
 
@@ -44,18 +44,18 @@ class ResNet:
 
     @property
     def expansion(self) -> int:
-        """Output channels of a block per channel of its inner convolutions."""
+        """The ratio of the output channels of a block to those of its inner convolutions."""
         return 4 if self.block == "bottleneck" else 1
 
     @property
     def num_features(self) -> int:
-        """Input channels of the classifier."""
+        """The number of input channels of the classifier."""
         return self.width * 2 ** (len(self.stages) - 1) * self.expansion
 
 
 @dataclass(frozen=True)
 class Conv:
-    """A convolution with padding (kernel - 1) / 2 on all sides, from C to K channels."""
+    """A convolution from C to K channels, with padding (kernel - 1) / 2 on all sides."""
 
     kernel: int
     C: int
@@ -65,7 +65,7 @@ class Conv:
 
 @dataclass(frozen=True)
 class Block:
-    """The convolutions of a residual block in order, and the projection of its shortcut if shapes change."""
+    """A residual block: its convolutions in order, and the projection of its shortcut if the shape changes."""
 
     path: str
     convs: tuple[Conv, ...]
@@ -73,7 +73,7 @@ class Block:
 
 
 def stem_conv(net: ResNet) -> Conv:
-    """Return the first convolution."""
+    """Return the stem convolution of a network."""
     return Conv(7, 3, net.width, 2) if net.stem == "imagenet" else Conv(3, 3, net.width)
 
 
@@ -107,7 +107,7 @@ def blocks(net: ResNet) -> list[Block]:
 
 
 def _convs(net: ResNet) -> Iterator[Conv]:
-    """Yield every convolution: first the stem's, then those of each block, its projection last if it has one."""
+    """Yield all convolutions: first the stem's, then those of each block, followed by its projection if it has one."""
     yield stem_conv(net)
     for block in blocks(net):
         yield from block.convs
@@ -121,9 +121,9 @@ def _init_conv(net: ResNet, conv: Conv, kernels: Iterator[jax.Array]) -> Params:
 
 
 def _init_kernels(net: ResNet, key: jax.Array) -> Iterator[jax.Array]:
-    """Yield a He-normal kernel by fan-out, which preserves the scale of gradients, for each of `_convs`.
+    """Yield a He-normal kernel for each of `_convs`, by fan-out, which preserves the scale of gradients.
 
-    All are sliced from one draw: with a draw for each, compiling ResNet-50's `init` took half a minute.
+    All are sliced from one draw: with a separate draw for each, compiling ResNet-50's `init` took half a minute.
     """
     convs = list(_convs(net))
     sizes = [conv.kernel**2 * conv.C * conv.K for conv in convs]

@@ -1,1 +1,1 @@
-"""Layers that are fast inside a loop, forward and backward: convolution, batch norm, pooling, the head."""
+"""Layers whose forward and backward passes are fast inside a loop: convolution, batch norm, pooling, the head."""

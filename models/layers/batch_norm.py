@@ -1,8 +1,8 @@
-"""Batch norm, with the following ReLU, in as few passes over memory as its sums allow.
+"""Batch norm, with an optional ReLU after it, in as few passes over memory as its sums allow.
 
-A training step is bound by memory except in matrix products, and batch norm is most of that: both sums of a pass are
-computed at once, and the derivative of a following ReLU is recomputed instead of stored. On a GPU a small network is
-also bound by its many small kernels; there each sum is two of them.
+Outside matrix products, a training step is limited by memory bandwidth, mostly in batch norm. Therefore both sums of a
+pass are computed at once, and the derivative of a following ReLU is recomputed instead of stored. On a GPU, a small
+network is also limited by its many small kernels; there each sum is two of them.
 """
 
 from functools import partial
@@ -16,14 +16,14 @@ from models.layers.stored import stored
 
 MOMENTUM = 0.1
 EPSILON = 1e-5
-# One in this many of a channel's values is used for the estimate of the mean about which sums are taken.
+# One in this many values of a channel is used to estimate the mean that is subtracted before summing.
 SAMPLED = 64
-# Number of parts that are added elementwise before the sum over what remains. 8 to 16 measured the same.
+# Number of parts that are added elementwise before their sum is reduced. 8 to 16 measured the same.
 PARTS = 16
 
 
 class RunningStats(NamedTuple):
-    """Exponential averages of a channel's mean and unbiased variance, float32 `[C]` each."""
+    """Exponential moving averages of the mean and the unbiased variance of each channel, float32 `[C]`."""
 
     mean: jax.Array
     var: jax.Array
@@ -38,15 +38,15 @@ def batch_norm(
     train: bool,
     relu: bool = False,
 ) -> tuple[jax.Array, RunningStats]:
-    """Normalise every channel over images, height and width (Ioffe and Szegedy, 2015), as PyTorch does.
+    """Normalise each channel over images, height and width (Ioffe and Szegedy, 2015), as PyTorch does.
 
     Args:
         x: `[B,H,W,C]`, any floating dtype; statistics are float32.
         scale: `[C]` float32.
         bias: `[C]` float32.
-        running: used in evaluation; in training moved by a tenth towards the batch's mean and unbiased variance.
-        train: whether to normalise by the batch's own mean and biased variance.
-        relu: whether a ReLU follows. Its derivative is computed twice, which pays off only for one as cheap as this.
+        running: used in evaluation; moved in training by a tenth towards the batch's mean and unbiased variance.
+        train: whether to normalise with the mean and the biased variance of the batch.
+        relu: whether a ReLU follows. Its derivative is computed twice, which is worthwhile only because it is so cheap.
 
     Returns:
         `[B,H,W,C]` in the dtype of `x`, and the running statistics, which have no gradient.
@@ -65,12 +65,12 @@ def batch_norm(
 
 
 def _count(x: jax.Array) -> int:
-    """Return the number of values per channel."""
+    """Return the number of values per channel of `x [B,H,W,C]`."""
     return x.size // x.shape[3]
 
 
 def _sums(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the sums per channel of two arrays `[B,H,W,C]` that are computed from the same operands, read once.
+    """Return the per-channel sums of two arrays `[B,H,W,C]` that are computed from the same operands, read only once.
 
     XLA:CPU fuses a reduction of a pair with the computation of the arrays, each of which it would otherwise write to
     memory first; the reduction runs at the speed of memory if the arrays are first folded into one of `PARTS` parts.
@@ -98,10 +98,10 @@ def _folded_sums(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Ar
 
 
 def _mean_and_variance(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return mean and biased variance of every channel of `x [B,H,W,C]`, float32 `[C]`, reading `x` once.
+    """Return the mean and the biased variance of each channel of `x [B,H,W,C]`, float32 `[C]`, reading `x` once.
 
-    Sums are taken about an estimate of the mean (`_estimate_mean`), as E[x²] - E[x]² loses all digits if the mean is
-    large.
+    An estimate of the mean (`_estimate_mean`) is subtracted first, because E[x²] - E[x]² loses all digits if the mean
+    is large.
     """
     wide = x.astype(jnp.float32)
     count = _count(x)
@@ -113,7 +113,7 @@ def _mean_and_variance(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _estimate_mean(wide: jax.Array) -> jax.Array:
-    """Return an estimate of the mean of `wide [B,H,W,C]`, `[C]`; sums about a close estimate lose no digits.
+    """Return an estimate `[C]` of the mean of `wide [B,H,W,C]`, to be subtracted so that its sums lose few digits.
 
     The mean of one value in n is at most √n standard deviations off, whatever the distribution, so sums about it cancel
     to no less than one in n: with one in 64, that is six of float32's 24 bits. On a GPU, where that mean would take
@@ -131,9 +131,9 @@ def _estimate_mean(wide: jax.Array) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _normalise(relu: bool, x: jax.Array, scale: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the normalised (and rectified) `x`, and the batch's mean and biased variance in float32.
+    """Return `x` normalised, and rectified if `relu`, with the mean and biased variance of the batch in float32.
 
-    The backward pass is written by hand so that only `x` is kept; an automatic one keeps two more arrays of its size.
+    The backward pass is written by hand so that only `x` is kept; an automatic one keeps two more arrays of that size.
     """
     mean, var = _mean_and_variance(x)
     normal = _affine(x, mean, scale * lax.rsqrt(var + EPSILON), bias)
@@ -142,7 +142,7 @@ def _normalise(relu: bool, x: jax.Array, scale: jax.Array, bias: jax.Array) -> t
 
 @jax.custom_vjp
 def stored_relu(x: jax.Array) -> jax.Array:
-    """Return the ReLU of `x`, stored (`models.layers.stored`); its derivative is computed from the stored result.
+    """Return the ReLU of `x`, stored (see `models.layers.stored`). Its derivative is computed from the stored result.
 
     Otherwise the input of each residual block is recomputed from the convolutions of all blocks before it, and on a GPU
     the derivative reads the two arrays whose sum is `x` instead of one. (On a CPU the latter makes no difference.)

@@ -1,9 +1,9 @@
 """2-D convolution that is as fast inside `lax.while_loop` as outside, forward and backward.
 
-XLA:CPU rewrites only the convolutions of a program's *entry* computation into the form it has fast kernels for. In a
+XLA:CPU rewrites only the convolutions of a program's *entry* computation into the form that has fast kernels. In a
 loop body the gradients of `lax.conv_general_dilated` run as a naive loop nest (30 times slower). So on a CPU each of
 the three parts of a convolution uses one of the forms of `convolution_forms.py`, chosen by shape; on any other platform
-all use XLA's own, on an NVIDIA GPU with channels padded for its tensor cores.
+all use XLA's own convolution, on an NVIDIA GPU with channels padded for its tensor cores.
 """
 
 from collections.abc import Callable
@@ -29,24 +29,24 @@ def convolution(
     padding: str | Padding = "SAME",
     bias: jax.Array | None = None,
 ) -> jax.Array:
-    """Cross-correlate images with a kernel, as `lax.conv_general_dilated` in NHWC/HWIO.
+    """Cross-correlate images with a kernel, like `lax.conv_general_dilated` with NHWC and HWIO layouts.
 
     Args:
         x: `[B,H,W,C]`, any floating dtype.
         kernel: `[kh,kw,C,K]`, the dtype of `x`.
-        stride: step of the window, one for both axes or (height, width), at least 1.
-        padding: "SAME" (XLA's rule: odd padding has one more at the high side), "VALID", or
+        stride: step of the window, one number for both axes or (height, width), at least 1.
+        padding: "SAME" (XLA's rule: if the total is odd, the high side has one more), "VALID", or
             ((top, bottom), (left, right)) ≥ 0.
         bias: `[K]`, added to the result.
 
     Returns:
         `[B,P,Q,K]` in the dtype of `x`. Sums are at least float32.
 
-    The derivative is a custom one, so under `shard_map` make a replicated kernel varying (`lax.pcast`) before
+    The derivative is custom, so under `shard_map` make a replicated kernel varying (`lax.pcast`) before
     differentiation, and average the gradients afterwards.
 
     Raises:
-        ValueError: if shapes, dtypes or geometry do not fit each other.
+        ValueError: if shapes, dtypes, stride and padding do not fit together.
     """
     geometry = _geometry(x, kernel, stride, padding)
     y = _convolution(geometry, x, kernel)
@@ -55,13 +55,13 @@ def convolution(
 
 
 def _geometry(x: jax.Array, kernel: jax.Array, stride: int | Pair, padding: str | Padding) -> Geometry:
-    """Check the operands and convert the padding to numbers."""
+    """Check the operands and return their geometry, with the padding as numbers."""
     if x.ndim != 4 or kernel.ndim != 4 or x.shape[3] != kernel.shape[2]:
         raise ValueError(
-            f"convolution needs x [B,H,W,C] and a kernel [kh,kw,C,K] of the same C, got {x.shape} and {kernel.shape}"
+            f"convolution needs x [B,H,W,C] and a kernel [kh,kw,C,K] with the same C, got {x.shape} and {kernel.shape}"
         )
     if x.dtype != kernel.dtype:
-        raise ValueError(f"convolution needs operands of one dtype, got {x.dtype} and {kernel.dtype}; cast one")
+        raise ValueError(f"convolution needs operands of the same dtype, got {x.dtype} and {kernel.dtype}; cast one")
     strides = (stride, stride) if isinstance(stride, int) else stride
     if min(strides) < 1:
         raise ValueError(f"a convolution's stride must be at least 1, got {stride}")
@@ -113,13 +113,13 @@ TILE_IMAGES = 16
 
 
 def forward_form(input_size: Pair, window: Pair) -> Forward:
-    """Return the form of the forward pass on a CPU, by height and width of input and kernel."""
+    """Choose the form of the forward pass on a CPU from the heights and widths of input and kernel."""
     small = max(input_size) <= SMALL_MAP or any(map(int.__gt__, window, input_size))
     return forms.forward_patches if small or window == (1, 1) else forms.forward_lax
 
 
 def input_gradient_form(output_size: Pair, window: Pair, strides: Pair, C: int) -> InputGradient:
-    """Return the form of the input gradient on a CPU, by height and width of output and kernel, and input channels."""
+    """Choose the form of the input gradient on a CPU from output size, kernel size, strides and input channels."""
     forward = forward_form(output_size, window)
     if forward is forms.forward_patches or (strides != (1, 1) and C > FEW_CHANNELS):
         return forms.input_gradient_columns
@@ -128,7 +128,7 @@ def input_gradient_form(output_size: Pair, window: Pair, strides: Pair, C: int) 
 
 
 def filter_gradient_form(num_images: int, window: Pair, strides: Pair, C: int) -> FilterGradient:
-    """Return the form of the filter gradient on a CPU, by images in the batch, kernel, strides and input channels."""
+    """Choose the form of the filter gradient on a CPU from batch size, kernel size, strides and input channels."""
     if window == (1, 1):
         return forms.filter_gradient_taps
     form: FilterGradient = forms.filter_gradient_output_rows
@@ -141,7 +141,7 @@ def filter_gradient_form(num_images: int, window: Pair, strides: Pair, C: int) -
 
 
 def _wide(x: jax.Array) -> jax.Array:
-    """Return `x` in at least float32: without AMX a CPU gains nothing from narrower products, and sums are precise."""
+    """Return `x` in at least float32, for precise sums; a CPU without AMX gains nothing from narrower products."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
@@ -163,9 +163,9 @@ def _gradients_cpu(
 
 
 def channels_on_cards(C: int, K: int) -> int:
-    """Return the padded number of input channels of a 16-bit convolution from C to K channels on an NVIDIA GPU.
+    """Return the padded input channels of a 16-bit convolution from C to K channels on an NVIDIA GPU.
 
-    cuDNN's tensor-core kernels need multiples of 8, or 4 for images. XLA itself pads only float16, and only by little.
+    cuDNN's tensor-core kernels need multiples of 8, or 4 for images. XLA itself pads only float16, and only slightly.
     If the output channels do not fit such a kernel, padding has no benefit.
     """
     if K % 8:

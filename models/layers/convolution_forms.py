@@ -1,4 +1,4 @@
-"""Forms of a 2-D convolution and its two gradients, built from operations that XLA:CPU runs fast inside a loop.
+"""Forms of 2-D convolution and of its two gradients, built from operations that XLA:CPU runs fast inside a loop.
 
 These are matrix products, and convolutions in canonical form (NHWC input, HWIO kernel, no dilation). Every form is
 exact up to rounding for every stride, padding and size. `convolution.py` chooses the fastest for each shape.
@@ -20,13 +20,13 @@ NHWC = ("NHWC", "HWIO", "NHWC")
 
 
 class Geometry(NamedTuple):
-    """The geometry of a convolution: strides and (low, high) zero padding of height and width."""
+    """The strides and the (low, high) zero padding of a convolution, each for height and width."""
 
     strides: Pair
     padding: Padding
 
     def output_size(self, input_size: Pair, window: Pair) -> Pair:
-        """Return height and width of the output; not positive if the kernel `window` does not fit."""
+        """Return the height and width of the output; a value is not positive if the kernel `window` does not fit."""
         height, width = (
             (input_size[axis] + sum(self.padding[axis]) - window[axis]) // self.strides[axis] + 1 for axis in (0, 1)
         )
@@ -34,17 +34,17 @@ class Geometry(NamedTuple):
 
 
 def image_size(x: jax.Array) -> Pair:
-    """Return height and width of `x [B,H,W,C]`."""
+    """Return the height and width of `x [B,H,W,C]`."""
     return x.shape[1], x.shape[2]
 
 
 def window_size(kernel: jax.Array) -> Pair:
-    """Return height and width of a kernel `[kh,kw,C,K]`."""
+    """Return the height and width of a kernel `[kh,kw,C,K]`."""
     return kernel.shape[0], kernel.shape[1]
 
 
 def pad(x: jax.Array, padding: Padding, dilation: Pair = (1, 1)) -> jax.Array:
-    """Zero-pad height and width of `x [B,H,W,C]`, `dilation - 1` zeros between neighbours; a negative amount crops."""
+    """Zero-pad `x [B,H,W,C]`, with `dilation - 1` zeros between neighbouring pixels; negative padding crops."""
     if padding == ((0, 0), (0, 0)) and dilation == (1, 1):
         return x
     (top, bottom), (left, right) = padding
@@ -53,7 +53,7 @@ def pad(x: jax.Array, padding: Padding, dilation: Pair = (1, 1)) -> jax.Array:
 
 
 def taps(x: jax.Array, window: Pair, geometry: Geometry) -> list[jax.Array]:
-    """Return, for each kernel element in row-major order, the slice `[B,P,Q,C]` of `x [B,H,W,C]` it multiplies."""
+    """Return, for each kernel element in row-major order, the slice `[B,P,Q,C]` of `x [B,H,W,C]` that it multiplies."""
     (P, Q), (sh, sw) = geometry.output_size(image_size(x), window), geometry.strides
     x = pad(x, geometry.padding)
     return [
@@ -64,17 +64,17 @@ def taps(x: jax.Array, window: Pair, geometry: Geometry) -> list[jax.Array]:
 
 
 def rows(x: jax.Array) -> jax.Array:
-    """Return `x [...,C]` as a matrix `[N,C]`."""
+    """Reshape `x [...,C]` to a matrix `[N,C]`."""
     return x.reshape(-1, x.shape[-1])
 
 
 def patches(x: jax.Array, window: Pair, geometry: Geometry) -> jax.Array:
-    """Return every receptive field as a row: `[N, kh·kw·C]` (im2col)."""
+    """Return a matrix `[N, kh·kw·C]` with every receptive field of `x` as a row (im2col)."""
     return rows(jnp.concatenate(taps(x, window, geometry), axis=-1))
 
 
 def _turned_padding(window: Pair, geometry: Geometry, input_size: Pair, output_size: Pair) -> Padding:
-    """Return the padding with which the output, convolved with the rotated kernel, has the input's size (stride 1)."""
+    """Return the padding with which convolving the output with the rotated kernel gives the input size (stride 1)."""
     vertical, horizontal = (
         (window[axis] - 1 - low, input_size[axis] + low - output_size[axis])
         for axis, (low, _) in enumerate(geometry.padding)
@@ -86,12 +86,12 @@ def _turned_padding(window: Pair, geometry: Geometry, input_size: Pair, output_s
 
 
 def forward_lax(x: jax.Array, kernel: jax.Array, geometry: Geometry) -> jax.Array:
-    """Return the canonical convolution, which XLA:CPU passes to Eigen inside loops too."""
+    """Compute the canonical convolution, which XLA:CPU passes to Eigen even inside loops."""
     return lax.conv_general_dilated(x, kernel, geometry.strides, geometry.padding, dimension_numbers=NHWC)
 
 
 def forward_patches(x: jax.Array, kernel: jax.Array, geometry: Geometry) -> jax.Array:
-    """Compute one product, patches × kernel. For a 1×1 kernel the patches are the (strided) input, without a copy."""
+    """Compute the product patches × kernel. For a 1×1 kernel the patches are the (strided) input, without a copy."""
     window, K = window_size(kernel), kernel.shape[3]
     P, Q = geometry.output_size(image_size(x), window)
     return (patches(x, window, geometry) @ kernel.reshape(-1, K)).reshape(x.shape[0], P, Q, K)
@@ -107,7 +107,7 @@ def input_gradient_correlation(
     geometry: Geometry,
     input_size: Pair,
 ) -> jax.Array:
-    """Convolve the gradient with the kernel rotated by 180°, in the given `forward` form; for stride 1."""
+    """Convolve the gradient with the kernel rotated by 180°, using the given `forward` form. Requires stride 1."""
     (top, bottom), (left, right) = _turned_padding(window_size(kernel), geometry, input_size, image_size(gradient))
     # Negative padding is applied separately, as a crop, because a canonical convolution does not allow it.
     gradient = pad(gradient, ((min(top, 0), min(bottom, 0)), (min(left, 0), min(right, 0))))
@@ -137,7 +137,7 @@ def input_gradient_phases(
     geometry: Geometry,
     input_size: Pair,
 ) -> jax.Array:
-    """Compute the s·s phases of the input, for stride s, as channels of one stride-1 convolution of the gradient.
+    """Compute all s·s phases of the input gradient (stride s) as channels of one stride-1 convolution of `gradient`.
 
     The kernel is padded with zeros to a multiple of the stride; the phases are then interleaved (depth to space).
     """
@@ -175,7 +175,7 @@ def filter_gradient_input_rows(x: jax.Array, gradient: jax.Array, geometry: Geom
 
 
 def filter_gradient_output_rows(x: jax.Array, gradient: jax.Array, geometry: Geometry, window: Pair) -> jax.Array:
-    """Compute one product `[C,N] @ [N,kw·K]` for each kernel row, with patches of the gradient's rows; for stride 1."""
+    """Compute one product `[C,N] @ [N,kw·K]` for each kernel row, with patches of the gradient's rows (stride 1)."""
     (kh, kw), C, K = window, x.shape[3], gradient.shape[3]
     _, horizontal = _turned_padding(window, geometry, image_size(x), image_size(gradient))
     columns = patches(gradient, (1, kw), Geometry((1, 1), ((0, 0), horizontal)))
@@ -191,6 +191,6 @@ def filter_gradient_tiles(
     geometry: Geometry,
     window: Pair,
 ) -> jax.Array:
-    """Sum `form` over tiles of `tile` images, which must divide B: the patches of a tile stay in the cache."""
+    """Sum `form` over tiles of `tile` images, whose patches stay in the cache. `tile` must divide B."""
     x_tiles, gradient_tiles = (operand.reshape(-1, tile, *operand.shape[1:]) for operand in (x, gradient))
     return lax.map(lambda pair: form(pair[0], pair[1], geometry, window), (x_tiles, gradient_tiles)).sum(axis=0)

@@ -10,7 +10,7 @@ def global_average_pool(x: jax.Array) -> jax.Array:
 
 
 def dense(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
-    """Return `x [B,C] @ kernel [C,K] + bias [K]`: float32 `[B,K]`, whatever the operands' dtypes.
+    """Return `x [B,C] @ kernel [C,K] + bias [K]`: float32 `[B,K]` for any dtypes of the operands.
 
     The operands of all three products, forward and backward, are rounded to the dtype of `x`; sums are float32, and so
     are the gradients of a float32 `kernel` and `bias`. Like `convolution` it has a custom derivative.
@@ -20,7 +20,7 @@ def dense(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Return `x [B,C] @ kernel [C,K]` in float32. An automatic derivative would have products of float32 operands."""
+    """Return `x [B,C] @ kernel [C,K]` in float32. An automatic derivative would multiply float32 operands."""
     return _contract(x, kernel.astype(x.dtype), 1, 0)
 
 

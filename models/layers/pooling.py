@@ -1,4 +1,4 @@
-"""Max-pooling with a gradient that is fast inside a loop, where XLA:CPU runs select-and-scatter as a scalar loop."""
+"""Max-pooling whose gradient is fast inside a loop, where XLA:CPU runs its own (select-and-scatter) as scalar code."""
 
 from functools import partial, reduce
 
@@ -23,7 +23,7 @@ def max_pool(x: jax.Array, *, window: int = 3, stride: int = 2, padding: int = 1
     """
     if not 0 <= padding <= (window - 1) // 2 or stride < 1 or window**2 > NO_TAP:
         raise ValueError(
-            f"max_pool needs a window of at most 15, a stride of at least 1 and a padding below half the window, "
+            f"max_pool needs a window of at most 15, a stride of at least 1 and padding below half the window, "
             f"got window {window}, stride {stride}, padding {padding}"
         )
     if min(x.shape[1:3]) + 2 * padding < window:
@@ -59,7 +59,7 @@ def _max_pool_forward(
 def _max_pool_backward(
     window: int, stride: int, padding: int, residuals: tuple[jax.Array, jax.Array], gradient: jax.Array
 ) -> tuple[jax.Array]:
-    """Add up, for every input position, the gradients of the few windows over it that have their maximum there.
+    """Return, for every input position, the sum of the gradients of the windows that have their maximum there.
 
     Along each axis, position r + stride·p is element r of window p, element r + stride of window p - 1, and so on.
     """

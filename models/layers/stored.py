@@ -1,4 +1,4 @@
-"""A barrier that makes XLA compute a value once and store it, instead of recomputing it for every reader.
+"""A barrier that makes XLA compute a value once and store it, instead of recomputing it wherever it is read.
 
 XLA treats elementwise operations as free and fuses them into each of their readers, which then read the operands.
 Storing is faster if the operands are larger than the value, or if the fusion turns a vectorised loop into a scalar one.
@@ -12,7 +12,7 @@ from jax import lax
 
 
 def stored(values: Any, *, on_cards: bool = False) -> Any:
-    """Return `values`, a pytree of arrays; on a CPU behind an optimization barrier, so that they are stored.
+    """Return the pytree of arrays `values`, on a CPU behind an optimization barrier that makes XLA store them.
 
     Args:
         values: the values to store.
