@@ -1,11 +1,20 @@
-"""The pages of docs/: what they quote and name is in the code, and what the README links to is there."""
+"""The pages of docs/: their quotes, options and links agree with the program."""
 
 import ast
+import gzip
+import importlib
+import os
 import re
-from importlib.util import find_spec
+import shutil
+import tarfile
+import tomllib
+import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
+from click.testing import CliRunner
+from PIL import Image
 
 from tests.command_options import COMMAND_OPTIONS
 
@@ -14,38 +23,109 @@ PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 PACKAGES = ("engine", "preprocess", "models")
 
 
-def messages() -> list[str]:
-    """Every string of the code, an ellipsis in the place of what is put in."""
-    found = []
+def template(node: ast.expr) -> str:
+    """Return the text of an expression of strings, with an ellipsis in place of each value."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return re.sub(r"\{\w+[^{}]*\}", "…", node.value)  # a field of str.format
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(template, node.values))
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return template(node.left) + template(node.right)
+    return "…"
+
+
+def messages() -> set[str]:
+    """Return the text of every expression of strings in the code."""
+    found = set()
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.JoinedStr):
-                    found.append("".join(str(v.value) if isinstance(v, ast.Constant) else "…" for v in node.values))
-                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    found.append(node.value)
+                if isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp):
+                    found.add(collapse(template(node)))
     return found
 
 
-def pieces(message: str) -> list[str]:
-    return [piece.strip() for piece in re.split("[…\n]", message) if len(piece.strip()) > 8]
+def collapse(message: str) -> str:
+    return re.sub("…+", "…", message).strip()
 
 
-def test_every_message_that_troubleshooting_quotes_is_one_of_the_code():
+def quoted_messages() -> list[str]:
+    """Return the messages that the page on troubleshooting quotes."""
     text = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
-    quoted = [words.strip("` ") for words in re.findall(r"^> `(.*)`$", text, re.MULTILINE)]
-    assert len(quoted) > 30
+    return [words.strip() for _, words in re.findall(r"^> (`+)(.*)\1$", text, re.MULTILINE)]
+
+
+def test_every_quoted_message_equals_one_in_the_code_from_end_to_end() -> None:
+    quoted = quoted_messages()
+    text = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    assert len(quoted) == len(re.findall("^>", text, re.MULTILINE)) > 50
     ours = messages()
-    unknown = [words for words in quoted if not all(any(piece in one for one in ours) for piece in pieces(words))]
-    assert unknown == []
+    assert [words for words in quoted if collapse(words) not in ours] == []
 
 
-def test_every_module_of_the_walk_is_there_and_named_once():
-    text = (ROOT / "docs/walk.md").read_text(encoding="utf-8")
-    names = re.findall(r"`((?:engine|preprocess|models)\.[\w.]+)`", text)
-    assert len(names) > 25
-    assert len(set(names)) == len(names)
-    assert [name for name in names if find_spec(name) is None] == []
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the working directory: a finished run and its data, images of one class, and broken archives."""
+    with zipfile.ZipFile(ROOT / "tests/recorded/run_3218942.zip") as recorded:
+        recorded.extractall(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "_exit", lambda _: None)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "deep/train").mkdir(parents=True)
+    (tmp_path / "single/class").mkdir(parents=True)
+    for number in range(4):
+        Image.fromarray(np.full((8, 8, 3), number, np.uint8)).save(tmp_path / f"single/class/{number}.png")
+    shutil.copytree(tmp_path / "single/class", tmp_path / "deep/train/class")
+    shutil.copytree(tmp_path / "single", tmp_path / "stray")
+    shutil.copy(tmp_path / "single/class/0.png", tmp_path / "stray")
+    (tmp_path / "photos.tar.gz").write_bytes(gzip.compress(b"photos"))
+    with tarfile.open(tmp_path / "photos.tar", "w", format=tarfile.USTAR_FORMAT) as archive:
+        archive.add("single/class", "class")
+    (tmp_path / "cut.tar").write_bytes((tmp_path / "photos.tar").read_bytes()[:1030])
+    content = (tmp_path / "photos.tar").read_bytes()
+    (tmp_path / "damaged.tar").write_bytes(content[:512] + b"?" + content[513:])
+    (tmp_path / "foreign/train").mkdir(parents=True)
+    (tmp_path / "foreign/train/notes.txt").write_text("mine")
+    shutil.copytree(tmp_path / "data", tmp_path / "incomplete")
+    (tmp_path / "incomplete/train/manifest.json").unlink()
+    shutil.copytree(tmp_path / "run", tmp_path / "runs/going")
+    (tmp_path / "runs/going/model.safetensors").unlink()
+    return tmp_path
+
+
+PACK, TRAIN, CONTROL, EVALUATE, TAIL = "preprocess-imagenet", "run-train", "control-run", "run-eval", "tail-run"
+SMALL = ["--size", "8"]
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "quote"),
+    [
+        (PACK, ["empty", "dest", *SMALL], "… is not a data set: "),
+        (PACK, ["stray", "dest", *SMALL], "… has … images outside"),
+        (PACK, ["single", "dest", *SMALL], "warning: all images of … belong to one class"),
+        (PACK, ["photos.tar.gz", "dest", *SMALL], "… is compressed, "),
+        (PACK, ["cut.tar", "dest", *SMALL], "… is truncated: it ends at byte "),
+        (PACK, ["damaged.tar", "dest", *SMALL], "… is damaged: no tar header "),
+        (PACK, ["single", "foreign", *SMALL], "… contains other files "),
+        (TRAIN, ["--data", "nowhere"], "… does not exist; "),
+        (TRAIN, ["--data", "data/train"], "… is a split itself; "),
+        (TRAIN, ["--data", "data", "--run-dir", "run"], "the run folder must be new, "),
+        (TRAIN, ["--data", "data", "--run-dir", "run", "--resume"], "the run is already complete, "),
+        (TRAIN, ["--data", "data", "--run-dir", "run", "--resume", "--steps", "6"], "the steps of a resumed run "),
+        (TRAIN, ["--data", "data", "--run-dir", "run", "--resume", "--steps", "20", "--seed", "9"], "a resumed run "),
+        (CONTROL, ["run", "--stop", "--evaluate"], "--stop cannot be combined with "),
+        (EVALUATE, ["runs/going", "--data", "data"], "RUN must hold "),
+        (TAIL, ["runs", "--once"], "RUN must be the folder of one run, "),
+    ],
+)
+def test_a_command_prints_the_quoted_message(place: Path, command: str, arguments: list[str], quote: str) -> None:
+    (expected,) = (words for words in quoted_messages() if words.startswith(quote))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    module, _, function = project["scripts"][command].partition(":")
+    result = CliRunner().invoke(getattr(importlib.import_module(module), function), arguments)
+    pattern = ".+?".join(map(re.escape, expected.split("…")))
+    printed = [line.removeprefix(f"{command}: ").removeprefix("Error: ") for line in result.output.splitlines()]
+    assert any(re.fullmatch(pattern, line) for line in printed), result.output
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
