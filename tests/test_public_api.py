@@ -97,11 +97,56 @@ def test_an_unknown_name_is_refused_with_those_that_there_are(package: str) -> N
         importlib.import_module(package).nothing  # noqa: B018 - the access is the test
 
 
+def loaded_by(program: str) -> set[str]:
+    """Run a program in a new process; return the modules that it loaded, and that a bare interpreter does not."""
+    show = "; import sys; print(); print(*sys.modules)"
+    bare, done = (
+        subprocess.run([sys.executable, "-c", each], capture_output=True, text=True, timeout=120, check=True)
+        for each in (f"pass{show}", program + show)
+    )
+    return set(done.stdout.splitlines()[-1].split()) - set(bare.stdout.split())
+
+
+def packages_of(modules: set[str]) -> set[str]:
+    """Return the top-level packages of modules, without those of the standard library."""
+    return {module.partition(".")[0] for module in modules} - set(sys.stdlib_module_names)
+
+
 @pytest.mark.parametrize("package", PUBLIC)
 def test_importing_a_package_loads_nothing_else(package: str) -> None:
-    program = f"import sys, {package}; print(*({{'jax', 'numpy', 'tensorstore'}} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == ""
+    loaded = loaded_by(f"import {package}")
+    assert {module for module in loaded if module.partition(".")[0] == package} == {package}
+    assert packages_of(loaded) == {package}
+
+
+USES = {
+    "pack_demo": "preprocess.pack_demo('demo')",
+    "list_splits": "assert preprocess.list_splits('demo') == ('train', 'val')",
+    "open_split": "split = preprocess.open_split('demo', 'val')",
+    "ShardSplit": "assert isinstance(split, preprocess.ShardSplit)",
+    "pack_rgb": "words = preprocess.pack_rgb(numpy.zeros((split.height, split.width, 3), numpy.uint8))",
+    "unpack_rgb": "assert not preprocess.unpack_rgb(words).any()",
+    "verify_split": "assert preprocess.verify_split('demo', 'val') == ()",
+    "Damage": "preprocess.Damage('labels/c/0', 'truncated')",
+    "ShardError": "assert issubclass(preprocess.ShardError, ValueError)",
+    "ChangedShardError": "assert issubclass(preprocess.ChangedShardError, preprocess.ShardError)",
+}
+"""A use of each public name of preprocess, to run one after the other."""
+READING = "split.read_into(numpy.arange(1), words[None], numpy.zeros(1, numpy.int32), timeout_s=60)"
+# numpy, Pillow and TensorStore with what they load themselves, by the names of their packages.
+PREPROCESS_PACKAGES = {"PIL", "google_crc32c", "ml_dtypes", "numpy", "preprocess", "tensorstore"}
+
+
+def test_the_public_names_of_preprocess_load_no_jax_when_they_are_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert sorted(USES) == PUBLIC["preprocess"]
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(tmp_path)
+    packages = packages_of(loaded_by("; ".join(["import numpy, preprocess", *USES.values(), READING])))
+    # Cython's own modules have the number of its release in their names.
+    assert {name for name in packages if not name.startswith(("_cython", "cython"))} <= PREPROCESS_PACKAGES
+    assert {"PIL", "numpy", "preprocess", "tensorstore"} <= packages
 
 
 def test_a_function_is_not_hidden_by_a_module_of_its_name() -> None:
