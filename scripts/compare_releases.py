@@ -293,9 +293,14 @@ class RunComparisons:
     run: Path
     steps: int
 
+    @property
+    def more_steps(self) -> int:
+        """The number of steps of a run that is resumed for more."""
+        return self.steps + self.steps // 2
+
     def make(self, table: Table) -> None:
         """Make every comparison."""
-        more = ("--steps", f"{self.steps + self.steps // 2}")
+        more = ("--steps", f"{self.more_steps}")
         table.add("the same training, started by the new code", self.beginning)
         table.add("resuming for more steps", lambda: self.resuming("resumed", lambda _: None, *more))
         table.add("resuming from the snapshot before the last", lambda: self.resuming("rewound", forget_end))
@@ -338,8 +343,20 @@ class RunComparisons:
         return ([] if numbers[0] == numbers[1] else [f"{ours.strip()} is {theirs.strip()}"]), ours.strip()
 
     def replaying_more(self) -> Compared:
-        """Replay the run that the old code started and the new code resumed."""
-        return [], self.new.run("verify-run", self.new.base / "new/resumed", "--from", "0").strip()
+        """Replay the run that the old code started and the new code resumed; the replay must compare all of it."""
+        run = self.new.base / "new/resumed"
+        verdict, wanted = self.new.run("verify-run", run, "--from", "0").strip(), whole_replay(run, self.more_steps)
+        return ([] if verdict == wanted else [f"{verdict!r}, expected {wanted!r}"]), verdict
+
+
+def whole_replay(run: Path, steps: int) -> str:
+    """Return the verdict on a run that was replayed from its first step to its last without a difference."""
+    num_evaluations = num_lines(run / "eval.jsonl")
+    num_arrays = len(read_snapshot(run / "snapshots", steps).leaves)
+    return (
+        f"the same bits: {steps:,} losses, {num_evaluations:,} evaluation{'s' * (num_evaluations != 1)}, "
+        f"{num_arrays:,} arrays of the snapshot of step {steps:,}"
+    )
 
 
 def forget_end(run: Path) -> None:

@@ -1,4 +1,4 @@
-"""scripts/compare-releases: what it takes for the same; the whole of it is compared with a release by hand."""
+"""scripts/compare-releases: what counts as a difference. Whole comparisons with a release are made by hand."""
 
 import json
 import shutil
@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from engine.records.snapshot import snapshot_steps
+from engine.records.snapshot import read_snapshot, snapshot_steps
 from scripts.compare_releases import (
     FailedError,
     Release,
+    RunComparisons,
     Table,
     check_sources,
     compare_folders,
@@ -24,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture
 def other(chained_run, tmp_path):
-    """A copy of the finished run."""
+    """Return a copy of the finished run."""
     return Path(shutil.copytree(chained_run, tmp_path / "other"))
 
 
@@ -35,7 +36,7 @@ def test_a_run_is_the_same_as_its_copy(chained_run, other):
     assert " arrays of snapshot 6" in extent
 
 
-def test_the_last_bit_of_a_loss_and_a_weight_counts_and_what_is_measured_does_not(chained_run, other):
+def test_the_last_bit_of_a_loss_or_a_weight_is_a_difference_and_a_measured_time_is_not(chained_run, other):
     lines = [json.loads(line) for line in (other / "loss.jsonl").read_text().splitlines()]
     lines[0]["wait_ms"] += 1.0
     lines[3]["loss"] *= 1 + 2e-16
@@ -47,10 +48,35 @@ def test_the_last_bit_of_a_loss_and_a_weight_counts_and_what_is_measured_does_no
     assert differences == ["loss.jsonl from line 4", "1 arrays of model.safetensors, such as params.bias"]
 
 
-def test_what_a_kill_leaves_lacks_the_end(other):
+def test_forget_end_removes_the_last_snapshot_and_the_result(other):
     forget_end(other)
     assert snapshot_steps(other / "snapshots") == [2, 4]
     assert not (other / "result.json").exists()
+
+
+class Replaying(Release):
+    """A release whose verify-run prints `verdict`."""
+
+    verdict = ""
+
+    def run(self, name, *arguments):
+        assert (name, arguments[1:]) == ("verify-run", ("--from", "0"))
+        return f"{self.verdict}\n"
+
+
+def test_a_replay_of_the_resumed_run_must_compare_all_of_it(chained_run, tmp_path):
+    shutil.copytree(chained_run, tmp_path / "new/resumed")
+    new = Replaying("new", ROOT, tmp_path)
+    comparisons = RunComparisons(Release("old", ROOT, tmp_path), new, chained_run, steps=4)
+    num_arrays = len(read_snapshot(chained_run / "snapshots", 6).leaves)
+    whole = f"the same bits: 6 losses, 3 evaluations, {num_arrays} arrays of the snapshot of step 6"
+    partial = whole.replace("6 losses", "4 losses"), whole.replace("3 ", "2 "), whole.partition(", ")[0], ""
+    for verdict in (whole, *partial):
+        object.__setattr__(new, "verdict", verdict)
+        differences, extent = comparisons.replaying_more()
+        assert bool(differences) == (verdict != whole)
+        assert extent == verdict
+    assert "expected 'the same bits: 6 losses, " in differences[0]
 
 
 def test_a_command_that_fails_is_a_difference(tmp_path, capsys):
@@ -80,7 +106,7 @@ def test_each_release_runs_from_its_own_sources(tmp_path):
         ([str(ROOT), "--keep", str(ROOT)], "--keep must be new or empty, and "),
     ],
 )
-def test_wrong_usage_is_told(arguments, message, tmp_path, monkeypatch, capsys):
+def test_wrong_usage_is_refused(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["scripts/compare-releases", *arguments])
     with pytest.raises(SystemExit) as ended:
