@@ -297,7 +297,7 @@ def test_an_update_that_is_given_up_on_ends_its_chunk(tmp_path):
     for chunk in (1, 4):
         path = tmp_path / f"{chunk}"
         with pytest.raises(
-            NonFiniteError, match="NaN or infinite at step 3, and the weights are those of the last finite update"
+            NonFiniteError, match="NaN or infinite at step 3; the weights are those of the last finite update"
         ):
             run(path, chunk_batches=chunk, learning_rate=1e30)
         ends[chunk] = lines(path / "loss.jsonl")
@@ -312,8 +312,8 @@ def test_what_is_read_ahead_is_told_with_the_chunk(transport):
     train(toy_config(steps=0, synthetic=True, image_size=64, chunk_batches=32), model=None, notify=told.append)
     # On a card the batches of a chunk come one by one, so that no more of them need to be there.
     expected = {
-        "inplace": "64 read ahead, by the inplace transport, 32 at once",
-        "cuda": "7 read ahead, by the cuda transport, 32 steps enqueued at once",
+        "inplace": "64 read ahead, via the inplace transport, 32 at once",
+        "cuda": "7 read ahead, via the cuda transport, 32 steps enqueued at once",
     }
     assert any(expected[transport] in line for line in told), told
 

@@ -65,7 +65,7 @@ def test_a_piped_run_prints_what_it_is_and_a_line_a_step(tmp_path):
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("model: resnet8, 77,587 parameters, 3 classes")
-    assert "batches of 4 × 8 × 8 px from synthetic batches, 64 read ahead, by the inplace transport" in lines[1]
+    assert "batches of 4 × 8 × 8 px from synthetic batches, 64 read ahead, via the inplace transport" in lines[1]
     assert lines[2] == "compiling the training program, or loading it from the cache"
     assert lines[3].startswith("compiled training program in ")
     assert [line.split("  ")[0] for line in lines[4:7]] == ["step 1/3", "step 2/3", "step 3/3"]
@@ -87,8 +87,14 @@ def test_a_piped_run_prints_what_it_is_and_a_line_a_step(tmp_path):
         (["--data", "nowhere"], "nowhere"),
         (["--data", "x", "--synthetic"], "synthetic batches need no data set, got data 'x'"),
         (["--split", "test", "--data", "packed"], "test"),
-        (["--num-classes", "2", "--data", "packed"], "--num-classes must be at least the 3 of packed/train, got 2"),
-        (["--image-size", "9", "--data", "packed"], "--image-size must be at most that of the data, 8 × 8 px, got 9"),
+        (
+            ["--num-classes", "2", "--data", "packed"],
+            "--num-classes must be at least 3, the number of classes in packed/train, got 2",
+        ),
+        (
+            ["--image-size", "9", "--data", "packed"],
+            "--image-size must be at most the size of the images, 8 × 8 px, got 9",
+        ),
         (["--run-dir", "file", "--data", "packed"], "the run folder must be a folder, and file is a file"),
         (["--momentum", "nan"], "--momentum must lie in 0 … 1, got nan"),
         (["--recipe", "imagnet"], "a recipe must be one of cifar-200, "),
@@ -278,8 +284,8 @@ def test_a_recipe_gives_what_the_command_line_leaves_open(tmp_path):
     assert lines[:3] == [
         "recipe mine: 12 % top-1; the command line overrides learning_rate 0.01 → default, batch 4 → 5, "
         "decay_all True → False",
-        "data: packed (as named)",
-        "epochs: 2 of 10 images are 4 steps",
+        "data: packed (as given)",
+        "epochs: 2 of 10 images each, 4 steps in total",
     ]
     assert [line.split("  ")[0] for line in lines if line.startswith("step ")] == [f"step {n}/4" for n in (1, 2, 3, 4)]
     settings = json.loads((tmp_path / "run/config.json").read_text())["config"]
@@ -374,7 +380,7 @@ def test_a_reader_that_goes_away_ends_the_run_in_a_line(tmp_path):
         said == "run-train: the reader of the loss stream closed it (broken pipe), and the run stopped at its next step"
     )
     assert re.match(
-        r"  the last good snapshot is that of step \d+; resume from it: run-train --run-dir run --resume",
+        r"  the last good snapshot is from step \d+; resume from it: run-train --run-dir run --resume",
         note,
     )
     assert (tmp_path / "run/model.safetensors").exists()

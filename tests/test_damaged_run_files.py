@@ -54,7 +54,7 @@ def test_to_remove_a_damaged_log_of_requests_is_advised_where_that_works(copied_
     assert "control.jsonl is not a valid event" in said
     path.unlink()
     if kept in ("nothing", "an older run's"):
-        assert said.endswith("restore that file, or remove it if the run may forget its requests")
+        assert said.endswith("restore that file, or remove it to resume without its requests")
         assert refusal(copied_run) == ""
     else:
         assert said.endswith("restore that file, or start another run (--run-dir)")

@@ -41,7 +41,7 @@ def test_the_demo_set_is_made_once(tmp_path, monkeypatch):
     with open_split(str(tmp_path / "demo"), "train") as split:
         assert (split.num_images, split.height, split.num_classes) == (60, 32, 10)
     make_demo(tmp_path / "demo", told.append)
-    assert told == ["drawing and packing the demo set, once"]
+    assert told == ["drawing and packing the demo set, which later runs reuse"]
 
 
 def test_a_broken_demo_set_is_replaced_and_nothing_is_left_beside_it(tmp_path, monkeypatch):

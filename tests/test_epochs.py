@@ -65,7 +65,7 @@ def test_an_epoch_of_a_tenth_is_a_tenth():
 def test_what_is_settled_stays_as_it_is():
     said: list[str] = []
     settled = settle_epochs(TrainConfig(epochs=3, warmup_epochs=1, batch=4), NUM_IMAGES, notify=said.append)
-    assert said == ["epochs: 3 of 10 images are 8 steps"]
+    assert said == ["epochs: 3 of 10 images each, 8 steps in total"]
     assert settle_epochs(settled, NUM_IMAGES, notify=said.append) == settled
     assert len(said) == 1
     assert settle_epochs(TrainConfig.from_json(settled.to_json()), NUM_IMAGES) == settled
@@ -86,11 +86,11 @@ def test_a_real_number_of_numpy_counts_as_it_prints():
     [
         (
             {"epochs": 2, "steps": 7},
-            r"^epochs and steps must not both be given, got 2, which for 10 images are 5 steps, and 7: leave one out$",
+            r"^epochs and steps must not both be given, got 2 \(5 steps for 10 images\) and 7: leave one out$",
         ),
         (
             {"warmup_epochs": 1, "warmup_steps": 2},
-            r"^warmup_epochs and warmup_steps must not both be given, got 1, which for 10 images are 3 steps, and 2: ",
+            r"^warmup_epochs and warmup_steps must not both be given, got 1 \(3 steps for 10 images\) and 2: ",
         ),
         (
             {"epochs": 2.0**31 - 2},
@@ -107,7 +107,7 @@ def test_what_does_not_fit_is_refused(values, message):
 def test_batches_without_an_end_have_no_epochs(name):
     config = TrainConfig.from_json({name: 2.5})
     counted = name.replace("epochs", "steps")
-    message = f"^{name} must not be given with %s, which have no end, got 2.5: give {counted}$"
+    message = f"^{name} must not be given with %s, which are endless, got 2.5: give {counted}$"
     with pytest.raises(ValueError, match=message % "batches of your own"):
         settle_epochs(config, None, "batches of your own")
     with pytest.raises(ValueError, match=message % "synthetic batches"):
@@ -123,7 +123,7 @@ def test_the_split_that_is_trained_on_is_counted(tmp_path):
     config = TrainConfig(data=tmp_path, split="val", epochs=2, batch=1)
     with open_run(config, OwnParts(model=Linear()), said.append, is_dry=True) as run:
         assert run.config == replace(config, steps=6)
-    assert "epochs: 2 of 3 images are 6 steps" in said
+    assert "epochs: 2 of 3 images each, 6 steps in total" in said
 
 
 def test_a_warm_up_longer_than_the_run_is_told():
@@ -131,5 +131,5 @@ def test_a_warm_up_longer_than_the_run_is_told():
     settled = settle_epochs(TrainConfig(steps=2, warmup_epochs=1, batch=1), NUM_IMAGES, notify=said.append)
     settle_epochs(settled, NUM_IMAGES, notify=said.append)
     assert said == [
-        "warning: the warm-up of 10 steps is longer than the run of 2; --warmup-epochs 0 disables it",
+        "warning: the warm-up of 10 steps is longer than the run of 2 steps: --warmup-epochs 0 disables it",
     ]

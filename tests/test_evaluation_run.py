@@ -245,7 +245,7 @@ def test_weights_of_anywhere_are_evaluated(trained, data, tmp_path):
         evaluate_weights(bare, replace(named, model="resnet14"))
     with pytest.raises(ValueError, match=r"model must be one of .*, got 'resnet9'"):
         evaluate_weights(bare, replace(named, model="resnet9"))
-    with pytest.raises(ValueError, match="image_size must be at most that of the data, 8 × 8 px, got 9"):
+    with pytest.raises(ValueError, match="image_size must be at most the size of the images, 8 × 8 px, got 9"):
         evaluate_weights(bare, replace(named, image_size=9))
 
 

@@ -76,7 +76,7 @@ def test_another_number_of_classes_draws_the_classifier_anew_and_says_so(resnet8
     over_arrays = load_initial_weights(path, "resnet8", *fresh)
     assert_same((over_arrays.params, over_arrays.batch_stats), tuple(wanted))
     over_shapes = load_initial_weights(path, "resnet8", *shapes_of("resnet8", 3))
-    assert over_shapes.notes == ("the classifier is newly initialised: the file has 10 classes, the data 3",)
+    assert over_shapes.notes == ("the classifier is newly initialised: the file has 10 classes, the data have 3",)
     assert_same(over_shapes.over(fresh), wanted)
     assert_same(jax.jit(over_shapes.over)(fresh), wanted)
 
@@ -88,7 +88,7 @@ def test_floats_of_another_width_become_float32_and_are_told(resnet8, tmp_path, 
     stored = {name: tensor.astype(dtype) if tensor.dtype == np.float32 else tensor for name, tensor in named.items()}
     loaded = load_initial_weights(saved(tmp_path / "o.safetensors", stored), "resnet8", params, batch_stats)
     count = sum(tensor.dtype == np.float32 for tensor in named.values())
-    assert loaded.notes == (f"{count} tensors of {np.dtype(dtype)} are converted to float32",)
+    assert loaded.notes == (f"{count} {np.dtype(dtype)} tensors are converted to float32",)
     found = name_tensors("resnet8", loaded.params, loaded.batch_stats)
     for name, tensor in named.items():
         np.testing.assert_array_equal(found[name], tensor.astype(stored[name].dtype).astype(tensor.dtype), name)
@@ -137,7 +137,7 @@ def test_what_is_not_the_models_is_refused_by_name(resnet8, tmp_path, change, me
 def test_another_model_is_named_where_the_file_names_it(resnet8, tmp_path):
     weights, _ = resnet8
     path = saved(tmp_path / "w.safetensors", name_tensors("resnet8", *weights), {"model": "resnet8"})
-    with pytest.raises(ValueError, match=r"resnet14: missing .*\(the file was saved from 'resnet8'\)"):
+    with pytest.raises(ValueError, match=r"resnet14: missing .*\(the file was saved from the model 'resnet8'\)"):
         load_initial_weights(path, "resnet14", *shapes_of("resnet14", 10))
 
 

@@ -114,9 +114,9 @@ def test_an_evaluation_under_way_is_told_in_its_order_to_those_that_show_it():
     showing, other = Showing(), RecordingSink()
     stream = make_stream(step=7)
     stream.start([showing, other])
-    stream.tell_evaluation(0, 3)
+    stream.report_evaluation(0, 3)
     stream.receive(pushed(8))
-    stream.tell_evaluation(2, 3)
+    stream.report_evaluation(2, 3)
     stream.close()
     first, _, second = showing.records
     assert (first, second) == (EvaluationProgress(7, 0, 3), EvaluationProgress(8, 2, 3))
@@ -136,10 +136,10 @@ def test_evaluations_told_to_a_sink_that_hangs_hold_up_nobody(monkeypatch):
     board = ControlBoard()
     stream = make_stream(board)
     stream.start([Hanging()])
-    stream.tell_evaluation(0, 1000)
+    stream.report_evaluation(0, 1000)
     assert taken.wait(SOON_S)
     for batch in range(1, 1000):
-        stream.tell_evaluation(batch, 1000)
+        stream.report_evaluation(batch, 1000)
     for step in range(1, 50):
         stream.receive(pushed(step))
     goes_on.set()

@@ -199,7 +199,7 @@ def test_a_split_that_lost_its_manifest_is_named_and_not_passed(data):
         result = CliRunner().invoke(main, [str(data), *arguments])
         assert result.exit_code == 2
         assert "val/ contains files of a split, but its manifest.json is missing" in result.output
-    with pytest.raises(ValueError, match=r"must have a manifest.json, and .*/val has none: .*--eval-split"):
+    with pytest.raises(ValueError, match=r"must have a manifest.json, but .*/val has none: .*--eval-split"):
         train(TrainConfig(data=str(data), steps=1, batch=4, model="resnet8"))
 
 

@@ -44,7 +44,7 @@ def test_a_batch_of_more_images_than_there_are_is_told(tmp_path, batch, num_warn
         each for each in told_while_resolving(TrainConfig(data=tmp_path, batch=batch)) if each.startswith("warning: ")
     ]
     assert warnings == num_warnings * [
-        f"warning: a batch has 10 images and {tmp_path}/train only 9, so a batch repeats some of them: "
+        f"warning: a batch has 10 images, but {tmp_path}/train has only 9, so each batch repeats some of them: "
         "give --batch 9 or less"
     ]
 
@@ -70,7 +70,7 @@ def test_a_run_does_not_begin_without_a_split_whose_packing_is_not_finished(tmp_
     if other is not None:
         pack(fake_source(9, size=8, name=other), tmp_path)
     begin_to_pack(tmp_path / "val")
-    with pytest.raises(ValueError, match=r"the packing of .*/val is unfinished: .* --eval-split"):
+    with pytest.raises(ValueError, match=r"but .*/val is only partly packed: .* --eval-split"):
         told_at_the_beginning(TrainConfig(data=tmp_path, batch=4))
     assert told_at_the_beginning(TrainConfig(data=tmp_path, batch=4, eval_split="off")) == []
     # Nothing of it to a run that goes on.
@@ -105,7 +105,7 @@ def test_an_unfinished_split_behind_the_one_that_is_chosen_disturbs_nobody(tmp_p
     ("values", "warning"),
     [
         ({"eval_every_steps": 5}, "there is no data to evaluate on; --eval-every 5 has no effect"),
-        ({"warmup_steps": 10, "steps": 10}, "the warm-up of 10 steps is not shorter than the run of 10 steps"),
+        ({"warmup_steps": 10, "steps": 10}, "the warm-up of 10 steps is at least as long as the run of 10 steps"),
         ({"optimizer": "adamw"}, "the default learning rate of 0.0016 is meant for sgd; adamw"),
         ({"optimizer": "lamb"}, "the default learning rate of 0.0016 is meant for sgd; lamb"),
         ({"optimizer": "lars"}, None),
@@ -157,14 +157,14 @@ def test_more_classes_than_the_data_has_are_allowed(tmp_path):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"batch": 9}, "hold the 9 images of the setting batch, and the batch source returns 8"),
-        ({"num_classes": None}, "num_classes must be given with batches of your own and a model of the registry"),
-        ({"image_size": 5}, "image_size must be at most that of the data, 4 × 4 px, got 5"),
+        ({"batch": 9}, r"must return batches of 9 images \(the setting batch\), got 8"),
+        ({"num_classes": None}, "num_classes must be given to train a model of the registry on batches of your own"),
+        ({"image_size": 5}, "image_size must be at most the size of the images, 4 × 4 px, got 5"),
         (
             {"stop_at_top1": 0.5},
-            r"stop_at_top1 needs images to evaluate on, and the data \(batches of your own\) have none, got 0\.5",
+            r"stop_at_top1 needs images to evaluate on, but the data \(batches of your own\) have none, got 0\.5",
         ),
-        ({"cycle_momentum": True, "schedule": "cosine"}, "cycle_momentum needs the schedule one-cycle, got cosine"),
+        ({"cycle_momentum": True, "schedule": "cosine"}, "cycle_momentum needs the one-cycle schedule, got cosine"),
     ],
 )
 def test_settings_that_do_not_fit_own_batches_are_refused(values, message):

@@ -184,7 +184,7 @@ def test_a_run_killed_before_its_first_snapshot_begins_again(reference, tmp_path
     told: list[str] = []
     config = toy_config(steps=STEPS, run_dir=path, resume=True, **EVERYTHING)
     train(config, model=Linear(), batches=toy_batch, evaluation=EVALUATED, notify=told.append)
-    assert told[0].endswith("from its beginning, as it has no snapshot")
+    assert told[0].endswith("from its beginning, because it has no snapshot")
     assert_same(path, reference)
 
 
@@ -333,10 +333,10 @@ def test_a_run_may_be_lengthened_or_cut_but_not_to_what_is_behind_it(tmp_path):
     train(config, model=Linear(), batches=toy_batch)
     before = contents(path)
     for steps in (0, 3):
-        with pytest.raises(ValueError, match=rf"more than the 4 that are done, got {steps}: give more"):
+        with pytest.raises(ValueError, match=rf"more than the 4 already done, got {steps}: give more steps"):
             train(replace(config, steps=steps, resume=True), model=Linear(), batches=toy_batch)
     assert contents(path) == before
-    with pytest.raises(ValueError, match=r"got 4: leave steps out to continue to 9, or give more"):
+    with pytest.raises(ValueError, match=r"got 4: leave steps out to continue to step 9, or give more steps"):
         check_steps(replace(config, steps=4), replace(config, steps=9), 4)
     check_steps(replace(config, steps=5), replace(config, steps=9), 4)
     check_steps(replace(config, steps=9), replace(config, steps=9), 9)
@@ -391,7 +391,7 @@ def test_other_data_are_refused_and_the_same_elsewhere_are_not(tmp_path):
     config = toy_config(steps=2, data=tmp_path / "data", num_classes=None, run_dir=tmp_path / "run")
     train(config, model=Linear())
     pack(source.but(images=source.images[::-1].copy()), tmp_path / "other")
-    with pytest.raises(ValueError, match=r"must have its original data, and these differ: .*other/train, "):
+    with pytest.raises(ValueError, match=r"must have its original data, but these differ: .*other/train, "):
         train(replace(config, steps=3, data=str(tmp_path / "other"), resume=True), model=Linear())
     (tmp_path / "data").rename(tmp_path / "moved")
     result = train(replace(config, steps=3, data=str(tmp_path / "moved"), resume=True), model=Linear())
@@ -504,7 +504,7 @@ def test_gradients_that_are_not_finite_leave_the_last_good_snapshot_to_go_on_fro
         train(config, model=Breaking(), batches=Unhurried(tmp_path, 2, pulls=1))
     (step,) = snapshot_steps(tmp_path / "snapshots")[-1:]
     assert step in (2, 4)
-    assert f"the last good snapshot is that of step {step}" in caught.value.__notes__[0]
+    assert f"the last good snapshot is from step {step}" in caught.value.__notes__[0]
     end = json.loads((tmp_path / "result.json").read_text())
     assert (end["snapshot_step"], end["first_nonfinite_step"], end["num_skipped"]) == (step, 6, 1)
     result = train(replace(config, resume=True, stop_on_nan=False), model=Breaking(), batches=toy_batch)
@@ -548,7 +548,7 @@ def test_a_launch_that_was_cut_off_is_forgotten():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"step": 1}\n', "must have the 2 lines that go with the newest snapshot, but has 1"),
+        ('{"step": 1}\n', "must have the 2 lines written before the newest snapshot, but has 1"),
         ('{"step": 1}\n{"step": 3}\n', "must have step 2 in line 2"),
         ('{"step": 1}\nnonsense\n', "must have step 2 in line 2"),
     ],

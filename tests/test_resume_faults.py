@@ -199,7 +199,8 @@ def test_versions_of_every_part_of_a_run_are_remembered(tmp_path, monkeypatch):
         told: list[str] = []
         small_run(path, steps=steps, resume=True, notify=told.append)
         assert any(
-            line.startswith("warning: only the same versions guarantee the same bits") and "jax 0.1.2, now" in line
+            line.startswith("warning: only the same versions guarantee bit-identical results")
+            and "jax 0.1.2, now" in line
             for line in told
         )
 
@@ -221,6 +222,6 @@ def test_one_snapshot_at_a_time_waits_for_the_lines_of_a_slow_disk(tmp_path, mon
         return toy_batch(step)
 
     small_run(tmp_path, steps=8, batches=batches, prefetch=1, snapshot_every_steps=1, notify=told.append)
-    left_out = [line for line in told if "slower than the run's lines" in line]
+    left_out = [line for line in told if "too slow for the run's logs" in line]
     assert len(left_out) >= 4
     assert snapshot_steps(tmp_path / "snapshots")[-1] == 8

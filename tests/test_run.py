@@ -368,7 +368,7 @@ def test_a_program_that_fails_writes_the_snapshot_under_way_and_says_how_to_go_o
     with pytest.raises(ArithmeticError, match="off the bus") as caught:
         train(toy_config(steps=6, run_dir=tmp_path, snapshot_every_steps=4), model=Linear(), batches=toy_batch)
     assert json.loads((tmp_path / "result.json").read_text())["snapshot_step"] == 4
-    assert "that of step 4; resume from it: train with replace(engine.run_settings(" in caught.value.__notes__[0]
+    assert "from step 4; resume from it: train with replace(engine.run_settings(" in caught.value.__notes__[0]
 
 
 def test_a_run_that_is_given_up_tells_by_what_and_how_to_go_on(tmp_path):
@@ -398,7 +398,7 @@ def test_a_run_that_is_given_up_tells_by_what_and_how_to_go_on(tmp_path):
     end = json.loads((tmp_path / "result.json").read_text())
     assert (end["stopped_by"], end["error"], end["snapshot_step"]) == ("SIGINT", None, 4)
     assert caught.value.__notes__[0].startswith(
-        "the last good snapshot is that of step 4; resume from it: train with replace("
+        "the last good snapshot is from step 4; resume from it: train with replace("
     )
 
 
@@ -444,7 +444,7 @@ def test_weights_that_cannot_be_exported_do_not_hide_the_failure_before_them(tmp
     unwritten, goes_on = caught.value.__notes__
     assert "no such dtype on disk" in unwritten
     assert goes_on == (
-        f"the last good snapshot is that of step 3; resume from it: train with replace(engine.run_settings("
+        f"the last good snapshot is from step 3; resume from it: train with replace(engine.run_settings("
         f"'{tmp_path}'), resume=True) and the same model and batches"
     )
     assert json.loads((tmp_path / "result.json").read_text())["steps_done"] == 3

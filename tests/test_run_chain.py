@@ -161,7 +161,7 @@ def test_a_run_of_before_there_were_digests_is_told_apart_and_goes_on(copied_run
     assert evaluate(copied_run, model=Linear(), evaluation=EVALUATED, notify=told.append).record.step == STEPS
     assert "(no digest: unchecked)" in told[0]
     resume(copied_run, learning_rate=0.05, steps=8, notify=told.append)
-    assert "this run has no digests of its files: whether they were changed cannot be checked" in told
+    assert "this run has no digests of its files, so changes to them cannot be detected" in told
     # From here on it has them.
     assert check_files(copied_run).faults == ()
     assert check_files(copied_run).unchecked == ()
@@ -198,7 +198,7 @@ def test_a_split_to_evaluate_on_that_lost_its_manifest_is_named(tmp_path):
     settings = toy_config(data=str(tmp_path / "data"), num_classes=None, steps=2, batch=4, run_dir=str(path))
     train(settings, model=Linear())
     (tmp_path / "data/val/manifest.json").unlink()
-    said = r"must have a manifest.json, and .*/val has none"
+    said = r"must have a manifest.json, but .*/val has none"
     with pytest.raises(ValueError, match=said):
         evaluate(path, model=Linear())
     with pytest.raises(ValueError, match=said):

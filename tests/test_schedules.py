@@ -221,7 +221,7 @@ def test_other_numbers_trace_nothing_anew(name):
         ({"warmup_steps": -1}, "warmup_steps must lie in 0 … 2147483646, got -1"),
         ({"start_divisor": 0.5}, r"start_divisor must be finite and at least 1, got 0\.5"),
         ({"milestones": [3, -3]}, "milestones must lie in 0 … 2147483647, got -3"),
-        ({"milestones": [1, 2, 3, 4, 5]}, "milestones must be at most 4 steps, got 5: pass fewer"),
+        ({"milestones": [1, 2, 3, 4, 5]}, "milestones must contain at most 4 steps, got 5: pass fewer"),
     ],
 )
 def test_numbers_out_of_range_are_refused(arguments, message):

@@ -59,7 +59,7 @@ def test_the_first_asks_for_a_stop_and_the_second_ends_at_once(first, second):
         raise_signal(first)
         assert board.stop_reason == first.name
         wait_until(lambda: told)
-        assert told == [f"{first.name}: stopping at the next step; repeat it to quit at once"]
+        assert told == [f"{first.name}: stopping at the next step; a second signal quits at once"]
         with pytest.raises(KeyboardInterrupt):
             raise_signal(second)
     assert board.stop_reason == first.name

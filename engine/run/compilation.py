@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation: trace, compile or load from the cache on disk, and report XLA's program analysis."""
+"""Ahead-of-time compilation: trace a program, compile it or load it from the disk cache, and report XLA's analysis."""
 
 import gc
 import os
@@ -24,7 +24,7 @@ _SETTINGS_GUARD = threading.RLock()
 
 @dataclass(frozen=True)
 class Traced:
-    """A program traced and lowered, not yet compiled.
+    """A program that is traced and lowered but not yet compiled.
 
     Attributes:
         lowered: jax's lowered stage, in StableHLO.
@@ -45,7 +45,8 @@ class Compiled:
         from_cache: whether it was loaded from the cache on disk.
         memory_bytes: XLA's memory analysis by kind (arguments, results, temporaries, code), in bytes; empty if there is
             none.
-        keeps: the object that the program calls, kept alive by this one: a thread that waits for `call` must hold this.
+        keeps: the object that the program calls; a thread that waits for `call` must keep this one alive, and so the
+            object.
     """
 
     call: jax.stages.Compiled
@@ -57,26 +58,26 @@ class Compiled:
 
     @property
     def step_flops(self) -> float | None:
-        """Floating-point operations of one step as counted by XLA, None if it has no count."""
+        """Number of floating-point operations in one step as counted by XLA, None if XLA has no count."""
         # XLA counts the body of a loop without a known trip count once, so the program's count is that of one step.
         analysis = self.call.cost_analysis()
         return None if not analysis or "flops" not in analysis else float(analysis["flops"])
 
     @property
     def peak_bytes(self) -> int:
-        """Memory of one execution in bytes, as XLA estimates it; donated buffers count once."""
+        """Memory in bytes that one execution needs, as estimated by XLA; donated buffers count once."""
         sizes = self.memory_bytes
         parts = ("arguments", "results", "temporaries")
         return sum(sizes.get(part, 0) for part in parts) - sizes.get("reused", 0)
 
 
 def trace_ahead(function: Callable[..., Any], *arguments: Any, donate: tuple[int, ...] = ()) -> Traced:
-    """Trace `function` once, on the calling thread, so that this thread's jax settings apply.
+    """Trace and lower `function` once, on the calling thread, so that this thread's jax settings apply.
 
     Args:
         function: the function to compile.
         arguments: pytrees of arrays or jax.ShapeDtypeStruct.
-        donate: the arguments whose memory the program may reuse.
+        donate: positions of the arguments whose memory the program may reuse.
     """
     started = time.perf_counter()
     with without_collector():
@@ -91,7 +92,7 @@ def compile_traced(
 
     Args:
         traced: the program.
-        deterministic: whether to exclude operations whose results may differ in bits from run to run.
+        deterministic: whether to exclude operations whose results are not bit-identical from run to run.
         dump_folder: where to write `program.stablehlo.mlir` and `program.optimised.hlo`; None writes neither.
         keeps: see `Compiled`.
     """
@@ -112,7 +113,7 @@ def without_collector() -> Iterator[None]:
     """Disable Python's cyclic garbage collector inside the block.
 
     Tracing creates hundreds of thousands of long-lived objects; scanning them again and again took a quarter of the
-    time.
+    tracing time.
     """
     was_enabled = gc.isenabled()
     try:
@@ -124,16 +125,16 @@ def without_collector() -> Iterator[None]:
 
 
 def compiler_options(lowered: jax.stages.Lowered, backend: str, *, deterministic: bool) -> dict[str, str | bool | int]:
-    """Return the XLA options that a program needs to be correct on a backend (jax's name for it).
+    """Return the XLA options that make a program's results correct on `backend`, a jax backend name.
 
     On CPU, jaxlib 0.11.2 and 0.12.0 fuse convolutions, norms and the mean that follows them into one YNNPACK
     computation, which in bfloat16 returned NaN (`resnet8` in evaluation at 32 px). Fusing only single products or
     single convolutions is correct.
 
-    On GPU, a deterministic program excludes nondeterministic operations; XLA refuses one that has no alternative. XLA
-    does not autotune, which could choose another kernel each time, but takes the libraries' first choice. Matrix
-    products are left to cuBLAS: without autotuning, none of XLA's own kernels for them is certain to work (jaxlib
-    0.11.2).
+    On GPU, a deterministic program excludes nondeterministic operations; XLA rejects an operation without a
+    deterministic alternative. Autotuning is off, because it could choose another kernel each time; XLA uses the
+    libraries' first choice. Matrix products are left to cuBLAS: without autotuning, none of XLA's own kernels for
+    them is certain to work (jaxlib 0.11.2).
     """
     if backend == "gpu" and deterministic:
         return {
@@ -154,7 +155,7 @@ def caching_compilations(folder: str | None) -> Iterator[None]:
     Use it only around compilations: whatever else the process compiles meanwhile is cached too.
 
     Args:
-        folder: the cache folder; None keeps one that the caller or $JAX_COMPILATION_CACHE_DIR has set, else uses the
+        folder: the cache folder; None uses the one set by the caller or $JAX_COMPILATION_CACHE_DIR, or otherwise the
             user's cache folder; "off" caches nothing.
     """
     with _SETTINGS_GUARD:
@@ -162,7 +163,8 @@ def caching_compilations(folder: str | None) -> Iterator[None]:
             folder = jax.config.jax_compilation_cache_dir or os.fspath(user_cache_folder() / "xla")
         settings = {
             "jax_compilation_cache_dir": None if folder == "off" else folder,
-            # By default jax does not cache programs that compile in under a second: most of a small model's start.
+            # By default jax does not cache programs that compile in under a second, which take most of the time
+            # that a small model needs to start.
             "jax_persistent_cache_min_compile_time_secs": 0.0,
         }
         before = {name: getattr(jax.config, name) for name in settings}
@@ -182,7 +184,7 @@ def _configure(settings: dict[str, Any]) -> None:
 
 @contextmanager
 def _counting_cache_hits() -> Iterator[list[str]]:
-    """Collect jax's cache-hit events of this thread inside the block."""
+    """Collect the cache hits that jax reports on this thread inside the block."""
     hits: list[str] = []
     here = threading.get_ident()
 

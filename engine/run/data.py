@@ -1,6 +1,6 @@
-"""The open data of a run: its batches, the split to evaluate on, and the properties of the images.
+"""The opened data of a run: its batches, its evaluation split, and the properties of its images.
 
-The only module that knows which data the settings name.
+The only module that knows which data the settings select.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ _UNKNOWN_STD = (0.25, 0.25, 0.25)
 
 @dataclass(frozen=True)
 class RunData:
-    """The open data of a run.
+    """The opened data of a run.
 
     Attributes:
         source: the source of training batches.
@@ -36,7 +36,7 @@ class RunData:
         num_classes: K, None if only a user-defined model knows it.
         num_images: N of the training split, None for an endless source of batches.
         evaluation: the source of evaluation batches, None without evaluation.
-        mean, std: of each channel on the scale 0 … 1.
+        mean, std: mean and standard deviation of each channel, on the scale 0 … 1.
         manifest_digest: SHA-256 of the training split's manifest, None without one.
         eval_manifest_digest: likewise for the evaluation split.
     """
@@ -61,16 +61,16 @@ def open_data(
     first_pull: int = 0,
     is_new: bool = True,
 ) -> RunData:
-    """Open what a run trains and evaluates on; `steps` and `epochs` are not read.
+    """Open the training and evaluation data of a run; the settings `steps` and `epochs` are not used.
 
     Args:
         config: the settings.
         parts: the user-defined parts.
         stack: closes what is opened.
-        notify: called with a line of text on the choice of data, and with warnings about them.
+        notify: called with a line of text about the choice of the data, and with warnings about the data.
         first_pull: index of the run's first batch, from 0.
         is_new: whether the run is new. A new run is refused while an evaluation split is still being packed: it would
-            start without that split, and could not add it when it is complete.
+            start without that split, and could not add it later.
 
     Raises:
         ValueError: settings and data do not fit together; the message names both.
@@ -95,7 +95,7 @@ def _check_same_shape(source: BatchSource, evaluation: EvaluationSource) -> None
     shapes = [(each.batch, each.height, each.width) for each in (source, evaluation)]
     if shapes[0] != shapes[1]:
         raise ValueError(
-            f"evaluation batches must have the shape of training batches, B × H × W = {shapes[0]}, got {shapes[1]}: "
+            f"evaluation batches must be shaped like training batches, B × H × W = {shapes[0]}, got {shapes[1]}: "
             "pack both splits with the same --size, or give --eval-split off"
         )
 
@@ -110,8 +110,8 @@ def _open_own_batches(config: TrainConfig, parts: OwnParts, first_pull: int) -> 
     )
     if source.batch != config.batch:
         raise ValueError(
-            f"every batch must hold the {config.batch} images of the setting batch, "
-            f"and the batch source returns {source.batch}: change one of the two"
+            f"the batch source must return batches of {config.batch} images (the setting batch), got {source.batch}: "
+            "change one of the two"
         )
     return RunData(source, OWN_BATCHES, config.num_classes)
 
@@ -133,14 +133,15 @@ def _open_packed(config: TrainConfig, stack: ExitStack, notify: Callable[[str], 
     manifest = split.manifest
     if manifest.format_version == 1:
         notify(
-            f"{choice.data} has a format in which swapped shard files are not detected during training: "
-            "check it with `inspect-shards --verify`"
+            f"{choice.data} has format version 1, in which training does not detect swapped shard files: "
+            "check them with `inspect-shards --verify`"
         )
     num_classes = config.num_classes or manifest.num_classes
     if num_classes < manifest.num_classes:
         raise SettingError(
             "num_classes",
-            "{setting} must be at least the {least} of {where}, got {found}: leave it out to use that of the data",
+            "{setting} must be at least {least}, the number of classes in {where}, got {found}: leave it out to use "
+            "that number",
             least=manifest.num_classes,
             where=f"{choice.data}/{config.split}",
             found=num_classes,
@@ -150,8 +151,8 @@ def _open_packed(config: TrainConfig, stack: ExitStack, notify: Callable[[str], 
     data = f"{choice.data}/{config.split}, {split.num_images:,} images"
     if config.batch > split.num_images:
         notify(
-            f"warning: a batch has {config.batch:,} images and {choice.data}/{config.split} only "
-            f"{split.num_images:,}, so a batch repeats some of them: give --batch {split.num_images} or less"
+            f"warning: a batch has {config.batch:,} images, but {choice.data}/{config.split} has only "
+            f"{split.num_images:,}, so each batch repeats some of them: give --batch {split.num_images} or less"
         )
     evaluation, eval_digest = None, None
     if (name := choose_eval_split(config, choice.data, is_new=is_new)) is not None:
@@ -175,15 +176,17 @@ def _open_packed(config: TrainConfig, stack: ExitStack, notify: Callable[[str], 
 
 
 def manifest_digest_of(manifest: Manifest) -> str:
-    """Return the SHA-256 that identifies a run's data, in hexadecimal."""
+    """Return the SHA-256 of a manifest in hexadecimal, which identifies a run's data."""
     return hashlib.sha256(manifest.to_json().encode()).hexdigest()
 
 
 def choose_eval_split(config: TrainConfig, data: str, *, is_new: bool = False) -> str | None:
-    """Return the evaluation split: the named one, else the first usual one in the data that is not the training split.
+    """Return the name of the split to evaluate on, None if there is none.
+
+    Without the setting `eval_split`, it is the first of "val" and "test" that exists and is not the training split.
 
     Raises:
-        ValueError: a usual split has lost its manifest, or, if `is_new`, is not completely packed.
+        ValueError: one of these two splits has lost its manifest, or, if `is_new`, is not completely packed.
     """
     if config.eval_split == "off":
         return None
@@ -202,8 +205,8 @@ def _usual_eval_split(config: TrainConfig, data: str, splits: SplitNames) -> str
             continue
         if name in splits.broken:
             raise ValueError(
-                f"the split to evaluate on must have a manifest.json, and {data.rstrip('/')}/{name} has none: "
-                "restore that file, or name another split to evaluate on (--eval-split; off for none)"
+                f"the evaluation split must have a manifest.json, but {data.rstrip('/')}/{name} has none: "
+                "restore that file, or choose another split with --eval-split (off for none)"
             )
         if name in splits.complete:
             return name
@@ -211,18 +214,18 @@ def _usual_eval_split(config: TrainConfig, data: str, splits: SplitNames) -> str
 
 
 def _check_none_is_unfinished(config: TrainConfig, data: str, chosen: str | None, splits: SplitNames) -> None:
-    """Raise ValueError if a usual split that precedes the chosen one is unfinished."""
+    """Raise ValueError if a split that would be preferred to the chosen one is not completely packed."""
     missing = {*takewhile(lambda name: name != chosen, (name for name in _USUAL_EVAL_SPLITS if name != config.split))}
     if found := missing.intersection(splits.unfinished):
         raise ValueError(
-            f"the split to evaluate on must be complete, and the packing of {data.rstrip('/')}/{min(found)} is "
-            "unfinished: run the same preprocess-imagenet command again, or give --eval-split, another split or off"
+            f"the evaluation split must be complete, but {data.rstrip('/')}/{min(found)} is only partly packed: "
+            "run the same preprocess-imagenet command again, or choose another split with --eval-split (off for none)"
         )
 
 
 def _check_same_classes(train: Manifest, evaluation: Manifest, name: str) -> None:
     if [each.id for each in train.classes] != [each.id for each in evaluation.classes]:
         raise ValueError(
-            f"the evaluation split must have the classes of the training split, and those of {name} differ: "
-            "pack both from one source, or give --eval-split off"
+            f"the evaluation split must have the classes of the training split, but those of {name} differ: "
+            "pack both from the same source, or give --eval-split off"
         )

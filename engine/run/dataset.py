@@ -1,6 +1,6 @@
-"""The data set that a run reads: the one that the user named, else the usual places, else the demo set.
+"""The choice of a run's data set: the given one, otherwise one in a usual place, otherwise the demo set.
 
-Owns this rule and the creation of the demo set on first use; knows nothing of batches.
+Also creates the demo set on first use. Does not depend on batches.
 """
 
 import os
@@ -20,11 +20,11 @@ _DEMO_SPLITS = ("train", "val")
 
 
 class DataChoice(NamedTuple):
-    """A packed data set and why it was chosen.
+    """The chosen data set, and the reason for the choice.
 
     Attributes:
         data: a folder or URL.
-        reason: why it was chosen, for the first line of the run.
+        reason: why it was chosen, for the first line that a run prints.
         is_demo: whether it is the demo set, which may not exist yet.
     """
 
@@ -34,9 +34,9 @@ class DataChoice(NamedTuple):
 
 
 def choose_data(data: str | None) -> DataChoice:
-    """Return `data` if named, else $FEEDLOOP_DATA, else data/shards if it exists, else the demo set."""
+    """Choose `data` if given, else $FEEDLOOP_DATA if set, else data/shards if it exists, else the demo set."""
     if data is not None:
-        return DataChoice(data, "as named", is_demo=False)
+        return DataChoice(data, "as given", is_demo=False)
     if named := os.environ.get(DATA_VARIABLE):
         return DataChoice(named, f"from ${DATA_VARIABLE}", is_demo=False)
     if USUAL_PLACE.is_dir():
@@ -46,12 +46,12 @@ def choose_data(data: str | None) -> DataChoice:
 
 
 def make_demo(folder: Path, notify: Callable[[str], None]) -> None:
-    """Draw and pack the demo set if it does not exist; it appears atomically, even if two processes create it."""
+    """Draw and pack the demo set unless it exists; its folder appears atomically, even if two processes create it."""
     if _is_complete(folder):
         return
     from preprocess.demo.demo_set import pack_demo  # imports the packer, which no other run needs
 
-    notify("drawing and packing the demo set, once")
+    notify("drawing and packing the demo set, which later runs reuse")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix="demo-") as temporary:
         packed = Path(temporary) / folder.name

@@ -1,4 +1,4 @@
-"""Conversion of epochs to steps: the number of updates in a number of passes over the training split.
+"""Conversion of epochs, which are passes over the training split, to steps, which are updates.
 
 The only module that counts a run in images; everything after it reads `steps` and `warmup_steps`. Needs no jax.
 """
@@ -17,15 +17,15 @@ _UNCOUNTED = TrainConfig()
 def settle_epochs(
     config: TrainConfig, num_images: int | None, batches: str = "", notify: Callable[[str], None] = lambda _: None
 ) -> TrainConfig:
-    """Fill in `steps` if `epochs` is given, and `warmup_steps` if `warmup_epochs` is.
+    """Return the settings with `steps` computed from `epochs`, and `warmup_steps` from `warmup_epochs`, if given.
 
-    The epochs are kept, so that converting twice changes nothing.
+    The epochs are kept, so that a second conversion changes nothing.
 
     Args:
         config: the settings.
         num_images: N of the training split; None for an endless source of batches.
         batches: a description of what the run trains on, for messages.
-        notify: called with a line of text on the number of steps.
+        notify: called with a line of text about the number of steps.
 
     Raises:
         ValueError: epochs are given for an endless source of batches, or together with a different number of steps, or
@@ -38,7 +38,7 @@ def settle_epochs(
         name, counted = given[0]
         raise SettingError(
             name,
-            f"{{setting}} must not be given with {batches}, which have no end, got {{found:g}}: give {{{counted}}}",
+            f"{{setting}} must not be given with {batches}, which are endless, got {{found:g}}: give {{{counted}}}",
             found=getattr(config, name),
         )
     counts = {counted: _settled_count(config, name, counted, num_images) for name, counted in given}
@@ -49,9 +49,9 @@ def settle_epochs(
 
 
 def steps_of_epochs(epochs: float, *, num_images: int, images_per_step: int) -> int:
-    """Return the number of updates in `epochs`; a last, partial update counts as one.
+    """Return the number of updates in `epochs` passes over the training split; a last, partial update counts as one.
 
-    `epochs` is taken as the decimal number that it prints as: 0.1 of 1,000 images are 100. The binary fraction is
+    `epochs` is used as the decimal number that it prints as: 0.1 of 1,000 images are 100. The binary fraction is
     slightly more, and would take another step.
     """
     return ceil(Fraction(repr(epochs)) * num_images / images_per_step)
@@ -60,11 +60,11 @@ def steps_of_epochs(epochs: float, *, num_images: int, images_per_step: int) -> 
 def _notify_of_length(settled: TrainConfig, num_images: int, notify: Callable[[str], None]) -> None:
     if settled.epochs is not None:
         steps = "1 step" if settled.steps == 1 else f"{settled.steps:,} steps"
-        notify(f"epochs: {settled.epochs:g} of {num_images:,} images are {steps}")
+        notify(f"epochs: {settled.epochs:g} of {num_images:,} images each, {steps} in total")
     if settled.warmup_steps > settled.steps > 0:
         notify(
-            f"warning: the warm-up of {settled.warmup_steps:,} steps is longer than the run of {settled.steps:,}; "
-            "--warmup-epochs 0 disables it"
+            f"warning: the warm-up of {settled.warmup_steps:,} steps is longer than the run of {settled.steps:,} "
+            "steps: --warmup-epochs 0 disables it"
         )
 
 
@@ -74,8 +74,8 @@ def _settled_count(config: TrainConfig, name: str, counted: str, num_images: int
     if settled > _MOST_STEPS:
         raise SettingError(
             name,
-            "{setting} must be at most {most} steps, got {found:g}, which for {num_images:,} images are {settled}: "
-            "give fewer",
+            "{setting} must be at most {most} steps, got {found:g}, which for {num_images:,} images are {settled} steps"
+            ": give fewer epochs",
             most=_MOST_STEPS,
             found=epochs,
             num_images=num_images,
@@ -84,8 +84,8 @@ def _settled_count(config: TrainConfig, name: str, counted: str, num_images: int
     if count not in (getattr(_UNCOUNTED, counted), settled):
         raise SettingError(
             name,
-            f"{{{name}}} and {{{counted}}} must not both be given, got {{found:g}}, which for {{num_images:,}} images "
-            "are {settled} steps, and {count}: leave one out",
+            f"{{{name}}} and {{{counted}}} must not both be given, got {{found:g}} ({{settled}} steps "
+            "for {num_images:,} images) and {count}: leave one out",
             found=epochs,
             num_images=num_images,
             settled=settled,

@@ -1,4 +1,4 @@
-"""The host side of a launch: transport, requests and stop signals."""
+"""The host side of a launch: the transport, control requests, notices and stop signals."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -12,19 +12,19 @@ from engine.stream.notices import Notices
 
 
 class HostSide:
-    """The parts of a launch that are opened before its data; a context manager.
+    """The host-side parts of a launch, which are opened before its data; a context manager.
 
     Inside the context, SIGINT and SIGTERM are handled (`engine.run.signals.StopSignals`).
 
     Args:
         config: the settings.
         notify: called with a line of text.
-        board: the board of requests to the program; None creates one.
+        board: the board of requests to the program; None creates a new board.
 
     Attributes:
         board: the board of requests to the program.
         notices: messages to the user during the run.
-        transport: how the program calls the host.
+        transport: the way in which the program calls the host.
         chunk: batches per pull.
         signals: the handler of the signals that stop the launch.
 

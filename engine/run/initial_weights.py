@@ -1,6 +1,6 @@
-"""Weights to start a run from: a safetensors file from torchvision, PyTorch or another run.
+"""The initial weights of a run, read from a safetensors file of torchvision, PyTorch or another run.
 
-Owns what such a file must hold and what may differ. Knows nothing of the run.
+Owns what such a file must contain and what may differ. Does not depend on the run.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ class InitialWeights(NamedTuple):
     digest: str
 
     def over(self, drawn: Weights) -> Weights:
-        """Return the initialised weights `drawn` with those of the file in their places; may be called while tracing.
+        """Return the initialised weights `drawn`, replaced by those of the file; may be called while tracing.
 
         Leaves are taken from `drawn` only if the weights were loaded with shapes (`jax.ShapeDtypeStruct`).
         """
@@ -51,17 +51,17 @@ class InitialWeights(NamedTuple):
 def load_initial_weights(
     path: str | os.PathLike[str], registry_name: str | None, params: Any, batch_stats: Any
 ) -> InitialWeights:
-    """Read and check weights to start from; shapes suffice, so that this can happen before anything slow.
+    """Read and check initial weights; only shapes are needed, so that this can precede anything slow.
 
     Args:
-        path: the path of a safetensors file: with torchvision's names and layouts for a network of the registry, with
-            `params.…` and `batch_stats.…` for a user-defined model, as in the `model.safetensors` of a run.
+        path: the path of a safetensors file, with torchvision's names and layouts for a network of the registry, and
+            with `params.…` and `batch_stats.…` for a user-defined model, as in the `model.safetensors` of a run.
         registry_name: the model's name in the registry, None for a user-defined one.
         params, batch_stats: the model's pytrees, arrays or jax.ShapeDtypeStruct.
 
     Returns:
         The weights, with the dtypes of `params` and `batch_stats` (floats of another width are converted). If a network
-        of the registry has another number of classes than the file, its classifier is the given one.
+        of the registry has another number of classes than the file, its classifier is the one of `params`.
 
     Raises:
         ValueError: if the file cannot be read, a tensor is missing, unexpected or of another shape, or a value is NaN
@@ -79,7 +79,7 @@ def load_initial_weights(
     if registry_name is not None and (classes := _other_classes(placed, like)):
         placed = placed._replace(params=placed.params | {_HEAD: params[_HEAD]})
         notes.append(
-            f"the classifier is newly initialised: the file has {classes[0]:,} classes, the data {classes[1]:,}"
+            f"the classifier is newly initialised: the file has {classes[0]:,} classes, the data have {classes[1]:,}"
         )
     return InitialWeights(placed.params, placed.batch_stats, tuple(notes), _digest(stored.tensors))
 
@@ -93,32 +93,32 @@ def _digest(tensors: Tensors) -> str:
 
 
 def _other_classes(placed: Weights, like: Weights) -> tuple[int, int] | None:
-    """Return the numbers of classes of the file and of the data, None if they are equal."""
+    """Return the number of classes of the file and that of the data, or None if they are equal."""
     in_file, in_data = (int(weights.params[_HEAD]["bias"].shape[0]) for weights in (placed, like))
     return None if in_file == in_data else (in_file, in_data)
 
 
 def _hint(stored: StoredWeights, registry_name: str | None) -> str:
-    """Return a hint if the file's metadata name another model, else an empty string."""
+    """Return a hint for an error message if the file was saved from another model, else an empty string."""
     named = stored.metadata.get("model")
-    return f" (the file was saved from {named!r})" if named not in (None, registry_name) else ""
+    return f" (the file was saved from the model {named!r})" if named not in (None, registry_name) else ""
 
 
 def _conversions(stored: Tensors, placed: Tensors) -> list[str]:
-    """Return one message for each pair of float types between which tensors are converted."""
+    """Return one message for each kind of conversion of tensors between two float types."""
     kinds = Counter(
         (str(stored[name].dtype), str(tensor.dtype))
         for name, tensor in placed.items()
         if jnp.issubdtype(tensor.dtype, jnp.floating) and stored[name].dtype != tensor.dtype
     )
     return [
-        f"{count:,} tensor{'' if count == 1 else 's'} of {found} {'is' if count == 1 else 'are'} converted to {needed}"
+        f"{count:,} {found} tensor{' is' if count == 1 else 's are'} converted to {needed}"
         for (found, needed), count in kinds.items()
     ]
 
 
 def _check_finite(file: str, tensors: Tensors) -> None:
-    """Raise ValueError naming the first tensors that hold a NaN or infinite value."""
+    """Raise ValueError if tensors contain NaN or infinite values; the message has the names of the first ones."""
     found = [
         name
         for name, tensor in tensors.items()
@@ -127,6 +127,6 @@ def _check_finite(file: str, tensors: Tensors) -> None:
     if found:
         more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
         raise ValueError(
-            f"--init-from {file}: weights must be finite, and {', '.join(found[:_MOST_NAMED])}{more} "
+            f"--init-from {file}: weights must be finite, but {', '.join(found[:_MOST_NAMED])}{more} "
             f"{'are' if len(found) > 1 else 'is'} not: use the weights of a run that did not diverge"
         )

@@ -1,6 +1,6 @@
-"""One launch of the program: its parts are opened in order, compiled, run to the end of the loop, and closed.
+"""One launch of the program: open its parts in order, compile it, run the loop to its end, and close the parts.
 
-Owns how the parts are connected. Knows nothing of run folders: the caller provides the starting point and keeps the
+Owns how the parts are connected. Does not depend on run folders: the caller provides the starting point and keeps the
 final state.
 """
 
@@ -47,18 +47,18 @@ from preprocess.shards.reader import ChangedShardError
 # A channel without variance (a set of blank images) must not cause a division by zero: one level of 255 is the minimum.
 _LEAST_STD = 1 / 255
 _MOST_EVALUATION_PULLS = 2**31 - 1
-# How long the end waits for all sinks together: long after a clean stop, briefly after an immediate one.
+# Time limit for closing all sinks together: long after a clean stop, short after an immediate one.
 _CLOSE_TIMEOUT_S = 60.0
 _QUIT_TIMEOUT_S = 1.0
 
 
 class Launch:
-    """The parts of one launch, opened in order; `stack` closes them in reverse.
+    """The parts of one launch, opened in order; `stack` closes them in reverse order.
 
     Args:
         config: the settings, with epochs converted to steps.
-        resolved: the model and data that the settings name.
-        host: the host side of the launch, entered.
+        resolved: the model and data that the settings select.
+        host: the host side of the launch, already entered as a context manager.
         stack: closes what is opened.
         start: where the launch begins.
         notify: called with a line of text.
@@ -123,7 +123,7 @@ class Launch:
         return f"step {step + 1}" + (f", pull {number + 1}" if self.config.accumulate_steps > 1 else "")
 
     def _wait_of(self, step: int) -> float:
-        """Return the seconds waited for the batches of one update (from 0)."""
+        """Return the seconds that the loop waited for the batches of one update; `step` counts from 0."""
         count = self.config.accumulate_steps
         return math.fsum(self._infeed.take_wait_s(pull) for pull in range(step * count, (step + 1) * count))
 
@@ -134,7 +134,7 @@ class Launch:
         num_batches = evaluated.num_batches
 
         def words_of(pull: int, num_requested: int) -> ControlWords:
-            self.stream.tell_evaluation(pull % num_batches, num_batches)
+            self.stream.report_evaluation(pull % num_batches, num_batches)
             return self.board.stop_words(num_requested)
 
         return self._make_infeed(
@@ -178,7 +178,7 @@ class Launch:
         return infeed
 
     def _chunk_of(self, source: BatchSource) -> int:
-        """Return how many batches of a source cross at once; for an evaluation, the transport's default."""
+        """Return the number of batches of `source` in a chunk; for an evaluation, the transport's default."""
         evaluated = self.resolved.evaluation
         if evaluated is None or source is not evaluated:
             return self._chunk
@@ -189,7 +189,7 @@ class Launch:
 
     @property
     def crossings(self) -> dict[str, Any]:
-        """The crossings as `config.json` records them: device, transport, batches per chunk and batches read ahead."""
+        """The device, the transport, and the numbers of batches per chunk and read ahead, as in `config.json`."""
         return {
             "device": this_device(),
             "transport": self._transport.name,
@@ -199,11 +199,11 @@ class Launch:
 
     @property
     def given_digest(self) -> str | None:
-        """SHA-256 of the initial weights, None if this launch read none."""
+        """SHA-256 of the initial weights that this launch read, None if it read none."""
         return None if self._given is None else self._given.digest
 
     def _read_given_weights(self) -> InitialWeights | None:
-        """Read the initial weights, before anything slow."""
+        """Read the initial weights, if the launch uses any, before anything slow."""
         if self.config.init_from is None or self.start.snapshot is not None:
             return None
         shape = self._state_shape
@@ -224,7 +224,7 @@ class Launch:
         depth, chunk = self._ring_depth(source), self._chunk
         self._notify(
             f"infeed: batches of {source.batch} × {source.height} × {source.width} px "
-            f"from {resolved.data}, {depth} read ahead, by the {self._transport.name} transport"
+            f"from {resolved.data}, {depth} read ahead, via the {self._transport.name} transport"
             + ("" if this_platform() == "cpu" else f" on {this_device()}")
             + (f", {chunk} {'steps enqueued ' * self._transport.runs_ahead}at once" if chunk > 1 else "")
         )
@@ -232,7 +232,7 @@ class Launch:
             self._notify(warning)
 
     def prepare(self) -> tuple[Compiled, TrainState]:
-        """Return the compiled program and its initial state, which is created while the program is compiled."""
+        """Compile the program and create its initial state meanwhile; return both."""
         finish: Callable[[], Compiled] | None = None
         try:
             # The collector would also delay the worker, which needs the interpreter lock before XLA has its program.
@@ -248,11 +248,15 @@ class Launch:
         return finish(), state
 
     def compile(self) -> Compiled:
-        """Return the compiled program."""
+        """Compile the program without creating a state."""
         return self._start_compiling()()
 
     def _start_compiling(self) -> Callable[[], Compiled]:
-        """Trace the program on this thread, so that its jax settings apply, and compile it on a worker."""
+        """Trace the program on this thread, so that its jax settings apply, and compile it on a worker.
+
+        Returns:
+            A function that waits for the compiled program.
+        """
         self._notify("compiling the training program, or loading it from the cache")
         model = CheckedModel(self.resolved.model, self.resolved.num_classes, self.resolved.source)
         program = make_program(model, self._statics, self._infeed, self._outfeed, self._evaluation_infeed)
@@ -279,7 +283,7 @@ class Launch:
         return finish
 
     def starting_state(self) -> TrainState:
-        """Return the state of the snapshot that the launch starts from, or initialise one."""
+        """Return the initial state: that of the snapshot if the launch starts from one, else a new one."""
         if self.start.snapshot is not None:
             from engine.records.snapshot import match_state
 
@@ -287,7 +291,7 @@ class Launch:
             if self._evaluation_infeed is None:
                 # Without an infeed, the loop would wait for ever for the evaluation that is due.
                 saved = saved._replace(owes_evaluation=np.zeros((), np.bool))
-            # Release the host's copy of the arrays, which takes as much memory again.
+            # Release the host's copy of the arrays, which needs as much memory again.
             self.start = replace(self.start, snapshot=None)
             return call_on_worker(lambda: jax.block_until_ready(jax.tree.map(partial(jnp.array, copy=True), saved)))
         words = seed_words(self.config.seed)
@@ -310,18 +314,18 @@ class Launch:
         needed, available = compiled.peak_bytes + self.ring_bytes, host_memory_bytes()
         if available is not None and needed > available:
             self._notify(
-                f"warning: the program needs about {needed / 1e9:,.1f} GB and this machine has "
+                f"warning: the program needs about {needed / 1e9:,.1f} GB, but this machine has "
                 f"{available / 1e9:,.1f} GB: use a smaller --batch"
             )
 
     @property
     def ring_bytes(self) -> int:
-        """Host memory for the batches read ahead, in bytes."""
+        """Host memory in bytes that the batches read ahead occupy."""
         sources = (self.resolved.source, self.resolved.evaluation)
         return sum(self._ring_depth(source) * batch_bytes(source) for source in sources if source is not None)
 
     def run(self, compiled: Compiled, state: TrainState, sinks: Sequence[Sink]) -> TrainState:
-        """Run the program to its end and return its final state; `failure` returns what failed on the host.
+        """Run the program to its end and return its final state; errors on the host are returned by `failure`.
 
         Args:
             compiled: the program.
@@ -353,7 +357,7 @@ class Launch:
             return call_on_worker(lambda: jax.block_until_ready(compiled.call(state, values)))
 
     def failure(self, state: TrainState) -> BaseException | None:
-        """Return what went wrong: first on the host, causes before their effects, then in the loop."""
+        """Return the error of the run or None: first the host's errors, causes before effects, then the loop's."""
         ends = (self._infeed, self._evaluation_infeed, self._outfeed, self.stream, self._transport)
         failures = [end.failure for end in ends if end is not None and end.failure is not None]
         if failures:
@@ -364,7 +368,7 @@ class Launch:
         )
 
     def _changed_data(self) -> BaseException | None:
-        """Return the error of a source whose files were changed during the run."""
+        """Return the error of a source whose files were changed during the run, None if there is none."""
         for source in (self.resolved.source, self.resolved.evaluation):
             if isinstance(source, CheckedSource):
                 try:
@@ -376,7 +380,7 @@ class Launch:
 
     @property
     def std(self) -> tuple[float, ...]:
-        """The standard deviation of each channel on the scale 0 … 1, by which the program divides."""
+        """The standard deviations by which the program divides the channels, on the scale 0 … 1."""
         return tuple(max(each, _LEAST_STD) for each in self.resolved.std)
 
     def _values(self) -> RunValues:

@@ -1,15 +1,15 @@
-"""Errors about a setting that does not fit the data or the registry, raised by training and by evaluation."""
+"""Errors about settings that do not fit the data or the registry, raised in training and in evaluation."""
 
 from engine.settings import SettingError
 from models.registry import UnknownModelError
 
 
 def too_large_image(image_size: int, height: int, width: int) -> SettingError:
-    """Return the error about an image size larger than stored images of `height` × `width` px."""
+    """Return the error for an image size that exceeds the images of `height` × `width` px."""
     return SettingError(
         "image_size",
-        "{setting} must be at most that of the data, {height} × {width} px, got {size}: leave it out, or pack the data "
-        "at that --size",
+        "{setting} must be at most the size of the images, {height} × {width} px, got {size}: leave it out, or pack "
+        "the data with --size {size}",
         height=height,
         width=width,
         size=image_size,
@@ -17,5 +17,5 @@ def too_large_image(image_size: int, height: int, width: int) -> SettingError:
 
 
 def unknown_model(error: UnknownModelError) -> SettingError:
-    """Return the registry's error as one of the setting."""
+    """Convert the registry's error about an unknown model to an error of the setting `model`."""
     return SettingError("model", "{setting} {rule}", rule=error.rule)

@@ -1,4 +1,4 @@
-"""User-defined parts of a run, which replace those that the settings name."""
+"""User-defined parts of a run, which replace those selected by the settings."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from engine.program.train_state import TrainModel
 
 @dataclass(frozen=True)
 class OwnParts:
-    """The user-defined parts of a run; None means the part that the settings name.
+    """The user-defined parts of a run; None stands for the part selected by the settings.
 
     Attributes:
         model, batches, evaluation: as `engine.run.train.train` takes them.

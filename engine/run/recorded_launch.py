@@ -1,6 +1,6 @@
-"""A launch whose losses, snapshots, weights and end are written to a run folder, and the result of a launch.
+"""A launch whose losses, snapshots, weights and result are written to a run folder, and the result of any launch.
 
-Owns what a run writes, however it ends; `engine.run.train` owns the steps before.
+Owns what a run writes, however it ends; `engine.run.train` owns the steps before the launch.
 """
 
 import shlex
@@ -34,14 +34,14 @@ from engine.run.resolve import recorded_own_parts
 from engine.run.result import TrainResult
 from engine.stream.sinks import Sink
 
-# How long the end of a run waits for its last snapshot.
+# Longest wait for the last snapshot at the end of a run.
 _SNAPSHOT_TIMEOUT_S = 600.0
 
 
 def result_of(
     launch: Launch, compiled: Compiled, state: TrainState, folder: RunFolder | None, failure: BaseException | None
 ) -> TrainResult:
-    """Return the result of a launch; `folder` is the run's, `failure` what went wrong, each None if there is none."""
+    """Return the result of a launch; `folder` is its run folder and `failure` its error, each None if there is none."""
     config, steps_done, top1 = launch.config, int(state.step), float(state.top1)
     if config.stop_at_top1 is not None and top1 >= np.float32(config.stop_at_top1):
         stopped_by = "top1"
@@ -67,12 +67,12 @@ def result_of(
 
 
 class RecordedLaunch:
-    """A launch whose losses, snapshots, weights and end are written to a run folder."""
+    """A launch whose losses, snapshots, weights and result are written to a run folder."""
 
     def __init__(
         self, config: TrainConfig, launch: Launch, folder: RunFolder, begun: Mapping[Path, RunningDigest] | None = None
     ) -> None:
-        """Connect a launch with its folder; `begun` has the digest of each log's present content, None in a new run."""
+        """Connect a launch with its folder; `begun` has the digest of each log's content so far, None for a new run."""
         self._config, self._launch, self._folder = config, launch, folder
         say = launch.notices.say
         self._snapshots = SnapshotWriter(folder.snapshots, keep=config.keep_snapshots, say=say)
@@ -82,7 +82,7 @@ class RecordedLaunch:
             folder.loss_log,
             folder.evaluation_log,
             self._take_snapshot,
-            lambda step: say(f"snapshot of step {step} left out: the disk is slower than the run's lines"),
+            lambda step: say(f"snapshot of step {step} left out: the disk is too slow for the run's logs"),
             begun,
         )
         self._control_log = ControlLog(folder.control_log, begun[folder.control_log])
@@ -96,11 +96,11 @@ class RecordedLaunch:
     def __exit__(self, *_: object) -> None:
         self._mailbox.close()
         self._control_log.close()
-        # After a normal end it is closed already; otherwise do not wait.
+        # After a normal end, it is already closed; otherwise do not wait.
         self._snapshots.close(0)
 
     def run(self, compiled: Compiled, state: TrainState, sinks: Sequence[Sink]) -> TrainResult:
-        """Run the program, write the run's files, and raise what went wrong."""
+        """Run the program, write the run's files, and raise the error of the run if it failed."""
         launch, start = self._launch, self._launch.start
         launch.board.prepare(
             first_pull=start.pulls,
@@ -126,7 +126,7 @@ class RecordedLaunch:
         result = result_of(launch, compiled, state, self._folder, failure)
         failure = self._keep_state(state, failure)
         result = replace(result, snapshot_step=self._snapshots.last_step)
-        failure = self._leave(result, failure)
+        failure = self._write_end(result, failure)
         if failure is not None:
             self._add_resume_note(failure, result.snapshot_step)
             raise failure
@@ -136,7 +136,7 @@ class RecordedLaunch:
         self._snapshots.submit(snapshot.step, snapshot.pulls, snapshot.state, self._synced_state())
 
     def _synced_state(self) -> FolderState:
-        """Return the state of the other files, synced to the disk; raise OSError if it cannot be."""
+        """Sync the other files of the run to the disk and return their state; raise OSError if that fails."""
         # The states first: a request that is logged during the sync may not be on the disk yet.
         logs = {**self._sink.states(), self._folder.control_log.name: self._control_log.state()}
         self._sink.sync()
@@ -149,21 +149,21 @@ class RecordedLaunch:
         self._launch.notices.say(f"control-run: {_describe(event)}")
 
     def _keep_state(self, state: TrainState, failure: BaseException | None) -> BaseException | None:
-        """Write a last snapshot, to resume from the end of the run; return the failure, which may be a new one."""
+        """Write a last snapshot, to resume from the end of the run; return `failure`, or a new one if writing fails."""
         try:
             self._folder.check_kept()
             folder_state = self._synced_state()
         except OSError as error:
             failure, folder_state = failure or error, None
         # After NaN or infinite gradients, the last good snapshot is the place to retry with another learning rate. And
-        # a run that resumed after lines that the folder lacks would lack them for ever.
+        # if log lines are missing, a run that resumed after them would never write them.
         sink, start = self._sink, self._launch.start
         written_step = start.step if sink.last_step is None else sink.last_step
         is_whole = (written_step, start.num_evaluations + sink.num_evaluations) == (
             int(state.step),
             int(state.num_evaluations),
         )
-        # Nor is a state worth resuming from that may have seen changed data.
+        # A state that may depend on changed data is not worth resuming from either.
         is_worth_it = not isinstance(failure, NonFiniteError | LostFileError) and not self._launch.has_changed_data
         if folder_state is not None and is_whole and is_worth_it:
             tree = jax.tree.map(np.asarray, plain_keys(state))
@@ -172,9 +172,9 @@ class RecordedLaunch:
         return failure
 
     def _await_snapshot(self, failure: Exception) -> None:
-        """Wait for the snapshot being written: after a failed program it may be the only result.
+        """Wait for the snapshot that is being written: after a failure it may be the only result.
 
-        Ctrl-C stops the wait; the failure is raised then too.
+        Ctrl-C ends the wait; the failure is still raised.
         """
         step, name = self._snapshots.unwritten_step, type(failure).__name__
         if step is not None:
@@ -196,20 +196,20 @@ class RecordedLaunch:
             how = f"run-train --run-dir {shlex.quote(path)} --resume"
         if self._launch.has_changed_data:
             failure.add_note(
-                f"no snapshot of the last step was written; if the newest one, of step {snapshot_step}, is younger "
-                f"than the change, remove it from {self._folder.snapshots}; resume from the newest that is left: {how}"
+                f"no snapshot of the last step was written. If the newest one, of step {snapshot_step}, is younger "
+                f"than the change, remove it from {self._folder.snapshots}. Resume from the newest remaining one: {how}"
             )
             return
-        failure.add_note(f"the last good snapshot is that of step {snapshot_step}; resume from it: {how}")
+        failure.add_note(f"the last good snapshot is from step {snapshot_step}; resume from it: {how}")
 
-    def _leave(self, result: TrainResult, failure: BaseException | None) -> BaseException | None:
-        """Write the weights and the run's end; return the failure, which a further write error must not hide."""
+    def _write_end(self, result: TrainResult, failure: BaseException | None) -> BaseException | None:
+        """Write the weights and `result.json`; return `failure`, or the write error if there was no failure before."""
         try:
             if result.steps_done:
                 name = self._launch.resolved.registry_name
                 tensors = name_tensors(name, result.params, result.batch_stats)
                 self._folder.write_weights(tensors, self._weights_metadata(result))
-        except Exception as error:  # noqa: BLE001 - a user-defined model may hold anything; record the end first
+        except Exception as error:  # noqa: BLE001 - a user-defined model may have any leaves; record the end first
             if failure is None:
                 failure = error
             else:
@@ -218,7 +218,7 @@ class RecordedLaunch:
         return failure
 
     def _weights_metadata(self, result: TrainResult) -> dict[str, str]:
-        """Return the metadata needed to use the weights, as text: safetensors accepts nothing else."""
+        """Return the metadata needed to use the weights, as strings, because safetensors accepts no other type."""
         resolved, size = self._launch.resolved, self._config.image_size
         return {
             "model": resolved.model_name,
@@ -229,7 +229,7 @@ class RecordedLaunch:
         }
 
     def _record_end(self, failure: BaseException | None, result: TrainResult | None = None) -> None:
-        """Write `result.json`; if that fails, note it on the run's own failure or, without one, raise it."""
+        """Write `result.json`; if that fails, add a note to `failure`, or raise the error if there is no failure."""
         stream = self._launch.stream
         nonfinite = [] if stream.first_nonfinite_step is None else [stream.first_nonfinite_step]
         if isinstance(failure, NonFiniteError):
@@ -260,7 +260,7 @@ class RecordedLaunch:
             failure.add_note(f"the run folder could not be completed either: {error}")
 
     def _files_at_end(self, failure: BaseException | None) -> dict[str, Any] | None:
-        """Return the state of the other files, None if one is lost, not on the disk, or may still be written to."""
+        """Return the state of the other files, None if one is lost, not on disk, or perhaps still being written."""
         if failure is not None and (not isinstance(failure, Exception) or isinstance(failure, LostFileError)):
             return None
         try:

@@ -1,4 +1,4 @@
-"""Preparation of a run once its data are open: build the model, check the arguments, warn of odd settings."""
+"""Preparation of a run: check the arguments, build the model for the opened data, and warn of odd settings."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,17 +20,17 @@ _SMALL_RATE_OPTIMIZERS = ("adamw", "lamb")
 
 @dataclass(frozen=True)
 class Resolved:
-    """The parts of a run.
+    """The resolved parts of a run: its data sources, its model and their properties.
 
     Attributes:
         source: the source of training batches.
         evaluation: the source of evaluation batches, None without evaluation.
         model: the model to train.
-        model_name: the name in messages: that of the registry, or of a user-defined model.
+        model_name: the name in messages, of a model of the registry or of a user-defined one.
         registry_name: the name in the registry, None for a user-defined model.
         data: a description of the data, for the first lines of the run.
         num_classes: K, None if only a user-defined model knows it.
-        mean, std: of each channel on the scale 0 … 1.
+        mean, std: mean and standard deviation of each channel, on the scale 0 … 1.
         manifest_digest: SHA-256 of the data's manifest, None if there is none.
         eval_manifest_digest: likewise for the evaluation split.
     """
@@ -48,7 +48,7 @@ class Resolved:
     eval_manifest_digest: str | None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the part of `config.json` besides the settings."""
+        """Return the values that `config.json` records besides the settings."""
         return {
             "model": self.model_name,
             "data": self.data,
@@ -63,13 +63,13 @@ class Resolved:
 
 
 def recorded_own_parts(recorded: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return which of "model" and "batches" were user-defined in a run, by its recorded `Resolved.to_json()`."""
+    """Return which of "model" and "batches" were user-defined, according to a recorded `Resolved.to_json()`."""
     is_own = {"model": recorded.get("model") not in model_names(), "batches": recorded.get("data") == OWN_BATCHES}
     return tuple(name for name, is_so in is_own.items() if is_so)
 
 
 def resolve(config: TrainConfig, parts: OwnParts, data: RunData) -> Resolved:
-    """Build the model for the data.
+    """Build the model for the data, and return the resolved parts of the run.
 
     Raises:
         ValueError: settings and data do not fit together; the message names both.
@@ -78,8 +78,8 @@ def resolve(config: TrainConfig, parts: OwnParts, data: RunData) -> Resolved:
     if data.evaluation is None and config.stop_at_top1 is not None:
         raise SettingError(
             "stop_at_top1",
-            "{setting} needs images to evaluate on, and the data ({data}) have none, got {value}: leave it out, or "
-            "name a split ({eval_split})",
+            "{setting} needs images to evaluate on, but the data ({data}) have none, got {value}: leave it out, or "
+            "choose a split ({eval_split})",
             data=data.words,
             value=config.stop_at_top1,
         )
@@ -118,7 +118,7 @@ def check_arguments(config: Any, parts: OwnParts) -> None:
     if config.cycle_momentum and config.schedule != "one-cycle":
         raise SettingError(
             "cycle_momentum",
-            "{setting} needs the schedule one-cycle, got {found}: change the schedule, or turn {setting} off",
+            "{setting} needs the one-cycle schedule, got {found}: change the schedule, or turn {setting} off",
             found=config.schedule,
         )
     _check_own_model(config, parts.model)
@@ -130,7 +130,7 @@ def _check_own_model(config: TrainConfig, model: Any) -> None:
         if not callable(getattr(model, "init", None)) or not callable(getattr(model, "apply", None)):
             raise ValueError(
                 f"a model must have the functions init and apply, got {type(model).__name__}: "
-                "name a model of the registry with TrainConfig(model=…)"
+                "define both, or choose a model of the registry with TrainConfig(model=…)"
             )
         if config.model != "auto":
             raise SettingError(
@@ -152,7 +152,7 @@ def _check_own_batches(config: TrainConfig, batches: Any) -> None:
         if not callable(batches) and not hasattr(batches, "fill"):
             raise ValueError(
                 f"batches must be a function from the step to (pixels, labels), or a BatchSource; "
-                f"got {type(batches).__name__}, which cannot return a step again"
+                f"got {type(batches).__name__}, which cannot return the batch of a step again"
             )
         for name in ("data", "synthetic"):
             if value := getattr(config, name):
@@ -164,26 +164,26 @@ def _check_own_batches(config: TrainConfig, batches: Any) -> None:
 
 
 def warn_of_settings(config: TrainConfig, data: RunData, notify: Callable[[str], None]) -> None:
-    """Warn of settings of a new run that are allowed but probably not intended."""
+    """Warn about settings of a new run that are allowed but probably not intended."""
     if config.eval_every_steps and data.evaluation is None:
         notify(f"warning: there is no data to evaluate on; --eval-every {config.eval_every_steps} has no effect")
     if 0 < config.steps <= config.warmup_steps:
         notify(
-            f"warning: the warm-up of {config.warmup_steps:,} steps is not shorter than the run of {config.steps:,} "
+            f"warning: the warm-up of {config.warmup_steps:,} steps is at least as long as the run of {config.steps:,} "
             "steps: the learning rate stays below its peak"
         )
     if config.learning_rate is None and config.optimizer in _SMALL_RATE_OPTIMIZERS:
         notify(
             f"warning: the default learning rate of {config.peak_learning_rate:.2g} is meant for sgd; "
-            f"{config.optimizer} usually needs about 0.001: --learning-rate"
+            f"{config.optimizer} usually needs about 0.001: set --learning-rate"
         )
 
 
 def _build(config: TrainConfig, data: RunData) -> Model:
-    """Build the registry's model for the data; resolve "auto" to a name."""
+    """Build the model of the registry that suits the data; "auto" is resolved to a name."""
     if data.num_classes is None:
         raise SettingError(
-            "num_classes", "{setting} must be given with batches of your own and a model of the registry, got None"
+            "num_classes", "{setting} must be given to train a model of the registry on batches of your own, got None"
         )
     size = config.image_size or min(data.source.height, data.source.width)
     try:

@@ -1,4 +1,4 @@
-"""The result of a run, and the result of a dry run."""
+"""The results of a run and of a dry run."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from engine.stream.sinks import EvaluationRecord
 
 @dataclass(frozen=True)
 class TrainResult:
-    """The result of a run.
+    """The trained model of a run, its losses, and how the run ended.
 
     Attributes:
         params, batch_stats: the trained model's pytrees; with ema_decay, their average.
@@ -27,7 +27,7 @@ class TrainResult:
         compile_s: seconds to compile the program or to load it from the cache.
         from_cache: whether the program came from the cache on disk.
         train_s: seconds from the launch to the end of the loop.
-        wait_s: how many of these seconds the loop waited for batches.
+        wait_s: seconds of these that the loop waited for batches.
         run_dir: the run folder, None without one.
         snapshot_step: the step of the newest snapshot, None if there is none.
     """
@@ -49,13 +49,13 @@ class TrainResult:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the run reached its own end and was not stopped."""
+        """Whether the run did all its steps or reached `stop_at_top1`, and was not stopped before."""
         return self.stopped_by in ("steps", "top1")
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """The result of a dry run.
+    """The compiled program of a dry run, and the memory that the run would need.
 
     Attributes:
         compiled: the program, with XLA's analysis of memory and work.

@@ -1,6 +1,6 @@
-"""The starting point of a resumed run: its recorded settings, its newest snapshot, and its logs cut to that step.
+"""The starting point of a resumed run: its recorded settings, its newest snapshot, and its logs up to that step.
 
-Owns which settings a resume may change. Knows nothing of the loop or of how snapshots are written.
+Owns the rule on which settings a resume may change. Does not depend on the loop or on how snapshots are written.
 """
 
 import json
@@ -50,19 +50,19 @@ RUNTIME_SETTINGS = frozenset(
     for name, declared in SETTINGS.items()
     if declared.stage is Stage.RUNTIME and declared.on_resume is not OnResume.KEPT
 )
-"""Arguments of the program that a resume may change; both values are recorded, since the bits depend on them."""
+"""Arguments of the program that a resume may change; both values are recorded, because results depend on them."""
 HOST_SETTINGS = frozenset(
     name
     for name, declared in SETTINGS.items()
     if declared.stage is Stage.HOST and declared.on_resume is not OnResume.KEPT
 )
 """Settings that a resume may change because they concern only the host, or record where another setting came from."""
-# A key of the resolved settings in `config.json`.
+# The key of the digest of the initial weights in the resolved part of `config.json`.
 GIVEN_WEIGHTS = "init_from_sha256"
 
 
 def check_settings(config: TrainConfig, recorded: TrainConfig) -> None:
-    """Raise SettingError if settings differ that a resume cannot change; the message names each with both values."""
+    """Raise SettingError if a resume changes settings that must stay; the message has each with both values."""
     changed = [
         (name, before, now)
         for name, before, now in _differences(with_absolute_paths(recorded), with_absolute_paths(config))
@@ -74,8 +74,8 @@ def check_settings(config: TrainConfig, recorded: TrainConfig) -> None:
         found |= {f"{name}_now": now for name, _, now in changed}
         raise SettingError(
             changed[0][0],
-            f"a resumed run must keep the settings of its program, its order and its data, and some differ: {changes}. "
-            "Leave them as they were, or start another run ({run_dir})",
+            f"a resumed run must keep the settings of its program, its order and its data, but some differ: {changes}. "
+            "Leave them unchanged, or start another run ({run_dir})",
             **found,
         )
 
@@ -87,13 +87,13 @@ def _differences(before: TrainConfig, now: TrainConfig) -> list[tuple[str, Any, 
 
 def _may_change(rule: OnResume, before: Any, now: Any) -> bool:
     if rule is OnResume.CHANGES_IF_SET:
-        # It is compiled in if it is set.
+        # It is compiled into the program if it is set.
         return before is not None and now is not None
     return rule is not OnResume.KEPT
 
 
 def check_own(recorded: RecordedRun, run: Path, *, model: object, batches: object) -> None:
-    """Raise ValueError if a run used a user-defined model or batches, and none are given."""
+    """Raise ValueError if a run used a user-defined model or batches that are not given now."""
     given = {"model": model, "batches": batches}
     if missing := [name for name in recorded_own_parts(recorded.resolved) if given[name] is None]:
         arguments = ", ".join(f"{name}=…" for name in missing)
@@ -107,9 +107,9 @@ def check_data(resolved: Resolved, recorded: RecordedRun) -> None:
     """Raise ValueError if the data or the model are not those of the recorded run."""
     if resolved.manifest_digest != recorded.manifest_digest:
         raise ValueError(
-            f"a resumed or replayed run must have its original data, and these differ: {resolved.data} "
+            f"a resumed or replayed run must have its original data, but these differ: {resolved.data} "
             f"(the manifest's digest was {_short(recorded.manifest_digest)}, is {_short(resolved.manifest_digest)}). "
-            "Name the folder where the original data are now (--data), or start another run"
+            "Give the present folder of the original data (--data), or start another run"
         )
     now = json.loads(json.dumps(resolved.to_json()))
     for name in ("model", "num_classes", "height", "width", "mean", "std", "eval_manifest_sha256", "num_eval_batches"):
@@ -125,7 +125,7 @@ def check_given_weights(digest: str | None, recorded: RecordedRun) -> None:
     before = recorded.resolved.get(GIVEN_WEIGHTS)
     if digest is not None and digest != before:
         raise ValueError(
-            f"a run that is resumed or replayed from its beginning must start from its original weights, and those of "
+            f"a run that is resumed or replayed from its beginning must start from its original weights, but those of "
             f"{recorded.config.init_from} differ (their digest was {_short(before)}, is {_short(digest)}): "
             "restore the file, or start another run"
         )
@@ -136,15 +136,15 @@ def _short(digest: str | None) -> str:
 
 
 def check_steps(config: TrainConfig, recorded: TrainConfig, steps_done: int) -> None:
-    """Raise SettingError if a resume changes the number of steps to one that the run has already reached."""
+    """Raise SettingError if a resume changes `steps` to a number that the run has already reached."""
     if config.steps == recorded.steps or config.steps > steps_done:
         return
-    remedy = "give more"
+    remedy = "give more steps"
     if recorded.steps > steps_done:
-        remedy = "leave {setting} out to continue to {recorded:,}, or give more"
+        remedy = "leave {setting} out to continue to step {recorded:,}, or give more steps"
     raise SettingError(
         "steps",
-        "the steps of a resumed run must be more than the {done:,} that are done, got {asked:,}: " + remedy,
+        "the steps of a resumed run must be more than the {done:,} already done, got {asked:,}: " + remedy,
         done=steps_done,
         asked=config.steps,
         recorded=recorded.steps,
@@ -152,7 +152,7 @@ def check_steps(config: TrainConfig, recorded: TrainConfig, steps_done: int) -> 
 
 
 def describe_changes(config: TrainConfig, recorded: TrainConfig) -> str | None:
-    """Return a message about the settings that a resume changes, None if it changes none."""
+    """Return a message that lists the settings changed by a resume, None if it changes none."""
     changed = [
         f"{name} {setting_words(old)} → {setting_words(now)}"
         for name, old, now in _differences(with_absolute_paths(recorded), with_absolute_paths(config))
@@ -162,7 +162,7 @@ def describe_changes(config: TrainConfig, recorded: TrainConfig) -> str | None:
 
 
 def describe_factor(start: "StartingPoint") -> str | None:
-    """Return a message about an earlier request's learning-rate factor that still applies, None if there is none."""
+    """Return a message if a learning-rate factor that was requested earlier still applies, else None."""
     factor = factor_before(start.events, start.pulls)
     if factor == 1:
         return None
@@ -170,7 +170,7 @@ def describe_factor(start: "StartingPoint") -> str | None:
 
 
 def note_changes(recorded: RecordedRun, config: TrainConfig, step: int) -> list[dict[str, Any]]:
-    """Return the record of the launches before one that resumes after `step`."""
+    """Return the record of the earlier launches of a run that resumes after `step`: what has changed since."""
     earlier = [{**launch, "until_step": min(launch["until_step"], step)} for launch in recorded.earlier]
     changed = {name: old for name, old, _ in _differences(recorded.config, config) if name in RUNTIME_SETTINGS}
     versions = {} if recorded.versions == recorded_versions() else {"versions": recorded.versions}
@@ -181,7 +181,7 @@ def note_changes(recorded: RecordedRun, config: TrainConfig, step: int) -> list[
 
 
 def versions_warning(recorded: RecordedRun) -> str | None:
-    """Return a warning if a part of the run used other versions, which may compute other bits, else None."""
+    """Return a warning if part of the run used other versions, whose results may differ in bits, else None."""
     now = recorded_versions()
     others = {
         f"{name} {before}, now {now.get(name)}"
@@ -191,12 +191,12 @@ def versions_warning(recorded: RecordedRun) -> str | None:
     }
     if not others:
         return None
-    return f"warning: only the same versions guarantee the same bits; the run had {'; '.join(sorted(others))}"
+    return f"warning: only the same versions guarantee bit-identical results; the run used {'; '.join(sorted(others))}"
 
 
 @dataclass(frozen=True)
 class StartingPoint:
-    """Where a launch begins.
+    """The step and the state from which a launch begins.
 
     Attributes:
         step: updates done.
@@ -214,14 +214,14 @@ class StartingPoint:
 
 
 def find_start(run: Path, say: Callable[[str], None]) -> StartingPoint:
-    """Return where a run resumes: after its newest readable snapshot, or from the beginning if it has no snapshot.
+    """Return the starting point of a resumed run: its newest readable snapshot, or the beginning if it has none.
 
     Args:
         run: the run folder.
         say: called with a warning about each snapshot that cannot be read.
 
     Raises:
-        ValueError: if the log of requests cannot be read, or there are snapshots but none is readable.
+        ValueError: if the log of requests cannot be read, or if there are snapshots but none is readable.
     """
     from engine.records.snapshot import SnapshotError, read_snapshot, snapshot_steps
 
@@ -237,7 +237,7 @@ def find_start(run: Path, say: Callable[[str], None]) -> StartingPoint:
                     f"no snapshot in {run / SNAPSHOTS} is readable ({error}): "
                     "restore one, or remove that folder to start the run again"
                 ) from error
-            say(f"warning: {error}; using the one before it")
+            say(f"warning: {error}; using the previous snapshot")
     return StartingPoint(events=events)
 
 
@@ -247,7 +247,7 @@ def _read_events(run: Path) -> Sequence[ControlEvent]:
         return read_events(path)
     except ControlLogError as error:
         is_recorded = _is_control_log_recorded(run)
-        remedy = "start another run (--run-dir)" if is_recorded else "remove it if the run may forget its requests"
+        remedy = "start another run (--run-dir)" if is_recorded else "remove it to resume without its requests"
         raise ControlLogError(f"{error}, or {remedy}") from error
     except OSError as error:
         raise ValueError(
@@ -256,7 +256,7 @@ def _read_events(run: Path) -> Sequence[ControlEvent]:
 
 
 def _is_control_log_recorded(run: Path) -> bool:
-    """Return whether a snapshot or the result records a non-empty log of requests, which then must not be missing."""
+    """Return whether a snapshot or `result.json` records a non-empty log of requests, which must then exist."""
     from engine.records.snapshot import read_folder_state, snapshot_steps
 
     end = read_result(run)
@@ -268,18 +268,18 @@ def _is_control_log_recorded(run: Path) -> bool:
 
 
 def start_at(snapshot: "Snapshot", events: Sequence[ControlEvent]) -> StartingPoint:
-    """Return the starting point of a snapshot."""
+    """Return the starting point of a launch that resumes from a snapshot."""
     num_evaluations = int(snapshot.leaves["num_evaluations"])
     return StartingPoint(snapshot.step, snapshot.pulls, num_evaluations, snapshot, events)
 
 
 def find_cuts(run: Path, start: StartingPoint) -> dict[Path, RunningDigest]:
-    """Return the digest of each log of a run up to the starting point, checked if its digest was recorded.
+    """Return the digest of each log of a run up to the starting point; check it if its digest was recorded.
 
-    Its number of bytes is where to cut the log; the log of requests is kept whole.
+    The number of bytes of a digest is the length to which to cut the log; the log of requests is kept whole.
 
     Raises:
-        ValueError: if a line before that is missing, unreadable, or was changed since it was written.
+        ValueError: if a line before the starting point is missing or unreadable, or was changed since it was written.
         OSError: if a file cannot be read.
     """
     result = read_result(run)
@@ -314,21 +314,21 @@ def check_chain(run: Path, recorded: RecordedRun, start: StartingPoint) -> None:
 
         if read_weights(run / WEIGHTS).digest != result.weights_digest:
             raise ValueError(
-                f"{run / WEIGHTS} is not what the run wrote at its end: restore that file, or remove it, since a "
-                "resumed run writes it again"
+                f"{run / WEIGHTS} is not what the run wrote at its end: restore that file, or remove it (a resumed "
+                "run writes it again)"
             )
 
 
 def unchecked_notice(recorded: RecordedRun, start: StartingPoint) -> str | None:
-    """Return a message that an older run's files cannot be checked, None if they can."""
+    """Return a message if the files of an older run cannot be checked, None if they can."""
     if recorded.digest is not None and (start.snapshot is None or start.snapshot.folder is not None):
         return None
     which = "this run" if recorded.digest is None else "the snapshot"
-    return f"{which} has no digests of its files: whether they were changed cannot be checked"
+    return f"{which} has no digests of its files, so changes to them cannot be detected"
 
 
 def rewind_run(folder: RunFolder, start: StartingPoint, cuts: Mapping[Path, RunningDigest]) -> None:
-    """Remove what the run wrote after its starting point, which it will write again.
+    """Remove what the run wrote after its starting point, because it will be written again.
 
     Args:
         folder: the run's folder.
@@ -341,7 +341,7 @@ def rewind_run(folder: RunFolder, start: StartingPoint, cuts: Mapping[Path, Runn
     from engine.records.snapshot import remove_snapshot, snapshot_steps
 
     folder.remove_result()
-    # First the snapshots: an unreadable one may become readable later, when its log lines are gone.
+    # Snapshots first: an unreadable one may become readable later, when its log lines are gone.
     for step in snapshot_steps(folder.snapshots):
         if step > start.step:
             remove_snapshot(folder.snapshots, step)
@@ -355,7 +355,7 @@ def rewind_run(folder: RunFolder, start: StartingPoint, cuts: Mapping[Path, Runn
 
 
 def _digest_of_steps(path: Path, num_steps: int) -> RunningDigest:
-    """Return the digest of a loss log up to the line of step `num_steps`; lines count from step 1."""
+    """Return the digest of the first `num_steps` lines of a loss log; raise ValueError if line n is not of step n."""
     found = RunningDigest()
     for number, line in enumerate(_lines(path, num_steps), start=1):
         try:
@@ -378,7 +378,7 @@ def _digest_of_lines(path: Path, num_lines: int) -> RunningDigest:
 
 
 def _lines(path: Path, count: int) -> Iterator[bytes]:
-    """Yield the first `count` complete lines of a file; a long run has millions."""
+    """Yield the first `count` complete lines of a file one by one, because a long run has millions."""
     found = 0
     if count and path.exists():
         with os.fdopen(open_regular(path), "rb") as file:
@@ -387,5 +387,5 @@ def _lines(path: Path, count: int) -> Iterator[bytes]:
                 yield line
     if found < count:
         raise ValueError(
-            f"{path} must have the {count} lines that go with the newest snapshot, but has {found}: restore that file"
+            f"{path} must have the {count} lines written before the newest snapshot, but has {found}: restore that file"
         )

@@ -1,4 +1,4 @@
-"""Stopping on signals, and waiting in a way that lets signals through.
+"""Clean stops on signals, and waits that do not delay the handling of signals.
 
 Python runs signal handlers on the main thread, between bytecodes. Therefore anything slow (compiling, the program
 itself) runs on a worker thread while the main thread waits here. For the same reason a handler must not print: if
@@ -19,7 +19,7 @@ _POLL_EVERY_S = 0.1
 
 
 class StopSignals:
-    """A context manager that turns SIGINT and SIGTERM into a clean stop; does nothing off the main thread.
+    """A context manager that turns SIGINT and SIGTERM into a clean stop; it does nothing outside the main thread.
 
     Before the program is launched, and after it has failed, a signal raises KeyboardInterrupt, since nothing would be
     lost. In between, the first signal requests a stop at the next step, and the second raises KeyboardInterrupt.
@@ -27,7 +27,7 @@ class StopSignals:
     Args:
         board: receives the request, with the signal's name as its reason.
         say: called with a message from inside the signal handler: see `engine.stream.notices`.
-        where: at what point the run then stops, for the message.
+        where: the point at which the run then stops, for the message.
     """
 
     def __init__(self, board: ControlBoard, say: Callable[[str], None], where: str = "at the next step") -> None:
@@ -45,7 +45,7 @@ class StopSignals:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         for number, handler in self._before.items():
-            # None stands for a handler that was not installed from Python, which Python cannot restore.
+            # None means a handler that was not installed from Python, which Python cannot restore.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def launched(self) -> None:
@@ -63,11 +63,11 @@ class StopSignals:
         self._board.request_stop(name)
         if not self._is_launched or self._num_seen > 1:
             raise KeyboardInterrupt
-        self._say(f"{name}: stopping {self._where}; repeat it to quit at once")
+        self._say(f"{name}: stopping {self._where}; a second signal quits at once")
 
 
 def ignore_message(_: str) -> None:
-    """Ignore the message of a clean stop, for what a signal stops at once."""
+    """Ignore the message of a clean stop, as the `say` of `StopSignals` for work that a signal stops at once."""
 
 
 def call_on_worker[T](function: Callable[..., T], *arguments: Any) -> T:
@@ -76,11 +76,11 @@ def call_on_worker[T](function: Callable[..., T], *arguments: Any) -> T:
 
 
 def start_on_worker[T](function: Callable[..., T], *arguments: Any) -> Callable[[], T]:
-    """Call `function` on a worker thread, and return a function that waits for its result while signals are handled.
+    """Start `function` on a worker thread, and return a function that waits for its result and lets signals through.
 
     The returned function raises:
-        BaseException: whatever `function` raised, with its traceback; KeyboardInterrupt if a signal interrupts the
-            wait, and then the thread, a daemon, is abandoned.
+        BaseException: whatever `function` raised, with its traceback, or KeyboardInterrupt if a signal interrupts the
+            wait; the thread, a daemon, is then abandoned.
     """
     result: list[T] = []
     failure: list[BaseException] = []

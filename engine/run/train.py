@@ -69,7 +69,7 @@ def train(
         evaluation: user-defined evaluation images instead of a split of the data set: a tuple of all of them (uint32
             [N, H, W] packed pixels, integer [N] labels), or an `EvaluationSource`.
         sinks: additional sinks of the loss stream.
-        notify: called with a line of text on what the run does before its first step and after its last.
+        notify: called with a line of text about what the run does before its first step and after its last.
         origins: where settings came from, by name, for `config.json`; None distinguishes only defaults from others.
 
     Returns:
@@ -93,7 +93,7 @@ def plan_run(
     evaluation: EvaluationSource | EvaluationArrays | None = None,
     notify: Callable[[str], None] = lambda _: None,
 ) -> DryRun:
-    """Resolve and compile what `train` would run or resume, without running it; arguments and errors as `train`."""
+    """Resolve and compile what `train` would run or resume, without running it; arguments and errors as in `train`."""
     with open_run(config, OwnParts(model, batches, evaluation), notify, is_dry=True) as run:
         return run.plan()
 
@@ -102,7 +102,7 @@ def plan_run(
 def open_run(
     config: TrainConfig, parts: OwnParts, notify: Callable[[str], None], *, is_dry: bool = False
 ) -> Iterator["OpenRun"]:
-    """Set up a run, in the order of its parts: folder, starting point, data, steps, model, crossings.
+    """Set up a run, in this order: folder, starting point, data, steps, model, launch.
 
     Args:
         config, notify: as `train` takes them.
@@ -139,7 +139,7 @@ def open_run(
 
 
 class OpenRun:
-    """A run that is set up and not yet compiled.
+    """A run that is set up but not yet compiled.
 
     Args:
         launch: the launch of the run.
@@ -155,7 +155,7 @@ class OpenRun:
         self._launch, self._folder, self._recorded = launch, folder, recorded
 
     def train(self, sinks: Sequence[Sink] = (), origins: Mapping[str, str] | None = None) -> TrainResult:
-        """Compile and run; arguments, result and errors as `train`."""
+        """Compile and run the program; arguments, result and errors are those of `train`."""
         if self._folder is None:
             return self._train_unrecorded(sinks)
         folder, launch, recorded = self._folder, self._launch, self._recorded
@@ -185,7 +185,7 @@ class OpenRun:
             return recording.run(compiled, state, sinks)
 
     def plan(self) -> DryRun:
-        """Compile the program and return what the run would need."""
+        """Compile the program, and return it with the memory that the run would need."""
         launch = self._launch
         if self._recorded is not None:
             find_cuts(_named_folder(self.config, "resume"), launch.start)
@@ -212,13 +212,13 @@ class OpenRun:
 def _named_folder(config: TrainConfig, setting: str) -> Path:
     if config.run_dir is None:
         raise SettingError(
-            setting, "the setting {setting} needs a run folder, got none: give one, TrainConfig(run_dir=…)"
+            setting, "the setting {setting} needs a run folder, got none: give one with TrainConfig(run_dir=…)"
         )
     return Path(config.run_dir)
 
 
 def _check_continues(launch: Launch, recorded: RecordedRun, notify: Callable[[str], None]) -> None:
-    """Raise ValueError if the data or weights are not those of the run; notify of changed and persisting settings."""
+    """Raise ValueError if the data or weights are not those of the run; notify of settings that changed or persist."""
     check_data(launch.resolved, recorded)
     check_given_weights(launch.given_digest, recorded)
     for message in (describe_changes(launch.config, recorded.config), describe_factor(launch.start)):
@@ -229,7 +229,7 @@ def _check_continues(launch: Launch, recorded: RecordedRun, notify: Callable[[st
 def _find_start(
     config: TrainConfig, parts: OwnParts, notify: Callable[[str], None]
 ) -> tuple[RecordedRun | None, StartingPoint]:
-    """Return the record of the resumed run (None for a new run) and where the launch begins."""
+    """Return the record of the resumed run (None for a new run) and the starting point of the launch."""
     if not config.resume:
         return None, StartingPoint()
     path = _named_folder(config, "resume")
@@ -238,7 +238,7 @@ def _find_start(
     check_settings(config, recorded.config)
     start = find_start(path, notify)
     check_chain(path, recorded, start)
-    where = f"the snapshot of step {start.step:,}" if start.snapshot else "its beginning, as it has no snapshot"
+    where = f"the snapshot of step {start.step:,}" if start.snapshot else "its beginning, because it has no snapshot"
     notify(f"resuming {path} from {where}")
     return recorded, start
 
@@ -246,7 +246,7 @@ def _find_start(
 def _check_length(
     config: TrainConfig, recorded: RecordedRun, start: StartingPoint, notify: Callable[[str], None]
 ) -> None:
-    """Raise ValueError if a resumed run is already past its new length; notify of what a resume cannot guarantee."""
+    """Raise ValueError if a resumed run is already past its new `steps`; notify of what a resume cannot guarantee."""
     check_steps(config, recorded.config, start.step)
     if start.snapshot and start.step >= config.steps:
         notify(f"the run is already complete, with {config.steps:,} steps; give a larger --steps to train further")

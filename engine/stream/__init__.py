@@ -1,1 +1,1 @@
-"""The stream of emitted records to the terminal, files and the user's own sinks."""
+"""The stream of records from the program to the terminal, files and user-defined sinks."""

@@ -1,7 +1,7 @@
-"""The host's end of the outfeed: queues between the program, which must not wait, and the sinks, which may be slow.
+"""The host's end of the outfeed: queues between the program, which must not wait, and sinks, which may be slow.
 
-Whatever the program emits becomes a record, once and in order, on the runtime's thread. Each sink has its own queue and
-thread, so that a blocked terminal does not delay the file.
+Everything that the program emits becomes a record, once and in order, on the runtime's thread. Each sink has its own
+queue and thread, so that a blocked terminal does not delay the file.
 """
 
 import math
@@ -25,12 +25,12 @@ _MOST_QUEUED = 65_536
 _FEW_QUEUED = 16
 _PUSH_TIMEOUT_S = 60.0
 _CLOSE_TIMEOUT_S = 60.0
-# After a request to stop, sinks that accept nothing at all are waited for no longer than this.
+# After a stop request, the longest wait for sinks that accept nothing at all.
 _STOP_PATIENCE_S = 3.0
 # How long a sink's thread sleeps when it has caught up. Waking up for every record would cost a fast program more than
 # its step, because the threads contend for the GIL.
 _REST_S = 0.002
-# How soon a wait notices a stop or room in a queue: with a queue this long a slow sink never runs out of records.
+# How soon a wait notices a stop or room in a queue. The queue is so long that a slow sink never runs out of records.
 _LOOK_EVERY_S = 0.05
 
 
@@ -38,11 +38,11 @@ type _Record = LossRecord | EvaluationRecord | EvaluationProgress | PushedSnapsh
 
 
 class LossStream:
-    """The path of records to the sinks, each on its own thread.
+    """A stream that passes records from the program to the sinks, each on its own thread.
 
     A sink that raises, or accepts nothing for too long, gets no more records; its exception is kept, and the run is
     asked to stop. The other sinks still get every record. Sinks are written to and closed on their threads, so that
-    one that hangs blocks nothing for ever.
+    a sink that hangs blocks nothing for ever.
 
     Args:
         batch: images per step.
@@ -83,20 +83,20 @@ class LossStream:
 
     @property
     def num_losses(self) -> int:
-        """Number of losses so far."""
+        """Number of losses received so far."""
         return len(self._losses)
 
     @property
     def losses(self) -> NDArray[np.float32]:
-        """Every loss so far in order, float32 [n]."""
+        """All losses received so far, in order, float32 [n]."""
         return self._losses.to_array()
 
     def release(self) -> None:
-        """Close the file of the losses and forget them; arrays that `losses` returned stay valid."""
+        """Discard the losses and close their temporary file; arrays returned by `losses` stay valid."""
         self._losses.close()
 
     def start(self, sinks: Sequence[Sink]) -> None:
-        """Open the sinks, which get each record in order, and start the clock; called once, before the program.
+        """Open the sinks, which then get each record in order, and start the clock; called once, before the program.
 
         Raises:
             BaseException: whatever a sink raised in `open`; the sinks opened before it are then closed.
@@ -120,10 +120,10 @@ class LossStream:
             raise
 
     def receive(self, pushed: Pushed) -> None:
-        """Queue what the program emits for the sinks; called on one thread at a time. After `close` it is dropped.
+        """Queue for the sinks what the program emitted, or drop it after `close`; called on one thread at a time.
 
         Returns at once if every sink keeps up. Otherwise it waits, for a limited time, unless a stop was requested: the
-        last records of a stop are queued beyond the bound.
+        last records before a stop may exceed the bound of the queue.
         """
         if self._is_closed:
             return
@@ -135,8 +135,8 @@ class LossStream:
                 if lane.is_behind():
                     self._wait_for_room(lane)
 
-    def tell_evaluation(self, batch: int, num_batches: int) -> None:
-        """Send the progress of an evaluation, `batch` (from 0) being next, to the sinks that show it and keep up."""
+    def report_evaluation(self, batch: int, num_batches: int) -> None:
+        """Send the progress of an evaluation to the sinks that show it and keep up; `batch` (from 0) is the next."""
         for lane in self._lanes:
             if lane.shows_progress and not lane.is_left_out and lane.records.qsize() < _FEW_QUEUED:
                 lane.records.put(EvaluationProgress(self._last_step, batch, num_batches))
@@ -144,12 +144,12 @@ class LossStream:
     def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
         """Pass the queued records to the sinks and close them, within a time limit; may be called again.
 
-        Keeps the exception of a sink that fails here, or a TimeoutError if one hangs: its thread, a daemon, is then
-        abandoned, and still writes and closes if the sink ever continues. If a stop was requested and no sink accepts
-        anything, they are abandoned after three seconds.
+        Keeps the exception of a sink that fails here, or a TimeoutError if a sink hangs. The thread of a sink that
+        hangs, a daemon, is abandoned, but still writes and closes if the sink ever continues. If a stop was requested
+        and no sink accepts anything, all are abandoned after three seconds.
 
         Args:
-            timeout_s: limit for all sinks together.
+            timeout_s: time limit for all sinks together.
         """
         self._is_closed = True
         for lane in self._lanes:
@@ -167,7 +167,7 @@ class LossStream:
             )
 
     def _wait_for_ends(self, deadline: float) -> "list[_Lane]":
-        """Wait for the threads to end; return the lanes of those that did not in time."""
+        """Wait for the threads to end; return the lanes whose threads did not end in time."""
         taken, patient_until = -1, math.inf
         while working := [lane for lane in self._lanes if lane.thread.is_alive() and not lane.is_given_up]:
             now = time.monotonic()
@@ -188,7 +188,7 @@ class LossStream:
                 self._keep(
                     TimeoutError(
                         f"a sink must accept a loss within {_PUSH_TIMEOUT_S:g} s, but {lane.name} did not, with "
-                        f"{_MOST_QUEUED} queued: check the terminal or the disk that it writes to"
+                        f"{_MOST_QUEUED} records queued: check the terminal or the disk that it writes to"
                     )
                 )
                 return
@@ -278,7 +278,7 @@ class _Lane:
         self.thread = threading.Thread(target=self._work, name=f"loss-stream-{self.name}", daemon=True)
 
     def accepts(self, record: _Record) -> bool:
-        """Return whether to queue a record: snapshots go only to sinks that take them, and one at a time."""
+        """Return whether to queue a record: snapshots are queued one at a time, and only for sinks that take them."""
         if not isinstance(record, PushedSnapshot):
             return True
         if not isinstance(self._sink, TakesSnapshots):
@@ -290,7 +290,7 @@ class _Lane:
         return True
 
     def is_behind(self) -> bool:
-        """Return whether more records are queued than allowed."""
+        """Return whether the queue exceeds its limit and the sink still gets records."""
         return not self.is_left_out and self.records.qsize() > _MOST_QUEUED
 
     def give_up(self) -> None:
@@ -307,7 +307,7 @@ class _Lane:
             if isinstance(self._sink, ShowsProgress):
                 self._sink.write_progress(record)
         elif isinstance(self._sink, TakesSnapshots):
-            # Queued with the losses, after those that a run resumed from this snapshot must find.
+            # Queued with the losses, after those that a run resumed from this snapshot needs.
             self._sink.write_snapshot(record)
             self._has_snapshot.clear()
 

@@ -1,4 +1,4 @@
-"""Notices during a run, printed on a separate thread, because a terminal that is not read blocks for ever."""
+"""Notices during a run, printed on a separate thread, because printing blocks for ever if nobody reads the output."""
 
 import queue
 import threading
@@ -10,7 +10,7 @@ _NOTICE_TIMEOUT_S = 0.5
 
 
 class Notices:
-    """A queue of notices for `notify`, in order; if that blocks or raises, the run continues without them.
+    """A queue of notices that are passed to `notify` in order; if it blocks or raises, the run continues without them.
 
     Args:
         notify: called with each notice, on this object's thread.
@@ -23,7 +23,7 @@ class Notices:
         self._thread = threading.Thread(target=self._work, name="notices", daemon=True)
 
     def start(self) -> None:
-        """Start the thread; called once. Earlier notices wait until then."""
+        """Start the thread, which prints also the notices queued before; called once."""
         self._thread.start()
 
     def say(self, notice: str) -> None:
@@ -38,7 +38,7 @@ class Notices:
 
     def _work(self) -> None:
         while (notice := self._waiting.get()) is not None:
-            # After Ctrl-C in `run-train | tee log` tee is gone before this is printed. No failure to print may end the
-            # run.
+            # After Ctrl-C in `run-train | tee log`, tee is gone before this is printed. A failure to print must not end
+            # the run.
             with suppress(Exception):
                 self._notify(notice)

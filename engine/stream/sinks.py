@@ -1,4 +1,4 @@
-"""The records of losses and evaluations, the protocol of a sink, and the sink that prints plain lines.
+"""Records of losses and evaluations, the protocol of a sink, and a sink that prints plain lines.
 
 A sink gets each record once, in order, on one thread. Does not depend on queues, jax or the loop.
 """
@@ -15,7 +15,7 @@ from engine.crossing.pushed import PushedSnapshot
 
 @dataclass(frozen=True)
 class LossRecord:
-    """One line of the loss stream.
+    """The loss of one update, with its learning rate, speed and waiting time.
 
     Attributes:
         step: updates done, from 1.
@@ -41,10 +41,10 @@ class LossRecord:
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """One evaluation of a whole split.
+    """The result of one evaluation of a whole split.
 
     Attributes:
-        step: updates done before it.
+        step: updates done before the evaluation.
         num_images: number of images.
         top1, top5: fractions of the images whose class ranks first, or among the first five.
         loss: mean over the images.
@@ -65,10 +65,10 @@ class EvaluationRecord:
 
 @dataclass(frozen=True)
 class EvaluationProgress:
-    """The progress of an evaluation.
+    """The progress of an evaluation, counted in batches.
 
     Attributes:
-        step: updates done before it whose losses have arrived; on a GPU the last losses may follow later.
+        step: updates done before the evaluation whose losses have arrived; on a GPU the last losses may follow later.
         batch: the batch requested next, from 0; on a GPU the first of the next chunk.
         num_batches: number of batches in the split.
     """
@@ -97,14 +97,14 @@ def _as_recorded(name: str, value: float) -> float:
 
 
 class Sink(Protocol):
-    """A receiver of records."""
+    """A receiver of the records of a run, such as a terminal or a file."""
 
     def open(self) -> None:
         """Open the sink; called once, by the thread that launches the program."""
         ...
 
     def write(self, record: LossRecord) -> None:
-        """Write one loss; an exception stops the run cleanly and is raised to the user."""
+        """Write one loss; an exception stops the run cleanly and is then raised to the caller of `train`."""
         ...
 
     def write_evaluation(self, record: EvaluationRecord) -> None:
@@ -121,7 +121,7 @@ class ShowsProgress(Protocol):
     """Optional interface of a sink that shows the progress of an evaluation."""
 
     def write_progress(self, progress: EvaluationProgress) -> None:
-        """Show the progress; not called if the sink is behind."""
+        """Show the progress of an evaluation; not called while the sink lags behind."""
         ...
 
 
@@ -134,7 +134,7 @@ class TakesSnapshots(Protocol):
         ...
 
     def leave_out(self, snapshot: PushedSnapshot) -> None:
-        """Note that a snapshot is skipped because another is still queued; on the program's thread: must not block."""
+        """Handle a snapshot skipped because another is still queued; called on the program's thread, must not block."""
         ...
 
 
@@ -148,11 +148,11 @@ class PlainSink:
         """Do nothing: the stream is already open."""
 
     def write(self, record: LossRecord) -> None:
-        """Print the record."""
+        """Print one line for a loss."""
         self._print("  ".join(loss_fields(record, self._steps)))
 
     def write_evaluation(self, record: EvaluationRecord) -> None:
-        """Print the evaluation."""
+        """Print one line for an evaluation."""
         self._print(evaluation_words(record))
 
     def _print(self, line: str) -> None:
@@ -165,7 +165,7 @@ class PlainSink:
 
 
 def loss_fields(record: LossRecord, steps: int | None) -> list[str]:
-    """Return the parts of a human-readable loss line: step, loss, learning rate, images per second, wait.
+    """Return the parts of a human-readable loss line: step, loss, learning rate, images per second, waiting time.
 
     Numbers are rounded as in the loss log, so that a record read back from it gives the same text.
 
@@ -186,7 +186,7 @@ def loss_fields(record: LossRecord, steps: int | None) -> list[str]:
 
 
 def loss_number(loss: float) -> str:
-    """Return a loss with four decimals, or with four significant digits below 0.001 and from 100,000."""
+    """Format a loss with four decimals, or with four significant digits if it is below 0.001 or at least 100,000."""
     if not math.isfinite(loss):
         return str(loss)
     loss = _as_recorded("loss", loss)
@@ -194,7 +194,7 @@ def loss_number(loss: float) -> str:
 
 
 def evaluation_words(record: EvaluationRecord) -> str:
-    """Return a human-readable line for an evaluation."""
+    """Return a human-readable line with the step and the results of an evaluation."""
     return (
         f"evaluation at step {record.step}: top-1 {100 * record.top1:.2f} %  top-5 {100 * record.top5:.2f} %  "
         f"loss {record.loss:.4f}  ({record.num_images:,} images)"

@@ -1,4 +1,4 @@
-"""Every loss of a launch in bounded memory: beyond the bound they are kept in an unnamed temporary file."""
+"""The losses of a launch in bounded memory; those beyond the bound are kept in an unnamed temporary file."""
 
 import tempfile
 from array import array
@@ -8,17 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 # Losses kept in memory, 256 KiB: most runs have fewer steps and never touch the disk.
-_HELD = 1 << 16
+_MOST_IN_MEMORY = 1 << 16
 
 
 class SpooledLosses:
-    """A growing sequence of float32; for one thread at a time.
+    """A growing sequence of float32 losses; not thread-safe.
 
     If the temporary file cannot be written, the losses stay in memory, 4 bytes each, so that the run continues.
     """
 
-    def __init__(self, held: int = _HELD) -> None:
-        self._held, self._tail = held, array("f")
+    def __init__(self, most_in_memory: int = _MOST_IN_MEMORY) -> None:
+        self._most_in_memory, self._tail = most_in_memory, array("f")
         self._file: IO[bytes] | None = None
         self._is_refused = False
         self._num_spooled = 0
@@ -27,9 +27,9 @@ class SpooledLosses:
         return self._num_spooled + len(self._tail)
 
     def append(self, loss: float) -> None:
-        """Append a loss."""
+        """Append one loss; write the losses in memory to the file when they reach the limit."""
         self._tail.append(loss)
-        if len(self._tail) >= self._held and not self._is_refused:
+        if len(self._tail) >= self._most_in_memory and not self._is_refused:
             self._spool()
 
     def _spool(self) -> None:
@@ -47,13 +47,13 @@ class SpooledLosses:
         del self._tail[:]
 
     def close(self) -> None:
-        """Close the file, if any, and drop the losses; arrays returned by `to_array` stay valid."""
+        """Close the file, if any, and discard the losses; arrays returned by `to_array` stay valid."""
         if self._file is not None:
             self._file.close()
         self._file, self._num_spooled, self._tail = None, 0, array("f")
 
     def to_array(self) -> NDArray[np.float32]:
-        """Return all losses so far, float32 [n]; spooled ones are mapped copy-on-write, not read."""
+        """Return all losses so far, float32 [n]; those in the file are mapped copy-on-write instead of read."""
         if self._file is None or not self._num_spooled:
             return np.array(self._tail, np.float32)
         self._file.seek(self._num_spooled * self._tail.itemsize)

@@ -1,4 +1,4 @@
-"""Gradient accumulation over several pulls per update, for batches larger than fit at once.
+"""Gradient accumulation over several pulls (batches) per update, for batch sizes that do not fit into memory.
 
 The sums and their number of pulls are part of the loop's carry, so a run that stops between two updates resumes there.
 `optax.MultiSteps` is not used: it hides the mean from the check that skips an update, does not accumulate the losses
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 
 class Accumulation(NamedTuple):
-    """The sums since the last update.
+    """The values accumulated since the last update.
 
     Attributes:
         num_pulls: int32 [], number of pulls in the sums.
@@ -24,23 +24,23 @@ class Accumulation(NamedTuple):
 
 
 def init_accumulation(tree: Any) -> Accumulation:
-    """Return empty sums for trees of this structure and these shapes; leaves may be `jax.ShapeDtypeStruct`s."""
+    """Return zero sums with the structure and shapes of `tree`, whose leaves may be `jax.ShapeDtypeStruct`s."""
     return Accumulation(
         jnp.zeros((), jnp.int32), jax.tree.map(lambda leaf: jnp.zeros(jnp.shape(leaf), jnp.float32), tree)
     )
 
 
 def accumulate(gathered: Accumulation, new: Any, every: jax.Array) -> tuple[Any, jax.Array, Accumulation]:
-    """Add one pull's values.
+    """Add the values of one pull, and return the mean so far.
 
     The mean of k means of b images each is the mean of the k · b images: without batch statistics, k pulls make the
     same update as one pull of a batch k times as large.
 
     Args:
-        gathered: the sums of the pulls before.
+        gathered: the sums of the previous pulls.
         new: pytree of the structure given to `init_accumulation`, of any float dtypes.
         every: int32 [], pulls per update, a runtime value; below 1 counts as 1. If a resumed run has lowered it below
-            the pulls already gathered, the update is due at once, over all of them.
+            the number of pulls already gathered, the update is due at once, over all of them.
 
     Returns:
         The mean over the gathered pulls (float32), whether an update is due (bool []), and the sums for the next pull:

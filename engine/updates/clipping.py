@@ -1,7 +1,7 @@
-"""The gradient's global norm, and clipping by it.
+"""The global norm of a gradient, and clipping to a largest norm.
 
-The same as in optax, but only for real numbers: optax also computes imaginary parts, which is half of the tracing of
-an update.
+The same as in optax, but only for real numbers: optax also computes imaginary parts, which takes half of the time to
+trace an update.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ import optax
 
 
 def global_norm(tree: Any) -> jax.Array:
-    """Return the Euclidean norm of all numbers of a pytree of real leaves, float32 []; 0 without leaves."""
+    """Return the Euclidean norm over all leaves of a pytree of real arrays, float32 []; 0 without leaves."""
     squares = [jnp.sum(jax.lax.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)]
     return jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
 
@@ -20,7 +20,7 @@ def global_norm(tree: Any) -> jax.Array:
 def clip_by_global_norm(largest: jax.typing.ArrayLike) -> optax.GradientTransformation:
     """Return a transformation that scales float32 gradients to a global norm of at most `largest`, float32 [].
 
-    inf clips nothing.
+    If `largest` is inf, nothing is clipped.
     """
 
     def clip(updates: Any, _: Any) -> Any:

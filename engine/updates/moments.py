@@ -1,8 +1,8 @@
-"""The two optax transformations with state, computed so that a loop updates their state in place.
+"""The two stateful optax transformations, written so that a loop updates their state in place.
 
 The parameters' update reads the new moments. If XLA recomputes these there from the old moments (see
-`models.layers.stored`), the old ones cannot be overwritten, and the loop copies moments and parameters at every step:
-a fourth of a step of ResNet-50 at 64 px. Here the new moments are stored, and everything else reads them.
+`models.layers.stored`), the old ones cannot be overwritten, and the loop copies moments and parameters at every step,
+which takes a quarter of a step of ResNet-50 at 64 px. Here the new moments are stored, and everything else reads them.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from models.layers.stored import stored
 
 
 def trace(momentum: jax.Array, *, nesterov: bool, made: jax.Array) -> optax.GradientTransformation:
-    """Return `optax.trace`, the decayed sum of past gradients; if `made`, bool [], is false, the state stays."""
+    """Return `optax.trace`, a decayed sum of past gradients; its state is unchanged if `made`, bool [], is false."""
     inner = optax.trace(momentum)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -30,7 +30,7 @@ def trace(momentum: jax.Array, *, nesterov: bool, made: jax.Array) -> optax.Grad
 
 
 def scale_by_adam(b1: jax.Array, b2: jax.Array, epsilon: jax.Array, *, made: jax.Array) -> optax.GradientTransformation:
-    """Return `optax.scale_by_adam`, which keeps two moments; if `made`, bool [], is false, the state stays."""
+    """Return `optax.scale_by_adam`, which keeps two moments; its state is unchanged if `made`, bool [], is false."""
     inner = optax.scale_by_adam(b1=b1, b2=b2, eps=epsilon)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:

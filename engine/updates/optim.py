@@ -1,8 +1,8 @@
 """The optimizers: optax transformations whose hyperparameters are runtime values of the program.
 
 Each is built inside the program at every trace: the structure of an optimizer's state depends only on its name, never
-on its hyperparameters, so that another learning rate, momentum or decay compiles nothing. Does not depend on schedules
-or the loop.
+on its hyperparameters, so that another learning rate, momentum or decay needs no recompilation. Does not depend on
+schedules or the loop.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ type Mask = Callable[[Any], Any]
 
 
 class Hyperparams(NamedTuple):
-    """The hyperparameters of an optimizer, float32 [] each; traced, so that changing them compiles nothing.
+    """The hyperparameters of an optimizer, float32 [] each; traced, so that a change needs no recompilation.
 
     Attributes:
         learning_rate: learning rate of this update, at least 0.
@@ -45,7 +45,7 @@ class Hyperparams(NamedTuple):
 
 
 def kernels_only(params: Any) -> Any:
-    """Return a mask of the kernels, the leaves with at least two dimensions.
+    """Return a mask that selects the kernels, which are the leaves with at least two dimensions.
 
     A leaf with fewer dimensions is a bias or a norm's scale in every network of `models`. These are excluded, as in
     Goyal et al. (2017, arXiv:1706.02677, section 5.1) and He et al. (2018, arXiv:1812.01187, "no bias decay"): there
@@ -55,7 +55,7 @@ def kernels_only(params: Any) -> Any:
 
 
 def every_leaf(params: Any) -> Any:
-    """Return a mask of all leaves, as in PyTorch's optimizers without parameter groups."""
+    """Return a mask that selects all leaves, as in PyTorch's optimizers without parameter groups."""
     return jax.tree.map(lambda _: True, params)
 
 
@@ -67,7 +67,7 @@ def make_optimizer(
     trust_mask: Mask = kernels_only,
     made: jax.Array | np.bool = np.True_,
 ) -> optax.GradientTransformation:
-    """Return an optimizer that first clips the gradient's global norm.
+    """Return the named optimizer, which first clips the global norm of the gradient.
 
     - "sgd": m ← momentum · m + g, parameter ← parameter - learning rate · m, with g the clipped gradient + decay ·
       parameter, as torch.optim.SGD with dampening 0.
@@ -86,7 +86,7 @@ def make_optimizer(
         hyperparams: its hyperparameters, traced or not.
         decay_mask: the leaves to decay; static.
         trust_mask: the leaves that LARS and LAMB rescale by their trust ratio; static.
-        made: bool [], whether the update is made. If false, the state stays, and the updates must not be used.
+        made: bool [], whether the update is made. If false, the state is unchanged, and the updates must not be used.
 
     Raises:
         ValueError: if the name is unknown.
@@ -126,7 +126,7 @@ def _parts(
 
 
 def _in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Wrap `inner` so that it gets only float32.
+    """Wrap `inner` so that all its inputs are float32.
 
     A traced float32 number times a bfloat16 moment is float32: the state would change its dtype at the first update,
     which the loop's carry does not allow, and moments of 8 bits lose the small additions of a low learning rate.

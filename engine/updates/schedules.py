@@ -1,7 +1,7 @@
-"""Learning-rate schedules (and one-cycle's momentum), computed in the program.
+"""Learning-rate schedules and the one-cycle momentum, computed inside the program.
 
-A schedule's name is static, all its numbers are runtime values: another length, peak or drop compiles nothing. `step`
-is the number of updates before the one in question, from 0.
+A schedule's name is static, but all its numbers are runtime values, so that another length, peak or drop needs no
+recompilation. `step` is the number of updates before the current one, from 0.
 """
 
 import math
@@ -31,7 +31,7 @@ class ScheduleValues(NamedTuple):
         final_fraction: float32 [], learning rate at `total_steps` as a fraction of the peak ("cosine", "linear").
         drop_factor: float32 [], factor on the learning rate at each milestone ("step").
         milestones: int32 [NUM_MILESTONES], the first step of each lower learning rate, counted from the start of the
-            run; unused ones lie beyond every step ("step").
+            run; unused ones are beyond every step ("step").
         rise_steps: int32 [], updates from the warm-up's end to the peak ("one-cycle").
         start_divisor: float32 [], the peak divided by the first learning rate ("one-cycle").
         final_divisor: float32 [], the peak divided by the last learning rate ("one-cycle").
@@ -67,7 +67,7 @@ def schedule_values(
     momentum_high: float = 0.95,
     momentum_low: float = 0.85,
 ) -> ScheduleValues:
-    """Return a schedule's runtime values from Python numbers, on the host.
+    """Convert Python numbers to the runtime values of a schedule, on the host.
 
     Args:
         peak, total_steps, warmup_steps, warmup_start, final_fraction, drop_factor: as in `ScheduleValues`.
@@ -96,7 +96,7 @@ def schedule_values(
             allowed = f"be finite and at least {low}" if high == math.inf else f"lie in {low} … {high}"
             raise ValueError(f"{name} must {allowed}, got {value}")
     if len(milestones) > NUM_MILESTONES:
-        raise ValueError(f"milestones must be at most {NUM_MILESTONES} steps, got {len(milestones)}: pass fewer")
+        raise ValueError(f"milestones must contain at most {NUM_MILESTONES} steps, got {len(milestones)}: pass fewer")
     unused = NUM_MILESTONES - len(milestones)
     return ScheduleValues(
         peak=np.float32(peak),
@@ -133,7 +133,7 @@ def learning_rate_at(schedule: ScheduleName, step: jax.Array, values: ScheduleVa
 
     Args:
         schedule: name of the schedule, static.
-        step: int32 [], updates done before.
+        step: int32 [], number of updates before this one.
         values: the schedule's runtime values.
 
     Returns:
@@ -154,10 +154,10 @@ def learning_rate_at(schedule: ScheduleName, step: jax.Array, values: ScheduleVa
 
 
 def momentum_at(step: jax.Array, values: ScheduleValues) -> jax.Array:
-    """Return one-cycle's momentum of one update, float32 []: it falls while the learning rate rises, and vice versa.
+    """Return the one-cycle momentum of one update, float32 []; it falls while the learning rate rises, and vice versa.
 
-    `momentum_high` until the warm-up is over, then by half cosines down to `momentum_low` at the peak of the learning
-    rate, and back up; `step` as in `learning_rate_at`.
+    It is `momentum_high` until the warm-up is over. Then it follows half a cosine down to `momentum_low` at the peak of
+    the learning rate, and half a cosine back up. `step` is as in `learning_rate_at`.
     """
     since = jnp.maximum(step - values.warmup_steps, 0)
     place = _Place(since, step, jnp.asarray(values.total_steps - values.warmup_steps))
@@ -165,7 +165,13 @@ def momentum_at(step: jax.Array, values: ScheduleValues) -> jax.Array:
 
 
 class _Place(NamedTuple):
-    """The place of a step: steps since the warm-up, steps since the start, steps from the warm-up to the end."""
+    """The position of a step in its schedule.
+
+    Attributes:
+        since: steps since the end of the warm-up.
+        step: steps since the start of the run.
+        length: steps from the end of the warm-up to the end of the run.
+    """
 
     since: jax.Array
     step: jax.Array
@@ -180,7 +186,7 @@ def _first_rate(schedule: ScheduleName, values: ScheduleValues) -> _Number:
 
 
 def _blend(start: _Number, end: _Number, fraction: jax.Array) -> jax.Array:
-    """Interpolate between two values, so that fractions 0 and 1 return exactly `start` and `end`."""
+    """Interpolate linearly between two values; fractions 0 and 1 return exactly `start` and `end`."""
     return start * (1 - fraction) + end * fraction
 
 
@@ -196,7 +202,7 @@ def _remaining(since: jax.Array, length: jax.Array) -> jax.Array:
 
 
 def _half_cosine(remaining: jax.Array) -> jax.Array:
-    """Return (1 + cos(π · done)) / 2 as a sin², which has no cancellation near its end; exactly 1 and 0 at the ends."""
+    """Return (1 - cos(π · remaining)) / 2 as a sin², to avoid cancellation near 0; exactly 1 and 0 at the ends."""
     return jnp.sin(np.float32(np.pi / 2) * remaining) ** 2
 
 

@@ -1,7 +1,7 @@
-"""Skipping of updates with a gradient that is NaN or infinite.
+"""Skipping of updates whose gradient is NaN or infinite.
 
-`optax.apply_if_finite` applies such an update once too many in a row were skipped; here none is ever applied, and too
-many in a row end the loop.
+`optax.apply_if_finite` applies such an update after too many were skipped in a row. Here none is ever applied, and too
+many skips in a row end the loop.
 """
 
 from functools import partial
@@ -14,11 +14,11 @@ from engine.updates.clipping import global_norm
 
 
 class Skips(NamedTuple):
-    """The number of skipped updates.
+    """Counts of skipped updates.
 
     Attributes:
-        total: int32 [], in the run so far.
-        in_a_row: int32 [], since the last update that was made.
+        total: int32 [], skipped in the run so far.
+        in_a_row: int32 [], skipped since the last update that was made.
     """
 
     total: jax.Array
@@ -31,19 +31,19 @@ def init_skips() -> Skips:
 
 
 def count_skips(skips: Skips, due: jax.Array, finite: jax.Array) -> Skips:
-    """Count one pull: `due`, bool [], whether an update is due; `finite`, bool [], whether it may be made."""
+    """Return the counts after one pull; bool [] each: whether an update is `due`, whether its gradient is `finite`."""
     skipped, made = due & ~finite, due & finite
     more = skipped.astype(jnp.int32)
     return Skips(skips.total + more, jnp.where(made, 0, skips.in_a_row + more))
 
 
 def gives_up(skips: Skips, most_in_a_row: jax.Array) -> jax.Array:
-    """Return, bool [], whether more than `most_in_a_row` (int32 [], a runtime value) updates were skipped in a row."""
+    """Return whether more than `most_in_a_row` (int32 [], a runtime value) updates were skipped in a row, bool []."""
     return skips.in_a_row > most_in_a_row
 
 
 def has_finite_norm(tree: Any) -> jax.Array:
-    """Return, bool [], whether the global norm of a pytree of float leaves is finite in float32.
+    """Return whether the global norm of a pytree of float leaves is finite in float32, bool [].
 
     Clipping computes this norm anyway, and it checks all leaves in one pass. A norm above 1.8e19, whose square
     overflows float32, counts as infinite: clipping could not scale such a gradient either.
@@ -52,15 +52,15 @@ def has_finite_norm(tree: Any) -> jax.Array:
 
 
 def all_finite(tree: Any) -> jax.Array:
-    """Return, bool [], whether every number of a pytree of float leaves is finite; true without leaves."""
+    """Return whether every number in a pytree of float leaves is finite, bool []; true without leaves."""
     finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]
     return jnp.all(jnp.stack(finite)) if finite else jnp.ones((), jnp.bool)
 
 
 def choose(condition: jax.Array, tree: Any, otherwise: Any) -> Any:
-    """Return `tree` if `condition`, bool [], is true, else `otherwise`, of the same structure, shapes and dtypes.
+    """Return `tree` if `condition`, bool [], is true, else `otherwise`; both have one structure, shapes and dtypes.
 
-    An elementwise select, not a conditional: it fuses with the update, and the host of a GPU does not have to wait to
-    know which branch to launch.
+    An elementwise select, not a conditional: it fuses with the update, and the host of a GPU does not have to wait for
+    the condition before it launches a branch.
     """
     return jax.tree.map(partial(jax.lax.select, condition), tree, otherwise)

@@ -1,4 +1,4 @@
-"""The update of the weights by one pull's gradients: accumulate, clip, update or skip, average.
+"""The update of the weights with the gradients of one pull: accumulate, clip, update or skip, and average.
 
 Owns the part of the loop's carry that only updates read or write. Does not depend on batches, models or the loop.
 
@@ -29,7 +29,7 @@ class UpdateRule:
     """The static settings of the updates, compiled into the program.
 
     Attributes:
-        optimizer, schedule: their names.
+        optimizer, schedule: the names of the optimizer and of the schedule.
         decay_all: whether to decay norms and biases as well as kernels.
         cycle_momentum: whether to use the momentum of `momentum_at` instead of the hyperparameters'.
         accumulates: whether to accumulate gradients over `UpdateValues.accumulate_steps` pulls; otherwise each pull is
@@ -48,7 +48,7 @@ class UpdateRule:
 
 
 class UpdateValues(NamedTuple):
-    """The runtime values of the updates, which change without another compilation.
+    """The runtime values of the updates, which can change without recompilation.
 
     Attributes:
         hyperparams: the optimizer's hyperparameters; their learning rate multiplies the schedule's.
@@ -73,7 +73,7 @@ class Weights(NamedTuple):
 
 
 class UpdateState(NamedTuple):
-    """The state of the updates: a part of the loop's carry, all of it needed to resume.
+    """The state of the updates, a part of the loop's carry; all of it is needed to resume.
 
     Attributes:
         opt_state: the optimizer's moments, float32.
@@ -89,7 +89,7 @@ class UpdateState(NamedTuple):
 
 
 class Pull(NamedTuple):
-    """The results of one batch.
+    """The loss, gradients and batch statistics of one batch.
 
     Attributes:
         loss: float32 [], mean loss of the batch.
@@ -103,7 +103,7 @@ class Pull(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The outcome of one pull.
+    """What one pull did: whether an update was due, its loss and its learning rate.
 
     Attributes:
         due: bool [], whether an update was due, made or skipped.
@@ -138,8 +138,9 @@ def update_weights(
 ) -> tuple[Weights, UpdateState, Outcome]:
     """Process one pull, and make the update if one is due.
 
-    An update with a NaN or infinite gradient is skipped: parameters, moments and average stay. Batch statistics are
-    replaced by those of every pull whose statistics are finite, because one bad batch would spoil them for good.
+    An update with a NaN or infinite gradient is skipped: parameters, moments and average are unchanged. Batch
+    statistics are replaced by those of every pull whose statistics are finite, because one bad batch would spoil them
+    for good.
 
     Args:
         rule: the static settings.
