@@ -189,7 +189,7 @@ def test_splits_of_other_classes_or_sizes_are_refused_and_off_is_off(tmp_path):
     pack(fake_source(20, size=8), tmp_path)
     pack(fake_source(11, size=4, name="val"), tmp_path)
     config = {"steps": 1, "batch": 4, "data": tmp_path, "model": "resnet8"}
-    with pytest.raises(ValueError, match=r"shape of training batches, .* \(4, 8, 8\), got \(4, 4, 4\)"):
+    with pytest.raises(ValueError, match=r"shaped like training batches, .* \(4, 8, 8\), got \(4, 4, 4\)"):
         train(TrainConfig(**config))
     with pytest.raises(ShardError, match="test"):
         train(TrainConfig(**config, eval_split="test"))

@@ -28,7 +28,7 @@ _UNKNOWN_STD = (0.25, 0.25, 0.25)
 
 @dataclass(frozen=True)
 class RunData:
-    """The opened data of a run.
+    """The opened data of a run, as `open_data` returns them.
 
     Attributes:
         source: the source of training batches.
@@ -176,7 +176,7 @@ def _open_packed(config: TrainConfig, stack: ExitStack, notify: Callable[[str], 
 
 
 def manifest_digest_of(manifest: Manifest) -> str:
-    """Return the SHA-256 of a manifest in hexadecimal, which identifies a run's data."""
+    """Return the hexadecimal SHA-256 of a manifest, which identifies the data of a run."""
     return hashlib.sha256(manifest.to_json().encode()).hexdigest()
 
 

@@ -35,7 +35,7 @@ class InitialWeights(NamedTuple):
     digest: str
 
     def over(self, drawn: Weights) -> Weights:
-        """Return the initialised weights `drawn`, replaced by those of the file; may be called while tracing.
+        """Replace the initialised weights `drawn` by those of the file, and return them; may be called while tracing.
 
         Leaves are taken from `drawn` only if the weights were loaded with shapes (`jax.ShapeDtypeStruct`).
         """
@@ -51,7 +51,7 @@ class InitialWeights(NamedTuple):
 def load_initial_weights(
     path: str | os.PathLike[str], registry_name: str | None, params: Any, batch_stats: Any
 ) -> InitialWeights:
-    """Read and check initial weights; only shapes are needed, so that this can precede anything slow.
+    """Read and check initial weights; needs only the shapes of the model, so that it can run before anything slow.
 
     Args:
         path: the path of a safetensors file, with torchvision's names and layouts for a network of the registry, and
@@ -93,7 +93,7 @@ def _digest(tensors: Tensors) -> str:
 
 
 def _other_classes(placed: Weights, like: Weights) -> tuple[int, int] | None:
-    """Return the number of classes of the file and that of the data, or None if they are equal."""
+    """Return the numbers of classes of the file and of the data, or None if they are equal."""
     in_file, in_data = (int(weights.params[_HEAD]["bias"].shape[0]) for weights in (placed, like))
     return None if in_file == in_data else (in_file, in_data)
 
@@ -118,7 +118,7 @@ def _conversions(stored: Tensors, placed: Tensors) -> list[str]:
 
 
 def _check_finite(file: str, tensors: Tensors) -> None:
-    """Raise ValueError if tensors contain NaN or infinite values; the message has the names of the first ones."""
+    """Raise ValueError if tensors contain NaN or infinite values; the message lists the first ones."""
     found = [
         name
         for name, tensor in tensors.items()

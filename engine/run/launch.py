@@ -232,7 +232,7 @@ class Launch:
             self._notify(warning)
 
     def prepare(self) -> tuple[Compiled, TrainState]:
-        """Compile the program and create its initial state meanwhile; return both."""
+        """Compile the program while its initial state is created; return both."""
         finish: Callable[[], Compiled] | None = None
         try:
             # The collector would also delay the worker, which needs the interpreter lock before XLA has its program.
@@ -248,7 +248,7 @@ class Launch:
         return finish(), state
 
     def compile(self) -> Compiled:
-        """Compile the program without creating a state."""
+        """Compile the program without creating its initial state."""
         return self._start_compiling()()
 
     def _start_compiling(self) -> Callable[[], Compiled]:
@@ -308,7 +308,7 @@ class Launch:
         return drawn._replace(params=params, batch_stats=batch_stats, update=init_update(self._statics.rule, weights))
 
     def warn_of_memory(self, compiled: Compiled) -> None:
-        """Warn if the program will not fit into memory, before the system kills it without a message."""
+        """Warn if the program needs more memory than the machine has: the system would kill it without a message."""
         if jax.default_backend() != "cpu":
             return
         needed, available = compiled.peak_bytes + self.ring_bytes, host_memory_bytes()
@@ -357,7 +357,7 @@ class Launch:
             return call_on_worker(lambda: jax.block_until_ready(compiled.call(state, values)))
 
     def failure(self, state: TrainState) -> BaseException | None:
-        """Return the error of the run or None: first the host's errors, causes before effects, then the loop's."""
+        """Return the run's error, if any: errors on the host first, causes before effects, then those of the loop."""
         ends = (self._infeed, self._evaluation_infeed, self._outfeed, self.stream, self._transport)
         failures = [end.failure for end in ends if end is not None and end.failure is not None]
         if failures:

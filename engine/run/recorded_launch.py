@@ -136,7 +136,7 @@ class RecordedLaunch:
         self._snapshots.submit(snapshot.step, snapshot.pulls, snapshot.state, self._synced_state())
 
     def _synced_state(self) -> FolderState:
-        """Sync the other files of the run to the disk and return their state; raise OSError if that fails."""
+        """Sync the run's logs to the disk, and return the state of the folder; raise OSError if that fails."""
         # The states first: a request that is logged during the sync may not be on the disk yet.
         logs = {**self._sink.states(), self._folder.control_log.name: self._control_log.state()}
         self._sink.sync()
@@ -149,7 +149,7 @@ class RecordedLaunch:
         self._launch.notices.say(f"control-run: {_describe(event)}")
 
     def _keep_state(self, state: TrainState, failure: BaseException | None) -> BaseException | None:
-        """Write a last snapshot, to resume from the end of the run; return `failure`, or a new one if writing fails."""
+        """Write a last snapshot, to resume from the end of the run; return `failure`, or else the write error."""
         try:
             self._folder.check_kept()
             folder_state = self._synced_state()
@@ -203,7 +203,7 @@ class RecordedLaunch:
         failure.add_note(f"the last good snapshot is from step {snapshot_step}; resume from it: {how}")
 
     def _write_end(self, result: TrainResult, failure: BaseException | None) -> BaseException | None:
-        """Write the weights and `result.json`; return `failure`, or the write error if there was no failure before."""
+        """Write the weights and `result.json`; return `failure`, or else the write error, if any."""
         try:
             if result.steps_done:
                 name = self._launch.resolved.registry_name
@@ -260,7 +260,7 @@ class RecordedLaunch:
             failure.add_note(f"the run folder could not be completed either: {error}")
 
     def _files_at_end(self, failure: BaseException | None) -> dict[str, Any] | None:
-        """Return the state of the other files, None if one is lost, not on disk, or perhaps still being written."""
+        """Return the state of the run's files, None if one is lost, not on the disk, or may still be written to."""
         if failure is not None and (not isinstance(failure, Exception) or isinstance(failure, LostFileError)):
             return None
         try:

@@ -62,7 +62,7 @@ GIVEN_WEIGHTS = "init_from_sha256"
 
 
 def check_settings(config: TrainConfig, recorded: TrainConfig) -> None:
-    """Raise SettingError if a resume changes settings that must stay; the message has each with both values."""
+    """Raise SettingError if a resume changes a setting that must not change; the message lists both values of each."""
     changed = [
         (name, before, now)
         for name, before, now in _differences(with_absolute_paths(recorded), with_absolute_paths(config))
@@ -74,8 +74,8 @@ def check_settings(config: TrainConfig, recorded: TrainConfig) -> None:
         found |= {f"{name}_now": now for name, _, now in changed}
         raise SettingError(
             changed[0][0],
-            f"a resumed run must keep the settings of its program, its order and its data, but some differ: {changes}. "
-            "Leave them unchanged, or start another run ({run_dir})",
+            f"a resumed run must keep the settings that determine its program, order and data, but some differ: "
+            f"{changes}. Restore their values, or start another run ({{run_dir}})",
             **found,
         )
 
@@ -109,7 +109,7 @@ def check_data(resolved: Resolved, recorded: RecordedRun) -> None:
         raise ValueError(
             f"a resumed or replayed run must have its original data, but these differ: {resolved.data} "
             f"(the manifest's digest was {_short(recorded.manifest_digest)}, is {_short(resolved.manifest_digest)}). "
-            "Give the present folder of the original data (--data), or start another run"
+            "Give the folder where the original data are now (--data), or start another run"
         )
     now = json.loads(json.dumps(resolved.to_json()))
     for name in ("model", "num_classes", "height", "width", "mean", "std", "eval_manifest_sha256", "num_eval_batches"):
@@ -170,7 +170,7 @@ def describe_factor(start: "StartingPoint") -> str | None:
 
 
 def note_changes(recorded: RecordedRun, config: TrainConfig, step: int) -> list[dict[str, Any]]:
-    """Return the record of the earlier launches of a run that resumes after `step`: what has changed since."""
+    """Return the record of the launches before a resume after `step`: the settings and versions that differed."""
     earlier = [{**launch, "until_step": min(launch["until_step"], step)} for launch in recorded.earlier]
     changed = {name: old for name, old, _ in _differences(recorded.config, config) if name in RUNTIME_SETTINGS}
     versions = {} if recorded.versions == recorded_versions() else {"versions": recorded.versions}
@@ -276,7 +276,7 @@ def start_at(snapshot: "Snapshot", events: Sequence[ControlEvent]) -> StartingPo
 def find_cuts(run: Path, start: StartingPoint) -> dict[Path, RunningDigest]:
     """Return the digest of each log of a run up to the starting point; check it if its digest was recorded.
 
-    The number of bytes of a digest is the length to which to cut the log; the log of requests is kept whole.
+    Each log is later cut to the number of bytes of its digest; the log of requests is kept whole.
 
     Raises:
         ValueError: if a line before the starting point is missing or unreadable, or was changed since it was written.

@@ -67,7 +67,7 @@ class StopSignals:
 
 
 def ignore_message(_: str) -> None:
-    """Ignore the message of a clean stop, as the `say` of `StopSignals` for work that a signal stops at once."""
+    """Ignore a message; the `say` of `StopSignals` for work that a signal stops at once instead of cleanly."""
 
 
 def call_on_worker[T](function: Callable[..., T], *arguments: Any) -> T:

@@ -23,7 +23,7 @@ class Notices:
         self._thread = threading.Thread(target=self._work, name="notices", daemon=True)
 
     def start(self) -> None:
-        """Start the thread, which prints also the notices queued before; called once."""
+        """Start the thread, which first prints the notices queued before; called once."""
         self._thread.start()
 
     def say(self, notice: str) -> None:

@@ -108,11 +108,11 @@ class Sink(Protocol):
         ...
 
     def write_evaluation(self, record: EvaluationRecord) -> None:
-        """Write one evaluation, in order with the losses; may raise as `write` does."""
+        """Write one evaluation, in order with the losses; an exception has the same effect as in `write`."""
         ...
 
     def close(self) -> None:
-        """Close the sink; called once if `open` succeeded, after the last record, on the thread of `write`."""
+        """Close the sink; called once if `open` succeeded, after the last record, on the thread that calls `write`."""
         ...
 
 
@@ -130,7 +130,7 @@ class TakesSnapshots(Protocol):
     """Optional interface of a sink that takes snapshots of the program's state."""
 
     def write_snapshot(self, snapshot: PushedSnapshot) -> None:
-        """Write a snapshot, in order with the losses; may raise as `write` does."""
+        """Write a snapshot, in order with the losses; an exception has the same effect as in `write`."""
         ...
 
     def leave_out(self, snapshot: PushedSnapshot) -> None:

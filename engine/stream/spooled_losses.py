@@ -27,7 +27,7 @@ class SpooledLosses:
         return self._num_spooled + len(self._tail)
 
     def append(self, loss: float) -> None:
-        """Append one loss; write the losses in memory to the file when they reach the limit."""
+        """Append one loss; when the losses in memory reach the limit, move them to the file."""
         self._tail.append(loss)
         if len(self._tail) >= self._most_in_memory and not self._is_refused:
             self._spool()

@@ -12,7 +12,7 @@ def init_average(tree: Any) -> Any:
 
 
 def update_average(average: Any, new: Any, decay: jax.Array, step: jax.Array, *, ramp: bool = True) -> Any:
-    """Move an average towards new values: average ← average + (1 - d) · (new - average).
+    """Move an average towards new values with the decay d: average ← average + (1 - d) · (new - average).
 
     Kept in float32, because 1 - d is below the precision of bfloat16. An average that starts at the first weights
     remembers them for about 1 / (1 - decay) updates; `ramp` shortens that memory early on, d = min(decay, (1 + t) /

@@ -1,4 +1,4 @@
-"""The global norm of a gradient, and clipping to a largest norm.
+"""The global norm of a gradient, and clipping to a maximum norm.
 
 The same as in optax, but only for real numbers: optax also computes imaginary parts, which takes half of the time to
 trace an update.

@@ -31,19 +31,25 @@ def init_skips() -> Skips:
 
 
 def count_skips(skips: Skips, due: jax.Array, finite: jax.Array) -> Skips:
-    """Return the counts after one pull; bool [] each: whether an update is `due`, whether its gradient is `finite`."""
+    """Return the counts after one pull.
+
+    Args:
+        skips: the counts before the pull.
+        due: bool [], whether an update is due.
+        finite: bool [], whether its gradient is finite.
+    """
     skipped, made = due & ~finite, due & finite
     more = skipped.astype(jnp.int32)
     return Skips(skips.total + more, jnp.where(made, 0, skips.in_a_row + more))
 
 
 def gives_up(skips: Skips, most_in_a_row: jax.Array) -> jax.Array:
-    """Return whether more than `most_in_a_row` (int32 [], a runtime value) updates were skipped in a row, bool []."""
+    """Return whether more than `most_in_a_row` (int32 [], a runtime value) updates in a row were skipped: bool []."""
     return skips.in_a_row > most_in_a_row
 
 
 def has_finite_norm(tree: Any) -> jax.Array:
-    """Return whether the global norm of a pytree of float leaves is finite in float32, bool [].
+    """Return whether the global norm of a pytree of float leaves is finite in float32: bool [].
 
     Clipping computes this norm anyway, and it checks all leaves in one pass. A norm above 1.8e19, whose square
     overflows float32, counts as infinite: clipping could not scale such a gradient either.
@@ -52,13 +58,13 @@ def has_finite_norm(tree: Any) -> jax.Array:
 
 
 def all_finite(tree: Any) -> jax.Array:
-    """Return whether every number in a pytree of float leaves is finite, bool []; true without leaves."""
+    """Return whether every number in a pytree of float leaves is finite: bool [], true without leaves."""
     finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]
     return jnp.all(jnp.stack(finite)) if finite else jnp.ones((), jnp.bool)
 
 
 def choose(condition: jax.Array, tree: Any, otherwise: Any) -> Any:
-    """Return `tree` if `condition`, bool [], is true, else `otherwise`; both have one structure, shapes and dtypes.
+    """Return `tree` if `condition`, bool [], is true, else `otherwise`; structures, shapes and dtypes must be equal.
 
     An elementwise select, not a conditional: it fuses with the update, and the host of a GPU does not have to wait for
     the condition before it launches a branch.

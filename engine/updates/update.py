@@ -66,7 +66,7 @@ class UpdateValues(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """A model's params and batch_stats, pytrees of arrays."""
+    """The params and batch_stats of a model, as pytrees of arrays."""
 
     params: Any
     batch_stats: Any
@@ -103,7 +103,7 @@ class Pull(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What one pull did: whether an update was due, its loss and its learning rate.
+    """The result of one pull: whether an update was due, its loss and its learning rate.
 
     Attributes:
         due: bool [], whether an update was due, made or skipped.
