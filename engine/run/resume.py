@@ -74,7 +74,7 @@ def check_settings(config: TrainConfig, recorded: TrainConfig) -> None:
         found |= {f"{name}_now": now for name, _, now in changed}
         raise SettingError(
             changed[0][0],
-            f"a resumed run must keep the settings that determine its program, order and data, but some differ: "
+            "a resumed run must keep the settings that determine its program, order and data, but some differ: "
             f"{changes}. Restore their values, or start another run ({{run_dir}})",
             **found,
         )
