@@ -6,48 +6,48 @@ import sys
 import time
 
 
-def fail_by_key():
+def raise_key_error():
     raise KeyError("momentum")
 
 
-def hold_memory():
+def allocate_300_mib():
     print(len(bytearray(b"x" * (300 << 20))))
 
 
-def want_memory():
+def allocate_too_much():
     bytearray(16 << 30)
 
 
-def say_escape_byte():
+def print_escape_byte():
     sys.stdout.buffer.write(b"class \x9b2J\n")
 
 
-def complain(words, code):
-    """Return what ends with an error in these words."""
+def fail_with_message(message, code):
+    """Return a function that prints an error message and returns an exit code."""
 
-    def end():
-        print(words.format(sys.argv[0]), file=sys.stderr)
+    def fail():
+        print(message.format(sys.argv[0]), file=sys.stderr)
         return code
 
-    return end
+    return fail
 
 
 FAULTS = {
     "nothing": lambda: 0,
     "hang": lambda: time.sleep(600),
     "crash": lambda: os.kill(os.getpid(), signal.SIGBUS),
-    "traceback": fail_by_key,
-    "memory": hold_memory,
-    "greed": want_memory,
+    "traceback": raise_key_error,
+    "memory": allocate_300_mib,
+    "too-much-memory": allocate_too_much,
     "escape": lambda: print("class \x1b[31mred"),
-    "escape-byte": say_escape_byte,
-    "refuse": complain("{}: train/manifest.json: not valid JSON; restore the file", 2),
-    "mumble": complain("train/manifest.json is read\n{}: something is wrong", 2),
+    "escape-byte": print_escape_byte,
+    "refuse": fail_with_message("{}: train/manifest.json: not valid JSON; restore the file", 2),
+    "vague": fail_with_message("train/manifest.json is read\n{}: something is wrong", 2),
     "silent": lambda: 2,
-    "strange-code": complain("{}: train/manifest.json is damaged", 7),
+    "strange-code": fail_with_message("{}: train/manifest.json is damaged", 7),
 }
 
 
 def main():
-    """Commits the fault that the command line names."""
+    """Do the fault that the command line names."""
     return FAULTS[sys.argv[1]]()

@@ -1,6 +1,6 @@
-"""The campaign of scripts/torture itself: its oracle tells lies from the truth, and each verdict is reached.
+"""scripts/torture itself: every verdict is reachable, and correct and wrong results are told apart.
 
-What it finds in the project is the campaign's own to say; `.ci/run` calls it.
+The campaign is not run here; `.ci/run` runs it.
 """
 
 import json
@@ -21,15 +21,15 @@ from scripts.torture_campaign.commands import Commands, CommandServer, Finished
 from scripts.torture_campaign.documented import PIXELS_WITHOUT_CHECKSUM, SPLIT_GONE, SPLIT_RENAMED
 from scripts.torture_campaign.image_kind import _judge_crop
 from scripts.torture_campaign.image_reference import decode
-from scripts.torture_campaign.oracle import OTHER_THAN_A_FILE, columns, read_split, read_tree, read_weights
-from scripts.torture_campaign.pack_bases import PackBase, Training
+from scripts.torture_campaign.oracle import NOT_A_FILE, columns, read_split, read_tree, read_weights
 from scripts.torture_campaign.pack_judging import judge_losses, judge_reader, judge_verify
 from scripts.torture_campaign.report import is_clean, table
-from scripts.torture_campaign.run_bases import RunBase
-from scripts.torture_campaign.run_kind import _compare, judge_evaluation, judge_live, judge_replay
-from scripts.torture_campaign.verdict import Judgement, Verdict, judge_end
+from scripts.torture_campaign.run_kind import compare_with_sound_run, judge_evaluation, judge_live, judge_replay
+from scripts.torture_campaign.sound_packs import SoundPack, Training
+from scripts.torture_campaign.sound_run import SoundRun
+from scripts.torture_campaign.verdict import Judgement, Verdict, judge_exit
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the campaign counts on Linux")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the campaign needs Linux")
 
 ROOT = Path(__file__).parents[1]
 CASE = Case("packs", "random-3", 0)
@@ -40,7 +40,7 @@ def finished(name="read-pack", code=0, out="", err="", **more):
 
 
 class FakeCommands(Commands):
-    """Commands that answer as they are told, and do something first."""
+    """Commands that return a fixed result after a call of `does`."""
 
     def __init__(self, answer, does=lambda command: None):
         super().__init__()
@@ -59,7 +59,7 @@ def trial_of(tmp_path, answer, does=lambda command: None):
 
 @pytest.fixture(scope="module")
 def server():
-    """A command server that has imported the packing half."""
+    """Return a command server that has imported the packing commands."""
     server = CommandServer("packing")
     yield server
     server.close()
@@ -67,7 +67,7 @@ def server():
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory):
-    """A small pack with both splits, made by the project, read by zarr."""
+    """Return a small pack with both splits, packed by the project and read by zarr."""
     folder = tmp_path_factory.mktemp("sound")
     random_ = np.random.default_rng(0)
     for split, count in (("train", 6), ("val", 4)):
@@ -80,7 +80,7 @@ def sound(tmp_path_factory):
     command = [sys.executable, "-c", code, str(folder / "source"), str(pack), "--size", "8", "--shard-images", "4"]
     subprocess.run(command, check=True, capture_output=True, timeout=60)
     contents = {split: read_split(pack / split) for split in ("train", "val")}
-    return PackBase("raw", pack, True, contents, read_tree(pack), None)
+    return SoundPack("raw", pack, True, contents, read_tree(pack), None)
 
 
 @pytest.fixture
@@ -88,8 +88,8 @@ def pack(sound, tmp_path):
     return Path(shutil.copytree(sound.folder, tmp_path / "pack"))
 
 
-def writes_read(sound, **changes):
-    """What a reader would write down of the sound pack, with changes to it."""
+def writes_result(sound, **changes):
+    """Return a function that writes the result of reading the sound pack, with changes."""
 
     def write(command):
         found: dict[str, dict[str, Any]] = {}
@@ -106,48 +106,48 @@ def writes_read(sound, **changes):
 
 
 @pytest.mark.parametrize(
-    ("fault", "verdict", "words"),
+    ("fault", "verdict", "reason"),
     [
-        ("hang", Verdict.HANG, "no end"),
+        ("hang", Verdict.HANG, "did not end within"),
         ("crash", Verdict.CRASH, "signal 7"),
         ("memory", Verdict.CRASH, "MB"),
-        ("greed", Verdict.TRACEBACK, "Traceback"),
+        ("too-much-memory", Verdict.TRACEBACK, "Traceback"),
         ("traceback", Verdict.TRACEBACK, "Traceback"),
         ("escape", Verdict.WRONG, "control character"),
         ("escape-byte", Verdict.WRONG, "control character"),
         ("refuse", Verdict.DETECTED, "not valid JSON"),
-        ("mumble", Verdict.WRONG, "names no file"),
-        ("silent", Verdict.WRONG, "without a word"),
+        ("vague", Verdict.WRONG, "does not name a damaged file"),
+        ("silent", Verdict.WRONG, "without a message"),
         ("strange-code", Verdict.WRONG, "exit code 7"),
     ],
 )
-def test_each_verdict_is_reached_by_a_command_with_that_fault(server, tmp_path, fault, verdict, words):
+def test_each_verdict_is_reached_by_a_command_with_that_fault(server, tmp_path, fault, verdict, reason):
     folder = tmp_path / "cwd"
     folder.mkdir()
     running = server.start(["tests.planted_command", fault], folder)
-    ended = judge_end(running.wait(2.0 if fault == "hang" else 60.0), names=["manifest.json"], most_mb=300.0)
+    ended = judge_exit(running.wait(2.0 if fault == "hang" else 60.0), names=["manifest.json"], max_mb=300.0)
     assert ended is not None
     assert ended.verdict is verdict
-    assert words in ended.why
+    assert reason in ended.why
 
 
-def test_a_command_that_does_well_is_not_judged_by_its_end(server, tmp_path):
+def test_the_exit_of_a_command_without_faults_has_no_verdict(server, tmp_path):
     folder = tmp_path / "cwd"
     folder.mkdir()
     ended = server.start(["tests.planted_command", "nothing"], folder).wait(60)
-    assert judge_end(ended, names=["manifest.json"]) is None
+    assert judge_exit(ended, names=["manifest.json"]) is None
     assert not ended.hung
 
 
-def test_words_of_little_memory_are_the_limit_of_a_bomb():
-    ended = judge_end(finished(code=2, err="read-pack: not enough memory (); use fewer --workers"), names=["memory"])
+def test_an_error_about_too_little_memory_is_a_crash():
+    ended = judge_exit(finished(code=2, err="read-pack: not enough memory (); use fewer --workers"), names=["memory"])
     assert ended is not None
-    assert (ended.verdict, "limit of its memory" in ended.why) == (Verdict.CRASH, True)
+    assert (ended.verdict, "memory limit" in ended.why) == (Verdict.CRASH, True)
 
 
-def test_a_reader_that_lies_is_told_from_one_that_does_not(sound, pack, tmp_path):
+def test_wrong_images_and_labels_of_a_reader_are_found(sound, pack, tmp_path):
     def verdict(number, answer, **changes):
-        trial = trial_of(tmp_path / str(number), answer, writes_read(sound, **changes))
+        trial = trial_of(tmp_path / str(number), answer, writes_result(sound, **changes))
         judge_reader(trial, sound, pack)
         return trial.judgements[0]
 
@@ -158,23 +158,23 @@ def test_a_reader_that_lies_is_told_from_one_that_does_not(sound, pack, tmp_path
     assert "pixels of 1 images" in verdict(1, finished(), at={("train", "images"): (2, "0" * 64)}).why
     assert "wrong labels" in verdict(2, finished(), at={("val", "labels"): (1, 9)}).why
     assert verdict(3, refused, without=["train"]).verdict is Verdict.DETECTED
-    # A refusal of one split excuses no wrong pixel of the other.
-    lie = {("val", "images"): (0, "0" * 64)}
-    assert verdict(4, refused, without=["train"], at=lie).verdict is Verdict.WRONG
+    # A refusal of one split does not excuse wrong pixels of the other.
+    wrong = {("val", "images"): (0, "0" * 64)}
+    assert verdict(4, refused, without=["train"], at=wrong).verdict is Verdict.WRONG
     assert "read as 0 images" in verdict(5, finished(), without=["val"]).why
 
 
-def test_only_pixels_without_checksums_may_come_out_wrong(sound, pack, tmp_path):
-    bare = PackBase("bare", sound.folder, False, sound.contents, sound.tree, None)
-    lie = writes_read(sound, at={("train", "images"): (2, "0" * 64)})
+def test_only_pixels_without_checksums_may_be_wrong(sound, pack, tmp_path):
+    bare = SoundPack("bare", sound.folder, False, sound.contents, sound.tree, None)
+    wrong = writes_result(sound, at={("train", "images"): (2, "0" * 64)})
     (pack / "train/pixels/c/0/0/0").write_bytes(b"?")
     for number, (base, verdict) in enumerate([(bare, Verdict.DOCUMENTED), (sound, Verdict.WRONG)]):
         (tmp_path / str(number)).mkdir()
-        trial = trial_of(tmp_path / str(number), finished(), lie)
+        trial = trial_of(tmp_path / str(number), finished(), wrong)
         judge_reader(trial, base, pack)
         assert trial.judgements[0].verdict is verdict
     (pack / "train/labels/c/0").write_bytes(b"?")
-    trial = trial_of(tmp_path, finished(), lie)
+    trial = trial_of(tmp_path, finished(), wrong)
     judge_reader(trial, bare, pack)
     assert trial.judgements[0].verdict is Verdict.WRONG
     assert PIXELS_WITHOUT_CHECKSUM.reason
@@ -192,7 +192,7 @@ def test_a_verification_that_passes_a_changed_file_is_wrong(sound, pack, tmp_pat
     assert [each.verdict for each in trial.judgements] == [Verdict.HARMLESS, Verdict.WRONG, Verdict.WRONG]
 
 
-def test_a_file_beside_the_splits_and_a_link_to_a_copy_are_no_damage(sound, pack, tmp_path):
+def test_a_file_beside_the_splits_and_a_link_to_a_copy_are_not_damage(sound, pack, tmp_path):
     (pack / "notes.txt").write_text("mine")
     shard, copy = pack / "train/pixels/c/0/0/0", tmp_path / "copy"
     shard.rename(copy)
@@ -202,7 +202,7 @@ def test_a_file_beside_the_splits_and_a_link_to_a_copy_are_no_damage(sound, pack
     assert trial.judgements[0].verdict is Verdict.HARMLESS
 
 
-def test_whole_splits_that_are_gone_or_renamed_are_documented(sound, pack, tmp_path):
+def test_missing_and_renamed_splits_are_documented(sound, pack, tmp_path):
     pack_faults.swap_splits(pack, sound, random.Random(0))
     trial = trial_of(tmp_path, finished("inspect-shards"))
     judge_verify(trial, sound, pack)
@@ -215,7 +215,7 @@ def test_whole_splits_that_are_gone_or_renamed_are_documented(sound, pack, tmp_p
     assert trial.judgements[2].verdict is Verdict.WRONG
 
 
-def test_losses_are_those_of_the_sound_pack_as_far_as_they_go(sound, tmp_path):
+def test_recorded_losses_must_equal_those_on_the_sound_pack(sound, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     lines = [{"step": step, "loss": 1 / step, "lr": 0.1} for step in (1, 2, 3)]
@@ -258,22 +258,22 @@ def run_base(run, tmp_path):
     losses = columns(run / "loss.jsonl", "step", "loss", "lr")
     evaluations = columns(run / "eval.jsonl", "step", "num_images", "top1", "top5", "loss")
     weights = read_weights(run / "model.safetensors")
-    return RunBase(folder, folder, read_tree(run), losses, evaluations, weights, {"top1": 0.5})
+    return SoundRun(folder, folder, read_tree(run), losses, evaluations, weights, {"top1": 0.5})
 
 
-def test_a_resume_to_other_weights_or_records_is_wrong(run, run_base):
+def test_a_resume_with_different_weights_or_records_is_wrong(run, run_base):
     from safetensors.numpy import save_file
 
-    assert _compare(run_base, run).verdict is Verdict.HARMLESS
+    assert compare_with_sound_run(run_base, run).verdict is Verdict.HARMLESS
     text = (run / "loss.jsonl").read_text()
     (run / "loss.jsonl").write_text(text.replace('"loss": 0.5', '"loss": 0.6'))
-    assert _compare(run_base, run).verdict is Verdict.WRONG
+    assert compare_with_sound_run(run_base, run).verdict is Verdict.WRONG
     (run / "loss.jsonl").write_text(text)
     save_file({"weight": -np.arange(6, dtype=np.float32)}, run / "model.safetensors")
-    assert "other weights" in _compare(run_base, run).why
+    assert "the weights differ" in compare_with_sound_run(run_base, run).why
 
 
-def test_an_evaluation_that_lies_and_a_replay_that_passes_another_record_are_wrong(run, run_base, tmp_path):
+def test_a_wrong_accuracy_and_a_replay_that_passes_an_altered_record_are_wrong(run, run_base, tmp_path):
     answers = [
         finished("run-eval", out='{"top1": 0.5, "time": 7}'),
         finished("run-eval", out='{"top1": 0.6, "time": 7}'),
@@ -292,12 +292,12 @@ def test_an_evaluation_that_lies_and_a_replay_that_passes_another_record_are_wro
     assert [each.verdict for each in trial.judgements] == [Verdict.HARMLESS, Verdict.WRONG]
 
 
-def test_a_run_that_passes_over_the_loss_of_its_folder_or_leaves_no_weights_is_wrong(run):
+def test_a_run_that_ignores_the_loss_of_its_folder_or_leaves_no_weights_is_wrong(run):
     refused = finished("run-train", 1, err=f"run-train: the run folder {run} must stay as it is")
     assert judge_live(refused, run).verdict is Verdict.DETECTED
     assert judge_live(finished("run-train"), run).verdict is Verdict.WRONG
     (run / "model.safetensors").unlink()
-    assert "left no weights" in judge_live(refused, run).why
+    assert "left no readable weights" in judge_live(refused, run).why
 
 
 def test_images_are_compared_with_pillow(tmp_path):
@@ -317,30 +317,30 @@ def test_images_are_compared_with_pillow(tmp_path):
 
 def test_the_same_seed_draws_the_same_faults(sound, tmp_path):
     def faults(seed):
-        said = []
+        applied = []
         for number in range(12):
             pack = Path(shutil.copytree(sound.folder, tmp_path / f"{seed}-{number}-{len(list(tmp_path.iterdir()))}"))
             draw = Case("packs", f"random-{number}", seed).draw()
             key = draw.choice(sorted(sound.tree))
             fault = draw.choice(json_faults.JSON_FAULTS) if key.endswith(".json") else file_faults.draw_file_fault(draw)
-            said.append((key, fault(pack / key, draw), image_faults.draw_image_fault(draw)))
+            applied.append((key, fault(pack / key, draw), image_faults.draw_image_fault(draw)))
             assert read_tree(pack) != sound.tree
-        return said
+        return applied
 
     assert faults(1) == faults(1) != faults(2)
 
 
-def test_a_tree_tells_whatever_takes_the_place_of_a_file(sound, pack):
+def test_read_tree_marks_what_replaces_a_file(sound, pack):
     for how, fault in file_faults.PLACE_FAULTS.items():
         path = pack / "train/pixels/c/0/0/0"
         path.unlink(missing_ok=True) if not path.is_dir() or path.is_symlink() else path.rmdir()
         path.write_bytes(sound.tree["train/pixels/c/0/0/0"])
         fault(path, random.Random(0))
         found = read_tree(pack).get("train/pixels/c/0/0/0")
-        assert found == (None if how in ("removed", "folder") else OTHER_THAN_A_FILE), how
+        assert found == (None if how in ("removed", "folder") else NOT_A_FILE), how
 
 
-def test_the_table_counts_by_the_worst_and_only_red_fails():
+def test_the_table_counts_the_worst_verdicts_and_only_failures_fail_the_campaign():
     def outcome(*verdicts):
         judgements = tuple(Judgement("read-pack", verdict) for verdict in verdicts)
         return Outcome(CASE, "fault", max(judgements, key=lambda each: each.verdict.severity), judgements)
@@ -354,13 +354,13 @@ def test_the_table_counts_by_the_worst_and_only_red_fails():
 
 def test_a_case_is_repeated_by_its_id_and_shown(capsys):
     assert cli.main(["--case", "archives/leads-out"]) == 0
-    said = capsys.readouterr().out
-    assert "$ preprocess-imagenet" in said
-    assert "DETECTED" in said
-    assert "1 cases" in said
+    output = capsys.readouterr().out
+    assert "$ preprocess-imagenet" in output
+    assert "DETECTED" in output
+    assert "1 cases" in output
 
 
-def test_a_case_that_is_not_there_is_told(capsys):
+def test_an_unknown_case_is_refused(capsys):
     assert cli.main(["--case", "archives/no-such"]) == 2
     assert "there is no archives/no-such" in capsys.readouterr().err
 
@@ -391,7 +391,7 @@ def test_a_sample_is_drawn_from_all_kinds_by_the_seed():
     assert [each.split("/")[0] for each in sample[:7]] == ["packs"] * 6 + ["kills"]
 
 
-def test_wrong_usage_is_told(capsys):
+def test_wrong_usage_is_refused(capsys):
     for arguments in (["--only", "pakcs"], ["--case", "pakcs/raw:pipe"]):
         with pytest.raises(SystemExit) as ended:
             cli.parse_arguments(arguments)

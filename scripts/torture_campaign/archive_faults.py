@@ -1,4 +1,4 @@
-"""Hostile archives: false statements in tar headers, pax headers, kits and lists."""
+"""HostileImage archives: false statements in tar headers, pax headers, kits and lists."""
 
 from __future__ import annotations
 

@@ -17,9 +17,9 @@ from scripts.torture_campaign.case import Case, Trial
 from scripts.torture_campaign.file_faults import draw_file_fault
 from scripts.torture_campaign.image_kind import read_all_crops, read_crops
 from scripts.torture_campaign.tree_faults import TREES, kaggle_tree, sound_tree
-from scripts.torture_campaign.verdict import Judgement, Verdict, judge_end
+from scripts.torture_campaign.verdict import Judgement, Verdict, judge_exit
 
-MOST_MB = 1_500.0
+MAX_MB = 1_500.0
 _TIMEOUT_S = 20.0
 _CLASSES = tuple(f"n{number:08}" for number in range(4))
 _HEAVY = ("hole", "gib", "bomb", "giant", "pax-length", "zero-device", "open-quote")
@@ -38,7 +38,7 @@ _FOLDERS = threading.Lock()
 
 @dataclass
 class ArchiveKind:
-    """Hostile archives and trees.
+    """HostileImage archives and trees.
 
     Attributes:
         images: sound images by class, as the bytes of files.
@@ -58,7 +58,7 @@ class ArchiveKind:
             self.images[name] = file.getvalue()
         finished = trial.run(_command(sound_tree(trial.folder, self.images), trial.folder / "pack"), timeout_s=60)
         if finished.code != 0:
-            raise RuntimeError(f"packing sound images failed: {finished.said}")
+            raise RuntimeError(f"packing sound images failed: {finished.output}")
         self.crops = read_crops(trial.folder / "pack")
 
     def cases(self, seed: int, count: int) -> list[Case]:
@@ -84,13 +84,13 @@ class ArchiveKind:
         dest = trial.folder / "pack"
         finished = trial.run(_command(source, dest), timeout_s=_TIMEOUT_S)
         names = [os.fspath(source), source.name, os.fspath(dest), "the split train", "the split val"]
-        ended = judge_end(finished, names=names, most_mb=MOST_MB)
+        ended = judge_exit(finished, names=names, max_mb=MAX_MB)
         if ended is None and must_refuse:
-            ended = Judgement(finished.command[0], Verdict.WRONG, "packed, and must be refused")
+            ended = Judgement(finished.command[0], Verdict.WRONG, "packed, but must be refused")
         trial.judge(ended or self._judge_pack(dest))
         if ended is None:
             shown = trial.run(["inspect-shards", str(dest), "--verify"], timeout_s=_TIMEOUT_S)
-            judged = judge_end(shown, names=[str(dest)])
+            judged = judge_exit(shown, names=[str(dest)])
             trial.judge(judged or Judgement("inspect-shards", Verdict.HARMLESS))
 
     def _judge_pack(self, dest: Path) -> Judgement:
@@ -100,7 +100,7 @@ class ArchiveKind:
         failures = (dest / "train/failures.jsonl").read_text()
         for name, crop in self.crops.items():
             if not all(np.array_equal(found, crop) for found in crops.get(name, [])):
-                return Judgement("preprocess-imagenet", Verdict.WRONG, f"other pixels of {name}")
+                return Judgement("preprocess-imagenet", Verdict.WRONG, f"wrong pixels of {name}")
             if name not in crops and name not in failures:
                 return Judgement("preprocess-imagenet", Verdict.WRONG, f"{name} neither packed nor in failures.jsonl")
         return Judgement("preprocess-imagenet", Verdict.HARMLESS)

@@ -1,4 +1,4 @@
-"""Cases run by several workers, each with its own servers and folder, until they are done or the time is over."""
+"""Cases run by several workers, each with its own servers and folder, until all are done or the time is up."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class Campaign:
     Attributes:
         base: the folder of all files of the campaign.
         report: called with each outcome.
-        keeps: whether the folders of cases stay.
+        keeps_folders: whether the folders of cases are kept.
     """
 
     base: Path
     report: Callable[[Outcome, Trial], None]
-    keeps: bool = False
+    keeps_folders: bool = False
     errors: list[str] = field(default_factory=list)
     num_left: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -132,7 +132,7 @@ class Campaign:
                 kind.attempt(trial)
             outcomes = trial.outcomes()
         finally:
-            if not self.keeps:
+            if not self.keeps_folders:
                 remove(folder)
         with self._lock:
             for outcome in outcomes:

@@ -106,6 +106,6 @@ class Outcome:
     judgements: tuple[Judgement, ...]
 
     def __str__(self) -> str:
-        reds = [each for each in self.judgements if each.verdict.is_red] or [self.worst]
-        described = "; ".join(f"{each.command} {each.verdict.upper()}: {each.why}" for each in reds)
+        shown = [each for each in self.judgements if each.verdict.is_failure] or [self.worst]
+        described = "; ".join(f"{each.command} {each.verdict.upper()}: {each.why}" for each in shown)
         return f"{self.case.id}: {self.fault}: {described}"

@@ -23,7 +23,7 @@ from scripts.torture_campaign.verdict import first_line
 COUNTS = {"packs": 400, "runs": 150, "images": 250, "archives": 100, "kills": 40}
 # In a sample, the number of cases of each kind per turn, because the cost of a case differs between kinds.
 _SAMPLE_SHARES = {"packs": 6, "runs": 1, "images": 2, "archives": 4, "kills": 1}
-_LEAST_FREE_BYTES = 6 << 30
+_MIN_FREE_BYTES = 6 << 30
 _IN_MEMORY = Path("/dev/shm")
 
 
@@ -47,14 +47,14 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         if options.only[0] not in KINDS:
             parser.error(f"--case must begin with one of {', '.join(KINDS)} and a slash, got {options.case}")
     if options.keep is not None and options.keep.is_dir() and any(options.keep.iterdir()):
-        parser.error(f"--keep must be new or empty, and {options.keep} is not; give another folder")
+        parser.error(f"--keep must be a new or empty folder, and {options.keep} is not empty; give another")
     return options
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the campaign; return the exit code."""
     options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
-    signal.signal(signal.SIGTERM, _end)  # so that SIGTERM unwinds the stack too
+    signal.signal(signal.SIGTERM, _raise_keyboard_interrupt)  # so that SIGTERM unwinds the stack too
     base = _make_folder(options.keep)
     try:
         return _run(options, base)
@@ -74,20 +74,20 @@ def _run(options: argparse.Namespace, base: Path) -> int:
     outcomes: list[Outcome] = []
     is_single = options.case is not None
 
-    largest: dict[str, tuple[float, str]] = {}
+    peak_memory: dict[str, tuple[float, str]] = {}
 
     def report(outcome: Outcome, trial: Trial) -> None:
         outcomes.append(outcome)
         for each in trial.log:
             found = each.max_rss_mb, f"{each.command[0]} of {outcome.case.id}"
-            largest[outcome.case.kind] = max(largest.get(outcome.case.kind, found), found)
+            peak_memory[outcome.case.kind] = max(peak_memory.get(outcome.case.kind, found), found)
         if is_single:
             _show(outcome, trial)
-        elif outcome.worst.verdict.is_red:
-            print(f"RED  {outcome}", flush=True)
+        elif outcome.worst.verdict.is_failure:
+            print(f"FAILED  {outcome}", flush=True)
 
     minutes = options.budget_minutes if options.minutes is None else options.minutes
-    campaign = Campaign(base, report, keeps=options.keep is not None)
+    campaign = Campaign(base, report, keeps_folders=options.keep is not None)
     try:
         kinds = {name: make_kind(name, base) for name in options.only}
         # Start with the slowest kinds.
@@ -100,13 +100,11 @@ def _run(options: argparse.Namespace, base: Path) -> int:
     finally:
         campaign.close()
     print(f"\n{table(outcomes)}\n{documented()}")
-    for kind, (most_mb, what) in largest.items():
-        print(f"most memory, {kind}: {most_mb:,.0f} MB, {what}")
+    for kind, (max_mb, what) in peak_memory.items():
+        print(f"most memory, {kind}: {max_mb:,.0f} MB, {what}")
     for error in campaign.errors:
         print(f"ERROR {error}", file=sys.stderr)
-    left = (
-        f"; {campaign.num_left} of {len(cases)} cases left out because the time was over" if campaign.num_left else ""
-    )
+    left = f"; {campaign.num_left} of {len(cases)} cases skipped because the time was up" if campaign.num_left else ""
     print(f"{len(outcomes)} cases in {time.monotonic() - started_s:.0f} s, seed {options.seed}{left}")
     return 0 if is_clean(outcomes) and not campaign.errors else 1
 
@@ -136,13 +134,13 @@ def choose_cases(options: argparse.Namespace, kinds: Mapping[str, Kind]) -> list
         # A slow case would leave no time for the others.
         cases[:] = [case for case in cases if not case.is_heavy]
         random.Random(f"{options.seed}/sample").shuffle(cases)
-    return _in_turns([hand for cases in by_kind for hand in _deal(cases, _SAMPLE_SHARES)])
+    return _in_turns([share for cases in by_kind for share in _split_by_share(cases, _SAMPLE_SHARES)])
 
 
-def _deal(cases: list[Case], shares: Mapping[str, int]) -> list[list[Case]]:
+def _split_by_share(cases: list[Case], shares: Mapping[str, int]) -> list[list[Case]]:
     """Distribute the cases of a kind over as many lists as it has cases per turn."""
-    num_hands = shares[cases[0].kind] if cases else 1
-    return [cases[first::num_hands] for first in range(num_hands)]
+    num_lists = shares[cases[0].kind] if cases else 1
+    return [cases[first::num_lists] for first in range(num_lists)]
 
 
 def _in_turns(by_kind: list[list[Case]]) -> list[Case]:
@@ -165,9 +163,9 @@ def _make_folder(keep: Path | None) -> Path:
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
         return keep.resolve()
-    has_room = _IN_MEMORY.is_dir() and shutil.disk_usage(_IN_MEMORY).free > _LEAST_FREE_BYTES
+    has_room = _IN_MEMORY.is_dir() and shutil.disk_usage(_IN_MEMORY).free > _MIN_FREE_BYTES
     return Path(tempfile.mkdtemp(prefix="torture-", dir=_IN_MEMORY if has_room else None))
 
 
-def _end(_number: int, _frame: FrameType | None) -> None:
+def _raise_keyboard_interrupt(_number: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt

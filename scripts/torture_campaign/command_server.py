@@ -67,19 +67,19 @@ def main() -> None:
     _die_with_parent()
     for name in PRELOADED[sys.argv[1]]:
         importlib.import_module(name)
-    _answer({"ready": True})
+    _reply({"ready": True})
     while line := sys.stdin.buffer.readline():
         request = json.loads(line)
         pid = os.fork()
         if pid == 0:
-            _become(request)
+            _run_command(request)
             return
-        _answer({"pid": pid})
+        _reply({"pid": pid})
         _, status, usage = os.wait4(pid, 0)
-        _answer({"status": os.waitstatus_to_exitcode(status), "max_rss_kib": usage.ru_maxrss})
+        _reply({"status": os.waitstatus_to_exitcode(status), "max_rss_kib": usage.ru_maxrss})
 
 
-def _become(request: dict[str, Any]) -> None:
+def _run_command(request: dict[str, Any]) -> None:
     """Run the command of a request, one of `COMMANDS` or a module with a ``main``, as its entry point does."""
     os.setsid()
     _die_with_parent()
@@ -105,7 +105,7 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _answer(document: dict[str, Any]) -> None:
+def _reply(document: dict[str, Any]) -> None:
     os.write(1, (json.dumps(document) + "\n").encode())
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 120.0
-_MOST_READ_BYTES = 1 << 20
+_MAX_OUTPUT_BYTES = 1 << 20
 _PACKING = frozenset({"preprocess-imagenet", "inspect-shards", "read-pack", "decode-images"})
 
 
@@ -44,7 +44,7 @@ class Finished:
     killed: bool = False
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         """Both streams as text; bytes that are not UTF-8 become surrogates."""
         return (self.out + b"\n" + self.err).decode(errors="surrogateescape")
 
@@ -91,10 +91,10 @@ class CommandServer:
     """A `command_server` process, for one thread and one command at a time.
 
     Args:
-        flavour: ``packing`` or ``training``, the modules that it has imported.
+        role: ``packing`` or ``training``, the modules that it has imported.
     """
 
-    flavour: str
+    role: str
     _process: subprocess.Popen[bytes] | None = None
     _read: bytes = b""
 
@@ -110,12 +110,12 @@ class CommandServer:
         started_s = time.monotonic()
         answer = self.read_answer(START_TIMEOUT_S)
         if answer is None:
-            raise RuntimeError(f"the {self.flavour} command server did not answer within {START_TIMEOUT_S:g} s")
+            raise RuntimeError(f"the {self.role} command server did not answer within {START_TIMEOUT_S:g} s")
         return Running(self, tuple(command), answer["pid"], stdout, stderr, started_s)
 
     def _launch(self) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.command_server", self.flavour],
+            [sys.executable, "-m", f"{__package__}.command_server", self.role],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,
@@ -124,7 +124,7 @@ class CommandServer:
         )
         self._process = process
         if self.read_answer(START_TIMEOUT_S) is None:
-            raise RuntimeError(f"the {self.flavour} command server did not start within {START_TIMEOUT_S:g} s")
+            raise RuntimeError(f"the {self.role} command server did not start within {START_TIMEOUT_S:g} s")
         return process
 
     def has_answer(self) -> bool:
@@ -148,7 +148,7 @@ class CommandServer:
                 return None
             part = os.read(self._process.stdout.fileno(), 1 << 16)
             if not part:
-                raise RuntimeError(f"the {self.flavour} command server exited with {self._process.wait(10)}")
+                raise RuntimeError(f"the {self.role} command server exited with {self._process.wait(10)}")
             self._read += part
         line, self._read = self._read.split(b"\n", 1)
         return dict(json.loads(line))
@@ -216,4 +216,4 @@ def _kill_group(pid: int) -> None:
 
 def _head(path: Path) -> bytes:
     with path.open("rb") as file:
-        return file.read(_MOST_READ_BYTES)
+        return file.read(_MAX_OUTPUT_BYTES)

@@ -76,7 +76,7 @@ def shift_bytes(path: Path, draw: random.Random) -> str:
     place = draw.randrange(len(content) + 1)
     if content and draw.random() < 0.5:
         path.write_bytes(content[:place] + content[place + 1 :] if place < len(content) else content[:-1])
-        return f"byte {place} taken out"
+        return f"byte {place} removed"
     path.write_bytes(content[:place] + draw.randbytes(1) + content[place:])
     return f"a byte inserted at {place}"
 
@@ -109,16 +109,16 @@ def replaced(what: str, put: Callable[[Path], None]) -> FileFault:
     return replace
 
 
-def as_sparse_giant(path: Path, _draw: random.Random) -> str:
+def extend_with_hole(path: Path, _draw: random.Random) -> str:
     """Extend the file with a hole to 1 TiB, or to 4 GiB if that fails."""
     with suppress(OSError):
         os.truncate(path, 1 << 40)
-        return "extended to 1 TiB of a hole"
+        return "extended to 1 TiB by a hole"
     os.truncate(path, 1 << 32)
-    return "extended to 4 GiB of a hole"
+    return "extended to 4 GiB by a hole"
 
 
-def with_control_name(path: Path, draw: random.Random) -> str:
+def add_file_with_control_characters(path: Path, draw: random.Random) -> str:
     """Create a file beside it whose name has control characters."""
     name = draw.choice(["a\x1b[31mred\x07", "b\x9b2J", "c\nd", "e\x85f", "g\u202eh"])
     (path.parent / name).write_bytes(b"?")
@@ -147,4 +147,4 @@ def draw_file_fault(draw: random.Random) -> FileFault:
         return draw.choice(BYTE_FAULTS)
     if chance < 0.95:
         return draw.choice(list(PLACE_FAULTS.values()))
-    return draw.choice([as_sparse_giant, with_control_name])
+    return draw.choice([extend_with_hole, add_file_with_control_characters])

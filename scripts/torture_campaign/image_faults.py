@@ -1,4 +1,4 @@
-"""Hostile images: damaged files of every format, and files that were made to cost time or memory."""
+"""HostileImage images: damaged files of every format, and files that were made to cost time or memory."""
 
 from __future__ import annotations
 

@@ -15,17 +15,17 @@ from PIL import Image
 from scripts.torture_campaign.case import Case, Outcome, Trial
 from scripts.torture_campaign.image_faults import DEEP, HEAVY, MAKERS, draw_image_fault
 from scripts.torture_campaign.oracle import open_zarr
-from scripts.torture_campaign.verdict import Judgement, Verdict, judge_end
+from scripts.torture_campaign.verdict import Judgement, Verdict, judge_exit
 
 SIZE = 32
-GROUP = 25
-NUM_SOUND = 6
-MOST_MB = 1_500.0
+GROUP_SIZE = 25
+NUM_SOUND_IMAGES = 6
+MAX_MB = 1_500.0
 DEEP_MB = 1_200.0
 """Memory limit for the 16-bit images of 9,400 px with one worker: 350 MB as 8-bit RGBA, with files of up to 530 MB."""
 DEEP_GREY_MB = 600.0
 """Memory limit for the grey one: 16 and 8 bits together take 270 MB, its file is small; a float64 copy takes 710 MB."""
-MOST_LEVELS = 2
+MAX_LEVELS = 2
 """Maximum difference between the pack and Pillow: only the crop is resized, which rounds differently."""
 _TIMEOUT_S = 15.0
 _GROUP_TIMEOUT_S = 45.0
@@ -33,7 +33,7 @@ _REFERENCE_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
-class Hostile:
+class HostileImage:
     """A hostile file: its own class, its case, and a description."""
 
     class_id: str
@@ -43,7 +43,7 @@ class Hostile:
 
 @dataclass
 class ImageKind:
-    """Hostile images.
+    """HostileImage images.
 
     Attributes:
         sound: the crops uint8 ``[32, 32, 3]`` of the sound images, by class.
@@ -57,7 +57,7 @@ class ImageKind:
         """Pack only the sound images."""
         self._folder = trial.folder / "sound"
         random = np.random.default_rng(0)
-        for number in range(NUM_SOUND):
+        for number in range(NUM_SOUND_IMAGES):
             folder = self._folder / f"sound-{number}"
             folder.mkdir(parents=True)
             image = Image.fromarray(random.integers(0, 256, (50, 60, 3)).astype(np.uint8))
@@ -65,13 +65,13 @@ class ImageKind:
         dest = trial.folder / "pack"
         finished = trial.run(_command(self._folder, dest), timeout_s=_TIMEOUT_S)
         if finished.code != 0:
-            raise RuntimeError(f"packing sound images failed: {finished.said}")
+            raise RuntimeError(f"packing sound images failed: {finished.output}")
         self.sound = read_crops(dest)
 
     def cases(self, seed: int, count: int) -> list[Case]:
         """Return a case for each named file, and groups of drawn ones up to ``count`` in all."""
         named = [Case(self.name, name, seed, is_heavy=name in HEAVY) for name in MAKERS]
-        groups = [Case(self.name, f"group-{number}", seed) for number in range(-(-(count - len(named)) // GROUP))]
+        groups = [Case(self.name, f"group-{number}", seed) for number in range(-(-(count - len(named)) // GROUP_SIZE))]
         return [*named, *groups]
 
     def attempt(self, trial: Trial) -> None:
@@ -80,25 +80,25 @@ class ImageKind:
         if not name.startswith("group-"):
             self._judge(trial, [trial.case])
             return
-        first = int(name.removeprefix("group-")) * GROUP
-        cases = [Case(self.name, f"random-{first + number}", seed) for number in range(GROUP)]
+        first = int(name.removeprefix("group-")) * GROUP_SIZE
+        cases = [Case(self.name, f"random-{first + number}", seed) for number in range(GROUP_SIZE)]
         if self._judge(trial, cases):
             return
         trial.parts.clear()
         for case in cases:
             self._judge(trial, [case])
 
-    def _write(self, source: Path, case: Case) -> Hostile:
+    def _write(self, source: Path, case: Case) -> HostileImage:
         """Write the file of a case into its own class folder."""
         class_id = f"hostile-{case.number if case.number is not None else 0:05}"
         folder = source / class_id
         folder.mkdir(parents=True)
         if case.number is None:
             MAKERS[case.name](folder / case.name)
-            return Hostile(class_id, case, (MAKERS[case.name].__doc__ or "").split(".")[0].removeprefix("Write "))
+            return HostileImage(class_id, case, (MAKERS[case.name].__doc__ or "").split(".")[0].removeprefix("Write "))
         suffix, content, fault = draw_image_fault(case.draw())
         (folder / f"image.{suffix}").write_bytes(content)
-        return Hostile(class_id, case, fault)
+        return HostileImage(class_id, case, fault)
 
     def _judge(self, trial: Trial, cases: Sequence[Case]) -> bool:
         """Pack and judge the files of some cases; return False if there are several and packing failed as a whole."""
@@ -110,10 +110,10 @@ class ImageKind:
         name = cases[0].name
         is_deep = name in DEEP
         finished = trial.run(_command(source, dest, workers=1 if is_deep else 2), timeout_s=limit_s)
-        most_mb = DEEP_GREY_MB if name == "deep-grey.png" else DEEP_MB if is_deep else MOST_MB
-        ended = judge_end(finished, names=[str(source), str(dest), "hostile-", "sound-"], most_mb=most_mb)
+        max_mb = DEEP_GREY_MB if name == "deep-grey.png" else DEEP_MB if is_deep else MAX_MB
+        ended = judge_exit(finished, names=[str(source), str(dest), "hostile-", "sound-"], max_mb=max_mb)
         if ended is not None and ended.verdict is Verdict.DETECTED:
-            ended = Judgement(ended.command, Verdict.WRONG, f"one image ended the whole pack: {ended.why}")
+            ended = Judgement(ended.command, Verdict.WRONG, f"one image stopped the whole pack: {ended.why}")
         if ended is not None and len(cases) > 1:
             return False
         judgements = [ended] if ended is not None else self._compare(trial, source, dest, hostiles)
@@ -122,9 +122,9 @@ class ImageKind:
         shutil.rmtree(source)
         return True
 
-    def _compare(self, trial: Trial, source: Path, dest: Path, hostiles: Sequence[Hostile]) -> list[Judgement]:
+    def _compare(self, trial: Trial, source: Path, dest: Path, hostiles: Sequence[HostileImage]) -> list[Judgement]:
         crops = read_crops(dest)
-        failures = _failures(dest)
+        failures = _read_failures(dest)
         reference = self._reference(trial, source, [each for each in hostiles if each.class_id in crops])
         others = [
             name for name, crop in self.sound.items() if not (name in crops and np.array_equal(crops[name], crop))
@@ -132,7 +132,9 @@ class ImageKind:
         judgements = []
         for hostile in hostiles:
             if others:
-                judgement = Judgement("preprocess-imagenet", Verdict.WRONG, f"other pixels of the sound {others[0]}")
+                judgement = Judgement(
+                    "preprocess-imagenet", Verdict.WRONG, f"wrong pixels of the sound image {others[0]}"
+                )
             elif hostile.class_id in crops:
                 judgement = _judge_crop(crops[hostile.class_id], reference.get(hostile.class_id, ""))
             elif failures.get(hostile.class_id):
@@ -142,7 +144,7 @@ class ImageKind:
             judgements.append(judgement)
         return judgements
 
-    def _reference(self, trial: Trial, source: Path, packed: list[Hostile]) -> dict[str, str | None]:
+    def _reference(self, trial: Trial, source: Path, packed: list[HostileImage]) -> dict[str, str | None]:
         """Return Pillow's result for the files that were packed, by class; empty if it fails or hangs."""
         if not packed:
             return {}
@@ -176,7 +178,7 @@ def read_all_crops(dest: Path) -> dict[str, list[Any]]:
     return found
 
 
-def _failures(dest: Path) -> dict[str, str]:
+def _read_failures(dest: Path) -> dict[str, str]:
     """Return the reason of each failure by the class in its path."""
     found = {}
     for line in (dest / "train/failures.jsonl").read_text().splitlines():
@@ -189,11 +191,11 @@ def _failures(dest: Path) -> dict[str, str]:
 def _judge_crop(crop: Any, reference: str | None) -> Judgement:
     name = "preprocess-imagenet"
     if reference is None:
-        return Judgement(name, Verdict.WRONG, "packed, and Pillow cannot decode it")
+        return Judgement(name, Verdict.WRONG, "packed, although Pillow cannot decode it")
     if not reference:
         return Judgement(name, Verdict.HARMLESS)
     theirs = np.frombuffer(bytes.fromhex(reference), np.uint8).reshape(crop.shape)
     levels = int(np.abs(crop.astype(int) - theirs.astype(int)).max())
-    if levels > MOST_LEVELS:
-        return Judgement(name, Verdict.WRONG, f"{levels} levels from what Pillow decodes")
+    if levels > MAX_LEVELS:
+        return Judgement(name, Verdict.WRONG, f"differs from Pillow by {levels} levels")
     return Judgement(name, Verdict.HARMLESS)

@@ -14,14 +14,14 @@ from scripts.kill_and_resume import COMPARED, EVAL_EVERY, TRAINING
 from scripts.torture_campaign.case import Case, Trial
 from scripts.torture_campaign.commands import Finished, Running
 from scripts.torture_campaign.oracle import columns, read_tree, read_weights
-from scripts.torture_campaign.pack_bases import pack_bases
-from scripts.torture_campaign.verdict import Judgement, Verdict, judge_end
+from scripts.torture_campaign.sound_packs import make_sound_packs
+from scripts.torture_campaign.verdict import Judgement, Verdict, judge_exit
 
 _STEPS = 2 * EVAL_EVERY
 _NUM_IMAGES, _SIDE = 400, 160
 _TIMEOUT_S = 120.0
 _REFERENCE_TIMEOUT_S = 400.0
-_LOOK_EVERY_S = 0.002
+_POLL_EVERY_S = 0.002
 
 
 @dataclass
@@ -49,14 +49,17 @@ class KillKind:
         """Pack and train without interruption."""
         self.source, dest, self.run = (trial.folder / name for name in ("images", "packed", "run"))
         _draw_images(self.source)
-        self.data = pack_bases(trial, ("raw",))["raw"].folder
+        self.data = make_sound_packs(trial, ("raw",))["raw"].folder
         # The second training reads its program from the cache, as the killed ones do.
-        commands = {"packing": pack_command(self.source, dest), "compiling": self._begin(trial.folder / "first")}
-        commands["training"] = self._begin(self.run)
+        commands = {
+            "packing": pack_command(self.source, dest),
+            "compiling": self._train_command(trial.folder / "first"),
+        }
+        commands["training"] = self._train_command(self.run)
         for name, command in commands.items():
             finished = trial.run(command, timeout_s=_REFERENCE_TIMEOUT_S)
             if finished.code != 0:
-                raise RuntimeError(f"{name} failed on sound data: {finished.said}")
+                raise RuntimeError(f"{name} failed on sound data: {finished.output}")
             self.seconds[name] = finished.seconds
         self.packed = read_tree(dest)
 
@@ -80,7 +83,7 @@ class KillKind:
         trial.fault = f"{what} killed {', '.join(instants)}"
         command, run = self._command(trial, what)
         finished = trial.run(command, timeout_s=_TIMEOUT_S)
-        ended = _judge_last(finished, run)
+        ended = _judge_final_launch(finished, run)
         compared = self._compare_pack(run) if what == "packing" else self._compare_run(run)
         trial.judge(ended or compared)
 
@@ -95,10 +98,10 @@ class KillKind:
         if what == "packing":
             return pack_command(self.source, dest), dest
         if not (dest / "config.json").exists():
-            return [*self._begin(dest), "--overwrite"], dest
+            return [*self._train_command(dest), "--overwrite"], dest
         return ["run-train", "--run-dir", str(dest), "--resume", "--compilation-cache", str(self.cache)], dest
 
-    def _begin(self, run: Path) -> list[str]:
+    def _train_command(self, run: Path) -> list[str]:
         where = ["--data", str(self.data), "--run-dir", str(run), "--compilation-cache", str(self.cache)]
         return ["run-train", *where, "--steps", str(_STEPS), *TRAINING]
 
@@ -112,10 +115,10 @@ class KillKind:
             while not running.is_over() and len(columns(run / "loss.jsonl", "step")) < step:
                 if time.monotonic() - running.started_s > _TIMEOUT_S:
                     break
-                time.sleep(_LOOK_EVERY_S)
+                time.sleep(_POLL_EVERY_S)
         deadline = time.monotonic() + after_s
         while not running.is_over() and time.monotonic() < deadline:
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_POLL_EVERY_S)
         if running.is_over():
             return "after its end"
         running.kill()
@@ -125,22 +128,22 @@ class KillKind:
         tree = read_tree(dest)
         others = sorted(key for key in {*tree, *self.packed} if tree.get(key) != self.packed.get(key))
         if others:
-            why = f"{len(others)} files are not those of a pack without kills, such as {others[0]}"
+            why = f"{len(others)} files differ from those of an uninterrupted pack, such as {others[0]}"
             return Judgement("preprocess-imagenet", Verdict.WRONG, why)
         return Judgement("preprocess-imagenet", Verdict.HARMLESS)
 
     def _compare_run(self, run: Path) -> Judgement:
         if read_weights(run / "model.safetensors") != read_weights(self.run / "model.safetensors"):
-            return Judgement("run-train", Verdict.WRONG, "other weights than of the run without kills")
+            return Judgement("run-train", Verdict.WRONG, "weights that differ from those of the uninterrupted run")
         for name, keys in COMPARED.items():
             if columns(run / name, *keys) != columns(self.run / name, *keys):
-                return Judgement("run-train", Verdict.WRONG, f"{name} is another than of the run without kills")
+                return Judgement("run-train", Verdict.WRONG, f"{name} differs from that of the uninterrupted run")
         return Judgement("run-train", Verdict.HARMLESS)
 
 
-def _judge_last(finished: Finished, dest: Path) -> Judgement | None:
+def _judge_final_launch(finished: Finished, dest: Path) -> Judgement | None:
     """Judge the launch that was not killed: it must succeed."""
-    ended = judge_end(finished, names=[str(dest)], refusals=(1, 2))
+    ended = judge_exit(finished, names=[str(dest)], refusals=(1, 2))
     if ended is not None and ended.verdict is Verdict.DETECTED:
         return Judgement(finished.command[0], Verdict.WRONG, f"did not continue after a kill: {ended.why}")
     return ended

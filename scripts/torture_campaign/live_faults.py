@@ -12,20 +12,20 @@ from pathlib import Path
 from scripts.torture_campaign.case import Trial
 from scripts.torture_campaign.commands import Finished
 from scripts.torture_campaign.oracle import read_lines, read_tree
-from scripts.torture_campaign.pack_bases import PackBase, Training, train_command
 from scripts.torture_campaign.pack_judging import (
     TRAINING_TIMEOUT_S,
-    finished_judgement,
     judge_losses,
+    judge_pack_exit,
     judge_read,
 )
+from scripts.torture_campaign.sound_packs import SoundPack, Training, train_command
 
 LiveFault = Callable[[Path, random.Random], str]
 _PAUSE_S = 0.1
 _READER_TIMEOUT_S = 30.0
-_LOOK_EVERY_S = 0.005
+_POLL_EVERY_S = 0.005
 _START_TIMEOUT_S = 60.0
-_STEPS_BEFORE = 20
+_STEPS_BEFORE_FAULT = 20
 _SHARDS = tuple(f"train/pixels/c/{number}/0/0" for number in range(3))
 
 
@@ -75,7 +75,7 @@ def empty_split(pack: Path, draw: random.Random) -> str:
     return f"{name} emptied"
 
 
-def pipe_in_place(pack: Path, draw: random.Random) -> str:
+def replace_by_pipe(pack: Path, draw: random.Random) -> str:
     """Replace a shard by a pipe."""
     name = draw.choice(_SHARDS)
     (pack / name).unlink()
@@ -83,7 +83,7 @@ def pipe_in_place(pack: Path, draw: random.Random) -> str:
     return f"{name} replaced by a pipe"
 
 
-def move_away(pack: Path, _draw: random.Random) -> str:
+def rename_pack(pack: Path, _draw: random.Random) -> str:
     """Rename the whole pack."""
     pack.rename(pack.with_name("moved"))
     return "the pack renamed"
@@ -96,12 +96,12 @@ LIVE_FAULTS: dict[str, LiveFault] = {
     "replace-one": replace_one,
     "empty-pixels": empty_pixels,
     "empty-split": empty_split,
-    "pipe": pipe_in_place,
-    "move-away": move_away,
+    "pipe": replace_by_pipe,
+    "move-away": rename_pack,
 }
 
 
-def try_on_reader(trial: Trial, base: PackBase, pack: Path, fault: LiveFault, draw: random.Random) -> None:
+def attempt_on_reader(trial: Trial, base: SoundPack, pack: Path, fault: LiveFault, draw: random.Random) -> None:
     """Apply a fault while the reader is in the middle of the pack."""
     dest, where = trial.folder / "read.json", trial.folder / "reader"
     where.mkdir()
@@ -110,21 +110,21 @@ def try_on_reader(trial: Trial, base: PackBase, pack: Path, fault: LiveFault, dr
     trial.fault = f"while it is read, {fault(pack, draw)}"
     finished = running.wait(_READER_TIMEOUT_S)
     trial.log.append(finished)
-    trial.judge(judge_read(finished_judgement(finished, pack), dest, base, read_tree(pack)))
+    trial.judge(judge_read(judge_pack_exit(finished, pack), dest, base, read_tree(pack)))
 
 
-def try_on_training(
-    trial: Trial, base: PackBase, pack: Path, fault: LiveFault, draw: random.Random, sound: Training, cache: Path
+def attempt_on_training(
+    trial: Trial, base: SoundPack, pack: Path, fault: LiveFault, draw: random.Random, sound: Training, cache: Path
 ) -> None:
     """Apply a fault after a training on the pack has made some steps."""
     run, where = trial.folder / "run", trial.folder / "trainer"
     where.mkdir()
     running = trial.commands.start(train_command(pack, run, cache, steps=sound.steps, batch=sound.batch), where)
     deadline = time.monotonic() + _START_TIMEOUT_S
-    while not running.is_over() and len(read_lines(run / "loss.jsonl")) < _STEPS_BEFORE:
+    while not running.is_over() and len(read_lines(run / "loss.jsonl")) < _STEPS_BEFORE_FAULT:
         if time.monotonic() > deadline:
             break
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_POLL_EVERY_S)
     trial.fault = f"while it is trained on, {fault(pack, draw)}"
     finished: Finished = running.wait(TRAINING_TIMEOUT_S)
     trial.log.append(finished)

@@ -14,8 +14,8 @@ import numpy as np
 import zarr
 from safetensors import safe_open
 
-OTHER_THAN_A_FILE = b"\0no regular file\0"
-_MOST_BYTES = 64 << 20
+NOT_A_FILE = b"\0no regular file\0"
+_MAX_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -80,15 +80,15 @@ def read_tree(folder: Path) -> dict[str, bytes]:
         try:
             mode = path.stat().st_mode
         except OSError:
-            found[key] = OTHER_THAN_A_FILE
+            found[key] = NOT_A_FILE
             continue
         if stat.S_ISREG(mode):
             found[key] = _read(path)
         elif not stat.S_ISDIR(mode) or path.is_symlink():
-            found[key] = OTHER_THAN_A_FILE
+            found[key] = NOT_A_FILE
     return found
 
 
 def _read(path: Path) -> bytes:
     with path.open("rb") as file:
-        return file.read(_MOST_BYTES)
+        return file.read(_MAX_BYTES)

@@ -10,17 +10,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from scripts.torture_campaign.case import Case, Trial
-from scripts.torture_campaign.live_faults import LIVE_FAULTS, try_on_reader, try_on_training
-from scripts.torture_campaign.pack_bases import LAYOUTS, PackBase, Training, pack_bases, train_on_base
-from scripts.torture_campaign.pack_faults import WHOLE_FAULTS, draw_pack_fault, replaced_file
+from scripts.torture_campaign.live_faults import LIVE_FAULTS, attempt_on_reader, attempt_on_training
+from scripts.torture_campaign.pack_faults import PACK_FAULTS, draw_pack_fault, replaced_file
 from scripts.torture_campaign.pack_judging import judge_reader, judge_training, judge_verify
+from scripts.torture_campaign.sound_packs import LAYOUTS, SoundPack, Training, make_sound_packs, train_on_sound_pack
 
 _SHORT = {"steps": 3, "batch": 8}
 _LONG = {"steps": 300, "batch": 32}
 _LIVE_LAYOUTS = ("raw", "large")
 _TRAINED_SHARE = 0.15
 _LIVE_SHARE = 0.05
-_SWAPS_OF_OTHERS = ("swap-within-split", "swap-between-splits", "swap-splits", "swap-labels", "labels-permuted")
+_FAULTS_OF_OTHER_LAYOUTS = ("swap-within-split", "swap-between-splits", "swap-splits", "swap-labels", "labels-permuted")
 
 
 @dataclass
@@ -34,7 +34,7 @@ class PackKind:
     """
 
     cache: Path
-    bases: dict[str, PackBase] = field(default_factory=dict)
+    bases: dict[str, SoundPack] = field(default_factory=dict)
     trainings: dict[tuple[str, int], Training] = field(default_factory=dict)
     name: str = "packs"
     _sound: Path = Path()
@@ -42,7 +42,7 @@ class PackKind:
 
     def prepare(self, trial: Trial) -> None:
         """Create the sound packs."""
-        self.bases = pack_bases(trial, tuple(LAYOUTS))
+        self.bases = make_sound_packs(trial, tuple(LAYOUTS))
         self._sound = trial.folder
 
     def training(self, trial: Trial, layout: str, lengths: dict[str, int]) -> Training:
@@ -53,21 +53,21 @@ class PackKind:
                 folder = self._sound / "-".join(map(str, key))
                 folder.mkdir(exist_ok=True)
                 maker = Trial(trial.case, folder, trial.commands)
-                self.trainings[key] = train_on_base(maker, self.bases[layout], self.cache, **lengths)
+                self.trainings[key] = train_on_sound_pack(maker, self.bases[layout], self.cache, **lengths)
         return self.trainings[key]
 
     def cases(self, seed: int, count: int) -> list[Case]:
         """Return the named cases, then drawn ones up to ``count`` in all."""
-        names = [f"raw:{fault}" for fault in WHOLE_FAULTS]
-        names += [f"{layout}:{fault}" for layout in ("dense", "blosc", "large") for fault in _SWAPS_OF_OTHERS]
+        names = [f"raw:{fault}" for fault in PACK_FAULTS]
+        names += [f"{layout}:{fault}" for layout in ("dense", "blosc", "large") for fault in _FAULTS_OF_OTHER_LAYOUTS]
         names += [f"live-{what}:{layout}:{fault}" for layout in _LIVE_LAYOUTS for what in ("training", "reader")
                   for fault in LIVE_FAULTS]  # fmt: skip
-        for key in self._one_of_each_sort():
+        for key in self._files_to_replace():
             names += [f"raw:{how}:{key}" for how in ("pipe", "dangling", "removed", "zero-device", "folder")]
         names += [f"random-{number}" for number in range(max(0, count - len(names)))]
         return [Case(self.name, name, seed) for name in names]
 
-    def _one_of_each_sort(self) -> list[str]:
+    def _files_to_replace(self) -> list[str]:
         """Return one file of each kind of a sound pack: train's without further shards, and two files of val."""
         others = ("pixels/c/1/", "pixels/c/2/")
         train = [
@@ -94,7 +94,7 @@ class PackKind:
             is_trained = draw.random() < _TRAINED_SHARE
         else:
             _, fault, *key = name.split(":")
-            chosen = replaced_file(key[0], fault) if key else WHOLE_FAULTS[fault]
+            chosen = replaced_file(key[0], fault) if key else PACK_FAULTS[fault]
             trial.fault = f"{layout}: {chosen(pack, base, draw)}"
             is_trained = fault in ("pipe", "removed") or not key
         judge_reader(trial, base, pack)
@@ -108,10 +108,10 @@ class PackKind:
         return name.split(":")[1 if name.startswith("live-") else 0]
 
     def _attempt_live(
-        self, trial: Trial, base: PackBase, pack: Path, what: str, fault: str, draw: random.Random
+        self, trial: Trial, base: SoundPack, pack: Path, what: str, fault: str, draw: random.Random
     ) -> None:
         if what == "reader":
-            try_on_reader(trial, base, pack, LIVE_FAULTS[fault], draw)
+            attempt_on_reader(trial, base, pack, LIVE_FAULTS[fault], draw)
             return
         sound = self.training(trial, base.name, _LONG)
-        try_on_training(trial, base, pack, LIVE_FAULTS[fault], draw, sound, self.cache)
+        attempt_on_training(trial, base, pack, LIVE_FAULTS[fault], draw, sound, self.cache)

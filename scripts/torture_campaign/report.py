@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from scripts.torture_campaign.case import Outcome
 from scripts.torture_campaign.documented import EXEMPTIONS
-from scripts.torture_campaign.verdict import RED, Verdict
+from scripts.torture_campaign.verdict import FAILURES, Verdict
 
 _COLUMNS = (
     Verdict.DETECTED,
@@ -41,7 +41,7 @@ def table(outcomes: Iterable[Outcome]) -> str:
 
 def is_clean(outcomes: Iterable[Outcome]) -> bool:
     """Return whether no outcome fails the campaign."""
-    return not any(outcome.worst.verdict in RED for outcome in outcomes)
+    return not any(outcome.worst.verdict in FAILURES for outcome in outcomes)
 
 
 def documented() -> str:

@@ -1,4 +1,4 @@
-"""The kind ``runs``: damage of run folders before or while they are resumed, evaluated, replayed or followed."""
+"""The kind ``runs``: damage to run folders before or during a resume, an evaluation, a replay or `tail-run`."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 from scripts.torture_campaign.case import Case, Trial
 from scripts.torture_campaign.commands import Finished, Running
 from scripts.torture_campaign.oracle import columns, read_lines, read_tree, read_weights
-from scripts.torture_campaign.pack_bases import EVALUATION_KEYS, LOSS_KEYS
-from scripts.torture_campaign.run_bases import (
+from scripts.torture_campaign.run_faults import LIVE_FAULTS, TOP_FILES, draw_run_fault, named_faults, replace_weights
+from scripts.torture_campaign.sound_packs import EVALUATION_KEYS, LOSS_KEYS
+from scripts.torture_campaign.sound_run import (
     RESUMED_STEPS,
     STEPS,
-    RunBase,
+    SoundRun,
     accuracy_of,
     eval_command,
+    make_sound_run,
     resume_command,
-    run_base,
 )
-from scripts.torture_campaign.run_faults import LIVE_FAULTS, TOP_FILES, draw_run_fault, foreign_weights, named_faults
-from scripts.torture_campaign.verdict import Judgement, Verdict, judge_end
+from scripts.torture_campaign.verdict import Judgement, Verdict, judge_exit
 
 _TRAINING_TIMEOUT_S = 40.0
 _READING_TIMEOUT_S = 20.0
@@ -31,11 +31,11 @@ _REPLAYED_SHARE = 0.1
 _LIVE = "live-"
 _INTERRUPTED = "interrupted-weights-foreign"
 _LIVE_STEPS = STEPS + 1000
-"""So many that a fault of a run that is going comes long before its end."""
-_STEPS_BEFORE = 70
-"""More than an evaluation comes after: a log that is not open yet is missed by whoever opens it."""
+"""Enough that a fault during the run occurs long before its end."""
+_STEPS_BEFORE_FAULT = 70
+"""Late enough that an evaluation has been logged: a log that is removed before it is opened is found missing anyway."""
 _LIVE_TIMEOUT_S = 60.0
-_LOOK_EVERY_S = 0.005
+_POLL_EVERY_S = 0.005
 _LOGS = {"loss.jsonl": LOSS_KEYS, "eval.jsonl": EVALUATION_KEYS}
 
 
@@ -49,12 +49,12 @@ class RunKind:
     """
 
     cache: Path
-    base: RunBase | None = None
+    base: SoundRun | None = None
     name: str = "runs"
 
     def prepare(self, trial: Trial) -> None:
         """Train the sound run."""
-        self.base = run_base(trial, self.cache)
+        self.base = make_sound_run(trial, self.cache)
 
     def cases(self, seed: int, count: int) -> list[Case]:
         """Return the named cases, then drawn ones up to ``count`` in all."""
@@ -90,129 +90,130 @@ class RunKind:
             judge_resume(trial, base, run)
 
 
-def changed_files(base: RunBase, run: Path) -> set[str]:
+def changed_files(base: SoundRun, run: Path) -> set[str]:
     """Return the files of a run that have changed."""
     tree = read_tree(run)
     return {key for key in {*tree, *base.tree} if tree.get(key) != base.tree.get(key)}
 
 
-def _ended(finished: Any, run: Path) -> Judgement | None:
+def _judge_run_exit(finished: Any, run: Path) -> Judgement | None:
     names = (str(run), *TOP_FILES, "snapshot", "data", "RUN")
-    return judge_end(finished, names=names, refusals=(1, 2))
+    return judge_exit(finished, names=names, refusals=(1, 2))
 
 
 def judge_tail(trial: Trial, run: Path) -> None:
-    """Show what there is of the loss."""
+    """Run tail-run and judge its exit."""
     finished = trial.run(["tail-run", str(run), "--once"], timeout_s=_READING_TIMEOUT_S)
-    trial.judge(_ended(finished, run) or Judgement("tail-run", Verdict.HARMLESS))
+    trial.judge(_judge_run_exit(finished, run) or Judgement("tail-run", Verdict.HARMLESS))
 
 
-def judge_evaluation(trial: Trial, base: RunBase, run: Path) -> None:
-    """Evaluate the run; its accuracy must be that of the sound one."""
+def judge_evaluation(trial: Trial, base: SoundRun, run: Path) -> None:
+    """Evaluate the run; its accuracy must equal that of the sound run."""
     finished = trial.run(eval_command(run), timeout_s=_TRAINING_TIMEOUT_S)
-    ended = _ended(finished, run)
+    ended = _judge_run_exit(finished, run)
     if ended is None and (found := accuracy_of(finished.out)) != base.accuracy:
         ours, theirs = ({key: each.get(key) for key in ("top1", "loss")} for each in (found, base.accuracy))
-        ended = Judgement("run-eval", Verdict.WRONG, f"{ours}, and {theirs} of the sound run")
+        ended = Judgement("run-eval", Verdict.WRONG, f"{ours}, but the sound run has {theirs}")
     trial.judge(ended or Judgement("run-eval", Verdict.HARMLESS))
 
 
-def judge_replay(trial: Trial, base: RunBase, run: Path) -> None:
+def judge_replay(trial: Trial, base: SoundRun, run: Path) -> None:
     """Replay the run; if its record differs from that of the sound run, the replay must not report the same bits."""
     finished = trial.run(["verify-run", str(run), "--from", "0"], timeout_s=_TRAINING_TIMEOUT_S)
-    ended = _ended(finished, run)
+    ended = _judge_run_exit(finished, run)
     if finished.code == 1 and finished.out.startswith(b"differs"):
         ended = Judgement("verify-run", Verdict.DETECTED, "differs")
-    if ended is None and (where := other_records(base, run)):
-        ended = Judgement("verify-run", Verdict.WRONG, f"found the same bits, and {where}")
+    if ended is None and (where := find_differing_record(base, run)):
+        ended = Judgement("verify-run", Verdict.WRONG, f"reported the same bits, although {where}")
     trial.judge(ended or Judgement("verify-run", Verdict.HARMLESS))
 
 
-def other_records(base: RunBase, run: Path) -> str:
-    """Return where the logs of a run differ from those of the sound run; a truncated end is not a difference."""
+def find_differing_record(base: SoundRun, run: Path) -> str:
+    """Return where the logs of a run first differ from the sound run's; a truncated end is not a difference."""
     for name, keys in _LOGS.items():
         sound = base.losses if name == "loss.jsonl" else base.evaluations
         found = columns(run / name, *keys)
         for number, (ours, theirs) in enumerate(zip(found, sound, strict=False), start=1):
             if ours != theirs:
-                return f"line {number} of {name} is not that of the sound run"
+                return f"line {number} of {name} differs from the sound run"
     return ""
 
 
-def judge_resume(trial: Trial, base: RunBase, run: Path) -> None:
+def judge_resume(trial: Trial, base: SoundRun, run: Path) -> None:
     """Resume the run; its weights, losses and evaluations must equal those of the sound run."""
     finished = trial.run(resume_command(run, steps=RESUMED_STEPS), timeout_s=_TRAINING_TIMEOUT_S)
-    ended = _ended(finished, run)
+    ended = _judge_run_exit(finished, run)
     if ended is not None:
         trial.judge(ended)
         return
-    trial.judge(_compare(base, run))
+    trial.judge(compare_with_sound_run(base, run))
 
 
-def _attempt_live(trial: Trial, base: RunBase, run: Path, draw: random.Random) -> None:
-    """Do a fault while the run goes on; that must end it, and what it has learnt must be there."""
-    running = _go_on(trial, run)
-    trial.fault = f"while it goes on, {LIVE_FAULTS[trial.case.name.removeprefix(_LIVE)](run, base, draw)}"
+def _attempt_live(trial: Trial, base: SoundRun, run: Path, draw: random.Random) -> None:
+    """Apply a fault while the run is training; the run must end with an error and write its weights."""
+    running = _resume_in_background(trial, run)
+    trial.fault = f"during the run, {LIVE_FAULTS[trial.case.name.removeprefix(_LIVE)](run, base, draw)}"
     finished = running.wait(_LIVE_TIMEOUT_S)
     trial.log.append(finished)
     trial.judge(judge_live(finished, run))
 
 
-def _attempt_interrupted(trial: Trial, base: RunBase, run: Path, draw: random.Random) -> None:
-    """Go on with a run that has another's weights, and kill it before it writes its own; then evaluate it."""
-    trial.fault = f"{foreign_weights(run, base, draw)}, and the run is killed while it goes on"
-    running = _go_on(trial, run)
+def _attempt_interrupted(trial: Trial, base: SoundRun, run: Path, draw: random.Random) -> None:
+    """Resume a run that has the weights of another run, kill it before it writes its own, and evaluate it."""
+    trial.fault = f"{replace_weights(run, base, draw)}, and the resumed run is killed"
+    running = _resume_in_background(trial, run)
     if not running.is_over():
         running.kill()
     finished = running.wait(_LIVE_TIMEOUT_S)
     trial.log.append(finished)
-    if not finished.killed and (ended := _ended(finished, run)) is not None:
+    if not finished.killed and (ended := _judge_run_exit(finished, run)) is not None:
         trial.judge(ended)
     judge_evaluation(trial, base, run)
 
 
-def _go_on(trial: Trial, run: Path) -> Running:
-    """Begin to go on with a run; return once it has made some steps, or has ended."""
+def _resume_in_background(trial: Trial, run: Path) -> Running:
+    """Resume a run in the background; return when it has done some steps or has ended."""
     where = trial.folder / "trainer"
     where.mkdir()
     running = trial.commands.start(resume_command(run, steps=_LIVE_STEPS), where)
     deadline = time.monotonic() + _LIVE_TIMEOUT_S
-    while len(read_lines(run / "loss.jsonl")) < STEPS + _STEPS_BEFORE:
+    while len(read_lines(run / "loss.jsonl")) < STEPS + _STEPS_BEFORE_FAULT:
         if running.is_over() or time.monotonic() > deadline:
             break
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_POLL_EVERY_S)
     return running
 
 
 def judge_live(finished: Finished, run: Path) -> Judgement:
-    """Judge a run whose folder was no longer its own before the end: it may not end as if nothing were lost."""
+    """Judge a run whose folder lost files before the end: it must not succeed, and must leave its weights."""
     name = "run-train"
-    ended = _ended(finished, run)
+    ended = _judge_run_exit(finished, run)
     if ended is None:
-        return Judgement(name, Verdict.WRONG, "ended well, and its folder had lost files meanwhile")
+        return Judgement(name, Verdict.WRONG, "succeeded, although its folder had lost files")
     if ended.verdict is not Verdict.DETECTED:
         return ended
     try:
         read_weights(run / "model.safetensors")
-    except Exception as error:  # noqa: BLE001 - whatever it is, the weights are lost
-        return Judgement(name, Verdict.WRONG, f"ended with a message, and left no weights: {error}")
+    except Exception as error:  # noqa: BLE001 - any error means that the weights are lost
+        return Judgement(name, Verdict.WRONG, f"failed with a message, but left no readable weights: {error}")
     return ended
 
 
-def _compare(base: RunBase, run: Path) -> Judgement:
+def compare_with_sound_run(base: SoundRun, run: Path) -> Judgement:
+    """Judge a resumed run: its weights, losses and evaluations must equal those of the sound run."""
     name = "run-train"
     try:
         weights = read_weights(run / "model.safetensors")
-    except Exception as error:  # noqa: BLE001 - whatever it is, the weights are damaged
+    except Exception as error:  # noqa: BLE001 - any error means that the weights are damaged
         return Judgement(name, Verdict.WRONG, f"left weights that cannot be read: {error}")
     if weights != base.weights:
         count = sum(weights.get(key) != digest for key, digest in base.weights.items())
-        return Judgement(name, Verdict.WRONG, f"resumed to other weights, {count} of {len(base.weights)} arrays differ")
+        return Judgement(name, Verdict.WRONG, f"resumed, but the weights differ: {count} of {len(base.weights)} arrays")
     losses = columns(run / "loss.jsonl", *LOSS_KEYS)
     evaluations = columns(run / "eval.jsonl", *EVALUATION_KEYS)
     for log, found, sound in (("loss.jsonl", losses, base.losses), ("eval.jsonl", evaluations, base.evaluations)):
         if found != sound:
             same = [ours == theirs for ours, theirs in zip(found, sound, strict=False)]
             line = [*same, False].index(False) + 1
-            return Judgement(name, Verdict.WRONG, f"resumed, and {log} differs from line {line} on")
+            return Judgement(name, Verdict.WRONG, f"resumed, but {log} differs from line {line} on")
     return Judgement(name, Verdict.HARMLESS)

@@ -1,4 +1,4 @@
-"""Hostile trees: links without end, depth, pipes and names in folders of images and beside Kaggle's lists."""
+"""HostileImage trees: endless links, deep folders, pipes and control characters in names."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def doubling_links(folder: Path, images: Images) -> Path:
 
 
 def link_loop(folder: Path, images: Images) -> Path:
-    """Write a link to the folder that it lies in, and one to the whole tree."""
+    """Write a link to its own folder, and one to the whole tree."""
     source = sound_tree(folder, images)
     (source / "n00000000/again").symlink_to(source / "n00000000")
     (source / "n00000001/all").symlink_to(source)
@@ -105,14 +105,14 @@ def split_of_escapes(folder: Path, images: Images) -> Path:
 
 
 def pipe_of_names(folder: Path, images: Images) -> Path:
-    """Put a pipe in the place of classes.txt."""
+    """Write a pipe named classes.txt."""
     source = sound_tree(folder, images)
     os.mkfifo(source / "classes.txt")
     return source
 
 
 def device_of_names(folder: Path, images: Images) -> Path:
-    """Put a link to /dev/zero in the place of classes.txt."""
+    """Write a link to /dev/zero named classes.txt."""
     source = sound_tree(folder, images)
     (source / "classes.txt").symlink_to("/dev/zero")
     return source
@@ -149,7 +149,7 @@ def kaggle_tree(folder: Path, images: Images) -> Path:
 
 
 def kaggle_pipe(name: str) -> SourceMaker:
-    """Return the maker of Kaggle's tree with a pipe in the place of a list."""
+    """Return the maker of Kaggle's tree in which a list is replaced by a pipe."""
 
     def make(folder: Path, images: Images) -> Path:
         source = kaggle_tree(folder, images)
@@ -172,7 +172,7 @@ def kaggle_rows(row: bytes) -> SourceMaker:
     return make
 
 
-# By name: the maker, and whether nothing but a refusal will do.
+# By name: the maker, and whether the command must refuse.
 TREES: dict[str, tuple[SourceMaker, bool]] = {
     "nested-1500": (nested_folders, False),
     "doubling-links": (doubling_links, False),

@@ -9,8 +9,8 @@ from enum import StrEnum
 
 from scripts.torture_campaign.commands import Finished
 
-MOST_WORDS_BYTES = 8_000
-MOST_MB = 2_600.0
+MAX_MESSAGE_BYTES = 8_000
+MAX_MB = 2_600.0
 """Memory limit of any command on such small data; a training takes 400 to 700 MB."""
 _TRACEBACK = re.compile(
     r"Traceback \(most recent call last\)|\b[A-Z]\w*(?:Error|Exception|Warning)\b(?=[:(]| \()"
@@ -23,7 +23,7 @@ _ESCAPE = re.compile("[\x1b\x07\x80-\x9f\udc80-\udc9f]")
 
 
 class Verdict(StrEnum):
-    """The kinds of outcome, the worst last."""
+    """The kinds of outcome, from best to worst."""
 
     HARMLESS = "harmless"
     DETECTED = "detected"
@@ -34,9 +34,9 @@ class Verdict(StrEnum):
     CRASH = "crash"
 
     @property
-    def is_red(self) -> bool:
+    def is_failure(self) -> bool:
         """Whether it fails the campaign."""
-        return self in RED
+        return self in FAILURES
 
     @property
     def severity(self) -> int:
@@ -44,7 +44,7 @@ class Verdict(StrEnum):
         return list(Verdict).index(self)
 
 
-RED = (Verdict.WRONG, Verdict.TRACEBACK, Verdict.HANG, Verdict.CRASH)
+FAILURES = (Verdict.WRONG, Verdict.TRACEBACK, Verdict.HANG, Verdict.CRASH)
 
 
 @dataclass(frozen=True)
@@ -67,42 +67,42 @@ def worst_of(judgements: Iterable[Judgement]) -> Judgement:
     return max(judgements, key=lambda each: each.verdict.severity)
 
 
-def judge_end(
+def judge_exit(
     finished: Finished,
     *,
     names: Iterable[str],
     refusals: tuple[int, ...] = (2,),
-    most_mb: float = MOST_MB,
+    max_mb: float = MAX_MB,
 ) -> Judgement | None:
-    """Judge how a command ended; return None if it exited with 0 and its output has no fault.
+    """Judge the exit of a command; return None if it exited with 0 and its output has no fault.
 
     Args:
         finished: the command.
         names: the message of a refusal must contain one of them.
         refusals: exit codes that are allowed for a refusal.
-        most_mb: memory limit in MB.
+        max_mb: memory limit in MB.
     """
-    if found := _fault_of_end(finished, most_mb):
+    if found := _fault_of_exit(finished, max_mb):
         return Judgement(finished.command[0], *found)
     if finished.code == 0:
         return None
-    words = first_line(complaint(finished))
+    words = first_line(error_message(finished))
     if _OUT_OF_MEMORY.search(words):
-        return Judgement(finished.command[0], Verdict.CRASH, f"came to the limit of its memory: {words}")
+        return Judgement(finished.command[0], Verdict.CRASH, f"reached its memory limit: {words}")
     if fault := _fault_of_refusal(finished, tuple(names), refusals):
         return Judgement(finished.command[0], Verdict.WRONG, f"{fault}: {words}")
     return Judgement(finished.command[0], Verdict.DETECTED, words)
 
 
-def _fault_of_end(finished: Finished, most_mb: float) -> tuple[Verdict, str] | None:
+def _fault_of_exit(finished: Finished, max_mb: float) -> tuple[Verdict, str] | None:
     """Return a fault that is not allowed for any command, or None."""
     if finished.hung:
-        return Verdict.HANG, f"no end in {finished.seconds:.0f} s"
+        return Verdict.HANG, f"did not end within {finished.seconds:.0f} s"
     if finished.code < 0:
         return Verdict.CRASH, f"ended by signal {-finished.code}"
-    if finished.max_rss_mb > most_mb:
-        return Verdict.CRASH, f"took {finished.max_rss_mb:,.0f} MB, at most {most_mb:,.0f} are allowed"
-    said = finished.said
+    if finished.max_rss_mb > max_mb:
+        return Verdict.CRASH, f"used {finished.max_rss_mb:,.0f} MB, more than its limit of {max_mb:,.0f} MB"
+    said = finished.output
     if found := _TRACEBACK.search(said):
         return Verdict.TRACEBACK, first_line(said[found.start() :])
     if found := _ESCAPE.search(said):
@@ -114,17 +114,17 @@ def _fault_of_end(finished: Finished, most_mb: float) -> tuple[Verdict, str] | N
 def _fault_of_refusal(finished: Finished, names: tuple[str, ...], refusals: tuple[int, ...]) -> str:
     """Return what is wrong with the message or the exit code of a refusal; empty if nothing is."""
     if finished.code not in refusals:
-        return f"exit code {finished.code}, not of {refusals}"
-    if not finished.said.strip():
-        return f"exit code {finished.code} without a word"
-    if len(finished.err) > MOST_WORDS_BYTES:
+        return f"exit code {finished.code}, expected one of {refusals}"
+    if not finished.output.strip():
+        return f"exit code {finished.code} without a message"
+    if len(finished.err) > MAX_MESSAGE_BYTES:
         return f"a message of {len(finished.err):,} bytes"
-    if not any(each in complaint(finished) for each in names):
-        return "its message names no file of what is damaged"
+    if not any(each in error_message(finished) for each in names):
+        return "its message does not name a damaged file"
     return ""
 
 
-def complaint(finished: Finished) -> str:
+def error_message(finished: Finished) -> str:
     """Return the final error message of a command, without earlier output."""
     said = finished.err.decode(errors="replace")
     starts = [

@@ -31,7 +31,7 @@ DONOR = "twin"
 
 
 @dataclass(frozen=True)
-class PackBase:
+class SoundPack:
     """A sound pack.
 
     Attributes:
@@ -65,7 +65,7 @@ def draw_source(folder: Path, seed: int) -> None:
     (folder / "train/class-0/no-image.png").write_bytes(b"no image")
 
 
-def pack_bases(trial: Trial, names: tuple[str, ...]) -> dict[str, PackBase]:
+def make_sound_packs(trial: Trial, names: tuple[str, ...]) -> dict[str, SoundPack]:
     """Draw and pack the sound packs of some layouts, and read them.
 
     Raises:
@@ -80,7 +80,7 @@ def pack_bases(trial: Trial, names: tuple[str, ...]) -> dict[str, PackBase]:
         folder = _pack(trial, sources["ours"], name, name)
         contents = {split: read_split(folder / split) for split in SPLITS}
         has_donor = donor if LAYOUTS[name] == LAYOUTS["raw"] else None
-        bases[name] = PackBase(name, folder, "bare" not in name, contents, read_tree(folder), has_donor)
+        bases[name] = SoundPack(name, folder, "bare" not in name, contents, read_tree(folder), has_donor)
     return bases
 
 
@@ -90,7 +90,7 @@ def _pack(trial: Trial, source: Path, name: str, layout: str) -> Path:
     size = ["--size", str(side), "--shard-images", "32", "--workers", "1"]
     finished = trial.run(["preprocess-imagenet", str(source), str(folder), *size, *options], timeout_s=_PACK_TIMEOUT_S)
     if finished.code != 0:
-        raise RuntimeError(f"packing a sound source failed: {finished.said}")
+        raise RuntimeError(f"packing a sound source failed: {finished.output}")
     return folder
 
 
@@ -121,12 +121,12 @@ def train_command(pack: Path, run: Path, cache: Path, *, steps: int, batch: int)
     return ["run-train", *options.split(), *where]
 
 
-def train_on_base(trial: Trial, base: PackBase, cache: Path, *, steps: int, batch: int) -> Training:
+def train_on_sound_pack(trial: Trial, base: SoundPack, cache: Path, *, steps: int, batch: int) -> Training:
     """Train on a sound pack; trainings on damaged packs are compared with its losses."""
     run = trial.folder / f"run-{base.name}-{steps}"
     finished = trial.run(train_command(base.folder, run, cache, steps=steps, batch=batch), timeout_s=_TRAIN_TIMEOUT_S)
     if finished.code != 0:
-        raise RuntimeError(f"training on a sound pack failed: {finished.said}")
+        raise RuntimeError(f"training on a sound pack failed: {finished.output}")
     return Training(
         steps,
         batch,

@@ -11,17 +11,28 @@ from typing import Any
 
 from scripts.torture_campaign.case import Trial
 from scripts.torture_campaign.oracle import columns, read_tree, read_weights
-from scripts.torture_campaign.pack_bases import EVALUATION_KEYS, LOSS_KEYS, pack_bases, train_command
+from scripts.torture_campaign.sound_packs import EVALUATION_KEYS, LOSS_KEYS, make_sound_packs, train_command
 
 FIRST_STEPS, STEPS, RESUMED_STEPS = 100, 150, 200
 _BATCH = 8
-_MORE = ["--eval-every", "50", "--snapshot-every", "0", "--keep", "0", "--flip", "0.5", "--ema-decay", "0.9"]
+_TRAINING_OPTIONS = [
+    "--eval-every",
+    "50",
+    "--snapshot-every",
+    "0",
+    "--keep",
+    "0",
+    "--flip",
+    "0.5",
+    "--ema-decay",
+    "0.9",
+]
 _TIMEOUT_S = 300.0
 _REQUEST_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
-class RunBase:
+class SoundRun:
     """A sound run of `STEPS` with snapshots of two steps, and its results.
 
     Attributes:
@@ -42,22 +53,24 @@ class RunBase:
     accuracy: dict[str, Any]
 
 
-def run_base(trial: Trial, cache: Path) -> RunBase:
+def make_sound_run(trial: Trial, cache: Path) -> SoundRun:
     """Train the sound run in two launches, with a learning rate request during the first; then train the donor run.
 
     Raises:
         RuntimeError: a command failed on sound data.
     """
-    pack = pack_bases(trial, ("raw",))["raw"].folder
+    pack = make_sound_packs(trial, ("raw",))["raw"].folder
     run, donor, resumed = (trial.folder / f"run-{name}" for name in ("sound", "donor", "resumed"))
-    _begin(trial, pack, run, cache, seed=0)
-    _must(trial, resume_command(run, steps=STEPS))
-    _must(trial, [*train_command(pack, donor, cache, steps=FIRST_STEPS, batch=_BATCH), *_MORE, "--seed", "1"])
-    _must(trial, resume_command(donor, steps=STEPS))
+    _train_with_request(trial, pack, run, cache, seed=0)
+    _run_checked(trial, resume_command(run, steps=STEPS))
+    _run_checked(
+        trial, [*train_command(pack, donor, cache, steps=FIRST_STEPS, batch=_BATCH), *_TRAINING_OPTIONS, "--seed", "1"]
+    )
+    _run_checked(trial, resume_command(donor, steps=STEPS))
     shutil.copytree(run, resumed)
-    _must(trial, resume_command(resumed, steps=RESUMED_STEPS))
-    said = _must(trial, eval_command(run))
-    return RunBase(
+    _run_checked(trial, resume_command(resumed, steps=RESUMED_STEPS))
+    said = _run_checked(trial, eval_command(run))
+    return SoundRun(
         run,
         donor,
         read_tree(run),
@@ -87,31 +100,36 @@ def accuracy_of(said: bytes) -> dict[str, Any]:
     return {key: value for key, value in document.items() if key != "time"} if isinstance(document, dict) else {}
 
 
-def _begin(trial: Trial, pack: Path, run: Path, cache: Path, *, seed: int) -> None:
-    """Train the first steps, and request another learning rate meanwhile."""
+def _train_with_request(trial: Trial, pack: Path, run: Path, cache: Path, *, seed: int) -> None:
+    """Train the first steps, and request another learning rate during the training."""
     where = trial.folder / "first"
     where.mkdir()
-    command = [*train_command(pack, run, cache, steps=FIRST_STEPS, batch=_BATCH), *_MORE, "--seed", str(seed)]
+    command = [
+        *train_command(pack, run, cache, steps=FIRST_STEPS, batch=_BATCH),
+        *_TRAINING_OPTIONS,
+        "--seed",
+        str(seed),
+    ]
     # A server runs one command at a time; control-run is imported by both servers.
     running = trial.commands.start(command, where)
     request = ["control-run", str(run), "--learning-rate-factor", "0.5"]
-    deadline, number, is_taken = time.monotonic() + _TIMEOUT_S, 0, False
-    # Try from the moment that the run has its folder, while it compiles: so few steps may be over soon after that.
-    while not is_taken and not running.is_over() and time.monotonic() < deadline:
-        asking = trial.folder / f"asking-{number}"
-        asking.mkdir()
-        asked = trial.commands.packing.start(request, asking).wait(_REQUEST_TIMEOUT_S)
-        is_taken, number = asked.code == 0, number + 1
+    deadline, number, is_accepted = time.monotonic() + _TIMEOUT_S, 0, False
+    # Try as soon as the run has its folder, during compilation: so few steps may be done soon afterwards.
+    while not is_accepted and not running.is_over() and time.monotonic() < deadline:
+        folder = trial.folder / f"request-{number}"
+        folder.mkdir()
+        answered = trial.commands.packing.start(request, folder).wait(_REQUEST_TIMEOUT_S)
+        is_accepted, number = answered.code == 0, number + 1
         time.sleep(0.05)
     finished = running.wait(_TIMEOUT_S)
     if finished.code != 0:
-        raise RuntimeError(f"the sound run failed: {finished.said}")
-    if not is_taken:
+        raise RuntimeError(f"the sound run failed: {finished.output}")
+    if not is_accepted:
         raise RuntimeError("the sound run did not accept a request")
 
 
-def _must(trial: Trial, command: list[str]) -> bytes:
+def _run_checked(trial: Trial, command: list[str]) -> bytes:
     finished = trial.run(command, timeout_s=_TIMEOUT_S)
     if finished.code != 0:
-        raise RuntimeError(f"{' '.join(command)} failed on sound data: {finished.said}")
+        raise RuntimeError(f"{' '.join(command)} failed on sound data: {finished.output}")
     return finished.out
