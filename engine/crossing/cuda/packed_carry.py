@@ -29,13 +29,13 @@ class PackedForm:
         structure: structure of the tree.
         leaves: shape and dtype of each leaf.
         groups: indices of the leaves that are concatenated; a group has one dtype.
-        alone: indices of the other leaves.
+        unpacked: indices of the other leaves.
     """
 
     structure: jax.tree_util.PyTreeDef
     leaves: tuple[jax.ShapeDtypeStruct, ...]
     groups: tuple[tuple[int, ...], ...]
-    alone: tuple[int, ...]
+    unpacked: tuple[int, ...]
 
     @classmethod
     def of(cls, tree: Any) -> "PackedForm":
@@ -65,11 +65,11 @@ class PackedForm:
                     f"to {_describe(_kind_of(array))}"
                 )
         together = [jnp.concatenate([arrays[index] for index in group]) for group in self.groups]
-        return together + [arrays[index] for index in self.alone]
+        return together + [arrays[index] for index in self.unpacked]
 
     def unpack(self, packed: list[jax.Array]) -> Any:
         """Rebuild the tree from the result of `pack`."""
-        arrays = dict(zip(self.alone, packed[len(self.groups) :], strict=True))
+        arrays = dict(zip(self.unpacked, packed[len(self.groups) :], strict=True))
         for group, together in zip(self.groups, packed, strict=False):
             start = 0
             for index in group:
