@@ -95,7 +95,7 @@ def test_a_piped_run_prints_what_it_is_and_a_line_a_step(tmp_path):
             ["--image-size", "9", "--data", "packed"],
             "--image-size must be at most the size of the images, 8 × 8 px, got 9",
         ),
-        (["--run-dir", "file", "--data", "packed"], "the run folder must be a folder, and file is a file"),
+        (["--run-dir", "file", "--data", "packed"], "the run folder must be a folder, but file is a file"),
         (["--momentum", "nan"], "--momentum must lie in 0 … 1, got nan"),
         (["--recipe", "imagnet"], "a recipe must be one of cifar-200, "),
         (["--recipe", "mine.toml"], "mine.toml: a recipe has no setting 'bach': did you mean batch?"),
@@ -426,7 +426,7 @@ def test_a_run_finds_its_data_from_another_working_directory(tmp_path):
     ("options", "message"),
     [
         (["--resume"], "--resume continues a run, and none is named: give its --run-dir"),
-        (["--resume", "--run-dir", "none"], "a run folder must hold config.json, and none does not"),
+        (["--resume", "--run-dir", "none"], "a run folder must contain config.json, but none does not"),
         (["--resume", "--overwrite", "--run-dir", "none"], "got both: give one of the two"),
         (["--snapshot-every", "-1"], "--snapshot-every must lie in 0 …"),
     ],

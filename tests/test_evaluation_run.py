@@ -163,15 +163,15 @@ def test_other_classes_and_sizes_are_refused(trained, data, tmp_path):
     shuffled = fake_source(6, size=8, name="shuffled")
     pack(shuffled.but(classes=tuple(reversed(shuffled.classes))), tmp_path)
     with pytest.raises(
-        ValueError, match=r"classes of the training split, and those of .*/shuffled differ from those of .*/train"
+        ValueError, match=r"same classes as the training split, but those of .*/shuffled differ from those of .*/train"
     ):
         evaluate(replace(settings, data=os.fspath(tmp_path), eval_split="shuffled"))
     fewer = fake_source(6, size=8, name="fewer")
     pack(fewer.but(classes=fewer.classes[:2], labels=[0, 1] * 3), tmp_path / "apart")
-    with pytest.raises(ValueError, match=r"must have the 3 classes of the weights, and .*/fewer has 2"):
+    with pytest.raises(ValueError, match=r"must have 3 classes, as the weights do, but .*/fewer has 2"):
         evaluate(replace(settings, data=os.fspath(tmp_path / "apart"), eval_split="fewer"))
     pack(fake_source(6, size=4, name="small"), tmp_path)
-    with pytest.raises(ValueError, match=r"as large as those of the training, 6 × 6 px, .* got 4 × 4 px"):
+    with pytest.raises(ValueError, match=r"as large as those used in training, 6 × 6 px, .* got 4 × 4 px"):
         evaluate(replace(settings, data=os.fspath(tmp_path), eval_split="small"))
 
 
@@ -190,7 +190,7 @@ def test_a_run_that_was_never_evaluated_can_be(data, tmp_path):
     config = TrainConfig(steps=1, batch=4, data=os.fspath(data), model="resnet8", run_dir=os.fspath(tmp_path / "run"))
     assert train(replace(config, eval_split="off")).evaluations == ()
     with pytest.raises(
-        ValueError, match=r"none of the usual splits to evaluate on: name one with --split, one of train, other, val"
+        ValueError, match=r"none of the usual evaluation splits: choose one with --split \(train, other, val\)"
     ):
         evaluate(tmp_path / "run")
     assert evaluate(replace(run_settings(tmp_path / "run"), eval_split="val")).record.num_images == NUM_EVALUATED
@@ -206,7 +206,7 @@ def test_the_model_must_be_the_runs(trained, tmp_path):
     ):
         evaluate(tmp_path, evaluation=evaluation_set(3))
     with pytest.raises(
-        ValueError, match=r"must be named with --data DIR, because the weights were trained on batches of your own"
+        ValueError, match=r"must be given with --data DIR, because the weights were trained on batches of your own"
     ):
         evaluate(tmp_path, model=Linear())
 
@@ -231,7 +231,7 @@ def test_weights_of_anywhere_are_evaluated(trained, data, tmp_path):
 
     bare = tmp_path / "bare.safetensors"
     save_file(load_file(run / "model.safetensors"), bare)
-    with pytest.raises(ValueError, match=r"bare\.safetensors does not name the model"):
+    with pytest.raises(ValueError, match=r"bare\.safetensors does not record which model"):
         evaluate_weights(bare, config)
     named = replace(config, model="resnet8", image_size=6)
     evaluate_weights(bare, named, notify=told.append)

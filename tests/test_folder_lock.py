@@ -199,7 +199,7 @@ def test_whoever_holds_it_may_remove_the_file(tmp_path):
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     for folder, reason in ((tmp_path / "file", "Not a directory"), (tmp_path / "no", "No such file or directory")):
-        with pytest.raises(ValueError, match=rf"{folder} must be a writable folder, and .* \({reason}\): choose"):
+        with pytest.raises(ValueError, match=rf"{folder} must be a writable folder, but .* \({reason}\): choose"):
             FolderLock(folder).acquire()
 
 

@@ -145,8 +145,8 @@ def test_another_model_is_named_where_the_file_names_it(resnet8, tmp_path):
     ("content", "message"),
     [
         (None, "does not exist"),
-        (b"", "must be a whole safetensors file"),
-        (b"PK\x03\x04 and more of what PyTorch writes", "must be a whole safetensors file"),
+        (b"", "must be a complete safetensors file"),
+        (b"PK\x03\x04 and more of what PyTorch writes", "must be a complete safetensors file"),
     ],
 )
 def test_a_file_that_is_none_is_refused(tmp_path, content, message):
@@ -155,14 +155,14 @@ def test_a_file_that_is_none_is_refused(tmp_path, content, message):
         path.write_bytes(content)
     with pytest.raises(ValueError, match=message):
         load_initial_weights(path, "resnet8", *shapes_of("resnet8", 3))
-    with pytest.raises(ValueError, match="is a folder: name a file"):
+    with pytest.raises(ValueError, match="is a folder: give a file"):
         load_initial_weights(tmp_path, "resnet8", *shapes_of("resnet8", 3))
 
 
 def test_a_truncated_file_is_refused(resnet8):
     weights, path = resnet8
     path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(ValueError, match=r"must be a whole safetensors file, and .*w\.safetensors is not \("):
+    with pytest.raises(ValueError, match=r"must be a complete safetensors file, but .*w\.safetensors is not \("):
         load_initial_weights(path, "resnet8", *weights)
 
 

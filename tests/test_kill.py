@@ -76,7 +76,7 @@ def test_a_run_killed_seven_times_ends_as_if_it_had_been_left_alone(tmp_path, ca
         assert start in said if start else "resuming" not in said
         assert not (tmp_path / "result.json").exists()
         if number == 0:
-            with pytest.raises(ValueError, match=r"holds no config\.json: .*start one without --resume"):
+            with pytest.raises(ValueError, match=r"contains no config\.json: .*start one without --resume"):
                 resume(tmp_path, cache)
         if number in (1, 2):
             assert not (tmp_path / "loss.jsonl").read_bytes().endswith(b"\n")

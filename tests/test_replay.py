@@ -215,13 +215,13 @@ def test_the_end_of_a_killed_run_is_compared_as_far_as_it_goes(copied):
 @pytest.mark.parametrize(
     ("damage", "values", "message"),
     [
-        (None, {"from_step": 3}, r"must be 0 or have a snapshot, got 3: .* has those of 2, 4, 6, "),
+        (None, {"from_step": 3}, r"must be 0 or have a snapshot, got 3: .* that has one \(2, 4, 6, "),
         (None, {"from_step": 8, "to_step": 8}, r"\(--from\) must be before the last one, 8, got 8"),
         (None, {"to_step": 10}, r"\(--to\) must be a step in .*loss.jsonl, 1 … 9, got 10"),
         ("line", {}, r"loss.jsonl must have step 5 in line 5, but has step 6: restore that file"),
-        ("text", {}, r"loss.jsonl must hold step, loss, lr in line 5, but has b'five': restore"),
-        ("log", {}, r"a run must have completed a step to be replayed, and .*loss.jsonl holds none"),
-        ("config", {}, r"a run folder must hold config.json"),
+        ("text", {}, r"loss.jsonl must have step, loss, lr in line 5, but has b'five': restore"),
+        ("log", {}, r"a run must have completed a step to be replayed, but .*loss.jsonl contains none"),
+        ("config", {}, r"a run folder must contain config.json"),
         (
             None,
             {"model": None},

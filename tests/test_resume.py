@@ -591,7 +591,7 @@ def test_a_snapshot_that_cannot_be_written_is_a_warning_and_the_last_good_one_st
     assert snapshot_steps(tmp_path / "snapshots") == [2]
     warnings = [line for line in told if line.startswith("snapshot of step 6 not written")]
     assert "No space left on device" in warnings[0]
-    assert warnings[0].endswith("the last good one, of step 2, stays")
+    assert warnings[0].endswith("the last good one, of step 2, is kept")
     assert (tmp_path / "model.safetensors").exists()
 
 

@@ -61,7 +61,7 @@ def test_every_change_of_the_settings_is_refused(copied_run):
     for place in everywhere:
         with holding(path, changed(text, place)):
             assert "config.json was changed since run-train wrote it" in refusal(copied_run), place
-            with pytest.raises(ValueError, match="give its option to run-train --resume instead"):
+            with pytest.raises(ValueError, match="give its option to run-train --resume"):
                 evaluate(copied_run, model=Linear(), evaluation=EVALUATED)
 
 
@@ -78,7 +78,7 @@ def test_settings_of_another_run_or_of_an_earlier_launch_are_refused(copied_run,
     before = json.loads(path.read_text())
     run(tmp_path / "other")
     shutil.copy(tmp_path / "other/config.json", path)
-    assert "config.json does not belong to the run whose files lie beside it" in refusal(copied_run)
+    assert "config.json does not belong to the run in its folder" in refusal(copied_run)
     (fault,) = check_files(copied_run).faults
     assert "config.json does not belong to the run" in fault
     # As a backup of the first launch's would be.
@@ -96,7 +96,7 @@ def test_settings_of_another_run_are_not_evaluated_with(copied_run, tmp_path, le
     assert evaluate(copied_run, model=Linear(), evaluation=EVALUATED).record.step == STEPS
     run(tmp_path / "other", seed=5)
     shutil.copy(tmp_path / "other/config.json", copied_run / "config.json")
-    with pytest.raises(ValueError, match=r"config\.json does not belong to the run whose files lie beside it"):
+    with pytest.raises(ValueError, match=r"config\.json does not belong to the run in its folder"):
         evaluate(copied_run, model=Linear(), evaluation=EVALUATED)
 
 
@@ -223,4 +223,4 @@ def test_a_replay_says_what_it_checks_and_reads_the_snapshots_at_its_ends_once(c
     assert (read.count(2), read.count(6)) == (1, 1)
     assert set(read) == {2, 4, 6}
     assert re.fullmatch(rf"checking the files of {chained_run} and 1 further snapshot \(0\.\d MB\)", told[0])
-    assert told[1] == "files: 9 as written (a snapshot counts as one)"
+    assert told[1] == "files: 9 match their digests (a snapshot counts as one)"

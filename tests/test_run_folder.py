@@ -48,7 +48,7 @@ def test_an_abandoned_folder_is_as_it_was(tmp_path, is_new):
 
 
 def test_a_folder_that_cannot_be_made_is_named_with_the_reason():
-    with pytest.raises(ValueError, match=r"must be writable, and /proc/run cannot be created \(.*\): choose another"):
+    with pytest.raises(ValueError, match=r"must be writable, but /proc/run cannot be created \(.*\): choose another"):
         RunFolder(Path("/proc/run"), overwrite=False)
 
 
@@ -56,7 +56,7 @@ def test_a_folder_that_cannot_be_made_is_named_with_the_reason():
 def test_an_earlier_run_is_not_overwritten_by_accident(tmp_path, name):
     (tmp_path / name).write_text("precious")
     with pytest.raises(
-        ValueError, match=rf"the run folder must be new, and .* holds {name} .*choose another \(--run-dir\)"
+        ValueError, match=rf"the run folder must be new, but .* contains {name} .*choose another folder \(--run-dir\)"
     ):
         RunFolder(tmp_path, overwrite=False)
     assert (tmp_path / name).read_text() == "precious"
@@ -95,7 +95,7 @@ def test_an_interrupted_overwriting_still_asks_for_overwriting(tmp_path, monkeyp
             folder.clear()
     # The mark of a finished run goes first, the mark of any run last.
     assert removed[0] == RESULT
-    with pytest.raises(ValueError, match=r"holds config\.json of an earlier run"):
+    with pytest.raises(ValueError, match=r"contains config\.json of an earlier run"):
         RunFolder(tmp_path, overwrite=False)
 
 
@@ -117,7 +117,7 @@ def write_below(folder, name):
 def test_a_folder_of_runs_or_data_is_no_run_folder(tmp_path, below, found, overwrite):
     write_below(tmp_path, below)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    with pytest.raises(ValueError, match=rf"must hold only its run, and .* holds {found}: name one below it"):
+    with pytest.raises(ValueError, match=rf"must contain only its run, but .* contains {found}: choose a folder in it"):
         RunFolder(tmp_path, overwrite=overwrite)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
@@ -129,7 +129,7 @@ def test_a_run_may_have_others_below_it(tmp_path, below):
     for how in ({"resume": True}, {"overwrite": True}):
         with RunFolder(tmp_path, **how):
             pass
-    with pytest.raises(ValueError, match=r"holds config\.json of an earlier run: .*--resume"):
+    with pytest.raises(ValueError, match=r"contains config\.json of an earlier run: .*--resume"):
         RunFolder(tmp_path)
     assert (tmp_path / below).exists()
 
@@ -164,7 +164,7 @@ def test_what_a_kill_left_half_written_goes_when_the_folder_is_used_again(resume
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_file_is_no_folder(tmp_path, below, overwrite):
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(ValueError, match=r"the run folder must be a folder, and .* is a file: choose another"):
+    with pytest.raises(ValueError, match=r"the run folder must be a folder, but .* is a file: choose another"):
         RunFolder(tmp_path / "file" / below, overwrite=overwrite)
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -201,7 +201,7 @@ def test_snapshots_and_requests_of_an_earlier_run_go_and_strangers_files_among_t
     ):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text("x")
-    with pytest.raises(ValueError, match="holds snapshots of an earlier run"):
+    with pytest.raises(ValueError, match="contains snapshots of an earlier run"):
         RunFolder(tmp_path, overwrite=False)
     with RunFolder(tmp_path, overwrite=True) as folder:
         folder.clear()
@@ -212,7 +212,7 @@ def test_snapshots_and_requests_of_an_earlier_run_go_and_strangers_files_among_t
 
 
 def test_a_run_that_is_not_there_cannot_be_continued(tmp_path):
-    with pytest.raises(ValueError, match=r"holds no config\.json: name the folder of the run"):
+    with pytest.raises(ValueError, match=r"contains no config\.json: give the folder of the run"):
         RunFolder(tmp_path / "run", resume=True)
     assert not (tmp_path / "run").exists()
 

@@ -131,7 +131,7 @@ def test_a_log_that_somebody_wrote_to_meanwhile_is_refused(tmp_path):
     assert again.state() == lines.state()
     again.close()
     path.write_text("{}\n")
-    with pytest.raises(ValueError, match="must hold the 12 bytes that this run wrote there, and holds 3"):
+    with pytest.raises(ValueError, match="must contain the 12 bytes that this run wrote to it, but contains 3"):
         JsonLines(path, begun).open()
 
 

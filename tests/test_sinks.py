@@ -117,7 +117,7 @@ def test_a_file_of_something_else_is_left_alone(tmp_path):
     path = tmp_path / "loss.jsonl"
     path.write_bytes(b"x" * 70_000)
     with pytest.raises(
-        ValueError, match=r"loss\.jsonl must hold lines of losses, and its last line is longer than any such line"
+        ValueError, match=r"loss\.jsonl must contain lines of losses, but its last line is longer than any such line"
     ):
         write_all(path, record())
     assert path.read_bytes() == b"x" * 70_000
@@ -147,7 +147,7 @@ def test_a_file_that_cannot_be_taken_is_closed(tmp_path):
     path = tmp_path / "loss.jsonl"
     path.write_bytes(b"x" * 70_000)
     before = len(list(Path("/proc/self/fd").iterdir()))
-    with pytest.raises(ValueError, match="must hold lines"):
+    with pytest.raises(ValueError, match="must contain lines"):
         folder_sink(path).open()
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 

@@ -173,9 +173,9 @@ TWO, THREE = np.zeros(2), np.zeros(3)
     [
         ({}, {"a": {"w": TWO}}, r"lacks a\.w; resume with the model, optimiser and options"),
         ({"a.w": TWO}, {"a": {"w": TWO, "more": TWO}}, r"lacks a\.more;"),
-        (dict.fromkeys("cdef", TWO), {}, "also holds c, d, e and 1 more;"),
-        ({"a.w": TWO, "b": TWO}, {"a": {"w": TWO}, "b": None}, "also holds b;"),
-        ({"a.w": TWO}, {"a": {"w": THREE}}, r"holds a\.w as float64 \[2\] instead of float64 \[3\];"),
+        (dict.fromkeys("cdef", TWO), {}, "also contains c, d, e and 1 more;"),
+        ({"a.w": TWO, "b": TWO}, {"a": {"w": TWO}, "b": None}, "also contains b;"),
+        ({"a.w": TWO}, {"a": {"w": THREE}}, r"contains a\.w as float64 \[2\] instead of float64 \[3\];"),
         ({"w": TWO}, {"w": jax.ShapeDtypeStruct((2,), np.float32)}, r"float64 \[2\] instead of float32 \[2\];"),
         ({"w": np.zeros(())}, {"w": np.zeros(1)}, r"float64 \[\] instead of float64 \[1\];"),
         ({"w": TWO}, {"w": jax.ShapeDtypeStruct((), jax.random.key(0).dtype)}, r"instead of uint32 \[2\];"),
@@ -293,7 +293,7 @@ def test_a_format_of_the_future_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(snapshot, "_FORMAT", 2)
     write_snapshot(tmp_path, 1, 1, {"a": np.zeros(2)})
     monkeypatch.undo()
-    with pytest.raises(SnapshotError, match=r"must have format 1, and .*/1 has format 2: read it with feedloop "):
+    with pytest.raises(SnapshotError, match=r"must have format 1, but .*/1 has format 2: read it with feedloop "):
         read_snapshot(tmp_path, 1)
 
 
@@ -305,11 +305,11 @@ def test_a_folder_that_was_renamed_by_hand_is_refused(tmp_path):
 
 
 def test_a_step_that_is_not_there_is_refused_with_those_that_are(tmp_path):
-    with pytest.raises(SnapshotError, match="choose one of these steps: none"):
+    with pytest.raises(SnapshotError, match=r"choose another step \(available: none\)"):
         read_snapshot(tmp_path / "nowhere", 1)
     for step in (2, 10):
         write_snapshot(tmp_path, step, step, {"a": np.zeros(2)})
-    with pytest.raises(SnapshotError, match=r"there is no snapshot .*/3: choose one of these steps: 2, 10"):
+    with pytest.raises(SnapshotError, match=r"there is no snapshot .*/3: choose another step \(available: 2, 10\)"):
         read_snapshot(tmp_path, 3)
 
 
@@ -404,7 +404,7 @@ def test_a_disk_without_room_is_found_before_it_is_full(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 2_000_000))
     write_snapshot(tmp_path, 1, 1, {"a": np.zeros(100_000)})
     with pytest.raises(
-        SnapshotError, match=r"needs 1\.6 MB of disk space in .*, and 2\.0 MB are free: make room there"
+        SnapshotError, match=r"needs 1\.6 MB of disk space in .*, but only 2\.0 MB are free: make room there"
     ):
         write_snapshot(tmp_path, 2, 2, {"a": np.zeros(200_000)})
     assert names_in(tmp_path) == ["1"]

@@ -15,7 +15,7 @@ from engine.records.snapshot_writer import SnapshotWriter
 
 # A bound on what must come, long enough for a loaded machine; never waited for where the code is right.
 SOON_S = 20.0
-SLOW = "the disk is slower than --snapshot-every"
+SLOW = "the disk is too slow for --snapshot-every"
 
 
 class Disk:
@@ -83,7 +83,7 @@ def test_a_newer_snapshot_takes_the_place_of_one_that_waits_and_the_last_is_not_
     closer.join(SOON_S)
     assert closed == [True]
     assert disk.steps == [1, 4]
-    assert words == [f"snapshot of step {step} left out: {SLOW}" for step in (2, 3)]
+    assert words == [f"snapshot of step {step} skipped: {SLOW}" for step in (2, 3)]
     assert writer.last_step == 4
 
 
@@ -97,9 +97,9 @@ def test_a_failed_write_is_told_once_and_the_next_one_is_made(tmp_path):
         wait_until(lambda: writer._writing_step is None)
     assert not writer.close(SOON_S), "the last one is not on disk"
     assert words == [
-        "snapshot of step 1 not written: no room; there is none before it",
-        "snapshot of step 3 not written: no right; the last good one, of step 2, stays",
-        "snapshot of step 4 not written: MemoryError; the last good one, of step 2, stays",
+        "snapshot of step 1 not written: no room; there is no earlier one",
+        "snapshot of step 3 not written: no right; the last good one, of step 2, is kept",
+        "snapshot of step 4 not written: MemoryError; the last good one, of step 2, is kept",
     ]
     assert writer.last_step == 2
     assert snapshot_steps(tmp_path) == [2]
@@ -133,7 +133,7 @@ def test_nothing_is_removed_for_a_snapshot_that_failed(tmp_path):
     writer.submit(3, 3, None)
     assert not writer.close(SOON_S)
     assert snapshot_steps(tmp_path) == [1, 2]
-    assert words == ["snapshot of step 3 not written: no room; the last good one, of step 2, stays"]
+    assert words == ["snapshot of step 3 not written: no room; the last good one, of step 2, is kept"]
 
 
 def test_a_run_that_went_back_keeps_what_it_writes_before_what_it_left_behind(tmp_path):
@@ -184,7 +184,7 @@ def test_a_disk_that_hangs_is_given_up_at_the_limit_and_told(tmp_path):
     assert not writer.close(0.05)
     assert words == [
         f"snapshot of step 8 and of step 9 not written within 0.05 s: check the disk of {tmp_path}; "
-        "the last good one, of step 7, stays"
+        "the last good one, of step 7, is kept"
     ]
     disk.gate.set()
     assert writer.close(SOON_S), "what was given up is written, if the disk ever goes on"
@@ -212,7 +212,7 @@ def test_closing_without_a_snapshot_is_well_and_what_comes_after_is_left_out(tmp
     assert writer.last_step is None
     writer.submit(1, 1, None)
     assert writer.close(SOON_S)
-    assert (disk.written, words) == ([], ["snapshot of step 1 left out: it came after the end of the run"])
+    assert (disk.written, words) == ([], ["snapshot of step 1 skipped: it was submitted after the end of the run"])
     assert not (tmp_path / "1").exists()
 
 
@@ -276,7 +276,7 @@ def test_orbax_is_imported_ahead_and_its_failure_told_by_the_write_alone(tmp_pat
     writer, words = make_writer(tmp_path, Disk(fails={1: ImportError("no Orbax")}))
     writer.submit(1, 1, None)
     assert not writer.close(SOON_S)
-    assert words == ["snapshot of step 1 not written: no Orbax; there is none before it"]
+    assert words == ["snapshot of step 1 not written: no Orbax; there is no earlier one"]
 
 
 def test_one_that_was_never_started_closes(tmp_path):
@@ -286,7 +286,7 @@ def test_one_that_was_never_started_closes(tmp_path):
 
 
 def test_the_number_to_keep_is_checked(tmp_path):
-    with pytest.raises(ValueError, match=r"must be 0 \(all\) or more, but is -1"):
+    with pytest.raises(ValueError, match=r"must be 0 \(all\) or more, got -1"):
         SnapshotWriter(tmp_path, keep=-1, say=print)
 
 

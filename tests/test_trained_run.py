@@ -34,23 +34,23 @@ def test_a_run_is_read_back_wherever_its_folder_is_now(run, tmp_path):
 
 
 def test_what_is_no_folder_of_a_run_is_named(run, tmp_path):
-    with pytest.raises(ValueError, match=r"RUN must be the folder of a run, and .*/nowhere does not exist: give"):
+    with pytest.raises(ValueError, match=r"RUN must be the folder of a run, but .*/nowhere does not exist: give"):
         read_run(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"config\.json is a file"):
         read_run(run / "config.json")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"empty holds no config\.json"):
+    with pytest.raises(ValueError, match=r"empty contains no config\.json"):
         read_run(tmp_path / "empty")
     shutil.copytree(run, tmp_path / "later")
     os.utime(tmp_path / "later/config.json", ns=(2**62, 2**62))
-    with pytest.raises(ValueError, match=r"holds 2 of them; the last is .*/later"):
+    with pytest.raises(ValueError, match=r"contains 2 of them; the last is .*/later"):
         read_run(tmp_path)
 
 
 def test_a_run_without_weights_is_not_over(run):
     (run / "model.safetensors").unlink()
     with pytest.raises(
-        ValueError, match=r"must hold model\.safetensors, and .*does not: .* was killed, .* \(run-train --resume\)$"
+        ValueError, match=r"must contain model\.safetensors, but .*does not: .* was killed, .* \(run-train --resume\)$"
     ):
         read_run(run)
 
@@ -69,10 +69,10 @@ def test_a_damaged_record_is_named(run):
     config.write_text(json.dumps(sealed(recorded)))
     (run / "result.json").unlink()  # it tells of the settings that were there, and so do snapshots
     shutil.rmtree(run / "snapshots", ignore_errors=True)
-    with pytest.raises(ValueError, match=r"what the settings resolved to, and 'height' is missing"):
+    with pytest.raises(ValueError, match=r"the resolved settings, but 'height' is missing"):
         read_run(run)
     config.write_text(whole)
     weights = run / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:40])
-    with pytest.raises(ValueError, match="must be a whole safetensors file"):
+    with pytest.raises(ValueError, match="must be a complete safetensors file"):
         read_run(run)

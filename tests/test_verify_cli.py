@@ -56,7 +56,7 @@ def test_it_says_what_it_does_and_that_the_bits_are_the_same(place):
     assert done.stdout.endswith(" arrays of the snapshot of step 4\n")
     assert done.stderr.splitlines()[:3] == [
         "checking the files of run",
-        "files: 6 as written (a snapshot counts as one)",
+        "files: 6 match their digests (a snapshot counts as one)",
         "replaying steps 1 … 4 of run from the state before the first step",
     ]
     assert files_of(place / "run") == before
@@ -76,8 +76,8 @@ def test_a_loss_that_was_changed_is_told(monkeypatch, place):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "a run folder must hold config.json, and nowhere does not"),
-        (["run", "--from", 2], "must be 0 or have a snapshot, got 2: run has those of 4"),
+        (["nowhere"], "a run folder must contain config.json, but nowhere does not"),
+        (["run", "--from", 2], "must be 0 or have a snapshot, got 2: choose a step of run that has one (4"),
         (["run", "--to", 9], "(--to) must be a step in run/loss.jsonl, 1 … 4, got 9"),
         (["run", "--data", "elsewhere"], "elsewhere"),
         (["own"], "which must be given from Python: engine.replay_run('own', model=…, batches=…)"),

@@ -1,1 +1,1 @@
-"""Evaluations outside of a training: the weights, the images and the result."""
+"""Evaluation of trained weights outside a training run: the weights, the images and the result."""

@@ -1,6 +1,6 @@
-"""The images that weights are evaluated on: which split, and whether it fits the weights.
+"""The images that weights are evaluated on: the choice of a split, and checks that it fits the weights.
 
-Owns the choice and the checks; knows nothing of models, weights or programs.
+Owns the choice and the checks. Must not know: models, weights, programs.
 """
 
 from collections.abc import Callable
@@ -21,13 +21,13 @@ from preprocess.shards.reader import list_splits, open_split, read_manifest
 
 @dataclass(frozen=True)
 class TrainedOn:
-    """What is known about the data that weights were trained on.
+    """The known facts about the data that weights were trained on.
 
     Attributes:
-        description: how messages name the data.
+        description: the name of the data in messages.
         manifest_digest, eval_manifest_digest: SHA-256 of the manifests of the training split and of the split used for
-            evaluation during training, None if there was none.
-        num_classes: K of the weights, None if unknown.
+            evaluation during training; None if there was none.
+        num_classes: the number of classes, K, of the weights; None if unknown.
     """
 
     description: str
@@ -42,8 +42,8 @@ class EvaluationData:
 
     Attributes:
         source: the source of its batches.
-        description: how messages name it.
-        classes: by label, None for user-supplied images.
+        description: its name in messages.
+        classes: the classes by label; None for user-supplied images.
     """
 
     source: EvaluationSource
@@ -55,7 +55,7 @@ def open_own(evaluation: EvaluationSource | EvaluationArrays, *, batch: int, num
     """Open a user-supplied evaluation set: arrays, which are checked, or a source of batches.
 
     Raises:
-        ValueError: if the arrays are not pixels and labels of the classes, or a source has batches of another size.
+        ValueError: if the arrays are not pixels and labels of the classes, or a source has a different batch size.
     """
     if isinstance(evaluation, tuple):
         evaluation = ArrayBatches(*evaluation, batch=batch, num_classes=num_classes)
@@ -65,12 +65,12 @@ def open_own(evaluation: EvaluationSource | EvaluationArrays, *, batch: int, num
 def open_evaluation_split(
     config: TrainConfig, trained_on: TrainedOn, stack: ExitStack, notify: Callable[[str], None]
 ) -> EvaluationData:
-    """Open the split that a run with these settings evaluates on; `stack` closes it.
+    """Open the split that a run with these settings evaluates on; `stack` will close it.
 
     Args:
-        config: names data and split; either may be left to be chosen.
+        config: the settings with the data and the split; each is chosen automatically if it is not set.
         trained_on: the data that the weights were trained on; other images cause a warning, other classes an error.
-        stack: the open resources.
+        stack: the stack of open resources.
         notify: called with one-line messages.
 
     Raises:
@@ -80,7 +80,7 @@ def open_evaluation_split(
     name = choose_eval_split(config, data)
     if name is None and (splits := list_splits(data)):
         raise ValueError(
-            f"{data} has none of the usual splits to evaluate on: name one with --split, one of {', '.join(splits)}"
+            f"{data} has none of the usual evaluation splits: choose one with --split ({', '.join(splits)})"
         )
     name = name or config.split  # if there is no split at all, opening this one raises the error
     split = stack.enter_context(open_split(data, name))
@@ -93,15 +93,15 @@ def open_evaluation_split(
 def _choose(config: TrainConfig, trained_on: TrainedOn, notify: Callable[[str], None]) -> str:
     if config.data is None and (config.synthetic or trained_on.manifest_digest is None):
         raise ValueError(
-            f"the images to evaluate on must be named with --data DIR, because the weights were trained on "
+            f"the images to evaluate on must be given with --data DIR, because the weights were trained on "
             f"{trained_on.description}"
         )
     choice = choose_data(config.data)
     if choice.is_demo:
         if not trained_on.description.startswith(choice.data):
             raise ValueError(
-                f"the weights were trained on {trained_on.description}, which is not found from the current folder: "
-                "name the images to evaluate on with --data DIR"
+                f"the weights were trained on {trained_on.description}, which was not found from the current folder: "
+                "give the images to evaluate on with --data DIR"
             )
         make_demo(Path(choice.data), notify)
     return choice.data
@@ -110,10 +110,10 @@ def _choose(config: TrainConfig, trained_on: TrainedOn, notify: Callable[[str], 
 def _compare(
     config: TrainConfig, data: str, trained_on: TrainedOn, manifest: Manifest, name: str, notify: Callable[[str], None]
 ) -> bool:
-    """Return whether a split belongs to the training's data set, and so has its classes; warn if it does not.
+    """Return whether a split belongs to the training data set and so has the same classes; warn if it does not.
 
     Raises:
-        ValueError: if it does, but has other classes than the training split.
+        ValueError: if it does, but its classes differ from those of the training split.
     """
     if trained_on.manifest_digest is None:
         return False
@@ -128,8 +128,8 @@ def _compare(
         return False
     if [each.id for each in trained.classes] != [each.id for each in manifest.classes]:
         raise ValueError(
-            f"the split must have the classes of the training split, and those of {data}/{name} differ from those of "
-            f"{data}/{config.split}: pack both from one source, or name another (--split)"
+            f"the split must have the same classes as the training split, but those of {data}/{name} differ from those "
+            f"of {data}/{config.split}: pack both from one source, or choose another split (--split)"
         )
     return True
 
@@ -139,6 +139,6 @@ def _check_num_classes(manifest: Manifest, where: str, trained_on: TrainedOn, *,
     if expected is None or found == expected or (is_subset_allowed and found < expected):
         return
     raise ValueError(
-        f"the data must have the {expected:,} classes of the weights, and {where} has {found:,}: name the data that "
+        f"the data must have {expected:,} classes, as the weights do, but {where} has {found:,}: choose the data that "
         "the weights were trained for (--data)"
     )

@@ -1,4 +1,4 @@
-"""The result of an evaluation outside of a training."""
+"""The result of an evaluation outside a training run."""
 
 import math
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ from engine.stream.sinks import EvaluationRecord
 
 @dataclass(frozen=True)
 class ClassResult:
-    """The counts of one class.
+    """The number of images and of top-1 hits of one class.
 
     Attributes:
         id, name: the identifier and the readable name of the class; both are the label's digits if the images are
             arrays.
-        num_images: images of the class.
-        num_top1: those of them whose class ranks first.
+        num_images: the number of images of the class.
+        num_top1: the number of these whose class ranks first.
     """
 
     id: str
@@ -24,24 +24,24 @@ class ClassResult:
 
     @property
     def top1(self) -> float:
-        """Fraction of the class's images whose class ranks first, NaN if it has no images."""
+        """Top-1 accuracy on the images of the class, NaN if it has none."""
         return self.num_top1 / self.num_images if self.num_images else math.nan
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """The result of an evaluation.
+    """The accuracy, loss and timings of an evaluation.
 
     Attributes:
-        record: the numbers, as the training loop records them; its step is 0 if the weights do not record theirs.
-        num_top1, num_top5: images whose class ranks first, or among the first five.
+        record: the numbers, as the training loop records them; the step is 0 if the weights do not record one.
+        num_top1, num_top5: the number of images whose class ranks first, or among the first five.
         classes: the counts by label, empty unless `per_class` was set.
         data: a description of the images.
         is_mirrored: whether mirror images were evaluated too.
         compile_s: seconds to compile the program or to load it from the cache.
         from_cache: whether the program came from the cache on disk.
         evaluate_s: seconds from the launch to the end of the loop.
-        wait_s: how many of these seconds the loop waited for batches.
+        wait_s: how many of these seconds the loop spent waiting for batches.
     """
 
     record: EvaluationRecord

@@ -1,7 +1,7 @@
-"""An evaluation from trained weights to its counts: open, compile, launch, wait, raise or return.
+"""The steps of an evaluation outside a training run: open, compile, launch, wait, and return the counts or raise.
 
-Owns the order of these steps outside of a training. The loop (`engine.program.loop`) and the crossings that feed it are
-the same as in a training.
+Owns the order of these steps. The loop (`engine.program.loop`) and the crossings that feed it are the same as in
+training.
 """
 
 import math
@@ -60,15 +60,15 @@ def evaluate(
     per_class: bool = False,
     notify: Callable[[str], None] = lambda _: None,
 ) -> EvaluationResult:
-    """Evaluate the weights of a finished or stopped run, as its own training loop does.
+    """Evaluate the weights of a finished or stopped run, in the same way as its training loop.
 
-    With the run's batch size, the counts and the loss equal those of its last evaluation, bit for bit on a CPU. With
-    another batch size, sums are computed in another order: the loss may differ in its last digits, and a count may
-    differ if two logits are equal up to these.
+    With the run's batch size, the counts and the loss equal those of its last evaluation, bit for bit on a CPU. With a
+    different batch size, sums are computed in a different order: the loss may differ in its last digits, and a count
+    may differ if two logits differ only in theirs.
 
     Args:
-        run: the folder of the run; or its settings, some of them changed (`engine.run_settings` reads them). Of the
-            settings, `run_dir` names the folder, and data, eval_split, batch, image_size, eval_mirror, precision and
+        run: the folder of the run, or its settings, possibly changed (`engine.run_settings` reads them). Of the
+            settings, `run_dir` is the folder, and data, eval_split, batch, image_size, eval_mirror, precision and
             those of the infeed take effect.
         model: your own model, if the run trained one.
         evaluation: your own images instead of a split: (uint32 [N, H, W] packed pixels, integer [N] labels), or an
@@ -77,9 +77,9 @@ def evaluate(
         notify: called with one-line messages about the weights and the images.
 
     Raises:
-        ValueError: if the run, its weights, the model and the data do not fit together, before anything is read.
+        ValueError: if the run, its weights, the model and the data do not fit together, before any batch is read.
         KeyboardInterrupt: on SIGINT or SIGTERM, if the caller is the main thread.
-        BaseException: whatever the source of batches raised, or `FeederError` if a batch did not come in time.
+        BaseException: whatever the source of batches raised, or `FeederError` if a batch did not arrive in time.
     """
     recorded = read_run(Path(_folder_of(run)))
     config = run if isinstance(run, TrainConfig) else recorded.config
@@ -114,9 +114,9 @@ def evaluate_weights(
 
     Args:
         path: the path of a safetensors file with torchvision's names and layouts.
-        config: of its settings, model (a name of the registry; "auto" is the one that the file names), data,
+        config: of its settings, model (a registry name; "auto" uses the name in the file), data,
             eval_split, batch, image_size, eval_mirror, precision and those of the infeed take effect.
-        mean, std: of each channel on the scale 0 … 1; None uses those of the file, else ImageNet's.
+        mean, std: of each channel on the scale 0 … 1; None uses those of the file or, without them, ImageNet's.
         per_class: also count each class separately.
         notify: called with one-line messages about the weights and the images.
 
@@ -136,7 +136,7 @@ def evaluate_weights(
 
 
 def run_settings(run: str | os.PathLike[str]) -> TrainConfig:
-    """Return the settings of a finished or stopped run, its folder as `run_dir`; raise ValueError as `evaluate`."""
+    """Return the settings of a finished or stopped run, with `run_dir` set; raise ValueError as `evaluate` does."""
     check_has_weights(path := Path(run))
     return replace(read_recorded(path).config, run_dir=os.fspath(path))
 
@@ -146,7 +146,7 @@ def _folder_of(run: str | os.PathLike[str] | TrainConfig) -> str | os.PathLike[s
         return run
     if run.run_dir is None:
         raise SettingError(
-            "run_dir", "the setting {setting} must name the folder of the run, got None: TrainConfig(run_dir=…)"
+            "run_dir", "the setting {setting} must be the folder of the run, got None: set it in TrainConfig(run_dir=…)"
         )
     return run.run_dir
 
@@ -159,7 +159,7 @@ def _count(
     per_class: bool,
     notify: Callable[[str], None],
 ) -> EvaluationResult:
-    """Compile and run the evaluation, and return its counts."""
+    """Compile and run the evaluation, and return its result."""
     config, source = subject.config, data.source
     notify(f"images: {data.description}")
     transport = choose_transport(config.transport, this_platform())
@@ -210,7 +210,7 @@ def _count(
 def _compile(
     subject: Subject, source: EvaluationSource, transport: Transport, infeed: BatchInfeed, *, per_class: bool
 ) -> Compiled:
-    """Trace on this thread, so that its jax settings apply, and compile on a worker."""
+    """Trace the program on this thread, so that its jax settings apply, and compile it on a worker thread."""
     model = CheckedModel(subject.model, subject.num_classes, source)
     statics = statics_of(subject.config)
 
@@ -228,7 +228,7 @@ def _compile(
 
 
 def _num_logits(model: CheckedModel, weights: Weights, subject: Subject, source: EvaluationSource) -> int:
-    """Return K by tracing the model: for a user-defined one there is no other way."""
+    """Return the number of classes, K, by tracing the model: a user-defined model does not state it."""
     pixels = jax.ShapeDtypeStruct((source.batch, source.height, source.width), jnp.uint32)
 
     def apply(weights: Weights, pixels: jax.Array, scale: PixelScale) -> jax.Array:
@@ -240,7 +240,7 @@ def _num_logits(model: CheckedModel, weights: Weights, subject: Subject, source:
 
 
 def _numbers(subject: Subject, source: EvaluationSource) -> tuple[jax.Array, PixelScale]:
-    """Return the run-time arguments besides the weights, which change without another compilation."""
+    """Return the run-time arguments other than the weights; changing them requires no recompilation."""
     scale = PixelScale(mean=jnp.array(subject.mean, jnp.float32), std=jnp.array(subject.std, jnp.float32))
     return jnp.int32(source.num_batches), scale
 
@@ -253,7 +253,7 @@ def _launch(
     infeed: BatchInfeed,
     board: ControlBoard,
 ) -> Tally:
-    """Run the program to its end; return the tally in NumPy, or raise the exception of the host side."""
+    """Run the program to completion; return the tally as NumPy arrays, or raise the exception of the host side."""
     arguments = subject.weights, *_numbers(subject, source)
     with transport.running(), closing(infeed):
         infeed.start()

@@ -1,6 +1,6 @@
 """The subject of an evaluation: a model, its trained weights, and how images are prepared for it.
 
-Owns how these follow from the record of a run, or from a file of weights and its metadata. Knows nothing of programs.
+Owns how these are derived from a recorded run, or from a weights file and its metadata. Must not know: programs.
 """
 
 import os
@@ -28,15 +28,15 @@ IMAGENET_STD: Channels = (0.229, 0.224, 0.225)
 
 @dataclass(frozen=True)
 class Subject:
-    """The subject of an evaluation.
+    """A model with its trained weights, and the settings that prepare images for it.
 
     Attributes:
-        model, weights: the model and its weights on the device.
-        config: of its settings, image_size (the central crop of the images, None for none) and those of the infeed and
-            of the compilation take effect.
+        model, weights: the model, and its weights on the device.
+        config: of its settings, image_size (the central crop of the images, None for no crop) and those of the infeed
+            and the compilation take effect.
         mean, std: of each channel on the scale 0 … 1, to normalise the pixels.
-        num_classes: K, None if only a user-defined model knows it.
-        step: updates that the weights had, 0 if unknown.
+        num_classes: the number of classes, K; None if only a user-defined model determines it.
+        step: the number of updates that produced the weights, 0 if unknown.
         name: the model's name in messages.
     """
 
@@ -51,7 +51,7 @@ class Subject:
 
 
 def check_own_model(recorded: TrainedRun, model: TrainModel | None) -> None:
-    """Raise ValueError if a model is given for a run of a registry model, or is missing for a run of your own."""
+    """Raise ValueError if a user-defined model is missing, or one is given for a run that trained a registry model."""
     is_own = recorded.weights.is_of_own_model
     if is_own and model is None:
         raise ValueError(
@@ -65,7 +65,7 @@ def check_own_model(recorded: TrainedRun, model: TrainModel | None) -> None:
 def run_subject(
     recorded: TrainedRun, config: TrainConfig, model: TrainModel | None, source: EvaluationSource
 ) -> Subject:
-    """Prepare the model of a run for images as large as those of the training.
+    """Prepare the evaluation of a run's weights on images of the size used in training.
 
     Args:
         recorded: the run.
@@ -83,7 +83,7 @@ def run_subject(
     mean, std = (_channels(recorded.weights.metadata.get(name, "")) for name in ("mean", "std"))
     if mean is None or std is None:
         raise ValueError(
-            f"the weights of a run must record the mean and std of its pixels, and those of {recorded.path} do not: "
+            f"the weights of a run must record the mean and std of its pixels, but those of {recorded.path} do not: "
             "restore the file, or evaluate it with --weights, --mean and --std"
         )
     weights = _place(recorded.weights, registry_name, model, os.fspath(recorded.path))
@@ -100,7 +100,7 @@ def file_subject(
     std: Channels | None,
     notify: Callable[[str], None],
 ) -> Subject:
-    """Prepare the weights of a file, see `engine.evaluation.run.evaluate_weights`.
+    """Prepare the evaluation of the weights in a file; see `engine.evaluation.run.evaluate_weights`.
 
     Raises:
         ValueError: if the weights do not fit the model, or a crop is larger than the images.
@@ -115,10 +115,10 @@ def file_subject(
 
 
 def registry_name_of(path: str, stored: StoredWeights, config: TrainConfig) -> str:
-    """Return the name of a file's model; raise ValueError if neither setting nor file names one of the registry."""
+    """Return the registry name of a file's model; raise ValueError if neither setting nor file gives a known name."""
     name = stored.metadata.get("model", "auto") if config.model == "auto" else config.model
     if name == "auto":
-        raise ValueError(f"{path} does not name the model that its weights belong to: name it with --model NAME")
+        raise ValueError(f"{path} does not record which model its weights belong to: give it with --model NAME")
     try:
         find_network(name)
     except UnknownModelError as error:
@@ -127,7 +127,7 @@ def registry_name_of(path: str, stored: StoredWeights, config: TrainConfig) -> s
 
 
 def num_classes_of(stored: StoredWeights) -> int | None:
-    """Return the number of classes of a registry model's weights, None if they have no classifier."""
+    """Return the number of classes of a registry model's weights, or None if they have no classifier."""
     bias = stored.tensors.get("fc.bias")
     return None if bias is None or bias.ndim != 1 else len(bias)
 
@@ -139,7 +139,7 @@ def _build(name: str, num_classes: int | None, config: TrainConfig) -> TrainMode
 
 
 def _place(stored: StoredWeights, registry_name: str | None, model: TrainModel, where: str) -> Weights:
-    """Return stored weights as the model's pytrees, on the device."""
+    """Arrange stored weights as the model's pytrees, and move them to the device."""
     words = jax.ShapeDtypeStruct((2,), jnp.uint32)
     shapes = jax.eval_shape(lambda words: model.init(jax.random.wrap_key_data(words, impl="threefry2x32")), words)
     try:
@@ -178,7 +178,7 @@ def _channels(text: str) -> Channels | None:
 
 
 def _crop_of_run(config: TrainConfig, recorded: TrainedRun, source: EvaluationSource) -> int | None:
-    """Return the size of the central crop that gives the split's images the size of those of the training.
+    """Return the size of the central crop that makes the images of the split as large as those used in training.
 
     Raises:
         ValueError: if there is no such crop.
@@ -191,8 +191,8 @@ def _crop_of_run(config: TrainConfig, recorded: TrainedRun, source: EvaluationSo
     if expected[0] == expected[1] and expected[0] <= min(found):
         return expected[0]
     raise ValueError(
-        f"the images must be as large as those of the training, {expected[0]} × {expected[1]} px, or larger and "
-        f"square, got {found[0]} × {found[1]} px: pack them at that --size"
+        f"the images must be as large as those used in training, {expected[0]} × {expected[1]} px, or larger if those "
+        f"are square, got {found[0]} × {found[1]} px: pack them at that --size"
     )
 
 
@@ -207,8 +207,8 @@ def _crop_of_file(
     height, _, width = stored.metadata.get("image_size", "").partition("x")
     if height.isdecimal() and int(height) > least:
         notify(
-            f"warning: the weights were trained on images of {height} × {width} px, and these have {source.height} × "
-            f"{source.width}: pack them at that --size to measure the network's real accuracy"
+            f"warning: the weights were trained on images of {height} × {width} px, but these have {source.height} × "
+            f"{source.width} px: pack them at the --size of the training to measure the network's real accuracy"
         )
     is_smaller = height == width and height.isdecimal() and int(height) <= least
     return int(height) if is_smaller and (source.height, source.width) != (int(height),) * 2 else None

@@ -1,6 +1,6 @@
-"""The record of a finished or stopped run: its settings, what they resolved to, and the trained weights.
+"""The record of a finished or stopped run: its settings, their resolved values, and the trained weights.
 
-Owns reading them back to use the weights. Must not know: data, programs, how the files are written.
+Owns reading these so that the weights can be used. Must not know: data, programs, how the files are written.
 """
 
 from contextlib import suppress
@@ -18,14 +18,14 @@ from engine.records.weights import StoredWeights, read_weights
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A run as its folder records it.
+    """The settings, data and weights of a run, as recorded in its folder.
 
     Attributes:
         path: the folder.
-        config: the settings of its last launch; `run_dir` is the present folder.
+        config: the settings of its last launch; `run_dir` is the current folder of the run.
         model_name: the name of the trained model.
         data: a description of the training data.
-        num_classes: K, None if only a user-defined model knew it.
+        num_classes: the number of classes, K; None if only a user-defined model determined it.
         height, width: the size of its images in pixels, before the crop to `config.image_size`.
         manifest_digest, eval_manifest_digest: SHA-256 of the manifests of the training split and of the split that it
             was evaluated on, None if there was none.
@@ -45,7 +45,7 @@ class TrainedRun:
 
 
 def read_run(path: Path) -> TrainedRun:
-    """Read the folder of a run.
+    """Read the settings and the weights of a run from its folder.
 
     Raises:
         ValueError: if it is not the folder of a run, has no weights yet, one of its files was changed since it was
@@ -71,12 +71,12 @@ def read_run(path: Path) -> TrainedRun:
         )
     except KeyError as error:
         raise ValueError(
-            f"{path / CONFIG} must record what the settings resolved to, and {error} is missing: restore the file"
+            f"{path / CONFIG} must record the resolved settings, but {error} is missing: restore the file"
         ) from None
 
 
 def _check_config(path: Path, recorded: RecordedRun, end: RecordedEnd | None) -> None:
-    """Raise ValueError if `config.json` is not the one that the result or, without one, the newest snapshot records."""
+    """Raise ValueError if `config.json` is not the one recorded by `result.json` or else the newest snapshot."""
     if end is not None and end.folder is not None:
         check_config_digest(path / CONFIG, recorded.digest, recorded.continued, end.folder, RESULT)
         return
@@ -91,38 +91,38 @@ def _check_config(path: Path, recorded: RecordedRun, end: RecordedEnd | None) ->
 
 
 def _read_weights(path: Path, recorded: RecordedRun, end: RecordedEnd | None) -> StoredWeights:
-    """Read the weights of a run; raise ValueError if they were changed, or are not those of its end."""
+    """Read the weights of a run; raise ValueError if they were changed, or are not those written at its end."""
     weights = read_weights(path / WEIGHTS)
     if end is not None and end.weights_digest not in (None, weights.digest):
-        found = "it has none now" if weights.digest is None else f"is {weights.digest[:12]} now"
+        found = "there is none now" if weights.digest is None else f"is {weights.digest[:12]} now"
         raise ValueError(
             f"{path / WEIGHTS} is not what the run wrote at its end (its digest (sha256) was "
-            f"{str(end.weights_digest)[:12]}, and {found}): restore that file, or evaluate it as --weights FILE"
+            f"{str(end.weights_digest)[:12]}, but {found}): restore that file, or evaluate it with --weights FILE"
         )
     if weights.digest is None and recorded.digest is not None:
         raise ValueError(
-            f"{path / WEIGHTS} must have a digest (sha256), as {CONFIG} beside it has, but has none, so it may not be "
-            "from this run: restore that file, or evaluate it as --weights FILE"
+            f"{path / WEIGHTS} must have a digest (sha256), as {CONFIG} in the same folder does, but has none and may "
+            "be from another run: restore that file, or evaluate it with --weights FILE"
         )
     return weights
 
 
 def check_has_weights(path: Path) -> None:
-    """Raise ValueError if a folder is not that of a run, or its run has no weights yet."""
+    """Raise ValueError if a folder is not the folder of a run, or the run has not written weights yet."""
     _check_folder(path)
     if not (path / WEIGHTS).exists():
         raise ValueError(
-            f"RUN must hold {WEIGHTS}, and {path} does not: the run is still going, was killed, or ended before its "
-            "first step; wait for its end, stop it (Ctrl-C), or resume it (run-train --resume)"
+            f"RUN must contain {WEIGHTS}, but {path} does not: the run is still in progress, was killed, or ended "
+            "before its first step. Wait for it to end, stop it (Ctrl-C), or resume it (run-train --resume)"
         )
 
 
 def _check_folder(path: Path) -> None:
-    """Raise ValueError if a folder is not that of a run; if it holds runs, name the one that was started last."""
+    """Raise ValueError if a folder is not the folder of a run; if it contains runs, suggest the latest."""
     if not path.is_dir():
         found = "is a file" if path.exists() else "does not exist"
-        raise ValueError(f"RUN must be the folder of a run, and {path} {found}: give the --run-dir of a run-train")
+        raise ValueError(f"RUN must be the folder of a run, but {path} {found}: give the --run-dir of run-train")
     if not (path / CONFIG).exists():
         below = sorted(path.glob(f"*/{CONFIG}"), key=lambda config: config.stat().st_mtime_ns)
-        found = f"holds {len(below)} of them; the last is {below[-1].parent}" if below else f"holds no {CONFIG}"
-        raise ValueError(f"RUN must be the folder of a run, and {path} {found}: give the --run-dir of a run-train")
+        found = f"contains {len(below)} of them; the last is {below[-1].parent}" if below else f"contains no {CONFIG}"
+        raise ValueError(f"RUN must be the folder of a run, but {path} {found}: give the --run-dir of run-train")

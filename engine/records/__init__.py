@@ -1,1 +1,1 @@
-"""What a run writes to disk and resumes from: its folder, logs, requests, snapshots and weights."""
+"""The files that a run writes and resumes from: the run folder with its logs, requests, snapshots and weights."""

@@ -1,6 +1,7 @@
-"""`RUN/control.jsonl`: the requests that took effect in a run and their steps; each is written before its effect.
+"""`RUN/control.jsonl`: a log of the requests that took effect in a run and of their steps.
 
-Owns the lines and what a resumed run must know of them. Must not know: how requests arrive, jax.
+A request is written before it takes effect. Owns the lines and what a resumed run must know about them. Must not know:
+how requests arrive, jax.
 
 Each line ends with the SHA-256 of itself and of all lines before it, so a changed, removed or moved line is noticed. If
 only the last lines are removed, the rest still reads as a complete log; the snapshots and `result.json` record its
@@ -26,14 +27,14 @@ _MOST_BYTES = 1 << 26
 
 
 class ControlLog:
-    """A log of events, open to append; for one thread at a time.
+    """An append-only log of events, for use by one thread at a time.
 
-    When `append` returns, the operating system has the line: it survives a crash of the process. A last line that a
-    crash cut short is removed; its event never took effect.
+    When `append` returns, the operating system has the line: it survives a crash of the process. A last line that was
+    truncated by a crash is removed; its event never took effect.
 
     Args:
         path: the file, created at the first append.
-        begun: the digest of the file's present content; None computes it from the file.
+        begun: the digest of the file's current content; None computes it from the file.
     """
 
     def __init__(self, path: Path, begun: RunningDigest | None = None) -> None:
@@ -57,7 +58,7 @@ class ControlLog:
         return self._lines.state()
 
     def sync(self) -> None:
-        """Sync all appended lines to the disk, those of earlier launches too; do nothing if there are none.
+        """Sync all appended lines to the disk, including those of earlier launches; do nothing if there are none.
 
         Raises:
             OSError: if the disk failed; LostFileError if the file was removed or replaced.
@@ -71,13 +72,13 @@ class ControlLog:
 
 
 class ControlLogError(ValueError):
-    """A line of the log is not an event, or was changed since it was written."""
+    """Raised if a line of the log is not an event, or was changed since it was written."""
 
 
 def read_events(path: Path) -> tuple[ControlEvent, ...]:
     """Return all events of a log, in file order; none if there is no file.
 
-    A last line without its newline is left out: it is being written, or a crash cut it short.
+    A last line without a newline is ignored: it is still being written, or was truncated by a crash.
 
     Raises:
         ControlLogError: if a line is not an event, or was changed since it was written; names the file and the line.
@@ -103,13 +104,13 @@ def read_events(path: Path) -> tuple[ControlEvent, ...]:
 
 
 def _line_digest(before: str, values: Mapping[str, Any]) -> str:
-    """Return the digest that ends a line: the SHA-256 of its values and of the digest of all lines before it."""
+    """Return the digest to append to a line: the SHA-256 of its values and of the digest of all preceding lines."""
     return json_digest({"before": before, "values": values})
 
 
 def _read_sealed(line: bytes, before: str) -> ControlEvent:
-    """Return the event of a line that ends with its digest; `before` is the SHA-256 of all lines before it."""
+    """Check a line that ends with its digest, and return its event; `before` is the SHA-256 of all preceding lines."""
     values = parse_fields(line, (*ControlEvent.__dataclass_fields__, SEAL))
     if values.pop(SEAL) != _line_digest(before, values):
-        raise ValueError("it, or a line before it, was changed or removed")
+        raise ValueError("this line or an earlier one was changed or removed")
     return ControlEvent(**values)

@@ -1,4 +1,4 @@
-"""Requests to a running training: files that another process puts into `RUN/control/` and the training picks up.
+"""Requests to a running training: files that another process writes to `RUN/control/` and the training reads.
 
 Owns the files and the thread that polls for them. Must not know: the control word, when a request takes effect, jax.
 """
@@ -21,7 +21,7 @@ _LONGEST_REQUEST_BYTES = 4096
 
 
 def send_request(run: Path, request: ControlRequest) -> None:
-    """Write a request for the process that is training in the run folder; the file appears whole or not at all.
+    """Write a request file, whole or not at all, for the process that is training in the run folder.
 
     Raises:
         OSError: if it cannot be written.
@@ -32,12 +32,12 @@ def send_request(run: Path, request: ControlRequest) -> None:
     try:
         write_whole(path, content)
     except FileNotFoundError:
-        # A run that has just locked its folder removes the requests of senders before it, unfinished ones too.
+        # A run that has just locked its folder removes earlier requests, including unfinished ones.
         write_whole(path, content)
 
 
 def withdraw(run: Path, request_id: str) -> bool:
-    """Withdraw a request.
+    """Remove a pending request, so that it never takes effect.
 
     Returns:
         True if it was still pending, so that it will never take effect; False if it was already claimed, or does not
@@ -59,9 +59,10 @@ def _path_of(folder: Path, request_id: str) -> Path:
 
 
 def remove_requests(run: Path) -> None:
-    """Remove the pending requests in a run folder, whose senders no longer wait; to be called right after locking it.
+    """Remove the pending requests in a run folder; call this right after locking the folder.
 
-    Requests that arrive later are for the process that holds the lock, even before it polls. Disk errors are ignored.
+    The senders of these requests no longer wait. Requests that arrive later are for the process that holds the lock,
+    even before it polls. Disk errors are ignored.
     """
     folder = run / CONTROL_FOLDER_NAME
     with suppress(OSError):
@@ -71,7 +72,7 @@ def remove_requests(run: Path) -> None:
 
 
 def _names(folder: Path, *, with_unfinished: bool = False) -> list[str]:
-    """Return the names of the request files, oldest first, then the temporary files of `write_whole` if asked for."""
+    """Return the names of the request files, oldest first, and optionally of the temporary files of `write_whole`."""
     names = [path.name for path in folder.iterdir()]
     finished = [name for name in names if name.endswith(_SUFFIX)]
     unfinished = [name for name in names if name.startswith(".") and f"{_SUFFIX}." in name]
@@ -99,14 +100,14 @@ class ControlMailbox:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop polling, and wait at most two seconds for the thread (a disk may hang)."""
+        """Stop polling, and wait at most two seconds for the thread, because the disk may hang."""
         self._closing.set()
         if self._thread.is_alive():
             self._thread.join(_CLOSE_TIMEOUT_S)
 
     def _work(self) -> None:
         while not self._closing.is_set():
-            # A failing request must not stop the training; its sender watches the log, and reports the failure.
+            # A failed request must not stop the training; its sender watches the log and reports the failure.
             with suppress(Exception):
                 self._poll()
             self._closing.wait(_POLL_EVERY_S)
@@ -119,14 +120,14 @@ class ControlMailbox:
         for name in names:
             if self._closing.is_set():
                 return
-            # One that fails must not hold up the rest.
+            # A request that fails must not block the others.
             with suppress(Exception):
                 request = self._claim(name)
                 if request is not None:
                     self._deliver(request)
 
     def _claim(self, name: str) -> ControlRequest | None:
-        """Read and remove a file; return its request, None if it is not one or was withdrawn meanwhile."""
+        """Read and remove a request file; return the request, or None if it is invalid or was withdrawn meanwhile."""
         path = self._folder / name
         content = _read_start(path)
         try:
@@ -141,7 +142,7 @@ class ControlMailbox:
 
 
 def _read_start(path: Path) -> bytes:
-    """Return a file's content, nothing if it is longer than any request; never wait for the writer of a pipe."""
+    """Return a file's content, or no bytes if it is longer than any request; do not wait if it is a pipe."""
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
         content = file.read(_LONGEST_REQUEST_BYTES + 1) or b""
     return content if len(content) <= _LONGEST_REQUEST_BYTES else b""

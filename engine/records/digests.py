@@ -1,4 +1,4 @@
-"""Digests of JSON records, of growing logs and of arrays, to check that a run's files are as they were written.
+"""Digests of JSON records, growing logs and arrays, to detect changes to the files of a run.
 
 They detect damage, accidents and edits by hand. They are not signatures: anyone can recompute them.
 """
@@ -18,13 +18,13 @@ from preprocess.json_digest import json_digest as digest_of_json
 from preprocess.regular_file import open_regular
 
 SEAL = "sha256"
-"""The key under which a JSON record holds the digest of all its other keys."""
+"""The key of a JSON record under which the digest of all its other keys is stored."""
 
 _CHUNK_BYTES = 1 << 20
 
 
 class LogState(NamedTuple):
-    """The size of a log in bytes and the SHA-256 of these bytes, in hexadecimal digits."""
+    """The size of a log in bytes, and the SHA-256 of its content in hexadecimal digits."""
 
     num_bytes: int
     sha256: str
@@ -35,17 +35,17 @@ class LogState(NamedTuple):
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "LogState":
-        """Return the state that `to_json` wrote; raise ValueError, KeyError or TypeError for anything else."""
+        """Return the state from the values of `to_json`; raise ValueError, KeyError or TypeError for anything else."""
         num_bytes, digest = values["bytes"], values["sha256"]
         if type(num_bytes) is not int or num_bytes < 0 or not isinstance(digest, str):
             raise ValueError(
-                f"a log's state must be its size in bytes and their sha256, got {num_bytes!r} and {digest!r}"
+                f"a log's state must be its size in bytes and its sha256, got {num_bytes!r} and {digest!r}"
             )
         return cls(num_bytes, digest)
 
 
 class RunningDigest:
-    """The SHA-256 and the size of all bytes appended so far; O(1) memory, and any thread may read the state."""
+    """The SHA-256 and the size of all bytes appended so far, in O(1) memory; any thread can read the state."""
 
     def __init__(self) -> None:
         self._hash, self._num_bytes, self._lock = hashlib.sha256(), 0, threading.Lock()
@@ -56,7 +56,7 @@ class RunningDigest:
         return self._num_bytes
 
     def update(self, content: bytes) -> None:
-        """Append bytes."""
+        """Add bytes to the digest."""
         with self._lock:
             self._hash.update(content)
             self._num_bytes += len(content)
@@ -68,12 +68,12 @@ class RunningDigest:
 
 
 def digest_file(path: Path, num_bytes: int, begun: RunningDigest) -> RunningDigest:
-    """Return the digest of the first bytes of a regular file; of fewer if the file is shorter.
+    """Return the digest of the first `num_bytes` bytes of a regular file, or of the whole file if it is shorter.
 
     Args:
         path: the file; it need not exist if `num_bytes` is 0.
         num_bytes: how many bytes.
-        begun: the digest of a beginning of these bytes, which is continued.
+        begun: the digest of the first of these bytes, which is updated in place.
 
     Raises:
         OSError: if the file cannot be read, or is a pipe, a device or a folder.
@@ -88,24 +88,24 @@ def digest_file(path: Path, num_bytes: int, begun: RunningDigest) -> RunningDige
 
 
 def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a JSON record with the digest of its keys added under the key `SEAL`."""
+    """Return a copy of a JSON record with the digest of its content added under the key `SEAL`."""
     return {**values, SEAL: json_digest(values)}
 
 
 def is_as_sealed(values: Mapping[str, Any]) -> bool:
-    """Return whether a record holds the correct digest of its other keys."""
+    """Return whether a record contains the correct digest of its other keys."""
     return values.get(SEAL) == json_digest(values)
 
 
 def json_digest(values: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a JSON record without its own digest; it does not depend on the order of the keys."""
+    """Return the SHA-256 of a JSON record, excluding its digest; the order of the keys does not matter."""
     return digest_of_json({key: value for key, value in values.items() if key != SEAL})
 
 
 def describe_array(name: str, array: NDArray[Any]) -> dict[str, Any]:
-    """Return the dtype and shape of an array, and the SHA-256 of these, its name and its bytes."""
+    """Return the dtype and shape of an array, and a SHA-256 over these, its name and its bytes."""
     about = {"dtype": array.dtype.name, "shape": list(array.shape)}
     digest = hashlib.sha256(json.dumps([name, about], sort_keys=True).encode())
-    # As plain bytes, since hashlib accepts no buffer of bfloat16.
+    # As plain bytes, because hashlib does not accept bfloat16 buffers.
     digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
     return {**about, "sha256": digest.hexdigest()}

@@ -15,7 +15,7 @@ _MAX_COUNT = 2**53  # above it a float64 is no longer exact
 
 
 class EvaluationLog:
-    """Reader of a growing `eval.jsonl`; holds no file open between reads.
+    """Reader of a growing `eval.jsonl`; it keeps no file open between reads.
 
     A last line without its newline is left for a later read, and a line that is not an evaluation is skipped. When the
     file has changed, all of it is read again: it has one line for an evaluation of a whole split, and so stays small.
@@ -27,7 +27,7 @@ class EvaluationLog:
         self._records: tuple[EvaluationRecord, ...] = ()
 
     def read(self) -> tuple[EvaluationRecord, ...]:
-        """Return all evaluations so far, in file order, none without a file; raise OSError if it cannot be read."""
+        """Return all evaluations so far, in file order; none without a file. Raise OSError if it cannot be read."""
         try:
             status = self._path.stat()
             state = status.st_ino, status.st_size, status.st_mtime_ns
@@ -41,7 +41,7 @@ class EvaluationLog:
 
 
 def _parse(line: bytes) -> EvaluationRecord | None:
-    """Return the evaluation on a line, None if it holds none; a time or a loss that is missing or null is NaN."""
+    """Parse a line; return None if it is not an evaluation. A missing or null time or loss becomes NaN."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Errors of a run folder's files while a run writes them; each names the file and the remedy."""
+"""Errors that occur when a run writes its files; each message gives the file and the remedy."""
 
 import errno
 import os
@@ -10,7 +10,7 @@ _NO_PERMISSION = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 def name_file(error: OSError, path: Path) -> None:
-    """Add the file and the remedy to an error of writing: the system does not name a file that is already open."""
+    """Add the path and a remedy to a write error: the system omits the path of a file that is already open."""
     error.filename = os.fspath(path)
     if error.filename2 is not None:
         del error.filename2  # None would be shown as a second name
@@ -24,7 +24,7 @@ def name_file(error: OSError, path: Path) -> None:
 
 
 class LostFileError(OSError):
-    """A file that a run writes to was removed or replaced during the run."""
+    """Raised if a file that a run writes to was removed or replaced during the run."""
 
     @classmethod
     def of(cls, path: Path) -> Self:
@@ -34,14 +34,14 @@ class LostFileError(OSError):
     def __str__(self) -> str:
         path = Path(self.filename)
         return (
-            f"{path.name} was removed or replaced in the run folder {path.parent} during the run, so the record of the "
-            "run is incomplete and the run stops here: start another one (--run-dir), from the weights of this one if "
-            "you want them (--init-from)"
+            f"{path.name} was removed or replaced in the run folder {path.parent} during the run. The record of the "
+            "run is incomplete, so the run stops: start another one (--run-dir), if you like from the weights of this "
+            "one (--init-from)"
         )
 
 
-def unreadable_words(error: BaseException) -> str:
-    """Return why a JSON record cannot be read, without the names of Python's exceptions."""
+def describe_unreadable(error: BaseException) -> str:
+    """Return the reason why a JSON record cannot be read, without the names of Python exceptions."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     if isinstance(error, KeyError):

@@ -1,6 +1,6 @@
-"""An exclusive lock on a run folder, which the kernel releases when its process dies for any reason.
+"""An exclusive lock on a run folder; the kernel releases it if the process dies for any reason.
 
-Knows nothing of the other contents of a run folder.
+Knows nothing about the other contents of a run folder.
 """
 
 import fcntl
@@ -20,14 +20,14 @@ _LONGEST_RECORD_BYTES = 4096
 
 
 class FolderInUseError(ValueError):
-    """The folder is locked by another process, or elsewhere in this one."""
+    """Raised if the folder is locked by another process, or elsewhere in this one."""
 
 
 class FolderLock:
-    """An exclusive `flock` on the file `.lock` of a folder, which permits work in that folder; a context manager.
+    """A context manager for an exclusive `flock` on a folder's `.lock` file; only the holder works in the folder.
 
     Releasing the lock empties the file and leaves it in place; only the holder of the lock may remove it. On a file
-    system without locks, every process is let in (`preprocess.file_lock`).
+    system without locks, every process obtains the lock (`preprocess.file_lock`).
 
     Args:
         folder: an existing, writable folder.
@@ -61,7 +61,7 @@ class FolderLock:
             ) from error
         except OSError as error:
             raise ValueError(
-                f"{self._folder} must be a writable folder, and {self._path} cannot be opened ({error.strerror}): "
+                f"{self._folder} must be a writable folder, but {self._path} cannot be opened ({error.strerror}): "
                 "choose another folder or correct its permissions"
             ) from error
         _write_record(self._file)
@@ -80,7 +80,7 @@ class FolderLock:
             os.close(file)
 
     def is_in_place(self) -> bool:
-        """Return whether the lock file is still in place, so that the folder was neither removed nor emptied."""
+        """Return whether the lock file is still in place, that is, the folder was neither removed nor emptied."""
         try:
             return self._file >= 0 and os.path.samestat(os.fstat(self._file), self._path.stat())
         except OSError:
@@ -92,7 +92,7 @@ class FolderLock:
 
 
 def held_since_ns(folder: Path) -> int | None:
-    """Return when the lock of a folder was acquired, in ns since the epoch; None if it is not known to be held."""
+    """Return when a folder's lock was acquired, in ns since the epoch; None if it is not known to be held."""
     try:
         return (folder / LOCK_NAME).stat().st_mtime_ns if is_locked(folder) else None
     except OSError:
@@ -100,7 +100,7 @@ def held_since_ns(folder: Path) -> int | None:
 
 
 def is_locked(folder: Path) -> bool:
-    """Return whether the lock of a folder is held, without disturbing its holder and without creating its file.
+    """Return whether a folder's lock is held, without disturbing the holder or creating the lock file.
 
     On a file system without locks, a record that was not cleared counts as a held lock.
 
@@ -126,9 +126,9 @@ def is_locked(folder: Path) -> bool:
 
 
 def was_killed(folder: Path) -> bool:
-    """Return whether a process on this machine died without releasing the lock of a folder.
+    """Return whether a process on this machine died without releasing a folder's lock.
 
-    False for processes of other machines.
+    Return False for processes on other machines.
 
     Raises:
         OSError: as `is_locked`.
@@ -139,7 +139,7 @@ def was_killed(folder: Path) -> bool:
 
 
 def _write_record(file: int) -> None:
-    """Record this process in the locked file."""
+    """Write the ID and host of this process to the locked file."""
     record = json.dumps({"pid": os.getpid(), "host": os.uname().nodename}).encode()
     # The record only serves messages: the lock holds without it, for example on a full disk.
     with suppress(OSError):
@@ -148,13 +148,13 @@ def _write_record(file: int) -> None:
 
 
 def _holder(path: Path) -> str:
-    """Return a description of the holder, as far as the record names it."""
+    """Return a description of the lock's holder, or "another process" if the lock file does not identify it."""
     record = _read_record(path)
     return "another process" if record is None else f"process {record[0]} on host {record[1]}"
 
 
 def _read_record(path: Path) -> tuple[Any, Any] | None:
-    """Return process and host of the record, None if there is no readable record."""
+    """Return the process ID and host recorded in a lock file, or None if they cannot be read."""
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             record: Any = json.loads(file.read(_LONGEST_RECORD_BYTES))

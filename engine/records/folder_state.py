@@ -1,7 +1,7 @@
-"""The content of a run folder's other files when a snapshot was taken, and at the end of the run.
+"""Digests of `config.json` and the logs, recorded with each snapshot and at the end of the run.
 
-Owns the comparison of that content with what the files hold now. It detects damage and edits by hand; it is no
-protection against recomputed digests.
+Owns the comparison of these digests with the current content of the files. It detects damage and edits by hand, but
+does not protect against recomputed digests.
 """
 
 import os
@@ -22,7 +22,7 @@ class FolderState:
 
     Attributes:
         config_sha256: the digest of `config.json`.
-        logs: the state of each log by file name; of a log that does not exist yet, the state of no bytes.
+        logs: the state of each log by file name; a log that does not exist yet has the state of an empty file.
     """
 
     config_sha256: str
@@ -37,7 +37,11 @@ class FolderState:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "FolderState":
-        """Return the state that `to_json` wrote; raise ValueError, KeyError, TypeError or AttributeError otherwise."""
+        """Return the state from the values of `to_json`.
+
+        Raises:
+            ValueError, KeyError, TypeError, AttributeError: for anything else.
+        """
         return cls(
             str(values["config_sha256"]), {str(name): LogState.from_json(log) for name, log in values["logs"].items()}
         )
@@ -45,11 +49,11 @@ class FolderState:
 
 @dataclass(frozen=True)
 class RecordedBy:
-    """The record that holds a state of the files, as messages name it.
+    """The wording with which messages refer to the record that contains a state of the files.
 
     Attributes:
         name: such as "the snapshot of step 8".
-        remedy: the alternative to restoring the file, as the end of the message's sentence.
+        remedy: the alternative to restoring the file, worded to end the message.
     """
 
     name: str
@@ -57,19 +61,19 @@ class RecordedBy:
 
 
 def by_snapshot(snapshots: Path, step: int) -> RecordedBy:
-    """Return how messages name a snapshot."""
+    """Return the wording for a snapshot."""
     return RecordedBy(
         f"the snapshot of step {step}", f", or remove {snapshots / str(step)} to resume from the snapshot before it"
     )
 
 
 def by_result(path: Path) -> RecordedBy:
-    """Return how messages name `result.json`."""
+    """Return the wording for `result.json`."""
     return RecordedBy(path.name, f", or remove {path} to resume from the newest snapshot")
 
 
 def digest_log(path: Path, *expected: tuple[LogState, RecordedBy]) -> RunningDigest:
-    """Return the digest of a log up to the longest of its expected states; what was appended later is not read.
+    """Check a log against its expected states; return the digest up to the longest. Later lines are not read.
 
     Args:
         path: the log, which is read once.
@@ -77,7 +81,7 @@ def digest_log(path: Path, *expected: tuple[LogState, RecordedBy]) -> RunningDig
 
     Raises:
         ValueError: if the file's beginning differs, or the file is too short, missing, or not a regular file; the
-            message names the shortest of the expected states that it does not match.
+            message gives the shortest expected state that does not match.
     """
     found = RunningDigest()
     for state, by in sorted(expected, key=lambda each: each[0].num_bytes):
@@ -91,12 +95,12 @@ def digest_log(path: Path, *expected: tuple[LogState, RecordedBy]) -> RunningDig
         if now.num_bytes < state.num_bytes:
             raise _refusal(path, state, by, f"it has only {now.num_bytes:,} bytes")
         if now != state:
-            raise _refusal(path, state, by, f"its digest (sha256) was {state.sha256[:12]}, is {now.sha256[:12]}")
+            raise _refusal(path, state, by, f"its digest (sha256) was {state.sha256[:12]}, now is {now.sha256[:12]}")
     return found
 
 
 def whole_lines_digest(path: Path) -> RunningDigest:
-    """Return the digest of a log's complete lines, without a last line that a crash cut short; of none without a file.
+    """Return the digest of a log's complete lines, without a truncated last line; a missing file has no lines.
 
     Raises:
         OSError: if the file cannot be read.
@@ -109,29 +113,28 @@ def whole_lines_digest(path: Path) -> RunningDigest:
 
 
 def check_no_more(path: Path, expected: LogState, by: RecordedBy) -> None:
-    """Raise ValueError if complete lines were appended to a log after the end of its run."""
+    """Raise ValueError if complete lines were appended to a log after its run ended."""
     num_bytes = whole_lines_digest(path).num_bytes
     if num_bytes > expected.num_bytes:
         raise _refusal(path, expected, by, f"{num_bytes - expected.num_bytes:,} bytes were appended")
 
 
 def check_config_digest(path: Path, digest: str | None, earlier: Sequence[str], state: FolderState, by: str) -> None:
-    """Raise ValueError if `config.json` is neither the one that a state records nor a continuation of it.
+    """Raise ValueError if `config.json` is neither the version recorded in a state nor a continuation of it.
 
     Args:
         path: the path of `config.json`.
         digest: its digest, None if it has none.
-        earlier: the digests that it had in earlier launches.
+        earlier: its digests in earlier launches.
         state: the recorded state.
         by: the name of the record, for the message.
     """
     if state.config_sha256 in (digest, *earlier):
         return
-    found = "it has none now" if digest is None else f"is {digest[:12]} now"
+    found = "there is none now" if digest is None else f"is {digest[:12]} now"
     raise ValueError(
-        f"{path} does not belong to the run whose files lie beside it: its digest (sha256) was "
-        f"{state.config_sha256[:12]} for {by}, and {found}: restore that file; to change a setting, give its option to "
-        "run-train --resume"
+        f"{path} does not belong to the run in its folder: its digest (sha256) was {state.config_sha256[:12]} for "
+        f"{by}, but {found}. Restore that file; to change a setting, give its option to run-train --resume"
     )
 
 

@@ -1,7 +1,7 @@
-"""A log of a run folder: appended line by line, with a running digest of its content.
+"""A log in a run folder, written line by line, with a running digest of its content.
 
-Owns that a line is written whole or not at all, and that the path still names the open file. Must not know: what a line
-means.
+Ensures that a line is written whole or not at all, and that the path still refers to the open file. Must not know: what
+a line means.
 """
 
 import errno
@@ -24,11 +24,11 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 class JsonLines:
-    """A file of lines, each handed to the operating system before the next one; a line is written whole or not at all.
+    """A file of lines; each is passed to the operating system at once, and written whole or not at all.
 
     Args:
         path: the file.
-        begun: the digest of the file's present content, which the appended lines continue; None computes it from the
+        begun: the digest of the file's current content, which the appended lines continue; None computes it from the
             file.
     """
 
@@ -41,10 +41,10 @@ class JsonLines:
         self._sync_error: OSError | None = None
 
     def open(self) -> None:
-        """Open the file to append, and remove a last line that a crash cut short.
+        """Open the file for appending, and remove a last line that was truncated by a crash.
 
         Raises:
-            ValueError: if the file does not hold lines, or its size is not that of `begun`.
+            ValueError: if the file does not consist of lines, or its size differs from that of `begun`.
             OSError: if it cannot be opened, or is a pipe or a device.
         """
         try:
@@ -69,8 +69,8 @@ class JsonLines:
                 self._digest.update(part)
         elif self._begun.num_bytes != self._length:
             raise ValueError(
-                f"{self._path} must hold the {self._begun.num_bytes:,} bytes that this run wrote there, and holds "
-                f"{self._length:,}: let no other program write to it while the run is going"
+                f"{self._path} must contain the {self._begun.num_bytes:,} bytes that this run wrote to it, but "
+                f"contains {self._length:,}: do not let another program write to it during the run"
             )
 
     def _complete_lines_size(self) -> int:
@@ -82,16 +82,16 @@ class JsonLines:
         end = os.pread(self._file, size - start, start)
         if start and b"\n" not in end:
             raise ValueError(
-                f"{self._path} must hold lines of losses, and its last line is longer than any such line: "
+                f"{self._path} must contain lines of losses, but its last line is longer than any such line: "
                 "choose another file"
             )
         return start + end.rfind(b"\n") + 1
 
     def append(self, text: str) -> None:
-        """Append a line, given without its newline.
+        """Append a line; `text` does not include the newline.
 
         Raises:
-            OSError: if it cannot be written, and then none of it is; LostFileError if the path no longer names the
+            OSError: if it cannot be written, in which case none of it is; LostFileError if the path no longer names the
                 open file, which is checked once a second.
         """
         line = (text + "\n").encode()
@@ -111,11 +111,11 @@ class JsonLines:
             self.check_place()
 
     def state(self) -> LogState:
-        """Return the size and digest of what this run appended, in all its launches; may be called from any thread."""
+        """Return the size and digest of what this run appended in all its launches; may be called from any thread."""
         return self._digest.state()
 
     def check_place(self) -> None:
-        """Raise LostFileError if the path no longer names the open file; do nothing if no file is open."""
+        """Raise LostFileError if the path no longer refers to the open file; do nothing if no file is open."""
         self._checked_at = time.monotonic()
         if self._file < 0:
             return
@@ -127,10 +127,10 @@ class JsonLines:
             raise LostFileError.of(self._path)
 
     def sync(self) -> None:
-        """Sync all appended lines to the disk, those of earlier launches too.
+        """Sync all appended lines to the disk, including those of earlier launches.
 
-        A disk that failed once reports success at the next call, whatever it lost; so the error is raised again at each
-        later call. A file system that cannot sync a file is no error.
+        A disk that failed once reports success at the next call even if data were lost, so each later call raises the
+        error again. A file system that cannot sync a file is not an error.
 
         Raises:
             OSError: if the disk failed; LostFileError as in `check_place`, or if an earlier launch's file is gone.
@@ -144,7 +144,7 @@ class JsonLines:
         self.check_place()
 
     def _sync_file(self) -> None:
-        """Sync the file, opening it if this launch has not; keep a disk error in `_sync_error`."""
+        """Sync the file, opening it if this launch has not done so; store a disk error in `_sync_error`."""
         file = self._file
         try:
             if self._file < 0:

@@ -1,6 +1,6 @@
 """Read `RUN/loss.jsonl` while it grows.
 
-Owns which bytes were already read, what counts as a readable line, and what `config.json` and `result.json` say about
+Owns which bytes were already read, what counts as a readable line, and what `config.json` and `result.json` record of
 the run. Must not know: terminals, drawing, jax.
 """
 
@@ -50,7 +50,7 @@ class LossRows:
         return self.take(slice(max(0, len(self) - num_rows), None))
 
     def followed_by(self, rows: "LossRows") -> "LossRows":
-        """Return these rows followed by the given ones."""
+        """Return a concatenation of these rows and the given ones."""
         return LossRows(*(np.concatenate(pair) for pair in zip(self._columns(), rows._columns(), strict=True)))
 
     def take(self, index: slice | npt.NDArray[np.bool_]) -> "LossRows":
@@ -63,17 +63,17 @@ class LossRows:
 
 @dataclass(frozen=True, eq=False)
 class LossBatch:
-    """The result of one `LossLog.read`."""
+    """The result of one call of `LossLog.read`."""
 
     rows: LossRows
-    restarted: bool = False  # the file was replaced: rows read before belong to another file
-    num_unreadable: int = 0  # skipped lines, which hold no row
+    restarted: bool = False  # the file was replaced: rows read earlier belong to the old file
+    num_unreadable: int = 0  # skipped lines that are not valid rows
     last_unreadable_line: int = 0  # its number in the file, from 1; 0 if there is none
-    more: bool = False  # the file holds more than this read returned: read again at once
+    more: bool = False  # the file contains more than this read returned: read again at once
 
 
 class LossLog:
-    """Reader of a growing `loss.jsonl`; resumes where the previous read ended; holds no file open between reads.
+    """Reader of a growing `loss.jsonl`; each read resumes where the previous one ended, and no file stays open.
 
     A last line without its newline is left for the next read. A missing file has no rows. A file that was replaced,
     shortened or rewritten is read from its start, and the batch has `restarted` set.
@@ -81,7 +81,7 @@ class LossLog:
 
     def __init__(self, path: Path, chunk_bytes: int = 1 << 18) -> None:
         if chunk_bytes < 1:
-            raise ValueError(f"chunk_bytes must be at least 1, got {chunk_bytes}; leave it out for 256 KiB")
+            raise ValueError(f"chunk_bytes must be at least 1, got {chunk_bytes}; omit it for 256 KiB")
         self._path = path
         self._chunk_bytes = chunk_bytes
         self._identity: tuple[int, int] | None = None
@@ -116,7 +116,7 @@ class LossLog:
         return LossBatch(rows, restarted, len(unreadable), last_unreadable, more=full)
 
     def _rewind_if_another_file(self, file: Any) -> bool:
-        """Rewind if this is not the file of the previous read; return True if lines of that file had been read."""
+        """Rewind if the file was replaced since the last read; return True if lines of the old file had been read."""
         status = os.fstat(file.fileno())
         identity = (status.st_dev, status.st_ino)
         head = file.read(_FINGERPRINT_BYTES)
@@ -129,7 +129,7 @@ class LossLog:
 
 
 def _end_of_hole(file: Any) -> int:
-    """Return the offset at which data follow the current position: a hole may span terabytes, and holds no line."""
+    """Return the offset of the next data after the current position: a hole can span terabytes, and has no lines."""
     here = file.tell()
     if not hasattr(os, "SEEK_DATA"):
         return here
@@ -140,7 +140,7 @@ def _end_of_hole(file: Any) -> int:
 
 
 def _parse(lines: Sequence[bytes]) -> tuple[LossRows, list[int]]:
-    """Return the rows of the readable lines and the indices of unreadable ones; blank lines are neither."""
+    """Return the rows of the readable lines and the indices of the unreadable ones; blank lines are ignored."""
     indices = [index for index, line in enumerate(lines) if line.strip()]
     try:
         # One call for all lines: 2 to 3 times faster than one call per line.
@@ -163,7 +163,11 @@ def _parse(lines: Sequence[bytes]) -> tuple[LossRows, list[int]]:
 
 
 def _columns(values: Sequence[Any]) -> LossRows:
-    """Return the columns of decoded lines; raise ValueError, KeyError, TypeError or OverflowError if one is no row."""
+    """Return the columns of decoded lines.
+
+    Raises:
+        ValueError, KeyError, TypeError, OverflowError: if a line is not a row.
+    """
     steps = [value["step"] for value in values]
     if not set(map(type, steps)) <= {int} or (steps and not (min(steps) >= 0 and max(steps) < _MAX_STEP)):
         raise ValueError("step must be a non-negative integer")
@@ -186,7 +190,7 @@ NO_ROWS = _columns([])
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The part of `config.json` that `tail-run` shows; None for each missing value."""
+    """The values of `config.json` that `tail-run` shows; a missing value is None."""
 
     steps: int | None = None
     batch: int | None = None
@@ -195,7 +199,7 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class RunEnd:
-    """The part of `result.json` that `tail-run` shows; None for each missing value."""
+    """The values of `result.json` that `tail-run` shows; a missing value is None."""
 
     steps_done: int | None = None
     stopped_by: str | None = None
@@ -203,7 +207,7 @@ class RunEnd:
 
 
 def read_run_facts(run: Path) -> RunFacts:
-    """Return the facts in `RUN/config.json`; None for each one that is missing or unreadable."""
+    """Read the values that `tail-run` shows from `RUN/config.json`; one that is missing or unreadable is None."""
     recorded = _read_object(run / CONFIG_NAME) or {}
     settings, resolved = (_object(recorded.get(key)) for key in ("config", "resolved"))
     model = _text(resolved.get("model")) or _text(settings.get("model"))  # the resolved model replaces "auto"
@@ -211,9 +215,9 @@ def read_run_facts(run: Path) -> RunFacts:
 
 
 def read_run_end(run: Path) -> RunEnd | None:
-    """Return the end of the run from `RUN/result.json`; None if that is missing, incomplete or older than RUN's lock.
+    """Read how a run ended from `RUN/result.json`; return None if that is missing, incomplete or older than RUN's lock.
 
-    While a resumed run is going, the file may still hold the end of an earlier launch.
+    While a resumed run is in progress, the file may still contain the end of an earlier launch.
     """
     # The time is read first, so that the content is as new, or newer.
     held_ns, written_ns = held_since_ns(run), _written_ns(run / RESULT_NAME)

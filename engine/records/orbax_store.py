@@ -1,6 +1,6 @@
 """Calls to Orbax without its side effects: no log records on the terminal, no use of jax devices, no early import.
 
-Knows how Orbax's files hold a snapshot, and nothing of its content.
+Knows how Orbax stores a snapshot in files, but nothing about its content.
 """
 
 import logging
@@ -17,21 +17,21 @@ import numpy as np
 import tensorstore as ts
 
 _LONGEST_REASON = 200
-# How long errors of a failed operation may still arrive from TensorStore's threads; they are not printed.
+# How long errors of a failed operation can still arrive from TensorStore's threads; they are not printed.
 _LATE_S = 0.5
 
 
 def load_orbax() -> None:
-    """Import Orbax, which takes from 0.2 to 3 s, ahead of the first snapshot."""
+    """Import Orbax ahead of the first snapshot; the import takes 0.2 to 3 s."""
     with _quiet():
         import orbax.checkpoint  # noqa: F401
 
 
 def save_items(path: Path, arrays: dict[str, Any], facts: dict[str, Any]) -> None:
-    """Write a folder of two items, `state` and `facts`; the caller must make this atomic.
+    """Write a folder with the Orbax items `state` and `facts`; the caller must make this atomic.
 
     Args:
-        path: absolute, new.
+        path: an absolute path that does not exist yet.
         arrays: nested dictionaries of non-empty NumPy arrays; if it is empty, the item `state` is not written.
         facts: JSON values.
 
@@ -49,7 +49,7 @@ def save_items(path: Path, arrays: dict[str, Any], facts: dict[str, Any]) -> Non
 
 
 def restore_facts(path: Path) -> Any:
-    """Return the item `facts`; raise an exception of any type if it cannot be read."""
+    """Read the item `facts`; raise an exception of any type if it cannot be read."""
     with _quiet():
         import orbax.checkpoint as ocp
 
@@ -58,7 +58,7 @@ def restore_facts(path: Path) -> Any:
 
 
 def restore_arrays(path: Path) -> Any:
-    """Return the item `state`, nested dictionaries of NumPy arrays; raise an exception of any type on failure."""
+    """Read the item `state` as nested dictionaries of NumPy arrays; raise an exception of any type on failure."""
     with _quiet(), _no_late_errors():
         import orbax.checkpoint as ocp
 
@@ -80,7 +80,7 @@ def first_unreadable(path: Path, names: Iterable[str]) -> str | None:
 
 
 def short_reason(error: BaseException) -> str:
-    """Return an error's message in one line, without TensorStore's specification and source locations."""
+    """Return an error's message on one line, without TensorStore's specification and source locations."""
     reason = re.sub(r" \[(tensorstore_spec|source locations|os_error_code)=.*", "", str(error), flags=re.DOTALL)
     reason = " ".join(reason.split())
     # The middle only repeats the path.
@@ -90,7 +90,7 @@ def short_reason(error: BaseException) -> str:
 
 
 class _LastResortHandler(logging.Handler):
-    """A root handler that does what Python does without any handler, as long as it is the only one."""
+    """A root handler that acts like `logging.lastResort` while it is the only root handler."""
 
     def emit(self, record: logging.LogRecord) -> None:
         others = [handler for handler in logging.root.handlers if not isinstance(handler, _LastResortHandler)]
@@ -100,7 +100,7 @@ class _LastResortHandler(logging.Handler):
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep Orbax's log records off the terminal: errors are raised anyway, other records do not concern the user.
+    """Keep Orbax's log records off the terminal: errors are raised anyway, and other records do not concern the user.
 
     Orbax logs through absl, whose first record in a process adds a permanent handler to the root logger, unless one is
     present: hence the temporary one.
@@ -130,14 +130,14 @@ def _no_late_errors() -> Iterator[None]:
     before = sys.unraisablehook
     last = time.monotonic()
 
-    def hear(unraisable: Any) -> None:
+    def on_unraisable(unraisable: Any) -> None:
         nonlocal last
         if isinstance(unraisable.exc_value, RuntimeError) and "Event loop is closed" in str(unraisable.exc_value):
             last = time.monotonic()
         else:
             before(unraisable)
 
-    sys.unraisablehook = hear
+    sys.unraisablehook = on_unraisable
     try:
         yield
     except BaseException:

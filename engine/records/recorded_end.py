@@ -1,4 +1,4 @@
-"""The end of a run as `result.json` records it, read and checked. Needs no jax."""
+"""Read and check `result.json`, the record of how a run ended. Does not need jax."""
 
 import json
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ from engine.records.run_folder import EVALUATION_LOG, LOSS_LOG, RESULT
 from preprocess.regular_file import read_regular
 
 FILES = "files"
-"""The key of `result.json` that holds the state of the other files at the end."""
+"""The key of `result.json` for the state of the other files at the end of the run."""
 WEIGHTS_DIGEST = "weights_sha256"
-"""The key under `FILES` that holds the digest in the metadata of `model.safetensors`; None if that was not written."""
+"""The key under `FILES` for the digest in the metadata of `model.safetensors`; None if that file was not written."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class RecordedEnd:
     """The state of the other files that `result.json` records.
 
     Attributes:
-        folder: the state of `config.json` and the logs; None if it is not recorded, by a run from before digests were
-            written or one that was abandoned while it may still have been writing.
+        folder: the state of `config.json` and the logs; None if it was not recorded: by a run from before digests were
+            written, or one that was abandoned while it may still have been writing.
         weights_digest: the digest of `model.safetensors`, None if it is not recorded.
-        is_sealed: whether `result.json` holds a digest of itself.
+        is_sealed: whether `result.json` contains its own digest.
     """
 
     folder: FolderState | None
@@ -35,7 +35,7 @@ class RecordedEnd:
 
 
 def read_result(run: Path) -> RecordedEnd | None:
-    """Read `result.json`; return None if there is none.
+    """Read and check `result.json`; return None if it does not exist.
 
     Raises:
         ValueError: if it cannot be read, or was changed since it was written.
@@ -49,7 +49,7 @@ def read_result(run: Path) -> RecordedEnd | None:
             return RecordedEnd(None, None, is_sealed=False)
         if not is_as_sealed(values):
             found, now = str(values.get(SEAL, "none"))[:12], json_digest(values)[:12]
-            raise ValueError(f"its digest (sha256) was {found}, is {now}")
+            raise ValueError(f"its digest (sha256) was {found}, but is {now} now")
         return _recorded_end(values)
     except FileNotFoundError:
         return None

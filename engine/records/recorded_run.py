@@ -1,4 +1,4 @@
-"""The content of a run's `config.json`, read back. Needs no jax, so that the commands can refuse it quickly."""
+"""Read and check a run's `config.json`. Does not need jax, so that commands can reject a bad file quickly."""
 
 import dataclasses
 import json
@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.config import TrainConfig
 from engine.records.digests import SEAL, is_as_sealed, json_digest
-from engine.records.file_errors import unreadable_words
+from engine.records.file_errors import describe_unreadable
 from engine.records.limits import MOST_JSON_BYTES
 from engine.records.run_folder import CONFIG, CONTINUED
 from preprocess.regular_file import read_regular
@@ -21,10 +21,10 @@ class RecordedRun:
     Attributes:
         config: the settings of the last launch.
         resolved: the values that they resolved to.
-        manifest_digest: the digest of the data's manifest, None if the data have none.
+        manifest_digest: the digest of the data's manifest; None if there is no manifest.
         origins: where each setting came from.
         versions: the versions of Python and of the packages.
-        earlier: one entry per earlier launch, oldest first: `until_step`, and the `settings` that differed until then.
+        earlier: one entry per earlier launch, oldest first: `until_step`, and the `settings` that differed up to it.
         digest: the digest of the file, None if it was written by a version that added none.
         continued: the digests that the file had in earlier launches, oldest first.
     """
@@ -57,7 +57,7 @@ class RecordedRun:
 
 
 def read_recorded(run: Path) -> RecordedRun:
-    """Read `config.json`, and check that it is what was written.
+    """Read `config.json`, and check it against its digest.
 
     Raises:
         ValueError: if it is missing, not a regular file, unreadable, of another form, or was changed since it was
@@ -66,11 +66,11 @@ def read_recorded(run: Path) -> RecordedRun:
     try:
         return read_record(run / CONFIG)
     except FileNotFoundError:
-        raise ValueError(f"a run folder must hold {CONFIG}, and {run} does not: name the folder of a run") from None
+        raise ValueError(f"a run folder must contain {CONFIG}, but {run} does not: give the folder of a run") from None
 
 
 def read_record(path: Path) -> RecordedRun:
-    """Read a `config.json` wherever it lies, and check that it is what was written.
+    """Read a `config.json` from any path, and check it against its digest.
 
     Raises:
         FileNotFoundError: the file is missing.
@@ -103,18 +103,18 @@ def read_record(path: Path) -> RecordedRun:
 
 
 def _check_seal(path: Path, values: dict[str, Any]) -> None:
-    """Raise ValueError if a record was changed since it was written; a record without a digest is an older run's."""
+    """Raise ValueError if a record was changed since it was written; accept one without a digest, from an older run."""
     if SEAL not in values and CONTINUED not in values:
         return
     if not is_as_sealed(values):
         found, now = str(values.get(SEAL, "none"))[:12], json_digest(values)[:12]
         raise ValueError(
-            f"{path} was changed since run-train wrote it (its digest (sha256) was {found}, is {now}): "
-            "undo the change or restore the file; to change a setting, give its option to run-train --resume instead"
+            f"{path} was changed since run-train wrote it (its digest (sha256) was {found}, but is {now} now): "
+            "undo the change or restore the file. To change a setting, give its option to run-train --resume"
         )
 
 
 def _unreadable(path: Path, error: Exception) -> ValueError:
     return ValueError(
-        f"{path} cannot be read as run-train wrote it ({unreadable_words(error)}): restore it, or start another run"
+        f"{path} cannot be read as run-train wrote it ({describe_unreadable(error)}): restore it, or start another run"
     )

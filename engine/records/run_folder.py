@@ -1,11 +1,11 @@
-"""The run folder: the files that a run writes.
+"""The run folder, which contains the files that a run writes.
 
 `config.json` (settings, what they resolved to, versions, the data's manifest digest), `loss.jsonl`, `eval.jsonl`,
 `control.jsonl` (requests that took effect), `snapshots/`, `result.json` (how the run ended) and `model.safetensors`
-(the trained weights). Only one process at a time may work in it.
+(the trained weights). Only one process at a time can use it.
 
-`config.json` and `result.json` hold digests of themselves, each snapshot and `result.json` those of the other files at
-that time (`engine.records.folder_state`), and `model.safetensors` one of its tensors.
+`config.json` and `result.json` contain digests of themselves, each snapshot and `result.json` also those of the other
+files at that time (`engine.records.folder_state`), and `model.safetensors` a digest of its tensors.
 """
 
 import json
@@ -36,7 +36,7 @@ CONFIG = "config.json"
 SNAPSHOTS = "snapshots"
 WEIGHTS = "model.safetensors"
 CONTINUED = "continues"
-"""The key of `config.json` that holds the digests that the file had in earlier launches."""
+"""The key of `config.json` for the digests that the file had in earlier launches."""
 # In the order of removal: `result.json`, which marks a finished run, first; `config.json`, which marks any run, last.
 _WRITTEN_HERE = (
     RESULT,
@@ -57,7 +57,7 @@ _RECORDED_VERSIONS = ("feedloop", "jax", "jaxlib", "numpy", "optax", "tensorstor
 
 
 class RunFolder:
-    """A folder for one run, locked for this process until it is closed; a context manager.
+    """A context manager for the folder of one run, which it keeps locked for this process.
 
     Args:
         path: created if missing.
@@ -66,11 +66,11 @@ class RunFolder:
 
     Attributes:
         config_digest: the digest of the `config.json` that was written.
-        weights_digest: the digest of the `model.safetensors` that was written, None if none was.
+        weights_digest: the digest of the `model.safetensors` that was written; None if there is none.
 
     Raises:
-        ValueError: if the folder holds an earlier run that may not be overwritten, holds no run to resume, has other
-            runs or packed data below it, is in use by another process, or cannot be a folder.
+        ValueError: if the folder contains an earlier run that may not be overwritten, no run to resume, or other runs
+            or packed data, is in use by another process, or cannot be created.
     """
 
     def __init__(self, path: Path, *, overwrite: bool = False, resume: bool = False) -> None:
@@ -82,8 +82,8 @@ class RunFolder:
         self._is_new = not path.exists()
         if resume and not (path / CONFIG).is_file():
             raise ValueError(
-                f"there is no run to resume in {path}, which holds no {CONFIG}: "
-                "name the folder of the run (--run-dir), or start one without --resume"
+                f"there is no run to resume in {path}, which contains no {CONFIG}: "
+                "give the folder of the run (--run-dir), or start one without --resume"
             )
         if not (path / CONFIG).is_file():
             self._check_has_no_other_content()
@@ -115,29 +115,29 @@ class RunFolder:
         self._is_kept = True
 
     def launched(self) -> None:
-        """Mark the run as started: from now on, leaving the folder keeps what was written; before, it removes it."""
+        """Mark the run as started: from now on, leaving the context keeps its files; before, it removes them."""
         self._is_launched = True
 
     def _check_has_no_other_content(self) -> None:
-        """Raise ValueError if other runs or packed data lie below: the user gave DIR instead of DIR/NAME."""
+        """Raise ValueError if the folder contains other runs or packed data: the user gave DIR instead of DIR/NAME."""
         below = (each for pattern in _OTHER_CONTENT for each in self.path.glob(pattern))
         if (found := next(below, None)) is not None:
-            holds = found.relative_to(self.path).parent
+            other = found.relative_to(self.path).parent
             raise ValueError(
-                f"a run folder must hold only its run, and {self.path} holds {holds}: name one below it, such as "
-                f"{self.path / 'run'} (--run-dir)"
+                f"a run folder must contain only its run, but {self.path} contains {other}: choose a folder in it, "
+                f"such as {self.path / 'run'} (--run-dir)"
             )
 
     def _check_is_free(self) -> None:
         left = [name for name in _WRITTEN_HERE if _is_left(self.path / name)]
         if left:
             raise ValueError(
-                f"the run folder must be new, and {self.path} holds {left[-1]} of an earlier run: choose another "
-                "(--run-dir), continue the run (--resume) or overwrite it (--overwrite)"
+                f"the run folder must be new, but {self.path} contains {left[-1]} of an earlier run: choose another "
+                "folder (--run-dir), continue the run (--resume) or overwrite it (--overwrite)"
             )
 
     def _remove_unfinished(self) -> None:
-        """Remove the temporary files of a killed process: those of a large network's weights take much space."""
+        """Remove the temporary files of a killed process: the weights of a large network take up much space."""
         for name in (CONFIG, RESULT, WEIGHTS):
             with suppress(OSError):  # a leftover must not stop the run
                 remove_unfinished(self.path / name)
@@ -145,13 +145,13 @@ class RunFolder:
     def clear(self) -> None:
         """Remove the files of an earlier run."""
         for name in _WRITTEN_HERE:
-            # Present requests are for this run: those for an earlier one were removed when the folder was locked.
+            # All present requests are for this run: those for an earlier one were removed when the folder was locked.
             if name != CONTROL_FOLDER_NAME:
                 _remove(self.path / name)
         self._is_cleared = True
 
     def _abandon(self) -> None:
-        """Restore the folder as it was: an earlier run that was resumed, or is not yet overwritten, stays."""
+        """Remove what this process wrote; keep an earlier run that was resumed or is not yet overwritten."""
         if self._is_cleared:
             self.clear()
         if self._is_resumed or (self.path / CONFIG).exists():
@@ -160,7 +160,7 @@ class RunFolder:
         # Only the holder may remove the lock.
         (self.path / LOCK_NAME).unlink(missing_ok=True)
         if self._is_new:
-            with suppress(OSError):  # it holds other files by now
+            with suppress(OSError):  # it contains other files by now
                 self.path.rmdir()
 
     @property
@@ -180,7 +180,7 @@ class RunFolder:
 
     @property
     def snapshots(self) -> Path:
-        """The path of the snapshots' folder."""
+        """The path of the snapshot folder."""
         return self.path / SNAPSHOTS
 
     def write_config(
@@ -193,7 +193,7 @@ class RunFolder:
         earlier: Sequence[Mapping[str, Any]] = (),
         continued: Sequence[str] = (),
     ) -> None:
-        """Write `config.json`: the settings as given and as resolved, the versions, the digest of the data's manifest.
+        """Write `config.json`: the settings as given and as resolved, the versions and the data's manifest digest.
 
         Args:
             config, resolved, manifest_digest: of this launch.
@@ -228,7 +228,7 @@ class RunFolder:
         (self.path / RESULT).unlink(missing_ok=True)
 
     def write_result(self, result: Mapping[str, Any]) -> None:
-        """Write `result.json`: how the run ended. Its presence means that nothing more will be written."""
+        """Write `result.json`, the record of how the run ended; its presence means that no more will be written."""
         self._write_json(RESULT, sealed(result))
 
     def write_weights(self, tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> Path:
@@ -281,20 +281,20 @@ def _make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
-        raise ValueError(f"the run folder must be a folder, and {path} is a file: choose another") from None
+        raise ValueError(f"the run folder must be a folder, but {path} is a file: choose another path") from None
     except OSError as error:
         raise ValueError(
-            f"the run folder must be writable, and {path} cannot be created ({error.strerror}): choose another"
+            f"the run folder must be writable, but {path} cannot be created ({error.strerror}): choose another path"
         ) from error
 
 
 def _is_left(path: Path) -> bool:
-    """Return whether a path holds something of an earlier run; a folder with only foreign files does not count."""
+    """Return whether a path contains files of an earlier run; a folder with only unrelated files does not count."""
     return path.exists() and (not path.is_dir() or any(_own_entries(path)))
 
 
 def _own_entries(folder: Path) -> Iterator[Path]:
-    """Yield the entries of a folder that runs write: a folder per snapshot, a file per request."""
+    """Yield the entries of a folder that a run wrote: one folder per snapshot, one file per request."""
     for entry in folder.iterdir():
         if folder.name != SNAPSHOTS:
             is_own = entry.suffix == ".json"
@@ -305,18 +305,18 @@ def _own_entries(folder: Path) -> Iterator[Path]:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file, or a folder's entries that runs write, and then the folder if it is empty."""
+    """Remove a file, or the entries of a folder that a run wrote and then the folder itself if it is empty."""
     if not path.is_dir():
         path.unlink(missing_ok=True)
         return
     for entry in list(_own_entries(path)):
         shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-    with suppress(OSError):  # it holds other files
+    with suppress(OSError):  # it contains other files
         path.rmdir()
 
 
 def _in_fixed_order(file: bytes) -> bytes:
-    """Return a safetensors file with its metadata sorted: the library writes them in the order of a randomised hash."""
+    """Return a safetensors file with its metadata sorted: the library writes it in the order of a randomised hash."""
     length = int.from_bytes(file[:8], "little")
     header = json.loads(file[8 : 8 + length])
     if "__metadata__" in header:

@@ -10,15 +10,15 @@ from engine.stream.sinks import EvaluationRecord, LossRecord
 
 
 class RunFolderSink:
-    """A sink that writes `loss.jsonl` and, created at the first evaluation, `eval.jsonl`.
+    """A sink that writes `loss.jsonl` and, from the first evaluation on, `eval.jsonl`.
 
     Args:
         loss_log, evaluation_log: the files.
         take_snapshot: called with each snapshot once the lines before it are on disk, so that a run that is resumed
             from it has them.
-        leave_out: called on the program's thread with the step of a snapshot that is dropped because another one still
-            waits for its lines.
-        begun: the digests of the files' present content; that of a missing entry is computed from its file.
+        leave_out: called on the program's thread with the step of a snapshot that is dropped because another one is
+            still waiting for its lines.
+        begun: the digest of each file's current content; a missing digest is computed from the file.
 
     Attributes:
         last_step: the step of the last loss that was written, None before the first.
@@ -76,7 +76,7 @@ class RunFolderSink:
         self._evaluations.sync()
 
     def states(self) -> dict[str, LogState]:
-        """Return the state of each file by name; of a file that does not exist yet, the state of no bytes."""
+        """Return the state of each file by name; a file that does not exist yet has the state of an empty file."""
         return dict(zip(self._names, (self._losses.state(), self._evaluations.state()), strict=True))
 
     def close(self) -> None:

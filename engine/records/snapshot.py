@@ -1,9 +1,9 @@
 """Snapshots of the training state on disk, in Orbax's format: write, read, check, remove.
 
-`<folder>/<step>/` holds two Orbax items: `state`, the arrays as nested dictionaries under the names that the program
-gives them, and `facts`, a small JSON with a digest of every array and of the run's other files at that time. Plain
-Orbax reads both. Works only on NumPy arrays: the device belongs to the training program, and a concurrent jax call may
-wait for hours. Knows nothing of threads.
+`<folder>/<step>/` contains two Orbax items: `state`, the arrays as nested dictionaries under the names that the program
+gives them, and `facts`, a small JSON object with a digest of every array and of the run's other files at that time.
+Plain Orbax can read both. Works only on NumPy arrays: the device belongs to the training program, and a concurrent jax
+call may wait for hours. Must not know: threads.
 
 A snapshot is written in `<folder>/.unfinished/` and moved into place by one rename, so that a crash at any instant
 leaves a whole `<step>` or none. TensorStore syncs the arrays' files to the disk itself; Orbax syncs neither its JSON
@@ -25,35 +25,35 @@ from numpy.typing import NDArray
 from engine.keys import is_key, like_leaf, plain_key
 from engine.records.control_log import CONTROL_LOG_NAME
 from engine.records.digests import describe_array, is_as_sealed, sealed
-from engine.records.file_errors import unreadable_words
+from engine.records.file_errors import describe_unreadable
 from engine.records.folder_state import FolderState
 from engine.records.orbax_store import first_unreadable, restore_arrays, restore_facts, save_items, short_reason
 from engine.records.versions import version_of
 from preprocess.regular_file import check_regular
 
 _FORMAT = 1
-# The key of the facts that holds the state of the run's other files.
+# The key of the facts for the state of the run's other files.
 _FOLDER = "folder"
 _MOST_FACTS_BYTES = 1 << 26
 _UNFINISHED = ".unfinished"
 _NAMED_AT_MOST = 3
-# Beside the arrays: the facts and Orbax's own files, some hundred bytes an array.
+# Besides the arrays: the facts and Orbax's own files, a few hundred bytes per array.
 _SLACK_BYTES = 1 << 20
 
 
 class SnapshotError(ValueError):
-    """A snapshot cannot be written, is damaged, or does not fit this program's state."""
+    """Raised if a snapshot cannot be written, is damaged, or does not fit the state of this program."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A training state read from disk, every byte checked.
+    """A training state read from disk and checked against its digests.
 
     Attributes:
-        step: updates done.
-        pulls: batches taken.
+        step: the number of updates done.
+        pulls: the number of batches used.
         leaves: the arrays by name, such as `params.conv1.kernel`; they may be read-only.
-        folder: the state of the run's other files when the snapshot was taken; None in older snapshots, without it.
+        folder: the state of the run's other files when the snapshot was taken; None for older snapshots, which lack it.
     """
 
     step: int
@@ -63,7 +63,7 @@ class Snapshot:
 
 
 def snapshot_steps(folder: Path) -> list[int]:
-    """Return the steps of the snapshots in a folder, ascending; none if there is no folder.
+    """Return the steps of the snapshots in a folder, in ascending order; none if there is no folder.
 
     Raises:
         OSError: if the folder cannot be listed.
@@ -77,20 +77,20 @@ def snapshot_steps(folder: Path) -> list[int]:
 
 
 def write_snapshot(folder: Path, step: int, pulls: int, tree: Any, state: FolderState | None = None) -> None:
-    """Write `<folder>/<step>/` whole or not at all, durably; only one writer per folder at a time.
+    """Write a snapshot to `<folder>/<step>/`, durably and whole or not at all; allows one writer per folder at a time.
 
-    Remove unfinished snapshots of a crash first. Keep an existing snapshot of the step that has the same content;
-    replace one that is damaged or differs.
+    Unfinished snapshots left by a crash are removed first. An existing snapshot of the step is kept if it has the same
+    content, and replaced if it is damaged or differs.
 
     Args:
         folder: created if missing.
-        step: updates done, from 0.
-        pulls: batches taken, from 0.
+        step: the number of updates done, from 0.
+        pulls: the number of batches used, from 0.
         tree: the training state, a pytree of numeric NumPy arrays of any shape; PRNG keys as their key data.
         state: the state of the run's other files.
 
     Raises:
-        SnapshotError: if the tree holds something else, or the snapshot cannot be written; other snapshots stay.
+        SnapshotError: if the tree contains anything else, or the snapshot cannot be written; other snapshots are kept.
     """
     folder = folder.absolute()
     named = _named_arrays(tree)
@@ -122,12 +122,12 @@ def read_snapshot(folder: Path, step: int) -> Snapshot:
     """Read a snapshot and check every array against its digest.
 
     Raises:
-        SnapshotError: if there is none, or a part of it is missing or changed; names the part.
+        SnapshotError: if there is none, or a part of it is missing or changed; the message names the part.
     """
     path = folder.absolute() / str(step)
     if not path.is_dir():
         found = ", ".join(map(str, snapshot_steps(folder))) or "none"
-        raise SnapshotError(f"there is no snapshot {path}: choose one of these steps: {found}")
+        raise SnapshotError(f"there is no snapshot {path}: choose another step (available: {found})")
     _check_files(path)
     facts = _read_facts(path, step)
     described: dict[str, Any] = facts["leaves"]
@@ -143,7 +143,7 @@ def read_snapshot(folder: Path, step: int) -> Snapshot:
 
 
 def read_folder_state(folder: Path, step: int) -> FolderState | None:
-    """Return a snapshot's record of the run's other files, without reading its arrays; None if it has none.
+    """Read the state of the run's other files from a snapshot, but not its arrays; return None if it has none.
 
     Raises:
         SnapshotError: if it cannot be read.
@@ -161,22 +161,22 @@ def match_state(leaves: Mapping[str, NDArray[Any]], like: Any) -> Any:
         like: a pytree of `jax.ShapeDtypeStruct` or arrays.
 
     Returns:
-        A pytree of the structure of `like`: NumPy arrays, and PRNG keys wrapped again, for which jax is used.
+        A pytree with the structure of `like`, of NumPy arrays and of PRNG keys, which are wrapped again using jax.
 
     Raises:
-        SnapshotError: if an array is missing, unexpected, or of another shape or dtype; names it.
+        SnapshotError: if an array is missing, unexpected, or of another shape or dtype; the message names it.
     """
     wanted, structure = jax.tree_util.tree_flatten_with_path(like)
     named = {".".join(_parts(path)): leaf for path, leaf in wanted}
     if missing := [name for name in named if name not in leaves]:
         raise _not_ours(f"lacks {_list(missing)}")
     if unexpected := [name for name in leaves if name not in named]:
-        raise _not_ours(f"also holds {_list(unexpected)}")
+        raise _not_ours(f"also contains {_list(unexpected)}")
     return jax.tree_util.tree_unflatten(structure, [_match(name, leaves[name], leaf) for name, leaf in named.items()])
 
 
 def remove_snapshot(folder: Path, step: int) -> None:
-    """Remove a snapshot, if there is one, atomically: after a crash it is either whole or gone for readers.
+    """Remove a snapshot, if there is one, atomically: after a crash, readers find either all of it or nothing.
 
     Raises:
         OSError: if it cannot be removed.
@@ -190,13 +190,13 @@ def remove_snapshot(folder: Path, step: int) -> None:
 
 
 def keep_newest(folder: Path, count: int, *, up_to: int | None = None) -> None:
-    """Remove all snapshots except the newest.
+    """Remove all snapshots except the `count` newest.
 
     Args:
         folder: the folder of the snapshots.
         count: how many to keep; 0 keeps all.
         up_to: ignore snapshots of later steps, which are neither removed nor counted: if a run went back to an earlier
-            step, they are its old ones, and must not displace those it writes now.
+            step, they are leftovers, and must not displace the snapshots that it writes now.
 
     Raises:
         OSError: if one cannot be removed.
@@ -211,20 +211,20 @@ def _parts(path: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 def _named_arrays(tree: Any) -> dict[str, tuple[tuple[str, ...], NDArray[Any]]]:
-    """Return the path and the array of every leaf, by name, in native byte order."""
+    """Return the path and the array of every leaf, by name; the arrays are in native byte order."""
     named: dict[str, tuple[tuple[str, ...], NDArray[Any]]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         parts = _parts(path)
         name = ".".join(parts)
         if name in named:
-            raise SnapshotError(f"every array must have a unique name, and two are called {name!r}: rename one")
+            raise SnapshotError(f"every array must have a unique name, but two are called {name!r}: rename one")
         # Orbax before 0.12 writes an array under an empty name and cannot read it again.
         if not all(parts or ("",)):
-            raise SnapshotError(f"the keys of an array's path must not be empty, and one of {parts} is: rename it")
+            raise SnapshotError(f"the keys of an array's path must not be empty, but one of {parts} is: rename it")
         # A jax array would be fetched from the device here; the caller must do that at a suitable time.
         if not isinstance(leaf, np.ndarray | np.generic) or leaf.dtype.hasobject or leaf.dtype.kind in "USMm":
             raise SnapshotError(
-                f"a snapshot holds numeric NumPy arrays, and {name} is a {type(leaf).__name__}: convert it first"
+                f"a snapshot must contain numeric NumPy arrays, but {name} is a {type(leaf).__name__}: convert it first"
             )
         array = np.asarray(leaf)
         named[name] = parts, array.astype(array.dtype.newbyteorder("="), copy=False)
@@ -232,7 +232,7 @@ def _named_arrays(tree: Any) -> dict[str, tuple[tuple[str, ...], NDArray[Any]]]:
 
 
 def _nest(named: Mapping[str, tuple[tuple[str, ...], NDArray[Any]]]) -> dict[str, Any]:
-    """Return nested dictionaries of the arrays, without empty ones: Orbax refuses them, and the facts suffice."""
+    """Return the non-empty arrays in nested dictionaries: Orbax rejects empty ones, and the facts describe them."""
     nested: dict[str, Any] = {}
     for parts, array in named.values():
         if array.size:
@@ -264,11 +264,11 @@ def _folder_state(path: Path, facts: Mapping[str, Any]) -> FolderState | None:
     try:
         return FolderState.from_json(facts[_FOLDER])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(path, f"its facts cannot be read ({unreadable_words(error)})") from error
+        raise _damaged(path, f"its facts cannot be read ({describe_unreadable(error)})") from error
 
 
 def _check_files(path: Path) -> None:
-    """Raise SnapshotError if a snapshot holds a pipe or a device, which could block a reader for ever."""
+    """Raise SnapshotError if a snapshot contains a pipe or a device, which could block a reader forever."""
     for inner, _, names in os.walk(path):
         for name in names:
             file = Path(inner, name)
@@ -278,11 +278,11 @@ def _check_files(path: Path) -> None:
             except OSError as error:
                 raise _damaged(path, f"{file.relative_to(path)} cannot be read ({error.strerror})") from error
             if file.relative_to(path).parts[0] == "facts" and status.st_size > _MOST_FACTS_BYTES:
-                raise _damaged(path, f"{file.relative_to(path)} has {status.st_size:,} bytes")
+                raise _damaged(path, f"{file.relative_to(path)} is too large ({status.st_size:,} bytes)")
 
 
 def _is_written(folder: Path, facts: Mapping[str, Any]) -> bool:
-    """Return whether disk holds the same, undamaged; then a run that is resumed and stopped at once writes nothing."""
+    """Return whether the same snapshot is on disk, undamaged: a run resumed and stopped at once then writes nothing."""
     path = folder / str(facts["step"])
     try:
         if not path.exists():
@@ -298,7 +298,7 @@ def _is_written(folder: Path, facts: Mapping[str, Any]) -> bool:
 
 
 def _has_same_logs(before: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
-    """Return whether two snapshots record the same logs, apart from the control log: requests may have come since."""
+    """Return whether two snapshots record the same logs, ignoring the control log: requests may have arrived since."""
     if _FOLDER not in before or _FOLDER not in facts:
         return True
     logs, logs_now = (dict(each[_FOLDER]["logs"]) for each in (before, facts))
@@ -306,13 +306,13 @@ def _has_same_logs(before: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
 
 
 def _check_room(folder: Path, num_bytes: int) -> None:
-    """Raise SnapshotError if the disk has too little room, before any array is written."""
+    """Raise SnapshotError if the disk has too little space for the arrays, before any is written."""
     usage = shutil.disk_usage(folder)
     # Some file systems report no sizes.
     if usage.total and usage.free < num_bytes + _SLACK_BYTES:
         raise SnapshotError(
-            f"a snapshot needs {num_bytes / 1e6:.1f} MB of disk space in {folder}, and {usage.free / 1e6:.1f} MB are "
-            "free: make room there"
+            f"a snapshot needs {num_bytes / 1e6:.1f} MB of disk space in {folder}, but only {usage.free / 1e6:.1f} MB "
+            "are free: make room there"
         )
 
 
@@ -326,14 +326,14 @@ def _read_facts(path: Path, step: int) -> dict[str, Any]:
         raise _damaged(path, "its facts were changed since they were written")
     if facts["format"] != _FORMAT:
         raise SnapshotError(
-            f"a snapshot must have format {_FORMAT}, and {path} has format {facts['format']}: "
+            f"a snapshot must have format {_FORMAT}, but {path} has format {facts['format']}: "
             f"read it with feedloop {facts['versions']['feedloop']}"
         )
     return facts
 
 
 def _restore_arrays(path: Path, described: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
-    """Read all arrays at once; if that fails, read them one at a time to name the first damaged one."""
+    """Read all arrays at once; if that fails, read them one at a time to find the first damaged one."""
     try:
         return _flatten(restore_arrays(path))
     except Exception as error:  # Orbax and TensorStore raise exceptions of many types
@@ -345,8 +345,8 @@ def _restore_arrays(path: Path, described: Mapping[str, Any]) -> dict[str, NDArr
 def _match(name: str, array: NDArray[Any], like: Any) -> Any:
     plain = jax.eval_shape(plain_key, like) if is_key(like) else like
     if array.shape != tuple(plain.shape) or array.dtype != plain.dtype:
-        found, expected = (f"{one.dtype.name} {list(one.shape)}" for one in (array, plain))
-        raise _not_ours(f"holds {name} as {found} instead of {expected}")
+        found, expected = (f"{each.dtype.name} {list(each.shape)}" for each in (array, plain))
+        raise _not_ours(f"contains {name} as {found} instead of {expected}")
     return like_leaf(array, like)
 
 

@@ -5,12 +5,12 @@ Owns queueing, replacing and giving up; `engine.records.snapshot` owns the files
 Orbax's `CheckpointManager` also commits a step by a rename, with the facts beside the arrays, and keeps the newest N.
 It is not used because, as of Orbax 0.12.8, it
 
-- syncs neither its JSON files nor its folders before that rename, so that a power failure can leave a hollow step;
-- removes an old step in place, so that a kill meanwhile leaves a part of it under the name of a whole one;
-- refuses to replace a step that exists, which a damaged one and a run that went back to an earlier step call for;
-- makes a save wait for the one before it, where here a newer snapshot takes the place of the one that waits.
+- syncs neither its JSON files nor its folders before that rename, so that a power failure can leave an incomplete step;
+- removes an old step in place, so that a process killed meanwhile leaves a part of it under the name of a whole one;
+- refuses to replace an existing step, which is needed if it is damaged or the run went back to an earlier step;
+- makes each save wait for the previous one, whereas here a newer snapshot replaces the one that is waiting.
 
-It would replace the renaming and the removal, some forty lines, and none of the checks.
+It would replace the renaming and the removal, about forty lines, but none of the checks.
 """
 
 import threading
@@ -26,13 +26,13 @@ from engine.records.snapshot import keep_newest, snapshot_steps, write_snapshot
 
 
 class SnapshotWriter:
-    """Writer of snapshots, one after another on its own thread; at most one waits, and a newer one replaces it.
+    """Writer of snapshots, one at a time on a separate thread; at most one waits, and a newer one replaces it.
 
-    A failure does not stop the run: it is reported, and the last good snapshot stays.
+    A failure does not stop the run: it is reported, and the last good snapshot is kept.
 
     Args:
         folder: the folder of the snapshots; created if missing.
-        keep: how many of the newest stay on disk; 0 keeps all.
+        keep: how many of the newest snapshots to keep on disk; 0 keeps all.
         say: called from any thread with one line about a snapshot that was dropped or an error; must not block
             (`engine.stream.notices`).
         write: (folder, step, pulls, tree, state) → None, writes a snapshot whole or not at all.
@@ -50,7 +50,7 @@ class SnapshotWriter:
         write: Callable[[Path, int, int, Any, FolderState | None], None] = write_snapshot,
     ) -> None:
         if keep < 0:
-            raise ValueError(f"the number of snapshots to keep must be 0 (all) or more, but is {keep}: choose another")
+            raise ValueError(f"the number of snapshots to keep must be 0 (all) or more, got {keep}: choose another")
         self._folder, self._keep, self._write = folder, keep, write
         self._say = say
         self._changed = threading.Condition()
@@ -65,46 +65,46 @@ class SnapshotWriter:
         """Start the thread, which imports Orbax first; call this once.
 
         Do not call this while a program is traced: importing Orbax changes what jax compares when it looks up a traced
-        function, so that a program whose tracing began before gets another key in the cache on disk.
+        function, so that a program whose tracing began earlier gets a different key in the cache on disk.
         """
         self._thread.start()
 
     @property
     def last_step(self) -> int | None:
-        """The step of the last snapshot written; before the first, that of the newest one found in the folder."""
+        """The step of the last snapshot written; before the first write, that of the newest one in the folder."""
         with self._changed:
             return self._last_step
 
     @property
     def unwritten_step(self) -> int | None:
-        """The step of the waiting snapshot, else of the one being written; None if there is neither."""
+        """The step of the waiting snapshot or, if none is waiting, the one being written; None if there is neither."""
         with self._changed:
             return self._writing_step if self._waiting is None else self._waiting.step
 
     def submit(self, step: int, pulls: int, tree: Any, state: FolderState | None = None) -> None:
-        """Queue a snapshot and return at once; after `close`, drop it.
+        """Queue a snapshot and return at once; after `close`, drop it instead.
 
         Args:
-            step: updates done.
-            pulls: batches taken.
+            step: the number of updates done.
+            pulls: the number of batches used.
             tree: a pytree of NumPy arrays, which must not be changed afterwards.
             state: the state of the run's other files.
         """
         with self._changed:
             if self._is_closed:
-                self._say(f"snapshot of step {step} left out: it came after the end of the run")
+                self._say(f"snapshot of step {step} skipped: it was submitted after the end of the run")
                 return
             dropped, self._waiting = self._waiting, _Submitted(step, pulls, tree, state)
             self._is_last_written = False
             self._changed.notify_all()
         if dropped is not None:
-            self._say(f"snapshot of step {dropped.step} left out: the disk is slower than --snapshot-every")
+            self._say(f"snapshot of step {dropped.step} skipped: the disk is too slow for --snapshot-every")
 
     def close(self, timeout_s: float) -> bool:
-        """Accept no more snapshots and wait for the queued ones, for a limited time; may be called again.
+        """Accept no more snapshots, and wait at most `timeout_s` for the queued ones; can be called again.
 
-        A snapshot that is not written in time is reported, and left to the daemon thread. Python may still wait for it
-        at exit, because Orbax creates folders on asyncio's threads, which the interpreter joins.
+        A snapshot that is not written in time is reported, but the daemon thread continues with it. Python may still
+        wait for it at exit, because Orbax creates folders on asyncio's threads, which the interpreter joins.
 
         Args:
             timeout_s: the limit in seconds.
@@ -139,7 +139,7 @@ class SnapshotWriter:
             pass
 
     def _write_next(self) -> bool:
-        """Wait for a snapshot and write it; a separate function, so that its arrays are freed before the next wait."""
+        """Wait for a snapshot and write it; as a separate function, this frees its arrays before the next wait."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting is not None or self._is_closed)
             submitted, self._waiting = self._waiting, None
@@ -173,7 +173,7 @@ class SnapshotWriter:
 
     def _describe_last(self) -> str:
         last = self.last_step
-        return "there is none before it" if last is None else f"the last good one, of step {last}, stays"
+        return "there is no earlier one" if last is None else f"the last good one, of step {last}, is kept"
 
 
 @dataclass(frozen=True)

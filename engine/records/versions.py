@@ -1,4 +1,4 @@
-"""The versions of packages that a run records."""
+"""The package versions that a run records."""
 
 from importlib.metadata import PackageNotFoundError, version
 
@@ -7,7 +7,7 @@ NOT_INSTALLED = "not installed"
 
 
 def version_of(package: str) -> str:
-    """Return the version of a package, `NOT_INSTALLED` if it is not installed."""
+    """Return the version of a package, or `NOT_INSTALLED` if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

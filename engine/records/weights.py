@@ -1,4 +1,4 @@
-"""Weights as named tensors, as `model.safetensors` holds them."""
+"""Weights as named tensors, as stored in `model.safetensors`."""
 
 import os
 from collections.abc import Mapping
@@ -22,9 +22,9 @@ type Tensors = dict[str, NDArray[Any]]
 
 _MOST_FAULTS = 5
 _DIGEST_THREADS = 4
-# The key that announces a digest, so that a damaged digest key is noticed.
+# The key that announces a digest, so that a damaged digest key is detected.
 _KIND = "digest"
-# safetensors' names of the types that NumPy, with the types that jax adds, has arrays of.
+# safetensors' names of the types that NumPy supports, including those that jax adds.
 _READABLE = {"F64", "F32", "F16", "BF16", "I64", "U64", "I32", "U32", "I16", "U16", "I8", "U8", "BOOL"}
 
 
@@ -34,8 +34,8 @@ class StoredWeights(NamedTuple):
     Attributes:
         tensors: the tensors by name, as stored.
         metadata: the file's metadata.
-        digest: the digest of both, which was checked; None if the file has none, such as one of another program or of
-            an older run.
+        digest: the digest of both, which was checked; None if the file has none, such as one written by another program
+            or an older run.
     """
 
     tensors: Tensors
@@ -44,19 +44,19 @@ class StoredWeights(NamedTuple):
 
     @property
     def is_of_own_model(self) -> bool:
-        """Whether a run wrote it for a user-defined model, whose tensors are named by the paths of its leaves."""
+        """Whether a run wrote it for a user-defined model, whose tensors are named after the paths of its leaves."""
         return any(name.startswith("params.") for name in self.tensors)
 
 
 def name_tensors(registry_name: str | None, params: Any, batch_stats: Any) -> Tensors:
-    """Return every tensor of a model by name.
+    """Return all tensors of a model by name.
 
     Args:
         registry_name: the model's name in the registry, None for a user-defined model.
         params, batch_stats: its pytrees.
 
     Returns:
-        For a network of the registry, torchvision's names and layouts; else the path of each leaf, `params.…` and
+        For a registry model, torchvision's names and layouts; otherwise the path of each leaf, `params.…` and
         `batch_stats.…`, in the model's own layout.
     """
     if registry_name is not None:
@@ -65,23 +65,23 @@ def name_tensors(registry_name: str | None, params: Any, batch_stats: Any) -> Te
 
 
 def check_names(params: Any, batch_stats: Any) -> None:
-    """Raise ValueError if two tensors of a user-defined model would have the same name; shapes suffice."""
+    """Raise ValueError if two tensors of a user-defined model would have the same name; leaves without data suffice."""
     seen: set[str] = set()
     for name, _ in _named_leaves(params, batch_stats):
         if name in seen:
-            raise ValueError(f"every tensor must have a unique name, and two are called {name}: rename one's key")
+            raise ValueError(f"every tensor must have a unique name, but two are called {name}: rename the key of one")
         seen.add(name)
 
 
 def read_weights(path: str | os.PathLike[str]) -> StoredWeights:
-    """Read a safetensors file into memory.
+    """Read a safetensors file into memory, and check its digest if it has one.
 
     Raises:
         ValueError: if there is no such file, it is truncated or of another format, or holds numbers of an unsupported
             type.
     """
     if Path(path).is_dir():
-        raise ValueError(f"weights must be a safetensors file, and {os.fspath(path)} is a folder: name a file")
+        raise ValueError(f"weights must be a safetensors file, but {os.fspath(path)} is a folder: give a file")
     try:
         os.close(open_regular(path))  # the library would wait for the writer of a pipe
         with safe_open(path, framework="np") as file:
@@ -89,28 +89,28 @@ def read_weights(path: str | os.PathLike[str]) -> StoredWeights:
             for name in names:
                 if (kind := file.get_slice(name).get_dtype()) not in _READABLE:
                     raise ValueError(
-                        f"weights must be floats of 16 to 64 bits, and {name} of {os.fspath(path)} is {kind}: "
+                        f"weights must be floats of 16 to 64 bits, but {name} of {os.fspath(path)} is {kind}: "
                         "save it as float32"
                     )
             tensors, metadata = {name: file.get_tensor(name) for name in names}, dict(file.metadata() or {})
     except FileNotFoundError:
         raise ValueError(
-            f"weights must be a safetensors file, and {os.fspath(path)} does not exist: check its name"
+            f"weights must be a safetensors file, but {os.fspath(path)} does not exist: check the path"
         ) from None
     except SafetensorError as error:
         raise ValueError(
-            f"weights must be a whole safetensors file, and {os.fspath(path)} is not ({error}): copy it again, or "
+            f"weights must be a complete safetensors file, but {os.fspath(path)} is not ({error}): copy it again, or "
             "save it with safetensors"
         ) from None
     except OSError as error:
         raise ValueError(
-            f"weights must be readable, and {os.fspath(path)} is not ({error.strerror or error}): check its permissions"
+            f"weights must be readable, but {os.fspath(path)} is not ({error.strerror or error}): check its permissions"
         ) from error
     return StoredWeights(tensors, metadata, _checked_digest(path, tensors, metadata))
 
 
 def with_digest(tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return the metadata with the digest of all tensors and of the other metadata added, for readers to check.
+    """Return the metadata with a digest of all tensors and of the metadata itself added, for readers to check.
 
     The digest is computed from names, types, shapes, values and metadata, not from the file's bytes: it stays valid if
     another program saves the same content.
@@ -127,15 +127,15 @@ def _digest_of(tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str])
 
 
 def _checked_digest(path: str | os.PathLike[str], tensors: Tensors, metadata: Mapping[str, str]) -> str | None:
-    """Return the digest in the metadata, None if there is none; raise ValueError if it is not that of the content."""
+    """Return the digest in the metadata, None if there is none; raise ValueError if it does not match the content."""
     if _KIND not in metadata and SEAL not in metadata:
         return None
     expected, found = metadata.get(SEAL, "none"), _digest_of(tensors, metadata)
     if expected != found or metadata.get(_KIND) != SEAL:
         raise ValueError(
-            f"{os.fspath(path)} was changed since it was written (its digest (sha256) was {expected[:12]}, is "
-            f"{found[:12]}): copy it again from an intact copy; a program that changes weights on purpose must leave "
-            f"{_KIND} and {SEAL} out of their metadata"
+            f"{os.fspath(path)} was changed since it was written (its digest (sha256) was {expected[:12]}, but is "
+            f"{found[:12]} now): copy it again from an intact copy. A program that changes weights on purpose must "
+            f"leave {_KIND} and {SEAL} out of their metadata"
         )
     return found
 
@@ -145,16 +145,16 @@ def place_tensors(registry_name: str | None, tensors: Mapping[str, NDArray[Any]]
 
     Args:
         registry_name: as in `name_tensors`.
-        tensors: the tensors by name. A float tensor may have another float type than in `like`. For a network of the
-            registry, PyTorch's `num_batches_tracked` may be present.
+        tensors: the tensors by name. A float tensor may have a different float type from that in `like`. For a
+            registry model, PyTorch's `num_batches_tracked` may be present.
         like: the model's params and batch_stats, arrays or jax.ShapeDtypeStruct.
 
     Returns:
-        NumPy arrays (jax arrays for PRNG keys) of the dtypes of `like`. For a network of the registry, the size of the
-        classifier is that of the tensors, not that of `like`.
+        NumPy arrays (jax arrays for PRNG keys) of the dtypes of `like`. For a registry model, the size of the
+        classifier comes from the tensors, not from `like`.
 
     Raises:
-        ValueError: if a tensor is missing, unexpected, of another shape or of another kind; names the first few.
+        ValueError: if a tensor is missing, unexpected, of another shape or of another kind; lists the first few.
     """
     if registry_name is not None:
         faults = [

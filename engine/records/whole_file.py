@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Atomic writing of files: whole or not at all."""
 
 import os
 import re
@@ -10,12 +10,12 @@ from engine.records.file_errors import name_file
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file atomically: at any instant, a reader or a crash sees the old content or the new, never a part.
+    """Write a file atomically: readers see the old content or the new, but never a part, even after a crash.
 
     The file's permissions follow the umask, as for any other new file.
 
     Raises:
-        OSError: if it cannot be written; names `path`. An old file is then unchanged.
+        OSError: if it cannot be written; the message names `path`. An old file is then unchanged.
     """
     try:
         _write_beside(path, content)
@@ -42,7 +42,7 @@ def _write_beside(path: Path, content: bytes) -> None:
 
 
 def remove_unfinished(path: Path) -> None:
-    """Remove the temporary files that a killed `write_whole` left beside a file, which no process may be writing now.
+    """Remove temporary files left by a killed `write_whole(path, …)`; no process may be writing the file now.
 
     Raises:
         OSError: if the folder cannot be listed or a file cannot be removed.
@@ -53,7 +53,7 @@ def remove_unfinished(path: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Sync a folder, so that a new name survives a power failure; ignore errors, since the file is whole anyway."""
+    """Sync a folder, so that a new name survives a power failure; errors are ignored: the file is complete anyway."""
     # Some network file systems refuse to sync a folder.
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)

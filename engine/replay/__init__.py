@@ -1,1 +1,1 @@
-"""Replaying a stretch of a recorded run, and comparing the bits."""
+"""Replay of a range of updates of a recorded run, with a bitwise comparison."""

@@ -1,6 +1,6 @@
-"""A check that every file of a run is as it was written, according to the run's own digests.
+"""A check of all files of a run against the digests that the run recorded.
 
-Reads only, without the run's lock. Detects damage and edits by hand; it is no protection against recomputed digests.
+Only reads, without the run's lock. Detects damage and edits by hand, but does not protect against recomputed digests.
 """
 
 import stat
@@ -31,7 +31,7 @@ _LOGS = (LOSS_LOG, EVALUATION_LOG, CONTROL_LOG_NAME)
 
 @dataclass(frozen=True)
 class CheckedFiles:
-    """The result of the check.
+    """The result of checking the files of a run.
 
     Attributes:
         num_checked: the number of files whose content matches its digest; a snapshot counts as one.
@@ -45,7 +45,7 @@ class CheckedFiles:
 
 
 def check_files(run: Path, read: Sequence[Snapshot] = ()) -> CheckedFiles:
-    """Check every file of a run.
+    """Check every file of a run against its recorded digest.
 
     Args:
         run: the folder of the run.
@@ -57,8 +57,8 @@ def check_files(run: Path, read: Sequence[Snapshot] = ()) -> CheckedFiles:
     return _Check(run, read).check()
 
 
-def check_words(run: Path, read: Sequence[Snapshot] = ()) -> str:
-    """Return a message about what `check_files` will read, with the size of the snapshots, which can be large."""
+def describe_check(run: Path, read: Sequence[Snapshot] = ()) -> str:
+    """Return a message that states what `check_files` will read, with the size of the snapshots, which can be large."""
     steps = set(snapshot_steps(run / SNAPSHOTS)) - {snapshot.step for snapshot in read}
     sizes = (_size(entry) for step in steps for entry in (run / SNAPSHOTS / str(step)).rglob("*"))
     snapshots = f"{len(steps)} further snapshot{'s' * (len(steps) > 1)}"
@@ -66,7 +66,7 @@ def check_words(run: Path, read: Sequence[Snapshot] = ()) -> str:
 
 
 def _size(path: Path) -> int:
-    """Return the size of a regular file; 0 for anything else, and for a file that a running training just removed."""
+    """Return the size of a regular file; 0 for anything else, including a file that a running training just removed."""
     with suppress(OSError):
         status = path.lstat()
         return status.st_size if stat.S_ISREG(status.st_mode) else 0
@@ -99,7 +99,7 @@ class _Check:
         return CheckedFiles(len(self._checked), tuple(self._faults.values()), tuple(self._unchecked))
 
     def _read_file[Found](self, name: str, read: Callable[[], Found]) -> Found | None:
-        """Call `read` for a file, unless it has a fault already; record its error as the file's fault."""
+        """Call `read` for a file unless it has a known fault; if it raises, record the error as the file's fault."""
         if name in self._faults:
             return None
         try:
@@ -162,7 +162,7 @@ class _Check:
             self._unchecked.append(WEIGHTS)
 
     def _list_unchecked(self, recorded: RecordedRun | None, end: RecordedEnd | None) -> None:
-        """Move the files that no digest covers to the unchecked ones."""
+        """Move the files that no digest covers from the checked to the unchecked files."""
         if recorded is not None and recorded.digest is None:
             self._checked.discard(CONFIG)
             self._unchecked.append(CONFIG)

@@ -1,7 +1,7 @@
-"""The record of a stretch of a run's updates: losses, evaluations, the states at both ends, and its pieces.
+"""The record of a stretch (a range of updates) of a run: losses, evaluations, the states at both ends, and its pieces.
 
-Owns what is needed to replay the stretch. Only reads, without the run's lock, so that the run may continue meanwhile.
-Knows nothing of the loop.
+Owns what is needed to replay the stretch. Only reads, without the run's lock, so that the run can continue meanwhile.
+Must not know: the loop.
 """
 
 import json
@@ -53,7 +53,7 @@ class RecordedStretch:
         recorded: its settings.
         start: where the stretch begins.
         to_step: its last update.
-        losses: the numbers of every step, by step; None stands for a NaN or infinite number.
+        losses: the numbers of every step, by step; None represents a NaN or infinite number.
         evaluations: likewise, for the steps after which there was an evaluation.
         snapshot: the snapshot of `to_step`, None if there is none.
         pieces: the pieces of the stretch, in order.
@@ -72,13 +72,13 @@ class RecordedStretch:
 
 
 def read_stretch(run: Path, from_step: int | None, to_step: int | None) -> RecordedStretch:
-    """Read a stretch of a run.
+    """Read the record of a range of updates of a run.
 
     Args:
         run: the folder of the run.
-        from_step: a step with a snapshot, or 0 for the state initialised from the seed; None is the oldest snapshot
-            before the end, else 0.
-        to_step: the last update; None is the last one that the run recorded.
+        from_step: a step with a snapshot, or 0 for the state initialised from the seed; None selects the oldest
+            snapshot before the end or, without one, 0.
+        to_step: the last update; None selects the last one that the run recorded.
 
     Raises:
         ValueError: if RUN is not a run, `from_step` or `to_step` is not available, or a line is missing.
@@ -115,7 +115,7 @@ def read_stretch(run: Path, from_step: int | None, to_step: int | None) -> Recor
 def _checked_end(run: Path, to_step: int | None, num_lines: int) -> int:
     if not num_lines:
         raise ValueError(
-            f"a run must have completed a step to be replayed, and {run / LOSS_LOG} holds none: wait for one"
+            f"a run must have completed a step to be replayed, but {run / LOSS_LOG} contains none: wait for one"
         )
     if to_step is None:
         return num_lines
@@ -133,7 +133,8 @@ def _checked_begin(run: Path, from_step: int | None, to_step: int, saved_steps: 
     if from_step and from_step not in saved_steps:
         found = ", ".join(map(str, saved_steps)) or "none"
         raise ValueError(
-            f"the step to start from (--from) must be 0 or have a snapshot, got {from_step}: {run} has those of {found}"
+            f"the step to start from (--from) must be 0 or have a snapshot, got {from_step}: choose a step of {run} "
+            f"that has one ({found})"
         )
     if not 0 <= from_step < to_step:
         raise ValueError(f"the step to start from (--from) must be before the last one, {to_step}, got {from_step}")
@@ -141,7 +142,10 @@ def _checked_begin(run: Path, from_step: int | None, to_step: int, saved_steps: 
 
 
 def _owes_evaluation(snapshot: Snapshot | None) -> bool:
-    """Return whether the evaluation of a snapshot's own step is still due: in mid-update, that of the next one is."""
+    """Return whether the evaluation after a snapshot's step is still due.
+
+    In a snapshot within an update, `owes_evaluation` refers to the next step.
+    """
     if snapshot is None or not snapshot.leaves["owes_evaluation"]:
         return False
     gathered = [leaf for name, leaf in snapshot.leaves.items() if name.endswith("gathered.num_pulls")]
@@ -157,7 +161,7 @@ def _pieces(
     *,
     is_end_evaluated: bool,
 ) -> tuple[Piece, ...]:
-    """Cut a stretch at the steps where settings changed."""
+    """Split a range of updates at the steps where settings changed."""
     saved_steps = snapshot_steps(run / SNAPSHOTS)
     ends = [step for step in recorded.changes() if from_step < step < to_step]
     pieces = []
@@ -168,7 +172,7 @@ def _pieces(
             config = replace(config, init_from=None)
         at_end = snapshot if end == to_step else read_snapshot(run / SNAPSHOTS, end) if end in saved_steps else None
         pulls = end * config.accumulate_steps if at_end is None else at_end.pulls
-        # The last lines of a run that is still going, or was killed, may lack the evaluation that comes next.
+        # The last lines of a run that is still in progress, or was killed, may lack the evaluation that comes next.
         is_cut = _owes_evaluation(at_end) if at_end is not None else end == to_step and not is_end_evaluated
         pieces.append(Piece(config, end, pulls, is_cut))
     return tuple(pieces)
@@ -183,7 +187,7 @@ _REPLAY_SETTINGS: dict[str, Any] = {
 
 
 def _read_lines(path: Path) -> list[bytes]:
-    """Return the complete lines of a file; a last one without its newline is being written or was cut by a crash."""
+    """Return the complete lines of a file; a last line without a newline is still being written or was truncated."""
     try:
         return read_regular(path, max_bytes=_MOST_LOG_BYTES).split(b"\n")[:-1]
     except FileNotFoundError:
@@ -205,7 +209,7 @@ def _evaluations(path: Path) -> dict[int, Numbers]:
         step, numbers = _numbers(path, number, line, EVALUATION_NUMBERS)
         if evaluations and step <= max(evaluations):
             raise ValueError(
-                f"{path} must have its steps in order, but has {step} in line {number} after {max(evaluations)}: "
+                f"{path} must have its steps in order, but has step {step} in line {number} after {max(evaluations)}: "
                 "restore that file"
             )
         evaluations[step] = numbers
@@ -221,6 +225,6 @@ def _numbers(path: Path, line_number: int, line: bytes, names: Sequence[str]) ->
             raise TypeError("not numbers")
     except (ValueError, KeyError, TypeError, RecursionError):
         raise ValueError(
-            f"{path} must hold step, {', '.join(names)} in line {line_number}, but has {line[:80]!r}: restore that file"
+            f"{path} must have step, {', '.join(names)} in line {line_number}, but has {line[:80]!r}: restore that file"
         ) from None
     return step, numbers

@@ -1,6 +1,6 @@
-"""The replay of a stretch of a recorded run, compared with its record.
+"""The replay of a range of updates of a recorded run, compared with its record.
 
-Owns the order of a replay. Writes nothing into the run's folder and needs no lock on it.
+Owns the order of the steps of a replay. Writes nothing into the run's folder and needs no lock on it.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from engine.keys import plain_keys
 from engine.program.train_state import TrainModel, TrainState
 from engine.records.run_folder import CONFIG
 from engine.records.snapshot import Snapshot
-from engine.replay.checked_files import CheckedFiles, check_files, check_words
+from engine.replay.checked_files import CheckedFiles, check_files, describe_check
 from engine.replay.recorded_stretch import Piece, RecordedStretch, read_stretch
 from engine.replay.report import Comparison, ReplayReport
 from engine.run.compilation import caching_compilations
@@ -58,11 +58,11 @@ def replay_run(
 
     Args:
         run: the folder of the run, which is only read; the run may still be in progress.
-        from_step: a step with a snapshot, or 0, the state before the first update; None is the oldest snapshot before
-            `to_step`, else 0.
-        to_step: the last update; None is the last one recorded.
-        data: the present location of the packed data set; None is the recorded one.
-        model, batches, evaluation: your own, as they were given to `engine.train`.
+        from_step: a step with a snapshot, or 0, the state before the first update; None selects the oldest snapshot
+            before `to_step` or, without one, 0.
+        to_step: the last update; None selects the last one recorded.
+        data: the current location of the packed data set; None uses the recorded one.
+        model, batches, evaluation: the user-defined parts that were passed to `engine.train`.
         notify: called with one-line messages about the replay.
         display: called with (last step, images per step); returns another sink for the losses.
 
@@ -71,8 +71,8 @@ def replay_run(
         stop the replay at the next step and are named in `stopped_by`.
 
     Raises:
-        ValueError: if the run does not fit the data or your own parts, a line is missing, or there is no snapshot to
-            start from.
+        ValueError: if the run does not fit the data or the user-defined parts, a line is missing, or there is no
+            snapshot to start from.
         KeyboardInterrupt: on a signal before the first step, or on a second one.
         BaseException: whatever the batch source raised.
     """
@@ -86,7 +86,7 @@ def replay_run(
     ends = [snapshot for snapshot in (stretch.start.snapshot, stretch.snapshot) if snapshot is not None]
     files = _check_files(Path(run), ends, notify)
     _check_own(stretch, model, batches, evaluation)
-    # A launch handles signals while it is open; before the first and between two, they stop the replay at once.
+    # A launch handles signals while it is open; before the first launch and between two, they stop the replay at once.
     with StopSignals(ControlBoard(), ignore_message):
         begin = stretch.start.step
         origin = f"the snapshot of step {begin:,}" if begin else "the state before the first step"
@@ -110,10 +110,10 @@ def _check_files(run: Path, read: Sequence[Snapshot], notify: Callable[[str], No
     """Check every file of a run except the snapshots just read; report how many match and which lack a digest."""
     if not (run / CONFIG).exists():
         return CheckedFiles(0, (), ())  # not a run: the error is raised later
-    notify(check_words(run, read))
+    notify(describe_check(run, read))
     files = check_files(run, read)
     if files.num_checked:
-        notify(f"files: {files.num_checked} as written (a snapshot counts as one)")
+        notify(f"files: {files.num_checked} match their digests (a snapshot counts as one)")
     if files.unchecked:
         notify(f"files: {', '.join(files.unchecked)} cannot be checked: they have no digest (yet)")
     return files
@@ -126,7 +126,7 @@ def _replay(
     data: str | None,
     display: Callable[[int, int], Sink] | None,
 ) -> ReplayReport:
-    """Run the pieces of a stretch, passing the state on in memory, and compare."""
+    """Replay the pieces of a stretch in order, keeping the state in memory, and return the comparison."""
     comparison, state, start = Comparison(stretch), None, stretch.start
     for piece in stretch.pieces:
         config = piece.config if data is None else replace(piece.config, data=data)
@@ -151,7 +151,7 @@ def _replay(
 class _StopAfterPieceBoard(ControlBoard):
     """A control board that stops the loop after a piece, so that nothing happens beyond it.
 
-    The loop's own end will not do: it includes an evaluation, which the run need not have done.
+    The loop cannot simply be left to end, because its end includes an evaluation, which the run may not have done.
     """
 
     def __init__(self, piece: Piece) -> None:
@@ -176,7 +176,7 @@ class _StopAfterPieceBoard(ControlBoard):
     def stop_words(self, num_batches: int) -> ControlWords:
         """Return the control words of an evaluation's pull; request a stop if the piece ends before that evaluation.
 
-        Not sooner: a stop would end the wait for the batches of the last steps.
+        The stop is not requested sooner, because it would end the wait for the batches of the last steps.
         """
         if self._is_last_chunk and self._piece.cuts_evaluation:
             self.request_stop(_END)
@@ -186,7 +186,7 @@ class _StopAfterPieceBoard(ControlBoard):
 def _replay_piece(
     launch: Launch, state: TrainState | None, sinks: list[Sink], events: Sequence[ControlEvent]
 ) -> TrainState:
-    """Run a piece from a state (None for the launch's initial one), and return its final state."""
+    """Replay a piece from a state (None for the initial state of the launch), and return the final state."""
     config = launch.config
     with caching_compilations(config.compilation_cache):
         compiled, state = launch.prepare() if state is None else (launch.compile(), state)
@@ -210,7 +210,7 @@ def _images_per_step(piece: Piece) -> int:
 
 
 def _check_own(stretch: RecordedStretch, model: object, batches: object, evaluation: object) -> None:
-    """Raise ValueError if the run used a part of your own that is not given, or the reverse."""
+    """Raise ValueError if a user-defined part of the run is missing, or one is given that the run did not use."""
     resolved = stretch.recorded.resolved
     own = recorded_own_parts(resolved)
     needed = {

@@ -1,6 +1,6 @@
-"""The result of a replay: what was compared, the first difference of each kind, and their text.
+"""The result of a replay: what was compared, the first difference of each kind, and a text version.
 
-Owns what counts as equal: the same bits. Knows nothing of the loop.
+Owns what counts as equal: the same bits. Must not know: the loop.
 """
 
 import json
@@ -26,9 +26,9 @@ class Difference:
     Attributes:
         kind: "loss", "learning rate", "evaluation" or "array".
         where: the step and, for evaluations and arrays, the name of what differs.
-        recorded, replayed: the values as text; "nothing" if one of the two has none.
+        recorded, replayed: the values as text; "nothing" where there is no value.
         count: how many values of the kind differ.
-        total: how many were compared.
+        total: how many values of the kind were compared.
     """
 
     kind: str
@@ -48,14 +48,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class ReplayReport:
-    """The result of a replay.
+    """The result of a replay: the numbers of comparisons, and the differences.
 
     Attributes:
         from_step: the step that the replay started from.
         to_step: the last update that was compared.
-        num_losses: losses compared, each with its learning rate.
-        num_evaluations: evaluations compared.
-        num_arrays: arrays of the state at `to_step` compared with its snapshot; None if there is none.
+        num_losses: the number of losses compared, each with its learning rate.
+        num_evaluations: the number of evaluations compared.
+        num_arrays: the number of arrays of the state at `to_step` compared with its snapshot; None without a snapshot.
         differences: the first difference of each kind.
         stopped_by: the signal that stopped the replay early, None if none did.
         file_faults: one line for each file that is not as the run wrote it.
@@ -72,7 +72,7 @@ class ReplayReport:
 
     @property
     def is_same(self) -> bool:
-        """Whether everything compared has the same bits, and every file is as it was written."""
+        """Whether all values compared have the same bits, and no file was changed since it was written."""
         return not self.differences and not self.file_faults
 
     def __str__(self) -> str:
@@ -176,7 +176,7 @@ class Comparison:
 
 
 class _Kind:
-    """The comparisons of one kind."""
+    """The counts and the first difference of one kind of comparison."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -206,7 +206,7 @@ class _Kind:
         self.note(f"{where}{at}", str(recorded.reshape(-1)[first]), str(replayed.reshape(-1)[first]))
 
     def note(self, where: str, recorded: str, replayed: str) -> None:
-        """Count a difference; keep the first."""
+        """Count a difference, and keep it if it is the first."""
         self.total += 1
         self.count += 1
         if self._first is None:
