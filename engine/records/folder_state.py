@@ -49,7 +49,7 @@ class FolderState:
 
 @dataclass(frozen=True)
 class RecordedBy:
-    """The wording with which messages refer to the record that contains a state of the files.
+    """The name and the remedy that messages give for a snapshot or result that recorded digests.
 
     Attributes:
         name: such as "the snapshot of step 8".
@@ -61,14 +61,14 @@ class RecordedBy:
 
 
 def by_snapshot(snapshots: Path, step: int) -> RecordedBy:
-    """Return the wording for a snapshot."""
+    """Return the name and the remedy that messages give for a snapshot."""
     return RecordedBy(
         f"the snapshot of step {step}", f", or remove {snapshots / str(step)} to resume from the snapshot before it"
     )
 
 
 def by_result(path: Path) -> RecordedBy:
-    """Return the wording for `result.json`."""
+    """Return the name and the remedy that messages give for `result.json`."""
     return RecordedBy(path.name, f", or remove {path} to resume from the newest snapshot")
 
 

@@ -115,7 +115,7 @@ def read_stretch(run: Path, from_step: int | None, to_step: int | None) -> Recor
 def _checked_end(run: Path, to_step: int | None, num_lines: int) -> int:
     if not num_lines:
         raise ValueError(
-            f"a run must have completed a step to be replayed, but {run / LOSS_LOG} contains none: wait for one"
+            f"a run must have completed a step to be replayed, but {run / LOSS_LOG} contains none: wait for the first"
         )
     if to_step is None:
         return num_lines
