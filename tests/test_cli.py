@@ -377,7 +377,7 @@ def test_a_reader_that_goes_away_ends_the_run_in_a_line(tmp_path):
     assert done.stdout.splitlines()[-1] == "1"
     said, note = done.stderr.splitlines()
     assert (
-        said == "run-train: the reader of the loss stream closed it (broken pipe), and the run stopped at its next step"
+        said == "run-train: the reader of the loss stream closed it (broken pipe), so the run stopped at its next step"
     )
     assert re.match(
         r"  the last good snapshot is from step \d+; resume from it: run-train --run-dir run --resume",
@@ -425,9 +425,9 @@ def test_a_run_finds_its_data_from_another_working_directory(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--resume"], "--resume continues a run, and none is named: give its --run-dir"),
+        (["--resume"], "--resume needs the folder of the run to continue, got none: give it with --run-dir"),
         (["--resume", "--run-dir", "none"], "a run folder must contain config.json, but none does not"),
-        (["--resume", "--overwrite", "--run-dir", "none"], "got both: give one of the two"),
+        (["--resume", "--overwrite", "--run-dir", "none"], "got both: leave one out"),
         (["--snapshot-every", "-1"], "--snapshot-every must lie in 0 …"),
     ],
 )

@@ -148,7 +148,7 @@ def test_a_run_that_is_not_going_is_refused_at_once(tmp_path):
         pass
     result = control(tmp_path, "--snapshot", "--timeout", "inf")
     assert result.stderr == (
-        f"Error: RUN must be running, and {tmp_path} has ended; resume it with run-train --resume\n"
+        f"Error: the run in RUN must still be training, but {tmp_path} has ended; resume it with run-train --resume\n"
     )
     assert (result.stdout, result.exit_code, left(tmp_path)) == ("", 1, [])
     assert not (tmp_path / CONTROL_FOLDER_NAME).exists()
@@ -158,7 +158,7 @@ def test_a_run_that_is_not_going_is_refused_at_once(tmp_path):
     ("prepare", "found"),
     [
         (lambda run: None, "does not exist"),
-        (lambda run: run.mkdir(), "holds no config.json"),
+        (lambda run: run.mkdir(), "contains no config.json"),
         (lambda run: run.write_text(""), "is a file"),
     ],
 )
@@ -167,7 +167,7 @@ def test_what_is_no_run_is_wrong_usage(tmp_path, prepare, found):
     result = control(tmp_path / "run", "--stop")
     assert result.exit_code == 2
     assert result.stderr == (
-        f"Error: RUN must be the folder of a run, and {tmp_path / 'run'} {found}; "
+        f"Error: RUN must be the folder of a run, but {tmp_path / 'run'} {found}; "
         "give the --run-dir of a running run-train\n"
     )
 
@@ -177,8 +177,8 @@ def test_a_request_that_nobody_takes_up_is_withdrawn(tmp_path):
         result = control(tmp_path, "--stop", "--timeout", "0.02")
     assert result.exit_code == 1
     assert result.stderr == (
-        f"Error: {tmp_path} did not accept the request within --timeout 0.02 s, and it was withdrawn from control/: "
-        "check whether the run still makes steps, or raise --timeout\n"
+        f"Error: {tmp_path} did not accept the request within 0.02 s (--timeout), so it was withdrawn from control/: "
+        "check whether the run still makes progress, or raise --timeout\n"
     )
     assert (result.stdout, left(tmp_path)) == ("", [])
 
@@ -193,8 +193,8 @@ def test_of_a_request_that_waits_in_the_run_it_says_so(tmp_path, monkeypatch):
         result = control(tmp_path, "--stop", "--timeout", "0.01")
     assert result.exit_code == 1
     assert result.stderr == (
-        f"Error: {tmp_path} accepted the request, but started no step, or chunk of steps, within --timeout 0.01 s; the "
-        "request takes effect at the next one (see control.jsonl): raise --timeout to wait for that\n"
+        f"Error: {tmp_path} accepted the request, but did not start a step or chunk within 0.01 s (--timeout). The "
+        "request takes effect at the next one (see control.jsonl); raise --timeout to wait longer\n"
     )
 
 
@@ -262,13 +262,14 @@ def test_a_folder_that_cannot_be_written_is_named_in_one_line(tmp_path):
     [
         (
             [],
-            "no request is given: give at least one of --learning-rate-factor, --snapshot, --evaluate, --stop",
+            "a request is needed, got none: give at least one of "
+            "--learning-rate-factor, --snapshot, --evaluate, --stop",
         ),
-        (["--timeout", "5"], "no request is given"),
+        (["--timeout", "5"], "a request is needed, got none"),
         (["--stop", "--snapshot"], "--stop cannot be combined with --snapshot, "),
         (["--stop", "--evaluate"], "--stop cannot be combined with --evaluate, "),
         (["--stop", "--learning-rate-factor", "1"], "--stop cannot be combined with --learning-rate-factor, "),
-        (["--learning-rate-factor", "nan"], "must be 0 or from 1.2e-38 to 3.4e38, got nan; 1 is the schedule itself"),
+        (["--learning-rate-factor", "nan"], "must be 0 or from 1.2e-38 to 3.4e38, got nan; 1 restores the schedule"),
         (["--learning-rate-factor", "-0.1"], "must be 0 or from 1.2e-38 to 3.4e38, got -0.1"),
         (["--learning-rate-factor", "1e39"], "must be 0 or from 1.2e-38 to 3.4e38, got 1e+39"),
         (["--learning-rate-factor", "x"], "'x' is not a valid float"),
@@ -306,7 +307,8 @@ def start():
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
-    ("takes_up", "words"), [(False, ""), ("silently", "too late to withdraw: the run already has the request\n")]
+    ("takes_up", "words"),
+    [(False, ""), ("silently", "too late to withdraw the request: the run has already accepted it\n")],
 )
 @pytest.mark.parametrize("is_late", [False, True])
 def test_broken_off_while_it_sends_it_knows_what_it_sent(tmp_path, monkeypatch, number, takes_up, words, is_late):
@@ -358,7 +360,7 @@ def test_whoever_breaks_it_off_too_late_is_told(tmp_path, start):
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=LIMIT_S)
     assert (out, process.returncode) == ("", 130)
-    assert err == "too late to withdraw: the run already has the request\n"
+    assert err == "too late to withdraw the request: the run has already accepted it\n"
 
 
 # --- how it starts

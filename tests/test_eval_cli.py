@@ -118,7 +118,7 @@ def test_weights_of_no_run(place, monkeypatch):
     [
         ([], "exactly one of RUN and --weights FILE must be given, got neither"),
         (["run", "--weights", "x"], "got run and --weights x: give one of the two"),
-        (["run", "--mean", "0", "0", "0"], "--mean goes with --weights FILE, got it with RUN run"),
+        (["run", "--mean", "0", "0", "0"], "--mean can be given only with --weights FILE, got it with RUN run"),
         (["nowhere"], "RUN must be the folder of a run, but nowhere does not exist"),
         (["."], "RUN must be the folder of a run, but . contains 2 of them"),
         (["own"], "own was trained with a model of your own, 'linear', which must be given from Python"),
@@ -164,7 +164,7 @@ def test_a_signal_ends_it_even_where_a_source_is_stuck(place, number):
         finally:
             process.kill()
     assert process.returncode == 130, err
-    assert err.splitlines()[-1] == "run-eval: stopped; there is no result"
+    assert err.splitlines()[-1] == "run-eval: stopped before there was a result"
 
 
 @pytest.mark.timeout(120)

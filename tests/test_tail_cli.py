@@ -184,14 +184,14 @@ def test_a_folder_of_runs_names_the_one_that_began_last(tmp_path):
         result = tail(tmp_path, *options)
         assert result.exit_code == 2
         assert result.stderr == (
-            f"Error: RUN must be the folder of one run, and {tmp_path} holds 3; "
-            f"give one, the last is {tmp_path / 'c'}\n"
+            f"Error: RUN must be the folder of one run, but {tmp_path} contains 3; "
+            f"give one, the newest is {tmp_path / 'c'}\n"
         )
 
 
 def test_version_and_help_say_what_the_other_commands_say():
     assert tail("--version").stdout.rstrip().endswith(version("feedloop"))
-    assert "--width and --height concern the chart: piped" in " ".join(tail("--help").stdout.split())
+    assert "--width and --height affect only the chart" in " ".join(tail("--help").stdout.split())
 
 
 def test_last_begins_with_the_last_steps(tmp_path):
@@ -223,7 +223,7 @@ def test_unreadable_lines_are_reported_beside_the_steps(tmp_path):
         file.write("half a li\n")
     result = tail(run, "--once")
     assert len(result.stdout.splitlines()) == 2
-    assert result.stderr == "skipped 1 unreadable line(s) of loss.jsonl, the last one line 3\n"
+    assert result.stderr == "skipped 1 unreadable line(s) of loss.jsonl, the last of them line 3\n"
 
 
 def test_steps_come_as_they_are_written_and_a_new_log_is_announced(tmp_path, start):
@@ -240,7 +240,7 @@ def test_steps_come_as_they_are_written_and_a_new_log_is_announced(tmp_path, sta
     out, err = process.communicate(timeout=LIMIT_S)
     assert (out, err) == (
         "",
-        "loss.jsonl was replaced; reading it from its start\nrun ended after 1 steps, stopped by SIGINT\n",
+        "loss.jsonl was replaced; reading it from the start\nrun ended after 1 steps, stopped by SIGINT\n",
     )
     assert process.returncode == 0
 
@@ -250,7 +250,7 @@ def test_the_end_of_an_earlier_run_does_not_end_a_resumed_one(tmp_path):
     end_run(run, 3)
     result = tail(run, "--timeout-s", 0.2, "--interval", 0.05)
     assert result.exit_code == 1
-    assert "has written nothing after step 5 for --timeout-s 0.2 s" in result.stderr
+    assert "has written nothing for 0.2 s (--timeout-s) after step 5" in result.stderr
 
 
 def test_a_run_without_a_step_is_waited_for_and_then_given_up(tmp_path):
@@ -259,15 +259,15 @@ def test_a_run_without_a_step_is_waited_for_and_then_given_up(tmp_path):
     (run / "config.json").write_text("{}")
     result = tail(run, "--timeout-s", 0.2, "--interval", 0.05)
     assert result.exit_code == 1
-    assert "has written nothing before its first step for --timeout-s 0.2 s" in result.stderr
+    assert "has written nothing for 0.2 s (--timeout-s) before its first step" in result.stderr
 
 
 @pytest.mark.parametrize(
     ("prepare", "message"),
     [
         (lambda run: None, "does not exist; give the --run-dir"),
-        (lambda run: run.mkdir(), "holds no loss.jsonl; give the --run-dir"),
-        (lambda run: run.write_text(""), "is a file; give the folder that holds it"),
+        (lambda run: run.mkdir(), "contains no loss.jsonl; give the --run-dir"),
+        (lambda run: run.write_text(""), "is a file; give the folder that contains it"),
     ],
 )
 @pytest.mark.parametrize("options", [["--once"], ["--timeout-s", "0.2"]])
@@ -283,7 +283,7 @@ def test_a_log_that_is_no_file_is_an_error_in_one_line(tmp_path):
     (tmp_path / "run" / "loss.jsonl").mkdir(parents=True)
     result = tail(tmp_path / "run")
     assert result.exit_code == 2
-    said = r"Error: RUN must be readable, .*loss\.jsonl: it is a folder, not a file; check .*\n"
+    said = r"Error: RUN must be readable, but .*loss\.jsonl is not: it is a folder, not a file; check .*\n"
     assert re.fullmatch(said, result.stderr)
 
 

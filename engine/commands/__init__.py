@@ -1,1 +1,1 @@
-"""The commands: they turn options into settings, streams into terminal output, errors into one line."""
+"""The commands: they convert options to settings, show losses on the terminal, and report errors in a line."""

@@ -1,4 +1,4 @@
-"""The loss so far in a fixed number of bins, so that neither memory nor redraw time grows with the run.
+"""Aggregation of all losses so far into a fixed number of bins, so that memory and redraw time stay bounded.
 
 Owns the bins, the smoothing and the time per step. Must not know: files, terminals, jax.
 """
@@ -15,7 +15,7 @@ _RATE_WINDOW_STEPS = 128
 
 
 class _Bins:
-    """Bins with sums and extremes of the losses of `width` consecutive steps each; slot 0 is bin number `first`."""
+    """Bins of `width` consecutive steps each, with sums and extremes of their losses; index 0 is bin number `first`."""
 
     def __init__(self, num_bins: int, width: int = 1, first: int = 0) -> None:
         self.width = width
@@ -26,7 +26,7 @@ class _Bins:
 
     @property
     def num_losses(self) -> Floats:
-        """How many losses each bin holds, finite or not."""
+        """The number of losses in each bin, finite or not."""
         return self.sums[0] + self.sums[1]
 
     @property
@@ -35,31 +35,31 @@ class _Bins:
         return (self.first + np.arange(len(self.low))) * self.width
 
     def add(self, slots: npt.NDArray[np.int64], sums: Floats, low: Floats, high: Floats) -> None:
-        """Add entry i (`sums[:, i]`, `low[i]`, `high[i]`) to the bin at `slots[i]`; slots may repeat."""
+        """Add entry i (`sums[:, i]`, `low[i]`, `high[i]`) to the bin at array index `slots[i]`; indices can repeat."""
         for total, part in zip(self.sums, sums, strict=True):
             np.add.at(total, slots, part)
         np.minimum.at(self.low, slots, low)
         np.maximum.at(self.high, slots, high)
 
     def select(self, keep: npt.NDArray[np.bool_], width: int, first: int) -> "_Bins":
-        """Return the bins in `keep`, merged into bins of `width` steps (a multiple of ours) from number `first`."""
+        """Return the bins in `keep`, merged into bins of `width` steps (a multiple of the present width)."""
         selected = _Bins(len(self.low), width, first)
         selected.add(self.starts[keep] // width - first, self.sums[:, keep], self.low[keep], self.high[keep])
         return selected
 
 
 class BinnedLosses:
-    """All losses read so far, in a fixed number of bins.
+    """A summary of all losses read so far, in a fixed number of bins.
 
     Smoothing is an exponential moving average without start-up bias: mean_t = (1 - s) Σ s^(t-i) loss_i / (1 - s^t),
     the bias correction of Adam (Kingma and Ba, 2015). A NaN or infinite loss is counted, but not averaged.
-    When a later row has a lower step (a run resumed from a snapshot), the newer rows replace the older.
+    When a later row has a lower step (after a resume from a snapshot), the newer rows replace the older ones.
 
     Args:
         smoothing: s, at least 0 (no smoothing) and below 1.
-        last_steps: keep only this many steps before the newest; None keeps all. Exact up to the width of a bin,
-            which is at most `2 * last_steps / num_bins` rounded up.
-        num_bins: how many bins, even and at least 2. With more bins than dot columns, a chart shows no loss of detail.
+        last_steps: keep only this many newest steps; None keeps all. Exact up to the width of a bin,
+            which is at most `2 * last_steps / num_bins`, rounded up.
+        num_bins: number of bins, even and at least 2. With more bins than dot columns, a chart loses no detail.
     """
 
     def __init__(self, smoothing: float = 0.9, last_steps: int | None = None, num_bins: int = 4096) -> None:
@@ -75,7 +75,7 @@ class BinnedLosses:
         self.clear()
 
     def clear(self) -> None:
-        """Remove all losses, as after the log was replaced."""
+        """Remove all losses, for example after the log was replaced."""
         self._bins = _Bins(self._num_bins)
         self._mean = 0.0
         self._weight = 0.0
@@ -84,17 +84,17 @@ class BinnedLosses:
 
     @property
     def last_step(self) -> int | None:
-        """The newest step, None before the first."""
+        """The newest step; None if there is none yet."""
         return int(self.newest.step[-1]) if len(self.newest) else None
 
     @property
     def smoothed(self) -> float:
-        """The smoothed loss now; NaN before the first finite loss."""
+        """The current smoothed loss; NaN before the first finite loss."""
         return self._mean / self._weight if self._weight else float("nan")
 
     @property
     def seconds_per_step(self) -> float:
-        """Mean over the last steps, from the times in the log; NaN if these do not suffice."""
+        """Mean time per step over the newest steps, from the times in the log; NaN if fewer than two are usable."""
         if len(self._recent) < 2:
             return float("nan")
         (first_step, first_time), (last_step, last_time) = self._recent[0], self._recent[-1]
@@ -102,10 +102,10 @@ class BinnedLosses:
         return seconds if seconds > 0 else float("nan")
 
     def add(self, rows: LossRows) -> None:
-        """Add the next rows of the log, in file order."""
+        """Add the next rows of the log; rows must come in file order."""
         if not len(rows):
             return
-        # A row counts unless a later one has the same or a lower step: then the run went back before it.
+        # Ignore a row if a later one has the same or a lower step: the run was resumed from before that row.
         lowest_later = np.minimum.accumulate(rows.step[::-1])[::-1]
         rows = rows.take(np.append(rows.step[:-1] < lowest_later[1:], True))
         self._forget_from(int(rows.step[0]))
@@ -118,11 +118,11 @@ class BinnedLosses:
         sums = np.stack((finite, ~finite, rows.step, np.where(finite, smoothed, 0.0)))
         low, high = np.where(finite, rows.loss, np.inf), np.where(finite, rows.loss, -np.inf)
         slots = rows.step // self._bins.width - self._bins.first
-        inside = slots >= 0  # with last_steps, the start of a long batch may be too old to keep
+        inside = slots >= 0  # with last_steps, the first rows of a long batch may be too old to keep
         self._bins.add(slots[inside], sums[:, inside], low[inside], high[inside])
 
     def curve(self) -> LossCurve:
-        """Return the points to draw, at most `num_bins`, in order of step."""
+        """Return the points of the loss curve in order of step, at most `num_bins`."""
         bins = self._bins
         used = bins.num_losses > 0
         if self._last_steps is not None and self.last_step is not None:
@@ -149,7 +149,7 @@ class BinnedLosses:
         return np.array(smoothed, np.float64)
 
     def _forget_from(self, step: int) -> None:
-        """Drop the bins that begin at `step` or later: the run went back before them."""
+        """Drop the bins that begin at `step` or later, because the run was resumed from before `step`."""
         if self.last_step is None or step > self.last_step:
             return
         bins = self._bins
@@ -162,7 +162,7 @@ class BinnedLosses:
             self.newest = NO_ROWS
 
     def _make_room(self, start: int, last: int) -> None:
-        """Widen or shift the bins until `last` has a slot; `start` is the oldest step about to be added."""
+        """Widen or shift the bins until they include step `last`; `start` is the oldest step about to be added."""
         if not self._bins.num_losses.any():
             self._bins.first = start // self._bins.width
         while last // self._bins.width - self._bins.first >= self._num_bins:

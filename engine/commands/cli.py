@@ -1,4 +1,4 @@
-"""The command `run-train`: converts options to settings, shows the losses, and reports an error in one line."""
+"""The command `run-train`: convert options to settings, train, show the losses, and report an error in a line."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -41,8 +41,8 @@ _RECORDED = "the recorded run"
 def main(context: click.Context, /, *, recipe: str | None, dry_run: bool, traceback: bool, **_options: Any) -> None:
     """Train an image classifier in one compiled program.
 
-    Batches stream in and losses stream out while a single while-loop trains on the device. Exit codes: 0 done, 1 the
-    run failed, 2 wrong usage or data, 130 stopped by SIGINT, SIGTERM or control-run with a last snapshot.
+    Batches stream in and losses stream out while a single while-loop trains on the device. Exit codes: 0 done, 1
+    the run failed, 2 wrong usage or data, 130 stopped by SIGINT, SIGTERM or control-run, after a last snapshot.
     """
     is_saved = True
     try:
@@ -62,12 +62,12 @@ def main(context: click.Context, /, *, recipe: str | None, dry_run: bool, traceb
             raise
         say_to_stderr(f"run-train: {describe_error(error, option_names(context))}")
         code = _WRONG_USAGE if isinstance(error, ValueError) else _FAILED
-    # If the last snapshot was not written, its thread may be blocked by the disk for ever.
+    # If the last snapshot was not written, its thread may be blocked forever by the disk.
     leave(code, at_once=not is_saved)
 
 
 def _merge(context: click.Context, recipe: LoadedRecipe | None) -> MergedOptions:
-    """Merge the command line with the recipe or the resumed run's record, over which it has priority, and print it."""
+    """Merge the command line, which has priority, with the recipe (and print it) or the record of the resumed run."""
     if context.params["resume"]:
         return _resumed_options(context, recipe)
     if recipe is None:
@@ -80,18 +80,18 @@ def _merge(context: click.Context, recipe: LoadedRecipe | None) -> MergedOptions
 
 
 def _resumed_options(context: click.Context, recipe: LoadedRecipe | None) -> MergedOptions:
-    """Merge the command line with the recorded settings of the run, over which it has priority."""
+    """Merge the command line, which has priority, with the recorded settings of the run to resume."""
     from engine.records.recorded_run import read_recorded
 
     run_dir = context.params["run_dir"]
     if run_dir is None:
-        raise ValueError("--resume continues a run, and none is named: give its --run-dir")
+        raise ValueError("--resume needs the folder of the run to continue, got none: give it with --run-dir")
     if context.params["overwrite"]:
-        raise ValueError("--resume continues a run and --overwrite replaces it, got both: give one of the two")
+        raise ValueError("--resume continues a run, but --overwrite replaces it, got both: leave one out")
     recorded = read_recorded(Path(run_dir))
     if recipe is not None and f"recipe {recipe.name}" not in recorded.origins.values():
         raise ValueError(
-            f"a resumed run keeps its recipe, and {run_dir} was not started with {recipe.name}: leave --recipe out"
+            f"a resumed run must keep its recipe, but {run_dir} was not started with {recipe.name}: leave --recipe out"
         )
     settings = {
         name: value

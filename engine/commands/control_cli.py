@@ -1,7 +1,7 @@
-"""The command `control-run`: send a request to a running training, and report its effect.
+"""The command `control-run`: send a request to a run in progress, and report its effect.
 
 Owns waiting, withdrawing and the messages. Must not know: jax, or how the run handles a request.
-The modules that read the log load numpy, so they are imported where first needed: `--help` answers at once.
+The modules that read the log load numpy, so they are imported where they are first needed: `--help` answers at once.
 """
 
 import math
@@ -41,8 +41,8 @@ Examples:
 """
 
 
-class NotTakenUpError(click.ClickException):
-    """The run did not accept the request, or not in time."""
+class RequestNotAcceptedError(click.ClickException):
+    """The run did not accept the request in time, or had ended."""
 
     exit_code = 1
 
@@ -55,14 +55,14 @@ def _checked_factor(_context: click.Context, parameter: click.Parameter, value: 
     try:
         check_learning_rate_factor(value)
     except ValueError:
-        message = f"must be 0 or from 1.2e-38 to 3.4e38, got {value:g}; 1 is the schedule itself"
+        message = f"must be 0 or from 1.2e-38 to 3.4e38, got {value:g}; 1 restores the schedule"
         raise click.BadParameter(message, param=parameter) from None
     return value
 
 
 def _checked_timeout(_context: click.Context, parameter: click.Parameter, value: float) -> float:
     if math.isnan(value):
-        raise click.BadParameter("must be a number, got nan; leave it out for the default", param=parameter)
+        raise click.BadParameter("must be a number, got nan; leave it out to use the default", param=parameter)
     return value
 
 
@@ -75,41 +75,41 @@ def _checked_timeout(_context: click.Context, parameter: click.Parameter, value:
 @click.argument("run", type=click.Path(path_type=Path), shell_complete=complete_folder)
 @click.option(
     "--learning-rate-factor", type=float, metavar="FACTOR", callback=_checked_factor,
-    help="Multiply the schedule's learning rate by this from the next step on, instead of any earlier factor; "
-    "1 is the schedule itself.",
+    help="Multiply the scheduled learning rate by FACTOR from the next step on. Replaces an earlier factor; "
+    "1 restores the schedule.",
 )  # fmt: skip
 @click.option("--snapshot", is_flag=True, help="Write a snapshot after the next step.")
 @click.option("--evaluate", is_flag=True, help="Evaluate after the next step.")
 @click.option("--stop", is_flag=True, help="Stop before the next step.")
 @click.option(
     "--timeout", type=click.FloatRange(min=0, min_open=True), default=60.0, metavar="S", callback=_checked_timeout,
-    help="Withdraw the request if the run has not accepted it within S seconds; 'inf' waits for ever.",
+    help="Withdraw the request if the run has not accepted it within S seconds; 'inf' waits forever.",
 )  # fmt: skip
 @click.version_option(package_name="feedloop")
 def main(
     run: Path, learning_rate_factor: float | None, snapshot: bool, evaluate: bool, stop: bool, timeout: float
 ) -> None:
-    """Send a request to the training that is running in folder RUN, and print the step at which it took effect.
+    """Send a request to the run that is training in folder RUN, and print the step at which it took effect.
 
-    Requests may be combined, except --stop. Those that took effect are recorded in RUN/control.jsonl, and a run that is
-    resumed from an earlier step repeats them at the same steps, except stops.
+    Requests can be combined, except with --stop. RUN/control.jsonl records each request that took effect; if the run is
+    resumed from an earlier step, it repeats them at the same steps, except for stops.
 
-    Exit codes: 0 it took effect, 1 it did not, or not in time, 2 wrong usage or RUN is not a run folder, 130 Ctrl-C
-    (the request is withdrawn).
+    Exit codes: 0 the request took effect, 1 it did not, or not in time, 2 wrong usage or RUN is not a run folder, 130
+    Ctrl-C (the request is withdrawn).
     """
     _check_options(learning_rate_factor, snapshot=snapshot, evaluate=evaluate, stop=stop)
     request = ControlRequest(learning_rate_factor=learning_rate_factor, snapshot=snapshot, evaluate=evaluate, stop=stop)
     try:
-        _check_is_going(run)
+        _check_is_running(run)
         with _exiting_on_sigterm():
             event = _ask(run, request, timeout)
     except KeyboardInterrupt:
         raise SystemExit(_STOPPED) from None
     except ValueError as error:
-        raise NotTakenUpError(printable_line(str(error))) from error
+        raise RequestNotAcceptedError(printable_line(str(error))) from error
     except OSError as error:
         reason = f"{error.filename or run} must be readable and writable: {error.strerror}; check its permissions"
-        raise NotTakenUpError(printable_line(reason)) from error
+        raise RequestNotAcceptedError(printable_line(reason)) from error
     for line in _effects(event):
         click.echo(line)
 
@@ -118,37 +118,37 @@ def _check_options(factor: float | None, *, snapshot: bool, evaluate: bool, stop
     others = {"--learning-rate-factor": factor is not None, "--snapshot": snapshot, "--evaluate": evaluate}
     given = [name for name, is_given in others.items() if is_given]
     if not (given or stop):
-        raise click.UsageError(f"no request is given: give at least one of {', '.join([*others, '--stop'])}")
+        raise click.UsageError(f"a request is needed, got none: give at least one of {', '.join([*others, '--stop'])}")
     if given and stop:
         raise click.UsageError(
-            f"--stop cannot be combined with {given[0]}, since the run stops before the step at which that would act: "
-            "request it first, and then --stop"
+            f"--stop cannot be combined with {given[0]}, because the run stops before that would take effect: "
+            f"request {given[0]} first, then --stop"
         )
 
 
-def _check_is_going(run: Path) -> None:
-    """Raise an error if no process is training in a folder."""
+def _check_is_running(run: Path) -> None:
+    """Raise a click error if no process is training in a folder."""
     from engine.records.loss_log import CONFIG_NAME
 
     if is_locked(run):
         return
     if not (run / CONFIG_NAME).exists():
-        found = "is a file" if run.is_file() else f"holds no {CONFIG_NAME}" if run.is_dir() else "does not exist"
+        found = "is a file" if run.is_file() else f"contains no {CONFIG_NAME}" if run.is_dir() else "does not exist"
         raise _WrongRunError(
             printable_line(
-                f"RUN must be the folder of a run, and {run} {found}; give the --run-dir of a running run-train"
+                f"RUN must be the folder of a run, but {run} {found}; give the --run-dir of a running run-train"
             )
         )
-    raise NotTakenUpError(
-        printable_line(f"RUN must be running, and {run} has ended; resume it with run-train --resume")
+    raise RequestNotAcceptedError(
+        printable_line(f"the run in RUN must still be training, but {run} has ended; resume it with run-train --resume")
     )
 
 
 def _ask(run: Path, request: ControlRequest, timeout_s: float) -> "ControlEvent":
-    """Send a request and wait until it takes effect; withdraw it otherwise.
+    """Send a request and wait until it takes effect; withdraw it if it does not.
 
     Raises:
-        NotTakenUpError: if the run ended or the time limit passed.
+        RequestNotAcceptedError: if the run ended or the time limit passed.
         ValueError: if the run's log cannot be read.
     """
     _find_event(run, request)  # refuse an unreadable log before sending anything
@@ -159,7 +159,7 @@ def _ask(run: Path, request: ControlRequest, timeout_s: float) -> "ControlEvent"
             send_request(run, request)
             is_sent = True
         while True:
-            # Before the log is read, so that everything a run wrote before it ended is seen.
+            # Checked before the log is read, so that nothing that the run wrote before it ended is missed.
             is_running, is_late = is_locked(run), time.monotonic() >= deadline
             event = _find_event(run, request)
             if event is not None:
@@ -169,33 +169,33 @@ def _ask(run: Path, request: ControlRequest, timeout_s: float) -> "ControlEvent"
             time.sleep(min(_POLL_EVERY_S, max(0.0, deadline - time.monotonic())))
         is_withdrawn = withdraw(run, request.id)
     except BaseException:
-        # The command stops, so nothing would report the effect of the request.
+        # The command is about to exit, so nothing would report the effect of the request.
         with suppress(OSError):
             if not withdraw(run, request.id) and is_sent:
-                click.echo("too late to withdraw: the run already has the request", err=True)
+                click.echo("too late to withdraw the request: the run has already accepted it", err=True)
         raise
     event = None if is_withdrawn else _find_event(run, request)
     if event is None:
-        raise NotTakenUpError(
+        raise RequestNotAcceptedError(
             printable_line(_why_no_effect(run, timeout_s, is_running=is_running, is_withdrawn=is_withdrawn))
         )
     return event
 
 
 def _why_no_effect(run: Path, timeout_s: float, *, is_running: bool, is_withdrawn: bool) -> str:
-    """Return why a request had no effect, and what to do."""
+    """Return a message that says why a request had no effect, and what to do."""
     from engine.records.control_log import CONTROL_LOG_NAME
 
     if not is_running:
         return f"{run} ended before the request took effect: resume it with run-train --resume"
     if is_withdrawn:
         return (
-            f"{run} did not accept the request within --timeout {timeout_s:g} s, and it was withdrawn from "
-            f"{CONTROL_FOLDER_NAME}/: check whether the run still makes steps, or raise --timeout"
+            f"{run} did not accept the request within {timeout_s:g} s (--timeout), so it was withdrawn from "
+            f"{CONTROL_FOLDER_NAME}/: check whether the run still makes progress, or raise --timeout"
         )
     return (
-        f"{run} accepted the request, but started no step, or chunk of steps, within --timeout {timeout_s:g} s; the "
-        f"request takes effect at the next one (see {CONTROL_LOG_NAME}): raise --timeout to wait for that"
+        f"{run} accepted the request, but did not start a step or chunk within {timeout_s:g} s (--timeout). The "
+        f"request takes effect at the next one (see {CONTROL_LOG_NAME}); raise --timeout to wait longer"
     )
 
 
@@ -207,7 +207,7 @@ def _find_event(run: Path, request: ControlRequest) -> "ControlEvent | None":
 
 
 def _effects(event: "ControlEvent") -> Iterator[str]:
-    """Yield one line for each effect of an event."""
+    """Yield one line of text for each action of an event."""
     if event.learning_rate_factor is not None:
         yield f"learning-rate factor {event.learning_rate_factor:.6g} from step {event.step}"
     if event.snapshot:
@@ -220,7 +220,7 @@ def _effects(event: "ControlEvent") -> Iterator[str]:
 
 @contextmanager
 def _exiting_on_sigterm() -> Iterator[None]:
-    """Turn SIGTERM into SystemExit inside the block, so that the `except` blocks withdraw the request."""
+    """Raise SystemExit at SIGTERM inside the block, so that its exception handlers withdraw the request."""
 
     def leave(number: int, _frame: object) -> None:
         raise SystemExit(128 + number)

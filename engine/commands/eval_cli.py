@@ -1,4 +1,4 @@
-"""The command `run-eval`: evaluate a run's folder, or a file of weights, on a split.
+"""The command `run-eval`: evaluate the weights of a run, or a weights file, on a split of a data set.
 
 jax and numpy are imported where they are first needed, so that `--help` answers at once.
 """
@@ -29,7 +29,7 @@ _GROUPS = {
     "Output": ("per_class", "as_json", "traceback"),
     "Compilation": ("compilation_cache",),
 }
-# The options that are settings of the run; --model belongs to the weights file.
+# The options that override settings of the run; --model describes the weights file instead.
 _SETTINGS = tuple(name for names in _GROUPS.values() for name in names if name in SETTINGS and name != "model")
 _EPILOG = """\b
 Examples:
@@ -37,11 +37,11 @@ Examples:
   run-eval runs/20261121-101500 --data /mnt/imagenet --per-class
   run-eval --weights resnet50.safetensors --model resnet50 --data data/shards
 """
-_AS_RUN = "as the run"
+_AS_RUN = "as in the run"
 
 
 def _or_default(name: str) -> str:
-    """Return the default that the help shows for a setting that a run records and a file does not."""
+    """Return the default to show in the help for a setting that is recorded in a run, but not in a weights file."""
     return f"{_AS_RUN}, else {SETTINGS[name].default}"
 
 
@@ -56,57 +56,61 @@ def _or_default(name: str) -> str:
     "--weights",
     metavar="FILE",
     shell_complete=complete_file,
-    help="Weights to evaluate instead of RUN (safetensors, torchvision's names).",
+    help="Weights file to evaluate instead of RUN (safetensors with torchvision's names).",
 )
 @click.option(
     "--model",
     metavar="NAME",
-    show_default="as FILE says",
+    show_default="as recorded in FILE",
     shell_complete=complete_word(lambda: MODEL_NAMES),
-    help="The model that the weights in FILE belong to.",
+    help="Model of the weights in FILE.",
 )
 @click.option(
     "--mean",
     type=float,
     nargs=3,
     metavar="R G B",
-    show_default="as FILE says, else ImageNet's",
-    help="Channel means (0 … 1).",
+    show_default="as recorded in FILE, else ImageNet's",
+    help="Channel means for normalisation (0 … 1).",
 )
 @click.option(
     "--std",
     type=float,
     nargs=3,
     metavar="R G B",
-    show_default="as FILE says, else ImageNet's",
-    help="Channel standard deviations (0 … 1).",
+    show_default="as recorded in FILE, else ImageNet's",
+    help="Channel standard deviations for normalisation (0 … 1).",
 )
-@overriding_option("data", default_words="as the run; needed with FILE")
+@overriding_option("data", default_words="as in the run; required with --weights")
 @overriding_option(
     "eval_split",
     "--split",
-    default_words="as the run, else val, else test",
+    default_words="as in the run, else val, else test",
     help_text="Split to evaluate.",
     unit="NAME",
 )
 @overriding_option(
     "image_size",
-    default_words="as the run, or as FILE says",
-    help_text="Size of the central crop that the network sees.",
+    default_words="as in the run, or as recorded in FILE",
+    help_text="Size of the central crop that is the network's input.",
 )
 @overriding_option("batch", default_words=_or_default("batch"), help_text="Images per batch.")
 @overriding_option("eval_mirror", default_words=f"{_AS_RUN}, else off")
-@overriding_option("precision", default_words=_or_default("precision"), help_text="Type of activations and products.")
-@overriding_option("prefetch", default_words=f"{_AS_RUN}, else 4, more of small ones")
+@overriding_option(
+    "precision", default_words=_or_default("precision"), help_text="Precision of activations and products."
+)
+@overriding_option("prefetch", default_words=f"{_AS_RUN}, else 4, or more if they are small")
 @overriding_option("reader_threads", default_words=_or_default("reader_threads"))
 @overriding_option(
     "infeed_timeout_s",
     default_words=_or_default("infeed_timeout_s"),
-    help_text="Longest wait for a batch before the command fails.",
+    help_text="Longest wait for a batch; after it, the command fails.",
 )
 @setting_option("transport")
-@click.option("--per-class", is_flag=True, help="Print a line for each class: images and top-1.")
-@click.option("--json", "as_json", is_flag=True, help="Print a line of JSON, as in eval.jsonl, instead of text.")
+@click.option(
+    "--per-class", is_flag=True, help="Also print a line per class, with its number of images and its top-1 accuracy."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON, as in eval.jsonl, instead of text.")
 @click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")
 @overriding_option("compilation_cache", default_words=_AS_RUN)
 @click.version_option(package_name="feedloop")
@@ -118,9 +122,9 @@ def main(
     traceback: bool,
     **options: Any,
 ) -> None:
-    """Evaluate the trained weights of a finished or stopped run in folder RUN, as its training did.
+    """Evaluate the weights of the finished or stopped run in folder RUN in the same way as during its training.
 
-    The result goes to stdout, all other messages go to stderr. Exit codes: 0 done, 1 failed, 2 wrong usage or
+    The result goes to stdout, and all other messages go to stderr. Exit codes: 0 done, 1 failed, 2 wrong usage or
     data, 130 stopped by SIGINT or SIGTERM.
     """
     try:
@@ -129,7 +133,7 @@ def main(
         _say_speed(result)
         code = _DONE
     except KeyboardInterrupt:
-        say_to_stderr("run-eval: stopped; there is no result")
+        say_to_stderr("run-eval: stopped before there was a result")
         code = _STOPPED
     except Exception as error:
         if traceback:
@@ -145,11 +149,11 @@ def _evaluate(run: str | None, weights: str | None, options: dict[str, Any]) -> 
         raise ValueError(f"exactly one of RUN and --weights FILE must be given, got {found}: give one of the two")
     settings = {name: options[name] for name in _SETTINGS if options[name] is not None}
     if settings.get("eval_split") == "off":
-        raise ValueError("--split must name a split of the data set, got off: leave it out, or name one")
+        raise ValueError("--split must be the name of a split, got off: leave it out or give a split of the data set")
     if weights is None:
         given = [name for name in _GROUPS["Weights from a file"] if options.get(name) is not None]
         if given:
-            raise ValueError(f"--{given[0]} goes with --weights FILE, got it with RUN {run}: leave it out for a run")
+            raise ValueError(f"--{given[0]} can be given only with --weights FILE, got it with RUN {run}: leave it out")
         return _evaluate_run(str(run), settings, per_class=options["per_class"])
     from engine.evaluation.run import evaluate_weights
 
@@ -170,7 +174,7 @@ def _evaluate_run(run: str, settings: dict[str, Any], *, per_class: bool) -> "Ev
     if "data" in settings:
         settings = settings | {"synthetic": False}
     if recorded.eval_split == "off":
-        # The run never evaluated; an evaluation requested now needs the usual split.
+        # The run had no evaluations; an evaluation requested now uses the default split.
         settings = {"eval_split": None} | settings
     return evaluate(replace(recorded, **settings), per_class=per_class, notify=say_to_stderr)
 
@@ -188,7 +192,7 @@ def _result_text(result: "EvaluationResult", weights: str | None) -> str:
 
 
 def _class_lines(classes: "tuple[ClassResult, ...]") -> list[str]:
-    """Return a table of the classes: label, identifier, name, images and top-1."""
+    """Return a table with one row per class: label, identifier, name, number of images and top-1 accuracy."""
     if not classes:
         return []
     from preprocess.printable import printable

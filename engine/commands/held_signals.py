@@ -1,16 +1,16 @@
-"""Delaying SIGINT and SIGTERM until they do no harm, so that what must be completed is not interrupted."""
+"""Delayed delivery of SIGINT and SIGTERM, so that they do not interrupt code that must be completed."""
 
 import signal
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
 _NUMBERS = (signal.SIGINT, signal.SIGTERM)
-# The third signal always takes effect: a write to a terminal that nothing reads would block for ever.
+# The third signal always takes effect: a write to a terminal that nothing reads would block forever.
 _MOST_HELD = 2
 
 
 class HeldSignals:
-    """The signals that arrived while they were held."""
+    """Signals held for later delivery, in order of arrival."""
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
@@ -18,7 +18,7 @@ class HeldSignals:
         self._is_let_in = False
 
     def handle(self, number: int, _frame: object) -> None:
-        """Hold the signal; exit the command if `let_in` is waiting, or at the third signal anywhere."""
+        """Hold the signal, but exit the command if `let_in` is waiting, or if this is the third signal."""
         self._num_seen += 1
         if not self._is_let_in and self._num_seen <= _MOST_HELD:
             self.numbers.append(number)
@@ -27,10 +27,10 @@ class HeldSignals:
         raise SystemExit(128 + number)
 
     def let_in[T](self, items: Iterable[T]) -> Iterator[T]:
-        """Yield the items; a signal interrupts the wait for the next one, but never its processing.
+        """Yield the items; a signal interrupts the wait for the next item, but never its processing.
 
         Raises:
-            SystemExit: 128 + the signal's number, also for a signal held earlier.
+            SystemExit: with 128 + the signal's number, also for a signal that was held earlier.
         """
         iterator = iter(items)
         while True:
@@ -46,7 +46,7 @@ class HeldSignals:
             yield item
 
     def deliver(self) -> None:
-        """Raise all held signals one by one, also if one raises an exception; the last exception is raised."""
+        """Deliver all held signals one by one, even if a handler raises; re-raise the last exception at the end."""
         with ExitStack() as stack:
             for number in reversed(self.numbers):
                 stack.callback(signal.raise_signal, number)
@@ -54,7 +54,7 @@ class HeldSignals:
 
 @contextmanager
 def signals_held() -> Iterator[HeldSignals]:
-    """Hold SIGINT and SIGTERM until the block ends, and raise them then; ignored signals stay ignored."""
+    """Hold SIGINT and SIGTERM while the block runs, then deliver them; signals that are ignored stay ignored."""
     held = HeldSignals()
     # Every callback runs, even if one raises: first the handlers are restored, then the held signals are raised.
     with ExitStack() as stack:

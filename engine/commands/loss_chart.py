@@ -1,6 +1,7 @@
-"""A loss curve drawn as text: numbers in, lines of characters out.
+"""Text charts of loss curves: functions from numbers to lines of characters.
 
-Owns the position of each dot, axes, ticks and the two character sets. Must not know: files, terminals, colours, jax.
+Owns the positions of the dots, the axes, the ticks and the two character sets. Must not know: files, terminals,
+colours, jax.
 Letters: R rows and C columns of *dots*; a braille character is 4 dots high and 2 wide, an ASCII character is 1 by 1.
 """
 
@@ -18,24 +19,24 @@ Floats = npt.NDArray[np.float64]
 # Unicode 15, chapter "Braille Patterns": U+2800 plus one bit per dot, the fourth row added after the first three.
 _BRAILLE_BITS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])
 _BRAILLE_BLANK = 0x2800
-_MIN_PLOT_WIDTH = 8  # below this width the tick labels are left out
-_MIN_AXIS_HEIGHT = 4  # below this height the step axis is left out
+_MIN_PLOT_WIDTH = 8  # below this width, the loss axis is left out
+_MIN_AXIS_HEIGHT = 4  # below this height, the step axis is left out
 _ROWS_PER_TICK = 4
 
 
 @dataclass(frozen=True, eq=False)
 class LossCurve:
-    """n points in order of step; a point may stand for several steps."""
+    """A loss curve of n points in order of step; one point can represent several steps."""
 
     step: Floats  # [n], from 0
     low: Floats  # [n], the lowest finite loss of the point; NaN if it has none
-    high: Floats  # [n], the highest
+    high: Floats  # [n], the highest finite loss of the point; NaN if it has none
     smoothed: Floats  # [n], NaN if unknown
-    num_broken: npt.NDArray[np.int64]  # [n], how many of its losses are NaN or infinite
+    num_broken: npt.NDArray[np.int64]  # [n], number of NaN or infinite losses of the point
 
 
 class Span(NamedTuple):
-    """Characters of one kind, which the caller prints in one colour."""
+    """A run of characters of one kind, which the caller prints in one colour."""
 
     text: str
     ink: Ink
@@ -43,7 +44,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Glyphs:
-    """The characters of the axes; each is one column wide."""
+    """The character set of a chart; each character is one column wide."""
 
     vertical: str
     tick: str
@@ -60,14 +61,14 @@ ASCII_GLYPHS = Glyphs("|", "+", "+", "-", "+", "x", braille=False)
 
 @dataclass(frozen=True)
 class _Scale:
-    """A map from losses to 0 (bottom) … 1 (top); `low < high`, both positive if `log`."""
+    """A linear or logarithmic map from losses to 0 (bottom) … 1 (top); `low < high`, both positive if `log`."""
 
     low: float
     high: float
     log: bool
 
     def unit(self, losses: Floats) -> Floats:
-        """Return the position of each loss, clipped to 0 … 1; NaN if it has none on this scale."""
+        """Return the position of each loss, clipped to 0 … 1; NaN if the loss cannot be shown on this scale."""
         with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
             if self.log:
                 # Separate logarithms, because the quotient overflows if losses span all of float64.
@@ -82,7 +83,7 @@ class _Scale:
 def draw_chart(
     curve: LossCurve, width: int, height: int, *, log_scale: bool = False, glyphs: Glyphs = UNICODE_GLYPHS
 ) -> list[list[Span]]:
-    """Draw the range low … high of each point and the smoothed curve over it, with a loss axis and a step axis.
+    """Draw a loss curve: the range low … high of each point, the smoothed curve on top, a loss axis and a step axis.
 
     Step s of a range s0 … s1 falls on dot column `floor((s - s0 + ½) · C / (s1 - s0 + 1))`; the highest loss falls on
     the top row of dots, the lowest on the bottom one. Columns with a NaN or infinite loss (or, with `log_scale`,
@@ -91,8 +92,8 @@ def draw_chart(
     Args:
         curve: the points.
         width: columns of characters, at least 1.
-        height: lines, at least 1. Small charts leave out the loss axis, then the step axis.
-        log_scale: logarithmic loss axis.
+        height: lines, at least 1. Narrow charts omit the loss axis, low ones the step axis.
+        log_scale: whether the loss axis is logarithmic.
         glyphs: `UNICODE_GLYPHS` or `ASCII_GLYPHS`.
 
     Returns:
@@ -129,7 +130,7 @@ def _blank(width: int, height: int, message: str) -> list[list[Span]]:
 
 
 def _scale_of(curve: LossCurve, log_scale: bool) -> _Scale | None:
-    """Return the scale that covers every drawable loss; None if there is none."""
+    """Return the scale that covers every drawable loss; None if no loss can be drawn."""
     values = np.concatenate((curve.low, curve.high, curve.smoothed))
     values = values[np.isfinite(values)]
     if log_scale:
@@ -153,14 +154,14 @@ def _columns_of(steps: Floats, curve: LossCurve, num_columns: int) -> npt.NDArra
 
 
 def _rows_of(unit: Floats, num_rows: int) -> npt.NDArray[np.int64]:
-    """Return the row of each position (finite), counted from the top, 0 … num_rows - 1."""
+    """Return the row of each (finite) position, counted from the top: 0 … num_rows - 1."""
     return np.rint((1.0 - unit) * (num_rows - 1)).astype(np.int64)
 
 
 def _dots(
     curve: LossCurve, scale: _Scale, plot_width: int, plot_height: int, glyphs: Glyphs
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Return the dots [R, C] of the raw losses and of the smoothed curve."""
+    """Return two bool arrays [R, C]: the dots of the raw losses and those of the smoothed curve."""
     R, C = (plot_height * 4, plot_width * 2) if glyphs.braille else (plot_height, plot_width)
     columns = _columns_of(curve.step, curve, C)
     low = scale.unit(np.where(curve.low > 0, curve.low, scale.low) if scale.log else curve.low)
@@ -175,7 +176,7 @@ def _dots(
 
 
 def _smoothed_dots(columns: npt.NDArray[np.int64], unit: Floats, R: int, C: int) -> npt.NDArray[np.bool_]:
-    """Return the dots [R, C] of one line without gaps through the mean of each column."""
+    """Return the dots [R, C] of a line without gaps through the mean position in each column."""
     known = np.isfinite(unit)
     if not known.any():
         return np.zeros((R, C), np.bool_)
@@ -195,7 +196,7 @@ def _smoothed_dots(columns: npt.NDArray[np.int64], unit: Floats, R: int, C: int)
 
 
 def _characters(raw: npt.NDArray[np.bool_], smoothed: npt.NDArray[np.bool_], glyphs: Glyphs) -> list[list[Span]]:
-    """Return lines of spans; a character on the smoothed curve shows only that curve, so that it stands out."""
+    """Convert dots to lines of spans; characters that the smoothed curve touches omit the raw losses."""
     if glyphs.braille:
         curve_codes = _braille_cells(smoothed)
         bright = curve_codes > 0
@@ -213,7 +214,7 @@ def _braille_cells(dots: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
 
 
 def _spans(characters: Sequence[str], bright: Sequence[bool]) -> list[Span]:
-    """Join neighbours of the same ink, so that a terminal gets one colour change per span, not per character."""
+    """Join adjacent characters of the same ink, so that the colour changes once per span, not per character."""
     spans: list[Span] = []
     start = 0
     for index in range(1, len(characters) + 1):
@@ -224,10 +225,10 @@ def _spans(characters: Sequence[str], bright: Sequence[bool]) -> list[Span]:
 
 
 def _step_axis(curve: LossCurve, scale: _Scale, plot_width: int, gutter: int, glyphs: Glyphs) -> list[list[Span]]:
-    """Return two lines: the axis with ticks and marks of broken losses, and the labels under it."""
+    """Return two lines: the step axis with ticks and marks for broken losses, and the labels below it."""
     axis, labels = [glyphs.horizontal] * plot_width, [" "] * plot_width
     first, last = float(curve.step[0]), float(curve.step[-1])
-    free = 0  # the first column free for a label, one blank after the previous label
+    free = 0  # the first free column for a label, one blank after the previous label
     for step in _nice_values(first, last, max(2, plot_width // 16)):
         if step != int(step):
             continue
@@ -250,13 +251,13 @@ def _step_axis(curve: LossCurve, scale: _Scale, plot_width: int, gutter: int, gl
 
 
 def _loss_ticks(scale: _Scale, plot_height: int) -> dict[int, str]:
-    """Return the tick labels by row of characters from the top."""
+    """Return the tick labels of the loss axis, by text row from the top."""
     wanted = max(2, plot_height // _ROWS_PER_TICK)
     values = _log_values(scale, wanted) if scale.log else []
     if len(values) < 2:
         values = _nice_values(scale.low, scale.high, wanted)
     rows = _rows_of(scale.unit(np.array(values, np.float64)), plot_height).tolist()
-    by_row = dict(zip(rows[::-1], values[::-1], strict=True))  # the lowest value of a row keeps it
+    by_row = dict(zip(rows[::-1], values[::-1], strict=True))  # if values share a row, the lowest is shown
     for digits in range(6, 17):  # enough to distinguish neighbours
         ticks = {row: f"{value:.{digits}g}" for row, value in by_row.items()}
         if len(set(ticks.values())) == len(ticks):
@@ -275,7 +276,7 @@ def _log_values(scale: _Scale, wanted: int) -> list[float]:
 
 
 def _nice_values(low: float, high: float, wanted: int) -> list[float]:
-    """Return multiples of 1, 2 or 5 · 10^k in low … high, at most `wanted` + 1; both ends if there is none."""
+    """Return multiples of 1, 2 or 5 · 10^k in low … high, at most `wanted` + 1; if there are none, `low` and `high`."""
     span = high - low
     if not 0 < span < math.inf:
         return [low] if low == high else [low, high]

@@ -1,4 +1,4 @@
-"""The folder of a run without --run-dir."""
+"""The default folder of a run that is started without --run-dir."""
 
 import itertools
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextmanager
 def run_dir_of(named: str | None) -> Iterator[str]:
-    """Yield the named folder, or create one named after the time; remove a created one that stays empty."""
+    """Yield the given folder, or create one named after the current time; remove it again if it stays empty."""
     if named is not None:
         yield named
         return
@@ -26,7 +26,7 @@ def run_dir_of(named: str | None) -> Iterator[str]:
 
 
 def _make_run_dir() -> Path:
-    """Create a folder under runs/; runs that start in the same second get different ones."""
+    """Create a folder under runs/, with a number appended if another run started in the same second."""
     stem = time.strftime("%Y%m%d-%H%M%S")
     Path("runs").mkdir(exist_ok=True)
     for number in itertools.count(1):

@@ -1,7 +1,7 @@
-"""The sources of a run's settings: the defaults, a recipe or a recorded run, the command line.
+"""The sources of the settings of a run: defaults, a recipe or a recorded run, and the command line.
 
-Owns the precedence of these sources and the record of which one decided each setting; knows nothing of what a setting
-does, or of the options of any command.
+Owns the precedence of these sources, and records which one decided each setting. Must not know what a setting does, or
+the options of any command.
 """
 
 from collections.abc import Mapping
@@ -20,10 +20,11 @@ _GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 
 
 class OptionSource(NamedTuple):
-    """Settings and where they were given.
+    """The settings from one source, and the name of the source.
 
     Attributes:
-        name: as `config.json` and messages show it: "recipe imagenet-90", "the recorded run", "command line".
+        name: the source as shown in `config.json` and in messages: "recipe imagenet-90", "the recorded run" or
+            "command line".
         settings: the given settings, by their names in `TrainConfig`.
     """
 
@@ -33,12 +34,12 @@ class OptionSource(NamedTuple):
 
 @dataclass(frozen=True)
 class MergedOptions:
-    """The merged settings of several sources.
+    """Settings merged from several sources.
 
     Attributes:
-        settings: the arguments of `TrainConfig`, without those that no source gave.
+        settings: the arguments of `TrainConfig` that were given by a source.
         origins: for every setting of `TrainConfig`, the name of the source that decided it, or "default".
-        overrides: a text for each setting of an earlier source that a later one changed: "batch 256 → 1024".
+        overrides: a description of each setting that a later source changed: "batch 256 → 1024".
     """
 
     settings: dict[str, Any]
@@ -48,7 +49,7 @@ class MergedOptions:
 
 # ParamType is generic in the annotations of newer click versions, but not at run time in older ones.
 class OptionalNumber(click.ParamType):  # type: ignore[type-arg]
-    """A number, or the word `default` for None, which no number can express.
+    """A click type for a number, or `default` for None.
 
     Args:
         kind: the type of the number, click.INT or click.FLOAT.
@@ -59,12 +60,12 @@ class OptionalNumber(click.ParamType):  # type: ignore[type-arg]
         self.name = kind.name
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the number, or None for the word; fail as click's own type does."""
+        """Return the number, or None for `default`; report other values as click does for a number."""
         return None if value == NO_VALUE else self._kind.convert(value, param, ctx)
 
 
 def command_line(context: click.Context) -> OptionSource:
-    """Return the settings whose options were given on the command line or by environment variables.
+    """Return the settings that were given as options on the command line or as environment variables.
 
     Options that are not settings of `TrainConfig` are left out.
 
@@ -86,9 +87,9 @@ def command_line(context: click.Context) -> OptionSource:
 def merge_options(*sources: OptionSource) -> MergedOptions:
     """Merge the settings of several sources; each source overrides those before it.
 
-    Epochs and steps express the same setting. If a source gives one of them, the other one of an earlier source is
-    dropped. If a source has both, as the record of a run does, the epochs are kept and the steps are computed again.
-    Both then have the origin of the one that was given or removed.
+    Epochs and steps are two units for the same setting. If a source gives one of them, the other is dropped from
+    earlier sources. If a source has both, as the record of a run does, the epochs are kept and the steps are computed
+    again. Both then have the origin of the one that was given or removed.
     """
     settings: dict[str, Any] = {}
     origins = dict.fromkeys(SETTINGS, DEFAULT)
@@ -115,6 +116,6 @@ def merge_options(*sources: OptionSource) -> MergedOptions:
 
 
 def _displace(settings: dict[str, Any], old: str, new: str, given: Mapping[str, Any], overrides: list[str]) -> None:
-    """Drop the setting `old` of an earlier source, because a later source gives its counterpart `new`."""
+    """Drop the setting `old` of earlier sources, because a later source gives its counterpart `new`."""
     if (value := settings.pop(old, None)) is not None:
         overrides.append(f"{old} {setting_words(value)} → {new} {setting_words(given[new])}")

@@ -1,4 +1,4 @@
-"""The output of `run-train`: the result of a dry run, the loss stream, the summary."""
+"""The terminal output of `run-train`: the result of a dry run, the losses of a run, and its summary."""
 
 import io
 import shlex
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def show_plan(plan: "DryRun") -> None:
-    """Print the result of a dry run: memory and work."""
+    """Print the result of a dry run: memory use and FLOPs per step."""
     memory = plan.compiled.memory_bytes
     for kind, size_bytes in memory.items():
         click.echo(f"memory, {kind}: {size_bytes / 1e6:,.1f} MB")
@@ -30,26 +30,28 @@ def show_plan(plan: "DryRun") -> None:
         note = f" ({'too much: ' * (needed > available)}this machine has {available / 1e6:,.0f} MB)"
     click.echo(f"memory, total: {needed / 1e6:,.1f} MB{note}")
     flops = plan.compiled.step_flops
-    click.echo(f"work: {flops / 1e9:,.2f} GFLOP per step" if flops is not None else "work: XLA has no count here")
+    click.echo(
+        f"work: {flops / 1e9:,.2f} GFLOP per step" if flops is not None else "work: unknown, XLA reports no FLOP count"
+    )
     click.echo("dry run: nothing was trained")
 
 
 class LossDisplay:
-    """The display of a run on standard output: a progress line on a terminal, plain lines to a pipe."""
+    """The display of a run on stdout: a progress line on a terminal, plain lines if stdout is redirected."""
 
     def __init__(self) -> None:
         # One console for both, so that a notice appears above the progress line.
         self._console = _terminal() if sys.stdout is not None and sys.stdout.isatty() else None
 
     def notify(self, line: str) -> None:
-        """Print a line beside the losses."""
+        """Print a message without disturbing the display of the losses."""
         if self._console is None:
             click.echo(line)
         else:
             say_on_terminal(self._console, line)
 
     def make_sink(self, config: TrainConfig) -> "Sink":
-        """Return the sink of the loss stream for a run with these settings."""
+        """Return the sink that displays the losses of a run with these settings."""
         if self._console is None:
             from engine.stream.sinks import PlainSink
 
@@ -66,7 +68,7 @@ def _terminal() -> "Console":
 
 
 def summarise(result: "TrainResult") -> None:
-    """Print how a run ended, and where its files are."""
+    """Print how a run ended, its final loss, its folder, and how to resume it if it is incomplete."""
     steps = f"{result.steps_done:,} step{'' if result.steps_done == 1 else 's'}"
     if result.steps_done != len(result.losses):
         steps += f", {len(result.losses):,} of them"
@@ -80,7 +82,7 @@ def summarise(result: "TrainResult") -> None:
         )
     click.echo(line)
     if result.num_skipped:
-        click.echo(f"skipped: {result.num_skipped:,} updates, whose gradients were NaN or infinite")
+        click.echo(f"skipped: {result.num_skipped:,} updates with NaN or infinite gradients")
     click.echo(f"run folder: {result.run_dir}")
     if not result.is_complete and result.snapshot_step is not None:
         click.echo(f"to resume: run-train --run-dir {shlex.quote(str(result.run_dir))} --resume")

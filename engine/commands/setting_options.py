@@ -1,6 +1,6 @@
-"""Click options for settings, derived entirely from the declarations of the settings.
+"""Click options for settings, derived entirely from their declarations in `engine.config`.
 
-Knows no setting by name; each command chooses its options.
+Knows no individual setting; each command chooses its options.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,18 +26,18 @@ _COMPLETE: Mapping[str | None, Complete] = {
 
 
 def option_spelling(name: str) -> str:
-    """Return run-train's option for a setting, without the negation of a switch; other names are returned as given."""
+    """Return the option of `run-train` for a setting, without the negation of a switch; keep other names unchanged."""
     return SETTINGS[name].options[0].partition("/")[0] if name in SETTINGS else name
 
 
 def option_names(context: click.Context) -> Callable[[str], str]:
-    """Return a function from a setting's name to its option in the command of a context, or to the name without one."""
+    """Return a function that maps a setting to its option in the context's command, or to its name if it has none."""
     options = {param.name: param.opts[0] for param in context.command.params if isinstance(param, click.Option)}
     return lambda name: options.get(name, name)
 
 
 def setting_option(name: str) -> Decorator:
-    """Return a decorator that adds a setting's option to a command."""
+    """Return a decorator that adds the option for a setting to a command."""
     setting = SETTINGS[name]
     if setting.kind is bool:
         values: dict[str, Any] = {"default": setting.default, "is_flag": True}
@@ -56,13 +56,13 @@ def setting_option(name: str) -> Decorator:
 def overriding_option(
     name: str, *spellings: str, default_words: str, help_text: str | None = None, unit: str | None = None
 ) -> Decorator:
-    """Return a decorator that adds an option which overrides a setting; its default is None.
+    """Return a decorator that adds an option to override a recorded setting; the default is None.
 
     Args:
         name: the name of the setting.
-        spellings: the spellings of the option, if they differ from those of the setting.
-        default_words: a description of what decides the setting if the option is not given.
-        help_text, unit: replacements for those of the setting, if they do not fit the command.
+        spellings: the option and its aliases, if they differ from those declared for the setting.
+        default_words: a description of the value that is used if the option is not given.
+        help_text, unit: replacements for those declared for the setting, if those do not fit the command.
     """
     setting = SETTINGS[name]
     values: dict[str, Any] = {"default": None, "show_default": default_words}

@@ -1,4 +1,4 @@
-"""The command `tail-run`: follow the loss of a run from another terminal.
+"""The command `tail-run`: show the loss of a run while it trains, from another terminal.
 
 Owns waiting, ending, and the order of the output. Must not know: jax, or how the run is trained.
 numpy and rich are imported where they are first needed, so that `--help` answers at once.
@@ -33,11 +33,11 @@ _POLL_START_S = 0.1
 
 
 class RunNotFoundError(ValueError):
-    """RUN is not (yet) the folder of a run."""
+    """RUN is not the folder of a run, or not yet."""
 
 
 class RunSilentError(ValueError):
-    """The run wrote nothing for longer than the limit."""
+    """The run has written nothing for longer than the time limit."""
 
 
 class RunKilledError(ValueError):
@@ -50,7 +50,7 @@ class _WrongRunError(click.ClickException):
 
 def _refuse_nan(_context: click.Context, parameter: click.Parameter, value: float) -> float:
     if math.isnan(value):
-        raise click.BadParameter("must be a number, got nan; leave it out for the default", param=parameter)
+        raise click.BadParameter("must be a number, got nan; leave it out to use the default", param=parameter)
     return value
 
 
@@ -60,26 +60,32 @@ def _above(low: float, high: float | None = None) -> click.FloatRange:
 
 @click.command(cls=GuardedCommand, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("run", type=click.Path(path_type=Path), shell_complete=complete_folder)
-@click.option("--once", is_flag=True, help="Show the present state and exit.")
+@click.option("--once", is_flag=True, help="Show the current state and exit.")
 @click.option(
     "--interval", type=_above(0, 60), default=0.5, show_default=True, metavar="S", callback=_refuse_nan,
-    help="Seconds between two reads of the log.",
+    help="Seconds between reads of the log.",
 )  # fmt: skip
 @click.option(
     "--smoothing", type=click.FloatRange(0, 1, max_open=True), default=0.9, show_default=True, callback=_refuse_nan,
     help="Weight of the past in the smoothed loss; 0 turns smoothing off.",
 )  # fmt: skip
 @click.option("--last", type=click.IntRange(min=1), metavar="STEPS", help="Show only the last STEPS steps.")
-@click.option("--log-scale", is_flag=True, help="Logarithmic loss axis of the chart.")
+@click.option("--log-scale", is_flag=True, help="Use a logarithmic loss axis.")
 @click.option(
-    "--width", type=click.IntRange(min=1), metavar="COLUMNS", help="Width of the chart.  [default: the terminal's]"
+    "--width",
+    type=click.IntRange(min=1),
+    metavar="COLUMNS",
+    help="Width of the chart.  [default: that of the terminal]",
 )
 @click.option(
-    "--height", type=click.IntRange(min=1), metavar="LINES", help="Height of the chart.  [default: the terminal's]"
+    "--height",
+    type=click.IntRange(min=1),
+    metavar="LINES",
+    help="Height of the chart.  [default: that of the terminal]",
 )
 @click.option(
     "--timeout-s", type=_above(0), default=600.0, show_default=True, metavar="S", callback=_refuse_nan,
-    help="Give up if the run writes nothing for S seconds; 'inf' waits for ever.",
+    help="Give up if the run writes nothing for S seconds; 'inf' waits forever.",
 )  # fmt: skip
 @click.version_option(package_name="feedloop")
 def main(
@@ -93,14 +99,15 @@ def main(
     height: int | None,
     timeout_s: float,
 ) -> None:
-    """Follow the loss of the run in folder RUN as a live chart; piped, print one plain line per step, as run-train.
+    """Show the loss of the run in folder RUN as a live chart. If piped, print one plain line per step, like run-train.
 
-    --smoothing, --log-scale, --width and --height concern the chart: piped, or on a dumb terminal, they have no effect.
+    --smoothing, --log-scale, --width and --height affect only the chart, which needs a terminal that is not dumb.
 
-    Exits when the run has ended. If RUN is just starting, waits 5 seconds for its folder, --timeout-s while it
-    compiles, and as long again for its first step.
+    Exits when the run ends. If RUN is just starting, waits up to 5 seconds for its folder, up to --timeout-s while it
+    compiles, and up to --timeout-s for its first step.
 
-    Exit codes: 0 the run ended (or --once), 1 killed, or silent for --timeout-s, 2 RUN is not a run folder, 130 Ctrl-C.
+    Exit codes: 0 the run ended (or --once), 1 the run was killed or silent for --timeout-s, 2 RUN is not a run folder,
+    130 Ctrl-C.
     """
     try:
         _await_run(run, once, timeout_s)
@@ -130,12 +137,13 @@ def main(
     except (RunSilentError, RunKilledError) as error:
         raise click.ClickException(printable_line(str(error))) from error
     except OSError as error:
-        reason = f"RUN must be readable, {error.filename or run}: {error.strerror}; check the path and its permissions"
+        path = error.filename or run
+        reason = f"RUN must be readable, but {path} is not: {error.strerror}; check the path and its permissions"
         raise _WrongRunError(printable_line(reason)) from error
 
 
 def _drop_stdout() -> None:
-    """Redirect stdout to the null device: its reader has closed it, and the interpreter's last flush would fail."""
+    """Redirect stdout to the null device, because its reader closed it and Python's flush at exit would fail."""
     with contextlib.suppress(OSError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
@@ -143,13 +151,15 @@ def _drop_stdout() -> None:
 
 
 def _await_run(run: Path, once: bool, timeout_s: float) -> None:
-    """Wait until RUN holds a log, or the settings of a run before its first step.
+    """Wait until RUN contains a log or, before the first step, the settings of a run.
 
     Raises:
         RunNotFoundError: if it is not the folder of a run, or the run does not start to train in time.
     """
     if run.exists() and not run.is_dir():
-        raise RunNotFoundError(f"RUN must be the folder of a run, and {run} is a file; give the folder that holds it")
+        raise RunNotFoundError(
+            f"RUN must be the folder of a run, but {run} is a file; give the folder that contains it"
+        )
     from engine.records.folder_lock import is_locked
 
     wait_s = 0.0 if once else min(_START_WAIT_S, timeout_s)
@@ -158,16 +168,17 @@ def _await_run(run: Path, once: bool, timeout_s: float) -> None:
     while not _has_started(run, once):
         if below := _runs_in(run):
             raise RunNotFoundError(
-                f"RUN must be the folder of one run, and {run} holds {len(below)}; give one, the last is {below[-1]}"
+                f"RUN must be the folder of one run, but {run} contains {len(below)}; "
+                f"give one, the newest is {below[-1]}"
             )
         # A run locks its folder before it compiles, which may take minutes.
         is_held = is_locked(run)
         if time.monotonic() - started_s >= (timeout_s if is_held and not once else wait_s):
             if is_held:
-                raise RunNotFoundError(f"RUN must have started to train, and {run} is still compiling; try again later")
-            found = "holds no loss.jsonl" if run.is_dir() else "does not exist"
+                raise RunNotFoundError(f"RUN must have started to train, but {run} is still compiling; try again later")
+            found = "contains no loss.jsonl" if run.is_dir() else "does not exist"
             raise RunNotFoundError(
-                f"RUN must be the folder of a run, and {run} {found}; give the --run-dir of a run-train"
+                f"RUN must be the folder of a run, but {run} {found}; give the --run-dir of a run-train"
             )
         name = printable_line(str(run))
         message = (
@@ -188,7 +199,7 @@ def _has_started(run: Path, has_log: bool = False) -> bool:
 
 
 def _runs_in(folder: Path) -> list[Path]:
-    """Return the run folders in a folder, in order of their start."""
+    """Return the run folders directly below a folder, ordered by the time they started."""
     from engine.records.loss_log import CONFIG_NAME
 
     # A run writes its settings once, when it starts.
@@ -197,7 +208,7 @@ def _runs_in(folder: Path) -> list[Path]:
 
 
 def _ticks(run: Path, once: bool, interval_s: float, timeout_s: float) -> "Iterator[Tick]":
-    """Read the run folder repeatedly, until the run has ended and all its rows were read."""
+    """Read the run folder repeatedly and yield each result, until the run has ended and all its rows were read."""
     from engine.records.evaluation_log import EvaluationLog
     from engine.records.folder_lock import was_killed
     from engine.records.loss_log import EVALUATION_LOG_NAME, LOSS_LOG_NAME, LossLog, read_run_end, read_run_facts
@@ -211,7 +222,7 @@ def _ticks(run: Path, once: bool, interval_s: float, timeout_s: float) -> "Itera
         while more:
             batch = log.read()
             more = batch.more
-            # After the rows: an evaluation is written before the row of the next step, so it is present if that is.
+            # Read after the rows: an evaluation is written before the row of the next step, so it is never missed.
             evaluations = evaluation_log.read()
             if len(batch.rows) or batch.restarted or batch.num_unreadable or len(evaluations) != num_evaluations:
                 heard, num_evaluations = time.monotonic(), len(evaluations)
@@ -231,29 +242,29 @@ def _ticks(run: Path, once: bool, interval_s: float, timeout_s: float) -> "Itera
             )
         if time.monotonic() - heard >= timeout_s:
             raise RunSilentError(
-                f"{run} has written nothing {reached} for --timeout-s {timeout_s:g} s: "
-                "check whether it still runs, or raise --timeout-s"
+                f"{run} has written nothing for {timeout_s:g} s (--timeout-s) {reached}: "
+                "check whether it is still running, or raise --timeout-s"
             )
         time.sleep(interval_s)
 
 
 def _print_lines(ticks: "Iterator[Tick]", last: int | None, once: bool) -> None:
-    """Print one line per step or evaluation to stdout, in order of step; print other messages to stderr."""
+    """Print one line per step or evaluation to stdout, in order of step, and all other messages to stderr."""
     held: LossRows | None = None  # with `last`, the newest rows during the first pass over the log
     is_printing = last is None
-    waiting: deque[EvaluationRecord] = deque()  # already read, but the step that they follow is not
+    waiting: deque[EvaluationRecord] = deque()  # read already, although the step that they follow is not
     num_evaluations, newest = 0, -1
     for tick in ticks:
         rows, batch = tick.batch.rows, tick.batch
         if batch.restarted:
-            click.echo("loss.jsonl was replaced; reading it from its start", err=True)
+            click.echo("loss.jsonl was replaced; reading it from the start", err=True)
         if batch.restarted or len(tick.evaluations) < num_evaluations:
             waiting.clear()
             num_evaluations = 0
         waiting.extend(tick.evaluations[num_evaluations:])
         num_evaluations = len(tick.evaluations)
         if batch.num_unreadable:
-            where = f"loss.jsonl, the last one line {batch.last_unreadable_line}"
+            where = f"loss.jsonl, the last of them line {batch.last_unreadable_line}"
             click.echo(f"skipped {batch.num_unreadable} unreadable line(s) of {where}", err=True)
         if not is_printing and last is not None:
             held = rows = rows.tail(last) if held is None else held.followed_by(rows).tail(last)
@@ -272,13 +283,13 @@ def _print_lines(ticks: "Iterator[Tick]", last: int | None, once: bool) -> None:
 def plain_lines(
     rows: "LossRows", steps: int | None, waiting: "deque[EvaluationRecord]", up_to_step: float
 ) -> Iterator[str]:
-    """Yield the lines that run-train prints for these rows and evaluations, in order of step, without newline.
+    """Yield the lines that `run-train` prints for these rows and evaluations, in order of step, without newlines.
 
     Args:
         rows: the next rows.
         steps: the number of steps of the whole run, None if unknown.
-        waiting: evaluations in order of step; those that are printed are removed.
-        up_to_step: print evaluations up to this step; later ones stay.
+        waiting: evaluations in order of step; those that are yielded are removed.
+        up_to_step: yield evaluations up to this step; later ones stay in `waiting`.
     """
     from engine.stream.sinks import evaluation_words, loss_fields
 
@@ -291,7 +302,7 @@ def plain_lines(
 
 
 def _draw_frames(console: "Console", ticks: "Iterator[Tick]", picture: Picture, once: bool, interval_s: float) -> None:
-    """Redraw on the alternate screen until the ticks end; then print the last frame on the normal screen."""
+    """Redraw the chart on the alternate screen at each tick; at the end, print the last frame on the normal screen."""
     from rich.live import Live
 
     # `--once` prints its only frame below, without flashing the alternate screen.

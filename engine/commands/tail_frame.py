@@ -1,7 +1,7 @@
-"""The text of `tail-run`: a frame of chart and numbers, and the end of a run.
+"""The text that `tail-run` shows: frames with a chart and numbers, and a line about the end of the run.
 
-Must not know: terminals, waiting, how the run is trained. numpy and rich are imported where they are first needed, so
-that `--help` answers at once.
+Must not know: terminals, waiting, or how the run is trained. numpy and rich are imported where they are first needed,
+so that `--help` answers at once.
 """
 
 import math
@@ -35,12 +35,12 @@ class Tick:
     facts: "RunFacts"
     end: "RunEnd | None"  # None while the run continues
     evaluations: "tuple[EvaluationRecord, ...]"  # all so far, in file order
-    caught_up: bool  # False while the log holds more that can be read at once
+    caught_up: bool  # False while the log contains more rows that can be read without waiting
 
 
 @dataclass
 class Picture:
-    """The content of a frame."""
+    """The data shown in a frame: the losses and facts of a run."""
 
     run: Path
     history: "BinnedLosses"
@@ -51,7 +51,7 @@ class Picture:
     num_unreadable: int = 0
 
     def update(self, tick: Tick) -> None:
-        """Update the content from one read of the run folder."""
+        """Update the data from one read of the run folder."""
         if tick.batch.restarted:
             self.history.clear()
             self.num_unreadable = 0
@@ -62,7 +62,7 @@ class Picture:
 
 
 def records_of(rows: "LossRows") -> "Iterator[LossRecord]":
-    """Yield the rows as loss records; missing numbers are NaN."""
+    """Yield each row as a loss record; missing numbers are NaN."""
     from engine.stream.sinks import LossRecord
 
     columns = (rows.step, rows.loss, rows.learning_rate, rows.images_per_s, rows.wait_ms, rows.time_s)
@@ -71,7 +71,7 @@ def records_of(rows: "LossRows") -> "Iterator[LossRecord]":
 
 
 def duration_text(seconds: float) -> str:
-    """Format a duration in at most two units: '45 s', '3 min 20 s', '2 h 05 min', '4 d 03 h'; negative ones are 0."""
+    """Format a duration in at most two units: '45 s', '3 min 20 s', '2 h 05 min', '4 d 03 h'; below 0 it is '0 s'."""
     whole = max(0, round(seconds))
     if whole < 60:
         return f"{whole} s"
@@ -83,7 +83,7 @@ def duration_text(seconds: float) -> str:
 
 
 def end_text(end: "RunEnd") -> str:
-    """Return a printable line about how a run ended."""
+    """Return a printable line that says after how many steps and why a run ended."""
     steps = "" if end.steps_done is None else f" after {end.steps_done} steps"
     reason = "" if end.stopped_by is None else f", stopped by {end.stopped_by}"
     error = "" if end.error is None else f": {end.error}"
@@ -91,7 +91,7 @@ def end_text(end: "RunEnd") -> str:
 
 
 def status_fields(picture: Picture, now_s: float) -> list[str]:
-    """Return the text fields under the chart; `now_s` is unix seconds."""
+    """Return the text fields to show below the chart; `now_s` is the current time in seconds since the Unix epoch."""
     from engine.stream.sinks import loss_fields, loss_number
 
     history, facts = picture.history, picture.facts
@@ -114,7 +114,7 @@ def status_fields(picture: Picture, now_s: float) -> list[str]:
 
 
 def _clock_fields(step: int, steps: int | None, seconds_per_step: float, silent_s: float) -> list[str]:
-    """Return the time since the last step if it is long, else the estimated time left."""
+    """Return a field with the time since the last step if that is long, else one with the estimated time left."""
     pace = 0.0 if math.isnan(seconds_per_step) else seconds_per_step
     if silent_s > max(_SILENT_SHOWN_S, _SILENT_SHOWN_STEPS * pace):
         return [f"last step {duration_text(silent_s)} ago"]
@@ -124,7 +124,7 @@ def _clock_fields(step: int, steps: int | None, seconds_per_step: float, silent_
 
 
 def pack_fields(fields: list[str], width: int) -> list[str]:
-    """Join fields by two blanks into lines of at most `width` characters; cut a longer field."""
+    """Join fields with two spaces into lines of at most `width` characters; truncate a field that is longer."""
     lines: list[str] = []
     for text in fields:
         if lines and len(lines[-1]) + 2 + len(text) <= width:
@@ -135,7 +135,7 @@ def pack_fields(fields: list[str], width: int) -> list[str]:
 
 
 def frame_lines(picture: Picture, width: int, height: int, glyphs: "Glyphs", now_s: float) -> "list[list[Span]]":
-    """Return title, chart and status: at most `height` lines of at most `width` characters (both at least 1)."""
+    """Return a frame of title, chart and status: at most `height` lines of `width` characters (both at least 1)."""
     from engine.commands.loss_chart import Span, draw_chart
 
     facts = picture.facts
@@ -146,7 +146,7 @@ def frame_lines(picture: Picture, width: int, height: int, glyphs: "Glyphs", now
     ]
     above = [printable_line(line) for line in pack_fields(title, width)]
     below = pack_fields(status_fields(picture, now_s), width)
-    # If lines are few, first the title is left out, then the chart, last the numbers.
+    # If there is not enough height, leave out the title first, then the chart, and last the numbers.
     below = below[:height]
     if len(above) + len(below) >= height:
         above = []
@@ -157,7 +157,7 @@ def frame_lines(picture: Picture, width: int, height: int, glyphs: "Glyphs", now
 
 
 def frame_text(picture: Picture, console: "Console", height: int) -> "Text":
-    """Return the coloured frame, in glyphs that the console's encoding supports; at most `height` lines."""
+    """Return a coloured frame of at most `height` lines, in characters that the console's encoding supports."""
     from rich.text import Text
 
     from engine.commands.loss_chart import ASCII_GLYPHS, UNICODE_GLYPHS

@@ -1,4 +1,4 @@
-"""The loss stream on a terminal: one progress line that is redrawn."""
+"""The display of the losses on a terminal: one progress line that is redrawn in place."""
 
 import math
 from collections import deque
@@ -16,16 +16,16 @@ _BARS = "▁▂▃▄▅▆▇█"
 _NUM_BARS = 16
 _FEWEST_BARS = 4
 _BAR_WIDTH = 10
-# Width of the time left ("0:00:00", or more) and the gaps between four columns.
+# Width of the time left ("0:00:00" or longer), and the number of gaps between four columns.
 _TIME_WIDTH = 8
 _GAPS = 3
-# Show the mean of this many records: a single step's speed is noisy.
+# Show the mean of this many records, because the speed of a single step is noisy.
 _SMOOTHED_STEPS = 50
 _REDRAWN_PER_S = 5
 
 
 class ProgressSink:
-    """A progress line with step, loss, learning rate, speed, wait and time left; it stays when the run ends.
+    """A sink that shows a progress line with step, loss, learning rate, speed, infeed wait and time left.
 
     Args:
         console: where to draw.
@@ -41,7 +41,7 @@ class ProgressSink:
         taken = 2 * len(str(steps)) + 1 + _BAR_WIDTH + _TIME_WIDTH + _GAPS
 
         class StreamColumn(ProgressColumn):
-            """The loss and speeds, computed when drawn: steps may be a thousand times as frequent as redraws."""
+            """The column of loss and speeds, computed when drawn: steps can be 1,000 times as frequent as redraws."""
 
             def render(self, task: Task) -> "Text":  # noqa: ARG002 - the sink knows more than the task
                 return sink.summary(console.width - taken)
@@ -61,13 +61,13 @@ class ProgressSink:
         self._task = self._progress.add_task("train", total=steps)
 
     def open(self) -> None:
-        """Draw the line for the first time."""
+        """Start to draw the progress line."""
         self._progress.start()
 
     def write(self, record: LossRecord) -> None:
-        """Add a record."""
+        """Update the progress line with the record of one step."""
         if not self._recent and record.step > 1:
-            # A resumed run: the steps of earlier launches are no basis for the time left.
+            # A resumed run: do not estimate the time left from the steps of earlier launches.
             self._progress.reset(self._task, completed=record.step - 1)
         self._evaluation = None
         self._recent.append(record)
@@ -80,21 +80,21 @@ class ProgressSink:
         self._progress.update(self._task, completed=progress.step)
 
     def write_evaluation(self, record: EvaluationRecord) -> None:
-        """Print the evaluation above the line."""
+        """Print the result of an evaluation above the progress line."""
         self._evaluation = None
         self._progress.console.print(evaluation_words(record), markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Draw the line for the last time and leave it on the screen."""
+        """Draw the progress line for the last time and leave it on the screen."""
         self._evaluation = None
         self._progress.refresh()
         self._progress.stop()
 
     def summary(self, width: int = 10**6) -> "Text":
-        """Return the line's text: loss (mean of the last steps), its history, speeds, wait; or the evaluation.
+        """Return the text of the line: mean loss of the last steps, its history, rates, wait; or evaluation progress.
 
         Args:
-            width: available columns; the history is the first to shrink and to be left out, the infeed wait the last.
+            width: available columns; if too few, the history is shortened and left out first, the infeed wait last.
         """
         from rich.text import Text
 
@@ -122,22 +122,22 @@ class ProgressSink:
 
 
 class LossHistory:
-    """The history of the loss in bounded memory: means of equal stretches, merged in pairs when there are too many.
+    """The loss history in bounded memory: means over intervals of equal length, merged in pairs when too many.
 
     Args:
         capacity: an even number, 2 or more.
 
     Attributes:
-        means: fewer than `capacity` means, oldest first, without the last, unfinished stretch.
+        means: fewer than `capacity` means, oldest first, without the last, incomplete interval.
 
     Raises:
-        ValueError: if `capacity` is odd or less than 2: the stretches are merged in pairs.
+        ValueError: if `capacity` is odd or less than 2, because the intervals are merged in pairs.
     """
 
     def __init__(self, capacity: int = 512) -> None:
         if capacity < 2 or capacity % 2:
-            raise ValueError(f"capacity must be even and at least 2, got {capacity}")
-        self._capacity, self._stretch, self._pending = capacity, 1, 0
+            raise ValueError(f"capacity must be even and at least 2, got {capacity}; the default is 512")
+        self._capacity, self._interval, self._pending = capacity, 1, 0
         self._sum = 0.0
         self.means: list[float] = []
 
@@ -145,18 +145,18 @@ class LossHistory:
         """Add the next loss."""
         self._sum += loss
         self._pending += 1
-        if self._pending < self._stretch:
+        if self._pending < self._interval:
             return
-        self.means.append(self._sum / self._stretch)
+        self.means.append(self._sum / self._interval)
         self._sum, self._pending = 0.0, 0
         if len(self.means) >= self._capacity:
             pairs = zip(self.means[::2], self.means[1::2], strict=True)
             self.means = [(first + second) / 2 for first, second in pairs]
-            self._stretch *= 2
+            self._interval *= 2
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Draw the means of `width` equal stretches of the values as block characters; NaN and infinity are blank."""
+    """Draw the means of the values in `width` equal intervals as block characters; NaN and infinity become blanks."""
     width = min(width, len(values))
     edges = [i * len(values) // width for i in range(width + 1)] if width else [0]
     means = [sum(values[start:stop]) / (stop - start) for start, stop in pairwise(edges)]

@@ -1,4 +1,4 @@
-"""The options of `run-train`: the settings of a run, and four options of the command itself."""
+"""The options of `run-train`: one per setting of a run, and four that are not settings."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,11 +11,11 @@ from engine.recipes import load_recipe, recipe_names
 from preprocess.commands.completion import complete_word
 
 COMMAND_OPTIONS = ("recipe", "list_recipes", "dry_run", "traceback")
-"""The options that are not settings."""
+"""The parameter names of the options that are not settings."""
 
 # Click keeps the line breaks of a paragraph that begins with a backspace.
 EPILOG = """
-An option overrides the recipe's setting. The word `default` in place of an optional number removes the recipe's value.
+Options override the settings of the recipe. For an optional number, the value `default` discards the recipe's value.
 
 \b
 Examples:
@@ -27,7 +27,7 @@ Examples:
 
 
 def option_groups() -> dict[str, tuple[str, ...]]:
-    """Return the headings of `--help` with the names of their options, in order."""
+    """Return the headings of `--help`, in order, each with the parameter names of its options."""
     groups: dict[str, list[str]] = {"Recipes": ["recipe", "list_recipes"], DATA: []}
     for setting in SETTINGS.values():
         groups.setdefault(setting.group, []).append(setting.name)
@@ -37,7 +37,7 @@ def option_groups() -> dict[str, tuple[str, ...]]:
 
 
 def _list_recipes(context: click.Context, _parameter: click.Parameter, is_wanted: bool) -> None:
-    """Print the recipes and exit."""
+    """Print the recipes and exit, if the option was given."""
     if not is_wanted or context.resilient_parsing:
         return
     for name in recipe_names():
@@ -52,8 +52,7 @@ _OF_THE_COMMAND = (
         metavar="NAME|FILE",
         show_default="none",
         shell_complete=complete_word(recipe_names, or_file=True),
-        help=f"Settings to start from: {', '.join(recipe_names())}; a TOML file of your own; or the config.json "
-        "of a run.",
+        help=f"Recipe to start from: {', '.join(recipe_names())}; your own TOML file; or the config.json of a run.",
     ),
     click.option(
         "--list-recipes",
@@ -61,15 +60,17 @@ _OF_THE_COMMAND = (
         is_eager=True,
         expose_value=False,
         callback=_list_recipes,
-        help="Show the recipes with the accuracy to expect, and exit.",
+        help="List the recipes with their expected accuracy, and exit.",
     ),
-    click.option("--dry-run", is_flag=True, help="Resolve and compile, print memory and FLOPs, train nothing."),
+    click.option(
+        "--dry-run", is_flag=True, help="Compile the program and print its memory use and FLOPs, but do not train."
+    ),
     click.option("--traceback", is_flag=True, help="Show the full traceback of an error."),
 )
 
 
 def train_options[F: Callable[..., Any]](function: F) -> F:
-    """Add the options to a command."""
+    """Decorate a command with all options of `run-train`."""
     for option in (*(setting_option(name) for name in SETTINGS), *_OF_THE_COMMAND):
         function = option(function)
     return function

@@ -1,4 +1,4 @@
-"""The command `verify-run`: replay a stretch of a run, and check that it yields the same bits.
+"""The command `verify-run`: replay part of a run, and check that the results are identical to the last bit.
 
 jax and numpy are imported where they are first needed, so that `--help` answers at once.
 """
@@ -44,24 +44,26 @@ Examples:
     type=click.IntRange(min=0),
     metavar="STEP",
     show_default="the oldest snapshot, else 0",
-    help="Start from the snapshot of this step; 0 is the state before the first step.",
+    help="Start from the snapshot of this step; 0 is the initial state, before the first step.",
 )
 @click.option(
     "--to",
     "to_step",
     type=click.IntRange(min=1),
     metavar="STEP",
-    show_default="the last one recorded",
-    help="The last step to replay; its snapshot, if there is one, is compared too.",
+    show_default="the last recorded step",
+    help="Last step to replay; its snapshot, if any, is compared too.",
 )
-@overriding_option("data", default_words="as the run", help_text="The present location of the packed data set.")
+@overriding_option(
+    "data", default_words="as the run", help_text="Current location of the packed data set (a folder or a URL)."
+)
 @click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")
 @click.version_option(package_name="feedloop")
 def main(run: str, from_step: int | None, to_step: int | None, data: str | None, traceback: bool) -> None:
-    """Replay a stretch of the run in folder RUN, and compare it with the record, bit by bit.
+    """Replay part of the run in folder RUN, and compare it bit by bit with its record.
 
     Compares every loss, learning rate and evaluation, and the arrays of the last step's snapshot. RUN is only
-    read, and may still be in progress. The verdict goes to stdout, the rest to stderr.
+    read, and can still be training. The verdict goes to stdout, all other messages go to stderr.
 
     Exit codes: 0 the same bits, 1 they differ or the replay failed, 2 wrong usage or data, 130 stopped by SIGINT or
     SIGTERM.
@@ -91,7 +93,7 @@ def _verify(run: str, from_step: int | None, to_step: int | None, data: str | No
 
 
 def _progress() -> "tuple[Callable[[int, int], Sink] | None, Callable[[str], None]]":
-    """Return a factory of the progress line (None off a terminal), and the function that prints messages beside it."""
+    """Return a function that creates a progress line (None if stderr is not a terminal), and one that prints text."""
     if sys.stderr is None or not sys.stderr.isatty():
         return None, say_to_stderr
     from rich.console import Console
