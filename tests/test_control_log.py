@@ -103,7 +103,8 @@ def test_a_line_without_a_digest_is_refused_after_one_that_has_it(tmp_path):
         file.write(GOLDEN.splitlines(keepends=True)[0])
     with pytest.raises(
         ValueError,
-        match=r"line 4 of .*control\.jsonl is not a valid event \(must have the fields .*, but differs in sha256\)",
+        match=r"line 4 of .*control\.jsonl is not a valid event "
+        r"\(must have the fields .*, but these are missing or unknown: sha256\)",
     ):
         read_events(path)
 
@@ -160,10 +161,10 @@ def without(name):
     [
         ("", "Expecting value"),
         ("{", "Expecting property name"),
-        ("[]", "must be a JSON object, but is list"),
-        ("null", "must be a JSON object, but is NoneType"),
-        (without("stop"), "must have the fields pull, step, .*, but differs in stop$"),
-        (event().to_json()[:-1] + ', "more": 1}', "differs in more"),
+        ("[]", "must be a JSON object, but is of type list"),
+        ("null", "must be a JSON object, but is of type NoneType"),
+        (without("stop"), "must have the fields pull, step, .*, but these are missing or unknown: stop$"),
+        (event().to_json()[:-1] + ', "more": 1}', "missing or unknown: more"),
         (event().to_json()[:-1] + ', "stop": true}', "each field once"),
         (event().to_json() + "x", "Extra data"),
         ("[" * 100_000, "nested too deeply"),

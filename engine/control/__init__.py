@@ -1,1 +1,1 @@
-"""Requests to a running training, and the control word that carries them to the program."""
+"""Requests to a run in progress, and the control word that passes them to the compiled program."""

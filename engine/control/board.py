@@ -1,6 +1,6 @@
-"""The board on which the host's threads place requests for the running program.
+"""The board on which host threads place requests for the running program.
 
-Owns when a request takes effect. Does not depend on the origin of requests, on files, or on how the control word
+Decides when a request takes effect. Does not depend on the origin of requests, on files, or on how the control word
 reaches the program.
 """
 
@@ -14,10 +14,10 @@ from engine.control.word import EVALUATE, SNAPSHOT, ControlWords, encode_control
 
 
 class ControlBoard:
-    """A board of requests for the program; safe to use from any thread and from signal handlers.
+    """A queue of requests for the running program; safe to use from any thread and from signal handlers.
 
     Attributes:
-        stop_reason: reason of the first request to stop, or None.
+        stop_reason: the reason given by the first request to stop, or None.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class ControlBoard:
         self._pending: list[ControlRequest] = []
         self._replayed: Sequence[ControlEvent] = ()
         self._record: Callable[[ControlEvent], None] = lambda _: None
-        self._pulls_a_step = 1
+        self._pulls_per_step = 1
         self._factor = 1.0
         self.stop_reason: str | None = None
 
@@ -34,7 +34,7 @@ class ControlBoard:
         self,
         *,
         first_pull: int,
-        pulls_a_step: int,
+        pulls_per_step: int,
         replayed: Sequence[ControlEvent],
         record: Callable[[ControlEvent], None],
     ) -> None:
@@ -42,17 +42,17 @@ class ControlBoard:
 
         Args:
             first_pull: first pull of the launch.
-            pulls_a_step: pulls per update.
+            pulls_per_step: pulls per update.
             replayed: events of earlier launches, which take effect again at their pulls, except for stops.
-            record: called with each event before the program gets it; if it raises, the request is lost and the run
-                stops.
+            record: function called with each event before the program receives it; if it raises, the request is lost
+                and the run stops.
         """
-        self._record, self._pulls_a_step = record, pulls_a_step
+        self._record, self._pulls_per_step = record, pulls_per_step
         self._replayed = [event for event in replayed if event.pull >= first_pull]
         self._factor = factor_before(replayed, first_pull)
 
     def request(self, request: ControlRequest) -> None:
-        """Place a request for the next pull."""
+        """Add a request, which takes effect at the next pull."""
         with self._lock:
             self._pending.append(request)
 
@@ -67,19 +67,19 @@ class ControlBoard:
         return self.stop_reason is not None
 
     def words(self, pull: int, num_batches: int) -> ControlWords:
-        """Return the control words of a pull of training batches, with the pending requests.
+        """Return the control words for a pull of training batches; pending requests take effect at this pull.
 
         Args:
             pull: index of the first batch, from 0.
-            num_batches: batches wanted. The words allow fewer, at least one, if a request of an earlier launch took
-                effect among them, and one if a snapshot or an evaluation is requested.
+            num_batches: number of batches to pull. The words allow fewer, but at least one, if a request of an earlier
+                launch took effect among them, and only one if a snapshot or an evaluation is requested.
 
         Raises:
-            BaseException: whatever `record` raised.
+            BaseException: any exception that `record` raises.
         """
         if not self._pending and not self._replayed:
             return stop_at_once() if self.is_stop_requested() else encode_control(0, self._factor, num_batches)
-        # Also at a stop: events recorded here take effect here in the launch that resumes.
+        # Also at a stop: the launch that resumes the run applies events recorded here at this pull.
         flags = 0
         for event in [*events_at(self._replayed, pull), *self._record_pending(pull)]:
             flags |= SNAPSHOT * event.snapshot | EVALUATE * event.evaluate
@@ -88,24 +88,24 @@ class ControlBoard:
         self._replayed = [event for event in self._replayed if event.pull > pull]
         if self.is_stop_requested():
             return stop_at_once()
-        # A snapshot or an evaluation comes after the same update in every launch, whatever the chunks.
+        # A snapshot or an evaluation must follow the same update in every launch, whatever the chunk size.
         most = 1 if flags else num_batches
         num_batches = min([most, *(event.pull - pull for event in self._replayed)])
         return encode_control(flags, self._factor, num_batches)
 
     def stop_words(self, num_batches: int) -> ControlWords:
-        """Return the control words of a pull of `num_batches` to which only stops apply."""
+        """Return the control words for a pull of `num_batches` at which only a stop can take effect."""
         return stop_at_once() if self.is_stop_requested() else encode_control(0, 1.0, num_batches)
 
     def _record_pending(self, pull: int) -> list[ControlEvent]:
-        """Record the pending requests as events at this pull, and return them."""
+        """Record the pending requests as events at this pull, and return the events."""
         with self._lock:
             requests, self._pending = self._pending, []
         events: list[ControlEvent] = []
         for request in requests:
             event = ControlEvent(
                 pull=pull,
-                step=pull // self._pulls_a_step + 1,
+                step=pull // self._pulls_per_step + 1,
                 learning_rate_factor=request.learning_rate_factor,
                 snapshot=request.snapshot,
                 evaluate=request.evaluate,

@@ -1,4 +1,4 @@
-"""Events: requests with the pull at which they took effect, for the launches that repeat them."""
+"""Control events: requests with the pull at which they took effect, so that a resumed run can repeat them."""
 
 import json
 from collections.abc import Iterable
@@ -11,15 +11,15 @@ _MAX_COUNT = 2**31  # the device counts in int32
 
 @dataclass(frozen=True)
 class ControlEvent:
-    """A request that takes effect: one line of the log.
+    """A request that took effect, and when; one line of `control.jsonl`.
 
     Attributes:
-        pull: the batch, from 0, with which it reaches the program.
+        pull: index of the batch, from 0, with which the request reaches the program.
         step: the update to which the pull belongs, from 1.
-        learning_rate_factor: multiplies the schedule's learning rate from this pull; None does not change the factor.
-        snapshot, evaluate: take a snapshot, evaluate, after the update.
-        stop: stop before the update.
-        request: id of the request.
+        learning_rate_factor: multiplies the scheduled learning rate from this pull on; None does not change the factor.
+        snapshot, evaluate: whether to take a snapshot, or to evaluate, after the update.
+        stop: whether to stop before the update.
+        request: the id of the request.
         time: seconds since the Unix epoch.
 
     Raises:
@@ -45,7 +45,7 @@ class ControlEvent:
             raise ValueError(f"time must be seconds since the Unix epoch, got {self.time!r}; pass time.time()")
 
     def to_json(self) -> str:
-        """Return the event as one line of JSON, without the newline; every number reads back exactly."""
+        """Return the event as one line of JSON, without the newline; numbers can be read back exactly."""
         return json.dumps(asdict(self), allow_nan=False)
 
     @classmethod
@@ -64,9 +64,9 @@ def _check_count(name: str, value: object, *, lowest: int) -> None:
 
 
 def factor_before(events: Iterable[ControlEvent], pull: int) -> float:
-    """Return the learning-rate factor in effect when `pull` begins, before its own events; 1 if none was set.
+    """Return the learning-rate factor set by the events before `pull`; 1 if they set none.
 
-    Among the events at earlier pulls the one at the latest pull counts, and of several there the last.
+    The event at the latest pull decides; of several at that pull, the last one.
     """
     factor, latest = 1.0, -1
     for event in events:
@@ -76,5 +76,5 @@ def factor_before(events: Iterable[ControlEvent], pull: int) -> float:
 
 
 def events_at(events: Iterable[ControlEvent], pull: int) -> tuple[ControlEvent, ...]:
-    """Return the events at a pull, in their order."""
+    """Return the events at a pull, in the given order."""
     return tuple(event for event in events if event.pull == pull)

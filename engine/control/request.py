@@ -1,4 +1,4 @@
-"""Requests to a running training, and their JSON form."""
+"""Requests to a run in progress, and their JSON format."""
 
 import json
 import re
@@ -13,20 +13,20 @@ _SMALLEST_FACTOR, _LARGEST_FACTOR = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 
 
 def new_request_id() -> str:
-    """Return a unique id for a request; ids sort by their time of creation."""
+    """Return a unique id for a request; sorted ids are in order of creation."""
     return f"{time.time_ns():020d}-{secrets.token_hex(8)}"
 
 
 @dataclass(frozen=True)
 class ControlRequest:
-    """A request to a running training, for one or several actions at the same step.
+    """A request to a run in progress, for one or more actions at the same step.
 
     Attributes:
-        id: 1 to 100 letters, digits, `-` or `_`; the name of the request's file.
-        learning_rate_factor: multiplies the schedule's learning rate from the next step until another request changes
-            it; 0, or a positive normal float32. None does not change the factor.
-        snapshot, evaluate: take a snapshot, evaluate, after the next step.
-        stop: stop before the next step.
+        id: 1 to 100 letters, digits, `-` or `_`; also the name of the request's file.
+        learning_rate_factor: multiplies the scheduled learning rate from the next step on, until another request
+            changes it; 0, or a positive normal float32. None does not change the factor.
+        snapshot, evaluate: whether to take a snapshot, or to evaluate, after the next step.
+        stop: whether to stop before the next step.
 
     Raises:
         ValueError: if a value is out of range, or nothing is requested.
@@ -66,32 +66,34 @@ _REQUEST_FIELDS = ("id", "learning_rate_factor", "snapshot", "evaluate", "stop")
 
 
 def check_request_id(value: object) -> None:
-    """Raise ValueError if `value` cannot be the id of a request, which is also a file name."""
+    """Raise ValueError unless `value` is a valid request id, which must also be a valid file name."""
     if not (isinstance(value, str) and _ID.fullmatch(value)):
-        raise ValueError(f"a request's id must be 1 to 100 letters, digits, - or _, got {value!r}; leave it out")
+        raise ValueError(
+            f"a request's id must be 1 to 100 letters, digits, - or _, got {value!r}; leave it out to generate one"
+        )
 
 
 def check_learning_rate_factor(value: object) -> None:
-    """Raise ValueError if `value` is neither None nor a factor that the device can apply."""
+    """Raise ValueError unless `value` is None, 0 or a factor within the normal float32 range."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"learning_rate_factor must be a number, got {value!r}; 1 is the schedule itself")
+        raise ValueError(f"learning_rate_factor must be a number, got {value!r}; 1 restores the schedule")
     if not (value == 0 or _SMALLEST_FACTOR <= value <= _LARGEST_FACTOR):
         raise ValueError(
-            f"learning_rate_factor must be 0 or from 1.2e-38 to 3.4e38, got {value!r}; 1 is the schedule itself"
+            f"learning_rate_factor must be 0 or from 1.2e-38 to 3.4e38, got {value!r}; 1 restores the schedule"
         )
 
 
 def check_flags(**flags: object) -> None:
-    """Raise ValueError, with its name, if a value is neither True nor False."""
+    """Raise ValueError, with the name of the flag, if a value is neither True nor False."""
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise ValueError(f"{name} must be true or false, got {value!r}")
 
 
 def parse_fields(text: str | bytes, names: tuple[str, ...]) -> dict[str, Any]:
-    """Read a JSON object that has exactly these fields, each once.
+    """Parse a JSON object that must have exactly these fields, each once.
 
     Raises:
         ValueError: if the text is anything else.
@@ -101,14 +103,16 @@ def parse_fields(text: str | bytes, names: tuple[str, ...]) -> dict[str, Any]:
     except RecursionError:
         raise ValueError("must be a JSON object, but is nested too deeply") from None
     if not isinstance(value, dict):
-        raise ValueError(f"must be a JSON object, but is {type(value).__name__}")
+        raise ValueError(f"must be a JSON object, but is of type {type(value).__name__}")
     if differing := sorted(set(names) ^ set(value)):
-        raise ValueError(f"must have the fields {', '.join(names)}, but differs in {', '.join(differing)}")
+        raise ValueError(
+            f"must have the fields {', '.join(names)}, but these are missing or unknown: {', '.join(differing)}"
+        )
     return value
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
-        raise ValueError("must have each field once, but repeats one")
+        raise ValueError("must have each field once, but one is repeated")
     return values

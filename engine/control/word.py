@@ -1,6 +1,6 @@
-"""The control word: the host's message to the running program with every pull.
+"""The control word: the message that the host sends to the running program with every pull.
 
-Owns the word's layout on both sides: the host writes it, the device reads it. Does not depend on the transport.
+Owns the layout of the message: encoding on the host, decoding on the device. Does not depend on the transport.
 """
 
 import struct
@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# uint32 [3]: flags, the bits of a float32, a number of batches. The words cross in the same call as the pixels; a
-# second call would cost more than both (4 µs).
+# uint32 [3]: flags, the bits of a float32, a number of batches. They are transferred in the same call as the
+# pixels, because a second call (4 µs) would take longer than both transfers.
 CONTROL_WORDS = 3
 STOP = 1 << 0
 SNAPSHOT = 1 << 1
@@ -20,13 +20,13 @@ _FLOAT32, _UINT32 = struct.Struct("<f"), struct.Struct("<I")
 
 
 class ControlWord(NamedTuple):
-    """A control word as the program reads it.
+    """A decoded control word, on the device.
 
     Attributes:
-        stop: bool [], leave the loop after the batches of this pull.
-        snapshot: bool [], push a snapshot of the state after them.
-        evaluate: bool [], evaluate after them.
-        learning_rate_factor: float32 [], multiplies the schedule's learning rate at their steps.
+        stop: bool [], whether to leave the loop after the batches of this pull.
+        snapshot: bool [], whether to push a snapshot of the state after these batches.
+        evaluate: bool [], whether to evaluate after these batches.
+        learning_rate_factor: float32 [], multiplies the scheduled learning rate at the steps of these batches.
         num_batches: int32 [], number of batches in this pull.
     """
 
@@ -38,7 +38,7 @@ class ControlWord(NamedTuple):
 
 
 def decode_control(words: jax.Array) -> ControlWord:
-    """Decode the uint32 [3] words on the device."""
+    """Decode a control word, given as uint32 [3], on the device."""
     flags = words[0]
     return ControlWord(
         stop=(flags & STOP) != 0,
@@ -50,15 +50,15 @@ def decode_control(words: jax.Array) -> ControlWord:
 
 
 type ControlWords = tuple[int, int, int]
-"""The words that the host writes as uint32 [3]; a tuple, as a NumPy array takes ten times as long to create."""
+"""The three uint32 words of a control word; a tuple, because a NumPy array takes ten times as long to create."""
 
 
 def encode_control(flags: int, learning_rate_factor: float, num_batches: int) -> ControlWords:
-    """Encode control words on the host; `flags` is a union of STOP, SNAPSHOT and EVALUATE."""
+    """Encode a control word on the host; `flags` is a bitwise OR of STOP, SNAPSHOT and EVALUATE."""
     (factor_bits,) = _UINT32.unpack(_FLOAT32.pack(learning_rate_factor))
     return flags, factor_bits, num_batches
 
 
 def stop_at_once() -> ControlWords:
-    """Return the control words of a stop without batches."""
+    """Return the control word that stops the program at once, without further batches."""
     return encode_control(STOP, 1.0, 0)

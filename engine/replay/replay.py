@@ -193,7 +193,7 @@ def _replay_piece(
     launch.warn_of_memory(compiled)
     launch.board.prepare(
         first_pull=launch.start.pulls,
-        pulls_a_step=config.accumulate_steps,
+        pulls_per_step=config.accumulate_steps,
         replayed=events,
         record=lambda _: None,
     )

@@ -104,7 +104,7 @@ class RecordedLaunch:
         launch, start = self._launch, self._launch.start
         launch.board.prepare(
             first_pull=start.pulls,
-            pulls_a_step=self._config.accumulate_steps,
+            pulls_per_step=self._config.accumulate_steps,
             replayed=start.events,
             record=self._record_event,
         )
