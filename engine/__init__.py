@@ -1,7 +1,7 @@
-"""The training engine: order, infeed, the compiled program, outfeed, and the commands around them.
+"""The training engine: image order, infeed, compiled training program, outfeed, and the commands that use them.
 
-These names are the public API; any other name may move or change without notice. They are loaded on first use, so that
-the commands can print their help without waiting for jax.
+The names in `__all__` are the public API; any other name may move or change without notice. They are loaded on first
+use, so that the commands can print their help without waiting for jax.
 """
 
 from typing import TYPE_CHECKING, Any

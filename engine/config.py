@@ -35,14 +35,14 @@ ScheduleName = Literal["constant", "step", "cosine", "linear", "one-cycle"]
 PrecisionName = Literal["float32", "bfloat16"]
 
 NO_VALUE = "default"
-"""The word for None in options and messages."""
+"""The spelling of None in options and messages."""
 
 OWN_BATCHES = "batches of your own"
-"""What `config.json` records as the data of a run on user-defined batches."""
+"""The value of `data` in `config.json` for a run on user-defined batches."""
 
-# The defaults for synthetic batches are those of ImageNet.
+# The image size and number of classes of ImageNet.
 SYNTHETIC_IMAGE_SIZE, SYNTHETIC_CLASSES = 224, 1000
-# Goyal et al. (2017), arXiv:1706.02677: a learning rate of 0.1 for each 256 images of the batch.
+# Goyal et al. (2017), arXiv:1706.02677: a learning rate of 0.1 per 256 images in the batch.
 _RATE_PER_IMAGE = 0.1 / 256
 
 # Headings of `--help` and of the reference.
@@ -57,14 +57,15 @@ _RATE = (0, LARGEST_FLOAT32)
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """All settings of a run. None means that the value follows from the data or from another setting.
+    """All settings of a run; a value of None is replaced by one derived from the data or from other settings.
 
-    NumPy numbers are converted to Python numbers, integers to floats if the setting is a float, and paths to text, so
-    that equal settings are equal records and can be written as JSON.
+    NumPy numbers are converted to Python numbers, integers to floats if the setting is a float, and paths to strings,
+    so that equal settings compare equal and can be written as JSON.
 
     Raises:
-        SettingError: a value has the wrong type or is out of range, or there is no setting of that name (then also a
-            TypeError). It is a ConfigError and so a ValueError. It names the setting, the value and what it must be.
+        SettingError: a value has the wrong type or is out of range, or there is no setting of that name (in which case
+            it is also a TypeError). A SettingError is a ConfigError and thus a ValueError. The message states the
+            setting, the value and the allowed values.
     """
 
     # fmt: off
@@ -74,20 +75,21 @@ class TrainConfig:
     )
     epochs: float | None = setting(
         None, TRAINING, _HOST, _CHANGES, "Passes over the training split, instead of {steps}.", between=_COUNT,
-        unit="E", default_words="counted in steps", in_place_of="steps",
-        details="May be fractional; `engine.run.epochs.settle_epochs` fills in `steps`.",
+        unit="E", default_words="set by {steps}", in_place_of="steps",
+        details="Can be fractional; `engine.run.epochs.settle_epochs` computes `steps`.",
     )
     batch: int = setting(
         128, TRAINING, _PROGRAM, _KEPT, "Images per step.", between=(1, 2**20), unit="IMAGES",
-        details="Over all devices.",
+        details="In total, over all devices.",
     )
     eval_every_steps: int = setting(
         0, TRAINING, _RUNTIME, _CHANGES, "Steps between evaluations; 0 evaluates once at the end.", between=_COUNT,
         unit="STEPS", option=("--eval-every",),
     )
     eval_mirror: bool = setting(
-        False, TRAINING, _PROGRAM, _KEPT, "Evaluate with the mean of the logits of each image and its mirror image.",
-        details="Not for classes that a mirror image changes.",
+        False, TRAINING, _PROGRAM, _KEPT,
+        "Evaluate each image with the mean of its logits and those of its mirror image.",
+        details="Not suitable if mirroring an image can change its class.",
     )
     stop_at_top1: float | None = setting(
         None, TRAINING, _RUNTIME, _CHANGES, "Stop when top-1 accuracy reaches this.", between=(1e-9, 1), unit="0…1",
@@ -96,7 +98,7 @@ class TrainConfig:
     )
     model: str = setting(
         "auto", TRAINING, _PROGRAM, _KEPT,
-        f"Network to train: {', '.join(MODEL_NAMES)}; auto is resnet50 from 128 px, resnet8 below.",
+        f"Network to train: {', '.join(MODEL_NAMES)}; auto is resnet50 from 128 px on, resnet8 below.",
         unit="NAME", completion="model",
     )
     init_from: str | None = setting(
@@ -118,72 +120,74 @@ class TrainConfig:
     )
     ema_decay: float | None = setting(
         None, TRAINING, _RUNTIME, OnResume.CHANGES_IF_SET,
-        "Decay of the moving average of the weights, which is evaluated and written in their place.", between=(0, 1),
-        default_words="no average",
+        "Decay of the moving average of the weights; evaluate and save the average instead of the weights.",
+        between=(0, 1), default_words="no average",
     )
     skip_nonfinite: int = setting(
         0, TRAINING, _RUNTIME, _CHANGES,
-        "Consecutive updates that may be skipped because the gradient is NaN or infinite; one more stops the run, "
+        "Number of consecutive updates to skip because of a NaN or infinite gradient; one more stops the run, "
         "unless {stop_on_nan} is off.", between=_COUNT, unit="N",
         details="The run then ends with the last finite weights.",
     )
     stop_on_nan: bool = setting(
         True, TRAINING, _RUNTIME, _CHANGES,
-        "Stop when more than {skip_nonfinite} gradients in a row are NaN or infinite; if off, skip all such updates.",
+        "Stop after more than {skip_nonfinite} consecutive NaN or infinite gradients; if off, skip all such updates.",
     )
     deterministic: bool = setting(
         True, TRAINING, _PROGRAM, _KEPT,
-        "On NVIDIA GPUs: the same bits in every launch; if off, use the fastest algorithms. No effect on a CPU.",
-        details="The bits are the same on the same card with the same versions.",
+        "On NVIDIA GPUs, compute the same bits in every launch; if off, use the fastest algorithms. No effect on CPUs.",
+        details="The bits are the same only on the same card with the same software versions.",
     )
 
     data: str | None = setting(
-        None, DATA, _HOST, _CHANGES, "Packed data set, a folder or a URL.", unit="DIR|URL", completion="folder",
+        None, DATA, _HOST, _CHANGES, "Packed data set: a folder or a URL.", unit="DIR|URL", completion="folder",
         default_words="$FEEDLOOP_DATA, else data/shards, else the demo set",
-        details="A TensorStore URL names an object store. A resumed run checks that the data have not changed.",
+        details="A data set in an object store is given by its TensorStore URL. A resumed run checks that the data "
+        "have not changed.",
     )
     split: str = setting("train", DATA, _HOST, _KEPT, "Split to train on.", unit="NAME")
     eval_split: str | None = setting(
         None, DATA, _HOST, _KEPT, "Split to evaluate on; off disables evaluation.", unit="NAME|off",
-        default_words="val, else test, if the data has one",
+        default_words="val, else test, else off",
     )
     synthetic: bool = setting(
         False, DATA, _HOST, _KEPT, "Train on random batches drawn on the host; needs no data set."
     )
     image_size: int | None = setting(
-        None, DATA, _PROGRAM, _KEPT, "Height and width of the network's input; at most that of the data.",
-        between=(1, 2**14), unit="PX", default_words=f"the data's; {SYNTHETIC_IMAGE_SIZE} with {{synthetic}}",
+        None, DATA, _PROGRAM, _KEPT, "Height and width of the network's input; at most the size of the packed images.",
+        between=(1, 2**14), unit="PX", default_words=f"from the data; {SYNTHETIC_IMAGE_SIZE} with {{synthetic}}",
     )
     num_classes: int | None = setting(
-        None, DATA, _PROGRAM, _KEPT, "Number of outputs of the model.", between=(1, 2**16), unit="K",
-        default_words=f"the data's; {SYNTHETIC_CLASSES} with {{synthetic}}",
+        None, DATA, _PROGRAM, _KEPT, "Number of classes, that is, of outputs of the model.", between=(1, 2**16),
+        unit="K", default_words=f"from the data; {SYNTHETIC_CLASSES} with {{synthetic}}",
     )
 
     optimizer: OptimizerName = setting(
         "sgd", OPTIMISER, _PROGRAM, _KEPT, "Algorithm that computes updates from gradients.",
-        details="sgd and nesterov are as PyTorch defines them.",
+        details="sgd and nesterov follow the definitions of PyTorch.",
     )
     learning_rate: float | None = setting(
         None, OPTIMISER, _RUNTIME, _CHANGES,
-        "Learning rate at the schedule's peak; the default suits sgd, adamw and lamb need less.", between=_RATE,
+        "Peak learning rate of the schedule. The default suits sgd; adamw and lamb need a lower one.", between=_RATE,
         unit="RATE", option=("--learning-rate", "--lr"), default_words="0.1 · images per update / 256",
     )
     schedule: ScheduleName = setting(
         "constant", OPTIMISER, _PROGRAM, _KEPT,
-        "Learning rate schedule; step divides the rate by ten after 1/3, 2/3 and 8/9 of the steps.",
+        "Learning-rate schedule; step divides the rate by ten after 1/3, 2/3 and 8/9 of the steps.",
         details="cosine and linear fall to 0; one-cycle is fastai's.",
     )
     warmup_steps: int = setting(
-        0, OPTIMISER, _RUNTIME, _CHANGES, "Steps of linear warm-up from 0 before the schedule.", between=_COUNT,
+        0, OPTIMISER, _RUNTIME, _CHANGES, "Steps of linear warm-up from 0, before the schedule starts.", between=_COUNT,
         unit="STEPS",
     )
     warmup_epochs: float | None = setting(
-        None, OPTIMISER, _HOST, _CHANGES, "Length of the warm-up in passes over the training split.", between=_COUNT,
-        unit="E", default_words="counted in steps", in_place_of="warmup_steps",
+        None, OPTIMISER, _HOST, _CHANGES,
+        "Length of the warm-up in passes over the training split, instead of {warmup_steps}.", between=_COUNT, unit="E",
+        default_words="set by {warmup_steps}", in_place_of="warmup_steps",
     )
     cycle_momentum: bool = setting(
         False, OPTIMISER, _PROGRAM, _KEPT,
-        "Cycle the momentum from 0.95 to 0.85 and back, opposite to the one-cycle learning rate.",
+        "Cycle the momentum from 0.95 to 0.85 and back while the one-cycle learning rate rises and falls.",
     )
     momentum: float = setting(
         0.9, OPTIMISER, _RUNTIME, _CHANGES, "Momentum; first-moment decay for adamw and lamb.", between=(0, 1)
@@ -194,18 +198,19 @@ class TrainConfig:
     )
     decay_all: bool = setting(False, OPTIMISER, _PROGRAM, _KEPT, "Also apply weight decay to norms and biases.")
     clip_norm: float | None = setting(
-        None, OPTIMISER, _RUNTIME, _CHANGES, "Largest global norm of the gradient; a larger one is scaled down.",
+        None, OPTIMISER, _RUNTIME, _CHANGES,
+        "Largest global norm of the gradient; larger gradients are scaled down to it.",
         between=(1e-30, LARGEST_FLOAT32), unit="NORM", default_words="no limit",
     )
     accumulate_steps: int = setting(
         1, OPTIMISER, _RUNTIME, _KEPT, "Batches whose gradients are accumulated into one update.",
         between=(1, 2**20), unit="BATCHES",
-        details="A value of 1 compiles another program than a larger value.",
+        details="The value 1 compiles a different program from all larger values.",
     )
 
     crop: CropName = setting(
         "centre", AUGMENTATION, _PROGRAM, _KEPT,
-        "Crop for training: centre, random (position), or resized (random area and aspect ratio, then resized).",
+        "Training crop: centre, random (random position), or resized (random area and aspect ratio, then resized).",
     )
     crop_padding: int = setting(
         0, AUGMENTATION, _PROGRAM, _KEPT, "Pixels added on every side before a random crop.", between=(0, 2**14),
@@ -213,7 +218,7 @@ class TrainConfig:
     )
     padding_mode: PaddingName = setting(
         "zeros", AUGMENTATION, _PROGRAM, _KEPT,
-        "Fill the padding with black, or with the image reflected at its border.",
+        "Content of the padding: black (zeros), or the image reflected at its border (reflect).",
     )
     crop_area: float = setting(
         0.08, AUGMENTATION, _PROGRAM, _KEPT, "Smallest fraction of the image's area that a resized crop covers.",
@@ -223,53 +228,56 @@ class TrainConfig:
         0.0, AUGMENTATION, _PROGRAM, _KEPT, "Probability of flipping an image horizontally.", between=(0, 1)
     )
     brightness: float = setting(
-        0.0, AUGMENTATION, _PROGRAM, _KEPT, "Largest relative change of brightness.", between=(0, 1)
+        0.0, AUGMENTATION, _PROGRAM, _KEPT, "Largest relative change in brightness.", between=(0, 1)
     )
     contrast: float = setting(
-        0.0, AUGMENTATION, _PROGRAM, _KEPT, "Largest relative change of contrast.", between=(0, 1)
+        0.0, AUGMENTATION, _PROGRAM, _KEPT, "Largest relative change in contrast.", between=(0, 1)
     )
     saturation: float = setting(
-        0.0, AUGMENTATION, _PROGRAM, _KEPT, "Largest relative change of saturation.", between=(0, 1)
+        0.0, AUGMENTATION, _PROGRAM, _KEPT, "Largest relative change in saturation.", between=(0, 1)
     )
     hue: float = setting(
-        0.0, AUGMENTATION, _PROGRAM, _KEPT, "Largest change of hue, in turns of the colour circle.", between=(0, 0.5)
+        0.0, AUGMENTATION, _PROGRAM, _KEPT, "Largest change in hue, in turns of the colour circle.", between=(0, 0.5)
     )
     mixup: float = setting(
-        0.0, AUGMENTATION, _PROGRAM, _KEPT, "Alpha of the Beta distribution for mixing neighbouring images; 0 is off.",
+        0.0, AUGMENTATION, _PROGRAM, _KEPT,
+        "Alpha of the Beta distribution for mixing adjacent images of the batch; 0 disables mixup.",
         between=(0, 1000), unit="ALPHA",
     )
     cutmix: float = setting(
         0.0, AUGMENTATION, _PROGRAM, _KEPT,
-        "Alpha of the Beta distribution for pasting part of a neighbouring image; 0 is off.", between=(0, 1000),
-        unit="ALPHA",
+        "Alpha of the Beta distribution for pasting part of the adjacent image of the batch; 0 disables cutmix.",
+        between=(0, 1000), unit="ALPHA",
     )
     erasing: float = setting(
-        0.0, AUGMENTATION, _PROGRAM, _KEPT, "Probability of blanking a rectangle.", between=(0, 1)
+        0.0, AUGMENTATION, _PROGRAM, _KEPT, "Probability of blanking a rectangle of an image.", between=(0, 1)
     )
 
     chunk_batches: int | None = setting(
         None, INFEED, _PROGRAM, _KEPT,
-        "Steps per chunk, up to 1024, whose batches cross to the device at once (on NVIDIA: are enqueued at once); "
-        "useful for steps under a millisecond. Signals and requests act between chunks. A resumed run keeps it.",
+        "Steps per chunk, up to 1024. The batches of a chunk are transferred to the device (on NVIDIA GPUs: enqueued) "
+        "together, which helps if a step takes less than a millisecond. Signals and requests take effect between "
+        "chunks. A resumed run must keep this value.",
         between=(1, 1024), unit="BATCHES", option=("--chunk",), default_words="1; 10 with transport cuda",
-        details="The losses of a chunk are returned together, but one by one with transport cuda, for which a divisor "
-        "of the steps between evaluations and snapshots is best.",
+        details="The losses of a chunk are returned together; with transport cuda, one by one. With cuda, a divisor of "
+        "the steps between evaluations and between snapshots is best.",
     )
     prefetch: int | None = setting(
-        None, INFEED, _HOST, _CHANGES, "Batches read ahead of the device.", between=(1, 1024), unit="BATCHES",
-        default_words="4, two chunks, or a megabyte of small ones",
+        None, INFEED, _HOST, _CHANGES, "Number of batches to read ahead of the device.", between=(1, 1024),
+        unit="BATCHES", default_words="the largest of 4, two chunks and a megabyte of batches",
     )
     reader_threads: int = setting(
         2, INFEED, _HOST, _CHANGES, "Threads that read shards.", between=(1, 1024), unit="N",
         details="A user-defined batch source is called from one thread, in order.",
     )
     infeed_timeout_s: float = setting(
-        60.0, INFEED, _HOST, _CHANGES, "Longest wait for a batch before the run fails.", between=(0.001, 86_400),
+        60.0, INFEED, _HOST, _CHANGES, "Longest wait for a batch; after it, the run fails.", between=(0.001, 86_400),
         unit="SECONDS", option=("--infeed-timeout",),
     )
     transport: TransportName = setting(
         "auto", INFEED, _PROGRAM, _KEPT,
-        "How batches cross to the device: auto is inplace on a CPU, cuda on NVIDIA, else callback, the slowest.",
+        "How batches are transferred to the device: auto is inplace on a CPU, cuda on NVIDIA GPUs, else callback, the "
+        "slowest.",
     )
 
     run_dir: str | None = setting(
@@ -285,11 +293,11 @@ class TrainConfig:
         unit="STEPS", option=("--snapshot-every",),
     )
     keep_snapshots: int = setting(
-        3, OUTPUT, _HOST, _CHANGES, "Newest snapshots to keep; 0 keeps all.", between=_COUNT, unit="N",
+        3, OUTPUT, _HOST, _CHANGES, "Number of newest snapshots to keep; 0 keeps all.", between=_COUNT, unit="N",
         option=("--keep",),
     )
     overwrite: bool = setting(
-        False, OUTPUT, _HOST, _PER_LAUNCH, "Replace an earlier run in {run_dir}.", option=("--overwrite",)
+        False, OUTPUT, _HOST, _PER_LAUNCH, "Replace the earlier run in {run_dir}.", option=("--overwrite",)
     )
 
     compilation_cache: str | None = setting(
@@ -303,7 +311,7 @@ class TrainConfig:
     # fmt: on
 
     def __new__(cls, **values: Any) -> Self:
-        """Refuse an unknown name before Python does, so that the message can suggest the nearest one."""
+        """Raise an error for an unknown setting before Python does, so that the message can suggest a similar name."""
         for name in values:
             if name not in SETTINGS:
                 raise unknown_setting(name, SETTINGS, cls.__name__)
@@ -315,13 +323,13 @@ class TrainConfig:
         if self.synthetic and self.data is not None:
             raise SettingError(
                 "data",
-                "synthetic batches need no data set, got data {data_set!r}: give one of the two",
+                "synthetic batches need no data set, got data {data_set!r}: leave out {synthetic} or {data}",
                 data_set=self.data,
             )
 
     @property
     def peak_learning_rate(self) -> float:
-        """The learning rate with its default filled in."""
+        """The peak learning rate, or its default if `learning_rate` is None."""
         if self.learning_rate is not None:
             return self.learning_rate
         return self.batch * self.accumulate_steps * _RATE_PER_IMAGE
@@ -332,17 +340,17 @@ class TrainConfig:
         return self.skip_nonfinite if self.stop_on_nan else 2**31 - 1
 
     def to_json(self) -> dict[str, Any]:
-        """Return the settings as a JSON object."""
+        """Return the settings as a dictionary of JSON values."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "TrainConfig":
-        """Return the settings from the result of `to_json`; raise SettingError for an unknown key."""
+        """Create the settings from the result of `to_json`; raise SettingError for an unknown key."""
         return cls(**values)
 
 
 SETTINGS: Mapping[str, Setting] = settings_of(TrainConfig)
-"""The declaration of every setting, by its name."""
+"""The declarations of all settings, by name."""
 # Because of `__new__`, help() and editors would show `(**values)`.
 _FIELDS = inspect.signature(TrainConfig.__init__)
 TrainConfig.__signature__ = _FIELDS.replace(parameters=list(_FIELDS.parameters.values())[1:])  # type: ignore[attr-defined]
@@ -353,10 +361,10 @@ COUNTED_IN_EPOCHS = tuple((each.name, each.in_place_of) for each in SETTINGS.val
 
 
 def settings_table() -> list[dict[str, str]]:
-    """Return the reference of the settings as text: one row per setting, in the order of the fields."""
+    """Return the settings reference as a table of strings: one row per setting, in the order of the fields."""
     return table_of(SETTINGS)
 
 
 def setting_words(value: Any) -> str:
-    """Return the value of a setting as messages show it."""
+    """Return the value of a setting as text for messages; None becomes `default`."""
     return NO_VALUE if value is None else f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""The user's cache folder, and settings with absolute paths."""
+"""The user's cache folder, and absolute paths in settings."""
 
 import os
 from dataclasses import replace
@@ -10,17 +10,17 @@ from engine.config import TrainConfig
 def user_cache_folder() -> Path:
     """Return the folder for compiled programs and the demo set: $XDG_CACHE_HOME/feedloop, else ~/.cache/feedloop."""
     cache_home = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    # The XDG specification ignores relative paths: they would mean another folder in each working directory.
+    # The XDG specification ignores relative paths: they would point to a different folder in each working directory.
     return (cache_home if cache_home.is_absolute() else Path.home() / ".cache") / "feedloop"
 
 
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:
-    """Return the settings with `data` and `init_from` as absolute paths, valid from any working directory."""
+    """Return the settings with absolute paths for `data` and `init_from`, valid from any working directory."""
     return replace(config, data=_absolute(config.data), init_from=_absolute(config.init_from))
 
 
 def _absolute(location: str | None) -> str | None:
-    """Return a path made absolute; a URL stays."""
+    """Return the absolute path; return a URL or None unchanged."""
     if location is None or "://" in location:
         return location
     return str(Path(location).expanduser().absolute())

@@ -1,8 +1,8 @@
-"""Declarations of settings: default, range, help, where a setting takes effect, and whether a resume may change it.
+"""Declarations of settings: default, range, help text, where a setting takes effect, whether a resume may change it.
 
-Owns the form of a declaration, the check of a value, and the errors that name a setting. Knows no setting by name and
-no command: options, checks, reference and resume rules are derived from the declarations. Must not import jax, so that
-the commands start fast.
+Owns the format of a declaration, the validation of values, and the errors about settings. Knows no individual setting
+and no command: options, checks, reference and resume rules are derived from the declarations. Must not import jax, so
+that the commands start fast.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ _KEY = "setting"
 
 
 class Stage(Enum):
-    """The place where a setting takes effect, in the words of the settings reference."""
+    """The place where a setting takes effect; the values are the wording of the settings reference."""
 
     PROGRAM = "compiled into the program"
     RUNTIME = "argument of the program: changing it compiles nothing"
@@ -30,7 +30,7 @@ class Stage(Enum):
 
 
 class OnResume(Enum):
-    """The rule on changing a setting at a resume, in the words of the settings reference."""
+    """Whether a resume may change a setting; the values are the wording of the settings reference."""
 
     KEPT = "must not change"
     CHANGES = "may change"
@@ -40,25 +40,25 @@ class OnResume(Enum):
 
 
 Completion = Literal["model", "folder", "file"]
-"""The kinds of values that a shell can complete."""
+"""The kinds of values for which the shell can offer completions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Declaration:
-    """The declaration of a setting.
+    """The declaration of a setting, without its name, type and default.
 
     Attributes:
-        group: its heading in `--help` and in the reference.
+        group: its heading in `--help` and in the settings reference.
         stage: where it takes effect.
         on_resume: whether a resume may change it.
-        help_text: one or two sentences for `--help`; a name in braces stands for the setting of that name.
+        help_text: one or two sentences for `--help`; the name of a setting in braces is replaced by its option.
         between: the smallest and largest value, None if it is not a number.
         unit: the placeholder for the value in `--help`, None to derive it from the type.
         option: its spelling on the command line, None to derive it from its name.
-        default_words: a description of the default if its value does not explain it; braces as in `help_text`.
+        default_words: a description of the default, if its value is not self-explanatory; braces as in `help_text`.
         details: additional text for the reference and the docstring; braces as in `help_text`.
-        completion: the kind of value that a shell completes.
-        in_place_of: the setting that this one replaces.
+        completion: the kind of value for which the shell offers completions.
+        in_place_of: the setting that is computed from this one if this one is given.
     """
 
     group: str
@@ -82,16 +82,16 @@ def setting[T](default: T, group: str, stage: Stage, on_resume: OnResume, help_t
 
 
 class ConfigError(ValueError):
-    """Settings were refused; the message has the rule, the value found and the remedy."""
+    """Settings are invalid; the message states the rule, the value found and the remedy."""
 
 
 class SettingError(ConfigError):
-    """A setting was refused; the message has the Python names of settings, and `words` can have others.
+    """A setting is invalid; the message uses the Python names of settings, but `words` can use others, such as options.
 
     Args:
-        setting: the name of the refused setting.
-        template: the message. `{setting}` stands for the refused setting, another name in braces for the value of that
-            name in `found`, or else for the setting of that name.
+        setting: the name of the invalid setting.
+        template: the message. `{setting}` is replaced by the invalid setting; any other name in braces by the value of
+            that name in `found` or, if there is none, by the setting of that name.
         found: the values that the message shows.
     """
 
@@ -102,7 +102,7 @@ class SettingError(ConfigError):
         self._found = found
 
     def words(self, name_setting: Callable[[str], str]) -> str:
-        """Return the message, with each setting named by `name_setting`."""
+        """Return the message; `name_setting` maps the name of each setting to the one to show, such as its option."""
         return str(self.args[1]).format_map(_Words(self._found, self.setting, name_setting))
 
     def __str__(self) -> str:
@@ -110,7 +110,7 @@ class SettingError(ConfigError):
 
 
 class UnknownSettingError(SettingError, TypeError):
-    """There is no setting of this name; also a TypeError, as for any unknown keyword argument."""
+    """There is no setting with this name; also a TypeError, like the error for any unknown keyword argument."""
 
 
 class _Words(dict[str, Any]):
@@ -125,13 +125,13 @@ class _Words(dict[str, Any]):
 
 @dataclass(frozen=True, kw_only=True)
 class Setting(Declaration):
-    """A declared setting, with the attributes of its dataclass field.
+    """A declared setting: its declaration together with its name, type and default.
 
     Attributes:
         name: its name in Python and in JSON.
         kind: bool, int, float or str.
         is_optional: whether it may be None.
-        choices: its allowed values, empty if it is not a choice.
+        choices: its allowed values if it is a choice among strings, else empty.
         default: its default.
     """
 
@@ -143,22 +143,22 @@ class Setting(Declaration):
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Its spellings on the command line, the usual one first; a switch is followed by a slash and its negation."""
+        """Its option and aliases on the command line; a switch is followed by a slash and its negation."""
         dashed = self.name.replace("_", "-")
         usual = f"--{dashed}/--no-{dashed}" if self.kind is bool else f"--{dashed}"
         return self.option or (usual,)
 
     def help_words(self, name_setting: Callable[[str], str]) -> str:
-        """Return the help text, with each setting named by `name_setting`."""
+        """Return the help text, with the name of each setting replaced by `name_setting` of it."""
         return self.help_text.format_map(_Words({}, self.name, name_setting))
 
     def default_as_words(self, name_setting: Callable[[str], str] = str) -> str:
-        """Return a description of the default, with each setting named by `name_setting`."""
+        """Return a description of the default, with the name of each setting replaced by `name_setting` of it."""
         return (self.default_words or str(self.default)).format_map(_Words({}, self.name, name_setting))
 
     @property
     def range_words(self) -> str:
-        """A description of the allowed values, empty if every value of its type is allowed."""
+        """A description of the allowed values; empty if every value of the type is allowed."""
         if self.choices:
             return ", ".join(self.choices)
         if self.between is None:
@@ -167,10 +167,10 @@ class Setting(Declaration):
         return f"at least {low}, finite in float32" if high == LARGEST_FLOAT32 else f"{low} … {high}"
 
     def checked(self, value: Any) -> Any:
-        """Return a value converted to the built-in type of the setting.
+        """Validate a value and return it, converted to the built-in type of the setting.
 
         Raises:
-            SettingError: the value has the wrong type, is an empty text, out of range, or none of the choices.
+            SettingError: the value has the wrong type, is empty, is out of range, or is not one of the choices.
         """
         if value is None and self.is_optional:
             return None
@@ -198,11 +198,11 @@ class Setting(Declaration):
         if kind is str and isinstance(value, os.PathLike):
             value = os.fspath(value)
         # NumPy registers its integers and floats as these. A Python bool is an integer too, but is not accepted as one.
-        taken = {bool: bool, int: numbers.Integral, float: numbers.Real, str: str}[kind]
-        if not isinstance(value, taken) or (isinstance(value, bool) and kind is not bool):
+        accepted = {bool: bool, int: numbers.Integral, float: numbers.Real, str: str}[kind]
+        if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
             raise SettingError(
                 self.name,
-                "{setting} must be of type {kind}{optional}, got {value!r} of {found}",
+                "{setting} must be of type {kind}{optional}, got {value!r} of type {found}",
                 kind=kind.__name__,
                 optional=" or None" if self.is_optional else "",
                 value=value,
@@ -219,7 +219,7 @@ class Setting(Declaration):
 
 
 def settings_of(declared: type) -> Mapping[str, Setting]:
-    """Return the settings that a dataclass declares, by name, in the order of its fields."""
+    """Return the settings declared by a dataclass, by name, in the order of its fields."""
     kinds = get_type_hints(declared)
     return MappingProxyType(
         {field.name: _setting_of(field, kinds[field.name]) for field in dataclasses.fields(declared)}
@@ -240,7 +240,7 @@ def _setting_of(field: "dataclasses.Field[Any]", kind: Any) -> Setting:
 
 
 def table_of(settings: Mapping[str, Setting]) -> list[dict[str, str]]:
-    """Return the reference of the settings as text: one row per setting, with no empty fields but range and unit."""
+    """Return the settings reference as a table of strings: one row per setting; only range and unit can be empty."""
     return [
         {
             "name": each.name,
@@ -259,7 +259,7 @@ def table_of(settings: Mapping[str, Setting]) -> list[dict[str, str]]:
 
 
 def attributes_section(settings: Mapping[str, Setting]) -> str:
-    """Return the section of a docstring that describes the settings."""
+    """Return the "Attributes" section of a docstring, with one line per setting."""
     # Not wrapped: wrapping takes longer than everything else here, and delays every command.
     lines = [
         f"{row['name']}: {row['help']} Default: {row['default']}. On resume: {row['on_resume']}."
@@ -269,7 +269,7 @@ def attributes_section(settings: Mapping[str, Setting]) -> str:
 
 
 def unknown_setting(name: str, known: Mapping[str, Setting], what: str) -> UnknownSettingError:
-    """Return the error about an unknown setting name that was given to `what`."""
+    """Return the error for an unknown setting name; `what` is the class or file that was given the name."""
     if near := did_you_mean(name, known):
         return UnknownSettingError(name, "{what} has no setting {name!r}{near}", what=what, name=name, near=near)
     return UnknownSettingError(

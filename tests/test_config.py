@@ -270,7 +270,9 @@ def test_a_real_setting_is_finite(name, value):
     ],
 )
 def test_a_value_of_another_kind_is_refused(name, wrong):
-    with pytest.raises(ValueError, match=rf"^{name} must be of type \w+( or None)?, got .* of {type(wrong).__name__}$"):
+    with pytest.raises(
+        ValueError, match=rf"^{name} must be of type \w+( or None)?, got .* of type {type(wrong).__name__}$"
+    ):
         configured(**{name: wrong})
 
 
@@ -311,7 +313,9 @@ def test_a_transport_has_a_known_name():
 
 
 def test_synthetic_batches_need_no_data():
-    with pytest.raises(ValueError, match="synthetic batches need no data set, got data 'shards': give one of the two"):
+    with pytest.raises(
+        ValueError, match="synthetic batches need no data set, got data 'shards': leave out synthetic or data"
+    ):
         TrainConfig(synthetic=True, data="shards")
 
 
@@ -392,7 +396,7 @@ def test_the_reference_has_a_row_of_words_for_every_setting():
         "range": "at least 0, finite in float32",
         "unit": "RATE",
         "group": "Optimiser",
-        "help": "Learning rate at the schedule's peak; the default suits sgd, adamw and lamb need less.",
+        "help": "Peak learning rate of the schedule. The default suits sgd; adamw and lamb need a lower one.",
         "stage": "argument of the program: changing it compiles nothing",
         "on_resume": "may change",
     }

@@ -174,8 +174,8 @@ def test_a_recorded_run_comes_back_as_it_was():
         (
             # What was given stays as it is, whatever it looks like.
             lambda: TrainConfig(synthetic=True, data="{batch}/run_dir must {"),
-            "synthetic batches need no data set, got data '{batch}/run_dir must {': give one of the two",
-            "synthetic batches need no data set, got data '{batch}/run_dir must {': give one of the two",
+            "synthetic batches need no data set, got data '{batch}/run_dir must {': leave out synthetic or data",
+            "synthetic batches need no data set, got data '{batch}/run_dir must {': leave out --synthetic or --data",
         ),
         (
             lambda: TrainConfig(precision=cast("PrecisionName", "{seed}")),

@@ -184,14 +184,14 @@ def test_a_file_of_ones_own_is_taken(tmp_path, monkeypatch):
         (
             'source = "o"',
             'source = "  "',
-            r"source must be a text, got '  ' of str: source = \"…\", where the accuracy",
+            r"source must be a non-empty string, got '  ' of type str: source = \"…\", where the accuracy",
         ),
-        ('hardware = "h"', "hardware = 3", r"hardware must be a text, got 3 of int"),
+        ('hardware = "h"', "hardware = 3", r"hardware must be a non-empty string, got 3 of type int"),
         ('command = "c"', 'comand = "c"', r"a recipe has no key 'comand': did you mean command\?$"),
         (
             'command = "c"',
             'command = "c"\nbatch = 4',
-            r"a recipe has no key 'batch': move a setting below \[settings\]$",
+            r"a recipe has no key 'batch': move settings below \[settings\]$",
         ),
         (
             "[settings]\nbatch = 8",
@@ -201,8 +201,8 @@ def test_a_file_of_ones_own_is_taken(tmp_path, monkeypatch):
         ("[settings]\nbatch = 8", "settings = 3", r"must have the table settings, got 3"),
         ("batch = 8", "batchs = 8", r"a recipe has no setting 'batchs': did you mean batch\?$"),
         ("batch = 8", "frobnicate = 8", r"a recipe has no setting 'frobnicate': remove it$"),
-        ("batch = 8", "batch = 8.0", r"batch must be of type int, got 8\.0 of float$"),
-        ("batch = 8", "batch = true", r"batch must be of type int, got True of bool$"),
+        ("batch = 8", "batch = 8.0", r"batch must be of type int, got 8\.0 of type float$"),
+        ("batch = 8", "batch = true", r"batch must be of type int, got True of type bool$"),
         ("batch = 8", "flip = 1.5", r"flip must lie in 0 … 1, got 1\.5$"),
         ("batch = 8", "flip = nan", r"flip must lie in 0 … 1, got nan$"),
         (
@@ -211,7 +211,11 @@ def test_a_file_of_ones_own_is_taken(tmp_path, monkeypatch):
             r"schedule must be one of constant, .*, got 'cosin': did you mean cosine\?$",
         ),
         ("batch = 8", "seed = 2026-11-21", r"seed must be of type int, got datetime\.date"),
-        ("batch = 8", 'run_dir = "x"', r"run_dir belongs to one run, not to a recipe: give it on the command line$"),
+        (
+            "batch = 8",
+            'run_dir = "x"',
+            r"run_dir belongs to a single run, not to a recipe: give it on the command line$",
+        ),
         ("batch = 8", "epochs = 2\nsteps = 9", r"epochs and steps must not both be given, got 2 and 9: leave one out$"),
         ("batch = 8", 'synthetic = true\ndata = "x"', r"synthetic batches need no data set, got data 'x'"),
         ("batch = 8", "batch = ", r"a recipe must be TOML in UTF-8: Invalid value"),
@@ -243,14 +247,14 @@ def test_everything_that_is_wrong_with_a_file_is_told_at_once(tmp_path):
         load_recipe(path)
     assert str(raised.value).splitlines() == [
         f"{path}: 8 faults:",
-        '  expected must be a text, got 3 of int: expected = "…", the accuracy',
+        '  expected must be a non-empty string, got 3 of type int: expected = "…", the expected accuracy',
         "  a recipe has no key 'sumary': did you mean summary?",
         "  a recipe has no setting 'bach': did you mean batch?",
         "  flip must lie in 0 … 1, got 1.5",
         "  schedule must be one of constant, step, cosine, linear, one-cycle, got 'cosin': did you mean cosine?",
-        "  run_dir belongs to one run, not to a recipe: give it on the command line",
+        "  run_dir belongs to a single run, not to a recipe: give it on the command line",
         "  epochs and steps must not both be given, got 1 and 2: leave one out",
-        "  synthetic batches need no data set, got data 'packed': give one of the two",
+        "  synthetic batches need no data set, got data 'packed': leave out synthetic or data",
     ]
 
 
@@ -283,19 +287,23 @@ def test_a_record_that_was_changed_or_is_of_ones_own_model_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"config\.json was changed since run-train wrote it"):
         load_recipe(path)
     with pytest.raises(
-        ValueError, match=r"the run trained a user-defined model, 'Linear', which a recipe cannot name$"
+        ValueError,
+        match=r"a recipe must have a built-in model, but the run trained 'Linear': use another run or a TOML file$",
     ):
         load_recipe(record_run(tmp_path / "own", TrainConfig(), model="Linear"))
-    with pytest.raises(ValueError, match=r"the run trained on batches of your own, which a recipe cannot name$"):
+    with pytest.raises(
+        ValueError,
+        match=r"a recipe must not need user-defined batches, but the run had some: use another",
+    ):
         load_recipe(record_run(tmp_path / "fed", TrainConfig(), data=OWN_BATCHES))
-    with pytest.raises(ValueError, match=r"none\.json: a recipe must be a file that can be read \(No such file"):
+    with pytest.raises(ValueError, match=r"none\.json: a recipe must be a readable file \(No such file"):
         load_recipe(tmp_path / "none.json")
 
 
 def test_what_cannot_be_read_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"none\.toml: a recipe must be a file that can be read \(No such file"):
+    with pytest.raises(ValueError, match=r"none\.toml: a recipe must be a readable file \(No such file"):
         load_recipe(tmp_path / "none.toml")
-    with pytest.raises(ValueError, match=r"a recipe must be a file that can be read \(it is a folder, not a file\)"):
+    with pytest.raises(ValueError, match=r"a recipe must be a readable file \(it is a folder, not a file\)"):
         load_recipe(f"{tmp_path}/")
     (tmp_path / "latin.toml").write_bytes(SOUND.replace('"s"', '"é"').encode("latin-1"))
     with pytest.raises(ValueError, match=r"latin\.toml: a recipe must be TOML in UTF-8: 'utf-8' codec"):

@@ -1,6 +1,6 @@
-"""Recipes: files of settings for training; those of the project also document the accuracy to expect and its source.
+"""Recipes: TOML files of training settings; those of the project also document the expected accuracy and its source.
 
-Owns the format and the lookup of these files; `engine.config` declares the settings. Must not import jax, so that the
+Owns the format of these files and their lookup; `engine.config` declares the settings. Must not import jax, so that the
 commands start fast.
 """
 
@@ -23,7 +23,7 @@ _SUFFIX, _RECORD_SUFFIX = ".toml", ".json"
 _TEXTS = {
     "summary": "what is trained, in one line",
     "command": "the commands of the run, one per line",
-    "expected": "the accuracy",
+    "expected": "the expected accuracy",
     "source": "where the accuracy and the settings come from",
     "hardware": "where it ran, and for how long",
 }
@@ -32,7 +32,7 @@ _OF_A_RECIPE = tuple(name for name, each in SETTINGS.items() if each.on_resume i
 
 
 class RecipeError(ConfigError):
-    """A recipe was refused; `faults` has one message for each fault."""
+    """A recipe is invalid; `faults` contains one message for each fault."""
 
     def __init__(self, path: str, faults: tuple[str, ...]) -> None:
         super().__init__(path, faults)
@@ -46,16 +46,16 @@ class RecipeError(ConfigError):
 
 @dataclass(frozen=True)
 class LoadedRecipe:
-    """The content of a recipe file; a user's file may omit any of the texts, which is then empty.
+    """The content of a recipe file; descriptions that the file omits are empty strings.
 
     Attributes:
-        name: the name of the file without its extension; for the record of a run, the name of the run folder.
+        name: the file name without its extension; for the record of a run, the name of the run folder.
         summary: what is trained, in one line.
         command: the commands of the run, one per line.
-        expected: the accuracy, and whether it was measured with this project.
+        expected: the expected accuracy, and whether it was measured with this project.
         source: where the accuracy and the settings come from.
         hardware: where it ran, and for how long.
-        settings: the settings of `engine.config.TrainConfig` that the recipe names.
+        settings: the settings of `engine.config.TrainConfig` that the recipe contains.
     """
 
     name: str
@@ -73,7 +73,7 @@ def recipe_names() -> tuple[str, ...]:
 
 
 def load_recipe(name_or_path: str | os.PathLike[str]) -> LoadedRecipe:
-    """Read a recipe by its name or from a file.
+    """Load a recipe by its name or from a file.
 
     Args:
         name_or_path: one of `recipe_names`; or a path that ends in .toml or contains a folder; or the path of a run's
@@ -104,17 +104,25 @@ def load_recipe(name_or_path: str | os.PathLike[str]) -> LoadedRecipe:
 
 
 def _recorded_recipe(path: Path) -> LoadedRecipe:
-    """Return the settings that a run recorded, as a recipe."""
+    """Return the recorded settings of a run as a recipe."""
     from engine.records.recorded_run import read_record
 
     try:
         recorded = read_record(path)
     except FileNotFoundError as error:
-        raise RecipeError(str(path), (f"a recipe must be a file that can be read ({error.strerror})",)) from error
+        raise RecipeError(
+            str(path), (f"a recipe must be a readable file ({error.strerror}): check the path and its permissions",)
+        ) from error
     if (model := recorded.resolved.get("model")) not in MODEL_NAMES:
-        raise RecipeError(str(path), (f"the run trained a user-defined model, {model!r}, which a recipe cannot name",))
+        raise RecipeError(
+            str(path),
+            (f"a recipe must have a built-in model, but the run trained {model!r}: use another run or a TOML file",),
+        )
     if recorded.resolved.get("data") == OWN_BATCHES:
-        raise RecipeError(str(path), ("the run trained on batches of your own, which a recipe cannot name",))
+        raise RecipeError(
+            str(path),
+            ("a recipe must not need user-defined batches, but the run had some: use another run or a TOML file",),
+        )
     settings = {name: value for name, value in recorded.config.to_json().items() if name in _OF_A_RECIPE}
     return LoadedRecipe(path.absolute().parent.name, settings, source=str(path))
 
@@ -123,19 +131,22 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(read_regular(path, max_bytes=_MAX_BYTES).decode("utf-8"))
     except OSError as error:
-        raise RecipeError(str(path), (f"a recipe must be a file that can be read ({error.strerror})",)) from error
-    except (ValueError, RecursionError) as error:  # of the syntax, or of the encoding
+        raise RecipeError(
+            str(path), (f"a recipe must be a readable file ({error.strerror}): check the path and its permissions",)
+        ) from error
+    except (ValueError, RecursionError) as error:  # invalid syntax or encoding
         raise RecipeError(str(path), (f"a recipe must be TOML in UTF-8: {error}",)) from error
 
 
 def _faults(document: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a message for each fault of a recipe."""
+    """Yield a message for each fault in a recipe."""
     for key, value in document.items():
         if key in _TEXTS:
             if not isinstance(value, str) or not value.strip():
-                yield f'{key} must be a text, got {value!r} of {type(value).__name__}: {key} = "…", {_TEXTS[key]}'
+                got = f"{value!r} of type {type(value).__name__}"
+                yield f'{key} must be a non-empty string, got {got}: {key} = "…", {_TEXTS[key]}'
         elif key != _TABLE:
-            yield _unknown("key", key, (*_TEXTS, _TABLE), f"move a setting below [{_TABLE}]")
+            yield _unknown("key", key, (*_TEXTS, _TABLE), f"move settings below [{_TABLE}]")
     settings = document.get(_TABLE)
     if isinstance(settings, dict):
         yield from _setting_faults(settings)
@@ -149,7 +160,7 @@ def _setting_faults(settings: Mapping[str, Any]) -> Iterator[str]:
         if name not in SETTINGS:
             yield _unknown("setting", name, _OF_A_RECIPE, "remove it")
         elif name not in _OF_A_RECIPE:
-            yield f"{name} belongs to one run, not to a recipe: give it on the command line"
+            yield f"{name} belongs to a single run, not to a recipe: give it on the command line"
         else:
             try:
                 sound[name] = SETTINGS[name].checked(value)
