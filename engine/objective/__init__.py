@@ -1,1 +1,1 @@
-"""Targets, loss, and the tally of an evaluation."""
+"""The objective: label smoothing, the training loss, and the counts of an evaluation."""

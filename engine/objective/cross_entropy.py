@@ -1,4 +1,4 @@
-"""The loss that training minimises."""
+"""The training loss: softmax cross entropy."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """Return the softmax cross entropy, averaged over the batch.
 
     Args:
-        logits: [B, K] of any float dtype; computed in float32.
+        logits: [B, K] of any float dtype; converted to float32.
         targets: float32 [B, K], rows that sum to 1; a NaN row makes the loss NaN.
 
     Returns:

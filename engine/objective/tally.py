@@ -1,6 +1,6 @@
-"""The tally of an evaluation: exact top-1, top-5 and mean loss, with every image of a split counted once.
+"""The running counts of an evaluation, for exact top-1, top-5 and mean loss over a split, each image counted once.
 
-Owns the tally and its update by one batch; the loop over batches is in `engine.program.loop`.
+Owns the counts and how a batch is added to them; the loop over batches is in `engine.program.loop`.
 """
 
 from typing import NamedTuple
@@ -14,10 +14,10 @@ _NO_RANK = 2**31 - 1
 
 
 class ClassCounts(NamedTuple):
-    """The counts per class so far.
+    """Counts per class over the batches evaluated so far.
 
     Attributes:
-        num_images, top1: int32 [K], images of each class, and those with that class ranked first.
+        num_images, top1: int32 [K], images of each class, and those of them whose class ranks first.
     """
 
     num_images: jax.Array
@@ -25,14 +25,15 @@ class ClassCounts(NamedTuple):
 
 
 class Tally(NamedTuple):
-    """The counts so far.
+    """Counts and summed loss over the batches evaluated so far.
 
     Attributes:
-        num_images, top1, top5: int32 [], images, and those whose class ranks first, or among the first five.
+        num_images, top1, top5: int32 [], all images, those whose class ranks first, and those whose class is among the
+            first five.
         loss_sum: float32 [], in nats.
-        loss_lost: float32 [], the rounding error of `loss_sum` (Kahan summation, 1965), which would grow with every
-            image otherwise.
-        classes: the counts per class; None does not compile them.
+        loss_lost: float32 [], the rounding error of `loss_sum` (Kahan summation, 1965), which would otherwise grow with
+            every image.
+        classes: the counts per class; if None, they are not compiled.
     """
 
     num_images: jax.Array
@@ -44,20 +45,20 @@ class Tally(NamedTuple):
 
 
 def empty_tally(num_classes: int | None = None) -> Tally:
-    """Return the tally before the first batch; with `num_classes`, K, it counts per class too."""
+    """Return a tally of zeros; if `num_classes` (K) is given, it also counts per class."""
     none, zero = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32)
     each = None if num_classes is None else jnp.zeros(num_classes, jnp.int32)
     return Tally(none, none, none, zero, zero, None if each is None else ClassCounts(each, each))
 
 
 def tally_batch(tally: Tally, logits: jax.Array, labels: jax.Array) -> Tally:
-    """Add one batch to the tally.
+    """Return the tally with one batch added.
 
     Equal logits rank in the order of their classes, as in `lax.top_k` and a stable sort. An image with a NaN logit, or
     with a label out of range, counts as wrong and makes the loss NaN.
 
     Args:
-        tally: tally of the batches before.
+        tally: tally of the previous batches.
         logits: [B, K] of any float dtype.
         labels: int32 [B], PADDING_LABEL in padding rows.
     """
@@ -83,7 +84,7 @@ def tally_batch(tally: Tally, logits: jax.Array, labels: jax.Array) -> Tally:
 
 
 def _count_classes(counts: ClassCounts, is_first: jax.Array, labels: jax.Array) -> ClassCounts:
-    """Add a batch to the counts per class: bool [B] `is_first`, int32 [B] `labels`; labels out of range are ignored."""
+    """Return the counts with a batch added: bool [B] `is_first`, int32 [B] `labels`; ignore labels out of range."""
     belongs = labels[:, None] == jnp.arange(len(counts.num_images))
     return ClassCounts(
         num_images=counts.num_images + belongs.sum(axis=0, dtype=jnp.int32),
