@@ -125,8 +125,8 @@ class TrainConfig:
     )
     skip_nonfinite: int = setting(
         0, TRAINING, _RUNTIME, _CHANGES,
-        "Number of consecutive updates to skip because of a NaN or infinite gradient; one more stops the run, "
-        "unless {stop_on_nan} is off.", between=_COUNT, unit="N",
+        "Skip up to N consecutive updates with a NaN or infinite gradient; one more stops the run, unless "
+        "{stop_on_nan} is off.", between=_COUNT, unit="N",
         details="The run then ends with the last finite weights.",
     )
     stop_on_nan: bool = setting(
@@ -163,7 +163,7 @@ class TrainConfig:
     )
 
     optimizer: OptimizerName = setting(
-        "sgd", OPTIMISER, _PROGRAM, _KEPT, "Algorithm that computes updates from gradients.",
+        "sgd", OPTIMISER, _PROGRAM, _KEPT, "Optimisation algorithm, which computes updates from gradients.",
         details="sgd and nesterov follow the definitions of PyTorch.",
     )
     learning_rate: float | None = setting(
@@ -203,7 +203,7 @@ class TrainConfig:
         between=(1e-30, LARGEST_FLOAT32), unit="NORM", default_words="no limit",
     )
     accumulate_steps: int = setting(
-        1, OPTIMISER, _RUNTIME, _KEPT, "Batches whose gradients are accumulated into one update.",
+        1, OPTIMISER, _RUNTIME, _KEPT, "Number of batches whose gradients are accumulated into one update.",
         between=(1, 2**20), unit="BATCHES",
         details="The value 1 compiles a different program from all larger values.",
     )
@@ -267,11 +267,11 @@ class TrainConfig:
         unit="BATCHES", default_words="the largest of 4, two chunks and a megabyte of batches",
     )
     reader_threads: int = setting(
-        2, INFEED, _HOST, _CHANGES, "Threads that read shards.", between=(1, 1024), unit="N",
+        2, INFEED, _HOST, _CHANGES, "Number of threads that read shards.", between=(1, 1024), unit="N",
         details="A user-defined batch source is called from one thread, in order.",
     )
     infeed_timeout_s: float = setting(
-        60.0, INFEED, _HOST, _CHANGES, "Longest wait for a batch; after it, the run fails.", between=(0.001, 86_400),
+        60.0, INFEED, _HOST, _CHANGES, "Fail if a batch does not arrive within this time.", between=(0.001, 86_400),
         unit="SECONDS", option=("--infeed-timeout",),
     )
     transport: TransportName = setting(

@@ -104,7 +104,7 @@ def _or_default(name: str) -> str:
 @overriding_option(
     "infeed_timeout_s",
     default_words=_or_default("infeed_timeout_s"),
-    help_text="Longest wait for a batch; after it, the command fails.",
+    help_text="Fail if a batch does not arrive within this time.",
 )
 @setting_option("transport")
 @click.option(
