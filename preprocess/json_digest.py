@@ -1,4 +1,4 @@
-"""Digest of a JSON object. The manifest of a pack and each record of its journal contain their own.
+"""Digest of JSON objects. The manifest of a pack and each record of its journal contain a digest of themselves.
 
 It detects damage and manual edits. It is not a signature: anyone can recompute it.
 """

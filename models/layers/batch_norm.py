@@ -70,7 +70,7 @@ def _count(x: jax.Array) -> int:
 
 
 def _sums(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the per-channel sums of two arrays `[B,H,W,C]` that are computed from the same operands, read only once.
+    """Return the per-channel sums of two arrays `[B,H,W,C]` computed from the same operands, which are read only once.
 
     XLA:CPU fuses a reduction of a pair with the computation of the arrays, each of which it would otherwise write to
     memory first; the reduction runs at the speed of memory if the arrays are first folded into one of `PARTS` parts.
@@ -113,7 +113,7 @@ def _mean_and_variance(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _estimate_mean(wide: jax.Array) -> jax.Array:
-    """Return an estimate `[C]` of the mean of `wide [B,H,W,C]`, to be subtracted so that its sums lose few digits.
+    """Return an estimate `[C]` of the mean of `wide [B,H,W,C]`, to subtract before summing, so that few digits are lost.
 
     The mean of one value in n is at most √n standard deviations off, whatever the distribution, so sums about it cancel
     to no less than one in n: with one in 64, that is six of float32's 24 bits. On a GPU, where that mean would take

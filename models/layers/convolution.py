@@ -163,7 +163,7 @@ def _gradients_cpu(
 
 
 def channels_on_cards(C: int, K: int) -> int:
-    """Return the padded input channels of a 16-bit convolution from C to K channels on an NVIDIA GPU.
+    """Return the padded number of input channels of a 16-bit convolution from C to K channels on an NVIDIA GPU.
 
     cuDNN's tensor-core kernels need multiples of 8, or 4 for images. XLA itself pads only float16, and only slightly.
     If the output channels do not fit such a kernel, padding has no benefit.

@@ -1,4 +1,4 @@
-"""Max-pooling whose gradient is fast inside a loop, where XLA:CPU runs its own (select-and-scatter) as scalar code."""
+"""Max-pooling with a gradient that is fast inside a loop; XLA:CPU's own (select-and-scatter) is scalar code there."""
 
 from functools import partial, reduce
 

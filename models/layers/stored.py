@@ -12,7 +12,7 @@ from jax import lax
 
 
 def stored(values: Any, *, on_cards: bool = False) -> Any:
-    """Return the pytree of arrays `values`, on a CPU behind an optimization barrier that makes XLA store them.
+    """Return `values`, a pytree of arrays. On a CPU they pass an optimization barrier, so that XLA stores them.
 
     Args:
         values: the values to store.

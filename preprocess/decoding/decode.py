@@ -51,7 +51,7 @@ class DecodeError(ValueError):
 
 @dataclass(frozen=True)
 class ResizeRule:
-    """The geometry of stored images: the shorter side is resized to `resize`, then the central `size` × `size` cropped.
+    """The geometry of stored images: resize the shorter side to `resize`, then crop the central `size` × `size` pixels.
 
     Attributes:
         size: side of the stored crop in pixels, 1 to 4096.

@@ -26,7 +26,7 @@ _MAX_TABLE_ROWS = 1_000_000
 
 
 def find_kaggle_tree(root: Path) -> Path | None:
-    """Return the folder with Kaggle's train/ and val/, `root` or up to three levels below it; None if there is none."""
+    """Return the folder with Kaggle's train/ and val/ (`root` or up to three levels below it), or None if not found."""
     candidates = [root.joinpath(*IMAGES.parts[skipped:]) for skipped in range(len(IMAGES.parts))]
     if root.absolute().parts[-len(IMAGES.parts) :] == IMAGES.parts:
         candidates.append(root)

@@ -158,7 +158,7 @@ def _inflated(element: _Element, order: str, limits: _Limits) -> Iterator[_Eleme
 
 
 def _read_matrix(data: memoryview, order: str, limits: _Limits) -> tuple[str, Any]:
-    """Return the name and the value of an array. Its parts are flags, dimensions, name and the parts of its class."""
+    """Return the name and the value of an array, which is stored as flags, dimensions, name and data of its class."""
     if not data:
         return "", np.zeros((0, 0))  # how MATLAB writes an empty cell or field
     parts = _elements(data, order, limits)

@@ -134,7 +134,7 @@ def read_val_archive(path: Path) -> FoundSplit:
             if not 1 <= number <= len(devkit.validation_ids):
                 raise SourceError(
                     f"{printable(path)} contains {printable(member.name)}, for which {DEVKIT_ARCHIVE} has no label; "
-                    f"use the archive of the images 1 to {len(devkit.validation_ids)}"
+                    f"use the archive with the images 1 to {len(devkit.validation_ids)}"
                 )
             label = label_of[devkit.validation_ids[number - 1]]
             listing.add(f"{path.name}!", member.name, label, member.size, member.offset)
