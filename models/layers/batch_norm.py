@@ -113,7 +113,7 @@ def _mean_and_variance(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _estimate_mean(wide: jax.Array) -> jax.Array:
-    """Return an estimate `[C]` of the mean of `wide [B,H,W,C]`, to subtract before summing, so that few digits are lost.
+    """Return an estimate `[C]` of the mean of `wide [B,H,W,C]`, to subtract before summing so that few digits are lost.
 
     The mean of one value in n is at most √n standard deviations off, whatever the distribution, so sums about it cancel
     to no less than one in n: with one in 64, that is six of float32's 24 bits. On a GPU, where that mean would take
