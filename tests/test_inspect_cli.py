@@ -87,7 +87,7 @@ def test_grid_draws_the_first_split_asked_for(data, tmp_path):
     [
         (["--split", "test"], "there is no split 'test'; choose one of train, val"),
         (["--grid", "sheet.gif"], "sheet.gif must end with .png"),
-        (["--grid", "nowhere/sheet.png", "--verify"], "the folder nowhere of nowhere/sheet.png does not exist"),
+        (["--grid", "nowhere/sheet.png", "--verify"], "the folder nowhere does not exist; create it first"),
     ],
 )
 def test_wrong_usage_is_one_message_and_exit_code_2(data, tmp_path, monkeypatch, arguments, message):

@@ -46,7 +46,7 @@ def test_a_folder_is_packed_and_the_next_command_named(tmp_path, source):
     assert result.exit_code == 0, result.output
     assert "train: 13 images, 2 classes, 3 shard files" in result.stdout
     assert "train: 12 images of 2 classes packed." in result.stdout
-    assert f"Left out: 1, see {dest}/train/failures.jsonl:\n    dog/broken.jpg: " in result.stdout
+    assert f"Left out: 1 (all listed in {dest}/train/failures.jsonl):\n    dog/broken.jpg: " in result.stdout
     assert f"run-train --data {dest}" in result.stdout
     with open_split(str(dest), "train") as split:
         assert split.manifest.resize_rule == {"size": 32, "resize": 36, "resample": "lanczos"}
@@ -111,14 +111,17 @@ def test_a_split_that_was_held_out_and_is_not_made_anew_is_warned_of(tmp_path, s
     for dry_run in ("--dry-run",), ():
         other = run(source, dest, "--size", 28, "--overwrite", *dry_run)
         assert other.exit_code == 0
-        assert "warning: val at DEST stays unchanged, because this command does not pack it" in other.stdout
+        assert (
+            "warning: this command leaves val at DEST unchanged. Images that were held out with --holdout"
+            in other.stdout
+        )
 
 
 def test_other_settings_ask_for_overwrite(tmp_path, source):
     run(source, tmp_path / "shards", "--size", 32)
     result = run(source, tmp_path / "shards", "--size", 28)
     assert result.exit_code == 2
-    assert "packed with another source or other settings: resize_rule was size 32" in result.stderr
+    assert "packed with a different source or different settings: resize_rule was size 32" in result.stderr
     assert "--overwrite" in result.stderr
     assert len(result.stderr.splitlines()) <= 3
     assert run(source, tmp_path / "shards", "--size", 28, "--overwrite").exit_code == 0

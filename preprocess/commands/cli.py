@@ -1,4 +1,4 @@
-"""The command `preprocess-imagenet`, which packs a data set of images into packed-pixel shards.
+"""The command `preprocess-imagenet`, which packs an image data set into shards of packed pixels.
 
 Only click is imported at the top, so that ``--help`` responds immediately.
 """
@@ -54,7 +54,7 @@ _GROUPS = {
 
 @dataclass(frozen=True)
 class _Options:
-    """The command line as given."""
+    """The command-line arguments as parsed by click."""
 
     source: str | None
     dest: str | None
@@ -84,77 +84,91 @@ class _Options:
 )
 @click.argument("source", required=False, shell_complete=complete_file)
 @click.argument("dest", required=False, shell_complete=complete_folder)
-@click.option("--split", multiple=True, metavar="NAME", show_default="all", help="Split to pack; may be repeated.")
+@click.option(
+    "--split", multiple=True, metavar="NAME", show_default="all", help="Split to pack. Repeat to pack several."
+)
 @click.option(
     "--holdout",
     type=click.FloatRange(0, 1, max_open=True),
     default=0.0,
     metavar="FRACTION",
-    help="Fraction of train to use as val, for a source without val.",
+    help="Fraction of train to hold out as val, if SOURCE has no val.",
 )
 @click.option(
-    "--limit", type=click.IntRange(1), metavar="IMAGES", show_default="none", help="Maximum number of images per split."
+    "--limit",
+    type=click.IntRange(1),
+    metavar="IMAGES",
+    show_default="none",
+    help="Pack at most this many images of each split.",
 )
-@click.option("--demo", is_flag=True, help="Draw the small demo set and pack it at 32 px; give only DEST.")
+@click.option("--demo", is_flag=True, help="Draw the small demo data set and pack it at 32 px; give only DEST.")
 @click.option(
-    "--size", type=click.IntRange(1, _MAX_SIDE), default=224, metavar="PIXELS", help="Side length of the packed images."
+    "--size",
+    type=click.IntRange(1, _MAX_SIDE),
+    default=224,
+    metavar="PIXELS",
+    help="Side length of the packed images, which are square.",
 )
 @click.option(
     "--resize",
     type=click.IntRange(1, _MAX_SIDE),
     metavar="PIXELS",
-    show_default=f"8/7 of --size, 256 for 224; --size itself up to {_LARGEST_SIZE_WITHOUT_MARGIN}",
-    help="Shorter side before the central crop.",
+    show_default=f"8/7 of --size (256 for 224), or --size if it is at most {_LARGEST_SIZE_WITHOUT_MARGIN}",
+    help="Resize the shorter side to this length before the central crop.",
 )
 @click.option(
-    "--resample", type=SuggestingChoice(["bicubic", "bilinear", "lanczos"]), default="bicubic", help="Resizing filter."
+    "--resample",
+    type=SuggestingChoice(["bicubic", "bilinear", "lanczos"]),
+    default="bicubic",
+    help="Filter for resizing.",
 )
 @click.option(
     "--on-error",
     type=SuggestingChoice(["skip", "fail"]),
     default="skip",
-    help="For an image that can't be packed: leave it out and record it in failures.jsonl, or stop.",
+    help="skip: leave out images that can't be packed and list them in failures.jsonl. fail: stop at the first one.",
 )
 @click.option(
     "--shard-images",
     type=click.IntRange(1),
     metavar="IMAGES",
-    show_default="up to 64 MiB",
-    help="Images per shard file; by default at most 16,384.",
+    show_default="the largest power of two that fits in 64 MiB, at most 16,384",
+    help="Number of images per shard file.",
 )
 @click.option(
     "--layout",
     type=SuggestingChoice(["packed", "dense"]),
     default="packed",
-    help="packed: one word per pixel. dense: four pixels in three words, a quarter smaller; needs a size that is a "
+    help="packed: one 32-bit word per pixel. dense: four pixels in three words, a quarter smaller; --size must be a "
     "multiple of 4.",
 )
 @click.option(
     "--codec",
     type=SuggestingChoice(["raw", "blosc"]),
     default="raw",
-    help="raw reads fastest; blosc is a quarter smaller.",
+    help="raw: fastest to read. blosc: compressed, about a quarter smaller.",
 )
 @click.option(
-    "--checksum/--no-checksum", default=True, help="Store a CRC-32C per image, so that a flipped bit is an error."
+    "--checksum/--no-checksum", default=True, help="Store a CRC-32C of each image, so that readers detect flipped bits."
 )
 @click.option(
     "--workers",
     type=click.IntRange(1),
     metavar="THREADS",
     show_default="one per core",
-    help="Decoding threads, about 80 MB each; images above 4 megapixels need more memory and take turns.",
+    help="Number of decoding threads. Each needs about 80 MB; images above 4 megapixels need more and wait for memory.",
 )
-@click.option("--overwrite", is_flag=True, help="Delete the pack at DEST and start over.")
-@click.option("--dry-run", is_flag=True, help="Show what would be packed and its size; write nothing.")
+@click.option("--overwrite", is_flag=True, help="Delete the existing pack at DEST and start over.")
+@click.option("--dry-run", is_flag=True, help="Show what would be packed and how large it would be, but write nothing.")
 @click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")
 @click.version_option(package_name="feedloop")
 @click.pass_context
 def main(ctx: click.Context, /, **values: Any) -> None:
     """Pack the images at SOURCE into shards at DEST, ready for run-train.
 
-    SOURCE is a folder of class folders (directly in it, or in train/ and val/), a folder of ImageNet's official
-    archives, Kaggle's ImageNet tree or a tar archive. DEST is a folder or a URL such as gs://bucket/imagenet.
+    SOURCE is a folder with one folder per class (directly in it, or in train/ and val/), a folder with the official
+    ImageNet archives, the folder tree of Kaggle's ImageNet, or a tar archive. DEST is a folder or a URL such as
+    gs://bucket/imagenet.
     """
     options = _Options(**values)
     try:
@@ -165,7 +179,7 @@ def main(ctx: click.Context, /, **values: Any) -> None:
         click.echo("\nStopped. Run the same command again to continue.", err=True)
         sys.exit(STOPPED)
     except BrokenPipeError:
-        raise  # click exits quietly when the reader has gone
+        raise  # click exits quietly when the output pipe is closed
     except (ValueError, OSError, MemoryError) as error:
         if options.traceback:
             print_exc()
@@ -184,7 +198,7 @@ def _run(options: _Options) -> None:
         _pack_demo(options)
         return
     if options.source is None or options.dest is None:
-        raise click.UsageError("SOURCE and DEST are required; or try --demo DEST")
+        raise click.UsageError("SOURCE and DEST are required; to try the command without a data set, use --demo DEST")
     settings = _settings(options)
     from preprocess.shards.location import open_location
     from preprocess.sources.open_source import open_source
@@ -204,7 +218,7 @@ def _run(options: _Options) -> None:
 
 
 def _check_dest(source: str, location: Location) -> None:
-    """Refuse a destination that cannot work, before any work is done."""
+    """Raise UsageError if DEST is in memory or inside SOURCE."""
     if location.spec["driver"] == "memory":
         raise click.UsageError(
             f"{location.display} would be lost when this command exits; use a folder, gs:// or s3:// as DEST"
@@ -212,7 +226,7 @@ def _check_dest(source: str, location: Location) -> None:
     folder = location.local_path
     if folder is None:
         return
-    # Path.resolve raises RuntimeError at links that lead in a circle.
+    # Path.resolve raises RuntimeError for symbolic links that form a loop.
     inner, outer = Path(os.path.realpath(folder)), Path(os.path.realpath(source))
     if outer.is_dir() and inner.is_relative_to(outer):
         raise click.UsageError(
@@ -229,7 +243,7 @@ def _settings(options: _Options) -> PackSettings:
     resize = default_resize(options.size) if options.resize is None else options.resize
     if resize < options.size:
         raise click.BadParameter(
-            f"{resize} is less than --size {options.size}, so the crop would extend beyond the image; "
+            f"--resize {resize} is less than --size {options.size}, so the crop would extend beyond the image; "
             f"use --resize {options.size} or more"
         )
     return PackSettings(
@@ -244,7 +258,7 @@ def _settings(options: _Options) -> PackSettings:
 
 
 def default_resize(size: int) -> int:
-    """Return the shorter side to resize to before a crop of ``size``, in pixels.
+    """Return the default of ``--resize`` for a crop of ``size``, in pixels.
 
     This is 8/7 of ``size``, at most 4096; for a ``size`` of up to 64 it is ``size`` itself.
     """
@@ -280,14 +294,14 @@ def _announce(source: Source, location: Location, settings: PackSettings) -> Non
 
 
 def _warn_about_other_splits(source: Source, dest: str) -> None:
-    """Warn about splits that stay unchanged: a held-out one could then share images with a new split."""
+    """Warn about splits at DEST that are not packed again: held-out images in them could also be in a new split."""
     from preprocess.shards.reader import list_splits
 
     others = [name for name in list_splits(dest) if name not in source.splits]
     if others:
         click.echo(
-            f"warning: {', '.join(others)} at DEST stays unchanged, because this command does not pack it; if its "
-            "images were held out (--holdout), use the same --holdout again, or they will be in two splits"
+            f"warning: this command leaves {', '.join(others)} at DEST unchanged. Images that were held out with "
+            "--holdout will be in two splits unless you use the same --holdout again"
         )
 
 
@@ -325,7 +339,7 @@ def _summarise(name: str, result: PackResult, location: Location) -> None:
         )
     if not result.failures:
         return
-    click.echo(f"  Left out: {len(result.failures):,}, see {location.display}failures.jsonl:")
+    click.echo(f"  Left out: {len(result.failures):,} (all listed in {location.display}failures.jsonl):")
     for failure in result.failures[:_FAILURES_SHOWN]:
         click.echo(f"    {printable(failure.path)}: {failure.reason}")
     if len(result.failures) > _FAILURES_SHOWN:
@@ -360,7 +374,7 @@ def _pack_demo(options: _Options) -> None:
 
 
 def _check_demo_options(ctx: click.Context) -> None:
-    """Refuse options that the demo set would ignore."""
+    """Raise UsageError for an option that has no effect with ``--demo``."""
     supported = {"demo", "source", "dest", "overwrite", "dry_run", "traceback"}
     for param in ctx.command.params:
         name = param.name or ""

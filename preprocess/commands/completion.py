@@ -1,7 +1,8 @@
-"""Shell completion of the commands' arguments: folders, files, names.
+"""Shell completion for command-line arguments: folders, files and names.
 
 Each function is the `shell_complete` of an option or an argument; click calls it with the text typed so far. The
-functions import click's completion classes themselves, because importing them would delay every command.
+functions import click's completion classes only when called, because importing them at the top would delay every
+command.
 """
 
 from __future__ import annotations
@@ -18,25 +19,25 @@ type Complete = Callable[[click.Context, click.Parameter, str], list[CompletionI
 
 
 def complete_folder(_context: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return a request to the shell to complete the path of a folder."""
+    """Ask the shell to complete the path of a folder."""
     from click.shell_completion import CompletionItem
 
     return [CompletionItem(incomplete, type="dir")]
 
 
 def complete_file(_context: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return a request to the shell to complete the path of a file."""
+    """Ask the shell to complete the path of a file."""
     from click.shell_completion import CompletionItem
 
     return [CompletionItem(incomplete, type="file")]
 
 
 def complete_word(known: Callable[[], Iterable[str]], *, or_file: bool = False) -> Complete:
-    """Return a function that completes one of the known words.
+    """Return a completion function that offers the words that ``known`` returns.
 
     Args:
-        known: returns the words.
-        or_file: whether to let the shell complete a file if no word begins with the typed text.
+        known: returns the valid words.
+        or_file: whether the shell completes the path of a file if no word begins with the typed text.
     """
 
     def complete(context: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:

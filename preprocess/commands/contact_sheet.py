@@ -22,7 +22,7 @@ READ_TIMEOUT_S = 120.0
 _COLUMNS = 10
 _MAX_CELLS = 100
 _MIN_CELLS = 60
-# Examples are chosen among this many labels, so that 10^8 images do not need 200 MB of memory.
+# Images are chosen by the first labels only, up to this many: all labels of 10^8 images would need 200 MB of memory.
 _MAX_LABELS = 1 << 22
 
 _BACKGROUND = (255, 255, 255)
@@ -32,7 +32,7 @@ _FAINT = (110, 114, 120)
 
 @dataclass(frozen=True)
 class Geometry:
-    """The dimensions of the sheet in pixels."""
+    """The dimensions of a contact sheet, in pixels."""
 
     thumbnail: int = 112
     gap: int = 12
@@ -43,7 +43,7 @@ class Geometry:
 
 
 def draw_contact_sheet(split: ShardSplit, *, title: str) -> Image.Image:
-    """Draw up to 100 images of ``split``, RGB, ordered by label.
+    """Return an RGB contact sheet of up to 100 images of ``split``, ordered by label.
 
     With at most ten classes, each class starts a new row. With more, images are spread evenly over the classes.
 
@@ -78,9 +78,9 @@ def draw_contact_sheet(split: ShardSplit, *, title: str) -> Image.Image:
 
 
 def geometry_for(side: int) -> Geometry:
-    """Return the dimensions for images of ``side`` pixels.
+    """Return the sheet's dimensions for images with a longer side of ``side`` pixels.
 
-    Small images are enlarged by a whole factor, so that a pixel remains a square.
+    Small images are enlarged by an integer factor, so that pixels stay square.
     """
     plain = Geometry()
     factor = round(plain.thumbnail / side)
@@ -88,11 +88,11 @@ def geometry_for(side: int) -> Geometry:
 
 
 def choose_images(labels: NDArray[np.uint16], num_classes: int) -> NDArray[np.int64]:
-    """Return the indices of the images to show, int64 ``[n]``, by class, spread evenly over each class's images.
+    """Return the indices, int64 ``[n]``, of the images to show, ordered by class and evenly spaced within each class.
 
     Args:
         labels: uint16 ``[N]``.
-        num_classes: K; with more classes than cells, the classes shown are evenly spaced.
+        num_classes: K, the number of classes; if there are more than cells, the classes shown are evenly spaced.
     """
     present = np.unique(labels)
     if num_classes <= _COLUMNS:
@@ -116,7 +116,7 @@ def _labels(split: ShardSplit) -> NDArray[np.uint16]:
 
 
 def _place(labels: NDArray[np.int32], num_classes: int) -> list[tuple[int, int]]:
-    """Return the row and column of each image; with at most ten classes, each class starts a new row."""
+    """Return the row and column of each image's cell; with at most ten classes, each class starts a new row."""
     cells: list[tuple[int, int]] = []
     row, column = 0, -1
     for position, label in enumerate(labels.tolist()):
@@ -151,9 +151,9 @@ def _thumbnail(rgb: NDArray[np.uint8], side: int) -> Image.Image:
 def _fitted(
     draw: ImageDraw.ImageDraw, text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int
 ) -> str:
-    """Return the text, shortened with dots if it is wider than ``width`` pixels.
+    """Return the text, truncated and followed by "..." if it is wider than ``width`` pixels.
 
-    The dots are three full stops, because Pillow's own font has neither an ellipsis nor a ×.
+    The ellipsis is written as three full stops, because Pillow's built-in font has no such character.
     """
     if draw.textlength(text, font=font) <= width:
         return text

@@ -1,6 +1,6 @@
-"""Escaping of every command's output, so that no control character of a message reaches a terminal or a pipe.
+"""Escaping of all command output, so that control characters in a message never reach a terminal or a pipe.
 
-Texts are escaped by `preprocess.printable`. This module must not know what the commands print.
+Text is escaped by `preprocess.printable`. This module must not know what the commands print.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from preprocess.printable import printable_text
 
 
 class GuardedStream:
-    """A text stream that forwards everything to another stream, with control characters escaped.
+    """A text stream that escapes control characters and forwards the text to another stream.
 
-    `terminal` is the underlying stream, for code that draws on a terminal and escapes its own texts.
+    `terminal` is that other stream, for code that draws on a terminal and escapes its own text.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self.terminal = stream
 
     def write(self, text: str | bytes) -> int:
-        """Write the text, escaped; a character that the stream cannot encode is escaped as well.
+        """Write ``text``, escaping control characters and characters that the stream cannot encode.
 
-        Bytes are decoded as UTF-8: click writes a shell's completion script as bytes.
+        Bytes are decoded as UTF-8, because click writes shell completion scripts as bytes.
         """
         if isinstance(text, bytes):
             text = text.decode("utf-8", "surrogateescape")
@@ -42,29 +42,29 @@ class GuardedStream:
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Write every text in ``lines``."""
+        """Write each string in ``lines``, escaped as in `write`."""
         for line in lines:
             self.write(line)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("buffer", "terminal"):  # no way around the guard
+        if name in ("buffer", "terminal"):  # these would bypass the guard
             raise AttributeError(name)
         return getattr(self.terminal, name)
 
 
 def terminal_of(stream: TextIO) -> TextIO:
-    """Return the stream behind a guard, or the stream itself. Only for code that escapes its texts before drawing."""
+    """Return the stream that a `GuardedStream` wraps, or ``stream`` itself; only for code that escapes its own text."""
     return stream.terminal if isinstance(stream, GuardedStream) else stream
 
 
 class GuardedCommand(SuggestingCommand):
-    """A click command that escapes all of its output: results, notices, errors, click's own messages, and tracebacks.
+    """A click command that escapes all of its output: results, notices, errors, click's own messages and tracebacks.
 
-    Only code that draws on a terminal (`terminal_of`) writes control characters.
+    Only code that draws on a terminal (`terminal_of`) can write control characters.
     """
 
     def main(self, *args: Any, **values: Any) -> Any:
-        """Run the command with stdout and stderr guarded."""
+        """Run the command with stdout and stderr wrapped in `GuardedStream`."""
         try:
             with _guarded_output():
                 return super().main(*args, **values)
@@ -88,13 +88,13 @@ def _guarded_output() -> Iterator[None]:
         yield
     finally:
         for name, guard in guards.items():
-            # When the reader has gone, click replaces the stream with its own, which must stay.
+            # When the output pipe is closed, click replaces the stream with its own, which must stay.
             if getattr(sys, name) is guard:
                 setattr(sys, name, guard.terminal)
 
 
 def _print_safely(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an uncaught exception as Python does, but escaped."""
+    """Print an uncaught exception as Python does, but with control characters escaped."""
     text = printable_text("".join(traceback.format_exception(kind, error, trace)))
     with suppress(OSError, AttributeError, ValueError):
         sys.stderr.write(text)

@@ -34,31 +34,33 @@ _BAR_WIDTH = 30
     epilog="Exit codes: 0 intact, 2 damaged or wrong usage, 130 stopped.",
 )
 @click.argument("dest", shell_complete=complete_folder)
-@click.option("--split", metavar="NAME", multiple=True, show_default="all", help="Split to inspect; may be repeated.")
-@click.option("--verify", is_flag=True, help="Read every byte back and list each damaged file and image.")
 @click.option(
-    "--grid", metavar="FILE.png", type=click.Path(dir_okay=False, path_type=Path), help="Draw a contact sheet."
+    "--split", metavar="NAME", multiple=True, show_default="all", help="Split to inspect. Repeat to inspect several."
+)
+@click.option("--verify", is_flag=True, help="Read every byte and list all damaged files and images.")
+@click.option(
+    "--grid",
+    metavar="FILE.png",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Save a contact sheet of the first inspected split to this file.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 @click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")
 @click.version_option(package_name="feedloop")
 def main(dest: str, split: tuple[str, ...], verify: bool, grid: Path | None, as_json: bool, traceback: bool) -> None:
-    """Show the contents of the pack at DEST (a folder or URL).
-
-    With several splits, --grid draws the first one.
-    """
+    """Describe the shards that preprocess-imagenet packed at DEST, a folder or a URL."""
     try:
         is_intact = _run(dest, split, verify=verify, grid=grid, as_json=as_json)
     except KeyboardInterrupt:
         click.echo("\nStopped.", err=True)
         sys.exit(STOPPED)
     except BrokenPipeError:
-        raise  # click exits quietly when the reader has gone
+        raise  # click exits quietly when the output pipe is closed
     except (ValueError, OSError, MemoryError) as error:
         if traceback:
             print_exc()
-        words = f"not enough memory ({error})" if isinstance(error, MemoryError) else error
-        click.echo(f"inspect-shards: {words}", err=True)
+        message = f"not enough memory ({error})" if isinstance(error, MemoryError) else error
+        click.echo(f"inspect-shards: {message}", err=True)
         sys.exit(WRONG)
     if not is_intact:
         sys.exit(WRONG)
@@ -87,13 +89,13 @@ def _run(dest: str, wanted: tuple[str, ...], *, verify: bool, grid: Path | None,
         _print_damages(damages, manifests)
     if grid is not None:
         _draw(dest, names[0], grid, is_quiet=as_json)
-    # Flush here, where a reader that has gone is distinguished from other errors.
+    # Flush here, where a closed output pipe is distinguished from other errors.
     sys.stdout.flush()
     return not any(damages.values()) and not broken
 
 
 def _complete_splits(dest: str, location: Location, found: SplitNames) -> tuple[str, ...]:
-    """Return the names of the complete splits and report unfinished ones; raise ShardError if none is complete."""
+    """Return the names of the complete splits and print the unfinished ones; raise ShardError if none is complete."""
     from preprocess.shards.location import ShardError
 
     for name in found.unfinished:
@@ -102,7 +104,7 @@ def _complete_splits(dest: str, location: Location, found: SplitNames) -> tuple[
         return found.complete
     if found.unfinished or found.broken:
         what = "finished split yet" if found.unfinished else "complete split"
-        raise ShardError(f"{location.display} has no {what}")
+        raise ShardError(f"{location.display} has no {what}; see the messages above")
     raise ShardError(f"{location.display} contains no pack; make one with `preprocess-imagenet SOURCE {dest}`")
 
 
@@ -110,7 +112,7 @@ def _check_grid(grid: Path) -> None:
     if grid.suffix.lower() != ".png":
         raise click.BadParameter(f"{grid} must end with .png", param_hint="--grid")
     if not grid.parent.is_dir():
-        raise click.BadParameter(f"the folder {grid.parent} of {grid} does not exist", param_hint="--grid")
+        raise click.BadParameter(f"the folder {grid.parent} does not exist; create it first", param_hint="--grid")
 
 
 def _verify(dest: str, names: tuple[str, ...]) -> dict[str, tuple[Damage, ...]]:
@@ -161,7 +163,7 @@ def _describe(name: str, manifest: Manifest) -> list[str]:
 
 
 def _undetected_damage(manifest: Manifest) -> str:
-    """Return a note on the damage that reading does not detect; empty text if it detects all."""
+    """Return a note on damage that reading does not detect, or an empty string if reading detects all damage."""
     if not manifest.checksum:
         return ": without checksums, only --verify detects damage"
     if manifest.format_version == 1:
@@ -195,7 +197,7 @@ def _print_damages(damages: dict[str, tuple[Damage, ...]], manifests: dict[str, 
             continue
         places = "1 place" if len(found) == 1 else f"{len(found):,} places"
         click.echo(
-            f"{name}: damaged in {places}. Restore these files, or pack again with --overwrite and the original "
+            f"{name}: damaged in {places}. Restore the files below, or pack again with --overwrite and the original "
             "options (--size, --holdout, …)."
         )
         for each in found:

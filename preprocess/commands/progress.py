@@ -1,4 +1,4 @@
-"""The progress of a long command: a bar with rate and time left on a terminal, and a periodic plain line elsewhere."""
+"""Progress display for long commands: on a terminal a bar with rate and time left, elsewhere periodic plain lines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LINE_EVERY_S = 10.0
 
 
 class ImageProgress(AbstractContextManager["ImageProgress"]):
-    """Progress of one or more tasks counted in images. A context manager; ``show`` may be called often."""
+    """A context manager that shows the progress of one or more tasks in images; ``show`` can be called often."""
 
     def __init__(self) -> None:
         self._stream = sys.stderr
@@ -52,7 +52,7 @@ class ImageProgress(AbstractContextManager["ImageProgress"]):
             self._bar.stop()
 
     def show(self, task: str, done: int, total: int) -> None:
-        """Show that ``task`` has done ``done`` of ``total`` images; the first call counts as its start."""
+        """Show that ``task`` has processed ``done`` of ``total`` images; its rate is measured from the first call."""
         now = time.monotonic()
         start_s, start_done = self._began.setdefault(task, (now, done))
         rate = (done - start_done) / (now - start_s) if now > start_s else 0.0

@@ -1,4 +1,4 @@
-"""Choices and commands of click whose errors suggest the nearest known word."""
+"""Click choices and commands whose error messages suggest the closest valid word."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ else:
 
 
 class SuggestingChoice(StringChoice):
-    """A choice among words; its error for an unknown word suggests the nearest one."""
+    """A click choice whose error message for an invalid value suggests the closest valid one."""
 
     def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
-        """Return click's own message followed by the suggestion."""
+        """Return click's message, followed by a suggestion if a valid value is similar."""
         message = super().get_invalid_choice_message(value, ctx).removesuffix(".")
         return f"{message}{did_you_mean(value, map(str, self.choices)) or '.'}"
 
 
 class SuggestingCommand(click.Command):
-    """A command whose error about an unknown option suggests the nearest one.
+    """A click command whose error message for an unknown option suggests the closest valid one.
 
-    A word is compared with an option's spellings and with the Python name of its value, which may be longer.
+    The unknown option is compared with each option's spellings and its Python parameter name, which may be longer.
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments, as click does."""
+        """Parse the arguments as click does, but suggest a similar option if one is unknown."""
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
