@@ -53,7 +53,9 @@ def test_a_second_process_is_kept_out_until_the_first_one_dies(tmp_path, packing
     if is_suspended:
         packing.send_signal(signal.SIGSTOP)
     before = files_of(tmp_path / "again")
-    with pytest.raises(ShardError, match=r"train/: another preprocess-imagenet is packing this split; stop one"):
+    with pytest.raises(
+        ShardError, match=r"train/: another preprocess-imagenet process is packing this split; stop one of"
+    ):
         pack(fake_source(9, seed=5), tmp_path / "again", overwrite=overwrite)
     assert files_of(tmp_path / "again") == before
     packing.kill()
@@ -76,7 +78,7 @@ def test_whoever_is_overtaken_in_a_store_without_locks_stops_and_notes_nothing(a
             return super().read(index)
 
     source = fake_source(14)
-    with pytest.raises(ShardError, match="another preprocess-imagenet is packing"):
+    with pytest.raises(ShardError, match="another preprocess-imagenet process is packing"):
         pack(Overtaken(source.images, source.labels), "memory://x", context=context)
     left = {key: location.read(key) for key in location.list_keys()}
     location = open_location("memory://y", context=context).child("train")

@@ -423,7 +423,7 @@ def test_every_ending_of_the_last_shard(tmp_path, num_images, broken):
 
 
 def test_failures_alone_make_no_split(tmp_path):
-    with pytest.raises(ShardError, match=r"none of the 3 images of 'train' could be packed, e\.g\. n1/0\.png: "):
+    with pytest.raises(ShardError, match=r"none of the 3 images of 'train' could be packed; .* failure is n1/0\.png: "):
         pack(fake_source(3, broken=frozenset({0, 1, 2})), tmp_path)
     assert not (tmp_path / "train/manifest.json").exists()
 
@@ -449,7 +449,7 @@ def test_on_error_fail_stops_at_the_first_bad_image(tmp_path, source):
 )
 def test_a_listed_image_that_cannot_be_read_stops_the_pack(tmp_path, error):
     source = fake_source(6, raising={5: error})
-    with pytest.raises(ShardError, match=r"n3/5\.png: .*; the source has changed or can't be reached: .*same command"):
+    with pytest.raises(ShardError, match=r"n3/5\.png: .*; the source has changed or can't be reached\. .*same command"):
         pack(source, tmp_path)
     assert pack(source.but(raising={}), tmp_path).num_resumed == 4
 
@@ -514,7 +514,7 @@ def test_a_read_that_hangs_ends_at_the_time_limit(tmp_path, monkeypatch):
 
 def test_a_full_disk_is_one_clear_error(tmp_path, source, monkeypatch):
     monkeypatch.setattr(ts.Transaction, "commit_async", lambda self: _Failed())
-    with pytest.raises(ShardError, match=r"pixels/c/0/0/0: can't be written: .*No space left.*to continue at shard 0"):
+    with pytest.raises(ShardError, match=r"pixels/c/0/0/0 can't be written: .*No space left.*to continue at shard 0"):
         pack(source, tmp_path, codec="blosc")
 
 
@@ -542,7 +542,7 @@ def test_a_disk_that_is_full_for_a_while_costs_nothing_that_was_written(
     calls = {name: call_or_fail(name) for name in ("open", "write", "fsync")}
     with monkeypatch.context() as patch:
         patch.setattr(shard_file, "os", SimpleNamespace(**vars(os) | calls))
-        match = rf"pixels/c/{shard}/0/0: can't be written: .*No space left.*to continue at shard {shard}"
+        match = rf"pixels/c/{shard}/0/0 can't be written: .*No space left.*to continue at shard {shard}"
         with pytest.raises(ShardError, match=match):
             pack(source, tmp_path / "again")
     assert list(files_of(tmp_path / "again/train/pixels")) == ["c/0/0/0"] * shard

@@ -118,7 +118,7 @@ def test_a_file_that_another_pack_took_over_is_not_published(tmp_path):
         ShardFile(tmp_path / "own", shard_images=2)
     next(tmp_path.iterdir()).unlink()
     other = ShardFile(tmp_path / "own", shard_images=2)
-    with pytest.raises(OSError, match="another pack writes to this folder"):
+    with pytest.raises(OSError, match="another process is packing into this folder"):
         shard.commit().result(timeout=30)
     other.add(drawn(1, 2, 2)[0], 0)
     other.commit().result(timeout=30)

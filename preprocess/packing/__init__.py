@@ -1,1 +1,1 @@
-"""Writing shards: the plan, the pipeline that decodes, the writer, and the journal that lets a pack continue."""
+"""Packing: the plan, the decoding pipeline, the shard writer, and the journal for resuming after an interruption."""

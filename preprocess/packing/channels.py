@@ -17,7 +17,7 @@ Triple = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class ChannelSums:
-    """Sums over pixels for R, G and B.
+    """Sums of pixel values and of their squares, for R, G and B.
 
     Attributes:
         num_pixels: number of pixels summed.
@@ -31,7 +31,7 @@ class ChannelSums:
 
     @classmethod
     def from_array(cls, num_pixels: int, sums: NDArray[np.int64]) -> ChannelSums:
-        """Create the sums over ``num_pixels`` pixels from ``sums``, int64 ``[2, 3]``, a row of `channel_sums`."""
+        """Create an instance for ``num_pixels`` pixels from ``sums``, int64 ``[2, 3]``, a row of `channel_sums`."""
         (r, g, b), (rr, gg, bb) = sums.tolist()
         return cls(num_pixels, (r, g, b), (rr, gg, bb))
 
@@ -41,12 +41,12 @@ class ChannelSums:
         )
 
     def mean(self) -> tuple[float, float, float]:
-        """Return the mean of each channel on the scale 0..1, correctly rounded; needs at least one pixel."""
+        """Return the correctly rounded mean of each channel, scaled to 0..1; requires at least one pixel."""
         r, g, b = (float(Fraction(total, 255 * self.num_pixels)) for total in self.total)
         return r, g, b
 
     def std(self) -> tuple[float, float, float]:
-        """Return the population standard deviation of each channel on the scale 0..1; needs at least one pixel."""
+        """Return the population standard deviation of each channel, scaled to 0..1; requires at least one pixel."""
         n = self.num_pixels
         pairs = zip(self.total, self.squares, strict=True)
         r, g, b = (math.sqrt(Fraction(n * square - total * total, (255 * n) ** 2)) for total, square in pairs)
@@ -54,10 +54,10 @@ class ChannelSums:
 
 
 def channel_sums(rgb: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Return the sums of each image of ``uint8 [n, H, W, 3]``: int64 ``[n, 2, 3]``, of values, then of their squares.
+    """Return each image's channel sums of values and of squares, int64 ``[n, 2, 3]``, for uint8 ``[n, H, W, 3]``.
 
-    H ≤ 66,051, so that the sum of a column of squares fits in 32 bits. Rows of the result may be added up to 10^14
-    pixels, well below overflow at 2^63.
+    H must be at most 66,051, so that the squares of a column add up to at most 32 bits. Rows of the result can be added
+    for up to 10^14 pixels, well below overflow at 2^63.
     """
     n, H, W, _ = rgb.shape
     rows = rgb.reshape(n, H, W * 3)

@@ -1,4 +1,4 @@
-"""The journal of an unfinished pack: one small record per finished shard, so that the pack can continue.
+"""The journal of an unfinished pack: one small record per finished shard, so that packing can resume.
 
 A record is written after its shard file and contains everything that the manifest needs from that shard, so nothing is
 read or decoded twice. The journal is deleted once the manifest is written.
@@ -34,7 +34,7 @@ class Failure:
         index: its position in the source's pack order.
         path: its name in the source.
         label: its class, 0-based.
-        reason: the reason, in one line.
+        reason: why it could not be packed, in one line.
     """
 
     index: int
@@ -43,7 +43,7 @@ class Failure:
     reason: str
 
     def to_json(self) -> str:
-        """Return one line of ``failures.jsonl``, without the newline."""
+        """Return the failure as a line of ``failures.jsonl``, without the newline."""
         # ASCII escapes, because a file name need not be UTF-8.
         return json.dumps(asdict(self))
 
@@ -71,13 +71,13 @@ def read_failures(location: Location) -> tuple[Failure, ...]:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """The record of a finished shard: its source images and its contents.
+    """The journal's record of a finished shard: the source images that it covers and its contents.
 
     Attributes:
         start: index of the first source image of the shard.
-        stop: one past the last; the next shard starts there.
+        stop: index one past the last source image; the next shard starts there.
         labels: uint16 ``[n]``, the classes of the images in the shard file; n is 0 if only failures were left.
-        failures: the images in ``start, stop`` that could not be packed.
+        failures: the source images from ``start`` to ``stop`` that could not be packed.
         sums: channel sums of the images in the shard file.
         digest: SHA-256 of the shard file's pixels as little-endian words, hexadecimal.
         checksums: uint32 ``[n]``, the CRC-32C of each image in the shard file; ``[0]`` if images have no checksums.
@@ -118,7 +118,7 @@ class ShardRecord:
         values: dict[str, Any] = dict(json.loads(text))
         is_first = format_version == 1 and not {"checksums", _RECORD_DIGEST} & values.keys()
         if not is_first and values.pop(_RECORD_DIGEST) != json_digest(values):
-            raise ValueError("the record was changed")
+            raise ValueError("the record was changed after it was written")
         num_checksums = len(values["labels"]) if has_checksums and not is_first else 0
         if len(values.get("checksums", ())) != num_checksums:
             raise ValueError(f"the record has {len(values['checksums'])} checksums, not {num_checksums}")
@@ -135,7 +135,7 @@ class ShardRecord:
 
 
 class Journal:
-    """The journal of one split."""
+    """The journal of a split that is being packed."""
 
     def __init__(self, location: Location, owner: Owner | None = None) -> None:
         """Open the journal of the split at ``location``.
@@ -163,21 +163,21 @@ class Journal:
             ) from error
 
     def begin(self, plan: dict[str, Any]) -> None:
-        """Write the plan; from now on the pack can be continued."""
+        """Write the plan; from then on, packing can resume after an interruption."""
         self._location.write(PLAN_KEY, json.dumps(plan).encode())
 
     def append(self, shard: int, record: ShardRecord) -> None:
-        """Record shard ``shard`` as finished; its file must have been written."""
+        """Record shard ``shard`` as finished; its file must already be written."""
         self.check_owner()
         self._location.write(_record_key(shard), record.to_json().encode())
 
     def check_owner(self) -> None:
-        """Check that this process still owns the split; raise ShardError if another process packs it."""
+        """Raise ShardError if another process has taken over the split."""
         if self._owner is not None:
             self._owner.check()
 
     def records(self, plan: Mapping[str, Any]) -> list[ShardRecord]:
-        """Return the records of shards 0, 1, 2, … up to the first shard that is unfinished or whose file is missing.
+        """Return the records of shards 0, 1, 2, …, ending before the first that is unfinished or whose file is missing.
 
         Args:
             plan: the plan of the pack.
@@ -206,8 +206,8 @@ class Journal:
         return records
 
     def delete(self) -> None:
-        """Remove the journal, if there is one."""
-        # The plan last: while it exists, the remaining files are recognised as part of a pack.
+        """Delete the journal if it exists."""
+        # Delete the plan last: while it exists, the remaining files are recognised as part of a pack.
         delete_split_files(self._location, split_files(self._location, _RECORDS))
         delete_split_files(self._location, [PLAN_KEY])
 

@@ -1,9 +1,9 @@
 """Exclusive ownership of a split while it is packed, so that two processes do not mix their shards.
 
 On a local file system, a file lock (`preprocess.file_lock`) excludes a second process. In any store, even one without
-locks, a record with the id of the packing process shows an earlier process that a later one took over, before the
-earlier one records or finishes anything more. (A shard file being written at that moment is still completed;
-`inspect-shards --verify` finds it.)
+locks, a record contains the id of the process that began packing last. An earlier process reads this record before it
+records or finishes anything, and so detects that a later process took over. (A shard file that is being written at that
+moment is still completed; `inspect-shards --verify` finds it.)
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LOCK_TRIES = 100
 
 
 class Owner:
-    """Exclusive permission to write the split at ``location``; a context manager."""
+    """A context manager that holds exclusive permission to write the split at ``location``."""
 
     def __init__(self, location: Location) -> None:
         self._location = location
@@ -59,7 +59,7 @@ class Owner:
             self._unlock()
 
     def check(self) -> None:
-        """Check that no other process took over.
+        """Check that no other process has taken over the split.
 
         Raises:
             ShardError: another process is packing this split.
@@ -68,7 +68,7 @@ class Owner:
             raise ShardError(self._busy())
 
     def _lock(self, path: Path) -> int | None:
-        """Lock the file at ``path``, created if necessary; return None if the operating system has no such locks."""
+        """Create the file at ``path`` if necessary, lock it and return its descriptor; None on Windows (no locks)."""
         if sys.platform == "win32":
             return None
         from preprocess.file_lock import FileLockedError, lock_file
@@ -95,6 +95,6 @@ class Owner:
 
     def _busy(self) -> str:
         return (
-            f"{self._location.display}: another preprocess-imagenet is packing this split; stop one, "
+            f"{self._location.display}: another preprocess-imagenet process is packing this split; stop one of them, "
             "then run this command again"
         )

@@ -1,4 +1,4 @@
-"""The packing of one split: plan, resume, write shards, finish.
+"""Packing of one split: plan, resume, write shards, finish.
 
 Shards are filled in source order with the images that can be decoded, so there are no gaps. Each shard is written whole
 and recorded in a journal. The bytes depend only on the plan, not on the number of workers or on interruptions. The
@@ -49,7 +49,7 @@ _CLEARING = {"clearing": True}
 
 @dataclass(frozen=True)
 class PackProgress:
-    """Progress in source images: ``done`` of ``total``, ``failed`` left out."""
+    """Progress in source images: ``done`` of ``total`` are processed, ``failed`` of them were left out."""
 
     done: int
     total: int
@@ -58,7 +58,7 @@ class PackProgress:
 
 @dataclass(frozen=True)
 class PackResult:
-    """A finished split.
+    """The result of packing a split.
 
     Attributes:
         manifest: the manifest of the split.
@@ -81,19 +81,19 @@ def pack_split(
     overwrite: bool = False,
     on_progress: Callable[[PackProgress], None] | None = None,
 ) -> PackResult:
-    """Pack ``source`` into the folder ``location``, continuing an interrupted pack of the same plan.
+    """Pack ``source`` into the folder ``location``, resuming interrupted packing if the plan is the same.
 
     Args:
         source: the images.
         location: the split's folder, e.g. ``open_location(dest).child("train")``.
         settings: how to pack.
-        overwrite: delete the existing pack and start over.
-        on_progress: called after each block of images on the calling thread.
+        overwrite: whether to delete the existing pack and start over.
+        on_progress: called on the calling thread after each block of images.
 
     Raises:
         ShardError: the folder contains something else or a pack with other settings, the store can't be written, no
-            image could be packed, or an image fails with ``on_error="fail"``. Finished shards are kept, and the next
-            call continues after them.
+            image could be packed, or an image can't be packed and ``on_error`` is ``"fail"``. Finished shards are kept,
+            and the next call continues after them.
         KeyboardInterrupt: re-raised once the shard being written is recorded; run again to continue.
     """
     if not overwrite and settings.shard_images is None:
@@ -169,13 +169,13 @@ def _with_existing_shard_images(location: Location, settings: PackSettings) -> P
 
 
 def _version_to_pack(location: Location) -> int:
-    """Return the format version to pack in: that of an existing unfinished pack, otherwise the newest."""
+    """Return the format version to write: the version of an existing unfinished pack, or the newest."""
     found = (Journal(location).plan() or {}).get("format_version")
     return 1 if found == 1 else FORMAT_VERSION
 
 
 def _complete(location: Location, plan: dict[str, Any]) -> Manifest | None:
-    """Return the manifest of a complete split with the same plan; None if the split is not complete."""
+    """Return the manifest if the split is complete, otherwise None; raise ShardError if its plan is a different one."""
     text = location.read(MANIFEST_KEY)
     if text is None or Journal(location).plan() == _CLEARING:
         return None
@@ -189,7 +189,7 @@ def _complete(location: Location, plan: dict[str, Any]) -> Manifest | None:
 
 
 def _check_ours(location: Location) -> None:
-    """Check that the folder is empty or contains a pack, so that only files of a pack are overwritten or deleted."""
+    """Raise ShardError if the folder contains files but no pack, so that no other files are overwritten or deleted."""
     plan = Journal(location).plan()
     if plan is not None and (plan == _CLEARING or is_plan(plan)):
         return
@@ -206,7 +206,7 @@ def _check_ours(location: Location) -> None:
 
 
 def _begin(location: Location, journal: Journal, plan: dict[str, Any], *, overwrite: bool) -> Manifest | None:
-    """Prepare the folder; return the manifest if the split is already complete."""
+    """Prepare the folder for packing; return the manifest if the split is already complete, otherwise None."""
     # Check again: another process may have changed the folder before this one became its owner.
     _check_ours(location)
     delete_lock_files(location)
@@ -226,7 +226,7 @@ def _begin(location: Location, journal: Journal, plan: dict[str, Any], *, overwr
 
 
 def _clear(location: Location, journal: Journal) -> None:
-    """Delete the pack and nothing else; after an interruption the next pack continues deleting."""
+    """Delete the pack but no other files; after an interruption, the next run continues the deletion."""
     journal.begin(_CLEARING)
     delete_split_files(location, [MANIFEST_KEY])
     delete_split_files(location, [key for key in split_files(location) if not key.startswith(JOURNAL)])
@@ -241,7 +241,7 @@ def _finish(
     settings: PackSettings,
     records: list[ShardRecord],
 ) -> Manifest:
-    """Write the arrays' metadata, labels, checksums, ``failures.jsonl``, and last the manifest; return the manifest.
+    """Write the metadata, the labels, the checksums, ``failures.jsonl`` and finally the manifest; return the manifest.
 
     Raises:
         ShardError: no image could be packed, or the store can't be written.
@@ -250,8 +250,8 @@ def _finish(
     failures = _failures(records)
     if not len(labels):
         raise ShardError(
-            f"none of the {len(source)} images of {source.name!r} could be packed, e.g. {printable(failures[0].path)}: "
-            f"{failures[0].reason}"
+            f"none of the {len(source)} images of {source.name!r} could be packed; correct the source. The first "
+            f"failure is {printable(failures[0].path)}: {failures[0].reason}"
         )
     checksums = None
     if settings.checksum and plan["format_version"] > 1:
@@ -275,7 +275,7 @@ def _finish(
 
 
 def _number_digests(labels: NDArray[np.uint16], checksums: NDArray[np.uint32] | None) -> dict[str, Any]:
-    """Return the manifest's digests of labels and checksums: of all labels, and of each shard file of either array."""
+    """Return the manifest's digests of all labels, of each shard file of labels and of each shard file of checksums."""
     parts = [slice(start, start + NUMBERS_PER_SHARD) for start in range(0, len(labels), NUMBERS_PER_SHARD)]
     return {
         "labels_digest": words_digest([labels]),
@@ -292,7 +292,7 @@ def _manifest_of(
     labels: NDArray[np.uint16],
     digests: dict[str, Any],
 ) -> Manifest:
-    """Return the manifest of a split with these ``labels``; ``digests`` contains the fields that depend on files."""
+    """Return the manifest of a split with the given ``labels``; ``digests`` contains the remaining digest fields."""
     sums = sum((record.sums for record in records), ChannelSums())
     return Manifest(
         format_version=plan["format_version"],
@@ -317,7 +317,7 @@ def _manifest_of(
 
 
 def _create_array(location: Location, name: str, metadata: dict[str, Any]) -> str:
-    """Write an array's metadata; return the SHA-256 of the file, hexadecimal."""
+    """Write an array's metadata and return the hexadecimal SHA-256 of the file."""
     create_array(location, name, metadata)
     return hashlib.sha256(location.read(f"{name}/{METADATA_KEY}") or b"").hexdigest()
 
@@ -325,7 +325,7 @@ def _create_array(location: Location, name: str, metadata: dict[str, Any]) -> st
 def _write_numbers(
     location: Location, name: str, metadata: dict[str, Any], numbers: NDArray[np.unsignedinteger]
 ) -> str:
-    """Write an array with one number per image; return the SHA-256 of its metadata file, hexadecimal."""
+    """Write an array with one number per image and return the hexadecimal SHA-256 of its metadata file."""
     digest = _create_array(location, name, metadata)
     array = write_array(location, name, metadata)
     for start in range(0, len(numbers), NUMBERS_PER_SHARD):
@@ -337,11 +337,12 @@ def _write_numbers(
                 )
         except TimeoutError as error:
             raise ShardError(
-                f"{location.display}{name}: not written within {SHARD_TIMEOUT_S:.0f} s; check the disk and run again"
+                f"{location.display}{name}: not written within {SHARD_TIMEOUT_S:.0f} s; check the disk, then run the "
+                "same command again"
             ) from error
         except (ValueError, OSError, RuntimeError) as error:
             raise ShardError(
-                f"{location.display}{name}: can't be written: {reason(error)}; check free space and permissions and "
+                f"{location.display}{name} can't be written: {reason(error)}; check free space and permissions, then "
                 "run the same command again"
             ) from error
     return digest

@@ -1,8 +1,8 @@
-"""Parallel reading and decoding of a source's images, with the results in the order of the source.
+"""Parallel reading and decoding of a source's images, with the results in source order.
 
 Memory use does not depend on the size of the data set. It is at most about 64 MB per worker for images of up to 4
-megapixels, a quarter of the machine's memory for all larger images together (but always one of them), 1 GiB for all
-large files together, and `_WINDOW_BYTES` for waiting crops. Knows nothing of shards.
+megapixels, a quarter of the machine's memory for all larger images together (but at least one of them at a time), 1 GiB
+for all large files together, and `_WINDOW_BYTES` for decoded crops that are not yet used. Knows nothing of shards.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _JOIN_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class PackedImage:
-    """An image ready for a shard.
+    """A decoded image, ready to be written to a shard.
 
     Attributes:
         index: its position in the source's pack order.
@@ -63,16 +63,16 @@ Outcome = PackedImage | Failure
 def decode_in_order(
     source: SourceSplit, rule: ResizeRule, *, start: int, num_workers: int, layout: Layout = "packed"
 ) -> Generator[list[Outcome]]:
-    """Decode the images of ``source`` from ``start`` on with ``num_workers`` threads.
+    """Decode the images of ``source`` with ``num_workers`` threads, beginning at index ``start``.
 
     Yields blocks of outcomes in source order. The outcomes depend only on the source and the rule. Closing the
     generator stops the threads.
 
     Raises:
         ShardError: a listed image can no longer be read, or no result arrived within `IMAGE_TIMEOUT_S`.
-        Exception: any other exception of a worker, with its own traceback.
+        Exception: any other exception of a worker, with its original traceback.
     """
-    # A task costs about 50 µs of interpreter time, a third of the time of a 32 px image: small images go in blocks.
+    # A task costs about 50 µs of interpreter time, a third of the time for a 32 px image: a task is a block of images.
     block = max(1, min(_MAX_BLOCK_IMAGES, _BLOCK_PIXELS // rule.size**2))
     blocks = iter(range(start, len(source), block))
     tasks: queue.SimpleQueue[tuple[Future[list[Outcome]], int] | None] = queue.SimpleQueue()
@@ -109,7 +109,7 @@ def decode_in_order(
 
 @dataclass(frozen=True)
 class _Decoder:
-    """The state shared by the workers: the source, the rule, and the memory budgets for large images."""
+    """The state that the workers share: the source, the rule, the layout, and the memory budgets for large images."""
 
     source: SourceSplit
     rule: ResizeRule
@@ -139,7 +139,7 @@ class _Decoder:
                 return self._read_and_decode(image, index)
         except MemoryWaitError as error:
             raise ShardError(
-                f"{printable(image.name)}: {error}; check the disk or the network, or use fewer --workers, and run "
+                f"{printable(image.name)}: {error}. Check the disk or the network, or use fewer --workers; then run "
                 "the same command again to continue"
             ) from error
         except MemoryError as error:
@@ -152,7 +152,7 @@ class _Decoder:
             # The file existed when the source was listed. If a disk that disappeared were recorded as failures, the
             # split would be "complete" with almost no images.
             raise ShardError(
-                f"{printable(image.name)}: {_cause(error)}; the source has changed or can't be reached: restore it and "
+                f"{printable(image.name)}: {_cause(error)}; the source has changed or can't be reached. Restore it and "
                 "run the same command again, or remove this image and pack with --overwrite"
             ) from error
         except ValueError as error:
@@ -164,7 +164,7 @@ class _Decoder:
 
 
 def _cause(error: Exception) -> str:
-    """Return the error's text in one line, without the path that the system appends."""
+    """Return the error message on one line, without the path that an OSError appends."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return " ".join(text.split()) or type(error).__name__
 
@@ -177,7 +177,7 @@ def _wait(future: Future[list[Outcome]], source: SourceSplit, first: int) -> lis
             raise
         raise ShardError(
             f"{printable(source.image(first).name)}: not read and decoded within {IMAGE_TIMEOUT_S:.0f} s; "
-            "check the disk or the network and run the same command again to continue"
+            "check the disk or the network, then run the same command again to continue"
         ) from error
 
 

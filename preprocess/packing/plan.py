@@ -30,16 +30,16 @@ _MAX_SHARD_BYTES = 4 << 30
 
 @dataclass(frozen=True)
 class PackSettings:
-    """How to pack. Validates itself.
+    """The settings for packing a split, validated on creation.
 
     Attributes:
         rule: how images are resized and cropped.
         shard_images: images per shard file, ≥ 1; None selects the largest power of two that fits in 64 MiB, at most
             16,384.
-        codec: ``raw`` reads fastest, ``blosc`` takes about a quarter less space.
-        checksum: whether each image has a CRC-32C, so that a flipped bit is an error.
+        codec: ``raw`` is fastest to read, ``blosc`` takes about a quarter less space.
+        checksum: whether to store a CRC-32C of each image, so that a flipped bit is an error.
         num_workers: decoding threads, ≥ 1.
-        layout: ``packed``, one word per pixel, or ``dense``, a quarter smaller; needs a size that is a multiple of 4.
+        layout: ``packed``, one word per pixel, or ``dense``, a quarter smaller; the size must be a multiple of 4.
         on_error: ``skip`` records an image that can't be packed in ``failures.jsonl``, ``fail`` stops at it.
     """
 
@@ -73,12 +73,12 @@ class PackSettings:
 
     @property
     def image_bytes(self) -> int:
-        """Size of one image's words in bytes."""
+        """Size of one image's pixels in bytes, without codec and checksum."""
         return 4 * self.rule.size * words_of_row(self.rule.size, self.layout)
 
     @property
     def resolved_shard_images(self) -> int:
-        """Images per shard file, with the default resolved."""
+        """Number of images per shard file: ``shard_images``, or its default if that is None."""
         if self.shard_images is not None:
             return self.shard_images
         fitting = max(1, _SHARD_BYTES // self.image_bytes)
@@ -86,7 +86,7 @@ class PackSettings:
 
 
 def make_plan(source: SourceSplit, settings: PackSettings) -> dict[str, Any]:
-    """Return everything that determines the bytes of the split, as JSON values.
+    """Return the plan, which contains everything that determines the bytes of the split, as JSON values.
 
     Raises:
         ShardError: the split is empty or has more classes than a label can represent.
@@ -114,12 +114,12 @@ def make_plan(source: SourceSplit, settings: PackSettings) -> dict[str, Any]:
 
 
 def is_plan(values: dict[str, Any]) -> bool:
-    """Return whether ``values`` is a plan of any version."""
+    """Return whether ``values`` is a plan, of any format version."""
     return values.keys() >= {"format_version", "num_candidates", "source_digest"}
 
 
 def plan_of(manifest: Manifest) -> dict[str, Any]:
-    """Return the plan of a finished split."""
+    """Return the plan with which a finished split was packed."""
     return {
         "format_version": manifest.format_version,
         "num_candidates": manifest.num_images + manifest.num_failures,
@@ -135,7 +135,7 @@ def plan_of(manifest: Manifest) -> dict[str, Any]:
 
 
 def check_same_plan(found: dict[str, Any], wanted: dict[str, Any], where: str) -> None:
-    """Check that the pack at ``where`` was made, or begun, with the plan that is requested now.
+    """Check that the pack at ``where``, which may be unfinished, has the plan that is requested now.
 
     Raises:
         ShardError: the plans differ; the message lists each setting that differs.
@@ -149,7 +149,7 @@ def check_same_plan(found: dict[str, Any], wanted: dict[str, Any], where: str) -
     ]
     if differences:
         raise ShardError(
-            f"{where} was packed with another source or other settings: {'; '.join(differences)}. "
+            f"{where} was packed with a different source or different settings: {'; '.join(differences)}. "
             "Use the same source and settings, another DEST, or --overwrite to pack it again"
         )
 

@@ -1,8 +1,8 @@
-"""Writer of one local shard file of raw images, image by image.
+"""Writer of a local shard file of raw images, one image at a time.
 
-The bytes are the same as TensorStore's, in a fifth of the time: TensorStore encodes, copies and collects a shard in
-memory before it writes. The file has a temporary name until it is complete and synced. Knows the byte order of a shard
-(Zarr version 3, codec `sharding_indexed`), not its meaning.
+The file is byte-identical to TensorStore's but takes a fifth of the time, because TensorStore encodes, copies and
+collects a shard in memory before it writes. The file has a temporary name until it is complete and synced. Knows the
+byte layout of a shard (Zarr version 3, codec `sharding_indexed`), not its meaning.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ShardFile:
         self._file = os.open(self._unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def add(self, image: NDArray[np.uint32], checksum: int | None) -> None:
-        """Append an image, contiguous little-endian uint32 ``[H, W]`` of constant size, and its CRC-32C if any.
+        """Append an image, contiguous little-endian uint32 ``[H, W]``, the same size each time, and its CRC-32C if any.
 
         Raises:
             OSError: the disk is full or fails.
@@ -52,7 +52,7 @@ class ShardFile:
         self._num_images += 1
 
     def commit(self) -> Future[None]:
-        """Sync the file and rename it to its final name on another thread; the future carries any OSError."""
+        """Sync the file and give it its final name in another thread; the returned future raises any OSError."""
         finished: Future[None] = Future()
 
         def finish() -> None:
@@ -68,7 +68,7 @@ class ShardFile:
         return finished
 
     def discard(self) -> None:
-        """Delete an uncommitted file; may be called again."""
+        """Delete the file unless it was committed; can be called again."""
         if self._is_done:
             return
         self._is_done = True
@@ -83,7 +83,7 @@ class ShardFile:
             self._write(shard_index(self._num_images, self._shard_images, self._size_bytes // self._num_images))
             os.fsync(self._file)
             if not self._is_own():
-                raise FileExistsError("another pack writes to this folder")
+                raise FileExistsError("another process is packing into this folder")
             self._unfinished.replace(self._path)
         except BaseException:
             self.discard()

@@ -1,4 +1,4 @@
-"""Writer of the shards of a split, one after the other, each written whole and recorded in the journal.
+"""Writer of a split's shards, one after another; each is written as a whole and recorded in the journal.
 
 A raw shard in a local folder is written image by image (`preprocess.packing.shard_file`); any other shard is filled in
 memory and written by TensorStore.
@@ -30,7 +30,7 @@ SHARD_TIMEOUT_S = 1800.0
 
 
 class _StoredShard:
-    """A shard in any store and encoding, filled in memory and then written at once by TensorStore."""
+    """A shard for any store and codec, filled in memory and then written by TensorStore in one operation."""
 
     def __init__(self, array: ts.TensorStore, first: int, words: NDArray[np.uint32]) -> None:
         self._array, self._first, self._words = array, first, words
@@ -48,11 +48,11 @@ class _StoredShard:
         return transaction.commit_async()
 
     def discard(self) -> None:
-        """Do nothing: no file exists before `commit`."""
+        """Do nothing, because no file exists before `commit`."""
 
 
 class ShardWriter:
-    """A writer that fills one shard while the previous one is written, and records each in the journal once on disk."""
+    """A writer that fills one shard while the previous one is written, and records written ones in the journal."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class ShardWriter:
             self._submit(image.index + 1)
 
     def add_failure(self, failure: Failure) -> None:
-        """Record an image that is left out."""
+        """Record an image that could not be packed."""
         self._failures.append(failure)
 
     def finish(self, stop: int) -> None:
@@ -116,7 +116,7 @@ class ShardWriter:
 
     @property
     def _number(self) -> int:
-        """The number of the current shard."""
+        """Number of the shard that is being filled, 0-based."""
         return len(self.records) + (self._writing is not None)
 
     def _begin_shard(self) -> ShardFile | _StoredShard:
@@ -156,7 +156,7 @@ class ShardWriter:
         self._clear()
 
     def _finish_write(self) -> None:
-        """Wait for the shard being written and record it."""
+        """Wait until the shard that is being written is on disk, then record it in the journal."""
         if self._writing is None:
             return
         commit, record = self._writing
@@ -175,23 +175,23 @@ class ShardWriter:
 
     @contextmanager
     def _naming_shard(self, shard: int) -> Iterator[None]:
-        """Turn write errors into a ShardError that names the shard's file."""
+        """Convert write errors into a ShardError that names the shard file."""
         name = f"{self._location.display}{PIXELS}/{shard_key(shard, 3)}"
         try:
             yield
         except TimeoutError as error:
             raise ShardError(
-                f"{name}: not written within {SHARD_TIMEOUT_S:.0f} s; check the disk and run again"
+                f"{name}: not written within {SHARD_TIMEOUT_S:.0f} s; check the disk, then run the same command again"
             ) from error
         except (ValueError, OSError, RuntimeError) as error:
             raise ShardError(
-                f"{name}: can't be written: {reason(error)}; check free space and permissions and run the same command "
-                f"again to continue at shard {shard}"
+                f"{name} can't be written: {reason(error)}; check free space and permissions, then run the same "
+                f"command again to continue at shard {shard}"
             ) from error
 
 
 def metadata_for(num_images: int, settings: PackSettings) -> dict[str, Any]:
-    """Return the Zarr metadata of the pixels of ``num_images`` images."""
+    """Return the Zarr metadata of the pixel array for ``num_images`` images."""
     size = settings.rule.size
     return pixels_metadata(
         num_images,
