@@ -310,7 +310,7 @@ def test_an_unknown_split_lists_those_there_are(data):
 
 
 def test_an_empty_folder_says_how_to_pack(tmp_path):
-    with pytest.raises(ShardError, match=r"/nothing does not exist; pack it with `preprocess-imagenet SOURCE DEST`"):
+    with pytest.raises(ShardError, match=r"/nothing does not exist; create it with `preprocess-imagenet SOURCE DEST`"):
         open_split(str(tmp_path / "nothing"), "train")
     with pytest.raises(ShardError, match=r"/ contains no pack; make one with `preprocess-imagenet SOURCE DEST`"):
         open_split(str(tmp_path), "train")
@@ -318,7 +318,7 @@ def test_an_empty_folder_says_how_to_pack(tmp_path):
 
 
 def test_naming_the_split_instead_of_its_folder_is_explained(data):
-    with pytest.raises(ShardError, match="/train/ is a split itself; give the folder that contains it"):
+    with pytest.raises(ShardError, match="/train/ is itself a split; give the folder that contains it"):
         open_split(str(data / "train"), "train")
 
 

@@ -56,7 +56,7 @@ def test_every_damage_is_named_not_just_the_first(data):
         "pixels/c/9/stray: the file does not belong to the split",
         "failures.jsonl: the file is not the one that was written",
     ]
-    assert found[2] == "pixels/c/0/0/0: images 1, 3: the checksum does not match, the bytes have changed"
+    assert found[2] == "pixels/c/0/0/0: images 1, 3: the checksum does not match because the bytes have changed"
     assert found[3] == "pixels/c/1/0/0: images 4–7: the shard file, or the image in it, is missing"
     assert found[4].startswith("pixels/c/2/0/0: images 8–10: ")
     assert len(found) == 5
@@ -96,7 +96,7 @@ def test_a_truncated_shard_file_is_one_line(tmp_path, keep, num_images):
     shard.write_bytes(shard.read_bytes()[:keep])
     count = min(num_images, 8)
     num_bytes = count * (64 + 4) + 8 * 16 + 4
-    words = f"the shard file is truncated, it has {keep} of {num_bytes} bytes"
+    words = f"the shard file is truncated to {keep} of {num_bytes} bytes"
     assert damages(tmp_path) == [f"pixels/c/0/0/0: images 0–{count - 1}: {words}"]
 
 
@@ -107,13 +107,13 @@ def test_what_a_pack_killed_at_its_end_leaves_is_explained(data):
     assert [each.split(";")[1] for each in damages(data)] == [
         " run the same preprocess-imagenet command again to remove it"
     ]
-    assert damages(data)[0].startswith("journal/: left by a pack")
+    assert damages(data)[0].startswith("journal/: left by a preprocess-imagenet command")
 
 
 def test_without_checksums_a_used_low_byte_is_noticed(tmp_path):
     pack(fake_source(5), tmp_path, checksum=False)
     edit(tmp_path / "train/pixels/c/0/0/0", 2 * 64)
-    assert damages(tmp_path) == ["pixels/c/0/0/0: image 2: pixels with a low byte that is not 0"]
+    assert damages(tmp_path) == ["pixels/c/0/0/0: image 2: pixels whose low byte is not 0"]
 
 
 def test_labels_are_checked_against_classes_and_counts(data):
@@ -127,7 +127,7 @@ def test_labels_are_checked_against_classes_and_counts(data):
 
 def test_a_damaged_label_file_is_named(data):
     edit(data / "train/labels/c/0", 0)
-    assert damages(data) == ["labels/c/0: the checksum does not match, the bytes have changed"]
+    assert damages(data) == ["labels/c/0: the checksum does not match because the bytes have changed"]
 
 
 @pytest.mark.parametrize(

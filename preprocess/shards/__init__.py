@@ -1,1 +1,1 @@
-"""The packed format: its files, and how they are read and verified."""
+"""The shard format: its files, and the code that reads and verifies them."""

@@ -53,9 +53,9 @@ _CHECKSUM = {"name": "crc32c"}
 def pixels_metadata(
     num_images: int, height: int, row_words: int, *, shard_images: int, codec: Codec, checksum: bool
 ) -> dict[str, Any]:
-    """Return the Zarr metadata of the pixels, ``uint32 [num_images, height, row_words]``.
+    """Return the Zarr metadata of the pixel array, ``uint32 [num_images, height, row_words]``.
 
-    A shard file contains ``shard_images`` images, an inner chunk one.
+    A shard file contains ``shard_images`` images; an inner chunk contains one.
     """
     codecs: list[dict[str, Any]] = [_LITTLE_ENDIAN]
     if codec == "blosc":
@@ -73,17 +73,17 @@ def pixels_metadata(
 
 
 def labels_metadata(num_images: int) -> dict[str, Any]:
-    """Return the Zarr metadata of the labels, ``uint16 [num_images]``."""
+    """Return the Zarr metadata of the label array, ``uint16 [num_images]``."""
     return _numbers_metadata(num_images, dtype="uint16", fill_value=MISSING_LABEL)
 
 
 def checksums_metadata(num_images: int) -> dict[str, Any]:
-    """Return the Zarr metadata of the images' checksums, ``uint32 [num_images]``."""
+    """Return the Zarr metadata of the array of image checksums, ``uint32 [num_images]``."""
     return _numbers_metadata(num_images, dtype="uint32", fill_value=0)
 
 
 def _numbers_metadata(num_images: int, *, dtype: str, fill_value: int) -> dict[str, Any]:
-    """Return the metadata of an array with one number per image, always with a checksum: 4 bytes in 2 or 4 KiB."""
+    """Return the metadata of an array with one number per image and a 4-byte checksum per chunk of 2 or 4 KiB."""
     return _metadata(
         [num_images],
         dtype=dtype,
@@ -103,12 +103,12 @@ def create_array(location: Location, name: str, metadata: dict[str, Any]) -> ts.
 
 
 def write_array(location: Location, name: str, metadata: dict[str, Any]) -> ts.TensorStore:
-    """Open the array ``name`` for writing chunks, assuming that its metadata exists; nothing is written yet."""
+    """Open the array ``name`` for writing chunks, without reading or writing its metadata."""
     return _open(location, name, {"metadata": metadata}, ts.OpenMode(open=True, assume_metadata=True))
 
 
 def read_array(location: Location, name: str, metadata: dict[str, Any] | None = None) -> ts.TensorStore:
-    """Open the array ``name`` for reading; a missing chunk is an error, never a fill value.
+    """Open the array ``name`` for reading; reading a missing chunk raises an error instead of returning a fill value.
 
     Args:
         location: the split's folder.
@@ -129,7 +129,7 @@ def read_array(location: Location, name: str, metadata: dict[str, Any] | None = 
 
 
 def _check_metadata(location: Location, name: str) -> None:
-    """Raise ShardError if the metadata is not plain JSON: deep nesting crashes TensorStore's parser (SIGSEGV)."""
+    """Raise ShardError unless the metadata is a small JSON object, as deep nesting crashes TensorStore (SIGSEGV)."""
     key = f"{name}/{METADATA_KEY}"
     text = location.read(key)
     try:
@@ -144,7 +144,7 @@ def _check_metadata(location: Location, name: str) -> None:
 
 
 def words_digest(parts: Iterable[NDArray[np.unsignedinteger]]) -> str:
-    """Return the SHA-256 of the concatenated numbers in ``parts``, each little-endian; hexadecimal."""
+    """Return the hexadecimal SHA-256 of the numbers in ``parts``, concatenated as little-endian numbers."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(np.ascontiguousarray(part, part.dtype.newbyteorder("<")).data)
@@ -152,7 +152,7 @@ def words_digest(parts: Iterable[NDArray[np.unsignedinteger]]) -> str:
 
 
 def shard_key(shard: int, rank: int) -> str:
-    """Return the key of a shard file below its array's folder, e.g. ``c/7/0/0`` for rank 3."""
+    """Return the key of a shard file relative to its array's folder, e.g. ``c/7/0/0`` for rank 3."""
     return "/".join(["c", str(shard), *["0"] * (rank - 1)])
 
 
@@ -160,20 +160,20 @@ def describe_truncation(found_bytes: int, expected_bytes: int) -> str | None:
     """Return a message if a shard file is shorter than expected, otherwise None."""
     if found_bytes >= expected_bytes:
         return None
-    return f"the shard file is truncated, it has {found_bytes:,} of {expected_bytes:,} bytes"
+    return f"the shard file is truncated to {found_bytes:,} of {expected_bytes:,} bytes"
 
 
 def damage(error: BaseException) -> str:
-    """Return why a chunk can't be read, in plain words if the cause is a common one."""
+    """Return the reason why a chunk can't be read, in plain language for common reasons."""
     text = reason(error)
     if "is missing" in text:
         return "the shard file, or the image in it, is missing"
     if "Digest mismatch" in text:
-        return "the checksum does not match, the bytes have changed"
+        return "the checksum does not match because the bytes have changed"
     if "Existing shard has size" in text or "is not valid for value of size" in text:
         return "the shard file is truncated"
     if isinstance(error, TimeoutError):
-        return "no answer from the store"
+        return "no response from the store"
     # Without the image's position in the shard, so that the same damage to many images is reported once.
     return _SHARD_ENTRY.sub("", text)
 

@@ -1,8 +1,8 @@
 """CRC-32C (Castagnoli), the checksum of the shard format.
 
-Computed by google-crc32c, which takes 0.2 µs for 4 KiB. Without it, as on a machine on which nothing can be installed,
-NumPy is used, about a hundred times slower: it computes the sums of many pieces at once and combines them (Gopal et
-al., 2011, "Fast CRC computation for iSCSI polynomial using CRC32 instruction").
+Computed by google-crc32c, which takes 0.2 µs for 4 KiB. Where it is not installed, NumPy is used, which is about a
+hundred times slower: it computes the sums of many pieces at once and combines them (Gopal et al., 2011, "Fast CRC
+computation for iSCSI polynomial using CRC32 instruction").
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _ONES = 0xFFFFFFFF
 _LOG_PIECE_BYTES = 6
 
 type _Operator = NDArray[np.uint32]
-"""uint32 ``[4, 256]``: the effect of a number of zero bytes on a sum, one table for each byte of the sum."""
+"""uint32 ``[4, 256]``: the effect on a sum of appending zero bytes, one table for each byte of the sum."""
 
 
 def crc32c(data: NDArray[Any] | bytes) -> int:
-    """Return the CRC-32C of a contiguous array, or of bytes."""
+    """Return the CRC-32C of a contiguous array or of bytes."""
     if google_crc32c is not None:
         return int(google_crc32c.value(data))
     return _by_pieces(np.frombuffer(data, np.uint8))
@@ -62,7 +62,7 @@ def _one_by_one(data: NDArray[np.uint8]) -> int:
 
 @lru_cache
 def _zero_bytes(log_count: int) -> _Operator:
-    """Return the effect of 2**log_count zero bytes on a sum."""
+    """Return the tables of the effect on a sum of appending ``2**log_count`` zero bytes."""
     if log_count:
         half = _zero_bytes(log_count - 1)
         return _apply(half, half)

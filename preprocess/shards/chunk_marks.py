@@ -1,4 +1,4 @@
-"""The chunks of a shard file that were compared with their checksums: one bit each, as 1e8 images have many chunks."""
+"""A record of the chunks of a shard file whose checksums were verified, one bit each to save memory with 1e8 images."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from numpy.typing import NDArray
 
 
 class ChunkMarks:
-    """A set of chunk numbers of one file, for any number of threads.
+    """A set of chunk numbers of one file, usable from any number of threads.
 
-    If two threads mark neighbouring chunks at once, one mark may be lost; that chunk is then checked again.
+    If two threads mark neighbouring chunks at the same time, one mark may be lost; that chunk is then checked again.
 
     Args:
         num_chunks: number of chunks of the file, numbered 0 to ``num_chunks - 1``.
@@ -22,11 +22,11 @@ class ChunkMarks:
         return bool(self._bits[slot >> 3] >> (slot & 7) & 1)
 
     def add(self, slot: int) -> None:
-        """Mark a chunk."""
+        """Mark chunk ``slot``."""
         self._bits[slot >> 3] |= 1 << (slot & 7)
 
     def missing(self, slots: NDArray[np.int64]) -> NDArray[np.intp]:
-        """Return the positions in ``slots`` of chunks that are not marked."""
+        """Return the positions in ``slots`` of the chunks that are not marked."""
         return np.flatnonzero(self._bits[slots >> 3] >> (slots & 7).astype(np.uint8) & 1 == 0)
 
     def slots(self) -> list[int]:

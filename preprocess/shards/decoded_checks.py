@@ -1,6 +1,6 @@
-"""Comparison of decoded images with their checksums, once each as long as the local shard file is unchanged.
+"""Verification of decoded images against their checksums, once per image unless its local shard file changes.
 
-Owns the record of compared images. Knows nothing of how images are read or how a mismatch is reported.
+Owns the record of verified images. Knows nothing of how images are read or how a mismatch is reported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ type Identities = dict[int, FileIdentity | None]
 
 
 class DecodedChecks:
-    """The images of a split whose checksums were verified; for any number of threads.
+    """A record of the images of a split whose checksums were verified, usable from any number of threads.
 
     Args:
         split: the folder of the split.
@@ -33,7 +33,7 @@ class DecodedChecks:
         self._checked: dict[int, tuple[FileIdentity, ChunkMarks]] = {}
 
     def identify(self, shards: NDArray[np.int64]) -> Identities:
-        """Return the identities of the files of ``shards``, int64 ``[s]``. Call it before reading images from them.
+        """Return the file identities of the shards numbered ``shards``, int64 ``[s]``; call this before reading them.
 
         Raises:
             ShardError: a path leads to something other than a file, or to a file larger than any shard.
@@ -43,7 +43,7 @@ class DecodedChecks:
             for shard in shards.tolist()
         }
 
-    def find_other(
+    def find_mismatch(
         self,
         indices: NDArray[np.int64],
         pixels: NDArray[np.uint32],
@@ -51,14 +51,14 @@ class DecodedChecks:
         expected: NDArray[np.uint32],
         before: Identities,
     ) -> int | None:
-        """Compare images that were just read with their checksums.
+        """Compare images that were just read with their checksums, and return the first mismatch.
 
         Args:
             indices: int64 ``[b]``, the indices of the images.
             pixels: uint32 ``[n, H, row_words]``, the buffer that they were read into.
             rows: integer ``[b]``, the row of each image in ``pixels``.
             expected: uint32 ``[b]``, their CRC-32C.
-            before: the result of `identify` for their shards from before the read.
+            before: the result of `identify` for their shards, obtained before the read.
 
         Returns:
             The index of the first image found that does not match, or None if all match.
@@ -80,7 +80,7 @@ class DecodedChecks:
         return None
 
     def _marks(self, shard: int, before: FileIdentity | None) -> ChunkMarks | None:
-        """Return the marks of a file; None if the file changed while it was read, or if that is unknown."""
+        """Return the marks of a shard file; None if it changed while it was read, or if this can't be determined."""
         if before is None or self.identify(np.array([shard]))[shard] != before:
             return None
         identity, marks = self._checked.get(shard, (None, None))

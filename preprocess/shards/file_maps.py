@@ -39,7 +39,7 @@ _HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p
 
 
 class _SigAction(ctypes.Structure):
-    """`struct sigaction` of glibc and musl on 64 bits."""
+    """`struct sigaction` of glibc and musl on 64-bit systems."""
 
     _fields_ = (
         ("handler", ctypes.c_void_p),
@@ -51,7 +51,7 @@ class _SigAction(ctypes.Structure):
 
 @dataclass(slots=True)
 class _Region:
-    """Mapped memory, and whether it was replaced by zeros."""
+    """A region of mapped memory, and whether it was replaced by zeros."""
 
     address: int
     size_bytes: int
@@ -60,7 +60,7 @@ class _Region:
 
 @dataclass(frozen=True, slots=True)
 class FileMap:
-    """A mapped file.
+    """A read-only memory map of a file.
 
     Attributes:
         array: uint8 ``[n]``, read-only; the file stays mapped as long as this array or a view of it exists.
@@ -71,7 +71,7 @@ class FileMap:
 
     @property
     def is_torn(self) -> bool:
-        """Whether the file was truncated, or a page of it could not be read.
+        """Whether the file was truncated or one of its pages could not be read.
 
         If so, anything copied from `array` before this check may be zeros.
         """
@@ -79,7 +79,7 @@ class FileMap:
 
 
 def map_file(file: int, size_bytes: int) -> FileMap:
-    """Map the first ``size_bytes`` ≥ 1 of an open file.
+    """Map the first ``size_bytes`` bytes, at least 1, of an open file.
 
     Raises:
         OSError: the file can't be mapped.
@@ -111,7 +111,7 @@ def _map(address: int | None, size_bytes: int, flags: int, file: int) -> int:
 
 
 class _Guard:
-    """A handler of SIGBUS in the memory regions that it knows; any other fault goes to the previous handler.
+    """A SIGBUS handler for registered memory regions; any other fault is passed to the previous handler.
 
     Attributes:
         regions: the regions mapped by `map_file`, by address. Changed without a lock, which the faulting thread might
@@ -128,7 +128,7 @@ class _Guard:
         self._before = _SigAction()
         own = _SigAction(handler=ctypes.cast(self._handler, ctypes.c_void_p), flags=_SA_SIGINFO)
         if _LIBC.sigaction(signal.SIGBUS, ctypes.byref(own), ctypes.byref(self._before)):
-            raise OSError(ctypes.get_errno(), "SIGBUS can't be handled")
+            raise OSError(ctypes.get_errno(), "can't install a handler of SIGBUS")
 
     def _handle(self, number: int, info: int, _context: int) -> None:
         is_fault = ctypes.c_int.from_address(info + _CODE_AT).value > 0
@@ -171,7 +171,7 @@ class _Guard:
 
 @lru_cache(maxsize=1)
 def _guard() -> _Guard | None:
-    """Return the guard of this process, installed by the first call; None on unsupported systems.
+    """Return this process's SIGBUS handler, installing it on the first call; None on unsupported systems.
 
     There is one per process, because signal handlers and memory maps belong to the whole process.
     """
@@ -181,9 +181,10 @@ def _guard() -> _Guard | None:
 
 
 class WatchedFolder:
-    """A count of the files below a folder that were torn while TensorStore had them mapped, in the object's lifetime.
+    """A counter of files below a folder that become torn while TensorStore has them mapped, as long as it exists.
 
-    TensorStore maps a file briefly, in its own threads; data that it returns from a torn file may be zeros.
+    A file is torn if it is truncated or a page of it can't be read. TensorStore maps a file briefly, in its own
+    threads; data that it returns from a torn file may be zeros.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -194,7 +195,7 @@ class WatchedFolder:
 
     @property
     def num_torn(self) -> int:
-        """Number of files of the folder torn so far."""
+        """Number of torn files in the folder so far."""
         return 0 if self._guard is None else self._guard.num_torn.get(self._folder, 0)
 
 

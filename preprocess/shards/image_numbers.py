@@ -1,4 +1,4 @@
-"""The labels or checksums of a split, one number per image, read by shard file and compared with the file's digest.
+"""Reading of a split's labels or checksums, one number per image, with each shard file compared with its digest.
 
 The numbers stay in memory, 2 bytes per image for labels and 4 for checksums. For very large local splits the files are
 mapped instead.
@@ -43,7 +43,7 @@ class _MappedPart:
 
 
 class ImageNumbers:
-    """One number per image; for any number of threads.
+    """An array of one number per image, readable from any number of threads.
 
     Args:
         location: the split's folder.
@@ -88,7 +88,7 @@ class ImageNumbers:
 
         Args:
             indices: int64 ``[b]``, 0 ≤ index < N, in any order.
-            deadline: when to stop waiting for the store, on the monotonic clock.
+            deadline: time on the monotonic clock at which to stop waiting for the store.
 
         Raises:
             ShardError: a shard file is missing, damaged, not the one that was packed, or not read in time.
@@ -103,10 +103,10 @@ class ImageNumbers:
             found[rows] = self._take(part, places[rows], deadline)
         return found
 
-    def look(self) -> None:
-        """Check every mapped file once more; raise ChangedFileError if one was written to."""
+    def check_files(self) -> None:
+        """Check every mapped file again; raise ChangedFileError if one was written to."""
         if self._mapped is not None:
-            self._mapped.look()
+            self._mapped.check_files()
 
     def _take(self, part: int, places: NDArray[np.int64], deadline: float) -> NDArray[Any]:
         if (held := self._held.get(part)) is not None:
@@ -116,7 +116,7 @@ class ImageNumbers:
         return self._hold(part, deadline)[places]
 
     def _mapped_part(self, part: int) -> _MappedPart | None:
-        """Return a part from its mapped file; None if it is not mapped or not sound."""
+        """Return the mapped shard file of part ``part``; None if it is not mapped or is damaged."""
         shard = None if self._mapped is None else self._mapped.find(part)
         if shard is None:
             return None
@@ -132,7 +132,7 @@ class ImageNumbers:
         return compared
 
     def _hold(self, part: int, deadline: float) -> NDArray[Any]:
-        """Read a part from the store and keep it."""
+        """Read the numbers of part ``part`` from the store and keep them in memory."""
         if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise ShardError(self._timeout_message(part))
         try:

@@ -1,4 +1,4 @@
-"""The location of a pack: a folder in any TensorStore key-value store, local or remote, with one interface.
+"""The location of a pack: one interface to a folder in any TensorStore key-value store, local or remote.
 
 Owns the parsing of paths and URLs, and small whole-value reads and writes. Knows nothing of manifests or pixels.
 """
@@ -21,7 +21,7 @@ STORE_TIMEOUT_S = 120.0
 """Time limit for one small read, write, listing or deletion, in seconds."""
 
 MAX_VALUE_BYTES = 1 << 30
-"""Maximum size of a value that is read whole: ``failures.jsonl`` with several million failures."""
+"""Maximum size of a value that is read whole, enough for a ``failures.jsonl`` with several million failures."""
 
 
 # In some paths each "/" appears as "\\x00".
@@ -29,7 +29,7 @@ _TRAILING_DETAILS = re.compile(r" \[[a-z_ ]+='")
 
 
 class ShardError(ValueError):
-    """A pack can't be read or written as requested; the message has the location, the value found and the remedy."""
+    """Raised if a pack can't be read or written; the message contains the location, the value found and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Location:
     """A folder in a key-value store.
 
     Attributes:
-        spec: the store as TensorStore's JSON, its ``path`` ending with ``/``.
+        spec: TensorStore's JSON specification of the store; its ``path`` ends with ``/``.
         display: the location as the user would write it.
         context: the store's shared resources; it contains the data of ``memory://``.
     """
@@ -53,19 +53,20 @@ class Location:
 
     @property
     def remedy(self) -> str:
-        """The remedy for damage to the split in this folder."""
-        return f"`inspect-shards --verify {self.display.rstrip('/').rpartition('/')[0] or '.'}` lists what is damaged"
+        """The remedy that error messages suggest if the split in this folder is damaged."""
+        data = self.display.rstrip("/").rpartition("/")[0] or "."
+        return f"run `inspect-shards --verify {data}` to list all damage"
 
     def child(self, name: str) -> Location:
         """Return the folder ``name`` inside this one."""
         return Location(self.spec | {"path": f"{self.spec['path']}{name}/"}, f"{self.display}{name}/", self.context)
 
     def array_spec(self, name: str) -> dict[str, Any]:
-        """Return the store of the array ``name`` inside this folder, as TensorStore's JSON."""
+        """Return TensorStore's JSON specification of the store of the array ``name`` in this folder."""
         return self.spec | {"path": f"{self.spec['path']}{name}/"}
 
     def read(self, key: str) -> bytes | None:
-        """Return the whole value at ``key``, or None if there is none.
+        """Return the whole value at ``key``, or None if the key does not exist.
 
         Raises:
             ShardError: the store can't be reached or refuses access.
@@ -85,7 +86,7 @@ class Location:
             The identity of the file; None if it does not exist, or in a remote store.
 
         Raises:
-            ShardError: the key is not a regular file, or is larger.
+            ShardError: the key is not a regular file, or the file is larger.
         """
         if self.local_path is None:
             return None
@@ -113,7 +114,7 @@ class Location:
         )
 
     def read_all(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Return the values at ``keys``, read concurrently, with None for a missing key. Raises as `read`."""
+        """Return the values at ``keys``, read concurrently, or None for a missing key; raise ShardError as `read`."""
         if self.local_path is not None:
             return [self.read(key) for key in keys]
 
@@ -132,7 +133,7 @@ class Location:
         self._wait(f"write {key}", lambda store: store.write(key, value))
 
     def replace(self, key: str, value: bytes) -> bool:
-        """Write ``value`` at ``key`` and return True, or return False if another process writes there concurrently."""
+        """Write ``value`` at ``key`` and return True, or return False if another process writes it at the same time."""
         self.check_regular(key)
 
         def start(store: ts.KvStore) -> ts.Future[ts.KvStore.TimestampedStorageGeneration]:
@@ -142,11 +143,11 @@ class Location:
         return bool(self._wait(f"write {key}", start).generation)
 
     def delete(self, key: str) -> None:
-        """Remove ``key``; it need not exist."""
+        """Delete ``key`` if it exists."""
         self._wait(f"delete {key}", lambda store: store.write(key, None))
 
     def delete_keys(self, keys: Sequence[str]) -> None:
-        """Remove ``keys`` concurrently; they need not exist. Folders remain."""
+        """Delete those of ``keys`` that exist, concurrently. Folders remain."""
         self._wait("delete its files", lambda store: _Several([store.write(key, None) for key in keys]))
 
     def list_keys(self, prefix: str = "") -> list[str]:
@@ -168,7 +169,7 @@ class Location:
 
 
 class _Several:
-    """Several concurrent operations that are waited for as one."""
+    """A group of concurrent operations with a common result."""
 
     def __init__(self, futures: list[Any]) -> None:
         self._futures = futures
@@ -179,12 +180,13 @@ class _Several:
 
 
 def open_location(data: str, *, context: ts.Context | None = None, memory_mapped: bool = False) -> Location:
-    """Return the folder at a path or TensorStore URL (``file://``, ``gs://``, ``s3://``, ``memory://``…).
+    """Return the location for a path or TensorStore URL (``file://``, ``gs://``, ``s3://``, ``memory://``…).
 
     Args:
         data: the folder; without ``://`` a path on this machine, with ``~`` for the home folder.
         context: shared resources; a new one by default. ``memory://`` folders are visible only in the same context.
-        memory_mapped: map local files instead of reading them: 1.4 to 2.4 times the images per second when cached.
+        memory_mapped: whether to map local files instead of reading them, which gives 1.4 to 2.4 times as many images
+            per second if the files are cached.
 
     Raises:
         ShardError: TensorStore does not support the URL.
@@ -217,7 +219,7 @@ def open_location(data: str, *, context: ts.Context | None = None, memory_mapped
 def reason(error: BaseException) -> str:
     """Return the first line of a TensorStore error without trailing details in brackets (source positions, spec…)."""
     text = _TRAILING_DETAILS.split(str(error).replace("\\x00", "/"))[0]
-    # TensorStore quotes what a file holds, control characters among it.
+    # TensorStore quotes the contents of files, which may include control characters.
     return printable_text(text.splitlines()[0]) if text else type(error).__name__
 
 

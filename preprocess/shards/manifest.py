@@ -1,4 +1,4 @@
-"""`manifest.json`: the contents of a finished split and how it was made. Its presence means the split is complete.
+"""`manifest.json`, which describes a split and how it was packed. Its presence means that the split is complete.
 
 Owns the manifest's fields, their validation and the strict JSON form. Does not access a store.
 """
@@ -19,7 +19,7 @@ from preprocess.shards.location import ShardError
 from preprocess.shards.shard_index import CHECKSUM_BYTES, ENTRY
 
 FORMAT_VERSION = 2
-"""The version that is written. Version 1, which is still read, has no ``checksums/``, and its manifest has no digests
+"""The format version that is written. Version 1, still readable, has no ``checksums/``, and its manifest has no digests
 of the checksums, of the labels' shard files and of the arrays' metadata."""
 _READABLE_VERSIONS = (1, 2)
 MANIFEST_KEY = "manifest.json"
@@ -40,7 +40,7 @@ _IDENTIFYING_KEYS = frozenset({"format_version", "num_images", "source_digest"})
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of a split. Validates itself.
+    """A description of the contents of a split, validated on creation.
 
     Attributes:
         format_version: version of the on-disk format, 2, or 1 for an older pack.
@@ -150,16 +150,16 @@ class Manifest:
 
     @property
     def num_shards(self) -> int:
-        """Number of shard files of ``pixels/``."""
+        """Number of shard files in ``pixels/``."""
         return -(-self.num_images // self.shard_images)
 
     @property
     def image_bytes(self) -> int:
-        """Size of one image in memory in its stored layout, in bytes, without codec and checksum."""
+        """Size in bytes of one image in its stored pixel layout, without codec and checksum."""
         return self.height * self.row_words * 4
 
     def shard_bytes(self, shard: int) -> int | None:
-        """Return the size of shard file ``shard`` of ``pixels/`` in bytes; None if it depends on the codec."""
+        """Return the size in bytes of shard file ``shard`` in ``pixels/``; None if the codec makes it vary."""
         if self.codec != "raw":
             return None
         start, stop = self.shard_range(shard)
@@ -168,21 +168,21 @@ class Manifest:
 
     @property
     def max_shard_bytes(self) -> int:
-        """Maximum size of a shard file of ``pixels/`` in bytes, with everything that the codec and Zarr add."""
+        """Maximum size in bytes of a shard file in ``pixels/``, including the overhead of the codec and of Zarr."""
         return self.shard_images * (self.image_bytes + _MAX_ADDED_BYTES) + _MAX_ADDED_BYTES
 
     @property
     def pixel_layout(self) -> Layout:
-        """The name of the layout."""
+        """The short name of the pixel layout, ``packed`` or ``dense``."""
         return next(name for name, text in LAYOUTS.items() if text == self.layout)
 
     @property
     def row_words(self) -> int:
-        """Number of words in a row of pixels."""
+        """Number of uint32 words in a row of pixels."""
         return words_of_row(self.width, self.pixel_layout)
 
     def shard_range(self, shard: int) -> tuple[int, int]:
-        """Return the range ``start, stop`` of the images in shard file ``shard``."""
+        """Return ``(start, stop)``, the range of the image indices in shard file ``shard``."""
         start = shard * self.shard_images
         return start, min(start + self.shard_images, self.num_images)
 
@@ -200,7 +200,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str | bytes, *, where: str = MANIFEST_KEY) -> Manifest:
-        """Parse the output of `to_json`; ``where`` is the file named in errors.
+        """Parse the output of `to_json`; ``where`` is the file name for error messages.
 
         Raises:
             ShardError: the text is not JSON, has an unknown or missing key, a newer format version or a value out of
@@ -220,7 +220,7 @@ class Manifest:
 
     @classmethod
     def _check_keys(cls, document: dict[str, Any]) -> set[str]:
-        """Return the keys of a manifest of the document's version; raise ShardError if the document has others."""
+        """Return the keys that the document's format version has; raise ShardError if one is missing or unknown."""
         # The version is checked first, because another version may have other keys.
         if "format_version" in document:
             _check_version(document["format_version"])
@@ -261,7 +261,7 @@ class Manifest:
 
 
 def is_manifest(text: bytes) -> bool:
-    """Return whether ``text`` is a split's manifest of any version, possibly damaged, and not another program's."""
+    """Return whether ``text`` is a split's manifest (any version, maybe damaged), not another program's file."""
     try:
         document = json.loads(text)
     except (ValueError, RecursionError):

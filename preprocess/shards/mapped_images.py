@@ -1,8 +1,8 @@
-"""Images of a local split, read directly from its mapped shard files.
+"""Images of a local split, read directly from its memory-mapped shard files.
 
-TensorStore locates and decodes an image on every read: its shard's index, its checksum, a copy. For files in the page
-cache that is most of the work. Here an image is located and checked once, and a read is a single copy. Images that are
-not sound are left to TensorStore, which reports the fault.
+On every read, TensorStore looks up the image in its shard's index, verifies its checksum and copies it. For files in
+the page cache, that is most of the work. Here, an image is located and verified once, and a read is a single copy.
+Images that are not sound are left to TensorStore, which reports the fault.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _STAYING_SHARE = 0.4
 
 
 class MappedImages:
-    """The mapped pixels of one split; for any number of threads.
+    """The memory-mapped pixels of one split, readable from any number of threads.
 
     Args:
         folder: the local folder of the split.
@@ -57,22 +57,22 @@ class MappedImages:
 
     @property
     def lends(self) -> bool:
-        """Whether `lend` may ever return images."""
+        """Whether `lend` can return images; if not, it always returns None."""
         return self._image_bytes >= _LEAST_ONE_BY_ONE_BYTES
 
     @staticmethod
     def is_mappable(manifest: Manifest) -> bool:
-        """Return whether the files' pixels can be used as they are in this machine's memory."""
+        """Return whether the stored pixels need no conversion: not compressed, and in this machine's byte order."""
         return manifest.codec == "raw" and MappedShards.is_possible()
 
-    def look(self) -> None:
-        """Check every mapped file once more; raise ChangedFileError if one was written to."""
-        self._shards.look()
+    def check_files(self) -> None:
+        """Check every mapped file again; raise ChangedFileError if one was written to."""
+        self._shards.check_files()
 
     def copy(
         self, indices: NDArray[np.int64], pixels: NDArray[np.uint32], expected: NDArray[np.uint32] | None
     ) -> NDArray[np.intp]:
-        """Copy images, and check those that have not been checked yet.
+        """Copy images into ``pixels``, and verify those that have not been verified yet.
 
         Args:
             indices: int64 ``[b]``, 0 ≤ index < N.
@@ -80,7 +80,7 @@ class MappedImages:
             expected: uint32 ``[b]``, the images' checksums; None uses those in the files, if any.
 
         Returns:
-            The rows of ``pixels`` without a sound image, ascending.
+            The rows of ``pixels`` that could not be filled with a sound image, ascending.
 
         Raises:
             ChangedFileError: a file was written to after images were copied from it.
@@ -131,11 +131,11 @@ class MappedImages:
     def lend(
         self, indices: NDArray[np.int64], expected: NDArray[np.uint32] | None
     ) -> tuple[list[NDArray[np.uint32]], set[MappedShard]] | None:
-        """Return views of the images in the mapped files, in the order of ``indices``, and the files.
+        """Return views of the images in the mapped files, in the order of ``indices``, and the set of those files.
 
-        Each image is uint32 ``[H, row_words]``, read-only. The images are checked, and their pages are in memory unless
-        the system has evicted them. Copies of them are valid only if none of the files `is_torn` afterwards. Returns
-        None if an image is not available, or if images are so small that `copy` is faster.
+        Each image is uint32 ``[H, row_words]``, read-only. The images are verified, and their pages are in memory
+        unless the system has evicted them. Copies of them are valid only if `is_torn` is false for all files
+        afterwards. Returns None if an image is not available, or if images are so small that `copy` is faster.
 
         Raises:
             ChangedFileError: as `copy`.
@@ -158,6 +158,6 @@ class MappedImages:
 
 
 def _most_open_files() -> int:
-    """Return the number of files that a split may keep open."""
+    """Return the maximum number of files that a split may keep open."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return int(_OPEN_SHARE * (MOST_MAPPED if most == resource.RLIM_INFINITY else most))

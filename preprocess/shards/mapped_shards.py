@@ -1,7 +1,7 @@
 """Memory-mapped shard files of raw local arrays (Zarr version 3, codec `sharding_indexed`).
 
-Knows the byte order of a shard and which of its chunks were checked, not what they mean. A chunk that is misplaced or
-does not match its checksum is not returned; the store then reports the fault.
+Knows the byte layout of a shard and which of its chunks were checked, but not what they mean. A chunk that is misplaced
+or does not match its checksum is not returned; the store then reports the fault.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from preprocess.shards.chunk_marks import ChunkMarks
 from preprocess.shards.file_maps import FileMap, map_file
 from preprocess.shards.shard_index import CHECKSUM_BYTES, ENTRY, shard_index
 
-# Linux lets a process map 65,530 files, here for two splits; further shards are read by the store.
+# Linux lets a process map 65,530 files, which two splits share here; further shards are read by the store.
 MOST_MAPPED = 3 << 13
 # Every page of an array (at least 4 KiB) is touched once to load it, by one call on more than 500 numbers: from that
 # size on NumPy releases the interpreter lock, which must not be held during a disk read.
@@ -42,11 +42,11 @@ type ExpectedChecksums = Callable[[int, int], NDArray[np.uint32]]
 
 
 class ChangedFileError(OSError):
-    """A file was written to while it was mapped, and chunks that were returned have changed."""
+    """Raised if a file was written to while it was mapped, so that chunks already returned have changed."""
 
 
 class OpenFile:
-    """A file descriptor, closed with its last reference, so that no reading thread can find it reused."""
+    """A file descriptor that is closed with its last reference, so that no thread reads from a reused descriptor."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -57,18 +57,17 @@ class OpenFile:
 
 @dataclass(slots=True, eq=False)
 class MappedShard:
-    """One mapped file.
+    """One memory-mapped shard file.
 
     Attributes:
         path: path of the file.
         identity: identity of the file.
         map: memory map of the file.
-        chunks: ``[n, …]`` of the array's type, in the file.
-        checksums: uint32 ``[n]``, in the file; None if it has none.
-        misplaced: the numbers of chunks that, according to the index, are not at the position of chunks of one size in
-            order.
+        chunks: view of the chunks in the file, ``[n, …]`` of the array's type.
+        checksums: view of the chunks' checksums in the file, uint32 ``[n]``; None if it has none.
+        misplaced: the numbers of chunks whose position in the index is not that of equally sized chunks in order.
         checked: the chunks that were found sound.
-        looked_s: when the path was last seen to lead to this file, on the monotonic clock.
+        checked_path_s: time on the monotonic clock when the path was last seen to lead to this file.
         file: descriptor to read from; None if too many are open.
     """
 
@@ -79,16 +78,16 @@ class MappedShard:
     checksums: NDArray[np.uint32] | None
     misplaced: frozenset[int]
     checked: ChunkMarks
-    looked_s: float
+    checked_path_s: float
     file: OpenFile | None
 
     @property
     def is_torn(self) -> bool:
-        """Whether the file was truncated after it was mapped: data copied from `chunks` may then be zeros."""
+        """Whether the file was truncated after it was mapped; if so, data copied from `chunks` may be zeros."""
         return self.map.is_torn
 
     def read(self, slot: int, chunk: NDArray[Any], checksum: bytearray, expected: int | None) -> bool:
-        """Read a chunk and its checksum from `file` into contiguous memory; return whether it is sound, as `check`.
+        """Read a chunk and its checksum from `file` into contiguous memory; return whether the chunk is sound.
 
         Touching a page of the map for the first time takes 5 µs, which a read avoids.
         """
@@ -98,7 +97,7 @@ class MappedShard:
         try:
             if os.preadv(self.file.descriptor, into, slot * num_bytes) != num_bytes:
                 return False
-        except OSError:  # the store will raise it too, and name the file
+        except OSError:  # the store will raise it too, and its message names the file
             return False
         if expected is None:
             expected = int.from_bytes(checksum, "little")
@@ -128,10 +127,10 @@ class MappedShard:
 
 
 class MappedShards:
-    """The mapped files of one array; for any number of threads.
+    """The memory-mapped shard files of one array, readable from any number of threads.
 
     A replaced file is detected by its identity within one second per thousand files (at least one second), and mapped
-    and checked again. A file that was written to in place is detected likewise: chunks that were returned from it are
+    and checked again. A file that was written to in place is detected similarly: chunks that were returned from it are
     compared with their checksums again, and a changed chunk raises `ChangedFileError`. A file that is truncated while a
     chunk is copied is torn (`preprocess.shards.file_maps`). A page that the system has evicted is read again when it is
     copied, which no time limit can interrupt.
@@ -144,8 +143,8 @@ class MappedShards:
         chunk_shape: shape of a chunk.
         dtype: type of the array, little-endian.
         checksum: whether a CRC-32C follows each chunk.
-        most_open: maximum number of mapped files that also stay open for reads; the first ones mapped are used.
-        expected: returns checksums of chunks from a record other than the files; None uses the files' own.
+        most_open: maximum number of mapped files that also stay open for reads; these are the first ones mapped.
+        expected: returns checksums of chunks from a record other than the files; None uses those in the files.
     """
 
     def __init__(
@@ -166,17 +165,17 @@ class MappedShards:
         self._num_chunks, self._shard_chunks = num_chunks, shard_chunks
         self._shape, self._dtype, self._checksum = chunk_shape, np.dtype(dtype), checksum
         self._shards: dict[int, MappedShard] = {}
-        self._of_another_form: dict[int, FileIdentity] = {}
+        self._of_wrong_size: dict[int, FileIdentity] = {}
         self._changed_path: str | None = None
         self._lock = threading.Lock()
 
     @staticmethod
     def is_possible() -> bool:
-        """Return whether the files' numbers can be used as they are in this machine's memory."""
+        """Return whether this machine is little-endian, so that stored numbers need no conversion."""
         return sys.byteorder == "little"
 
     def places(self, chunks: NDArray[np.int64]) -> Iterator[tuple[MappedShard | None, int]]:
-        """Yield each chunk's shard, or None if it is not mapped, and its slot there; each file is checked once."""
+        """Yield each chunk's shard (None if it is not mapped) and its slot in the shard, checking each file once."""
         numbers, slots = np.divmod(chunks, self._shard_chunks)
         found: dict[int, MappedShard | None] = {}
         for number, slot in zip(numbers.tolist(), slots.tolist(), strict=True):
@@ -185,7 +184,7 @@ class MappedShards:
             yield found[number], slot
 
     def by_shard(self, chunks: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.intp], NDArray[np.int64]]]:
-        """Yield each shard's number, the rows of its chunks, and their slots in it."""
+        """Yield each shard's number, the positions in ``chunks`` of its chunks, and their slots in the shard."""
         if not len(chunks):
             return
         numbers, slots = np.divmod(chunks, self._shard_chunks)
@@ -195,11 +194,11 @@ class MappedShards:
             yield int(numbers[rows[0]]), rows, slots[rows]
 
     def find(self, number: int) -> MappedShard | None:
-        """Return the mapped shard of that number; None if its file is missing or has another form.
+        """Return the mapped shard ``number``; None if its file is missing or has the wrong size.
 
         Raises:
-            ChangedFileError: a file was written to in place, and chunks that were returned from it have changed; from
-                then on raised by every call.
+            ChangedFileError: a file was written to in place, and chunks that were returned from it have changed; every
+                later call raises it again.
         """
         self._check_unchanged()
         shard = self._shards.get(number)
@@ -212,10 +211,10 @@ class MappedShards:
             self._check_unchanged()
             return self._shards.get(number)
 
-    def look(self) -> None:
-        """Check every mapped file once more; raise ChangedFileError as `find`."""
+    def check_files(self) -> None:
+        """Check every mapped file again; raise ChangedFileError as `find` does."""
         for number, shard in list(self._shards.items()):
-            shard.looked_s = -math.inf
+            shard.checked_path_s = -math.inf
             self.find(number)
         self._check_unchanged()
 
@@ -224,23 +223,23 @@ class MappedShards:
             raise ChangedFileError(self._changed_path)
 
     def _map_again(self, number: int, before: MappedShard | None) -> None:
-        """Map a new or changed file."""
+        """Map a file that is new or has changed."""
         path = os.fspath(self._folder / shard_key(number, self._rank))
         # A file that cannot be opened or mapped now may be available later, so nothing is recorded about it.
         with suppress(OSError):
-            if number in self._of_another_form and self._of_another_form[number] == _identify(path):
+            if number in self._of_wrong_size and self._of_wrong_size[number] == _identify(path):
                 return
             shard = self._map(number, path)
             if shard is not None:
                 self._shards[number] = shard
             elif (found := _identify(path)) is not None:
-                self._of_another_form[number] = found
+                self._of_wrong_size[number] = found
         if before is not None and not self._is_as_before(number, before, self._shards.get(number)):
-            # Remembered for later calls, because the caller may drop the exception with a step that it never takes.
+            # Recorded for later calls, because the caller may discard the exception with a step that it never runs.
             self._changed_path = before.path
 
     def _is_as_before(self, number: int, before: MappedShard, now: MappedShard | None) -> bool:
-        """Return whether chunks returned from a file are unchanged in it; True if its inode is another one now."""
+        """Return whether chunks returned from a file are unchanged; True if the path now has a different inode."""
         found = _identify(before.path)
         if found is None or found[0] != before.identity[0]:
             return True  # it was replaced or removed; the mapped content stayed the same
@@ -256,17 +255,17 @@ class MappedShards:
         if shard.is_torn:
             return False
         now_s = time.monotonic()
-        if now_s - shard.looked_s >= max(_LOOK_EVERY_S, len(self._shards) / _MOST_LOOKS_A_S):
+        if now_s - shard.checked_path_s >= max(_LOOK_EVERY_S, len(self._shards) / _MOST_LOOKS_A_S):
             if _identify(shard.path) != shard.identity:
                 return False
-            shard.looked_s = now_s
+            shard.checked_path_s = now_s
         return True
 
     def _map(self, number: int, path: str) -> MappedShard | None:
-        """Map a file; return None if its size is not that of a file of equally sized chunks.
+        """Map a file and return it; return None if the file has the wrong size for its number of chunks.
 
         Raises:
-            OSError: the file is missing, or the system maps no more.
+            OSError: the file is missing, or the system can't map another file.
         """
         num_chunks = min(self._shard_chunks, self._num_chunks - number * self._shard_chunks)
         chunk_bytes = int(np.prod(self._shape)) * self._dtype.itemsize
@@ -297,13 +296,13 @@ class MappedShards:
             checksums=checksums,
             misplaced=frozenset(map(int, misplaced)),
             checked=ChunkMarks(num_chunks),
-            looked_s=time.monotonic(),
+            checked_path_s=time.monotonic(),
             file=file if len(self._shards) < self._most_open else None,
         )
 
 
 def read_pages(array: NDArray[Any]) -> None:
-    """Load a contiguous mapped array into memory with the interpreter lock released."""
+    """Load a contiguous mapped array into memory, with the interpreter lock released."""
     numbers = array.reshape(-1)
     numbers[:: max(1, min(_PAGE_BYTES // array.itemsize, numbers.size // _LEAST_NUMBERS_READ))].max()
 

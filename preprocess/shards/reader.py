@@ -1,4 +1,4 @@
-"""Opening of packed splits, and reading of images by index into given buffers.
+"""Reader for packed splits, which reads images by index into given buffers.
 
 Knows nothing of order, batches or devices; splits are written by `preprocess.packing.pack`.
 """
@@ -50,12 +50,12 @@ _READ_ERRORS = (ValueError, OSError, RuntimeError)
 
 
 class ChangedShardError(ShardError):
-    """A shard file was written to while it was being read: images that were already used may have been wrong."""
+    """Raised if a shard file was written to while it was being read; images already used may have been wrong."""
 
 
 @dataclass(frozen=True)
 class LentImages:
-    """Views of images in mapped files, used instead of copies.
+    """Views of images in memory-mapped files, used instead of copies.
 
     Attributes:
         images: uint32 ``[H, row_words]`` each, read-only.
@@ -66,7 +66,7 @@ class LentImages:
     _split: ShardSplit
 
     def check(self) -> None:
-        """Check that copies made of the images are valid; call it after copying.
+        """Check that copies of the images are valid; call this after copying.
 
         Raises:
             ShardError: a file was truncated in the meantime; the copies must not be used.
@@ -77,7 +77,7 @@ class LentImages:
 
 
 class ShardSplit:
-    """One complete split, open for reading from any number of threads. A context manager.
+    """A complete split, open for reading from any number of threads; a context manager.
 
     Attributes:
         manifest: the manifest of the split.
@@ -120,7 +120,7 @@ class ShardSplit:
         self.close()
 
     def close(self) -> None:
-        """Release the store; reading afterwards is an error. May be called again."""
+        """Close the split, after which reading raises ShardError; can be called again."""
         self._pixels = self._labels = self._checksums = self._mapped = self._watch = None
 
     def read_into(
@@ -133,7 +133,7 @@ class ShardSplit:
 
         Args:
             indices: int64 ``[b]``, 0 ≤ index < N, any order, repeats allowed.
-            pixels: uint32 ``[b, H, row_words]``, aligned, any strides, overwritten with the pixels' words.
+            pixels: uint32 ``[b, H, row_words]``, aligned, any strides, overwritten with the packed pixels.
             labels: int32 ``[b]``, overwritten with classes 0..K-1.
             timeout_s: how long to wait for the store, in seconds.
 
@@ -160,17 +160,18 @@ class ShardSplit:
 
     @property
     def lends(self) -> bool:
-        """Whether `lend` may ever return images."""
+        """Whether `lend` can return images; if not, it always returns None."""
         return self._mapped is not None and self._mapped.lends
 
     def lend(self, indices: NDArray[np.int64], labels: NDArray[np.int32], *, timeout_s: float) -> LentImages | None:
-        """Read the labels of images, and return views of the images in mapped files instead of copies.
+        """Read labels into ``labels`` and return views of the images in memory-mapped files instead of copies.
 
         Args:
             indices, labels, timeout_s: as for `read_into`.
 
         Returns:
-            An image for each index; None if `read_into` must be used: for small, compressed, remote or damaged images.
+            A view for each index; None if the images are small, compressed, remote or damaged, in which case
+            `read_into` must be used.
 
         Raises:
             ShardError: as `read_into`.
@@ -189,7 +190,7 @@ class ShardSplit:
         return LentImages(*lent, self)
 
     def load_numbers(self, *, timeout_s: float) -> None:
-        """Read the first labels and checksums of the split now, so that damage is reported before other work.
+        """Read the split's first shard files of labels and checksums, to report any damage before other work begins.
 
         Raises:
             ShardError: as `read_into`, for labels and checksums.
@@ -199,7 +200,7 @@ class ShardSplit:
         self._take_labels(first, np.empty(1, np.int32), deadline)
 
     def check_unchanged(self) -> None:
-        """Check once more every file that images were copied from, after the last of them was used.
+        """Check again every file that images were copied from; call this after the last image was used.
 
         Raises:
             ChangedShardError: a file was written to in place, so the images may not have been those that were packed.
@@ -207,7 +208,7 @@ class ShardSplit:
         with self._naming_changed_files():
             for files in (self._mapped, self._labels, self._checksums):
                 if files is not None:
-                    files.look()
+                    files.check_files()
 
     def truncated_message(self, path: str) -> str:
         """Return the error message for a file that was truncated while it was being read."""
@@ -219,8 +220,8 @@ class ShardSplit:
             yield
         except ChangedFileError as error:
             raise ChangedShardError(
-                f"{printable(str(error))} was written to while it was being read, and wrong pixels may have been used "
-                f"in the last seconds; stop the program that writes there and restore the file: {self._remedy()}"
+                f"{printable(str(error))} was written to while it was being read, so wrong pixels may have been used "
+                f"in the last seconds. Stop the program that writes to it and restore the file; {self._remedy()}"
             ) from error
 
     def _expected(self, indices: NDArray[np.int64], deadline: float) -> NDArray[np.uint32] | None:
@@ -257,7 +258,7 @@ class ShardSplit:
             raise ShardError(self._blame(indices, OSError("a file was truncated while it was being read")))
         if expected is None:
             return
-        index = self._decoded.find_other(indices, pixels, rows, expected, before)
+        index = self._decoded.find_mismatch(indices, pixels, rows, expected, before)
         if index is not None:
             raise ShardError(
                 f"{self._name()}: image {index} in {self._shard_file(index)}: the image is not the one that was "
@@ -265,7 +266,7 @@ class ShardSplit:
             )
 
     def _take_labels(self, indices: NDArray[np.int64], labels: NDArray[np.int32], deadline: float) -> None:
-        """Read labels; raise ShardError if one is not a class."""
+        """Read labels into ``labels``; raise ShardError if one is not a valid class."""
         assert self._labels is not None
         with self._naming_changed_files():
             found = self._labels.read(indices, deadline)
@@ -297,13 +298,12 @@ class ShardSplit:
         if len(indices) and (indices.min() < 0 or indices.max() >= self.num_images):
             bad = indices.min() if indices.min() < 0 else indices.max()
             raise ShardError(
-                f"{self._name()}: image {bad} is outside 0..{self.num_images - 1}; check the number of images given to "
-                "the order"
+                f"{self._name()}: image {bad} is outside 0..{self.num_images - 1}; give indices of images in this split"
             )
         return indices
 
     def _blame(self, indices: NDArray[np.int64], error: BaseException) -> str:
-        """Find the first image that fails when read by itself, and return a message that names its shard file."""
+        """Return an error message about the first image that fails when read individually, with its shard file."""
         stored = self._open_array()
         deadline = time.monotonic() + _BLAME_TIMEOUT_S
         for index in np.unique(indices).tolist():
@@ -318,7 +318,7 @@ class ShardSplit:
         return f"{self._name()}: {reason(error)} (a second read succeeded); check the disk or the network"
 
     def _truncation(self, shard: int) -> str | None:
-        """Return a message if a local shard file is shorter than its images, otherwise None."""
+        """Return an error message if a local shard file is shorter than expected, otherwise None."""
         folder, expected = self.location.local_path, self.manifest.shard_bytes(shard)
         if folder is None or expected is None:
             return None
@@ -350,7 +350,7 @@ class ShardSplit:
 def _start_reading(
     stored: ts.TensorStore, indices: NDArray[np.int64], pixels: NDArray[np.uint32], rows: NDArray[np.intp]
 ) -> ts.WriteFutures:
-    """Start reading images into rows of a buffer."""
+    """Start reading images into ``pixels[rows]`` and return the pending operation."""
     target = ts.array(pixels)
     if len(rows) < len(pixels):
         target = target[rows]

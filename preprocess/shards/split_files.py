@@ -1,4 +1,4 @@
-"""The files that belong to a split, and their deletion without touching other files in its folder."""
+"""The files that belong to a split, and how to delete them without touching other files in its folder."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ PLAN_KEY = f"{JOURNAL}plan.json"
 
 
 def is_split_file(key: str) -> bool:
-    """Return whether packing writes a file ``key`` in a split's folder."""
+    """Return whether ``key`` is the path of a file that packing writes, relative to the split's folder."""
     return _FILE.fullmatch(key) is not None
 
 
 def split_files(location: Location, prefix: str = "") -> list[str]:
-    """Return the keys in the split's folder ``location`` that start with ``prefix`` and belong to a split, sorted."""
+    """Return the keys of the split's own files at ``location`` that start with ``prefix``, sorted."""
     return [key for key in location.list_keys(prefix) if is_split_file(key)]
 
 
 def delete_split_files(location: Location, keys: Iterable[str]) -> None:
-    """Remove ``keys``, which need not exist, and then the split's own empty folders."""
+    """Delete those of ``keys`` that exist and are a split's files, then the split's own empty folders."""
     location.delete_keys([key for key in keys if is_split_file(key)])
     for path, below in _own_folders(location):
         # A link to a folder was made by a user, and a folder that is not empty contains other files: both are kept.
@@ -42,7 +42,7 @@ def delete_split_files(location: Location, keys: Iterable[str]) -> None:
 
 
 def delete_lock_files(location: Location) -> None:
-    """Remove the ``.__lock`` files left by a killed process beside a split's files. No other process may be writing."""
+    """Delete ``.__lock`` files that a killed process left beside a split's files; no other process may be writing."""
     for path, _ in _own_folders(location):
         for found in path.glob(f"*{LOCK_SUFFIX}"):
             key = found.relative_to(_root(location)).as_posix().removesuffix(LOCK_SUFFIX)
@@ -51,7 +51,7 @@ def delete_lock_files(location: Location) -> None:
 
 
 def _own_folders(location: Location) -> Iterator[tuple[Path, str]]:
-    """Yield the split's own folders, deepest first and its root last, with their paths relative to the root."""
+    """Yield each of the split's own folders and its path relative to the root, deepest first and the root last."""
     if location.local_path is None:
         return
     root = _root(location)

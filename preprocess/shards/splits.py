@@ -1,4 +1,4 @@
-"""The splits of a pack, which are complete, unfinished or broken, and their manifests.
+"""The splits of a pack (complete, unfinished or broken) and their manifests.
 
 Knows nothing of the contents of the arrays.
 """
@@ -26,14 +26,14 @@ _MARKS = (
 
 
 def read_manifest(location: Location, split: str) -> Manifest:
-    """Return the manifest of ``split`` in the pack at ``location``; raises as `open_split`."""
+    """Return the manifest of ``split`` in the pack at ``location``; raise ShardError as `open_split` does."""
     folder = location.child(split)
     text = folder.read(MANIFEST_KEY)
     if text is not None:
         return Manifest.from_json(text, where=f"{folder.display}{MANIFEST_KEY}")
     if folder.read(PLAN_KEY) is not None:
         raise ShardError(
-            f"{folder.display}: the split is not complete, it has no {MANIFEST_KEY}; "
+            f"{folder.display}: the split is not complete and has no {MANIFEST_KEY}; "
             "run the same preprocess-imagenet command again to continue"
         )
     found = _find_splits(location)
@@ -42,11 +42,11 @@ def read_manifest(location: Location, split: str) -> Manifest:
     if found.complete:
         raise ShardError(f"{location.display}: there is no split {split!r}; choose one of {', '.join(found.complete)}")
     if location.read(MANIFEST_KEY) is not None:
-        raise ShardError(f"{location.display} is a split itself; give the folder that contains it")
+        raise ShardError(f"{location.display} is itself a split; give the folder that contains it")
     path = location.local_path
     if path is not None and not path.exists():
         raise ShardError(
-            f"{location.display.rstrip('/')} does not exist; pack it with `preprocess-imagenet SOURCE DEST`"
+            f"{location.display.rstrip('/')} does not exist; create it with `preprocess-imagenet SOURCE DEST`"
         )
     if path is not None and not path.is_dir():
         raise ShardError(f"{location.display.rstrip('/')} is a file; give the folder of a pack")
@@ -55,14 +55,14 @@ def read_manifest(location: Location, split: str) -> Manifest:
 
 
 class _State(IntEnum):
-    """The state of a split; if there are files of several states, the lowest applies."""
+    """The state of a split; if its files indicate several states, the lowest applies."""
 
     COMPLETE, UNFINISHED, BROKEN = range(3)
 
 
 @dataclass(frozen=True)
 class SplitNames:
-    """The names of the splits of a pack by state, each with ``train`` first, then sorted.
+    """The names of a pack's splits by state; in each state ``train`` comes first and the others are sorted.
 
     Attributes:
         complete: splits with a manifest.
@@ -85,12 +85,12 @@ def find_splits(data: str, *, context: ts.Context | None = None) -> SplitNames:
 
 
 def list_splits(data: str, *, context: ts.Context | None = None) -> tuple[str, ...]:
-    """Return the names of the complete splits at ``data``; empty if there are none. Raises as `find_splits`."""
+    """Return the names of the complete splits at ``data``, if any; raise ShardError as `find_splits` does."""
     return find_splits(data, context=context).complete
 
 
 def lost_manifest(split: Location) -> str:
-    """Return the error message for the folder of a broken split."""
+    """Return the error message for a split's folder whose manifest is missing."""
     return f"{split.display} contains files of a split, but its {MANIFEST_KEY} is missing; {NO_MANIFEST_REMEDY}"
 
 

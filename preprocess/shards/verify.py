@@ -51,12 +51,12 @@ _READ_ERRORS = (ValueError, OSError, RuntimeError, TimeoutError)
 
 @dataclass(frozen=True)
 class Damage:
-    """One damage of a split.
+    """One instance of damage in a split.
 
     Attributes:
         file: the file, relative to the split's folder.
         what: description of the damage, in one line.
-        images: indices of the affected images; empty if the damage does not concern single images.
+        images: indices of the affected images; empty if the damage does not concern individual images.
         is_unreadable: whether the path is not a regular file, or a file too large to be read at all.
     """
 
@@ -123,8 +123,8 @@ def _check_files(location: Location, manifest: Manifest) -> Iterator[Damage]:
     if any(key.startswith(JOURNAL) for key in found):
         yield Damage(
             JOURNAL,
-            "left by a pack that was killed just before it finished, or that is still running; run the same "
-            "preprocess-imagenet command again to remove it",
+            "left by a preprocess-imagenet command that was killed just before it finished, or is still running; run "
+            "the same command again to remove it",
         )
     for key in sorted(key for key in found - max_bytes.keys() if not key.startswith(JOURNAL)):
         yield Damage(printable(key), "the file does not belong to the split")
@@ -135,7 +135,7 @@ def _arrays(manifest: Manifest) -> tuple[str, ...]:
 
 
 def _file_damage(location: Location, key: str, max_bytes: int, *, is_listed: bool) -> Damage | None:
-    """Return why a required file can't be read, or None. A listing also contains broken links and pipes."""
+    """Return the damage if a required file can't be read, which a listing does not show (broken links, pipes)."""
     folder = location.local_path
     if folder is None:
         return None if is_listed else Damage(key, "the file is missing")
@@ -156,7 +156,7 @@ def _check_failures(location: Location, manifest: Manifest, unreadable: set[str]
 
 
 def _check_metadata(location: Location, manifest: Manifest, unreadable: set[str]) -> Iterator[Damage]:
-    """Compare the manifest and the arrays' metadata byte by byte: a difference may matter to another reader."""
+    """Compare the manifest and the arrays' metadata byte by byte, because a difference may matter to other readers."""
     if location.read(MANIFEST_KEY) != manifest.to_json().encode():
         yield Damage(MANIFEST_KEY, "the values are those that were written, but the bytes differ")
     for name, digest in manifest.metadata_digests.items():
@@ -238,20 +238,20 @@ def _readable(
     manifest: Manifest,
     on_progress: Callable[[int, int], None],
 ) -> Iterator[NDArray[np.uint32]]:
-    """Yield the readable images of ``pieces``; add unreadable and invalid ones to ``broken``, by their fault."""
+    """Yield the readable images of ``pieces``; add unreadable and invalid ones to ``broken``, grouped by fault."""
     for start, stop, images in pieces:
         for index, words in enumerate(images, start=start):
             if isinstance(words, str):
                 broken.setdefault(words, []).append(index)
                 continue
             if manifest.pixel_layout == "packed" and np.any(words & np.uint32(UNUSED_BITS)):
-                broken.setdefault("pixels with a low byte that is not 0", []).append(index)
+                broken.setdefault("pixels whose low byte is not 0", []).append(index)
             yield words
         on_progress(stop, manifest.num_images)
 
 
 def _read_ahead(array: ts.TensorStore, manifest: Manifest, unreadable: set[str]) -> Iterator[tuple[int, int, Images]]:
-    """Yield runs of images ``start, stop`` with their words; each run is read while the previous one is checked."""
+    """Yield ``start, stop`` and the images of each piece, reading the next piece while the current one is checked."""
     pieces = (
         (start, stop)
         for start, stop in _pieces(manifest)
@@ -274,7 +274,7 @@ def _read_ahead(array: ts.TensorStore, manifest: Manifest, unreadable: set[str])
 
 
 def _pieces(manifest: Manifest) -> Iterator[tuple[int, int]]:
-    """Yield the images in runs of at most 64 MiB (or one image), none of which spans two shard files."""
+    """Yield ``start, stop`` of each piece: images of one shard file, at most 64 MiB (but at least one image)."""
     most = max(1, _PIECE_BYTES // manifest.image_bytes)
     for shard in range(manifest.num_shards):
         first, last = manifest.shard_range(shard)
