@@ -147,7 +147,7 @@ def test_a_changed_pixel_is_noticed_without_checksums(tmp_path):
     content[200] ^= 1
     file.write_bytes(content)
     (damage,) = verify_split(str(tmp_path), "train")
-    assert str(damage) == "pixels/c/0/0/0: its images are not those that were packed in this file"
+    assert str(damage) == "pixels/c/0/0/0: its images differ from those that were packed in this file"
 
 
 def test_another_layout_is_another_pack(tmp_path):

@@ -68,7 +68,7 @@ def test_labels_of_another_pack_are_noticed(packs, tmp_path):
     pack(fake_source(11, seed=1).but(labels=[1] * 11), tmp_path / "other")
     content = (tmp_path / "other/train/labels/c/0").read_bytes()
     (packs / "complete/train/labels/c/0").write_bytes(content)
-    with pytest.raises(ShardError, match="labels/c/0: the labels are not those that were packed"):
+    with pytest.raises(ShardError, match="labels/c/0: the labels differ from those that were packed"):
         read(packs / "complete")
 
 

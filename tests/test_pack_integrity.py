@@ -56,7 +56,7 @@ def data(request, tmp_path):
 
 def test_shards_of_a_split_in_each_others_place_are_noticed(data):
     exchange(shard_file(data, 0), shard_file(data, 1))
-    with pytest.raises(ShardError, match=r"image [0-7] in pixels/c/[01]/0/0: the image is not the one that was packed"):
+    with pytest.raises(ShardError, match=r"image [0-7] in pixels/c/[01]/0/0 is not the one that was packed"):
         read(data)
     assert len(read(data, [8, 11])[0]) == 2
 
@@ -71,7 +71,7 @@ def test_a_shard_that_is_a_link_to_another_is_noticed(data):
 def test_shards_of_two_splits_in_each_others_place_are_noticed(data):
     exchange(shard_file(data, 1), shard_file(data, 1, "val"))
     for split in ("train", "val"):
-        with pytest.raises(ShardError, match=r"image 4 in pixels/c/1/0/0: the image is not the one that was packed"):
+        with pytest.raises(ShardError, match=r"image 4 in pixels/c/1/0/0 is not the one that was packed"):
             read(data, [4], split)
 
 
@@ -105,7 +105,7 @@ def test_a_decoded_image_is_compared_anew_once_its_file_is_another(tmp_path, mon
             split.read_into(np.array([0, 5]), pixels, labels, timeout_s=10)
             assert len(compared) == 4
             shard_file(tmp_path, 0).write_bytes(shard_file(tmp_path, 1).read_bytes())
-        with pytest.raises(ShardError, match=r"image 0 in pixels/c/0/0/0: the image is not the one that was packed"):
+        with pytest.raises(ShardError, match=r"image 0 in pixels/c/0/0/0 is not the one that was packed"):
             split.read_into(np.array([0, 5]), pixels, labels, timeout_s=10)
 
 
@@ -143,7 +143,7 @@ def test_metadata_with_control_characters_are_quoted_without_them(tmp_path, name
 def test_labels_and_checksums_of_another_split_are_noticed(data, name):
     pack(fake_source(12, size=SMALL, seed=2).but(labels=[2] * 12), data / "other")
     shutil.copy(data / f"other/train/{name}/c/0", data / f"train/{name}/c/0")
-    with pytest.raises(ShardError, match=f"{name}/c/0: the {name} are not those that were packed"):
+    with pytest.raises(ShardError, match=f"{name}/c/0: the {name} differ from those that were packed"):
         read(data)
 
 
@@ -177,7 +177,7 @@ def test_labels_and_checksums_of_several_files_are_read_in_any_order(tmp_path, m
     pack(other, tmp_path / "other", shard_images=512)
     last = 2100 // per_shard
     shutil.copy(tmp_path / f"other/train/labels/c/{last}", tmp_path / f"train/labels/c/{last}")
-    with pytest.raises(ShardError, match=f"labels/c/{last}: the labels are not those that were packed"):
+    with pytest.raises(ShardError, match=f"labels/c/{last}: the labels differ from those that were packed"):
         read(tmp_path, [2099])
 
 

@@ -54,7 +54,7 @@ def test_every_damage_is_named_not_just_the_first(data):
     found = damages(data)
     assert found[:2] == [
         "pixels/c/9/stray: the file does not belong to the split",
-        "failures.jsonl: the file is not the one that was written",
+        "failures.jsonl: the file has changed since it was written",
     ]
     assert found[2] == "pixels/c/0/0/0: images 1, 3: the checksum does not match because the bytes have changed"
     assert found[3] == "pixels/c/1/0/0: images 4–7: the shard file, or the image in it, is missing"
@@ -65,7 +65,7 @@ def test_every_damage_is_named_not_just_the_first(data):
 def test_without_checksums_a_changed_pixel_is_still_noticed_in_its_file(tmp_path):
     pack(fake_source(5), tmp_path, checksum=False)
     edit(tmp_path / "train/pixels/c/0/0/0", 65)  # blue of the first pixel of image 1
-    assert damages(tmp_path) == ["pixels/c/0/0/0: its images are not those that were packed in this file"]
+    assert damages(tmp_path) == ["pixels/c/0/0/0: its images differ from those that were packed in this file"]
 
 
 def test_shard_files_in_each_others_place_are_noticed(data):
@@ -74,7 +74,7 @@ def test_shard_files_in_each_others_place_are_noticed(data):
     first.write_bytes(second.read_bytes())
     second.write_bytes(content)
     assert damages(data) == [
-        f"pixels/c/{shard}/0/0: its images are not those that were packed in this file" for shard in (0, 1)
+        f"pixels/c/{shard}/0/0: its images differ from those that were packed in this file" for shard in (0, 1)
     ]
 
 
@@ -83,8 +83,8 @@ def test_files_of_another_pack_are_noticed(data, tmp_path):
     for name in ("labels/c/0", "failures.jsonl"):
         (data / "train" / name).write_bytes((tmp_path / "other/train" / name).read_bytes())
     assert damages(data) == [
-        "failures.jsonl: the file is not the one that was written",
-        "labels: the labels are not those that were packed",
+        "failures.jsonl: the file has changed since it was written",
+        "labels: the labels differ from those that were packed",
     ]
 
 
@@ -104,9 +104,7 @@ def test_what_a_pack_killed_at_its_end_leaves_is_explained(data):
     (data / "train/journal").mkdir()
     (data / "train/journal/plan.json").write_text("{}")
     (data / "train/journal/owner").write_text("x")
-    assert [each.split(";")[1] for each in damages(data)] == [
-        " run the same preprocess-imagenet command again to remove it"
-    ]
+    assert [each.split(";")[1] for each in damages(data)] == [" run the same command again to remove it"]
     assert damages(data)[0].startswith("journal/: left by a preprocess-imagenet command")
 
 
@@ -179,13 +177,13 @@ def test_a_stray_file_whose_name_is_not_utf8_is_named(data):
 def test_an_edited_failure_is_noticed(data):
     path = data / "train/failures.jsonl"
     path.write_bytes(path.read_bytes().replace(b"2.png", b"3.png"))
-    assert damages(data) == ["failures.jsonl: the file is not the one that was written"]
+    assert damages(data) == ["failures.jsonl: the file has changed since it was written"]
 
 
 def test_a_manifest_that_says_the_same_in_other_bytes_is_not_passed(data):
     path = data / "train/manifest.json"
     path.write_text(path.read_text() + "\n")
-    assert damages(data) == ["manifest.json: the values are those that were written, but the bytes differ"]
+    assert damages(data) == ["manifest.json: the values are unchanged, but the bytes differ from those written"]
 
 
 @pytest.mark.parametrize("content", ["[" * 100_000, "[]", "x" * (1 << 21)])

@@ -1,1 +1,1 @@
-"""The commands preprocess-imagenet and inspect-shards, and code that all commands share."""
+"""The commands preprocess-imagenet and inspect-shards, and code shared by all commands."""

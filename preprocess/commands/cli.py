@@ -113,7 +113,7 @@ class _Options:
     "--resize",
     type=click.IntRange(1, _MAX_SIDE),
     metavar="PIXELS",
-    show_default=f"8/7 of --size (256 for 224), or --size if it is at most {_LARGEST_SIZE_WITHOUT_MARGIN}",
+    show_default=f"8/7 of --size, e.g. 256 for 224, or --size if it is at most {_LARGEST_SIZE_WITHOUT_MARGIN}",
     help="Resize the shorter side to this length before the central crop.",
 )
 @click.option(

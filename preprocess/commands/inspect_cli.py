@@ -1,4 +1,4 @@
-"""The command `inspect-shards`, which describes a pack, verifies every byte of it and draws a contact sheet.
+"""The command `inspect-shards`, which describes packed shards, verifies every byte and draws a contact sheet.
 
 Only click is imported at the top, so that ``--help`` responds immediately.
 """

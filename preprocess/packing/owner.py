@@ -1,4 +1,4 @@
-"""Exclusive ownership of a split while it is packed, so that two processes do not mix their shards.
+"""Exclusive ownership of a split while it is being packed, so that two processes do not mix their shards.
 
 On a local file system, a file lock (`preprocess.file_lock`) excludes a second process. In any store, even one without
 locks, a record contains the id of the process that began packing last. An earlier process reads this record before it

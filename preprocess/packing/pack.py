@@ -43,7 +43,7 @@ from preprocess.shards.split_files import JOURNAL, PLAN_KEY, delete_lock_files, 
 if TYPE_CHECKING:
     from preprocess.sources.listing import SourceSplit
 
-# Takes the place of the plan in the journal while an old pack is being deleted.
+# Replaces the plan in the journal while an old pack is being deleted.
 _CLEARING = {"clearing": True}
 
 

@@ -1,4 +1,4 @@
-"""The settings of a pack, and the plan that determines every byte of a split.
+"""The settings for packing, and the plan that determines every byte of a split.
 
 Equal plans produce byte-identical splits, so an unfinished pack can be continued if and only if its plan is unchanged.
 Reads no image.

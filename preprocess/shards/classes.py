@@ -7,7 +7,7 @@ MAX_CLASSES = 0xFFFF  # labels are stored as uint16, whose highest value marks a
 
 @dataclass(frozen=True)
 class ImageClass:
-    """A class: `id` is its folder name or WordNet id ("n01440764"), `name` its readable name ("tench")."""
+    """A class of images: `id` is its folder name or WordNet id ("n01440764"), `name` its readable name ("tench")."""
 
     id: str
     name: str

@@ -150,7 +150,7 @@ class ImageNumbers:
                 raise ShardError(f"{self._file(part)}: {damage(error)}; {self._location.remedy}") from error
             if not self._is_as_packed(part, found):
                 raise ShardError(
-                    f"{self._file(part)}: the {self._name} are not those that were packed; {self._location.remedy}"
+                    f"{self._file(part)}: the {self._name} differ from those that were packed; {self._location.remedy}"
                 )
             self._held[part] = found
             return found

@@ -145,7 +145,7 @@ class Manifest:
 
     @property
     def num_classes(self) -> int:
-        """K, the number of classes."""
+        """The number of classes, K."""
         return len(self.classes)
 
     @property

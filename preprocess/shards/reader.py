@@ -261,8 +261,8 @@ class ShardSplit:
         index = self._decoded.find_mismatch(indices, pixels, rows, expected, before)
         if index is not None:
             raise ShardError(
-                f"{self._name()}: image {index} in {self._shard_file(index)}: the image is not the one that was "
-                f"packed there; {self._remedy()}"
+                f"{self._name()}: image {index} in {self._shard_file(index)} is not the one that was packed there; "
+                f"{self._remedy()}"
             )
 
     def _take_labels(self, indices: NDArray[np.int64], labels: NDArray[np.int32], deadline: float) -> None:
@@ -288,7 +288,7 @@ class ShardSplit:
         if buffer.shape != shape or buffer.dtype != dtype or not (buffer.flags.writeable and buffer.flags.aligned):
             raise ShardError(
                 f"{self._name()}: {name} must be a writeable, aligned {np.dtype(dtype).name} {list(shape)}, "
-                f"got {_described(buffer)}; allocate it from the split's height and row_words"
+                f"got {_described(buffer)}; allocate it with the split's height and row_words"
             )
 
     def _checked(self, indices: NDArray[np.int64], labels: NDArray[np.int32]) -> NDArray[np.int64]:

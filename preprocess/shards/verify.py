@@ -152,18 +152,18 @@ def _file_damage(location: Location, key: str, max_bytes: int, *, is_listed: boo
 def _check_failures(location: Location, manifest: Manifest, unreadable: set[str]) -> Iterator[Damage]:
     text = None if FAILURES_KEY in unreadable else location.read(FAILURES_KEY)
     if text is not None and hashlib.sha256(text).hexdigest() != manifest.failures_digest:
-        yield Damage(FAILURES_KEY, "the file is not the one that was written")
+        yield Damage(FAILURES_KEY, "the file has changed since it was written")
 
 
 def _check_metadata(location: Location, manifest: Manifest, unreadable: set[str]) -> Iterator[Damage]:
     """Compare the manifest and the arrays' metadata byte by byte, because a difference may matter to other readers."""
     if location.read(MANIFEST_KEY) != manifest.to_json().encode():
-        yield Damage(MANIFEST_KEY, "the values are those that were written, but the bytes differ")
+        yield Damage(MANIFEST_KEY, "the values are unchanged, but the bytes differ from those written")
     for name, digest in manifest.metadata_digests.items():
         key = f"{name}/{METADATA_KEY}"
         text = None if key in unreadable else location.read(key)
         if text is not None and hashlib.sha256(text).hexdigest() != digest:
-            yield Damage(key, "the file is not the one that was written")
+            yield Damage(key, "the file has changed since it was written")
 
 
 def _check_numbers(location: Location, manifest: Manifest, name: str, unreadable: set[str]) -> Iterator[Damage]:
@@ -194,7 +194,7 @@ def _check_numbers(location: Location, manifest: Manifest, name: str, unreadable
             yield Damage(file, f"labels outside 0..{manifest.num_classes - 1}", images)
     is_whole = sum(map(len, whole)) == manifest.num_images
     if is_whole and not has_invalid_labels and not _are_as_packed(whole, manifest, name):
-        yield Damage(name, f"the {name} are not those that were packed")
+        yield Damage(name, f"the {name} differ from those that were packed")
 
 
 def _are_as_packed(parts: list[NDArray[Any]], manifest: Manifest, name: str) -> bool:
@@ -221,7 +221,7 @@ def _check_pixels(
         for what, indices in broken.items():
             yield Damage(file, what, tuple(indices))
         if not broken and found != manifest.shard_digests[shard]:
-            yield Damage(file, "its images are not those that were packed in this file")
+            yield Damage(file, "its images differ from those that were packed in this file")
 
 
 def _truncation(location: Location, manifest: Manifest, shard: int) -> str | None:
