@@ -64,7 +64,7 @@ def test_shards_of_a_split_in_each_others_place_are_noticed(data):
 def test_a_shard_that_is_a_link_to_another_is_noticed(data):
     shard_file(data, 2).unlink()
     shard_file(data, 2).symlink_to(shard_file(data, 0))
-    with pytest.raises(ShardError, match=r"image (8|9|10|11) in pixels/c/2/0/0: the image is not the one"):
+    with pytest.raises(ShardError, match=r"image (8|9|10|11) in pixels/c/2/0/0 is not the one"):
         read(data)
 
 
