@@ -271,7 +271,7 @@ def test_other_settings_are_not_mixed_into_a_pack(tmp_path, source, is_complete)
     before = files_of(tmp_path)
     with pytest.raises(
         ShardError,
-        match=r"other settings: codec was raw, is now blosc; shard_images was 4, is now 3\. .*",
+        match=r"different settings: codec was raw, is now blosc; shard_images was 4, is now 3\. .*",
     ):
         pack(source, tmp_path, codec="blosc", shard_images=3)
     with pytest.raises(ShardError, match=r"was 14, is now 5; the source's images changed \(files were"):
