@@ -222,6 +222,6 @@ def test_one_snapshot_at_a_time_waits_for_the_lines_of_a_slow_disk(tmp_path, mon
         return toy_batch(step)
 
     small_run(tmp_path, steps=8, batches=batches, prefetch=1, snapshot_every_steps=1, notify=told.append)
-    left_out = [line for line in told if "too slow for the run's logs" in line]
+    left_out = [line for line in told if "too slow for the logs of the run" in line]
     assert len(left_out) >= 4
     assert snapshot_steps(tmp_path / "snapshots")[-1] == 8

@@ -82,7 +82,7 @@ class RecordedLaunch:
             folder.loss_log,
             folder.evaluation_log,
             self._take_snapshot,
-            lambda step: say(f"snapshot of step {step} left out: the disk is too slow for the run's logs"),
+            lambda step: say(f"snapshot of step {step} skipped: the disk is too slow for the logs of the run"),
             begun,
         )
         self._control_log = ControlLog(folder.control_log, begun[folder.control_log])
