@@ -157,12 +157,12 @@ def test_floats_are_scaled_from_one_or_taken_as_levels():
     [
         (
             np.full((4, 4), 70000, np.int32),
-            "integer pixel values range from 70000 to 70000, but only 0 to 65535 is supported",
+            "integer pixel values range from 70000 to 70000, but only 0 to 65535 are supported",
         ),
         (np.full((4, 4), -1, np.int32), "integer pixel values range from -1 to -1"),
         (
             np.full((4, 4), 256.0, np.float32),
-            "float pixel values range from 256 to 256, but only 0 to 1 or 0 to 255 is supported",
+            "float pixel values range from 256 to 256, but only 0 to 1 or 0 to 255 are supported",
         ),
         (np.full((4, 4), np.nan, np.float32), "float pixel values range from nan to nan"),
     ],

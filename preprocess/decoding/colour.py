@@ -62,7 +62,7 @@ def _from_sixteen_bits(image: Image.Image) -> Image.Image:
     low, high = _extremes(image) if image.mode == "I" else (0, 65535)
     if low < 0 or high > 65535:
         raise ValueError(
-            f"integer pixel values range from {low:.0f} to {high:.0f}, but only 0 to 65535 is supported; save the "
+            f"integer pixel values range from {low:.0f} to {high:.0f}, but only 0 to 65535 are supported; save the "
             "image with 8 or 16 bits per channel"
         )
     levels = ((np.arange(65536) + 128) // 257).astype(np.uint8)  # 65535 = 255 · 257
@@ -79,7 +79,7 @@ def _from_floats(image: Image.Image) -> Image.Image:
     low, high = _extremes(image)
     if not (low >= 0.0 and high <= 255.0):  # also false for NaN
         raise ValueError(
-            f"float pixel values range from {low:g} to {high:g}, but only 0 to 1 or 0 to 255 is supported; save the "
+            f"float pixel values range from {low:g} to {high:g}, but only 0 to 1 or 0 to 255 are supported; save the "
             "image with 8 bits per channel"
         )
     grey = Image.new("L", image.size)

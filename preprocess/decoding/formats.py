@@ -1,4 +1,6 @@
-"""Decoding of image files with Pillow: format from the first bytes, and no metadata except the EXIF orientation.
+"""Decoding of image files with Pillow, which ignores all metadata except the EXIF orientation.
+
+The first bytes of a file determine its format, not its name.
 
 `Image.open` is deliberately not used. It tries every Pillow plugin (including PostScript, with Ghostscript), and it
 reads metadata that training does not need, with a warning for each damaged field; `warnings.catch_warnings` cannot

@@ -22,7 +22,7 @@ _FREE_FILE_BYTES = 16 * 2**20
 
 
 class MemoryWaitError(MemoryError):
-    """A thread waited until its time limit, but no memory was released."""
+    """No memory was released within the time limit of a waiting thread."""
 
 
 class MemoryBudget:
@@ -84,10 +84,10 @@ class MemoryBudget:
 
 
 def pixel_budget(timeout_s: float) -> MemoryBudget:
-    """Return a budget for decoded pixels: a quarter of the memory. Images up to 4 megapixels do not count."""
+    """Return a budget for decoded pixels: a quarter of the memory. Images of up to 4 megapixels are not counted."""
     return MemoryBudget((host_memory_bytes() or 0) // _HOST_SHARE, _FREE_PIXEL_BYTES, timeout_s=timeout_s)
 
 
 def file_budget(timeout_s: float) -> MemoryBudget:
-    """Return a budget for encoded files: `FILE_BUDGET_BYTES`. Files of up to 16 MiB do not count."""
+    """Return a budget for encoded files: `FILE_BUDGET_BYTES`. Files of up to 16 MiB are not counted."""
     return MemoryBudget(FILE_BUDGET_BYTES, _FREE_FILE_BYTES, timeout_s=timeout_s)
