@@ -1,4 +1,4 @@
-"""Images and targets of a batch in one call, as the program makes them around its forward pass."""
+"""Augmented images and targets of a batch in one call, computed as in the program."""
 
 from engine.images.augment import augment_images, make_targets
 

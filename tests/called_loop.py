@@ -1,4 +1,4 @@
-"""A loop that calls the host, by any transport."""
+"""A loop that calls the host through any transport."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ RESULTS = (jax.ShapeDtypeStruct((2, 3), jnp.uint32), jax.ShapeDtypeStruct((), jn
 
 
 def check_calls(transport):
-    """Asserts that a host function reads its operands and writes its results, once an iteration."""
+    """Assert that a host function reads its operands and writes its results once per iteration."""
     seen = []
 
     def host(operands, results):

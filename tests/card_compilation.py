@@ -1,9 +1,9 @@
-"""Compiles a run's program for an NVIDIA card that is not there.
+"""Compilation of a run's program for an NVIDIA card, without a card.
 
 `python -m tests.card_compilation FOLDER SETTINGS [--evaluate]` prints the optimised program.
 
-XLA's compiler for cards is jax's CUDA plugin, which needs neither card nor driver for it, but a card's description. It
-runs in a process of its own: with the plugin on its path jax would look for a card wherever it is imported.
+XLA's compiler for NVIDIA cards is in jax's CUDA plugin; it needs a card's description, but neither a card nor a driver.
+It runs in a separate process, because jax looks for a card at import if the plugin is on its path.
 
 FOLDER holds the plugin; SETTINGS are those of `TrainConfig`, as JSON.
 """
@@ -35,7 +35,7 @@ dnn_version_info { major: 9 minor: 12 patch: 0 }
 
 
 class TracedError(Exception):
-    """Ends a launch before its program is compiled."""
+    """Stops a launch before its program is compiled."""
 
 
 def traced_program(settings: dict[str, Any], *, is_evaluated: bool = True) -> tuple[Any, Any]:
@@ -73,11 +73,11 @@ def traced_program(settings: dict[str, Any], *, is_evaluated: bool = True) -> tu
             assert fake.violations == []
             assert fake.num_device_blocks == 0
             return found[0]
-    raise AssertionError("the run has not come to its program")
+    raise AssertionError("the run did not reach its program")
 
 
 def main(folder: str, settings: dict[str, Any], *, is_evaluated: bool) -> None:
-    """Print the program as XLA's compiler for cards leaves it."""
+    """Print the program as XLA optimises it for the card."""
     sys.path.insert(0, folder)
     import jax
     from jax._src import compiler
@@ -97,7 +97,7 @@ def main(folder: str, settings: dict[str, Any], *, is_evaluated: bool) -> None:
     compile_whole = compiler.backend_compile_and_load
 
     def without_callbacks(backend: Any, module: Any, devices: Any, options: Any, _callbacks: Any) -> Any:
-        """Functions of the host can be called by a card alone, and are refused where there is none."""
+        """Compile without host callbacks, which XLA refuses if there is no card."""
         return compile_whole(backend, module, devices, options, ())
 
     options: dict[str, Any] = compiler_options(lowered, "gpu", deterministic=settings.get("deterministic", True))

@@ -1,10 +1,10 @@
-"""The forms that the models' code has for an NVIDIA card, computed by the CPU."""
+"""The code paths of the models for an NVIDIA card, computed on the CPU."""
 
 from jax import lax
 
 
 def use_card_forms(monkeypatch):
-    """Has what depends on the platform take its form for a card; to be called before anything is traced."""
+    """Make platform-dependent code use its form for a card; call this before anything is traced."""
 
     def on_a_card(*operands, default=None, **forms):
         return forms.get("cuda", default)(*operands)

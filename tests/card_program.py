@@ -1,14 +1,14 @@
-"""What XLA's optimised program for a card has its loops do: read from its text, as HLO."""
+"""The loops and kernels of XLA's optimised program for a card, read from its HLO text."""
 
 import math
 import re
 from dataclasses import dataclass
 
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
-# What launches nothing.
+# Operations that launch no kernel.
 NO_KERNEL = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast"}
-CALL_OF_THE_HOST = "xla_buffer_python_gpu_callback"
-# A name, what it gives, its operation, that one's operands.
+HOST_CALL = "xla_buffer_python_gpu_callback"
+# The name, the results, the operation and its operands.
 INSTRUCTION = re.compile(r"\s+(?:ROOT )?(%[\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*?)\)")
 
 type Array = tuple[str, tuple[int, ...]]
@@ -17,7 +17,7 @@ type Array = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop's body, and the number of its turns where XLA knows it."""
+    """A loop's body, and the number of its iterations if XLA knows it."""
 
     body: str
     turns: int | None
@@ -25,12 +25,12 @@ class Loop:
 
 @dataclass(frozen=True)
 class Kernel:
-    """What is launched.
+    """A kernel.
 
     Attributes:
-        target: of a custom call, otherwise empty.
-        operands, results: the arrays that it reads and gives.
-        num_bytes: of these, read and written.
+        target: the target of a custom call, otherwise empty.
+        operands, results: the arrays that it reads and writes.
+        num_bytes: the bytes that it reads and writes.
     """
 
     target: str
@@ -40,7 +40,7 @@ class Kernel:
 
 
 class CardProgram:
-    """A program's text, by computations."""
+    """The text of a program, divided into its computations."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -56,47 +56,47 @@ class CardProgram:
         return found
 
     def training_step(self) -> list[Kernel]:
-        """Return the kernels of one turn of the loop over a chunk's batches."""
+        """Return the kernels of one iteration of the loop over a chunk's batches."""
         (body,) = (loop.body for loop in self.loops() if "__cudnn$convBackwardFilter" in loop.body)
-        gives: dict[str, list[Array]] = {}
+        results_of: dict[str, list[Array]] = {}
         kernels = []
         for line in body.splitlines():
             if not (parts := INSTRUCTION.match(line)):
                 continue
-            name, results, operation, takes = parts.groups()
-            gives[name] = arrays_of(results)
+            name, results, operation, operand_text = parts.groups()
+            results_of[name] = arrays_of(results)
             if operation in NO_KERNEL:
                 continue
             target = re.search(r'custom_call_target="([^"]*)"', line)
             calls = re.search(r" calls=(%[\w.\-]+)", line)
-            operands = [gives.get(operand, []) for operand in re.findall(r"%[\w.\-]+", takes)]
+            operands = [results_of.get(operand, []) for operand in re.findall(r"%[\w.\-]+", operand_text)]
             read = (
                 map(size_of, operands)
                 if calls is None
-                else self._read_of_each(self._computations[calls[1]], list(map(size_of, operands)))
+                else self._bytes_read(self._computations[calls[1]], list(map(size_of, operands)))
             )
             kernels.append(
                 Kernel(
                     target="" if target is None else target[1],
                     operands=[array for each in operands for array in each],
-                    results=gives[name],
-                    num_bytes=sum(read) + size_of(gives[name]),
+                    results=results_of[name],
+                    num_bytes=sum(read) + size_of(results_of[name]),
                 )
             )
         return kernels
 
-    def _read_of_each(self, fused: str, sizes: list[int]) -> list[int]:
-        """Return the bytes that a fused computation reads of each operand: where it takes slices alone, no more."""
+    def _bytes_read(self, fused: str, sizes: list[int]) -> list[int]:
+        """Return the bytes that a fused computation reads of each operand: only the slices, if it takes no more."""
         operand_of: dict[str, int] = {}
         sliced, whole = dict.fromkeys(range(len(sizes)), 0), set()
         for line in fused.splitlines():
             if not (parts := INSTRUCTION.match(line)):
                 continue
-            name, results, operation, takes = parts.groups()
+            name, results, operation, operand_text = parts.groups()
             if operation == "parameter":
-                operand_of[name] = int(takes)
+                operand_of[name] = int(operand_text)
                 continue
-            for taken in re.findall(r"%[\w.\-]+", takes):
+            for taken in re.findall(r"%[\w.\-]+", operand_text):
                 if taken not in operand_of:
                     continue
                 number = operand_of[taken]
@@ -113,7 +113,7 @@ class CardProgram:
 
 
 def arrays_of(text: str) -> list[Array]:
-    """Return the arrays of a type as HLO writes it."""
+    """Return the arrays of a type in HLO's notation."""
     return [
         (dtype, tuple(int(size) for size in sizes.split(",") if size))
         for dtype, sizes in re.findall(r"\b(\w+)\[([\d,]*)\]", text)
@@ -121,5 +121,5 @@ def arrays_of(text: str) -> list[Array]:
 
 
 def size_of(arrays: list[Array]) -> int:
-    """Return their bytes."""
+    """Return the size of arrays in bytes."""
     return sum(BYTES[dtype] * math.prod(shape) for dtype, shape in arrays)

@@ -1,4 +1,4 @@
-"""A finished run of two launches, whose files tests change, and launches that go on with it or are refused."""
+"""A finished run of two launches, whose files tests change, and launches that resume it or are refused."""
 
 import json
 import shutil
@@ -24,10 +24,10 @@ LOGS = ("loss.jsonl", "eval.jsonl", "control.jsonl")
 
 
 class Untraced(Linear):
-    """Shows that a refusal comes before anything is compiled."""
+    """A model that fails if its program is traced."""
 
     def apply(self, params, batch_stats, images, train):
-        raise AssertionError("the program is traced: nothing was refused")
+        raise AssertionError("the program was traced: the resume was not refused")
 
 
 def settings(path, **values):
@@ -45,19 +45,19 @@ def resume(path, *, model=None, notify=lambda _: None, **values):
 
 
 def refusal(path, **values) -> str:
-    """Return the words in which a resume is refused; empty where it is not."""
+    """Return the message with which a resume is refused; empty if it is not."""
     try:
         resume(path, model=Untraced(), **values)
     except ValueError as error:
         return str(error)
     except AssertionError:
         return ""
-    raise AssertionError("the run went on without a program")
+    raise AssertionError("the run continued without a program")
 
 
 @contextmanager
 def holding(path: Path, content: bytes) -> Iterator[None]:
-    """Let a file hold something else for a while."""
+    """Give a file another content while the block runs."""
     before = path.read_bytes()
     path.write_bytes(content)
     try:
@@ -67,7 +67,7 @@ def holding(path: Path, content: bytes) -> Iterator[None]:
 
 
 def without_digest(path: Path, folder: Path) -> bytes:
-    """Return a file of weights without the digest among its metadata."""
+    """Return the bytes of a weights file whose metadata has no digest."""
     with safe_open(path, framework="np") as file:
         metadata = {key: value for key, value in file.metadata().items() if key not in ("digest", "sha256")}
     save_file(load_file(path), folder / "plain.safetensors", metadata)
@@ -95,7 +95,7 @@ def make_chained_run(path: Path) -> None:
 
 
 def make_older(path: Path, folder: Path) -> None:
-    """Take from a run all that tells what its files held, as the runs of before had none of it."""
+    """Remove every digest from a run, as in runs of releases without digests."""
     for name in ("config.json", "result.json"):
         values = json.loads((path / name).read_text())
         for key in ("sha256", "continues", "files"):

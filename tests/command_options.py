@@ -1,4 +1,4 @@
-"""The options of every command that the project installs, as click has them."""
+"""The options of every command that the project installs, read from click."""
 
 from engine.commands.cli import main as run_train
 from engine.commands.control_cli import main as control_run
@@ -22,4 +22,4 @@ COMMAND_OPTIONS: dict[str, set[str]] = {
     name: {"--help"}.union(*(param.opts + param.secondary_opts for param in command.params))
     for name, command in _COMMANDS.items()
 }
-"""Command → the spellings of its options."""
+"""The spellings of the options of each command."""

@@ -1,4 +1,4 @@
-"""What every test stands on: caches of its own, and no settings of the user."""
+"""Fixtures of all tests: separate caches, without the user's settings."""
 
 import gc
 import os
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from tests.fake_cuda import FakeCuda
 
 
-# A card is used by those tests alone that ask for it, and then by scripts/gpu-check, which says so beforehand.
+# Only scripts/gpu-check runs tests on a GPU, and it sets this variable beforehand.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-# Nothing is timed in a test: pytest's own limit ends one that hangs. The tests of a card do without hypothesis.
+# Tests have no deadline of their own: pytest's limit ends one that hangs. The GPU tests run without hypothesis.
 with suppress(ModuleNotFoundError):
     import hypothesis
 
@@ -27,7 +27,7 @@ with suppress(ModuleNotFoundError):
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_caches(tmp_path_factory):
-    """Keeps the tests out of the user's cache, and the user's settings out of the tests."""
+    """Separate the tests from the user's cache and settings."""
     before = dict(os.environ)
     os.environ["XDG_CACHE_HOME"] = os.fspath(tmp_path_factory.mktemp("cache"))
     for name in ("FEEDLOOP_DATA", "JAX_COMPILATION_CACHE_DIR"):
@@ -38,15 +38,15 @@ def _own_caches(tmp_path_factory):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _interruptible():
-    """Has SIGINT interrupt: a shell without job control starts what it puts into the background with it ignored."""
+def _restore_sigint():
+    """Restore the default SIGINT handler: without job control, a shell starts background processes ignoring it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _young_heap():
-    """Keeps what the modules before left alive from the collector: among all of it, one collection takes seconds."""
+def _freeze_heap():
+    """Exclude the objects of earlier modules from garbage collection, which would take seconds with all of them."""
     gc.collect()
     gc.freeze()
 
@@ -58,7 +58,7 @@ def cache_folder(_own_caches) -> Path:
 
 @pytest.fixture(scope="session")
 def chained_run(tmp_path_factory) -> Path:
-    """A finished run of two launches, which no test may change."""
+    """Return a finished run of two launches, which no test may change."""
     from tests.chained_run import make_chained_run
 
     path = tmp_path_factory.mktemp("chained") / "run"
@@ -68,13 +68,13 @@ def chained_run(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def copied_run(chained_run, tmp_path) -> Path:
-    """A copy of the finished run, to be changed."""
+    """Return a copy of the finished run, which the test may change."""
     return Path(shutil.copytree(chained_run, tmp_path / "run"))
 
 
 @pytest.fixture
 def untraced_blocks():
-    """Has residual blocks traced anew, for tests that put something else into them."""
+    """Clear the traces of residual blocks before and after a test that replaces their parts."""
     from models.families import resnet
 
     resnet._apply_block.clear_cache()  # type: ignore[attr-defined]
@@ -84,7 +84,7 @@ def untraced_blocks():
 
 @pytest.fixture
 def cards(monkeypatch):
-    """Has the transport "cuda" take a fake card, a new one each time; they are looked at once the test is over."""
+    """Make the transport "cuda" use a new fake card for each launch; check the cards after the test."""
     from engine.crossing.choice import choose_transport
     from tests.fake_xla import fake_transport
 

@@ -1,7 +1,7 @@
-"""NVIDIA's driver without a card: behind the same C signatures, on memory of this process.
+"""A fake of NVIDIA's driver, with the same C signatures, that uses the memory of this process.
 
-Streams are queues whose work is done in an order drawn from a seed, as late as possible or as soon as allowed: what a
-program may not rely on, it does not get. Every rule of the driver that a caller can break is kept watch over.
+Streams are queues whose work is done in an order drawn from a seed, as late as possible or as early as allowed, so that
+a caller cannot rely on more than the driver guarantees. Every rule of the driver that a caller can break is checked.
 """
 # ruff: noqa: N802 - the driver's own names
 
@@ -23,7 +23,7 @@ NAMES = {
     400: "CUDA_ERROR_INVALID_HANDLE",
     700: "CUDA_ERROR_ILLEGAL_ADDRESS",
 }
-# Which functions work without a device that is current.
+# Functions that work without a current context.
 _FREE = {
     "cuInit",
     "cuDeviceGet",
@@ -52,23 +52,23 @@ class _Stream:
 
 
 class _RefusedError(Exception):
-    def __init__(self, code: int, words: str) -> None:
-        super().__init__(words)
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
         self.code = code
 
 
 class FakeCuda:
-    """One card.
+    """A fake card.
 
     Args:
-        seed: of the order in which streams get their turns.
-        eagerness: how much enqueued work is done at every call, 0 (none that is not waited for) … 1 (all).
-        takes_any_address: whether addresses that it did not give out count as the device's (XLA's own, on a CPU).
+        seed: seed of the order in which the streams work.
+        eagerness: share of calls at which enqueued work is done, 0 (only work that is waited for) … 1.
+        takes_any_address: whether unknown addresses count as the device's (those of XLA on a CPU).
 
     Attributes:
-        violations: the rules that were broken, in words.
-        calls: how often each function was called.
-        log: what was done on the device, in order: (stream, kind).
+        violations: descriptions of the rules that were broken.
+        calls: number of calls of each function.
+        log: the work that was done on the device, in order: (stream, kind).
     """
 
     def __init__(self, seed: int = 0, eagerness: float = 1.0, *, takes_any_address: bool = False) -> None:
@@ -87,10 +87,10 @@ class FakeCuda:
         self.calls: Counter[str] = Counter()
         self.log: list[tuple[int, str]] = []
 
-    # What tests do.
+    # The side of the tests.
 
     def functions(self, name: str) -> Callable[..., int]:
-        """The function as C has it: arguments are converted as the driver's own would have them."""
+        """Return a function with the driver's C signature, which converts its arguments accordingly."""
 
         def call(*arguments: object) -> int:
             with self._guard:
@@ -101,48 +101,48 @@ class FakeCuda:
         return function
 
     def fail(self, name: str, code: int, *, after: int = 0) -> None:
-        """Has a function fail, once it was called so often, from then on."""
+        """Make a function fail after `after` further calls."""
         with self._guard:
             self._faults[name] = (self.calls[name] + after, code)
 
     def new_stream(self, *, is_prompt: bool = False) -> int:
-        """A stream of XLA's; a prompt one does its work before a call returns, as XLA on a CPU needs it."""
+        """Return a stream of XLA; a prompt one does its work before a call returns, as XLA on a CPU requires."""
         with self._guard:
-            return self._given(self._streams, _Stream(is_prompt))
+            return self._register(self._streams, _Stream(is_prompt))
 
     def new_memory(self, num_bytes: int) -> int:
-        """Memory of the device that XLA has taken."""
+        """Return device memory that XLA has allocated."""
         with self._guard:
-            return self._allocated("device", num_bytes)
+            return self._allocate("device", num_bytes)
 
     def peek(self, address: int, num_bytes: int) -> bytes:
-        """What is there now."""
+        """Return the present content of memory."""
         return ctypes.string_at(address, num_bytes)
 
     def compute(self, stream: int, function: Callable[[], None]) -> None:
-        """Enqueues work of XLA's: `function` is called when it is done."""
+        """Enqueue work of XLA; `function` is called when it is done."""
         with self._guard:
             self._enqueue(stream, "compute", function)
 
     def work(self, stream: int) -> None:
-        """Does what is enqueued on one stream, as far as it need not wait for another."""
+        """Do the work enqueued on one stream, up to a wait for another stream."""
         with self._guard:
             work = self._streams[stream].work
             while work and work[0][1]():
                 self._do_next(stream)
 
     def has_passed(self, event: int) -> bool:
-        """Whether the event's last record was reached."""
+        """Return whether the last record of an event has been reached."""
         return self._events[event].passed == self._events[event].recorded > 0
 
     def finish(self) -> None:
-        """Does all that is enqueued."""
+        """Do all enqueued work."""
         with self._guard:
             self._run_until(lambda: not any(stream.work for stream in self._streams.values()))
 
     @contextmanager
     def as_xla(self):
-        """Makes the device current on this thread, as it is where XLA calls the host."""
+        """Make the context current on this thread, as it is when XLA calls the host."""
         self._stack().append(CONTEXT)
         try:
             yield
@@ -150,7 +150,7 @@ class FakeCuda:
             self._stack().pop()
 
     def left(self) -> list[str]:
-        """What was taken and not given back, XLA's own left out."""
+        """Return what was allocated and not freed, without XLA's own."""
         kinds = [kind for kind, _, _ in self._memory.values() if kind == "pinned"]
         ours = [f"{len(kinds)} pinned"] * bool(kinds)
         ours += [f"event {event:#x}" for event in self._events]
@@ -166,7 +166,7 @@ class FakeCuda:
     def num_streams(self) -> int:
         return len(self._streams)
 
-    # The driver's side.
+    # The side of the driver.
 
     def _called(self, name: str, arguments: tuple[object, ...]) -> int:
         self.calls[name] += 1
@@ -189,30 +189,30 @@ class FakeCuda:
             self._here.stack = []
         return self._here.stack
 
-    def _given[T](self, table: dict[int, T], thing: T) -> int:
+    def _register[T](self, table: dict[int, T], thing: T) -> int:
         self._next += 0x10
         table[self._next] = thing
         return self._next
 
-    def _allocated(self, kind: str, num_bytes: int) -> int:
+    def _allocate(self, kind: str, num_bytes: int) -> int:
         if num_bytes <= 0:
             raise _RefusedError(1, f"{num_bytes} bytes of {kind} memory")
         block = ctypes.create_string_buffer(num_bytes)
-        # What is not written is not to look as though it were.
+        # So that unwritten memory does not look like zeros.
         ctypes.memset(block, 0xA5, num_bytes)
         address = ctypes.addressof(block)
         self._memory[address] = (kind, num_bytes, block)
         return address
 
-    def _freed(self, kind: str, address: int) -> None:
+    def _free_memory(self, kind: str, address: int) -> None:
         if self._memory.get(address, ("", 0, None))[0] != kind:
-            raise _RefusedError(1, f"{address:#x} is no {kind} memory")
+            raise _RefusedError(1, f"{address:#x} is not {kind} memory")
         self._run_until(lambda: not any(stream.work for stream in self._streams.values()))
         _, num_bytes, block = self._memory.pop(address)
         ctypes.memset(block, 0x5A, num_bytes)
         self._keep.append(block)
 
-    def _check_there(self, kind: str, address: int, num_bytes: int) -> None:
+    def _check_memory(self, kind: str, address: int, num_bytes: int) -> None:
         if address % 4:
             raise _RefusedError(1, f"{address:#x} is not aligned")
         for start, (found, size, _) in self._memory.items():
@@ -225,8 +225,8 @@ class FakeCuda:
 
     def _copy(self, target: tuple[str, int], source: tuple[str, int], num_bytes: int, stream: int) -> None:
         def check() -> None:
-            self._check_there(*target, num_bytes)
-            self._check_there(*source, num_bytes)
+            self._check_memory(*target, num_bytes)
+            self._check_memory(*source, num_bytes)
 
         def copy() -> None:
             check()
@@ -269,14 +269,14 @@ class FakeCuda:
     def _run_until(self, is_done: Callable[[], bool]) -> None:
         while not is_done():
             if not self._run_one():
-                raise _RefusedError(1, "a wait that nothing enqueued can end")
+                raise _RefusedError(1, "a wait that no enqueued work can end")
 
     def _event(self, event: int) -> _Event:
         if event not in self._events:
             raise _RefusedError(400, f"no event {event!r}")
         return self._events[event]
 
-    # The functions of the driver, by their names there.
+    # The functions of the driver, under their own names.
 
     def _cuInit(self, flags):
         if flags:
@@ -320,16 +320,16 @@ class FakeCuda:
     def _cuMemHostAlloc(self, address, num_bytes, flags):
         if flags != 1:
             raise _RefusedError(1, f"flags {flags}")
-        address[0] = self._allocated("pinned", num_bytes)
+        address[0] = self._allocate("pinned", num_bytes)
 
     def _cuMemFreeHost(self, address):
-        self._freed("pinned", address)
+        self._free_memory("pinned", address)
 
     def _cuMemAlloc_v2(self, address, num_bytes):
-        address[0] = self._allocated("device", num_bytes)
+        address[0] = self._allocate("device", num_bytes)
 
     def _cuMemFree_v2(self, address):
-        self._freed("device", address)
+        self._free_memory("device", address)
 
     def _cuMemcpyHtoDAsync_v2(self, target, source, num_bytes, stream):
         self._copy(("device", target), ("pinned", source), num_bytes, stream)
@@ -342,16 +342,16 @@ class FakeCuda:
 
     def _cuMemsetD32Async(self, target, word, num_words, stream):
         def fill() -> None:
-            self._check_there("device", target, 4 * num_words)
+            self._check_memory("device", target, 4 * num_words)
             ctypes.memmove(target, word.to_bytes(4, "little") * num_words, 4 * num_words)
 
-        self._check_there("device", target, 4 * num_words)
+        self._check_memory("device", target, 4 * num_words)
         self._enqueue(stream, "fill", fill)
 
     def _cuStreamCreate(self, stream, flags):
         if flags != 1:
             raise _RefusedError(1, f"flags {flags}: it would wait for the default stream")
-        stream[0] = self._given(self._streams, _Stream())
+        stream[0] = self._register(self._streams, _Stream())
 
     def _cuStreamDestroy_v2(self, stream):
         if stream not in self._streams:
@@ -373,8 +373,8 @@ class FakeCuda:
 
     def _cuEventCreate(self, event, flags):
         if not flags & 1:
-            raise _RefusedError(1, "an event whose waiters spin")
-        event[0] = self._given(self._events, _Event(has_timing=not flags & 2))
+            raise _RefusedError(1, "an event without blocking synchronisation")
+        event[0] = self._register(self._events, _Event(has_timing=not flags & 2))
 
     def _cuEventDestroy_v2(self, event):
         self._event(event)
@@ -385,10 +385,10 @@ class FakeCuda:
         there.recorded += 1
         version = there.recorded
 
-        def pass_it() -> None:
+        def set_passed() -> None:
             there.passed, there.passed_at = version, self._now
 
-        self._enqueue(stream, "record", pass_it)
+        self._enqueue(stream, "record", set_passed)
 
     def _cuEventSynchronize(self, event):
         there = self._event(event)

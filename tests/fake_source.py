@@ -1,4 +1,4 @@
-"""A source of images in memory for the tests of packing, with damage and interruptions at chosen images."""
+"""A source of images in memory for tests of packing, which can fail at chosen images."""
 
 import hashlib
 import io
@@ -52,7 +52,7 @@ class FakeSource:
     def digest(self):
         return hashlib.sha256(self.images.tobytes() + bytes(self.labels)).hexdigest()
 
-    def but(self, **changes):
+    def changed(self, **changes):
         return replace(self, **changes, reads=[])
 
 
@@ -74,15 +74,15 @@ def pack(source: FakeSource, dest: Path | str, *, context: ts.Context | None = N
     return pack_split(source, location, settings_for(source, **values), overwrite=overwrite)
 
 
-def begin_to_pack(split: Path) -> None:
-    """Leaves what a packing of a split leaves that was interrupted at its start."""
+def leave_unfinished_split(split: Path) -> None:
+    """Create the files of a split whose packing was interrupted at its start."""
     plan = split / PLAN_KEY
     plan.parent.mkdir(parents=True)
     plan.write_text("{}")
 
 
 def packed_words(source: FakeSource) -> tuple[np.ndarray, np.ndarray]:
-    """What must be in the shards, computed pixel by pixel by shifts: ``uint32 [N, H, W]`` and labels ``[N]``."""
+    """Return the expected content of the shards, computed by shifts: ``uint32 [N, H, W]`` and labels ``[N]``."""
     good = [index for index in range(len(source)) if index not in source.broken and index not in source.raising]
     rgb = source.images[good].astype(np.uint32)
     words = rgb[..., 0] << 24 | rgb[..., 1] << 16 | rgb[..., 2] << 8
@@ -90,5 +90,5 @@ def packed_words(source: FakeSource) -> tuple[np.ndarray, np.ndarray]:
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """Every file below ``folder`` by its relative path."""
+    """Return the bytes of every file below ``folder`` by its relative path."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

@@ -1,4 +1,4 @@
-"""A program compiled for the CPU that takes its crossings for a card's: its stream does everything at once."""
+"""The transport "cuda" on a fake card, for programs compiled for the CPU; its stream does all work at once."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from tests.fake_cuda import FakeCuda
 
 
 class CpuBuffers(XlaBuffers):
-    """The buffers of XLA on a CPU, of which the fake driver takes any address for the device's."""
+    """The buffers of XLA on a CPU, whose addresses the fake driver takes for device memory."""
 
     def __init__(self, stream):
         self._stream = stream
@@ -21,7 +21,7 @@ class CpuBuffers(XlaBuffers):
 
 
 def fake_transport(seed=0, eagerness=0.5):
-    """A transport on a fake card, and the card."""
+    """Return a transport on a fake card, and the card."""
     fake = FakeCuda(seed, eagerness, takes_any_address=True)
     transport = CudaTransport(CudaDriver(functions=fake.functions), CpuBuffers(fake.new_stream(is_prompt=True)))
     return transport, fake

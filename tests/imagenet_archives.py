@@ -1,4 +1,4 @@
-"""Builds small archives in the form of ImageNet's official ones, for tests."""
+"""Small archives in the format of ImageNet's official ones."""
 
 import io
 import tarfile

@@ -1,7 +1,7 @@
-"""A small run with everything on, in a process that kills itself at a chosen instant; and what it came to.
+"""A small run with most settings enabled, in a process that kills itself at a chosen instant, and its results.
 
 `python -m tests.killed_run RUN '{"event": "os.rename", "path": "result.json"}'` trains in RUN and dies by SIGKILL just
-before that event, as Python tells it to audit hooks; a write of a log's line is told too, and is torn.
+before that audit event; the event `write` is the write of a log's line, of which half is then written.
 """
 
 import json
@@ -27,7 +27,7 @@ _WAIT_S = 60.0
 
 
 def run_config(run: Path, cache: Path, **values) -> TrainConfig:
-    """Return the settings: all that a step can depend on is on, but for colours, which take long to compile."""
+    """Return settings that enable everything that a step can depend on, except colours, which compile slowly."""
     everything = TrainConfig(
         run_dir=os.fspath(run),
         compilation_cache=os.fspath(cache),
@@ -56,14 +56,14 @@ def run_config(run: Path, cache: Path, **values) -> TrainConfig:
 
 
 def train_here(run: Path, cache: Path, *, batches=None, notify=lambda _: None, **values) -> None:
-    """Runs or resumes the training in this process."""
+    """Run or resume the training in this process."""
     config = run_config(run, cache, **values)
     train(config, model=Linear(), batches=batches or paced_batches(run), evaluation=EVALUATED, notify=notify)
 
 
 def paced_batches(run: Path):
-    """Return batches that wait for each snapshot to be on disk, so that the writer leaves out none."""
-    # As far behind the snapshot's own batch as the feeder reads ahead: the loop has emitted it by then.
+    """Return batches that wait until each snapshot is on disk, so that the writer skips none."""
+    # The feeder reads this many batches ahead; by then the loop has emitted the snapshot.
     lag = ACCUMULATE + _LEAST_DEPTH
 
     def batches(pull):
@@ -77,13 +77,13 @@ def paced_batches(run: Path):
 
 @dataclass
 class Death:
-    """Kills the process just before the `nth` event of a kind whose path ends like a pattern.
+    """Kills the process just before the `nth` event whose path matches a pattern.
 
     Args:
-        event: an audit event, or `write` for a log's line, which is then written in half.
-        path: regular expression; searched for in the path, or in the line that is written.
+        event: an audit event, or `write` for a log's line, half of which is then written.
+        path: regular expression, searched for in the path or the written line.
         nth: counted from 1.
-        after: path in the run folder that is waited for before.
+        after: path in the run folder that must exist before.
     """
 
     run: Path
@@ -95,24 +95,24 @@ class Death:
     def __post_init__(self):
         self._guard, self._is_ours = threading.Lock(), threading.local()
         self._write = os.write
-        os.write = self._torn_write
-        sys.addaudithook(self._hear)
+        os.write = self._write_or_tear
+        sys.addaudithook(self._on_event)
 
-    def _hear(self, event, arguments):
+    def _on_event(self, event, arguments):
         if event != self.event:
             return
         # The new name of a rename, the only name of everything else.
         path = arguments[1] if event == "os.rename" else arguments[0]
-        if self._is_it(os.fspath(path) if isinstance(path, str | os.PathLike) else str(path)):
+        if self._is_due(os.fspath(path) if isinstance(path, str | os.PathLike) else str(path)):
             die()
 
-    def _torn_write(self, file, content):
-        if self.event == "write" and self._is_it(bytes(content).decode(errors="replace")):
+    def _write_or_tear(self, file, content):
+        if self.event == "write" and self._is_due(bytes(content).decode(errors="replace")):
             self._write(file, content[: len(content) // 2])
             die()
         return self._write(file, content)
 
-    def _is_it(self, text):
+    def _is_due(self, text):
         if not re.search(self.path, text):
             return False
         with self._guard:
@@ -125,13 +125,13 @@ class Death:
 
 
 def die():
-    """Ends the process as nothing else does: no handler, no `finally`, no flush."""
+    """Kill the process with SIGKILL: no handler, no `finally`, no flush."""
     os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(_WAIT_S)
 
 
 def wait_for(path: Path) -> None:
-    """Waits until a path is there, for a limited time."""
+    """Wait until a path exists; raise TimeoutError after a while."""
     deadline = time.monotonic() + _WAIT_S
     while not path.exists():
         if time.monotonic() > deadline:
@@ -139,29 +139,29 @@ def wait_for(path: Path) -> None:
         time.sleep(0.01)
 
 
-def asking_batches(run: Path):
-    """Return batches that ask for another learning rate after the first snapshot, and die once that took effect."""
+def requesting_batches(run: Path):
+    """Return batches that request another learning rate after the first snapshot, and die when it has taken effect."""
     log = run / "control.jsonl"
-    is_asked: list[bool] = []
+    is_requested: list[bool] = []
 
     def batches(pull):
-        if pull == SNAPSHOT_EVERY * ACCUMULATE + 2 and not is_asked:
+        if pull == SNAPSHOT_EVERY * ACCUMULATE + 2 and not is_requested:
             wait_for(run / f"snapshots/{SNAPSHOT_EVERY}")
             send_request(run, ControlRequest(new_request_id(), learning_rate_factor=0.25, evaluate=True))
-            is_asked.append(True)
-        if is_asked:
+            is_requested.append(True)
+        if is_requested:
             if log.exists() and (events := log.read_text().splitlines()):
                 if len((run / "loss.jsonl").read_text().splitlines()) > json.loads(events[0])["step"]:
                     die()
             else:
-                time.sleep(0.5)  # the request is looked for four times a second
+                time.sleep(0.5)  # requests are polled four times a second
         return toy_batch(pull)
 
     return batches
 
 
 def read_outcome(run: Path):
-    """Return all that must be the same: weights, losses with their rates, and evaluations."""
+    """Return everything that must be the same: weights, losses with learning rates, and evaluations."""
     logs = ("loss.jsonl", "eval.jsonl")
     losses, evaluations = ([json.loads(line) for line in (run / name).read_text().splitlines()] for name in logs)
     return (
@@ -172,14 +172,14 @@ def read_outcome(run: Path):
 
 
 def main():
-    """Trains until it dies."""
+    """Train until the process is killed."""
     run, cache, death = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
     resume = (run / "config.json").exists()
-    if death == "asked":
-        train_here(run, cache, batches=asking_batches(run), prefetch=1)
+    if death == "requested":
+        train_here(run, cache, batches=requesting_batches(run), prefetch=1)
         return
     Death(run, **death)
-    train_here(run, cache, resume=resume, notify=lambda said: print(said, flush=True))
+    train_here(run, cache, resume=resume, notify=lambda message: print(message, flush=True))
 
 
 if __name__ == "__main__":

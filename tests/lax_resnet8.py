@@ -1,4 +1,4 @@
-"""ResNet-8 and its training step written out with `lax` convolutions and no code of ours."""
+"""ResNet-8 and its training step written with `lax` convolutions, without code of the project."""
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ def forward(params, stats, x):
 
 @jax.jit
 def step(state, pixels, labels, mean, std, learning_rate, momentum, weight_decay):
-    """One step of PyTorch's SGD on packed pixels; `state` is (params, stats, velocity)."""
+    """Return the state (params, stats, velocity) and the loss after a step of PyTorch's SGD on packed pixels."""
     params, stats, velocity = state
     channels = jnp.stack([(pixels >> shift) & 255 for shift in (24, 16, 8)], -1)
     images = (channels.astype(jnp.float32) / 255 - mean) / std

@@ -1,4 +1,4 @@
-"""A program on a pseudo-terminal, as its user would see it."""
+"""A program on a pseudo-terminal, and what it displays."""
 
 import codecs
 import fcntl
@@ -12,9 +12,9 @@ import sys
 import termios
 import time
 
-LIMIT_S = 60.0  # for what takes tenths of a second on an idle machine
-# The terminal controls the program, so that its keys send signals. One sent beside a key would not do: the kernel drops
-# what is on its way to the terminal as it takes the key.
+LIMIT_S = 60.0  # these waits take tenths of a second on an idle machine
+# The terminal controls the program, so that its keys send signals. Signals sent separately would not do: for a key, the
+# kernel also discards pending output.
 _CONTROLLED = """
 import fcntl, os, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
@@ -23,7 +23,7 @@ os.execvp(sys.argv[1], sys.argv[1:])
 
 
 class Terminal:
-    """A process on a pseudo-terminal of a given size, and all that it has written."""
+    """A process on a pseudo-terminal of a given size, and its output."""
 
     def __init__(self, command, arguments, columns=80, lines=24, **environment):
         self.master, slave = pty.openpty()
@@ -44,11 +44,11 @@ class Terminal:
         fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
 
     def press(self, keys: str) -> None:
-        """Types; Ctrl-C is "\\x03", whose signal the terminal sends."""
+        """Type keys; for Ctrl-C, "\\x03", the terminal sends SIGINT."""
         os.write(self.master, keys.encode())
 
     def read_until(self, pattern: str, start: int = 0) -> None:
-        """Read until `pattern` shows up after character `start` of the output, its escapes aside."""
+        """Read until `pattern` appears after character `start` of the output, ignoring escape sequences."""
         deadline = time.monotonic() + LIMIT_S
         while not re.search(pattern, plain(self.output[start:])):
             assert time.monotonic() < deadline, f"no {pattern!r} in {self.output[-2000:]!r}"
@@ -58,7 +58,7 @@ class Terminal:
                 )
 
     def finish(self) -> int:
-        """Read to the end; gives the exit code."""
+        """Read to the end; return the exit code."""
         deadline = time.monotonic() + LIMIT_S
         while self._read():
             assert time.monotonic() < deadline, f"still running: {self.output[-2000:]!r}"
@@ -67,7 +67,7 @@ class Terminal:
         return code
 
     def _read(self) -> bool:
-        """False once the process has closed the terminal."""
+        """Read some output; return False if the process has closed the terminal."""
         if not select.select([self.master], [], [], 0.1)[0]:
             return True
         try:
@@ -79,5 +79,5 @@ class Terminal:
 
 
 def plain(output: str) -> str:
-    """The output without escape sequences."""
+    """Return the output without escape sequences."""
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output).replace("\r", "")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.card_program import CALL_OF_THE_HOST, CardProgram, size_of
+from tests.card_program import HOST_CALL, CardProgram, size_of
 
 COMPILER = Path(sys.prefix) / "card-compiler"
 CHUNK = 7
@@ -60,9 +60,9 @@ def compiled_for_a_card(*, is_evaluated=True, **values):
 def test_a_program_for_a_card_runs_ahead_of_it(values):
     program = compiled_for_a_card(**values)
     # A pull, a turn's batch and an emission in training; the same in an evaluation, and a snapshot.
-    assert program.count(CALL_OF_THE_HOST) == 7
+    assert program.count(HOST_CALL) == 7
     # Nobody waits for the predicate of a loop whose turns XLA knows: those over the batches of a pull.
-    turns = [loop.turns for loop in CardProgram(program).loops() if CALL_OF_THE_HOST in loop.body]
+    turns = [loop.turns for loop in CardProgram(program).loops() if HOST_CALL in loop.body]
     assert sorted(each for each in turns if each is not None) == [CHUNK, EVALUATION_CHUNK]
     # The others are those over the pulls.
     assert turns.count(None) == 2
@@ -75,7 +75,7 @@ def test_a_program_for_a_card_runs_ahead_of_it(values):
 
 def test_a_program_may_leave_the_order_of_sums_to_the_card():
     program = compiled_for_a_card(model="resnet8", batch=8, deterministic=False)
-    assert program.count(CALL_OF_THE_HOST) == 7
+    assert program.count(HOST_CALL) == 7
     # Kernels of XLA's own for products, which it chooses by trying; a deterministic program has cuBLAS's.
     assert "gemm_fusion" in program
 

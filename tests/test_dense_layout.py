@@ -82,7 +82,7 @@ def packs(request, tmp_path_factory):
         for layout in LAYOUTS:
             made[size, layout] = tmp_path_factory.mktemp(f"{size}-{layout}")
             for name in ("train", "val"):
-                pack(source.but(name=name), made[size, layout], layout=layout, codec=request.param, shard_images=8)
+                pack(source.changed(name=name), made[size, layout], layout=layout, codec=request.param, shard_images=8)
     return made
 
 

@@ -161,13 +161,13 @@ def test_other_classes_and_sizes_are_refused(trained, data, tmp_path):
     settings = run_settings(run)
     pack(fake_source(20, size=8), tmp_path)
     shuffled = fake_source(6, size=8, name="shuffled")
-    pack(shuffled.but(classes=tuple(reversed(shuffled.classes))), tmp_path)
+    pack(shuffled.changed(classes=tuple(reversed(shuffled.classes))), tmp_path)
     with pytest.raises(
         ValueError, match=r"same classes as the training split, but those of .*/shuffled differ from those of .*/train"
     ):
         evaluate(replace(settings, data=os.fspath(tmp_path), eval_split="shuffled"))
     fewer = fake_source(6, size=8, name="fewer")
-    pack(fewer.but(classes=fewer.classes[:2], labels=[0, 1] * 3), tmp_path / "apart")
+    pack(fewer.changed(classes=fewer.classes[:2], labels=[0, 1] * 3), tmp_path / "apart")
     with pytest.raises(ValueError, match=r"must have 3 classes, as the weights do, but .*/fewer has 2"):
         evaluate(replace(settings, data=os.fspath(tmp_path / "apart"), eval_split="fewer"))
     pack(fake_source(6, size=4, name="small"), tmp_path)

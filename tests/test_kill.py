@@ -90,7 +90,7 @@ def test_a_run_killed_seven_times_ends_as_if_it_had_been_left_alone(tmp_path, ca
 
 
 def test_requests_that_took_effect_after_the_last_snapshot_are_repeated(tmp_path, cache, uninterrupted):
-    train_and_die(tmp_path / "killed", cache, "asked")
+    train_and_die(tmp_path / "killed", cache, "requested")
     (event,) = read_events(tmp_path / "killed/control.jsonl")
     assert snapshot_steps(tmp_path / "killed/snapshots") == [SNAPSHOT_EVERY]
     assert event.pull >= SNAPSHOT_EVERY * ACCUMULATE

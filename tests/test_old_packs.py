@@ -43,7 +43,7 @@ def test_a_complete_one_is_read_and_verified(packs):
 
 def test_packing_it_again_changes_nothing(packs):
     before = files_of(packs / "complete")
-    assert pack(SOURCE.but(), packs / "complete").was_complete
+    assert pack(SOURCE.changed(), packs / "complete").was_complete
     assert files_of(packs / "complete") == before
 
 
@@ -51,7 +51,7 @@ def test_an_unfinished_one_is_finished_in_its_own_version(packs):
     path = packs / "unfinished/train" / PLAN_KEY
     plan = json.loads(path.read_text())
     path.write_text(json.dumps(plan | {"tool_versions": tool_versions()}))
-    source = SOURCE.but()
+    source = SOURCE.changed()
     result = pack(source, packs / "unfinished")
     assert (result.num_resumed, min(source.reads)) == (9, 9)
     found, expected = files_of(packs / "unfinished"), files_of(packs / "complete")
@@ -65,7 +65,7 @@ def test_an_unfinished_one_is_finished_in_its_own_version(packs):
 
 
 def test_labels_of_another_pack_are_noticed(packs, tmp_path):
-    pack(fake_source(11, seed=1).but(labels=[1] * 11), tmp_path / "other")
+    pack(fake_source(11, seed=1).changed(labels=[1] * 11), tmp_path / "other")
     content = (tmp_path / "other/train/labels/c/0").read_bytes()
     (packs / "complete/train/labels/c/0").write_bytes(content)
     with pytest.raises(ShardError, match="labels/c/0: the labels differ from those that were packed"):

@@ -107,7 +107,7 @@ def test_the_number_of_workers_does_not_change_a_byte(tmp_path, source, expected
 
 
 def test_a_finished_pack_is_not_packed_again(tmp_path, source, expected):
-    again = source.but()
+    again = source.changed()
     result = pack(again, tmp_path / "expected")
     assert result.was_complete
     assert [failure.index for failure in result.failures] == [1, 5, 6, 12, 13]
@@ -118,9 +118,9 @@ def test_a_finished_pack_is_not_packed_again(tmp_path, source, expected):
 @pytest.mark.parametrize("at", range(14))
 def test_interrupted_at_any_image_it_continues_to_the_same_bytes(tmp_path, source, expected, at):
     with pytest.raises(KeyboardInterrupt):
-        pack(source.but(raising={at: KeyboardInterrupt()}), tmp_path / "again")
+        pack(source.changed(raising={at: KeyboardInterrupt()}), tmp_path / "again")
     assert "train/manifest.json" not in files_of(tmp_path / "again")
-    again = source.but()
+    again = source.changed()
     result = pack(again, tmp_path / "again")
     assert files_of(tmp_path / "again") == expected
     # Shards 0 and 1 end after the good images 4 and 10.
@@ -189,7 +189,7 @@ def test_a_killed_process_is_continued(tmp_path, source, expected):
 
 def test_a_shard_file_lost_before_continuing_is_made_again(tmp_path, source, expected):
     with pytest.raises(KeyboardInterrupt):
-        pack(source.but(raising={13: KeyboardInterrupt()}), tmp_path / "again")
+        pack(source.changed(raising={13: KeyboardInterrupt()}), tmp_path / "again")
     (tmp_path / "again/train/pixels/c/0/0/0").unlink()
     assert pack(source, tmp_path / "again").num_resumed == 0
     assert files_of(tmp_path / "again") == expected
@@ -197,7 +197,7 @@ def test_a_shard_file_lost_before_continuing_is_made_again(tmp_path, source, exp
 
 def test_a_damaged_journal_is_named(tmp_path, source):
     with pytest.raises(KeyboardInterrupt):
-        pack(source.but(raising={13: KeyboardInterrupt()}), tmp_path)
+        pack(source.changed(raising={13: KeyboardInterrupt()}), tmp_path)
     (tmp_path / "train/journal/shards/00000001.json").write_text('{"start": 3}')
     with pytest.raises(
         ShardError, match=r"journal/shards/00000001.json: the journal .* is damaged; pack with --overwrite"
@@ -208,7 +208,7 @@ def test_a_damaged_journal_is_named(tmp_path, source):
 @pytest.mark.parametrize("removed", [(), ("checksums",), ("sha256",), ("checksums", "sha256")])
 def test_a_record_whose_labels_were_altered_is_damaged(tmp_path, source, removed):
     with pytest.raises(KeyboardInterrupt):
-        pack(source.but(raising={13: KeyboardInterrupt()}), tmp_path)
+        pack(source.changed(raising={13: KeyboardInterrupt()}), tmp_path)
     path = tmp_path / "train/journal/shards/00000001.json"
     record = json.loads(path.read_text())
     record["labels"] = record["labels"][::-1]
@@ -238,7 +238,7 @@ def test_a_record_has_a_checksum_for_each_image_or_none(num_checksums, has_check
 @pytest.mark.parametrize("gap", [-1, 1])
 def test_a_journal_whose_records_do_not_join_is_damaged(tmp_path, source, gap):
     with pytest.raises(KeyboardInterrupt):
-        pack(source.but(raising={13: KeyboardInterrupt()}), tmp_path)
+        pack(source.changed(raising={13: KeyboardInterrupt()}), tmp_path)
     path = tmp_path / "train/journal/shards/00000001.json"
     record = json.loads(path.read_text())
     path.write_text(json.dumps(record | {"start": record["start"] + gap}))
@@ -252,7 +252,7 @@ def test_where_no_number_is_asked_for_a_pack_keeps_the_shards_it_was_begun_with(
         pack(source, tmp_path, shard_images=3)
     else:
         with pytest.raises(KeyboardInterrupt):
-            pack(source.but(raising={13: KeyboardInterrupt()}), tmp_path, shard_images=3)
+            pack(source.changed(raising={13: KeyboardInterrupt()}), tmp_path, shard_images=3)
     result = pack(source, tmp_path, shard_images=None)
     assert (result.was_complete, result.manifest.shard_images) == (is_complete, 3)
     with pytest.raises(ShardError, match="resize_rule was"):
@@ -267,7 +267,7 @@ def test_other_settings_are_not_mixed_into_a_pack(tmp_path, source, is_complete)
         pack(source, tmp_path)
     else:
         with pytest.raises(KeyboardInterrupt):
-            pack(source.but(raising={13: KeyboardInterrupt()}), tmp_path)
+            pack(source.changed(raising={13: KeyboardInterrupt()}), tmp_path)
     before = files_of(tmp_path)
     with pytest.raises(
         ShardError,
@@ -366,7 +366,7 @@ def test_a_damaged_manifest_may_be_overwritten(tmp_path, source, expected):
 
 def test_lock_files_of_a_killed_process_go(tmp_path, source, expected):
     with pytest.raises(KeyboardInterrupt):
-        pack(source.but(raising={13: KeyboardInterrupt()}), tmp_path / "again")
+        pack(source.changed(raising={13: KeyboardInterrupt()}), tmp_path / "again")
     split = tmp_path / "again/train"
     ours = ("manifest.json.__lock", "pixels/c/1/0/0.__lock", "journal/plan.json.__lock")
     for name in (*ours, "thesis.__lock"):
@@ -381,7 +381,7 @@ def test_other_programs_that_made_a_finished_pack_do_not_matter(tmp_path, source
     assert pack(source, tmp_path).was_complete
     # An unfinished one would hold shards of both.
     with pytest.raises(KeyboardInterrupt):
-        pack(source.but(raising={13: KeyboardInterrupt()}), tmp_path / "again")
+        pack(source.changed(raising={13: KeyboardInterrupt()}), tmp_path / "again")
     monkeypatch.setattr(plan_module, "tool_versions", lambda: {"numpy": "10"})
     with pytest.raises(ShardError, match="tool_versions was numpy 9, is now numpy 10"):
         pack(source, tmp_path / "again")
@@ -390,11 +390,11 @@ def test_other_programs_that_made_a_finished_pack_do_not_matter(tmp_path, source
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_names_that_are_not_utf8_are_packed_and_noted(tmp_path, source, overwrite):
     strange = (ImageClass("caf\udce9", "caf\udce9"), ImageClass("a\u2028b", "line\x85break"), CLASSES[2])
-    source = source.but(classes=strange)
+    source = source.changed(classes=strange)
     if overwrite:
         pack(fake_source(5), tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        pack(source.but(raising={11: KeyboardInterrupt()}), tmp_path, overwrite=overwrite)
+        pack(source.changed(raising={11: KeyboardInterrupt()}), tmp_path, overwrite=overwrite)
     result = pack(source, tmp_path)
     assert result.num_resumed > 0
     assert result.manifest.classes == strange
@@ -451,7 +451,7 @@ def test_a_listed_image_that_cannot_be_read_stops_the_pack(tmp_path, error):
     source = fake_source(6, raising={5: error})
     with pytest.raises(ShardError, match=r"n3/5\.png: .*; the source has changed or can't be reached\. .*same command"):
         pack(source, tmp_path)
-    assert pack(source.but(raising={}), tmp_path).num_resumed == 4
+    assert pack(source.changed(raising={}), tmp_path).num_resumed == 4
 
 
 def test_an_image_too_large_to_be_read_is_a_failure(tmp_path):
@@ -486,7 +486,7 @@ def test_a_source_that_goes_away_and_comes_back_is_packed_whole(tmp_path):
 def test_an_ended_pack_leaves_no_thread_behind(tmp_path, source):
     before = set(threading.enumerate())
     with pytest.raises(KeyboardInterrupt):
-        pack(source.but(raising={2: KeyboardInterrupt()}), tmp_path, num_workers=3)
+        pack(source.changed(raising={2: KeyboardInterrupt()}), tmp_path, num_workers=3)
     pack(source, tmp_path, num_workers=3)
     assert [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("decode-")] == []
 
@@ -564,7 +564,7 @@ def test_an_unwritable_place_is_one_clear_error(tmp_path, source):
 def test_progress_counts_every_image_once(tmp_path, source):
     seen: list[PackProgress] = []
     with pytest.raises(KeyboardInterrupt):
-        pack(source.but(raising={13: KeyboardInterrupt()}), tmp_path)
+        pack(source.changed(raising={13: KeyboardInterrupt()}), tmp_path)
     location = open_location(str(tmp_path)).child("train")
     pack_split(source, location, settings_for(source), on_progress=seen.append)
     assert seen[0] == PackProgress(done=11, total=14, failed=3)

@@ -141,7 +141,7 @@ def test_metadata_with_control_characters_are_quoted_without_them(tmp_path, name
 
 @pytest.mark.parametrize("name", ["labels", "checksums"])
 def test_labels_and_checksums_of_another_split_are_noticed(data, name):
-    pack(fake_source(12, size=SMALL, seed=2).but(labels=[2] * 12), data / "other")
+    pack(fake_source(12, size=SMALL, seed=2).changed(labels=[2] * 12), data / "other")
     shutil.copy(data / f"other/train/{name}/c/0", data / f"train/{name}/c/0")
     with pytest.raises(ShardError, match=f"{name}/c/0: the {name} differ from those that were packed"):
         read(data)
@@ -173,7 +173,7 @@ def test_labels_and_checksums_of_several_files_are_read_in_any_order(tmp_path, m
     np.testing.assert_array_equal(found[1], labels[indices])
     assert verify_split(str(tmp_path), "train") == ()
     # A label that is another, with the right checksum of its chunk, in one of the files.
-    other = fake_source(2100, size=2).but(labels=[*source.labels[:-1], 0])
+    other = fake_source(2100, size=2).changed(labels=[*source.labels[:-1], 0])
     pack(other, tmp_path / "other", shard_images=512)
     last = 2100 // per_shard
     shutil.copy(tmp_path / f"other/train/labels/c/{last}", tmp_path / f"train/labels/c/{last}")

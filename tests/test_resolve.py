@@ -10,7 +10,7 @@ from engine.run.data import open_data
 from engine.run.parts import OwnParts
 from engine.run.resolve import check_arguments, resolve, warn_of_settings
 from preprocess.shards.location import Location
-from tests.fake_source import CLASSES, FakeSource, begin_to_pack, fake_source, pack
+from tests.fake_source import CLASSES, FakeSource, fake_source, leave_unfinished_split, pack
 from tests.toy import Linear, toy_batch, toy_config
 
 
@@ -69,7 +69,7 @@ def test_a_run_does_not_begin_without_a_split_whose_packing_is_not_finished(tmp_
     pack(fake_source(9, size=8), tmp_path)
     if other is not None:
         pack(fake_source(9, size=8, name=other), tmp_path)
-    begin_to_pack(tmp_path / "val")
+    leave_unfinished_split(tmp_path / "val")
     with pytest.raises(ValueError, match=r"but .*/val is only partly packed: .* --eval-split"):
         told_at_the_beginning(TrainConfig(data=tmp_path, batch=4))
     assert told_at_the_beginning(TrainConfig(data=tmp_path, batch=4, eval_split="off")) == []
@@ -97,7 +97,7 @@ def test_a_store_is_listed_once_to_find_the_split_to_evaluate_on(tmp_path, monke
 def test_an_unfinished_split_behind_the_one_that_is_chosen_disturbs_nobody(tmp_path):
     pack(fake_source(9, size=8), tmp_path)
     pack(fake_source(9, size=8, name="val"), tmp_path)
-    begin_to_pack(tmp_path / "test")
+    leave_unfinished_split(tmp_path / "test")
     assert told_at_the_beginning(TrainConfig(data=tmp_path, batch=4, eval_every_steps=5)) == []
 
 

@@ -34,7 +34,7 @@ from engine.run.resume import (
     note_changes,
 )
 from engine.run.train import plan_run
-from tests.fake_source import begin_to_pack, fake_source, pack
+from tests.fake_source import fake_source, leave_unfinished_split, pack
 from tests.toy import SIZE, Linear, toy_batch, toy_config
 
 STEPS = 8
@@ -237,7 +237,7 @@ def test_a_split_that_somebody_begins_to_pack_beside_a_run_does_not_end_it(tmp_p
     pack(fake_source(20), tmp_path / "packed")
     plain: dict[str, Any] = {"data": tmp_path / "packed", "batch": 4, "run_dir": tmp_path / "run", "learning_rate": 0.1}
     train(TrainConfig(steps=2, **plain), model=Linear())
-    begin_to_pack(tmp_path / "packed/val")
+    leave_unfinished_split(tmp_path / "packed/val")
     told: list[str] = []
     result = train(TrainConfig(steps=4, resume=True, **plain), model=Linear(), notify=told.append)
     assert result.steps_done == 4
@@ -390,7 +390,7 @@ def test_other_data_are_refused_and_the_same_elsewhere_are_not(tmp_path):
     pack(source, tmp_path / "data")
     config = toy_config(steps=2, data=tmp_path / "data", num_classes=None, run_dir=tmp_path / "run")
     train(config, model=Linear())
-    pack(source.but(images=source.images[::-1].copy()), tmp_path / "other")
+    pack(source.changed(images=source.images[::-1].copy()), tmp_path / "other")
     with pytest.raises(ValueError, match=r"must have its original data, but these differ: .*other/train, "):
         train(replace(config, steps=3, data=str(tmp_path / "other"), resume=True), model=Linear())
     (tmp_path / "data").rename(tmp_path / "moved")

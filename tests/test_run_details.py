@@ -74,7 +74,7 @@ def test_the_program_works_in_the_memory_of_the_state_that_it_is_given():
 @pytest.mark.parametrize("level", [0, 255])
 def test_blank_images_train(level, tmp_path):
     source = fake_source(12, size=SIZE)
-    pack(source.but(images=np.full_like(source.images, level)), tmp_path)
+    pack(source.changed(images=np.full_like(source.images, level)), tmp_path)
     config = toy_config(steps=6, data=tmp_path, num_classes=None)
     assert np.isfinite(train(config, model=Linear()).losses).all()
 

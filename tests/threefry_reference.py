@@ -1,4 +1,4 @@
-"""The draws of the positions once more, in Python's own integers: Threefry-2x32 with 20 rounds and the key chain."""
+"""A reference of the draws of positions in Python integers: Threefry-2x32 with 20 rounds, and the key chain."""
 
 _WORD = 0xFFFFFFFF
 _ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
@@ -6,7 +6,7 @@ _DOMAIN = 0x6175676D
 
 
 def threefry(key, counter):
-    """The block cipher of Salmon et al. (2011): two words of key, two of counter, two words out."""
+    """Return two words by the block cipher of Salmon et al. (2011), from two words of key and two of counter."""
     schedule = (*key, 0x1BD11BDA ^ key[0] ^ key[1])
     left, right = (counter[0] + key[0]) & _WORD, (counter[1] + key[1]) & _WORD
     for turn in range(20):
@@ -21,7 +21,7 @@ def threefry(key, counter):
 
 
 def words_at(seed, position, purpose, block):
-    """The two words of (seed, position, purpose, block)."""
+    """Return the two words of (seed, position, purpose, block)."""
     key = threefry((seed >> 32, seed & _WORD), (0, _DOMAIN))
     key = threefry(key, (0, position >> 32))
     key = threefry(key, (0, position & _WORD))

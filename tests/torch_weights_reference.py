@@ -1,8 +1,8 @@
-"""The PyTorch network of `torch_resnet_reference.py` with weights of somebody else. Run by an interpreter with torch.
+"""The PyTorch network of `torch_resnet_reference.py` with given weights. Run by an interpreter that has torch.
 
     python torch_weights_reference.py {resnet18,resnet50} WEIGHTS.safetensors INOUT.npz
 
-Loads the weights, every name in its place, and adds the logits in evaluation to the images of the archive.
+Loads the weights, all names of which must match, and adds the logits in evaluation to the images of the archive.
 """
 
 import json
@@ -16,7 +16,7 @@ from torch_resnet_reference import NETWORKS, Reference  # type: ignore[import-no
 
 
 def read_float32(path):
-    """A safetensors file by its definition, so that no second package is asked for: length, JSON, numbers."""
+    """Return the tensors of a safetensors file, read without the package: length, JSON header, numbers."""
     content = Path(path).read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
     header = json.loads(content[8 : 8 + length])

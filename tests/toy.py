@@ -1,4 +1,4 @@
-"""A model and batches small enough to run the whole engine in a moment."""
+"""A model and batches that are small enough to run the whole engine in a moment."""
 
 from dataclasses import dataclass, field
 
@@ -29,7 +29,7 @@ class Linear:
 
 
 def toy_batch(step, *, batch=BATCH, seed=0):
-    """Batches in which the colour tells the class; a function of the step."""
+    """Return a batch in which the colour shows the class; it depends only on the step and the seed."""
     random = np.random.default_rng([seed, step])
     labels = random.integers(CLASSES, size=batch)
     pixels = random.integers(0, 64, (batch, SIZE, SIZE, 3)).astype(np.uint32)
@@ -40,7 +40,7 @@ def toy_batch(step, *, batch=BATCH, seed=0):
 
 @dataclass
 class CountedBatches:
-    """`toy_batch`, noting each call; raises or waits at a step if told to."""
+    """`toy_batch`, with a record of its calls; raises an error at step `raise_at`."""
 
     raise_at: int = -1
     calls: list[int] = field(default_factory=list)
