@@ -21,7 +21,7 @@ def values_of(pull, dtype=np.float32):
 
 @settings(max_examples=30)
 @given(every=st.integers(-1, 5), pulls=st.integers(1, 12))
-def test_each_group_gives_its_mean_once(every, pulls):
+def test_each_group_returns_its_mean_once(every, pulls):
     gathered = init_accumulation(values_of(0))
     group: list[Any] = []
     for pull in range(pulls):
@@ -54,7 +54,7 @@ def test_sums_are_float32_and_keep_what_bfloat16_would_lose():
     assert all(np.all(leaf == 1) for leaf in jax.tree.leaves(means))
 
 
-def test_a_lower_number_of_pulls_is_due_at_once_over_all_gathered():
+def test_a_lower_number_of_pulls_ends_the_accumulation_at_once():
     gathered = init_accumulation(values_of(0))
     for pull in range(3):
         _, due, gathered = gather(gathered, values_of(pull), jnp.int32(8))
@@ -65,7 +65,7 @@ def test_a_lower_number_of_pulls_is_due_at_once_over_all_gathered():
     assert int(gathered.num_pulls) == 0
 
 
-def test_what_is_not_finite_is_gone_with_its_group():
+def test_a_non_finite_sum_is_discarded_with_its_group():
     broken = jax.tree.map(lambda leaf: leaf * jnp.nan, values_of(0))
     gathered = init_accumulation(broken)
     for pull in (broken, values_of(1)):

@@ -69,7 +69,7 @@ def augment_stream(augmentation, start, num, seed=3):
     return augment(augmentation, pixels, labels, at, seed)
 
 
-def test_nothing_turned_on_is_the_bare_unpacking():
+def test_without_augmentation_pixels_are_only_unpacked():
     pixels, labels = stream(0, 5)
     images, targets = augment_stream(Augmentation(), 0, 5)
     np.testing.assert_array_equal(images, jax.jit(unpack_pixels)(pixels, SCALE))
@@ -78,7 +78,7 @@ def test_nothing_turned_on_is_the_bare_unpacking():
 
 
 @pytest.mark.parametrize("name", AUGMENTATIONS)
-def test_something_happens_and_the_shapes_are_right(name):
+def test_augmentation_changes_the_images_and_keeps_their_shapes(name):
     augmentation = AUGMENTATIONS[name]
     images, targets = augment_stream(augmentation, 0, 64)
     assert images.shape == (64, *augmentation.output_shape(16, 16), 3)
@@ -131,14 +131,14 @@ for num_devices in (2, 8):
 """
 
 
-def test_any_number_of_devices_sees_the_same():
+def test_every_number_of_devices_gets_the_same_images():
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", ON_SO_MANY_DEVICES]
     assert subprocess.run(command, check=False, timeout=240, env=environment, cwd=ROOT).returncode == 0
 
 
 @pytest.mark.parametrize("name", ["cifar", "colours", "everything"])
-def test_neighbours_change_nothing(name):
+def test_neighbours_do_not_affect_an_image(name):
     pixels, labels = stream(0, 6)
     at = positions(jnp.int32(0), 6, 0, 6)
     before = augment(AUGMENTATIONS[name], pixels, labels, at)
@@ -189,7 +189,7 @@ def test_half_of_the_images_are_mirrored():
     assert np.mean(images[:, 0, 0, 0] > images[:, 0, 1, 0]) == pytest.approx(0.5, abs=0.032)
 
 
-def test_turning_one_on_leaves_the_others_draws():
+def test_enabling_one_augmentation_keeps_the_draws_of_the_others():
     # Two programs may contract the normalisation differently: a few roundings of float32 of values up to 3.
     def is_close(one, other):
         return np.isclose(one, other, rtol=0, atol=2e-6).all(axis=-1)
@@ -233,7 +233,7 @@ def test_cutmix_pastes_from_the_partner():
 
 @pytest.mark.parametrize("label", [-1, K, 2**31 - 1])
 @pytest.mark.parametrize("augmentation", [Augmentation(), EVERYTHING])
-def test_a_label_that_is_no_class_gives_nan(label, augmentation):
+def test_an_invalid_label_results_in_nan(label, augmentation):
     pixels, labels = stream(0, 4)
     _, targets = augment(augmentation, pixels, labels.at[1].set(label), positions(jnp.int32(0), 4, 0, 4))
     assert np.isnan(targets[1]).all()
@@ -242,13 +242,13 @@ def test_a_label_that_is_no_class_gives_nan(label, augmentation):
     assert np.isnan(cross_entropy(jnp.zeros((4, K)), targets))
 
 
-def test_an_odd_batch_can_not_be_mixed():
+def test_an_odd_batch_cannot_be_mixed():
     pixels, labels = stream(0, 3)
     with pytest.raises(ValueError, match="must be even, got 3"):
         augment(EVERYTHING, pixels, labels, positions(jnp.int32(0), 3, 0, 3))
 
 
-def test_a_loop_sees_what_single_calls_see_and_traces_once():
+def test_a_loop_equals_single_calls_and_traces_once():
     num_traces = 0
     pixels, labels = stream(0, 4)
 
@@ -275,7 +275,7 @@ def test_a_loop_sees_what_single_calls_see_and_traces_once():
 
 
 @pytest.mark.parametrize("size", [None, 16, 11, 1])
-def test_evaluation_takes_the_middle(size):
+def test_evaluation_crops_the_centre(size):
     pixels, _ = stream(0, 3)
     images = prepare_for_evaluation(pixels, size, SCALE)
     side, start = size or 16, round((16 - (size or 16)) / 2)

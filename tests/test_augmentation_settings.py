@@ -27,7 +27,7 @@ def test_json_round_trip(augmentation):
     assert augmentation.to_json() == dataclasses.asdict(augmentation)
 
 
-def test_numbers_become_pythons_own():
+def test_numbers_become_python_numbers():
     numbers: Any = {
         "size": np.int64(8),
         "horizontal_flip": 1,

@@ -46,7 +46,7 @@ def test_equals_optax_without_the_ramp():
     assert_close(average, expected)
 
 
-def test_an_average_of_what_stays_stays_to_the_bit():
+def test_the_average_of_constant_weights_stays_bit_identical():
     tree = drawn(3)
     average = update_average(init_average(tree), tree, jnp.float32(0.9), jnp.int32(7))
     jax.tree.map(np.testing.assert_array_equal, average, tree)
@@ -61,7 +61,7 @@ def test_the_average_may_be_donated_beside_what_it_started_from():
         assert_close(moved[0], moved[1])
 
 
-def test_another_decay_or_step_traces_nothing_anew():
+def test_another_decay_or_step_causes_no_retrace():
     num_traces = 0
 
     @jax.jit

@@ -86,7 +86,7 @@ def test_variance_keeps_its_digits_wherever_the_outliers_lie(count, seed, where)
     np.testing.assert_allclose(running.mean, [0.1 * exact.mean()], rtol=1e-6, atol=1e-4)
 
 
-def test_on_a_card_a_channel_that_is_constant_but_there_stays_finite(monkeypatch):
+def test_on_a_card_a_channel_with_a_single_outlier_stays_finite(monkeypatch):
     """The worst that the one value may be: all digits of the variance may go, and nothing else."""
     use_card_forms(monkeypatch)
     x = jnp.zeros((4, 33, 33, 1)).at[0, 16, 16].set(3.3)
@@ -97,7 +97,7 @@ def test_on_a_card_a_channel_that_is_constant_but_there_stays_finite(monkeypatch
 
 
 @pytest.mark.parametrize(("deviations", "lost"), [(0, 1), (3, 10), (15, 226)])
-def test_on_a_card_as_many_digits_are_lost_as_the_one_value_is_off(monkeypatch, deviations, lost):
+def test_on_a_card_the_loss_of_digits_matches_the_size_of_the_outlier(monkeypatch, deviations, lost):
     """The sums cancel to one in 1 + deviations²; added up one by one, they lose up to 20 roundings before."""
     use_card_forms(monkeypatch)
     values = np.random.default_rng(0).standard_normal((1, 1, 256, 1)).astype(np.float32)
@@ -120,7 +120,7 @@ def test_a_stored_relu_and_its_gradient_are_jaxs():
 
 
 @pytest.mark.usefixtures("platform")
-def test_relu_sends_no_gradient_through_zero():
+def test_the_gradient_of_relu_at_zero_is_zero():
     """Scale 0 makes every value 0, where the ReLU's derivative is 0, as `jax.nn.relu` has it."""
     x = normal(0, (2, 3, 3, 5))
     bias_gradient = jax.grad(lambda bias: batch_norm(x, jnp.zeros(5), bias, FRESH, train=True, relu=True)[0].sum())
@@ -146,7 +146,7 @@ def test_no_gradient_flows_through_running_statistics():
     np.testing.assert_array_equal(jax.grad(total)(normal(0, (2, 3, 3, 5))), 0)
 
 
-def test_evaluation_uses_the_running_statistics_and_leaves_them():
+def test_evaluation_uses_the_running_statistics_without_changing_them():
     x, scale, bias = normal(0, (2, 3, 3, 5)), normal(1, (5,)), normal(2, (5,))
     running = RunningStats(normal(3, (5,)), jnp.square(normal(4, (5,))) + 0.5)
     y, after = batch_norm(x, scale, bias, running, train=False)

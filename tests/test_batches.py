@@ -63,7 +63,7 @@ def test_synthetic_batches_are_packed_pixels_and_labels_of_every_class():
         assert len(np.unique(pixels >> np.uint32(shift) & np.uint32(0xFF))) == 256
 
 
-def test_a_function_is_asked_once_a_step():
+def test_a_function_is_called_once_per_step():
     asked = []
 
     def function(step):
@@ -80,7 +80,7 @@ def test_a_function_is_asked_once_a_step():
     assert asked == [6, 7, 8, 9]
 
 
-def test_a_function_may_use_one_buffer_again_and_again():
+def test_a_function_may_reuse_one_buffer():
     buffer = np.zeros((2, 1, 1), np.uint32)
 
     def function(step):
@@ -118,12 +118,12 @@ PIXELS, LABELS = numbered(0)
         ((PIXELS, LABELS), r"labels must lie in 0 … 2, but the batch source has 0 … 3 for batch 0"),
     ],
 )
-def test_a_batch_of_another_form_is_refused(given, message):
+def test_a_batch_of_another_shape_or_dtype_is_refused(given, message):
     with pytest.raises(ValueError, match=message):
         FunctionBatches(lambda step: given, num_classes=3)
 
 
-def test_a_label_beyond_int32_is_refused_where_no_classes_are_known():
+def test_a_label_beyond_int32_is_refused_if_the_classes_are_unknown():
     labels = np.array([0, 1, 2, 2**32], np.int64)
     with pytest.raises(ValueError, match=r"labels must lie in 0 … 2147483647, but the batch source has 0 … 4294967296"):
         FunctionBatches(lambda step: (PIXELS, labels))
@@ -141,7 +141,7 @@ def test_every_batch_has_the_shape_of_the_first():
         filled(source, 2)
 
 
-def test_what_a_function_raises_passes_through():
+def test_an_exception_of_a_function_is_passed_on():
     def function(step):
         raise LookupError(f"no step {step}")
 
@@ -149,7 +149,7 @@ def test_what_a_function_raises_passes_through():
         FunctionBatches(function, first_index=3)
 
 
-def test_steps_asked_for_in_any_order_by_many_threads_are_those_of_the_order(monkeypatch):
+def test_steps_requested_in_any_order_by_many_threads_are_correct(monkeypatch):
     """Positions are ordered some steps at a time, here three, and kept until others are asked for."""
     asked = []
 

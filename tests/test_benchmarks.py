@@ -178,7 +178,7 @@ def test_rounds_interleave_all_candidates():
     assert [len(result.samples) for result in results.values()] == [4, 4, 4]
 
 
-def test_one_that_fails_in_mid_run_is_left_out_and_the_others_go_on():
+def test_a_candidate_that_fails_during_the_run_is_dropped_and_the_others_continue():
     order: list[tuple[str, int]] = []
     runners = {"a": FakeRunner("a", 1.0, order), "b": FakeRunner("b", 1.0, order, fails_at=2)}
     results = {name: Measured(amount=1) for name in "ab"}
@@ -190,14 +190,14 @@ def test_one_that_fails_in_mid_run_is_left_out_and_the_others_go_on():
 
 
 @pytest.mark.parametrize(("unit_s", "units"), [(1e-6, 1_500_000), (0.01, 150), (0.4, 4), (1.0, 2), (40.0, 1)])
-def test_a_round_is_made_of_as_many_units_as_it_takes(unit_s, units):
+def test_a_round_has_as_many_units_as_it_needs(unit_s, units):
     assert calibrate(FakeRunner("a", unit_s, []), 1.5, 1.0) == units
 
 
 # Processes
 
 
-def test_a_worker_tells_what_it_is_and_answers(tmp_path):
+def test_a_worker_describes_itself_and_answers(tmp_path):
     with start(tmp_path, HONEST, arguments=("2.5", "0.25")) as worker:
         ready = worker.wait_ready(20)
         assert (ready.amount, ready.versions, ready.facts) == (10, {"clock": "1"}, {"loss": 2.5})
@@ -214,7 +214,7 @@ def test_a_worker_tells_what_it_is_and_answers(tmp_path):
         (HANGS, "took more than 0.5 s to be ready"),
     ],
 )
-def test_a_worker_that_is_not_ready_says_why(tmp_path, source, message):
+def test_a_worker_that_is_not_ready_reports_the_reason(tmp_path, source, message):
     worker = start(tmp_path, source)
     with pytest.raises(WorkerError, match=message):
         worker.wait_ready(0.5 if source == HANGS else 20)
@@ -230,7 +230,7 @@ def test_a_worker_that_is_not_ready_says_why(tmp_path, source, message):
         ("sys.exit(4)", "ended with exit code 4"),
     ],
 )
-def test_a_worker_that_does_not_answer_says_why(tmp_path, answer, message):
+def test_a_worker_that_does_not_answer_is_an_error_with_a_reason(tmp_path, answer, message):
     said = '{"ready": true, "amount": 1, "versions": {}, "facts": {}}'
     source = f"import sys\nprint('{said}', flush=True)\nsys.stdin.readline()\n{answer}\ninput()\n"
     with start(tmp_path, source) as worker:
@@ -239,7 +239,7 @@ def test_a_worker_that_does_not_answer_says_why(tmp_path, answer, message):
             worker.run(2, 0.5 if "sleep" in answer else 20)
 
 
-def test_the_end_takes_along_what_a_worker_has_started(tmp_path):
+def test_the_processes_that_a_worker_started_end_with_it(tmp_path):
     source = """
         import subprocess, sys
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -254,7 +254,7 @@ def test_the_end_takes_along_what_a_worker_has_started(tmp_path):
         time.sleep(0.01)
 
 
-def test_candidates_are_stopped_while_it_is_not_their_turn(tmp_path):
+def test_candidates_are_paused_between_their_turns(tmp_path):
     # It counts all the time, and says how far it has come.
     source = """
         import sys, threading, time
@@ -301,7 +301,7 @@ def test_candidates_end_with_a_bench_that_is_killed(tmp_path):
         time.sleep(0.01)
 
 
-def test_candidates_that_fail_are_rows_with_the_reason_and_the_others_go_on(scripts, settings):
+def test_failed_candidates_are_rows_with_the_reason_and_the_others_continue(scripts, settings):
     scripts(honest=HONEST, dead=DEAD, dies_later=DIES_LATER, hangs=HANGS, rubbish=RUBBISH)
     candidates = (
         Candidate("dead", "dead.py"),
@@ -331,7 +331,7 @@ def test_candidates_that_fail_are_rows_with_the_reason_and_the_others_go_on(scri
     assert "a case: round 3 of 3" in said
 
 
-def test_data_that_cannot_be_made_are_the_reason_of_every_row(settings):
+def test_if_the_data_cannot_be_created_every_row_has_that_reason(settings):
     def prepare(_say):
         raise OSError("no space left")
 
@@ -363,7 +363,7 @@ def made_result():
     return CaseResult(case, rows)
 
 
-def test_json_has_every_sample_and_what_it_was_measured_on(tmp_path, settings):
+def test_json_has_every_sample_and_the_environment(tmp_path, settings):
     result = made_result()
     write_json(tmp_path / "out.json", describe_run(settings), [(Bench("b", "", lambda _: []), result)])
     document = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
@@ -398,7 +398,7 @@ def test_a_document_becomes_markdown_tables(tmp_path, settings):
     assert failed[-1] == "would not install"
 
 
-def test_a_table_tells_ratios_targets_and_reasons(capsys):
+def test_a_table_has_ratios_targets_and_reasons(capsys):
     print_case(Console(width=140), Bench("b", "", lambda _: []), made_result())
     lines = capsys.readouterr().out.splitlines()
     theirs = next(line for line in lines if "theirs" in line)
@@ -410,7 +410,7 @@ def test_a_table_tells_ratios_targets_and_reasons(capsys):
 # The benches
 
 
-def test_it_lists_the_benches():
+def test_the_benchmarks_are_listed():
     done = CliRunner().invoke(main, [])
     assert done.exit_code == 0
     listed = [line.split()[0] for line in done.output.splitlines()]
@@ -425,14 +425,14 @@ def test_it_lists_the_benches():
         (["step", "--json", "/no/such/folder/out.json"], "--json must name a file in an existing folder"),
     ],
 )
-def test_wrong_usage_is_told(arguments, message):
+def test_wrong_usage_is_refused(arguments, message):
     done = CliRunner().invoke(main, arguments)
     assert done.exit_code == 2
     assert message in done.output
 
 
 @pytest.mark.parametrize("bench", BENCHES, ids=lambda bench: bench.name)
-def test_every_candidate_is_there_and_peers_are_asked_for(bench, settings):
+def test_every_candidate_exists_and_peers_are_optional(bench, settings):
     cases = bench.chosen_cases(replace(settings, peers=True))
     for case in cases:
         for candidate in case.candidates:
@@ -446,7 +446,7 @@ def test_a_case_names_its_base():
         Case("c", IMAGES_PER_S, "b", (Candidate("a", "a.py"),))
 
 
-def test_a_python_that_is_not_there_is_named():
+def test_a_missing_python_is_named():
     with pytest.raises(PeerError, match=r"no Python 3\.1 found"):
         find_python("3.1")
 
@@ -465,7 +465,7 @@ def test_a_bench_whose_base_was_not_measured_has_failed(tmp_path, monkeypatch):
     assert "the base candidate failed in card, host to card, 128×224×224 uint32" in " ".join(done.output.split())
 
 
-def test_the_cheapest_case_runs(tmp_path, monkeypatch):
+def test_the_cheapest_benchmark_runs(tmp_path, monkeypatch):
     monkeypatch.setattr("scripts.benchmarks.cli.FOLDER", tmp_path / ".bench")
     out = tmp_path / "out.json"
     done = CliRunner().invoke(
@@ -494,7 +494,7 @@ def test_the_work_of_a_network_counts_every_block(monkeypatch, name, image_size,
     assert found == pytest.approx(gflop - first_input_gradient, rel=3e-3)
 
 
-def test_a_tree_that_is_not_its_commit_is_told():
+def test_a_modified_working_tree_is_reported():
     assert short_commit("0123456789abcdef") == "0123456789ab"
     assert short_commit("0123456789abcdef+") == "0123456789ab+"
     assert short_commit(None) == "unknown"

@@ -24,7 +24,7 @@ LOSSES = st.lists(st.floats(-1e3, 1e3, width=32) | st.just(NAN) | st.just(math.i
 
 
 @given(losses=LOSSES, cut=st.integers(0, 200), smoothing=st.floats(0, 0.99))
-def test_while_it_is_short_the_history_is_every_point(losses, cut, smoothing):
+def test_a_short_history_has_every_point(losses, cut, smoothing):
     history = BinnedLosses(smoothing)
     history.add(rows_of([]))
     whole = rows_of(range(1, len(losses) + 1), losses)
@@ -120,7 +120,7 @@ def test_a_resumed_run_replaces_the_steps_it_does_again(pairs, chunk):
     assert history.last_step == pairs[-1][0]
 
 
-def test_pace_is_taken_from_the_newest_times():
+def test_the_pace_comes_from_the_newest_times():
     history = BinnedLosses()
     assert math.isnan(history.seconds_per_step)
     history.add(

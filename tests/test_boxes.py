@@ -53,7 +53,7 @@ def test_equals_the_reference(name):
         assert not found.any()
 
 
-def test_areas_are_uniform_and_ratios_log_uniform():
+def test_areas_are_uniform_and_ratios_are_log_uniform():
     rule = BoxRule((0.1, 0.3), (1 / 2, 2.0), (1000, 1000))
     boxes, found = draw_boxes(random_words(20_000, seed=1), rule, 1000, 1000)
     assert found.all()

@@ -73,7 +73,7 @@ def test_a_program_for_a_card_runs_ahead_of_it(values):
     assert not re.search(r" (convolution|scatter|select-and-scatter)\(", program)
 
 
-def test_a_program_may_leave_the_order_of_sums_to_the_card():
+def test_a_non_deterministic_program_may_leave_the_order_of_sums_to_the_card():
     program = compiled_for_a_card(model="resnet8", batch=8, deterministic=False)
     assert program.count(HOST_CALL) == 7
     # Kernels of XLA's own for products, which it chooses by trying; a deterministic program has cuBLAS's.

@@ -32,7 +32,7 @@ def profile(*planes):
 KERNELS = ("conv", "MemcpyD2D", "MemcpyH2D")
 
 
-def test_busy_is_what_any_stream_of_kernels_does_and_copies_beside_it_are_not():
+def test_busy_time_is_the_union_of_all_kernel_streams_without_copies():
     card = plane(
         "/device:GPU:0",
         KERNELS,
@@ -48,7 +48,7 @@ def test_busy_is_what_any_stream_of_kernels_does_and_copies_beside_it_are_not():
     assert trace.xla_waits == Waits(0, 0)
 
 
-def test_short_gaps_count_as_standing_still_and_are_not_listed():
+def test_short_gaps_count_as_idle_and_are_not_listed():
     card = plane("/device:GPU:0", KERNELS, line("Stream #1(Compute)", *((0, 15 * turn, 10) for turn in range(10))))
     trace = read_trace(profile(card))
     assert trace.gaps_ns == ()
@@ -56,7 +56,7 @@ def test_short_gaps_count_as_standing_still_and_are_not_listed():
     assert trace.span_ns == pytest.approx(145e3)
 
 
-def test_waits_are_counted_over_the_threads_of_the_host():
+def test_waits_are_counted_over_all_host_threads():
     names = ("CudaStream::BlockHostUntilDone", "cuLaunchKernel")
     host = plane("/host:CPU", names, line("main", (0, 0, 10), (1, 10, 5)), line("other", (0, 400, 30)))
     card = plane("/device:GPU:0", KERNELS, line("Stream #1(Compute)", (0, 0, 1000)))
@@ -71,6 +71,6 @@ def test_waits_are_counted_over_the_threads_of_the_host():
     ]
 
 
-def test_a_profile_without_a_card_says_what_is_in_it():
+def test_a_profile_without_a_card_is_refused_with_its_content():
     with pytest.raises(ValueError, match="streams of /device:GPU:0 with kernels, found /host:CPU"):
         read_trace(profile(plane("/host:CPU", ("cuStreamSynchronize",), line("main", (0, 0, 1)))))

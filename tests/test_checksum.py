@@ -20,7 +20,7 @@ def kind(request):
 
 
 @given(data=st.binary(max_size=600))
-def test_any_bytes_have_the_sum_of_a_loop_over_them(kind, data):
+def test_the_checksum_of_any_bytes_equals_that_of_a_plain_loop(kind, data):
     assert crc32c(data).to_bytes(4, "little") == test_shards.crc32c(data)
 
 
@@ -31,6 +31,6 @@ def test_published_sums(kind, data, expected):
 
 
 @pytest.mark.parametrize("num_bytes", [1 << 12, 4100, (1 << 18) + 4])
-def test_arrays_of_images_and_of_indices_have_the_librarys_sum(kind, num_bytes):
+def test_checksums_of_images_and_indices_equal_those_of_the_library(kind, num_bytes):
     array = np.random.default_rng(num_bytes).integers(256, size=num_bytes, dtype=np.uint8).view(np.uint32)
     assert crc32c(array) == google_crc32c.value(array.tobytes())

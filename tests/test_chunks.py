@@ -98,7 +98,7 @@ def single(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("accumulate", "chunk"), [(1, 2), (1, 3), (1, 4), (1, 64), (3, 2), (3, 3), (3, 7)])
-def test_any_chunk_makes_the_steps_and_the_records_of_single_batches(single, tmp_path, accumulate, chunk):
+def test_every_chunk_size_has_the_steps_and_records_of_single_batches(single, tmp_path, accumulate, chunk):
     run(tmp_path, chunk_batches=chunk, accumulate_steps=accumulate)
     assert_close(tmp_path, single[accumulate])
     # Each of evaluations and snapshots comes at its own step, which need not be a multiple of the chunk.
@@ -119,7 +119,7 @@ def unhurried(path, boundaries, accumulate=1):
     return batches
 
 
-def test_snapshots_come_at_their_own_step_and_are_the_state_there(tmp_path):
+def test_snapshots_are_taken_at_their_exact_step(tmp_path):
     run(tmp_path, batches=unhurried(tmp_path, (3, 6, 9)), chunk_batches=2, prefetch=1)
     assert list(snapshot_steps(tmp_path / "snapshots")) == [3, 6, 9, 11]
     for step in (3, 6, 9):
@@ -131,7 +131,7 @@ def test_snapshots_come_at_their_own_step_and_are_the_state_there(tmp_path):
 
 
 @pytest.mark.parametrize("end", [1, 3, 6, 7, 11])
-def test_a_replay_ends_within_a_chunk_too(tmp_path, end):
+def test_a_replay_can_end_within_a_chunk(tmp_path, end):
     run(tmp_path, chunk_batches=4, eval_every_steps=5, snapshot_every_steps=0)
     report = replay_run(tmp_path, from_step=0, to_step=end, model=Linear(), batches=toy_batch, evaluation=EVALUATED)
     assert report.is_same
@@ -166,7 +166,7 @@ def test_a_replay_that_ends_before_an_evaluation_waits_for_the_batches_of_its_la
         ({"accumulate_steps": 3, "steps": 4, "eval_every_steps": 2}, [(0, 4), (4, 2), (6, 4), (10, 2)]),
     ],
 )
-def test_no_pull_brings_more_than_the_steps_to_the_next_boundary_need(pulls, values, expected):
+def test_no_pull_goes_beyond_the_next_boundary(pulls, values, expected):
     batches = CountedBatches()
     config = toy_config(**({"steps": 11, "chunk_batches": 4} | values))
     train(config, model=Linear(), batches=batches, evaluation=EVALUATED)
@@ -174,7 +174,7 @@ def test_no_pull_brings_more_than_the_steps_to_the_next_boundary_need(pulls, val
     assert batches.calls == list(range(max(sum(number for _, number in expected), 1)))
 
 
-def test_a_source_that_raises_in_the_midst_of_a_chunk_loses_no_step_and_the_run_goes_on_to_the_same_bits(tmp_path):
+def test_a_source_that_fails_within_a_chunk_loses_no_step_and_the_run_resumes_bit_for_bit(tmp_path):
     run(tmp_path / "whole", chunk_batches=4)
     with pytest.raises(ConnectionResetError):
         run(tmp_path / "run", batches=CountedBatches(raise_at=6), chunk_batches=4)
@@ -187,7 +187,7 @@ def test_a_source_that_raises_in_the_midst_of_a_chunk_loses_no_step_and_the_run_
 
 
 @pytest.mark.timeout(60)
-def test_a_signal_ends_the_run_behind_the_batches_that_are_there(tmp_path, pulls, transport, monkeypatch):
+def test_a_signal_ends_the_run_after_the_batches_that_have_arrived(tmp_path, pulls, transport, monkeypatch):
     main_thread, released = threading.get_ident(), threading.Event()
     # A pull brings the batches together; on a card they come one by one, and each is waited for.
     awaited, wait_for = set(), DeviceRing._wait_for
@@ -227,7 +227,7 @@ class Requests:
         monkeypatch.setattr(ControlBoard, "words", words)
 
 
-def test_a_request_that_meets_a_stop_takes_effect_in_the_launch_that_goes_on(tmp_path, monkeypatch):
+def test_a_request_that_coincides_with_a_stop_takes_effect_after_the_resume(tmp_path, monkeypatch):
     monkeypatch.setattr(ControlBoard, "words", stop_and_ask_at(4, ControlBoard.words))
     result = run(tmp_path, chunk_batches=4, eval_every_steps=0, snapshot_every_steps=0)
     assert (result.steps_done, result.stopped_by) == (4, "a test")
@@ -253,7 +253,7 @@ def stop_and_ask_at(first_pull, words_of):
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_requests_wait_for_the_chunk_under_way_act_at_one_update_and_are_repeated_there(
+def test_requests_wait_for_the_current_chunk_act_at_one_update_and_are_repeated_there(
     tmp_path, monkeypatch, accumulate
 ):
     halve, look = ControlRequest(learning_rate_factor=0.5), ControlRequest(evaluate=True, snapshot=True)
@@ -277,7 +277,7 @@ def test_requests_wait_for_the_chunk_under_way_act_at_one_update_and_are_repeate
 
 
 @pytest.mark.parametrize("chunk", [1, 4])
-def test_a_replay_knows_whose_evaluation_a_run_owed_that_ended_in_mid_update(tmp_path, monkeypatch, chunk):
+def test_a_replay_finds_the_evaluation_that_is_due_after_a_stop_within_an_update(tmp_path, monkeypatch, chunk):
     look = ControlRequest(evaluate=True)
     Requests(monkeypatch, {9: look, 12: look})
     settings = {"steps": 6, "accumulate_steps": 3, "chunk_batches": chunk, "eval_every_steps": 0}
@@ -292,7 +292,7 @@ def test_a_replay_knows_whose_evaluation_a_run_owed_that_ended_in_mid_update(tmp
         assert report.is_same, (from_step, report)
 
 
-def test_an_update_that_is_given_up_on_ends_its_chunk(tmp_path):
+def test_an_abandoned_update_ends_its_chunk(tmp_path):
     ends = {}
     for chunk in (1, 4):
         path = tmp_path / f"{chunk}"
@@ -307,7 +307,7 @@ def test_an_update_that_is_given_up_on_ends_its_chunk(tmp_path):
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6)
 
 
-def test_what_is_read_ahead_is_told_with_the_chunk(transport):
+def test_the_message_about_reading_ahead_names_the_chunk(transport):
     told: list[str] = []
     train(toy_config(steps=0, synthetic=True, image_size=64, chunk_batches=32), model=None, notify=told.append)
     # On a card the batches of a chunk come one by one, so that no more of them need to be there.
@@ -318,7 +318,7 @@ def test_what_is_read_ahead_is_told_with_the_chunk(transport):
     assert any(expected[transport] in line for line in told), told
 
 
-def test_what_is_asked_for_with_a_pull_that_a_stop_leaves_empty_takes_effect_once(tmp_path, monkeypatch):
+def test_a_request_in_a_pull_that_a_stop_leaves_empty_takes_effect_once(tmp_path, monkeypatch):
     """The stop comes between the words of the pull and its first batch; whoever goes on has both again."""
     words_of, boards = ControlBoard.words, list[ControlBoard]()
 
@@ -346,13 +346,13 @@ def test_what_is_asked_for_with_a_pull_that_a_stop_leaves_empty_takes_effect_onc
     assert [line["step"] for line in lines(tmp_path / "eval.jsonl")] == [5, 8]
 
 
-def test_a_run_is_resumed_with_the_chunk_that_it_had(tmp_path):
+def test_a_run_is_resumed_with_its_own_chunk(tmp_path):
     run(tmp_path, chunk_batches=4)
     with pytest.raises(ValueError, match="chunk_batches was 4, got 2"):
         run(tmp_path, chunk_batches=2, steps=20, resume=True)
 
 
-def test_images_of_a_chunk_are_counted_over_its_own_time(transport):
+def test_images_per_second_of_a_chunk_use_the_time_of_that_chunk(transport):
     class Records(list[Any]):
         open = close = lambda _: None
         write = list.append

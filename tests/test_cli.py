@@ -60,7 +60,7 @@ def wait_for_lines(path, count, process, limit_s=120):
     pytest.fail(f"{path} has not {count} lines: {process.communicate(timeout=10)}")
 
 
-def test_a_piped_run_prints_what_it_is_and_a_line_a_step(tmp_path):
+def test_a_piped_run_prints_its_settings_and_one_line_per_step(tmp_path):
     done = run_train(*TINY, "--steps", 3, "--run-dir", "run", "--learning-rate", "0.01", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -207,7 +207,7 @@ def test_a_second_signal_quits_at_once_even_in_a_long_step():
     assert out.splitlines() == ["quit"]
 
 
-def test_a_failure_of_the_data_in_mid_run_exits_with_2_and_names_the_shard(tmp_path):
+def test_a_data_error_during_the_run_exits_with_2_and_names_the_shard(tmp_path):
     pack(fake_source(20, size=8), tmp_path / "packed")
     shards = sorted(path for path in (tmp_path / "packed/train/pixels").rglob("*") if path.is_file())
     shards = [path for path in shards if path.name != "zarr.json"]
@@ -235,7 +235,7 @@ def test_a_full_disk_under_the_terminal_exits_with_1(tmp_path):
     assert "No space left on device" in done.stderr
 
 
-def test_the_list_of_recipes_says_what_to_expect_of_each():
+def test_the_list_of_recipes_has_the_expected_result_of_each():
     result = CliRunner().invoke(main, ["--list-recipes", "--steps", "nonsense"])
     assert result.exit_code == 0
     recipes = [load_recipe(name) for name in recipe_names()]
@@ -265,7 +265,7 @@ def test_every_option_is_a_setting_or_listed_as_one_of_the_command():
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_an_option_says_what_the_setting_declares(name):
+def test_the_help_of_an_option_is_that_of_its_setting(name):
     (option,) = (each for each in main.params if each.name == name)
     assert isinstance(option, click.Option)
     declared = SETTINGS[name]
@@ -274,7 +274,7 @@ def test_an_option_says_what_the_setting_declares(name):
     assert not re.search(r"\b[a-z]+_[a-z_]+\b", option.help), "a setting named as in Python"
 
 
-def test_a_recipe_gives_what_the_command_line_leaves_open(tmp_path):
+def test_a_recipe_sets_what_the_command_line_does_not(tmp_path):
     pack(fake_source(10, size=8), tmp_path / "packed")
     (tmp_path / "mine.toml").write_text(RECIPE)
     options = ["--run-dir", "run", "--lr", "default", "--batch", 5, "--recipe", "mine.toml", "--no-decay-all"]
@@ -300,7 +300,7 @@ def test_a_recipe_gives_what_the_command_line_leaves_open(tmp_path):
     }
 
 
-def test_steps_on_the_command_line_take_the_place_of_a_recipes_epochs(tmp_path, monkeypatch):
+def test_steps_on_the_command_line_replace_the_epochs_of_a_recipe(tmp_path, monkeypatch):
     pack(fake_source(10, size=8), tmp_path / "packed")
     (tmp_path / "mine.toml").write_text(RECIPE)
     monkeypatch.chdir(tmp_path)
@@ -344,7 +344,7 @@ def test_dump_hlo_writes_both_forms_of_the_program(tmp_path):
 @pytest.mark.parametrize(
     ("option", "shown"), [("--help", "--learning-rate"), ("--list-recipes", "imagenet-90: ResNet")]
 )
-def test_help_does_not_wait_for_jax(option, shown):
+def test_help_does_not_load_jax(option, shown):
     source = "import sys\nfrom click.testing import CliRunner\nfrom engine.commands.cli import main\n"
     source += (
         f"print(CliRunner().invoke(main, ['{option}']).output)\nprint('jax' in sys.modules, 'numpy' in sys.modules)"
@@ -354,7 +354,7 @@ def test_help_does_not_wait_for_jax(option, shown):
     assert done.stdout.splitlines()[-1] == "False False"
 
 
-def test_runs_that_start_in_the_same_second_get_folders_of_their_own(tmp_path):
+def test_runs_that_start_in_the_same_second_get_separate_folders(tmp_path):
     processes = [start_train(*TINY, "--steps", 1, cwd=tmp_path) for _ in range(3)]
     for process in processes:
         process.communicate(timeout=120)
@@ -363,14 +363,14 @@ def test_runs_that_start_in_the_same_second_get_folders_of_their_own(tmp_path):
     assert [(folder / "result.json").exists() for folder in folders] == [True, True, True]
 
 
-def test_a_closed_stdout_does_not_keep_a_run_from_its_work(tmp_path):
+def test_a_closed_stdout_does_not_stop_a_run(tmp_path):
     command = f"exec {sys.executable} -c '{MAIN}' {' '.join(TINY)} --steps 2 --run-dir run >&-"
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "run/result.json").read_text())["steps_done"] == 2
 
 
-def test_a_reader_that_goes_away_ends_the_run_in_a_line(tmp_path):
+def test_a_closed_pipe_ends_the_run_with_one_line(tmp_path):
     command = f"{sys.executable} -c '{MAIN}' {' '.join(TINY)} --steps 1000000 --run-dir run"
     script = f"{command} | head -5; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
@@ -386,7 +386,7 @@ def test_a_reader_that_goes_away_ends_the_run_in_a_line(tmp_path):
     assert (tmp_path / "run/model.safetensors").exists()
 
 
-def test_more_memory_than_the_machine_has_is_said_before_the_launch(tmp_path, monkeypatch):
+def test_a_program_that_needs_too_much_memory_is_reported_before_the_launch(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("engine.run.launch.host_memory_bytes", lambda: 100_000)
     result = CliRunner().invoke(main, [*TINY, "--steps", "1", "--run-dir", "run"])
@@ -395,7 +395,7 @@ def test_more_memory_than_the_machine_has_is_said_before_the_launch(tmp_path, mo
     assert "this machine has 0.0 GB: use a smaller --batch" in result.stdout
 
 
-def test_a_run_is_resumed_with_its_own_settings_and_what_the_command_line_changes_is_said(tmp_path):
+def test_a_run_is_resumed_with_its_own_settings_and_changes_are_reported(tmp_path):
     first = run_train(*TINY, "--steps", 3, "--run-dir", "run", "--seed", 3, "--ema-decay", 0.9, cwd=tmp_path)
     assert first.returncode == 0, first.stderr
     second = run_train("--run-dir", "run", "--resume", "--steps", 5, "--learning-rate", 0.2, cwd=tmp_path)
@@ -431,7 +431,7 @@ def test_a_run_finds_its_data_from_another_working_directory(tmp_path):
         (["--snapshot-every", "-1"], "--snapshot-every must lie in 0 …"),
     ],
 )
-def test_a_resume_that_cannot_be_is_refused_in_a_line(tmp_path, options, message):
+def test_an_impossible_resume_is_refused_in_one_line(tmp_path, options, message):
     done = run_train(*options, cwd=tmp_path)
     assert done.returncode == 2
     assert message in done.stderr

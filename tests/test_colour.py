@@ -32,7 +32,7 @@ def on_white(colour, alpha):
     return colour * opacity + 255 * (1 - opacity)
 
 
-def test_grey_and_rgb_are_taken_as_they_are():
+def test_grey_and_rgb_are_unchanged():
     np.testing.assert_array_equal(decoded(Image.fromarray(GREY)), three(GREY))
     np.testing.assert_array_equal(decoded(Image.fromarray(RGB)), RGB)
     for grey in (Image.fromarray(GREY), Image.fromarray(RGB)):
@@ -51,7 +51,7 @@ def test_a_palette_is_looked_up():
     np.testing.assert_array_equal(decoded(image), palette[np.asarray(image)])
 
 
-def test_transparency_lies_on_white():
+def test_transparent_pixels_are_blended_with_white():
     # Pillow composites in integers: one level of rounding.
     rgba = np.dstack([RGB, ALPHA])
     assert np.abs(decoded(Image.fromarray(rgba)) - on_white(RGB, ALPHA)).max() <= 1
@@ -80,7 +80,7 @@ def test_a_transparent_palette_entry_is_white():
 
 
 @pytest.mark.parametrize(("mode", "clear"), [("L", 20), ("RGB", (1, 2, 3))])
-def test_a_colour_that_stands_for_transparent_is_white(mode, clear):
+def test_a_transparent_colour_key_is_white(mode, clear):
     image = Image.new(mode, (16, 16), clear)
     assert (decoded(image, transparency=clear) == 255).all()
 
@@ -120,7 +120,7 @@ def png(depth, colour, pixels, width, transparent):
 
 @pytest.mark.parametrize("depth", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("transparent", [0, 1, 3])
-def test_a_grey_that_stands_for_transparent_is_white_at_any_depth(depth, transparent):
+def test_a_transparent_grey_key_is_white_at_any_depth(depth, transparent):
     most = 2**depth - 1
     values = [place % (most + 1) for place in range(16)]
     packed = sum(value << depth * (15 - place) for place, value in enumerate(values)).to_bytes(2 * depth)
@@ -129,7 +129,7 @@ def test_a_grey_that_stands_for_transparent_is_white_at_any_depth(depth, transpa
     np.testing.assert_array_equal(found, three(np.tile(np.array(row), (16, 1))))
 
 
-def test_a_sixteen_bit_colour_that_stands_for_transparent_is_refused():
+def test_a_sixteen_bit_transparent_colour_key_is_refused():
     encoded = png(16, 2, bytes([1, 2] * 48), 16, (0x102, 0x102, 0x102))
     with pytest.raises(
         DecodeError, match=r"16-bit colour is marked as transparent \(tRNS\); save the image with an alpha"
@@ -272,7 +272,7 @@ def of_mode(mode, transparency):
         ("I", 300), ("I;16", 40_000), ("I;16B", 0), ("I;16", 65_535),
     ],
 )  # fmt: skip
-def test_tile_by_tile_gives_the_bits_of_the_whole(monkeypatch, mode, transparency, tile_pixels):
+def test_conversion_in_tiles_equals_conversion_of_the_whole_image(monkeypatch, mode, transparency, tile_pixels):
     monkeypatch.setattr("preprocess.decoding.colour._TILE_PIXELS", tile_pixels)
     found, expected = to_grey_or_rgb(of_mode(mode, transparency)), whole(of_mode(mode, transparency))
     assert (found.mode, found.size) == (expected.mode, expected.size)
@@ -280,13 +280,13 @@ def test_tile_by_tile_gives_the_bits_of_the_whole(monkeypatch, mode, transparenc
 
 
 @pytest.mark.parametrize("values", [[[-1, 5]], [[5, 70_000]]])
-def test_integers_out_of_range_are_named_whatever_the_tile(monkeypatch, values):
+def test_integers_out_of_range_are_named_in_every_tile(monkeypatch, values):
     monkeypatch.setattr("preprocess.decoding.colour._TILE_PIXELS", 1)
     with pytest.raises(ValueError, match=f"integer pixel values range from {values[0][0]} to {values[0][1]},"):
         to_grey_or_rgb(Image.fromarray(np.array(values, np.int32)))
 
 
-def test_a_float_that_is_no_number_is_refused_whatever_the_tile(monkeypatch):
+def test_a_nan_is_refused_in_every_tile(monkeypatch):
     monkeypatch.setattr("preprocess.decoding.colour._TILE_PIXELS", 1)
     with pytest.raises(ValueError, match="float pixel values range from nan to nan"):
         to_grey_or_rgb(Image.fromarray(np.array([[0.5, np.nan, 0.25]], np.float32)))

@@ -29,7 +29,7 @@ def calling_program(*, is_kept):
     return compile_traced(traced, keeps=transport if is_kept else None), weakref.ref(transport)
 
 
-def test_what_a_program_calls_lives_as_long_as_it_and_no_longer():
+def test_the_callbacks_of_a_program_live_as_long_as_the_program():
     compiled, transport = calling_program(is_kept=True)
     gc.collect()
     assert int(compiled.call(jnp.int32(4))) == 5
@@ -38,7 +38,7 @@ def test_what_a_program_calls_lives_as_long_as_it_and_no_longer():
     assert transport() is None
 
 
-def test_a_program_whose_transport_is_gone_says_so():
+def test_a_program_without_its_transport_is_an_error():
     compiled, transport = calling_program(is_kept=False)
     gc.collect()
     assert transport() is None
@@ -66,7 +66,7 @@ def test_the_second_compilation_comes_from_the_folder(tmp_path):
         assert not compile_traced(trace_ahead(make_function(), x)).from_cache
 
 
-def test_off_keeps_nothing_and_makes_no_folder_of_that_name(tmp_path, monkeypatch):
+def test_off_disables_the_cache_and_creates_no_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with caching_compilations("off"):
         assert jax.config.jax_compilation_cache_dir is None
@@ -74,7 +74,7 @@ def test_off_keeps_nothing_and_makes_no_folder_of_that_name(tmp_path, monkeypatc
     assert not list(tmp_path.iterdir())
 
 
-def test_jax_settings_are_put_back_after_a_failure_too(tmp_path):
+def test_jax_settings_are_restored_after_a_failure(tmp_path):
     before = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
     try:
         with caching_compilations(str(tmp_path)):
@@ -95,12 +95,12 @@ def test_a_cache_that_the_caller_chose_is_kept(tmp_path):
         jax.config.update("jax_compilation_cache_dir", None)
 
 
-def test_without_one_the_users_cache_folder_is_taken(cache_folder):
+def test_the_default_is_the_users_cache_folder(cache_folder):
     with caching_compilations(None):
         assert jax.config.jax_compilation_cache_dir == str(cache_folder / "xla")
 
 
-def test_tracing_happens_once_and_memory_and_work_are_told(tmp_path):
+def test_a_program_is_traced_once_and_its_memory_and_work_are_reported(tmp_path):
     model = Linear()
     shape = jax.eval_shape(model.init, jax.random.key(0))
     images = jax.ShapeDtypeStruct((64, 4, 4, 3), jnp.float32)
@@ -115,7 +115,7 @@ def test_tracing_happens_once_and_memory_and_work_are_told(tmp_path):
 
 
 @pytest.mark.parametrize("collects", [True, False])
-def test_the_collector_waits_while_a_program_is_traced_and_is_left_as_it_was(collects):
+def test_garbage_collection_is_paused_during_tracing_and_restored(collects):
     seen = []
 
     def function(x):
@@ -135,7 +135,7 @@ def test_the_collector_waits_while_a_program_is_traced_and_is_left_as_it_was(col
     assert seen == [False, False]
 
 
-def test_a_gpus_program_is_the_same_each_time_unless_it_need_not_be():
+def test_a_gpu_program_is_deterministic_unless_disabled():
     traced = trace_ahead(jnp.sin, jnp.zeros(1))
     options = compiler_options(traced.lowered, "gpu", deterministic=True)
     assert options == {
@@ -151,7 +151,7 @@ def test_a_gpus_program_is_the_same_each_time_unless_it_need_not_be():
 
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("name", ["resnet8", "convnet8"])
-def test_a_network_in_bfloat16_is_its_float32_self_but_for_rounding(name, train):
+def test_a_network_in_bfloat16_equals_float32_up_to_rounding(name, train):
     images = jax.random.normal(jax.random.key(1), (64, 32, 32, 3))
 
     def logits(dtype):

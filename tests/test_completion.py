@@ -45,7 +45,7 @@ def completed(command, *words):
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_shell_gets_its_script(shell):
+def test_the_completion_script_of_a_shell_is_printed(shell):
     script = ask("run-train", f"{shell}_source")
     assert "_RUN_TRAIN_COMPLETE" in script
     assert "\\x" not in script
@@ -74,11 +74,11 @@ def test_an_empty_word_gets_every_model_and_recipe():
 
 
 @pytest.mark.parametrize("command", ["run-eval", "verify-run", "tail-run", "control-run", "inspect-shards"])
-def test_a_run_or_a_pack_is_a_folder(command):
+def test_runs_and_packs_are_completed_as_folders(command):
     assert completed(command, "ru") == [("dir", "ru")]
 
 
-def test_what_is_packed_is_a_file_or_a_folder():
+def test_sources_are_completed_as_files_and_folders():
     assert completed("preprocess-imagenet", "ima") == [("file", "ima")]
     assert completed("preprocess-imagenet", "images", "da") == [("dir", "da")]
 

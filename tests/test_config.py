@@ -145,7 +145,7 @@ def test_every_setting_is_tested_here():
 
 
 @given(st.fixed_dictionaries({}, optional=VALID))
-def test_json_gives_back_the_settings(values):
+def test_settings_survive_json(values):
     config = TrainConfig(**values)
     text = json.dumps(config.to_json(), allow_nan=False)
     assert TrainConfig.from_json(json.loads(text)) == config
@@ -269,7 +269,7 @@ def test_a_real_setting_is_finite(name, value):
         ("transport", 1),
     ],
 )
-def test_a_value_of_another_kind_is_refused(name, wrong):
+def test_a_value_of_the_wrong_type_is_refused(name, wrong):
     with pytest.raises(
         ValueError, match=rf"^{name} must be of type \w+( or None)?, got .* of type {type(wrong).__name__}$"
     ):
@@ -327,14 +327,14 @@ def test_an_unknown_key_is_an_error():
 
 
 @pytest.mark.parametrize("kind", [TypeError, ValueError])
-def test_a_misspelt_setting_is_told_with_the_one_that_is_near(kind):
+def test_a_misspelt_setting_is_refused_with_a_suggestion(kind):
     with pytest.raises(kind, match=r"^TrainConfig has no setting 'infeed_timeout': did you mean infeed_timeout_s\?$"):
         configured(infeed_timeout=10)
     with pytest.raises(kind, match=r"^TrainConfig has no setting 'labelsmoothing': did you mean label_smoothing\?$"):
         replace(TrainConfig(), labelsmoothing=0.1)  # type: ignore[call-arg]
 
 
-def test_a_misspelt_choice_is_told_with_the_one_that_is_near():
+def test_a_misspelt_choice_is_refused_with_a_suggestion():
     with pytest.raises(SettingError, match=r"^optimizer must be one of sgd, .*, got 'AdamW': did you mean adamw\?$"):
         configured(optimizer="AdamW")
 
@@ -369,7 +369,7 @@ def test_every_setting_is_declared_whole(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_helps_name_is_a_setting(name):
+def test_settings_named_in_help_texts_exist(name):
     named: list[str] = []
 
     def note(other: str) -> str:
@@ -381,7 +381,7 @@ def test_what_helps_name_is_a_setting(name):
     assert set(named) - {name} <= set(NAMES)
 
 
-def test_the_reference_has_a_row_of_words_for_every_setting():
+def test_the_reference_has_a_row_for_every_setting():
     rows = settings_table()
     assert [row["name"] for row in rows] == NAMES
     for row in rows:
@@ -426,7 +426,7 @@ def test_the_default_rate_grows_with_the_batch(batch, rate):
     assert TrainConfig(batch=batch, learning_rate=0).peak_learning_rate == 0
 
 
-def test_settings_do_not_wait_for_jax():
+def test_settings_do_not_load_jax():
     code = (
         "import sys, engine.config; assert not {'jax', 'numpy', 'tensorstore'} & set(sys.modules), sorted(sys.modules)"
     )

@@ -38,7 +38,7 @@ def test_small_images_grow_by_a_whole_factor(side, thumbnail):
     assert geometry_for(side).thumbnail == thumbnail
 
 
-def test_thumbnails_stand_in_their_cells(tmp_path):
+def test_thumbnails_are_in_their_cells(tmp_path):
     # Class k is plain grey of 60·k, so a cell tells its class by its colour.
     labels = [0, 0, 1, 2, 2, 2]
     images = np.stack([np.full((32, 32, 3), 60 * label, np.uint8) for label in labels])

@@ -35,13 +35,13 @@ def test_golden_words():
     assert stop_at_once() == (0b001, 0x3F800000, 0)
 
 
-def test_zeros_ask_for_nothing_but_a_rate_of_nothing():
+def test_zeros_request_nothing_except_a_learning_rate_of_zero():
     # What a pull answers where the host could write no word at all.
     word = decode_control(jax.numpy.zeros(CONTROL_WORDS, jax.numpy.uint32))
     assert [float(value) for value in word] == [0, 0, 0, 0, 0]
 
 
-def test_a_board_asks_for_nothing_until_it_is_told():
+def test_a_new_board_requests_nothing():
     board = ControlBoard()
     assert board.stop_reason is None
     assert board.words(0, 3) == board.stop_words(3) == encode_control(0, 1.0, 3)
@@ -63,14 +63,14 @@ def test_a_chunk_ends_where_a_request_of_an_earlier_launch_took_effect():
     assert board.words(8, 4) == encode_control(0, 0.5, 4)
 
 
-def test_the_first_reason_stays():
+def test_the_first_stop_reason_is_kept():
     board = ControlBoard()
     board.request_stop("SIGTERM")
     board.request_stop("a sink of the loss stream failed")
     assert board.stop_reason == "SIGTERM"
 
 
-def test_one_reason_wins_among_threads():
+def test_one_stop_reason_wins_among_threads():
     board = ControlBoard()
     start = threading.Barrier(8)
     seen = []

@@ -106,7 +106,7 @@ def wait_until(condition):
         ),
     ],
 )
-def test_it_says_what_took_effect_at_which_step(tmp_path, options, lines):
+def test_the_step_at_which_a_request_took_effect_is_printed(tmp_path, options, lines):
     with FakeRun(tmp_path) as run:
         result = control(tmp_path, *options)
         assert (result.stdout.splitlines(), result.stderr, result.exit_code) == (lines, "", 0)
@@ -126,7 +126,7 @@ def test_each_call_waits_for_its_own_request(tmp_path):
             assert control(tmp_path, "--snapshot").stdout == f"snapshot after step {pull + 1}\n"
 
 
-def test_calls_at_the_same_time_are_all_answered(tmp_path):
+def test_concurrent_calls_are_all_answered(tmp_path):
     with FakeRun(tmp_path):
         arguments = [*COMMAND, str(tmp_path), "--learning-rate-factor"]
         factors = ["0.5", "0.25", "0.125"]
@@ -143,7 +143,7 @@ def test_calls_at_the_same_time_are_all_answered(tmp_path):
 # --- what does not
 
 
-def test_a_run_that_is_not_going_is_refused_at_once(tmp_path):
+def test_a_run_that_has_ended_is_refused_at_once(tmp_path):
     with FakeRun(tmp_path):
         pass
     result = control(tmp_path, "--snapshot", "--timeout", "inf")
@@ -162,7 +162,7 @@ def test_a_run_that_is_not_going_is_refused_at_once(tmp_path):
         (lambda run: run.write_text(""), "is a file"),
     ],
 )
-def test_what_is_no_run_is_wrong_usage(tmp_path, prepare, found):
+def test_a_folder_that_is_not_a_run_is_wrong_usage(tmp_path, prepare, found):
     prepare(tmp_path / "run")
     result = control(tmp_path / "run", "--stop")
     assert result.exit_code == 2
@@ -172,7 +172,7 @@ def test_what_is_no_run_is_wrong_usage(tmp_path, prepare, found):
     )
 
 
-def test_a_request_that_nobody_takes_up_is_withdrawn(tmp_path):
+def test_a_request_that_is_not_accepted_is_withdrawn(tmp_path):
     with FakeRun(tmp_path, takes_up=False):
         result = control(tmp_path, "--stop", "--timeout", "0.02")
     assert result.exit_code == 1
@@ -183,7 +183,7 @@ def test_a_request_that_nobody_takes_up_is_withdrawn(tmp_path):
     assert (result.stdout, left(tmp_path)) == ("", [])
 
 
-def test_of_a_request_that_waits_in_the_run_it_says_so(tmp_path, monkeypatch):
+def test_a_request_that_waits_in_the_run_is_reported_as_waiting(tmp_path, monkeypatch):
     def send_and_wait(folder, request):
         send_request(folder, request)
         wait_until(lambda: run.requests)
@@ -199,7 +199,7 @@ def test_of_a_request_that_waits_in_the_run_it_says_so(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("takes_up", [False, "silently"])
-def test_a_run_that_ends_meanwhile_is_not_waited_for(tmp_path, monkeypatch, takes_up):
+def test_waiting_stops_when_the_run_ends(tmp_path, monkeypatch, takes_up):
     def send_and_end(folder, request):
         send_request(folder, request)
         if takes_up:
@@ -216,7 +216,7 @@ def test_a_run_that_ends_meanwhile_is_not_waited_for(tmp_path, monkeypatch, take
     assert (result.stdout, left(tmp_path)) == ("", [])
 
 
-def test_what_a_run_took_up_before_it_ended_took_effect(tmp_path, monkeypatch):
+def test_a_request_accepted_before_the_end_took_effect(tmp_path, monkeypatch):
     def send_and_end(folder, request):
         send_request(folder, request)
         wait_until(lambda: read_events(folder / CONTROL_LOG_NAME))
@@ -228,7 +228,7 @@ def test_what_a_run_took_up_before_it_ended_took_effect(tmp_path, monkeypatch):
     assert (result.stdout, result.exit_code) == ("stopping before step 513\n", 0)
 
 
-def test_what_takes_effect_in_the_last_moment_is_told(tmp_path, monkeypatch):
+def test_a_request_that_takes_effect_at_the_last_moment_is_reported(tmp_path, monkeypatch):
     def too_late(folder, request_id):
         run.log(ControlRequest(request_id, stop=True))
         return False
@@ -239,7 +239,7 @@ def test_what_takes_effect_in_the_last_moment_is_told(tmp_path, monkeypatch):
     assert (result.stdout, result.stderr, result.exit_code) == ("stopping before step 513\n", "", 0)
 
 
-def test_a_log_that_cannot_be_read_is_refused_before_anything_is_asked(tmp_path):
+def test_an_unreadable_log_is_refused_before_a_request_is_sent(tmp_path):
     with FakeRun(tmp_path) as run:
         (tmp_path / CONTROL_LOG_NAME).write_text("half a li\n")
         result = control(tmp_path, "--stop")
@@ -277,7 +277,7 @@ def test_a_folder_that_cannot_be_written_is_named_in_one_line(tmp_path):
         (["--stop", "--timeout", "0"], "0.0 is not in the range x>0"),
     ],
 )
-def test_wrong_usage_asks_for_nothing(tmp_path, options, message):
+def test_wrong_usage_sends_no_request(tmp_path, options, message):
     with FakeRun(tmp_path) as run:
         result = control(tmp_path, *options)
         assert run.requests == []
@@ -311,7 +311,7 @@ def start():
     [(False, ""), ("silently", "too late to withdraw the request: the run has already accepted it\n")],
 )
 @pytest.mark.parametrize("is_late", [False, True])
-def test_broken_off_while_it_sends_it_knows_what_it_sent(tmp_path, monkeypatch, number, takes_up, words, is_late):
+def test_an_interrupt_during_sending_reports_the_request(tmp_path, monkeypatch, number, takes_up, words, is_late):
     def send_and_break(folder, request):
         if not is_late:
             signal.raise_signal(number)
@@ -331,7 +331,7 @@ def test_broken_off_while_it_sends_it_knows_what_it_sent(tmp_path, monkeypatch, 
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
 
 
-def test_broken_off_while_the_disk_fails_it_says_nothing_of_a_request(tmp_path, monkeypatch):
+def test_an_interrupt_during_a_disk_failure_reports_no_request(tmp_path, monkeypatch):
     def fail(_folder, _request):
         signal.raise_signal(signal.SIGINT)
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -343,7 +343,7 @@ def test_broken_off_while_the_disk_fails_it_says_nothing_of_a_request(tmp_path, 
 
 
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 128 + signal.SIGTERM)])
-def test_whoever_breaks_it_off_withdraws_the_request(tmp_path, start, number, exit_code):
+def test_an_interrupt_withdraws_the_request(tmp_path, start, number, exit_code):
     with FakeRun(tmp_path, takes_up=False):
         process = start(tmp_path, "--stop")
         wait_until(lambda: left(tmp_path) and left(tmp_path)[0].endswith(".json"))
@@ -353,7 +353,7 @@ def test_whoever_breaks_it_off_withdraws_the_request(tmp_path, start, number, ex
     assert left(tmp_path) == []
 
 
-def test_whoever_breaks_it_off_too_late_is_told(tmp_path, start):
+def test_an_interrupt_that_is_too_late_is_reported(tmp_path, start):
     with FakeRun(tmp_path, takes_up="silently") as run:
         process = start(tmp_path, "--stop")
         wait_until(lambda: run.requests)
@@ -389,14 +389,14 @@ def test_help_loads_nothing_heavy():
     assert "Exit codes" in done.stdout
 
 
-def test_nothing_on_the_way_of_a_request_loads_jax():
+def test_sending_a_request_does_not_load_jax():
     modules = ("control_requests", "control_log", "folder_lock")
     code = f"import sys, {', '.join(f'engine.records.{name}' for name in modules)}; print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=LIMIT_S)
     assert done.stdout == "False\n"
 
 
-def test_every_option_stands_in_one_group_of_the_help():
+def test_every_option_is_in_one_group_of_the_help():
     grouped = [name for names in control_cli._GROUPS.values() for name in names]
     options = [param.name for param in main.params if param.param_type_name == "option"]
     assert sorted([*grouped, "version"]) == sorted(name for name in options if name is not None)

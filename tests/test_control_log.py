@@ -70,7 +70,7 @@ def test_golden_file(tmp_path):
     assert CONTROL_LOG_NAME == "control.jsonl"
 
 
-def test_lines_of_older_runs_are_read_and_followed_by_others(tmp_path):
+def test_lines_of_older_runs_are_read_and_new_ones_are_appended(tmp_path):
     path = tmp_path / CONTROL_LOG_NAME
     path.write_bytes(GOLDEN)
     write_all(path, event(700))
@@ -78,7 +78,7 @@ def test_lines_of_older_runs_are_read_and_followed_by_others(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["change", "remove", "exchange", "repeat"])
-def test_a_line_that_was_changed_removed_or_moved_is_noticed(tmp_path, damage):
+def test_a_changed_removed_or_moved_line_is_detected(tmp_path, damage):
     path = tmp_path / CONTROL_LOG_NAME
     write_all(path, *(event(pull, 0.5) for pull in range(4)))
     lines = path.read_bytes().splitlines(keepends=True)
@@ -95,7 +95,7 @@ def test_a_line_that_was_changed_removed_or_moved_is_noticed(tmp_path, damage):
         read_events(path)
 
 
-def test_a_line_without_a_digest_is_refused_after_one_that_has_it(tmp_path):
+def test_a_line_without_a_digest_is_refused_after_one_with_a_digest(tmp_path):
     path = tmp_path / CONTROL_LOG_NAME
     path.write_bytes(GOLDEN)
     write_all(path, event(700))
@@ -110,7 +110,7 @@ def test_a_line_without_a_digest_is_refused_after_one_that_has_it(tmp_path):
 
 
 @given(EVENTS)
-def test_a_line_gives_back_the_event_to_the_last_bit(one):
+def test_a_line_reads_back_as_the_same_event(one):
     line = one.to_json()
     assert "\n" not in line
     assert ControlEvent.from_json(line) == one
@@ -118,7 +118,7 @@ def test_a_line_gives_back_the_event_to_the_last_bit(one):
 
 
 @given(st.lists(EVENTS, max_size=5), st.lists(EVENTS, max_size=5))
-def test_a_log_gives_back_all_events_in_file_order(tmp_path_factory, first, second):
+def test_a_log_reads_back_all_events_in_file_order(tmp_path_factory, first, second):
     path = tmp_path_factory.mktemp("run") / CONTROL_LOG_NAME
     write_all(path, *first)
     write_all(path, *second)
@@ -144,7 +144,7 @@ LINES = [
 
 
 @pytest.mark.parametrize(("name", "value"), LINES)
-def test_what_is_out_of_range_is_neither_made_nor_read(name, value):
+def test_an_event_out_of_range_is_neither_created_nor_read(name, value):
     with pytest.raises(ValueError, match=name.replace("request", "request's id")):
         dataclasses.replace(event(), **{name: value})
     line = json.dumps(dataclasses.asdict(event()) | {name: value})
@@ -172,7 +172,7 @@ def without(name):
     ],
     ids=lambda value: str(value)[:12],
 )
-def test_what_is_no_event_is_named_with_file_and_line(tmp_path, line, message):
+def test_an_invalid_event_is_named_with_file_and_line(tmp_path, line, message):
     path = tmp_path / CONTROL_LOG_NAME
     content = line.encode() if isinstance(line, str) else line
     path.write_bytes(GOLDEN + content + b"\n" + GOLDEN)
@@ -182,14 +182,14 @@ def test_what_is_no_event_is_named_with_file_and_line(tmp_path, line, message):
         read_events(path)
 
 
-def test_without_a_file_there_are_no_events_and_none_is_made(tmp_path):
+def test_a_missing_log_has_no_events_and_is_not_created(tmp_path):
     log = ControlLog(tmp_path / CONTROL_LOG_NAME)
     log.close()
     assert read_events(tmp_path / CONTROL_LOG_NAME) == ()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_log_cut_anywhere_by_a_crash_keeps_its_whole_lines_and_goes_on(tmp_path):
+def test_a_log_truncated_by_a_crash_keeps_its_whole_lines_and_can_be_appended_to(tmp_path):
     for length in range(1, len(GOLDEN)):
         path = tmp_path / f"{length}.jsonl"
         path.write_bytes(GOLDEN[:length])
@@ -201,7 +201,7 @@ def test_a_log_cut_anywhere_by_a_crash_keeps_its_whole_lines_and_goes_on(tmp_pat
         assert path.read_bytes().startswith(b"".join(GOLDEN.splitlines(keepends=True)[:whole]))
 
 
-def test_a_closed_log_goes_on_where_it_ended(tmp_path):
+def test_a_closed_log_can_be_reopened_and_appended_to(tmp_path):
     log = ControlLog(tmp_path / CONTROL_LOG_NAME)
     for pull in range(3):
         log.append(event(pull))
@@ -222,7 +222,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_an_event_that_was_appended_outlives_the_process(tmp_path):
+def test_an_appended_event_survives_the_process(tmp_path):
     path = tmp_path / CONTROL_LOG_NAME
     done = subprocess.run([sys.executable, "-c", DYING, path], timeout=LIMIT_S, check=False)
     assert done.returncode == -signal.SIGKILL

@@ -73,7 +73,7 @@ def test_a_request_reads_back_as_it_is(request):
     assert ControlRequest.from_json(request.to_json().encode()) == request
 
 
-def test_nothing_is_no_request():
+def test_an_empty_request_is_refused():
     with pytest.raises(ValueError, match="must ask for at least one action, but this one has none: set learning_rate"):
         ControlRequest()
 
@@ -144,7 +144,7 @@ def test_a_request_survives_a_run_that_begins_while_it_is_written(tmp_path, monk
     assert [path.name for path in (tmp_path / CONTROL_FOLDER_NAME).iterdir()] == ["a.json"]
 
 
-def test_a_folder_that_is_not_there_is_not_made(tmp_path):
+def test_a_missing_folder_is_not_created(tmp_path):
     with pytest.raises(FileNotFoundError):
         send_request(tmp_path / "nowhere", ControlRequest(stop=True))
     assert not withdraw(tmp_path / "nowhere", "a")
@@ -194,7 +194,7 @@ def test_of_requests_that_are_found_together_the_earliest_comes_first(tmp_path, 
     assert delivered == ["0", "1", "2", "3", "4"]
 
 
-def test_what_was_there_before_is_removed_and_not_taken_up(tmp_path, open_mailbox):
+def test_requests_of_an_earlier_run_are_removed_and_not_delivered(tmp_path, open_mailbox):
     send_request(tmp_path, ControlRequest("old", stop=True))
     folder = tmp_path / CONTROL_FOLDER_NAME
     (folder / "broken.json").write_text("{")
@@ -235,7 +235,7 @@ VALID = json.loads(ControlRequest("a", stop=True).to_json())
     ],
     ids=lambda content: content[:12].decode("latin-1") + str(len(content)),
 )
-def test_what_is_no_request_is_removed_and_holds_nothing_up(tmp_path, open_mailbox, content):
+def test_an_invalid_request_is_removed_and_delays_nothing(tmp_path, open_mailbox, content):
     delivered: list[ControlRequest] = []
     open_mailbox(delivered.append)
     (tmp_path / CONTROL_FOLDER_NAME).mkdir()
@@ -246,7 +246,7 @@ def test_what_is_no_request_is_removed_and_holds_nothing_up(tmp_path, open_mailb
     assert [request.id for request in delivered] == ["b"]
 
 
-def test_what_is_no_file_holds_nothing_up(tmp_path, open_mailbox):
+def test_an_entry_that_is_not_a_file_delays_nothing(tmp_path, open_mailbox):
     delivered: list[ControlRequest] = []
     open_mailbox(delivered.append)
     folder = tmp_path / CONTROL_FOLDER_NAME
@@ -260,7 +260,7 @@ def test_what_is_no_file_holds_nothing_up(tmp_path, open_mailbox):
     wait_until(lambda: files(tmp_path) == ["0.json", "1.json"])
 
 
-def test_a_file_under_a_temporary_name_is_not_looked_at(tmp_path, open_mailbox):
+def test_a_file_under_a_temporary_name_is_ignored(tmp_path, open_mailbox):
     delivered: list[ControlRequest] = []
     open_mailbox(delivered.append)
     (tmp_path / CONTROL_FOLDER_NAME).mkdir()
@@ -272,7 +272,7 @@ def test_a_file_under_a_temporary_name_is_not_looked_at(tmp_path, open_mailbox):
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), OSError(errno.EIO, "no"), AssertionError()])
-def test_whatever_deliver_raises_the_next_one_comes(tmp_path, open_mailbox, error):
+def test_an_exception_of_deliver_does_not_stop_the_next_request(tmp_path, open_mailbox, error):
     delivered: list[str] = []
 
     def deliver(request):
@@ -292,9 +292,7 @@ def io_error(*_arguments, **_settings):
 
 
 @pytest.mark.parametrize(("module", "name"), [(Path, "iterdir"), (os, "open"), (Path, "unlink")])
-def test_while_the_disk_fails_no_requests_come_and_afterwards_they_do(
-    tmp_path, monkeypatch, open_mailbox, module, name
-):
+def test_requests_arrive_again_after_a_disk_failure(tmp_path, monkeypatch, open_mailbox, module, name):
     delivered: list[ControlRequest] = []
     failures: list[int] = []
 
@@ -317,7 +315,7 @@ def test_while_the_disk_fails_no_requests_come_and_afterwards_they_do(
     assert delivered == [request]
 
 
-def test_a_disk_that_fails_at_the_start_is_no_failure_of_the_run(tmp_path, monkeypatch, open_mailbox):
+def test_a_disk_failure_at_the_start_does_not_fail_the_run(tmp_path, monkeypatch, open_mailbox):
     delivered: list[ControlRequest] = []
     with monkeypatch.context() as patch:
         patch.setattr(Path, "iterdir", io_error)
@@ -363,7 +361,7 @@ def test_a_request_that_is_withdrawn_while_it_is_read_is_not_delivered(tmp_path,
     assert delivered == ["b"]
 
 
-def test_a_closed_mailbox_takes_nothing_up(tmp_path, open_mailbox):
+def test_a_closed_mailbox_delivers_nothing(tmp_path, open_mailbox):
     delivered: list[ControlRequest] = []
     mailbox = open_mailbox(delivered.append)
     mailbox.close()
@@ -379,7 +377,7 @@ def test_a_mailbox_that_was_not_started_closes_and_removes_nothing(tmp_path):
     assert files(tmp_path) == ["a.json"]
 
 
-def test_closed_in_the_midst_it_takes_up_no_more_and_waits_for_no_disk(tmp_path, open_mailbox, monkeypatch):
+def test_closing_a_busy_mailbox_delivers_no_more_and_does_not_wait_for_the_disk(tmp_path, open_mailbox, monkeypatch):
     monkeypatch.setattr("engine.records.control_requests._CLOSE_TIMEOUT_S", 0.01)
     gate, is_closed_first = threading.Event(), []
     delivered: list[str] = []
@@ -400,6 +398,6 @@ def test_closed_in_the_midst_it_takes_up_no_more_and_waits_for_no_disk(tmp_path,
     assert (delivered, is_closed_first, files(tmp_path)) == (["a"], [True], ["b.json"])
 
 
-def test_a_mailbox_makes_no_folder(tmp_path, open_mailbox):
+def test_a_mailbox_creates_no_folder(tmp_path, open_mailbox):
     open_mailbox(print).close()
     assert list(tmp_path.iterdir()) == []

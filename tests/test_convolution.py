@@ -231,7 +231,7 @@ def test_forms_follow_the_measurements():
         ),
     ],
 )
-def test_operands_that_do_not_fit_are_refused(arguments, message):
+def test_operands_of_unsuitable_shapes_are_refused(arguments, message):
     arguments = dict(arguments)
     x, kernel = jnp.zeros(arguments.pop("x")), jnp.zeros(arguments.pop("kernel"))
     with pytest.raises(ValueError, match=message):

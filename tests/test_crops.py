@@ -42,7 +42,7 @@ def test_random_crop_equals_numpy(mode, padding, shape):
         np.testing.assert_array_equal(crop, padded[top : top + shape[0], left : left + shape[1]])
 
 
-def test_every_place_is_as_likely():
+def test_every_crop_position_is_equally_likely():
     # Each pixel says where it stands, so that a crop of one pixel tells its place.
     pixels = np.broadcast_to(np.arange(81, dtype=np.uint32).reshape(9, 9), (20_250, 9, 9))
     words = np.random.default_rng(2).integers(2**32, size=(20_250, 2), dtype=np.uint32)
@@ -70,7 +70,7 @@ def test_flip():
         (40, 44, (3 / 4, 4 / 3), (0, 0, 40, 44)),
     ],
 )
-def test_a_crop_that_never_fits_takes_the_middle(height, width, ratio_range, expected):
+def test_a_crop_that_never_fits_is_the_centre(height, width, ratio_range, expected):
     # The whole area in another aspect than the image's: none of the ten attempts fits.
     words = np.zeros((5, BLOCKS_OF_BOX, 2), np.uint32)
     boxes = draw_crop_boxes(jnp.asarray(words), height, width, (1.0, 1.0), ratio_range)

@@ -49,7 +49,7 @@ def test_a_transport_elsewhere_than_on_its_backend_is_refused(name, needed):
         choose_transport(name, "tpu")
 
 
-def test_a_machine_without_the_driver_says_what_to_do(monkeypatch):
+def test_a_missing_driver_is_an_error_with_a_remedy(monkeypatch):
     monkeypatch.setattr("engine.crossing.cuda.driver.LIBRARY", "libcuda-that-is-not-there.so.1")
     with pytest.raises(
         CudaError, match=r"needs NVIDIA's driver, libcuda-that-is-not-there.so.1, .* --transport callback"
@@ -74,7 +74,7 @@ def test_the_two_kinds_of_gpu_are_told_apart(monkeypatch, backend, version, plat
 
 
 @pytest.mark.parametrize("error", [AssertionError(), RuntimeError("no plugin")])
-def test_a_jax_without_any_device_is_told_with_the_remedy(monkeypatch, error):
+def test_jax_without_a_device_is_an_error_with_a_remedy(monkeypatch, error):
     def fail():
         raise error
 
@@ -121,6 +121,6 @@ def test_a_default_device_of_jaxs_is_the_one_that_is_driven():
         ({"steps": 0}, 10, None),
     ],
 )
-def test_many_wasted_steps_give_a_warning(values, chunk, told):
+def test_many_wasted_steps_cause_a_warning(values, chunk, told):
     found = wasted_steps_warning(TrainConfig(**values), chunk)
     assert found is None if told is None else re.search(told, str(found))

@@ -81,7 +81,7 @@ def test_an_error_carries_the_drivers_name_for_it(code, words):
     assert caught.value.name in words
 
 
-def test_page_locked_memory_that_is_not_to_be_had_has_another_remedy():
+def test_a_lack_of_page_locked_memory_has_its_own_remedy():
     fake = FakeCuda()
     driver = CudaDriver(functions=fake.functions)
     fake.fail("cuMemHostAlloc", 2)
@@ -92,7 +92,7 @@ def test_page_locked_memory_that_is_not_to_be_had_has_another_remedy():
         driver.allocate_pinned(8)
 
 
-def test_an_error_that_the_driver_has_no_name_for_is_told_by_its_number():
+def test_an_unnamed_driver_error_is_reported_by_its_number():
     fake = FakeCuda()
     driver = CudaDriver(functions=fake.functions)
     fake.fail("cuMemAlloc_v2", 12_345)
@@ -101,12 +101,12 @@ def test_an_error_that_the_driver_has_no_name_for_is_told_by_its_number():
         driver.allocate_device(8)
 
 
-def test_a_card_that_is_not_there_is_told():
+def test_a_missing_card_is_reported():
     with pytest.raises(CudaError, match=r"cuDeviceGet: CUDA_ERROR_NO_DEVICE.*CUDA_VISIBLE_DEVICES"):
         CudaDriver(3, FakeCuda().functions)
 
 
-def test_a_call_outside_of_current_is_the_fakes_to_refuse():
+def test_the_fake_refuses_a_call_without_a_current_context():
     """The check on which all other tests of the crossings lean."""
     fake = FakeCuda()
     with pytest.raises(CudaError, match="CUDA_ERROR_INVALID_CONTEXT"):
@@ -114,7 +114,7 @@ def test_a_call_outside_of_current_is_the_fakes_to_refuse():
     assert fake.violations
 
 
-def test_an_arena_gives_back_all_but_memory_that_somebody_still_holds():
+def test_an_arena_frees_everything_except_memory_in_use():
     fake = FakeCuda()
     arena = Arena(driver := CudaDriver(functions=fake.functions))
     with driver.current():
@@ -134,7 +134,7 @@ def test_an_arena_gives_back_all_but_memory_that_somebody_still_holds():
     assert not fake.violations
 
 
-def test_an_arena_gives_back_what_it_can_though_the_device_failed():
+def test_an_arena_frees_what_it_can_after_a_device_failure():
     fake = FakeCuda()
     arena = Arena(driver := CudaDriver(functions=fake.functions))
     with driver.current():
@@ -146,7 +146,7 @@ def test_an_arena_gives_back_what_it_can_though_the_device_failed():
 
 
 @pytest.mark.timeout(60)
-def test_a_collector_that_waits_keeps_nothing_of_what_it_called():
+def test_an_idle_collector_holds_no_reference_to_past_calls():
     """Whoever is interrupted leaves one that waits for ever."""
     fake = FakeCuda(eagerness=1.0)
     arena, collector = Arena(driver := CudaDriver(functions=fake.functions)), Collector(driver)
@@ -220,7 +220,7 @@ def hang(released):
 
 
 @pytest.mark.timeout(60)
-def test_a_collector_whose_taker_hangs_is_left_to_itself():
+def test_a_collector_whose_receiver_hangs_is_abandoned():
     fake, released = FakeCuda(), threading.Event()
     arena, collector = Arena(driver := CudaDriver(functions=fake.functions)), Collector(driver)
     collector.start()
@@ -232,7 +232,7 @@ def test_a_collector_whose_taker_hangs_is_left_to_itself():
     collector.close(30)
 
 
-def test_what_may_wait_gives_the_interpreters_lock_up(monkeypatch):
+def test_calls_that_may_wait_release_the_gil(monkeypatch):
     """Of ctypes' flags 4 is that of a call that keeps it."""
     monkeypatch.setattr(driver_module, "LIBRARY", None)  # this process itself
     monkeypatch.setattr(driver_module, "PROTOTYPES", {"getppid": (), "getpid": ()})

@@ -64,7 +64,7 @@ def give(infeed, transport, fake):
 
 
 @pytest.mark.timeout(60)
-def test_a_chunk_brings_its_batches_and_then_none_all_zeros(opened):
+def test_a_chunk_has_its_batches_and_zeros_after_them(opened):
     infeed, transport, fake, _ = opened
     assert pull(infeed, 0, 2)[2] == 2
     for step in range(2):
@@ -101,7 +101,7 @@ def test_a_stopwatch_is_not_taken_for_another_step_before_it_was_read(opened, mo
 
 
 @pytest.mark.timeout(60)
-def test_a_wait_that_cannot_be_read_is_no_reason_to_end_a_run(opened, monkeypatch):
+def test_an_unreadable_wait_time_does_not_end_a_run(opened, monkeypatch):
     infeed, transport, fake, _ = opened
     pull(infeed, 0)
     give(infeed, transport, fake)
@@ -114,7 +114,7 @@ def test_a_wait_that_cannot_be_read_is_no_reason_to_end_a_run(opened, monkeypatc
 
 
 @pytest.mark.timeout(60)
-def test_waits_that_nobody_asked_for_are_there_after_the_end(opened):
+def test_unread_wait_times_are_available_after_the_end(opened):
     infeed, transport, fake, _ = opened
     pull(infeed, 0)
     give(infeed, transport, fake)
@@ -151,7 +151,7 @@ def test_steps_are_timed_on_one_thread_and_read_on_another(opened):
 
 
 @pytest.mark.timeout(60)
-def test_page_locked_memory_is_given_back_at_the_end_of_a_launch_without_a_collector(opened):
+def test_page_locked_memory_is_freed_at_the_end_of_a_launch_without_garbage_collection(opened):
     infeed, transport, fake, _ = opened
     pull(infeed, 0)
     give(infeed, transport, fake)

@@ -104,7 +104,7 @@ class Rig:
     num_steps=st.integers(1, 24),
     ahead=st.integers(0, 8),
 )
-def test_any_schedule_gives_the_batches_in_order_and_everything_back(
+def test_every_schedule_delivers_the_batches_in_order_and_frees_everything(
     seed, eagerness, depth, most_slots, num_steps, ahead
 ):
     """The device works as late as it may, or as early, in any order of its streams; the host looks up now and then."""
@@ -137,7 +137,7 @@ def test_the_next_batches_are_copied_while_the_program_computes():
 
 
 @pytest.mark.timeout(60)
-def test_a_batch_that_the_host_has_late_is_waited_for_and_the_streams_wait_is_told():
+def test_the_stream_waits_for_a_late_batch_and_the_wait_is_reported():
     fake, released = FakeCuda(eagerness=1.0), threading.Event()
     with Rig(fake, source=Numbered(lambda step: step != 2 or released.wait(30))) as rig:
         with rig.driver.current():
@@ -169,7 +169,7 @@ def test_a_stopwatch_runs_while_the_stream_waits_and_no_longer():
 
 
 @pytest.mark.timeout(60)
-def test_a_cancelled_wait_gives_nothing():
+def test_a_cancelled_wait_returns_nothing():
     fake, released, cancelled = FakeCuda(), threading.Event(), threading.Event()
     with Rig(fake, source=Numbered(lambda _: released.wait(30))) as rig:
         threading.Timer(0.1, cancelled.set).start()
@@ -179,7 +179,7 @@ def test_a_cancelled_wait_gives_nothing():
 
 
 @pytest.mark.timeout(60)
-def test_a_source_that_stalls_is_told_in_time():
+def test_a_stalled_source_is_reported_in_time():
     fake, released = FakeCuda(), threading.Event()
     with Rig(fake, source=Numbered(lambda _: released.wait(30)), timeout_s=0.3) as rig:
         with pytest.raises(FeederError, match=r"the batch of pull 1 must arrive within 0.3 s, but did not"):
@@ -188,7 +188,7 @@ def test_a_source_that_stalls_is_told_in_time():
 
 
 @pytest.mark.timeout(60)
-def test_what_the_source_raised_comes_when_its_step_is_due():
+def test_an_exception_of_the_source_is_raised_when_its_step_is_due():
     def batches(step):
         if step == 2:
             raise ConnectionResetError("the store is gone")
@@ -206,7 +206,7 @@ def test_what_the_source_raised_comes_when_its_step_is_due():
 
 
 @pytest.mark.timeout(60)
-def test_a_driver_that_refuses_a_copy_is_told_when_the_batch_is_due():
+def test_a_refused_copy_is_raised_when_the_batch_is_due():
     fake = FakeCuda()
     fake.fail("cuMemcpyHtoDAsync_v2", 700, after=1)
     with Rig(fake) as rig:
@@ -216,7 +216,7 @@ def test_a_driver_that_refuses_a_copy_is_told_when_the_batch_is_due():
 
 
 @pytest.mark.timeout(60)
-def test_a_ring_that_is_closed_ends_whoever_waits():
+def test_closing_a_ring_ends_all_waits():
     fake, released = FakeCuda(), threading.Event()
     with Rig(fake, source=Numbered(lambda _: released.wait(30))) as rig:
         threading.Timer(0.1, rig.ring.close).start()
@@ -255,5 +255,5 @@ def test_memory_of_the_host_outlives_a_reader_that_hangs_in_it():
 
 
 @pytest.mark.parametrize(("num_bytes", "count"), [(1, 16), (2**20, 16), (16 * 2**20, 4), (103 * 10**6, 3)])
-def test_as_many_batches_are_held_as_fit_into_a_little_memory(num_bytes, count):
+def test_the_ring_holds_as_many_batches_as_fit_into_its_memory(num_bytes, count):
     assert num_slots(num_bytes) == count

@@ -77,7 +77,7 @@ def test_the_arrays_of_one_block_are_aligned():
     check_clean(fake)
 
 
-def test_a_taker_who_falls_behind_is_waited_for(monkeypatch):
+def test_a_slow_receiver_is_waited_for(monkeypatch):
     """The host's memory for what is on its way is bounded, and nothing in it is lost."""
     monkeypatch.setattr(cuda_transport, "_MOST_SMALL_BLOCKS", 2)
     transport, fake = fake_transport()
@@ -102,7 +102,7 @@ def test_a_taker_who_falls_behind_is_waited_for(monkeypatch):
 
 
 @pytest.mark.timeout(60)
-def test_a_taker_who_hangs_ends_the_program_in_time(monkeypatch):
+def test_a_hanging_receiver_ends_the_program_in_time(monkeypatch):
     monkeypatch.setattr(cuda_transport, "_MOST_SMALL_BLOCKS", 1)
     monkeypatch.setattr(cuda_transport, "_BLOCK_TIMEOUT_S", 0.2)
     transport, _ = fake_transport()
@@ -136,7 +136,7 @@ def test_a_driver_that_fails_in_mid_run_ends_the_launch_with_its_own_error(funct
 
 
 @pytest.mark.timeout(60)
-def test_what_kept_an_emitted_value_from_the_host_is_told_behind_the_program():
+def test_the_reason_for_a_lost_value_is_raised_after_the_program():
     """The program has come to its end, and its state is good."""
     transport, fake = fake_transport()
     compiled = jax.jit(emitting(transport)).lower(jnp.int32(0)).compile()
@@ -147,7 +147,7 @@ def test_what_kept_an_emitted_value_from_the_host_is_told_behind_the_program():
 
 
 @pytest.mark.timeout(60)
-def test_a_taker_that_hangs_at_the_end_keeps_its_memory(monkeypatch):
+def test_a_receiver_that_hangs_at_the_end_keeps_its_memory(monkeypatch):
     monkeypatch.setattr(cuda_transport, "_CLOSE_TIMEOUT_S", 0.05)
     transport, fake = fake_transport()
     released, seen = threading.Event(), []
@@ -213,7 +213,7 @@ class LazyXla:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("seed", range(5))
-def test_what_is_emitted_is_what_was_there_in_the_streams_order(monkeypatch, seed):
+def test_emitted_values_are_those_at_their_place_in_the_stream(monkeypatch, seed):
     """XLA's buffer is written again by the next step, long before the host is told of this one."""
     xla, seen = LazyXla(monkeypatch, seed), []
     xla.transport.emit(lambda arrays: seen.append(int(arrays[0])), jax.ShapeDtypeStruct((), jnp.int32))
@@ -250,7 +250,7 @@ def test_a_call_reads_what_the_stream_has_written_before_it_and_its_results_come
     assert xla.fake.violations == []
 
 
-def test_a_launch_that_is_interrupted_before_its_program_gives_everything_back():
+def test_a_launch_interrupted_before_its_program_frees_everything():
     transport, fake = fake_transport()
 
     def interrupted():
@@ -265,7 +265,7 @@ def test_a_launch_that_is_interrupted_before_its_program_gives_everything_back()
     check_clean(fake)
 
 
-def test_an_interrupted_launch_takes_nothing_from_a_program_that_still_runs():
+def test_an_interrupted_launch_frees_nothing_that_a_running_program_uses():
     transport, fake = fake_transport()
 
     compiled = jax.jit(emitting(transport)).lower(jnp.int32(0)).compile()
@@ -288,7 +288,7 @@ def test_outside_of_a_launch_there_is_no_memory():
             getattr(transport, what)
 
 
-def test_a_memory_of_the_device_that_is_not_enough_is_told_before_the_program_runs():
+def test_too_little_device_memory_is_reported_before_the_program_runs():
     transport, fake = fake_transport()
     fake.fail("cuMemAlloc_v2", 2)
     with pytest.raises(CudaError, match="CUDA_ERROR_OUT_OF_MEMORY"), transport.running(), transport.driver.current():

@@ -23,7 +23,7 @@ from tests.toy import Linear, toy_batch
 
 
 @pytest.mark.parametrize("name", LOGS)
-def test_every_line_of_a_log_is_what_was_written(copied_run, name):
+def test_every_line_of_a_log_is_checked(copied_run, name):
     path = copied_run / name
     lines = path.read_bytes().splitlines(keepends=True)
     changes = [[*lines[:at], lines[at].replace(b"1", b"2", 1), *lines[at + 1 :]] for at in range(len(lines))]
@@ -62,7 +62,7 @@ def test_to_remove_a_damaged_log_of_requests_is_advised_where_that_works(copied_
 
 
 @pytest.mark.parametrize("name", LOGS)
-def test_a_log_that_is_gone_is_missed(copied_run, name):
+def test_a_missing_log_is_detected(copied_run, name):
     (copied_run / name).unlink()
     assert f"{name} has changed since it was recorded by the snapshot of step 6" in refusal(copied_run)
     assert "it is missing" in refusal(copied_run)
@@ -70,7 +70,7 @@ def test_a_log_that_is_gone_is_missed(copied_run, name):
     assert "it is missing" in fault
 
 
-def test_lines_behind_the_end_of_a_run_are_told_and_cut(copied_run):
+def test_lines_after_the_end_of_a_run_are_reported_and_removed(copied_run):
     with (copied_run / "loss.jsonl").open("a") as file:
         file.write('{"step": 7, "loss": 1.0}\n')
     (fault,) = check_files(copied_run).faults
@@ -81,7 +81,7 @@ def test_lines_behind_the_end_of_a_run_are_told_and_cut(copied_run):
     assert "control.jsonl is not a valid event" in refusal(copied_run)
 
 
-def test_every_byte_of_the_weights_file_counts(copied_run):
+def test_a_change_of_any_byte_of_the_weights_file_is_detected(copied_run):
     path = copied_run / "model.safetensors"
     whole, before = path.read_bytes(), read_weights(path)
     assert before.digest is not None
@@ -138,7 +138,7 @@ def test_the_digest_of_weights_is_of_their_content_and_not_of_the_file(copied_ru
     assert read_weights(path).digest == end.weights_digest
 
 
-def test_every_file_of_a_snapshot_counts(copied_run):
+def test_a_change_of_any_file_of_a_snapshot_is_detected(copied_run):
     folder = copied_run / "snapshots/6"
     for file in sorted(each for each in folder.rglob("*") if each.is_file()):
         content = file.read_bytes()
@@ -166,7 +166,7 @@ def test_a_pipe_or_a_device_in_the_place_of_a_file_is_an_error_at_once(copied_ru
 
 
 @pytest.mark.timeout(60)
-def test_a_pipe_in_a_snapshot_is_no_snapshot(copied_run):
+def test_a_snapshot_with_a_pipe_is_invalid(copied_run):
     for name in ("facts/metadata", "state/manifest.ocdbt", "_CHECKPOINT_METADATA"):
         (copied_run / "snapshots/6" / name).unlink()
         os.mkfifo(copied_run / "snapshots/6" / name)
@@ -187,7 +187,7 @@ def test_records_that_are_nested_deep_or_endless_are_an_error(copied_run, name):
 
 
 @pytest.mark.timeout(60)
-def test_who_follows_a_run_does_not_wait_for_a_pipe(tmp_path):
+def test_tail_run_does_not_wait_for_a_pipe(tmp_path):
     for name in (*LOGS, "config.json", "result.json", ".lock"):
         os.mkfifo(tmp_path / name)
     for look in (

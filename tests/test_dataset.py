@@ -14,7 +14,7 @@ def elsewhere(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_what_is_named_wins(elsewhere, monkeypatch):
+def test_a_named_data_set_takes_precedence(elsewhere, monkeypatch):
     monkeypatch.setenv("FEEDLOOP_DATA", "from-the-environment")
     (elsewhere / "data/shards").mkdir(parents=True)
     assert choose_data("named").data == "named"
@@ -24,14 +24,14 @@ def test_what_is_named_wins(elsewhere, monkeypatch):
     assert not choose_data(None).is_demo
 
 
-def test_without_any_data_it_is_the_demo_set_and_the_reason_says_so(elsewhere, cache_folder):
+def test_the_demo_set_is_the_default_and_the_reason_says_so(elsewhere, cache_folder):
     choice = choose_data(None)
     assert choice.is_demo
     assert choice.data == str(cache_folder / "demo")
     assert choice.reason == "no --data, no $FEEDLOOP_DATA and no data/shards: the demo set"
 
 
-def test_the_demo_set_is_made_once(tmp_path, monkeypatch):
+def test_the_demo_set_is_created_once(tmp_path, monkeypatch):
     # 60 drawings instead of 6,000: the full set is made by the demo script.
     draw = demo.draw_demo
     monkeypatch.setattr(demo_set, "draw_demo", lambda dest, *, size: draw(dest, size=size, num_images=60))

@@ -119,7 +119,7 @@ def test_a_narrow_image_needs_no_more_room_than_its_crop(size, resample):
         decode_image(encoded, ResizeRule(size=56, resize=64, resample="nearest"), max_pixels=2000)
 
 
-def test_no_box_leaves_the_image():
+def test_every_box_is_within_the_image():
     # Of these, some have a quotient that times the size is a little more than the length: 3 in 1,000.
     beyond = 0
     for length in range(1, 2000):
@@ -138,7 +138,7 @@ def test_centre_crop_rounds_half_to_even(length, offset):
 
 
 @pytest.mark.parametrize("kind", ["PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG"])
-def test_every_format_is_told_by_its_bytes(kind):
+def test_every_format_is_recognised_by_its_bytes(kind):
     flat = Image.new("RGB", (20, 16), (200, 40, 90))
     options = {"lossless": True} if kind == "WEBP" else {"quality": 100, "subsampling": 0} if kind == "JPEG" else {}
     pixels = decode_image(encode(flat, kind, **options), SMALL)
@@ -251,7 +251,7 @@ def test_a_gif_whose_frame_outgrows_its_screen():
         decode_image(bytes(encoded), SMALL)
 
 
-def test_pillows_own_limit_is_left_alone():
+def test_pillows_own_limit_is_unchanged():
     before = Image.MAX_IMAGE_PIXELS
     decode_image(GOOD, ResizeRule())
     assert before == Image.MAX_IMAGE_PIXELS
@@ -271,7 +271,7 @@ def test_damage_ends_in_an_image_or_a_reason(data):
         assert decode_image(bytes(encoded), SMALL).shape == (16, 16, 3)
 
 
-def test_threads_agree_and_no_warning_leaks():
+def test_threads_decode_alike_and_no_warning_is_printed():
     exif = b"Exif\0\0II*\0" + (8).to_bytes(4, "little") + b"\xff\xff" + bytes(20)
     files = [encode(photograph(64, 48, seed), "JPEG", exif=exif) for seed in range(8)]
     files += [encode(photograph(30, 48, seed), kind) for seed in range(4) for kind in ("TIFF", "GIF", "PNG")]

@@ -54,7 +54,7 @@ def test_a_shape_is_visible_and_inside(name):
         assert border.max() == 0.0
 
 
-def test_colour_says_nothing_about_the_class():
+def test_colour_is_independent_of_the_class():
     # Mean colours of 200 images a class; a class mean has a standard error of about 3.5 levels: five sigma.
     means = np.array(
         [
@@ -88,7 +88,7 @@ def test_arguments_out_of_range(tmp_path, options, message):
     assert not (tmp_path / "demo").exists()
 
 
-def test_nothing_is_drawn_over(tmp_path):
+def test_existing_files_are_not_overwritten(tmp_path):
     draw_demo(tmp_path, num_images=10)
     before = files_of(tmp_path)
     with pytest.raises(ValueError, match="train already exists; remove it or choose another folder"):

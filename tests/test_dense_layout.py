@@ -42,7 +42,7 @@ def test_golden_words():
     assert packed.tolist() == [[[0x01020300, 0x04050600, 0x07080900, 0x0A0B0C00]]]
 
 
-def test_the_device_makes_them_packed():
+def test_the_device_converts_dense_words_to_packed_ones():
     rgb = np.random.default_rng(0).integers(256, size=(5, 7, 36, 3), dtype=np.uint8)
     np.testing.assert_array_equal(jax.jit(pack_dense)(to_words(rgb, "dense")), pack_rgb(rgb))
 
@@ -68,7 +68,7 @@ def test_anything_but_rgb_bytes_is_refused(bad):
 
 
 @pytest.mark.parametrize("bad", [np.zeros(4, np.uint32), np.zeros(3, np.int64), np.uint32(3)])
-def test_only_words_of_the_layout_are_taken_apart(bad):
+def test_only_words_of_the_dense_layout_are_unpacked(bad):
     with pytest.raises(ValueError, match=r"to_rgb takes uint32 \[\.\.\., a multiple of 3\] in the dense layout, got "):
         to_rgb(np.asarray(bad), "dense")
 
@@ -140,7 +140,7 @@ def test_training_and_evaluation_are_the_same_to_the_bit(packs, size, tmp_path):
     assert results["dense"] == results["packed"]
 
 
-def test_a_changed_pixel_is_noticed_without_checksums(tmp_path):
+def test_a_changed_pixel_is_detected_without_checksums(tmp_path):
     pack(fake_source(5, size=8), tmp_path, layout="dense", checksum=False)
     file = tmp_path / "train/pixels/c/0/0/0"
     content = bytearray(file.read_bytes())
@@ -161,7 +161,7 @@ def test_another_layout_is_another_pack(tmp_path):
     assert len(before[pixels]) - len(files_of(tmp_path)[pixels]) == 4 * 8 * 8  # of four images a byte a pixel
 
 
-def test_the_command_packs_and_tells_it(tmp_path):
+def test_the_command_packs_and_names_the_layout(tmp_path):
     for label, name in enumerate(("n1", "n2")):
         (tmp_path / "images" / name).mkdir(parents=True)
         (tmp_path / "images" / name / "0.png").write_bytes(fake_source(2, size=8).read(label))

@@ -26,7 +26,7 @@ def test_numbers_become_ids_and_words_names(tmp_path):
     assert found.validation_ids == [SYNSETS[number][0] for number in TRUTH]
 
 
-def test_an_unpacked_kit_says_the_same(tmp_path):
+def test_an_unpacked_kit_has_the_same_content(tmp_path):
     (tmp_path / ARCHIVE).write_bytes(devkit(TRUTH))
     packed = find_devkit(tmp_path)
     with tarfile.open(tmp_path / ARCHIVE) as archive:
@@ -52,7 +52,7 @@ def test_a_member_that_would_fill_the_memory_is_not_read(tmp_path, monkeypatch):
         find_devkit(tmp_path)
 
 
-def test_no_kit_is_none(tmp_path):
+def test_a_missing_kit_is_none(tmp_path):
     assert find_devkit(tmp_path) is None
 
 
@@ -75,7 +75,7 @@ def test_no_kit_is_none(tmp_path):
     # Not the archives themselves, which hold the time: every process must name its tests alike.
     ids=["no-gzip", "cut-short", "another-archive", "class-4", "class-n1", "no-mat"],
 )
-def test_what_is_wrong_is_named(tmp_path, content, message):
+def test_each_fault_of_a_kit_is_named(tmp_path, content, message):
     (tmp_path / ARCHIVE).write_bytes(content)
     with pytest.raises(SourceError, match=message):
         find_devkit(tmp_path)
@@ -128,7 +128,7 @@ def huge_file(path):
     ],
     ids=["pipe", "device", "huge"],
 )
-def test_a_kit_of_what_is_no_plain_file_is_refused(tmp_path, name, make, message):
+def test_a_kit_that_is_not_a_regular_file_is_refused(tmp_path, name, make, message):
     for path in (tmp_path / FOLDER / "data" / "meta.mat", tmp_path / FOLDER / "data" / GROUND_TRUTH):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"")

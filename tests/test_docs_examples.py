@@ -17,13 +17,13 @@ def folder(tmp_path_factory):
 
 @pytest.mark.timeout(600)  # seconds on an idle machine, minutes on a busy one
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_the_example_runs_and_what_it_claims_holds(example, folder):
+def test_the_example_runs_and_its_assertions_hold(example, folder):
     done = subprocess.run([sys.executable, example], cwd=folder, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_the_example_asserts_and_is_on_a_page(example):
+def test_the_example_has_assertions_and_is_on_a_page(example):
     assert "\nassert " in example.read_text(encoding="utf-8")
     pages = (Path(__file__).parents[1] / "docs" / "howto").glob("*.md")
     assert any(f"examples/{example.name}" in page.read_text(encoding="utf-8") for page in pages)

@@ -31,12 +31,12 @@ NUM_IMAGES = 10
         (100, 1, 10, 100),
     ],
 )
-def test_epochs_are_as_many_steps_as_they_take(epochs, batch, accumulate_steps, steps):
+def test_epochs_are_converted_to_steps(epochs, batch, accumulate_steps, steps):
     config = TrainConfig(epochs=epochs, batch=batch, accumulate_steps=accumulate_steps)
     assert settle_epochs(config, NUM_IMAGES) == replace(config, steps=steps)
 
 
-def test_a_warm_up_is_counted_alike_and_alone_too():
+def test_a_warm_up_in_epochs_is_converted_with_and_without_epochs():
     config = TrainConfig(epochs=8, warmup_epochs=1.5, batch=4)
     settled = settle_epochs(config, NUM_IMAGES)
     assert (settled.steps, settled.warmup_steps, settled.epochs, settled.warmup_epochs) == (20, 4, 8, 1.5)
@@ -62,7 +62,7 @@ def test_an_epoch_of_a_tenth_is_a_tenth():
     assert steps_of_epochs(90.0, num_images=1_281_167, images_per_step=256) == 450_411
 
 
-def test_what_is_settled_stays_as_it_is():
+def test_settings_without_epochs_stay_unchanged():
     said: list[str] = []
     settled = settle_epochs(TrainConfig(epochs=3, warmup_epochs=1, batch=4), NUM_IMAGES, notify=said.append)
     assert said == ["epochs: 3 of 10 images each, 8 steps in total"]
@@ -98,13 +98,13 @@ def test_a_real_number_of_numpy_counts_as_it_prints():
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(values, message):
+def test_impossible_epochs_are_refused(values, message):
     with pytest.raises(ValueError, match=message):
         settle_epochs(TrainConfig(**({"batch": 4} | values)), NUM_IMAGES)
 
 
 @pytest.mark.parametrize("name", ["epochs", "warmup_epochs"])
-def test_batches_without_an_end_have_no_epochs(name):
+def test_endless_batches_have_no_epochs(name):
     config = TrainConfig.from_json({name: 2.5})
     counted = name.replace("epochs", "steps")
     message = f"^{name} must not be given with %s, which are endless, got 2.5: give {counted}$"
@@ -126,7 +126,7 @@ def test_the_split_that_is_trained_on_is_counted(tmp_path):
     assert "epochs: 2 of 3 images each, 6 steps in total" in said
 
 
-def test_a_warm_up_longer_than_the_run_is_told():
+def test_a_warm_up_longer_than_the_run_causes_a_warning():
     said: list[str] = []
     settled = settle_epochs(TrainConfig(steps=2, warmup_epochs=1, batch=1), NUM_IMAGES, notify=said.append)
     settle_epochs(settled, NUM_IMAGES, notify=said.append)

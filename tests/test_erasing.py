@@ -53,11 +53,11 @@ def test_rates():
     assert erased_of(random_words(100), 64, 64, 1.0).any(axis=(1, 2)).all()
 
 
-def test_an_image_too_small_for_a_rectangle_is_left_alone():
+def test_an_image_too_small_for_a_rectangle_is_unchanged():
     assert not erased_of(random_words(100), 1, 1, 1.0).any()
 
 
-def test_what_is_erased_is_zero():
+def test_erased_pixels_are_zero():
     images = jnp.ones((2, 3, 4, 3))
     marks = np.zeros((2, 3, 4), bool)
     marks[1, 1:, 2:] = True

@@ -47,7 +47,7 @@ def invoke(monkeypatch, place, *arguments):
     return (codes or [result.exit_code])[0], result.stdout, result.stderr
 
 
-def test_it_prints_the_line_of_the_loop_and_says_the_rest_to_stderr(place):
+def test_the_result_goes_to_stdout_and_messages_to_stderr(place):
     folder, found = place
     done = run_eval("run", cwd=folder)
     assert done.returncode == 0, done.stderr
@@ -59,7 +59,7 @@ def test_it_prints_the_line_of_the_loop_and_says_the_rest_to_stderr(place):
     assert told[3].startswith("11 images in ")
 
 
-def test_mirror_images_are_looked_at_where_the_run_or_the_command_says_so(place, monkeypatch, tmp_path):
+def test_mirror_images_are_evaluated_if_the_run_or_the_command_requests_it(place, monkeypatch, tmp_path):
     folder, found = place
     config = TrainConfig(
         steps=2, batch=4, data=os.fspath(folder / "data"), model="resnet8", eval_mirror=True, run_dir=tmp_path / "run"
@@ -152,7 +152,7 @@ main()
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_it_even_where_a_source_is_stuck(place, number):
+def test_a_signal_ends_an_evaluation_with_a_stuck_source(place, number):
     with subprocess.Popen(
         [sys.executable, "-c", STUCK, "run"], cwd=place[0], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

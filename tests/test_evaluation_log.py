@@ -14,7 +14,7 @@ def evaluation(step, top1=0.25, loss=1.5):
     return EvaluationRecord(step=step, num_images=12, top1=top1, top5=0.75, loss=loss, time=1.5)
 
 
-def test_what_a_run_writes_is_read_back_while_it_grows(tmp_path):
+def test_a_growing_log_is_read_back(tmp_path):
     log = EvaluationLog(tmp_path / "eval.jsonl")
     assert log.read() == ()
     sink = RunFolderSink(tmp_path / "loss.jsonl", tmp_path / "eval.jsonl")
@@ -64,7 +64,7 @@ BAD_LINES = [
 
 
 @pytest.mark.parametrize("bad", BAD_LINES, ids=range(len(BAD_LINES)))
-def test_a_bad_line_is_left_out_and_its_neighbours_are_kept(tmp_path, bad):
+def test_a_bad_line_is_skipped_and_its_neighbours_are_kept(tmp_path, bad):
     path = tmp_path / "eval.jsonl"
     first, second = (evaluation(step).to_json().encode() + b"\n" for step in (10, 20))
     path.write_bytes(first + bad + b"\n" + second + evaluation(30).to_json().encode())

@@ -52,7 +52,7 @@ def numbers(record):
 
 @pytest.mark.usefixtures("cards")
 @pytest.mark.parametrize("transport", ["inplace", "callback", "cuda"])
-def test_a_run_gives_the_numbers_of_its_own_last_evaluation(trained, transport):
+def test_an_evaluation_equals_the_last_one_of_the_run(trained, transport):
     run, found = trained
     result = evaluate(replace(run_settings(run), transport=transport))
     assert numbers(result.record) == numbers(found)
@@ -61,7 +61,7 @@ def test_a_run_gives_the_numbers_of_its_own_last_evaluation(trained, transport):
     assert result.classes == ()
 
 
-def test_a_program_keeps_what_it_calls(trained, monkeypatch):
+def test_a_program_keeps_its_callbacks_alive(trained, monkeypatch):
     """A thread that runs it may be left alone with it."""
     kept = []
 
@@ -86,7 +86,7 @@ def test_another_batch_counts_the_same(trained, batch):
 
 @pytest.mark.usefixtures("cards")
 @pytest.mark.parametrize("transport", ["inplace", "callback", "cuda"])
-def test_a_model_of_your_own_gives_the_numbers_of_its_run(tmp_path, transport):
+def test_an_evaluation_of_a_model_of_your_own_equals_that_of_its_run(tmp_path, transport):
     config = toy_config(steps=7, learning_rate=0.02, run_dir=tmp_path, ema_decay=0.8, transport=transport)
     (found,) = train(config, model=Linear(), batches=toy_batch, evaluation=evaluation_set(NUM_IMAGES)).evaluations
     model = Linear()
@@ -116,7 +116,7 @@ def test_the_counts_of_a_class_are_those_of_its_images_alone(tmp_path):
         assert each.id == each.name == str(label)
 
 
-def test_a_class_without_images_has_no_share(tmp_path):
+def test_a_class_without_images_has_no_accuracy(tmp_path):
     train(toy_config(steps=1, run_dir=tmp_path), model=Linear(), batches=toy_batch)
     pixels, labels = evaluation_set(9)
     result = evaluate(tmp_path, model=Linear(), evaluation=(pixels, np.zeros_like(labels)), per_class=True)
@@ -139,7 +139,7 @@ def test_another_split_and_another_scale_reuse_the_program(trained):
     assert evaluate(replace(run_settings(run), eval_split="other")).from_cache
 
 
-def test_moved_data_are_taken_and_other_data_are_told(trained, data, tmp_path):
+def test_moved_data_are_accepted_and_different_data_are_reported(trained, data, tmp_path):
     run, found = trained
     moved = tmp_path / "moved"
     moved.symlink_to(data)
@@ -219,7 +219,7 @@ def test_the_model_must_be_the_runs(trained, tmp_path):
         evaluate(tmp_path, model=Other(), evaluation=evaluation_set(3))
 
 
-def test_weights_of_anywhere_are_evaluated(trained, data, tmp_path):
+def test_weights_from_any_source_are_evaluated(trained, data, tmp_path):
     run, found = trained
     config = TrainConfig(data=os.fspath(data), batch=4)
     told: list[str] = []
@@ -308,7 +308,7 @@ def test_a_signal_ends_the_evaluation_at_once_and_its_threads_soon(linear_run):
         time.sleep(0.01)
 
 
-def test_weights_that_are_no_numbers_are_told_as_such(linear_run):
+def test_nan_weights_are_reported(linear_run):
     path = f"{linear_run.run_dir}/model.safetensors"
     tensors = load_file(path)
     metadata = {"mean": "0.5 0.5 0.5", "std": "0.25 0.25 0.25"}

@@ -111,7 +111,7 @@ def test_each_step_is_filled_once_and_taken_in_order(num_threads, depth, start):
 
 
 @pytest.mark.parametrize("depth", [1, 3, 6])
-def test_never_further_ahead_than_the_ring_is_deep(depth):
+def test_a_feeder_is_never_further_ahead_than_its_ring(depth):
     source = Source()
     with running(source, depth=depth, num_threads=4) as feeder:
         for step in range(12 - depth):
@@ -146,7 +146,7 @@ def test_threads_that_fill_out_of_order_give_ordered_batches():
     steps=st.integers(1, 25),
     kind=st.sampled_from([Source, Lending]),
 )
-def test_any_schedule_gives_every_batch_once_and_in_order(seed, depth, num_threads, num_shards, steps, kind):
+def test_every_schedule_delivers_each_batch_once_and_in_order(seed, depth, num_threads, num_shards, steps, kind):
     drawn = random.Random(seed)
     pauses_s = [drawn.choice([0, 0, 0.0005, 0.002]) for _ in range(steps)]
     source = kind(before=lambda step: time.sleep(pauses_s[step]))
@@ -179,7 +179,7 @@ def test_a_slot_is_filled_again_only_when_every_shard_has_taken():
         source.wait_for_fills(2)
 
 
-def test_shards_may_be_taken_at_once():
+def test_shards_may_be_taken_concurrently():
     failures = []
     with running(Source(), steps=30, depth=2, num_shards=4) as feeder:
         together = threading.Barrier(4)
@@ -208,7 +208,7 @@ def test_a_batch_must_split_evenly():
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("kind", [OSError, KeyboardInterrupt])
-def test_what_a_source_raises_is_raised_when_its_step_is_due(num_threads, kind):
+def test_an_exception_of_the_source_is_raised_when_its_step_is_due(num_threads, kind):
     raised = kind("shard 3 is gone")
 
     def fail_at_seven(step):
@@ -225,7 +225,7 @@ def test_what_a_source_raises_is_raised_when_its_step_is_due(num_threads, kind):
     assert "fail_at_seven" in [frame.name for frame in traceback.extract_tb(raised.__traceback__)]
 
 
-def test_every_shard_is_told_of_a_failure():
+def test_a_failure_is_raised_for_every_shard():
     def fail(step):
         raise OSError("the disk is gone")
 
@@ -313,7 +313,7 @@ def test_closing_ends_threads_that_wait_for_a_slot():
     assert sorted(source.fills) == [0, 1]
 
 
-def test_closing_twice_and_before_the_start_is_nothing_special():
+def test_closing_twice_or_before_the_start_is_allowed():
     feeder = Feeder(Source(), start_index=0, stop_index=3, depth=2, num_threads=1, timeout_s=1)
     feeder.close()
     assert feeder._threads == []
@@ -322,7 +322,7 @@ def test_closing_twice_and_before_the_start_is_nothing_special():
         assert not any(thread.is_alive() for thread in started._threads)
 
 
-def test_a_thread_that_cannot_start_is_no_obstacle_to_closing(monkeypatch):
+def test_closing_works_if_a_thread_could_not_start(monkeypatch):
     start, started = threading.Thread.start, itertools.count()
 
     def refuse_the_second(thread):
@@ -365,7 +365,7 @@ def test_memory_is_bounded_by_the_ring():
         (128, 224, 100, False, 100),
     ],
 )
-def test_of_small_batches_more_are_read_ahead_unless_told(batch, size, prefetch, thread_safe, depth):
+def test_more_small_batches_are_read_ahead_by_default(batch, size, prefetch, thread_safe, depth):
     source = SimpleNamespace(batch=batch, height=size, width=size, thread_safe=thread_safe)
     assert ring_depth(cast(Any, source), prefetch) == depth
 
@@ -382,7 +382,7 @@ def test_workers_sleep_for_several_slots_only_where_these_come_together(depth, n
 
 
 @pytest.mark.timeout(30)
-def test_a_batch_wakes_whoever_waits_for_it(monkeypatch):
+def test_a_batch_wakes_the_thread_that_waits_for_it(monkeypatch):
     # Not found by looking, which would take a minute here.
     monkeypatch.setattr(feeder_module, "_LOOK_EVERY_S", 60.0)
     gate = threading.Event()

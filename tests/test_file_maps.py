@@ -39,7 +39,7 @@ def test_a_view_keeps_the_file_mapped_and_nothing_else_does(file):
     assert mappings() == before
 
 
-def test_what_cannot_be_mapped_is_an_error_of_the_system(tmp_path):
+def test_a_file_that_cannot_be_mapped_is_an_oserror(tmp_path):
     folder = os.open(tmp_path, os.O_RDONLY)
     try:
         with pytest.raises(OSError, match=r"No such device|Operation not"):
@@ -90,7 +90,7 @@ print("survived")
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs the handler, which is Linux's")
 @pytest.mark.parametrize("kind", ["fault", "signal"])
-def test_a_fault_of_others_and_a_signal_by_hand_end_the_process_as_ever(tmp_path, kind):
+def test_other_faults_and_sent_signals_end_the_process_as_usual(tmp_path, kind):
     (tmp_path / "file").write_bytes(bytes(1 << 20))
     arguments = [sys.executable, "-c", FOREIGN, str(tmp_path / "file"), kind]
     ended = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)

@@ -43,7 +43,7 @@ def names(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir()]
 
 
-def test_nobody_holds_a_folder_without_the_file_and_looking_makes_none(tmp_path):
+def test_a_folder_without_the_lock_file_is_free_and_checking_creates_none(tmp_path):
     assert not is_locked(tmp_path)
     assert not is_locked(tmp_path / "nowhere")
     (tmp_path / "file").write_text("")
@@ -51,7 +51,7 @@ def test_nobody_holds_a_folder_without_the_file_and_looking_makes_none(tmp_path)
     assert names(tmp_path) == ["file"]
 
 
-def test_it_is_held_from_acquire_to_release(tmp_path):
+def test_a_lock_is_held_from_acquire_to_release(tmp_path):
     lock = FolderLock(tmp_path)
     for _ in range(2):
         assert not is_locked(tmp_path)
@@ -64,7 +64,7 @@ def test_it_is_held_from_acquire_to_release(tmp_path):
     assert names(tmp_path) == [LOCK_NAME]
 
 
-def test_it_is_released_at_the_end_of_with_and_after_an_error(tmp_path):
+def test_a_lock_is_released_at_the_end_of_with_and_after_an_error(tmp_path):
     def fail():
         assert is_locked(tmp_path)
         raise LookupError
@@ -74,7 +74,7 @@ def test_it_is_released_at_the_end_of_with_and_after_an_error(tmp_path):
     assert not is_locked(tmp_path)
 
 
-def test_a_second_holder_in_this_process_is_refused_and_takes_nothing(tmp_path):
+def test_a_second_holder_in_this_process_is_refused(tmp_path):
     with FolderLock(tmp_path) as first:
         message = rf"{tmp_path} is in use by process {os.getpid()} on host .+: wait for it or stop it"
         for lock in (FolderLock(tmp_path), first):
@@ -85,7 +85,7 @@ def test_a_second_holder_in_this_process_is_refused_and_takes_nothing(tmp_path):
     assert not is_locked(tmp_path)
 
 
-def test_another_process_is_refused_and_told_who_holds_it(tmp_path, holder):
+def test_another_process_is_refused_with_the_name_of_the_holder(tmp_path, holder):
     assert is_locked(tmp_path)
     with pytest.raises(FolderInUseError, match=rf"in use by process {holder.pid} on host {os.uname().nodename}:"):
         FolderLock(tmp_path).acquire()
@@ -93,7 +93,7 @@ def test_another_process_is_refused_and_told_who_holds_it(tmp_path, holder):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_it_ends_with_its_process(tmp_path, holder, number):
+def test_a_lock_ends_with_its_process(tmp_path, holder, number):
     holder.send_signal(number)
     holder.wait(LIMIT_S)
     assert not is_locked(tmp_path)
@@ -127,7 +127,7 @@ def test_releasing_twice_closes_no_file_of_another(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are counted in /proc")
-def test_neither_the_refused_nor_those_who_look_keep_a_file_open(tmp_path):
+def test_refused_and_checking_processes_keep_no_file_open(tmp_path):
     with FolderLock(tmp_path):
         before = len(names(Path("/proc/self/fd")))
         assert is_locked(tmp_path)
@@ -138,7 +138,7 @@ def test_neither_the_refused_nor_those_who_look_keep_a_file_open(tmp_path):
     assert len(names(Path("/proc/self/fd"))) == before - 1
 
 
-def test_of_many_threads_one_gets_it(tmp_path):
+def test_one_of_many_threads_gets_the_lock(tmp_path):
     locks = [FolderLock(tmp_path) for _ in range(8)]
     barrier, outcomes = threading.Barrier(len(locks)), []
 
@@ -161,7 +161,7 @@ def test_of_many_threads_one_gets_it(tmp_path):
     assert not is_locked(tmp_path)
 
 
-def test_who_looks_is_waited_for(tmp_path, monkeypatch):
+def test_a_concurrent_check_is_waited_for(tmp_path, monkeypatch):
     (tmp_path / LOCK_NAME).touch()
     looking = os.open(tmp_path / LOCK_NAME, os.O_RDONLY)
     fcntl.flock(looking, fcntl.LOCK_SH)
@@ -173,7 +173,7 @@ def test_who_looks_is_waited_for(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("is_made_again", [False, True])
-def test_a_file_that_its_holder_removed_is_made_again(tmp_path, monkeypatch, is_made_again):
+def test_a_lock_file_that_its_holder_removed_is_created_again(tmp_path, monkeypatch, is_made_again):
     path, flock, calls = tmp_path / LOCK_NAME, fcntl.flock, []
 
     def removed_at_first(file, how):
@@ -190,7 +190,7 @@ def test_a_file_that_its_holder_removed_is_made_again(tmp_path, monkeypatch, is_
         assert is_locked(tmp_path)
 
 
-def test_whoever_holds_it_may_remove_the_file(tmp_path):
+def test_the_holder_may_remove_the_lock_file(tmp_path):
     with FolderLock(tmp_path):
         (tmp_path / LOCK_NAME).unlink()
     assert names(tmp_path) == []
@@ -203,7 +203,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
             FolderLock(folder).acquire()
 
 
-def test_where_the_system_has_no_locks_everybody_is_let_in_and_the_record_counts(tmp_path, monkeypatch):
+def test_without_system_locks_everyone_is_admitted_and_the_record_counts(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
@@ -215,7 +215,7 @@ def test_where_the_system_has_no_locks_everybody_is_let_in_and_the_record_counts
 
 
 @pytest.mark.parametrize("act", [lambda folder: FolderLock(folder).acquire(), is_locked])
-def test_another_failure_of_the_lock_is_no_silence(tmp_path, monkeypatch, act):
+def test_other_failures_of_the_lock_are_raised(tmp_path, monkeypatch, act):
     def fail(*_):
         raise OSError(errno.EIO, "Input/output error")
 
@@ -226,14 +226,14 @@ def test_another_failure_of_the_lock_is_no_silence(tmp_path, monkeypatch, act):
 
 
 @pytest.mark.parametrize("record", [b"", b"{", b"[1]", b"{}", b"[" * 5000, b"\xff"])
-def test_a_record_that_says_nothing_names_nobody(tmp_path, record):
+def test_an_empty_record_names_no_holder(tmp_path, record):
     with FolderLock(tmp_path):
         (tmp_path / LOCK_NAME).write_bytes(record)
         with pytest.raises(FolderInUseError, match="is in use by another process: wait for it or stop it"):
             FolderLock(tmp_path).acquire()
 
 
-def test_a_full_disk_does_not_matter(tmp_path, monkeypatch):
+def test_a_full_disk_does_not_prevent_locking(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -242,7 +242,7 @@ def test_a_full_disk_does_not_matter(tmp_path, monkeypatch):
         assert is_locked(tmp_path)
 
 
-def test_a_holder_that_was_killed_is_told_from_one_that_works_one_that_ended_and_one_elsewhere(tmp_path, holder):
+def test_a_killed_holder_is_distinguished_from_working_ended_and_remote_ones(tmp_path, holder):
     assert not was_killed(tmp_path)
     holder.kill()
     holder.wait(LIMIT_S)

@@ -79,7 +79,7 @@ def test_a_file_beyond_a_bound_is_refused(content, message):
         decode_image(content, RULE)
 
 
-def test_scans_are_counted_up_to_the_end_of_the_image_alone():
+def test_scans_are_counted_only_up_to_the_end_of_the_image():
     check_jpeg_scans(many_scans(5, trailer=b"\xff\xda" * 1000), 10**8)
     check_jpeg_scans(many_scans(500), 10**6)
     with pytest.raises(ValueError, match="more than 24 scans for 100000000 pixels"):
@@ -87,7 +87,7 @@ def test_scans_are_counted_up_to_the_end_of_the_image_alone():
 
 
 @pytest.mark.parametrize("kind", ["GIF", "BMP", "WebP", "TIFF", "PPM"])
-def test_an_ordinary_file_is_handed_on_as_it_is(kind):
+def test_an_ordinary_file_is_passed_on_unchanged(kind):
     content = encoded(kind)
     assert bounded(content, kind, max_pixels=10**6) is content
     for length in (*range(0, 60), len(content) // 2):
@@ -97,7 +97,7 @@ def test_an_ordinary_file_is_handed_on_as_it_is(kind):
 @pytest.mark.parametrize("comment", [b"", b"# made by hand\n# 255\n"])
 @pytest.mark.parametrize("largest", [1, 2, 7, 100, 254, 256, 1000, 1023, 4095, 65534, 65535])
 @pytest.mark.parametrize("kind", [b"P5", b"P6"])
-def test_other_largest_values_give_the_bits_of_pillow(kind, largest, comment):
+def test_other_maximum_values_decode_as_in_pillow(kind, largest, comment):
     bands = 1 if kind == b"P5" else 3
     values = np.random.default_rng(largest).integers(0, 65536 if largest > 255 else 256, 40 * 50 * bands)
     data = values.astype(">u2" if largest > 255 else "u1").tobytes()

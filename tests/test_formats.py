@@ -68,7 +68,7 @@ def test_a_damaged_or_silent_block_means_upright(block):
 
 
 @given(st.binary(max_size=60))
-def test_any_block_gives_an_orientation(junk):
+def test_every_block_results_in_an_orientation(junk):
     for prefix in (b"", b"II*\0\x08\0\0\0", b"Exif\0\0MM\0*\0\0\0\x08"):
         assert 1 <= exif_orientation(prefix + junk) <= 8
 
@@ -131,7 +131,7 @@ def test_the_scan_is_never_searched_for_markers():
 
 
 @pytest.mark.parametrize("num_bytes", range(0, 60, 3))
-def test_a_cut_jpeg_header_is_left_as_it_is(num_bytes):
+def test_a_truncated_jpeg_header_is_unchanged(num_bytes):
     head = (b"\xff\xd8" + segment(0xE0, b"JFIF\0" + bytes(9)) + segment(0xE1, exif_block(6)))[:num_bytes]
     assert strip_jpeg(head) == (head, 1)
 
@@ -211,14 +211,14 @@ def test_an_image_without_pixels_is_refused(kind, place, num_bytes):
         (b"", None),
     ],
 )
-def test_the_first_bytes_tell_the_format(head, name):
+def test_the_first_bytes_determine_the_format(head, name):
     known = sniff(head)
     assert (known.name if known else None) == name
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", ["TIFF", "GIF"])
-def test_an_image_that_waits_for_memory_keeps_no_other_one_waiting(kind):
+def test_an_image_that_waits_for_memory_does_not_delay_others(kind):
     encoded = encode(NOISE, kind)
     known = sniff(encoded)
     assert known is not None
@@ -240,6 +240,6 @@ def test_an_image_that_waits_for_memory_keeps_no_other_one_waiting(kind):
 
 
 @pytest.mark.parametrize(("magic", "expected"), [(b"\0*", 6), (b"*\0", 6), (b"\0\1", 1), (b"\0+", 1)])
-def test_an_exif_block_that_is_no_tiff_says_nothing(magic, expected):
+def test_an_invalid_exif_block_is_ignored(magic, expected):
     block = b"Exif\0\0MM" + magic + struct.pack(">IHHHIHH", 8, 1, 0x0112, 3, 1, 6, 0) + bytes(4)
     assert exif_orientation(block) == expected

@@ -61,7 +61,7 @@ def test_calls_and_what_is_emitted_carry_their_values():
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 50])
-def test_a_run_makes_the_steps_of_the_slow_transport(chunk):
+def test_a_run_has_the_steps_of_the_slow_transport(chunk):
     settings = {"steps": 37, "eval_every_steps": 10}
     evaluated = toy_batch(100, batch=19)
     batches = CountedBatches()
@@ -110,7 +110,7 @@ def test_a_resumed_run_has_the_bits_of_a_whole_one(tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_a_card_and_a_processor_make_the_same_run(tmp_path, precision):
+def test_a_gpu_and_a_cpu_train_the_same_run(tmp_path, precision):
     """Float32 at the highest precision of products to 1e-3; bfloat16 keeps 8 bits, which twenty steps carry on."""
     arguments = ("--steps", "20", "--learning-rate", "0.02", "--precision", precision)
     highest = {"JAX_DEFAULT_MATMUL_PRECISION": "highest"} if precision == "float32" else {}

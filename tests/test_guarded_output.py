@@ -65,7 +65,7 @@ def test_a_long_name_is_shown_by_its_ends():
     assert shown.endswith("az")
 
 
-def test_ordinary_text_is_left_alone():
+def test_ordinary_text_is_unchanged():
     text = "Ära, 中文, 😀\n\tsecond line … 100 %"
     assert printable_text(text) == text
 
@@ -96,7 +96,7 @@ def test_a_guarded_stream_escapes_what_it_is_given(encoding):
     assert not hasattr(stream, "buffer")
 
 
-def test_all_that_a_command_writes_is_guarded():
+def test_all_output_of_a_command_is_guarded():
     @click.command(cls=GuardedCommand)
     @click.argument("how")
     def command(how):
@@ -189,7 +189,7 @@ def test_every_command_is_guarded():
         assert isinstance(__import__(module, fromlist=["main"]).main, GuardedCommand)
 
 
-def test_what_draws_on_the_terminal_is_all_that_goes_around_the_guard():
+def test_only_terminal_drawing_bypasses_the_guard():
     around = {
         path.name
         for folder in ("preprocess", "engine")

@@ -40,7 +40,7 @@ def interrupted(numbers_of_item, done):
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-def test_a_signal_ends_the_wait_and_never_the_work(number):
+def test_a_signal_interrupts_waiting_but_not_working(number):
     before = [signal.getsignal(each) for each in NUMBERS]
     done: list[object] = []
     with pytest.raises(SystemExit) as caught:
@@ -53,7 +53,7 @@ def test_a_signal_ends_the_wait_and_never_the_work(number):
     assert [signal.getsignal(each) for each in NUMBERS] == before
 
 
-def test_without_a_signal_all_is_done():
+def test_without_a_signal_all_work_is_done():
     done: list[object] = []
     interrupted({}, done)
     assert done == [0, 1, 2, "restored"]
@@ -123,7 +123,7 @@ def test_the_third_signal_acts_at_once():
     assert done == ["SIGTERM"] * 2
 
 
-def test_what_is_ignored_stays_ignored():
+def test_an_ignored_signal_stays_ignored():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with signals_held() as signals:

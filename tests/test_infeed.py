@@ -40,7 +40,7 @@ def make_infeed(batches, *, stop_step=4, num_shards=1, timeout_s=5.0, chunk=1, t
     return infeed, feeder, board, pull_chunk
 
 
-def test_a_pull_gives_the_batch_of_its_step_and_a_quiet_control_word():
+def test_a_pull_returns_the_batch_of_its_step_and_a_neutral_control_word():
     infeed, feeder, _, pull = make_infeed(toy_batch)
     for step in range(4):
         pulled = pull(step)
@@ -53,7 +53,7 @@ def test_a_pull_gives_the_batch_of_its_step_and_a_quiet_control_word():
     feeder.close()
 
 
-def test_waits_that_nobody_asks_for_do_not_pile_up():
+def test_unread_wait_times_do_not_accumulate():
     def late(step):
         time.sleep(0.02)
         return toy_batch(step)
@@ -70,7 +70,7 @@ def test_waits_that_nobody_asks_for_do_not_pile_up():
 
 
 @pytest.mark.timeout(60)
-def test_the_wait_for_a_late_batch_is_told_once():
+def test_the_wait_for_a_late_batch_is_reported_once():
     pulling = threading.Event()
 
     def late(step):
@@ -158,7 +158,7 @@ def assert_holds(pulled, steps, *, stop):
         assert np.array_equal(pulled.batches.labels[number], toy_batch(step)[1])
 
 
-def test_a_chunk_holds_as_many_batches_as_are_wanted():
+def test_a_chunk_holds_as_many_batches_as_requested():
     infeed, feeder, _, pull = make_infeed(toy_batch, stop_step=7, chunk=4)
     assert_holds(pull(0), [0, 1, 2, 3], stop=False)
     assert_holds(pull(4, num_batches=2), [4, 5], stop=False)
@@ -232,7 +232,7 @@ def test_a_stop_is_seen_between_the_batches_of_a_chunk_though_none_is_long_in_co
 
 
 @pytest.mark.parametrize("num_before", [0, 1])
-def test_a_failure_holds_no_memory_of_the_program(num_before):
+def test_a_failure_keeps_no_memory_of_the_program_alive(num_before):
     infeed, feeder, _, _ = make_infeed(CountedBatches(raise_at=1), chunk=2)
     results = [np.ones(shape.shape, shape.dtype) for shape in infeed._results]
     memory = [weakref.ref(array) for array in results]

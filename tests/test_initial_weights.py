@@ -94,7 +94,7 @@ def test_floats_of_another_width_become_float32_and_are_told(resnet8, tmp_path, 
         np.testing.assert_array_equal(found[name], tensor.astype(stored[name].dtype).astype(tensor.dtype), name)
 
 
-def test_the_counters_of_pytorch_are_not_heeded(resnet8, tmp_path):
+def test_the_counters_of_pytorch_are_ignored(resnet8, tmp_path):
     weights, _ = resnet8
     named = name_tensors("resnet8", *weights)
     counted = {name: tensor + 7 if tensor.dtype == np.int64 else tensor for name, tensor in named.items()}
@@ -127,7 +127,7 @@ def changed(tensors, change):
     ],
 )
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
-def test_what_is_not_the_models_is_refused_by_name(resnet8, tmp_path, change, message):
+def test_tensors_that_do_not_fit_the_model_are_refused_by_name(resnet8, tmp_path, change, message):
     weights, _ = resnet8
     tensors = changed(name_tensors("resnet8", *weights), change)
     with pytest.raises(ValueError, match=message):
@@ -149,7 +149,7 @@ def test_another_model_is_named_where_the_file_names_it(resnet8, tmp_path):
         (b"PK\x03\x04 and more of what PyTorch writes", "must be a complete safetensors file"),
     ],
 )
-def test_a_file_that_is_none_is_refused(tmp_path, content, message):
+def test_a_file_that_is_not_safetensors_is_refused(tmp_path, content, message):
     path = tmp_path / "w.safetensors"
     if content is not None:
         path.write_bytes(content)
@@ -192,7 +192,7 @@ def test_a_model_of_your_own_is_taken_by_its_paths(tmp_path):
         load_initial_weights(path, None, params, stats | {"count": jnp.float32(3)})
 
 
-def test_the_weights_of_a_run_are_taken_bit_for_bit(tmp_path):
+def test_the_weights_of_a_run_are_loaded_bit_for_bit(tmp_path):
     result = train(toy_config(steps=3, run_dir=tmp_path / "own"), model=Linear(), batches=toy_batch)
     shapes = jax.eval_shape(Linear().init, jax.random.key(0))
     loaded = load_initial_weights(tmp_path / "own/model.safetensors", None, *shapes)
@@ -234,7 +234,7 @@ def test_pytorch_gives_the_same_logits_both_ways(name, tmp_path):
 
 
 @pytest.mark.parametrize("ema_decay", [None, 0.9])
-def test_a_run_begins_with_the_weights_of_another(tmp_path, ema_decay):
+def test_a_run_starts_from_the_weights_of_another(tmp_path, ema_decay):
     trained = train(toy_config(steps=3, run_dir=tmp_path / "first"), model=Linear(), batches=toy_batch)
     told: list[str] = []
     config = toy_config(steps=0, ema_decay=ema_decay, init_from=tmp_path / "first/model.safetensors", seed=7)

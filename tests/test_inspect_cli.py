@@ -25,7 +25,7 @@ def run(*arguments):
     return CliRunner().invoke(main, [str(each) for each in arguments])
 
 
-def test_the_manifest_in_words(data):
+def test_the_manifest_is_described(data):
     result = run(data)
     assert result.exit_code == 0, result.output
     for words in (
@@ -115,7 +115,7 @@ def test_traceback_is_shown_on_demand(tmp_path):
     assert "Traceback (most recent call last)" in run(tmp_path, "--traceback").stderr
 
 
-def test_a_reader_that_has_gone_is_no_trouble(data):
+def test_a_closed_pipe_ends_the_output_quietly(data):
     command = [sys.executable, "-c", "from preprocess.commands.inspect_cli import main; main()", str(data)]
     reader, writer = os.pipe()
     os.close(reader)
@@ -127,7 +127,7 @@ def test_a_reader_that_has_gone_is_no_trouble(data):
     assert ended.returncode == 1
 
 
-def test_names_that_a_terminal_would_obey_are_quoted(tmp_path):
+def test_names_with_control_characters_are_quoted(tmp_path):
     classes = (ImageClass("a", "\x1b[31mred"), ImageClass("b", "caf\udce9"), ImageClass("c", "fine"))
     pack(fake_source(6, classes=classes), tmp_path)
     result = run(tmp_path, "--grid", tmp_path / "sheet.png")

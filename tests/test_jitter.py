@@ -35,7 +35,7 @@ def changed(change, images, amounts):
     return unpack_rgb(np.asarray(run(pack_rgb(images), jnp.array(amounts, jnp.int32))))
 
 
-def test_planes_go_back_together():
+def test_planes_are_recombined():
     packed = jnp.asarray(pack_rgb(photograph(0))[None])
     np.testing.assert_array_equal(join_planes(split_planes(packed)), packed)
     np.testing.assert_array_equal(join_planes(split_planes(packed | 0x7F)), packed)
@@ -52,7 +52,7 @@ def test_equals_pillow(change):
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_no_change_changes_nothing(change):
+def test_neutral_factors_change_nothing(change):
     images = np.stack([photograph(seed) for seed in range(2)])
     np.testing.assert_array_equal(changed(change, images, [0 if change is turn_hue else 4096] * 2), images)
 

@@ -70,7 +70,7 @@ DEATHS = [
 ]
 
 
-def test_a_run_killed_seven_times_ends_as_if_it_had_been_left_alone(tmp_path, cache, uninterrupted):
+def test_a_run_killed_seven_times_ends_like_an_uninterrupted_one(tmp_path, cache, uninterrupted):
     for number, (death, start) in enumerate(DEATHS):
         said = train_and_die(tmp_path, cache, death)
         assert start in said if start else "resuming" not in said

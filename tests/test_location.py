@@ -23,7 +23,7 @@ def test_a_prefix_lists_its_keys_and_no_neighbours(tmp_path, address):
     ]
 
 
-def test_a_write_is_refused_when_somebody_else_wrote_meanwhile(monkeypatch):
+def test_a_write_is_refused_after_a_concurrent_write(monkeypatch):
     location = open_location("memory://x", context=ts.Context())
     assert location.replace("a", b"1")
     assert location.replace("a", b"2")
@@ -67,5 +67,5 @@ def test_only_own_files_and_empty_own_folders_are_deleted(tmp_path):
 @pytest.mark.parametrize(
     ("name", "shown"), [("Ära.jpg", "Ära.jpg"), ("\x1b[31m", r"'\x1b[31m'"), ("caf\udce9", r"'caf\udce9'")]
 )
-def test_names_that_a_terminal_would_obey_are_quoted(name, shown):
+def test_names_with_control_characters_are_quoted(name, shown):
     assert printable(name) == shown

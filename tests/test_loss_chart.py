@@ -66,7 +66,7 @@ def test_any_losses_fit_any_size(losses, smoothed, width, height, log_scale, gly
     width=st.integers(1, 7),
     height=st.integers(1, 3),
 )
-def test_dots_are_exactly_those_of_the_plain_formula(losses, width, height):
+def test_dots_equal_those_of_a_plain_formula(losses, width, height):
     # So small a chart has no axes: its dots are the whole plot.
     finite = [loss for loss in losses if math.isfinite(loss)]
     lines = draw_chart(curve_of(losses), width, height)
@@ -130,7 +130,7 @@ def test_a_constant_loss_is_a_level_line(value):
     assert {column for _, column in ink_dots(lines, "raw", 0)} == set(range(12))
 
 
-def test_one_point_stands_in_the_middle_with_its_step():
+def test_a_single_point_is_in_the_middle_with_its_step():
     lines = draw_chart(curve_of([2.3], steps=[17]), 40, 9)
     text = chart_text(lines)
     assert text.split("\n")[-1].strip() == "17"
@@ -140,7 +140,7 @@ def test_one_point_stands_in_the_middle_with_its_step():
 
 
 @pytest.mark.parametrize(("losses", "message"), [([], "no loss yet"), ([NAN, math.inf], "no finite loss yet")])
-def test_nothing_to_draw_is_said(losses, message):
+def test_an_empty_chart_has_a_message(losses, message):
     assert chart_text(draw_chart(curve_of(losses), 40, 5)).strip() == message
 
 
@@ -155,7 +155,7 @@ def test_log_scale_without_a_positive_loss_draws_nothing():
 
 
 @given(low=st.floats(-1e6, 1e6), part=st.floats(1e-2, 1e3), height=st.integers(8, 40), log_scale=st.booleans())
-def test_tick_labels_stand_on_the_row_of_their_value(low, part, height, log_scale):
+def test_tick_labels_are_on_the_row_of_their_value(low, part, height, log_scale):
     low = abs(low) + 1e-3 if log_scale else low
     span = part * max(abs(low), 1e-3)
     curve = curve_of([low, low + span])
@@ -170,7 +170,7 @@ def test_tick_labels_stand_on_the_row_of_their_value(low, part, height, log_scal
         assert abs((1 - unit) * (rows - 1) - y) <= 0.5 + 0.004
 
 
-def test_labels_have_the_digits_that_tell_them_apart():
+def test_labels_have_enough_digits_to_differ():
     text = chart_text(draw_chart(curve_of([1.0, 1.0 + 1e-9]), 60, 20))
     labels = [line.split("┤")[0].strip() for line in text.split("\n") if "┤" in line]
     assert len(labels) >= 3
@@ -179,7 +179,7 @@ def test_labels_have_the_digits_that_tell_them_apart():
 
 @given(first=st.integers(0, 10**7), num=st.integers(1, 500), width=st.integers(20, 120))
 @example(first=10**7, num=400, width=24)  # room for one label of eight digits, not for three
-def test_step_labels_stand_under_their_ticks(first, num, width):
+def test_step_labels_are_under_their_ticks(first, num, width):
     curve = curve_of(np.linspace(2, 1, num), steps=np.arange(first, first + num))
     axis, labels = chart_text(draw_chart(curve, width, 10)).split("\n")[-2:]
     gutter = axis.index("└") + 1

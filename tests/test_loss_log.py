@@ -42,7 +42,7 @@ def read_all(log) -> LossRows:
     return rows
 
 
-def test_every_column_comes_through_and_what_is_missing_is_nan(tmp_path):
+def test_every_column_is_read_and_missing_values_are_nan(tmp_path):
     path = tmp_path / "loss.jsonl"
     full = {"step": 1, "loss": 2.5, "lr": 0.1, "images_per_s": 812, "wait_ms": 0.25, "time": 1e9}
     path.write_text(json.dumps(full) + '\n{"loss": 1, "step": 2, "lr": "fast", "time": null}\n')
@@ -69,9 +69,7 @@ def test_losses_that_are_not_finite_are_rows(tmp_path):
     cuts=st.lists(st.integers(0, 2000), max_size=8),
     chunk_bytes=st.integers(80, 400),
 )
-def test_however_the_writer_and_the_reader_cut_it_each_row_comes_once_and_in_order(
-    tmp_path_factory, num, cuts, chunk_bytes
-):
+def test_rows_split_anywhere_are_read_once_and_in_order(tmp_path_factory, num, cuts, chunk_bytes):
     data = b"".join(line_of(step, step / 7) for step in range(1, num + 1))
     path = tmp_path_factory.mktemp("log") / "loss.jsonl"
     log = LossLog(path, chunk_bytes)
@@ -98,7 +96,7 @@ def test_a_partial_last_line_waits_for_its_newline(tmp_path):
     assert log.read().rows.step.tolist() == [2]
 
 
-def test_a_missing_log_gives_nothing_until_it_is_there(tmp_path):
+def test_a_missing_log_is_empty_until_it_exists(tmp_path):
     path = tmp_path / "loss.jsonl"
     log = LossLog(path)
     assert len(log.read().rows) == 0
@@ -173,7 +171,7 @@ def _remove_and_begin(path, old):
 
 
 @pytest.mark.parametrize("change", [_shorten, _cut_back, _rewrite_longer, _replace_by_rename, _remove_and_begin])
-def test_a_log_that_began_anew_is_read_from_its_start(tmp_path, change):
+def test_a_restarted_log_is_read_from_its_start(tmp_path, change):
     path = tmp_path / "loss.jsonl"
     old = b"".join(line_of(step, more="x" * 200) for step in (1, 2, 3))
     path.write_bytes(old)
@@ -214,13 +212,13 @@ def test_facts_prefer_what_the_settings_resolved_to(tmp_path):
 @pytest.mark.parametrize(
     "text", [None, "", "{", "[]", '{"config": 3}', '{"config": {"steps": "many", "batch": true, "model": 5}}', "\xff"]
 )
-def test_strange_settings_tell_nothing(tmp_path, text):
+def test_invalid_settings_are_ignored(tmp_path, text):
     if text is not None:
         (tmp_path / "config.json").write_text(text, encoding="latin-1")
     assert read_run_facts(tmp_path) == RunFacts()
 
 
-def test_the_end_is_there_once_its_file_is_whole(tmp_path):
+def test_the_end_is_reported_when_its_file_is_complete(tmp_path):
     assert read_run_end(tmp_path) is None
     (tmp_path / "result.json").write_text('{"steps_done": 5, "stopped')
     assert read_run_end(tmp_path) is None
@@ -243,7 +241,7 @@ def test_neither_the_log_nor_the_command_loads_jax():
 
 
 @pytest.mark.timeout(30)
-def test_a_hole_of_a_terabyte_is_passed_over(tmp_path):
+def test_a_hole_of_a_terabyte_is_skipped(tmp_path):
     path = tmp_path / LOSS_LOG_NAME
     path.write_bytes(line_of(1) + b"\n" if not line_of(1).endswith(b"\n") else line_of(1))
     os.truncate(path, 1 << 40)

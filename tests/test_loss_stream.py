@@ -106,7 +106,7 @@ def test_every_record_reaches_every_sink_in_order():
     assert board.stop_reason is None
 
 
-def test_an_evaluation_under_way_is_told_in_its_order_to_those_that_show_it():
+def test_the_progress_of_an_evaluation_reaches_displaying_sinks_in_order():
     class Showing(RecordingSink):
         def write_progress(self, progress):
             self.records.append(progress)
@@ -124,7 +124,7 @@ def test_an_evaluation_under_way_is_told_in_its_order_to_those_that_show_it():
     assert len(other.records) == 1
 
 
-def test_evaluations_told_to_a_sink_that_hangs_hold_up_nobody(monkeypatch):
+def test_a_hanging_sink_delays_no_evaluation_of_others(monkeypatch):
     monkeypatch.setattr(loss_stream, "_MOST_QUEUED", 100)
     taken, goes_on = threading.Event(), threading.Event()
 
@@ -148,7 +148,7 @@ def test_evaluations_told_to_a_sink_that_hangs_hold_up_nobody(monkeypatch):
     assert board.stop_reason is None
 
 
-def test_what_a_record_says(monkeypatch):
+def test_the_fields_of_a_record(monkeypatch):
     sink = RecordingSink()
     stream = make_stream()
     monkeypatch.setattr(time, "time", lambda: 100.0)
@@ -183,7 +183,7 @@ def test_losses_that_come_together_share_the_time_since_those_before(monkeypatch
     assert stream.losses.tolist() == [4.0, 3.0, 2.0, 1.0]
 
 
-def test_a_clock_set_back_gives_no_rate():
+def test_a_clock_set_back_results_in_no_rate():
     sink = RecordingSink()
     stream = make_stream()
     stream.start([sink])
@@ -195,7 +195,7 @@ def test_a_clock_set_back_gives_no_rate():
 
 @pytest.mark.parametrize("error", [OSError("the disk is full"), SystemExit(3)])
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_a_sink_that_fails_is_left_out(error, place):
+def test_a_failed_sink_is_dropped(error, place):
     sinks = [RecordingSink() for _ in range(3)]
     sinks[place] = RecordingSink(write_error=error, write_error_at=3)
     board = ControlBoard()
@@ -209,7 +209,7 @@ def test_a_sink_that_fails_is_left_out(error, place):
     assert len(stream.losses) == 6
 
 
-def test_equal_sinks_are_told_apart():
+def test_equal_sinks_are_distinguished():
     class Equal(RecordingSink):
         def __eq__(self, other):
             return True
@@ -240,7 +240,7 @@ def test_when_all_sinks_fail_losses_are_still_kept():
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_a_sink_that_cannot_open_leaves_none_open(place):
+def test_if_a_sink_cannot_open_none_stays_open(place):
     error = PermissionError("no such luck")
     sinks = [RecordingSink() for _ in range(3)]
     sinks[place] = RecordingSink(open_error=error)
@@ -313,7 +313,7 @@ def test_a_slow_sink_slows_the_program(monkeypatch):
     assert stream.failure is None
 
 
-def test_a_sink_that_hangs_holds_up_no_other(monkeypatch):
+def test_a_hanging_sink_does_not_delay_the_others(monkeypatch):
     gate = threading.Event()
     hanging, healthy = RecordingSink(gate=gate), RecordingSink()
     board = ControlBoard()
@@ -345,7 +345,7 @@ def test_no_snapshot_waits_in_memory_behind_a_sink_that_is_held():
     assert stream.failure is None
 
 
-def test_a_sink_that_takes_nothing_for_the_limit_is_an_error_and_left_out(monkeypatch):
+def test_a_sink_that_accepts_nothing_within_the_limit_is_an_error_and_dropped(monkeypatch):
     monkeypatch.setattr(loss_stream, "_MOST_QUEUED", 2)
     monkeypatch.setattr(loss_stream, "_PUSH_TIMEOUT_S", 0.05)
     gate = threading.Event()
@@ -441,7 +441,7 @@ def test_one_limit_for_all_sinks_that_hang_and_the_others_are_flushed():
 
 
 @pytest.mark.parametrize("is_asked_before", [True, False])
-def test_after_a_stop_a_sink_that_takes_nothing_is_given_up_soon(monkeypatch, is_asked_before):
+def test_after_a_stop_a_blocked_sink_is_abandoned_soon(monkeypatch, is_asked_before):
     monkeypatch.setattr(loss_stream, "_STOP_PATIENCE_S", 0.05)
     gate = threading.Event()
     sink = RecordingSink(gate=gate)
@@ -482,7 +482,7 @@ def test_after_a_stop_a_sink_that_is_slow_gets_everything(monkeypatch):
     assert stream.failure is None
 
 
-def test_a_sink_that_hangs_in_closing_holds_up_nobody():
+def test_a_sink_that_hangs_on_closing_does_not_delay_the_others():
     gate = threading.Event()
 
     class Hanging(RecordingSink):
@@ -520,7 +520,7 @@ def test_evaluations_come_in_their_order():
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_the_first_loss_that_is_no_finite_number_is_told_once(loss):
+def test_the_first_non_finite_loss_is_reported_once(loss):
     told: list[int] = []
     sink = RecordingSink()
     board = ControlBoard()
@@ -535,7 +535,7 @@ def test_the_first_loss_that_is_no_finite_number_is_told_once(loss):
     assert board.stop_reason is None
 
 
-def test_finite_losses_are_nothing_to_tell():
+def test_finite_losses_are_not_reported():
     told: list[int] = []
     stream = make_stream(on_nonfinite=told.append)
     stream.start([])

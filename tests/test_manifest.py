@@ -163,7 +163,7 @@ def test_each_broken_rule_is_named(changes, message):
         {"manifest_digest": "0" * 64},
     ],
 )
-def test_no_value_can_be_changed_unnoticed(changes):
+def test_every_changed_value_is_detected(changes):
     with pytest.raises(ShardError, match=r"a value was changed after packing \(manifest_digest does not match\)"):
         Manifest.from_json(changed(**changes))
 
@@ -176,6 +176,6 @@ def test_what_counts_as_a_manifest():
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", b"\xff\xfe", "[" * 100_000])
-def test_what_is_no_json_object_is_refused(text):
+def test_a_manifest_that_is_not_a_json_object_is_refused(text):
     with pytest.raises(ShardError, match=r"x/manifest.json: (not valid JSON|a manifest must be a JSON object)"):
         Manifest.from_json(text, where="x/manifest.json")

@@ -125,7 +125,7 @@ def test_strided_rows_and_many_threads_are_served(packs):
 
 
 @pytest.mark.parametrize("checksum", [True, False])
-def test_images_are_lent_out_of_the_files_with_their_labels(packs, checksum):
+def test_images_are_lent_from_the_files_with_their_labels(packs, checksum):
     folder, words = packs[LARGE, checksum]
     indices = np.array([9, 2, 2, 5])
     with open_split(str(folder), "train") as split:
@@ -142,7 +142,7 @@ def test_images_are_lent_out_of_the_files_with_their_labels(packs, checksum):
         assert split.lend(np.array([1]), np.zeros(1, np.int32), timeout_s=30.0) is None
 
 
-def test_what_was_lent_stays_though_its_file_is_replaced(tmp_path):
+def test_a_lent_image_survives_the_replacement_of_its_file(tmp_path):
     sources = [fake_source(SHARD_IMAGES, size=LARGE, seed=seed) for seed in (1, 2)]
     for source, name in zip(sources, ("a", "b"), strict=True):
         pack(source, tmp_path / name, shard_images=SHARD_IMAGES, checksum=False)
@@ -173,7 +173,7 @@ def test_every_image_is_checked_though_others_of_its_file_were(data):
 
 
 @pytest.mark.parametrize("open_share", [0, 1 / 4])
-def test_a_damaged_small_image_is_told_too(packs, tmp_path, monkeypatch, open_share):
+def test_a_damaged_small_image_is_reported(packs, tmp_path, monkeypatch, open_share):
     monkeypatch.setattr(mapped_images, "_OPEN_SHARE", open_share)
     shutil.copytree(packs[SMALL, True][0], tmp_path / "data")
     path = shard_file(tmp_path / "data", 1)
@@ -215,7 +215,7 @@ def test_files_of_large_images_are_not_kept_open(packs):
         assert open_files(packs[LARGE, True][0]) == []
 
 
-def test_a_small_image_of_a_file_that_was_cut_since_is_told(packs, tmp_path, monkeypatch):
+def test_a_small_image_of_a_truncated_file_is_reported(packs, tmp_path, monkeypatch):
     shutil.copytree(packs[SMALL, True][0], tmp_path / "data")
     with open_split(str(tmp_path / "data"), "train") as split:
         read(split, [0, 4])
@@ -288,7 +288,7 @@ def test_a_file_that_takes_the_place_of_another_is_checked_anew(packs, data):
             read(split, [0, 5, 1])
 
 
-def test_a_file_that_goes_or_is_cut_is_told_as_ever(data):
+def test_a_removed_or_truncated_file_is_reported_as_usual(data):
     with open_split(str(data), "train") as split:
         read(split, range(NUM_IMAGES))
         read(split, range(NUM_IMAGES))
@@ -345,7 +345,7 @@ def test_what_is_compressed_or_elsewhere_or_of_another_endianness_is_not_mapped(
         assert not MappedImages.is_mappable(split.manifest)
 
 
-def test_no_more_files_are_mapped_than_a_process_may(packs, monkeypatch):
+def test_no_more_files_are_mapped_than_allowed_for_a_process(packs, monkeypatch):
     monkeypatch.setattr(mapped_shards, "MOST_MAPPED", 1)
     folder, words = packs[LARGE, True]
     with open_split(str(folder), "train") as split:
@@ -358,7 +358,7 @@ def test_no_more_files_are_mapped_than_a_process_may(packs, monkeypatch):
 
 
 @pytest.mark.parametrize(("most_looks_a_s", "every_s"), [(1_000, 1.0), (0.25, 4.0)])
-def test_a_file_is_looked_at_once_a_second_and_of_many_not_all_in_one(packs, monkeypatch, most_looks_a_s, every_s):
+def test_a_file_is_checked_once_a_second_and_not_all_files_at_once(packs, monkeypatch, most_looks_a_s, every_s):
     looks = []
     monkeypatch.setattr(mapped_shards, "_LOOK_EVERY_S", 1.0)
     monkeypatch.setattr(mapped_shards, "_MOST_LOOKS_A_S", most_looks_a_s)

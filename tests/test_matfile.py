@@ -90,7 +90,7 @@ def test_big_endian():
         (written({"a": np.array([1 + 2j])}), "complex arrays"),
     ],
 )
-def test_what_cannot_be_read_says_why(content, message):
+def test_unreadable_content_is_refused_with_a_reason(content, message):
     with pytest.raises(MatFileError, match=message):
         read_matfile(content)
 
@@ -184,7 +184,7 @@ def bomb(num_bytes):
         "bombs",
     ],
 )
-def test_what_a_file_says_of_itself_is_bounded(content, message):
+def test_the_sizes_that_a_file_declares_are_limited(content, message):
     with pytest.raises(MatFileError, match=message):
         read_matfile(mat_file(content))
 

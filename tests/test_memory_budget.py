@@ -31,7 +31,7 @@ def wait_until(condition):
 
 
 @pytest.mark.parametrize("num_bytes", [1, 40, 50, 99, 100, 1000])
-def test_no_more_is_held_at_a_time_than_there_is(num_bytes):
+def test_reservations_never_exceed_the_budget(num_bytes):
     budget = budget_of(100)
     lock, held, most = threading.Lock(), [0], []
 
@@ -51,7 +51,7 @@ def test_no_more_is_held_at_a_time_than_there_is(num_bytes):
     assert max(most) <= max(1, 100 // num_bytes)
 
 
-def test_a_large_one_is_not_overtaken_for_ever():
+def test_a_large_reservation_does_not_wait_for_ever():
     budget = budget_of(100)
     order, waiting = [], []
 
@@ -69,7 +69,7 @@ def test_a_large_one_is_not_overtaken_for_ever():
     assert order == ["large", "small"]
 
 
-def test_what_is_small_does_not_wait():
+def test_small_reservations_do_not_wait():
     budget = budget_of(100, 10)
     finished = []
     with budget.held(1000), budget.held(10), budget.held(0):
@@ -77,7 +77,7 @@ def test_what_is_small_does_not_wait():
     assert finished == [0]
 
 
-def test_an_error_gives_back_what_was_held():
+def test_an_error_releases_its_reservation():
     budget = budget_of(100)
     with pytest.raises(KeyError), budget.held(100):
         raise KeyError
@@ -86,7 +86,7 @@ def test_an_error_gives_back_what_was_held():
 
 
 @pytest.mark.timeout(60)
-def test_one_that_is_interrupted_while_it_waits_blocks_nobody():
+def test_an_interrupted_wait_blocks_nobody():
     budget = budget_of(100)
 
     def interrupt():
@@ -103,7 +103,7 @@ def test_one_that_is_interrupted_while_it_waits_blocks_nobody():
 
 
 @pytest.mark.timeout(60)
-def test_a_wait_in_which_nobody_gives_anything_back_ends():
+def test_a_wait_without_any_release_times_out():
     budget = budget_of(100, timeout_s=0.05)
     with budget.held(60):
         said = "waited 0 s for 1,000 bytes of memory that other images hold"
@@ -114,7 +114,7 @@ def test_a_wait_in_which_nobody_gives_anything_back_ends():
 
 
 @pytest.mark.timeout(60)
-def test_the_limit_of_a_wait_begins_anew_whenever_memory_is_given_back(monkeypatch):
+def test_the_time_limit_of_a_wait_restarts_at_every_release(monkeypatch):
     budget = budget_of(100, timeout_s=1.0)
     limits, wait = [], budget._changed.wait
 

@@ -143,7 +143,7 @@ def test_paste_equals_slices():
     np.testing.assert_array_equal(paste_partners(jnp.asarray(pixels), boxes), expected)
 
 
-def test_swapping_twice_changes_nothing():
+def test_swapping_twice_restores_the_batch():
     values = jnp.arange(12).reshape(6, 2)
     assert swap_partners(values)[:, 0].tolist() == [2, 0, 6, 4, 10, 8]
     np.testing.assert_array_equal(swap_partners(swap_partners(values)), values)

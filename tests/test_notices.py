@@ -10,7 +10,7 @@ from engine.stream.notices import Notices
 SOON_S = 20.0
 
 
-def test_words_are_told_in_order_off_the_callers_thread_and_before_the_end():
+def test_notices_are_delivered_in_order_on_another_thread_and_before_the_end():
     told: list[tuple[str, threading.Thread]] = []
     notices = Notices(lambda words: told.append((words, threading.current_thread())))
     notices.say("before the start")
@@ -26,7 +26,7 @@ def test_words_are_told_in_order_off_the_callers_thread_and_before_the_end():
 @pytest.mark.parametrize(
     "error", [BrokenPipeError(32, "Broken pipe"), RuntimeError("reentrant call inside <_io.BufferedWriter>")]
 )
-def test_words_that_cannot_be_told_hold_up_nothing_and_the_next_are_tried(error):
+def test_a_failed_notice_delays_nothing_and_the_next_is_tried(error):
     told: list[str] = []
 
     def fail(words):
@@ -41,7 +41,7 @@ def test_words_that_cannot_be_told_hold_up_nothing_and_the_next_are_tried(error)
     assert told == ["first", "second"]
 
 
-def test_a_terminal_that_nobody_reads_blocks_neither_the_speaker_nor_the_end():
+def test_a_blocked_terminal_blocks_neither_the_sender_nor_the_end():
     gate, is_telling = threading.Event(), threading.Event()
 
     def block(words):

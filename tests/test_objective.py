@@ -75,5 +75,5 @@ def test_short_floats_are_computed_in_float32(dtype):
 
 
 @pytest.mark.parametrize("label", [-1, 3, 2**31 - 1])
-def test_a_label_that_is_no_class_makes_the_loss_nan(label):
+def test_an_invalid_label_makes_the_loss_nan(label):
     assert np.isnan(cross_entropy(jnp.zeros((2, 3)), jnp.array([0, label])))

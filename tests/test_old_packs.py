@@ -35,19 +35,19 @@ def read(data):
     return pixels, labels
 
 
-def test_a_complete_one_is_read_and_verified(packs):
+def test_a_complete_old_pack_is_read_and_verified(packs):
     for found, expected in zip(read(packs / "complete"), packed_words(SOURCE), strict=True):
         np.testing.assert_array_equal(found, expected)
     assert verify_split(str(packs / "complete"), "train") == ()
 
 
-def test_packing_it_again_changes_nothing(packs):
+def test_packing_an_old_pack_again_changes_nothing(packs):
     before = files_of(packs / "complete")
     assert pack(SOURCE.changed(), packs / "complete").was_complete
     assert files_of(packs / "complete") == before
 
 
-def test_an_unfinished_one_is_finished_in_its_own_version(packs):
+def test_an_unfinished_old_pack_is_completed_in_its_own_version(packs):
     path = packs / "unfinished/train" / PLAN_KEY
     plan = json.loads(path.read_text())
     path.write_text(json.dumps(plan | {"tool_versions": tool_versions()}))
@@ -64,7 +64,7 @@ def test_an_unfinished_one_is_finished_in_its_own_version(packs):
     assert list_splits(str(packs / "unfinished")) == ("train",)
 
 
-def test_labels_of_another_pack_are_noticed(packs, tmp_path):
+def test_labels_of_another_pack_are_detected(packs, tmp_path):
     pack(fake_source(11, seed=1).changed(labels=[1] * 11), tmp_path / "other")
     content = (tmp_path / "other/train/labels/c/0").read_bytes()
     (packs / "complete/train/labels/c/0").write_bytes(content)
@@ -72,7 +72,7 @@ def test_labels_of_another_pack_are_noticed(packs, tmp_path):
         read(packs / "complete")
 
 
-def test_what_they_cannot_notice_is_said(packs):
+def test_undetectable_faults_of_old_packs_are_documented(packs):
     from click.testing import CliRunner
 
     result = CliRunner().invoke(main, [str(packs / "complete")])

@@ -60,7 +60,7 @@ def logs(run):
     return {name: (run / name).read_bytes() for name in LOGS}
 
 
-def test_its_weights_give_the_accuracy_that_it_recorded(place, invoke):
+def test_an_evaluation_of_its_weights_equals_the_recorded_one(place, invoke):
     code, stdout, stderr = invoke(eval_cli, "run", "--data", "data", "--json")
     assert code == 0, stderr
     found, recorded = json.loads(stdout), lines(place / "run/eval.jsonl")[-1]
@@ -71,7 +71,7 @@ def test_its_weights_give_the_accuracy_that_it_recorded(place, invoke):
     assert "resnet8 after 12 steps (no digest: unchecked)" in stderr
 
 
-def test_it_is_resumed_for_more_steps(place, invoke):
+def test_an_old_run_is_resumed_for_more_steps(place, invoke):
     run = place / "run"
     before = logs(run)
     assert {name: content.count(b"\n") for name, content in before.items()} == dict(zip(LOGS, (12, 2, 1), strict=True))
@@ -90,7 +90,7 @@ def test_it_is_resumed_for_more_steps(place, invoke):
     assert stdout.startswith("the same bits: 6 losses, 1 evaluation, ")
 
 
-def test_it_is_resumed_from_an_earlier_snapshot_like_a_killed_run(place, invoke):
+def test_an_old_run_is_resumed_from_an_earlier_snapshot_like_a_killed_run(place, invoke):
     run = place / "run"
     before = logs(run)
     shutil.rmtree(run / "snapshots/12")
@@ -106,7 +106,7 @@ def test_it_is_resumed_from_an_earlier_snapshot_like_a_killed_run(place, invoke)
     assert lines(run / "eval.jsonl")[1]["top1"] == 1.0
 
 
-def test_it_is_followed(place, invoke):
+def test_an_old_run_is_followed(place, invoke):
     code, stdout, stderr = invoke(tail_cli, "run", "--once")
     assert (code, stderr) == (0, "run ended after 12 steps, stopped by steps\n")
     steps = [line for line in stdout.splitlines() if line.startswith("step ")]

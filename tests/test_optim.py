@@ -77,7 +77,7 @@ def test_equals_the_loop_of_pytorch(values):
         np.testing.assert_allclose(params[name], expected[name], rtol=1e-5, atol=1e-5)
 
 
-def test_other_numbers_trace_nothing_anew():
+def test_other_numbers_cause_no_retrace():
     num_traces = 0
 
     def counted(*arguments):
@@ -104,7 +104,7 @@ def test_the_state_keeps_its_shape_and_types():
     assert form(after) == form(before)
 
 
-def test_it_finds_a_minimum():
+def test_every_optimizer_finds_a_minimum():
     target = drawn(5)
     params = drawn(6)
     opt_state = sgd(hyperparams(0, 0, 0)).init(params)
@@ -295,7 +295,7 @@ def test_an_unknown_optimizer_is_refused():
 
 
 @pytest.mark.parametrize(("name", "moves"), [("sgd", False), ("nesterov", False), ("lars", True)])
-def test_what_was_gathered_under_a_higher_rate_goes_on_in_lars_alone(name, moves):
+def test_momentum_of_a_higher_rate_persists_only_in_lars(name, moves):
     zeros = {leaf: np.zeros(shape, np.float32) for leaf, shape in SHAPES.items()}
     params, state = drawn(0), init_optimizer(name, drawn(0))
     updates, state = make_optimizer(name, named({"weight_decay": 0})).update(drawn(1), state, params)

@@ -44,7 +44,7 @@ def given_by(*arguments: str) -> dict[str, Any]:
     return dict(command_line(command.make_context("command", list(arguments))).settings)
 
 
-def test_only_what_was_given_counts_in_any_order():
+def test_only_given_options_count_in_any_order():
     assert given_by() == {}
     assert given_by("--dry-run") == {}
     assert given_by("--batch", "128", "--no-decay-all") == {"batch": 128, "decay_all": False}
@@ -64,13 +64,13 @@ def test_epochs_and_steps_together_are_refused():
     assert given_by("--steps", "10", "--epochs", "default") == {"steps": 10, "epochs": None}
 
 
-def test_the_word_default_stands_for_no_number():
+def test_the_word_default_means_no_number():
     assert given_by("--epochs", "default", "--num-classes", "default") == {"epochs": None, "num_classes": None}
     assert given_by("--epochs", "1e1", "--num-classes", "7") == {"epochs": 10.0, "num_classes": 7}
 
 
 @pytest.mark.parametrize(("option", "kind"), [("--epochs", "float"), ("--num-classes", "integer")])
-def test_what_is_neither_a_number_nor_the_word_is_wrong_usage(option, kind):
+def test_anything_but_a_number_or_default_is_wrong_usage(option, kind):
     result = CliRunner().invoke(command, [option, "1,5"])
     assert result.exit_code == 2
     assert f"Invalid value for '{option}': '1,5' is not a valid {kind}." in result.stderr
@@ -89,7 +89,7 @@ def test_the_last_source_that_gives_a_setting_decides(sources):
         assert origin == (f"source {givers[-1]}" if givers else "default")
 
 
-def test_what_changed_is_told_in_words():
+def test_changes_are_described():
     recipe = OptionSource("recipe x", {"batch": 256, "learning_rate": 0.1, "model": "resnet50", "flip": 0.5})
     merged = merge_options(
         recipe, OptionSource("command line", {"batch": 1024, "learning_rate": None, "flip": 0.5, "mixup": 0.2})
@@ -134,7 +134,7 @@ def test_epochs_and_steps_displace_each_other(base, given_later, settings, overr
             assert {merged.origins[name] for name in pair} == {"base"}
 
 
-def test_who_takes_the_epochs_away_decides_on_the_steps():
+def test_the_source_that_overrides_epochs_decides_the_steps():
     taken_away = OptionSource("command line", {"epochs": None})
     recipe = merge_options(OptionSource("recipe x", {"epochs": 90}), taken_away)
     assert (recipe.origins["epochs"], recipe.origins["steps"]) == ("command line", "command line")
@@ -143,13 +143,13 @@ def test_who_takes_the_epochs_away_decides_on_the_steps():
     assert merge_options(taken_away).origins["steps"] == "default"
 
 
-def test_the_sources_themselves_stay_as_they_are():
+def test_the_sources_are_not_modified():
     base = {"epochs": 90, "steps": 3}
     merge_options(OptionSource("base", base), OptionSource("later", {"steps": 4}))
     assert base == {"epochs": 90, "steps": 3}
 
 
-def test_a_recorded_run_comes_back_as_it_was():
+def test_a_recorded_run_is_read_back_unchanged():
     config = TrainConfig(steps=7, batch=4, learning_rate=0.5, decay_all=True)
     merged = merge_options(OptionSource("the recorded run", config.to_json()))
     assert TrainConfig.from_json(merged.settings) == config

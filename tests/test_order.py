@@ -130,7 +130,7 @@ def test_a_batch_of_a_huge_set_allocates_no_index_of_it():
 
 
 @pytest.mark.parametrize("num_images", [12, 100])
-def test_every_image_is_as_likely_at_every_place(num_images):
+def test_every_image_is_equally_likely_at_every_position(num_images):
     num_epochs = 1000
     stream = EpochOrder(num_images, seed=5).images_at(np.arange(num_epochs * num_images, dtype=np.int64))
     epochs = stream.reshape(num_epochs, num_images)

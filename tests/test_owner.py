@@ -66,7 +66,7 @@ def test_a_second_process_is_kept_out_until_the_first_one_dies(tmp_path, packing
 
 
 @pytest.mark.parametrize("at", range(1, 14))
-def test_whoever_is_overtaken_in_a_store_without_locks_stops_and_notes_nothing(at):
+def test_a_process_overtaken_in_a_store_without_locks_stops_without_a_record(at):
     context = ts.Context()
     location = open_location("memory://x", context=context).child("train")
     later = fake_source(10, seed=1)
@@ -90,7 +90,7 @@ def test_whoever_is_overtaken_in_a_store_without_locks_stops_and_notes_nothing(a
     }
 
 
-def test_of_two_that_start_at_once_one_is_refused(monkeypatch):
+def test_one_of_two_concurrent_starts_is_refused(monkeypatch):
     location = open_location("memory://x", context=ts.Context())
     read = ts.KvStore.read
 
@@ -107,7 +107,7 @@ def test_of_two_that_start_at_once_one_is_refused(monkeypatch):
     assert location.read(OWNER_KEY) == b"the other"
 
 
-def test_nothing_stays_behind(tmp_path):
+def test_no_lock_files_remain(tmp_path):
     location = open_location(str(tmp_path / "x"))
     with Owner(location) as owner:
         owner.check()
@@ -115,7 +115,7 @@ def test_nothing_stays_behind(tmp_path):
     assert list((tmp_path / "x").iterdir()) == []
 
 
-def test_a_folder_that_may_not_be_written_is_named(tmp_path):
+def test_a_read_only_folder_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with (
         pytest.raises(ShardError, match=r"file/: can't write journal/lock: Not a directory"),
@@ -125,7 +125,7 @@ def test_a_folder_that_may_not_be_written_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(("fault", "reason"), [("pipe", "it is a pipe, not a file"), ("lock", "Input/output error")])
-def test_a_lock_that_cannot_be_had_is_no_silence(tmp_path, monkeypatch, fault, reason):
+def test_a_lock_that_cannot_be_acquired_is_an_error(tmp_path, monkeypatch, fault, reason):
     import fcntl
 
     def fail(*_):
@@ -143,7 +143,7 @@ def test_a_lock_that_cannot_be_had_is_no_silence(tmp_path, monkeypatch, fault, r
         pass
 
 
-def test_a_lock_file_that_its_holder_removed_is_made_again(tmp_path, monkeypatch):
+def test_a_lock_file_that_its_holder_removed_is_created_again(tmp_path, monkeypatch):
     import fcntl
 
     location = open_location(str(tmp_path))
@@ -164,7 +164,7 @@ def test_a_lock_file_that_its_holder_removed_is_made_again(tmp_path, monkeypatch
             pass
 
 
-def test_where_the_system_has_no_locks_the_record_remains(tmp_path, monkeypatch):
+def test_without_system_locks_the_record_counts(tmp_path, monkeypatch):
     import fcntl
 
     def refuse(*_):

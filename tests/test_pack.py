@@ -82,7 +82,7 @@ def test_good_images_are_packed_without_holes(tmp_path, source, expected):
     np.testing.assert_allclose(manifest["channel_std"], scaled.std(axis=0), rtol=1e-12)
 
 
-def test_each_failure_is_noted_with_its_path_and_reason(expected):
+def test_each_failure_is_recorded_with_its_path_and_reason(expected):
     lines = [json.loads(line) for line in expected["train/failures.jsonl"].splitlines()]
     assert [(line["index"], line["path"], line["label"]) for line in lines] == [
         (1, "n2/1.png", 1),
@@ -187,7 +187,7 @@ def test_a_killed_process_is_continued(tmp_path, source, expected):
     assert files_of(tmp_path / "again") == expected
 
 
-def test_a_shard_file_lost_before_continuing_is_made_again(tmp_path, source, expected):
+def test_a_shard_file_lost_before_continuing_is_written_again(tmp_path, source, expected):
     with pytest.raises(KeyboardInterrupt):
         pack(source.changed(raising={13: KeyboardInterrupt()}), tmp_path / "again")
     (tmp_path / "again/train/pixels/c/0/0/0").unlink()
@@ -247,7 +247,7 @@ def test_a_journal_whose_records_do_not_join_is_damaged(tmp_path, source, gap):
 
 
 @pytest.mark.parametrize("is_complete", [True, False])
-def test_where_no_number_is_asked_for_a_pack_keeps_the_shards_it_was_begun_with(tmp_path, source, is_complete):
+def test_a_continued_pack_keeps_its_shard_size_by_default(tmp_path, source, is_complete):
     if is_complete:
         pack(source, tmp_path, shard_images=3)
     else:
@@ -288,9 +288,7 @@ def test_overwriting_leaves_nothing_of_the_old_pack(tmp_path, source, expected):
 
 @pytest.mark.parametrize("is_complete", [True, False])
 @pytest.mark.parametrize("operation", range(9))
-def test_interrupted_while_deleting_the_old_pack_it_goes_on(
-    tmp_path, source, expected, monkeypatch, operation, is_complete
-):
+def test_an_interrupted_overwrite_is_continued(tmp_path, source, expected, monkeypatch, operation, is_complete):
     old = fake_source(30, size=5, raising={} if is_complete else {29: KeyboardInterrupt()})
     with contextlib.suppress(KeyboardInterrupt):
         pack(old, tmp_path / "again", shard_images=2)
@@ -316,7 +314,7 @@ def test_interrupted_while_deleting_the_old_pack_it_goes_on(
     assert files_of(tmp_path / "again") == expected
 
 
-def test_overwriting_spares_what_is_not_of_the_pack(tmp_path, source, expected):
+def test_overwriting_keeps_files_that_are_not_of_the_pack(tmp_path, source, expected):
     pack(fake_source(30), tmp_path / "again")
     mine = {
         f"train/{name}": b"mine"
@@ -344,7 +342,7 @@ def test_overwriting_spares_what_is_not_of_the_pack(tmp_path, source, expected):
 @pytest.mark.parametrize("name", ["manifest.json", "journal/plan.json"])
 @pytest.mark.parametrize("content", ['{"name": "my web app", "version": 3}', "{not json", "[]"])
 @pytest.mark.parametrize("overwrite", [True, False])
-def test_a_folder_with_another_programs_manifest_is_left_alone(tmp_path, source, name, content, overwrite):
+def test_a_folder_with_another_programs_manifest_is_unchanged(tmp_path, source, name, content, overwrite):
     (tmp_path / "train/pixels/c/0/0").mkdir(parents=True)
     (tmp_path / "train/pixels/c/0/0/0").write_text("a drawing")
     (tmp_path / "train" / name).parent.mkdir(exist_ok=True)
@@ -364,7 +362,7 @@ def test_a_damaged_manifest_may_be_overwritten(tmp_path, source, expected):
     assert files_of(tmp_path / "expected") == expected
 
 
-def test_lock_files_of_a_killed_process_go(tmp_path, source, expected):
+def test_lock_files_of_a_killed_process_are_removed(tmp_path, source, expected):
     with pytest.raises(KeyboardInterrupt):
         pack(source.changed(raising={13: KeyboardInterrupt()}), tmp_path / "again")
     split = tmp_path / "again/train"
@@ -375,7 +373,7 @@ def test_lock_files_of_a_killed_process_go(tmp_path, source, expected):
     assert files_of(tmp_path / "again") == expected | {"train/thesis.__lock": b""}
 
 
-def test_other_programs_that_made_a_finished_pack_do_not_matter(tmp_path, source, monkeypatch):
+def test_a_finished_pack_of_another_version_is_accepted(tmp_path, source, monkeypatch):
     pack(source, tmp_path)
     monkeypatch.setattr(plan_module, "tool_versions", lambda: {"numpy": "9"})
     assert pack(source, tmp_path).was_complete
@@ -422,7 +420,7 @@ def test_every_ending_of_the_last_shard(tmp_path, num_images, broken):
     assert num_files == -(-(num_images - len(broken)) // 4) == result.manifest.num_shards
 
 
-def test_failures_alone_make_no_split(tmp_path):
+def test_a_split_with_only_failures_is_refused(tmp_path):
     with pytest.raises(ShardError, match=r"none of the 3 images of 'train' could be packed; .* failure is n1/0\.png: "):
         pack(fake_source(3, broken=frozenset({0, 1, 2})), tmp_path)
     assert not (tmp_path / "train/manifest.json").exists()
@@ -483,7 +481,7 @@ def test_a_source_that_goes_away_and_comes_back_is_packed_whole(tmp_path):
     assert files_of(tmp_path / "again") == files_of(tmp_path / "expected")
 
 
-def test_an_ended_pack_leaves_no_thread_behind(tmp_path, source):
+def test_no_thread_remains_after_packing(tmp_path, source):
     before = set(threading.enumerate())
     with pytest.raises(KeyboardInterrupt):
         pack(source.changed(raising={2: KeyboardInterrupt()}), tmp_path, num_workers=3)

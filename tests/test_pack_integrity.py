@@ -54,21 +54,21 @@ def data(request, tmp_path):
     return tmp_path
 
 
-def test_shards_of_a_split_in_each_others_place_are_noticed(data):
+def test_swapped_shards_of_a_split_are_detected(data):
     exchange(shard_file(data, 0), shard_file(data, 1))
     with pytest.raises(ShardError, match=r"image [0-7] in pixels/c/[01]/0/0 is not the one that was packed"):
         read(data)
     assert len(read(data, [8, 11])[0]) == 2
 
 
-def test_a_shard_that_is_a_link_to_another_is_noticed(data):
+def test_a_shard_that_links_to_another_is_detected(data):
     shard_file(data, 2).unlink()
     shard_file(data, 2).symlink_to(shard_file(data, 0))
     with pytest.raises(ShardError, match=r"image (8|9|10|11) in pixels/c/2/0/0 is not the one"):
         read(data)
 
 
-def test_shards_of_two_splits_in_each_others_place_are_noticed(data):
+def test_swapped_shards_of_two_splits_are_detected(data):
     exchange(shard_file(data, 1), shard_file(data, 1, "val"))
     for split in ("train", "val"):
         with pytest.raises(ShardError, match=r"image 4 in pixels/c/1/0/0 is not the one that was packed"):
@@ -140,14 +140,14 @@ def test_metadata_with_control_characters_are_quoted_without_them(tmp_path, name
 
 
 @pytest.mark.parametrize("name", ["labels", "checksums"])
-def test_labels_and_checksums_of_another_split_are_noticed(data, name):
+def test_labels_and_checksums_of_another_split_are_detected(data, name):
     pack(fake_source(12, size=SMALL, seed=2).changed(labels=[2] * 12), data / "other")
     shutil.copy(data / f"other/train/{name}/c/0", data / f"train/{name}/c/0")
     with pytest.raises(ShardError, match=f"{name}/c/0: the {name} differ from those that were packed"):
         read(data)
 
 
-def test_a_lent_image_of_another_shard_is_noticed(tmp_path):
+def test_a_lent_image_of_another_shard_is_detected(tmp_path):
     pack(fake_source(12, size=LARGE), tmp_path)
     exchange(shard_file(tmp_path, 0), shard_file(tmp_path, 1))
     with open_split(str(tmp_path), "train") as split:
@@ -253,7 +253,7 @@ FILES += [f"{name}/{part}" for name in ("labels", "checksums") for part in ("zar
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("key", FILES)
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder", "socket"])
-def test_what_is_no_file_is_named_at_once(tmp_path, key, kind):
+def test_an_entry_that_is_not_a_file_is_named_at_once(tmp_path, key, kind):
     pack(fake_source(12, size=SMALL), tmp_path, codec="blosc" if kind in ("pipe", "socket") else "raw")
     irregular(tmp_path / "train" / key, kind)
     started = time.monotonic()
@@ -268,7 +268,7 @@ def test_what_is_no_file_is_named_at_once(tmp_path, key, kind):
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("codec", ["raw", "blosc"])
-def test_a_pipe_that_takes_a_shards_place_while_it_is_read_is_named_at_once(tmp_path, codec, monkeypatch):
+def test_a_pipe_that_replaces_a_shard_during_reading_is_named_at_once(tmp_path, codec, monkeypatch):
     monkeypatch.setattr(mapped_shards, "_LOOK_EVERY_S", 0.0)
     monkeypatch.setattr(mapped_shards, "_MOST_LOOKS_A_S", math.inf)
     pack(fake_source(12, size=SMALL), tmp_path, codec=codec)
@@ -283,7 +283,7 @@ def test_a_pipe_that_takes_a_shards_place_while_it_is_read_is_named_at_once(tmp_
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
-def test_a_shard_cut_short_while_it_is_mapped_is_an_error_and_no_crash(tmp_path, size, monkeypatch):
+def test_a_shard_truncated_while_mapped_is_an_error_and_not_a_crash(tmp_path, size, monkeypatch):
     """Of files that are not looked at meanwhile, and not held open: the fault itself is what is noticed."""
     monkeypatch.setattr(mapped_shards, "_LOOK_EVERY_S", 1e9)
     monkeypatch.setattr(mapped_images, "_OPEN_SHARE", 0)
@@ -304,7 +304,7 @@ def test_a_shard_cut_short_while_it_is_mapped_is_an_error_and_no_crash(tmp_path,
             split.read_into(everything, pixels, labels, timeout_s=30)
 
 
-def test_a_file_written_to_in_its_place_is_told_unless_it_holds_the_same(tmp_path):
+def test_a_file_modified_in_place_is_reported_unless_its_content_is_the_same(tmp_path):
     pack(fake_source(12, size=LARGE), tmp_path)
     path = shard_file(tmp_path, 0)
     with open_split(str(tmp_path), "train") as split:
@@ -324,7 +324,7 @@ def test_a_file_written_to_in_its_place_is_told_unless_it_holds_the_same(tmp_pat
                 split.check_unchanged()
 
 
-def test_a_file_written_to_whose_time_was_put_back_is_told(tmp_path):
+def test_a_modified_file_with_a_restored_time_is_reported(tmp_path):
     pack(fake_source(12, size=LARGE), tmp_path)
     path = shard_file(tmp_path, 0)
     with open_split(str(tmp_path), "train") as split:
@@ -389,7 +389,7 @@ def test_a_run_whose_data_were_written_to_ends_with_an_error(tmp_path, monkeypat
     assert not (tmp_path / "run/snapshots").exists()  # nobody is to go on from such a state
 
 
-def test_a_source_that_says_afterwards_that_its_data_changed_ends_the_run_with_its_weights_written(tmp_path):
+def test_a_source_that_reports_changed_data_ends_the_run_after_writing_weights(tmp_path):
     class Source:
         batch, height, width, thread_safe = BATCH, SIZE, SIZE, False
 
@@ -404,7 +404,7 @@ def test_a_source_that_says_afterwards_that_its_data_changed_ends_the_run_with_i
     assert (tmp_path / "run/model.safetensors").exists()
 
 
-def test_a_shard_cut_short_under_a_training_ends_it_with_its_weights_written(tmp_path, monkeypatch):
+def test_a_shard_truncated_during_a_training_ends_it_after_writing_weights(tmp_path, monkeypatch):
     monkeypatch.setattr(mapped_shards, "_LOOK_EVERY_S", 1e9)
     monkeypatch.setattr(mapped_images, "_OPEN_SHARE", 0)
     pack(fake_source(4096), tmp_path / "data", shard_images=4096)

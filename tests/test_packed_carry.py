@@ -26,7 +26,7 @@ def random_tree(seed, num_leaves):
 
 @pytest.mark.parametrize("num_leaves", [0, 1, 7, 40, 5 * MOST_TOGETHER])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_tree_comes_out_as_it_went_in(seed, num_leaves):
+def test_a_packed_tree_is_unpacked_unchanged(seed, num_leaves):
     tree = random_tree(seed, num_leaves)
     form = PackedForm.of(tree)
     packed = jax.jit(form.pack)(tree)
@@ -47,13 +47,13 @@ def test_short_vectors_of_one_dtype_are_put_together_and_nothing_else():
     assert [each.shape for each in packed[2:]] == [each.shape for each in alone]
 
 
-def test_a_kernel_is_not_given_more_vectors_than_it_can_take():
+def test_a_group_has_no_more_vectors_than_a_kernel_can_take():
     vectors = [jnp.full(2, number, jnp.float32) for number in range(2 * MOST_TOGETHER + 1)]
     packed = PackedForm.of(vectors).pack(vectors)
     assert [len(each) for each in packed] == [2 * MOST_TOGETHER, 2 * MOST_TOGETHER, 2]
 
 
-def test_a_form_is_for_trees_of_its_own_structure():
+def test_a_tree_of_another_structure_is_refused():
     form = PackedForm.of({"a": jnp.zeros(3)})
     with pytest.raises(ValueError, match="a"):
         form.pack({"b": jnp.zeros(3)})
@@ -70,7 +70,7 @@ def test_a_form_is_for_trees_of_its_own_structure():
         ({"a": jnp.zeros(3), "b": jnp.zeros(4), "c": jnp.zeros((2, 3))}, r"\['c'\] .* float32\[2, 3\]"),
     ],
 )
-def test_a_leaf_that_became_another_is_named(other, message):
+def test_a_leaf_of_another_shape_or_dtype_is_named(other, message):
     form = PackedForm.of({"a": jnp.zeros(3), "b": jnp.zeros(4), "c": jnp.zeros((2, 2))})
     with pytest.raises(ValueError, match=message):
         form.pack(other)

@@ -27,7 +27,7 @@ def test_golden_words(rgb, word):
 
 
 @given(RGB)
-def test_unpacking_gives_back_what_was_packed(rgb):
+def test_unpacking_restores_the_pixels(rgb):
     words = pack_rgb(rgb)
     assert words.dtype == np.uint32
     assert words.shape == rgb.shape[:-1]

@@ -101,14 +101,14 @@ def test_golden_draws():
     np.testing.assert_array_equal(draw_words(keys, Purpose.FLIP)[:, 0], np.array(golden, np.uint32))
 
 
-def test_the_purposes_keep_their_numbers():
+def test_the_numbers_of_the_purposes_are_fixed():
     assert {purpose.name: purpose.value for purpose in Purpose} == {
         "CROP": 1, "FLIP": 2, "BRIGHTNESS": 3, "CONTRAST": 4, "SATURATION": 5, "HUE": 6,
         "MIX_CHOICE": 7, "MIXUP": 8, "CUTMIX": 9, "ERASING": 10,
     }  # fmt: skip
 
 
-def test_no_two_draws_are_alike():
+def test_no_two_draws_are_equal():
     draws = [
         words_of(image_keys(seed_words(seed), at_positions([0, 1, 2, 2**32, 2**32 + 1])), purpose, 16)
         for seed in (0, 1, 2**32)

@@ -31,7 +31,7 @@ EXACT |= {"rev", "stack", "concatenate", "broadcast_in_dim", "copy", "stop_gradi
 CALLS = {"jit", "pjit", "cond", "while", "scan", "custom_vjp_call", "custom_jvp_call"}
 
 
-def test_a_model_of_ones_own_decides_its_precision_itself():
+def test_a_model_of_your_own_determines_its_precision():
     with pytest.raises(ValueError, match=r"precision must be float32 with a model of your own, got 'bfloat16': leave"):
         train(toy_config(precision="bfloat16"), model=Linear(), batches=toy_batch)
 
@@ -106,7 +106,7 @@ def float_types(variables):
 
 
 @pytest.mark.parametrize(("model", "num_convs", "num_blocks"), [("resnet8", 9, 3), ("resnet50-xlajl", 53, 16)])
-def test_products_take_bfloat16_and_nothing_is_summed_in_it(model, num_convs, num_blocks, monkeypatch):
+def test_products_take_bfloat16_and_sums_are_float32(model, num_convs, num_blocks, monkeypatch):
     step = trace_step(monkeypatch, model=model, precision="bfloat16")
     on_device = list(operations(step.jaxpr.jaxpr, "cuda"))
     products = [each for each in on_device if each.primitive.name in PRODUCTS]
@@ -295,7 +295,7 @@ def test_losses_stay_near_those_of_float32_and_weights_are_written_in_it(tmp_pat
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_it_learns_in_either_precision(precision):
+def test_a_run_learns_in_both_precisions(precision):
     result = run(steps=60, precision=precision)
     assert result.losses[0] > 1
     assert result.losses[-10:].mean() < 0.05

@@ -55,7 +55,7 @@ def test_a_folder_is_packed_and_the_next_command_named(tmp_path, source):
     assert json.loads((dest / "train/failures.jsonl").read_text())["path"] == "dog/broken.jpg"
 
 
-def test_a_folder_one_level_too_deep_is_one_class_and_that_is_said(tmp_path_factory, source):
+def test_a_folder_one_level_too_deep_is_one_class_and_causes_a_warning(tmp_path_factory, source):
     result = run(source.parent, tmp_path_factory.mktemp("packed"), "--size", 32)
     assert result.exit_code == 0, result.output
     assert "train: 12 images of 1 classes packed." in result.stdout
@@ -66,7 +66,7 @@ def test_a_folder_one_level_too_deep_is_one_class_and_that_is_said(tmp_path_fact
     assert "warning" not in run(source, tmp_path_factory.mktemp("others"), "--size", 32).stderr
 
 
-def test_the_same_command_again_has_nothing_to_do(tmp_path, source):
+def test_repeating_the_command_does_nothing(tmp_path, source):
     first = run(source, tmp_path / "shards", "--size", 32)
     before = files_of(tmp_path / "shards")
     again = run(source, tmp_path / "shards", "--size", 32)
@@ -117,7 +117,7 @@ def test_a_split_that_was_held_out_and_is_not_made_anew_is_warned_of(tmp_path, s
         )
 
 
-def test_other_settings_ask_for_overwrite(tmp_path, source):
+def test_other_settings_require_overwrite(tmp_path, source):
     run(source, tmp_path / "shards", "--size", 32)
     result = run(source, tmp_path / "shards", "--size", 28)
     assert result.exit_code == 2
@@ -162,7 +162,7 @@ def test_traceback_is_shown_on_demand(tmp_path):
     assert "Traceback (most recent call last)" in result.stderr
 
 
-def test_the_demo_set_needs_dest_alone(tmp_path, monkeypatch):
+def test_the_demo_set_needs_only_dest(tmp_path, monkeypatch):
     monkeypatch.setattr(demo_set, "draw_demo", lambda dest, **values: draw_demo(dest, num_images=20, **values))
     result = run("--demo", tmp_path / "demo")
     assert result.exit_code == 0, result.output
@@ -204,7 +204,7 @@ def test_on_a_terminal_there_is_a_bar(tmp_path, source):
     assert b"images/s" in shown
 
 
-def test_interrupted_it_says_how_to_continue_and_does(tmp_path, source):
+def test_an_interrupted_command_says_how_to_continue_and_does_so(tmp_path, source):
     run(source, tmp_path / "expected", "--size", 32, "--shard-images", 2)
     slow = (
         "import time\n"
@@ -248,14 +248,14 @@ def test_help_loads_nothing_heavy(module):
     assert "Exit codes" in result.stdout
 
 
-def test_every_option_stands_in_one_group_of_the_help():
+def test_every_option_is_in_one_group_of_the_help():
     grouped = [name for names in cli._GROUPS.values() for name in names]
     options = [param.name for param in main.params if param.param_type_name == "option"]
     assert sorted([*grouped, "version"]) == sorted(options)
 
 
 @pytest.mark.parametrize("place", ["source", "dest", "above dest"])
-def test_a_link_that_leads_to_itself_ends_in_no_traceback(source, tmp_path, place):
+def test_a_link_to_itself_causes_no_traceback(source, tmp_path, place):
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
     dest = {"source": tmp_path / "shards", "dest": loop, "above dest": loop / ".." / "x" / ".." / "shards"}[place]

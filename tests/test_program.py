@@ -85,7 +85,7 @@ def test_the_model_is_traced_under_the_callers_jax_settings():
     assert seen == ["float32"]
 
 
-def test_the_runtime_values_have_their_effect():
+def test_the_runtime_values_take_effect():
     def losses(**values):
         return train(toy_config(steps=6, **values), model=Linear(), batches=toy_batch).losses
 
@@ -98,7 +98,7 @@ def test_the_runtime_values_have_their_effect():
     assert losses(seed=1)[0] != base[0]
 
 
-def test_a_loss_falls():
+def test_the_loss_falls():
     losses = train(toy_config(steps=60), model=Linear(), batches=toy_batch).losses
     assert losses[0] > 0.9
     assert losses[-10:].mean() < 0.2

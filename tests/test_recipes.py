@@ -57,7 +57,7 @@ def contexts_of(recipe):
     return {name: COMMANDS[name].make_context(name, arguments) for name, *arguments in lines}
 
 
-def test_the_usual_recipes_are_there():
+def test_the_standard_recipes_exist():
     assert set(NAMES) >= {"cifar-200", "cifar-fast", "cifar-gpu", "demo", "imagenet-16", "imagenet-90"}
     assert list(NAMES) == sorted(path.stem for path in FOLDER.glob("*.toml"))
 
@@ -168,7 +168,7 @@ def test_the_shipped_files_are_toml_of_lines_that_fit():
         tomllib.loads(text)
 
 
-def test_a_file_of_ones_own_is_taken(tmp_path, monkeypatch):
+def test_a_recipe_file_of_your_own_is_accepted(tmp_path, monkeypatch):
     (tmp_path / "mine.toml").write_text(SOUND)
     (tmp_path / "other").write_text(SOUND)
     monkeypatch.chdir(tmp_path)
@@ -222,7 +222,7 @@ def test_a_file_of_ones_own_is_taken(tmp_path, monkeypatch):
         ("batch = 8", "batch = 8\nbatch = 9", r"a recipe must be TOML in UTF-8: Cannot overwrite"),
     ],
 )
-def test_a_file_that_is_no_recipe_is_refused(before, after, message, tmp_path):
+def test_an_invalid_recipe_file_is_refused(before, after, message, tmp_path):
     assert before in SOUND
     path = tmp_path / "mine.toml"
     path.write_text(SOUND.replace(before, after))
@@ -237,7 +237,7 @@ def test_a_file_needs_settings_alone(tmp_path):
     assert (recipe.name, recipe.settings, recipe.summary, recipe.expected) == ("mine", {"batch": 8}, "", "")
 
 
-def test_everything_that_is_wrong_with_a_file_is_told_at_once(tmp_path):
+def test_all_errors_of_a_file_are_reported_at_once(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(
         'expected = 3\nsumary = "s"\n[settings]\nbach = 8\nflip = 1.5\nschedule = "cosin"\nrun_dir = "x"\n'
@@ -281,7 +281,7 @@ def test_the_record_of_a_run_is_a_recipe(tmp_path):
     assert TrainConfig.from_json(merged.settings) == TrainConfig(epochs=2, batch=8, learning_rate=0.5, decay_all=True)
 
 
-def test_a_record_that_was_changed_or_is_of_ones_own_model_is_refused(tmp_path):
+def test_a_record_that_was_changed_or_has_a_model_of_your_own_is_refused(tmp_path):
     path = record_run(tmp_path / "run", TrainConfig(batch=4))
     path.write_text(path.read_text().replace('"batch": 4', '"batch": 5'))
     with pytest.raises(ValueError, match=r"config\.json was changed since run-train wrote it"):
@@ -300,7 +300,7 @@ def test_a_record_that_was_changed_or_is_of_ones_own_model_is_refused(tmp_path):
         load_recipe(tmp_path / "none.json")
 
 
-def test_what_cannot_be_read_is_named(tmp_path):
+def test_an_unreadable_file_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"none\.toml: a recipe must be a readable file \(No such file"):
         load_recipe(tmp_path / "none.toml")
     with pytest.raises(ValueError, match=r"a recipe must be a readable file \(it is a folder, not a file\)"):
@@ -319,7 +319,7 @@ def test_an_unknown_name_lists_the_known_ones():
         load_recipe("imagnet")
 
 
-def test_recipes_do_not_wait_for_jax():
+def test_recipes_do_not_load_jax():
     code = (
         "import sys; from engine.recipes import load_recipe; load_recipe('imagenet-90'); "
         "assert not {'jax', 'numpy', 'tensorstore'} & set(sys.modules)"
@@ -329,7 +329,7 @@ def test_recipes_do_not_wait_for_jax():
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("kind", ["pipe", "device", "nested"])
-def test_a_file_that_would_be_read_without_end_is_refused(tmp_path, kind):
+def test_an_endless_file_is_refused(tmp_path, kind):
     path = tmp_path / "recipe.toml"
     if kind == "pipe":
         os.mkfifo(path)

@@ -30,7 +30,7 @@ def test_follows_a_link(tmp_path):
 
 @pytest.mark.timeout(10)
 @pytest.mark.parametrize("kind", ["pipe", "device", "socket", "folder"])
-def test_refuses_what_is_no_file_at_once_without_opening_it(tmp_path, kind, monkeypatch):
+def test_refuses_anything_but_a_file_without_opening_it(tmp_path, kind, monkeypatch):
     path = tmp_path / "entry"
     listener = socket.socket(socket.AF_UNIX)
     if kind == "pipe":
@@ -50,7 +50,7 @@ def test_refuses_what_is_no_file_at_once_without_opening_it(tmp_path, kind, monk
 
 
 @pytest.mark.timeout(10)
-def test_refuses_what_takes_the_place_of_a_file_before_it_is_opened(tmp_path, monkeypatch):
+def test_refuses_a_replacement_of_a_file_before_it_is_opened(tmp_path, monkeypatch):
     path = tmp_path / "entry"
     path.touch()
     opened = os.open

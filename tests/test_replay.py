@@ -107,7 +107,7 @@ def test_the_run_to_be_replayed_has_what_the_tests_are_about(recorded):
 
 
 @pytest.mark.parametrize(("begin", "end"), [(0, 1), (0, 4), (0, 9), (2, 4), (4, 9), (2, 7), (6, 8), (8, 9), (4, 5)])
-def test_any_stretch_gives_the_same_bits_and_leaves_the_folder_alone(recorded, begin, end):
+def test_every_replayed_range_has_the_same_bits_and_the_folder_is_unchanged(recorded, begin, end):
     before = files_of(recorded)
     report = replay(recorded, from_step=begin, to_step=end)
     assert report.is_same, report
@@ -120,7 +120,7 @@ def test_any_stretch_gives_the_same_bits_and_leaves_the_folder_alone(recorded, b
     assert files_of(recorded) == before
 
 
-def test_by_itself_it_goes_from_the_oldest_snapshot_to_the_last_step(recorded):
+def test_the_default_range_is_from_the_oldest_snapshot_to_the_last_step(recorded):
     told: list[str] = []
     report = replay(recorded, notify=told.append)
     assert (report.from_step, report.to_step) == (2, STEPS)
@@ -177,7 +177,7 @@ def test_one_changed_array_of_the_snapshot_is_found_and_named(copied):
     assert found.where == "step 8, params.weights at [1, 2], one of 1 numbers"
 
 
-def test_an_evaluation_that_is_missing_or_too_many_is_found(copied):
+def test_a_missing_or_additional_evaluation_is_found(copied):
     everything = (copied / "eval.jsonl").read_text().splitlines(keepends=True)
     number = [record["step"] for record in lines(copied / "eval.jsonl")].index(6)
     (copied / "eval.jsonl").write_text("".join(everything[:number] + everything[number + 1 :]))
@@ -190,7 +190,7 @@ def test_an_evaluation_that_is_missing_or_too_many_is_found(copied):
     assert (found.kind, found.where, found.recorded, found.replayed) == ("evaluation", "step 7", "one", "nothing")
 
 
-def test_a_request_that_is_forgotten_is_missed(copied):
+def test_a_missing_request_is_detected(copied):
     (copied / "control.jsonl").unlink()
     kinds = {difference.kind for difference in replay(copied, from_step=0).differences}
     assert kinds >= {"learning rate", "loss", "array", "evaluation"}
@@ -231,7 +231,7 @@ def test_the_end_of_a_killed_run_is_compared_as_far_as_it_goes(copied):
         (None, {"evaluation": None}, r"with evaluation of your own"),
     ],
 )
-def test_what_cannot_be_replayed_is_refused(copied, damage, values, message):
+def test_an_impossible_replay_is_refused(copied, damage, values, message):
     log = copied / "loss.jsonl"
     text = log.read_text().splitlines(keepends=True)
     if damage == "line":
@@ -298,7 +298,7 @@ def test_the_state_in_an_evaluation_that_was_cut_short_is_that_of_the_replay(tmp
     assert first.num_evaluations + second.num_evaluations == len(lines(path / "eval.jsonl")) == 3
 
 
-def test_losses_that_are_no_numbers_are_the_same(tmp_path):
+def test_nan_losses_are_equal(tmp_path):
     path = tmp_path / "run"
     run(path, batches=toy_batch, learning_rate=1e30, stop_on_nan=False, snapshot_every_steps=0)
     assert None in [record["loss"] for record in lines(path / "loss.jsonl")]

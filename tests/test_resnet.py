@@ -107,7 +107,7 @@ def strides(name):
     return [tuple(conv.stride for conv in block.convs) for block in blocks(name)]
 
 
-def test_where_the_stride_stands():
+def test_the_position_of_the_stride():
     assert strides("resnet50")[:4] == [(1, 1, 1)] * 3 + [(1, 2, 1)]
     assert strides("resnet50-xlajl")[:4] == [(1, 1, 1)] * 3 + [(1, 1, 2)]
     assert strides("resnet18")[:4] == [(1, 1), (1, 1), (2, 1), (1, 1)]
@@ -196,7 +196,7 @@ def test_a_step_under_shard_map_is_the_plain_one():
     )
 
 
-def test_any_size_of_image_will_do():
+def test_every_image_size_is_accepted():
     model = build_model("resnet8", num_classes=10, image_size=1)
     params, batch_stats = jax.eval_shape(model.init, jax.random.key(0))
     for size in (1, 2, 3, 5):

@@ -38,7 +38,7 @@ def test_a_packed_split_gives_size_classes_and_scale(tmp_path):
 
 
 @pytest.mark.parametrize(("batch", "num_warnings"), [(9, 0), (10, 1)])
-def test_a_batch_of_more_images_than_there_are_is_told(tmp_path, batch, num_warnings):
+def test_a_batch_larger_than_the_data_causes_a_warning(tmp_path, batch, num_warnings):
     pack(fake_source(9, size=8), tmp_path)
     warnings = [
         each for each in told_while_resolving(TrainConfig(data=tmp_path, batch=batch)) if each.startswith("warning: ")
@@ -49,7 +49,7 @@ def test_a_batch_of_more_images_than_there_are_is_told(tmp_path, batch, num_warn
     ]
 
 
-def test_data_of_one_class_are_told(tmp_path):
+def test_data_of_one_class_cause_a_warning(tmp_path):
     pack(FakeSource(np.zeros((4, 8, 8, 3), np.uint8), [0] * 4, classes=CLASSES[:1]), tmp_path)
     told = told_while_resolving(TrainConfig(data=tmp_path, batch=4))
     assert f"warning: {tmp_path}/train has only one class, so there is nothing to learn" in told
@@ -94,7 +94,7 @@ def test_a_store_is_listed_once_to_find_the_split_to_evaluate_on(tmp_path, monke
     assert listed == [""]
 
 
-def test_an_unfinished_split_behind_the_one_that_is_chosen_disturbs_nobody(tmp_path):
+def test_an_unfinished_split_that_is_not_chosen_is_ignored(tmp_path):
     pack(fake_source(9, size=8), tmp_path)
     pack(fake_source(9, size=8, name="val"), tmp_path)
     leave_unfinished_split(tmp_path / "test")
@@ -114,14 +114,14 @@ def test_an_unfinished_split_behind_the_one_that_is_chosen_disturbs_nobody(tmp_p
         ({}, None),
     ],
 )
-def test_what_is_hardly_meant_is_said(tmp_path, values, warning):
+def test_implausible_settings_cause_warnings(tmp_path, values, warning):
     pack(fake_source(9, size=8), tmp_path)
     told = told_at_the_beginning(TrainConfig(**({"data": tmp_path, "batch": 4, "steps": 10} | values)))
     assert len(told) == (warning is not None)
     assert warning is None or told[0].startswith(f"warning: {warning}")
 
 
-def test_what_is_the_users_own_is_evaluated():
+def test_evaluation_data_of_the_user_are_used():
     config = toy_config(steps=10, eval_every_steps=5)
     assert told_at_the_beginning(config, batches=toy_batch, evaluation=toy_batch(0)) == []
     assert len(told_at_the_beginning(config, batches=toy_batch)) == 1
@@ -142,7 +142,7 @@ def test_synthetic_batches_follow_the_settings(values, expected):
     assert found.manifest_digest is None
 
 
-def test_own_model_and_batches_are_taken_as_they_are():
+def test_own_model_and_batches_are_used_unchanged():
     model = Linear()
     found = resolved(toy_config(), model=model, batches=toy_batch)
     assert found.model is model

@@ -110,7 +110,7 @@ def test_the_reference_has_snapshots_evaluations_and_learns(reference):
 
 
 @pytest.mark.parametrize("step", range(STEPS + 1))
-def test_a_run_that_goes_on_from_any_step_ends_with_the_same_bits(reference, tmp_path, step):
+def test_a_run_resumed_from_any_step_ends_with_the_same_bits(reference, tmp_path, step):
     path = tmp_path / "run"
     shutil.copytree(reference, path)
     for later in snapshot_steps(path / "snapshots"):
@@ -125,7 +125,7 @@ def test_a_run_that_goes_on_from_any_step_ends_with_the_same_bits(reference, tmp
 
 
 @pytest.mark.parametrize("pull", [4, 9, 16])
-def test_a_stop_in_mid_run_and_in_mid_update_goes_on_to_the_same_bits(reference, tmp_path, pull):
+def test_a_run_stopped_between_or_within_updates_resumes_bit_for_bit(reference, tmp_path, pull):
     def interrupted(step):
         if step == pull:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -155,7 +155,7 @@ class StoppingEvaluation:
         pixels[...], labels[...] = EVALUATED[0][images], EVALUATED[1][images]
 
 
-def test_an_evaluation_that_was_cut_short_is_made_once_after_all(reference, tmp_path):
+def test_an_interrupted_evaluation_is_made_once_after_the_resume(reference, tmp_path):
     path = tmp_path / "run"
     result = run(path, evaluation=StoppingEvaluation(), prefetch=1)
     assert result.steps_done in (5, 6)  # the evaluation batch is read ahead
@@ -177,7 +177,7 @@ def test_a_stop_in_the_last_evaluation_is_no_end_and_that_is_made_after_it(tmp_p
     assert ([record.step for record in resumed.evaluations], resumed.stopped_by) == ([STEPS], "steps")
 
 
-def test_a_run_killed_before_its_first_snapshot_begins_again(reference, tmp_path):
+def test_a_run_killed_before_its_first_snapshot_starts_again(reference, tmp_path):
     path = tmp_path / "run"
     shutil.copytree(reference, path)
     shutil.rmtree(path / "snapshots")
@@ -188,7 +188,7 @@ def test_a_run_killed_before_its_first_snapshot_begins_again(reference, tmp_path
     assert_same(path, reference)
 
 
-def test_a_damaged_snapshot_is_passed_over_with_a_warning(reference, tmp_path):
+def test_a_damaged_snapshot_is_skipped_with_a_warning(reference, tmp_path):
     path = tmp_path / "run"
     shutil.copytree(reference, path)
     newest = snapshot_steps(path / "snapshots")[-1]
@@ -203,7 +203,7 @@ def test_a_damaged_snapshot_is_passed_over_with_a_warning(reference, tmp_path):
     assert_same(path, reference)
 
 
-def test_a_finished_run_goes_on_to_nothing_and_leaves_the_same_files(reference, tmp_path):
+def test_resuming_a_finished_run_does_nothing_and_changes_no_file(reference, tmp_path):
     path = tmp_path / "run"
     shutil.copytree(reference, path)
     calls: list[int] = []
@@ -233,7 +233,7 @@ def test_more_steps_and_another_rate_may_be_given_and_are_recorded(tmp_path):
     assert recorded.changes() == (4, 6)
 
 
-def test_a_split_that_somebody_begins_to_pack_beside_a_run_does_not_end_it(tmp_path):
+def test_packing_another_split_during_a_run_does_not_end_it(tmp_path):
     pack(fake_source(20), tmp_path / "packed")
     plain: dict[str, Any] = {"data": tmp_path / "packed", "batch": 4, "run_dir": tmp_path / "run", "learning_rate": 0.1}
     train(TrainConfig(steps=2, **plain), model=Linear())
@@ -298,7 +298,7 @@ def test_what_the_program_its_order_and_its_data_are_made_of_is_refused_by_name(
 
 
 @pytest.mark.parametrize(("before", "now"), [(None, 0.9), (0.9, None)])
-def test_an_average_can_neither_come_nor_go(before, now):
+def test_averaging_can_be_neither_enabled_nor_disabled(before, now):
     with pytest.raises(ValueError, match=rf"ema_decay was {before}, got {now}"):
         check_settings(toy_config(ema_decay=now), toy_config(ema_decay=before))
     check_settings(toy_config(ema_decay=0.5), toy_config(ema_decay=0.9))
@@ -342,7 +342,7 @@ def test_a_run_may_be_lengthened_or_cut_but_not_to_what_is_behind_it(tmp_path):
     check_steps(replace(config, steps=9), replace(config, steps=9), 9)
 
 
-def test_what_is_of_the_users_own_must_be_given_again(tmp_path):
+def test_parts_of_the_user_must_be_given_again(tmp_path):
     config = toy_config(steps=2, run_dir=tmp_path)
     train(config, model=Linear(), batches=toy_batch)
     before = contents(tmp_path)
@@ -355,7 +355,7 @@ def test_what_is_of_the_users_own_must_be_given_again(tmp_path):
     assert contents(tmp_path) == before
 
 
-def test_a_resume_says_what_it_changes_and_which_factor_still_holds(reference, tmp_path):
+def test_a_resume_reports_its_changes_and_the_learning_rate_factor_in_effect(reference, tmp_path):
     path = tmp_path / "run"
     shutil.copytree(reference, path)
     shutil.rmtree(path / "snapshots" / str(STEPS))
@@ -372,7 +372,7 @@ def test_a_resume_says_what_it_changes_and_which_factor_still_holds(reference, t
     assert "resume" not in changes.removeprefix("resumed with")
 
 
-def test_a_refused_resume_leaves_everything_as_it_was(reference, tmp_path):
+def test_a_refused_resume_changes_nothing(reference, tmp_path):
     path = tmp_path / "run"
     shutil.copytree(reference, path)
     before = contents(path)
@@ -398,7 +398,7 @@ def test_other_data_are_refused_and_the_same_elsewhere_are_not(tmp_path):
     assert result.steps_done == 3
 
 
-def test_settings_that_need_a_run_folder_ask_for_it():
+def test_settings_that_need_a_run_folder_require_it():
     for values in ({"resume": True}, {"snapshot_every_steps": 5}):
         with pytest.raises(ValueError, match="needs a run folder, got none"):
             train(toy_config(**values), model=Linear(), batches=toy_batch)
@@ -534,7 +534,7 @@ def recorded(config, *earlier):
     return RecordedRun(config, {}, None, {}, recorded_versions(), earlier)
 
 
-def test_a_launch_that_was_cut_off_is_forgotten():
+def test_an_interrupted_launch_leaves_no_trace():
     first, second, third = (toy_config(learning_rate=rate) for rate in (0.1, 0.2, 0.3))
     earlier = note_changes(recorded(first), second, 6)
     assert earlier == [{"until_step": 6, "settings": {"learning_rate": 0.1}}]

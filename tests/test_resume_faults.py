@@ -38,7 +38,7 @@ def make_unreadable(path, step):
             file.write_bytes(b"")
 
 
-def test_a_run_that_was_evaluated_does_not_go_on_without(tmp_path):
+def test_a_run_with_evaluations_is_not_resumed_without_them(tmp_path):
     path = tmp_path / "run"
     run(path, evaluation=StoppingEvaluation(), prefetch=1)
     with pytest.raises(ValueError, match="must keep its num_eval_batches, which was 3, got 0"):
@@ -62,7 +62,7 @@ def test_an_evaluation_that_was_not_written_leaves_no_snapshot_that_counts_it(tm
     assert (result.steps_done, [record.step for record in result.evaluations]) == (4, [4])
 
 
-def test_where_no_snapshot_can_be_read_nothing_is_thrown_away(tmp_path):
+def test_if_no_snapshot_is_readable_nothing_is_removed(tmp_path):
     path = tmp_path / "run"
     small_run(path, steps=4)
     (step,) = snapshot_steps(path / "snapshots")
@@ -156,7 +156,7 @@ def test_a_request_that_comes_while_the_run_opens_its_data_takes_effect(tmp_path
     assert event.learning_rate_factor == 0.5
 
 
-def test_a_resume_that_fails_in_tracing_takes_nothing_from_the_run(tmp_path):
+def test_a_resume_that_fails_in_tracing_removes_nothing_from_the_run(tmp_path):
     path = tmp_path / "run"
     small_run(path, steps=4)
     before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file() and file.name != ".lock"}
@@ -173,7 +173,7 @@ def test_a_resume_that_fails_in_tracing_takes_nothing_from_the_run(tmp_path):
     assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file() and file.name != ".lock"} == before
 
 
-def test_a_run_that_is_broken_off_keeps_its_folder_until_the_process_ends(tmp_path):
+def test_an_abandoned_run_keeps_its_folder_until_the_process_ends(tmp_path):
     def interrupting(step):
         if step == 3:
             for _ in range(2):
@@ -189,7 +189,7 @@ def test_a_run_that_is_broken_off_keeps_its_folder_until_the_process_ends(tmp_pa
         small_run(tmp_path, steps=1000, resume=True)
 
 
-def test_versions_of_every_part_of_a_run_are_remembered(tmp_path, monkeypatch):
+def test_versions_of_all_launches_of_a_run_are_recorded(tmp_path, monkeypatch):
     path = tmp_path / "run"
     with monkeypatch.context() as earlier:
         versions = recorded_versions() | {"jax": "0.1.2"}

@@ -61,7 +61,7 @@ def left_threads():
     ]
 
 
-def test_a_run_leaves_settings_losses_weights_and_its_end(tmp_path, left_threads):
+def test_a_run_writes_settings_losses_weights_and_its_result(tmp_path, left_threads):
     config = toy_config(steps=4, run_dir=tmp_path / "run")
     result = train(config, model=Linear(), batches=toy_batch)
     recorded = json.loads((tmp_path / "run/config.json").read_text())
@@ -133,7 +133,7 @@ def test_a_full_disk_under_a_sink_ends_the_run_and_the_other_sinks_get_every_los
         (lambda pixels, labels: pixels, r"a tuple \(pixels, labels\), but the source returned ndarray"),
     ],
 )
-def test_a_wrong_batch_in_mid_run_is_named(bad, message):
+def test_a_wrong_batch_during_the_run_is_named(bad, message):
     def batches(step):
         good = toy_batch(step)
         return bad(*good) if step == 3 else good
@@ -342,7 +342,7 @@ def test_a_program_that_fails_leaves_its_end_and_its_losses(tmp_path):
 
 
 @pytest.mark.parametrize("transport", ["inplace", "callback", "cuda"])
-def test_of_a_run_that_failed_nothing_stays_in_memory_once_its_error_is_forgotten(transport, cards):
+def test_no_memory_of_a_failed_run_remains_after_its_error_is_released(transport, cards):
     batches = CountedBatches(raise_at=3)
     watched = weakref.ref(batches)
     with pytest.raises(ConnectionResetError):
@@ -352,7 +352,7 @@ def test_of_a_run_that_failed_nothing_stays_in_memory_once_its_error_is_forgotte
     assert watched() is None
 
 
-def test_a_program_that_fails_writes_the_snapshot_under_way_and_says_how_to_go_on(tmp_path, monkeypatch):
+def test_a_failed_program_writes_the_pending_snapshot_and_says_how_to_resume(tmp_path, monkeypatch):
     def run(launch, compiled, state, sinks):
         launch_run(launch, compiled, state, sinks)
         raise ArithmeticError("the card fell off the bus")
@@ -371,7 +371,7 @@ def test_a_program_that_fails_writes_the_snapshot_under_way_and_says_how_to_go_o
     assert "from step 4; resume from it: train with replace(engine.run_settings(" in caught.value.__notes__[0]
 
 
-def test_a_run_that_is_given_up_tells_by_what_and_how_to_go_on(tmp_path):
+def test_an_abandoned_run_names_the_reason_and_how_to_resume(tmp_path):
     go_on = threading.Event()
 
     def compute_for_long(step):
@@ -402,7 +402,7 @@ def test_a_run_that_is_given_up_tells_by_what_and_how_to_go_on(tmp_path):
     )
 
 
-def test_who_does_not_wait_for_the_last_snapshot_of_a_program_that_failed_still_sees_why(tmp_path, monkeypatch):
+def test_interrupting_the_last_snapshot_of_a_failed_program_still_shows_the_failure(tmp_path, monkeypatch):
     go_on, told = threading.Event(), []
 
     def run(launch, compiled, state, sinks):
@@ -492,7 +492,7 @@ def test_a_stop_asked_for_after_the_last_step_does_not_make_the_run_an_interrupt
     assert train(toy_config(steps=3), model=Linear(), batches=toy_batch, sinks=[Late()]).stopped_by == "steps"
 
 
-def test_how_far_an_evaluation_has_come_is_told():
+def test_the_progress_of_an_evaluation_is_reported():
     told = []
 
     class Showing:
@@ -519,7 +519,7 @@ def test_how_far_an_evaluation_has_come_is_told():
     assert told == [(2, 0, 3), (2, 1, 3), (2, 2, 3), 2, (4, 0, 3), (4, 1, 3), (4, 2, 3), 4]
 
 
-def test_the_first_loss_that_is_no_number_is_recorded(tmp_path):
+def test_the_first_nan_loss_is_recorded(tmp_path):
     config = toy_config(steps=9, learning_rate=1e38, skip_nonfinite=9, run_dir=tmp_path)
     train(config, model=Linear(), batches=toy_batch)
     losses = [json.loads(line)["loss"] for line in (tmp_path / "loss.jsonl").read_text().splitlines()]
@@ -529,7 +529,7 @@ def test_the_first_loss_that_is_no_number_is_recorded(tmp_path):
     assert None not in losses[: first - 1]
 
 
-def test_two_runs_at_once_in_one_process_leave_jax_as_it_was():
+def test_two_concurrent_runs_in_one_process_restore_the_jax_settings():
     before = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
     results = []
     threads = [

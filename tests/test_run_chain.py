@@ -46,7 +46,7 @@ def changed(text: bytes, place) -> bytes:
     return json.dumps(values, indent=2).encode()
 
 
-def test_nothing_is_wrong_with_a_run_that_nobody_touched(chained_run):
+def test_an_unchanged_run_has_no_faults(chained_run):
     checked = check_files(chained_run)
     assert (checked.faults, checked.unchecked) == ((), ())
     assert checked.num_checked == 9  # config, result, weights, three logs, three snapshots
@@ -123,7 +123,7 @@ def test_a_run_without_a_snapshot_is_guarded_by_its_settings_own_digest(tmp_path
     assert refusal(tmp_path) == ""
 
 
-def test_a_killed_run_is_held_against_its_newest_snapshot(copied_run):
+def test_a_killed_run_is_checked_against_its_newest_snapshot(copied_run):
     (copied_run / "result.json").unlink()
     with (copied_run / "loss.jsonl").open("a") as file:
         file.write('{"step": 7, "loss": 1.0}\n{"step"')
@@ -152,7 +152,7 @@ def test_every_change_of_the_result_is_refused(copied_run):
     assert refusal(copied_run) == ""
 
 
-def test_a_run_of_before_there_were_digests_is_told_apart_and_goes_on(copied_run, chained_run, tmp_path):
+def test_a_run_without_digests_is_recognised_and_resumed(copied_run, chained_run, tmp_path):
     make_older(copied_run, tmp_path)
     checked = check_files(copied_run)
     assert checked.faults == ()
@@ -207,7 +207,7 @@ def test_a_split_to_evaluate_on_that_lost_its_manifest_is_named(tmp_path):
         replay_run(path, model=Linear())
 
 
-def test_a_replay_says_what_it_checks_and_reads_the_snapshots_at_its_ends_once(chained_run, monkeypatch):
+def test_a_replay_reports_what_it_checks_and_reads_the_snapshots_at_its_ends_once(chained_run, monkeypatch):
     read: list[int] = []
 
     def noted(folder, step):

@@ -79,7 +79,7 @@ def test_blank_images_train(level, tmp_path):
     assert np.isfinite(train(config, model=Linear()).losses).all()
 
 
-def test_all_64_bits_of_the_seed_count():
+def test_all_64_bits_of_the_seed_have_an_effect():
     seeds = (5, 5 + 2**32, 5 + 2**62)
     first = [
         float(train(toy_config(steps=1, seed=seed), model=Linear(), batches=toy_batch).losses[0]) for seed in seeds
@@ -87,7 +87,7 @@ def test_all_64_bits_of_the_seed_count():
     assert len(set(first)) == len(seeds)
 
 
-def test_what_the_loop_waited_for_a_batch_is_told_at_its_step_and_in_the_whole():
+def test_the_wait_for_batches_is_reported_per_step_and_in_total():
     slow_step, sleep_s = 3, 0.5
     records = Records(awaited=slow_step)
 
@@ -106,7 +106,7 @@ def test_what_the_loop_waited_for_a_batch_is_told_at_its_step_and_in_the_whole()
     assert result.train_s >= result.wait_s
 
 
-def test_weights_that_cannot_be_written_fail_a_run_that_was_well(tmp_path, monkeypatch):
+def test_weights_that_cannot_be_written_fail_an_otherwise_successful_run(tmp_path, monkeypatch):
     def full(path, content):
         if path.name == "model.safetensors":
             raise OSError(28, "No space left on device", str(path))
@@ -120,7 +120,7 @@ def test_weights_that_cannot_be_written_fail_a_run_that_was_well(tmp_path, monke
     assert "No space left on device" in end["error"]
 
 
-def test_a_run_of_no_step_leaves_its_end_and_no_weights(tmp_path):
+def test_a_run_without_steps_writes_its_result_and_no_weights(tmp_path):
     result = train(toy_config(steps=0, run_dir=tmp_path / "run"), model=Linear(), batches=toy_batch)
     assert result.steps_done == 0
     assert json.loads((tmp_path / "run/result.json").read_text())["steps_done"] == 0
@@ -128,7 +128,7 @@ def test_a_run_of_no_step_leaves_its_end_and_no_weights(tmp_path):
 
 
 @pytest.mark.parametrize(("prefetch", "depth", "evaluation_depth"), [(1, 1, 1), (3, 3, 3), (None, 4, 64)])
-def test_the_memory_of_the_batches_read_ahead_is_told_to_the_byte(prefetch, depth, evaluation_depth):
+def test_the_memory_of_the_batches_read_ahead_is_reported_exactly(prefetch, depth, evaluation_depth):
     batch_bytes = BATCH * (IMAGE_BYTES + LABEL_BYTES)
     config = toy_config(prefetch=prefetch)
     assert plan_run(config, model=Linear(), batches=toy_batch).ring_bytes == depth * batch_bytes

@@ -21,14 +21,14 @@ from engine.records.run_folder import LOSS_LOG, RESULT, RunFolder
 WRITTEN = ["config.json", "loss.jsonl", "model.safetensors", "result.json"]
 
 
-def test_a_folder_is_made_with_its_parents(tmp_path):
+def test_a_folder_is_created_with_its_parents(tmp_path):
     folder = RunFolder(tmp_path / "runs" / "first", overwrite=False)
     assert folder.path.is_dir()
     assert folder.loss_log == tmp_path / "runs" / "first" / "loss.jsonl"
     assert [path.name for path in folder.path.iterdir()] == [".lock"]
 
 
-def test_of_two_runs_that_find_a_folder_empty_one_gets_it(tmp_path):
+def test_one_of_two_concurrent_runs_gets_an_empty_folder(tmp_path):
     with RunFolder(tmp_path, overwrite=False):
         for overwrite in (False, True):
             with pytest.raises(ValueError, match="is in use by process"):
@@ -36,7 +36,7 @@ def test_of_two_runs_that_find_a_folder_empty_one_gets_it(tmp_path):
 
 
 @pytest.mark.parametrize("is_new", [True, False])
-def test_an_abandoned_folder_is_as_it_was(tmp_path, is_new):
+def test_an_abandoned_folder_is_restored(tmp_path, is_new):
     path = tmp_path / "run" if is_new else tmp_path
     if not is_new:
         (path / "notes.txt").write_text("mine")
@@ -47,7 +47,7 @@ def test_an_abandoned_folder_is_as_it_was(tmp_path, is_new):
     assert [each.name for each in tmp_path.iterdir()] == ([] if is_new else ["notes.txt"])
 
 
-def test_a_folder_that_cannot_be_made_is_named_with_the_reason():
+def test_a_folder_that_cannot_be_created_is_named_with_the_reason():
     with pytest.raises(ValueError, match=r"must be writable, but /proc/run cannot be created \(.*\): choose another"):
         RunFolder(Path("/proc/run"), overwrite=False)
 
@@ -134,7 +134,7 @@ def test_a_run_may_have_others_below_it(tmp_path, below):
     assert (tmp_path / below).exists()
 
 
-def test_strangers_files_below_are_no_runs(tmp_path):
+def test_unrelated_files_below_are_not_runs(tmp_path):
     names = ("net/config.json", "manifest.json", "app/manifest.json")
     for name in names:
         write_below(tmp_path, name)
@@ -143,7 +143,7 @@ def test_strangers_files_below_are_no_runs(tmp_path):
     assert all((tmp_path / name).read_text() == "{}" for name in names)
 
 
-def test_a_folder_with_strangers_files_is_new(tmp_path):
+def test_a_folder_with_unrelated_files_counts_as_new(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     RunFolder(tmp_path, overwrite=False)
     assert (tmp_path / "notes.txt").read_text() == "mine"
@@ -162,14 +162,14 @@ def test_what_a_kill_left_half_written_goes_when_the_folder_is_used_again(resume
 
 @pytest.mark.parametrize("below", ["", "below"])
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_file_is_no_folder(tmp_path, below, overwrite):
+def test_a_file_is_refused_as_a_run_folder(tmp_path, below, overwrite):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ValueError, match=r"the run folder must be a folder, but .* is a file: choose another"):
         RunFolder(tmp_path / "file" / below, overwrite=overwrite)
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_what_config_json_holds(tmp_path):
+def test_the_content_of_config_json(tmp_path):
     folder = RunFolder(tmp_path, overwrite=False)
     config = TrainConfig(steps=7, data="shards", learning_rate=0.25)
     folder.write_config(
@@ -191,7 +191,7 @@ def test_what_config_json_holds(tmp_path):
     assert values["versions"] == {"python": platform.python_version()} | {name: version(name) for name in names}
 
 
-def test_snapshots_and_requests_of_an_earlier_run_go_and_strangers_files_among_them_stay(tmp_path):
+def test_snapshots_and_requests_of_an_earlier_run_are_removed_and_unrelated_files_kept(tmp_path):
     for path in (
         "snapshots/3/state",
         "snapshots/.unfinished/x",
@@ -241,7 +241,7 @@ def test_weights_are_the_same_bytes_in_every_process(tmp_path):
     assert contents[0].index(b"key0") < contents[0].index(b"key1") < contents[0].index(b"key9")
 
 
-def test_what_result_json_holds(tmp_path):
+def test_the_content_of_result_json(tmp_path):
     folder = RunFolder(tmp_path, overwrite=False)
     folder.write_result({"steps_done": 3, "error": None})
     seal = hashlib.sha256(b'{"error": null, "steps_done": 3}').hexdigest()

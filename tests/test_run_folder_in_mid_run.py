@@ -37,7 +37,7 @@ class Emptying:
 
 
 @pytest.mark.parametrize("what", ["all", "config.json", "loss.jsonl", "folder"])
-def test_a_folder_that_is_emptied_in_mid_run_is_an_error_and_the_weights_are_there(tmp_path, what):
+def test_a_folder_emptied_during_the_run_is_an_error_and_the_weights_are_written(tmp_path, what):
     path = tmp_path / "run"
 
     def empty():
@@ -54,7 +54,7 @@ def test_a_folder_that_is_emptied_in_mid_run_is_an_error_and_the_weights_are_the
     assert "was removed or replaced" in json.loads((path / "result.json").read_text())["error"]
 
 
-def test_a_log_that_is_replaced_in_mid_run_is_an_error(tmp_path):
+def test_a_log_replaced_during_the_run_is_an_error(tmp_path):
     def replaced():
         content = (tmp_path / "loss.jsonl").read_bytes()
         (tmp_path / "loss.jsonl").unlink()
@@ -64,7 +64,7 @@ def test_a_log_that_is_replaced_in_mid_run_is_an_error(tmp_path):
         run(tmp_path, batches=Emptying(replaced), snapshot_every_steps=0, eval_every_steps=0)
 
 
-def test_what_another_run_has_in_the_folder_by_now_is_left_alone(tmp_path):
+def test_files_of_another_run_in_the_folder_are_unchanged(tmp_path):
     path = tmp_path / "run"
     later: list[RunFolder] = []
 
@@ -81,7 +81,7 @@ def test_what_another_run_has_in_the_folder_by_now_is_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["config.json", "loss.jsonl", "result.json", "model.safetensors"])
-def test_a_disk_that_is_full_is_told_with_the_file_and_the_remedy(tmp_path, monkeypatch, name):
+def test_a_full_disk_is_reported_with_the_file_and_the_remedy(tmp_path, monkeypatch, name):
     real_open, real_write = os.open, os.write
     refused: set[int] = set()
 
@@ -109,7 +109,7 @@ def test_a_disk_that_is_full_is_told_with_the_file_and_the_remedy(tmp_path, monk
     assert f"{tmp_path}/{name} cannot be written: make room on its disk" in caught.value.__notes__
 
 
-def test_weights_for_which_there_is_no_memory_are_told_with_the_file(tmp_path, monkeypatch):
+def test_a_lack_of_memory_for_the_weights_is_reported_with_the_file(tmp_path, monkeypatch):
     def refuse(*_):
         raise MemoryError
 
@@ -118,7 +118,7 @@ def test_weights_for_which_there_is_no_memory_are_told_with_the_file(tmp_path, m
         run(tmp_path, eval_every_steps=0)
 
 
-def test_a_log_that_somebody_wrote_to_meanwhile_is_refused(tmp_path):
+def test_a_log_that_was_modified_during_the_run_is_refused(tmp_path):
     path = tmp_path / "loss.jsonl"
     begun = RunningDigest()
     lines = JsonLines(path, begun)

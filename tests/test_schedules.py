@@ -191,7 +191,7 @@ def test_one_cycle_peaks_on_a_step_and_moves_the_momentum_the_other_way(compiled
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_other_numbers_trace_nothing_anew(name):
+def test_other_numbers_cause_no_retrace(name):
     num_traces = 0
 
     @jax.jit

@@ -102,7 +102,7 @@ def machine(tmp_path: Path) -> Machine:
 @pytest.mark.parametrize(
     "script", ["demo", "test", "lint", "docs", "kill-and-resume", "compare-releases", "bench", "gpu-check", "torture"]
 )
-def test_help_makes_nothing(machine: Machine, script: str) -> None:
+def test_help_creates_nothing(machine: Machine, script: str) -> None:
     before = sorted(machine.clone.rglob("*"))
     done = machine.run(f"{shlex.quote(str(machine.clone))}/scripts/{script} --help")
     assert (done.returncode, done.stderr) == (0, "")
@@ -246,7 +246,7 @@ def test_an_install_stopped_half_way_begins_anew(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("fault", ["killed", "interpreter gone", "moved"])
-def test_a_broken_environment_is_made_anew(machine: Machine, fault: str) -> None:
+def test_a_broken_environment_is_created_again(machine: Machine, fault: str) -> None:
     machine.fake_installer(machine.bin / "python3.12")
     assert ensure(machine).returncode == 0
     if fault == "killed":
@@ -262,7 +262,7 @@ def test_a_broken_environment_is_made_anew(machine: Machine, fault: str) -> None
     assert [line.split()[0] for line in machine.installs()] == ["venv", "pip"] * 2
 
 
-def test_an_environment_made_by_hand_is_kept(machine: Machine) -> None:
+def test_a_manually_created_environment_is_kept(machine: Machine) -> None:
     machine.fake_installer(machine.clone / ".venv/bin/python")
     assert ensure(machine).returncode == 0
     assert [line.split()[0] for line in machine.installs()] == ["pip"]
@@ -341,7 +341,7 @@ def gpu_check(machine: Machine, arguments: str = "") -> subprocess.CompletedProc
         ("--cifar .", "cifar-timed"),
     ],
 )
-def test_a_gpu_check_tells_of_every_part_that_failed(machine: Machine, part: str, fails: str) -> None:
+def test_a_gpu_check_reports_every_failed_part(machine: Machine, part: str, fails: str) -> None:
     for split in ("train", "test"):
         (machine.home / split).mkdir()
     machine.fake(machine.bin / "python3", f"""case "$*" in *'{fails}'*) exit 1 ;; *) echo fine ;; esac""")

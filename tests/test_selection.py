@@ -65,12 +65,12 @@ def test_equal_hashes_are_ordered_by_name(monkeypatch):
     assert names_in_order(listing_of([("x/b", 0), ("x/c", 0), ("x/a", 0)])) == ["x/a", "x/b", "x/c"]
 
 
-def test_an_image_that_is_there_twice_is_refused():
+def test_a_duplicate_image_is_refused():
     with pytest.raises(SourceError, match="a/1 exists twice; write the archive again without the"):
         names_in_order(listing_of([("a/1", 0), ("a/2", 0), ("a/1", 0)]))
 
 
-def test_what_is_around_a_class_does_not_count():
+def test_the_folders_around_a_class_do_not_affect_the_order():
     plain = listing_of(tree(2, 40))
     elsewhere = Listing((ImageClass("c0", "zero"), ImageClass("c1", "one")))
     for name, label in tree(2, 40):
@@ -115,7 +115,7 @@ def test_an_image_stays_on_its_side():
     assert all(larger[place] for place, (name, _) in enumerate(many) if side_of[name])
 
 
-def test_who_is_held_out_says_nothing_about_the_order():
+def test_holding_out_is_independent_of_the_order():
     listing = listing_of(tree(1, 4000))
     taken = held_out(listing, 0.5)[pack_order(listing, np.arange(4000))]
     assert abs(taken[:2000].mean() - taken[2000:].mean()) < 0.08  # five sigma

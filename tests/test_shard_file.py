@@ -42,7 +42,7 @@ def stored_by_tensorstore(folder, words, *, shard_images, checksum):
 
 @settings(max_examples=25, derandomize=True)
 @given(st.data())
-def test_the_bytes_are_tensorstores(data):
+def test_the_bytes_equal_those_of_tensorstore(data):
     shard_images, checksum = data.draw(st.integers(1, 5)), data.draw(st.booleans())
     words = drawn(data.draw(st.integers(1, 11)), data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4)))
     with tempfile.TemporaryDirectory() as folder:
@@ -87,7 +87,7 @@ def test_a_file_has_its_name_once_it_is_on_the_disk(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("call", ["write", "fsync"])
-def test_what_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, call):
+def test_a_failure_leaves_only_the_old_file(tmp_path, monkeypatch, call):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

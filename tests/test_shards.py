@@ -125,7 +125,7 @@ def test_images_come_in_the_order_asked_for_with_repeats(tmp_path_factory, indic
     np.testing.assert_array_equal(found_labels, labels[indices])
 
 
-def test_a_split_says_what_it_holds(data):
+def test_a_split_describes_its_content(data):
     with open_split(str(data), "train") as split:
         assert (split.num_images, split.height, split.width, split.num_classes) == (10, 4, 4, 3)
         assert split.manifest.classes == CLASSES
@@ -296,7 +296,7 @@ def test_wrong_arguments_are_named(data, indices, pixels, labels, message):
         split.read_into(indices, pixels, labels, timeout_s=5)
 
 
-def test_a_closed_split_says_so(data):
+def test_a_closed_split_is_an_error(data):
     split = open_split(str(data), "train")
     split.close()
     split.close()
@@ -347,7 +347,7 @@ def test_an_array_that_disagrees_with_the_manifest_is_refused(data):
 
 
 @pytest.mark.parametrize("bad", ["", "nosuch://x", "gs://"])
-def test_an_address_that_is_none_is_refused(bad):
+def test_an_invalid_address_is_refused(bad):
     with pytest.raises(ShardError, match="gs://"):
         list_splits(bad)
 

@@ -51,7 +51,7 @@ def send_soon(number):
 
 @pytest.mark.parametrize("first", SIGNALS)
 @pytest.mark.parametrize("second", SIGNALS)
-def test_the_first_asks_for_a_stop_and_the_second_ends_at_once(first, second):
+def test_the_first_signal_requests_a_stop_and_the_second_ends_at_once(first, second):
     board = ControlBoard()
     told: list[str] = []
     with StopSignals(board, told.append) as signals:
@@ -110,7 +110,7 @@ def test_a_handler_that_python_did_not_set_becomes_the_default(monkeypatch):
         actual(number, handler)
 
 
-def test_off_the_main_thread_nothing_is_touched():
+def test_no_handlers_are_installed_off_the_main_thread():
     before = [signal.getsignal(number) for number in SIGNALS]
     inside: list[object] = []
 
@@ -123,7 +123,7 @@ def test_off_the_main_thread_nothing_is_touched():
     assert inside == before
 
 
-def test_a_worker_gives_its_result_and_leaves_no_thread():
+def test_a_worker_returns_its_result_and_leaves_no_thread():
     before = threading.enumerate()
     assert call_on_worker(lambda *given: (given, threading.current_thread().name), 1, "two") == (
         (1, "two"),

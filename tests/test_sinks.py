@@ -57,7 +57,7 @@ def test_golden_line():
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_no_number_is_null(value):
+def test_nan_and_infinity_are_null(value):
     line = record(loss=value, images_per_s=value).to_json()
     assert line == ('{"step": 1, "loss": null, "lr": 0.1, "images_per_s": null, "wait_ms": 0.5, "time": 1700000000.0}')
 
@@ -143,7 +143,7 @@ def test_a_pipe_or_a_device_is_refused_at_once(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are counted in /proc")
-def test_a_file_that_cannot_be_taken_is_closed(tmp_path):
+def test_a_file_that_is_refused_is_closed(tmp_path):
     path = tmp_path / "loss.jsonl"
     path.write_bytes(b"x" * 70_000)
     before = len(list(Path("/proc/self/fd").iterdir()))
@@ -152,7 +152,7 @@ def test_a_file_that_cannot_be_taken_is_closed(tmp_path):
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_a_folder_that_is_not_there_is_an_error(tmp_path):
+def test_a_missing_folder_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         folder_sink(tmp_path / "nowhere" / "loss.jsonl").open()
 
@@ -246,11 +246,11 @@ def test_golden_plain_line(capsys):
         (math.inf, "loss inf"),
     ],
 )
-def test_a_loss_of_any_size_is_told(loss, words):
+def test_a_loss_of_any_size_is_printed(loss, words):
     assert loss_fields(record(loss=loss), 10)[1] == words
 
 
-def test_what_a_record_lacks_is_left_out_and_slow_rates_keep_their_digits():
+def test_missing_values_are_left_out_and_slow_rates_keep_their_digits():
     lacking = record(3, lr=math.nan, images_per_s=0.03214, wait_ms=math.nan)
     assert loss_fields(lacking, None) == ["step 3", "loss 2.5000", "0.03 images/s"]
 

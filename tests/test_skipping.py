@@ -13,7 +13,7 @@ def tree_with(value, dtype=np.float32):
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf, -jnp.inf])
-def test_one_number_that_is_not_finite_tells(value, dtype):
+def test_a_single_non_finite_number_is_found(value, dtype):
     assert not has_finite_norm(tree_with(value, dtype))
     assert not all_finite(tree_with(value, dtype))
 
@@ -45,12 +45,12 @@ def test_skips_are_counted_in_all_and_in_a_row():
 
 
 @pytest.mark.parametrize(("in_a_row", "most", "too_many"), [(0, 0, False), (1, 0, True), (3, 3, False), (4, 3, True)])
-def test_more_than_the_most_in_a_row_gives_up(in_a_row, most, too_many):
+def test_too_many_skips_in_a_row_stop_the_run(in_a_row, most, too_many):
     skips = init_skips()._replace(total=jnp.int32(9), in_a_row=jnp.int32(in_a_row))
     assert bool(gives_up(skips, jnp.int32(most))) is too_many
 
 
-def test_choosing_lets_nothing_of_the_other_through():
+def test_choosing_one_tree_ignores_nan_in_the_other():
     kept = choose(jnp.bool(False), tree_with(jnp.nan), tree_with(2.0))
     assert all_finite(kept)
     assert not all_finite(choose(jnp.bool(True), tree_with(jnp.nan), tree_with(2.0)))

@@ -105,7 +105,7 @@ TREES = st.recursive(
 
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tree=st.dictionaries(KEYS, TREES, max_size=3), step=st.integers(0, 2**40))
-def test_any_state_comes_back_bit_by_bit(tmp_path, tree, step):
+def test_every_state_is_restored_bit_for_bit(tmp_path, tree, step):
     shutil.rmtree(tmp_path / "any", ignore_errors=True)
     write_snapshot(tmp_path / "any", step, 3 * step, tree)
     found = read_snapshot(tmp_path / "any", step)
@@ -198,7 +198,7 @@ def test_a_state_of_another_program_is_refused_by_name(leaves, like, match):
         ({"a": np.array([None])}, "a is a ndarray"),
     ],
 )
-def test_what_is_no_state_is_refused_before_anything_is_written(tmp_path, tree, match):
+def test_an_invalid_state_is_refused_before_anything_is_written(tmp_path, tree, match):
     with pytest.raises(SnapshotError, match=match):
         write_snapshot(tmp_path, 1, 1, tree)
     assert list(tmp_path.iterdir()) == []
@@ -233,7 +233,7 @@ def flip(path, at):
     path.write_bytes(content)
 
 
-def test_any_damage_is_found_or_does_no_harm(tmp_path, monkeypatch):
+def test_all_damage_is_detected_or_harmless(tmp_path, monkeypatch):
     """Each file is removed, cut and flipped in turn: what is read is right, or the error names the folder."""
     monkeypatch.setattr(orbax_store, "_LATE_S", 0.1)  # enough for small files that are in memory
     state = small_state()
@@ -304,7 +304,7 @@ def test_a_folder_that_was_renamed_by_hand_is_refused(tmp_path):
         read_snapshot(tmp_path, 2)
 
 
-def test_a_step_that_is_not_there_is_refused_with_those_that_are(tmp_path):
+def test_a_missing_step_is_refused_with_the_available_ones(tmp_path):
     with pytest.raises(SnapshotError, match=r"choose another step \(available: none\)"):
         read_snapshot(tmp_path / "nowhere", 1)
     for step in (2, 10):
@@ -313,7 +313,7 @@ def test_a_step_that_is_not_there_is_refused_with_those_that_are(tmp_path):
         read_snapshot(tmp_path, 3)
 
 
-def test_steps_are_counted_as_numbers_and_strangers_left_out(tmp_path):
+def test_steps_are_sorted_as_numbers_and_unrelated_entries_ignored(tmp_path):
     for name in ("100", "9", "0", ".unfinished", "007", "٣", "5.orbax-checkpoint-tmp", "best"):
         (tmp_path / name).mkdir()
     (tmp_path / "8").touch()
@@ -333,7 +333,7 @@ def test_steps_are_counted_as_numbers_and_strangers_left_out(tmp_path):
         (1, 0, [1, 2, 30, 40]),
     ],
 )
-def test_the_newest_stay(tmp_path, count, up_to, left):
+def test_the_newest_snapshots_are_kept(tmp_path, count, up_to, left):
     for step in (1, 2, 30, 40):
         (tmp_path / str(step) / "state").mkdir(parents=True)
     keep_newest(tmp_path, count, up_to=up_to)
@@ -341,7 +341,7 @@ def test_the_newest_stay(tmp_path, count, up_to, left):
     assert not (tmp_path / ".unfinished").exists()
 
 
-def test_what_is_removed_is_gone_before_its_files_are(tmp_path, monkeypatch):
+def test_a_removed_snapshot_disappears_before_its_files_are_deleted(tmp_path, monkeypatch):
     write_snapshot(tmp_path, 1, 1, {"a": np.zeros(2)})
     monkeypatch.setattr(shutil, "rmtree", lambda path, **options: (_ for _ in ()).throw(OSError("it hangs")))
     with pytest.raises(OSError, match="it hangs"):
@@ -412,7 +412,7 @@ def test_a_disk_without_room_is_found_before_it_is_full(tmp_path, monkeypatch):
     write_snapshot(tmp_path, 2, 2, {"a": np.zeros(200_000)})
 
 
-def test_a_place_that_is_no_folder_is_told(tmp_path):
+def test_a_path_that_is_not_a_folder_is_reported(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(SnapshotError, match="the snapshot of step 1 cannot be written in"):
         write_snapshot(tmp_path / "file" / "snapshots", 1, 1, {"a": np.zeros(2)})
@@ -438,7 +438,7 @@ def run_python(program, *arguments, **options):
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, **options)
 
 
-def test_a_process_that_is_killed_leaves_whole_snapshots_alone(tmp_path):
+def test_a_killed_process_leaves_only_complete_snapshots(tmp_path):
     rng, last, unfinished = random.Random(0), 0, 0
     for _ in range(4):
         with run_python(WRITE_FOR_EVER, tmp_path, last) as process:
@@ -461,7 +461,7 @@ def test_a_process_that_is_killed_leaves_whole_snapshots_alone(tmp_path):
     assert not (tmp_path / ".unfinished").exists()
 
 
-def test_a_device_that_is_busy_is_not_waited_for(tmp_path):
+def test_a_busy_device_is_not_waited_for(tmp_path):
     """The training program occupies the device from the first step to the last, and snapshots come in between."""
     entered, released = threading.Event(), threading.Event()
 
@@ -540,7 +540,7 @@ def test_the_terminal_stays_clean_even_where_the_disk_fails_midway(tmp_path):
     assert names_in(tmp_path) == ["1"]
 
 
-def test_what_others_log_meanwhile_is_heard(caplog):
+def test_log_messages_of_others_are_not_suppressed(caplog):
     with orbax_store._quiet():
         logging.getLogger("someone.else").warning("a word of mine")
         absl_logging.get_absl_logger().warning("a word through absl")

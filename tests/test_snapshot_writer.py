@@ -87,7 +87,7 @@ def test_a_newer_snapshot_takes_the_place_of_one_that_waits_and_the_last_is_not_
     assert writer.last_step == 4
 
 
-def test_a_failed_write_is_told_once_and_the_next_one_is_made(tmp_path):
+def test_a_failed_write_is_reported_once_and_the_next_one_is_tried(tmp_path):
     disk = Disk(fails={1: OSError("no\nroom"), 3: SnapshotError("no right"), 4: MemoryError()})
     writer, words = make_writer(tmp_path, disk)
     for step in (1, 2, 3, 4):
@@ -148,7 +148,7 @@ def test_a_run_that_went_back_keeps_what_it_writes_before_what_it_left_behind(tm
     assert snapshot_steps(tmp_path) == [25, 30]
 
 
-def test_what_cannot_be_removed_is_told_and_the_run_goes_on(tmp_path, monkeypatch):
+def test_a_failed_removal_is_reported_and_the_run_continues(tmp_path, monkeypatch):
     def fail(*_, **__):
         raise PermissionError("not yours")
 
@@ -160,7 +160,7 @@ def test_what_cannot_be_removed_is_told_and_the_run_goes_on(tmp_path, monkeypatc
     assert writer.last_step == 1
 
 
-def test_what_is_not_written_yet_is_told(tmp_path):
+def test_a_pending_snapshot_is_reported(tmp_path):
     disk = Disk(held=True)
     writer, _ = make_writer(tmp_path, disk)
     assert writer.unwritten_step is None
@@ -174,7 +174,7 @@ def test_what_is_not_written_yet_is_told(tmp_path):
     assert writer.unwritten_step is None
 
 
-def test_a_disk_that_hangs_is_given_up_at_the_limit_and_told(tmp_path):
+def test_a_hanging_disk_is_abandoned_at_the_limit_and_reported(tmp_path):
     (tmp_path / "7").mkdir()
     disk = Disk(held=True)
     writer, words = make_writer(tmp_path, disk)
@@ -205,7 +205,7 @@ def test_submitting_never_waits_for_a_disk_that_hangs(tmp_path):
     assert len(words) + len(disk.steps) == 1000
 
 
-def test_closing_without_a_snapshot_is_well_and_what_comes_after_is_left_out(tmp_path):
+def test_closing_without_a_snapshot_succeeds_and_later_ones_are_ignored(tmp_path):
     disk = Disk()
     writer, words = make_writer(tmp_path, disk)
     assert writer.close(SOON_S)
@@ -216,7 +216,7 @@ def test_closing_without_a_snapshot_is_well_and_what_comes_after_is_left_out(tmp
     assert not (tmp_path / "1").exists()
 
 
-def test_its_thread_ends(tmp_path):
+def test_the_writers_thread_ends(tmp_path):
     before = set(threading.enumerate())
     writer, _ = make_writer(tmp_path, Disk())
     started = set(threading.enumerate()) - before
@@ -262,7 +262,7 @@ def test_the_arrays_are_freed_once_they_are_written(tmp_path):
     assert not disk.written
 
 
-def test_orbax_is_imported_ahead_and_its_failure_told_by_the_write_alone(tmp_path, monkeypatch):
+def test_orbax_is_imported_early_and_its_failure_is_reported_by_the_write(tmp_path, monkeypatch):
     loaded = threading.Event()
     monkeypatch.setattr(snapshot_writer, "load_orbax", loaded.set)
     writer, _ = make_writer(tmp_path, Disk())
@@ -279,7 +279,7 @@ def test_orbax_is_imported_ahead_and_its_failure_told_by_the_write_alone(tmp_pat
     assert words == ["snapshot of step 1 not written: no Orbax; there is no earlier one"]
 
 
-def test_one_that_was_never_started_closes(tmp_path):
+def test_a_writer_that_was_never_started_closes(tmp_path):
     writer = SnapshotWriter(tmp_path, keep=0, say=print)
     assert writer.close(SOON_S)
     assert not list(tmp_path.iterdir())

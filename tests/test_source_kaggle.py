@@ -93,7 +93,7 @@ def test_without_the_mapping_ids_are_names(top):
     ids=["blank end", "blank start", "byte order mark", "tab", "carriage returns"],
 )
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
-def test_no_spelling_of_the_tables_shifts_a_label(top, mapping, mark):
+def test_no_table_format_shifts_a_label(top, mapping, mark):
     (top / "LOC_synset_mapping.txt").write_bytes(mapping.encode())
     (top / "LOC_val_solution.csv").write_bytes((mark + SOLUTION).encode())
     for splits in (None, ("val",)):

@@ -61,7 +61,7 @@ def test_the_kit_beside_it_names_the_classes_of_a_train_archive(archives):
         assert [each.name for each in source.splits["train"].classes] == SORTED_NAMES
 
 
-def test_an_archive_by_another_name_is_told_by_its_members(archives):
+def test_an_archive_with_another_name_is_recognised_by_its_members(archives):
     (archives / TRAIN).rename(archives / "renamed.tar")
     with open_source(archives / "renamed.tar") as source:
         assert len(source.splits["train"]) == 6
@@ -129,7 +129,7 @@ def test_closing_closes_and_reading_then_fails(archives):
         split.read(0)
 
 
-def test_an_archive_that_is_written_to_is_the_machines_trouble(archives):
+def test_an_archive_modified_during_reading_is_an_oserror(archives):
     # Not one image's: were each later image noted as a failure, the trouble would stay hidden.
     with open_source(archives, splits=("train",)) as source:
         split = source.splits["train"]
@@ -141,7 +141,7 @@ def test_an_archive_that_is_written_to_is_the_machines_trouble(archives):
         assert caught.value.errno == errno.ESTALE
 
 
-def test_a_pipe_is_no_source(tmp_path):
+def test_a_pipe_is_refused_as_a_source(tmp_path):
     os.mkfifo(tmp_path / "set.tar")
     before = num_descriptors()
     with pytest.raises(

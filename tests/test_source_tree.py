@@ -67,7 +67,7 @@ def test_a_class_may_be_called_train(tmp_path):
         assert [each.id for each in source.splits["train"].classes] == ["bus", "train"]
 
 
-def test_hidden_files_are_ignored_and_everything_else_is_tried(tmp_path):
+def test_hidden_files_are_ignored_and_all_others_are_listed(tmp_path):
     hidden = [".DS_Store", "a/.DS_Store", "a/._1.jpg", "a/Thumbs.db", "a/desktop.ini", "a/.git/x", "__MACOSX/a/1.jpg"]
     grow(tmp_path, [*hidden, "a/1.jpg", "a/notes.txt", "a/no suffix"])
     with open_source(tmp_path) as source:
@@ -109,7 +109,7 @@ def test_names_in_one_split_count_for_all(tmp_path):
         assert source.splits["val"].classes[0] == ImageClass("a", "alpha")
 
 
-def test_names_that_are_no_text(tmp_path):
+def test_names_that_are_not_text(tmp_path):
     grow(tmp_path, ["a/1.jpg"])
     (tmp_path / "classes.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(SourceError, match=r"classes\.txt cannot be read as UTF-8 text"):
@@ -220,7 +220,7 @@ def test_pipes_and_sockets_are_refused(tmp_path, monkeypatch):
         (["a/.DS_Store"], "the split train of .* has no images"),
     ],
 )
-def test_what_is_refused(tmp_path, files, message):
+def test_invalid_trees_are_refused(tmp_path, files, message):
     grow(tmp_path, files)
     with pytest.raises(SourceError, match=message):
         open_source(tmp_path)
@@ -278,7 +278,7 @@ def test_a_folder_may_be_linked_into_several_classes_and_a_few_times_into_one(tm
 
 
 @pytest.mark.parametrize("depth", [MAX_DEPTH, MAX_DEPTH + 1, 150])
-def test_folders_lie_so_deep_and_no_deeper(tmp_path, depth, monkeypatch):
+def test_the_depth_of_folders_is_limited(tmp_path, depth, monkeypatch):
     (tmp_path / "set" / "a").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "set" / "a")
     for _ in range(depth):
@@ -324,7 +324,7 @@ def test_a_link_to_itself_is_named(tmp_path):
         open_source(tmp_path)
 
 
-def test_names_in_messages_are_harmless(tmp_path):
+def test_names_in_messages_are_escaped(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a\x1b]0;x\x07.jpg").write_bytes(b"x")
     with pytest.raises(SourceError, match=r"for example 'a\\x1b\]0;x\\x07\.jpg'"):

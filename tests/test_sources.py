@@ -138,13 +138,13 @@ def test_images_are_made_on_demand_and_bounded(tree):
                 split.image(index)
 
 
-def test_a_path_that_is_not_there(tmp_path):
+def test_a_missing_path(tmp_path):
     with pytest.raises(SourceError, match="nowhere does not exist"):
         open_source(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("where", ["gs://bucket/set", "s3://bucket/set.tar", "file:///data/set"])
-def test_a_url_is_no_source(where):
+def test_a_url_is_refused_as_a_source(where):
     with pytest.raises(
         SourceError, match=f"SOURCE must be a folder or tar archive on this machine, found {where}; copy"
     ):
@@ -152,7 +152,7 @@ def test_a_url_is_no_source(where):
 
 
 @pytest.mark.parametrize("finished", [True, False])
-def test_a_pack_is_not_packed_again(tmp_path, finished):
+def test_a_pack_is_refused_as_a_source(tmp_path, finished):
     pack(fake_source(5), tmp_path / "shards")
     split = tmp_path / "shards" / "train"
     if not finished:
@@ -162,7 +162,7 @@ def test_a_pack_is_not_packed_again(tmp_path, finished):
             open_source(path)
 
 
-def test_a_failure_closes_what_was_opened(tmp_path, monkeypatch):
+def test_a_failure_closes_opened_files(tmp_path, monkeypatch):
     with tarfile.open(tmp_path / "set.tar", "w") as tar:
         for name in ("train/a/1.jpg", "train/b/1.jpg", "val/a/1.jpg"):
             tar.addfile(tarfile.TarInfo(name))

@@ -20,7 +20,7 @@ def opened():
 
 @pytest.mark.parametrize("held", [1, 3, 4, 11, 100])
 @pytest.mark.parametrize("count", [0, 1, 3, 4, 8, 11])
-def test_every_loss_comes_back_to_the_bit(opened, held, count):
+def test_every_loss_is_returned_bit_for_bit(opened, held, count):
     losses = opened(held)
     for number, value in enumerate(VALUES[:count], start=1):
         losses.append(value)
@@ -42,7 +42,7 @@ def test_what_stays_in_memory_is_bounded(opened):
 
 
 @pytest.mark.parametrize("after", [0, 2])
-def test_a_disk_that_takes_nothing_loses_nothing(monkeypatch, opened, after):
+def test_a_failing_disk_loses_nothing(monkeypatch, opened, after):
     real, calls = tempfile.TemporaryFile, 0
 
     class Refusing:

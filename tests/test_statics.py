@@ -40,7 +40,7 @@ def test_every_optimiser_learns_in_the_loop(optimizer):
     assert losses[-10:].mean() < 0.5 * losses[0]
 
 
-def test_a_crop_is_padded_as_asked_for():
+def test_a_crop_is_padded_as_requested():
     def padding_mode(**values):
         return statics_of(toy_config(crop="random", crop_padding=2, **values)).augmentation.padding_mode
 
@@ -96,7 +96,7 @@ def test_the_average_of_the_weights_is_evaluated_and_kept(tmp_path):
     assert np.array_equal(load_file(tmp_path / "model.safetensors")["params.weights"], averaged.params["weights"])
 
 
-def test_smoothed_labels_cost_what_optax_says():
+def test_the_loss_with_smoothed_labels_equals_optax():
     def first_loss(smoothing):
         return train(toy_config(steps=1, label_smoothing=smoothing), model=Linear(), batches=toy_batch).losses[0]
 
@@ -138,7 +138,7 @@ def test_the_step_of_a_bad_gradient_is_recorded_though_its_loss_is_a_number(tmp_
     assert json.loads((tmp_path / "result.json").read_text())["first_nonfinite_step"] == 4
 
 
-def test_a_gradient_that_is_no_number_ends_the_run_with_the_last_good_weights(tmp_path):
+def test_a_nan_gradient_ends_the_run_with_the_last_finite_weights(tmp_path):
     good = train(toy_config(steps=3), model=Linear(), batches=toy_batch)
     with pytest.raises(NonFiniteError, match=r"NaN or infinite at step 4.*--learning-rate"):
         train(toy_config(steps=50, run_dir=tmp_path), model=Exploding(), batches=toy_batch)

@@ -83,13 +83,13 @@ def test_a_settings_name_in_python_leads_to_its_option(given, meant):
         ("preprocess-imagenet", ["--codec", "zstd"], "'zstd' is not one of 'raw', 'blosc'."),
     ],
 )
-def test_a_misspelt_choice_is_told_with_the_nearest(command, arguments, message):
+def test_a_misspelt_choice_is_refused_with_the_nearest(command, arguments, message):
     result = CliRunner().invoke(command_of(command), arguments)
     assert result.exit_code == 2
     assert result.stderr.endswith(f"{message}\n")
 
 
-def test_a_misspelt_model_is_told_with_the_nearest(tmp_path, monkeypatch):
+def test_a_misspelt_model_is_refused_with_the_nearest(tmp_path, monkeypatch):
     words = r"^model must be one of auto, .*, got 'ConvNet8Wide': did you mean convnet8-wide\?$"
     with pytest.raises(ValueError, match=words):
         find_network("ConvNet8Wide")
@@ -107,7 +107,7 @@ def test_the_names_of_the_networks_are_those_of_the_registry():
     assert tuple(networks()) == MODEL_NAMES == model_names()
 
 
-def test_names_and_suggestions_do_not_wait_for_jax():
+def test_names_and_suggestions_do_not_load_jax():
     modules = "models.names, preprocess.suggestions, preprocess.commands.completion"
     code = f"import sys, {modules}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60, cwd=ROOT).returncode == 0

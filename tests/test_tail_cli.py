@@ -91,7 +91,7 @@ def start():
 # --- on a pipe
 
 
-def test_piped_it_prints_a_line_a_step_and_ends_with_the_run(tmp_path):
+def test_on_a_pipe_it_prints_one_line_per_step_and_ends_with_the_run(tmp_path):
     result = tail(write_run(tmp_path / "run", 12))
     lines = result.stdout.splitlines()
     assert len(lines) == 12
@@ -134,7 +134,7 @@ def first_words(text: str) -> list[str]:
     return [line.split(":")[0].split("/")[0].split("  ")[0] for line in text.splitlines()]
 
 
-def test_evaluations_stand_after_their_step_and_those_before_the_last_steps_are_left_out(tmp_path):
+def test_evaluations_follow_their_step_and_those_before_the_last_steps_are_omitted(tmp_path):
     run = write_run(tmp_path / "run", 6)
     evaluate_at(run, 2, 4, 6)
     lines = tail(run).stdout.splitlines()
@@ -211,7 +211,7 @@ def test_once_does_not_wait_for_the_end(tmp_path):
     assert (len(result.stdout.splitlines()), result.exit_code) == (2, 0)
 
 
-def test_what_a_row_lacks_is_left_out_but_never_its_loss():
+def test_missing_values_are_omitted_but_never_the_loss():
     blank = np.array([NAN])
     rows = LossRows(np.array([7]), blank, blank, blank, blank, blank)
     assert list(plain_lines(rows, None, deque(), 7)) == ["step 7  loss nan"]
@@ -253,7 +253,7 @@ def test_the_end_of_an_earlier_run_does_not_end_a_resumed_one(tmp_path):
     assert "has written nothing for 0.2 s (--timeout-s) after step 5" in result.stderr
 
 
-def test_a_run_without_a_step_is_waited_for_and_then_given_up(tmp_path):
+def test_a_run_without_a_step_is_waited_for_up_to_a_limit(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.json").write_text("{}")
@@ -271,7 +271,7 @@ def test_a_run_without_a_step_is_waited_for_and_then_given_up(tmp_path):
     ],
 )
 @pytest.mark.parametrize("options", [["--once"], ["--timeout-s", "0.2"]])
-def test_what_is_no_run_is_an_error(tmp_path, prepare, message, options):
+def test_a_folder_that_is_not_a_run_is_an_error(tmp_path, prepare, message, options):
     prepare(tmp_path / "run")
     result = tail(tmp_path / "run", *options)
     assert result.exit_code == 2
@@ -279,7 +279,7 @@ def test_what_is_no_run_is_an_error(tmp_path, prepare, message, options):
     assert result.stdout == ""
 
 
-def test_a_log_that_is_no_file_is_an_error_in_one_line(tmp_path):
+def test_a_log_that_is_not_a_file_is_an_error_in_one_line(tmp_path):
     (tmp_path / "run" / "loss.jsonl").mkdir(parents=True)
     result = tail(tmp_path / "run")
     assert result.exit_code == 2
@@ -321,7 +321,7 @@ def test_a_run_that_compiles_is_waited_for_as_long_as_for_a_step(tmp_path, monke
     assert len(result.stdout.splitlines()) == 1
 
 
-def test_a_run_that_somebody_goes_on_with_has_not_ended(tmp_path):
+def test_a_run_that_is_being_resumed_has_not_ended(tmp_path):
     run = write_run(tmp_path / "run", 3)
     os.utime(run / "result.json", ns=(1, 1))
 
@@ -345,7 +345,7 @@ def test_numbers_out_of_range_are_usage_errors(tmp_path, option, value):
     assert option in result.stderr
 
 
-def test_a_reader_that_leaves_ends_it_quietly(tmp_path, start):
+def test_a_closed_pipe_ends_it_quietly(tmp_path, start):
     run = write_run(tmp_path / "run", 3000, ended=False)
     process = start([*COMMAND, str(run), "--interval", "0.05"])
     assert process.stdout is not None
@@ -410,7 +410,7 @@ def test_it_draws_new_steps_follows_a_resize_and_obeys_ctrl_c(tmp_path, open_ter
     assert max(map(len, plain(terminal.output.rsplit("\x1b[?1049l", 1)[1]).split("\n"))) <= 50
 
 
-def test_sigterm_gives_the_terminal_back(tmp_path, open_terminal):
+def test_sigterm_restores_the_terminal(tmp_path, open_terminal):
     terminal = open_terminal([write_run(tmp_path / "run", 4, ended=False)])
     terminal.read_until("step 4/1000")
     terminal.process.terminate()
@@ -419,7 +419,7 @@ def test_sigterm_gives_the_terminal_back(tmp_path, open_terminal):
     assert "Traceback" not in terminal.output
 
 
-def test_a_silent_run_says_how_long_ago_its_last_step_was(tmp_path, open_terminal):
+def test_a_silent_run_shows_the_time_since_its_last_step(tmp_path, open_terminal):
     terminal = open_terminal([write_run(tmp_path / "run", 4, ended=False), "--once"])
     assert terminal.finish() == 0
     assert re.search(r"last step 16 min \d\d s ago", plain(terminal.output))

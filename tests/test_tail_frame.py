@@ -38,12 +38,12 @@ def test_the_status_line_has_every_number(tmp_path):
     )
 
 
-def test_the_newest_evaluation_stands_in_the_status_line(tmp_path):
+def test_the_newest_evaluation_is_in_the_status_line(tmp_path):
     shown = picture(tmp_path, [4.0, 2.0], evaluation=EvaluationRecord(1, 8, 0.625, 1.0, 1.0, 103.0))
     assert status(shown, 104.5).endswith("wait 0.25 ms  top-1 62.50 % at step 1  left 16 s")
 
 
-def test_a_pause_takes_the_place_of_the_time_left(tmp_path):
+def test_a_pause_replaces_the_time_left(tmp_path):
     shown = picture(tmp_path, [4.0, 2.0])
     assert status(shown, 104 + 10.0).endswith("left 16 s")  # five steps' worth: a pause this long is usual
     assert status(shown, 104 + 11.0).endswith("last step 11 s ago")
@@ -56,7 +56,7 @@ def test_an_error_of_the_run_is_shown_without_its_control_characters(tmp_path):
     )
 
 
-def test_before_the_first_step_it_says_what_it_waits_for(tmp_path):
+def test_before_the_first_step_it_names_what_it_waits_for(tmp_path):
     assert status(picture(tmp_path, []), 0.0) == "waiting for the first step"
 
 

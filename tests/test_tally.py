@@ -77,7 +77,7 @@ def test_a_tally_without_classes_compiles_nothing_for_them():
     assert "tensor<7xi32>, tensor<7xi32>" in compiled(7)
 
 
-def test_a_label_that_is_no_class_belongs_to_none_and_counts_as_wrong():
+def test_an_invalid_label_belongs_to_no_class_and_counts_as_wrong():
     tally = tally_batch(empty_tally(3), jnp.zeros((2, 3)), jnp.array([0, 3]))
     assert tally.classes is not None
     assert (int(tally.num_images), int(tally.top1)) == (2, 1)
@@ -147,7 +147,7 @@ def test_evaluations_come_at_multiples_and_at_the_end_once(steps, every, expecte
     assert model.traces == [True, False]
 
 
-def test_an_evaluation_changes_nothing_of_the_training():
+def test_an_evaluation_does_not_affect_the_training():
     plain = train(toy_config(steps=9), model=Linear(), batches=toy_batch)
     config = toy_config(steps=9, eval_every_steps=2)
     evaluated = train(config, model=Linear(), batches=toy_batch, evaluation=evaluation_set(20))
@@ -200,7 +200,7 @@ def test_splits_of_other_classes_or_sizes_are_refused_and_off_is_off(tmp_path):
         train(TrainConfig(**config))
 
 
-def test_a_failing_evaluation_source_ends_the_run_and_no_half_evaluation_is_told():
+def test_a_failing_evaluation_source_ends_the_run_and_no_partial_evaluation_is_reported():
     class Failing:
         batch, height, width, thread_safe, num_batches = BATCH, 4, 4, True, 3
 

@@ -151,7 +151,7 @@ def test_a_member_that_pax_calls_sparse_is_refused(listed, keyword):
         listed(file.getvalue())
 
 
-def test_headers_for_all_members_are_passed_over(listed):
+def test_global_headers_are_skipped(listed):
     file = io.BytesIO()
     with tarfile.open(
         fileobj=file, mode="w", format=tarfile.PAX_FORMAT, pax_headers={"comment": "a note", "size": "7"}
@@ -222,7 +222,7 @@ def test_an_archive_cut_after_it_was_listed_fails_when_read(tmp_path):
     os.close(tar.descriptor)
 
 
-def test_telling_a_tar_by_its_head():
+def test_a_tar_is_recognised_by_its_head():
     assert is_tar(tar_bytes([("a", b"x")])[:BLOCK])
     assert not is_tar(b"")
     assert not is_tar(bytes(BLOCK))
@@ -313,14 +313,14 @@ REST = tar_bytes([("a/1.jpg", b"one")])
     ],
     ids=lambda value: "" if isinstance(value, bytes) else value[:30],
 )
-def test_what_an_archive_says_of_itself_is_bounded(listed, content, message):
+def test_the_sizes_that_an_archive_declares_are_limited(listed, content, message):
     with pytest.raises(SourceError, match=message) as caught:
         listed(content)
     assert "some.tar" in str(caught.value)
     assert len(str(caught.value)) < 500
 
 
-def test_times_and_owners_of_a_header_play_no_part(listed):
+def test_times_and_owners_of_a_header_are_ignored(listed):
     times = (257, b"ustar  \0"), (345, b"14700000000\0" * 2)  # as `tar --incremental` writes them
     owner = (108, b"nobody\0\0")
     assert listed(header(tarfile.REGTYPE, 3, fields=(*times, owner)) + REST[BLOCK:]) == [("a/1.jpg", b"one")]

@@ -45,7 +45,7 @@ def run_sink(*records, **settings):
     return lines_of(drawn)
 
 
-def test_the_last_line_says_how_the_run_ended():
+def test_the_last_line_names_how_the_run_ended():
     last = run_sink(*(record(step) for step in range(1, 1001)), width=120)[-1]
     assert last.startswith("1000/1000 ")
     # The mean of the last 50 losses, and the rate over their 49 intervals of 10 ms.
@@ -55,7 +55,7 @@ def test_the_last_line_says_how_the_run_ended():
     assert "00:00" in last
 
 
-def test_an_evaluation_under_way_stands_in_the_place_of_the_loss():
+def test_the_progress_of_an_evaluation_replaces_the_loss():
     sink, _ = make_sink()
     assert sink.summary().plain == "waiting for the first step"
     # Of a resumed run, whose evaluation comes before any step.
@@ -70,7 +70,7 @@ def test_an_evaluation_under_way_stands_in_the_place_of_the_loss():
     assert sink.summary().plain.startswith("loss ")
 
 
-def test_a_run_that_ends_in_mid_evaluation_leaves_its_loss_on_the_screen():
+def test_a_run_that_ends_during_an_evaluation_leaves_its_loss_on_the_screen():
     sink, drawn = make_sink()
     sink.open()
     sink.write(record(1))
@@ -112,7 +112,7 @@ def test_all_the_facts_fit_in_80_columns():
         (0, "loss 2.0000"),
     ],
 )
-def test_what_goes_first_where_there_is_less_room(width, expected):
+def test_fields_are_dropped_in_a_fixed_order_on_a_narrow_terminal(width, expected):
     sink, _ = make_sink(batch=1)
     sink.write(record(1, loss=2.0))
     sink.write(record(2, loss=2.0))
@@ -123,7 +123,7 @@ def test_before_the_first_step():
     assert "waiting for the first step" in run_sink()[-1]
 
 
-def test_losses_that_are_no_numbers():
+def test_nan_losses_are_drawn():
     losses = [2.0, math.nan, math.inf, 1.0]
     records = [record(step, loss=loss) for step, loss in enumerate(losses, 1)]
     last = run_sink(*records, steps=4, width=120)[-1]
@@ -150,7 +150,7 @@ def test_a_run_that_ends_early_leaves_its_line_and_the_cursor():
     sink.close()
 
 
-def test_a_clock_that_stands_still_gives_the_records_own_rate():
+def test_with_a_stopped_clock_the_rate_is_that_of_the_record():
     sink, _ = make_sink()
     sink.write(record(1, time=5.0))
     sink.write(record(2, time=5.0))
@@ -158,7 +158,7 @@ def test_a_clock_that_stands_still_gives_the_records_own_rate():
 
 
 @given(st.lists(LOSSES, max_size=300), st.sampled_from([2, 4, 16]))
-def test_history_is_the_means_of_equal_stretches(losses, capacity):
+def test_the_history_has_the_means_of_equal_intervals(losses, capacity):
     history = LossHistory(capacity)
     for loss in losses:
         history.add(loss)
@@ -177,7 +177,7 @@ def test_history_is_the_means_of_equal_stretches(losses, capacity):
 
 
 @pytest.mark.parametrize("capacity", [-2, 0, 1, 5])
-def test_stretches_are_joined_in_pairs(capacity):
+def test_intervals_are_merged_in_pairs(capacity):
     with pytest.raises(ValueError, match=rf"capacity must be even and at least 2, got {capacity}"):
         LossHistory(capacity)
 

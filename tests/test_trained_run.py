@@ -33,7 +33,7 @@ def test_a_run_is_read_back_wherever_its_folder_is_now(run, tmp_path):
     np.testing.assert_array_equal([float(part) for part in recorded.weights.metadata["mean"].split()], [0.5] * 3)
 
 
-def test_what_is_no_folder_of_a_run_is_named(run, tmp_path):
+def test_a_folder_that_is_not_a_run_is_named(run, tmp_path):
     with pytest.raises(ValueError, match=r"RUN must be the folder of a run, but .*/nowhere does not exist: give"):
         read_run(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"config\.json is a file"):
@@ -47,7 +47,7 @@ def test_what_is_no_folder_of_a_run_is_named(run, tmp_path):
         read_run(tmp_path)
 
 
-def test_a_run_without_weights_is_not_over(run):
+def test_a_run_without_weights_has_not_ended(run):
     (run / "model.safetensors").unlink()
     with pytest.raises(
         ValueError, match=r"must contain model\.safetensors, but .*does not: .* was killed, .* \(run-train --resume\)$"

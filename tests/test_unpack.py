@@ -39,7 +39,7 @@ def test_equals_the_formula_in_float64():
     np.testing.assert_allclose(jax.jit(unpack_pixels)(packed, SCALE), expected, rtol=3 * 2**-24, atol=2**-24 / 0.22)
 
 
-def test_the_low_byte_is_not_looked_at():
+def test_the_low_byte_is_ignored():
     packed = all_levels()
     np.testing.assert_array_equal(unpack_pixels(packed | 0xAB, SCALE), unpack_pixels(packed, SCALE))
 

@@ -183,7 +183,7 @@ def test_pulls_of_a_batch_are_one_batch_of_all_their_images(loops, name):
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-5, atol=1e-6)
 
 
-def test_a_run_stopped_at_any_pull_goes_on_to_the_same_bits(loops):
+def test_a_run_stopped_at_any_pull_resumes_bit_for_bit(loops):
     loop = loops("adamw", "one-cycle")
     batches = stacked(*(images(seed) for seed in range(9)))
     numbers = values("adamw", total=3, every=3, warmup_steps=1)
@@ -202,7 +202,7 @@ def test_a_run_stopped_at_any_pull_goes_on_to_the_same_bits(loops):
 @pytest.mark.parametrize(
     ("name", "broken", "accumulates"), [*((name, math.nan, True) for name in NAMES), ("sgd", math.inf, False)]
 )
-def test_an_update_that_is_not_finite_is_as_if_it_had_not_been(loops, name, broken, accumulates):
+def test_a_non_finite_update_has_no_effect(loops, name, broken, accumulates):
     loop = loops(name) if accumulates else Loop(UpdateRule(optimizer=name, averages=True, average_ramp=False))
     every = 2 if accumulates else 1
     good = [images(seed) for seed in range(4 * every)]
@@ -286,7 +286,7 @@ def test_half_precision_weights_keep_their_type(name):
     assert carry[3].average.params["kernel"].dtype == jnp.float32
 
 
-def test_what_is_off_takes_no_room():
+def test_disabled_features_take_no_memory():
     state = init_update(UpdateRule(), first_weights())
     assert state.gathered is None
     assert state.average is None

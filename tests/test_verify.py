@@ -42,7 +42,7 @@ def test_a_split_in_memory_is_verified(tmp_path):
     assert verify_split("memory://x", "train", context=context) == ()
 
 
-def test_every_damage_is_named_not_just_the_first(data):
+def test_all_damage_is_named(data):
     edit(data / "train/pixels/c/0/0/0", 70)  # image 1: an image is 64 bytes and a checksum of 4
     edit(data / "train/pixels/c/0/0/0", 3 * 68)
     (data / "train/pixels/c/1/0/0").unlink()
@@ -62,13 +62,13 @@ def test_every_damage_is_named_not_just_the_first(data):
     assert len(found) == 5
 
 
-def test_without_checksums_a_changed_pixel_is_still_noticed_in_its_file(tmp_path):
+def test_without_checksums_a_changed_pixel_is_detected_in_its_file(tmp_path):
     pack(fake_source(5), tmp_path, checksum=False)
     edit(tmp_path / "train/pixels/c/0/0/0", 65)  # blue of the first pixel of image 1
     assert damages(tmp_path) == ["pixels/c/0/0/0: its images differ from those that were packed in this file"]
 
 
-def test_shard_files_in_each_others_place_are_noticed(data):
+def test_swapped_shard_files_are_detected(data):
     first, second = data / "train/pixels/c/0/0/0", data / "train/pixels/c/1/0/0"
     content = first.read_bytes()
     first.write_bytes(second.read_bytes())
@@ -78,7 +78,7 @@ def test_shard_files_in_each_others_place_are_noticed(data):
     ]
 
 
-def test_files_of_another_pack_are_noticed(data, tmp_path):
+def test_files_of_another_pack_are_detected(data, tmp_path):
     pack(fake_source(13, seed=1, broken=frozenset({3, 11})), tmp_path / "other")
     for name in ("labels/c/0", "failures.jsonl"):
         (data / "train" / name).write_bytes((tmp_path / "other/train" / name).read_bytes())
@@ -108,7 +108,7 @@ def test_what_a_pack_killed_at_its_end_leaves_is_explained(data):
     assert damages(data)[0].startswith("journal/: left by a preprocess-imagenet command")
 
 
-def test_without_checksums_a_used_low_byte_is_noticed(tmp_path):
+def test_without_checksums_a_nonzero_low_byte_is_detected(tmp_path):
     pack(fake_source(5), tmp_path, checksum=False)
     edit(tmp_path / "train/pixels/c/0/0/0", 2 * 64)
     assert damages(tmp_path) == ["pixels/c/0/0/0: image 2: pixels whose low byte is not 0"]
@@ -164,7 +164,7 @@ def test_an_unfinished_split_is_not_verified(data):
         verify_split(str(data), "train")
 
 
-def test_many_images_are_named_in_short():
+def test_many_images_are_abbreviated():
     text = str(Damage("f", "bad", tuple(range(0, 60, 2))))
     assert text == "f: images 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, … 30 in all: bad"
 
@@ -174,13 +174,13 @@ def test_a_stray_file_whose_name_is_not_utf8_is_named(data):
     assert damages(data) == [r"'stray\udce9': the file does not belong to the split"]
 
 
-def test_an_edited_failure_is_noticed(data):
+def test_an_edited_failure_is_detected(data):
     path = data / "train/failures.jsonl"
     path.write_bytes(path.read_bytes().replace(b"2.png", b"3.png"))
     assert damages(data) == ["failures.jsonl: the file has changed since it was written"]
 
 
-def test_a_manifest_that_says_the_same_in_other_bytes_is_not_passed(data):
+def test_a_reformatted_manifest_does_not_pass(data):
     path = data / "train/manifest.json"
     path.write_text(path.read_text() + "\n")
     assert damages(data) == ["manifest.json: the values are unchanged, but the bytes differ from those written"]

@@ -48,7 +48,7 @@ def invoke(monkeypatch, place, *arguments):
     return (codes or [result.exit_code])[0], result.stdout, result.stderr
 
 
-def test_it_says_what_it_does_and_that_the_bits_are_the_same(place):
+def test_it_reports_its_progress_and_identical_bits(place):
     before = files_of(place / "run")
     done = subprocess.run([*COMMAND, "run"], cwd=place, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
@@ -62,7 +62,7 @@ def test_it_says_what_it_does_and_that_the_bits_are_the_same(place):
     assert files_of(place / "run") == before
 
 
-def test_a_loss_that_was_changed_is_told(monkeypatch, place):
+def test_a_changed_loss_is_reported(monkeypatch, place):
     code, said, _ = invoke(monkeypatch, place, "changed", "--to", 3)
     assert code == 1
     file, loss = said.splitlines()
@@ -84,7 +84,7 @@ def test_a_loss_that_was_changed_is_told(monkeypatch, place):
         (["run", "--from", -1], "Invalid value for '--from'"),
     ],
 )
-def test_what_cannot_be_replayed_is_told_in_a_line(monkeypatch, place, arguments, message):
+def test_an_impossible_replay_is_refused_in_one_line(monkeypatch, place, arguments, message):
     code, said, told = invoke(monkeypatch, place, *arguments)
     assert (code, said) == (2, "")
     assert message in told
@@ -98,7 +98,7 @@ def test_a_terminal_gets_a_progress_line(place):
     assert "4/4" in plain(terminal.output)
 
 
-def test_a_signal_stops_it(place):
+def test_a_signal_stops_the_replay(place):
     process = subprocess.Popen(
         [*COMMAND, "run"], cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )  # fmt: skip
@@ -112,7 +112,7 @@ def test_a_signal_stops_it(place):
     assert said == ""
 
 
-def test_it_answers_help_without_jax_or_numpy():
+def test_help_loads_neither_jax_nor_numpy():
     program = (
         "import sys; from engine.commands.verify_cli import main; main(['--help'], standalone_mode=False); "
         "print('loaded', {'jax', 'numpy', 'orbax'} & set(sys.modules))"

@@ -5,6 +5,6 @@ from importlib.metadata import version
 from engine.records.versions import NOT_INSTALLED, version_of
 
 
-def test_an_installed_package_has_its_version_and_another_says_that_it_is_none():
+def test_an_installed_package_has_its_version_and_a_missing_one_is_marked():
     assert version_of("jax") == version("jax")
     assert version_of("no-such-package") == NOT_INSTALLED

@@ -11,7 +11,7 @@ import pytest
 from engine.records.whole_file import remove_unfinished, write_whole
 
 
-def test_a_file_holds_what_was_written(tmp_path):
+def test_a_file_has_the_content_that_was_written(tmp_path):
     path = tmp_path / "result.json"
     write_whole(path, b"first")
     assert path.read_bytes() == b"first"
@@ -23,7 +23,7 @@ def test_a_file_holds_what_was_written(tmp_path):
 @pytest.mark.parametrize("before", [None, b"old content"])
 @pytest.mark.parametrize("failing", ["write", "fsync", "replace"])
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt("now")])
-def test_a_failure_leaves_what_was_there(tmp_path, monkeypatch, before, failing, error):
+def test_a_failure_leaves_the_old_content(tmp_path, monkeypatch, before, failing, error):
     path = tmp_path / "result.json"
     if before is not None:
         path.write_bytes(before)
@@ -103,7 +103,7 @@ def test_the_umask_is_never_touched(tmp_path, monkeypatch):
     assert (tmp_path / "result.json").read_bytes() == b"content"
 
 
-def test_a_reader_never_sees_a_part(tmp_path):
+def test_a_reader_never_sees_partial_content(tmp_path):
     path = tmp_path / "result.json"
     contents = [bytes([letter]) * 100_000 for letter in b"ab"]
     write_whole(path, contents[0])
@@ -124,12 +124,12 @@ def test_a_reader_never_sees_a_part(tmp_path):
     assert done.is_set()
 
 
-def test_a_folder_that_is_not_there_is_an_error(tmp_path):
+def test_a_missing_folder_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         write_whole(tmp_path / "nowhere" / "result.json", b"content")
 
 
-def test_what_a_kill_left_of_a_file_is_removed_and_nothing_else(tmp_path, monkeypatch):
+def test_only_the_remains_of_a_killed_write_are_removed(tmp_path, monkeypatch):
     path = tmp_path / "result.json"
     kept = ["result.json", ".result.json", ".result.json.backup", ".result_json.0123abcd", ".other.json.0123abcd"]
     for name in kept:
