@@ -116,6 +116,13 @@ def test_endless_batches_have_no_epochs(name):
         train(replace(config, batch=BATCH), batches=toy_batch, model=Linear())
 
 
+def test_a_refused_start_leaves_nothing_behind(tmp_path):
+    config = TrainConfig(epochs=2.5, batch=BATCH, run_dir=tmp_path / "runs/first")
+    with pytest.raises(ValueError, match="must not be given with batches of your own"):
+        train(config, batches=toy_batch, model=Linear())
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_split_that_is_trained_on_is_counted(tmp_path):
     pack(fake_source(10), tmp_path)
     pack(fake_source(3, name="val"), tmp_path)

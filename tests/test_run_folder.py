@@ -5,6 +5,7 @@ import json
 import platform
 import subprocess
 import sys
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from safetensors.numpy import load_file
 
 from engine.config import TrainConfig
 from engine.records.digests import is_as_sealed
-from engine.records.folder_lock import is_locked
+from engine.records.folder_lock import FolderLock, is_locked
 from engine.records.run_folder import LOSS_LOG, RESULT, RunFolder
 
 WRITTEN = ["config.json", "loss.jsonl", "model.safetensors", "result.json"]
@@ -47,8 +48,50 @@ def test_an_abandoned_folder_is_restored(tmp_path, is_new):
     assert [each.name for each in tmp_path.iterdir()] == ([] if is_new else ["notes.txt"])
 
 
-def test_a_folder_that_cannot_be_created_is_named_with_the_reason():
-    with pytest.raises(ValueError, match=r"must be writable, but /proc/run cannot be created \(.*\): choose another"):
+def test_an_abandoned_folder_goes_with_the_parents_that_were_made_for_it(tmp_path):
+    (tmp_path / "runs").mkdir()
+    with RunFolder(tmp_path / "runs/group/first"):
+        pass
+    assert list(tmp_path.rglob("*")) == [tmp_path / "runs"]
+    with RunFolder(tmp_path / "runs/group/first"):
+        (tmp_path / "runs/group/second").mkdir()
+    assert list((tmp_path / "runs").rglob("*")) == [tmp_path / "runs/group", tmp_path / "runs/group/second"]
+
+
+@pytest.mark.parametrize("how", [{"overwrite": True}, {"resume": True}, {}])
+def test_a_refused_start_leaves_no_lock_beside_an_earlier_run(tmp_path, how):
+    (tmp_path / "config.json").write_text("{}")
+    with suppress(ValueError), RunFolder(tmp_path, **how):
+        pass
+    assert [each.name for each in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_a_folder_whose_lock_cannot_be_acquired_is_not_left_behind(tmp_path, monkeypatch):
+    def fail(_):
+        raise ValueError("no lock")
+
+    monkeypatch.setattr(FolderLock, "acquire", fail)
+    with pytest.raises(ValueError, match="no lock"):
+        RunFolder(tmp_path / "runs/first")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_parent_that_another_refused_run_removes_is_made_again(tmp_path, monkeypatch):
+    mkdir, calls = Path.mkdir, []
+
+    def removed_at_first(path, *arguments, **named):
+        calls.append(path)
+        if len(calls) == 1:
+            raise FileNotFoundError(2, "No such file or directory", str(path))
+        mkdir(path, *arguments, **named)
+
+    monkeypatch.setattr(Path, "mkdir", removed_at_first)
+    with RunFolder(tmp_path / "runs/first"):
+        assert is_locked(tmp_path / "runs/first")
+
+
+def test_a_folder_that_cannot_be_made_is_named_with_the_reason():
+    with pytest.raises(ValueError, match=r"must be writable, and /proc/run cannot be created \(.*\): choose another"):
         RunFolder(Path("/proc/run"), overwrite=False)
 
 

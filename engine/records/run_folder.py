@@ -9,6 +9,7 @@ files at that time (`engine.records.folder_state`), and `model.safetensors` a di
 """
 
 import json
+import os
 import platform
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,6 +54,7 @@ _OTHER_CONTENT = (
     f"*/{LOSS_LOG}",
     *(f"{place}{PIXELS}/zarr.json" for place in ("", "*/", "*/train/", "*/val/", "*/test/")),
 )
+_MAKE_TRIES = 10
 _RECORDED_VERSIONS = ("feedloop", "jax", "jaxlib", "numpy", "optax", "tensorstore")
 
 
@@ -79,7 +81,6 @@ class RunFolder:
         self.weights_digest: str | None = None
         self._is_resumed, self._is_launched = resume, False
         self._is_cleared, self._is_kept = False, False
-        self._is_new = not path.exists()
         if resume and not (path / CONFIG).is_file():
             raise ValueError(
                 f"there is no run to resume in {path}, which contains no {CONFIG}: "
@@ -87,15 +88,16 @@ class RunFolder:
             )
         if not (path / CONFIG).is_file():
             self._check_has_no_other_content()
-        _make_folder(path)
-        self._lock = FolderLock(path)
-        self._lock.acquire()
+        self._made = _make_folder(path)
+        self._lock, self._had_lock = FolderLock(path), (path / LOCK_NAME).exists()
         try:
+            self._lock.acquire()
             if not resume and not overwrite:
                 self._check_is_free()
             self._remove_unfinished()
             remove_requests(path)
         except BaseException:
+            self._remove_made(lock=not self._had_lock)
             self._lock.release()
             raise
 
@@ -154,14 +156,19 @@ class RunFolder:
         """Remove what this process wrote; keep an earlier run that was resumed or is not yet overwritten."""
         if self._is_cleared:
             self.clear()
-        if self._is_resumed or (self.path / CONFIG).exists():
-            return
-        _remove(self.path / CONTROL_FOLDER_NAME)
+        holds_run = self._is_resumed or (self.path / CONFIG).exists()
+        if not holds_run:
+            _remove(self.path / CONTROL_FOLDER_NAME)
+        self._remove_made(lock=not (holds_run and self._had_lock))
+
+    def _remove_made(self, *, lock: bool) -> None:
+        """Remove the folders that were created for this run, as far as they are empty, and first the lock if asked."""
         # Only the holder may remove the lock.
-        (self.path / LOCK_NAME).unlink(missing_ok=True)
-        if self._is_new:
-            with suppress(OSError):  # it contains other files by now
-                self.path.rmdir()
+        if lock and self._lock.is_in_place():
+            (self.path / LOCK_NAME).unlink(missing_ok=True)
+        with suppress(OSError):  # one holds other files by now
+            for folder in self._made:
+                folder.rmdir()
 
     @property
     def loss_log(self) -> Path:
@@ -277,15 +284,23 @@ def recorded_versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {name: version_of(name) for name in _RECORDED_VERSIONS}
 
 
-def _make_folder(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise ValueError(f"the run folder must be a folder, but {path} is a file: choose another path") from None
-    except OSError as error:
-        raise ValueError(
-            f"the run folder must be writable, but {path} cannot be created ({error.strerror}): choose another path"
-        ) from error
+def _make_folder(path: Path) -> tuple[Path, ...]:
+    """Create a folder and its parents, and return those that were missing, deepest first."""
+    missing = tuple(each for each in (path, *path.parents) if not os.path.lexists(each))
+    for tries_left in reversed(range(_MAKE_TRIES)):
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            break
+        except (FileExistsError, NotADirectoryError):
+            raise ValueError(f"the run folder must be a folder, and {path} is a file: choose another") from None
+        except OSError as error:
+            # Another run that was refused may have removed a parent that it had created.
+            if tries_left and isinstance(error, FileNotFoundError):
+                continue
+            raise ValueError(
+                f"the run folder must be writable, and {path} cannot be created ({error.strerror}): choose another"
+            ) from error
+    return missing
 
 
 def _is_left(path: Path) -> bool:
