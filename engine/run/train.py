@@ -113,12 +113,10 @@ def open_run(
         ValueError: as `train`.
     """
     check_arguments(config, parts)
+    _check_has_folder(config, is_dry=is_dry)
     with ExitStack() as stack:
         folder = None
-        if config.run_dir is None:
-            if config.resume or (config.snapshot_every_steps and not is_dry):
-                _named_folder(config, "resume" if config.resume else "snapshot_every_steps")
-        elif not is_dry:
+        if config.run_dir is not None and not is_dry:
             opened = RunFolder(Path(config.run_dir), overwrite=config.overwrite, resume=config.resume)
             folder = stack.enter_context(opened)
         recorded, start = _find_start(config, parts, notify)
@@ -187,8 +185,8 @@ class OpenRun:
     def plan(self) -> DryRun:
         """Compile the program, and return it with the memory that the run would need."""
         launch = self._launch
-        if self._recorded is not None:
-            find_cuts(_named_folder(self.config, "resume"), launch.start)
+        if self._recorded is not None and self.config.run_dir is not None:
+            find_cuts(Path(self.config.run_dir), launch.start)
         with caching_compilations(self.config.compilation_cache):
             compiled = launch.compile()
         return DryRun(compiled, launch.num_params, launch.resolved, launch.ring_bytes, host_memory_bytes())
@@ -209,12 +207,14 @@ class OpenRun:
         return compiled, state
 
 
-def _named_folder(config: TrainConfig, setting: str) -> Path:
-    if config.run_dir is None:
+def _check_has_folder(config: TrainConfig, *, is_dry: bool) -> None:
+    """Raise SettingError if a setting needs a run folder and none is named; a dry run takes no snapshots."""
+    needs_one = {"resume": config.resume, "snapshot_every_steps": config.snapshot_every_steps and not is_dry}
+    if config.run_dir is None and any(needs_one.values()):
         raise SettingError(
-            setting, "the setting {setting} needs a run folder, got none: give one with TrainConfig(run_dir=…)"
+            next(name for name, is_needed in needs_one.items() if is_needed),
+            "the setting {setting} needs a run folder, got none: give one, TrainConfig(run_dir=…)",
         )
-    return Path(config.run_dir)
 
 
 def _check_continues(launch: Launch, recorded: RecordedRun, notify: Callable[[str], None]) -> None:
@@ -229,10 +229,10 @@ def _check_continues(launch: Launch, recorded: RecordedRun, notify: Callable[[st
 def _find_start(
     config: TrainConfig, parts: OwnParts, notify: Callable[[str], None]
 ) -> tuple[RecordedRun | None, StartingPoint]:
-    """Return the record of the resumed run (None for a new run) and the starting point of the launch."""
-    if not config.resume:
+    """Return the record of the resumed run (None for a new run) and where the launch begins."""
+    if not config.resume or config.run_dir is None:
         return None, StartingPoint()
-    path = _named_folder(config, "resume")
+    path = Path(config.run_dir)
     recorded = read_recorded(path)
     check_own(recorded, path, model=parts.model, batches=parts.batches)
     check_settings(config, recorded.config)
