@@ -14,11 +14,12 @@ import engine.records.run_folder
 from engine import train
 from engine.control.board import ControlBoard
 from engine.control.word import encode_control
+from engine.records.folder_lock import FolderLock
 from engine.records.whole_file import write_whole
 from engine.run import resume
 from engine.run.launch import Launch
 from engine.run.train import plan_run
-from tests.fake_source import fake_source, pack
+from tests.fake_source import fake_source, files_of, pack
 from tests.toy import BATCH, SIZE, Linear, toy_batch, toy_config
 
 IMAGE_BYTES = 4 * SIZE * SIZE
@@ -153,6 +154,23 @@ def test_a_dry_run_with_snapshots_needs_no_folder():
     assert plan_run(toy_config(snapshot_every_steps=2), model=Linear(), batches=toy_batch).num_params
     with pytest.raises(ValueError, match="the setting snapshot_every_steps needs a run folder"):
         train(toy_config(snapshot_every_steps=2), model=Linear(), batches=toy_batch)
+
+
+def test_a_dry_run_refuses_the_folder_that_the_run_would_refuse(tmp_path):
+    config = toy_config(run_dir=tmp_path / "run")
+    plan_run(config, model=Linear(), batches=toy_batch)
+    assert list(tmp_path.iterdir()) == []
+    train(config, model=Linear(), batches=toy_batch)
+    before = files_of(tmp_path)
+    with pytest.raises(ValueError, match=r"the run folder must be new, and .* holds config\.json of an earlier run"):
+        plan_run(config, model=Linear(), batches=toy_batch)
+    again = replace(config, overwrite=True)
+    plan_run(again, model=Linear(), batches=toy_batch)
+    assert files_of(tmp_path) == before
+    with FolderLock(tmp_path / "run"):
+        for refused in (again, replace(config, resume=True)):
+            with pytest.raises(ValueError, match="is in use by process"):
+                plan_run(refused, model=Linear(), batches=toy_batch)
 
 
 def test_the_snapshot_that_a_run_is_resumed_from_is_released_before_its_first_step(tmp_path, monkeypatch):

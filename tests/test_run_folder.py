@@ -2,10 +2,11 @@
 
 import hashlib
 import json
+import os
 import platform
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from safetensors.numpy import load_file
 from engine.config import TrainConfig
 from engine.records.digests import is_as_sealed
 from engine.records.folder_lock import FolderLock, is_locked
-from engine.records.run_folder import LOSS_LOG, RESULT, RunFolder
+from engine.records.run_folder import LOSS_LOG, RESULT, RunFolder, check_folder
 
 WRITTEN = ["config.json", "loss.jsonl", "model.safetensors", "result.json"]
 
@@ -177,7 +178,47 @@ def test_a_run_may_have_others_below_it(tmp_path, below):
     assert (tmp_path / below).exists()
 
 
-def test_unrelated_files_below_are_not_runs(tmp_path):
+def refusal(act, path, how):
+    """The message with which a start or its check refuses a folder, None if it does not."""
+    try:
+        with act(path, **how) or nullcontext():
+            return None
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("how", [{}, {"overwrite": True}, {"resume": True}])
+@pytest.mark.parametrize("state", ["free", "missing", "foreign", "run", "locked", "locked run", "runs", "file", "pipe"])
+def test_the_check_of_a_folder_refuses_what_a_start_refuses_and_changes_nothing(tmp_path, state, how):
+    path = tmp_path / "run"
+    if state == "file":
+        path.write_text("mine")
+    elif state != "missing":
+        path.mkdir()
+    if state == "foreign":
+        (path / "notes.txt").write_text("mine")
+    elif state.endswith("run"):
+        (path / "config.json").write_text("{}")
+    elif state == "runs":
+        write_below(path, "first/loss.jsonl")
+    elif state == "pipe":
+        os.mkfifo(path / ".lock")
+    with FolderLock(path) if "locked" in state else nullcontext():
+        before = {each: each.stat().st_mtime_ns for each in (tmp_path, *tmp_path.rglob("*"))}
+        checked = refusal(check_folder, path, how)
+        assert {each: each.stat().st_mtime_ns for each in (tmp_path, *tmp_path.rglob("*"))} == before
+        assert checked == refusal(RunFolder, path, how)
+
+
+def test_the_check_of_a_folder_refuses_one_that_cannot_be_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    for path in (tmp_path, tmp_path / "runs/first"):
+        with pytest.raises(ValueError, match=rf"the run folder must be writable, and {tmp_path} is not: choose"):
+            check_folder(path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_strangers_files_below_are_no_runs(tmp_path):
     names = ("net/config.json", "manifest.json", "app/manifest.json")
     for name in names:
         write_below(tmp_path, name)

@@ -56,15 +56,35 @@ class FolderLock:
         try:
             self._file = lock_file(self._path)
         except FileLockedError as error:
-            raise FolderInUseError(
-                f"{self._folder} is in use by {_holder(self._path)}: wait for it or stop it"
-            ) from error
+            raise self._in_use() from error
         except OSError as error:
-            raise ValueError(
-                f"{self._folder} must be a writable folder, but {self._path} cannot be opened ({error.strerror}): "
-                "choose another folder or correct its permissions"
-            ) from error
+            raise self._unusable(error) from error
         _write_record(self._file)
+
+    def check(self) -> None:
+        """Check that `acquire` would acquire the lock, without creating its file or disturbing a holder.
+
+        Raises:
+            ValueError: as `acquire`.
+        """
+        try:
+            with os.fdopen(open_regular(self._path), "rb") as file:
+                is_held = _is_held(file.fileno())
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            raise self._unusable(error) from error
+        if is_held:
+            raise self._in_use()
+
+    def _in_use(self) -> FolderInUseError:
+        return FolderInUseError(f"{self._folder} is in use by {_holder(self._path)}: wait for it or stop it")
+
+    def _unusable(self, error: OSError) -> ValueError:
+        return ValueError(
+            f"{self._folder} must be a writable folder, and {self._path} cannot be opened ({error.strerror}): "
+            "choose another folder or correct its permissions"
+        )
 
     def release(self) -> None:
         """Release the lock if it is held."""
@@ -112,6 +132,15 @@ def is_locked(folder: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     try:
+        is_held = _is_held(file)
+        return os.fstat(file).st_size > 0 if is_held is None else is_held
+    finally:
+        os.close(file)
+
+
+def _is_held(file: int) -> bool | None:
+    """Return whether the lock of an open file is held; None on a file system without locks."""
+    try:
         # Shared, so that concurrent checks do not mistake each other for a holder.
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -119,9 +148,7 @@ def is_locked(folder: Path) -> bool:
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
-        return os.fstat(file).st_size > 0
-    finally:
-        os.close(file)
+        return None
     return False
 
 

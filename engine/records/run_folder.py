@@ -81,19 +81,13 @@ class RunFolder:
         self.weights_digest: str | None = None
         self._is_resumed, self._is_launched = resume, False
         self._is_cleared, self._is_kept = False, False
-        if resume and not (path / CONFIG).is_file():
-            raise ValueError(
-                f"there is no run to resume in {path}, which contains no {CONFIG}: "
-                "give the folder of the run (--run-dir), or start one without --resume"
-            )
-        if not (path / CONFIG).is_file():
-            self._check_has_no_other_content()
+        _check_content(path, resume=resume)
         self._made = _make_folder(path)
         self._lock, self._had_lock = FolderLock(path), (path / LOCK_NAME).exists()
         try:
             self._lock.acquire()
             if not resume and not overwrite:
-                self._check_is_free()
+                _check_is_free(path)
             self._remove_unfinished()
             remove_requests(path)
         except BaseException:
@@ -119,24 +113,6 @@ class RunFolder:
     def launched(self) -> None:
         """Mark the run as started: from now on, leaving the context keeps its files; before, it removes them."""
         self._is_launched = True
-
-    def _check_has_no_other_content(self) -> None:
-        """Raise ValueError if the folder contains other runs or packed data: the user gave DIR instead of DIR/NAME."""
-        below = (each for pattern in _OTHER_CONTENT for each in self.path.glob(pattern))
-        if (found := next(below, None)) is not None:
-            other = found.relative_to(self.path).parent
-            raise ValueError(
-                f"a run folder must contain only its run, but {self.path} contains {other}: choose a folder in it, "
-                f"such as {self.path / 'run'} (--run-dir)"
-            )
-
-    def _check_is_free(self) -> None:
-        left = [name for name in _WRITTEN_HERE if _is_left(self.path / name)]
-        if left:
-            raise ValueError(
-                f"the run folder must be new, but {self.path} contains {left[-1]} of an earlier run: choose another "
-                "folder (--run-dir), continue the run (--resume) or overwrite it (--overwrite)"
-            )
 
     def _remove_unfinished(self) -> None:
         """Remove the temporary files of a killed process: the weights of a large network take up much space."""
@@ -284,6 +260,57 @@ def recorded_versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {name: version_of(name) for name in _RECORDED_VERSIONS}
 
 
+def check_folder(path: Path, *, overwrite: bool = False, resume: bool = False) -> None:
+    """Check that `RunFolder` would open a folder, without creating, locking or removing anything.
+
+    Raises:
+        ValueError: as `RunFolder`.
+    """
+    _check_content(path, resume=resume)
+    existing = next(each for each in (path, *path.parents) if os.path.lexists(each))
+    if not existing.is_dir():
+        raise _not_a_folder(path)
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(f"the run folder must be writable, and {existing} is not: choose another")
+    FolderLock(path).check()
+    if not resume and not overwrite:
+        _check_is_free(path)
+
+
+def _check_content(path: Path, *, resume: bool) -> None:
+    """Raise ValueError if a folder holds no run to resume, or other runs or packed data.
+
+    The user then gave DIR instead of DIR/NAME.
+    """
+    if (path / CONFIG).is_file():
+        return
+    if resume:
+        raise ValueError(
+            f"there is no run to resume in {path}, which holds no {CONFIG}: "
+            "name the folder of the run (--run-dir), or start one without --resume"
+        )
+    below = (each for pattern in _OTHER_CONTENT for each in path.glob(pattern))
+    if (found := next(below, None)) is not None:
+        holds = found.relative_to(path).parent
+        raise ValueError(
+            f"a run folder must hold only its run, and {path} holds {holds}: name one below it, such as "
+            f"{path / 'run'} (--run-dir)"
+        )
+
+
+def _check_is_free(path: Path) -> None:
+    left = [name for name in _WRITTEN_HERE if _is_left(path / name)]
+    if left:
+        raise ValueError(
+            f"the run folder must be new, and {path} holds {left[-1]} of an earlier run: choose another "
+            "(--run-dir), continue the run (--resume) or overwrite it (--overwrite)"
+        )
+
+
+def _not_a_folder(path: Path) -> ValueError:
+    return ValueError(f"the run folder must be a folder, and {path} is a file: choose another")
+
+
 def _make_folder(path: Path) -> tuple[Path, ...]:
     """Create a folder and its parents, and return those that were missing, deepest first."""
     missing = tuple(each for each in (path, *path.parents) if not os.path.lexists(each))
@@ -292,7 +319,7 @@ def _make_folder(path: Path) -> tuple[Path, ...]:
             path.mkdir(parents=True, exist_ok=True)
             break
         except (FileExistsError, NotADirectoryError):
-            raise ValueError(f"the run folder must be a folder, and {path} is a file: choose another") from None
+            raise _not_a_folder(path) from None
         except OSError as error:
             # Another run that was refused may have removed a parent that it had created.
             if tries_left and isinstance(error, FileNotFoundError):

@@ -13,7 +13,7 @@ from engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, Ev
 from engine.locations import with_absolute_paths
 from engine.program.train_state import TrainModel, TrainState
 from engine.records.recorded_run import RecordedRun, read_recorded
-from engine.records.run_folder import RunFolder
+from engine.records.run_folder import RunFolder, check_folder
 from engine.run.compilation import Compiled, caching_compilations
 from engine.run.data import open_data
 from engine.run.epochs import settle_epochs
@@ -116,9 +116,12 @@ def open_run(
     _check_has_folder(config, is_dry=is_dry)
     with ExitStack() as stack:
         folder = None
-        if config.run_dir is not None and not is_dry:
-            opened = RunFolder(Path(config.run_dir), overwrite=config.overwrite, resume=config.resume)
-            folder = stack.enter_context(opened)
+        if config.run_dir is not None:
+            path, how = Path(config.run_dir), {"overwrite": config.overwrite, "resume": config.resume}
+            if is_dry:
+                check_folder(path, **how)
+            else:
+                folder = stack.enter_context(RunFolder(path, **how))
         recorded, start = _find_start(config, parts, notify)
         host = stack.enter_context(HostSide(config, notify))
         data = open_data(config, parts, stack, notify, first_pull=start.pulls, is_new=recorded is None)
