@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from preprocess.regular_file import check_regular
+from preprocess.regular_file import IrregularFileError, check_regular
 
 NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
 """The errors of file systems without locks, including some network file systems."""
@@ -27,6 +27,10 @@ class FileLockedError(Exception):
     """The lock is held by another process, or elsewhere in this one."""
 
 
+class LockRefusedError(OSError):
+    """The file could be opened, but the operating system does not lock it."""
+
+
 def lock_file(path: Path) -> int:
     """Lock the file at ``path``, creating it if necessary, and return its descriptor, which the caller must close.
 
@@ -35,7 +39,8 @@ def lock_file(path: Path) -> int:
 
     Raises:
         FileLockedError: the lock is already held, by this process or another.
-        OSError: the file cannot be created or locked, or is not a regular file.
+        LockRefusedError: the operating system does not lock the file.
+        OSError: the file cannot be created, or is not a regular file.
     """
     for attempt in range(_TRIES):
         if attempt:
@@ -44,6 +49,24 @@ def lock_file(path: Path) -> int:
         if descriptor is not None:
             return descriptor
     raise FileLockedError(path)
+
+
+def failure_words(path: str | os.PathLike[str], error: OSError, place: str) -> str:
+    """Return what is wrong with a lock file and what to do, as the end of a message.
+
+    Args:
+        path: the lock file as the message names it.
+        error: what `lock_file` raised.
+        place: what the user chose, such as "folder".
+    """
+    reason = error.strerror or error
+    if isinstance(error, LockRefusedError):
+        return f"{path} cannot be locked ({reason}): choose another {place}, on a file system with file locks"
+    if isinstance(error, (IrregularFileError, IsADirectoryError)):
+        return f"{path} cannot be used as a lock ({reason}): remove it"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"{path} cannot be opened ({reason}): correct its permissions, or choose another {place}"
+    return f"{path} cannot be opened ({reason}): choose another {place}"
 
 
 def _try_to_lock(path: Path) -> int | None:
@@ -58,7 +81,7 @@ def _try_to_lock(path: Path) -> int | None:
             return None
         except OSError as error:
             if error.errno not in NO_LOCKS:
-                raise
+                raise LockRefusedError(error.errno, error.strerror, os.fspath(path)) from error
         with suppress(FileNotFoundError):
             is_ours = os.path.samestat(os.fstat(descriptor), path.stat())
         return descriptor if is_ours else None

@@ -199,7 +199,7 @@ def test_the_holder_may_remove_the_lock_file(tmp_path):
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     for folder, reason in ((tmp_path / "file", "Not a directory"), (tmp_path / "no", "No such file or directory")):
-        with pytest.raises(ValueError, match=rf"{folder} must be a writable folder, but .* \({reason}\): choose"):
+        with pytest.raises(ValueError, match=rf"{folder} must be a folder that can be locked, .* \({reason}\): choose"):
             FolderLock(folder).acquire()
 
 
@@ -212,6 +212,17 @@ def test_without_system_locks_everyone_is_admitted_and_the_record_counts(tmp_pat
         assert is_locked(tmp_path)
         FolderLock(tmp_path).acquire()
     assert not is_locked(tmp_path)
+
+
+def test_a_file_system_that_refuses_the_lock_is_named_as_the_reason(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    (tmp_path / LOCK_NAME).touch()
+    monkeypatch.setattr(fcntl, "flock", fail)
+    for act in (FolderLock(tmp_path).acquire, FolderLock(tmp_path).check):
+        with pytest.raises(ValueError, match=r"cannot be locked \(Input/output error\): choose another folder, on"):
+            act()
 
 
 @pytest.mark.parametrize("act", [lambda folder: FolderLock(folder).acquire(), is_locked])

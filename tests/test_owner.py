@@ -118,29 +118,41 @@ def test_no_lock_files_remain(tmp_path):
 def test_a_read_only_folder_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with (
-        pytest.raises(ShardError, match=r"file/: can't write journal/lock: Not a directory"),
+        pytest.raises(ShardError, match=r"journal/lock cannot be opened \(Not a directory\): choose another DEST"),
         Owner(open_location(str(tmp_path / "file"))),
     ):
         pass
 
 
-@pytest.mark.parametrize(("fault", "reason"), [("pipe", "it is a pipe, not a file"), ("lock", "Input/output error")])
-def test_a_lock_that_cannot_be_acquired_is_an_error(tmp_path, monkeypatch, fault, reason):
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("pipe", "cannot be used as a lock (it is a pipe, not a file): remove it"),
+        ("folder", "cannot be used as a lock (Is a directory): remove it"),
+        ("open", "cannot be opened (Read-only file system): correct its permissions, or choose another DEST"),
+        ("lock", "cannot be locked (Input/output error): choose another DEST, on a file system with file locks"),
+        ("permission", "cannot be locked (Permission denied): choose another DEST, on a file system with file locks"),
+    ],
+)
+def test_a_lock_that_cannot_be_had_says_why_and_what_to_do(tmp_path, monkeypatch, fault, words):
     import fcntl
 
     def fail(*_):
-        raise OSError(errno.EIO, "Input/output error")
+        raise OSError(number := numbers[fault], os.strerror(number))
 
+    numbers = {"open": errno.EROFS, "lock": errno.EIO, "permission": errno.EACCES}
     (tmp_path / LOCK_KEY).parent.mkdir()
     if fault == "pipe":
         os.mkfifo(tmp_path / LOCK_KEY)
+    elif fault == "folder":
+        (tmp_path / LOCK_KEY).mkdir()
+    elif fault == "open":
+        monkeypatch.setattr(os, "open", fail)
     else:
         monkeypatch.setattr(fcntl, "flock", fail)
-    with (
-        pytest.raises(ShardError, match=f"can't write journal/lock: {reason}; choose another DEST"),
-        Owner(open_location(str(tmp_path))),
-    ):
+    with pytest.raises(ShardError) as raised, Owner(open_location(str(tmp_path))):
         pass
+    assert str(raised.value) == f"{tmp_path}/: {LOCK_KEY} {words}"
 
 
 def test_a_lock_file_that_its_holder_removed_is_created_again(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from preprocess.file_lock import NO_LOCKS, FileLockedError, lock_file
+from preprocess.file_lock import NO_LOCKS, FileLockedError, LockRefusedError, failure_words, lock_file
 from preprocess.regular_file import open_regular
 
 LOCK_NAME = ".lock"
@@ -82,8 +82,7 @@ class FolderLock:
 
     def _unusable(self, error: OSError) -> ValueError:
         return ValueError(
-            f"{self._folder} must be a writable folder, and {self._path} cannot be opened ({error.strerror}): "
-            "choose another folder or correct its permissions"
+            f"{self._folder} must be a folder that can be locked, and {failure_words(self._path, error, 'folder')}"
         )
 
     def release(self) -> None:
@@ -147,7 +146,7 @@ def _is_held(file: int) -> bool | None:
         return True
     except OSError as error:
         if error.errno not in NO_LOCKS:
-            raise
+            raise LockRefusedError(error.errno, error.strerror) from error
         return None
     return False
 
