@@ -111,8 +111,8 @@ def test_a_recipe_fits_a_packed_set_and_comes_to_a_program(name, packed):
     assert config.warmup_steps < config.steps
     with ExitStack() as stack:
         resolved = resolve(config, OwnParts(), open_data(config, OwnParts(), stack, lambda _: None))
-        assert resolved.evaluation is not None
-        assert (resolved.model_name, resolved.num_classes) == ("resnet8", 3)
+        assert resolved.data.evaluation is not None
+        assert (resolved.model_name, resolved.data.num_classes) == ("resnet8", 3)
     statics_of(config).augmentation.check_batch(4)
     assert int(update_values(config).schedule.total_steps) == steps
 

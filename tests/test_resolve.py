@@ -30,11 +30,11 @@ def told_while_resolving(config):
 def test_a_packed_split_gives_size_classes_and_scale(tmp_path):
     done = pack(fake_source(9, size=8), tmp_path)
     found = resolved(TrainConfig(data=tmp_path, batch=4))
-    assert (found.model_name, found.num_classes) == ("resnet8", 3)
-    assert (found.source.batch, found.source.height, found.source.width) == (4, 8, 8)
-    assert (found.mean, found.std) == (done.manifest.channel_mean, done.manifest.channel_std)
-    assert len(found.manifest_digest) == 64
-    assert found.data == f"{tmp_path}/train, 9 images"
+    assert (found.model_name, found.data.num_classes) == ("resnet8", 3)
+    assert (found.data.source.batch, found.data.source.height, found.data.source.width) == (4, 8, 8)
+    assert (found.data.mean, found.data.std) == (done.manifest.channel_mean, done.manifest.channel_std)
+    assert len(found.data.manifest_digest) == 64
+    assert found.data.words == f"{tmp_path}/train, 9 images"
 
 
 @pytest.mark.parametrize(("batch", "num_warnings"), [(9, 0), (10, 1)])
@@ -74,7 +74,7 @@ def test_a_run_does_not_begin_without_a_split_whose_packing_is_not_finished(tmp_
         told_at_the_beginning(TrainConfig(data=tmp_path, batch=4))
     assert told_at_the_beginning(TrainConfig(data=tmp_path, batch=4, eval_split="off")) == []
     # Nothing of it to a run that goes on.
-    found = resolved(TrainConfig(data=tmp_path, batch=4)).evaluation
+    found = resolved(TrainConfig(data=tmp_path, batch=4)).data.evaluation
     assert (found is None) == (other is None)
 
 
@@ -138,20 +138,20 @@ def test_evaluation_data_of_the_user_are_used():
 )
 def test_synthetic_batches_follow_the_settings(values, expected):
     found = resolved(TrainConfig(synthetic=True, batch=2, **values))
-    assert (found.model_name, found.num_classes, found.source.height) == expected
-    assert found.manifest_digest is None
+    assert (found.model_name, found.data.num_classes, found.data.source.height) == expected
+    assert found.data.manifest_digest is None
 
 
 def test_own_model_and_batches_are_used_unchanged():
     model = Linear()
     found = resolved(toy_config(), model=model, batches=toy_batch)
     assert found.model is model
-    assert found.data == "batches of your own"
+    assert found.data.words == "batches of your own"
 
 
 def test_more_classes_than_the_data_has_are_allowed(tmp_path):
     pack(fake_source(9, size=8), tmp_path)
-    assert resolved(TrainConfig(data=tmp_path, batch=4, num_classes=1000)).num_classes == 1000
+    assert resolved(TrainConfig(data=tmp_path, batch=4, num_classes=1000)).data.num_classes == 1000
 
 
 @pytest.mark.parametrize(

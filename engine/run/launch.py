@@ -86,12 +86,13 @@ class Launch:
         notify: Callable[[str], None],
     ) -> None:
         self.config, self.resolved, self.start, self._notify = config, resolved, start, notify
+        self._data = resolved.data
         self.train_s, self.has_changed_data = 0.0, False
         self.board, self.notices, self._signals = host.board, host.notices, host.signals
         self._transport, self._chunk = host.transport, host.chunk
         self._infeeds: list[BatchInfeed] = []
         self._infeed = self._make_infeed(
-            self.resolved.source,
+            self._data.source,
             self.board.words,
             start.pulls,
             config.steps * config.accumulate_steps,
@@ -128,7 +129,7 @@ class Launch:
         return math.fsum(self._infeed.take_wait_s(pull) for pull in range(step * count, (step + 1) * count))
 
     def _make_evaluation_infeed(self) -> BatchInfeed | None:
-        evaluated = self.resolved.evaluation
+        evaluated = self._data.evaluation
         if evaluated is None:
             return None
         num_batches = evaluated.num_batches
@@ -178,8 +179,8 @@ class Launch:
         return infeed
 
     def _chunk_of(self, source: BatchSource) -> int:
-        """Return the number of batches of `source` in a chunk; for an evaluation, the transport's default."""
-        evaluated = self.resolved.evaluation
+        """Return how many batches of a source cross at once; for an evaluation, the transport's default."""
+        evaluated = self._data.evaluation
         if evaluated is None or source is not evaluated:
             return self._chunk
         return choose_chunk(None, self._transport)
@@ -194,7 +195,7 @@ class Launch:
             "device": this_device(),
             "transport": self._transport.name,
             "chunk_batches": self._chunk,
-            "prefetch": self._ring_depth(self.resolved.source),
+            "prefetch": self._ring_depth(self._data.source),
         }
 
     @property
@@ -216,15 +217,15 @@ class Launch:
         return given
 
     def _describe(self) -> None:
-        source, resolved = self.resolved.source, self.resolved
+        data, source = self._data, self._data.source
         self._notify(
-            f"model: {resolved.model_name}, {self.num_params:,} parameters"
-            + (f", {resolved.num_classes:,} classes" if resolved.num_classes else "")
+            f"model: {self.resolved.model_name}, {self.num_params:,} parameters"
+            + (f", {data.num_classes:,} classes" if data.num_classes else "")
         )
         depth, chunk = self._ring_depth(source), self._chunk
         self._notify(
             f"infeed: batches of {source.batch} × {source.height} × {source.width} px "
-            f"from {resolved.data}, {depth} read ahead, via the {self._transport.name} transport"
+            f"from {data.words}, {depth} read ahead, by the {self._transport.name} transport"
             + ("" if this_platform() == "cpu" else f" on {this_device()}")
             + (f", {chunk} {'steps enqueued ' * self._transport.runs_ahead}at once" if chunk > 1 else "")
         )
@@ -258,7 +259,7 @@ class Launch:
             A function that waits for the compiled program.
         """
         self._notify("compiling the training program, or loading it from the cache")
-        model = CheckedModel(self.resolved.model, self.resolved.num_classes, self.resolved.source)
+        model = CheckedModel(self.resolved.model, self._data.num_classes, self._data.source)
         program = make_program(model, self._statics, self._infeed, self._outfeed, self._evaluation_infeed)
         traced = trace_ahead(program, self._state_shape, self._values(), donate=(0,))
         dump_folder = None if self.config.dump_hlo is None else Path(self.config.dump_hlo)
@@ -320,8 +321,8 @@ class Launch:
 
     @property
     def ring_bytes(self) -> int:
-        """Host memory in bytes that the batches read ahead occupy."""
-        sources = (self.resolved.source, self.resolved.evaluation)
+        """Host memory for the batches read ahead, in bytes."""
+        sources = (self._data.source, self._data.evaluation)
         return sum(self._ring_depth(source) * batch_bytes(source) for source in sources if source is not None)
 
     def run(self, compiled: Compiled, state: TrainState, sinks: Sequence[Sink]) -> TrainState:
@@ -368,8 +369,8 @@ class Launch:
         )
 
     def _changed_data(self) -> BaseException | None:
-        """Return the error of a source whose files were changed during the run, None if there is none."""
-        for source in (self.resolved.source, self.resolved.evaluation):
+        """Return the error of a source whose files were changed during the run."""
+        for source in (self._data.source, self._data.evaluation):
             if isinstance(source, CheckedSource):
                 try:
                     source.check_unchanged()
@@ -380,13 +381,13 @@ class Launch:
 
     @property
     def std(self) -> tuple[float, ...]:
-        """The standard deviations by which the program divides the channels, on the scale 0 … 1."""
-        return tuple(max(each, _LEAST_STD) for each in self.resolved.std)
+        """The standard deviation of each channel on the scale 0 … 1, by which the program divides."""
+        return tuple(max(each, _LEAST_STD) for each in self._data.std)
 
     def _values(self) -> RunValues:
-        resolved = self.resolved
-        num_eval_batches = resolved.evaluation.num_batches if resolved.evaluation else 0
-        scale = PixelScale(mean=jnp.array(resolved.mean, jnp.float32), std=jnp.array(self.std, jnp.float32))
+        data = self._data
+        num_eval_batches = data.evaluation.num_batches if data.evaluation else 0
+        scale = PixelScale(mean=jnp.array(data.mean, jnp.float32), std=jnp.array(self.std, jnp.float32))
         return run_values(self.config, num_eval_batches, scale)
 
 

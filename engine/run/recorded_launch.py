@@ -220,11 +220,12 @@ class RecordedLaunch:
     def _weights_metadata(self, result: TrainResult) -> dict[str, str]:
         """Return the metadata needed to use the weights, as strings, because safetensors accepts no other type."""
         resolved, size = self._launch.resolved, self._config.image_size
+        data = resolved.data
         return {
             "model": resolved.model_name,
             "steps_done": str(result.steps_done),
-            "image_size": f"{size or resolved.source.height}x{size or resolved.source.width}",
-            "mean": " ".join(map(str, resolved.mean)),
+            "image_size": f"{size or data.source.height}x{size or data.source.width}",
+            "mean": " ".join(map(str, data.mean)),
             "std": " ".join(map(str, self._launch.std)),
         }
 

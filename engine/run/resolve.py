@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.config import OWN_BATCHES, TrainConfig
-from engine.feed.batches import BatchSource, EvaluationSource
 from engine.program.train_state import TrainModel
 from engine.run.data import RunData
 from engine.run.misfit_errors import too_large_image, unknown_model
@@ -23,42 +22,30 @@ class Resolved:
     """The resolved parts of a run: its data sources, its model and their properties.
 
     Attributes:
-        source: the source of training batches.
-        evaluation: the source of evaluation batches, None without evaluation.
+        data: the open data.
         model: the model to train.
         model_name: the name in messages, of a model of the registry or of a user-defined one.
         registry_name: the name in the registry, None for a user-defined model.
-        data: a description of the data, for the first lines of the run.
-        num_classes: K, None if only a user-defined model knows it.
-        mean, std: mean and standard deviation of each channel, on the scale 0 … 1.
-        manifest_digest: SHA-256 of the data's manifest, None if there is none.
-        eval_manifest_digest: likewise for the evaluation split.
     """
 
-    source: BatchSource
-    evaluation: EvaluationSource | None
+    data: RunData
     model: TrainModel
     model_name: str
     registry_name: str | None
-    data: str
-    num_classes: int | None
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
-    manifest_digest: str | None
-    eval_manifest_digest: str | None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the values that `config.json` records besides the settings."""
+        """Return the part of `config.json` besides the settings."""
+        data = self.data
         return {
             "model": self.model_name,
-            "data": self.data,
-            "num_classes": self.num_classes,
-            "height": self.source.height,
-            "width": self.source.width,
-            "mean": self.mean,
-            "std": self.std,
-            "eval_manifest_sha256": self.eval_manifest_digest,
-            "num_eval_batches": self.evaluation.num_batches if self.evaluation else 0,
+            "data": data.words,
+            "num_classes": data.num_classes,
+            "height": data.source.height,
+            "width": data.source.width,
+            "mean": data.mean,
+            "std": data.std,
+            "eval_manifest_sha256": data.eval_manifest_digest,
+            "num_eval_batches": data.evaluation.num_batches if data.evaluation else 0,
         }
 
 
@@ -92,19 +79,7 @@ def resolve(config: TrainConfig, parts: OwnParts, data: RunData) -> Resolved:
     else:
         model, registry_name = parts.model, None
         model_name = getattr(model, "name", type(model).__name__)
-    return Resolved(
-        source,
-        data.evaluation,
-        model,
-        model_name,
-        registry_name,
-        data.words,
-        data.num_classes,
-        data.mean,
-        data.std,
-        data.manifest_digest,
-        data.eval_manifest_digest,
-    )
+    return Resolved(data, model, model_name, registry_name)
 
 
 def check_arguments(config: Any, parts: OwnParts) -> None:

@@ -105,11 +105,12 @@ def check_own(recorded: RecordedRun, run: Path, *, model: object, batches: objec
 
 def check_data(resolved: Resolved, recorded: RecordedRun) -> None:
     """Raise ValueError if the data or the model are not those of the recorded run."""
-    if resolved.manifest_digest != recorded.manifest_digest:
+    data = resolved.data
+    if data.manifest_digest != recorded.manifest_digest:
         raise ValueError(
-            f"a resumed or replayed run must have its original data, but these differ: {resolved.data} "
-            f"(the manifest's digest was {_short(recorded.manifest_digest)}, is {_short(resolved.manifest_digest)}). "
-            "Give the folder where the original data are now (--data), or start another run"
+            f"a resumed or replayed run must have its original data, and these differ: {data.words} "
+            f"(the manifest's digest was {_short(recorded.manifest_digest)}, is {_short(data.manifest_digest)}). "
+            "Name the folder where the original data are now (--data), or start another run"
         )
     now = json.loads(json.dumps(resolved.to_json()))
     for name in ("model", "num_classes", "height", "width", "mean", "std", "eval_manifest_sha256", "num_eval_batches"):

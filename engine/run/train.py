@@ -178,7 +178,7 @@ class OpenRun:
             folder.write_config(
                 with_absolute_paths(self.config),
                 resolved,
-                launch.resolved.manifest_digest,
+                launch.resolved.data.manifest_digest,
                 origins=_origins(self.config) if origins is None else origins,
                 earlier=earlier,
                 continued=() if recorded is None else recorded.seals,
