@@ -157,6 +157,11 @@ class Setting(Declaration):
         return (self.default_words or str(self.default)).format_map(_Words({}, self.name, name_setting))
 
     @property
+    def largest(self) -> float:
+        """The largest value, infinity if there is no limit."""
+        return math.inf if self.between is None else self.between[1]
+
+    @property
     def range_words(self) -> str:
         """A description of the allowed values; empty if every value of the type is allowed."""
         if self.choices:

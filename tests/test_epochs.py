@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import TrainConfig, train
+from engine.config import SETTINGS
 from engine.run.epochs import settle_epochs, steps_of_epochs
 from engine.run.parts import OwnParts
 from engine.run.train import open_run
@@ -104,7 +105,17 @@ def test_impossible_epochs_are_refused(values, message):
 
 
 @pytest.mark.parametrize("name", ["epochs", "warmup_epochs"])
-def test_endless_batches_have_no_epochs(name):
+def test_the_limit_of_the_counted_setting_is_the_one_that_it_declares(name, monkeypatch):
+    counted = name.replace("epochs", "steps")
+    limited = dict(SETTINGS) | {counted: replace(SETTINGS[counted], between=(0, 7))}
+    monkeypatch.setattr("engine.run.epochs.SETTINGS", limited)
+    assert getattr(settle_epochs(TrainConfig.from_json({name: 7, "batch": NUM_IMAGES}), NUM_IMAGES), counted) == 7
+    with pytest.raises(ValueError, match=rf"^{name} must be at most 7 steps, got 8, which for 10 images are 8: give"):
+        settle_epochs(TrainConfig.from_json({name: 8, "batch": NUM_IMAGES}), NUM_IMAGES)
+
+
+@pytest.mark.parametrize("name", ["epochs", "warmup_epochs"])
+def test_batches_without_an_end_have_no_epochs(name):
     config = TrainConfig.from_json({name: 2.5})
     counted = name.replace("epochs", "steps")
     message = f"^{name} must not be given with %s, which are endless, got 2.5: give {counted}$"

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from fractions import Fraction
 from math import ceil
 
-from engine.config import COUNTED_IN_EPOCHS, TrainConfig
+from engine.config import COUNTED_IN_EPOCHS, SETTINGS, TrainConfig
 from engine.settings import SettingError
 
-_MOST_STEPS = 2**31 - 2
 _UNCOUNTED = TrainConfig()
 
 
@@ -71,12 +70,12 @@ def _notify_of_length(settled: TrainConfig, num_images: int, notify: Callable[[s
 def _settled_count(config: TrainConfig, name: str, counted: str, num_images: int) -> int:
     epochs, count = getattr(config, name), getattr(config, counted)
     settled = steps_of_epochs(epochs, num_images=num_images, images_per_step=config.batch * config.accumulate_steps)
-    if settled > _MOST_STEPS:
+    if settled > SETTINGS[counted].largest:
         raise SettingError(
             name,
-            "{setting} must be at most {most} steps, got {found:g}, which for {num_images:,} images are {settled} steps"
-            ": give fewer epochs",
-            most=_MOST_STEPS,
+            "{setting} must be at most {most} steps, got {found:g}, which for {num_images:,} images are {settled}: "
+            "give fewer",
+            most=SETTINGS[counted].largest,
             found=epochs,
             num_images=num_images,
             settled=settled,
