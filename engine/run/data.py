@@ -17,7 +17,7 @@ from engine.run.dataset import choose_data, make_demo
 from engine.run.parts import OwnParts
 from engine.settings import SettingError
 from preprocess.shards.manifest import Manifest
-from preprocess.shards.reader import open_split
+from preprocess.shards.reader import ShardSplit, open_split
 from preprocess.shards.splits import SplitNames, find_splits
 
 _USUAL_EVAL_SPLITS = ("val", "test")
@@ -128,14 +128,45 @@ def _open_packed(config: TrainConfig, stack: ExitStack, notify: Callable[[str], 
     notify(f"data: {choice.data} ({choice.reason})")
     if choice.is_demo:
         make_demo(Path(choice.data), notify)
-    split = stack.enter_context(open_split(choice.data, config.split))
-    split.load_numbers(timeout_s=config.infeed_timeout_s)
-    manifest = split.manifest
+    split = _open_split(config, choice.data, config.split, stack)
+    where, manifest = f"{choice.data}/{config.split}", split.manifest
     if manifest.format_version == 1:
         notify(
             f"{choice.data} has format version 1, in which training does not detect swapped shard files: "
             "check them with `inspect-shards --verify`"
         )
+    num_classes = _num_classes(config, manifest, where)
+    _warn_of_split(config, split, num_classes, where, notify)
+    data = RunData(
+        ShardBatches(split, batch=config.batch, seed=config.seed),
+        f"{where}, {split.num_images:,} images",
+        num_classes,
+        split.num_images,
+        mean=manifest.channel_mean,
+        std=manifest.channel_std,
+        manifest_digest=manifest_digest_of(manifest),
+    )
+    name = choose_eval_split(config, choice.data, is_new=is_new)
+    if name is None:
+        return data
+    eval_split = _open_split(config, choice.data, name, stack)
+    _check_same_classes(manifest, eval_split.manifest, name)
+    return replace(
+        data,
+        words=f"{data.words}; evaluated on {name}, {eval_split.num_images:,} images",
+        evaluation=SequentialBatches(eval_split, batch=config.batch),
+        eval_manifest_digest=manifest_digest_of(eval_split.manifest),
+    )
+
+
+def _open_split(config: TrainConfig, data: str, name: str, stack: ExitStack) -> ShardSplit:
+    split = stack.enter_context(open_split(data, name))
+    split.load_numbers(timeout_s=config.infeed_timeout_s)
+    return split
+
+
+def _num_classes(config: TrainConfig, manifest: Manifest, where: str) -> int:
+    """Return K, which is at least that of the data; `where` names their split."""
     num_classes = config.num_classes or manifest.num_classes
     if num_classes < manifest.num_classes:
         raise SettingError(
@@ -143,36 +174,23 @@ def _open_packed(config: TrainConfig, stack: ExitStack, notify: Callable[[str], 
             "{setting} must be at least {least}, the number of classes in {where}, got {found}: leave it out to use "
             "that number",
             least=manifest.num_classes,
-            where=f"{choice.data}/{config.split}",
+            where=where,
             found=num_classes,
         )
+    return num_classes
+
+
+def _warn_of_split(
+    config: TrainConfig, split: ShardSplit, num_classes: int, where: str, notify: Callable[[str], None]
+) -> None:
+    """Warn of a training split that is allowed but probably not intended."""
     if num_classes == 1:
-        notify(f"warning: {choice.data}/{config.split} has only one class, so there is nothing to learn")
-    data = f"{choice.data}/{config.split}, {split.num_images:,} images"
+        notify(f"warning: {where} has only one class, so there is nothing to learn")
     if config.batch > split.num_images:
         notify(
-            f"warning: a batch has {config.batch:,} images, but {choice.data}/{config.split} has only "
-            f"{split.num_images:,}, so each batch repeats some of them: give --batch {split.num_images} or less"
+            f"warning: a batch has {config.batch:,} images and {where} only {split.num_images:,}, so a batch repeats "
+            f"some of them: give --batch {split.num_images} or less"
         )
-    evaluation, eval_digest = None, None
-    if (name := choose_eval_split(config, choice.data, is_new=is_new)) is not None:
-        eval_split = stack.enter_context(open_split(choice.data, name))
-        eval_split.load_numbers(timeout_s=config.infeed_timeout_s)
-        _check_same_classes(manifest, eval_split.manifest, name)
-        evaluation = SequentialBatches(eval_split, batch=config.batch)
-        eval_digest = manifest_digest_of(eval_split.manifest)
-        data += f"; evaluated on {name}, {eval_split.num_images:,} images"
-    return RunData(
-        ShardBatches(split, batch=config.batch, seed=config.seed),
-        data,
-        num_classes,
-        split.num_images,
-        evaluation,
-        manifest.channel_mean,
-        manifest.channel_std,
-        manifest_digest_of(manifest),
-        eval_digest,
-    )
 
 
 def manifest_digest_of(manifest: Manifest) -> str:
