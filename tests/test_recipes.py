@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
+from click.testing import CliRunner
 
 from engine.commands.cli import main as run_train
 from engine.commands.option_sources import OptionSource, command_line, merge_options
@@ -258,11 +259,11 @@ def test_all_errors_of_a_file_are_reported_at_once(tmp_path):
     ]
 
 
-def record_run(folder, config, model="resnet8", **resolved):
+def record_run(folder, config, model="resnet8", manifest_digest=None, **resolved):
     """The config.json that a run of these settings leaves."""
     with RunFolder(folder) as run:
         run.clear()
-        run.write_config(config, {"model": model, **resolved}, None, origins={})
+        run.write_config(config, {"model": model, **resolved}, manifest_digest, origins={})
         run.launched()
     return folder / "config.json"
 
@@ -296,12 +297,49 @@ def test_a_record_that_was_changed_or_has_a_model_of_your_own_is_refused(tmp_pat
         match=r"a recipe must not need user-defined batches, but the run had some: use another",
     ):
         load_recipe(record_run(tmp_path / "fed", TrainConfig(), data=OWN_BATCHES))
-    with pytest.raises(ValueError, match=r"none\.json: a recipe must be a readable file \(No such file"):
+    own = {"num_eval_batches": 3, "eval_manifest_sha256": None}
+    with pytest.raises(ValueError, match=r"the run evaluated on images of your own, which a recipe cannot name$"):
+        load_recipe(record_run(tmp_path / "evaluated", TrainConfig(), **own))
+    for known in ({"eval_manifest_sha256": "abc"}, {"num_eval_batches": 0}):
+        load_recipe(record_run(tmp_path / "-".join(known), TrainConfig(), **(own | known)))
+    with pytest.raises(ValueError, match=r"none\.json: a recipe must be a file that can be read \(No such file"):
         load_recipe(tmp_path / "none.json")
 
 
-def test_an_unreadable_file_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"none\.toml: a recipe must be a readable file \(No such file"):
+def test_the_record_of_a_run_without_a_data_option_names_the_data_that_it_found(packed, tmp_path, monkeypatch):
+    monkeypatch.chdir(packed)
+    monkeypatch.setenv("FEEDLOOP_DATA", ".")
+    config = TrainConfig(batch=4)
+    with ExitStack() as stack:
+        resolved = resolve(config, OwnParts(), open_data(config, OwnParts(), stack, lambda _: None)).to_json()
+    monkeypatch.setenv("FEEDLOOP_DATA", "elsewhere")
+    recipe = load_recipe(record_run(tmp_path / "run", config, manifest_digest="abc", **resolved))
+    assert (recipe.settings["data"], recipe.unnamed_data) == (packed, "")
+    # What was named stays, and so does what needs none.
+    for config, location in ((TrainConfig(data=packed), "/elsewhere"), (TrainConfig(synthetic=True), None)):
+        recipe = load_recipe(record_run(tmp_path / f"run-{config.synthetic}", config, data_location=location))
+        assert (recipe.settings["data"], recipe.unnamed_data) == (config.data, "")
+
+
+def test_an_older_record_that_does_not_say_where_its_data_were_needs_them_named(tmp_path, monkeypatch):
+    path = record_run(tmp_path / "old", TrainConfig(batch=4), manifest_digest="abc", data="/x/train, 9 images")
+    planned: list[TrainConfig] = []
+    monkeypatch.setattr("engine.commands.cli._plan", planned.append)
+    monkeypatch.setattr("engine.commands.cli.show_plan", lambda _: None)
+
+    def plan(*options):
+        result = CliRunner().invoke(run_train, ["--recipe", str(path), "--dry-run", "--traceback", *options])
+        return result.exception
+
+    refused = plan()
+    assert isinstance(refused, ValueError)
+    assert str(refused).endswith(f"and {path} names none for /x/train, 9 images: give --data")
+    assert plan("--data", "shards") is plan("--synthetic") is None
+    assert [(each.data, each.synthetic) for each in planned] == [("shards", False), (None, True)]
+
+
+def test_what_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"none\.toml: a recipe must be a file that can be read \(No such file"):
         load_recipe(tmp_path / "none.toml")
     with pytest.raises(ValueError, match=r"a recipe must be a readable file \(it is a folder, not a file\)"):
         load_recipe(f"{tmp_path}/")

@@ -73,6 +73,11 @@ def _merge(context: click.Context, recipe: LoadedRecipe | None) -> MergedOptions
     if recipe is None:
         return merge_options(command_line(context))
     merged = merge_options(OptionSource(f"recipe {recipe.name}", recipe.settings), command_line(context))
+    if recipe.unnamed_data and not (merged.settings["data"] or merged.settings["synthetic"]):
+        raise ValueError(
+            f"a recipe from a run must say which data it used, and {recipe.source} names none for "
+            f"{recipe.unnamed_data}: give --data"
+        )
     changed = ", ".join(merged.overrides)
     notes = [recipe.expected] * bool(recipe.expected) + [f"the command line overrides {changed}"] * bool(changed)
     click.echo(": ".join([f"recipe {recipe.name}", "; ".join(notes)] if notes else [f"recipe {recipe.name}"]))

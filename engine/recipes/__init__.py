@@ -55,7 +55,9 @@ class LoadedRecipe:
         expected: the expected accuracy, and whether it was measured with this project.
         source: where the accuracy and the settings come from.
         hardware: where it ran, and for how long.
-        settings: the settings of `engine.config.TrainConfig` that the recipe contains.
+        settings: the settings of `engine.config.TrainConfig` that the recipe names.
+        unnamed_data: for the record of a run whose data set was not named and whose location is unknown, their
+            description; else empty.
     """
 
     name: str
@@ -65,6 +67,7 @@ class LoadedRecipe:
     expected: str = ""
     source: str = ""
     hardware: str = ""
+    unnamed_data: str = ""
 
 
 def recipe_names() -> tuple[str, ...]:
@@ -119,12 +122,17 @@ def _recorded_recipe(path: Path) -> LoadedRecipe:
             (f"a recipe must have a built-in model, but the run trained {model!r}: use another run or a TOML file",),
         )
     if recorded.resolved.get("data") == OWN_BATCHES:
-        raise RecipeError(
-            str(path),
-            ("a recipe must not need user-defined batches, but the run had some: use another run or a TOML file",),
-        )
+        raise RecipeError(str(path), ("the run trained on batches of your own, which a recipe cannot name",))
+    if recorded.resolved.get("num_eval_batches") and recorded.resolved.get("eval_manifest_sha256", "") is None:
+        raise RecipeError(str(path), ("the run evaluated on images of your own, which a recipe cannot name",))
     settings = {name: value for name, value in recorded.config.to_json().items() if name in _OF_A_RECIPE}
-    return LoadedRecipe(path.absolute().parent.name, settings, source=str(path))
+    unnamed_data = ""
+    if settings["data"] is None:
+        # The run found its data by itself; the same search could find others by now.
+        settings["data"] = recorded.resolved.get("data_location")
+        if settings["data"] is None and recorded.manifest_digest is not None:
+            unnamed_data = str(recorded.resolved.get("data"))
+    return LoadedRecipe(path.absolute().parent.name, settings, source=str(path), unnamed_data=unnamed_data)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -39,6 +39,7 @@ class RunData:
         mean, std: mean and standard deviation of each channel, on the scale 0 … 1.
         manifest_digest: SHA-256 of the training split's manifest, None without one.
         eval_manifest_digest: likewise for the evaluation split.
+        location: the folder or URL of the packed data set, None without one.
     """
 
     source: BatchSource
@@ -50,6 +51,7 @@ class RunData:
     std: tuple[float, float, float] = _UNKNOWN_STD
     manifest_digest: str | None = None
     eval_manifest_digest: str | None = None
+    location: str | None = None
 
 
 def open_data(
@@ -145,6 +147,7 @@ def _open_packed(config: TrainConfig, stack: ExitStack, notify: Callable[[str], 
         mean=manifest.channel_mean,
         std=manifest.channel_std,
         manifest_digest=manifest_digest_of(manifest),
+        location=choice.data,
     )
     name = choose_eval_split(config, choice.data, is_new=is_new)
     if name is None:

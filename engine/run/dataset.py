@@ -34,15 +34,16 @@ class DataChoice(NamedTuple):
 
 
 def choose_data(data: str | None) -> DataChoice:
-    """Choose `data` if given, else $FEEDLOOP_DATA if set, else data/shards if it exists, else the demo set."""
+    """Return `data` if named, else $FEEDLOOP_DATA, else data/shards if it exists, else the demo set."""
+    demo = os.fspath(user_cache_folder() / "demo")
     if data is not None:
-        return DataChoice(data, "as given", is_demo=False)
+        return DataChoice(data, "as named", is_demo=data == demo)
     if named := os.environ.get(DATA_VARIABLE):
         return DataChoice(named, f"from ${DATA_VARIABLE}", is_demo=False)
     if USUAL_PLACE.is_dir():
         return DataChoice(os.fspath(USUAL_PLACE), "found here", is_demo=False)
     reason = f"no --data, no ${DATA_VARIABLE} and no {USUAL_PLACE}: the demo set"
-    return DataChoice(os.fspath(user_cache_folder() / "demo"), reason, is_demo=True)
+    return DataChoice(demo, reason, is_demo=True)
 
 
 def make_demo(folder: Path, notify: Callable[[str], None]) -> None:

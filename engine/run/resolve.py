@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.config import OWN_BATCHES, TrainConfig
+from engine.locations import absolute_location
 from engine.program.train_state import TrainModel
 from engine.run.data import RunData
 from engine.run.misfit_errors import too_large_image, unknown_model
@@ -39,6 +40,7 @@ class Resolved:
         return {
             "model": self.model_name,
             "data": data.words,
+            "data_location": absolute_location(data.location),
             "num_classes": data.num_classes,
             "height": data.source.height,
             "width": data.source.width,
