@@ -144,7 +144,25 @@ def test_the_split_that_is_trained_on_is_counted(tmp_path):
     assert "epochs: 2 of 3 images each, 6 steps in total" in said
 
 
-def test_a_warm_up_longer_than_the_run_causes_a_warning():
+def test_a_demo_set_that_is_not_there_yet_is_made_before_it_is_counted(tmp_path, monkeypatch):
+    made: list[str] = []
+
+    def make_demo(folder, notify):
+        made.append(str(folder))
+        pack(fake_source(10), folder)
+
+    demo = tmp_path / "cache/feedloop/demo"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("engine.run.data.make_demo", make_demo)
+    said: list[str] = []
+    with open_run(TrainConfig(epochs=1, batch=5), OwnParts(model=Linear()), said.append, is_dry=True) as run:
+        assert run.config.steps == 2
+    assert made == [str(demo)]
+    assert "epochs: 1 of 10 images are 2 steps" in said
+
+
+def test_a_warm_up_longer_than_the_run_is_told():
     said: list[str] = []
     settled = settle_epochs(TrainConfig(steps=2, warmup_epochs=1, batch=1), NUM_IMAGES, notify=said.append)
     settle_epochs(settled, NUM_IMAGES, notify=said.append)
