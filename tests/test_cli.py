@@ -18,6 +18,7 @@ from engine.commands.setting_options import option_spelling
 from engine.commands.train_options import COMMAND_OPTIONS, option_groups
 from engine.config import SETTINGS, TrainConfig
 from engine.recipes import load_recipe, recipe_names
+from engine.records.run_folder import RunFolder
 from models.registry import model_names
 from tests.fake_source import fake_source, pack
 
@@ -339,6 +340,21 @@ def test_dump_hlo_writes_both_forms_of_the_program(tmp_path):
     assert stablehlo.startswith("module @")
     assert "stablehlo.while" in stablehlo
     assert " while(" in (tmp_path / "hlo/program.optimised.hlo").read_text()
+
+
+def test_dump_hlo_belongs_to_one_launch_and_is_not_repeated_at_a_resume(tmp_path, monkeypatch):
+    with RunFolder(tmp_path / "run") as folder:
+        recorded = TrainConfig(batch=4, dump_hlo=str(tmp_path / "hlo"))
+        folder.write_config(recorded, {}, None, origins=dict.fromkeys(SETTINGS, "command line"))
+        folder.launched()
+    planned: list[TrainConfig] = []
+    monkeypatch.setattr("engine.commands.cli._plan", planned.append)
+    monkeypatch.setattr("engine.commands.cli.show_plan", lambda _: None)
+    options = ["--resume", "--run-dir", str(tmp_path / "run"), "--dry-run", "--traceback"]
+    for again in ([], ["--dump-hlo", "other"]):
+        result = CliRunner().invoke(main, [*options, *again])
+        assert result.exception is None, result.output
+    assert [(each.batch, each.dump_hlo) for each in planned] == [(4, None), (4, "other")]
 
 
 @pytest.mark.parametrize(

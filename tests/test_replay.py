@@ -246,6 +246,21 @@ def test_an_impossible_replay_is_refused(copied, damage, values, message):
         replay(copied, **values)
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"model": object()}, r"a model must have the functions init and apply, got object"),
+        ({"batches": 3}, r"batches must be a function from the step to \(pixels, labels\), .* got int"),
+        ({"data": "shards"}, r"the setting data must not be given with batches of your own, got 'shards'"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_is_opened(recorded, monkeypatch, values, message):
+    for opener in ("HostSide", "open_data"):
+        monkeypatch.setattr(f"engine.replay.replay.{opener}", lambda *_, **__: pytest.fail("opened"))
+    with pytest.raises(ValueError, match=message):
+        replay(recorded, **values)
+
+
 def test_a_change_of_settings_in_mid_stretch_is_made_at_its_step(tmp_path):
     path = tmp_path / "run"
 
