@@ -15,12 +15,12 @@ def user_cache_folder() -> Path:
 
 
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:
-    """Return the settings with `data` and `init_from` as absolute paths, valid from any working directory."""
+    """Return the settings with absolute paths for `data` and `init_from`, valid from any working directory."""
     return replace(config, data=absolute_location(config.data), init_from=absolute_location(config.init_from))
 
 
 def absolute_location(location: str | None) -> str | None:
-    """Return a path made absolute; a URL stays."""
+    """Return the absolute path; return a URL unchanged."""
     if location is None or "://" in location:
         return location
     return str(Path(location).expanduser().absolute())

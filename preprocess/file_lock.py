@@ -51,7 +51,7 @@ def lock_file(path: Path) -> int:
     raise FileLockedError(path)
 
 
-def failure_words(path: str | os.PathLike[str], error: OSError, place: str) -> str:
+def describe_failure(path: str | os.PathLike[str], error: OSError, place: str) -> str:
     """Return what is wrong with a lock file and what to do, as the end of a message.
 
     Args:

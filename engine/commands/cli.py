@@ -75,7 +75,7 @@ def _merge(context: click.Context, recipe: LoadedRecipe | None) -> MergedOptions
     merged = merge_options(OptionSource(f"recipe {recipe.name}", recipe.settings), command_line(context))
     if recipe.unnamed_data and not (merged.settings["data"] or merged.settings["synthetic"]):
         raise ValueError(
-            f"a recipe from a run must say which data it used, and {recipe.source} names none for "
+            f"a recipe from a run must name its data, but {recipe.source} does not name "
             f"{recipe.unnamed_data}: give --data"
         )
     changed = ", ".join(merged.overrides)

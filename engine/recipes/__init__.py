@@ -44,6 +44,9 @@ class RecipeError(ConfigError):
         return "\n  ".join([f"{self.path}: {len(self.faults)} faults:", *self.faults])
 
 
+_NEEDS_OWN_PART = "a recipe must not need user-defined {part}, but the run had some: use another run or a TOML file"
+
+
 @dataclass(frozen=True)
 class LoadedRecipe:
     """The content of a recipe file; descriptions that the file omits are empty strings.
@@ -55,9 +58,9 @@ class LoadedRecipe:
         expected: the expected accuracy, and whether it was measured with this project.
         source: where the accuracy and the settings come from.
         hardware: where it ran, and for how long.
-        settings: the settings of `engine.config.TrainConfig` that the recipe names.
-        unnamed_data: for the record of a run whose data set was not named and whose location is unknown, their
-            description; else empty.
+        settings: the settings of `engine.config.TrainConfig` that the recipe contains.
+        unnamed_data: a description of the data, if the recipe is the record of a run that does not say where the data
+            are; else empty.
     """
 
     name: str
@@ -122,13 +125,19 @@ def _recorded_recipe(path: Path) -> LoadedRecipe:
             (f"a recipe must have a built-in model, but the run trained {model!r}: use another run or a TOML file",),
         )
     if recorded.resolved.get("data") == OWN_BATCHES:
-        raise RecipeError(str(path), ("the run trained on batches of your own, which a recipe cannot name",))
+        raise RecipeError(
+            str(path),
+            (_NEEDS_OWN_PART.format(part="batches"),),
+        )
     if recorded.resolved.get("num_eval_batches") and recorded.resolved.get("eval_manifest_sha256", "") is None:
-        raise RecipeError(str(path), ("the run evaluated on images of your own, which a recipe cannot name",))
+        raise RecipeError(
+            str(path),
+            (_NEEDS_OWN_PART.format(part="evaluation images"),),
+        )
     settings = {name: value for name, value in recorded.config.to_json().items() if name in _OF_A_RECIPE}
     unnamed_data = ""
     if settings["data"] is None:
-        # The run found its data by itself; the same search could find others by now.
+        # The run searched for its data; the same search could find other data now.
         settings["data"] = recorded.resolved.get("data_location")
         if settings["data"] is None and recorded.manifest_digest is not None:
             unnamed_data = str(recorded.resolved.get("data"))

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from preprocess.file_lock import NO_LOCKS, FileLockedError, LockRefusedError, failure_words, lock_file
+from preprocess.file_lock import NO_LOCKS, FileLockedError, LockRefusedError, describe_failure, lock_file
 from preprocess.regular_file import open_regular
 
 LOCK_NAME = ".lock"
@@ -82,7 +82,7 @@ class FolderLock:
 
     def _unusable(self, error: OSError) -> ValueError:
         return ValueError(
-            f"{self._folder} must be a folder that can be locked, and {failure_words(self._path, error, 'folder')}"
+            f"{self._folder} must be a folder that can be locked, but {describe_failure(self._path, error, 'folder')}"
         )
 
     def release(self) -> None:

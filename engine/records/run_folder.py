@@ -138,11 +138,11 @@ class RunFolder:
         self._remove_made(lock=not (holds_run and self._had_lock))
 
     def _remove_made(self, *, lock: bool) -> None:
-        """Remove the folders that were created for this run, as far as they are empty, and first the lock if asked."""
+        """Remove the empty ones of the folders that were created for this run; with `lock`, remove the lock first."""
         # Only the holder may remove the lock.
         if lock and self._lock.is_in_place():
             (self.path / LOCK_NAME).unlink(missing_ok=True)
-        with suppress(OSError):  # one holds other files by now
+        with suppress(OSError):  # one contains other files by now
             for folder in self._made:
                 folder.rmdir()
 
@@ -271,14 +271,14 @@ def check_folder(path: Path, *, overwrite: bool = False, resume: bool = False) -
     if not existing.is_dir():
         raise _not_a_folder(path)
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise ValueError(f"the run folder must be writable, and {existing} is not: choose another")
+        raise ValueError(f"the run folder must be writable, but {existing} is not: choose another path")
     FolderLock(path).check()
     if not resume and not overwrite:
         _check_is_free(path)
 
 
 def _check_content(path: Path, *, resume: bool) -> None:
-    """Raise ValueError if a folder holds no run to resume, or other runs or packed data.
+    """Raise ValueError if a folder contains no run to resume, or contains other runs or packed data.
 
     The user then gave DIR instead of DIR/NAME.
     """
@@ -286,14 +286,14 @@ def _check_content(path: Path, *, resume: bool) -> None:
         return
     if resume:
         raise ValueError(
-            f"there is no run to resume in {path}, which holds no {CONFIG}: "
-            "name the folder of the run (--run-dir), or start one without --resume"
+            f"there is no run to resume in {path}, which contains no {CONFIG}: "
+            "give the folder of the run (--run-dir), or start one without --resume"
         )
     below = (each for pattern in _OTHER_CONTENT for each in path.glob(pattern))
     if (found := next(below, None)) is not None:
-        holds = found.relative_to(path).parent
+        other = found.relative_to(path).parent
         raise ValueError(
-            f"a run folder must hold only its run, and {path} holds {holds}: name one below it, such as "
+            f"a run folder must contain only its run, but {path} contains {other}: choose a folder in it, such as "
             f"{path / 'run'} (--run-dir)"
         )
 
@@ -302,13 +302,13 @@ def _check_is_free(path: Path) -> None:
     left = [name for name in _WRITTEN_HERE if _is_left(path / name)]
     if left:
         raise ValueError(
-            f"the run folder must be new, and {path} holds {left[-1]} of an earlier run: choose another "
-            "(--run-dir), continue the run (--resume) or overwrite it (--overwrite)"
+            f"the run folder must be new, but {path} contains {left[-1]} of an earlier run: choose another "
+            "folder (--run-dir), continue the run (--resume) or overwrite it (--overwrite)"
         )
 
 
 def _not_a_folder(path: Path) -> ValueError:
-    return ValueError(f"the run folder must be a folder, and {path} is a file: choose another")
+    return ValueError(f"the run folder must be a folder, but {path} is a file: choose another path")
 
 
 def _make_folder(path: Path) -> tuple[Path, ...]:
@@ -325,7 +325,7 @@ def _make_folder(path: Path) -> tuple[Path, ...]:
             if tries_left and isinstance(error, FileNotFoundError):
                 continue
             raise ValueError(
-                f"the run folder must be writable, and {path} cannot be created ({error.strerror}): choose another"
+                f"the run folder must be writable, but {path} cannot be created ({error.strerror}): choose another path"
             ) from error
     return missing
 

@@ -169,7 +169,7 @@ def _open_split(config: TrainConfig, data: str, name: str, stack: ExitStack) -> 
 
 
 def _num_classes(config: TrainConfig, manifest: Manifest, where: str) -> int:
-    """Return K, which is at least that of the data; `where` names their split."""
+    """Return K, at least the number of classes in the data; `where` is the name of the split."""
     num_classes = config.num_classes or manifest.num_classes
     if num_classes < manifest.num_classes:
         raise SettingError(
@@ -186,13 +186,13 @@ def _num_classes(config: TrainConfig, manifest: Manifest, where: str) -> int:
 def _warn_of_split(
     config: TrainConfig, split: ShardSplit, num_classes: int, where: str, notify: Callable[[str], None]
 ) -> None:
-    """Warn of a training split that is allowed but probably not intended."""
+    """Warn about a training split that is allowed but probably not intended."""
     if num_classes == 1:
         notify(f"warning: {where} has only one class, so there is nothing to learn")
     if config.batch > split.num_images:
         notify(
-            f"warning: a batch has {config.batch:,} images and {where} only {split.num_images:,}, so a batch repeats "
-            f"some of them: give --batch {split.num_images} or less"
+            f"warning: a batch has {config.batch:,} images, but {where} has only {split.num_images:,}, so each batch "
+            f"repeats some of them: give --batch {split.num_images} or less"
         )
 
 

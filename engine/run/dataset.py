@@ -34,10 +34,10 @@ class DataChoice(NamedTuple):
 
 
 def choose_data(data: str | None) -> DataChoice:
-    """Return `data` if named, else $FEEDLOOP_DATA, else data/shards if it exists, else the demo set."""
+    """Choose `data` if given, else $FEEDLOOP_DATA if set, else data/shards if it exists, else the demo set."""
     demo = os.fspath(user_cache_folder() / "demo")
     if data is not None:
-        return DataChoice(data, "as named", is_demo=data == demo)
+        return DataChoice(data, "as given", is_demo=data == demo)
     if named := os.environ.get(DATA_VARIABLE):
         return DataChoice(named, f"from ${DATA_VARIABLE}", is_demo=False)
     if USUAL_PLACE.is_dir():

@@ -73,8 +73,8 @@ def _settled_count(config: TrainConfig, name: str, counted: str, num_images: int
     if settled > SETTINGS[counted].largest:
         raise SettingError(
             name,
-            "{setting} must be at most {most} steps, got {found:g}, which for {num_images:,} images are {settled}: "
-            "give fewer",
+            "{setting} must be at most {most} steps, got {found:g}, which for {num_images:,} images are {settled} steps"
+            ": give fewer epochs",
             most=SETTINGS[counted].largest,
             found=epochs,
             num_images=num_images,

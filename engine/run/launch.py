@@ -179,7 +179,7 @@ class Launch:
         return infeed
 
     def _chunk_of(self, source: BatchSource) -> int:
-        """Return how many batches of a source cross at once; for an evaluation, the transport's default."""
+        """Return the number of batches of `source` in a chunk; for an evaluation, the transport's default."""
         evaluated = self._data.evaluation
         if evaluated is None or source is not evaluated:
             return self._chunk

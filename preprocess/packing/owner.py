@@ -71,7 +71,7 @@ class Owner:
         """Create the file at ``path`` if necessary, lock it and return its descriptor; None on Windows (no locks)."""
         if sys.platform == "win32":
             return None
-        from preprocess.file_lock import FileLockedError, failure_words, lock_file
+        from preprocess.file_lock import FileLockedError, describe_failure, lock_file
 
         for _ in range(_LOCK_TRIES):
             try:
@@ -82,7 +82,7 @@ class Owner:
             except FileLockedError as error:
                 raise ShardError(self._busy()) from error
             except OSError as error:
-                raise ShardError(f"{self._location.display}: {failure_words(LOCK_KEY, error, 'DEST')}") from error
+                raise ShardError(f"{self._location.display}: {describe_failure(LOCK_KEY, error, 'DEST')}") from error
         raise ShardError(self._busy())
 
     def _unlock(self) -> None:
