@@ -23,7 +23,7 @@ def filled(source, step, timeout_s=10.0):
 
 
 def numbered(step, batch=4):
-    """A batch of the user's that tells its step."""
+    """A batch of the user that contains its step."""
     return np.full((batch, 2, 3), step << 8, np.uint32), np.arange(batch) + step
 
 

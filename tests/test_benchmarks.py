@@ -73,7 +73,7 @@ def settings(tmp_path):
 
 @pytest.fixture
 def scripts(tmp_path, monkeypatch):
-    """Writes scripts of candidates beside the protocol, and has them started from there."""
+    """Write scripts of candidates beside the protocol, and start them from there."""
     folder = tmp_path / "candidates"
     folder.mkdir()
     (folder / "protocol.py").write_text((CANDIDATES / "protocol.py").read_text(encoding="utf-8"), encoding="utf-8")
@@ -99,7 +99,7 @@ def start(tmp_path, source, **values):
 
 
 def is_running(pid):
-    """Whether a process is there and no zombie, which it may stay until whoever inherits it looks."""
+    """Return whether a process exists and is not a zombie."""
     try:
         os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] not in "ZX"

@@ -43,7 +43,7 @@ pytestmark = pytest.mark.skipif(
 
 @lru_cache
 def compiled(settings, is_evaluated):
-    """The optimised program of settings in JSON."""
+    """Return the optimised program of settings in JSON."""
     command = [sys.executable, "-m", "tests.card_compilation", str(COMPILER), settings, *["--evaluate"] * is_evaluated]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
@@ -52,7 +52,7 @@ def compiled(settings, is_evaluated):
 
 
 def compiled_for_a_card(*, is_evaluated=True, **values):
-    """The optimised program, as HLO."""
+    """Return the optimised program as HLO."""
     return compiled(json.dumps(SETTINGS | values, sort_keys=True), is_evaluated)
 
 

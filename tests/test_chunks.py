@@ -44,7 +44,7 @@ def transport(request, monkeypatch, cards):
 
 @pytest.fixture
 def pulls(monkeypatch):
-    """The (first batch, number) of every pull."""
+    """Return the first batch and the number of batches of every pull."""
     made = []
     words_of = ControlBoard.words
 
@@ -79,7 +79,7 @@ def assert_same(path, reference):
 
 
 def assert_close(path, reference):
-    """The same but for what another program rounds in another order."""
+    """Assert that two runs are equal except for rounding in another order."""
     for log in ("loss.jsonl", "eval.jsonl"):
         for line, expected in zip(lines(path / log), lines(reference / log), strict=True):
             assert line == pytest.approx(expected, rel=1e-5)
@@ -90,7 +90,7 @@ def assert_close(path, reference):
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory):
-    """Runs whose batches cross one by one, by the batches of an update."""
+    """Return runs whose batches are pulled one by one, by the number of batches of an update."""
     paths = {accumulate: tmp_path_factory.mktemp("single") for accumulate in (1, 3)}
     for accumulate, path in paths.items():
         run(path, accumulate_steps=accumulate)

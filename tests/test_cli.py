@@ -42,7 +42,7 @@ MAIN = "from engine.commands.cli import main; main()"
 
 
 def run_train(*arguments, cwd, timeout=120):
-    """Runs the command in a process of its own, its output piped."""
+    """Run the command in a separate process with piped output."""
     command = [sys.executable, "-c", MAIN, *map(str, arguments)]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
 

@@ -214,7 +214,7 @@ def test_colour_profiles_are_ignored():
 
 
 def whole(image):
-    """What `to_grey_or_rgb` did before it went tile by tile: the formulas over the image as a whole."""
+    """Convert a whole image at once, as a reference for the conversion in tiles."""
     transparent = image.info.get("transparency")
     if image.mode == "I" or image.mode.startswith("I;16"):
         wide = np.asarray(image).astype(np.int64)

@@ -16,7 +16,7 @@ from tests.toy import Linear
 
 
 def calling_program(*, is_kept):
-    """A program that calls the host, its transport, and a weak reference to that."""
+    """Return a program that calls the host, its transport, and a weak reference to the callback."""
     transport = InplaceTransport()
 
     def answer(operands, results):

@@ -23,7 +23,7 @@ MODULES = {
 
 
 def ask(command, instruction, *words):
-    """What a command answers a shell that completes the last of the words, and whether it loaded jax for that."""
+    """Return a command's completions of the last word, and whether it loaded jax."""
     source = (
         f"import sys; sys.argv[0] = {command!r}\n"
         "from atexit import register; register(lambda: print('jax' in sys.modules, file=sys.stderr))\n"

@@ -20,7 +20,7 @@ from tests.fake_cuda import FakeCuda
 
 
 def test_every_function_that_is_declared_is_used(monkeypatch):
-    """A prototype that nothing calls would be one that nothing checks."""
+    """A prototype that is never called would never be checked."""
     called = set()
     real = CudaDriver._call
 
@@ -107,7 +107,7 @@ def test_a_missing_card_is_reported():
 
 
 def test_the_fake_refuses_a_call_without_a_current_context():
-    """The check on which all other tests of the crossings lean."""
+    """All other tests of the CUDA transport rely on this check."""
     fake = FakeCuda()
     with pytest.raises(CudaError, match="CUDA_ERROR_INVALID_CONTEXT"):
         CudaDriver(functions=fake.functions).create_stream()

@@ -21,7 +21,7 @@ NUM_STEPS = 6
 
 @pytest.fixture
 def opened():
-    """An infeed that is started, its card, and XLA's memory for a batch."""
+    """Yield a started infeed, its card, and XLA's memory for a batch."""
     transport, fake = fake_transport(eagerness=1.0)
     board = ControlBoard()
     infeed = StreamedInfeed(

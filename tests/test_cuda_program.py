@@ -11,7 +11,7 @@ CHUNK = 20
 
 
 def lowered_for_a_card(**values: Any) -> str:
-    """The StableHLO of a run's program."""
+    """Return the StableHLO of a run's program."""
     settings = {"steps": 100, "batch": 6, "image_size": 32, "precision": "bfloat16", "chunk_batches": CHUNK}
     function, arguments = traced_program(settings | values)
     return function.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()

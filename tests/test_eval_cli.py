@@ -20,7 +20,7 @@ COMMAND = [sys.executable, "-c", "from engine.commands.eval_cli import main; mai
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with a data set, a run on it and a run of a model of somebody's own."""
+    """Return a folder with a data set, a run on it and a run with a model of the user."""
     folder = tmp_path_factory.mktemp("place")
     pack(fake_source(20, size=8), folder / "data")
     pack(fake_source(11, size=8, seed=1, name="val"), folder / "data")
@@ -39,7 +39,7 @@ def run_eval(*arguments, cwd):
 
 
 def invoke(monkeypatch, place, *arguments):
-    """Runs the command in this process, in the folder; its exit code is what it would have left with."""
+    """Run the command in this process in the folder, and capture the exit code."""
     codes: list[int] = []
     monkeypatch.chdir(place)
     monkeypatch.setattr(os, "_exit", codes.append)

@@ -37,7 +37,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(data, tmp_path_factory):
-    """A run that crops and averages, its folder and its last evaluation."""
+    """Return the folder and the last evaluation of a run with crops and averaged weights."""
     run = tmp_path_factory.mktemp("runs") / "run"
     config = TrainConfig(
         steps=3, batch=4, data=os.fspath(data), model="resnet8", image_size=6, ema_decay=0.5, run_dir=os.fspath(run)
@@ -250,7 +250,7 @@ def test_weights_from_any_source_are_evaluated(trained, data, tmp_path):
 
 
 class Waiting:
-    """An evaluation set whose second batch does not come before it is let go."""
+    """An evaluation set whose second batch is held back until it is released."""
 
     batch, height, width, thread_safe, num_batches = BATCH, 4, 4, True, 3
 

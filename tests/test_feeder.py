@@ -66,7 +66,7 @@ def batch_of(step):
 
 @contextmanager
 def running(source, *, steps=12, start=0, depth=3, num_threads=2, timeout_s=SOON_S, num_shards=1):
-    """A started feeder; afterwards it is closed and none of its threads may be left."""
+    """Yield a started feeder; afterwards close it and assert that its threads have ended."""
     before = set(threading.enumerate())
     feeder = Feeder(
         source,

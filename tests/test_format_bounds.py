@@ -28,7 +28,7 @@ def rle_bmp(width, height, data, compression=1):
 
 
 def tiff(*entries, num_entries=None):
-    """A TIFF of one directory whose tags (tag, type, count, value) say what they like."""
+    """Return a TIFF of one directory with arbitrary tags (tag, type, count, value)."""
     count = struct.pack("<H", len(entries) if num_entries is None else num_entries)
     return (
         b"II*\0" + struct.pack("<I", 8) + count + b"".join(struct.pack("<HHII", *each) for each in entries) + bytes(4)

@@ -226,7 +226,7 @@ def test_an_image_that_waits_for_memory_does_not_delay_others(kind):
     sizes = []
 
     def open_another(num_pixels):
-        """What another worker does meanwhile."""
+        """Decode another image in the meantime."""
         assert warnings.filters == filters
         other = threading.Thread(target=lambda: sizes.append(open_pixels(encoded, known, max_pixels=10**4)[0].size))
         other.daemon = True

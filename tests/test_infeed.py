@@ -150,7 +150,7 @@ def test_a_failure_is_kept_and_answered_with_zeros_and_a_stop():
 
 
 def assert_holds(pulled, steps, *, stop):
-    """The pull gave these batches."""
+    """Assert that the pull returned these batches."""
     assert pulled.control.num_batches == len(steps)
     assert bool(pulled.control.stop) is stop
     for number, step in enumerate(steps):

@@ -38,7 +38,7 @@ def shapes_of(name, num_classes):
 
 
 def drawn(name, num_classes, seed=0):
-    """A model's trees with another value everywhere."""
+    """Return a model's trees with different values."""
     random = np.random.default_rng(seed)
     return jax.tree.map(lambda leaf: random.random(leaf.shape, np.float32), shapes_of(name, num_classes))
 
@@ -50,7 +50,7 @@ def saved(path, tensors, metadata=None):
 
 @pytest.fixture
 def resnet8(tmp_path):
-    """The weights of a ResNet-8 of ten classes, and their file."""
+    """Return the weights of a ResNet-8 with ten classes, and their file."""
     weights = drawn("resnet8", 10)
     return weights, saved(tmp_path / "w.safetensors", name_tensors("resnet8", *weights))
 

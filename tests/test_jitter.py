@@ -30,7 +30,7 @@ CHANGES = [*ENHANCERS, turn_hue]
 
 
 def changed(change, images, amounts):
-    """Runs one operation on uint8 [B, H, W, 3] and returns the same."""
+    """Run one operation on uint8 [B, H, W, 3]; return an array of the same shape."""
     run = jax.jit(lambda packed, amounts: join_planes(change(split_planes(packed), amounts)))
     return unpack_rgb(np.asarray(run(pack_rgb(images), jnp.array(amounts, jnp.int32))))
 

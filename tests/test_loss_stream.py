@@ -21,7 +21,7 @@ SOON_S = 20.0
 
 
 class RecordingSink:
-    """Keeps what it gets, and fails where a test asks."""
+    """A sink that keeps its records, and fails where a test requests it."""
 
     def __init__(self, *, open_error=None, write_error=None, write_error_at=1, close_error=None, gate=None):
         self.open_error, self.write_error, self.close_error = open_error, write_error, close_error

@@ -77,7 +77,7 @@ def packs(tmp_path_factory):
 
 @pytest.fixture
 def data(packs, tmp_path):
-    """A copy to damage, with checksums."""
+    """Return a copy with checksums that the test may damage."""
     shutil.copytree(packs[LARGE, True][0], tmp_path / "data")
     return tmp_path / "data"
 

@@ -12,12 +12,12 @@ from engine.objective import cross_entropy as objective
 
 
 def cross_entropy(logits, labels):
-    """The loss of hard labels, as the program makes them into targets."""
+    """Return the loss of hard labels, converted to targets as in the program."""
     return objective.cross_entropy(logits, one_hot_or_nan(labels, logits.shape[-1]))
 
 
 def reference(logits, labels):
-    """The mean of log(sum(exp)) - logit of the label, an image at a time in float64."""
+    """Return the mean of log(sum(exp)) - logit of the label, one image at a time in float64."""
     losses = []
     for row, label in zip(np.asarray(logits, np.float64), labels, strict=True):
         highest = max(row)

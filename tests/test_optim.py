@@ -41,7 +41,7 @@ def drawn(seed):
 
 
 def reference(params, gradients_of_steps, values_of_steps, *, nesterov=False):
-    """The loop of torch.optim.SGD's documentation, dampening 0, in float64."""
+    """Return the result of the loop in torch.optim.SGD's documentation, dampening 0, in float64."""
     params = {name: np.asarray(value, np.float64) for name, value in params.items()}
     buffers: dict[str, np.ndarray] = {}
     for gradients, (learning_rate, momentum, weight_decay) in zip(gradients_of_steps, values_of_steps, strict=True):

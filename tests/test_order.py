@@ -16,7 +16,7 @@ SEEDS = st.integers(0, 2**63 - 1)
 
 
 def reference_image(num_images, seed, epoch, offset):
-    """The image at one offset of an epoch, with Python's integers: hash, eight rounds, walk until inside."""
+    """Return the image at one offset of an epoch, in Python integers: hash, eight rounds, cycle-walking."""
     hashed = hashlib.blake2b(digest_size=64, person=b"feedloop-order")
     hashed.update(seed.to_bytes(8, "little"))
     hashed.update(epoch.to_bytes(8, "little"))

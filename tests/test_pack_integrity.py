@@ -76,7 +76,7 @@ def test_swapped_shards_of_two_splits_are_detected(data):
 
 
 def counted_checksums(monkeypatch):
-    """The list that each comparison of a decoded image from now on makes longer."""
+    """Return a list to which each comparison of a decoded image is appended."""
     compared = []
 
     def compare(image):
@@ -352,7 +352,7 @@ def test_a_file_of_another_form_is_mapped_once_it_is_restored(tmp_path):
 
 
 class ActOnce:
-    """A sink that does something at the first loss."""
+    """A sink that calls a function at the first loss."""
 
     def __init__(self, action):
         self._action, self._is_done = action, False

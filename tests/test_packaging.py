@@ -35,7 +35,7 @@ def module_name(path: Path) -> str:
 
 
 def imported(source: str, module: str, is_package: bool = False) -> set[str]:
-    """Every name that an import statement anywhere in the source may bind a module by, as absolute dotted names."""
+    """Return every name that an import statement in the source may import, as absolute dotted names."""
     package = module if is_package else module.rpartition(".")[0]
     names: set[str] = set()
     for node in ast.walk(ast.parse(source)):
@@ -49,7 +49,7 @@ def imported(source: str, module: str, is_package: bool = False) -> set[str]:
 
 
 def mentioned(source: str) -> set[str]:
-    """Every identifier, attribute and imported name in the source; comments and strings don't count."""
+    """Return every identifier, attribute and imported name in the source, without comments and strings."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Name):

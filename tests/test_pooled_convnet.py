@@ -52,7 +52,7 @@ def xla_layer(x, params, stats, *, margin, pool, train):
 
 
 def xla_network(params, stats, x, *, train):
-    """The network of two stages, written out."""
+    """Return the network of two stages, written without loops."""
     new: BatchStats = {"stage1": {}, "stage2": {}}
     stem = {"conv": {"kernel": cosine_kernel(6)}} | params["stem"]
     x, new["stem"] = xla_layer(x, stem, stats["stem"], margin=0, pool=False, train=train)

@@ -49,11 +49,11 @@ class Step:
 
 
 class TracedError(Exception):
-    """Ends a run once its step was traced: nothing is to be compiled."""
+    """Stops a run after its step is traced, before compilation."""
 
 
 def trace_step(monkeypatch, **settings):
-    """The training step of a run with these settings, traced as the run traces it."""
+    """Return the training step of a run with these settings, traced as in the run."""
     found: list[Step] = []
     logits: list[jnp.dtype] = []
     updates: list[Any] = []

@@ -53,7 +53,7 @@ def packed(tmp_path_factory):
 
 
 def contexts_of(recipe):
-    """The commands of a recipe as click reads them, by the names of the commands."""
+    """Return the commands of a recipe as click parses them, by command name."""
     lines = [shlex.split(line) for line in recipe.command.splitlines()]
     return {name: COMMANDS[name].make_context(name, arguments) for name, *arguments in lines}
 
@@ -260,7 +260,7 @@ def test_all_errors_of_a_file_are_reported_at_once(tmp_path):
 
 
 def record_run(folder, config, model="resnet8", manifest_digest=None, **resolved):
-    """The config.json that a run of these settings leaves."""
+    """Return the config.json that a run with these settings writes."""
     with RunFolder(folder) as run:
         run.clear()
         run.write_config(config, {"model": model, **resolved}, manifest_digest, origins={})

@@ -81,7 +81,7 @@ def change(path, number, **values):
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """A run with snapshots of every second step, and requests in mid-run."""
+    """Return a run with snapshots of every second step, and requests during the run."""
     path = tmp_path_factory.mktemp("recorded") / "run"
     requests = {
         5: ControlRequest(learning_rate_factor=0.5),
@@ -283,7 +283,7 @@ def test_a_change_of_settings_in_mid_stretch_is_made_at_its_step(tmp_path):
 
 
 class StoppingEvaluation:
-    """The toy's evaluation, which asks for a stop in its second pass."""
+    """The toy's evaluation set, which requests a stop in its second pass."""
 
     thread_safe = True
     batch, height, width, num_batches = 8, SIZE, SIZE, 3
@@ -337,7 +337,7 @@ def test_a_signal_ends_a_replay_with_what_was_compared(recorded):
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory):
-    """A run of a small network on packed images, with moving data and epochs that no batch divides."""
+    """Return a run of a small network on packed images, whose epochs are not a multiple of the batch."""
     folder = tmp_path_factory.mktemp("packed")
     pack(fake_source(22, size=8), folder / "data")
     pack(fake_source(7, size=8, seed=1, name="val"), folder / "data")

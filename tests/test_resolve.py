@@ -56,7 +56,7 @@ def test_data_of_one_class_cause_a_warning(tmp_path):
 
 
 def told_at_the_beginning(config, **own):
-    """The warnings with which a new run begins."""
+    """Return the warnings of a new run."""
     told: list[str] = []
     parts = OwnParts(**own)
     with ExitStack() as stack:

@@ -96,7 +96,7 @@ class Unhurried:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """An uninterrupted run with all its snapshots."""
+    """Return an uninterrupted run with all its snapshots."""
     path = tmp_path_factory.mktemp("reference") / "run"
     run(path, batches=Unhurried(path, 1), snapshot_every_steps=1, keep_snapshots=0, prefetch=1)
     return path
@@ -142,7 +142,7 @@ def test_a_run_stopped_between_or_within_updates_resumes_bit_for_bit(reference, 
 
 
 class StoppingEvaluation:
-    """The toy's evaluation, which asks for a stop in its second pass."""
+    """The toy's evaluation set, which requests a stop in its second pass."""
 
     thread_safe = True
     batch, height, width, num_batches = 8, SIZE, SIZE, 3

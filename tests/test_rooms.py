@@ -72,7 +72,7 @@ PROGRAM_MAY_KNOW = {
 
 
 def modules() -> dict[str, Path]:
-    """Every module of the packages but their public faces, by its dotted name."""
+    """Return the path of every module of the packages by its dotted name, without the package modules themselves."""
     found = {}
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
@@ -87,7 +87,7 @@ MODULES = modules()
 
 
 def imports(path: Path) -> set[str]:
-    """The modules of ours that a file imports anywhere, for types too."""
+    """Return the project's modules that a file imports anywhere, including for types."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom):
@@ -107,7 +107,7 @@ def room(module: str) -> str:
 
 
 def reached(module: str) -> set[str]:
-    """Every module of ours that an import of this one brings with it."""
+    """Return every module of the project that importing this one imports."""
     found: set[str] = set()
     ahead = [module]
     while ahead:

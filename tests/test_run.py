@@ -25,7 +25,7 @@ from tests.toy import BATCH, CLASSES, SIZE, CountedBatches, Linear, toy_batch, t
 
 
 class FailingSink:
-    """A sink that accepts records until `full_after`, then is full."""
+    """A sink that accepts records up to `full_after`, and then fails."""
 
     def __init__(self, full_after):
         self.full_after, self.taken, self.closed = full_after, [], False
@@ -254,7 +254,7 @@ def test_a_failure_whose_truth_value_is_false_is_a_failure():
 
 
 class Returning(Linear):
-    """A model whose `apply` returns something else than it should."""
+    """A model whose `apply` returns an invalid value."""
 
     def __init__(self, change):
         super().__init__()

@@ -27,7 +27,7 @@ LABEL_BYTES = 4
 
 
 class Records:
-    """Keeps every record, and tells when one of a step has come."""
+    """A sink that keeps every record, and signals the arrival of a step."""
 
     def __init__(self, awaited=0):
         self.losses, self.awaited, self.has_come = [], awaited, threading.Event()

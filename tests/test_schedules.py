@@ -38,7 +38,7 @@ def rates(compiled, name, steps, values):
 
 
 def optax_schedule(name, total, warmup, *, start=0.0, alpha=0.0, drop=0.5, milestones=(), rise=0.25):
-    """The same by optax's schedules alone, joined as its own `warmup_cosine_decay_schedule` joins."""
+    """Return the same schedule from optax, joined as in its `warmup_cosine_decay_schedule`."""
     length = total - warmup
     first = PEAK
     if name == "constant":
@@ -86,7 +86,7 @@ def test_equals_optax_at_every_step(compiled, name, total, warmup, start, alpha,
 
 
 def float64_rate(name, step, total, warmup, *, start, alpha, drop, milestones, rise_steps):
-    """A schedule from its description, in Python's floats."""
+    """Return a schedule computed from its description in Python floats."""
     first = PEAK / 25 if name == "one-cycle" else PEAK
     if step < warmup:
         return first * (start + (1 - start) * step / warmup)

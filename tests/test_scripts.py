@@ -49,7 +49,7 @@ class Machine:
         return path
 
     def fake_version(self, path: Path, version: str) -> Path:
-        """A Python that says it is another version."""
+        """Write a Python that reports another version."""
         stub = self.home / f"stub-{version}"
         stub.mkdir(exist_ok=True)
         (stub / "sitecustomize.py").write_text(
@@ -58,7 +58,7 @@ class Machine:
         return self.fake(path, f'PYTHONPATH={shlex.quote(str(stub))} exec {REAL} "$@"')
 
     def fake_split(self, path: Path) -> Path:
-        """A Python without ensurepip, as Debian and Ubuntu split it."""
+        """Write a Python without ensurepip, as in Debian and Ubuntu."""
         stub = self.home / "stub-split"
         stub.mkdir()
         (stub / "ensurepip.py").write_text("raise ImportError('split off')\n", encoding="utf-8")

@@ -52,7 +52,7 @@ def read(split, indices, timeout_s=10.0):
 
 
 def rewrite_manifest(data, **changes):
-    """A manifest that is sound in itself and says something else than the split holds."""
+    """Return a valid manifest that does not match the split."""
     path = data / "train/manifest.json"
     path.write_text(replace(Manifest.from_json(path.read_bytes()), **changes).to_json())
 

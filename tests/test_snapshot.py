@@ -123,7 +123,7 @@ def test_a_state_of_the_optimiser_comes_back_into_what_is_only_described(tmp_pat
 
 
 def test_plain_orbax_reads_it(tmp_path):
-    """What a person who has nothing but Orbax gets: nested dictionaries under the names of the program."""
+    """With Orbax alone, a snapshot reads as nested dictionaries with the names of the program."""
     import orbax.checkpoint as ocp
 
     state = small_state()

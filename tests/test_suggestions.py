@@ -27,7 +27,7 @@ def command_of(name):
 
 
 def misspelt(option):
-    """A spelling with one letter more."""
+    """Return a misspelling with an additional letter."""
     return f"{option[:-1]}x{option[-1]}"
 
 

@@ -32,7 +32,7 @@ def make_sink(width=80, steps=1000, batch=128):
 
 
 def lines_of(drawn):
-    """Every line ever drawn, without control codes."""
+    """Return every line that was drawn, without control codes."""
     return [line for line in re.split(r"[\r\n]", ESCAPES.sub("", drawn.getvalue())) if line.strip()]
 
 

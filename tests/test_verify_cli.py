@@ -20,7 +20,7 @@ COMMAND = [sys.executable, "-c", "from engine.commands.verify_cli import main; m
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with a data set, a run on it, the same with a loss that was changed, and a run of one's own batches."""
+    """Return a folder with a data set, a run on it, a copy with a changed loss, and a run with batches of the user."""
     folder = tmp_path_factory.mktemp("place")
     pack(fake_source(20, size=8), folder / "data")
     pack(fake_source(11, size=8, seed=1, name="val"), folder / "data")
@@ -40,7 +40,7 @@ def place(tmp_path_factory):
 
 
 def invoke(monkeypatch, place, *arguments):
-    """Runs the command in this process, in the folder; its exit code is what it would have left with."""
+    """Run the command in this process in the folder, and capture the exit code."""
     codes: list[int] = []
     monkeypatch.chdir(place)
     monkeypatch.setattr(os, "_exit", codes.append)
