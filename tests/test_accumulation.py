@@ -1,4 +1,4 @@
-"""Gathering over pulls: means, when an update is due, and going on in mid-gathering."""
+"""Gradient accumulation over pulls: means, due updates, and resuming within an accumulation."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Where batches come from: each source gives the batch of a step, whatever was asked before."""
+"""Sources of batches: each returns the batch of a step, independently of earlier calls."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast

@@ -1,4 +1,4 @@
-"""What XLA's compiler for NVIDIA cards makes of a run's program; it needs no card, and scripts/test brings it."""
+"""Compilation of a program for an NVIDIA card by XLA; no card is needed, and scripts/test installs the compiler."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Channel sums: exact, whatever way the images are grouped."""
+"""Channel sums are exact for every grouping of the images."""
 
 import math
 

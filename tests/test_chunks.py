@@ -1,4 +1,4 @@
-"""Several batches a crossing: the steps of one by one, fewer crossings, and what is asked for acts between them."""
+"""Several batches per pull: the same steps as one by one, fewer pulls, and requests that act between steps."""
 
 import json
 import shutil

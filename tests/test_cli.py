@@ -1,4 +1,4 @@
-"""`run-train` from outside: what it prints, its exit codes, signals, and errors in a line."""
+"""The command run-train: its output, exit codes, signals, and errors in one line."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The cache of programs, what jax is left with, and what XLA tells of a program."""
+"""The cache of compiled programs, jax's settings after a compilation, and XLA's description of a program."""
 
 import gc
 import weakref

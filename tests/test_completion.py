@@ -1,4 +1,4 @@
-"""What a shell completes: click's own protocol, asked as a shell asks it."""
+"""Shell completion, requested by click's protocol as a shell does."""
 
 import os
 import subprocess

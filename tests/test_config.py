@@ -1,4 +1,4 @@
-"""The settings: each has a kind and a range, and what JSON took away it gives back."""
+"""The settings: each has a type and a range, and all survive JSON."""
 
 import inspect
 import json

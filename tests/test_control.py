@@ -1,4 +1,4 @@
-"""The control word: written by the host, read by the device, asked for from any thread."""
+"""The control word: written by the host, read by the device, requested from any thread."""
 
 import itertools
 import threading

@@ -1,4 +1,4 @@
-"""`control-run` beside a running process: what it prints, what it leaves, with which exit code."""
+"""The command control-run beside a running process: its output, its files and its exit codes."""
 
 import errno
 import re

@@ -1,4 +1,4 @@
-"""The log of what took effect in a run: golden lines, strict reading, crashes, and what a replay takes from it."""
+"""The log of control events: golden lines, strict reading, crashes, and its use by a replay."""
 
 import dataclasses
 import errno

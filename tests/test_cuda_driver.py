@@ -1,4 +1,4 @@
-"""NVIDIA's driver: what is called, what its errors say, and that everything is given back."""
+"""The wrapper of NVIDIA's driver: its calls, its error messages, and that everything is freed."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""A file of a run folder that was changed, cut, removed or replaced by a pipe: it is named and refused."""
+"""A changed, truncated, removed or replaced file of a run folder is named and refused."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Which data a run takes, and the making of the demo set."""
+"""The data set that a run uses, and the creation of the demo set."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The programs of docs/examples run as they stand; what they claim they assert themselves."""
+"""The programs of docs/examples run, including their own assertions."""
 
 import subprocess
 import sys

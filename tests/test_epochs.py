@@ -1,4 +1,4 @@
-"""Epochs become steps: exactly, once, and only where there is a data set to count."""
+"""Epochs are converted to steps: exactly, once, and only if there is a data set to count."""
 
 from dataclasses import replace
 from fractions import Fraction

@@ -1,4 +1,4 @@
-"""`run-eval` from outside: what it prints, its exit codes, and errors in a line."""
+"""The command run-eval: its output, its exit codes, and errors in one line."""
 
 import json
 import os

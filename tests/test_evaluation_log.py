@@ -1,4 +1,4 @@
-"""Reading evaluations back: what a run wrote, and what nobody should have."""
+"""Reading evaluations back: valid logs, and damaged ones."""
 
 import json
 import math

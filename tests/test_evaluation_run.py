@@ -1,4 +1,4 @@
-"""Evaluating trained weights outside of the loop: the loop's own numbers, and what does not fit together."""
+"""Evaluation of trained weights outside the loop: the same numbers as in the loop, and refused combinations."""
 
 import json
 import os

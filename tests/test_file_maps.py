@@ -1,4 +1,4 @@
-"""Mapped files: as many as there are, without a descriptor each, and for as long as somebody looks at them."""
+"""Mapped files need no descriptor each, and stay mapped while they are used."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""The lock of a run folder: one holder, in this process or another, until he lets go or dies."""
+"""The lock of a run folder: one holder, in this process or another, until it releases the lock or ends."""
 
 import errno
 import fcntl

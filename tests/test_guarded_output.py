@@ -1,4 +1,4 @@
-"""Texts of strangers on the way to a terminal: quoted as names, and escaped at the last gate of every command."""
+"""Untrusted text on its way to a terminal: quoted in names, and escaped in all output of every command."""
 
 import ast
 import io

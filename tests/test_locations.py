@@ -1,4 +1,4 @@
-"""Where the project keeps what it makes for itself."""
+"""The folders in which the project keeps its own files."""
 
 from pathlib import Path
 

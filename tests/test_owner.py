@@ -1,4 +1,4 @@
-"""One packer at a time: a second process is kept out, and one that was overtaken notes nothing more."""
+"""One process packs at a time: a second one is refused, and one that was overtaken records nothing more."""
 
 import errno
 import os

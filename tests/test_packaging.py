@@ -1,4 +1,4 @@
-"""What packaging and the layering promise: entry points, pins, import directions, the two crossings."""
+"""Packaging and layering: entry points, pins, import directions, the two crossings."""
 
 import ast
 import importlib.util

@@ -1,4 +1,4 @@
-"""A stretch of a run made once more: the same bits from any snapshot to any step; every change of a record is found."""
+"""The replay of a range of steps: the same bits from any snapshot to any step; every change of a record is found."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""From settings to source, model and scale, and what does not fit together."""
+"""Resolving settings to source, model and scale, and refused combinations."""
 
 from contextlib import ExitStack
 

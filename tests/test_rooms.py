@@ -1,4 +1,4 @@
-"""The rooms: what each may import, which no circle closes, and the way of one batch through them."""
+"""The rooms: what each may import, without cycles, and the path of one batch through them."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""A whole run: what it leaves, and how each fault ends it."""
+"""A whole run: the files that it writes, and how each fault ends it."""
 
 import gc
 import json

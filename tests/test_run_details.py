@@ -1,4 +1,4 @@
-"""What a run promises in a word or a number: each of these held by accident until something broke it."""
+"""Details that a run guarantees, each of which was once broken."""
 
 import gc
 import json

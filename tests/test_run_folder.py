@@ -1,4 +1,4 @@
-"""The run folder: an earlier run is safe unless its end was asked for, and strangers' files always."""
+"""The run folder: an earlier run is kept unless overwriting is requested, and unrelated files always are."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Signals: the first asks for a clean stop, the second ends at once, and afterwards all is as it was."""
+"""Signals: the first requests a clean stop, the second ends at once, and handlers are restored afterwards."""
 
 import os
 import signal

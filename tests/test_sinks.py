@@ -1,4 +1,4 @@
-"""The sinks: what a line says to the byte, and what is in a file when the disk is full."""
+"""The sinks: golden lines, and the content of a file when the disk is full."""
 
 import errno
 import json

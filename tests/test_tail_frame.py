@@ -1,4 +1,4 @@
-"""What a frame of `tail-run` says, at every size."""
+"""The text of a frame of `tail-run`, at every size."""
 
 import itertools
 import subprocess

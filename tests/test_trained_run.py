@@ -1,4 +1,4 @@
-"""Reading the folder of a run back: what it says, and what is no such folder."""
+"""Reading a run folder back: its content, and folders that are refused."""
 
 import json
 import os

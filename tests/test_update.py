@@ -1,4 +1,4 @@
-"""One contract for every optimiser under every schedule, and what a pull may come to."""
+"""One contract for every optimiser under every schedule, and the possible results of a pull."""
 
 import math
 from functools import partial

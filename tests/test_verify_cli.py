@@ -1,4 +1,4 @@
-"""`verify-run` from outside: its verdict, its exit codes, and errors in a line."""
+"""The command verify-run: its verdict, its exit codes, and errors in one line."""
 
 import json
 import os
