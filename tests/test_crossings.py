@@ -44,7 +44,7 @@ def test_on_a_card_the_driver_is_asked_for_the_device_that_jax_computes_on(monke
 @pytest.mark.parametrize(("name", "needed"), [("inplace", "cpu"), ("cuda", "cuda")])
 def test_a_transport_elsewhere_than_on_its_backend_is_refused(name, needed):
     with pytest.raises(
-        ValueError, match=f"--transport {name} requires jax to run on {needed}, but it runs on tpu.*: omit --tr"
+        ValueError, match=f"--transport {name} requires jax to run on {needed}, but jax runs on tpu.*: omit --tr"
     ):
         choose_transport(name, "tpu")
 
@@ -80,7 +80,7 @@ def test_jax_without_a_device_is_an_error_with_a_remedy(monkeypatch, error):
 
     monkeypatch.setattr(jax, "default_backend", fail)
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
-    with pytest.raises(ValueError, match=r"found none with JAX_PLATFORMS=cuda.*: for an NVIDIA GPU, install"):
+    with pytest.raises(ValueError, match=r"found no device with JAX_PLATFORMS=cuda.*: for an NVIDIA GPU, install"):
         this_platform()
 
 

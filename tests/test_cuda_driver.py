@@ -226,7 +226,7 @@ def test_a_collector_whose_receiver_hangs_is_abandoned():
     collector.start()
     with driver.current():
         collector.put(arena.event(), partial(hang, released))
-    with pytest.raises(TimeoutError, match=r"must reach the host within 0.05 s of its end"):
+    with pytest.raises(TimeoutError, match=r"did not reach the host within 0.05 s of the program's end"):
         collector.close(0.05)
     released.set()
     collector.close(30)
@@ -252,5 +252,5 @@ def test_calls_that_may_wait_release_the_gil(monkeypatch):
 
 def test_a_driver_without_a_function_is_too_old(monkeypatch):
     monkeypatch.setattr(driver_module, "LIBRARY", None)
-    with pytest.raises(CudaError, match="must have the function cuInit, but lacks it: install a newer driver"):
+    with pytest.raises(CudaError, match="does not have the function cuInit: install a newer driver"):
         CudaDriver()

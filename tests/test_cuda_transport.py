@@ -120,7 +120,7 @@ def test_a_hanging_receiver_ends_the_program_in_time(monkeypatch):
 
     compiled = jax.jit(program).lower(jnp.int32(0)).compile()
     threading.Timer(1.0, released.set).start()
-    with pytest.raises(TimeoutError, match=r"must accept the program's records within 0.2 s"):
+    with pytest.raises(TimeoutError, match=r"did not accept the program's records within 0.2 s"):
         run(transport, compiled, jnp.int32(0))
 
 

@@ -1,1 +1,1 @@
-"""Data paths between device and host: the infeed, the outfeed, and the transports by which they call the host."""
+"""Data paths between device and host: the infeed, the outfeed, and the transports that call host functions."""

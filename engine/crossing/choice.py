@@ -29,7 +29,7 @@ _MOST_WASTED = 0.05
 
 
 def this_platform() -> str:
-    """Return the platform of jax's default backend: "cpu", "cuda", "rocm", "tpu" or another.
+    """Return the platform of jax's default backend, such as "cpu", "cuda", "rocm" or "tpu".
 
     Raises:
         ValueError: if jax finds no device.
@@ -39,9 +39,9 @@ def this_platform() -> str:
     except (RuntimeError, AssertionError) as error:  # what jax raises if no backend of $JAX_PLATFORMS is available
         asked = os.environ.get("JAX_PLATFORMS", "")
         raise ValueError(
-            f"jax must find a device, but found none with JAX_PLATFORMS={asked}{f' ({error})' if str(error) else ''}: "
-            "for an NVIDIA GPU, install the cuda extra and check nvidia-smi (docs/nvidia.md); otherwise, "
-            "unset the variable"
+            f"jax found no device with JAX_PLATFORMS={asked}{f' ({error})' if str(error) else ''}: for an NVIDIA GPU, "
+            "install the cuda extra and check that nvidia-smi lists the GPU (docs/nvidia.md); otherwise, unset the "
+            "variable"
         ) from error
     if platform != "gpu":
         return platform
@@ -54,7 +54,7 @@ def this_device() -> str:
 
 
 def choose_transport(name: TransportName, platform: str) -> Transport:
-    """Create the named transport, or for "auto" the fastest one for `platform`, as returned by `this_platform`.
+    """Create the named transport, or, if the name is "auto", the fastest one for `platform` (see `this_platform`).
 
     Raises:
         ValueError: if the named transport does not run on the platform.
@@ -67,8 +67,8 @@ def choose_transport(name: TransportName, platform: str) -> Transport:
     if platform != needed:
         remedy = " (install the cuda extra, docs/nvidia.md)" if name == "cuda" else ""
         raise ValueError(
-            f"--transport {name} requires jax to run on {needed}, but it runs on {platform}{remedy}: omit --transport "
-            "to use a suitable one"
+            f"--transport {name} requires jax to run on {needed}, but jax runs on {platform}{remedy}: omit "
+            "--transport to use a suitable one"
         )
     if name == "inplace":
         return InplaceTransport()
@@ -106,7 +106,7 @@ def make_infeed(
 
 
 def choose_chunk(asked: int | None, transport: Transport) -> int:
-    """Return the number of batches per pull: `asked` if given, else 10 if the host runs ahead of the device, else 1.
+    """Return the batches per pull: `asked` if given; otherwise 10 if the host runs ahead of the device, and 1 if not.
 
     The number is compiled into the program, so it does not depend on the length of the run or on how often it is
     evaluated.
@@ -115,7 +115,7 @@ def choose_chunk(asked: int | None, transport: Transport) -> int:
 
 
 def wasted_steps_warning(config: TrainConfig, chunk: int) -> str | None:
-    """Return a warning if many steps are wasted because the last chunk before an interruption runs past it.
+    """Return a warning if many steps are wasted because the last chunk before an interruption continues past it.
 
     Evaluations, snapshots and the end of the run interrupt the steps, but a chunk always runs all its iterations.
     """

@@ -1,4 +1,4 @@
-"""The infeed, through which the program pulls its batches and the control word from the host.
+"""The infeed, through which the program pulls batches and control words (the host's requests) from the host.
 
 A pull is addressed by (batch index, shard) and returns one batch or a chunk of batches, beginning at that index. If the
 host fails, the infeed keeps the exception, and the pull returns the batches before the failure with the stop bit set.
@@ -67,7 +67,7 @@ class BatchInfeed(Protocol):
     failure: BaseException | None
 
     def pull(self, batch_index: jax.Array, shard: jax.Array, num_batches: jax.Array) -> Pulled:
-        """Pull batches for a shard; called while tracing.
+        """Pull one shard of each of several batches; called while tracing.
 
         Args:
             batch_index: int32 [], index of the first batch, from 0.
@@ -158,7 +158,7 @@ class Infeed:
         self._feeder.close()
 
     def pull(self, batch_index: jax.Array, shard: jax.Array, num_batches: jax.Array) -> Pulled:
-        """Pull batches for a shard; see `BatchInfeed.pull`."""
+        """Pull one shard of each of several batches; see `BatchInfeed.pull`."""
         address = jnp.stack([batch_index, shard, num_batches])
         pixels, labels, words = self._transport.call(self._answer, self._results, address)
         return Pulled(decode_control(words), Batch(pixels, labels))
@@ -197,7 +197,7 @@ class Infeed:
         return make_batch(self._feeder, pixels, labels)
 
     def take_wait_s(self, batch_index: int) -> float:
-        """Return how long the pull of a batch waited for it, in seconds; see `BatchInfeed.take_wait_s`."""
+        """Return how long a pull waited for this batch, in seconds; see `BatchInfeed.take_wait_s`."""
         return self._wait_s.pop(batch_index, 0.0)
 
     def _answer(self, operands: Sequence[Array], results: Sequence[Array]) -> None:
@@ -241,5 +241,5 @@ def make_batch(feeder: Feeder, pixels: jax.Array, labels: jax.Array) -> Batch:
 
 
 def _stop_after(num_batches: int, words: NDArray[np.uint32]) -> None:
-    """Set the control words of a pull so that the program stops after `num_batches` batches, or at once if 0."""
+    """Set the control words of a pull so that the program stops after `num_batches` batches, or at once if it is 0."""
     words[...] = (words[0] | STOP, words[1], num_batches) if num_batches else stop_at_once()

@@ -122,7 +122,8 @@ class Called[F]:
             called = reference()
             if called is None:
                 raise RuntimeError(
-                    "a transport must exist as long as its program runs, but it was deleted: keep a reference to it"
+                    "a program called a transport that has been deleted: keep a reference to the transport while the "
+                    "program runs"
                 )
             return called._functions[number]
 
@@ -140,7 +141,7 @@ class ThreadState(threading.local):
         ctypes.pythonapi.PyGILState_Ensure()
 
     def keep(self) -> None:
-        """Keep the current thread's state: its first access to this `threading.local` object runs `__init__`."""
+        """Keep the current thread's state: a thread's first access to this `threading.local` object runs `__init__`."""
 
 
 class InplaceTransport(_PromptTransport):

@@ -1,1 +1,1 @@
-"""The `cuda` transport: data paths between host and NVIDIA GPU that never wait for Python."""
+"""The `cuda` transport: data paths through which the host enqueues work on an NVIDIA GPU ahead of its execution."""

@@ -53,7 +53,7 @@ class Arena:
         return self._keep(lambda: self._driver.create_event(timing=timing), self._driver.destroy_event)
 
     def at_close(self, function: Callable[[], None]) -> None:
-        """Register a function that `close` calls, for dropping references to this arena's memory."""
+        """Register a function for `close` to call, such as one that drops references to this arena's memory."""
         with self._guard:
             self._releases.callback(function)
 

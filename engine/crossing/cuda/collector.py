@@ -14,7 +14,7 @@ class _Job(NamedTuple):
 
 
 class Collector:
-    """A queue that calls functions in the order of `put`, each after its event has completed.
+    """A queue that calls functions in the order in which they were put, each after its event has completed.
 
     Args:
         driver: driver of the events.
@@ -34,7 +34,7 @@ class Collector:
         self._thread.start()
 
     def put(self, event: int, function: Callable[[], None]) -> None:
-        """Have the thread call `function` after `event`, which must already be recorded, has completed."""
+        """Have the thread call `function` once `event` has completed; the event must already be recorded."""
         self._jobs.put(_Job(event, function))
 
     def close(self, timeout_s: float) -> None:
@@ -48,8 +48,8 @@ class Collector:
             self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise TimeoutError(
-                f"the program's records must reach the host within {timeout_s:g} s of its end, but did not: check "
-                "whether the GPU hangs (nvidia-smi) or the terminal or disk to which the losses are written blocks"
+                f"the program's records did not reach the host within {timeout_s:g} s of the program's end: check "
+                "whether the GPU hangs (nvidia-smi), or the terminal or disk to which the losses are written is blocked"
             )
 
     def _work(self) -> None:

@@ -89,7 +89,7 @@ class CudaError(RuntimeError):
 
 
 def load_functions() -> Functions:
-    """Load NVIDIA's driver library and return a lookup of its functions.
+    """Load NVIDIA's driver library and return a callable that looks up its functions by name.
 
     Raises:
         CudaError: if the library cannot be opened; the lookup raises it for a function that an old driver lacks.
@@ -109,7 +109,7 @@ def load_functions() -> Functions:
             return prototype(c_int, *PROTOTYPES[name])((name, library))
         except AttributeError:
             raise CudaError(
-                f"NVIDIA's driver, {LIBRARY}, must have the function {name}, but lacks it: install a newer driver",
+                f"NVIDIA's driver, {LIBRARY}, does not have the function {name}: install a newer driver",
                 "CUDA_ERROR_OLD_DRIVER",
             ) from None
 
@@ -156,7 +156,7 @@ class CudaDriver:
         self._call("cuCtxSynchronize")
 
     def allocate_pinned(self, num_bytes: int) -> int:
-        """Allocate page-locked host memory, which the device copies to and from directly."""
+        """Allocate page-locked host memory, which the device can copy to and from directly."""
         return self._create("cuMemHostAlloc", num_bytes, _PORTABLE)
 
     def free_pinned(self, address: int) -> None:

@@ -39,7 +39,7 @@ class PackedForm:
 
     @classmethod
     def of(cls, tree: Any) -> "PackedForm":
-        """Return the form of a tree, with groups of up to `MOST_TOGETHER` vectors of at most `LONGEST` numbers each."""
+        """Return the layout of a tree, grouping up to `MOST_TOGETHER` vectors of at most `LONGEST` numbers each."""
         arrays, structure = jax.tree.flatten(tree)
         leaves = tuple(_kind_of(each) for each in arrays)
         by_dtype: dict[Any, list[int]] = defaultdict(list)

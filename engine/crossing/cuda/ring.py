@@ -51,7 +51,7 @@ class Stopwatch(NamedTuple):
 
 
 class _Slot:
-    """Device memory of one batch; `arrived` completes when it is filled, `taken` when the batch has been copied out."""
+    """Memory on the device for a batch; `arrived` completes when it is filled, `taken` when the batch is copied out."""
 
     def __init__(self, arena: Arena, num_bytes: int) -> None:
         self.address = arena.device(num_bytes)
@@ -97,7 +97,7 @@ class DeviceRing:
         is_cancelled: Callable[[], bool] = lambda: False,
         stopwatch: Stopwatch | None = None,
     ) -> bool:
-        """Enqueue a wait for a batch, and its copy to the program's memory, on the program's stream.
+        """Enqueue, on the program's stream, a wait for a batch and the copy of that batch to the program's memory.
 
         Args:
             batch_index: the next batch; batches are given in order, each once.
@@ -157,7 +157,7 @@ class DeviceRing:
         return True
 
     def _work(self) -> None:
-        """Copy each batch from the feeder to its slot; the body of the thread."""
+        """Copy each batch from the feeder to its slot; runs on the ring's thread."""
         try:
             with self._driver.current():
                 self._copy_all()

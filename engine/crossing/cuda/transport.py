@@ -1,4 +1,4 @@
-"""The transport for NVIDIA GPUs, which calls the host when work is enqueued, not when it is done.
+"""The transport for NVIDIA GPUs, which calls host functions when work is enqueued, not when it is executed.
 
 XLA calls a host function while it launches kernels, with the stream of the launch and the addresses of operands and
 results; whatever the function enqueues on the stream is done in order. `call` waits for the stream, because its
@@ -128,7 +128,7 @@ class CudaTransport:
     def call(
         self, function: HostFunction, results: Sequence[jax.ShapeDtypeStruct], *operands: jax.Array
     ) -> tuple[jax.Array, ...]:
-        """Insert a call that waits for the stream, because it needs the operands' values; see `Transport.call`."""
+        """Insert a call that waits for the stream, so that it can read the operands' values; see `Transport.call`."""
         given, wanted = _Layout(operands), _Layout(results)
         blocks: list[_Block] = []
 
@@ -148,7 +148,7 @@ class CudaTransport:
         return self.enqueue(handle, results, *operands)
 
     def emit(self, function: Callable[[Sequence[Array]], None], *operands: jax.Array) -> None:
-        """Insert a call that the collector's thread makes later, in the program's order; see `Transport.emit`."""
+        """Insert a call that the collector's thread makes later, in program order; see `Transport.emit`."""
         layout = _Layout(operands)
         free = _Blocks(layout.num_bytes)
 
@@ -272,6 +272,6 @@ class _Blocks:
                     raise collector.failure from None
                 if time.monotonic() >= deadline:
                     raise TimeoutError(
-                        f"the host must accept the program's records within {_BLOCK_TIMEOUT_S:g} s, but did not: "
-                        "check the terminal or disk to which they are written"
+                        f"the host did not accept the program's records within {_BLOCK_TIMEOUT_S:g} s: check the "
+                        "terminal or disk to which they are written"
                     ) from None
