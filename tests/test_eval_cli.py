@@ -175,7 +175,7 @@ def test_a_stalled_source_is_exit_code_1(place):
     )  # fmt: skip
     assert done.returncode == 1
     assert "evaluation" not in done.stdout
-    assert "run-eval: the batch of evaluation pull 1 of 3 must arrive within 0.5 s" in done.stderr
+    assert "run-eval: the batch of evaluation pull 1 of 3 did not arrive within 0.5 s" in done.stderr
 
 
 def test_help_needs_no_jax():

@@ -239,7 +239,7 @@ def test_a_stalled_source_is_an_error_within_the_limit():
     go_on = threading.Event()
     source = Source(before=lambda step: go_on.wait(SOON_S) if step == 1 else None)
     message = (
-        r"^the batch of pull 2 must arrive within 0\.05 s, but did not because the source has stalled or is too slow: "
+        r"^the batch of pull 2 did not arrive within 0\.05 s because the source has stalled or is too slow: "
         r"check the storage, or raise --infeed-timeout$"
     )
     with running(source, num_threads=1, timeout_s=0.05) as feeder:

@@ -104,7 +104,7 @@ def test_a_source_that_stalls_ends_the_run_within_the_limit(tmp_path):
         return toy_batch(step)
 
     started = time.monotonic()
-    with pytest.raises(FeederError, match=r"step 3 must arrive within 0\.5 s"):
+    with pytest.raises(FeederError, match=r"step 3 did not arrive within 0\.5 s"):
         train(toy_config(run_dir=tmp_path, infeed_timeout_s=0.5), model=Linear(), batches=stalling)
     assert time.monotonic() - started < 25  # the 30 s of the stalled source were not waited for
     released.set()

@@ -42,12 +42,12 @@ class BatchSource(Protocol):
 
 
 def row_words(source: BatchSource) -> int:
-    """Return the number of words per row of pixels: the source's `row_words` if it has any, else its width."""
+    """Return the number of words per row of pixels: the source's `row_words` if it has one, otherwise its width."""
     return int(getattr(source, "row_words", source.width))
 
 
 class Lent(Protocol):
-    """Images lent from the source's own memory, without a copy."""
+    """Images in the source's own memory, lent without being copied."""
 
     @property
     def images(self) -> Sequence[NDArray[np.uint32]]:
@@ -55,7 +55,7 @@ class Lent(Protocol):
         ...
 
     def check(self) -> None:
-        """Raise the source's error if the images became invalid while they were copied; called after the copy."""
+        """Raise the source's error if the images became invalid while they were being copied; called after the copy."""
         ...
 
 
@@ -162,7 +162,7 @@ class FunctionBatches:
         self.batch, self.height, self.width = self._first[1].shape
 
     def fill(self, batch_index: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:  # noqa: ARG002
-        """Copy the batch that the function returns; the feeder limits the time it may take."""
+        """Copy the batch that the function returns; the feeder limits how long the function may take."""
         first, self._first = self._first, None
         given_pixels, given_labels = first[1:] if first and first[0] == batch_index else self._call(batch_index)
         if given_pixels.shape != pixels.shape:

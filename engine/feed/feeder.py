@@ -72,7 +72,7 @@ class _Slot:
 
 
 class Feeder:
-    """A reader of batches `start_index` … `stop_index` - 1, each exactly once, ahead of the program.
+    """A reader that reads batches `start_index` … `stop_index` - 1 ahead of the program, each exactly once.
 
     Args:
         source: fills a slot with a batch.
@@ -158,7 +158,7 @@ class Feeder:
         *,
         is_cancelled: Callable[[], bool] = lambda: False,
     ) -> float | None:
-        """Copy a shard of a batch out of the ring; batches must be taken in order, the shards of a batch in any order.
+        """Copy a shard of a batch out of the ring; take batches in order, and the shards of a batch in any order.
 
         Args:
             batch_index, shard: address of the shard.
@@ -263,7 +263,7 @@ class Feeder:
         return True
 
     def _raise_failure(self, slot: _Slot, batch_index: int) -> None:
-        """Raise the source's exception for this batch, if any, or FeederError if the ring closed before it arrived."""
+        """Raise the source's exception if this batch has one, or FeederError if the ring closed before it arrived."""
         if slot.failure is not None:
             raise slot.failure
         if slot.batch_index != batch_index:
@@ -273,8 +273,8 @@ class Feeder:
         """Raise FeederError if the deadline of a missing batch, in seconds of `time.perf_counter`, has passed."""
         if time.perf_counter() >= deadline:
             raise FeederError(
-                f"the batch of {self._name_batch(batch_index)} must arrive within {self.timeout_s:g} s, but did not "
-                "because the source has stalled or is too slow: check the storage, or raise --infeed-timeout"
+                f"the batch of {self._name_batch(batch_index)} did not arrive within {self.timeout_s:g} s because "
+                "the source has stalled or is too slow: check the storage, or raise --infeed-timeout"
             )
 
     def _check_can_arrive(self, batch_index: int, deadline: float) -> None:
@@ -285,7 +285,7 @@ class Feeder:
             )
 
     def _work(self) -> None:
-        """Claim batches and fill their slots until all are read or the ring closes; the body of a worker thread."""
+        """Claim batches and fill their slots until all are read or the ring closes; runs on each worker thread."""
         lender = self._source if self._allocate is None and isinstance(self._source, LendingSource) else None
         while (claimed := self._claim()) is not None:
             batch_index, slot = claimed

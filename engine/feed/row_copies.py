@@ -21,7 +21,7 @@ type _Part = tuple[Rows, NDArray[np.uint32], Future[None]]
 
 
 class RowCopies:
-    """A pool of up to `num_threads` threads for copying, including the caller's; the others start when first needed.
+    """A pool of up to `num_threads` copying threads: the caller's, and others that start when they are first needed.
 
     Thread-safe. The threads are daemons: a page that never arrives must not keep the process alive.
     """
@@ -60,7 +60,7 @@ class RowCopies:
                 raise failure
 
     def close(self) -> None:
-        """End the threads after the parts already submitted; safe to call repeatedly."""
+        """Let the threads end once they have copied the parts already submitted; safe to call repeatedly."""
         with self._guard:
             if not self._is_closed:
                 self._is_closed = True
