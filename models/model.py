@@ -18,7 +18,7 @@ class Apply(Protocol):
     def __call__(
         self, params: Params, batch_stats: BatchStats, images: jax.Array, train: bool
     ) -> tuple[jax.Array, BatchStats]:
-        """Return float32 logits `[B,K]` of normalised float32 images `[B,H,W,3]`, and the new batch statistics.
+        """Return float32 logits `[B,K]` for normalised float32 images `[B,H,W,3]`, and the new batch statistics.
 
         In training, the batch is normalised with its own statistics, and the running statistics are updated. Otherwise
         it is normalised with the running statistics, which are returned unchanged.

@@ -15,7 +15,7 @@ from models.names import MODEL_NAMES
 
 
 def _cifar(depth: int) -> ResNet:
-    """Return the ResNet of He et al., section 4.2: 6n+2 layers, n two-layer blocks each at 16, 32 and 64 channels."""
+    """Return the ResNet of He et al., section 4.2: 6n+2 layers, with n two-layer blocks of each width (16, 32, 64)."""
     return ResNet(stages=((depth - 2) // 6,) * 3, width=16, block="basic", stem="cifar")
 
 
@@ -63,7 +63,7 @@ def _imagenet_resnets() -> dict[str, ResNet]:
 
 
 class UnknownModelError(ValueError):
-    """The model name is unknown. `rule` is the message without its first word, "model"."""
+    """Error raised for an unknown model name. `rule` is the message without its first word, "model"."""
 
     def __init__(self, rule: str) -> None:
         super().__init__(rule)

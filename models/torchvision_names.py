@@ -111,7 +111,7 @@ def _check(model_name: str, tensors: Mapping[str, np.ndarray]) -> None:
     if "fc.bias" not in tensors or tensors["fc.bias"].ndim != 1:
         find_network(model_name)
         raise ValueError(
-            f"{model_name} needs a vector fc.bias, whose length is the number of classes, found none; "
+            f"{model_name} needs a vector fc.bias, whose length is the number of classes, but there is none; "
             "pass the complete state dictionary"
         )
     params, batch_stats = _shapes(model_name, tensors["fc.bias"].shape[0])

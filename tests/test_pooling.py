@@ -52,5 +52,5 @@ def test_undifferentiated_and_bfloat16():
 def test_windows_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="padding below half the window, got window 2, stride 2, padding 1"):
         max_pool(jnp.zeros((1, 4, 4, 1)), window=2, padding=1)
-    with pytest.raises(ValueError, match="3×3 window does not fit into 2×2 px; use larger images"):
+    with pytest.raises(ValueError, match="3×3 window does not fit into an input of 2×2 px; use larger images"):
         max_pool(jnp.zeros((1, 2, 2, 1)), padding=0)

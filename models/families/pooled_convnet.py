@@ -62,7 +62,7 @@ class PooledConvNet:
 
     @property
     def smallest_image(self) -> int:
-        """The smallest height and width in pixels: the stem removes one, and each stage halves two or more."""
+        """The smallest height and width: the stem removes one pixel, and each stage needs at least two to halve."""
         return 2 ** len(self.stages) + STEM_SIZE - 1
 
 
@@ -129,7 +129,7 @@ def cosine_kernel(num_channels: int) -> np.ndarray:
 
 
 def _init_kernels(all_layers: list[Layer], key: jax.Array) -> Iterator[jax.Array]:
-    """Yield the stem's filters, then He-normal (fan-in) kernels, all sliced from one draw, which compiles faster.
+    """Yield the stem's filters, then He-normal (fan-in) kernels, sliced from a single draw, which compiles faster.
 
     In each kernel, the first output channels, as many as there are input channels, copy the input channels.
     """
@@ -188,7 +188,7 @@ def _apply_layer(
 def apply(
     net: PooledConvNet, params: Params, batch_stats: BatchStats, images: jax.Array, *, train: bool, dtype: jnp.dtype
 ) -> tuple[jax.Array, BatchStats]:
-    """Return float32 logits `[B,K]` of normalised images `[B,H,W,3]`, and new batch statistics.
+    """Return float32 logits `[B,K]` for normalised images `[B,H,W,3]`, and new batch statistics.
 
     Activations are in `dtype`.
 

@@ -44,7 +44,7 @@ class ResNet:
 
     @property
     def expansion(self) -> int:
-        """The ratio of the output channels of a block to those of its inner convolutions."""
+        """The number of a block's output channels divided by the number of its inner convolutions' channels."""
         return 4 if self.block == "bottleneck" else 1
 
     @property
@@ -107,7 +107,7 @@ def blocks(net: ResNet) -> list[Block]:
 
 
 def _convs(net: ResNet) -> Iterator[Conv]:
-    """Yield all convolutions: first the stem's, then those of each block, followed by its projection if it has one."""
+    """Yield all convolutions: the stem's, then for each block its convolutions and its projection, if it has one."""
     yield stem_conv(net)
     for block in blocks(net):
         yield from block.convs
@@ -121,7 +121,7 @@ def _init_conv(net: ResNet, conv: Conv, kernels: Iterator[jax.Array]) -> Params:
 
 
 def _init_kernels(net: ResNet, key: jax.Array) -> Iterator[jax.Array]:
-    """Yield a He-normal kernel for each of `_convs`, by fan-out, which preserves the scale of gradients.
+    """Yield a He-normal kernel for each convolution, scaled by fan-out, which preserves the scale of gradients.
 
     All are sliced from one draw: with a separate draw for each, compiling ResNet-50's `init` took half a minute.
     """
@@ -217,7 +217,7 @@ def _apply_block(
 def apply(
     net: ResNet, params: Params, batch_stats: BatchStats, images: jax.Array, *, train: bool, dtype: jnp.dtype
 ) -> tuple[jax.Array, BatchStats]:
-    """Return float32 logits `[B,K]` of normalised images `[B,H,W,3]`, and new batch statistics.
+    """Return float32 logits `[B,K]` for normalised images `[B,H,W,3]`, and new batch statistics.
 
     Activations are in `dtype`.
     """

@@ -1,4 +1,4 @@
-"""2-D convolution that is as fast inside `lax.while_loop` as outside, forward and backward.
+"""2-D convolution that is as fast inside `lax.while_loop` as outside, in both the forward and the backward pass.
 
 XLA:CPU rewrites only the convolutions of a program's *entry* computation into the form that has fast kernels. In a
 loop body the gradients of `lax.conv_general_dilated` run as a naive loop nest (30 times slower). So on a CPU each of
@@ -61,7 +61,9 @@ def _geometry(x: jax.Array, kernel: jax.Array, stride: int | Pair, padding: str 
             f"convolution needs x [B,H,W,C] and a kernel [kh,kw,C,K] with the same C, got {x.shape} and {kernel.shape}"
         )
     if x.dtype != kernel.dtype:
-        raise ValueError(f"convolution needs operands of the same dtype, got {x.dtype} and {kernel.dtype}; cast one")
+        raise ValueError(
+            f"convolution needs operands of the same dtype, got {x.dtype} and {kernel.dtype}; cast one of them"
+        )
     strides = (stride, stride) if isinstance(stride, int) else stride
     if min(strides) < 1:
         raise ValueError(f"a convolution's stride must be at least 1, got {stride}")
@@ -163,7 +165,7 @@ def _gradients_cpu(
 
 
 def channels_on_cards(C: int, K: int) -> int:
-    """Return the padded number of input channels of a 16-bit convolution from C to K channels on an NVIDIA GPU.
+    """Return the number to which the C input channels of a 16-bit convolution are padded on an NVIDIA GPU.
 
     cuDNN's tensor-core kernels need multiples of 8, or 4 for images. XLA itself pads only float16, and only slightly.
     If the output channels do not fit such a kernel, padding has no benefit.

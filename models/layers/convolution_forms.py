@@ -74,7 +74,7 @@ def patches(x: jax.Array, window: Pair, geometry: Geometry) -> jax.Array:
 
 
 def _turned_padding(window: Pair, geometry: Geometry, input_size: Pair, output_size: Pair) -> Padding:
-    """Return the padding with which convolving the output with the rotated kernel gives the input size (stride 1)."""
+    """Return the padding for which the output, convolved with the rotated kernel, has the input size (stride 1)."""
     vertical, horizontal = (
         (window[axis] - 1 - low, input_size[axis] + low - output_size[axis])
         for axis, (low, _) in enumerate(geometry.padding)

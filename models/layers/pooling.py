@@ -1,4 +1,4 @@
-"""Max-pooling with a gradient that is fast inside a loop; XLA:CPU's own (select-and-scatter) is scalar code there."""
+"""Max-pooling with a gradient that is fast inside a loop; XLA:CPU's own (select-and-scatter) runs as scalar code."""
 
 from functools import partial, reduce
 
@@ -28,7 +28,7 @@ def max_pool(x: jax.Array, *, window: int = 3, stride: int = 2, padding: int = 1
         )
     if min(x.shape[1:3]) + 2 * padding < window:
         raise ValueError(
-            f"a {window}×{window} window does not fit into {x.shape[1]}×{x.shape[2]} px; use larger images"
+            f"a {window}×{window} window does not fit into an input of {x.shape[1]}×{x.shape[2]} px; use larger images"
         )
     return _max_pool(window, stride, padding, x)
 

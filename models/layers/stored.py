@@ -12,7 +12,7 @@ from jax import lax
 
 
 def stored(values: Any, *, on_cards: bool = False) -> Any:
-    """Return `values`, a pytree of arrays. On a CPU they pass an optimization barrier, so that XLA stores them.
+    """Return `values`, a pytree of arrays. On a CPU they pass through an optimization barrier, so that XLA stores them.
 
     Args:
         values: the values to store.
