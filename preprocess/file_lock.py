@@ -24,7 +24,7 @@ _TRY_EVERY_S = 0.01
 
 
 class FileLockedError(Exception):
-    """The lock is held by another process, or elsewhere in this one."""
+    """Error raised when the lock is already held, by this process or another."""
 
 
 class LockRefusedError(OSError):

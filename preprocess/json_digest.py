@@ -1,4 +1,4 @@
-"""Digest of JSON objects. The manifest of a pack and each record of its journal contain a digest of themselves.
+"""Digest of JSON objects. The manifest of a pack and each record of its journal contain their own digest.
 
 It detects damage and manual edits. It is not a signature: anyone can recompute it.
 """

@@ -27,7 +27,7 @@ _KINDS = {
 
 
 class IrregularFileError(OSError):
-    """A regular file was expected, but the path leads to a pipe, a device, a socket or a folder."""
+    """Error raised when a path leads to a pipe, a device, a socket or a folder instead of a regular file."""
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:

@@ -1,4 +1,7 @@
-"""Suggestions for unknown words ("did you mean …?"). Does not import click, which `engine.settings` avoids."""
+"""Suggestions for unknown words ("did you mean …?").
+
+Does not import click, so that `engine.settings`, which imports this module, does not either.
+"""
 
 from __future__ import annotations
 
