@@ -162,7 +162,7 @@ def test_more_classes_than_the_data_has_are_allowed(tmp_path):
         ({"image_size": 5}, "image_size must be at most the size of the images, 4 × 4 px, got 5"),
         (
             {"stop_at_top1": 0.5},
-            r"stop_at_top1 needs images to evaluate on, but the data \(batches of your own\) have none, got 0\.5",
+            r"stop_at_top1 must not be given if the data \(batches of your own\) have no images .*, got 0\.5",
         ),
         ({"cycle_momentum": True, "schedule": "cosine"}, "cycle_momentum needs the one-cycle schedule, got cosine"),
     ],

@@ -196,7 +196,7 @@ def test_splits_of_other_classes_or_sizes_are_refused_and_off_is_off(tmp_path):
     assert train(TrainConfig(**config, eval_split="off")).evaluations == ()
     other = fake_source(11, size=8, name="val")
     pack(other.changed(classes=tuple(reversed(other.classes))), tmp_path, overwrite=True)
-    with pytest.raises(ValueError, match="the classes of the training split, but those of val differ"):
+    with pytest.raises(ValueError, match="the classes of the training split, but the classes of val differ"):
         train(TrainConfig(**config))
 
 

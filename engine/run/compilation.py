@@ -24,7 +24,7 @@ _SETTINGS_GUARD = threading.RLock()
 
 @dataclass(frozen=True)
 class Traced:
-    """A program that is traced and lowered but not yet compiled.
+    """A program that has been traced and lowered but not yet compiled.
 
     Attributes:
         lowered: jax's lowered stage, in StableHLO.
@@ -58,14 +58,14 @@ class Compiled:
 
     @property
     def step_flops(self) -> float | None:
-        """Number of floating-point operations in one step as counted by XLA, None if XLA has no count."""
+        """The number of floating-point operations in one step as counted by XLA, or None if XLA reports none."""
         # XLA counts the body of a loop without a known trip count once, so the program's count is that of one step.
         analysis = self.call.cost_analysis()
         return None if not analysis or "flops" not in analysis else float(analysis["flops"])
 
     @property
     def peak_bytes(self) -> int:
-        """Memory in bytes that one execution needs, as estimated by XLA; donated buffers count once."""
+        """The memory in bytes that one execution needs, as estimated by XLA; donated buffers are counted once."""
         sizes = self.memory_bytes
         parts = ("arguments", "results", "temporaries")
         return sum(sizes.get(part, 0) for part in parts) - sizes.get("reused", 0)
@@ -125,7 +125,7 @@ def without_collector() -> Iterator[None]:
 
 
 def compiler_options(lowered: jax.stages.Lowered, backend: str, *, deterministic: bool) -> dict[str, str | bool | int]:
-    """Return the XLA options that make a program's results correct on `backend`, a jax backend name.
+    """Return the XLA options for results that are correct and, if `deterministic`, reproducible on a jax backend.
 
     On CPU, jaxlib 0.11.2 and 0.12.0 fuse convolutions, norms and the mean that follows them into one YNNPACK
     computation, which in bfloat16 returned NaN (`resnet8` in evaluation at 32 px). Fusing only single products or

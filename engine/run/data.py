@@ -113,7 +113,7 @@ def _open_own_batches(config: TrainConfig, parts: OwnParts, first_pull: int) -> 
     if source.batch != config.batch:
         raise ValueError(
             f"the batch source must return batches of {config.batch} images (the setting batch), got {source.batch}: "
-            "change one of the two"
+            "change the setting or the source"
         )
     return RunData(source, OWN_BATCHES, config.num_classes)
 
@@ -134,7 +134,7 @@ def _open_packed(config: TrainConfig, stack: ExitStack, notify: Callable[[str], 
     where, manifest = f"{choice.data}/{config.split}", split.manifest
     if manifest.format_version == 1:
         notify(
-            f"{choice.data} has format version 1, in which training does not detect swapped shard files: "
+            f"{choice.data} has format version 1, so training cannot detect swapped shard files: "
             "check them with `inspect-shards --verify`"
         )
     num_classes = _num_classes(config, manifest, where)
@@ -202,7 +202,7 @@ def manifest_digest_of(manifest: Manifest) -> str:
 
 
 def choose_eval_split(config: TrainConfig, data: str, *, is_new: bool = False) -> str | None:
-    """Return the name of the split to evaluate on, None if there is none.
+    """Return the name of the split to evaluate on, or None if there is none.
 
     Without the setting `eval_split`, it is the first of "val" and "test" that exists and is not the training split.
 
@@ -247,6 +247,6 @@ def _check_none_is_unfinished(config: TrainConfig, data: str, chosen: str | None
 def _check_same_classes(train: Manifest, evaluation: Manifest, name: str) -> None:
     if [each.id for each in train.classes] != [each.id for each in evaluation.classes]:
         raise ValueError(
-            f"the evaluation split must have the classes of the training split, but those of {name} differ: "
+            f"the evaluation split must have the classes of the training split, but the classes of {name} differ: "
             "pack both from the same source, or give --eval-split off"
         )

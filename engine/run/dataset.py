@@ -1,4 +1,4 @@
-"""The choice of a run's data set: the given one, otherwise one in a usual place, otherwise the demo set.
+"""The choice of a run's data set: the one given by the user, else one in a default location, else the demo set.
 
 Also creates the demo set on first use. Does not depend on batches.
 """

@@ -16,7 +16,7 @@ _UNCOUNTED = TrainConfig()
 def settle_epochs(
     config: TrainConfig, num_images: int | None, batches: str = "", notify: Callable[[str], None] = lambda _: None
 ) -> TrainConfig:
-    """Return the settings with `steps` computed from `epochs`, and `warmup_steps` from `warmup_epochs`, if given.
+    """Return the settings with `steps` and `warmup_steps` computed from `epochs` and `warmup_epochs` if given.
 
     The epochs are kept, so that a second conversion changes nothing.
 
@@ -63,7 +63,7 @@ def _notify_of_length(settled: TrainConfig, num_images: int, notify: Callable[[s
     if settled.warmup_steps > settled.steps > 0:
         notify(
             f"warning: the warm-up of {settled.warmup_steps:,} steps is longer than the run of {settled.steps:,} "
-            "steps: --warmup-epochs 0 disables it"
+            "steps: --warmup-epochs 0 disables the warm-up"
         )
 
 
@@ -73,7 +73,7 @@ def _settled_count(config: TrainConfig, name: str, counted: str, num_images: int
     if settled > SETTINGS[counted].largest:
         raise SettingError(
             name,
-            "{setting} must be at most {most} steps, got {found:g}, which for {num_images:,} images are {settled} steps"
+            "{setting} must be at most {most} steps, got {found:g}, which is {settled} steps for {num_images:,} images"
             ": give fewer epochs",
             most=SETTINGS[counted].largest,
             found=epochs,

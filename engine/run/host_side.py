@@ -12,7 +12,7 @@ from engine.stream.notices import Notices
 
 
 class HostSide:
-    """The host-side parts of a launch, which are opened before its data; a context manager.
+    """A context manager for the host-side parts of a launch, which are opened before its data.
 
     Inside the context, SIGINT and SIGTERM are handled (`engine.run.signals.StopSignals`).
 

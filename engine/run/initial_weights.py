@@ -35,7 +35,7 @@ class InitialWeights(NamedTuple):
     digest: str
 
     def over(self, drawn: Weights) -> Weights:
-        """Replace the initialised weights `drawn` by those of the file, and return them; may be called while tracing.
+        """Return the weights of the file in place of the initialised weights `drawn`; may be called while tracing.
 
         Leaves are taken from `drawn` only if the weights were loaded with shapes (`jax.ShapeDtypeStruct`).
         """
@@ -51,7 +51,7 @@ class InitialWeights(NamedTuple):
 def load_initial_weights(
     path: str | os.PathLike[str], registry_name: str | None, params: Any, batch_stats: Any
 ) -> InitialWeights:
-    """Read and check initial weights; needs only the shapes of the model, so that it can run before anything slow.
+    """Read and check initial weights; this needs only the shapes of the model's arrays, so it can precede slow work.
 
     Args:
         path: the path of a safetensors file, with torchvision's names and layouts for a network of the registry, and
@@ -93,7 +93,7 @@ def _digest(tensors: Tensors) -> str:
 
 
 def _other_classes(placed: Weights, like: Weights) -> tuple[int, int] | None:
-    """Return the numbers of classes of the file and of the data, or None if they are equal."""
+    """Return how many classes the file and the data have, or None if both have the same number."""
     in_file, in_data = (int(weights.params[_HEAD]["bias"].shape[0]) for weights in (placed, like))
     return None if in_file == in_data else (in_file, in_data)
 
@@ -105,7 +105,7 @@ def _hint(stored: StoredWeights, registry_name: str | None) -> str:
 
 
 def _conversions(stored: Tensors, placed: Tensors) -> list[str]:
-    """Return one message for each kind of conversion of tensors between two float types."""
+    """Return one message for each pair of float types between which tensors are converted."""
     kinds = Counter(
         (str(stored[name].dtype), str(tensor.dtype))
         for name, tensor in placed.items()
@@ -118,7 +118,7 @@ def _conversions(stored: Tensors, placed: Tensors) -> list[str]:
 
 
 def _check_finite(file: str, tensors: Tensors) -> None:
-    """Raise ValueError if tensors contain NaN or infinite values; the message lists the first ones."""
+    """Raise ValueError if tensors contain NaN or infinite values; the message names the first such tensors."""
     found = [
         name
         for name, tensor in tensors.items()

@@ -1,4 +1,4 @@
-"""One launch of the program: open its parts in order, compile it, run the loop to its end, and close the parts.
+"""One launch of the program: opening its parts in order, compiling it, running it to its end, and closing the parts.
 
 Owns how the parts are connected. Does not depend on run folders: the caller provides the starting point and keeps the
 final state.
@@ -124,7 +124,7 @@ class Launch:
         return f"step {step + 1}" + (f", pull {number + 1}" if self.config.accumulate_steps > 1 else "")
 
     def _wait_of(self, step: int) -> float:
-        """Return the seconds that the loop waited for the batches of one update; `step` counts from 0."""
+        """Return how many seconds the loop waited for the batches of one update; `step` counts from 0."""
         count = self.config.accumulate_steps
         return math.fsum(self._infeed.take_wait_s(pull) for pull in range(step * count, (step + 1) * count))
 
@@ -179,7 +179,7 @@ class Launch:
         return infeed
 
     def _chunk_of(self, source: BatchSource) -> int:
-        """Return the number of batches of `source` in a chunk; for an evaluation, the transport's default."""
+        """Return how many batches of `source` form a chunk; for an evaluation, the transport's default."""
         evaluated = self._data.evaluation
         if evaluated is None or source is not evaluated:
             return self._chunk
@@ -190,7 +190,7 @@ class Launch:
 
     @property
     def crossings(self) -> dict[str, Any]:
-        """The device, the transport, and the numbers of batches per chunk and read ahead, as in `config.json`."""
+        """The device, the transport, the batches per chunk, and the batches read ahead, as in `config.json`."""
         return {
             "device": this_device(),
             "transport": self._transport.name,
@@ -200,11 +200,11 @@ class Launch:
 
     @property
     def given_digest(self) -> str | None:
-        """SHA-256 of the initial weights that this launch read, None if it read none."""
+        """The SHA-256 of the initial weights that this launch read, or None if it read none."""
         return None if self._given is None else self._given.digest
 
     def _read_given_weights(self) -> InitialWeights | None:
-        """Read the initial weights, if the launch uses any, before anything slow."""
+        """Read the initial weights, if the launch uses any, before any slow work begins."""
         if self.config.init_from is None or self.start.snapshot is not None:
             return None
         shape = self._state_shape
@@ -233,7 +233,7 @@ class Launch:
             self._notify(warning)
 
     def prepare(self) -> tuple[Compiled, TrainState]:
-        """Compile the program while its initial state is created; return both."""
+        """Compile the program and create its initial state at the same time, and return both."""
         finish: Callable[[], Compiled] | None = None
         try:
             # The collector would also delay the worker, which needs the interpreter lock before XLA has its program.
@@ -253,7 +253,7 @@ class Launch:
         return self._start_compiling()()
 
     def _start_compiling(self) -> Callable[[], Compiled]:
-        """Trace the program on this thread, so that its jax settings apply, and compile it on a worker.
+        """Trace the program on this thread, whose jax settings then apply, and compile it on a worker thread.
 
         Returns:
             A function that waits for the compiled program.
@@ -284,7 +284,7 @@ class Launch:
         return finish
 
     def starting_state(self) -> TrainState:
-        """Return the initial state: that of the snapshot if the launch starts from one, else a new one."""
+        """Return the initial state: the state in the snapshot that the launch starts from, if any, else a new state."""
         if self.start.snapshot is not None:
             from engine.records.snapshot import match_state
 
@@ -321,7 +321,7 @@ class Launch:
 
     @property
     def ring_bytes(self) -> int:
-        """Host memory for the batches read ahead, in bytes."""
+        """The host memory, for is occupied by the batches read ahead, in bytes."""
         sources = (self._data.source, self._data.evaluation)
         return sum(self._ring_depth(source) * batch_bytes(source) for source in sources if source is not None)
 
@@ -358,7 +358,7 @@ class Launch:
             return call_on_worker(lambda: jax.block_until_ready(compiled.call(state, values)))
 
     def failure(self, state: TrainState) -> BaseException | None:
-        """Return the run's error, if any: errors on the host first, causes before effects, then those of the loop."""
+        """Return the run's error, if any. Errors on the host take precedence over others, and causes over effects."""
         ends = (self._infeed, self._evaluation_infeed, self._outfeed, self.stream, self._transport)
         failures = [end.failure for end in ends if end is not None and end.failure is not None]
         if failures:

@@ -5,7 +5,7 @@ from models.registry import UnknownModelError
 
 
 def too_large_image(image_size: int, height: int, width: int) -> SettingError:
-    """Return the error for an image size that exceeds the images of `height` × `width` px."""
+    """Return the error for an image size larger than the images, which have `height` × `width` px."""
     return SettingError(
         "image_size",
         "{setting} must be at most the size of the images, {height} × {width} px, got {size}: leave it out, or pack "
@@ -17,5 +17,5 @@ def too_large_image(image_size: int, height: int, width: int) -> SettingError:
 
 
 def unknown_model(error: UnknownModelError) -> SettingError:
-    """Convert the registry's error about an unknown model to an error of the setting `model`."""
+    """Convert the registry's error about an unknown model to an error about the setting `model`."""
     return SettingError("model", "{setting} {rule}", rule=error.rule)

@@ -14,7 +14,7 @@ class NonFiniteError(ArithmeticError):
 
 
 def nonfinite_error(step: int, num_skips: int, most_skips: int) -> NonFiniteError | None:
-    """Return the error of a run that was ended by NaN or infinite gradients, None if it was not.
+    """Return an error if NaN or infinite gradients ended the run, else None.
 
     Args:
         step: the last step.

@@ -1,4 +1,4 @@
-"""A launch whose losses, snapshots, weights and result are written to a run folder, and the result of any launch.
+"""A launch recorded in a run folder (its losses, snapshots, weights and result), and the result of any launch.
 
 Owns what a run writes, however it ends; `engine.run.train` owns the steps before the launch.
 """
@@ -41,7 +41,7 @@ _SNAPSHOT_TIMEOUT_S = 600.0
 def result_of(
     launch: Launch, compiled: Compiled, state: TrainState, folder: RunFolder | None, failure: BaseException | None
 ) -> TrainResult:
-    """Return the result of a launch; `folder` is its run folder and `failure` its error, each None if there is none."""
+    """Return the result of a launch; `folder` is its run folder and `failure` its error, and either may be None."""
     config, steps_done, top1 = launch.config, int(state.step), float(state.top1)
     if config.stop_at_top1 is not None and top1 >= np.float32(config.stop_at_top1):
         stopped_by = "top1"
@@ -67,12 +67,12 @@ def result_of(
 
 
 class RecordedLaunch:
-    """A launch whose losses, snapshots, weights and result are written to a run folder."""
+    """A launch that writes its losses, snapshots, weights and result to a run folder."""
 
     def __init__(
         self, config: TrainConfig, launch: Launch, folder: RunFolder, begun: Mapping[Path, RunningDigest] | None = None
     ) -> None:
-        """Connect a launch with its folder; `begun` has the digest of each log's content so far, None for a new run."""
+        """Connect a launch to its folder; `begun` holds the digest of each log so far, or is None for a new run."""
         self._config, self._launch, self._folder = config, launch, folder
         say = launch.notices.say
         self._snapshots = SnapshotWriter(folder.snapshots, keep=config.keep_snapshots, say=say)
@@ -136,7 +136,7 @@ class RecordedLaunch:
         self._snapshots.submit(snapshot.step, snapshot.pulls, snapshot.state, self._synced_state())
 
     def _synced_state(self) -> FolderState:
-        """Sync the run's logs to the disk, and return the state of the folder; raise OSError if that fails."""
+        """Sync the run's logs to the disk, and return the state of the folder; raise OSError if the sync fails."""
         # The states first: a request that is logged during the sync may not be on the disk yet.
         logs = {**self._sink.states(), self._folder.control_log.name: self._control_log.state()}
         self._sink.sync()
@@ -149,7 +149,7 @@ class RecordedLaunch:
         self._launch.notices.say(f"control-run: {_describe(event)}")
 
     def _keep_state(self, state: TrainState, failure: BaseException | None) -> BaseException | None:
-        """Write a last snapshot, to resume from the end of the run; return `failure`, or else the write error."""
+        """Write a last snapshot, so that the run can resume from its end; return `failure`, or else any write error."""
         try:
             self._folder.check_kept()
             folder_state = self._synced_state()
@@ -196,14 +196,15 @@ class RecordedLaunch:
             how = f"run-train --run-dir {shlex.quote(path)} --resume"
         if self._launch.has_changed_data:
             failure.add_note(
-                f"no snapshot of the last step was written. If the newest one, of step {snapshot_step}, is younger "
-                f"than the change, remove it from {self._folder.snapshots}. Resume from the newest remaining one: {how}"
+                f"no snapshot of the last step was written. If the newest snapshot, of step {snapshot_step}, was "
+                f"written after the data changed, remove it from {self._folder.snapshots}. "
+                f"Then resume from the newest remaining snapshot: {how}"
             )
             return
         failure.add_note(f"the last good snapshot is from step {snapshot_step}; resume from it: {how}")
 
     def _write_end(self, result: TrainResult, failure: BaseException | None) -> BaseException | None:
-        """Write the weights and `result.json`; return `failure`, or else the write error, if any."""
+        """Write the weights and `result.json`; return `failure`, or else any error from writing them."""
         try:
             if result.steps_done:
                 name = self._launch.resolved.registry_name
@@ -261,7 +262,7 @@ class RecordedLaunch:
             failure.add_note(f"the run folder could not be completed either: {error}")
 
     def _files_at_end(self, failure: BaseException | None) -> dict[str, Any] | None:
-        """Return the state of the run's files, None if one is lost, not on the disk, or may still be written to."""
+        """Return the state of the run's files, or None if a file is lost, is not synced, or may still be written to."""
         if failure is not None and (not isinstance(failure, Exception) or isinstance(failure, LostFileError)):
             return None
         try:

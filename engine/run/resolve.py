@@ -1,4 +1,4 @@
-"""Preparation of a run: check the arguments, build the model for the opened data, and warn of odd settings."""
+"""Preparation of a run: checks of its arguments, its model for the opened data, and warnings about odd settings."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -67,8 +67,8 @@ def resolve(config: TrainConfig, parts: OwnParts, data: RunData) -> Resolved:
     if data.evaluation is None and config.stop_at_top1 is not None:
         raise SettingError(
             "stop_at_top1",
-            "{setting} needs images to evaluate on, but the data ({data}) have none, got {value}: leave it out, or "
-            "choose a split ({eval_split})",
+            "{setting} must not be given if the data ({data}) have no images to evaluate on, got {value}: leave it "
+            "out, or choose an evaluation split ({eval_split})",
             data=data.words,
             value=config.stop_at_top1,
         )
@@ -129,7 +129,7 @@ def _check_own_batches(config: TrainConfig, batches: Any) -> None:
         if not callable(batches) and not hasattr(batches, "fill"):
             raise ValueError(
                 f"batches must be a function from the step to (pixels, labels), or a BatchSource; "
-                f"got {type(batches).__name__}, which cannot return the batch of a step again"
+                f"got {type(batches).__name__}, which cannot return the batch of a given step again"
             )
         for name in ("data", "synthetic"):
             if value := getattr(config, name):
@@ -157,7 +157,7 @@ def warn_of_settings(config: TrainConfig, data: RunData, notify: Callable[[str],
 
 
 def _build(config: TrainConfig, data: RunData) -> Model:
-    """Build the model of the registry that suits the data; "auto" is resolved to a name."""
+    """Build the configured model of the registry for the data; "auto" is resolved to the name of a model."""
     if data.num_classes is None:
         raise SettingError(
             "num_classes", "{setting} must be given to train a model of the registry on batches of your own, got None"

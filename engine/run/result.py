@@ -49,7 +49,7 @@ class TrainResult:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the run did all its steps or reached `stop_at_top1`, and was not stopped before."""
+        """Whether the run did all its steps or reached `stop_at_top1` without being stopped first."""
         return self.stopped_by in ("steps", "top1")
 
 

@@ -1,4 +1,4 @@
-"""The starting point of a resumed run: its recorded settings, its newest snapshot, and its logs up to that step.
+"""The starting point of a resumed run: its recorded settings, its newest snapshot, and its logs up to that snapshot.
 
 Owns the rule on which settings a resume may change. Does not depend on the loop or on how snapshots are written.
 """
@@ -62,7 +62,7 @@ GIVEN_WEIGHTS = "init_from_sha256"
 
 
 def check_settings(config: TrainConfig, recorded: TrainConfig) -> None:
-    """Raise SettingError if a resume changes a setting that must not change; the message lists both values of each."""
+    """Raise SettingError if a resume changes settings that must not change; the message gives old and new values."""
     changed = [
         (name, before, now)
         for name, before, now in _differences(with_absolute_paths(recorded), with_absolute_paths(config))
@@ -109,7 +109,8 @@ def check_data(resolved: Resolved, recorded: RecordedRun) -> None:
     if data.manifest_digest != recorded.manifest_digest:
         raise ValueError(
             f"a resumed or replayed run must have its original data, and these differ: {data.words} "
-            f"(the manifest's digest was {_short(recorded.manifest_digest)}, is {_short(data.manifest_digest)}). "
+            f"(the manifest's digest was {_short(recorded.manifest_digest)}, "
+            f"is now {_short(data.manifest_digest)}). "
             "Name the folder where the original data are now (--data), or start another run"
         )
     now = json.loads(json.dumps(resolved.to_json()))
@@ -127,7 +128,7 @@ def check_given_weights(digest: str | None, recorded: RecordedRun) -> None:
     if digest is not None and digest != before:
         raise ValueError(
             f"a run that is resumed or replayed from its beginning must start from its original weights, but those of "
-            f"{recorded.config.init_from} differ (their digest was {_short(before)}, is {_short(digest)}): "
+            f"{recorded.config.init_from} differ (their digest was {_short(before)}, is now {_short(digest)}): "
             "restore the file, or start another run"
         )
 
@@ -153,7 +154,7 @@ def check_steps(config: TrainConfig, recorded: TrainConfig, steps_done: int) -> 
 
 
 def describe_changes(config: TrainConfig, recorded: TrainConfig) -> str | None:
-    """Return a message that lists the settings changed by a resume, None if it changes none."""
+    """Return a message that lists the settings changed by a resume, or None if there are none."""
     changed = [
         f"{name} {setting_words(old)} → {setting_words(now)}"
         for name, old, now in _differences(with_absolute_paths(recorded), with_absolute_paths(config))
@@ -171,7 +172,7 @@ def describe_factor(start: "StartingPoint") -> str | None:
 
 
 def note_changes(recorded: RecordedRun, config: TrainConfig, step: int) -> list[dict[str, Any]]:
-    """Return the record of the launches before a resume after `step`: the settings and versions that differed."""
+    """Return the record of the launches before a resume at `step`, with the settings and versions that differed."""
     earlier = [{**launch, "until_step": min(launch["until_step"], step)} for launch in recorded.earlier]
     changed = {name: old for name, old, _ in _differences(recorded.config, config) if name in RUNTIME_SETTINGS}
     versions = {} if recorded.versions == recorded_versions() else {"versions": recorded.versions}
@@ -182,7 +183,7 @@ def note_changes(recorded: RecordedRun, config: TrainConfig, step: int) -> list[
 
 
 def versions_warning(recorded: RecordedRun) -> str | None:
-    """Return a warning if part of the run used other versions, whose results may differ in bits, else None."""
+    """Return a warning if part of the run used other versions, whose results may not be bit-identical, else None."""
     now = recorded_versions()
     others = {
         f"{name} {before}, now {now.get(name)}"
@@ -215,7 +216,7 @@ class StartingPoint:
 
 
 def find_start(run: Path, say: Callable[[str], None]) -> StartingPoint:
-    """Return the starting point of a resumed run: its newest readable snapshot, or the beginning if it has none.
+    """Return the starting point of a resumed run: its newest readable snapshot, or its beginning if it has none.
 
     Args:
         run: the run folder.
@@ -257,7 +258,7 @@ def _read_events(run: Path) -> Sequence[ControlEvent]:
 
 
 def _is_control_log_recorded(run: Path) -> bool:
-    """Return whether a snapshot or `result.json` records a non-empty log of requests, which must then exist."""
+    """Return whether a snapshot or `result.json` records that the log of requests was not empty, so it must exist."""
     from engine.records.snapshot import read_folder_state, snapshot_steps
 
     end = read_result(run)
@@ -275,7 +276,7 @@ def start_at(snapshot: "Snapshot", events: Sequence[ControlEvent]) -> StartingPo
 
 
 def find_cuts(run: Path, start: StartingPoint) -> dict[Path, RunningDigest]:
-    """Return the digest of each log of a run up to the starting point; check it if its digest was recorded.
+    """Return the digest of each of a run's logs up to the starting point; check the digests that were recorded.
 
     Each log is later cut to the number of bytes of its digest; the log of requests is kept whole.
 
@@ -321,7 +322,7 @@ def check_chain(run: Path, recorded: RecordedRun, start: StartingPoint) -> None:
 
 
 def unchecked_notice(recorded: RecordedRun, start: StartingPoint) -> str | None:
-    """Return a message if the files of an older run cannot be checked, None if they can."""
+    """Return a message if the files of an older run cannot be checked, else None."""
     if recorded.digest is not None and (start.snapshot is None or start.snapshot.folder is not None):
         return None
     which = "this run" if recorded.digest is None else "the snapshot"
@@ -356,7 +357,7 @@ def rewind_run(folder: RunFolder, start: StartingPoint, cuts: Mapping[Path, Runn
 
 
 def _digest_of_steps(path: Path, num_steps: int) -> RunningDigest:
-    """Return the digest of the first `num_steps` lines of a loss log; raise ValueError if line n is not of step n."""
+    """Return the digest of the first `num_steps` lines of a loss log; raise ValueError if line n is not for step n."""
     found = RunningDigest()
     for number, line in enumerate(_lines(path, num_steps), start=1):
         try:
@@ -379,7 +380,7 @@ def _digest_of_lines(path: Path, num_lines: int) -> RunningDigest:
 
 
 def _lines(path: Path, count: int) -> Iterator[bytes]:
-    """Yield the first `count` complete lines of a file one by one, because a long run has millions."""
+    """Yield the first `count` complete lines of a file one by one: the log of a long run has millions of lines."""
     found = 0
     if count and path.exists():
         with os.fdopen(open_regular(path), "rb") as file:

@@ -67,7 +67,7 @@ class StopSignals:
 
 
 def ignore_message(_: str) -> None:
-    """Ignore a message; the `say` of `StopSignals` for work that a signal stops at once instead of cleanly."""
+    """Ignore a message; for use as the `say` of `StopSignals` if a signal stops the work at once, not cleanly."""
 
 
 def call_on_worker[T](function: Callable[..., T], *arguments: Any) -> T:
@@ -76,7 +76,7 @@ def call_on_worker[T](function: Callable[..., T], *arguments: Any) -> T:
 
 
 def start_on_worker[T](function: Callable[..., T], *arguments: Any) -> Callable[[], T]:
-    """Start `function` on a worker thread, and return a function that waits for its result and lets signals through.
+    """Start `function` on a worker thread, and return a function that waits for its result without delaying signals.
 
     The returned function raises:
         BaseException: whatever `function` raised, with its traceback, or KeyboardInterrupt if a signal interrupts the

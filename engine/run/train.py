@@ -1,4 +1,4 @@
-"""A run from its settings to its result: lock the folder, resolve, compile, launch, wait, raise or return.
+"""The steps of a run: lock the folder, resolve the settings, compile, launch, wait, and return or raise.
 
 Owns the order of these steps. `engine.run.launch` launches the program itself, and `engine.run.recorded_launch` records
 its results.
@@ -93,7 +93,7 @@ def plan_run(
     evaluation: EvaluationSource | EvaluationArrays | None = None,
     notify: Callable[[str], None] = lambda _: None,
 ) -> DryRun:
-    """Resolve and compile what `train` would run or resume, without running it; arguments and errors as in `train`."""
+    """Resolve and compile, but do not run, what `train` would run or resume; arguments and errors as in `train`."""
     with open_run(config, OwnParts(model, batches, evaluation), notify, is_dry=True) as run:
         return run.plan()
 
@@ -186,7 +186,7 @@ class OpenRun:
             return recording.run(compiled, state, sinks)
 
     def plan(self) -> DryRun:
-        """Compile the program, and return it with the memory that the run would need."""
+        """Compile the program, and return it together with the amount of memory that the run would need."""
         launch = self._launch
         if self._recorded is not None and self.config.run_dir is not None:
             find_cuts(Path(self.config.run_dir), launch.start)
@@ -195,7 +195,7 @@ class OpenRun:
         return DryRun(compiled, launch.num_params, launch.resolved, launch.ring_bytes, host_memory_bytes())
 
     def _train_unrecorded(self, sinks: Sequence[Sink]) -> TrainResult:
-        """Run without writing to disk."""
+        """Run the program without writing to disk."""
         launch = self._launch
         compiled, state = self._compile()
         state = launch.run(compiled, state, sinks)
@@ -221,7 +221,7 @@ def _check_has_folder(config: TrainConfig, *, is_dry: bool) -> None:
 
 
 def _check_continues(launch: Launch, recorded: RecordedRun, notify: Callable[[str], None]) -> None:
-    """Raise ValueError if the data or weights are not those of the run; notify of settings that changed or persist."""
+    """Raise ValueError if the data or weights are not the run's; report changed settings and learning-rate factors."""
     check_data(launch.resolved, recorded)
     check_given_weights(launch.given_digest, recorded)
     for message in (describe_changes(launch.config, recorded.config), describe_factor(launch.start)):
@@ -249,7 +249,7 @@ def _find_start(
 def _check_length(
     config: TrainConfig, recorded: RecordedRun, start: StartingPoint, notify: Callable[[str], None]
 ) -> None:
-    """Raise ValueError if a resumed run is already past its new `steps`; notify of what a resume cannot guarantee."""
+    """Raise ValueError if a resumed run is already past its new `steps`; report what the resume cannot guarantee."""
     check_steps(config, recorded.config, start.step)
     if start.snapshot and start.step >= config.steps:
         notify(f"the run is already complete, with {config.steps:,} steps; give a larger --steps to train further")
@@ -259,7 +259,7 @@ def _check_length(
 
 
 def _given_digest(launch: Launch, recorded: RecordedRun | None) -> str | None:
-    """Return the digest of the initial weights, from the record if the launch resumes from a snapshot."""
+    """Return the digest of the initial weights, taken from the record if the launch resumes from a snapshot."""
     return launch.given_digest or (recorded.resolved.get(GIVEN_WEIGHTS) if recorded else None)
 
 
