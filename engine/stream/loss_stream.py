@@ -38,7 +38,7 @@ type _Record = LossRecord | EvaluationRecord | EvaluationProgress | PushedSnapsh
 
 
 class LossStream:
-    """A stream that passes records from the program to the sinks, each on its own thread.
+    """A stream that passes records from the program to the sinks, each of which has its own thread.
 
     A sink that raises, or accepts nothing for too long, gets no more records; its exception is kept, and the run is
     asked to stop. The other sinks still get every record. Sinks are written to and closed on their threads, so that
@@ -83,7 +83,7 @@ class LossStream:
 
     @property
     def num_losses(self) -> int:
-        """Number of losses received so far."""
+        """The number of losses received so far."""
         return len(self._losses)
 
     @property
@@ -96,7 +96,7 @@ class LossStream:
         self._losses.close()
 
     def start(self, sinks: Sequence[Sink]) -> None:
-        """Open the sinks, which then get each record in order, and start the clock; called once, before the program.
+        """Open the sinks, which then get all records in order, and start the clock; called once, before the launch.
 
         Raises:
             BaseException: whatever a sink raised in `open`; the sinks opened before it are then closed.
@@ -120,7 +120,7 @@ class LossStream:
             raise
 
     def receive(self, pushed: Pushed) -> None:
-        """Queue for the sinks what the program emitted, or drop it after `close`; called on one thread at a time.
+        """Queue what the program emitted for the sinks, or drop it after `close`; called on one thread at a time.
 
         Returns at once if every sink keeps up. Otherwise it waits, for a limited time, unless a stop was requested: the
         last records before a stop may exceed the bound of the queue.
@@ -136,13 +136,13 @@ class LossStream:
                     self._wait_for_room(lane)
 
     def report_evaluation(self, batch: int, num_batches: int) -> None:
-        """Send an evaluation's progress to the sinks that show it and keep up; `batch` (from 0) is the next one."""
+        """Send an evaluation's progress to the sinks that show it and keep up; `batch` is the next batch's index."""
         for lane in self._lanes:
             if lane.shows_progress and not lane.is_left_out and lane.records.qsize() < _FEW_QUEUED:
                 lane.records.put(EvaluationProgress(self._last_step, batch, num_batches))
 
     def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
-        """Pass the queued records to the sinks and close them, within a time limit; may be called again.
+        """Pass the queued records to the sinks and close the sinks, within a time limit; may be called again.
 
         Keeps the exception of a sink that fails here, or a TimeoutError if a sink hangs. The thread of a sink that
         hangs, a daemon, is abandoned, but still writes and closes if the sink ever continues. If a stop was requested
@@ -187,8 +187,8 @@ class LossStream:
                 lane.give_up()
                 self._keep(
                     TimeoutError(
-                        f"a sink must accept a loss within {_PUSH_TIMEOUT_S:g} s, but {lane.name} did not, with "
-                        f"{_MOST_QUEUED} records queued: check the terminal or the disk that it writes to"
+                        f"a sink must accept a loss within {_PUSH_TIMEOUT_S:g} s, but {lane.name} did not, and "
+                        f"{_MOST_QUEUED} records are queued: check the terminal or the disk that it writes to"
                     )
                 )
                 return
@@ -294,7 +294,7 @@ class _Lane:
         return not self.is_left_out and self.records.qsize() > _MOST_QUEUED
 
     def give_up(self) -> None:
-        """Abandon the sink: if it ever continues, it gets the queued records and is closed."""
+        """Abandon the sink; if it ever continues, it gets the queued records and is closed."""
         self.is_left_out = self.is_given_up = True
         self.records.put(None)
 

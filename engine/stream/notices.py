@@ -10,7 +10,7 @@ _NOTICE_TIMEOUT_S = 0.5
 
 
 class Notices:
-    """A queue of notices that are passed to `notify` in order; if it blocks or raises, the run continues without them.
+    """A queue of notices that are passed to `notify` in order; the run continues even if `notify` blocks or raises.
 
     Args:
         notify: called with each notice, on this object's thread.
@@ -23,7 +23,7 @@ class Notices:
         self._thread = threading.Thread(target=self._work, name="notices", daemon=True)
 
     def start(self) -> None:
-        """Start the thread, which first prints the notices queued before; called once."""
+        """Start the thread, which first prints the notices already queued; called once."""
         self._thread.start()
 
     def say(self, notice: str) -> None:

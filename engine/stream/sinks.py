@@ -108,7 +108,7 @@ class Sink(Protocol):
         ...
 
     def write_evaluation(self, record: EvaluationRecord) -> None:
-        """Write one evaluation, in order with the losses; an exception has the same effect as in `write`."""
+        """Write one evaluation, in its place among the losses; an exception has the same effect as in `write`."""
         ...
 
     def close(self) -> None:
@@ -118,7 +118,7 @@ class Sink(Protocol):
 
 @runtime_checkable
 class ShowsProgress(Protocol):
-    """Optional interface of a sink that shows the progress of an evaluation."""
+    """The optional interface of a sink that shows the progress of an evaluation."""
 
     def write_progress(self, progress: EvaluationProgress) -> None:
         """Show the progress of an evaluation; not called while the sink lags behind."""
@@ -127,19 +127,19 @@ class ShowsProgress(Protocol):
 
 @runtime_checkable
 class TakesSnapshots(Protocol):
-    """Optional interface of a sink that takes snapshots of the program's state."""
+    """The optional interface of a sink that takes snapshots of the program's state."""
 
     def write_snapshot(self, snapshot: PushedSnapshot) -> None:
-        """Write a snapshot, in order with the losses; an exception has the same effect as in `write`."""
+        """Write a snapshot, in its place among the losses; an exception has the same effect as in `write`."""
         ...
 
     def leave_out(self, snapshot: PushedSnapshot) -> None:
-        """Handle a snapshot skipped because another is still queued; called on the program's thread, must not block."""
+        """Handle a snapshot skipped because another is queued; called on the program's thread, so it must not block."""
         ...
 
 
 class PlainSink:
-    """A sink that prints one plain line per step, flushed at once, for pipes and logs."""
+    """A sink that prints one plain line per step and flushes it at once, for pipes and logs."""
 
     def __init__(self, stream: TextIO, *, steps: int) -> None:
         self._stream, self._steps = stream, steps

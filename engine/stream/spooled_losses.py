@@ -53,7 +53,7 @@ class SpooledLosses:
         self._file, self._num_spooled, self._tail = None, 0, array("f")
 
     def to_array(self) -> NDArray[np.float32]:
-        """Return all losses so far, float32 [n]; those in the file are mapped copy-on-write instead of read."""
+        """Return all losses so far, float32 [n]; those in the file are memory-mapped copy-on-write, not read."""
         if self._file is None or not self._num_spooled:
             return np.array(self._tail, np.float32)
         self._file.seek(self._num_spooled * self._tail.itemsize)
