@@ -268,8 +268,11 @@ class Returning(Linear):
     ("change", "message"),
     [
         (lambda logits, _: logits, r"a tuple \(logits, batch_stats\), but returned \w*Tracer"),
-        (lambda logits, stats: (logits[0], stats), r"logits must be floats \[8, K\], but apply returned float32 \[3\]"),
-        (lambda logits, stats: (logits.argmax(1), stats), r"logits must be floats .* returned int32 \[8\]"),
+        (
+            lambda logits, stats: (logits[0], stats),
+            r"logits must be a float array \[8, K\], but apply returned float32 \[3\]",
+        ),
+        (lambda logits, stats: (logits.argmax(1), stats), r"logits must be a float array .* returned int32 \[8\]"),
         (lambda logits, stats: (logits[:, :2], stats), r"each of the 3 classes, but returns 2: change its last layer"),
         (lambda logits, _: (logits, {}), "batch statistics with the keys, shapes and dtypes of its argument"),
         (lambda logits, _: (logits, {"batches": logits}), r"got .*'float32\[\]'.* returned .*'float32\[8, 3\]'"),

@@ -1,4 +1,4 @@
-"""Checks of a user's model while the program is traced."""
+"""Checks of a user-defined model, made while the program is traced."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from engine.settings import SettingError
 
 
 class CheckedModel:
-    """A wrapper that checks the results of a model's `apply` while tracing; costs nothing once compiled.
+    """A wrapper that checks the results of a model's `apply` while it is traced; the compiled program has no checks.
 
     If `num_classes` is None, the batch source checks its labels against the number of classes of the model.
 
@@ -53,7 +53,7 @@ class CheckedModel:
     def _check_logits(self, logits: Any, batch: int) -> None:
         shape, dtype = jnp.shape(logits), jnp.result_type(logits)
         if len(shape) != 2 or shape[0] != batch or not jnp.issubdtype(dtype, jnp.floating):
-            raise ValueError(f"logits must be floats [{batch}, K], but apply returned {dtype} {list(shape)}")
+            raise ValueError(f"logits must be a float array [{batch}, K], but apply returned {dtype} {list(shape)}")
         if self._num_classes is not None and shape[1] < self._num_classes:
             raise SettingError(
                 "num_classes",

@@ -78,7 +78,7 @@ def make_program(
 
 @dataclass(frozen=True)
 class _Program:
-    """The nested loops, outermost first: segments between evaluations or snapshots, pulls, batches of a pull."""
+    """The nested loops, outermost first: segments between evaluations or snapshots, pulls, and batches of a pull."""
 
     model: TrainModel
     statics: Statics
@@ -95,7 +95,7 @@ class _Program:
         return lax.while_loop(continues, partial(self._segment, values), start).state
 
     def _segment(self, values: RunValues, carry: _Carry) -> _Carry:
-        """Train up to the next evaluation or snapshot, then evaluate and emit the snapshot, each if it is due."""
+        """Train up to the next evaluation or snapshot, then do whichever of these is due, or both."""
         boundary = _next_boundary(carry.state.step, values)
 
         def continues(carry: _Carry) -> jax.Array:
@@ -106,7 +106,7 @@ class _Program:
         return self._push_snapshot(values, self._evaluate(values, carry))
 
     def _one_pull(self, values: RunValues, boundary: jax.Array, carry: _Carry) -> _Carry:
-        """Train on the batches of one pull, not past the boundary, and emit the losses of its updates."""
+        """Train on the batches of one pull, but not past update `boundary`, and emit the losses of their updates."""
         requested = carry.state.owes_evaluation | carry.snapshot
         num_wanted = _num_to_pull(jnp.where(requested, 0, boundary), carry.state, values.update, self.infeed.chunk)
         pulled = self.infeed.pull(carry.state.pulls, jnp.zeros((), jnp.int32), num_wanted)
@@ -234,7 +234,7 @@ def evaluate_split(
     *,
     start: Tally | None = None,
 ) -> tuple[Tally, jax.Array]:
-    """Evaluate a model on a whole split, with the running statistics in `weights`.
+    """Evaluate a model on a whole split, using the running statistics in `weights`.
 
     Args:
         model: the model to evaluate.
@@ -283,7 +283,7 @@ def train_step(
     learning_rate_factor: jax.Array,
     values: RunValues,
 ) -> tuple[TrainState, Outcome]:
-    """Train on one batch: augment, forward, backward, and an update if one is due.
+    """Train on one batch: augment it, run the forward and backward passes, and make an update if one is due.
 
     Args:
         model: the model to train.

@@ -36,7 +36,7 @@ class Statics(NamedTuple):
 
 
 def statics_of(config: TrainConfig) -> Statics:
-    """Extract those settings of a run that are compiled into the program."""
+    """Extract the settings of a run that are compiled into the program."""
     rule = UpdateRule(
         optimizer=config.optimizer,
         schedule=config.schedule,
@@ -116,5 +116,5 @@ def run_values(config: TrainConfig, num_eval_batches: int, scale: PixelScale) ->
 
 
 def seed_words(seed: int) -> NDArray[np.uint32]:
-    """Split a seed into its high and low half, uint32 [2]: it may have more bits than a jax integer."""
+    """Split a seed, which may have more bits than a jax integer, into its high and low halves, uint32 [2]."""
     return np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)

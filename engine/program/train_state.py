@@ -18,12 +18,12 @@ class TrainModel(Protocol):
 
     @property
     def init(self) -> Callable[[jax.Array], tuple[Any, Any]]:
-        """The function PRNG key → (params, batch_stats), which are pytrees of arrays."""
+        """The function that maps a PRNG key to (params, batch_stats), which are pytrees of arrays."""
         ...
 
     @property
     def apply(self) -> Callable[..., tuple[jax.Array, Any]]:
-        """The function of (params, batch_stats, images, train) that returns (logits, new batch_stats).
+        """The function that maps (params, batch_stats, images, train) to (logits, new batch_stats).
 
         Images are float32 [B, H, W, 3], train is a bool keyword, and logits are [B, K].
         """
