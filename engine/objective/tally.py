@@ -1,4 +1,4 @@
-"""The running counts of an evaluation, for exact top-1, top-5 and mean loss over a split, each image counted once.
+"""Running counts that give the exact top-1, top-5 and mean loss of an evaluation; each image is counted once.
 
 Owns the counts and how a batch is added to them; the loop over batches is in `engine.program.loop`.
 """
@@ -45,7 +45,7 @@ class Tally(NamedTuple):
 
 
 def empty_tally(num_classes: int | None = None) -> Tally:
-    """Return a tally of zeros; if `num_classes` (K) is given, it also counts per class."""
+    """Return a tally of zeros; if `num_classes` (K) is given, the tally also has counts per class."""
     none, zero = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32)
     each = None if num_classes is None else jnp.zeros(num_classes, jnp.int32)
     return Tally(none, none, none, zero, zero, None if each is None else ClassCounts(each, each))
@@ -84,7 +84,7 @@ def tally_batch(tally: Tally, logits: jax.Array, labels: jax.Array) -> Tally:
 
 
 def _count_classes(counts: ClassCounts, is_first: jax.Array, labels: jax.Array) -> ClassCounts:
-    """Return the counts with a batch added: bool [B] `is_first`, int32 [B] `labels`; ignore labels out of range."""
+    """Return the counts with a batch (bool [B] `is_first`, int32 [B] `labels`) added; ignore labels out of range."""
     belongs = labels[:, None] == jnp.arange(len(counts.num_images))
     return ClassCounts(
         num_images=counts.num_images + belongs.sum(axis=0, dtype=jnp.int32),
