@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 def init_average(tree: Any) -> Any:
-    """Return an average that starts at `tree`, as float32 copies that can be donated separately."""
+    """Return an average that starts at `tree`; its leaves are float32 copies, which can be donated separately."""
     return jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32, copy=True), tree)
 
 

@@ -12,7 +12,7 @@ import optax
 
 
 def global_norm(tree: Any) -> jax.Array:
-    """Return the Euclidean norm over all leaves of a pytree of real arrays, float32 []; 0 without leaves."""
+    """Return the Euclidean norm over all leaves of a pytree of real arrays, float32 []; 0 if it has no leaves."""
     squares = [jnp.sum(jax.lax.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)]
     return jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
 

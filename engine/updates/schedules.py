@@ -202,7 +202,7 @@ def _remaining(since: jax.Array, length: jax.Array) -> jax.Array:
 
 
 def _half_cosine(remaining: jax.Array) -> jax.Array:
-    """Return (1 - cos(π · remaining)) / 2 as a sin², to avoid cancellation near 0; exactly 1 and 0 at the ends."""
+    """Return (1 - cos(π · remaining)) / 2, computed as sin² to avoid cancellation; exactly 1 and 0 at the ends."""
     return jnp.sin(np.float32(np.pi / 2) * remaining) ** 2
 
 

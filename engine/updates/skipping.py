@@ -58,7 +58,7 @@ def has_finite_norm(tree: Any) -> jax.Array:
 
 
 def all_finite(tree: Any) -> jax.Array:
-    """Return whether every number in a pytree of float leaves is finite: bool [], true without leaves."""
+    """Return whether every number in a pytree of float leaves is finite: bool [], true if it has no leaves."""
     finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]
     return jnp.all(jnp.stack(finite)) if finite else jnp.ones((), jnp.bool)
 

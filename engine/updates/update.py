@@ -103,7 +103,7 @@ class Pull(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The result of one pull: whether an update was due, its loss and its learning rate.
+    """The result of one pull: whether an update was due, the loss, and the learning rate.
 
     Attributes:
         due: bool [], whether an update was due, made or skipped.
