@@ -167,8 +167,8 @@ def test_a_folder_that_is_not_a_run_is_wrong_usage(tmp_path, prepare, found):
     result = control(tmp_path / "run", "--stop")
     assert result.exit_code == 2
     assert result.stderr == (
-        f"Error: RUN must be the folder of a run, but {tmp_path / 'run'} {found}; "
-        "give the --run-dir of a running run-train\n"
+        f"Error: RUN must be a run folder, but {tmp_path / 'run'} {found}; "
+        "give the --run-dir of a run that is still training\n"
     )
 
 
@@ -211,7 +211,7 @@ def test_waiting_stops_when_the_run_ends(tmp_path, monkeypatch, takes_up):
         result = control(tmp_path, "--snapshot", "--timeout", "inf")
     assert result.exit_code == 1
     assert result.stderr == (
-        f"Error: {tmp_path} ended before the request took effect: resume it with run-train --resume\n"
+        f"Error: {tmp_path} ended before the request took effect: resume the run with run-train --resume\n"
     )
     assert (result.stdout, left(tmp_path)) == ("", [])
 

@@ -184,8 +184,8 @@ def test_a_folder_of_runs_names_the_one_that_began_last(tmp_path):
         result = tail(tmp_path, *options)
         assert result.exit_code == 2
         assert result.stderr == (
-            f"Error: RUN must be the folder of one run, but {tmp_path} contains 3; "
-            f"give one, the newest is {tmp_path / 'c'}\n"
+            f"Error: RUN must be a single run folder, but {tmp_path} contains 3 of them; "
+            f"give one of these, the newest is {tmp_path / 'c'}\n"
         )
 
 
@@ -447,7 +447,7 @@ def test_a_run_whose_process_was_killed_is_not_waited_for(tmp_path):
     result = tail(run)
     assert result.exit_code == 1
     assert len(result.stdout.splitlines()) == 3
-    assert "died after step 3 without a result: resume it with run-train --resume" in result.stderr
+    assert "died after step 3 without a result: resume the run with run-train --resume" in result.stderr
     assert tail(run, "--once").exit_code == 0
     end_run(run, 3)
     assert tail(run).exit_code == 0

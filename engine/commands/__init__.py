@@ -1,1 +1,1 @@
-"""The commands: they convert options to settings, show losses on the terminal, and report errors in a line."""
+"""The commands: they convert options to settings, show losses on the terminal, and report each error in one line."""

@@ -1,4 +1,4 @@
-"""The command `run-train`: convert options to settings, train, show the losses, and report an error in a line."""
+"""The command `run-train`: convert options to settings, train, show the losses, and report any error in one line."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -67,7 +67,7 @@ def main(context: click.Context, /, *, recipe: str | None, dry_run: bool, traceb
 
 
 def _merge(context: click.Context, recipe: LoadedRecipe | None) -> MergedOptions:
-    """Merge the command line, which has priority, with the recipe (and print it) or the record of the resumed run."""
+    """Merge the settings of the recipe or resumed run with the command line, which has priority; print the recipe."""
     if context.params["resume"]:
         return _resumed_options(context, recipe)
     if recipe is None:
@@ -85,7 +85,7 @@ def _merge(context: click.Context, recipe: LoadedRecipe | None) -> MergedOptions
 
 
 def _resumed_options(context: click.Context, recipe: LoadedRecipe | None) -> MergedOptions:
-    """Merge the command line, which has priority, with the recorded settings of the run to resume."""
+    """Merge the recorded settings of the run to resume with the command line, which has priority."""
     from engine.records.recorded_run import read_recorded
 
     run_dir = context.params["run_dir"]

@@ -75,8 +75,8 @@ def _checked_timeout(_context: click.Context, parameter: click.Parameter, value:
 @click.argument("run", type=click.Path(path_type=Path), shell_complete=complete_folder)
 @click.option(
     "--learning-rate-factor", type=float, metavar="FACTOR", callback=_checked_factor,
-    help="Multiply the scheduled learning rate by FACTOR from the next step on. Replaces an earlier factor; "
-    "1 restores the schedule.",
+    help="Multiply the scheduled learning rate by FACTOR from the next step on. This replaces any earlier "
+    "factor; 1 restores the schedule.",
 )  # fmt: skip
 @click.option("--snapshot", is_flag=True, help="Write a snapshot after the next step.")
 @click.option("--evaluate", is_flag=True, help="Evaluate after the next step.")
@@ -89,7 +89,7 @@ def _checked_timeout(_context: click.Context, parameter: click.Parameter, value:
 def main(
     run: Path, learning_rate_factor: float | None, snapshot: bool, evaluate: bool, stop: bool, timeout: float
 ) -> None:
-    """Send a request to the run that is training in folder RUN, and print the step at which it took effect.
+    """Send a request to the run that is training in folder RUN, and print the step at which the request took effect.
 
     Requests can be combined, except with --stop. RUN/control.jsonl records each request that took effect; if the run is
     resumed from an earlier step, it repeats them at the same steps, except for stops.
@@ -121,13 +121,13 @@ def _check_options(factor: float | None, *, snapshot: bool, evaluate: bool, stop
         raise click.UsageError(f"a request is needed, got none: give at least one of {', '.join([*others, '--stop'])}")
     if given and stop:
         raise click.UsageError(
-            f"--stop cannot be combined with {given[0]}, because the run stops before that would take effect: "
+            f"--stop cannot be combined with {given[0]}, because the run would stop before {given[0]} takes effect: "
             f"request {given[0]} first, then --stop"
         )
 
 
 def _check_is_running(run: Path) -> None:
-    """Raise a click error if no process is training in a folder."""
+    """Raise a click error if no process is training in folder `run`."""
     from engine.records.loss_log import CONFIG_NAME
 
     if is_locked(run):
@@ -136,7 +136,7 @@ def _check_is_running(run: Path) -> None:
         found = "is a file" if run.is_file() else f"contains no {CONFIG_NAME}" if run.is_dir() else "does not exist"
         raise _WrongRunError(
             printable_line(
-                f"RUN must be the folder of a run, but {run} {found}; give the --run-dir of a running run-train"
+                f"RUN must be a run folder, but {run} {found}; give the --run-dir of a run that is still training"
             )
         )
     raise RequestNotAcceptedError(
@@ -187,7 +187,7 @@ def _why_no_effect(run: Path, timeout_s: float, *, is_running: bool, is_withdraw
     from engine.records.control_log import CONTROL_LOG_NAME
 
     if not is_running:
-        return f"{run} ended before the request took effect: resume it with run-train --resume"
+        return f"{run} ended before the request took effect: resume the run with run-train --resume"
     if is_withdrawn:
         return (
             f"{run} did not accept the request within {timeout_s:g} s (--timeout), so it was withdrawn from "

@@ -97,9 +97,11 @@ def _or_default(name: str) -> str:
 @overriding_option("batch", default_words=_or_default("batch"), help_text="Images per batch.")
 @overriding_option("eval_mirror", default_words=f"{_AS_RUN}, else off")
 @overriding_option(
-    "precision", default_words=_or_default("precision"), help_text="Precision of activations and products."
+    "precision",
+    default_words=_or_default("precision"),
+    help_text="Precision of activations, convolutions and matrix products.",
 )
-@overriding_option("prefetch", default_words=f"{_AS_RUN}, else 4, or more if they are small")
+@overriding_option("prefetch", default_words=f"{_AS_RUN}, else 4, or more if the batches are small")
 @overriding_option("reader_threads", default_words=_or_default("reader_threads"))
 @overriding_option(
     "infeed_timeout_s",
@@ -108,7 +110,7 @@ def _or_default(name: str) -> str:
 )
 @setting_option("transport")
 @click.option(
-    "--per-class", is_flag=True, help="Also print a line per class, with its number of images and its top-1 accuracy."
+    "--per-class", is_flag=True, help="Also print one line per class, with its number of images and top-1 accuracy."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON, as in eval.jsonl, instead of text.")
 @click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")

@@ -1,4 +1,4 @@
-"""Delayed delivery of SIGINT and SIGTERM, so that they do not interrupt code that must be completed."""
+"""Delayed delivery of SIGINT and SIGTERM, so that they do not interrupt code that must run to completion."""
 
 import signal
 from collections.abc import Iterable, Iterator

@@ -36,7 +36,7 @@ class LossCurve:
 
 
 class Span(NamedTuple):
-    """A run of characters of one kind, which the caller prints in one colour."""
+    """A sequence of adjacent characters of one kind, which the caller prints in one colour."""
 
     text: str
     ink: Ink
@@ -83,7 +83,7 @@ class _Scale:
 def draw_chart(
     curve: LossCurve, width: int, height: int, *, log_scale: bool = False, glyphs: Glyphs = UNICODE_GLYPHS
 ) -> list[list[Span]]:
-    """Draw a loss curve: the range low … high of each point, the smoothed curve on top, a loss axis and a step axis.
+    """Draw a loss curve: the range low … high of each point, the smoothed curve over it, a loss axis and a step axis.
 
     Step s of a range s0 … s1 falls on dot column `floor((s - s0 + ½) · C / (s1 - s0 + 1))`; the highest loss falls on
     the top row of dots, the lowest on the bottom one. Columns with a NaN or infinite loss (or, with `log_scale`,
@@ -161,7 +161,7 @@ def _rows_of(unit: Floats, num_rows: int) -> npt.NDArray[np.int64]:
 def _dots(
     curve: LossCurve, scale: _Scale, plot_width: int, plot_height: int, glyphs: Glyphs
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Return two bool arrays [R, C]: the dots of the raw losses and those of the smoothed curve."""
+    """Return two bool arrays [R, C]: the dots of the raw losses and the dots of the smoothed curve."""
     R, C = (plot_height * 4, plot_width * 2) if glyphs.braille else (plot_height, plot_width)
     columns = _columns_of(curve.step, curve, C)
     low = scale.unit(np.where(curve.low > 0, curve.low, scale.low) if scale.log else curve.low)
@@ -225,7 +225,7 @@ def _spans(characters: Sequence[str], bright: Sequence[bool]) -> list[Span]:
 
 
 def _step_axis(curve: LossCurve, scale: _Scale, plot_width: int, gutter: int, glyphs: Glyphs) -> list[list[Span]]:
-    """Return two lines: the step axis with ticks and marks for broken losses, and the labels below it."""
+    """Return two lines: the step axis with ticks and marks for losses that cannot be drawn, and the labels below it."""
     axis, labels = [glyphs.horizontal] * plot_width, [" "] * plot_width
     first, last = float(curve.step[0]), float(curve.step[-1])
     free = 0  # the first free column for a label, one blank after the previous label
@@ -251,7 +251,7 @@ def _step_axis(curve: LossCurve, scale: _Scale, plot_width: int, gutter: int, gl
 
 
 def _loss_ticks(scale: _Scale, plot_height: int) -> dict[int, str]:
-    """Return the tick labels of the loss axis, by text row from the top."""
+    """Return the tick labels of the loss axis by text row, counted from the top."""
     wanted = max(2, plot_height // _ROWS_PER_TICK)
     values = _log_values(scale, wanted) if scale.log else []
     if len(values) < 2:
@@ -266,7 +266,7 @@ def _loss_ticks(scale: _Scale, plot_height: int) -> dict[int, str]:
 
 
 def _log_values(scale: _Scale, wanted: int) -> list[float]:
-    """Return powers of ten within the scale, thinned to about `wanted`; if they are few, also 2 and 5 times these."""
+    """Return powers of ten within the scale, thinned to about `wanted`; if too few, add 2 and 5 times each power."""
     exponents = range(math.floor(math.log10(scale.low)), math.ceil(math.log10(scale.high)) + 1)
     values = {factor: [float(f"{factor}e{exponent}") for exponent in exponents] for factor in (1, 2, 5)}
     inside = {factor: [v for v in values[factor] if scale.low <= v <= scale.high] for factor in values}
@@ -276,7 +276,7 @@ def _log_values(scale: _Scale, wanted: int) -> list[float]:
 
 
 def _nice_values(low: float, high: float, wanted: int) -> list[float]:
-    """Return multiples of 1, 2 or 5 · 10^k in low … high, at most `wanted` + 1; if there are none, `low` and `high`."""
+    """Return up to `wanted` + 1 multiples of 1, 2 or 5 · 10^k from `low` to `high`, or these two if there are none."""
     span = high - low
     if not 0 < span < math.inf:
         return [low] if low == high else [low, high]

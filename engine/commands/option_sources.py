@@ -49,7 +49,7 @@ class MergedOptions:
 
 # ParamType is generic in the annotations of newer click versions, but not at run time in older ones.
 class OptionalNumber(click.ParamType):  # type: ignore[type-arg]
-    """A click type for a number, or `default` for None.
+    """A click type for a number or the word `default`, which stands for None.
 
     Args:
         kind: the type of the number, click.INT or click.FLOAT.
@@ -60,7 +60,7 @@ class OptionalNumber(click.ParamType):  # type: ignore[type-arg]
         self.name = kind.name
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the number, or None for `default`; report other values as click does for a number."""
+        """Return the number, or None for the word `default`; reject any other value with click's error for a number."""
         return None if value == NO_VALUE else self._kind.convert(value, param, ctx)
 
 
@@ -116,6 +116,6 @@ def merge_options(*sources: OptionSource) -> MergedOptions:
 
 
 def _displace(settings: dict[str, Any], old: str, new: str, given: Mapping[str, Any], overrides: list[str]) -> None:
-    """Drop the setting `old` of earlier sources, because a later source gives its counterpart `new`."""
+    """Drop the setting `old`, given by an earlier source, because a later source gives its counterpart `new`."""
     if (value := settings.pop(old, None)) is not None:
         overrides.append(f"{old} {setting_words(value)} → {new} {setting_words(given[new])}")

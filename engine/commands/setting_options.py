@@ -26,12 +26,12 @@ _COMPLETE: Mapping[str | None, Complete] = {
 
 
 def option_spelling(name: str) -> str:
-    """Return the option of `run-train` for a setting, without the negation of a switch; keep other names unchanged."""
+    """Return the `run-train` option for a setting, without the negation of a switch, and any other name unchanged."""
     return SETTINGS[name].options[0].partition("/")[0] if name in SETTINGS else name
 
 
 def option_names(context: click.Context) -> Callable[[str], str]:
-    """Return a function that maps a setting to its option in the context's command, or to its name if it has none."""
+    """Return a function that maps a setting to its option in the context's command or, if it has none, to its name."""
     options = {param.name: param.opts[0] for param in context.command.params if isinstance(param, click.Option)}
     return lambda name: options.get(name, name)
 
@@ -56,7 +56,7 @@ def setting_option(name: str) -> Decorator:
 def overriding_option(
     name: str, *spellings: str, default_words: str, help_text: str | None = None, unit: str | None = None
 ) -> Decorator:
-    """Return a decorator that adds an option to override a recorded setting; the default is None.
+    """Return a decorator that adds an option to override a recorded setting; the option's default is None.
 
     Args:
         name: the name of the setting.

@@ -33,7 +33,7 @@ _POLL_START_S = 0.1
 
 
 class RunNotFoundError(ValueError):
-    """RUN is not the folder of a run, or not yet."""
+    """RUN is not a run folder, or its run has not started to train yet."""
 
 
 class RunSilentError(ValueError):
@@ -75,13 +75,13 @@ def _above(low: float, high: float | None = None) -> click.FloatRange:
     "--width",
     type=click.IntRange(min=1),
     metavar="COLUMNS",
-    help="Width of the chart.  [default: that of the terminal]",
+    help="Width of the chart.  [default: the terminal's width]",
 )
 @click.option(
     "--height",
     type=click.IntRange(min=1),
     metavar="LINES",
-    help="Height of the chart.  [default: that of the terminal]",
+    help="Height of the chart.  [default: the terminal's height]",
 )
 @click.option(
     "--timeout-s", type=_above(0), default=600.0, show_default=True, metavar="S", callback=_refuse_nan,
@@ -99,9 +99,10 @@ def main(
     height: int | None,
     timeout_s: float,
 ) -> None:
-    """Show the loss of the run in folder RUN as a live chart. If piped, print one plain line per step, like run-train.
+    """Show the loss of the run in folder RUN as a live chart or, if stdout is not a terminal, one plain line per step.
 
-    --smoothing, --log-scale, --width and --height affect only the chart, which needs a terminal that is not dumb.
+    --smoothing, --log-scale, --width and --height affect only the chart, which needs a terminal that is not dumb. The
+    plain lines are those that run-train prints.
 
     Exits when the run ends. If RUN is just starting, waits up to 5 seconds for its folder, up to --timeout-s while it
     compiles, and up to --timeout-s for its first step.
@@ -143,7 +144,7 @@ def main(
 
 
 def _drop_stdout() -> None:
-    """Redirect stdout to the null device, because its reader closed it and Python's flush at exit would fail."""
+    """Redirect stdout to the null device, because its reader has closed it and Python's flush at exit would fail."""
     with contextlib.suppress(OSError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
@@ -151,15 +152,13 @@ def _drop_stdout() -> None:
 
 
 def _await_run(run: Path, once: bool, timeout_s: float) -> None:
-    """Wait until RUN contains a log or, before the first step, the settings of a run.
+    """Wait until RUN contains a loss log or, unless `once` is true, the recorded settings of a run.
 
     Raises:
-        RunNotFoundError: if it is not the folder of a run, or the run does not start to train in time.
+        RunNotFoundError: if RUN is not a run folder, or the run does not start to train in time.
     """
     if run.exists() and not run.is_dir():
-        raise RunNotFoundError(
-            f"RUN must be the folder of a run, but {run} is a file; give the folder that contains it"
-        )
+        raise RunNotFoundError(f"RUN must be a run folder, but {run} is a file; give the folder that contains it")
     from engine.records.folder_lock import is_locked
 
     wait_s = 0.0 if once else min(_START_WAIT_S, timeout_s)
@@ -168,8 +167,8 @@ def _await_run(run: Path, once: bool, timeout_s: float) -> None:
     while not _has_started(run, once):
         if below := _runs_in(run):
             raise RunNotFoundError(
-                f"RUN must be the folder of one run, but {run} contains {len(below)}; "
-                f"give one, the newest is {below[-1]}"
+                f"RUN must be a single run folder, but {run} contains {len(below)} of them; "
+                f"give one of these, the newest is {below[-1]}"
             )
         # A run locks its folder before it compiles, which may take minutes.
         is_held = is_locked(run)
@@ -177,9 +176,7 @@ def _await_run(run: Path, once: bool, timeout_s: float) -> None:
             if is_held:
                 raise RunNotFoundError(f"RUN must have started to train, but {run} is still compiling; try again later")
             found = "contains no loss.jsonl" if run.is_dir() else "does not exist"
-            raise RunNotFoundError(
-                f"RUN must be the folder of a run, but {run} {found}; give the --run-dir of a run-train"
-            )
+            raise RunNotFoundError(f"RUN must be a run folder, but {run} {found}; give the --run-dir of run-train")
         name = printable_line(str(run))
         message = (
             f"{name} is starting or compiling; waiting up to {timeout_s:g} s"
@@ -238,7 +235,7 @@ def _ticks(run: Path, once: bool, interval_s: float, timeout_s: float) -> "Itera
         reached = f"after step {last_step}" if last_step >= 0 else "before its first step"
         if is_killed:
             raise RunKilledError(
-                f"the process of {run} died {reached} without a result: resume it with run-train --resume"
+                f"the process of {run} died {reached} without a result: resume the run with run-train --resume"
             )
         if time.monotonic() - heard >= timeout_s:
             raise RunSilentError(

@@ -114,7 +114,7 @@ def status_fields(picture: Picture, now_s: float) -> list[str]:
 
 
 def _clock_fields(step: int, steps: int | None, seconds_per_step: float, silent_s: float) -> list[str]:
-    """Return a field with the time since the last step if that is long, else one with the estimated time left."""
+    """Return a field with the time since the last step if this is long, else a field with the estimated time left."""
     pace = 0.0 if math.isnan(seconds_per_step) else seconds_per_step
     if silent_s > max(_SILENT_SHOWN_S, _SILENT_SHOWN_STEPS * pace):
         return [f"last step {duration_text(silent_s)} ago"]

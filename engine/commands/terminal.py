@@ -41,7 +41,7 @@ class ProgressSink:
         taken = 2 * len(str(steps)) + 1 + _BAR_WIDTH + _TIME_WIDTH + _GAPS
 
         class StreamColumn(ProgressColumn):
-            """The column of loss and speeds, computed when drawn: steps can be 1,000 times as frequent as redraws."""
+            """The column of loss and speeds, computed only at redraws, because there can be 1,000 steps between two."""
 
             def render(self, task: Task) -> "Text":  # noqa: ARG002 - the sink knows more than the task
                 return sink.summary(console.width - taken)
@@ -61,7 +61,7 @@ class ProgressSink:
         self._task = self._progress.add_task("train", total=steps)
 
     def open(self) -> None:
-        """Start to draw the progress line."""
+        """Start drawing the progress line."""
         self._progress.start()
 
     def write(self, record: LossRecord) -> None:
@@ -91,7 +91,7 @@ class ProgressSink:
         self._progress.stop()
 
     def summary(self, width: int = 10**6) -> "Text":
-        """Return the text of the line: mean loss of the last steps, its history, rates, wait; or evaluation progress.
+        """Return the text of the line: mean recent loss, loss history, rates and wait, or an evaluation's progress.
 
         Args:
             width: available columns; if too few, the history is shortened and left out first, the infeed wait last.
@@ -122,7 +122,7 @@ class ProgressSink:
 
 
 class LossHistory:
-    """The loss history in bounded memory: means over intervals of equal length, merged in pairs when too many.
+    """The loss history in bounded memory: means over equally long intervals, merged in pairs when there are too many.
 
     Args:
         capacity: an even number, 2 or more.

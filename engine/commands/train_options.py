@@ -37,7 +37,7 @@ def option_groups() -> dict[str, tuple[str, ...]]:
 
 
 def _list_recipes(context: click.Context, _parameter: click.Parameter, is_wanted: bool) -> None:
-    """Print the recipes and exit, if the option was given."""
+    """Print the recipes and exit if the option was given."""
     if not is_wanted or context.resilient_parsing:
         return
     for name in recipe_names():

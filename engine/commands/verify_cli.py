@@ -60,7 +60,7 @@ Examples:
 @click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")
 @click.version_option(package_name="feedloop")
 def main(run: str, from_step: int | None, to_step: int | None, data: str | None, traceback: bool) -> None:
-    """Replay part of the run in folder RUN, and compare it bit by bit with its record.
+    """Replay part of the run in folder RUN, and compare the result bit by bit with the run's record.
 
     Compares every loss, learning rate and evaluation, and the arrays of the last step's snapshot. RUN is only
     read, and can still be training. The verdict goes to stdout, all other messages go to stderr.
@@ -93,7 +93,7 @@ def _verify(run: str, from_step: int | None, to_step: int | None, data: str | No
 
 
 def _progress() -> "tuple[Callable[[int, int], Sink] | None, Callable[[str], None]]":
-    """Return a function that creates a progress line (None if stderr is not a terminal), and one that prints text."""
+    """Return two functions: one creates a progress line (None if stderr is not a terminal), the other prints text."""
     if sys.stderr is None or not sys.stderr.isatty():
         return None, say_to_stderr
     from rich.console import Console
