@@ -52,12 +52,12 @@ class ControlBoard:
         self._factor = factor_before(replayed, first_pull)
 
     def request(self, request: ControlRequest) -> None:
-        """Add a request, which takes effect at the next pull."""
+        """Add a request, which takes effect at the program's next pull of batches."""
         with self._lock:
             self._pending.append(request)
 
     def request_stop(self, reason: str) -> None:
-        """Ask the program to leave its loop at its next pull."""
+        """Ask the program to leave its loop at its next pull of batches."""
         with self._lock:
             if self.stop_reason is None:
                 self.stop_reason = reason
@@ -67,7 +67,7 @@ class ControlBoard:
         return self.stop_reason is not None
 
     def words(self, pull: int, num_batches: int) -> ControlWords:
-        """Return the control words for a pull of training batches; pending requests take effect at this pull.
+        """Return the control words for a pull of training batches by the program; pending requests take effect then.
 
         Args:
             pull: index of the first batch, from 0.
@@ -94,7 +94,7 @@ class ControlBoard:
         return encode_control(flags, self._factor, num_batches)
 
     def stop_words(self, num_batches: int) -> ControlWords:
-        """Return the control words for a pull of `num_batches` at which only a stop can take effect."""
+        """Return the control words for a pull of `num_batches` batches at which only a stop can take effect."""
         return stop_at_once() if self.is_stop_requested() else encode_control(0, 1.0, num_batches)
 
     def _record_pending(self, pull: int) -> list[ControlEvent]:

@@ -1,4 +1,4 @@
-"""Control events: requests with the pull at which they took effect, so that a resumed run can repeat them."""
+"""Control events: requests, each with the pull of batches at which it took effect, for a resumed run to repeat."""
 
 import json
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ _MAX_COUNT = 2**31  # the device counts in int32
 
 @dataclass(frozen=True)
 class ControlEvent:
-    """A request that took effect, and when; one line of `control.jsonl`.
+    """A request, with the pull and the time at which it took effect; one line of `control.jsonl`.
 
     Attributes:
         pull: index of the batch, from 0, with which the request reaches the program.
@@ -76,5 +76,5 @@ def factor_before(events: Iterable[ControlEvent], pull: int) -> float:
 
 
 def events_at(events: Iterable[ControlEvent], pull: int) -> tuple[ControlEvent, ...]:
-    """Return the events at a pull, in the given order."""
+    """Return the events whose pull is `pull`, in the given order."""
     return tuple(event for event in events if event.pull == pull)

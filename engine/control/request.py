@@ -114,5 +114,5 @@ def parse_fields(text: str | bytes, names: tuple[str, ...]) -> dict[str, Any]:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
-        raise ValueError("must have each field once, but one is repeated")
+        raise ValueError("must have each field once, but a field is repeated")
     return values
