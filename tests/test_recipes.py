@@ -294,7 +294,7 @@ def test_a_record_that_was_changed_or_has_a_model_of_your_own_is_refused(tmp_pat
         load_recipe(record_run(tmp_path / "own", TrainConfig(), model="Linear"))
     with pytest.raises(
         ValueError,
-        match=r"a recipe must not need user-defined batches, but the run had some: use another",
+        match=r"a recipe must not need user-defined batches, but the run used them: use another",
     ):
         load_recipe(record_run(tmp_path / "fed", TrainConfig(), data=OWN_BATCHES))
     own = {"num_eval_batches": 3, "eval_manifest_sha256": None}

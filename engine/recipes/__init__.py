@@ -1,4 +1,4 @@
-"""Recipes: TOML files of training settings; those of the project also document the expected accuracy and its source.
+"""Recipes: TOML files of training settings; the project's own also document the expected accuracy and its source.
 
 Owns the format of these files and their lookup; `engine.config` declares the settings. Must not import jax, so that the
 commands start fast.
