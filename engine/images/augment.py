@@ -31,7 +31,7 @@ from engine.images.unpack import PixelScale, normalise_levels, unpack_pixels
 def augment_images(
     augmentation: Augmentation, pixels: jax.Array, positions: Positions, seed_words: jax.Array, scale: PixelScale
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Augment and normalise one device's part of a batch; called while tracing.
+    """Augment and normalise one device's part of a batch, inside a traced function.
 
     Args:
         augmentation: the settings, static.
@@ -96,7 +96,7 @@ def prepare_for_evaluation(pixels: jax.Array, size: int | None, scale: PixelScal
 
 
 def one_hot_or_nan(labels: jax.Array, num_classes: int) -> jax.Array:
-    """Convert int32 [b] labels to one-hot float32 [b, K]; a label out of range gives NaN, and so a NaN loss."""
+    """Convert int32 [b] labels to one-hot float32 [b, K]; an out-of-range label gives NaN, and thus a NaN loss."""
     one_hot = jax.nn.one_hot(labels, num_classes, dtype=jnp.float32)
     is_class = (labels >= 0) & (labels < num_classes)
     return jnp.where(is_class[:, None], one_hot, jnp.nan)
@@ -116,7 +116,7 @@ def _crop(augmentation: Augmentation, pixels: jax.Array, keys: jax.Array) -> jax
 
 
 def jitter_colours(augmentation: Augmentation, pixels: jax.Array, keys: jax.Array) -> jax.Array:
-    """Jitter brightness, contrast, saturation and hue of packed pixels in this order, each unless its strength is 0."""
+    """Jitter brightness, contrast, saturation and hue of packed pixels, in this order; skip each with strength 0."""
     strengths = (
         (Purpose.BRIGHTNESS, augmentation.brightness, change_brightness),
         (Purpose.CONTRAST, augmentation.contrast, change_contrast),

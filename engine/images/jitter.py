@@ -49,13 +49,13 @@ def draw_turns(words: jax.Array, hue: float) -> jax.Array:
 
 
 def change_brightness(planes: Planes, factors: jax.Array) -> Planes:
-    """Multiply every level by the factor of its image, int32 [b] in units of 1/4096."""
+    """Multiply every level by its image's factor (int32 [b], in units of 1/4096)."""
     red, green, blue = (_blend(plane, jnp.int32(0), factors) for plane in planes)
     return red, green, blue
 
 
 def change_contrast(planes: Planes, factors: jax.Array) -> Planes:
-    """Scale each level's distance from its image's mean luma by a factor, int32 [b] in 1/4096; 0 gives the mean.
+    """Scale each level's distance from its image's mean luma by a factor (int32 [b], in 1/4096); 0 gives the mean.
 
     Raises:
         ValueError: if an image has more pixels than 32 bits can sum.
@@ -71,14 +71,14 @@ def change_contrast(planes: Planes, factors: jax.Array) -> Planes:
 
 
 def change_saturation(planes: Planes, factors: jax.Array) -> Planes:
-    """Scale each level's distance from its pixel's luma by a factor, int32 [b] in 1/4096; 0 gives grey."""
+    """Scale each level's distance from its pixel's luma by a factor (int32 [b], in 1/4096); 0 gives grey."""
     luma = _luma(planes)
     red, green, blue = (_blend(plane, luma, factors) for plane in planes)
     return red, green, blue
 
 
 def turn_hue(planes: Planes, turns: jax.Array) -> Planes:
-    """Rotate the hue of each image in the hexagon of HSV (Smith, 1978); value and saturation stay the same.
+    """Rotate the hue of each image in the HSV hexagon (Smith, 1978); value and saturation stay the same.
 
     Hues are in units of 1/(4096 · chroma) of a sixth of the circle: integers, without a division.
 

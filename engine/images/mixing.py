@@ -110,13 +110,13 @@ def mix_targets(targets: jax.Array, own_target: jax.Array) -> jax.Array:
 
 
 def swap_partners(values: jax.Array) -> jax.Array:
-    """Swap rows 2k and 2k + 1 of [b, …], so that each row contains its partner's values."""
+    """Swap rows 2k and 2k + 1 of an array [b, …], so that each row contains its partner's values."""
     pairs = values.reshape(values.shape[0] // 2, 2, *values.shape[1:])
     return pairs[:, ::-1].reshape(values.shape)
 
 
 def _draw_side(words: jax.Array, fraction: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
-    """Place a `fraction` (float32 [b], 0 … 1) of a side at random; return the start and length within the image."""
+    """Draw a random segment that is `fraction` (float32 [b], 0 … 1) of a side; return its start and clipped length."""
     half = jnp.floor(length * fraction).astype(jnp.int32) // 2
     middle = to_index(words, length)
     start, stop = jnp.maximum(middle - half, 0), jnp.minimum(middle + half, length)

@@ -45,7 +45,7 @@ class Positions(NamedTuple):
 
 
 def positions(step: jax.Array, batch: int, start: int | jax.Array, count: int) -> Positions:
-    """Return the exact positions of a device's images at one step: `count` of them from step · batch + start.
+    """Return the exact positions of a device's images at one step: `count` consecutive ones from step · batch + start.
 
     Args:
         step: int32 or uint32 [], number of batches before this one, ≥ 0.

@@ -34,7 +34,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Augmentation:
-    """Settings of the augmentation on the device; by default, images are only normalised.
+    """Settings for the augmentation on the device; by default, images are only normalised.
 
     The settings are static: each combination compiles a separate program. The order is fixed: crop, flip, colour
     (brightness, contrast, saturation, hue), cutmix or mixup, normalisation, erasing.

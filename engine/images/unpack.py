@@ -31,7 +31,7 @@ def pack_dense(words: jax.Array) -> jax.Array:
 
 
 def unpack_pixels(pixels: jax.Array, scale: PixelScale) -> jax.Array:
-    """Unpack uint32 [B, H, W] words (R<<24 | G<<16 | B<<8) to float32 [B, H, W, 3], (level / 255 - mean) / std."""
+    """Unpack uint32 [B, H, W] words (R<<24 | G<<16 | B<<8) to float32 [B, H, W, 3]: (level / 255 - mean) / std."""
     shifts = jnp.array([24, 16, 8], jnp.uint32)
     levels = (pixels[..., None] >> shifts) & jnp.uint32(0xFF)
     return normalise_levels(levels.astype(jnp.float32), scale)
