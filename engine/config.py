@@ -88,17 +88,17 @@ class TrainConfig:
     )
     eval_mirror: bool = setting(
         False, TRAINING, _PROGRAM, _KEPT,
-        "Evaluate each image with the mean of its logits and those of its mirror image.",
+        "Average the logits of each evaluated image with the logits of its mirror image.",
         details="Not suitable if mirroring an image can change its class.",
     )
     stop_at_top1: float | None = setting(
         None, TRAINING, _RUNTIME, _CHANGES, "Stop when top-1 accuracy reaches this.", between=(1e-9, 1), unit="0…1",
         default_words="never",
-        details="A fraction of the evaluated images; the first evaluation that reaches it stops the run.",
+        details="Given as a fraction of the evaluated images; the first evaluation that reaches it stops the run.",
     )
     model: str = setting(
         "auto", TRAINING, _PROGRAM, _KEPT,
-        f"Network to train: {', '.join(MODEL_NAMES)}; auto is resnet50 from 128 px on, resnet8 below.",
+        f"Network to train: {', '.join(MODEL_NAMES)}; auto is resnet50 for images of at least 128 px, else resnet8.",
         unit="NAME", completion="model",
     )
     init_from: str | None = setting(
@@ -107,7 +107,7 @@ class TrainConfig:
     )
     precision: PrecisionName = setting(
         "float32", TRAINING, _PROGRAM, _KEPT,
-        "Precision of activations and products; weights and loss stay float32.",
+        "Precision of activations, convolutions and matrix products; weights and loss stay float32.",
         details="Parameters, optimiser state and batch statistics are always float32.",
     )
     seed: int = setting(
@@ -131,12 +131,14 @@ class TrainConfig:
     )
     stop_on_nan: bool = setting(
         True, TRAINING, _RUNTIME, _CHANGES,
-        "Stop after more than {skip_nonfinite} consecutive NaN or infinite gradients; if off, skip all such updates.",
+        "Stop after more than {skip_nonfinite} consecutive updates with a NaN or infinite gradient; if off, skip all "
+        "such updates.",
     )
     deterministic: bool = setting(
         True, TRAINING, _PROGRAM, _KEPT,
-        "On NVIDIA GPUs, compute the same bits in every launch; if off, use the fastest algorithms. No effect on CPUs.",
-        details="The bits are the same only on the same card with the same software versions.",
+        "On NVIDIA GPUs, produce the same bits in every launch; if off, use the fastest algorithms. No effect on "
+        "CPUs.",
+        details="The results are identical only on the same card with the same software versions.",
     )
 
     data: str | None = setting(
@@ -158,7 +160,7 @@ class TrainConfig:
         between=(1, 2**14), unit="PX", default_words=f"from the data; {SYNTHETIC_IMAGE_SIZE} with {{synthetic}}",
     )
     num_classes: int | None = setting(
-        None, DATA, _PROGRAM, _KEPT, "Number of classes, that is, of outputs of the model.", between=(1, 2**16),
+        None, DATA, _PROGRAM, _KEPT, "Number of classes, and thus of the model's outputs.", between=(1, 2**16),
         unit="K", default_words=f"from the data; {SYNTHETIC_CLASSES} with {{synthetic}}",
     )
 
@@ -168,7 +170,7 @@ class TrainConfig:
     )
     learning_rate: float | None = setting(
         None, OPTIMISER, _RUNTIME, _CHANGES,
-        "Peak learning rate of the schedule. The default suits sgd; adamw and lamb need a lower one.", between=_RATE,
+        "Peak learning rate of the schedule. The default suits sgd; adamw and lamb need a lower rate.", between=_RATE,
         unit="RATE", option=("--learning-rate", "--lr"), default_words="0.1 · images per update / 256",
     )
     schedule: ScheduleName = setting(
@@ -196,7 +198,9 @@ class TrainConfig:
     weight_decay: float = setting(
         1e-4, OPTIMISER, _RUNTIME, _CHANGES, "Weight decay of the kernels.", between=_RATE, unit="RATE"
     )
-    decay_all: bool = setting(False, OPTIMISER, _PROGRAM, _KEPT, "Also apply weight decay to norms and biases.")
+    decay_all: bool = setting(
+        False, OPTIMISER, _PROGRAM, _KEPT, "Also apply weight decay to normalisation parameters and biases."
+    )
     clip_norm: float | None = setting(
         None, OPTIMISER, _RUNTIME, _CHANGES,
         "Largest global norm of the gradient; larger gradients are scaled down to it.",
@@ -241,12 +245,14 @@ class TrainConfig:
     )
     mixup: float = setting(
         0.0, AUGMENTATION, _PROGRAM, _KEPT,
-        "Alpha of the Beta distribution for mixing adjacent images of the batch; 0 disables mixup.",
+        "Alpha of the Beta distribution from which the weights for mixing adjacent images in the batch are drawn; 0 "
+        "disables mixup.",
         between=(0, 1000), unit="ALPHA",
     )
     cutmix: float = setting(
         0.0, AUGMENTATION, _PROGRAM, _KEPT,
-        "Alpha of the Beta distribution for pasting part of the adjacent image of the batch; 0 disables cutmix.",
+        "Alpha of the Beta distribution that determines how large a patch is pasted from the adjacent image in the "
+        "batch; 0 disables cutmix.",
         between=(0, 1000), unit="ALPHA",
     )
     erasing: float = setting(
@@ -259,12 +265,12 @@ class TrainConfig:
         "together, which helps if a step takes less than a millisecond. Signals and requests take effect between "
         "chunks. A resumed run must keep this value.",
         between=(1, 1024), unit="BATCHES", option=("--chunk",), default_words="1; 10 with transport cuda",
-        details="The losses of a chunk are returned together; with transport cuda, one by one. With cuda, a divisor of "
-        "the steps between evaluations and between snapshots is best.",
+        details="The losses of a chunk are returned together, but one by one with transport cuda. With that "
+        "transport, it is best to choose a divisor of the steps between evaluations and between snapshots.",
     )
     prefetch: int | None = setting(
         None, INFEED, _HOST, _CHANGES, "Number of batches to read ahead of the device.", between=(1, 1024),
-        unit="BATCHES", default_words="the largest of 4, two chunks and a megabyte of batches",
+        unit="BATCHES", default_words="4 batches, two chunks or a megabyte of batches, whichever is largest",
     )
     reader_threads: int = setting(
         2, INFEED, _HOST, _CHANGES, "Number of threads that read shards.", between=(1, 1024), unit="N",
@@ -276,8 +282,8 @@ class TrainConfig:
     )
     transport: TransportName = setting(
         "auto", INFEED, _PROGRAM, _KEPT,
-        "How batches are transferred to the device: auto is inplace on a CPU, cuda on NVIDIA GPUs, else callback, the "
-        "slowest.",
+        "How batches are transferred to the device: auto is inplace on a CPU, cuda on NVIDIA GPUs, and callback (the "
+        "slowest) elsewhere.",
     )
 
     run_dir: str | None = setting(
@@ -289,7 +295,7 @@ class TrainConfig:
         option=("--resume",),
     )
     snapshot_every_steps: int = setting(
-        0, OUTPUT, _RUNTIME, _CHANGES, "Steps between snapshots; 0 takes one at the end.", between=_COUNT,
+        0, OUTPUT, _RUNTIME, _CHANGES, "Steps between snapshots; 0 takes only one, at the end.", between=_COUNT,
         unit="STEPS", option=("--snapshot-every",),
     )
     keep_snapshots: int = setting(

@@ -1,4 +1,4 @@
-"""Declarations of settings: default, range, help text, where a setting takes effect, whether a resume may change it.
+"""Declarations of settings: default, range, help text, where each takes effect, and whether a resume may change it.
 
 Owns the format of a declaration, the validation of values, and the errors about settings. Knows no individual setting
 and no command: options, checks, reference and resume rules are derived from the declarations. Must not import jax, so
@@ -22,7 +22,7 @@ _KEY = "setting"
 
 
 class Stage(Enum):
-    """The place where a setting takes effect; the values are the wording of the settings reference."""
+    """The place where a setting takes effect; the values are the words used in the settings reference."""
 
     PROGRAM = "compiled into the program"
     RUNTIME = "argument of the program: changing it compiles nothing"
@@ -30,7 +30,7 @@ class Stage(Enum):
 
 
 class OnResume(Enum):
-    """Whether a resume may change a setting; the values are the wording of the settings reference."""
+    """Whether a resume may change a setting; the values are the words used in the settings reference."""
 
     KEPT = "must not change"
     CHANGES = "may change"
@@ -86,7 +86,7 @@ class ConfigError(ValueError):
 
 
 class SettingError(ConfigError):
-    """A setting is invalid; the message uses the Python names of settings, but `words` can use others, such as options.
+    """A setting is invalid; the message uses the Python names of settings, but `words` can use option names instead.
 
     Args:
         setting: the name of the invalid setting.
@@ -102,7 +102,7 @@ class SettingError(ConfigError):
         self._found = found
 
     def words(self, name_setting: Callable[[str], str]) -> str:
-        """Return the message; `name_setting` maps the name of each setting to the one to show, such as its option."""
+        """Return the message; `name_setting` maps the name of each setting to the name to show, such as its option."""
         return str(self.args[1]).format_map(_Words(self._found, self.setting, name_setting))
 
     def __str__(self) -> str:
@@ -110,7 +110,7 @@ class SettingError(ConfigError):
 
 
 class UnknownSettingError(SettingError, TypeError):
-    """There is no setting with this name; also a TypeError, like the error for any unknown keyword argument."""
+    """There is no setting with this name; this error is also a TypeError, as for any unknown keyword argument."""
 
 
 class _Words(dict[str, Any]):
@@ -143,17 +143,17 @@ class Setting(Declaration):
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Its option and aliases on the command line; a switch is followed by a slash and its negation."""
+        """The setting's option and aliases on the command line; a switch is followed by a slash and its negation."""
         dashed = self.name.replace("_", "-")
         usual = f"--{dashed}/--no-{dashed}" if self.kind is bool else f"--{dashed}"
         return self.option or (usual,)
 
     def help_words(self, name_setting: Callable[[str], str]) -> str:
-        """Return the help text, with the name of each setting replaced by `name_setting` of it."""
+        """Return the help text, with each setting's name in it replaced by `name_setting(name)`."""
         return self.help_text.format_map(_Words({}, self.name, name_setting))
 
     def default_as_words(self, name_setting: Callable[[str], str] = str) -> str:
-        """Return a description of the default, with the name of each setting replaced by `name_setting` of it."""
+        """Return a description of the default, with each setting's name in it replaced by `name_setting(name)`."""
         return (self.default_words or str(self.default)).format_map(_Words({}, self.name, name_setting))
 
     @property

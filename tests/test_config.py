@@ -396,7 +396,7 @@ def test_the_reference_has_a_row_for_every_setting():
         "range": "at least 0, finite in float32",
         "unit": "RATE",
         "group": "Optimiser",
-        "help": "Peak learning rate of the schedule. The default suits sgd; adamw and lamb need a lower one.",
+        "help": "Peak learning rate of the schedule. The default suits sgd; adamw and lamb need a lower rate.",
         "stage": "argument of the program: changing it compiles nothing",
         "on_resume": "may change",
     }
