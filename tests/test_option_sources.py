@@ -204,7 +204,7 @@ def test_a_resume_names_the_options_that_it_cannot_take():
     with pytest.raises(SettingError) as raised:
         check_settings(TrainConfig(batch=8, chunk_batches=None, data="/packed"), before)
     assert raised.value.setting == "batch"
-    assert "differ: batch was 4, got 8; chunk_batches was 2, got None. Leave" in str(raised.value)
+    assert "differ: batch was 4, got 8; chunk_batches was 2, got None. Restore" in str(raised.value)
     words = raised.value.words(option_names(run_train.make_context("run-train", [])))
-    assert "differ: --batch was 4, got 8; --chunk was 2, got None. Leave" in words
+    assert "differ: --batch was 4, got 8; --chunk was 2, got None. Restore" in words
     assert words.endswith("or start another run (--run-dir)")
