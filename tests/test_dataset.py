@@ -33,7 +33,7 @@ def test_the_demo_set_is_the_default_and_the_reason_says_so(elsewhere, cache_fol
 
 def test_the_demo_set_may_be_named_as_a_record_of_a_run_does(elsewhere):
     demo = choose_data(None).data
-    assert choose_data(demo) == (demo, "as named", True)
+    assert choose_data(demo) == (demo, "as given", True)
 
 
 def test_the_demo_set_is_made_once(tmp_path, monkeypatch):

@@ -110,7 +110,7 @@ def test_the_limit_of_the_counted_setting_is_the_one_that_it_declares(name, monk
     limited = dict(SETTINGS) | {counted: replace(SETTINGS[counted], between=(0, 7))}
     monkeypatch.setattr("engine.run.epochs.SETTINGS", limited)
     assert getattr(settle_epochs(TrainConfig.from_json({name: 7, "batch": NUM_IMAGES}), NUM_IMAGES), counted) == 7
-    with pytest.raises(ValueError, match=rf"^{name} must be at most 7 steps, got 8, which for 10 images are 8: give"):
+    with pytest.raises(ValueError, match=rf"^{name} must be at most 7 steps, got 8, which is 8 steps for 10 images: give fewer"):
         settle_epochs(TrainConfig.from_json({name: 8, "batch": NUM_IMAGES}), NUM_IMAGES)
 
 

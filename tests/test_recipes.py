@@ -298,7 +298,7 @@ def test_a_record_that_was_changed_or_has_a_model_of_your_own_is_refused(tmp_pat
     ):
         load_recipe(record_run(tmp_path / "fed", TrainConfig(), data=OWN_BATCHES))
     own = {"num_eval_batches": 3, "eval_manifest_sha256": None}
-    with pytest.raises(ValueError, match=r"the run evaluated on images of your own, which a recipe cannot name$"):
+    with pytest.raises(ValueError, match=r"a recipe must not need user-defined evaluation images, but the run had some"):
         load_recipe(record_run(tmp_path / "evaluated", TrainConfig(), **own))
     for known in ({"eval_manifest_sha256": "abc"}, {"num_eval_batches": 0}):
         load_recipe(record_run(tmp_path / "-".join(known), TrainConfig(), **(own | known)))
@@ -333,7 +333,7 @@ def test_an_older_record_that_does_not_say_where_its_data_were_needs_them_named(
 
     refused = plan()
     assert isinstance(refused, ValueError)
-    assert str(refused).endswith(f"and {path} names none for /x/train, 9 images: give --data")
+    assert str(refused).endswith(f"but {path} does not name /x/train, 9 images: give --data")
     assert plan("--data", "shards") is plan("--synthetic") is None
     assert [(each.data, each.synthetic) for each in planned] == [("shards", False), (None, True)]
 

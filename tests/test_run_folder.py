@@ -92,7 +92,7 @@ def test_a_parent_that_another_refused_run_removes_is_made_again(tmp_path, monke
 
 
 def test_a_folder_that_cannot_be_made_is_named_with_the_reason():
-    with pytest.raises(ValueError, match=r"must be writable, and /proc/run cannot be created \(.*\): choose another"):
+    with pytest.raises(ValueError, match=r"must be writable, but /proc/run cannot be created \(.*\): choose another"):
         RunFolder(Path("/proc/run"), overwrite=False)
 
 
@@ -213,7 +213,7 @@ def test_the_check_of_a_folder_refuses_what_a_start_refuses_and_changes_nothing(
 def test_the_check_of_a_folder_refuses_one_that_cannot_be_written(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     for path in (tmp_path, tmp_path / "runs/first"):
-        with pytest.raises(ValueError, match=rf"the run folder must be writable, and {tmp_path} is not: choose"):
+        with pytest.raises(ValueError, match=rf"the run folder must be writable, but {tmp_path} is not: choose"):
             check_folder(path)
     assert list(tmp_path.iterdir()) == []
 

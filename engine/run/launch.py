@@ -321,7 +321,7 @@ class Launch:
 
     @property
     def ring_bytes(self) -> int:
-        """The host memory, for is occupied by the batches read ahead, in bytes."""
+        """The host memory, in bytes, that the batches read ahead occupy."""
         sources = (self._data.source, self._data.evaluation)
         return sum(self._ring_depth(source) * batch_bytes(source) for source in sources if source is not None)
 
