@@ -117,7 +117,7 @@ def test_a_file_of_something_else_is_left_alone(tmp_path):
     path = tmp_path / "loss.jsonl"
     path.write_bytes(b"x" * 70_000)
     with pytest.raises(
-        ValueError, match=r"loss\.jsonl must contain lines of losses, but its last line is longer than any such line"
+        ValueError, match=r"loss\.jsonl must be a log of a run, but its last line is longer than any that a run writes"
     ):
         write_all(path, record())
     assert path.read_bytes() == b"x" * 70_000
@@ -147,7 +147,7 @@ def test_a_file_that_is_refused_is_closed(tmp_path):
     path = tmp_path / "loss.jsonl"
     path.write_bytes(b"x" * 70_000)
     before = len(list(Path("/proc/self/fd").iterdir()))
-    with pytest.raises(ValueError, match="must contain lines"):
+    with pytest.raises(ValueError, match="must be a log of a run"):
         folder_sink(path).open()
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 

@@ -190,8 +190,8 @@ def test_a_state_of_another_program_is_refused_by_name(leaves, like, match):
     ("tree", "match"),
     [
         ({"a": {"b": np.ones(1)}, "a.b": np.ones(1)}, r"two are called 'a\.b'"),
-        (np.ones(1), r"one of \(\) is: rename it"),
-        ({"a": {"": np.ones(1)}}, r"one of \('a', ''\) is: rename it"),
+        (np.ones(1), r"one of \(\) is empty: rename it"),
+        ({"a": {"": np.ones(1)}}, r"one of \('a', ''\) is empty: rename it"),
         ({"a": 1.0}, "a is a float"),
         ({"a": jnp.ones(1)}, "a is a ArrayImpl"),
         ({"a": np.array(["x"])}, "a is a ndarray"),

@@ -1,4 +1,4 @@
-"""`RUN/control.jsonl`: a log of the requests that took effect in a run and of their steps.
+"""`RUN/control.jsonl`: a log of the requests that took effect in a run, each with its step.
 
 A request is written before it takes effect. Owns the lines and what a resumed run must know about them. Must not know:
 how requests arrive, jax.
@@ -66,7 +66,7 @@ class ControlLog:
         self._lines.sync()
 
     def close(self) -> None:
-        """Close the file, if it is open."""
+        """Close the file if it is open."""
         self._lines.close()
         self._is_open = False
 
@@ -76,7 +76,7 @@ class ControlLogError(ValueError):
 
 
 def read_events(path: Path) -> tuple[ControlEvent, ...]:
-    """Return all events of a log, in file order; none if there is no file.
+    """Return all events of a log in file order, or an empty tuple if there is no file.
 
     A last line without a newline is ignored: it is still being written, or was truncated by a crash.
 

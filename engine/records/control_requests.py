@@ -1,4 +1,4 @@
-"""Requests to a running training: files that another process writes to `RUN/control/` and the training reads.
+"""Requests to a run in progress: files that another process writes to `RUN/control/`, where the run reads them.
 
 Owns the files and the thread that polls for them. Must not know: the control word, when a request takes effect, jax.
 """
@@ -72,7 +72,7 @@ def remove_requests(run: Path) -> None:
 
 
 def _names(folder: Path, *, with_unfinished: bool = False) -> list[str]:
-    """Return the names of the request files, oldest first, and optionally of the temporary files of `write_whole`."""
+    """Return the names of the request files, oldest first, optionally followed by temporary files of `write_whole`."""
     names = [path.name for path in folder.iterdir()]
     finished = [name for name in names if name.endswith(_SUFFIX)]
     unfinished = [name for name in names if name.startswith(".") and f"{_SUFFIX}." in name]
@@ -80,7 +80,7 @@ def _names(folder: Path, *, with_unfinished: bool = False) -> list[str]:
 
 
 class ControlMailbox:
-    """A thread that polls a run folder for requests and delivers each once, oldest first.
+    """A thread that polls a run folder for requests and delivers each request once, oldest first.
 
     A request is claimed by removing its file, which happens before it is delivered; so `withdraw` knows for certain
     whether a request will take effect. A file that is not a request is removed. If the disk fails, no requests arrive.
@@ -142,7 +142,7 @@ class ControlMailbox:
 
 
 def _read_start(path: Path) -> bytes:
-    """Return a file's content, or no bytes if it is longer than any request; do not wait if it is a pipe."""
+    """Return a file's content, or `b""` if it is longer than any request; do not block if the file is a pipe."""
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
         content = file.read(_LONGEST_REQUEST_BYTES + 1) or b""
     return content if len(content) <= _LONGEST_REQUEST_BYTES else b""

@@ -35,7 +35,7 @@ class LogState(NamedTuple):
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "LogState":
-        """Return the state from the values of `to_json`; raise ValueError, KeyError or TypeError for anything else."""
+        """Create a state from values returned by `to_json`; raise ValueError, KeyError or TypeError for any others."""
         num_bytes, digest = values["bytes"], values["sha256"]
         if type(num_bytes) is not int or num_bytes < 0 or not isinstance(digest, str):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Read `RUN/eval.jsonl` while it grows.
+"""Reads `RUN/eval.jsonl` while it grows.
 
 Owns what counts as a readable evaluation. Must not know: terminals, jax, how an evaluation is computed.
 """
@@ -15,7 +15,7 @@ _MAX_COUNT = 2**53  # above it a float64 is no longer exact
 
 
 class EvaluationLog:
-    """Reader of a growing `eval.jsonl`; it keeps no file open between reads.
+    """A reader of an `eval.jsonl` that may still grow; it keeps no file open between reads.
 
     A last line without its newline is left for a later read, and a line that is not an evaluation is skipped. When the
     file has changed, all of it is read again: it has one line for an evaluation of a whole split, and so stays small.
@@ -27,7 +27,7 @@ class EvaluationLog:
         self._records: tuple[EvaluationRecord, ...] = ()
 
     def read(self) -> tuple[EvaluationRecord, ...]:
-        """Return all evaluations so far, in file order; none without a file. Raise OSError if it cannot be read."""
+        """Return all evaluations so far, in file order (none without a file); raise OSError if it is unreadable."""
         try:
             status = self._path.stat()
             state = status.st_ino, status.st_size, status.st_mtime_ns

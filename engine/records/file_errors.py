@@ -35,7 +35,7 @@ class LostFileError(OSError):
         path = Path(self.filename)
         return (
             f"{path.name} was removed or replaced in the run folder {path.parent} during the run. The record of the "
-            "run is incomplete, so the run stops: start another one (--run-dir), if you like from the weights of this "
+            "run is incomplete, so the run stops: start another run (--run-dir), optionally from the weights of this "
             "one (--init-from)"
         )
 

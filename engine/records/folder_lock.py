@@ -24,7 +24,7 @@ class FolderInUseError(ValueError):
 
 
 class FolderLock:
-    """A context manager for an exclusive `flock` on a folder's `.lock` file; only the holder works in the folder.
+    """A context manager for an exclusive `flock` on a folder's `.lock` file; only its holder may work in the folder.
 
     Releasing the lock empties the file and leaves it in place; only the holder of the lock may remove it. On a file
     system without locks, every process obtains the lock (`preprocess.file_lock`).
@@ -47,7 +47,7 @@ class FolderLock:
         self.release()
 
     def acquire(self) -> None:
-        """Acquire the lock without waiting, and record this process in its file.
+        """Acquire the lock without waiting, and record this process in the lock file.
 
         Raises:
             FolderInUseError: the lock is already held, by this process or another.
@@ -99,7 +99,7 @@ class FolderLock:
             os.close(file)
 
     def is_in_place(self) -> bool:
-        """Return whether the lock file is still in place, that is, the folder was neither removed nor emptied."""
+        """Return whether the lock file is still in place: the folder was neither removed nor emptied."""
         try:
             return self._file >= 0 and os.path.samestat(os.fstat(self._file), self._path.stat())
         except OSError:

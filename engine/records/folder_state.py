@@ -37,10 +37,10 @@ class FolderState:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "FolderState":
-        """Return the state from the values of `to_json`.
+        """Create a state from values returned by `to_json`.
 
         Raises:
-            ValueError, KeyError, TypeError, AttributeError: for anything else.
+            ValueError, KeyError, TypeError, AttributeError: for any other values.
         """
         return cls(
             str(values["config_sha256"]), {str(name): LogState.from_json(log) for name, log in values["logs"].items()}
@@ -49,10 +49,10 @@ class FolderState:
 
 @dataclass(frozen=True)
 class RecordedBy:
-    """The name and the remedy that messages give for a snapshot or result that recorded digests.
+    """The wording of messages about digests: what recorded them, and a remedy if a file differs.
 
     Attributes:
-        name: such as "the snapshot of step 8".
+        name: what recorded the digests, such as "the snapshot of step 8".
         remedy: the alternative to restoring the file, worded to end the message.
     """
 
@@ -61,19 +61,19 @@ class RecordedBy:
 
 
 def by_snapshot(snapshots: Path, step: int) -> RecordedBy:
-    """Return the name and the remedy that messages give for a snapshot."""
+    """Return the wording of messages about digests that a snapshot recorded."""
     return RecordedBy(
         f"the snapshot of step {step}", f", or remove {snapshots / str(step)} to resume from the snapshot before it"
     )
 
 
 def by_result(path: Path) -> RecordedBy:
-    """Return the name and the remedy that messages give for `result.json`."""
+    """Return the wording of messages about digests that `result.json` recorded."""
     return RecordedBy(path.name, f", or remove {path} to resume from the newest snapshot")
 
 
 def digest_log(path: Path, *expected: tuple[LogState, RecordedBy]) -> RunningDigest:
-    """Check a log against its expected states; return the digest up to the longest. Later lines are not read.
+    """Check a log against its expected states, and return its digest up to the longest; do not read any later lines.
 
     Args:
         path: the log, which is read once.
@@ -95,7 +95,8 @@ def digest_log(path: Path, *expected: tuple[LogState, RecordedBy]) -> RunningDig
         if now.num_bytes < state.num_bytes:
             raise _refusal(path, state, by, f"it has only {now.num_bytes:,} bytes")
         if now != state:
-            raise _refusal(path, state, by, f"its digest (sha256) was {state.sha256[:12]}, now is {now.sha256[:12]}")
+            reason = f"its digest (sha256) was {state.sha256[:12]}, but is {now.sha256[:12]} now"
+            raise _refusal(path, state, by, reason)
     return found
 
 

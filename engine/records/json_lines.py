@@ -24,7 +24,7 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 class JsonLines:
-    """A file of lines; each is passed to the operating system at once, and written whole or not at all.
+    """A file of lines, each of which goes to the operating system immediately, and is written whole or not at all.
 
     Args:
         path: the file.
@@ -41,7 +41,7 @@ class JsonLines:
         self._sync_error: OSError | None = None
 
     def open(self) -> None:
-        """Open the file for appending, and remove a last line that was truncated by a crash.
+        """Open the file for appending, and remove the last line if a crash truncated it.
 
         Raises:
             ValueError: if the file does not consist of lines, or its size differs from that of `begun`.
@@ -82,7 +82,7 @@ class JsonLines:
         end = os.pread(self._file, size - start, start)
         if start and b"\n" not in end:
             raise ValueError(
-                f"{self._path} must contain lines of losses, but its last line is longer than any such line: "
+                f"{self._path} must be a log of a run, but its last line is longer than any that a run writes: "
                 "choose another file"
             )
         return start + end.rfind(b"\n") + 1

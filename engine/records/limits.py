@@ -1,4 +1,4 @@
-"""Size limits for reading the files of a run folder. Imports nothing, so that `tail-run` starts quickly."""
+"""Size limits for reading the files of a run folder. The module imports nothing, so that `tail-run` starts quickly."""
 
 LONGEST_LINE_BYTES = 1 << 16
 """The maximum length of a line of a log."""

@@ -1,4 +1,4 @@
-"""Read `RUN/loss.jsonl` while it grows.
+"""Reads `RUN/loss.jsonl` while it grows.
 
 Owns which bytes were already read, what counts as a readable line, and what `config.json` and `result.json` record of
 the run. Must not know: terminals, drawing, jax.
@@ -50,7 +50,7 @@ class LossRows:
         return self.take(slice(max(0, len(self) - num_rows), None))
 
     def followed_by(self, rows: "LossRows") -> "LossRows":
-        """Return a concatenation of these rows and the given ones."""
+        """Return the concatenation of these rows and the given rows."""
         return LossRows(*(np.concatenate(pair) for pair in zip(self._columns(), rows._columns(), strict=True)))
 
     def take(self, index: slice | npt.NDArray[np.bool_]) -> "LossRows":
@@ -63,7 +63,7 @@ class LossRows:
 
 @dataclass(frozen=True, eq=False)
 class LossBatch:
-    """The result of one call of `LossLog.read`."""
+    """The result of one call to `LossLog.read`."""
 
     rows: LossRows
     restarted: bool = False  # the file was replaced: rows read earlier belong to the old file
@@ -73,15 +73,16 @@ class LossBatch:
 
 
 class LossLog:
-    """Reader of a growing `loss.jsonl`; each read resumes where the previous one ended, and no file stays open.
+    """A reader of a `loss.jsonl` that may still grow.
 
-    A last line without its newline is left for the next read. A missing file has no rows. A file that was replaced,
-    shortened or rewritten is read from its start, and the batch has `restarted` set.
+    Each read resumes where the previous one ended; the file is closed in between. A last line without its newline is
+    left for the next read. A missing file has no rows. A file that was replaced, shortened or rewritten is read from
+    its start, and the batch has `restarted` set.
     """
 
     def __init__(self, path: Path, chunk_bytes: int = 1 << 18) -> None:
         if chunk_bytes < 1:
-            raise ValueError(f"chunk_bytes must be at least 1, got {chunk_bytes}; omit it for 256 KiB")
+            raise ValueError(f"chunk_bytes must be at least 1, got {chunk_bytes}; omit it to use 256 KiB")
         self._path = path
         self._chunk_bytes = chunk_bytes
         self._identity: tuple[int, int] | None = None
@@ -129,7 +130,7 @@ class LossLog:
 
 
 def _end_of_hole(file: Any) -> int:
-    """Return the offset of the next data after the current position: a hole can span terabytes, and has no lines."""
+    """Return the offset of the next data in a sparse file: a hole contains no lines, but can span terabytes."""
     here = file.tell()
     if not hasattr(os, "SEEK_DATA"):
         return here
@@ -207,7 +208,7 @@ class RunEnd:
 
 
 def read_run_facts(run: Path) -> RunFacts:
-    """Read the values that `tail-run` shows from `RUN/config.json`; one that is missing or unreadable is None."""
+    """Read from `RUN/config.json` the values that `tail-run` shows; a missing or unreadable value is None."""
     recorded = _read_object(run / CONFIG_NAME) or {}
     settings, resolved = (_object(recorded.get(key)) for key in ("config", "resolved"))
     model = _text(resolved.get("model")) or _text(settings.get("model"))  # the resolved model replaces "auto"
@@ -215,7 +216,7 @@ def read_run_facts(run: Path) -> RunFacts:
 
 
 def read_run_end(run: Path) -> RunEnd | None:
-    """Read how a run ended from `RUN/result.json`; return None if that is missing, incomplete or older than RUN's lock.
+    """Read from `RUN/result.json` how a run ended; return None if it is missing, incomplete or older than RUN's lock.
 
     While a resumed run is in progress, the file may still contain the end of an earlier launch.
     """

@@ -68,7 +68,7 @@ def restore_arrays(path: Path) -> Any:
 
 
 def first_unreadable(path: Path, names: Iterable[str]) -> str | None:
-    """Read arrays one at a time, and return the name of the first that cannot be read; None if all can."""
+    """Read arrays one at a time, and return the name of the first that is unreadable, or None if all can be read."""
     store = {"driver": "ocdbt", "base": f"file://{path}/state"}
     for name in names:
         try:
@@ -90,7 +90,7 @@ def short_reason(error: BaseException) -> str:
 
 
 class _LastResortHandler(logging.Handler):
-    """A root handler that acts like `logging.lastResort` while it is the only root handler."""
+    """A handler of the root logger that acts like `logging.lastResort` while the root logger has no other handler."""
 
     def emit(self, record: logging.LogRecord) -> None:
         others = [handler for handler in logging.root.handlers if not isinstance(handler, _LastResortHandler)]

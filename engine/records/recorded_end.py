@@ -1,4 +1,4 @@
-"""Read and check `result.json`, the record of how a run ended. Does not need jax."""
+"""Reads and checks `result.json`, the record of how a run ended. Does not need jax."""
 
 import json
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ WEIGHTS_DIGEST = "weights_sha256"
 
 @dataclass(frozen=True)
 class RecordedEnd:
-    """The state of the other files that `result.json` records.
+    """The state of the run's other files, as recorded in `result.json`.
 
     Attributes:
         folder: the state of `config.json` and the logs; None if it was not recorded: by a run from before digests were

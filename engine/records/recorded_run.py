@@ -1,4 +1,4 @@
-"""Read and check a run's `config.json`. Does not need jax, so that commands can reject a bad file quickly."""
+"""Reads and checks a run's `config.json`. Does not need jax, so that commands can reject a bad file quickly."""
 
 import dataclasses
 import json
@@ -44,7 +44,7 @@ class RecordedRun:
         return self.continued if self.digest is None else (*self.continued, self.digest)
 
     def config_at(self, step: int) -> TrainConfig:
-        """Return the settings in effect at the update `step` (from 1)."""
+        """Return the settings in effect at update `step`, counted from 1."""
         config = self.config
         for launch in reversed(self.earlier):
             if step <= launch["until_step"]:
@@ -52,7 +52,7 @@ class RecordedRun:
         return config
 
     def changes(self) -> tuple[int, ...]:
-        """Return the steps after which settings changed, ascending."""
+        """Return the steps after which settings changed, in ascending order."""
         return tuple(sorted({launch["until_step"] for launch in self.earlier}))
 
 
@@ -103,7 +103,7 @@ def read_record(path: Path) -> RecordedRun:
 
 
 def _check_seal(path: Path, values: dict[str, Any]) -> None:
-    """Raise ValueError if a record was changed since it was written; accept one without a digest, from an older run."""
+    """Raise ValueError if a record was changed since it was written; accept records of older runs without a digest."""
     if SEAL not in values and CONTINUED not in values:
         return
     if not is_as_sealed(values):
@@ -116,5 +116,6 @@ def _check_seal(path: Path, values: dict[str, Any]) -> None:
 
 def _unreadable(path: Path, error: Exception) -> ValueError:
     return ValueError(
-        f"{path} cannot be read as run-train wrote it ({describe_unreadable(error)}): restore it, or start another run"
+        f"{path} cannot be read ({describe_unreadable(error)}): restore the file as run-train wrote it, or start "
+        "another run"
     )

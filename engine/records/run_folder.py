@@ -111,7 +111,7 @@ class RunFolder:
         self._is_kept = True
 
     def launched(self) -> None:
-        """Mark the run as started: from now on, leaving the context keeps its files; before, it removes them."""
+        """Mark the run as started, so that leaving the context keeps the run's files instead of removing them."""
         self._is_launched = True
 
     def _remove_unfinished(self) -> None:
@@ -202,7 +202,7 @@ class RunFolder:
         self.config_digest = record[SEAL]
 
     def check_kept(self) -> None:
-        """Raise LostFileError if the folder has since been emptied, removed or locked by another run."""
+        """Raise LostFileError if the folder was emptied, removed or locked by another run after this run locked it."""
         if self._lock.is_taken() or not (self.path / CONFIG).is_file():
             raise LostFileError.of(self.path / CONFIG)
 
@@ -211,11 +211,11 @@ class RunFolder:
         (self.path / RESULT).unlink(missing_ok=True)
 
     def write_result(self, result: Mapping[str, Any]) -> None:
-        """Write `result.json`, the record of how the run ended; its presence means that no more will be written."""
+        """Write `result.json`, the record of how the run ended; once it exists, nothing more will be written."""
         self._write_json(RESULT, sealed(result))
 
     def write_weights(self, tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> Path:
-        """Write the weights as safetensors, with their digest in the metadata, and return the file's path.
+        """Write the weights to a safetensors file, with their digest in the metadata, and return the file's path.
 
         The folder is created again if it was removed: weights may be days of work.
 
@@ -236,7 +236,7 @@ class RunFolder:
         except MemoryError as error:
             size = sum(tensor.nbytes for tensor in contiguous.values())
             raise MemoryError(
-                f"writing {path} needs {size / 1e6:,.0f} MB of memory, more than is free: free memory, "
+                f"writing {path} needs {size / 1e6:,.0f} MB of memory, more than is free: free some memory, "
                 "and continue the run from its last snapshot (--resume)"
             ) from error
         self._write(WEIGHTS, content)
@@ -247,7 +247,7 @@ class RunFolder:
         self._write(name, (json.dumps(value, indent=2) + "\n").encode())
 
     def _write(self, name: str, content: bytes) -> None:
-        """Write a file; raise LostFileError and write nothing if another run has locked the folder since."""
+        """Write a file; raise LostFileError and write nothing if another run has locked the folder meanwhile."""
         if self._lock.is_taken():
             raise LostFileError.of(self.path / name)
         with suppress(OSError):  # the write below raises the error that names the file
@@ -336,7 +336,7 @@ def _is_left(path: Path) -> bool:
 
 
 def _own_entries(folder: Path) -> Iterator[Path]:
-    """Yield the entries of a folder that a run wrote: one folder per snapshot, one file per request."""
+    """Yield those entries of a folder that a run wrote: one folder per snapshot, or one file per request."""
     for entry in folder.iterdir():
         if folder.name != SNAPSHOTS:
             is_own = entry.suffix == ".json"
@@ -347,7 +347,7 @@ def _own_entries(folder: Path) -> Iterator[Path]:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file, or the entries of a folder that a run wrote and then the folder itself if it is empty."""
+    """Remove a file; from a folder, remove only what a run wrote, and then the folder itself if it is empty."""
     if not path.is_dir():
         path.unlink(missing_ok=True)
         return
@@ -358,7 +358,7 @@ def _remove(path: Path) -> None:
 
 
 def _in_fixed_order(file: bytes) -> bytes:
-    """Return a safetensors file with its metadata sorted: the library writes it in the order of a randomised hash."""
+    """Return a safetensors file with its metadata sorted, because the library writes the entries in a random order."""
     length = int.from_bytes(file[:8], "little")
     header = json.loads(file[8 : 8 + length])
     if "__metadata__" in header:

@@ -1,4 +1,4 @@
-"""Snapshots of the training state on disk, in Orbax's format: write, read, check, remove.
+"""Writes, reads, checks and removes snapshots of the training state on disk, in Orbax's format.
 
 `<folder>/<step>/` contains two Orbax items: `state`, the arrays as nested dictionaries under the names that the program
 gives them, and `facts`, a small JSON object with a digest of every array and of the run's other files at that time.
@@ -63,7 +63,7 @@ class Snapshot:
 
 
 def snapshot_steps(folder: Path) -> list[int]:
-    """Return the steps of the snapshots in a folder, in ascending order; none if there is no folder.
+    """Return the steps of the snapshots in a folder in ascending order, or an empty list if there is no folder.
 
     Raises:
         OSError: if the folder cannot be listed.
@@ -77,7 +77,7 @@ def snapshot_steps(folder: Path) -> list[int]:
 
 
 def write_snapshot(folder: Path, step: int, pulls: int, tree: Any, state: FolderState | None = None) -> None:
-    """Write a snapshot to `<folder>/<step>/`, durably and whole or not at all; allows one writer per folder at a time.
+    """Write a snapshot to `<folder>/<step>/` durably, whole or not at all; only one writer may use a folder at a time.
 
     Unfinished snapshots left by a crash are removed first. An existing snapshot of the step is kept if it has the same
     content, and replaced if it is damaged or differs.
@@ -143,7 +143,7 @@ def read_snapshot(folder: Path, step: int) -> Snapshot:
 
 
 def read_folder_state(folder: Path, step: int) -> FolderState | None:
-    """Read the state of the run's other files from a snapshot, but not its arrays; return None if it has none.
+    """Read from a snapshot the state of the run's other files, but no arrays; return None if it is not recorded.
 
     Raises:
         SnapshotError: if it cannot be read.
@@ -217,10 +217,12 @@ def _named_arrays(tree: Any) -> dict[str, tuple[tuple[str, ...], NDArray[Any]]]:
         parts = _parts(path)
         name = ".".join(parts)
         if name in named:
-            raise SnapshotError(f"every array must have a unique name, but two are called {name!r}: rename one")
+            raise SnapshotError(f"every array must have a unique name, but two are called {name!r}: rename one of them")
         # Orbax before 0.12 writes an array under an empty name and cannot read it again.
         if not all(parts or ("",)):
-            raise SnapshotError(f"the keys of an array's path must not be empty, but one of {parts} is: rename it")
+            raise SnapshotError(
+                f"the keys of an array's path must not be empty, but one of {parts} is empty: rename it"
+            )
         # A jax array would be fetched from the device here; the caller must do that at a suitable time.
         if not isinstance(leaf, np.ndarray | np.generic) or leaf.dtype.hasobject or leaf.dtype.kind in "USMm":
             raise SnapshotError(
@@ -232,7 +234,7 @@ def _named_arrays(tree: Any) -> dict[str, tuple[tuple[str, ...], NDArray[Any]]]:
 
 
 def _nest(named: Mapping[str, tuple[tuple[str, ...], NDArray[Any]]]) -> dict[str, Any]:
-    """Return the non-empty arrays in nested dictionaries: Orbax rejects empty ones, and the facts describe them."""
+    """Return the non-empty arrays in nested dictionaries; Orbax rejects empty arrays, which only the facts describe."""
     nested: dict[str, Any] = {}
     for parts, array in named.values():
         if array.size:
@@ -282,7 +284,7 @@ def _check_files(path: Path) -> None:
 
 
 def _is_written(folder: Path, facts: Mapping[str, Any]) -> bool:
-    """Return whether the same snapshot is on disk, undamaged: a run resumed and stopped at once then writes nothing."""
+    """Return whether the same snapshot is already on disk and undamaged, as after a resume with an immediate stop."""
     path = folder / str(facts["step"])
     try:
         if not path.exists():

@@ -26,7 +26,7 @@ from engine.records.snapshot import keep_newest, snapshot_steps, write_snapshot
 
 
 class SnapshotWriter:
-    """Writer of snapshots, one at a time on a separate thread; at most one waits, and a newer one replaces it.
+    """A thread that writes snapshots one at a time; at most one snapshot waits, and a newer one replaces it.
 
     A failure does not stop the run: it is reported, and the last good snapshot is kept.
 
@@ -71,13 +71,13 @@ class SnapshotWriter:
 
     @property
     def last_step(self) -> int | None:
-        """The step of the last snapshot written; before the first write, that of the newest one in the folder."""
+        """The step of the last snapshot written or, before the first write, of the newest snapshot in the folder."""
         with self._changed:
             return self._last_step
 
     @property
     def unwritten_step(self) -> int | None:
-        """The step of the waiting snapshot or, if none is waiting, the one being written; None if there is neither."""
+        """The step of the waiting snapshot or, if none is waiting, of the one being written; None if neither exists."""
         with self._changed:
             return self._writing_step if self._waiting is None else self._waiting.step
 
@@ -139,7 +139,7 @@ class SnapshotWriter:
             pass
 
     def _write_next(self) -> bool:
-        """Wait for a snapshot and write it; as a separate function, this frees its arrays before the next wait."""
+        """Wait for a snapshot and write it; returning from this function frees the arrays before the next wait."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting is not None or self._is_closed)
             submitted, self._waiting = self._waiting, None

@@ -44,7 +44,7 @@ class StoredWeights(NamedTuple):
 
     @property
     def is_of_own_model(self) -> bool:
-        """Whether a run wrote it for a user-defined model, whose tensors are named after the paths of its leaves."""
+        """Whether a run wrote the file for a user-defined model: its tensors are then named by leaf path."""
         return any(name.startswith("params.") for name in self.tensors)
 
 
@@ -65,11 +65,11 @@ def name_tensors(registry_name: str | None, params: Any, batch_stats: Any) -> Te
 
 
 def check_names(params: Any, batch_stats: Any) -> None:
-    """Raise ValueError if two tensors of a user-defined model would have the same name; leaves without data suffice."""
+    """Raise ValueError if two tensors of a user-defined model would have the same name; abstract leaves suffice."""
     seen: set[str] = set()
     for name, _ in _named_leaves(params, batch_stats):
         if name in seen:
-            raise ValueError(f"every tensor must have a unique name, but two are called {name}: rename the key of one")
+            raise ValueError(f"every tensor must have a unique name, but two are called {name}: rename one of the keys")
         seen.add(name)
 
 
@@ -110,7 +110,7 @@ def read_weights(path: str | os.PathLike[str]) -> StoredWeights:
 
 
 def with_digest(tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return the metadata with a digest of all tensors and of the metadata itself added, for readers to check.
+    """Return the metadata with an additional digest of all tensors and of the metadata itself, which readers can check.
 
     The digest is computed from names, types, shapes, values and metadata, not from the file's bytes: it stays valid if
     another program saves the same content.

@@ -1,4 +1,4 @@
-"""Atomic writing of files: whole or not at all."""
+"""Writes files atomically, that is, whole or not at all."""
 
 import os
 import re
@@ -42,7 +42,7 @@ def _write_beside(path: Path, content: bytes) -> None:
 
 
 def remove_unfinished(path: Path) -> None:
-    """Remove temporary files left by a killed `write_whole(path, …)`; no process may be writing the file now.
+    """Remove temporary files of processes killed in `write_whole(path, …)`; no process may be writing the file now.
 
     Raises:
         OSError: if the folder cannot be listed or a file cannot be removed.
@@ -53,7 +53,7 @@ def remove_unfinished(path: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Sync a folder, so that a new name survives a power failure; errors are ignored: the file is complete anyway."""
+    """Sync a folder, so that a new name survives a power failure; ignore errors, as the file is complete anyway."""
     # Some network file systems refuse to sync a folder.
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
