@@ -119,7 +119,7 @@ def test_a_replay_reports_that_its_files_have_no_digests(place, invoke):
     _, stdout, stderr = invoke(verify_cli, "run", "--data", "data")
     assert "not as written" not in stdout
     assert stderr.splitlines()[1:3] == [
-        "files: 2 match their digests (a snapshot counts as one)",
+        "files: 2 match their digests (a snapshot counts as one file)",
         "files: model.safetensors, config.json, result.json, loss.jsonl, eval.jsonl, control.jsonl cannot be checked: "
         "they have no digest (yet)",
     ]

@@ -215,8 +215,8 @@ def test_the_end_of_a_killed_run_is_compared_as_far_as_it_goes(copied):
 @pytest.mark.parametrize(
     ("damage", "values", "message"),
     [
-        (None, {"from_step": 3}, r"must be 0 or have a snapshot, got 3: .* that has one \(2, 4, 6, "),
-        (None, {"from_step": 8, "to_step": 8}, r"\(--from\) must be before the last one, 8, got 8"),
+        (None, {"from_step": 3}, r"must be 0 or have a snapshot, got 3: .* that has a snapshot \(2, 4, 6, "),
+        (None, {"from_step": 8, "to_step": 8}, r"\(--from\) must be before the last step to replay, 8, got 8"),
         (None, {"to_step": 10}, r"\(--to\) must be a step in .*loss.jsonl, 1 … 9, got 10"),
         ("line", {}, r"loss.jsonl must have step 5 in line 5, but has step 6: restore that file"),
         ("text", {}, r"loss.jsonl must have step, loss, lr in line 5, but has b'five': restore"),
@@ -225,10 +225,10 @@ def test_the_end_of_a_killed_run_is_compared_as_far_as_it_goes(copied):
         (
             None,
             {"model": None},
-            r"with model of your own, which must be given from Python: engine.replay_run\(.*, model=…\)",
+            r"with your own model, which must be given from Python: engine.replay_run\(.*, model=…\)",
         ),
-        (None, {"batches": None}, r"with batches of your own, which must be given from Python"),
-        (None, {"evaluation": None}, r"with evaluation of your own"),
+        (None, {"batches": None}, r"with your own batches, which must be given from Python"),
+        (None, {"evaluation": None}, r"with your own evaluation"),
     ],
 )
 def test_an_impossible_replay_is_refused(copied, damage, values, message):
@@ -361,5 +361,5 @@ def test_packed_data_may_have_moved_and_must_be_the_same(packed, tmp_path):
     pack(fake_source(7, size=8, seed=1, name="val"), tmp_path / "other")
     with pytest.raises(ValueError, match="digest"):
         replay_run(tmp_path / "run", data=str(tmp_path / "other"))
-    with pytest.raises(ValueError, match=r"was trained without model of your own: leave model out"):
+    with pytest.raises(ValueError, match=r"was trained without your own model: leave model out"):
         replay_run(tmp_path / "run", model=Linear())

@@ -223,4 +223,4 @@ def test_a_replay_reports_what_it_checks_and_reads_the_snapshots_at_its_ends_onc
     assert (read.count(2), read.count(6)) == (1, 1)
     assert set(read) == {2, 4, 6}
     assert re.fullmatch(rf"checking the files of {chained_run} and 1 further snapshot \(0\.\d MB\)", told[0])
-    assert told[1] == "files: 9 match their digests (a snapshot counts as one)"
+    assert told[1] == "files: 9 match their digests (a snapshot counts as one file)"

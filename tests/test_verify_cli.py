@@ -56,7 +56,7 @@ def test_it_reports_its_progress_and_identical_bits(place):
     assert done.stdout.endswith(" arrays of the snapshot of step 4\n")
     assert done.stderr.splitlines()[:3] == [
         "checking the files of run",
-        "files: 6 match their digests (a snapshot counts as one)",
+        "files: 6 match their digests (a snapshot counts as one file)",
         "replaying steps 1 … 4 of run from the state before the first step",
     ]
     assert files_of(place / "run") == before
@@ -77,7 +77,7 @@ def test_a_changed_loss_is_reported(monkeypatch, place):
     ("arguments", "message"),
     [
         (["nowhere"], "a run folder must contain config.json, but nowhere does not"),
-        (["run", "--from", 2], "must be 0 or have a snapshot, got 2: choose a step of run that has one (4"),
+        (["run", "--from", 2], "must be 0 or have a snapshot, got 2: choose a step of run that has a snapshot (4"),
         (["run", "--to", 9], "(--to) must be a step in run/loss.jsonl, 1 … 4, got 9"),
         (["run", "--data", "elsewhere"], "elsewhere"),
         (["own"], "which must be given from Python: engine.replay_run('own', model=…, batches=…)"),

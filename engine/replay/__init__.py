@@ -1,1 +1,1 @@
-"""Replay of a range of updates of a recorded run, with a bitwise comparison."""
+"""Replay of a range of updates of a recorded run, and bitwise comparison with its record."""

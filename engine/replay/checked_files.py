@@ -1,6 +1,7 @@
-"""A check of all files of a run against the digests that the run recorded.
+"""Checks all files of a run against the digests that the run recorded.
 
-Only reads, without the run's lock. Detects damage and edits by hand, but does not protect against recomputed digests.
+Only reads, without taking the run's lock. Detects damage and edits by hand, but does not protect against recomputed
+digests.
 """
 
 import stat
@@ -58,7 +59,7 @@ def check_files(run: Path, read: Sequence[Snapshot] = ()) -> CheckedFiles:
 
 
 def describe_check(run: Path, read: Sequence[Snapshot] = ()) -> str:
-    """Return a message that states what `check_files` will read, with the size of the snapshots, which can be large."""
+    """Return a message that states what `check_files` will read, and how large the snapshots are."""
     steps = set(snapshot_steps(run / SNAPSHOTS)) - {snapshot.step for snapshot in read}
     sizes = (_size(entry) for step in steps for entry in (run / SNAPSHOTS / str(step)).rglob("*"))
     snapshots = f"{len(steps)} further snapshot{'s' * (len(steps) > 1)}"
@@ -66,7 +67,7 @@ def describe_check(run: Path, read: Sequence[Snapshot] = ()) -> str:
 
 
 def _size(path: Path) -> int:
-    """Return the size of a regular file; 0 for anything else, including a file that a running training just removed."""
+    """Return the size of a regular file; 0 for anything else, including a file that a run in progress just removed."""
     with suppress(OSError):
         status = path.lstat()
         return status.st_size if stat.S_ISREG(status.st_mode) else 0
@@ -99,7 +100,7 @@ class _Check:
         return CheckedFiles(len(self._checked), tuple(self._faults.values()), tuple(self._unchecked))
 
     def _read_file[Found](self, name: str, read: Callable[[], Found]) -> Found | None:
-        """Call `read` for a file unless it has a known fault; if it raises, record the error as the file's fault."""
+        """Call `read` for a file unless it has a known fault; if `read` raises, record the error as its fault."""
         if name in self._faults:
             return None
         try:

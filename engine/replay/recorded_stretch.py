@@ -1,7 +1,7 @@
-"""The record of a stretch (a range of updates) of a run: losses, evaluations, the states at both ends, and its pieces.
+"""The record of a stretch of a run: a range of updates with their losses and evaluations, and the states at both ends.
 
-Owns what is needed to replay the stretch. Only reads, without the run's lock, so that the run can continue meanwhile.
-Must not know: the loop.
+Owns what is needed to replay the stretch. Only reads, without taking the run's lock, so that the run can continue
+meanwhile. Must not know: the loop.
 """
 
 import json
@@ -29,7 +29,7 @@ type Numbers = dict[str, float | None]
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive updates with the same settings.
+    """A part of the range to replay: consecutive updates with the same settings.
 
     Attributes:
         config: the settings, without a run folder and without snapshots.
@@ -115,7 +115,8 @@ def read_stretch(run: Path, from_step: int | None, to_step: int | None) -> Recor
 def _checked_end(run: Path, to_step: int | None, num_lines: int) -> int:
     if not num_lines:
         raise ValueError(
-            f"a run must have completed a step to be replayed, but {run / LOSS_LOG} contains none: wait for the first"
+            f"a run must have completed a step to be replayed, but {run / LOSS_LOG} contains none: wait for the first "
+            "step"
         )
     if to_step is None:
         return num_lines
@@ -134,10 +135,12 @@ def _checked_begin(run: Path, from_step: int | None, to_step: int, saved_steps: 
         found = ", ".join(map(str, saved_steps)) or "none"
         raise ValueError(
             f"the step to start from (--from) must be 0 or have a snapshot, got {from_step}: choose a step of {run} "
-            f"that has one ({found})"
+            f"that has a snapshot ({found})"
         )
     if not 0 <= from_step < to_step:
-        raise ValueError(f"the step to start from (--from) must be before the last one, {to_step}, got {from_step}")
+        raise ValueError(
+            f"the step to start from (--from) must be before the last step to replay, {to_step}, got {from_step}"
+        )
     return from_step
 
 
@@ -187,7 +190,7 @@ _REPLAY_SETTINGS: dict[str, Any] = {
 
 
 def _read_lines(path: Path) -> list[bytes]:
-    """Return the complete lines of a file; a last line without a newline is still being written or was truncated."""
+    """Return the complete lines of a file, without a last line that is still being written or was truncated."""
     try:
         return read_regular(path, max_bytes=_MOST_LOG_BYTES).split(b"\n")[:-1]
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The replay of a range of updates of a recorded run, compared with its record.
+"""The replay of a range of updates of a recorded run, and its comparison with the record.
 
 Owns the order of the steps of a replay. Writes nothing into the run's folder and needs no lock on it.
 """
@@ -49,7 +49,7 @@ def replay_run(
     notify: Callable[[str], None] = lambda _: None,
     display: Callable[[int, int], Sink] | None = None,
 ) -> ReplayReport:
-    """Repeat the updates `from_step` + 1 … `to_step` of a recorded run, and compare them bit by bit.
+    """Repeat the updates `from_step` + 1 … `to_step` of a recorded run, and compare them with the record bit by bit.
 
     First, every file of the run is checked against its recorded digest (`engine.replay.checked_files`). Then the replay
     compares every loss and learning rate of `loss.jsonl`, every evaluation of `eval.jsonl` and, if the run has a
@@ -113,7 +113,7 @@ def _check_files(run: Path, read: Sequence[Snapshot], notify: Callable[[str], No
     notify(describe_check(run, read))
     files = check_files(run, read)
     if files.num_checked:
-        notify(f"files: {files.num_checked} match their digests (a snapshot counts as one)")
+        notify(f"files: {files.num_checked} match their digests (a snapshot counts as one file)")
     if files.unchecked:
         notify(f"files: {', '.join(files.unchecked)} cannot be checked: they have no digest (yet)")
     return files
@@ -126,7 +126,7 @@ def _replay(
     data: str | None,
     display: Callable[[int, int], Sink] | None,
 ) -> ReplayReport:
-    """Replay the pieces of a stretch in order, keeping the state in memory, and return the comparison."""
+    """Replay a range of updates piece by piece, keeping the state in memory, and return the comparison."""
     comparison, state, start = Comparison(stretch), None, stretch.start
     for piece in stretch.pieces:
         config = piece.config if data is None else replace(piece.config, data=data)
@@ -149,7 +149,7 @@ def _replay(
 
 
 class _StopAfterPieceBoard(ControlBoard):
-    """A control board that stops the loop after a piece, so that nothing happens beyond it.
+    """A control board that stops the loop after a piece of the replay, so that nothing happens beyond it.
 
     The loop cannot simply be left to end, because its end includes an evaluation, which the run may not have done.
     """
@@ -165,7 +165,7 @@ class _StopAfterPieceBoard(ControlBoard):
         return self.stop_reason not in (None, _END)
 
     def words(self, pull: int, num_batches: int) -> ControlWords:
-        """Return the control words of a pull; after the last batch of the piece they request a stop."""
+        """Return the control words for one batch (a pull); after the last batch of the piece, they request a stop."""
         left = self._piece.stop_pull - pull
         if left <= 0:
             self.request_stop(_END)
@@ -174,7 +174,7 @@ class _StopAfterPieceBoard(ControlBoard):
         return words
 
     def stop_words(self, num_batches: int) -> ControlWords:
-        """Return the control words of an evaluation's pull; request a stop if the piece ends before that evaluation.
+        """Return the control words for an evaluation's batch; request a stop if the piece ends before that evaluation.
 
         The stop is not requested sooner, because it would end the wait for the batches of the last steps.
         """
@@ -210,7 +210,7 @@ def _images_per_step(piece: Piece) -> int:
 
 
 def _check_own(stretch: RecordedStretch, model: object, batches: object, evaluation: object) -> None:
-    """Raise ValueError if a user-defined part of the run is missing, or one is given that the run did not use."""
+    """Raise ValueError if a user-defined part of the run is missing, or a part is given that the run did not use."""
     resolved = stretch.recorded.resolved
     own = recorded_own_parts(resolved)
     needed = {
@@ -223,9 +223,9 @@ def _check_own(stretch: RecordedStretch, model: object, batches: object, evaluat
     if missing:
         arguments = ", ".join(f"{name}=…" for name in missing)
         raise ValueError(
-            f"{stretch.run} was trained with {' and '.join(missing)} of your own, which must be given from Python: "
+            f"{stretch.run} was trained with your own {' and '.join(missing)}, which must be given from Python: "
             f"engine.replay_run({str(stretch.run)!r}, {arguments})"
         )
     for name in ("model", "batches"):
         if given[name] is not None and not needed[name]:
-            raise ValueError(f"{stretch.run} was trained without {name} of your own: leave {name} out")
+            raise ValueError(f"{stretch.run} was trained without your own {name}: leave {name} out")

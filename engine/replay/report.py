@@ -1,4 +1,4 @@
-"""The result of a replay: what was compared, the first difference of each kind, and a text version.
+"""The result of a replay: what was compared, the first difference of each kind, and a text form.
 
 Owns what counts as equal: the same bits. Must not know: the loop.
 """
@@ -21,7 +21,7 @@ _MISSING = "nothing"
 
 @dataclass(frozen=True)
 class Difference:
-    """The first difference of a kind.
+    """The first difference of one kind, with the number of differences of that kind.
 
     Attributes:
         kind: "loss", "learning rate", "evaluation" or "array".
@@ -48,7 +48,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class ReplayReport:
-    """The result of a replay: the numbers of comparisons, and the differences.
+    """The result of a replay: how much was compared, and the differences.
 
     Attributes:
         from_step: the step that the replay started from.
@@ -72,7 +72,7 @@ class ReplayReport:
 
     @property
     def is_same(self) -> bool:
-        """Whether all values compared have the same bits, and no file was changed since it was written."""
+        """Whether all compared values have the same bits, and no file was changed since it was written."""
         return not self.differences and not self.file_faults
 
     def __str__(self) -> str:
@@ -107,7 +107,7 @@ class Comparison:
         self._evaluated: set[int] = set()
 
     def open(self) -> None:
-        """Do nothing; a replay in pieces opens the sink repeatedly."""
+        """Do nothing, because a replay in pieces opens the sink repeatedly."""
 
     def write(self, record: LossRecord) -> None:
         """Compare a loss and its learning rate."""
