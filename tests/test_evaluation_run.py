@@ -163,7 +163,7 @@ def test_other_classes_and_sizes_are_refused(trained, data, tmp_path):
     shuffled = fake_source(6, size=8, name="shuffled")
     pack(shuffled.changed(classes=tuple(reversed(shuffled.classes))), tmp_path)
     with pytest.raises(
-        ValueError, match=r"same classes as the training split, but those of .*/shuffled differ from those of .*/train"
+        ValueError, match=r"same classes as the training split, but .*/shuffled has different classes from .*/train"
     ):
         evaluate(replace(settings, data=os.fspath(tmp_path), eval_split="shuffled"))
     fewer = fake_source(6, size=8, name="fewer")
@@ -190,7 +190,7 @@ def test_a_run_that_was_never_evaluated_can_be(data, tmp_path):
     config = TrainConfig(steps=1, batch=4, data=os.fspath(data), model="resnet8", run_dir=os.fspath(tmp_path / "run"))
     assert train(replace(config, eval_split="off")).evaluations == ()
     with pytest.raises(
-        ValueError, match=r"none of the usual evaluation splits: choose one with --split \(train, other, val\)"
+        ValueError, match=r"none of the usual evaluation splits: choose a split with --split \(train, other, val\)"
     ):
         evaluate(tmp_path / "run")
     assert evaluate(replace(run_settings(tmp_path / "run"), eval_split="val")).record.num_images == NUM_EVALUATED
@@ -198,7 +198,7 @@ def test_a_run_that_was_never_evaluated_can_be(data, tmp_path):
 
 def test_the_model_must_be_the_runs(trained, tmp_path):
     run, _ = trained
-    with pytest.raises(ValueError, match=r"run was trained with resnet8 of the registry: leave model out"):
+    with pytest.raises(ValueError, match=r"run was trained with the registry model resnet8: leave model out"):
         evaluate(run, model=Linear())
     train(toy_config(steps=1, run_dir=tmp_path), model=Linear(), batches=toy_batch)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""The images that weights are evaluated on: the choice of a split, and checks that it fits the weights.
+"""The choice of the images that weights are evaluated on, and checks that the images fit the weights.
 
 Owns the choice and the checks. Must not know: models, weights, programs.
 """
@@ -52,7 +52,7 @@ class EvaluationData:
 
 
 def open_own(evaluation: EvaluationSource | EvaluationArrays, *, batch: int, num_classes: int | None) -> EvaluationData:
-    """Open a user-supplied evaluation set: arrays, which are checked, or a source of batches.
+    """Open a user-supplied evaluation set: either arrays, which are checked first, or a source of batches.
 
     Raises:
         ValueError: if the arrays are not pixels and labels of the classes, or a source has a different batch size.
@@ -65,7 +65,7 @@ def open_own(evaluation: EvaluationSource | EvaluationArrays, *, batch: int, num
 def open_evaluation_split(
     config: TrainConfig, trained_on: TrainedOn, stack: ExitStack, notify: Callable[[str], None]
 ) -> EvaluationData:
-    """Open the split that a run with these settings evaluates on; `stack` will close it.
+    """Open the split that a run with these settings evaluates on, and register it with `stack`, which will close it.
 
     Args:
         config: the settings with the data and the split; each is chosen automatically if it is not set.
@@ -80,7 +80,7 @@ def open_evaluation_split(
     name = choose_eval_split(config, data)
     if name is None and (splits := list_splits(data)):
         raise ValueError(
-            f"{data} has none of the usual evaluation splits: choose one with --split ({', '.join(splits)})"
+            f"{data} has none of the usual evaluation splits: choose a split with --split ({', '.join(splits)})"
         )
     name = name or config.split  # if there is no split at all, opening this one raises the error
     split = stack.enter_context(open_split(data, name))
@@ -100,7 +100,7 @@ def _choose(config: TrainConfig, trained_on: TrainedOn, notify: Callable[[str], 
     if choice.is_demo:
         if not trained_on.description.startswith(choice.data):
             raise ValueError(
-                f"the weights were trained on {trained_on.description}, which was not found from the current folder: "
+                f"the weights were trained on {trained_on.description}, which was not found in the current folder: "
                 "give the images to evaluate on with --data DIR"
             )
         make_demo(Path(choice.data), notify)
@@ -128,8 +128,8 @@ def _compare(
         return False
     if [each.id for each in trained.classes] != [each.id for each in manifest.classes]:
         raise ValueError(
-            f"the split must have the same classes as the training split, but those of {data}/{name} differ from those "
-            f"of {data}/{config.split}: pack both from one source, or choose another split (--split)"
+            f"the split must have the same classes as the training split, but {data}/{name} has different classes from "
+            f"{data}/{config.split}: pack both splits from the same source, or choose another split (--split)"
         )
     return True
 

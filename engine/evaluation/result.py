@@ -8,13 +8,13 @@ from engine.stream.sinks import EvaluationRecord
 
 @dataclass(frozen=True)
 class ClassResult:
-    """The number of images and of top-1 hits of one class.
+    """The number of images of one class, and how many of them are top-1 hits.
 
     Attributes:
         id, name: the identifier and the readable name of the class; both are the label's digits if the images are
             arrays.
         num_images: the number of images of the class.
-        num_top1: the number of these whose class ranks first.
+        num_top1: the number of these images whose class ranks first.
     """
 
     id: str
@@ -24,7 +24,7 @@ class ClassResult:
 
     @property
     def top1(self) -> float:
-        """Top-1 accuracy on the images of the class, NaN if it has none."""
+        """Top-1 accuracy on the images of the class, NaN if there are none."""
         return self.num_top1 / self.num_images if self.num_images else math.nan
 
 

@@ -1,4 +1,4 @@
-"""The steps of an evaluation outside a training run: open, compile, launch, wait, and return the counts or raise.
+"""The steps of an evaluation outside a training run, from opening the images to returning the counts.
 
 Owns the order of these steps. The loop (`engine.program.loop`) and the crossings that feed it are the same as in
 training.
@@ -60,7 +60,7 @@ def evaluate(
     per_class: bool = False,
     notify: Callable[[str], None] = lambda _: None,
 ) -> EvaluationResult:
-    """Evaluate the weights of a finished or stopped run, in the same way as its training loop.
+    """Evaluate the weights of a finished or stopped run in the same way as its training loop does.
 
     With the run's batch size, the counts and the loss equal those of its last evaluation, bit for bit on a CPU. With a
     different batch size, sums are computed in a different order: the loss may differ in its last digits, and a count
@@ -136,7 +136,12 @@ def evaluate_weights(
 
 
 def run_settings(run: str | os.PathLike[str]) -> TrainConfig:
-    """Return the settings of a finished or stopped run, with `run_dir` set; raise ValueError as `evaluate` does."""
+    """Return the settings of a finished or stopped run, with `run_dir` set to its folder.
+
+    Raises:
+        ValueError: if the folder is not a run folder, has no weights yet, or its `config.json` is unreadable or was
+            changed since it was written.
+    """
     check_has_weights(path := Path(run))
     return replace(read_recorded(path).config, run_dir=os.fspath(path))
 
@@ -210,7 +215,7 @@ def _count(
 def _compile(
     subject: Subject, source: EvaluationSource, transport: Transport, infeed: BatchInfeed, *, per_class: bool
 ) -> Compiled:
-    """Trace the program on this thread, so that its jax settings apply, and compile it on a worker thread."""
+    """Trace the program on the calling thread, whose jax settings apply, and compile it on a worker thread."""
     model = CheckedModel(subject.model, subject.num_classes, source)
     statics = statics_of(subject.config)
 
@@ -228,7 +233,7 @@ def _compile(
 
 
 def _num_logits(model: CheckedModel, weights: Weights, subject: Subject, source: EvaluationSource) -> int:
-    """Return the number of classes, K, by tracing the model: a user-defined model does not state it."""
+    """Trace the model to find the number of classes, K, and return it: a user-defined model does not declare it."""
     pixels = jax.ShapeDtypeStruct((source.batch, source.height, source.width), jnp.uint32)
 
     def apply(weights: Weights, pixels: jax.Array, scale: PixelScale) -> jax.Array:
@@ -253,7 +258,7 @@ def _launch(
     infeed: BatchInfeed,
     board: ControlBoard,
 ) -> Tally:
-    """Run the program to completion; return the tally as NumPy arrays, or raise the exception of the host side."""
+    """Run the program to completion, and return the tally as NumPy arrays; raise the host side's exception, if any."""
     arguments = subject.weights, *_numbers(subject, source)
     with transport.running(), closing(infeed):
         infeed.start()

@@ -51,7 +51,7 @@ class Subject:
 
 
 def check_own_model(recorded: TrainedRun, model: TrainModel | None) -> None:
-    """Raise ValueError if a user-defined model is missing, or one is given for a run that trained a registry model."""
+    """Raise ValueError if a user-defined model is missing, or is given although the run trained a registry model."""
     is_own = recorded.weights.is_of_own_model
     if is_own and model is None:
         raise ValueError(
@@ -59,7 +59,7 @@ def check_own_model(recorded: TrainedRun, model: TrainModel | None) -> None:
             f"Python: engine.evaluate({str(recorded.path)!r}, model=…)"
         )
     if not is_own and model is not None:
-        raise ValueError(f"{recorded.path} was trained with {recorded.model_name} of the registry: leave model out")
+        raise ValueError(f"{recorded.path} was trained with the registry model {recorded.model_name}: leave model out")
 
 
 def run_subject(
@@ -83,7 +83,7 @@ def run_subject(
     mean, std = (_channels(recorded.weights.metadata.get(name, "")) for name in ("mean", "std"))
     if mean is None or std is None:
         raise ValueError(
-            f"the weights of a run must record the mean and std of its pixels, but those of {recorded.path} do not: "
+            f"the weights of a run must record the mean and std of its pixels, but those in {recorded.path} do not: "
             "restore the file, or evaluate it with --weights, --mean and --std"
         )
     weights = _place(recorded.weights, registry_name, model, os.fspath(recorded.path))
@@ -115,10 +115,10 @@ def file_subject(
 
 
 def registry_name_of(path: str, stored: StoredWeights, config: TrainConfig) -> str:
-    """Return the registry name of a file's model; raise ValueError if neither setting nor file gives a known name."""
+    """Return the registry name of a file's model; raise ValueError if it is neither set nor recorded, or is unknown."""
     name = stored.metadata.get("model", "auto") if config.model == "auto" else config.model
     if name == "auto":
-        raise ValueError(f"{path} does not record which model its weights belong to: give it with --model NAME")
+        raise ValueError(f"{path} does not record which model its weights belong to: give the model with --model NAME")
     try:
         find_network(name)
     except UnknownModelError as error:
@@ -191,8 +191,8 @@ def _crop_of_run(config: TrainConfig, recorded: TrainedRun, source: EvaluationSo
     if expected[0] == expected[1] and expected[0] <= min(found):
         return expected[0]
     raise ValueError(
-        f"the images must be as large as those used in training, {expected[0]} × {expected[1]} px, or larger if those "
-        f"are square, got {found[0]} × {found[1]} px: pack them at that --size"
+        f"the images must be as large as those used in training, {expected[0]} × {expected[1]} px, or larger if the "
+        f"training images were square, got {found[0]} × {found[1]} px: pack them at the --size used in training"
     )
 
 
@@ -207,8 +207,9 @@ def _crop_of_file(
     height, _, width = stored.metadata.get("image_size", "").partition("x")
     if height.isdecimal() and int(height) > least:
         notify(
-            f"warning: the weights were trained on images of {height} × {width} px, but these have {source.height} × "
-            f"{source.width} px: pack them at the --size of the training to measure the network's real accuracy"
+            f"warning: the weights were trained on images of {height} × {width} px, but these images have "
+            f"{source.height} × {source.width} px: pack them at the --size used in training to measure the network's "
+            "real accuracy"
         )
     is_smaller = height == width and height.isdecimal() and int(height) <= least
     return int(height) if is_smaller and (source.height, source.width) != (int(height),) * 2 else None

@@ -48,7 +48,7 @@ def read_run(path: Path) -> TrainedRun:
     """Read the settings and the weights of a run from its folder.
 
     Raises:
-        ValueError: if it is not the folder of a run, has no weights yet, one of its files was changed since it was
+        ValueError: if it is not a run folder, has no weights yet, one of its files was changed since it was
             written, or `config.json` belongs to another run.
     """
     check_has_weights(path)
@@ -76,7 +76,7 @@ def read_run(path: Path) -> TrainedRun:
 
 
 def _check_config(path: Path, recorded: RecordedRun, end: RecordedEnd | None) -> None:
-    """Raise ValueError if `config.json` is not the one recorded by `result.json` or else the newest snapshot."""
+    """Raise ValueError if `config.json` does not match `result.json` or, if that is missing, the newest snapshot."""
     if end is not None and end.folder is not None:
         check_config_digest(path / CONFIG, recorded.digest, recorded.continued, end.folder, RESULT)
         return
@@ -91,7 +91,7 @@ def _check_config(path: Path, recorded: RecordedRun, end: RecordedEnd | None) ->
 
 
 def _read_weights(path: Path, recorded: RecordedRun, end: RecordedEnd | None) -> StoredWeights:
-    """Read the weights of a run; raise ValueError if they were changed, or are not those written at its end."""
+    """Read the weights of a run; raise ValueError if they were changed, or are not those that it wrote at its end."""
     weights = read_weights(path / WEIGHTS)
     if end is not None and end.weights_digest not in (None, weights.digest):
         found = "there is none now" if weights.digest is None else f"is {weights.digest[:12]} now"
@@ -108,7 +108,7 @@ def _read_weights(path: Path, recorded: RecordedRun, end: RecordedEnd | None) ->
 
 
 def check_has_weights(path: Path) -> None:
-    """Raise ValueError if a folder is not the folder of a run, or the run has not written weights yet."""
+    """Raise ValueError if a folder is not a run folder, or the run has not written weights yet."""
     _check_folder(path)
     if not (path / WEIGHTS).exists():
         raise ValueError(
@@ -118,11 +118,13 @@ def check_has_weights(path: Path) -> None:
 
 
 def _check_folder(path: Path) -> None:
-    """Raise ValueError if a folder is not the folder of a run; if it contains runs, suggest the latest."""
+    """Raise ValueError if a folder is not a run folder; if it contains run folders, suggest the latest."""
     if not path.is_dir():
         found = "is a file" if path.exists() else "does not exist"
-        raise ValueError(f"RUN must be the folder of a run, but {path} {found}: give the --run-dir of run-train")
+        raise ValueError(f"RUN must be a run folder, but {path} {found}: give the --run-dir of run-train")
     if not (path / CONFIG).exists():
         below = sorted(path.glob(f"*/{CONFIG}"), key=lambda config: config.stat().st_mtime_ns)
-        found = f"contains {len(below)} of them; the last is {below[-1].parent}" if below else f"contains no {CONFIG}"
-        raise ValueError(f"RUN must be the folder of a run, but {path} {found}: give the --run-dir of run-train")
+        found = f"contains no {CONFIG}"
+        if below:
+            found = f"contains {len(below)} run folder{'s' * (len(below) > 1)}; the latest is {below[-1].parent}"
+        raise ValueError(f"RUN must be a run folder, but {path} {found}: give the --run-dir of run-train")
