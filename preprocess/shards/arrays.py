@@ -1,4 +1,4 @@
-"""The arrays of a split on disk: ``pixels/``, ``labels/`` and ``checksums/``, Zarr 3 with ``sharding_indexed``.
+"""The arrays of a split on disk: ``pixels/``, ``labels/`` and ``checksums/``, in Zarr 3 with ``sharding_indexed``.
 
 One shard file of ``pixels/`` contains ``shard_images`` images and one inner chunk is one image, so any image can be
 read separately while a shard is written as one file. The other two arrays have one number per image. Any Zarr 3 reader
@@ -129,14 +129,12 @@ def read_array(location: Location, name: str, metadata: dict[str, Any] | None = 
 
 
 def _check_metadata(location: Location, name: str) -> None:
-    """Raise ShardError unless the metadata is a small JSON object, as deep nesting crashes TensorStore (SIGSEGV)."""
+    """Raise ShardError if metadata is not a small JSON object; deeply nested JSON would crash TensorStore (SIGSEGV)."""
     key = f"{name}/{METADATA_KEY}"
     text = location.read(key)
     try:
         if text is not None and (len(text) > _MAX_METADATA_BYTES or not isinstance(json.loads(text), dict)):
-            raise ValueError(
-                f"found {len(text)} bytes that are not a JSON object of at most {_MAX_METADATA_BYTES} bytes"
-            )
+            raise ValueError(f"found {len(text)} bytes, expected a JSON object of at most {_MAX_METADATA_BYTES} bytes")
     except (ValueError, RecursionError) as error:
         raise ShardError(
             f"{location.display}{key} is not the metadata of an array ({reason(error)}); {location.remedy}"
@@ -144,7 +142,7 @@ def _check_metadata(location: Location, name: str) -> None:
 
 
 def words_digest(parts: Iterable[NDArray[np.unsignedinteger]]) -> str:
-    """Return the hexadecimal SHA-256 of the numbers in ``parts``, concatenated as little-endian numbers."""
+    """Return the SHA-256, in hexadecimal, of the numbers in ``parts``, concatenated in little-endian byte order."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(np.ascontiguousarray(part, part.dtype.newbyteorder("<")).data)
@@ -164,7 +162,7 @@ def describe_truncation(found_bytes: int, expected_bytes: int) -> str | None:
 
 
 def damage(error: BaseException) -> str:
-    """Return the reason why a chunk can't be read, in plain language for common reasons."""
+    """Return the reason why a chunk can't be read; TensorStore's wording of common reasons is simplified."""
     text = reason(error)
     if "is missing" in text:
         return "the shard file, or the image in it, is missing"

@@ -62,7 +62,7 @@ def _one_by_one(data: NDArray[np.uint8]) -> int:
 
 @lru_cache
 def _zero_bytes(log_count: int) -> _Operator:
-    """Return the tables of the effect on a sum of appending ``2**log_count`` zero bytes."""
+    """Return lookup tables that update a CRC as if ``2**log_count`` zero bytes were appended."""
     if log_count:
         half = _zero_bytes(log_count - 1)
         return _apply(half, half)

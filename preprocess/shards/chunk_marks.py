@@ -1,4 +1,4 @@
-"""A record of the chunks of a shard file whose checksums were verified, one bit each to save memory with 1e8 images."""
+"""A record of which chunks of a shard file have been verified, one bit each to save memory with 10^8 images."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from numpy.typing import NDArray
 
 
 class ChunkMarks:
-    """A set of chunk numbers of one file, usable from any number of threads.
+    """A set of chunk indices in one file, usable from any number of threads.
 
     If two threads mark neighbouring chunks at the same time, one mark may be lost; that chunk is then checked again.
 
     Args:
-        num_chunks: number of chunks of the file, numbered 0 to ``num_chunks - 1``.
+        num_chunks: number of chunks in the file; their indices are 0 to ``num_chunks - 1``.
     """
 
     def __init__(self, num_chunks: int) -> None:
@@ -30,6 +30,6 @@ class ChunkMarks:
         return np.flatnonzero(self._bits[slots >> 3] >> (slots & 7).astype(np.uint8) & 1 == 0)
 
     def slots(self) -> list[int]:
-        """Return the numbers of the marked chunks, in order."""
+        """Return the indices of the marked chunks in ascending order."""
         found: list[int] = np.flatnonzero(np.unpackbits(self._bits, bitorder="little")).tolist()
         return found

@@ -1,4 +1,4 @@
-"""Verification of decoded images against their checksums, once per image unless its local shard file changes.
+"""Verification of decoded images against their checksums; those in an unchanged local file are verified only once.
 
 Owns the record of verified images. Knows nothing of how images are read or how a mismatch is reported.
 """
@@ -20,7 +20,7 @@ type Identities = dict[int, FileIdentity | None]
 
 
 class DecodedChecks:
-    """A record of the images of a split whose checksums were verified, usable from any number of threads.
+    """A record of which images of a split have been verified, usable from any number of threads.
 
     Args:
         split: the folder of the split.
@@ -33,7 +33,7 @@ class DecodedChecks:
         self._checked: dict[int, tuple[FileIdentity, ChunkMarks]] = {}
 
     def identify(self, shards: NDArray[np.int64]) -> Identities:
-        """Return the file identities of the shards numbered ``shards``, int64 ``[s]``; call this before reading them.
+        """Return the file identity of each shard in ``shards`` (int64 ``[s]``, indices); call this before reading them.
 
         Raises:
             ShardError: a path leads to something other than a file, or to a file larger than any shard.
@@ -51,7 +51,7 @@ class DecodedChecks:
         expected: NDArray[np.uint32],
         before: Identities,
     ) -> int | None:
-        """Compare images that were just read with their checksums, and return the first mismatch.
+        """Verify images that were just read against their checksums, and return the index of the first mismatch.
 
         Args:
             indices: int64 ``[b]``, the indices of the images.
@@ -80,7 +80,7 @@ class DecodedChecks:
         return None
 
     def _marks(self, shard: int, before: FileIdentity | None) -> ChunkMarks | None:
-        """Return the marks of a shard file; None if it changed while it was read, or if this can't be determined."""
+        """Return the marks of a shard file, or None if the file may have changed while it was being read."""
         if before is None or self.identify(np.array([shard]))[shard] != before:
             return None
         identity, marks = self._checked.get(shard, (None, None))

@@ -39,7 +39,7 @@ _HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p
 
 
 class _SigAction(ctypes.Structure):
-    """`struct sigaction` of glibc and musl on 64-bit systems."""
+    """The `struct sigaction` of glibc and musl on 64-bit systems."""
 
     _fields_ = (
         ("handler", ctypes.c_void_p),
@@ -79,7 +79,7 @@ class FileMap:
 
 
 def map_file(file: int, size_bytes: int) -> FileMap:
-    """Map the first ``size_bytes`` bytes, at least 1, of an open file.
+    """Map the first ``size_bytes`` bytes (at least 1) of an open file into memory.
 
     Raises:
         OSError: the file can't be mapped.
@@ -128,7 +128,7 @@ class _Guard:
         self._before = _SigAction()
         own = _SigAction(handler=ctypes.cast(self._handler, ctypes.c_void_p), flags=_SA_SIGINFO)
         if _LIBC.sigaction(signal.SIGBUS, ctypes.byref(own), ctypes.byref(self._before)):
-            raise OSError(ctypes.get_errno(), "can't install a handler of SIGBUS")
+            raise OSError(ctypes.get_errno(), "can't install a SIGBUS handler")
 
     def _handle(self, number: int, info: int, _context: int) -> None:
         is_fault = ctypes.c_int.from_address(info + _CODE_AT).value > 0
@@ -171,7 +171,7 @@ class _Guard:
 
 @lru_cache(maxsize=1)
 def _guard() -> _Guard | None:
-    """Return this process's SIGBUS handler, installing it on the first call; None on unsupported systems.
+    """Return this process's SIGBUS handler, installing it on the first call; return None on unsupported systems.
 
     There is one per process, because signal handlers and memory maps belong to the whole process.
     """
@@ -181,10 +181,10 @@ def _guard() -> _Guard | None:
 
 
 class WatchedFolder:
-    """A counter of files below a folder that become torn while TensorStore has them mapped, as long as it exists.
+    """A counter of the files under a folder that become unreadable while TensorStore has mapped them.
 
-    A file is torn if it is truncated or a page of it can't be read. TensorStore maps a file briefly, in its own
-    threads; data that it returns from a torn file may be zeros.
+    It counts for as long as it exists. A mapped file is called torn if it is truncated or a page of it can't be read.
+    TensorStore maps a file briefly, in its own threads; data that it returns from a torn file may be zeros.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -195,7 +195,7 @@ class WatchedFolder:
 
     @property
     def num_torn(self) -> int:
-        """Number of torn files in the folder so far."""
+        """Number of mapped files found to be truncated or unreadable so far."""
         return 0 if self._guard is None else self._guard.num_torn.get(self._folder, 0)
 
 

@@ -1,4 +1,4 @@
-"""Reading of a split's labels or checksums, one number per image, with each shard file compared with its digest.
+"""Reader of a split's labels or checksums (one number per image); it verifies each shard file against its digest.
 
 The numbers stay in memory, 2 bytes per image for labels and 4 for checksums. For very large local splits the files are
 mapped instead.
@@ -37,13 +37,13 @@ class _MappedPart:
     shard: MappedShard
 
     def take(self, places: NDArray[np.int64]) -> NDArray[Any] | None:
-        """Return the numbers at ``places``; None if the file was truncated in the meantime."""
+        """Return the numbers at ``places``, or None if the file was truncated after it was mapped."""
         found = self.shard.chunks[places // NUMBERS_PER_CHUNK, places % NUMBERS_PER_CHUNK]
         return None if self.shard.is_torn else found
 
 
 class ImageNumbers:
-    """An array of one number per image, readable from any number of threads.
+    """An array with one number per image, readable from any number of threads.
 
     Args:
         location: the split's folder.
@@ -104,7 +104,7 @@ class ImageNumbers:
         return found
 
     def check_files(self) -> None:
-        """Check every mapped file again; raise ChangedFileError if one was written to."""
+        """Check every mapped file again; raise ChangedFileError if any of them was written to."""
         if self._mapped is not None:
             self._mapped.check_files()
 
@@ -116,7 +116,7 @@ class ImageNumbers:
         return self._hold(part, deadline)[places]
 
     def _mapped_part(self, part: int) -> _MappedPart | None:
-        """Return the mapped shard file of part ``part``; None if it is not mapped or is damaged."""
+        """Return the mapped shard file with index ``part``, or None if the file is not mapped or is damaged."""
         shard = None if self._mapped is None else self._mapped.find(part)
         if shard is None:
             return None
@@ -132,7 +132,7 @@ class ImageNumbers:
         return compared
 
     def _hold(self, part: int, deadline: float) -> NDArray[Any]:
-        """Read the numbers of part ``part`` from the store and keep them in memory."""
+        """Read the shard file with index ``part`` from the store and keep its numbers in memory."""
         if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise ShardError(self._timeout_message(part))
         try:

@@ -62,7 +62,7 @@ class Location:
         return Location(self.spec | {"path": f"{self.spec['path']}{name}/"}, f"{self.display}{name}/", self.context)
 
     def array_spec(self, name: str) -> dict[str, Any]:
-        """Return TensorStore's JSON specification of the store of the array ``name`` in this folder."""
+        """Return TensorStore's JSON specification of the key-value store for the array ``name`` in this folder."""
         return self.spec | {"path": f"{self.spec['path']}{name}/"}
 
     def read(self, key: str) -> bytes | None:
@@ -77,7 +77,7 @@ class Location:
         return bytes(value.value) if value.state == "value" else None
 
     def check_regular(self, key: str, *, max_bytes: int = MAX_VALUE_BYTES) -> FileIdentity | None:
-        """Check that a local ``key``, if it exists, is a regular file of at most ``max_bytes``.
+        """Check that ``key``, if it exists in a local folder, is a regular file of at most ``max_bytes`` bytes.
 
         TensorStore would wait forever for a pipe without a writer, and run out of memory on a sparse file of a
         terabyte.
@@ -114,7 +114,7 @@ class Location:
         )
 
     def read_all(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Return the values at ``keys``, read concurrently, or None for a missing key; raise ShardError as `read`."""
+        """Read ``keys`` concurrently and return the values, None for a missing key; raise ShardError as `read`."""
         if self.local_path is not None:
             return [self.read(key) for key in keys]
 
@@ -133,7 +133,7 @@ class Location:
         self._wait(f"write {key}", lambda store: store.write(key, value))
 
     def replace(self, key: str, value: bytes) -> bool:
-        """Write ``value`` at ``key`` and return True, or return False if another process writes it at the same time."""
+        """Write ``value`` at ``key`` and return True; return False if another process writes to it at the same time."""
         self.check_regular(key)
 
         def start(store: ts.KvStore) -> ts.Future[ts.KvStore.TimestampedStorageGeneration]:
@@ -147,7 +147,7 @@ class Location:
         self._wait(f"delete {key}", lambda store: store.write(key, None))
 
     def delete_keys(self, keys: Sequence[str]) -> None:
-        """Delete those of ``keys`` that exist, concurrently. Folders remain."""
+        """Concurrently delete all of ``keys`` that exist; folders remain."""
         self._wait("delete its files", lambda store: _Several([store.write(key, None) for key in keys]))
 
     def list_keys(self, prefix: str = "") -> list[str]:
@@ -169,7 +169,7 @@ class Location:
 
 
 class _Several:
-    """A group of concurrent operations with a common result."""
+    """A group of concurrent operations whose results are returned together."""
 
     def __init__(self, futures: list[Any]) -> None:
         self._futures = futures
@@ -180,7 +180,7 @@ class _Several:
 
 
 def open_location(data: str, *, context: ts.Context | None = None, memory_mapped: bool = False) -> Location:
-    """Return the location for a path or TensorStore URL (``file://``, ``gs://``, ``s3://``, ``memory://``…).
+    """Return the location for a path or a TensorStore URL (``file://``, ``gs://``, ``s3://``, ``memory://``…).
 
     Args:
         data: the folder; without ``://`` a path on this machine, with ``~`` for the home folder.
@@ -217,7 +217,7 @@ def open_location(data: str, *, context: ts.Context | None = None, memory_mapped
 
 
 def reason(error: BaseException) -> str:
-    """Return the first line of a TensorStore error without trailing details in brackets (source positions, spec…)."""
+    """Return the first line of a TensorStore error without the bracketed details that follow it (positions, spec…)."""
     text = _TRAILING_DETAILS.split(str(error).replace("\\x00", "/"))[0]
     # TensorStore quotes the contents of files, which may include control characters.
     return printable_text(text.splitlines()[0]) if text else type(error).__name__

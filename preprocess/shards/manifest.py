@@ -1,4 +1,4 @@
-"""`manifest.json`, which describes a split and how it was packed. Its presence means that the split is complete.
+"""The file `manifest.json`, which describes a split and how it was packed; it exists only in a complete split.
 
 Owns the manifest's fields, their validation and the strict JSON form. Does not access a store.
 """
@@ -107,7 +107,7 @@ class Manifest:
                 f"layout must be {known}, found {self.layout!r}; install a newer feedloop for other layouts"
             )
         is_whole = self.pixel_layout == "packed" or self.width % 4 == 0
-        _require(is_whole, "the width of a dense layout must be a multiple of 4", self.width)
+        _require(is_whole, "the width must be a multiple of 4 in the dense layout", self.width)
         _require(self.codec in CODECS, f"codec must be one of {', '.join(CODECS)}", self.codec)
         _require(type(self.checksum) is bool, "checksum must be true or false", self.checksum)
         self._check_classes()
@@ -155,11 +155,11 @@ class Manifest:
 
     @property
     def image_bytes(self) -> int:
-        """Size in bytes of one image in its stored pixel layout, without codec and checksum."""
+        """Size in bytes of one image in its stored pixel layout, before compression and without its checksum."""
         return self.height * self.row_words * 4
 
     def shard_bytes(self, shard: int) -> int | None:
-        """Return the size in bytes of shard file ``shard`` in ``pixels/``; None if the codec makes it vary."""
+        """Return the size in bytes of shard file ``shard`` in ``pixels/``, or None if it depends on compression."""
         if self.codec != "raw":
             return None
         start, stop = self.shard_range(shard)
@@ -220,7 +220,7 @@ class Manifest:
 
     @classmethod
     def _check_keys(cls, document: dict[str, Any]) -> set[str]:
-        """Return the keys that the document's format version has; raise ShardError if one is missing or unknown."""
+        """Return the keys defined by the document's format version; raise ShardError if a key is missing or unknown."""
         # The version is checked first, because another version may have other keys.
         if "format_version" in document:
             _check_version(document["format_version"])
@@ -261,7 +261,7 @@ class Manifest:
 
 
 def is_manifest(text: bytes) -> bool:
-    """Return whether ``text`` is a split's manifest (any version, maybe damaged), not another program's file."""
+    """Return whether ``text`` is a split's manifest (of any version, perhaps damaged), not another program's file."""
     try:
         document = json.loads(text)
     except (ValueError, RecursionError):

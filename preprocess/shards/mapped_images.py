@@ -57,16 +57,16 @@ class MappedImages:
 
     @property
     def lends(self) -> bool:
-        """Whether `lend` can return images; if not, it always returns None."""
+        """Whether `lend` can return images; otherwise, it always returns None."""
         return self._image_bytes >= _LEAST_ONE_BY_ONE_BYTES
 
     @staticmethod
     def is_mappable(manifest: Manifest) -> bool:
-        """Return whether the stored pixels need no conversion: not compressed, and in this machine's byte order."""
+        """Return whether the stored pixels need no conversion: they are raw and in this machine's byte order."""
         return manifest.codec == "raw" and MappedShards.is_possible()
 
     def check_files(self) -> None:
-        """Check every mapped file again; raise ChangedFileError if one was written to."""
+        """Check every mapped file again; raise ChangedFileError if any of them was written to."""
         self._shards.check_files()
 
     def copy(

@@ -46,7 +46,7 @@ class ChangedFileError(OSError):
 
 
 class OpenFile:
-    """A file descriptor that is closed with its last reference, so that no thread reads from a reused descriptor."""
+    """A file descriptor that stays open while it is referenced, so that no thread reads from a reused descriptor."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -65,7 +65,7 @@ class MappedShard:
         map: memory map of the file.
         chunks: view of the chunks in the file, ``[n, …]`` of the array's type.
         checksums: view of the chunks' checksums in the file, uint32 ``[n]``; None if it has none.
-        misplaced: the numbers of chunks whose position in the index is not that of equally sized chunks in order.
+        misplaced: the indices of chunks that are not where equally sized chunks, stored in order, would be.
         checked: the chunks that were found sound.
         checked_path_s: time on the monotonic clock when the path was last seen to lead to this file.
         file: descriptor to read from; None if too many are open.
@@ -184,7 +184,7 @@ class MappedShards:
             yield found[number], slot
 
     def by_shard(self, chunks: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.intp], NDArray[np.int64]]]:
-        """Yield each shard's number, the positions in ``chunks`` of its chunks, and their slots in the shard."""
+        """Yield each shard's index, the positions of its chunks in ``chunks``, and their slots in the shard."""
         if not len(chunks):
             return
         numbers, slots = np.divmod(chunks, self._shard_chunks)
@@ -194,7 +194,7 @@ class MappedShards:
             yield int(numbers[rows[0]]), rows, slots[rows]
 
     def find(self, number: int) -> MappedShard | None:
-        """Return the mapped shard ``number``; None if its file is missing or has the wrong size.
+        """Return the mapped shard with index ``number``, or None if its file is missing or has the wrong size.
 
         Raises:
             ChangedFileError: a file was written to in place, and chunks that were returned from it have changed; every
@@ -239,7 +239,7 @@ class MappedShards:
             self._changed_path = before.path
 
     def _is_as_before(self, number: int, before: MappedShard, now: MappedShard | None) -> bool:
-        """Return whether chunks returned from a file are unchanged; True if the path now has a different inode."""
+        """Return whether the chunks already returned are unchanged; True if the path now leads to a different inode."""
         found = _identify(before.path)
         if found is None or found[0] != before.identity[0]:
             return True  # it was replaced or removed; the mapped content stayed the same

@@ -1,4 +1,4 @@
-"""Reader for packed splits, which reads images by index into given buffers.
+"""A reader for packed splits that reads images by index into the caller's buffers.
 
 Knows nothing of order, batches or devices; splits are written by `preprocess.packing.pack`.
 """
@@ -77,7 +77,7 @@ class LentImages:
 
 
 class ShardSplit:
-    """A complete split, open for reading from any number of threads; a context manager.
+    """A complete split that any number of threads can read from; also a context manager that closes it.
 
     Attributes:
         manifest: the manifest of the split.
@@ -120,7 +120,7 @@ class ShardSplit:
         self.close()
 
     def close(self) -> None:
-        """Close the split, after which reading raises ShardError; can be called again."""
+        """Close the split. Reading then raises ShardError; closing again has no effect."""
         self._pixels = self._labels = self._checksums = self._mapped = self._watch = None
 
     def read_into(
@@ -160,7 +160,7 @@ class ShardSplit:
 
     @property
     def lends(self) -> bool:
-        """Whether `lend` can return images; if not, it always returns None."""
+        """Whether `lend` can return images; otherwise, it always returns None."""
         return self._mapped is not None and self._mapped.lends
 
     def lend(self, indices: NDArray[np.int64], labels: NDArray[np.int32], *, timeout_s: float) -> LentImages | None:
@@ -190,7 +190,7 @@ class ShardSplit:
         return LentImages(*lent, self)
 
     def load_numbers(self, *, timeout_s: float) -> None:
-        """Read the split's first shard files of labels and checksums, to report any damage before other work begins.
+        """Read the first shard file of the labels and of the checksums to report any damage before other work begins.
 
         Raises:
             ShardError: as `read_into`, for labels and checksums.
@@ -200,7 +200,7 @@ class ShardSplit:
         self._take_labels(first, np.empty(1, np.int32), deadline)
 
     def check_unchanged(self) -> None:
-        """Check again every file that images were copied from; call this after the last image was used.
+        """Recheck every file from which images were copied; call this after the last image has been used.
 
         Raises:
             ChangedShardError: a file was written to in place, so the images may not have been those that were packed.
@@ -225,7 +225,7 @@ class ShardSplit:
             ) from error
 
     def _expected(self, indices: NDArray[np.int64], deadline: float) -> NDArray[np.uint32] | None:
-        """Return the checksums of images from the split's ``checksums/``; None if it has none."""
+        """Return the checksums of the images ``indices`` from ``checksums/``, or None if the split has none."""
         if self._checksums is None:
             return None
         with self._naming_changed_files():
@@ -245,7 +245,7 @@ class ShardSplit:
         deadline: float,
         timeout_s: float,
     ) -> None:
-        """Read the images ``indices`` into ``pixels[rows]`` with TensorStore, and compare them with their checksums."""
+        """Read images ``indices`` into ``pixels[rows]`` with TensorStore and verify them against their checksums."""
         before = self._decoded.identify(np.unique(indices // self.manifest.shard_images))
         num_torn = 0 if self._watch is None else self._watch.num_torn
         try:

@@ -20,7 +20,7 @@ _MISSING = 2**64 - 1
 
 @lru_cache(maxsize=4)
 def shard_index(num_images: int, shard_images: int, stored_bytes: int) -> bytes:
-    """Return the index, which contains the offset and size of every image in bytes, followed by its checksum.
+    """Return the index (the offset and the size of each image, in bytes), followed by the checksum of the index.
 
     Args:
         num_images: number of images in the file.

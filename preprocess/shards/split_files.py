@@ -22,7 +22,7 @@ PLAN_KEY = f"{JOURNAL}plan.json"
 
 
 def is_split_file(key: str) -> bool:
-    """Return whether ``key`` is the path of a file that packing writes, relative to the split's folder."""
+    """Return whether ``key``, relative to the split's folder, is the path of a file that packing writes."""
     return _FILE.fullmatch(key) is not None
 
 
@@ -32,7 +32,7 @@ def split_files(location: Location, prefix: str = "") -> list[str]:
 
 
 def delete_split_files(location: Location, keys: Iterable[str]) -> None:
-    """Delete those of ``keys`` that exist and are a split's files, then the split's own empty folders."""
+    """Delete all of ``keys`` that exist and belong to a split, and then the split's own folders that are empty."""
     location.delete_keys([key for key in keys if is_split_file(key)])
     for path, below in _own_folders(location):
         # A link to a folder was made by a user, and a folder that is not empty contains other files: both are kept.

@@ -55,14 +55,14 @@ def read_manifest(location: Location, split: str) -> Manifest:
 
 
 class _State(IntEnum):
-    """The state of a split; if its files indicate several states, the lowest applies."""
+    """The state of a split; if its files indicate several states, the one with the lowest value applies."""
 
     COMPLETE, UNFINISHED, BROKEN = range(3)
 
 
 @dataclass(frozen=True)
 class SplitNames:
-    """The names of a pack's splits by state; in each state ``train`` comes first and the others are sorted.
+    """The names of a pack's splits, grouped by state; in each group ``train`` comes first and the others are sorted.
 
     Attributes:
         complete: splits with a manifest.
@@ -90,7 +90,7 @@ def list_splits(data: str, *, context: ts.Context | None = None) -> tuple[str, .
 
 
 def lost_manifest(split: Location) -> str:
-    """Return the error message for a split's folder whose manifest is missing."""
+    """Return the error message for a split folder whose manifest is missing."""
     return f"{split.display} contains files of a split, but its {MANIFEST_KEY} is missing; {NO_MANIFEST_REMEDY}"
 
 

@@ -76,7 +76,7 @@ def verify_split(
     context: ts.Context | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Damage, ...]:
-    """Check the split ``split`` of the pack at ``data``: files, checksums, metadata, labels, pixels, failures.
+    """Check the split ``split`` of the pack at ``data``: its files, checksums, metadata, labels, pixels and failures.
 
     Args:
         data: a folder or a TensorStore URL.
@@ -85,7 +85,7 @@ def verify_split(
         on_progress: called with (images read, N) after each piece.
 
     Returns:
-        Every damage found, ordered by file; empty if the split is intact.
+        All damage found, ordered by file; empty if the split is intact.
 
     Raises:
         ShardError: the split does not exist or is unfinished, or its manifest is damaged or was changed.
@@ -123,7 +123,7 @@ def _check_files(location: Location, manifest: Manifest) -> Iterator[Damage]:
     if any(key.startswith(JOURNAL) for key in found):
         yield Damage(
             JOURNAL,
-            "left by a preprocess-imagenet command that was killed just before it finished, or is still running; run "
+            "left by a preprocess-imagenet command that is still running or was killed just before it finished; run "
             "the same command again to remove it",
         )
     for key in sorted(key for key in found - max_bytes.keys() if not key.startswith(JOURNAL)):
@@ -135,7 +135,7 @@ def _arrays(manifest: Manifest) -> tuple[str, ...]:
 
 
 def _file_damage(location: Location, key: str, max_bytes: int, *, is_listed: bool) -> Damage | None:
-    """Return the damage if a required file can't be read, which a listing does not show (broken links, pipes)."""
+    """Return the damage if a required file can't be read, even though it may be listed (broken links, pipes)."""
     folder = location.local_path
     if folder is None:
         return None if is_listed else Damage(key, "the file is missing")
@@ -156,7 +156,7 @@ def _check_failures(location: Location, manifest: Manifest, unreadable: set[str]
 
 
 def _check_metadata(location: Location, manifest: Manifest, unreadable: set[str]) -> Iterator[Damage]:
-    """Compare the manifest and the arrays' metadata byte by byte, because a difference may matter to other readers."""
+    """Check that no byte of the manifest or of the arrays' metadata changed, as a change may affect other readers."""
     if location.read(MANIFEST_KEY) != manifest.to_json().encode():
         yield Damage(MANIFEST_KEY, "the values are unchanged, but the bytes differ from those written")
     for name, digest in manifest.metadata_digests.items():
@@ -308,7 +308,7 @@ def _opened(
 
 
 def _ranges(images: tuple[int, ...]) -> str:
-    """Return images as text, e.g. ``images 3, 7–9: ``; empty for none."""
+    """Return image indices as text, e.g. ``images 3, 7–9: ``, or an empty string if there are none."""
     if not images:
         return ""
     runs = []
