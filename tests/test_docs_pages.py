@@ -106,7 +106,7 @@ SMALL = ["--size", "8"]
         (PACK, ["photos.tar.gz", "dest", *SMALL], "… is compressed, "),
         (PACK, ["cut.tar", "dest", *SMALL], "… is truncated: it ends at byte "),
         (PACK, ["damaged.tar", "dest", *SMALL], "… is damaged: no tar header "),
-        (PACK, ["single", "foreign", *SMALL], "… contains other files "),
+        (PACK, ["single", "foreign", *SMALL], "… contains files but no pack "),
         (TRAIN, ["--data", "nowhere"], "… does not exist; "),
         (TRAIN, ["--data", "data/train"], "… is itself a split; "),
         (TRAIN, ["--data", "data", "--run-dir", "run"], "the run folder must be new, "),

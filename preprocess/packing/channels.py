@@ -31,7 +31,7 @@ class ChannelSums:
 
     @classmethod
     def from_array(cls, num_pixels: int, sums: NDArray[np.int64]) -> ChannelSums:
-        """Create an instance for ``num_pixels`` pixels from ``sums``, int64 ``[2, 3]``, a row of `channel_sums`."""
+        """Create an instance for ``num_pixels`` pixels from a row of the result of `channel_sums`, int64 ``[2, 3]``."""
         (r, g, b), (rr, gg, bb) = sums.tolist()
         return cls(num_pixels, (r, g, b), (rr, gg, bb))
 
@@ -54,7 +54,7 @@ class ChannelSums:
 
 
 def channel_sums(rgb: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Return each image's channel sums of values and of squares, int64 ``[n, 2, 3]``, for uint8 ``[n, H, W, 3]``.
+    """Return the channel sums of values and of their squares, int64 ``[n, 2, 3]``, for images uint8 ``[n, H, W, 3]``.
 
     H must be at most 66,051, so that the squares of a column add up to at most 32 bits. Rows of the result can be added
     for up to 10^14 pixels, well below overflow at 2^63.

@@ -71,7 +71,7 @@ def read_failures(location: Location) -> tuple[Failure, ...]:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """The journal's record of a finished shard: the source images that it covers and its contents.
+    """The journal's record of a finished shard: which source images the shard covers, and what it contains.
 
     Attributes:
         start: index of the first source image of the shard.
@@ -177,7 +177,7 @@ class Journal:
             self._owner.check()
 
     def records(self, plan: Mapping[str, Any]) -> list[ShardRecord]:
-        """Return the records of shards 0, 1, 2, …, ending before the first that is unfinished or whose file is missing.
+        """Return the records of shards 0, 1, 2, …, up to the first shard that is unfinished or whose file is missing.
 
         Args:
             plan: the plan of the pack.

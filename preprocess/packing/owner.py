@@ -68,7 +68,7 @@ class Owner:
             raise ShardError(self._busy())
 
     def _lock(self, path: Path) -> int | None:
-        """Create the file at ``path`` if necessary, lock it and return its descriptor; None on Windows (no locks)."""
+        """Lock the file at ``path``, creating it if needed, and return its descriptor; return None on Windows."""
         if sys.platform == "win32":
             return None
         from preprocess.file_lock import FileLockedError, describe_failure, lock_file
@@ -92,6 +92,6 @@ class Owner:
 
     def _busy(self) -> str:
         return (
-            f"{self._location.display}: another preprocess-imagenet process is packing this split; stop one of them, "
-            "then run this command again"
+            f"{self._location.display}: another preprocess-imagenet process is packing this split; stop one of the "
+            "two, then run this command again"
         )

@@ -1,4 +1,4 @@
-"""Packing of one split: plan, resume, write shards, finish.
+"""Packing of one split, from the plan to the manifest, with resumption after an interruption.
 
 Shards are filled in source order with the images that can be decoded, so there are no gaps. Each shard is written whole
 and recorded in a journal. The bytes depend only on the plan, not on the number of workers or on interruptions. The
@@ -49,7 +49,7 @@ _CLEARING = {"clearing": True}
 
 @dataclass(frozen=True)
 class PackProgress:
-    """Progress in source images: ``done`` of ``total`` are processed, ``failed`` of them were left out."""
+    """Progress in source images: ``done`` of ``total`` have been processed, of which ``failed`` were left out."""
 
     done: int
     total: int
@@ -175,7 +175,7 @@ def _version_to_pack(location: Location) -> int:
 
 
 def _complete(location: Location, plan: dict[str, Any]) -> Manifest | None:
-    """Return the manifest if the split is complete, otherwise None; raise ShardError if its plan is a different one."""
+    """Return the manifest if the split is complete, otherwise None; raise ShardError if its plan is different."""
     text = location.read(MANIFEST_KEY)
     if text is None or Journal(location).plan() == _CLEARING:
         return None
@@ -189,7 +189,7 @@ def _complete(location: Location, plan: dict[str, Any]) -> Manifest | None:
 
 
 def _check_ours(location: Location) -> None:
-    """Raise ShardError if the folder contains files but no pack, so that no other files are overwritten or deleted."""
+    """Raise ShardError if the folder contains files but no pack, to protect other programs' files."""
     plan = Journal(location).plan()
     if plan is not None and (plan == _CLEARING or is_plan(plan)):
         return
@@ -200,8 +200,8 @@ def _check_ours(location: Location) -> None:
     if others:
         named = next((key for key in (MANIFEST_KEY, PLAN_KEY) if key in others), others[0])
         raise ShardError(
-            f"{location.display} contains other files ({printable(named)}); choose an empty folder as DEST or clear "
-            "this one by hand"
+            f"{location.display} contains files but no pack ({printable(named)}); choose an empty folder as DEST or "
+            "clear this one by hand"
         )
 
 
@@ -275,7 +275,7 @@ def _finish(
 
 
 def _number_digests(labels: NDArray[np.uint16], checksums: NDArray[np.uint32] | None) -> dict[str, Any]:
-    """Return the manifest's digests of all labels, of each shard file of labels and of each shard file of checksums."""
+    """Return the manifest's digest fields: for all labels, and for each shard file of labels and of checksums."""
     parts = [slice(start, start + NUMBERS_PER_SHARD) for start in range(0, len(labels), NUMBERS_PER_SHARD)]
     return {
         "labels_digest": words_digest([labels]),

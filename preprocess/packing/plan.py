@@ -73,7 +73,7 @@ class PackSettings:
 
     @property
     def image_bytes(self) -> int:
-        """Size of one image's pixels in bytes, without codec and checksum."""
+        """Size of one image's pixels in bytes, before compression and without its checksum."""
         return 4 * self.rule.size * words_of_row(self.rule.size, self.layout)
 
     @property
@@ -96,7 +96,7 @@ def make_plan(source: SourceSplit, settings: PackSettings) -> dict[str, Any]:
     if len(source.classes) > MAX_CLASSES:
         raise ShardError(
             f"the source has {len(source.classes)} classes, more than the {MAX_CLASSES} that a 16-bit label can "
-            "represent; remove some"
+            "represent; remove some classes"
         )
     plan = {
         "format_version": FORMAT_VERSION,
@@ -135,7 +135,7 @@ def plan_of(manifest: Manifest) -> dict[str, Any]:
 
 
 def check_same_plan(found: dict[str, Any], wanted: dict[str, Any], where: str) -> None:
-    """Check that the pack at ``where``, which may be unfinished, has the plan that is requested now.
+    """Check that the pack at ``where``, which may be unfinished, was begun with the plan that is requested now.
 
     Raises:
         ShardError: the plans differ; the message lists each setting that differs.
@@ -149,7 +149,7 @@ def check_same_plan(found: dict[str, Any], wanted: dict[str, Any], where: str) -
     ]
     if differences:
         raise ShardError(
-            f"{where} was packed with a different source or different settings: {'; '.join(differences)}. "
+            f"{where} was packed from a different source or with different settings: {'; '.join(differences)}. "
             "Use the same source and settings, another DEST, or --overwrite to pack it again"
         )
 

@@ -1,8 +1,8 @@
-"""Writer of a local shard file of raw images, one image at a time.
+"""Writes a local shard file of raw images, one image at a time.
 
-The file is byte-identical to TensorStore's but takes a fifth of the time, because TensorStore encodes, copies and
-collects a shard in memory before it writes. The file has a temporary name until it is complete and synced. Knows the
-byte layout of a shard (Zarr version 3, codec `sharding_indexed`), not its meaning.
+The file is byte-identical to TensorStore's but is written in a fifth of the time, because TensorStore encodes, copies
+and collects a shard in memory before it writes. The file has a temporary name until it is complete and synced. Knows
+the byte layout of a shard (Zarr version 3, codec `sharding_indexed`), not its meaning.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ShardFile:
         self._file = os.open(self._unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def add(self, image: NDArray[np.uint32], checksum: int | None) -> None:
-        """Append an image, contiguous little-endian uint32 ``[H, W]``, the same size each time, and its CRC-32C if any.
+        """Append an image (contiguous little-endian uint32 ``[H, W]``, all of the same size) and its CRC-32C, if any.
 
         Raises:
             OSError: the disk is full or fails.
@@ -68,7 +68,7 @@ class ShardFile:
         return finished
 
     def discard(self) -> None:
-        """Delete the file unless it was committed; can be called again."""
+        """Delete the file unless it was committed; calling this again has no effect."""
         if self._is_done:
             return
         self._is_done = True

@@ -1,4 +1,4 @@
-"""Writer of a split's shards, one after another; each is written as a whole and recorded in the journal.
+"""Writes a split's shards one after another; each shard is written as a whole and then recorded in the journal.
 
 A raw shard in a local folder is written image by image (`preprocess.packing.shard_file`); any other shard is filled in
 memory and written by TensorStore.
@@ -52,7 +52,7 @@ class _StoredShard:
 
 
 class ShardWriter:
-    """A writer that fills one shard while the previous one is written, and records written ones in the journal."""
+    """A writer that fills one shard while the previous one is written and records each written shard in the journal."""
 
     def __init__(
         self,
@@ -109,14 +109,14 @@ class ShardWriter:
         self._failures.append(failure)
 
     def finish(self, stop: int) -> None:
-        """Write the last shard, which may be smaller or contain only failures; ``stop`` is the source's length."""
+        """Write the last shard, which may have fewer images or none; ``stop`` is the number of source images."""
         if self._start < stop:
             self._submit(stop)
         self._finish_write()
 
     @property
     def _number(self) -> int:
-        """Number of the shard that is being filled, 0-based."""
+        """The 0-based index of the shard that is being filled."""
         return len(self.records) + (self._writing is not None)
 
     def _begin_shard(self) -> ShardFile | _StoredShard:
