@@ -159,7 +159,7 @@ def test_a_file_that_changed_after_it_was_listed_is_refused(tmp_path, content):
         (tmp_path / "a" / "1.jpg").unlink()
         if content is None:
             os.mkfifo(tmp_path / "a" / "1.jpg")  # reading it would wait for a writer
-            message = "changed since it was listed: it is no longer a file; run the command again"
+            message = "changed since it was listed: it is no longer a regular file; run the command again"
         else:
             (tmp_path / "a" / "1.jpg").write_bytes(content)
             message = f"changed since it was listed: 7 bytes then, {len(content)} now; run the command again"

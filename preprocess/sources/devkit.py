@@ -1,4 +1,4 @@
-"""Reader of ImageNet's development kit: the WordNet id and name of each class number, and the validation labels."""
+"""Reads ImageNet's development kit: the WordNet id and name of each class number, and the validation labels."""
 
 import zlib
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class Devkit:
 
 
 def find_devkit(folder: Path) -> Devkit | None:
-    """Read the development kit in a folder, as an archive or unpacked; return None if the folder has none.
+    """Read the development kit, archived or unpacked, from a folder; return None if the folder has none.
 
     Raises:
         SourceError: the kit cannot be read.
@@ -144,7 +144,7 @@ def _read(path: Path, contents: dict[str, bytes]) -> Devkit:
 
 
 def _read_synsets(path: Path, content: bytes) -> tuple[dict[int, str], dict[str, str]]:
-    """Return WordNet ids by class number and names by WordNet id, for synsets without children (those with images)."""
+    """Return WordNet ids by class number and names by WordNet id, for synsets with images (those without children)."""
     try:
         synsets = read_matfile(content)["synsets"]
         leaves = [synset for synset in synsets if _number(synset["num_children"]) == 0]

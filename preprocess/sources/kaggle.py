@@ -1,4 +1,4 @@
-"""Reader of the unpacked files of Kaggle's "ImageNet Object Localization Challenge".
+"""Reads the unpacked files of Kaggle's "ImageNet Object Localization Challenge".
 
 Training images are in class folders, validation images in one folder with a table of labels. The test images have no
 labels and are not read.
@@ -46,7 +46,7 @@ def kaggle_openers(root: Path, images: Path) -> dict[str, Callable[[], FoundSpli
 
 
 def _read_val(root: Path, folder: Path, top: Path, names_in: tuple[Path, ...]) -> FoundSplit:
-    """List the validation images, all in one folder as in Kaggle's archive, or sorted into class folders by a script.
+    """List the validation images, in one folder (as in Kaggle's archive) or in class folders (made by a script).
 
     Raises:
         SourceError: the table of labels is missing or damaged, has no line for an image, or its classes differ from
@@ -90,7 +90,7 @@ def _check_ids(in_table: set[str], in_mapping: set[str], top: Path) -> None:
 
 
 def _read_solution(path: Path) -> dict[str, str]:
-    """Return class ids by image name (without suffix), from lines `ImageId,n01440764 x y x y [n01440764 …]`."""
+    """Return the class id of each image name (without suffix) from lines `ImageId,n01440764 x y x y [n01440764 …]`."""
     shown = printable(path)
     id_of: dict[str, str] = {}
     try:

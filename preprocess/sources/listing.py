@@ -27,7 +27,7 @@ MAX_NAMES_BYTES = 8 * 2**30
 
 
 class SourceError(ValueError):
-    """The source cannot be read as a labelled data set. The message gives the path and the remedy."""
+    """Raised if the source cannot be read as a labelled data set; the message contains the path and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class SourceSplit(Protocol):
         """Return the length in bytes of the encoded image at position `index` in the pack order."""
 
     def read(self, index: int) -> bytes:
-        """Return the encoded bytes of the image. May be called from any thread. Raises OSError or ValueError."""
+        """Return the encoded bytes of the image or raise OSError or ValueError. May be called from any thread."""
 
     def digest(self) -> str:
         """Return the hexadecimal SHA-256 of the class ids and of the key and size of each image."""

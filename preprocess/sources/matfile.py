@@ -1,4 +1,4 @@
-"""Reader of level-5 MAT files (MATLAB) with the types in ImageNet's `meta.mat`: numbers, text, cells, struct arrays.
+"""Reads MATLAB's level-5 MAT files with the types in ImageNet's `meta.mat`: numbers, text, cells, struct arrays.
 
 After "MAT-File Format", The MathWorks, chapter 1. Every data element is an 8-byte tag (type, number of bytes) and its
 bytes, padded to a multiple of 8; up to four bytes may be inside the tag instead. Arrays are stored column by column.
@@ -38,7 +38,7 @@ _NUMERIC_CLASSES: Mapping[int, str] = {
 
 
 class MatFileError(ValueError):
-    """The MAT file is damaged or uses a feature that is not supported."""
+    """Raised if the MAT file is damaged or uses a feature that is not supported."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def _inflated(element: _Element, order: str, limits: _Limits) -> Iterator[_Eleme
 
 
 def _read_matrix(data: memoryview, order: str, limits: _Limits) -> tuple[str, Any]:
-    """Return the name and the value of an array, which is stored as flags, dimensions, name and data of its class."""
+    """Return the name and the value of an array, which is stored as flags, dimensions, name and class-specific data."""
     if not data:
         return "", np.zeros((0, 0))  # how MATLAB writes an empty cell or field
     parts = _elements(data, order, limits)
@@ -243,5 +243,7 @@ def _num_items(shape: tuple[int, ...], data: memoryview) -> int:
     """Return the number of items of an array; raise MatFileError if `data` has fewer bytes."""
     num_items = int(np.prod(shape, dtype=object))
     if not 0 <= num_items <= len(data):
-        raise MatFileError(f"the MAT file is damaged: the shape {shape} in {len(data)} bytes; download it again")
+        raise MatFileError(
+            f"the MAT file is damaged: shape {shape} needs more than {len(data)} bytes; download it again"
+        )
     return num_items

@@ -1,4 +1,4 @@
-"""Opening of a set of labelled, encoded images, with detection of its layout.
+"""Opens a set of labelled, encoded images and detects its layout.
 
 Supported layouts: class folders, directly in a folder or in `train/`, `val/`, `test/`; the official ImageNet archives,
 read in place; Kaggle's ImageNet tree; a plain tar archive of class folders. `data/README.md` shows each.

@@ -19,7 +19,7 @@ _HOLDOUT_KEY = b"feedloop holdout"
 
 
 def key_hashes(listing: Listing, purpose: bytes) -> np.ndarray:
-    """Return a hash of each image's key, which differs between purposes, as uint64 `[N]`."""
+    """Return a hash of each image's key as uint64 `[N]`; the hashes differ between purposes."""
     digests = (hashlib.blake2b(listing.key_bytes(i), digest_size=8, key=purpose).digest() for i in range(len(listing)))
     return np.frombuffer(b"".join(digests), ">u8").astype(np.uint64)
 
@@ -62,7 +62,7 @@ def pack_order(listing: Listing, entries: np.ndarray, limit: int | None = None) 
 
 
 def _key_ranks(listing: Listing, entries: np.ndarray, hashes: np.ndarray) -> np.ndarray:
-    """Return the key ranks of the entries whose hash is not unique (rare with 64 bits), and 0 for all others."""
+    """Return each entry's rank by key if its hash is not unique (rare with 64 bits), otherwise 0."""
     ranks = np.zeros(len(entries), np.int64)
     _, inverse, counts = np.unique(hashes, return_inverse=True, return_counts=True)
     tied = [(listing.key_bytes(int(entries[place])), place) for place in np.flatnonzero(counts[inverse] > 1).tolist()]

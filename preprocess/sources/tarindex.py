@@ -218,7 +218,7 @@ def _read(tar: TarBytes, position: int, size: int, where: str) -> bytes:
 
 
 def _checksum_holds(block: bytes) -> bool:
-    """Return whether the checksum equals the sum of all bytes, with its own eight bytes counted as spaces."""
+    """Return whether a header's checksum equals the sum of its bytes, with those of the checksum counted as spaces."""
     digits = block[148:156].strip(b"\0 ")
     return (
         digits.isdigit()
@@ -256,7 +256,7 @@ def _plain_name(block: bytes) -> str:
 
 
 def _extension(tar: TarBytes, kind: int, data: int, size: int, where: str) -> dict[str, str]:
-    """Return the properties that an extension header sets for the next member: path and (pax) size and sparseness."""
+    """Return what an extension header sets for the next member: its path and, in pax, its size and sparseness."""
     if size > _MAX_EXTENSION_BYTES:
         raise SourceError(
             f"{where} is damaged: an extension header of {size} bytes at byte {data}, more than the "

@@ -1,4 +1,4 @@
-"""Reader of ImageNet's official archives and of plain tar archives of class folders, without unpacking them.
+"""Reads ImageNet's official archives and plain tar archives of class folders without unpacking them.
 
 Opening an archive reads its headers (512 bytes per image, 1.28 million images in ImageNet's training set). Reading an
 image is then one `pread` at a known offset.
@@ -30,7 +30,7 @@ _VAL_IMAGE = re.compile(r"(?:.*/)?ILSVRC2012_val_(\d{8})\.JPEG")
 
 @dataclass(frozen=True)
 class TarStore:
-    """Reader of the members of an open archive by their offsets."""
+    """An open archive whose members are read by their offsets."""
 
     tar: TarFile
 
@@ -49,7 +49,7 @@ class TarStore:
 
 
 def imagenet_openers(folder: Path) -> dict[str, Callable[[], FoundSplit]]:
-    """Return, for each official archive in the folder, a function that lists its images; empty if there is none."""
+    """Return, for each official archive in the folder (if any), a function that lists its images."""
     openers: dict[str, Callable[[], FoundSplit]] = {}
     if (folder / TRAIN_ARCHIVE).is_file():
         openers["train"] = partial(read_train_archive, folder / TRAIN_ARCHIVE)
@@ -91,7 +91,7 @@ def tar_openers(path: Path) -> tuple[str, dict[str, Callable[[], FoundSplit]]]:
 
 
 def read_train_archive(path: Path) -> FoundSplit:
-    """List the images of a tar archive that contains a tar archive for each class, named by its WordNet id.
+    """List the images of a tar archive that contains one tar archive per class, named after the class's WordNet id.
 
     Readable names are read from the development kit beside it, if there is one.
 
@@ -165,7 +165,7 @@ def _inner_archives(path: Path, tar: TarFile) -> dict[str, Member]:
         if match is None:
             raise SourceError(
                 f"{printable(path)} contains {printable(member.name)}, "
-                "but may contain only class archives such as n01440764.tar; remove it"
+                "but may contain only class archives such as n01440764.tar; remove that file"
             )
         if match[1] in found:
             raise SourceError(f"{printable(path)} contains two archives of the class {match[1]}; download it again")

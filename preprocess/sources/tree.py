@@ -1,4 +1,4 @@
-"""Reader of class folders, `class/**/image`, which are in one folder or in its `train/`, `val/` and `test/`.
+"""Reads class folders (`class/**/image`) that are in one folder or in its subfolders `train/`, `val/` and `test/`.
 
 Symbolic links to files and folders are followed, even out of the tree (users link class folders from several disks). A
 folder that contains itself is refused, as is one that is reached more than `MAX_VISITS` times in a class, because links
@@ -36,7 +36,7 @@ _SYSTEM_FILES = frozenset({"thumbs.db", "desktop.ini", "__macosx"})
 
 @dataclass(frozen=True)
 class FolderStore:
-    """Reader of the image files below a root folder."""
+    """A folder whose image files are read by their relative paths."""
 
     root: Path
 
@@ -51,7 +51,7 @@ class FolderStore:
             descriptor = open_regular(self.root / name)
         except IrregularFileError as error:
             raise SourceError(
-                "the file has changed since it was listed: it is no longer a file; run the command again"
+                "the file has changed since it was listed: it is no longer a regular file; run the command again"
             ) from error
         with open(descriptor, "rb", buffering=0) as file:  # noqa: PTH123 - a descriptor has no path
             found_bytes = os.fstat(descriptor).st_size
@@ -103,7 +103,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def split_folders(root: Path) -> dict[str, Path]:
-    """Return the folder of each split; empty if the root is a single tree of class folders.
+    """Return the folder of each split; the result is empty if the root itself contains the class folders.
 
     A split folder has the name of a split and contains folders, because a class may also be called "train".
     """
@@ -156,7 +156,7 @@ def read_class_folders(root: Path, folder: Path, split: str, *, names_in: tuple[
 
 
 def read_names(*folders: Path) -> dict[str, str]:
-    """Read class names from `classes.txt` and `LOC_synset_mapping.txt` in the given folders, one class per line.
+    """Read class names, one per line, from `classes.txt` and `LOC_synset_mapping.txt` in the given folders.
 
     A line is the class id, white space, and the name up to the first comma ("n01440764 tench, Tinca tinca"). The order
     of lines does not matter; blank lines and a byte order mark are ignored.
