@@ -129,7 +129,7 @@ def read_array(location: Location, name: str, metadata: dict[str, Any] | None = 
 
 
 def _check_metadata(location: Location, name: str) -> None:
-    """Raise ShardError if metadata is not a small JSON object; deeply nested JSON would crash TensorStore (SIGSEGV)."""
+    """Raise ShardError if the metadata is not a small JSON object; deeply nested JSON crashes TensorStore (SIGSEGV)."""
     key = f"{name}/{METADATA_KEY}"
     text = location.read(key)
     try:
@@ -162,7 +162,7 @@ def describe_truncation(found_bytes: int, expected_bytes: int) -> str | None:
 
 
 def damage(error: BaseException) -> str:
-    """Return the reason why a chunk can't be read; TensorStore's wording of common reasons is simplified."""
+    """Return the reason why a chunk can't be read, in plain words for the most common errors."""
     text = reason(error)
     if "is missing" in text:
         return "the shard file, or the image in it, is missing"

@@ -1,4 +1,4 @@
-"""A record of which chunks of a shard file have been verified, one bit each to save memory with 10^8 images."""
+"""A record of which chunks of a shard file were verified, with one bit per chunk to save memory at 10^8 images."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ class Location:
         )
 
     def read_all(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Read ``keys`` concurrently and return the values, None for a missing key; raise ShardError as `read`."""
+        """Read ``keys`` concurrently and return the values (None if missing); raise ShardError as `read` does."""
         if self.local_path is not None:
             return [self.read(key) for key in keys]
 

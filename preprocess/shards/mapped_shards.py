@@ -302,7 +302,7 @@ class MappedShards:
 
 
 def read_pages(array: NDArray[Any]) -> None:
-    """Load a contiguous mapped array into memory, with the interpreter lock released."""
+    """Load a contiguous mapped array into memory while the interpreter lock is released."""
     numbers = array.reshape(-1)
     numbers[:: max(1, min(_PAGE_BYTES // array.itemsize, numbers.size // _LEAST_NUMBERS_READ))].max()
 

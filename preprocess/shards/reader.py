@@ -303,7 +303,7 @@ class ShardSplit:
         return indices
 
     def _blame(self, indices: NDArray[np.int64], error: BaseException) -> str:
-        """Return an error message about the first image that fails when read individually, with its shard file."""
+        """Return an error message that names the first image that fails when read individually, and its shard file."""
         stored = self._open_array()
         deadline = time.monotonic() + _BLAME_TIMEOUT_S
         for index in np.unique(indices).tolist():

@@ -135,7 +135,7 @@ def _arrays(manifest: Manifest) -> tuple[str, ...]:
 
 
 def _file_damage(location: Location, key: str, max_bytes: int, *, is_listed: bool) -> Damage | None:
-    """Return the damage if a required file can't be read, even though it may be listed (broken links, pipes)."""
+    """Return the damage if a required file can't be read, even if it is listed (broken links, pipes)."""
     folder = location.local_path
     if folder is None:
         return None if is_listed else Damage(key, "the file is missing")
@@ -308,7 +308,7 @@ def _opened(
 
 
 def _ranges(images: tuple[int, ...]) -> str:
-    """Return image indices as text, e.g. ``images 3, 7–9: ``, or an empty string if there are none."""
+    """Return image indices as text (e.g. ``images 3, 7–9: ``), or an empty string if there are none."""
     if not images:
         return ""
     runs = []
