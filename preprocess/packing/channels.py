@@ -54,7 +54,7 @@ class ChannelSums:
 
 
 def channel_sums(rgb: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Return the channel sums of values and of their squares, int64 ``[n, 2, 3]``, for images uint8 ``[n, H, W, 3]``.
+    """Return the channel sums of values and of their squares, int64 ``[n, 2, 3]``, for uint8 images ``[n, H, W, 3]``.
 
     H must be at most 66,051, so that the squares of a column add up to at most 32 bits. Rows of the result can be added
     for up to 10^14 pixels, well below overflow at 2^63.

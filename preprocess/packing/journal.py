@@ -177,7 +177,7 @@ class Journal:
             self._owner.check()
 
     def records(self, plan: Mapping[str, Any]) -> list[ShardRecord]:
-        """Return the records of shards 0, 1, 2, …, up to the first shard that is unfinished or whose file is missing.
+        """Return the records of shards 0, 1, 2, … before the first shard that is unfinished or whose file is missing.
 
         Args:
             plan: the plan of the pack.

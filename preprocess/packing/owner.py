@@ -68,7 +68,7 @@ class Owner:
             raise ShardError(self._busy())
 
     def _lock(self, path: Path) -> int | None:
-        """Lock the file at ``path``, creating it if needed, and return its descriptor; return None on Windows."""
+        """Lock the file at ``path``, creating it if needed; return its descriptor, or None on Windows (no locks)."""
         if sys.platform == "win32":
             return None
         from preprocess.file_lock import FileLockedError, describe_failure, lock_file

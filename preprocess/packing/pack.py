@@ -275,7 +275,7 @@ def _finish(
 
 
 def _number_digests(labels: NDArray[np.uint16], checksums: NDArray[np.uint32] | None) -> dict[str, Any]:
-    """Return the manifest's digest fields: for all labels, and for each shard file of labels and of checksums."""
+    """Return the manifest's digests of all labels together and of each shard file of labels and of checksums."""
     parts = [slice(start, start + NUMBERS_PER_SHARD) for start in range(0, len(labels), NUMBERS_PER_SHARD)]
     return {
         "labels_digest": words_digest([labels]),
@@ -317,7 +317,7 @@ def _manifest_of(
 
 
 def _create_array(location: Location, name: str, metadata: dict[str, Any]) -> str:
-    """Write an array's metadata and return the hexadecimal SHA-256 of the file."""
+    """Write an array's metadata and return the hexadecimal SHA-256 of the metadata file."""
     create_array(location, name, metadata)
     return hashlib.sha256(location.read(f"{name}/{METADATA_KEY}") or b"").hexdigest()
 

@@ -78,7 +78,7 @@ class PackSettings:
 
     @property
     def resolved_shard_images(self) -> int:
-        """Number of images per shard file: ``shard_images``, or its default if that is None."""
+        """Number of images per shard file: ``shard_images``, or the default if it is None."""
         if self.shard_images is not None:
             return self.shard_images
         fitting = max(1, _SHARD_BYTES // self.image_bytes)
@@ -86,7 +86,7 @@ class PackSettings:
 
 
 def make_plan(source: SourceSplit, settings: PackSettings) -> dict[str, Any]:
-    """Return the plan, which contains everything that determines the bytes of the split, as JSON values.
+    """Return the plan: JSON values for everything that determines the bytes of the split.
 
     Raises:
         ShardError: the split is empty or has more classes than a label can represent.

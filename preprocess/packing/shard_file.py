@@ -41,7 +41,7 @@ class ShardFile:
         self._file = os.open(self._unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def add(self, image: NDArray[np.uint32], checksum: int | None) -> None:
-        """Append an image (contiguous little-endian uint32 ``[H, W]``, all of the same size) and its CRC-32C, if any.
+        """Append an image (contiguous little-endian uint32 ``[H, W]``, always the same size) and its CRC-32C, if any.
 
         Raises:
             OSError: the disk is full or fails.
