@@ -46,7 +46,7 @@ def kaggle_openers(root: Path, images: Path) -> dict[str, Callable[[], FoundSpli
 
 
 def _read_val(root: Path, folder: Path, top: Path, names_in: tuple[Path, ...]) -> FoundSplit:
-    """List the validation images, in one folder (as in Kaggle's archive) or in class folders (made by a script).
+    """List the validation images from one folder (as in Kaggle's archive) or from class folders (made by a script).
 
     Raises:
         SourceError: the table of labels is missing or damaged, has no line for an image, or its classes differ from

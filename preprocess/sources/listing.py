@@ -125,7 +125,7 @@ class Listing:
         return bytes(self._names[start : self._name_stops[index]])
 
     def key_bytes(self, index: int) -> bytes:
-        """Return the key of an image, its class id and path below the class, as UTF-8."""
+        """Return the key of an image (its class id and its path below the class) as UTF-8."""
         return self._class_ids[self._labels[index]] + b"/" + self.name_bytes(index)[self._folder_lengths[index] :]
 
     def member(self, index: int) -> str:

@@ -240,7 +240,7 @@ def _next(parts: Iterator[_Element]) -> _Element:
 
 
 def _num_items(shape: tuple[int, ...], data: memoryview) -> int:
-    """Return the number of items of an array; raise MatFileError if `data` has fewer bytes."""
+    """Return the number of items of an array; raise MatFileError if `data` has fewer bytes than items."""
     num_items = int(np.prod(shape, dtype=object))
     if not 0 <= num_items <= len(data):
         raise MatFileError(

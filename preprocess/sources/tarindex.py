@@ -1,4 +1,4 @@
-"""Listing of tar archives from their headers, so that members, even of nested archives, can be read in place.
+"""Listing of tar archives from their headers, so that members, even those of nested archives, can be read in place.
 
 The `tarfile` module stops silently at a damaged or missing header, and keeps an object for every member. Here, the
 checksum of each header must be correct, an archive must end with an empty block, and no objects are kept. There are
@@ -256,7 +256,7 @@ def _plain_name(block: bytes) -> str:
 
 
 def _extension(tar: TarBytes, kind: int, data: int, size: int, where: str) -> dict[str, str]:
-    """Return what an extension header sets for the next member: its path and, in pax, its size and sparseness."""
+    """Return what an extension header sets for the next member: its path and, in pax headers, size and sparseness."""
     if size > _MAX_EXTENSION_BYTES:
         raise SourceError(
             f"{where} is damaged: an extension header of {size} bytes at byte {data}, more than the "

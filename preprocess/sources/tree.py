@@ -73,7 +73,7 @@ def _changed(listed_bytes: int, found_bytes: int) -> SourceError:
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether a name is hidden or that of a system file (`.DS_Store`, `._x`, `Thumbs.db`)."""
+    """Return whether a name is that of a hidden file or a system file (`.DS_Store`, `._x`, `Thumbs.db`)."""
     return name.startswith(".") or name.lower() in _SYSTEM_FILES
 
 
@@ -210,7 +210,7 @@ def _files_below(class_folder: str) -> Iterator[tuple[str, int]]:
 
 
 def _identity(folder: str) -> tuple[int, int]:
-    """Return the device and inode number of a folder, which are the same through any link."""
+    """Return the device and inode number of a folder, which do not depend on the link that leads to it."""
     try:
         status = Path(folder).stat()
     except OSError as error:
