@@ -28,7 +28,7 @@ class FileLockedError(Exception):
 
 
 class LockRefusedError(OSError):
-    """The file could be opened, but the operating system does not lock it."""
+    """The file can be opened, but the operating system does not lock it."""
 
 
 def lock_file(path: Path) -> int:
@@ -52,7 +52,7 @@ def lock_file(path: Path) -> int:
 
 
 def describe_failure(path: str | os.PathLike[str], error: OSError, place: str) -> str:
-    """Return what is wrong with a lock file and what to do, as the end of a message.
+    """Return the end of an error message: what is wrong with the lock file, and what to do.
 
     Args:
         path: the lock file as the message names it.

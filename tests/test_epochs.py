@@ -110,7 +110,9 @@ def test_the_limit_of_the_counted_setting_is_the_one_that_it_declares(name, monk
     limited = dict(SETTINGS) | {counted: replace(SETTINGS[counted], between=(0, 7))}
     monkeypatch.setattr("engine.run.epochs.SETTINGS", limited)
     assert getattr(settle_epochs(TrainConfig.from_json({name: 7, "batch": NUM_IMAGES}), NUM_IMAGES), counted) == 7
-    with pytest.raises(ValueError, match=rf"^{name} must be at most 7 steps, got 8, which is 8 steps for 10 images: give fewer"):
+    with pytest.raises(
+        ValueError, match=rf"^{name} must be at most 7 steps, got 8, which is 8 steps for 10 images: give fewer"
+    ):
         settle_epochs(TrainConfig.from_json({name: 8, "batch": NUM_IMAGES}), NUM_IMAGES)
 
 
@@ -159,7 +161,7 @@ def test_a_demo_set_that_is_not_there_yet_is_made_before_it_is_counted(tmp_path,
     with open_run(TrainConfig(epochs=1, batch=5), OwnParts(model=Linear()), said.append, is_dry=True) as run:
         assert run.config.steps == 2
     assert made == [str(demo)]
-    assert "epochs: 1 of 10 images are 2 steps" in said
+    assert "epochs: 1 of 10 images each, 2 steps in total" in said
 
 
 def test_a_warm_up_longer_than_the_run_is_told():

@@ -294,15 +294,17 @@ def test_a_record_that_was_changed_or_has_a_model_of_your_own_is_refused(tmp_pat
         load_recipe(record_run(tmp_path / "own", TrainConfig(), model="Linear"))
     with pytest.raises(
         ValueError,
-        match=r"a recipe must not need user-defined batches, but the run used them: use another",
+        match=r"a recipe must not need user-defined batches, but the run had some: use another",
     ):
         load_recipe(record_run(tmp_path / "fed", TrainConfig(), data=OWN_BATCHES))
     own = {"num_eval_batches": 3, "eval_manifest_sha256": None}
-    with pytest.raises(ValueError, match=r"a recipe must not need user-defined evaluation images, but the run had some"):
+    with pytest.raises(
+        ValueError, match=r"a recipe must not need user-defined evaluation images, but the run had some"
+    ):
         load_recipe(record_run(tmp_path / "evaluated", TrainConfig(), **own))
     for known in ({"eval_manifest_sha256": "abc"}, {"num_eval_batches": 0}):
         load_recipe(record_run(tmp_path / "-".join(known), TrainConfig(), **(own | known)))
-    with pytest.raises(ValueError, match=r"none\.json: a recipe must be a file that can be read \(No such file"):
+    with pytest.raises(ValueError, match=r"none\.json: a recipe must be a readable file \(No such file"):
         load_recipe(tmp_path / "none.json")
 
 
@@ -339,7 +341,7 @@ def test_an_older_record_that_does_not_say_where_its_data_were_needs_them_named(
 
 
 def test_what_cannot_be_read_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"none\.toml: a recipe must be a file that can be read \(No such file"):
+    with pytest.raises(ValueError, match=r"none\.toml: a recipe must be a readable file \(No such file"):
         load_recipe(tmp_path / "none.toml")
     with pytest.raises(ValueError, match=r"a recipe must be a readable file \(it is a folder, not a file\)"):
         load_recipe(f"{tmp_path}/")

@@ -23,7 +23,7 @@ class Resolved:
     """The resolved parts of a run: its data sources, its model and their properties.
 
     Attributes:
-        data: the open data.
+        data: the opened data.
         model: the model to train.
         model_name: the name in messages, of a model of the registry or of a user-defined one.
         registry_name: the name in the registry, None for a user-defined model.
@@ -35,7 +35,7 @@ class Resolved:
     registry_name: str | None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the part of `config.json` besides the settings."""
+        """Return what `config.json` records in addition to the settings."""
         data = self.data
         return {
             "model": self.model_name,

@@ -108,10 +108,10 @@ def check_data(resolved: Resolved, recorded: RecordedRun) -> None:
     data = resolved.data
     if data.manifest_digest != recorded.manifest_digest:
         raise ValueError(
-            f"a resumed or replayed run must have its original data, and these differ: {data.words} "
+            f"a resumed or replayed run must have its original data, but these differ: {data.words} "
             f"(the manifest's digest was {_short(recorded.manifest_digest)}, "
             f"is now {_short(data.manifest_digest)}). "
-            "Name the folder where the original data are now (--data), or start another run"
+            "Give the folder where the original data are now (--data), or start another run"
         )
     now = json.loads(json.dumps(resolved.to_json()))
     for name in ("model", "num_classes", "height", "width", "mean", "std", "eval_manifest_sha256", "num_eval_batches"):

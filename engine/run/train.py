@@ -211,7 +211,7 @@ class OpenRun:
 
 
 def _check_has_folder(config: TrainConfig, *, is_dry: bool) -> None:
-    """Raise SettingError if a setting needs a run folder and none is named; a dry run takes no snapshots."""
+    """Raise SettingError if a setting needs a run folder, but none is given; a dry run writes no snapshots."""
     needs_one = {"resume": config.resume, "snapshot_every_steps": config.snapshot_every_steps and not is_dry}
     if config.run_dir is None and any(needs_one.values()):
         raise SettingError(
