@@ -75,7 +75,7 @@ class TrainConfig:
     )
     epochs: float | None = setting(
         None, TRAINING, _HOST, _CHANGES, "Passes over the training split, instead of {steps}.", between=_COUNT,
-        unit="E", default_words="set by {steps}", in_place_of="steps",
+        unit="E", default_text="set by {steps}", in_place_of="steps",
         details="Can be fractional; `engine.run.epochs.settle_epochs` computes `steps`.",
     )
     batch: int = setting(
@@ -93,7 +93,7 @@ class TrainConfig:
     )
     stop_at_top1: float | None = setting(
         None, TRAINING, _RUNTIME, _CHANGES, "Stop when top-1 accuracy reaches this.", between=(1e-9, 1), unit="0…1",
-        default_words="never",
+        default_text="never",
         details="Given as a fraction of the evaluated images; the first evaluation that reaches it stops the run.",
     )
     model: str = setting(
@@ -103,7 +103,7 @@ class TrainConfig:
     )
     init_from: str | None = setting(
         None, TRAINING, _HOST, _KEPT, "Weights to start from (safetensors).", unit="FILE",
-        default_words="drawn from the seed", completion="file",
+        default_text="drawn from the seed", completion="file",
     )
     precision: PrecisionName = setting(
         "float32", TRAINING, _PROGRAM, _KEPT,
@@ -121,7 +121,7 @@ class TrainConfig:
     ema_decay: float | None = setting(
         None, TRAINING, _RUNTIME, OnResume.CHANGES_IF_SET,
         "Decay of the moving average of the weights; evaluate and save the average instead of the weights.",
-        between=(0, 1), default_words="no average",
+        between=(0, 1), default_text="no average",
     )
     skip_nonfinite: int = setting(
         0, TRAINING, _RUNTIME, _CHANGES,
@@ -143,25 +143,25 @@ class TrainConfig:
 
     data: str | None = setting(
         None, DATA, _HOST, _CHANGES, "Packed data set: a folder or a URL.", unit="DIR|URL", completion="folder",
-        default_words="$FEEDLOOP_DATA, else data/shards, else the demo set",
+        default_text="$FEEDLOOP_DATA, else data/shards, else the demo set",
         details="A data set in an object store is given by its TensorStore URL. A resumed run checks that the data "
         "have not changed.",
     )
     split: str = setting("train", DATA, _HOST, _KEPT, "Split to train on.", unit="NAME")
     eval_split: str | None = setting(
         None, DATA, _HOST, _KEPT, "Split to evaluate on; off disables evaluation.", unit="NAME|off",
-        default_words="val, else test, else off",
+        default_text="val, else test, else off",
     )
     synthetic: bool = setting(
         False, DATA, _HOST, _KEPT, "Train on random batches drawn on the host; needs no data set."
     )
     image_size: int | None = setting(
         None, DATA, _PROGRAM, _KEPT, "Height and width of the network's input; at most the size of the packed images.",
-        between=(1, 2**14), unit="PX", default_words=f"from the data; {SYNTHETIC_IMAGE_SIZE} with {{synthetic}}",
+        between=(1, 2**14), unit="PX", default_text=f"from the data; {SYNTHETIC_IMAGE_SIZE} with {{synthetic}}",
     )
     num_classes: int | None = setting(
         None, DATA, _PROGRAM, _KEPT, "Number of classes, and thus of the model's outputs.", between=(1, 2**16),
-        unit="K", default_words=f"from the data; {SYNTHETIC_CLASSES} with {{synthetic}}",
+        unit="K", default_text=f"from the data; {SYNTHETIC_CLASSES} with {{synthetic}}",
     )
 
     optimizer: OptimizerName = setting(
@@ -171,7 +171,7 @@ class TrainConfig:
     learning_rate: float | None = setting(
         None, OPTIMISER, _RUNTIME, _CHANGES,
         "Peak learning rate of the schedule. The default suits sgd; adamw and lamb need a lower rate.", between=_RATE,
-        unit="RATE", option=("--learning-rate", "--lr"), default_words="0.1 · images per update / 256",
+        unit="RATE", option=("--learning-rate", "--lr"), default_text="0.1 · images per update / 256",
     )
     schedule: ScheduleName = setting(
         "constant", OPTIMISER, _PROGRAM, _KEPT,
@@ -185,7 +185,7 @@ class TrainConfig:
     warmup_epochs: float | None = setting(
         None, OPTIMISER, _HOST, _CHANGES,
         "Length of the warm-up in passes over the training split, instead of {warmup_steps}.", between=_COUNT, unit="E",
-        default_words="set by {warmup_steps}", in_place_of="warmup_steps",
+        default_text="set by {warmup_steps}", in_place_of="warmup_steps",
     )
     cycle_momentum: bool = setting(
         False, OPTIMISER, _PROGRAM, _KEPT,
@@ -204,7 +204,7 @@ class TrainConfig:
     clip_norm: float | None = setting(
         None, OPTIMISER, _RUNTIME, _CHANGES,
         "Largest global norm of the gradient; larger gradients are scaled down to it.",
-        between=(1e-30, LARGEST_FLOAT32), unit="NORM", default_words="no limit",
+        between=(1e-30, LARGEST_FLOAT32), unit="NORM", default_text="no limit",
     )
     accumulate_steps: int = setting(
         1, OPTIMISER, _RUNTIME, _KEPT, "Number of batches whose gradients are accumulated into one update.",
@@ -264,13 +264,13 @@ class TrainConfig:
         "Steps per chunk, up to 1024. The batches of a chunk are transferred to the device (on NVIDIA GPUs: enqueued) "
         "together, which helps if a step takes less than a millisecond. Signals and requests take effect between "
         "chunks. A resumed run must keep this value.",
-        between=(1, 1024), unit="BATCHES", option=("--chunk",), default_words="1; 10 with transport cuda",
+        between=(1, 1024), unit="BATCHES", option=("--chunk",), default_text="1; 10 with transport cuda",
         details="The losses of a chunk are returned together, but one by one with transport cuda. With that "
         "transport, it is best to choose a divisor of the steps between evaluations and between snapshots.",
     )
     prefetch: int | None = setting(
         None, INFEED, _HOST, _CHANGES, "Number of batches to read ahead of the device.", between=(1, 1024),
-        unit="BATCHES", default_words="4 batches, two chunks or a megabyte of batches, whichever is largest",
+        unit="BATCHES", default_text="4 batches, two chunks or a megabyte of batches, whichever is largest",
     )
     reader_threads: int = setting(
         2, INFEED, _HOST, _CHANGES, "Number of threads that read shards.", between=(1, 1024), unit="N",
@@ -288,7 +288,7 @@ class TrainConfig:
 
     run_dir: str | None = setting(
         None, OUTPUT, _HOST, _PER_LAUNCH, "Folder for settings, losses, snapshots and weights.", unit="DIR",
-        default_words="runs/<date>-<time>", completion="folder", details="In Python, None writes nothing to disk.",
+        default_text="runs/<date>-<time>", completion="folder", details="In Python, None writes nothing to disk.",
     )
     resume: bool = setting(
         False, OUTPUT, _HOST, _PER_LAUNCH, "Continue the run in {run_dir} from its newest snapshot, bit for bit.",
@@ -308,7 +308,7 @@ class TrainConfig:
 
     compilation_cache: str | None = setting(
         None, COMPILATION, _HOST, _CHANGES, "Folder of the compilation cache; off disables it.", unit="DIR|off",
-        default_words="$JAX_COMPILATION_CACHE_DIR, else the user's cache folder", completion="folder",
+        default_text="$JAX_COMPILATION_CACHE_DIR, else the user's cache folder", completion="folder",
     )
     dump_hlo: str | None = setting(
         None, COMPILATION, _HOST, _PER_LAUNCH, "Write the program's StableHLO and optimised HLO to this folder.",
@@ -371,6 +371,6 @@ def settings_table() -> list[dict[str, str]]:
     return table_of(SETTINGS)
 
 
-def setting_words(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """Return the value of a setting as text for messages; None becomes `default`."""
     return NO_VALUE if value is None else f"{value:g}" if isinstance(value, float) else str(value)

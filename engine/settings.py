@@ -55,7 +55,7 @@ class Declaration:
         between: the smallest and largest value, None if it is not a number.
         unit: the placeholder for the value in `--help`, None to derive it from the type.
         option: its spelling on the command line, None to derive it from its name.
-        default_words: a description of the default, if its value is not self-explanatory; braces as in `help_text`.
+        default_text: a description of the default, if its value is not self-explanatory; braces as in `help_text`.
         details: additional text for the reference and the docstring; braces as in `help_text`.
         completion: the kind of value for which the shell offers completions.
         in_place_of: the setting that is computed from this one if this one is given.
@@ -68,7 +68,7 @@ class Declaration:
     between: tuple[float, float] | None = None
     unit: str | None = None
     option: tuple[str, ...] | None = None
-    default_words: str | None = None
+    default_text: str | None = None
     details: str = ""
     completion: Completion | None = None
     in_place_of: str | None = None
@@ -86,7 +86,7 @@ class ConfigError(ValueError):
 
 
 class SettingError(ConfigError):
-    """A setting is invalid; the message uses the Python names of settings, but `words` can use option names instead.
+    """A setting is invalid; the message uses the Python names of settings, but `render` can use option names instead.
 
     Args:
         setting: the name of the invalid setting.
@@ -101,19 +101,19 @@ class SettingError(ConfigError):
         self.setting = setting
         self._found = found
 
-    def words(self, name_setting: Callable[[str], str]) -> str:
+    def render(self, name_setting: Callable[[str], str]) -> str:
         """Return the message; `name_setting` maps the name of each setting to the name to show, such as its option."""
-        return str(self.args[1]).format_map(_Words(self._found, self.setting, name_setting))
+        return str(self.args[1]).format_map(_Placeholders(self._found, self.setting, name_setting))
 
     def __str__(self) -> str:
-        return self.words(str)
+        return self.render(str)
 
 
 class UnknownSettingError(SettingError, TypeError):
     """There is no setting with this name; this error is also a TypeError, as for any unknown keyword argument."""
 
 
-class _Words(dict[str, Any]):
+class _Placeholders(dict[str, Any]):
     def __init__(self, found: Mapping[str, Any], setting: str, name_setting: Callable[[str], str]) -> None:
         super().__init__(found)
         self["setting"] = name_setting(setting)
@@ -148,13 +148,13 @@ class Setting(Declaration):
         usual = f"--{dashed}/--no-{dashed}" if self.kind is bool else f"--{dashed}"
         return self.option or (usual,)
 
-    def help_words(self, name_setting: Callable[[str], str]) -> str:
+    def render_help(self, name_setting: Callable[[str], str]) -> str:
         """Return the help text, with each setting's name in it replaced by `name_setting(name)`."""
-        return self.help_text.format_map(_Words({}, self.name, name_setting))
+        return self.help_text.format_map(_Placeholders({}, self.name, name_setting))
 
-    def default_as_words(self, name_setting: Callable[[str], str] = str) -> str:
+    def render_default(self, name_setting: Callable[[str], str] = str) -> str:
         """Return a description of the default, with each setting's name in it replaced by `name_setting(name)`."""
-        return (self.default_words or str(self.default)).format_map(_Words({}, self.name, name_setting))
+        return (self.default_text or str(self.default)).format_map(_Placeholders({}, self.name, name_setting))
 
     @property
     def largest(self) -> float:
@@ -162,7 +162,7 @@ class Setting(Declaration):
         return math.inf if self.between is None else self.between[1]
 
     @property
-    def range_words(self) -> str:
+    def range_text(self) -> str:
         """A description of the allowed values; empty if every value of the type is allowed."""
         if self.choices:
             return ", ".join(self.choices)
@@ -251,11 +251,11 @@ def table_of(settings: Mapping[str, Setting]) -> list[dict[str, str]]:
             "name": each.name,
             "option": ", ".join(each.options).replace("/", " / "),
             "type": " | ".join(("choice" if each.choices else each.kind.__name__, *("None",) * each.is_optional)),
-            "default": each.default_as_words(),
-            "range": each.range_words,
+            "default": each.render_default(),
+            "range": each.range_text,
             "unit": each.unit or "",
             "group": each.group,
-            "help": f"{each.help_words(str)} {each.details}".strip(),
+            "help": f"{each.render_help(str)} {each.details}".strip(),
             "stage": each.stage.value,
             "on_resume": each.on_resume.value,
         }

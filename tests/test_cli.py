@@ -271,7 +271,7 @@ def test_the_help_of_an_option_is_that_of_its_setting(name):
     assert isinstance(option, click.Option)
     declared = SETTINGS[name]
     assert "/".join([*option.opts, *option.secondary_opts]) == "/".join(declared.options)
-    assert option.help == declared.help_words(option_spelling)
+    assert option.help == declared.render_help(option_spelling)
     assert not re.search(r"\b[a-z]+_[a-z_]+\b", option.help), "a setting named as in Python"
 
 

@@ -344,7 +344,7 @@ def test_an_error_carries_its_setting_and_survives_another_process():
         configured(batch=0)
     for error in (raised.value, pickle.loads(pickle.dumps(raised.value)), copy(raised.value)):
         assert (error.setting, str(error)) == ("batch", "batch must lie in 1 … 1048576, got 0")
-        assert error.words(lambda name: f"<{name}>") == "<batch> must lie in 1 … 1048576, got 0"
+        assert error.render(lambda name: f"<{name}>") == "<batch> must lie in 1 … 1048576, got 0"
 
 
 def test_settings_can_be_copied_and_sent():
@@ -365,7 +365,7 @@ def test_every_setting_is_declared_whole(name):
     # A number without a range would let nonsense pass, and an option for a number needs a unit or a range to show.
     assert (declared.between is not None) == (declared.kind in (int, float))
     # None says nothing of what is taken instead.
-    assert declared.default is not None or declared.default_words is not None or name == "dump_hlo"
+    assert declared.default is not None or declared.default_text is not None or name == "dump_hlo"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -376,8 +376,8 @@ def test_settings_named_in_help_texts_exist(name):
         named.append(other)
         return other
 
-    SETTINGS[name].help_words(note)
-    SETTINGS[name].default_as_words(note)
+    SETTINGS[name].render_help(note)
+    SETTINGS[name].render_default(note)
     assert set(named) - {name} <= set(NAMES)
 
 

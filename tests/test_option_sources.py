@@ -59,7 +59,7 @@ def test_an_environment_variable_counts_as_given(monkeypatch):
 def test_epochs_and_steps_together_are_refused():
     with pytest.raises(SettingError, match=r"^epochs and steps must not both be given, got ") as raised:
         given_by("--steps", "10", "--epochs", "2.5")
-    words = raised.value.words(lambda name: f"--{name}")
+    words = raised.value.render(lambda name: f"--{name}")
     assert words == "epochs and steps must not both be given, got --epochs 2.5 and --steps 10: leave one out"
     assert given_by("--steps", "10", "--epochs", "default") == {"steps": 10, "epochs": None}
 
@@ -194,9 +194,9 @@ def test_a_message_names_fields_in_python_and_options_on_the_command_line(error,
 
 def test_a_command_names_its_own_options():
     error = SettingError("eval_split", "{setting} or {decay_all} or {flip}")
-    assert error.words(option_names(run_eval.make_context("run-eval", []))) == "--split or decay_all or flip"
+    assert error.render(option_names(run_eval.make_context("run-eval", []))) == "--split or decay_all or flip"
     train = option_names(run_train.make_context("run-train", []))
-    assert error.words(train) == "--eval-split or --decay-all or --flip"
+    assert error.render(train) == "--eval-split or --decay-all or --flip"
 
 
 def test_a_resume_names_the_options_that_it_cannot_take():
@@ -205,6 +205,6 @@ def test_a_resume_names_the_options_that_it_cannot_take():
         check_settings(TrainConfig(batch=8, chunk_batches=None, data="/packed"), before)
     assert raised.value.setting == "batch"
     assert "differ: batch was 4, got 8; chunk_batches was 2, got None. Restore" in str(raised.value)
-    words = raised.value.words(option_names(run_train.make_context("run-train", [])))
+    words = raised.value.render(option_names(run_train.make_context("run-train", [])))
     assert "differ: --batch was 4, got 8; --chunk was 2, got None. Restore" in words
     assert words.endswith("or start another run (--run-dir)")

@@ -34,7 +34,7 @@ def test_a_packed_split_gives_size_classes_and_scale(tmp_path):
     assert (found.data.source.batch, found.data.source.height, found.data.source.width) == (4, 8, 8)
     assert (found.data.mean, found.data.std) == (done.manifest.channel_mean, done.manifest.channel_std)
     assert len(found.data.manifest_digest) == 64
-    assert found.data.words == f"{tmp_path}/train, 9 images"
+    assert found.data.description == f"{tmp_path}/train, 9 images"
 
 
 @pytest.mark.parametrize(("batch", "num_warnings"), [(9, 0), (10, 1)])
@@ -146,7 +146,7 @@ def test_own_model_and_batches_are_used_unchanged():
     model = Linear()
     found = resolved(toy_config(), model=model, batches=toy_batch)
     assert found.model is model
-    assert found.data.words == "batches of your own"
+    assert found.data.description == "batches of your own"
 
 
 def test_more_classes_than_the_data_has_are_allowed(tmp_path):

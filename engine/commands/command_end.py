@@ -58,7 +58,7 @@ def describe_error(error: Exception, name_setting: Callable[[str], str] = str) -
         error: the error.
         name_setting: maps the name of a setting to the one to show, such as its option.
     """
-    text = error.words(name_setting) if isinstance(error, SettingError) else str(error).strip()
+    text = error.render(name_setting) if isinstance(error, SettingError) else str(error).strip()
     if isinstance(error, BrokenPipeError):
         text = "the reader of the loss stream closed it (broken pipe), so the run stopped at its next step"
     elif "RESOURCE_EXHAUSTED" in text:

@@ -81,31 +81,31 @@ def _or_default(name: str) -> str:
     show_default="as recorded in FILE, else ImageNet's",
     help="Channel standard deviations for normalisation (0 … 1).",
 )
-@overriding_option("data", default_words="as in the run; required with --weights")
+@overriding_option("data", default_text="as in the run; required with --weights")
 @overriding_option(
     "eval_split",
     "--split",
-    default_words="as in the run, else val, else test",
+    default_text="as in the run, else val, else test",
     help_text="Split to evaluate.",
     unit="NAME",
 )
 @overriding_option(
     "image_size",
-    default_words="as in the run, or as recorded in FILE",
+    default_text="as in the run, or as recorded in FILE",
     help_text="Size of the central crop that is the network's input.",
 )
-@overriding_option("batch", default_words=_or_default("batch"), help_text="Images per batch.")
-@overriding_option("eval_mirror", default_words=f"{_AS_RUN}, else off")
+@overriding_option("batch", default_text=_or_default("batch"), help_text="Images per batch.")
+@overriding_option("eval_mirror", default_text=f"{_AS_RUN}, else off")
 @overriding_option(
     "precision",
-    default_words=_or_default("precision"),
+    default_text=_or_default("precision"),
     help_text="Precision of activations, convolutions and matrix products.",
 )
-@overriding_option("prefetch", default_words=f"{_AS_RUN}, else 4, or more if the batches are small")
-@overriding_option("reader_threads", default_words=_or_default("reader_threads"))
+@overriding_option("prefetch", default_text=f"{_AS_RUN}, else 4, or more if the batches are small")
+@overriding_option("reader_threads", default_text=_or_default("reader_threads"))
 @overriding_option(
     "infeed_timeout_s",
-    default_words=_or_default("infeed_timeout_s"),
+    default_text=_or_default("infeed_timeout_s"),
     help_text="Fail if a batch does not arrive within this time.",
 )
 @setting_option("transport")
@@ -114,7 +114,7 @@ def _or_default(name: str) -> str:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON, as in eval.jsonl, instead of text.")
 @click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")
-@overriding_option("compilation_cache", default_words=_AS_RUN)
+@overriding_option("compilation_cache", default_text=_AS_RUN)
 @click.version_option(package_name="feedloop")
 def main(
     *,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import click
 from click.core import ParameterSource
 
-from engine.config import COUNTED_IN_EPOCHS, NO_VALUE, SETTINGS, setting_words
+from engine.config import COUNTED_IN_EPOCHS, NO_VALUE, SETTINGS, describe_value
 from engine.settings import SettingError
 
 COMMAND_LINE = "command line"
@@ -109,7 +109,7 @@ def merge_options(*sources: OptionSource) -> MergedOptions:
                 origins[steps] = source.name
         for name, value in given.items():
             if name in settings and settings[name] != value:
-                overrides.append(f"{name} {setting_words(settings[name])} → {setting_words(value)}")
+                overrides.append(f"{name} {describe_value(settings[name])} → {describe_value(value)}")
             settings[name] = value
             origins[name] = source.name
     return MergedOptions(settings, origins, tuple(overrides))
@@ -118,4 +118,4 @@ def merge_options(*sources: OptionSource) -> MergedOptions:
 def _displace(settings: dict[str, Any], old: str, new: str, given: Mapping[str, Any], overrides: list[str]) -> None:
     """Drop the setting `old`, given by an earlier source, because a later source gives its counterpart `new`."""
     if (value := settings.pop(old, None)) is not None:
-        overrides.append(f"{old} {setting_words(value)} → {new} {setting_words(given[new])}")
+        overrides.append(f"{old} {describe_value(value)} → {new} {describe_value(given[new])}")

@@ -48,24 +48,24 @@ def setting_option(name: str) -> Decorator:
             "metavar": _metavar(setting),
             "shell_complete": _COMPLETE.get(setting.completion),
         }
-    if setting.default_words is not None:
-        values["show_default"] = setting.default_as_words(option_spelling)
-    return click.option(*setting.options, name, help=setting.help_words(option_spelling), **values)
+    if setting.default_text is not None:
+        values["show_default"] = setting.render_default(option_spelling)
+    return click.option(*setting.options, name, help=setting.render_help(option_spelling), **values)
 
 
 def overriding_option(
-    name: str, *spellings: str, default_words: str, help_text: str | None = None, unit: str | None = None
+    name: str, *spellings: str, default_text: str, help_text: str | None = None, unit: str | None = None
 ) -> Decorator:
     """Return a decorator that adds an option to override a recorded setting; the option's default is None.
 
     Args:
         name: the name of the setting.
         spellings: the option and its aliases, if they differ from those declared for the setting.
-        default_words: a description of the value that is used if the option is not given.
+        default_text: a description of the value that is used if the option is not given.
         help_text, unit: replacements for those declared for the setting, if those do not fit the command.
     """
     setting = SETTINGS[name]
-    values: dict[str, Any] = {"default": None, "show_default": default_words}
+    values: dict[str, Any] = {"default": None, "show_default": default_text}
     if setting.kind is not bool:
         values |= {
             "type": SuggestingChoice(setting.choices) if setting.choices else _NUMBERS.get(setting.kind, click.STRING),
@@ -73,7 +73,7 @@ def overriding_option(
             "shell_complete": _COMPLETE.get(setting.completion),
         }
     return click.option(
-        *(spellings or setting.options), name, help=help_text or setting.help_words(option_spelling), **values
+        *(spellings or setting.options), name, help=help_text or setting.render_help(option_spelling), **values
     )
 
 

@@ -55,7 +55,7 @@ Examples:
     help="Last step to replay; its snapshot, if any, is compared too.",
 )
 @overriding_option(
-    "data", default_words="as in the run", help_text="Current location of the packed data set (a folder or a URL)."
+    "data", default_text="as in the run", help_text="Current location of the packed data set (a folder or a URL)."
 )
 @click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")
 @click.version_option(package_name="feedloop")

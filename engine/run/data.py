@@ -32,7 +32,7 @@ class RunData:
 
     Attributes:
         source: the source of training batches.
-        words: a description of the data, for messages.
+        description: the data in words, for messages.
         num_classes: K, None if only a user-defined model knows it.
         num_images: N of the training split, None for an endless source of batches.
         evaluation: the source of evaluation batches, None without evaluation.
@@ -43,7 +43,7 @@ class RunData:
     """
 
     source: BatchSource
-    words: str
+    description: str
     num_classes: int | None
     num_images: int | None = None
     evaluation: EvaluationSource | None = None
@@ -156,7 +156,7 @@ def _open_packed(config: TrainConfig, stack: ExitStack, notify: Callable[[str], 
     _check_same_classes(manifest, eval_split.manifest, name)
     return replace(
         data,
-        words=f"{data.words}; evaluated on {name}, {eval_split.num_images:,} images",
+        description=f"{data.description}; evaluated on {name}, {eval_split.num_images:,} images",
         evaluation=SequentialBatches(eval_split, batch=config.batch),
         eval_manifest_digest=manifest_digest_of(eval_split.manifest),
     )

@@ -39,7 +39,7 @@ class Resolved:
         data = self.data
         return {
             "model": self.model_name,
-            "data": data.words,
+            "data": data.description,
             "data_location": absolute_location(data.location),
             "num_classes": data.num_classes,
             "height": data.source.height,
@@ -69,7 +69,7 @@ def resolve(config: TrainConfig, parts: OwnParts, data: RunData) -> Resolved:
             "stop_at_top1",
             "{setting} must not be given if the data ({data}) have no images to evaluate on, got {value}: leave it "
             "out, or choose an evaluation split ({eval_split})",
-            data=data.words,
+            data=data.description,
             value=config.stop_at_top1,
         )
     if config.image_size is not None and config.image_size > min(source.height, source.width):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.config import SETTINGS, TrainConfig, setting_words
+from engine.config import SETTINGS, TrainConfig, describe_value
 from engine.control.event import ControlEvent, factor_before
 from engine.locations import with_absolute_paths
 from engine.records.control_log import CONTROL_LOG_NAME, ControlLogError, read_events
@@ -108,7 +108,7 @@ def check_data(resolved: Resolved, recorded: RecordedRun) -> None:
     data = resolved.data
     if data.manifest_digest != recorded.manifest_digest:
         raise ValueError(
-            f"a resumed or replayed run must have its original data, but these differ: {data.words} "
+            f"a resumed or replayed run must have its original data, but these differ: {data.description} "
             f"(the manifest's digest was {_short(recorded.manifest_digest)}, "
             f"is now {_short(data.manifest_digest)}). "
             "Give the folder where the original data are now (--data), or start another run"
@@ -156,7 +156,7 @@ def check_steps(config: TrainConfig, recorded: TrainConfig, steps_done: int) -> 
 def describe_changes(config: TrainConfig, recorded: TrainConfig) -> str | None:
     """Return a message that lists the settings changed by a resume, or None if there are none."""
     changed = [
-        f"{name} {setting_words(old)} → {setting_words(now)}"
+        f"{name} {describe_value(old)} → {describe_value(now)}"
         for name, old, now in _differences(with_absolute_paths(recorded), with_absolute_paths(config))
         if SETTINGS[name].on_resume is not OnResume.PER_LAUNCH
     ]

@@ -125,7 +125,7 @@ def open_run(
         recorded, start = _find_start(config, parts, notify)
         host = stack.enter_context(HostSide(config, notify))
         data = open_data(config, parts, stack, notify, first_pull=start.pulls, is_new=recorded is None)
-        config = settle_epochs(config, data.num_images, data.words, notify)
+        config = settle_epochs(config, data.num_images, data.description, notify)
         if recorded is None:
             warn_of_settings(config, data, notify)
         else:
