@@ -626,7 +626,7 @@ def test_an_image_for_which_there_is_too_little_memory_is_named(tmp_path):
 def test_a_wait_for_memory_that_does_not_end_is_one_clear_error(tmp_path, source, monkeypatch):
     hanging = MemoryBudget(1, 0, timeout_s=0.05)
     monkeypatch.setattr(pipeline, "file_budget", lambda timeout_s: hanging)
-    said = r"n1/0.png: waited 0 s for \d+ bytes of memory .*; check the disk or the network, .* to continue"
+    said = r"n1/0.png: waited 0 s for \d+ bytes of memory .*, or check the disk or the network; .* to continue"
     with hanging.held(1), pytest.raises(ShardError, match=said):
         pack(source, tmp_path)
     monkeypatch.setattr(pipeline, "pixel_budget", lambda timeout_s: hanging)

@@ -139,8 +139,8 @@ class _Decoder:
                 return self._read_and_decode(image, index)
         except MemoryWaitError as error:
             raise ShardError(
-                f"{printable(image.name)}: {error}. Check the disk or the network, or use fewer --workers; then run "
-                "the same command again to continue"
+                f"{printable(image.name)}: {error} (--workers), or check the disk or the network; then run the same "
+                "command again to continue"
             ) from error
         except MemoryError as error:
             raise MemoryError(f"for {printable(image.name)}") from error
