@@ -347,7 +347,8 @@ def test_parts_of_the_user_must_be_given_again(tmp_path):
     train(config, model=Linear(), batches=toy_batch)
     before = contents(tmp_path)
     with pytest.raises(
-        ValueError, match=r"was trained with model and batches of your own, .*resume=True, …\), model=…"
+        ValueError,
+        match=r"was trained with a model and batches of your own, .*run_settings\(.*\), resume=True\), model=…",
     ):
         train(replace(config, steps=3, resume=True))
     with pytest.raises(ValueError, match=r"was trained with batches of your own, which must be given from Python"):

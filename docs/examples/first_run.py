@@ -1,5 +1,6 @@
 """A first run from Python: draw a small data set, train, evaluate, and resume."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from engine import TrainConfig, evaluate, train
@@ -47,7 +48,7 @@ assert again.record.top1 == result.evaluations[-1].top1
 
 # %% Resume and train to step 70: weights, momentum, position and random numbers come
 # from the snapshot.
-longer = train(TrainConfig(**(config.to_json() | {"steps": 70, "resume": True})))
+longer = train(replace(config, steps=70, resume=True))
 
 assert longer.steps_done == 70
 assert len(longer.losses) == 10

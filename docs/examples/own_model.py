@@ -1,6 +1,7 @@
 """A model of your own in plain JAX: two pure functions, trained on packed shards."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,7 +71,7 @@ assert result.params["dense"].shape == (2048, NUM_CLASSES)
 
 # %% A run with a model of your own is resumed with that model; without it the resume is
 # refused.
-resumed = TrainConfig(**(config.to_json() | {"steps": 130, "resume": True}))
+resumed = replace(config, steps=130, resume=True)
 try:
     train(resumed)
     raise AssertionError("a resume without the model must be refused")

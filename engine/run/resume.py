@@ -92,14 +92,18 @@ def _may_change(rule: OnResume, before: Any, now: Any) -> bool:
     return rule is not OnResume.KEPT
 
 
+_OWN_PARTS = {"model": "a model", "batches": "batches"}
+
+
 def check_own(recorded: RecordedRun, run: Path, *, model: object, batches: object) -> None:
     """Raise ValueError if a run used a user-defined model or batches that are not given now."""
     given = {"model": model, "batches": batches}
     if missing := [name for name in recorded_own_parts(recorded.resolved) if given[name] is None]:
         arguments = ", ".join(f"{name}=…" for name in missing)
+        parts = " and ".join(_OWN_PARTS[name] for name in missing)
         raise ValueError(
-            f"{run} was trained with {' and '.join(missing)} of your own, which must be given from Python: "
-            f"engine.train(TrainConfig(run_dir={str(run)!r}, resume=True, …), {arguments})"
+            f"{run} was trained with {parts} of your own, which must be given from Python: "
+            f"engine.train(dataclasses.replace(engine.run_settings({str(run)!r}), resume=True), {arguments})"
         )
 
 
