@@ -125,8 +125,11 @@ def _quiet() -> Iterator[None]:
 def _no_late_errors() -> Iterator[None]:
     """Keep errors of TensorStore's threads off the terminal after a write or a read has failed.
 
-    Orbax waits only until the first array fails; the others then find its event loop closed, each with a traceback.
+    Orbax waits only until the first array fails. The others then find its event loop closed, each with a traceback, or
+    are reported as tasks whose exception was never retrieved.
     """
+    # Stays after the block: a task is only reported once it is collected, with the exception that refers to it.
+    logging.getLogger("asyncio").addFilter(_is_not_of_tensorstore)
     before = sys.unraisablehook
     last = time.monotonic()
 
@@ -147,3 +150,9 @@ def _no_late_errors() -> Iterator[None]:
         raise
     finally:
         sys.unraisablehook = before
+
+
+def _is_not_of_tensorstore(record: logging.LogRecord) -> bool:
+    """Return whether to log a record of asyncio: not if it reports an array's error that nobody waited for."""
+    text = record.getMessage()
+    return "exception was never retrieved" not in text or not re.search(r"tensorstore|[/\\]orbax[/\\]", text)
