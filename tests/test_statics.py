@@ -155,7 +155,7 @@ def test_as_many_bad_updates_in_a_row_as_were_allowed_are_skipped():
     assert result.steps_done == 8
     assert np.isnan(result.losses[3])
     assert np.isfinite(np.delete(result.losses, 3)).all()
-    with pytest.raises(NonFiniteError, match="at step 6 and the 2 before it"):
+    with pytest.raises(NonFiniteError, match="at step 6, the last of 3 such steps in a row;"):
         train(toy_config(steps=50, skip_nonfinite=2), model=Exploding(), batches=toy_batch)
 
 

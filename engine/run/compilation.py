@@ -125,7 +125,7 @@ def without_collector() -> Iterator[None]:
 
 
 def compiler_options(lowered: jax.stages.Lowered, backend: str, *, deterministic: bool) -> dict[str, str | bool | int]:
-    """Return the XLA options for results that are correct and, if `deterministic`, reproducible on a jax backend.
+    """Return the XLA options that make results on a jax backend correct and, if `deterministic`, reproducible.
 
     On CPU, jaxlib 0.11.2 and 0.12.0 fuse convolutions, norms and the mean that follows them into one YNNPACK
     computation, which in bfloat16 returned NaN (`resnet8` in evaluation at 32 px). Fusing only single products or
@@ -150,7 +150,7 @@ def compiler_options(lowered: jax.stages.Lowered, backend: str, *, deterministic
 
 @contextmanager
 def caching_compilations(folder: str | None) -> Iterator[None]:
-    """Cache compiled programs on disk inside the block, and restore jax's settings after it.
+    """Cache compiled programs on disk inside the block, and restore jax's settings afterwards.
 
     Use it only around compilations: whatever else the process compiles meanwhile is cached too.
 

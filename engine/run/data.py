@@ -169,7 +169,13 @@ def _open_split(config: TrainConfig, data: str, name: str, stack: ExitStack) -> 
 
 
 def _num_classes(config: TrainConfig, manifest: Manifest, where: str) -> int:
-    """Return K, at least the number of classes in the data; `where` is the name of the split."""
+    """Return the setting `num_classes` or, if it is not given, the number of classes in the data.
+
+    `where` is the name of the split.
+
+    Raises:
+        ValueError: if the setting is less than the number of classes in the data.
+    """
     num_classes = config.num_classes or manifest.num_classes
     if num_classes < manifest.num_classes:
         raise SettingError(

@@ -47,7 +47,7 @@ def choose_data(data: str | None) -> DataChoice:
 
 
 def make_demo(folder: Path, notify: Callable[[str], None]) -> None:
-    """Draw and pack the demo set unless it exists; its folder appears atomically, even if two processes create it."""
+    """Draw and pack the demo set unless it exists; its folder appears atomically, even if two processes race."""
     if _is_complete(folder):
         return
     from preprocess.demo.demo_set import pack_demo  # imports the packer, which no other run needs

@@ -16,7 +16,7 @@ _UNCOUNTED = TrainConfig()
 def settle_epochs(
     config: TrainConfig, num_images: int | None, batches: str = "", notify: Callable[[str], None] = lambda _: None
 ) -> TrainConfig:
-    """Return the settings with `steps` and `warmup_steps` computed from `epochs` and `warmup_epochs` if given.
+    """Return the settings with `steps` and `warmup_steps` computed from `epochs` and `warmup_epochs` where given.
 
     The epochs are kept, so that a second conversion changes nothing.
 
@@ -48,7 +48,7 @@ def settle_epochs(
 
 
 def steps_of_epochs(epochs: float, *, num_images: int, images_per_step: int) -> int:
-    """Return the number of updates in `epochs` passes over the training split; a last, partial update counts as one.
+    """Return the number of updates in `epochs` passes over the training split; a final partial update counts as one.
 
     `epochs` is used as the decimal number that it prints as: 0.1 of 1,000 images are 100. The binary fraction is
     slightly more, and would take another step.

@@ -35,7 +35,7 @@ class InitialWeights(NamedTuple):
     digest: str
 
     def over(self, drawn: Weights) -> Weights:
-        """Return the weights of the file in place of the initialised weights `drawn`; may be called while tracing.
+        """Replace the initialised weights `drawn` with those of the file; may be called while tracing.
 
         Leaves are taken from `drawn` only if the weights were loaded with shapes (`jax.ShapeDtypeStruct`).
         """

@@ -179,7 +179,7 @@ class Launch:
         return infeed
 
     def _chunk_of(self, source: BatchSource) -> int:
-        """Return how many batches of `source` form a chunk; for an evaluation, the transport's default."""
+        """Return how many batches of `source` form a chunk; evaluations use the transport's default."""
         evaluated = self._data.evaluation
         if evaluated is None or source is not evaluated:
             return self._chunk
@@ -225,7 +225,7 @@ class Launch:
         depth, chunk = self._ring_depth(source), self._chunk
         self._notify(
             f"infeed: batches of {source.batch} × {source.height} × {source.width} px "
-            f"from {data.description}, {depth} read ahead, by the {self._transport.name} transport"
+            f"from {data.description}, {depth} read ahead, via the {self._transport.name} transport"
             + ("" if this_platform() == "cpu" else f" on {this_device()}")
             + (f", {chunk} {'steps enqueued ' * self._transport.runs_ahead}at once" if chunk > 1 else "")
         )
@@ -321,7 +321,7 @@ class Launch:
 
     @property
     def ring_bytes(self) -> int:
-        """The host memory, in bytes, that the batches read ahead occupy."""
+        """The host memory occupied by the batches read ahead, in bytes."""
         sources = (self._data.source, self._data.evaluation)
         return sum(self._ring_depth(source) * batch_bytes(source) for source in sources if source is not None)
 
@@ -369,7 +369,7 @@ class Launch:
         )
 
     def _changed_data(self) -> BaseException | None:
-        """Return the error of a source whose files were changed during the run."""
+        """Return the error of the first source whose files changed during the run, or None."""
         for source in (self._data.source, self._data.evaluation):
             if isinstance(source, CheckedSource):
                 try:
@@ -381,7 +381,7 @@ class Launch:
 
     @property
     def std(self) -> tuple[float, ...]:
-        """The standard deviation of each channel on the scale 0 … 1, by which the program divides."""
+        """The standard deviation of each channel, by which the program divides, on the scale 0 … 1."""
         return tuple(max(each, _LEAST_STD) for each in self._data.std)
 
     def _values(self) -> RunValues:

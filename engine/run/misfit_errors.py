@@ -5,7 +5,7 @@ from models.registry import UnknownModelError
 
 
 def too_large_image(image_size: int, height: int, width: int) -> SettingError:
-    """Return the error for an image size larger than the images, which have `height` × `width` px."""
+    """Return the error for an image size that exceeds the `height` × `width` px of the images."""
     return SettingError(
         "image_size",
         "{setting} must be at most the size of the images, {height} × {width} px, got {size}: leave it out, or pack "

@@ -25,7 +25,7 @@ def nonfinite_error(step: int, num_skips: int, most_skips: int) -> NonFiniteErro
         return None
     return NonFiniteError(
         f"the gradient was NaN or infinite at step {step}"
-        + (f" and the {num_skips - 1} before it" if num_skips > 1 else "")
+        + (f", the last of {num_skips} such steps in a row" if num_skips > 1 else "")
         + "; the weights are those of the last finite update. Try a lower learning rate (--learning-rate), a warm-up "
         "(--warmup-steps), a limit on the norm of the gradient (--clip-norm), or --skip-nonfinite",
         first_step=step - num_skips + 1,

@@ -107,7 +107,7 @@ def _check_own_model(config: TrainConfig, model: Any) -> None:
         if not callable(getattr(model, "init", None)) or not callable(getattr(model, "apply", None)):
             raise ValueError(
                 f"a model must have the functions init and apply, got {type(model).__name__}: "
-                "define both, or choose a model of the registry with TrainConfig(model=…)"
+                "define both, or choose a model from the registry with TrainConfig(model=…)"
             )
         if config.model != "auto":
             raise SettingError(
@@ -157,10 +157,10 @@ def warn_of_settings(config: TrainConfig, data: RunData, notify: Callable[[str],
 
 
 def _build(config: TrainConfig, data: RunData) -> Model:
-    """Build the configured model of the registry for the data; "auto" is resolved to the name of a model."""
+    """Build the configured model from the registry for the data; "auto" is resolved to the name of a model."""
     if data.num_classes is None:
         raise SettingError(
-            "num_classes", "{setting} must be given to train a model of the registry on batches of your own, got None"
+            "num_classes", "{setting} must be given to train a model from the registry on batches of your own, got None"
         )
     size = config.image_size or min(data.source.height, data.source.width)
     try:

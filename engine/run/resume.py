@@ -176,7 +176,7 @@ def describe_factor(start: "StartingPoint") -> str | None:
 
 
 def note_changes(recorded: RecordedRun, config: TrainConfig, step: int) -> list[dict[str, Any]]:
-    """Return the record of the launches before a resume at `step`, with the settings and versions that differed."""
+    """Return the record of the launches before a resume at `step`, with the old values of what has changed since."""
     earlier = [{**launch, "until_step": min(launch["until_step"], step)} for launch in recorded.earlier]
     changed = {name: old for name, old, _ in _differences(recorded.config, config) if name in RUNTIME_SETTINGS}
     versions = {} if recorded.versions == recorded_versions() else {"versions": recorded.versions}
@@ -187,7 +187,7 @@ def note_changes(recorded: RecordedRun, config: TrainConfig, step: int) -> list[
 
 
 def versions_warning(recorded: RecordedRun) -> str | None:
-    """Return a warning if part of the run used other versions, whose results may not be bit-identical, else None."""
+    """Return a warning if part of the run used other versions, so that results may not be bit-identical, else None."""
     now = recorded_versions()
     others = {
         f"{name} {before}, now {now.get(name)}"
@@ -262,7 +262,7 @@ def _read_events(run: Path) -> Sequence[ControlEvent]:
 
 
 def _is_control_log_recorded(run: Path) -> bool:
-    """Return whether a snapshot or `result.json` records that the log of requests was not empty, so it must exist."""
+    """Return whether a snapshot or `result.json` records a log of requests that is not empty and so must exist."""
     from engine.records.snapshot import read_folder_state, snapshot_steps
 
     end = read_result(run)
@@ -280,7 +280,7 @@ def start_at(snapshot: "Snapshot", events: Sequence[ControlEvent]) -> StartingPo
 
 
 def find_cuts(run: Path, start: StartingPoint) -> dict[Path, RunningDigest]:
-    """Return the digest of each of a run's logs up to the starting point; check the digests that were recorded.
+    """Return the digest of each log of a run up to the starting point, and check it against any recorded digest.
 
     Each log is later cut to the number of bytes of its digest; the log of requests is kept whole.
 
@@ -326,7 +326,7 @@ def check_chain(run: Path, recorded: RecordedRun, start: StartingPoint) -> None:
 
 
 def unchecked_notice(recorded: RecordedRun, start: StartingPoint) -> str | None:
-    """Return a message if the files of an older run cannot be checked, else None."""
+    """Return a message if a run's files cannot be checked because an older version recorded no digests, else None."""
     if recorded.digest is not None and (start.snapshot is None or start.snapshot.folder is not None):
         return None
     which = "this run" if recorded.digest is None else "the snapshot"
@@ -334,7 +334,7 @@ def unchecked_notice(recorded: RecordedRun, start: StartingPoint) -> str | None:
 
 
 def rewind_run(folder: RunFolder, start: StartingPoint, cuts: Mapping[Path, RunningDigest]) -> None:
-    """Remove what the run wrote after its starting point, because it will be written again.
+    """Remove what was written after the starting point, because the resumed run will write it again.
 
     Args:
         folder: the run's folder.

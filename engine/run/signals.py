@@ -67,7 +67,7 @@ class StopSignals:
 
 
 def ignore_message(_: str) -> None:
-    """Ignore a message; for use as the `say` of `StopSignals` if a signal stops the work at once, not cleanly."""
+    """Ignore a message; pass this as the `say` of `StopSignals` where a signal stops the work at once, not cleanly."""
 
 
 def call_on_worker[T](function: Callable[..., T], *arguments: Any) -> T:

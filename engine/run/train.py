@@ -93,7 +93,7 @@ def plan_run(
     evaluation: EvaluationSource | EvaluationArrays | None = None,
     notify: Callable[[str], None] = lambda _: None,
 ) -> DryRun:
-    """Resolve and compile, but do not run, what `train` would run or resume; arguments and errors as in `train`."""
+    """Resolve and compile what `train` would run or resume, without running it; arguments and errors as in `train`."""
     with open_run(config, OwnParts(model, batches, evaluation), notify, is_dry=True) as run:
         return run.plan()
 
@@ -211,7 +211,7 @@ class OpenRun:
 
 
 def _check_has_folder(config: TrainConfig, *, is_dry: bool) -> None:
-    """Raise SettingError if a setting needs a run folder, but none is given; a dry run writes no snapshots."""
+    """Raise SettingError if a setting needs a run folder, but none is given; a dry run needs none for snapshots."""
     needs_one = {"resume": config.resume, "snapshot_every_steps": config.snapshot_every_steps and not is_dry}
     if config.run_dir is None and any(needs_one.values()):
         raise SettingError(
@@ -221,7 +221,7 @@ def _check_has_folder(config: TrainConfig, *, is_dry: bool) -> None:
 
 
 def _check_continues(launch: Launch, recorded: RecordedRun, notify: Callable[[str], None]) -> None:
-    """Raise ValueError if the data or weights are not the run's; report changed settings and learning-rate factors."""
+    """Raise ValueError if data or weights differ from the run's; report changed settings and learning-rate factors."""
     check_data(launch.resolved, recorded)
     check_given_weights(launch.given_digest, recorded)
     for message in (describe_changes(launch.config, recorded.config), describe_factor(launch.start)):
