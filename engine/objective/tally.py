@@ -1,4 +1,4 @@
-"""Running counts that give the exact top-1, top-5 and mean loss of an evaluation; each image is counted once.
+"""Running counts that give the exact top-1 and top-5 accuracy and mean loss of an evaluation; each image counts once.
 
 Owns the counts and how a batch is added to them; the loop over batches is in `engine.program.loop`.
 """
@@ -84,7 +84,7 @@ def tally_batch(tally: Tally, logits: jax.Array, labels: jax.Array) -> Tally:
 
 
 def _count_classes(counts: ClassCounts, is_first: jax.Array, labels: jax.Array) -> ClassCounts:
-    """Return the counts with a batch (bool [B] `is_first`, int32 [B] `labels`) added; ignore labels out of range."""
+    """Return the counts with a batch (bool [B] `is_first`, int32 [B] `labels`) added; ignore out-of-range labels."""
     belongs = labels[:, None] == jnp.arange(len(counts.num_images))
     return ClassCounts(
         num_images=counts.num_images + belongs.sum(axis=0, dtype=jnp.int32),

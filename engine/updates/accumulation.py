@@ -24,14 +24,17 @@ class Accumulation(NamedTuple):
 
 
 def init_accumulation(tree: Any) -> Accumulation:
-    """Return zero sums with the structure and shapes of `tree`, whose leaves may be `jax.ShapeDtypeStruct`s."""
+    """Return sums initialised to zero, with the structure and shapes of `tree`.
+
+    The leaves of `tree` may be `jax.ShapeDtypeStruct`s.
+    """
     return Accumulation(
         jnp.zeros((), jnp.int32), jax.tree.map(lambda leaf: jnp.zeros(jnp.shape(leaf), jnp.float32), tree)
     )
 
 
 def accumulate(gathered: Accumulation, new: Any, every: jax.Array) -> tuple[Any, jax.Array, Accumulation]:
-    """Add the values of one pull, and return the mean so far.
+    """Add the values of one pull to the sums, and return the mean so far.
 
     The mean of k means of b images each is the mean of the k · b images: without batch statistics, k pulls make the
     same update as one pull of a batch k times as large.

@@ -16,7 +16,7 @@ from models.layers.stored import stored
 
 
 def trace(momentum: jax.Array, *, nesterov: bool, made: jax.Array) -> optax.GradientTransformation:
-    """Return `optax.trace`, a decayed sum of past gradients; its state is unchanged if `made`, bool [], is false."""
+    """Return `optax.trace` (a decayed sum of past gradients); its state is unchanged if `made`, bool [], is false."""
     inner = optax.trace(momentum)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:

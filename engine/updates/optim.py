@@ -126,7 +126,7 @@ def _parts(
 
 
 def _in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Wrap `inner` so that all its inputs are float32.
+    """Wrap `inner` so that gradients and parameters are cast to float32 before they reach it.
 
     A traced float32 number times a bfloat16 moment is float32: the state would change its dtype at the first update,
     which the loop's carry does not allow, and moments of 8 bits lose the small additions of a low learning rate.
