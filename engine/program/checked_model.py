@@ -57,7 +57,7 @@ class CheckedModel:
         if self._num_classes is not None and shape[1] < self._num_classes:
             raise SettingError(
                 "num_classes",
-                "the model must return a logit for each of the {wanted} classes, but returns {found}: "
+                "the model must return at least {wanted} logits per image, one per class, but returns {found}: "
                 "change its last layer, or {setting}",
                 wanted=self._num_classes,
                 found=shape[1],

@@ -78,7 +78,7 @@ def make_program(
 
 @dataclass(frozen=True)
 class _Program:
-    """The nested loops, outermost first: segments between evaluations or snapshots, pulls, and batches of a pull."""
+    """The nested loops, outermost first: segments (ending at an evaluation or a snapshot), pulls, and their batches."""
 
     model: TrainModel
     statics: Statics
