@@ -166,10 +166,10 @@ def test_a_recorded_run_is_read_back_unchanged():
         ),
         (
             lambda: Augmentation(crop_padding=4),
-            "crop_padding requires crop random, got crop_padding 4 with crop centre: set crop random, or "
-            "crop_padding 0",
-            "--crop-padding requires --crop random, got --crop-padding 4 with --crop centre: set --crop random, or "
-            "--crop-padding 0",
+            "crop_padding requires crop random, got crop_padding 4 with crop centre: set crop to random, or "
+            "crop_padding to 0",
+            "--crop-padding requires --crop random, got --crop-padding 4 with --crop centre: set --crop to random, "
+            "or --crop-padding to 0",
         ),
         (
             # What was given stays as it is, whatever it looks like.

@@ -1,1 +1,1 @@
-"""Augmentation on the device: settings, random numbers by position, crops, colour, mixing and erasing."""
+"""Augmentation on the device: settings, per-position random numbers, crops, colour, mixing and erasing."""

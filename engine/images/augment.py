@@ -116,7 +116,7 @@ def _crop(augmentation: Augmentation, pixels: jax.Array, keys: jax.Array) -> jax
 
 
 def jitter_colours(augmentation: Augmentation, pixels: jax.Array, keys: jax.Array) -> jax.Array:
-    """Jitter brightness, contrast, saturation and hue of packed pixels, in this order; skip each with strength 0."""
+    """Jitter brightness, contrast, saturation and hue of packed pixels, in this order, omitting those of strength 0."""
     strengths = (
         (Purpose.BRIGHTNESS, augmentation.brightness, change_brightness),
         (Purpose.CONTRAST, augmentation.contrast, change_contrast),

@@ -36,7 +36,7 @@ def centre_crop(pixels: jax.Array, shape: tuple[int, int]) -> jax.Array:
 def random_crop(
     pixels: jax.Array, words: jax.Array, shape: tuple[int, int], padding: int, mode: PaddingName
 ) -> jax.Array:
-    """Crop each padded image to `shape` (height, width) at a uniformly random place.
+    """Pad each image and crop it to `shape` (height, width) at a uniformly random place.
 
     Args:
         pixels: uint32 [b, H, W].

@@ -55,7 +55,9 @@ def change_brightness(planes: Planes, factors: jax.Array) -> Planes:
 
 
 def change_contrast(planes: Planes, factors: jax.Array) -> Planes:
-    """Scale each level's distance from its image's mean luma by a factor (int32 [b], in 1/4096); 0 gives the mean.
+    """Scale each level's distance from its image's mean luma by a factor (int32 [b], in units of 1/4096).
+
+    Factor 0 gives the mean.
 
     Raises:
         ValueError: if an image has more pixels than 32 bits can sum.
@@ -71,7 +73,7 @@ def change_contrast(planes: Planes, factors: jax.Array) -> Planes:
 
 
 def change_saturation(planes: Planes, factors: jax.Array) -> Planes:
-    """Scale each level's distance from its pixel's luma by a factor (int32 [b], in 1/4096); 0 gives grey."""
+    """Scale each level's distance from its pixel's luma by a factor (int32 [b], in units of 1/4096); 0 gives grey."""
     luma = _luma(planes)
     red, green, blue = (_blend(plane, luma, factors) for plane in planes)
     return red, green, blue

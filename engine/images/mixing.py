@@ -19,7 +19,7 @@ WHOLE = 2**16
 
 
 class Mixture(NamedTuple):
-    """Parameters of the mixture of each of b images with its partner.
+    """Parameters for mixing each of b images with its partner.
 
     Attributes:
         own_level: int32 [b], 0 … WHOLE, the share of the image's own levels (mixup).
@@ -93,7 +93,7 @@ def draw_cut(words: jax.Array, height: int, width: int, alpha: float) -> Boxes:
 
 
 def paste_partners(pixels: jax.Array, box: Boxes) -> jax.Array:
-    """Paste the content of `box` in each image's partner into the packed image, uint32 [b, H, W]."""
+    """Replace the area inside `box` of each packed image, uint32 [b, H, W], with the same area of its partner."""
     return jnp.where(mask_boxes(box, *pixels.shape[1:]), swap_partners(pixels), pixels)
 
 
@@ -116,7 +116,7 @@ def swap_partners(values: jax.Array) -> jax.Array:
 
 
 def _draw_side(words: jax.Array, fraction: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
-    """Draw a random segment that is `fraction` (float32 [b], 0 … 1) of a side; return its start and clipped length."""
+    """Draw a segment that covers `fraction` (float32 [b], 0 … 1) of a side; return its start and its clipped length."""
     half = jnp.floor(length * fraction).astype(jnp.int32) // 2
     middle = to_index(words, length)
     start, stop = jnp.maximum(middle - half, 0), jnp.minimum(middle + half, length)

@@ -1,4 +1,4 @@
-"""Positions in the endless stream of images, and the random numbers of each position.
+"""Positions in the endless stream of images, and the random numbers for each position.
 
 Every draw is a block of the Threefry-2x32 cipher (Salmon et al., 2011, "Parallel random numbers: as easy as 1, 2, 3")
 keyed by (seed, position) with counter (purpose, number): a function of only these four, never of the batch, the device
@@ -45,7 +45,7 @@ class Positions(NamedTuple):
 
 
 def positions(step: jax.Array, batch: int, start: int | jax.Array, count: int) -> Positions:
-    """Return the exact positions of a device's images at one step: `count` consecutive ones from step · batch + start.
+    """Return a device's exact image positions at one step: `count` consecutive numbers from step · batch + start.
 
     Args:
         step: int32 or uint32 [], number of batches before this one, ≥ 0.
@@ -116,7 +116,7 @@ def to_choice(words: jax.Array, probability: float) -> jax.Array:
 
 
 def _multiply(left: jax.Array, right: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Multiply two uint32 exactly, by 16-bit halves; return the high and low uint32 words of the product."""
+    """Multiply two uint32 arrays exactly, in 16-bit halves; return the high and low uint32 words of the product."""
     left_high, left_low = left >> 16, left & 0xFFFF
     right_high, right_low = right >> 16, right & 0xFFFF
     lowest = left_low * right_low

@@ -90,7 +90,7 @@ class Augmentation:
             raise SettingError(
                 "crop_padding",
                 "{setting} requires {crop} random, got {setting} {padding} with {crop} {found}: "
-                "set {crop} random, or {setting} 0",
+                "set {crop} to random, or {setting} to 0",
                 padding=self.crop_padding,
                 found=self.crop,
             )
@@ -98,7 +98,7 @@ class Augmentation:
             raise SettingError(
                 "padding_mode",
                 "{setting} {mode} requires {crop_padding} above 0, got {crop_padding} 0: "
-                "set {crop_padding}, or {setting} zeros",
+                "set {crop_padding} above 0, or {setting} to zeros",
                 mode=self.padding_mode,
             )
 
@@ -121,13 +121,13 @@ class Augmentation:
         if min(room) < 0:
             raise ValueError(
                 f"a {self.crop} crop must fit into the stored image, got size {self.size} for {height}×{width} px"
-                f"{f' with {padding} px of padding' if padding else ''}: set a smaller size, or crop resized"
+                f"{f' with {padding} px of padding' if padding else ''}: set a smaller size, or set crop to resized"
             )
         if self.crop == "random" and room == (0, 0):
             raise SettingError(
                 "crop",
                 "a random crop needs more than one possible place, got size {shape[0]}×{shape[1]} for images stored at "
-                "{height}×{width} px: set {crop_padding}, a smaller size, or {crop} centre",
+                "{height}×{width} px: set {crop_padding} above 0, set a smaller size, or set {crop} to centre",
                 shape=shape,
                 height=height,
                 width=width,
@@ -136,7 +136,7 @@ class Augmentation:
             raise SettingError(
                 "crop_padding",
                 "reflected padding must be narrower than the image, got {setting} {padding} for {height}×{width} px: "
-                "set a smaller {setting}, or {padding_mode} zeros",
+                "set a smaller {setting}, or set {padding_mode} to zeros",
                 padding=padding,
                 height=height,
                 width=width,
