@@ -291,12 +291,12 @@ def test_threads_decode_alike_and_no_warning_is_printed():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"size": 0}, "size must be a whole number from 1 to 4096, found 0"),
+        ({"size": 0}, "size must be a whole number from 1 to 4096, got 0"),
         ({"size": 224.0}, "size must be a whole number"),
         ({"size": True}, "size must be a whole number"),
-        ({"resize": 5000}, "resize must be a whole number from 1 to 4096, found 5000"),
+        ({"resize": 5000}, "resize must be a whole number from 1 to 4096, got 5000"),
         ({"size": 224, "resize": 200}, "resize must be at least size.*use a resize of 224 or more"),
-        ({"resample": "cubic"}, "resample must be one of nearest, .*, found 'cubic'"),
+        ({"resample": "cubic"}, "resample must be one of nearest, .*, got 'cubic'"),
     ],
 )
 def test_a_rule_validates_itself(settings, message):

@@ -59,10 +59,10 @@ def many_scans(num_scans, trailer=b""):
         (GIF_HEAD + b"x" * 70_000, "more than 65536 blocks come before its first image"),
         (
             rle_bmp(5000, 5000, b"\0\2\0\0"),
-            "with run-length encoding it may have at most 16777216 bytes and 16777216 pixels, found",
+            "with run-length encoding it may have at most 16777216 bytes and 16777216 pixels, but it has",
         ),
         (rle_bmp(8, 8, bytes(2**24), 2), "with run-length encoding it may have at most"),
-        (rle_bmp(89_000_000, 1, b"\1\1\0\0"), "and 89000000; save it without"),
+        (rle_bmp(89_000_000, 1, b"\1\1\0\0"), "and 89000000 pixels; save it without"),
         (webp(b"VP8X" + struct.pack("<I", 10) + bytes(4) + b"\xff" * 6), "16777216×16777216 is more than"),
         (webp(b"VP8L" + struct.pack("<I", 10) + b"\x2f\xff\xff\xff\xff"), "16384×16384 is more than"),
         (webp(b"VP8 " + struct.pack("<I", 10) + bytes(6) + b"\xff\x3f\xff\x3f"), "16383×16383 is more than"),

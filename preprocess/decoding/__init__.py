@@ -1,1 +1,1 @@
-"""Decoding of image files to RGB pixels of the packed size, with limits on time and memory."""
+"""Decoding of image files into RGB images of the packed size, with limits on time and memory."""

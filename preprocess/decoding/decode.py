@@ -1,4 +1,4 @@
-"""Decoding of an image file to the RGB crop that is stored in a shard.
+"""Decodes an image file into the RGB crop that is stored in a shard.
 
 The geometry is torchvision's `Resize(resize)` followed by `CenterCrop(size)`, computed by Pillow's antialiased
 resampling. A faulty file raises a `DecodeError`, whose message is the reason to write to `failures.jsonl`.
@@ -46,12 +46,12 @@ _UPRIGHT = {
 
 
 class DecodeError(ValueError):
-    """An image file cannot be decoded. The message gives the reason, but not the name of the file."""
+    """Raised if an image file cannot be decoded; the message gives the reason but not the file name."""
 
 
 @dataclass(frozen=True)
 class ResizeRule:
-    """The geometry of stored images: resize the shorter side to `resize`, then crop the central `size` × `size` pixels.
+    """The geometry of stored images: the central `size` × `size` pixels after resizing the shorter side to `resize`.
 
     Attributes:
         size: side of the stored crop in pixels, 1 to 4096.
@@ -67,14 +67,14 @@ class ResizeRule:
         for name in ("size", "resize"):
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= MAX_SIZE:
-                raise ValueError(f"{name} must be a whole number from 1 to {MAX_SIZE}, found {value!r}")
+                raise ValueError(f"{name} must be a whole number from 1 to {MAX_SIZE}, got {value!r}")
         if self.resize < self.size:
             raise ValueError(
-                f"resize must be at least size ({self.size}) so that the crop fits into the image, found "
+                f"resize must be at least size ({self.size}) so that the crop fits into the image, got "
                 f"{self.resize}; use a resize of {self.size} or more"
             )
         if self.resample not in RESAMPLERS:
-            raise ValueError(f"resample must be one of {', '.join(RESAMPLERS)}, found {self.resample!r}")
+            raise ValueError(f"resample must be one of {', '.join(RESAMPLERS)}, got {self.resample!r}")
 
     def to_json(self) -> dict[str, int | str]:
         """Return the rule as a JSON object."""
@@ -94,7 +94,7 @@ class ResizeRule:
 
 
 def resized_size(width: int, height: int, resize: int) -> tuple[int, int]:
-    """Return (width, height) after resizing the shorter side to `resize`; the longer is floor(resize · long / short).
+    """Return the resized (width, height): the shorter side is `resize`, the longer is floor(resize · long / short).
 
     This is torchvision's `Resize(int)`, which also computes the quotient in float64.
     """

@@ -47,7 +47,7 @@ _JPEG_MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")
 
 
 def bounded(encoded: bytes, name: str, *, max_pixels: int) -> bytes:
-    """Check that a file can be decoded cheaply; return the bytes to pass to Pillow, the file itself or an equal image.
+    """Check that a file is cheap to decode; return the bytes for Pillow: either the file itself or an equivalent image.
 
     Args:
         encoded: the file.
@@ -95,7 +95,8 @@ def _bounded_ppm(encoded: bytes, max_pixels: int) -> bytes:
         if len(encoded) > _MAX_PLAIN_PPM_BYTES or encoded.count(b"#") > _MAX_PLAIN_PPM_COMMENTS:
             raise ValueError(
                 f"in plain ASCII form it may have at most {_MAX_PLAIN_PPM_BYTES} bytes and {_MAX_PLAIN_PPM_COMMENTS} "
-                f"comments, found {len(encoded)} and {encoded.count(b'#')}; save it in binary form"
+                f"comments, but it has {len(encoded)} bytes and {encoded.count(b'#')} comments; save it in "
+                "binary form"
             )
         return encoded
     if found[1] == b"4" or found[4] is None:
@@ -104,7 +105,7 @@ def _bounded_ppm(encoded: bytes, max_pixels: int) -> bytes:
 
 
 def _at_full_range(encoded: bytes, found: re.Match[bytes], max_pixels: int) -> bytes:
-    """Return a binary PPM file with its values rescaled to a maximum of 255 or 65535, rounded as by Pillow."""
+    """Return a binary PPM file with its values rescaled to a maximum of 255 or 65535, rounding as Pillow does."""
     width, height, largest = int(found[2]), int(found[3]), int(found[4])
     is_grey = found[1] == b"5"
     if not 0 < largest < 65536 or largest == 255 or (is_grey and largest == 65535) or width * height > max_pixels:
@@ -145,12 +146,12 @@ def _check_bmp(encoded: bytes, max_pixels: int) -> None:  # noqa: ARG001 - all c
     if len(encoded) > _MAX_RLE_BMP_BYTES or num_pixels > _MAX_RLE_BMP_PIXELS:
         raise ValueError(
             f"with run-length encoding it may have at most {_MAX_RLE_BMP_BYTES} bytes and {_MAX_RLE_BMP_PIXELS} "
-            f"pixels, found {len(encoded)} and {num_pixels}; save it without compression"
+            f"pixels, but it has {len(encoded)} bytes and {num_pixels} pixels; save it without compression"
         )
 
 
 def _check_webp(encoded: bytes, max_pixels: int) -> None:
-    """Raise ValueError if a WebP canvas is too large; libwebp allocates it twice before it reports its size."""
+    """Raise ValueError if a WebP canvas is too large, because libwebp allocates it twice before reporting its size."""
     kind = encoded[12:16]
     if kind == b"VP8X":
         width, height = (int.from_bytes(encoded[at : at + 3], "little") + 1 for at in (24, 27))
@@ -166,7 +167,7 @@ def _check_webp(encoded: bytes, max_pixels: int) -> None:
 
 
 def _check_tiff(encoded: bytes, max_pixels: int) -> None:  # noqa: ARG001 - all checks take the same arguments
-    """Raise ValueError if the tags of the first image of a TIFF file refer to too many bytes, which they can share."""
+    """Raise ValueError if the tags of a TIFF file's first image refer to too many bytes; tags may share bytes."""
     order = "<" if encoded[:2] == b"II" else ">"
     is_big = 43 in encoded[2:4]
     start, entries, entry, word = (8, "Q", "HHQ", 8) if is_big else (4, "H", "HHI", 4)

@@ -94,7 +94,7 @@ def sniff(encoded: bytes) -> Format | None:
 def open_pixels(
     encoded: bytes, known: Format, *, max_pixels: int, admit: Callable[[int], None] = lambda _: None
 ) -> tuple[Image.Image, int]:
-    """Decode the first frame of an image in the colour mode of the file.
+    """Decode the first frame of an image in the file's colour mode.
 
     Args:
         encoded: the file's bytes.
@@ -143,7 +143,7 @@ def _may_have_many_scans(image: JpegImageFile, encoded: bytes) -> bool:
 
 
 def _scale_transparent_grey(image: Image.Image, encoded: bytes) -> None:
-    """Scale the transparent grey level of a PNG file to 8 bits; Pillow scales only the 2-bit or 4-bit pixels."""
+    """Scale the transparent grey level of a 2-bit or 4-bit PNG file to 8 bits, as Pillow scales only the pixels."""
     depth, colour = _png_depth_and_colour(encoded)
     if colour == _PNG_GREY and depth in (2, 4) and "transparency" in image.info:
         image.info["transparency"] *= 255 // (2**depth - 1)
@@ -247,7 +247,7 @@ def strip_png(encoded: bytes) -> tuple[bytes, int]:
 
 
 def _joined(encoded: bytes, parts: Sequence[tuple[int, int]]) -> bytes:
-    """Concatenate the given (start, stop) parts of a file; return the file itself if they cover it.
+    """Concatenate the given (start, stop) parts of a file; return the file itself if they cover all of it.
 
     The parts are in ascending order. A file may have 512 MiB, so it is copied at most once.
     """

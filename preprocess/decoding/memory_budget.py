@@ -22,7 +22,7 @@ _FREE_FILE_BYTES = 16 * 2**20
 
 
 class MemoryWaitError(MemoryError):
-    """No memory was released within the time limit of a waiting thread."""
+    """Raised if no memory was released within a waiting thread's time limit."""
 
 
 class MemoryBudget:
@@ -71,7 +71,7 @@ class MemoryBudget:
                 self._changed.notify_all()
 
     def _wait(self, is_ready: Callable[[], bool], num_bytes: int) -> None:
-        """Wait until ``is_ready()``. Each change of the budget restarts the time limit: many threads may be ahead."""
+        """Wait until ``is_ready()``. Each budget change restarts the time limit, because many threads may be ahead."""
         while not is_ready():
             if not self._changed.wait(self._timeout_s) and not is_ready():
                 raise MemoryWaitError(
@@ -84,10 +84,10 @@ class MemoryBudget:
 
 
 def pixel_budget(timeout_s: float) -> MemoryBudget:
-    """Return a budget for decoded pixels: a quarter of the memory. Images of up to 4 megapixels are not counted."""
+    """Return a budget of a quarter of the memory for decoded pixels. Images of up to 4 megapixels are not counted."""
     return MemoryBudget((host_memory_bytes() or 0) // _HOST_SHARE, _FREE_PIXEL_BYTES, timeout_s=timeout_s)
 
 
 def file_budget(timeout_s: float) -> MemoryBudget:
-    """Return a budget for encoded files: `FILE_BUDGET_BYTES`. Files of up to 16 MiB are not counted."""
+    """Return a budget of `FILE_BUDGET_BYTES` for encoded files. Files of up to 16 MiB are not counted."""
     return MemoryBudget(FILE_BUDGET_BYTES, _FREE_FILE_BYTES, timeout_s=timeout_s)
