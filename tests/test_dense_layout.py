@@ -53,7 +53,7 @@ def test_a_width_that_does_not_divide_is_refused(width):
         to_words(np.zeros((2, width, 3), np.uint8), "dense")
     with pytest.raises(ValueError, match=f"a width that is a multiple of 4, found {width}; choose another size or"):
         pack(fake_source(3, size=width), "memory://x", layout="dense")
-    with pytest.raises(ValueError, match="layout must be one of packed, dense, found 'loose'"):
+    with pytest.raises(ValueError, match="layout must be one of packed, dense, got 'loose'"):
         PackSettings(layout="loose")  # type: ignore[arg-type]
 
 

@@ -506,7 +506,7 @@ def test_a_read_that_hangs_ends_at_the_time_limit(tmp_path, monkeypatch):
     source = fake_source(6)
     monkeypatch.setattr(pipeline, "IMAGE_TIMEOUT_S", 0.3)
     monkeypatch.setattr(pipeline, "_JOIN_TIMEOUT_S", 0.1)
-    with pytest.raises(ShardError, match=r"n3/2\.png: not read and decoded within 0 s; check the disk"):
+    with pytest.raises(ShardError, match=r"n3/2\.png was not read and decoded within 0 s; check the disk"):
         pack(Hanging(source.images, source.labels), tmp_path)
 
 
@@ -602,14 +602,14 @@ def test_a_shard_fills_at_most_64_mebibytes_by_default(size, shard_images):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"shard_images": 0}, "shard_images must be at least 1, found 0"),
-        ({"num_workers": 0}, "num_workers must be at least 1, found 0"),
+        ({"shard_images": 0}, "shard_images must be at least 1, got 0"),
+        ({"num_workers": 0}, "num_workers must be at least 1, got 0"),
         (
             {"shard_images": 10**9},
             r"shard_images 1,000,000,000 at 224 px .* 186,\d+ GiB, more than the 4 GiB .*; use at most 21,399 images",
         ),
-        ({"codec": "zip"}, "codec must be one of raw, blosc, found 'zip'"),
-        ({"on_error": "cry"}, "on_error must be skip or fail, found 'cry'"),
+        ({"codec": "zip"}, "codec must be one of raw, blosc, got 'zip'"),
+        ({"on_error": "cry"}, "on_error must be skip or fail, got 'cry'"),
     ],
 )
 def test_settings_check_themselves(values, message):

@@ -31,7 +31,7 @@ class ChannelSums:
 
     @classmethod
     def from_array(cls, num_pixels: int, sums: NDArray[np.int64]) -> ChannelSums:
-        """Create an instance for ``num_pixels`` pixels from a row of the result of `channel_sums`, int64 ``[2, 3]``."""
+        """Create the sums for ``num_pixels`` pixels from one row, int64 ``[2, 3]``, of what `channel_sums` returned."""
         (r, g, b), (rr, gg, bb) = sums.tolist()
         return cls(num_pixels, (r, g, b), (rr, gg, bb))
 

@@ -118,7 +118,7 @@ class ShardRecord:
         values: dict[str, Any] = dict(json.loads(text))
         is_first = format_version == 1 and not {"checksums", _RECORD_DIGEST} & values.keys()
         if not is_first and values.pop(_RECORD_DIGEST) != json_digest(values):
-            raise ValueError("the record was changed after it was written")
+            raise ValueError("the record has changed since it was written")
         num_checksums = len(values["labels"]) if has_checksums and not is_first else 0
         if len(values.get("checksums", ())) != num_checksums:
             raise ValueError(f"the record has {len(values['checksums'])} checksums, not {num_checksums}")

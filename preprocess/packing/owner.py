@@ -26,7 +26,7 @@ _LOCK_TRIES = 100
 
 
 class Owner:
-    """A context manager that holds exclusive permission to write the split at ``location``."""
+    """A context manager that holds exclusive permission to write to the split at ``location``."""
 
     def __init__(self, location: Location) -> None:
         self._location = location
@@ -68,7 +68,7 @@ class Owner:
             raise ShardError(self._busy())
 
     def _lock(self, path: Path) -> int | None:
-        """Lock the file at ``path``, creating it if needed; return its descriptor, or None on Windows (no locks)."""
+        """Lock the file at ``path``, creating it if needed, and return its descriptor; on Windows, just return None."""
         if sys.platform == "win32":
             return None
         from preprocess.file_lock import FileLockedError, describe_failure, lock_file

@@ -169,13 +169,13 @@ def _with_existing_shard_images(location: Location, settings: PackSettings) -> P
 
 
 def _version_to_pack(location: Location) -> int:
-    """Return the format version to write: the version of an existing unfinished pack, or the newest."""
+    """Return the format version to write: the version of the unfinished pack if there is one, otherwise the newest."""
     found = (Journal(location).plan() or {}).get("format_version")
     return 1 if found == 1 else FORMAT_VERSION
 
 
 def _complete(location: Location, plan: dict[str, Any]) -> Manifest | None:
-    """Return the manifest if the split is complete, otherwise None; raise ShardError if its plan is different."""
+    """Return the manifest, or None if the split is incomplete; raise ShardError if its plan is not ``plan``."""
     text = location.read(MANIFEST_KEY)
     if text is None or Journal(location).plan() == _CLEARING:
         return None
@@ -275,7 +275,7 @@ def _finish(
 
 
 def _number_digests(labels: NDArray[np.uint16], checksums: NDArray[np.uint32] | None) -> dict[str, Any]:
-    """Return the manifest's digests of all labels together and of each shard file of labels and of checksums."""
+    """Return the digests for the manifest: of all labels together, and of each shard file of labels or checksums."""
     parts = [slice(start, start + NUMBERS_PER_SHARD) for start in range(0, len(labels), NUMBERS_PER_SHARD)]
     return {
         "labels_digest": words_digest([labels]),
@@ -337,8 +337,8 @@ def _write_numbers(
                 )
         except TimeoutError as error:
             raise ShardError(
-                f"{location.display}{name}: not written within {SHARD_TIMEOUT_S:.0f} s; check the disk, then run the "
-                "same command again"
+                f"{location.display}{name} was not written within {SHARD_TIMEOUT_S:.0f} s; check the disk, then run "
+                "the same command again"
             ) from error
         except (ValueError, OSError, RuntimeError) as error:
             raise ShardError(

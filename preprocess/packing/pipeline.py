@@ -176,7 +176,7 @@ def _wait(future: Future[list[Outcome]], source: SourceSplit, first: int) -> lis
         if future.done():
             raise
         raise ShardError(
-            f"{printable(source.image(first).name)}: not read and decoded within {IMAGE_TIMEOUT_S:.0f} s; "
+            f"{printable(source.image(first).name)} was not read and decoded within {IMAGE_TIMEOUT_S:.0f} s; "
             "check the disk or the network, then run the same command again to continue"
         ) from error
 

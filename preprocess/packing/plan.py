@@ -55,9 +55,9 @@ class PackSettings:
         for name in ("shard_images", "num_workers"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, found {value}")
+                raise ValueError(f"{name} must be at least 1, got {value}")
         if self.layout not in LAYOUTS:
-            raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, found {self.layout!r}")
+            raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {self.layout!r}")
         # A compressed or remote shard is filled in memory.
         shard_bytes = self.resolved_shard_images * self.image_bytes
         if shard_bytes > _MAX_SHARD_BYTES:
@@ -67,9 +67,9 @@ class PackSettings:
                 f"{_MAX_SHARD_BYTES // self.image_bytes:,} images"
             )
         if self.codec not in CODECS:
-            raise ValueError(f"codec must be one of {', '.join(CODECS)}, found {self.codec!r}")
+            raise ValueError(f"codec must be one of {', '.join(CODECS)}, got {self.codec!r}")
         if self.on_error not in ("skip", "fail"):
-            raise ValueError(f"on_error must be skip or fail, found {self.on_error!r}")
+            raise ValueError(f"on_error must be skip or fail, got {self.on_error!r}")
 
     @property
     def image_bytes(self) -> int:
@@ -135,7 +135,7 @@ def plan_of(manifest: Manifest) -> dict[str, Any]:
 
 
 def check_same_plan(found: dict[str, Any], wanted: dict[str, Any], where: str) -> None:
-    """Check that the pack at ``where``, which may be unfinished, was begun with the plan that is requested now.
+    """Check that the pack at ``where``, which may be unfinished, was begun with the plan now requested.
 
     Raises:
         ShardError: the plans differ; the message lists each setting that differs.

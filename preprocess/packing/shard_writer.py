@@ -181,7 +181,8 @@ class ShardWriter:
             yield
         except TimeoutError as error:
             raise ShardError(
-                f"{name}: not written within {SHARD_TIMEOUT_S:.0f} s; check the disk, then run the same command again"
+                f"{name} was not written within {SHARD_TIMEOUT_S:.0f} s; check the disk, then run the "
+                "same command again"
             ) from error
         except (ValueError, OSError, RuntimeError) as error:
             raise ShardError(
