@@ -104,8 +104,8 @@ def test_what_a_pack_killed_at_its_end_leaves_is_explained(data):
     (data / "train/journal").mkdir()
     (data / "train/journal/plan.json").write_text("{}")
     (data / "train/journal/owner").write_text("x")
-    assert [each.split(";")[1] for each in damages(data)] == [" run the same command again to remove it"]
-    assert damages(data)[0].startswith("journal/: left by a preprocess-imagenet command")
+    assert [each.split(";")[1] for each in damages(data)] == [" run the same command again to remove the folder"]
+    assert damages(data)[0].startswith("journal/: the folder belongs to a preprocess-imagenet command")
 
 
 def test_without_checksums_a_nonzero_low_byte_is_detected(tmp_path):
@@ -192,5 +192,5 @@ def test_metadata_that_a_native_reader_might_not_survive_are_refused_before_it(d
     found = damages(data)
     assert len(found) == 1
     assert found[0].startswith("pixels/zarr.json: ")
-    with pytest.raises(ShardError, match=r"pixels/zarr\.json is not the metadata of an array"):
+    with pytest.raises(ShardError, match=r"pixels/zarr\.json is not valid array metadata"):
         open_split(str(data), "train")

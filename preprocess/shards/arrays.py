@@ -137,12 +137,12 @@ def _check_metadata(location: Location, name: str) -> None:
             raise ValueError(f"found {len(text)} bytes, expected a JSON object of at most {_MAX_METADATA_BYTES} bytes")
     except (ValueError, RecursionError) as error:
         raise ShardError(
-            f"{location.display}{key} is not the metadata of an array ({reason(error)}); {location.remedy}"
+            f"{location.display}{key} is not valid array metadata ({reason(error)}); {location.remedy}"
         ) from error
 
 
 def words_digest(parts: Iterable[NDArray[np.unsignedinteger]]) -> str:
-    """Return the SHA-256, in hexadecimal, of the numbers in ``parts``, concatenated in little-endian byte order."""
+    """Return the hexadecimal SHA-256 of the numbers in ``parts``, concatenated in little-endian byte order."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(np.ascontiguousarray(part, part.dtype.newbyteorder("<")).data)

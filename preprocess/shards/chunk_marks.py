@@ -1,4 +1,4 @@
-"""A record of which chunks of a shard file were verified, with one bit per chunk to save memory at 10^8 images."""
+"""A record of which chunks of a shard file have been verified. One bit per chunk saves memory with 10^8 images."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ChunkMarks:
         return bool(self._bits[slot >> 3] >> (slot & 7) & 1)
 
     def add(self, slot: int) -> None:
-        """Mark chunk ``slot``."""
+        """Mark the chunk with index ``slot``."""
         self._bits[slot >> 3] |= 1 << (slot & 7)
 
     def missing(self, slots: NDArray[np.int64]) -> NDArray[np.intp]:

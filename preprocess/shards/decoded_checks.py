@@ -1,4 +1,4 @@
-"""Verification of decoded images against their checksums; those in an unchanged local file are verified only once.
+"""Verification of decoded images against their checksums; images in an unchanged local file are verified only once.
 
 Owns the record of verified images. Knows nothing of how images are read or how a mismatch is reported.
 """
@@ -33,7 +33,7 @@ class DecodedChecks:
         self._checked: dict[int, tuple[FileIdentity, ChunkMarks]] = {}
 
     def identify(self, shards: NDArray[np.int64]) -> Identities:
-        """Return the file identity of each shard in ``shards`` (int64 ``[s]``, indices); call this before reading them.
+        """Return the file identity of each shard whose index is in ``shards`` (int64 ``[s]``); call before reading.
 
         Raises:
             ShardError: a path leads to something other than a file, or to a file larger than any shard.

@@ -181,10 +181,10 @@ def _guard() -> _Guard | None:
 
 
 class WatchedFolder:
-    """A counter of the files under a folder that become unreadable while TensorStore has mapped them.
+    """A counter that, while it exists, counts the mapped files under a folder that are truncated or become unreadable.
 
-    It counts for as long as it exists. A mapped file is called torn if it is truncated or a page of it can't be read.
-    TensorStore maps a file briefly, in its own threads; data that it returns from a torn file may be zeros.
+    Such a file is called torn. Files are mapped briefly by TensorStore, in its own threads; data that it returns from a
+    torn file may be zeros.
     """
 
     def __init__(self, folder: Path) -> None:

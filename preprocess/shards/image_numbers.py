@@ -1,4 +1,4 @@
-"""Reader of a split's labels or checksums (one number per image); it verifies each shard file against its digest.
+"""Reads a split's labels or checksums (one number per image) and verifies each shard file against its digest.
 
 The numbers stay in memory, 2 bytes per image for labels and 4 for checksums. For very large local splits the files are
 mapped instead.
@@ -84,7 +84,7 @@ class ImageNumbers:
             )
 
     def read(self, indices: NDArray[np.int64], deadline: float) -> NDArray[Any]:
-        """Return the numbers ``[b]`` of the images ``indices``.
+        """Return the numbers ``[b]`` of the images with the given ``indices``.
 
         Args:
             indices: int64 ``[b]``, 0 ≤ index < N, in any order.

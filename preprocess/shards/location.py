@@ -151,7 +151,7 @@ class Location:
         self._wait("delete its files", lambda store: _Several([store.write(key, None) for key in keys]))
 
     def list_keys(self, prefix: str = "") -> list[str]:
-        """Return all keys in this folder that start with ``prefix``, sorted."""
+        """Return, in sorted order, all keys in this folder that start with ``prefix``."""
         found: Iterable[bytes] = self._wait("list it", lambda store: store.list(_prefix_range(prefix)))
         return sorted(key.decode("utf-8", "surrogateescape") for key in found)
 
@@ -198,13 +198,13 @@ def open_location(data: str, *, context: ts.Context | None = None, memory_mapped
             spec: dict[str, Any] = ts.KvStore.Spec(data).to_json()
         except (ValueError, RuntimeError) as error:
             raise ShardError(
-                f"{data} is not the URL of a supported store: {reason(error)}; use a path, gs:// or s3://"
+                f"{data} is not the URL of a supported store: {reason(error)}; use a path or a gs:// or s3:// URL"
             ) from error
     else:
         spec = {"driver": "file", "path": str(Path(data).expanduser())}
     if not isinstance(spec.get("path", ""), str) or "driver" not in spec:
         raise ShardError(
-            f"{data} does not name a folder in one store; use a path, gs://bucket/folder or s3://bucket/folder"
+            f"{data} does not name a folder in a single store; use a path, gs://bucket/folder or s3://bucket/folder"
         )
     path = spec.get("path", "")
     if spec["driver"] == "file":

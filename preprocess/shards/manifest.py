@@ -182,7 +182,7 @@ class Manifest:
         return words_of_row(self.width, self.pixel_layout)
 
     def shard_range(self, shard: int) -> tuple[int, int]:
-        """Return ``(start, stop)``, the range of the image indices in shard file ``shard``."""
+        """Return ``(start, stop)``, the range of image indices in shard file ``shard``."""
         start = shard * self.shard_images
         return start, min(start + self.shard_images, self.num_images)
 
@@ -261,7 +261,7 @@ class Manifest:
 
 
 def is_manifest(text: bytes) -> bool:
-    """Return whether ``text`` is a split's manifest (of any version, perhaps damaged), not another program's file."""
+    """Return whether ``text`` is a split's manifest (of any version, even damaged), not a file of another program."""
     try:
         document = json.loads(text)
     except (ValueError, RecursionError):

@@ -57,12 +57,12 @@ class MappedImages:
 
     @property
     def lends(self) -> bool:
-        """Whether `lend` can return images; otherwise, it always returns None."""
+        """Whether `lend` can return images; if not, `lend` always returns None."""
         return self._image_bytes >= _LEAST_ONE_BY_ONE_BYTES
 
     @staticmethod
     def is_mappable(manifest: Manifest) -> bool:
-        """Return whether the stored pixels need no conversion: they are raw and in this machine's byte order."""
+        """Return whether the stored pixels need no conversion, i.e. whether they are raw and in native byte order."""
         return manifest.codec == "raw" and MappedShards.is_possible()
 
     def check_files(self) -> None:
@@ -131,7 +131,7 @@ class MappedImages:
     def lend(
         self, indices: NDArray[np.int64], expected: NDArray[np.uint32] | None
     ) -> tuple[list[NDArray[np.uint32]], set[MappedShard]] | None:
-        """Return views of the images in the mapped files, in the order of ``indices``, and the set of those files.
+        """Return views of the mapped images, in the order of ``indices``, and the set of files that contain them.
 
         Each image is uint32 ``[H, row_words]``, read-only. The images are verified, and their pages are in memory
         unless the system has evicted them. Copies of them are valid only if `is_torn` is false for all files

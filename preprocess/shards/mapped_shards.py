@@ -42,7 +42,7 @@ type ExpectedChecksums = Callable[[int, int], NDArray[np.uint32]]
 
 
 class ChangedFileError(OSError):
-    """Raised if a file was written to while it was mapped, so that chunks already returned have changed."""
+    """Raised if a file was written to while it was mapped, which changed chunks that had already been returned."""
 
 
 class OpenFile:
@@ -171,11 +171,11 @@ class MappedShards:
 
     @staticmethod
     def is_possible() -> bool:
-        """Return whether this machine is little-endian, so that stored numbers need no conversion."""
+        """Return whether this machine is little-endian, in which case stored numbers need no conversion."""
         return sys.byteorder == "little"
 
     def places(self, chunks: NDArray[np.int64]) -> Iterator[tuple[MappedShard | None, int]]:
-        """Yield each chunk's shard (None if it is not mapped) and its slot in the shard, checking each file once."""
+        """Yield each chunk's shard (None if it is not mapped) and its slot in that shard, checking each file once."""
         numbers, slots = np.divmod(chunks, self._shard_chunks)
         found: dict[int, MappedShard | None] = {}
         for number, slot in zip(numbers.tolist(), slots.tolist(), strict=True):
@@ -302,7 +302,7 @@ class MappedShards:
 
 
 def read_pages(array: NDArray[Any]) -> None:
-    """Load a contiguous mapped array into memory while the interpreter lock is released."""
+    """Load a contiguous mapped array into memory with the global interpreter lock released."""
     numbers = array.reshape(-1)
     numbers[:: max(1, min(_PAGE_BYTES // array.itemsize, numbers.size // _LEAST_NUMBERS_READ))].max()
 

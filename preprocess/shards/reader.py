@@ -77,7 +77,7 @@ class LentImages:
 
 
 class ShardSplit:
-    """A complete split that any number of threads can read from; also a context manager that closes it.
+    """A complete split that any number of threads can read from; as a context manager, it closes itself on exit.
 
     Attributes:
         manifest: the manifest of the split.
@@ -160,7 +160,7 @@ class ShardSplit:
 
     @property
     def lends(self) -> bool:
-        """Whether `lend` can return images; otherwise, it always returns None."""
+        """Whether `lend` can return images; if not, `lend` always returns None."""
         return self._mapped is not None and self._mapped.lends
 
     def lend(self, indices: NDArray[np.int64], labels: NDArray[np.int32], *, timeout_s: float) -> LentImages | None:
@@ -221,7 +221,7 @@ class ShardSplit:
         except ChangedFileError as error:
             raise ChangedShardError(
                 f"{printable(str(error))} was written to while it was being read, so wrong pixels may have been used "
-                f"in the last seconds. Stop the program that writes to it and restore the file; {self._remedy()}"
+                f"in the last few seconds. Stop the program that writes to it and restore the file; {self._remedy()}"
             ) from error
 
     def _expected(self, indices: NDArray[np.int64], deadline: float) -> NDArray[np.uint32] | None:

@@ -21,7 +21,7 @@ from preprocess.shards.manifest import Manifest
 
 
 def open_pixels(location: Location, manifest: Manifest) -> ts.TensorStore:
-    """Open the pixel array, uint32 ``[N, H, row_words]``, of the split at ``location``; raise ShardError on failure."""
+    """Open the uint32 pixel array ``[N, H, row_words]`` of the split at ``location``; raise ShardError on failure."""
     metadata = pixels_metadata(
         manifest.num_images,
         manifest.height,
@@ -34,7 +34,7 @@ def open_pixels(location: Location, manifest: Manifest) -> ts.TensorStore:
 
 
 def open_labels(location: Location, manifest: Manifest) -> ImageNumbers:
-    """Open the labels, uint16, of the split at ``location``; raise ShardError on failure."""
+    """Open the uint16 labels of the split at ``location``; raise ShardError on failure."""
     digests = manifest.label_digests or None
     if digests is None and manifest.num_images <= NUMBERS_PER_SHARD:
         digests = (manifest.labels_digest,)  # version 1; for a single file the digest is the same
@@ -42,7 +42,7 @@ def open_labels(location: Location, manifest: Manifest) -> ImageNumbers:
 
 
 def open_checksums(location: Location, manifest: Manifest) -> ImageNumbers | None:
-    """Open the image checksums, uint32, of the split at ``location``; return None if it has none."""
+    """Open the uint32 image checksums of the split at ``location``; return None if the split has none."""
     if not manifest.checksum_digests:
         return None
     return ImageNumbers(

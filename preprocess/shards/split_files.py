@@ -27,7 +27,7 @@ def is_split_file(key: str) -> bool:
 
 
 def split_files(location: Location, prefix: str = "") -> list[str]:
-    """Return the keys of the split's own files at ``location`` that start with ``prefix``, sorted."""
+    """Return, in sorted order, the keys starting with ``prefix`` among the split's own files at ``location``."""
     return [key for key in location.list_keys(prefix) if is_split_file(key)]
 
 
@@ -42,7 +42,7 @@ def delete_split_files(location: Location, keys: Iterable[str]) -> None:
 
 
 def delete_lock_files(location: Location) -> None:
-    """Delete ``.__lock`` files that a killed process left beside a split's files; no other process may be writing."""
+    """Delete ``.__lock`` files left beside a split's files by a killed process; no other process may be writing."""
     for path, _ in _own_folders(location):
         for found in path.glob(f"*{LOCK_SUFFIX}"):
             key = found.relative_to(_root(location)).as_posix().removesuffix(LOCK_SUFFIX)

@@ -55,7 +55,7 @@ def read_manifest(location: Location, split: str) -> Manifest:
 
 
 class _State(IntEnum):
-    """The state of a split; if its files indicate several states, the one with the lowest value applies."""
+    """The state of a split; if its files indicate several states, the state with the lowest value applies."""
 
     COMPLETE, UNFINISHED, BROKEN = range(3)
 

@@ -123,8 +123,8 @@ def _check_files(location: Location, manifest: Manifest) -> Iterator[Damage]:
     if any(key.startswith(JOURNAL) for key in found):
         yield Damage(
             JOURNAL,
-            "left by a preprocess-imagenet command that is still running or was killed just before it finished; run "
-            "the same command again to remove it",
+            "the folder belongs to a preprocess-imagenet command that is still running or was killed just before it "
+            "finished; run the same command again to remove the folder",
         )
     for key in sorted(key for key in found - max_bytes.keys() if not key.startswith(JOURNAL)):
         yield Damage(printable(key), "the file does not belong to the split")
@@ -135,7 +135,7 @@ def _arrays(manifest: Manifest) -> tuple[str, ...]:
 
 
 def _file_damage(location: Location, key: str, max_bytes: int, *, is_listed: bool) -> Damage | None:
-    """Return the damage if a required file can't be read, even if it is listed (broken links, pipes)."""
+    """Return the damage if a required file can't be read, even if its key is listed, as for a broken link or a pipe."""
     folder = location.local_path
     if folder is None:
         return None if is_listed else Damage(key, "the file is missing")
@@ -156,7 +156,7 @@ def _check_failures(location: Location, manifest: Manifest, unreadable: set[str]
 
 
 def _check_metadata(location: Location, manifest: Manifest, unreadable: set[str]) -> Iterator[Damage]:
-    """Check that no byte of the manifest or of the arrays' metadata changed, as a change may affect other readers."""
+    """Check that no byte of the manifest or of the arrays' metadata has changed; a change may affect other readers."""
     if location.read(MANIFEST_KEY) != manifest.to_json().encode():
         yield Damage(MANIFEST_KEY, "the values are unchanged, but the bytes differ from those written")
     for name, digest in manifest.metadata_digests.items():
@@ -274,7 +274,7 @@ def _read_ahead(array: ts.TensorStore, manifest: Manifest, unreadable: set[str])
 
 
 def _pieces(manifest: Manifest) -> Iterator[tuple[int, int]]:
-    """Yield ``start, stop`` of each piece: images of one shard file, at most 64 MiB (but at least one image)."""
+    """Yield ``start, stop`` of each piece, which is at most 64 MiB (but at least one image) of one shard file."""
     most = max(1, _PIECE_BYTES // manifest.image_bytes)
     for shard in range(manifest.num_shards):
         first, last = manifest.shard_range(shard)
