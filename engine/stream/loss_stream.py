@@ -88,7 +88,7 @@ class LossStream:
 
     @property
     def losses(self) -> NDArray[np.float32]:
-        """All losses received so far, in order, float32 [n]."""
+        """All losses received so far, in order, as float32 [n]."""
         return self._losses.to_array()
 
     def release(self) -> None:
@@ -120,7 +120,7 @@ class LossStream:
             raise
 
     def receive(self, pushed: Pushed) -> None:
-        """Queue what the program emitted for the sinks, or drop it after `close`; called on one thread at a time.
+        """Queue the program's output for the sinks, or drop it after `close`; called on one thread at a time.
 
         Returns at once if every sink keeps up. Otherwise it waits, for a limited time, unless a stop was requested: the
         last records before a stop may exceed the bound of the queue.
@@ -290,7 +290,7 @@ class _Lane:
         return True
 
     def is_behind(self) -> bool:
-        """Return whether the queue exceeds its limit and the sink still gets records."""
+        """Return whether the queue exceeds its limit and the sink still receives records."""
         return not self.is_left_out and self.records.qsize() > _MOST_QUEUED
 
     def give_up(self) -> None:

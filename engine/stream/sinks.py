@@ -108,7 +108,7 @@ class Sink(Protocol):
         ...
 
     def write_evaluation(self, record: EvaluationRecord) -> None:
-        """Write one evaluation, in its place among the losses; an exception has the same effect as in `write`."""
+        """Write one evaluation, in sequence with the losses; an exception has the same effect as in `write`."""
         ...
 
     def close(self) -> None:
@@ -130,11 +130,11 @@ class TakesSnapshots(Protocol):
     """The optional interface of a sink that takes snapshots of the program's state."""
 
     def write_snapshot(self, snapshot: PushedSnapshot) -> None:
-        """Write a snapshot, in its place among the losses; an exception has the same effect as in `write`."""
+        """Write a snapshot, in sequence with the losses; an exception has the same effect as in `write`."""
         ...
 
     def leave_out(self, snapshot: PushedSnapshot) -> None:
-        """Handle a snapshot skipped because another is queued; called on the program's thread, so it must not block."""
+        """Handle a snapshot skipped because another is queued; must not block: it is called on the program's thread."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""The losses of a launch in bounded memory; those beyond the bound are kept in an unnamed temporary file."""
+"""The losses of a launch, in bounded memory; losses beyond the bound are kept in an unnamed temporary file."""
 
 import tempfile
 from array import array
@@ -53,7 +53,7 @@ class SpooledLosses:
         self._file, self._num_spooled, self._tail = None, 0, array("f")
 
     def to_array(self) -> NDArray[np.float32]:
-        """Return all losses so far, float32 [n]; those in the file are memory-mapped copy-on-write, not read."""
+        """Return all losses so far as float32 [n]; losses in the file are memory-mapped copy-on-write, not read."""
         if self._file is None or not self._num_spooled:
             return np.array(self._tail, np.float32)
         self._file.seek(self._num_spooled * self._tail.itemsize)
