@@ -55,7 +55,7 @@ def test_the_result_goes_to_stdout_and_messages_to_stderr(place):
     told = done.stderr.splitlines()
     assert told[0] == "weights: run, resnet8 after 2 steps"
     assert told[1].endswith("data/val, 11 images")
-    assert told[2].startswith("compiled evaluation program in ")
+    assert told[2].startswith("compiled the evaluation program in ")
     assert told[3].startswith("11 images in ")
 
 
@@ -125,7 +125,7 @@ def test_weights_of_no_run(place, monkeypatch):
         (["run", "--data", "nowhere"], "nowhere does not exist"),
         (["run", "--split", "test"], "there is no split 'test'; choose one of train, val"),
         (["run", "--batch", "0"], "--batch must lie in 1 … 1048576, got 0"),
-        (["run", "--image-size", "9"], "as large as those used in training, 9 × 9 px"),
+        (["run", "--image-size", "9"], "must have the size used in training, 9 × 9 px"),
         (["--weights", "nowhere.safetensors"], "nowhere.safetensors does not exist"),
         (["--weights", "data/val/manifest.json"], "must be a complete safetensors file"),
     ],

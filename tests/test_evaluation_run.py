@@ -171,7 +171,7 @@ def test_other_classes_and_sizes_are_refused(trained, data, tmp_path):
     with pytest.raises(ValueError, match=r"must have 3 classes, as the weights do, but .*/fewer has 2"):
         evaluate(replace(settings, data=os.fspath(tmp_path / "apart"), eval_split="fewer"))
     pack(fake_source(6, size=4, name="small"), tmp_path)
-    with pytest.raises(ValueError, match=r"as large as those used in training, 6 × 6 px, .* got 4 × 4 px"):
+    with pytest.raises(ValueError, match=r"must have the size used in training, 6 × 6 px, .* got 4 × 4 px"):
         evaluate(replace(settings, data=os.fspath(tmp_path), eval_split="small"))
 
 
@@ -198,7 +198,7 @@ def test_a_run_that_was_never_evaluated_can_be(data, tmp_path):
 
 def test_the_model_must_be_the_runs(trained, tmp_path):
     run, _ = trained
-    with pytest.raises(ValueError, match=r"run was trained with the registry model resnet8: leave model out"):
+    with pytest.raises(ValueError, match=r"with the registry model resnet8: leave out the model argument"):
         evaluate(run, model=Linear())
     train(toy_config(steps=1, run_dir=tmp_path), model=Linear(), batches=toy_batch)
     with pytest.raises(

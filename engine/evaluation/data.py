@@ -110,10 +110,12 @@ def _choose(config: TrainConfig, trained_on: TrainedOn, notify: Callable[[str], 
 def _compare(
     config: TrainConfig, data: str, trained_on: TrainedOn, manifest: Manifest, name: str, notify: Callable[[str], None]
 ) -> bool:
-    """Return whether a split belongs to the training data set and so has the same classes; warn if it does not.
+    """Return whether a split is known to belong to the training data set; if not, warn that its classes may differ.
+
+    There is no warning if the training data set is unknown.
 
     Raises:
-        ValueError: if it does, but its classes differ from those of the training split.
+        ValueError: if the split belongs to the data set, but its classes differ from those of the training split.
     """
     if trained_on.manifest_digest is None:
         return False

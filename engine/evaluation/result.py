@@ -24,7 +24,7 @@ class ClassResult:
 
     @property
     def top1(self) -> float:
-        """Top-1 accuracy on the images of the class, NaN if there are none."""
+        """Top-1 accuracy on the images of the class, or NaN if there are no images."""
         return self.num_top1 / self.num_images if self.num_images else math.nan
 
 

@@ -60,7 +60,7 @@ def evaluate(
     per_class: bool = False,
     notify: Callable[[str], None] = lambda _: None,
 ) -> EvaluationResult:
-    """Evaluate the weights of a finished or stopped run in the same way as its training loop does.
+    """Evaluate the weights of a finished or stopped run in the same way as the training loop of the run does.
 
     With the run's batch size, the counts and the loss equal those of its last evaluation, bit for bit on a CPU. With a
     different batch size, sums are computed in a different order: the loss may differ in its last digits, and a count
@@ -185,7 +185,7 @@ def _count(
         chunk=choose_chunk(None, transport),
     )
     compiled = _compile(subject, source, transport, infeed, per_class=per_class)
-    notify(f"compiled evaluation program in {compiled.compile_s:.1f} s" + " (from the cache)" * compiled.from_cache)
+    notify(f"compiled the evaluation program in {compiled.compile_s:.1f} s" + " (from the cache)" * compiled.from_cache)
     started = time.perf_counter()
     tally = _launch(compiled, subject, source, transport, infeed, board)
     evaluate_s = time.perf_counter() - started
@@ -233,7 +233,7 @@ def _compile(
 
 
 def _num_logits(model: CheckedModel, weights: Weights, subject: Subject, source: EvaluationSource) -> int:
-    """Trace the model to find the number of classes, K, and return it: a user-defined model does not declare it."""
+    """Return the number of classes, K, found by tracing the model, because a user-defined model does not declare it."""
     pixels = jax.ShapeDtypeStruct((source.batch, source.height, source.width), jnp.uint32)
 
     def apply(weights: Weights, pixels: jax.Array, scale: PixelScale) -> jax.Array:

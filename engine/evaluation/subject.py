@@ -59,7 +59,9 @@ def check_own_model(recorded: TrainedRun, model: TrainModel | None) -> None:
             f"Python: engine.evaluate({str(recorded.path)!r}, model=…)"
         )
     if not is_own and model is not None:
-        raise ValueError(f"{recorded.path} was trained with the registry model {recorded.model_name}: leave model out")
+        raise ValueError(
+            f"{recorded.path} was trained with the registry model {recorded.model_name}: leave out the model argument"
+        )
 
 
 def run_subject(
@@ -84,7 +86,7 @@ def run_subject(
     if mean is None or std is None:
         raise ValueError(
             f"the weights of a run must record the mean and std of its pixels, but those in {recorded.path} do not: "
-            "restore the file, or evaluate it with --weights, --mean and --std"
+            "restore the weights file, or evaluate it with --weights, --mean and --std"
         )
     weights = _place(recorded.weights, registry_name, model, os.fspath(recorded.path))
     config, step = replace(config, image_size=size), _steps_done(recorded.weights)
@@ -191,7 +193,7 @@ def _crop_of_run(config: TrainConfig, recorded: TrainedRun, source: EvaluationSo
     if expected[0] == expected[1] and expected[0] <= min(found):
         return expected[0]
     raise ValueError(
-        f"the images must be as large as those used in training, {expected[0]} × {expected[1]} px, or larger if the "
+        f"the images must have the size used in training, {expected[0]} × {expected[1]} px, or a larger size if the "
         f"training images were square, got {found[0]} × {found[1]} px: pack them at the --size used in training"
     )
 
@@ -207,7 +209,7 @@ def _crop_of_file(
     height, _, width = stored.metadata.get("image_size", "").partition("x")
     if height.isdecimal() and int(height) > least:
         notify(
-            f"warning: the weights were trained on images of {height} × {width} px, but these images have "
+            f"warning: the weights were trained on images of {height} × {width} px, but these images are "
             f"{source.height} × {source.width} px: pack them at the --size used in training to measure the network's "
             "real accuracy"
         )

@@ -48,7 +48,7 @@ def read_run(path: Path) -> TrainedRun:
     """Read the settings and the weights of a run from its folder.
 
     Raises:
-        ValueError: if it is not a run folder, has no weights yet, one of its files was changed since it was
+        ValueError: if it is not a run folder, has no weights yet, one of its files has changed since it was
             written, or `config.json` belongs to another run.
     """
     check_has_weights(path)
@@ -91,7 +91,7 @@ def _check_config(path: Path, recorded: RecordedRun, end: RecordedEnd | None) ->
 
 
 def _read_weights(path: Path, recorded: RecordedRun, end: RecordedEnd | None) -> StoredWeights:
-    """Read the weights of a run; raise ValueError if they were changed, or are not those that it wrote at its end."""
+    """Read the weights of a run; raise ValueError if they have changed, or the run did not write them at its end."""
     weights = read_weights(path / WEIGHTS)
     if end is not None and end.weights_digest not in (None, weights.digest):
         found = "there is none now" if weights.digest is None else f"is {weights.digest[:12]} now"
