@@ -220,7 +220,7 @@ def test_the_end_of_a_killed_run_is_compared_as_far_as_it_goes(copied):
         (None, {"to_step": 10}, r"\(--to\) must be a step in .*loss.jsonl, 1 … 9, got 10"),
         ("line", {}, r"loss.jsonl must have step 5 in line 5, but has step 6: restore that file"),
         ("text", {}, r"loss.jsonl must have step, loss, lr in line 5, but has b'five': restore"),
-        ("log", {}, r"a run must have completed a step to be replayed, but .*loss.jsonl contains none"),
+        ("log", {}, r"a run must have completed a step to be replayed, but .*loss.jsonl contains no step"),
         ("config", {}, r"a run folder must contain config.json"),
         (
             None,
@@ -361,5 +361,5 @@ def test_packed_data_may_have_moved_and_must_be_the_same(packed, tmp_path):
     pack(fake_source(7, size=8, seed=1, name="val"), tmp_path / "other")
     with pytest.raises(ValueError, match="digest"):
         replay_run(tmp_path / "run", data=str(tmp_path / "other"))
-    with pytest.raises(ValueError, match=r"was trained without your own model: leave model out"):
+    with pytest.raises(ValueError, match=r"was trained without your own model: leave out the model argument"):
         replay_run(tmp_path / "run", model=Linear())

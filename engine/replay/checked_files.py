@@ -67,7 +67,7 @@ def describe_check(run: Path, read: Sequence[Snapshot] = ()) -> str:
 
 
 def _size(path: Path) -> int:
-    """Return the size of a regular file; 0 for anything else, including a file that a run in progress just removed."""
+    """Return the size of a regular file; 0 for anything else, including a file that a run has just removed."""
     with suppress(OSError):
         status = path.lstat()
         return status.st_size if stat.S_ISREG(status.st_mode) else 0
@@ -100,7 +100,7 @@ class _Check:
         return CheckedFiles(len(self._checked), tuple(self._faults.values()), tuple(self._unchecked))
 
     def _read_file[Found](self, name: str, read: Callable[[], Found]) -> Found | None:
-        """Call `read` for a file unless it has a known fault; if `read` raises, record the error as its fault."""
+        """Call `read` for a file unless the file has a known fault; if `read` raises, record the error as a fault."""
         if name in self._faults:
             return None
         try:
@@ -163,7 +163,7 @@ class _Check:
             self._unchecked.append(WEIGHTS)
 
     def _list_unchecked(self, recorded: RecordedRun | None, end: RecordedEnd | None) -> None:
-        """Move the files that no digest covers from the checked to the unchecked files."""
+        """Move the files that no digest covers from the set of checked files to the list of unchecked files."""
         if recorded is not None and recorded.digest is None:
             self._checked.discard(CONFIG)
             self._unchecked.append(CONFIG)

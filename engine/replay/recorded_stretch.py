@@ -1,6 +1,6 @@
-"""The record of a stretch of a run: a range of updates with their losses and evaluations, and the states at both ends.
+"""The record of a range of updates of a run: the losses, the evaluations, and the training states at both ends.
 
-Owns what is needed to replay the stretch. Only reads, without taking the run's lock, so that the run can continue
+Owns what is needed to replay the range. Only reads, without taking the run's lock, so that the run can continue
 meanwhile. Must not know: the loop.
 """
 
@@ -46,17 +46,17 @@ class Piece:
 
 @dataclass(frozen=True)
 class RecordedStretch:
-    """The updates `start.step` + 1 … `to_step` of a run as they were recorded.
+    """The record of the updates `start.step` + 1 … `to_step` of a run.
 
     Attributes:
         run: the folder of the run.
         recorded: its settings.
-        start: where the stretch begins.
+        start: where the range begins.
         to_step: its last update.
         losses: the numbers of every step, by step; None represents a NaN or infinite number.
         evaluations: likewise, for the steps after which there was an evaluation.
         snapshot: the snapshot of `to_step`, None if there is none.
-        pieces: the pieces of the stretch, in order.
+        pieces: the pieces of the range, in order.
         is_evaluated: whether the run has any evaluation at all.
     """
 
@@ -115,8 +115,8 @@ def read_stretch(run: Path, from_step: int | None, to_step: int | None) -> Recor
 def _checked_end(run: Path, to_step: int | None, num_lines: int) -> int:
     if not num_lines:
         raise ValueError(
-            f"a run must have completed a step to be replayed, but {run / LOSS_LOG} contains none: wait for the first "
-            "step"
+            f"a run must have completed a step to be replayed, but {run / LOSS_LOG} contains no step: wait for the "
+            "first step"
         )
     if to_step is None:
         return num_lines
@@ -190,7 +190,7 @@ _REPLAY_SETTINGS: dict[str, Any] = {
 
 
 def _read_lines(path: Path) -> list[bytes]:
-    """Return the complete lines of a file, without a last line that is still being written or was truncated."""
+    """Return the complete lines of a file, ignoring the last line if it is still being written or was truncated."""
     try:
         return read_regular(path, max_bytes=_MOST_LOG_BYTES).split(b"\n")[:-1]
     except FileNotFoundError:

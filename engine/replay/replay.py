@@ -149,7 +149,7 @@ def _replay(
 
 
 class _StopAfterPieceBoard(ControlBoard):
-    """A control board that stops the loop after a piece of the replay, so that nothing happens beyond it.
+    """A control board that stops the loop after a piece of the replay, so that nothing beyond that piece is run.
 
     The loop cannot simply be left to end, because its end includes an evaluation, which the run may not have done.
     """
@@ -228,4 +228,4 @@ def _check_own(stretch: RecordedStretch, model: object, batches: object, evaluat
         )
     for name in ("model", "batches"):
         if given[name] is not None and not needed[name]:
-            raise ValueError(f"{stretch.run} was trained without your own {name}: leave {name} out")
+            raise ValueError(f"{stretch.run} was trained without your own {name}: leave out the {name} argument")

@@ -72,7 +72,7 @@ class ReplayReport:
 
     @property
     def is_same(self) -> bool:
-        """Whether all compared values have the same bits, and no file was changed since it was written."""
+        """Whether all compared values have the same bits, and no file has changed since it was written."""
         return not self.differences and not self.file_faults
 
     def __str__(self) -> str:
