@@ -109,14 +109,14 @@ def test_weights_that_were_changed_are_neither_evaluated_nor_started_from(copied
     path = copied_run / "model.safetensors"
     whole = path.read_bytes()
     with holding(path, whole[:-2] + bytes([whole[-2] ^ 1]) + whole[-1:]):
-        with pytest.raises(ValueError, match=r"model\.safetensors was changed since it was written"):
+        with pytest.raises(ValueError, match=r"model\.safetensors has changed since it was written"):
             evaluate(copied_run, model=Linear(), evaluation=EVALUATED)
-        with pytest.raises(ValueError, match="was changed since it was written"):
+        with pytest.raises(ValueError, match="has changed since it was written"):
             run(tmp_path / "next", init_from=str(path))
         report = replay_run(copied_run, model=Linear(), batches=toy_batch, evaluation=EVALUATED)
         assert not report.is_same
         assert not report.differences
-        assert str(report).startswith(f"not as written: {path} was changed since it was written")
+        assert str(report).startswith(f"not as written: {path} has changed since it was written")
     # Another run's whole file, or one without a digest, is not the one that the run wrote.
     run(tmp_path / "other", seed=5)
     for content in ((tmp_path / "other/model.safetensors").read_bytes(), without_digest(path, tmp_path)):

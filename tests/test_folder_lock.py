@@ -76,7 +76,7 @@ def test_a_lock_is_released_at_the_end_of_with_and_after_an_error(tmp_path):
 
 def test_a_second_holder_in_this_process_is_refused(tmp_path):
     with FolderLock(tmp_path) as first:
-        message = rf"{tmp_path} is in use by process {os.getpid()} on host .+: wait for it or stop it"
+        message = rf"{tmp_path} is in use by process {os.getpid()} on host .+: wait for it to end, or stop it"
         for lock in (FolderLock(tmp_path), first):
             with pytest.raises(FolderInUseError, match=message):
                 lock.acquire()
@@ -240,7 +240,7 @@ def test_other_failures_of_the_lock_are_raised(tmp_path, monkeypatch, act):
 def test_an_empty_record_names_no_holder(tmp_path, record):
     with FolderLock(tmp_path):
         (tmp_path / LOCK_NAME).write_bytes(record)
-        with pytest.raises(FolderInUseError, match="is in use by another process: wait for it or stop it"):
+        with pytest.raises(FolderInUseError, match="is in use by another process: wait for it to end, or stop it"):
             FolderLock(tmp_path).acquire()
 
 

@@ -285,7 +285,7 @@ def test_the_record_of_a_run_is_a_recipe(tmp_path):
 def test_a_record_that_was_changed_or_has_a_model_of_your_own_is_refused(tmp_path):
     path = record_run(tmp_path / "run", TrainConfig(batch=4))
     path.write_text(path.read_text().replace('"batch": 4', '"batch": 5'))
-    with pytest.raises(ValueError, match=r"config\.json was changed since run-train wrote it"):
+    with pytest.raises(ValueError, match=r"config\.json has changed since run-train wrote it"):
         load_recipe(path)
     with pytest.raises(
         ValueError,

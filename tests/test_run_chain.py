@@ -60,7 +60,7 @@ def test_every_change_of_the_settings_is_refused(copied_run):
     assert {("config", "seed"), ("earlier", 0, "until_step"), ("continues", 0), ("sha256",)} <= set(everywhere)
     for place in everywhere:
         with holding(path, changed(text, place)):
-            assert "config.json was changed since run-train wrote it" in refusal(copied_run), place
+            assert "config.json has changed since run-train wrote it" in refusal(copied_run), place
             with pytest.raises(ValueError, match="give its option to run-train --resume"):
                 evaluate(copied_run, model=Linear(), evaluation=EVALUATED)
 
@@ -84,7 +84,7 @@ def test_settings_of_another_run_or_of_an_earlier_launch_are_refused(copied_run,
     # As a backup of the first launch's would be.
     first = {**before, "continues": [], "sha256": ""}
     path.write_text(json.dumps(sealed({key: value for key, value in first.items() if key != "sha256"})))
-    assert "for the snapshot of step 6" in refusal(copied_run)
+    assert "according to the snapshot of step 6" in refusal(copied_run)
 
 
 @pytest.mark.parametrize("left", ["result", "snapshots", "the snapshot before"])
@@ -119,7 +119,7 @@ def test_a_run_without_a_snapshot_is_guarded_by_its_settings_own_digest(tmp_path
     shutil.rmtree(tmp_path / "snapshots", ignore_errors=True)
     path = tmp_path / "config.json"
     with holding(path, path.read_bytes().replace(b'"seed": 0', b'"seed": 1')):
-        assert "was changed since" in refusal(tmp_path)
+        assert "has changed since" in refusal(tmp_path)
     assert refusal(tmp_path) == ""
 
 

@@ -117,7 +117,7 @@ def test_a_file_of_something_else_is_left_alone(tmp_path):
     path = tmp_path / "loss.jsonl"
     path.write_bytes(b"x" * 70_000)
     with pytest.raises(
-        ValueError, match=r"loss\.jsonl must be a log of a run, but its last line is longer than any that a run writes"
+        ValueError, match=r"loss\.jsonl must be a log of a run, but its last line is longer than any line of such a log"
     ):
         write_all(path, record())
     assert path.read_bytes() == b"x" * 70_000

@@ -64,7 +64,7 @@ def test_a_damaged_record_is_named(run):
     recorded = json.loads(whole)
     del recorded["resolved"]["height"]
     config.write_text(json.dumps(recorded))
-    with pytest.raises(ValueError, match=r"config\.json was changed since run-train wrote it"):
+    with pytest.raises(ValueError, match=r"config\.json has changed since run-train wrote it"):
         read_run(run)
     config.write_text(json.dumps(sealed(recorded)))
     (run / "result.json").unlink()  # it tells of the settings that were there, and so do snapshots

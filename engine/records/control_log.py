@@ -58,7 +58,7 @@ class ControlLog:
         return self._lines.state()
 
     def sync(self) -> None:
-        """Sync all appended lines to the disk, including those of earlier launches; do nothing if there are none.
+        """Sync all appended lines to the disk, including lines from earlier launches; do nothing if there are none.
 
         Raises:
             OSError: if the disk failed; LostFileError if the file was removed or replaced.
@@ -72,7 +72,7 @@ class ControlLog:
 
 
 class ControlLogError(ValueError):
-    """Raised if a line of the log is not an event, or was changed since it was written."""
+    """Raised if a line of the log is not a valid event, or has changed since it was written."""
 
 
 def read_events(path: Path) -> tuple[ControlEvent, ...]:
@@ -81,7 +81,7 @@ def read_events(path: Path) -> tuple[ControlEvent, ...]:
     A last line without a newline is ignored: it is still being written, or was truncated by a crash.
 
     Raises:
-        ControlLogError: if a line is not an event, or was changed since it was written; names the file and the line.
+        ControlLogError: if a line is not a valid event, or has changed since it was written; names file and line.
         OSError: if the file cannot be read.
     """
     try:
@@ -104,12 +104,12 @@ def read_events(path: Path) -> tuple[ControlEvent, ...]:
 
 
 def _line_digest(before: str, values: Mapping[str, Any]) -> str:
-    """Return the digest to append to a line: the SHA-256 of its values and of the digest of all preceding lines."""
+    """Return the digest to append to a line: the SHA-256 of the line's values and the digest of all preceding lines."""
     return json_digest({"before": before, "values": values})
 
 
 def _read_sealed(line: bytes, before: str) -> ControlEvent:
-    """Check a line that ends with its digest, and return its event; `before` is the SHA-256 of all preceding lines."""
+    """Check the digest at the end of a line, and return its event; `before` is the SHA-256 of all preceding lines."""
     values = parse_fields(line, (*ControlEvent.__dataclass_fields__, SEAL))
     if values.pop(SEAL) != _line_digest(before, values):
         raise ValueError("this line or an earlier one was changed or removed")

@@ -21,7 +21,7 @@ _LONGEST_REQUEST_BYTES = 4096
 
 
 def send_request(run: Path, request: ControlRequest) -> None:
-    """Write a request file, whole or not at all, for the process that is training in the run folder.
+    """Write a request file atomically for the process that is training in the run folder.
 
     Raises:
         OSError: if it cannot be written.
@@ -72,7 +72,7 @@ def remove_requests(run: Path) -> None:
 
 
 def _names(folder: Path, *, with_unfinished: bool = False) -> list[str]:
-    """Return the names of the request files, oldest first, optionally followed by temporary files of `write_whole`."""
+    """Return the names of the request files, oldest first, then optionally those of `write_whole`'s temporary files."""
     names = [path.name for path in folder.iterdir()]
     finished = [name for name in names if name.endswith(_SUFFIX)]
     unfinished = [name for name in names if name.startswith(".") and f"{_SUFFIX}." in name]
@@ -100,7 +100,7 @@ class ControlMailbox:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop polling, and wait at most two seconds for the thread, because the disk may hang."""
+        """Stop polling, and wait for the thread to end, but at most two seconds, because the disk may hang."""
         self._closing.set()
         if self._thread.is_alive():
             self._thread.join(_CLOSE_TIMEOUT_S)
@@ -142,7 +142,7 @@ class ControlMailbox:
 
 
 def _read_start(path: Path) -> bytes:
-    """Return a file's content, or `b""` if it is longer than any request; do not block if the file is a pipe."""
+    """Return a file's content, or `b""` if it is longer than any valid request; do not block if the file is a pipe."""
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
         content = file.read(_LONGEST_REQUEST_BYTES + 1) or b""
     return content if len(content) <= _LONGEST_REQUEST_BYTES else b""

@@ -35,7 +35,7 @@ class LogState(NamedTuple):
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "LogState":
-        """Create a state from values returned by `to_json`; raise ValueError, KeyError or TypeError for any others."""
+        """Create a state from values returned by `to_json`; raise ValueError, KeyError or TypeError otherwise."""
         num_bytes, digest = values["bytes"], values["sha256"]
         if type(num_bytes) is not int or num_bytes < 0 or not isinstance(digest, str):
             raise ValueError(
@@ -93,7 +93,7 @@ def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_as_sealed(values: Mapping[str, Any]) -> bool:
-    """Return whether a record contains the correct digest of its other keys."""
+    """Return whether a record contains the correct digest of the rest of its content."""
     return values.get(SEAL) == json_digest(values)
 
 
@@ -103,7 +103,7 @@ def json_digest(values: Mapping[str, Any]) -> str:
 
 
 def describe_array(name: str, array: NDArray[Any]) -> dict[str, Any]:
-    """Return the dtype and shape of an array, and a SHA-256 over these, its name and its bytes."""
+    """Return the dtype and shape of an array, and the SHA-256 of its name, dtype, shape and bytes."""
     about = {"dtype": array.dtype.name, "shape": list(array.shape)}
     digest = hashlib.sha256(json.dumps([name, about], sort_keys=True).encode())
     # As plain bytes, because hashlib does not accept bfloat16 buffers.

@@ -27,7 +27,7 @@ class EvaluationLog:
         self._records: tuple[EvaluationRecord, ...] = ()
 
     def read(self) -> tuple[EvaluationRecord, ...]:
-        """Return all evaluations so far, in file order (none without a file); raise OSError if it is unreadable."""
+        """Return all evaluations so far in file order, or `()` if there is no file; raise OSError if reading fails."""
         try:
             status = self._path.stat()
             state = status.st_ino, status.st_size, status.st_mtime_ns

@@ -10,7 +10,7 @@ _NO_PERMISSION = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 def name_file(error: OSError, path: Path) -> None:
-    """Add the path and a remedy to a write error: the system omits the path of a file that is already open."""
+    """Add the path and a remedy to a write error, because the system omits the path of a file that is already open."""
     error.filename = os.fspath(path)
     if error.filename2 is not None:
         del error.filename2  # None would be shown as a second name

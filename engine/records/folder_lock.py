@@ -20,11 +20,11 @@ _LONGEST_RECORD_BYTES = 4096
 
 
 class FolderInUseError(ValueError):
-    """Raised if the folder is locked by another process, or elsewhere in this one."""
+    """Raised if the folder is already locked by this process or another process."""
 
 
 class FolderLock:
-    """A context manager for an exclusive `flock` on a folder's `.lock` file; only its holder may work in the folder.
+    """A context manager for an exclusive `flock` on a folder's `.lock` file; only the holder may work in the folder.
 
     Releasing the lock empties the file and leaves it in place; only the holder of the lock may remove it. On a file
     system without locks, every process obtains the lock (`preprocess.file_lock`).
@@ -62,7 +62,7 @@ class FolderLock:
         _write_record(self._file)
 
     def check(self) -> None:
-        """Check that `acquire` would acquire the lock, without creating its file or disturbing a holder.
+        """Check that `acquire` would succeed, without creating the lock file or disturbing a holder.
 
         Raises:
             ValueError: as `acquire`.
@@ -78,7 +78,7 @@ class FolderLock:
             raise self._in_use()
 
     def _in_use(self) -> FolderInUseError:
-        return FolderInUseError(f"{self._folder} is in use by {_holder(self._path)}: wait for it or stop it")
+        return FolderInUseError(f"{self._folder} is in use by {_holder(self._path)}: wait for it to end, or stop it")
 
     def _unusable(self, error: OSError) -> ValueError:
         return ValueError(
@@ -99,7 +99,7 @@ class FolderLock:
             os.close(file)
 
     def is_in_place(self) -> bool:
-        """Return whether the lock file is still in place: the folder was neither removed nor emptied."""
+        """Return whether the lock file is still in place, that is, the folder was neither removed nor emptied."""
         try:
             return self._file >= 0 and os.path.samestat(os.fstat(self._file), self._path.stat())
         except OSError:
@@ -111,7 +111,7 @@ class FolderLock:
 
 
 def held_since_ns(folder: Path) -> int | None:
-    """Return when a folder's lock was acquired, in ns since the epoch; None if it is not known to be held."""
+    """Return when a folder's lock was acquired, in ns since the epoch, or None if the lock is not known to be held."""
     try:
         return (folder / LOCK_NAME).stat().st_mtime_ns if is_locked(folder) else None
     except OSError:
@@ -138,7 +138,7 @@ def is_locked(folder: Path) -> bool:
 
 
 def _is_held(file: int) -> bool | None:
-    """Return whether the lock of an open file is held; None on a file system without locks."""
+    """Return whether the lock of an open file is held, or None on a file system without locks."""
     try:
         # Shared, so that concurrent checks do not mistake each other for a holder.
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

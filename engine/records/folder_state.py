@@ -49,7 +49,7 @@ class FolderState:
 
 @dataclass(frozen=True)
 class RecordedBy:
-    """The wording of messages about digests: what recorded them, and a remedy if a file differs.
+    """The text for messages about files that do not match their digests: what recorded the digests, and a remedy.
 
     Attributes:
         name: what recorded the digests, such as "the snapshot of step 8".
@@ -61,19 +61,19 @@ class RecordedBy:
 
 
 def by_snapshot(snapshots: Path, step: int) -> RecordedBy:
-    """Return the wording of messages about digests that a snapshot recorded."""
+    """Return the text for messages about files that do not match the digests recorded in a snapshot."""
     return RecordedBy(
         f"the snapshot of step {step}", f", or remove {snapshots / str(step)} to resume from the snapshot before it"
     )
 
 
 def by_result(path: Path) -> RecordedBy:
-    """Return the wording of messages about digests that `result.json` recorded."""
+    """Return the text for messages about files that do not match the digests recorded in `result.json`."""
     return RecordedBy(path.name, f", or remove {path} to resume from the newest snapshot")
 
 
 def digest_log(path: Path, *expected: tuple[LogState, RecordedBy]) -> RunningDigest:
-    """Check a log against its expected states, and return its digest up to the longest; do not read any later lines.
+    """Check a log against its expected states; return its digest up to the end of the longest, and read no further.
 
     Args:
         path: the log, which is read once.
@@ -101,7 +101,7 @@ def digest_log(path: Path, *expected: tuple[LogState, RecordedBy]) -> RunningDig
 
 
 def whole_lines_digest(path: Path) -> RunningDigest:
-    """Return the digest of a log's complete lines, without a truncated last line; a missing file has no lines.
+    """Return the digest of a log's complete lines, ignoring a truncated last line; treat a missing file as empty.
 
     Raises:
         OSError: if the file cannot be read.
@@ -134,8 +134,8 @@ def check_config_digest(path: Path, digest: str | None, earlier: Sequence[str], 
         return
     found = "there is none now" if digest is None else f"is {digest[:12]} now"
     raise ValueError(
-        f"{path} does not belong to the run in its folder: its digest (sha256) was {state.config_sha256[:12]} for "
-        f"{by}, but {found}. Restore that file; to change a setting, give its option to run-train --resume"
+        f"{path} does not belong to the run in its folder: its digest (sha256) was {state.config_sha256[:12]} "
+        f"according to {by}, but {found}. Restore that file; to change a setting, give its option to run-train --resume"
     )
 
 

@@ -24,7 +24,7 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 class JsonLines:
-    """A file of lines, each of which goes to the operating system immediately, and is written whole or not at all.
+    """A file to which lines are appended; each line is passed to the operating system at once, whole or not at all.
 
     Args:
         path: the file.
@@ -82,7 +82,7 @@ class JsonLines:
         end = os.pread(self._file, size - start, start)
         if start and b"\n" not in end:
             raise ValueError(
-                f"{self._path} must be a log of a run, but its last line is longer than any that a run writes: "
+                f"{self._path} must be a log of a run, but its last line is longer than any line of such a log: "
                 "choose another file"
             )
         return start + end.rfind(b"\n") + 1
@@ -127,7 +127,7 @@ class JsonLines:
             raise LostFileError.of(self._path)
 
     def sync(self) -> None:
-        """Sync all appended lines to the disk, including those of earlier launches.
+        """Sync all appended lines to the disk, including lines from earlier launches.
 
         A disk that failed once reports success at the next call even if data were lost, so each later call raises the
         error again. A file system that cannot sync a file is not an error.
@@ -144,7 +144,7 @@ class JsonLines:
         self.check_place()
 
     def _sync_file(self) -> None:
-        """Sync the file, opening it if this launch has not done so; store a disk error in `_sync_error`."""
+        """Sync the file, opening it if this launch has not opened it yet; store a disk error in `_sync_error`."""
         file = self._file
         try:
             if self._file < 0:

@@ -46,7 +46,7 @@ class LossRows:
         return len(self.step)
 
     def tail(self, num_rows: int) -> "LossRows":
-        """Return the last `num_rows` rows (all of them if there are fewer)."""
+        """Return the last `num_rows` rows, or all rows if there are fewer."""
         return self.take(slice(max(0, len(self) - num_rows), None))
 
     def followed_by(self, rows: "LossRows") -> "LossRows":
@@ -117,7 +117,7 @@ class LossLog:
         return LossBatch(rows, restarted, len(unreadable), last_unreadable, more=full)
 
     def _rewind_if_another_file(self, file: Any) -> bool:
-        """Rewind if the file was replaced since the last read; return True if lines of the old file had been read."""
+        """Rewind if the file has been replaced since the last read; return True if lines of the old file were read."""
         status = os.fstat(file.fileno())
         identity = (status.st_dev, status.st_ino)
         head = file.read(_FINGERPRINT_BYTES)
@@ -208,7 +208,7 @@ class RunEnd:
 
 
 def read_run_facts(run: Path) -> RunFacts:
-    """Read from `RUN/config.json` the values that `tail-run` shows; a missing or unreadable value is None."""
+    """Read the values that `tail-run` shows from `RUN/config.json`; a missing or unreadable value becomes None."""
     recorded = _read_object(run / CONFIG_NAME) or {}
     settings, resolved = (_object(recorded.get(key)) for key in ("config", "resolved"))
     model = _text(resolved.get("model")) or _text(settings.get("model"))  # the resolved model replaces "auto"
@@ -216,7 +216,7 @@ def read_run_facts(run: Path) -> RunFacts:
 
 
 def read_run_end(run: Path) -> RunEnd | None:
-    """Read from `RUN/result.json` how a run ended; return None if it is missing, incomplete or older than RUN's lock.
+    """Return how a run ended, or None if `RUN/result.json` is missing, incomplete or older than RUN's lock.
 
     While a resumed run is in progress, the file may still contain the end of an earlier launch.
     """

@@ -1,4 +1,4 @@
-"""Calls to Orbax without its side effects: no log records on the terminal, no use of jax devices, no early import.
+"""Calls Orbax, but avoids its log records on the terminal, its use of jax devices, and an early import.
 
 Knows how Orbax stores a snapshot in files, but nothing about its content.
 """
@@ -22,13 +22,13 @@ _LATE_S = 0.5
 
 
 def load_orbax() -> None:
-    """Import Orbax ahead of the first snapshot; the import takes 0.2 to 3 s."""
+    """Import Orbax before the first snapshot, because the import takes 0.2 to 3 s."""
     with _quiet():
         import orbax.checkpoint  # noqa: F401
 
 
 def save_items(path: Path, arrays: dict[str, Any], facts: dict[str, Any]) -> None:
-    """Write a folder with the Orbax items `state` and `facts`; the caller must make this atomic.
+    """Write a folder with the Orbax items `state` and `facts`; the caller must ensure atomicity.
 
     Args:
         path: an absolute path that does not exist yet.
@@ -68,7 +68,7 @@ def restore_arrays(path: Path) -> Any:
 
 
 def first_unreadable(path: Path, names: Iterable[str]) -> str | None:
-    """Read arrays one at a time, and return the name of the first that is unreadable, or None if all can be read."""
+    """Read arrays one at a time, and return the name of the first unreadable array, or None if all can be read."""
     store = {"driver": "ocdbt", "base": f"file://{path}/state"}
     for name in names:
         try:

@@ -38,7 +38,7 @@ def read_result(run: Path) -> RecordedEnd | None:
     """Read and check `result.json`; return None if it does not exist.
 
     Raises:
-        ValueError: if it cannot be read, or was changed since it was written.
+        ValueError: if it cannot be read, or has changed since it was written.
     """
     path = run / RESULT
     try:

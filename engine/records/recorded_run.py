@@ -60,7 +60,7 @@ def read_recorded(run: Path) -> RecordedRun:
     """Read `config.json`, and check it against its digest.
 
     Raises:
-        ValueError: if it is missing, not a regular file, unreadable, of another form, or was changed since it was
+        ValueError: if it is missing, not a regular file, unreadable, of another form, or has changed since it was
             written. A file without a digest, of an older run, cannot be checked for changes.
     """
     try:
@@ -103,14 +103,14 @@ def read_record(path: Path) -> RecordedRun:
 
 
 def _check_seal(path: Path, values: dict[str, Any]) -> None:
-    """Raise ValueError if a record was changed since it was written; accept records of older runs without a digest."""
+    """Raise ValueError if a record has changed since it was written; accept older runs' records without a digest."""
     if SEAL not in values and CONTINUED not in values:
         return
     if not is_as_sealed(values):
         found, now = str(values.get(SEAL, "none"))[:12], json_digest(values)[:12]
         raise ValueError(
-            f"{path} was changed since run-train wrote it (its digest (sha256) was {found}, but is {now} now): "
-            "undo the change or restore the file. To change a setting, give its option to run-train --resume"
+            f"{path} has changed since run-train wrote it (its digest (sha256) was {found}, but is {now} now): "
+            "restore the file. To change a setting, give its option to run-train --resume"
         )
 
 

@@ -59,7 +59,7 @@ _RECORDED_VERSIONS = ("feedloop", "jax", "jaxlib", "numpy", "optax", "tensorstor
 
 
 class RunFolder:
-    """A context manager for the folder of one run, which it keeps locked for this process.
+    """A context manager that keeps the folder of one run locked for this process.
 
     Args:
         path: created if missing.
@@ -107,7 +107,7 @@ class RunFolder:
                 self._lock.release()
 
     def keep_locked(self) -> None:
-        """Keep the folder locked until the process exits: one of its threads may still be writing."""
+        """Keep the folder locked until the process exits, because one of its threads may still be writing."""
         self._is_kept = True
 
     def launched(self) -> None:
@@ -115,7 +115,7 @@ class RunFolder:
         self._is_launched = True
 
     def _remove_unfinished(self) -> None:
-        """Remove the temporary files of a killed process: the weights of a large network take up much space."""
+        """Remove the temporary files left by a killed process, because large weights take up much space."""
         for name in (CONFIG, RESULT, WEIGHTS):
             with suppress(OSError):  # a leftover must not stop the run
                 remove_unfinished(self.path / name)
@@ -129,7 +129,7 @@ class RunFolder:
         self._is_cleared = True
 
     def _abandon(self) -> None:
-        """Remove what this process wrote; keep an earlier run that was resumed or is not yet overwritten."""
+        """Remove what this process wrote; keep an earlier run that was resumed or has not been overwritten yet."""
         if self._is_cleared:
             self.clear()
         holds_run = self._is_resumed or (self.path / CONFIG).exists()
@@ -138,7 +138,7 @@ class RunFolder:
         self._remove_made(lock=not (holds_run and self._had_lock))
 
     def _remove_made(self, *, lock: bool) -> None:
-        """Remove the empty ones of the folders that were created for this run; with `lock`, remove the lock first."""
+        """Remove the folders created for this run if they are empty; with `lock`, first remove the lock file."""
         # Only the holder may remove the lock.
         if lock and self._lock.is_in_place():
             (self.path / LOCK_NAME).unlink(missing_ok=True)
@@ -211,7 +211,7 @@ class RunFolder:
         (self.path / RESULT).unlink(missing_ok=True)
 
     def write_result(self, result: Mapping[str, Any]) -> None:
-        """Write `result.json`, the record of how the run ended; once it exists, nothing more will be written."""
+        """Write `result.json`, the record of how the run ended; once the file exists, the run writes nothing more."""
         self._write_json(RESULT, sealed(result))
 
     def write_weights(self, tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> Path:
@@ -312,7 +312,7 @@ def _not_a_folder(path: Path) -> ValueError:
 
 
 def _make_folder(path: Path) -> tuple[Path, ...]:
-    """Create a folder and its parents, and return those that were missing, deepest first."""
+    """Create a folder and its parents, and return the folders that were missing, deepest first."""
     missing = tuple(each for each in (path, *path.parents) if not os.path.lexists(each))
     for tries_left in reversed(range(_MAKE_TRIES)):
         try:
@@ -336,7 +336,7 @@ def _is_left(path: Path) -> bool:
 
 
 def _own_entries(folder: Path) -> Iterator[Path]:
-    """Yield those entries of a folder that a run wrote: one folder per snapshot, or one file per request."""
+    """Yield the entries in a folder that were written by a run: one folder per snapshot, or one file per request."""
     for entry in folder.iterdir():
         if folder.name != SNAPSHOTS:
             is_own = entry.suffix == ".json"
@@ -347,7 +347,7 @@ def _own_entries(folder: Path) -> Iterator[Path]:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file; from a folder, remove only what a run wrote, and then the folder itself if it is empty."""
+    """Remove a file; in a folder, remove only what a run wrote, and then the folder itself if it is empty."""
     if not path.is_dir():
         path.unlink(missing_ok=True)
         return

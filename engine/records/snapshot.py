@@ -77,7 +77,7 @@ def snapshot_steps(folder: Path) -> list[int]:
 
 
 def write_snapshot(folder: Path, step: int, pulls: int, tree: Any, state: FolderState | None = None) -> None:
-    """Write a snapshot to `<folder>/<step>/` durably, whole or not at all; only one writer may use a folder at a time.
+    """Write a snapshot to `<folder>/<step>/` durably and atomically; only one writer may use a folder at a time.
 
     Unfinished snapshots left by a crash are removed first. An existing snapshot of the step is kept if it has the same
     content, and replaced if it is damaged or differs.
@@ -137,13 +137,13 @@ def read_snapshot(folder: Path, step: int) -> Snapshot:
     for name, like in described.items():
         array = restored.get(name, np.zeros(like["shape"], like["dtype"]) if name not in filled else None)
         if array is None or describe_array(name, array) != like:
-            raise _damaged(path, f"{name} was changed since it was written")
+            raise _damaged(path, f"{name} has changed since it was written")
         leaves[name] = array
     return Snapshot(step, facts["pulls"], leaves, _folder_state(path, facts))
 
 
 def read_folder_state(folder: Path, step: int) -> FolderState | None:
-    """Read from a snapshot the state of the run's other files, but no arrays; return None if it is not recorded.
+    """Read the state of the run's other files, but no arrays, from a snapshot; return None if it was not recorded.
 
     Raises:
         SnapshotError: if it cannot be read.
@@ -176,7 +176,7 @@ def match_state(leaves: Mapping[str, NDArray[Any]], like: Any) -> Any:
 
 
 def remove_snapshot(folder: Path, step: int) -> None:
-    """Remove a snapshot, if there is one, atomically: after a crash, readers find either all of it or nothing.
+    """Atomically remove a snapshot if it exists: after a crash, readers find either all of it or nothing.
 
     Raises:
         OSError: if it cannot be removed.
@@ -234,7 +234,7 @@ def _named_arrays(tree: Any) -> dict[str, tuple[tuple[str, ...], NDArray[Any]]]:
 
 
 def _nest(named: Mapping[str, tuple[tuple[str, ...], NDArray[Any]]]) -> dict[str, Any]:
-    """Return the non-empty arrays in nested dictionaries; Orbax rejects empty arrays, which only the facts describe."""
+    """Return the non-empty arrays in nested dictionaries; empty arrays, which Orbax rejects, are only in the facts."""
     nested: dict[str, Any] = {}
     for parts, array in named.values():
         if array.size:
@@ -284,7 +284,7 @@ def _check_files(path: Path) -> None:
 
 
 def _is_written(folder: Path, facts: Mapping[str, Any]) -> bool:
-    """Return whether the same snapshot is already on disk and undamaged, as after a resume with an immediate stop."""
+    """Return whether the same snapshot is already on disk and undamaged, as when a run stops right after resuming."""
     path = folder / str(facts["step"])
     try:
         if not path.exists():
@@ -308,7 +308,7 @@ def _has_same_logs(before: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
 
 
 def _check_room(folder: Path, num_bytes: int) -> None:
-    """Raise SnapshotError if the disk has too little space for the arrays, before any is written."""
+    """Raise SnapshotError if the disk has too little space for the arrays, before any array is written."""
     usage = shutil.disk_usage(folder)
     # Some file systems report no sizes.
     if usage.total and usage.free < num_bytes + _SLACK_BYTES:
@@ -325,7 +325,7 @@ def _read_facts(path: Path, step: int) -> dict[str, Any]:
     except Exception as error:  # Orbax and TensorStore raise exceptions of many types
         raise _damaged(path, f"its facts cannot be read ({short_reason(error)})") from error
     if not is_whole:
-        raise _damaged(path, "its facts were changed since they were written")
+        raise _damaged(path, "its facts have changed since they were written")
     if facts["format"] != _FORMAT:
         raise SnapshotError(
             f"a snapshot must have format {_FORMAT}, but {path} has format {facts['format']}: "
@@ -335,12 +335,12 @@ def _read_facts(path: Path, step: int) -> dict[str, Any]:
 
 
 def _restore_arrays(path: Path, described: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
-    """Read all arrays at once; if that fails, read them one at a time to find the first damaged one."""
+    """Read all arrays at once; if that fails, find the first damaged array by reading them one at a time."""
     try:
         return _flatten(restore_arrays(path))
     except Exception as error:  # Orbax and TensorStore raise exceptions of many types
         raise _damaged(
-            path, f"{first_unreadable(path, described) or 'a leaf'} cannot be read ({short_reason(error)})"
+            path, f"{first_unreadable(path, described) or 'an array'} cannot be read ({short_reason(error)})"
         ) from error
 
 

@@ -26,7 +26,7 @@ from engine.records.snapshot import keep_newest, snapshot_steps, write_snapshot
 
 
 class SnapshotWriter:
-    """A thread that writes snapshots one at a time; at most one snapshot waits, and a newer one replaces it.
+    """A thread that writes snapshots one at a time; at most one snapshot is queued, and a newer snapshot replaces it.
 
     A failure does not stop the run: it is reported, and the last good snapshot is kept.
 
@@ -77,7 +77,7 @@ class SnapshotWriter:
 
     @property
     def unwritten_step(self) -> int | None:
-        """The step of the waiting snapshot or, if none is waiting, of the one being written; None if neither exists."""
+        """The step of the queued snapshot, or else of the snapshot being written; None if there is neither."""
         with self._changed:
             return self._writing_step if self._waiting is None else self._waiting.step
 

@@ -44,7 +44,7 @@ class StoredWeights(NamedTuple):
 
     @property
     def is_of_own_model(self) -> bool:
-        """Whether a run wrote the file for a user-defined model: its tensors are then named by leaf path."""
+        """Whether a run wrote the file for a user-defined model, whose tensors are named by leaf path."""
         return any(name.startswith("params.") for name in self.tensors)
 
 
@@ -110,7 +110,7 @@ def read_weights(path: str | os.PathLike[str]) -> StoredWeights:
 
 
 def with_digest(tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return the metadata with an additional digest of all tensors and of the metadata itself, which readers can check.
+    """Return the metadata plus a digest of the tensors and the metadata, so that readers can check both.
 
     The digest is computed from names, types, shapes, values and metadata, not from the file's bytes: it stays valid if
     another program saves the same content.
@@ -127,13 +127,13 @@ def _digest_of(tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str])
 
 
 def _checked_digest(path: str | os.PathLike[str], tensors: Tensors, metadata: Mapping[str, str]) -> str | None:
-    """Return the digest in the metadata, None if there is none; raise ValueError if it does not match the content."""
+    """Return the digest in the metadata, or None if absent; raise ValueError if it does not match the content."""
     if _KIND not in metadata and SEAL not in metadata:
         return None
     expected, found = metadata.get(SEAL, "none"), _digest_of(tensors, metadata)
     if expected != found or metadata.get(_KIND) != SEAL:
         raise ValueError(
-            f"{os.fspath(path)} was changed since it was written (its digest (sha256) was {expected[:12]}, but is "
+            f"{os.fspath(path)} has changed since it was written (its digest (sha256) was {expected[:12]}, but is "
             f"{found[:12]} now): copy it again from an intact copy. A program that changes weights on purpose must "
             f"leave {_KIND} and {SEAL} out of their metadata"
         )

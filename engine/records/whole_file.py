@@ -10,7 +10,7 @@ from engine.records.file_errors import name_file
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file atomically: readers see the old content or the new, but never a part, even after a crash.
+    """Write a file atomically: even after a crash, readers see either all of the old content or all of the new.
 
     The file's permissions follow the umask, as for any other new file.
 
@@ -42,7 +42,7 @@ def _write_beside(path: Path, content: bytes) -> None:
 
 
 def remove_unfinished(path: Path) -> None:
-    """Remove temporary files of processes killed in `write_whole(path, …)`; no process may be writing the file now.
+    """Remove temporary files of processes killed in `write_whole(path, …)`; no process may be writing `path`.
 
     Raises:
         OSError: if the folder cannot be listed or a file cannot be removed.
@@ -53,7 +53,7 @@ def remove_unfinished(path: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Sync a folder, so that a new name survives a power failure; ignore errors, as the file is complete anyway."""
+    """Sync a folder so that a new file in it survives a power failure; ignore errors: the file itself is complete."""
     # Some network file systems refuse to sync a folder.
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
