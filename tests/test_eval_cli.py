@@ -118,7 +118,7 @@ def test_weights_of_no_run(place, monkeypatch):
     [
         ([], "exactly one of RUN and --weights FILE must be given, got neither"),
         (["run", "--weights", "x"], "got run and --weights x: give one of the two"),
-        (["run", "--mean", "0", "0", "0"], "--mean can be given only with --weights FILE, got it with RUN run"),
+        (["run", "--mean", "0", "0", "0"], "--mean can be given only with --weights FILE, got RUN run instead"),
         (["nowhere"], "RUN must be a run folder, but nowhere does not exist"),
         (["."], "RUN must be a run folder, but . contains 2 run folders"),
         (["own"], "own was trained with a model of your own, 'linear', which must be given from Python"),

@@ -335,7 +335,7 @@ def test_an_older_record_that_does_not_say_where_its_data_were_needs_them_named(
 
     refused = plan()
     assert isinstance(refused, ValueError)
-    assert str(refused).endswith(f"but {path} does not name /x/train, 9 images: give --data")
+    assert str(refused).endswith(f"but {path} does not contain the location of /x/train, 9 images: give --data")
     assert plan("--data", "shards") is plan("--synthetic") is None
     assert [(each.data, each.synthetic) for each in planned] == [("shards", False), (None, True)]
 

@@ -15,7 +15,7 @@ _RATE_WINDOW_STEPS = 128
 
 
 class _Bins:
-    """Bins of `width` steps each, with the sums and extremes of their losses; array index 0 is bin number `first`."""
+    """Bins of `width` steps each, with the sums and extremes of their losses; index 0 holds bin number `first`."""
 
     def __init__(self, num_bins: int, width: int = 1, first: int = 0) -> None:
         self.width = width
@@ -42,7 +42,7 @@ class _Bins:
         np.maximum.at(self.high, slots, high)
 
     def select(self, keep: npt.NDArray[np.bool_], width: int, first: int) -> "_Bins":
-        """Return the bins where `keep` is True, merged into bins of `width` steps (a multiple of the present width)."""
+        """Return the bins where `keep` is True, merged into bins of `width` steps (a multiple of the current width)."""
         selected = _Bins(len(self.low), width, first)
         selected.add(self.starts[keep] // width - first, self.sums[:, keep], self.low[keep], self.high[keep])
         return selected
@@ -75,7 +75,7 @@ class BinnedLosses:
         self.clear()
 
     def clear(self) -> None:
-        """Remove all losses, for example after the log was replaced."""
+        """Remove all losses, for example because the log has been replaced."""
         self._bins = _Bins(self._num_bins)
         self._mean = 0.0
         self._weight = 0.0
@@ -94,7 +94,7 @@ class BinnedLosses:
 
     @property
     def seconds_per_step(self) -> float:
-        """Mean time per step over the newest steps, from times in the log; NaN if fewer than two times are usable."""
+        """The mean time per step over the newest steps in the log; NaN if fewer than two of them have a usable time."""
         if len(self._recent) < 2:
             return float("nan")
         (first_step, first_time), (last_step, last_time) = self._recent[0], self._recent[-1]
@@ -122,7 +122,7 @@ class BinnedLosses:
         self._bins.add(slots[inside], sums[:, inside], low[inside], high[inside])
 
     def curve(self) -> LossCurve:
-        """Return the points of the loss curve, at most `num_bins`, in order of step."""
+        """Return the loss curve as at most `num_bins` points in order of step."""
         bins = self._bins
         used = bins.num_losses > 0
         if self._last_steps is not None and self.last_step is not None:

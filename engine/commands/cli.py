@@ -67,7 +67,7 @@ def main(context: click.Context, /, *, recipe: str | None, dry_run: bool, traceb
 
 
 def _merge(context: click.Context, recipe: LoadedRecipe | None) -> MergedOptions:
-    """Merge the settings of the recipe or resumed run with the command line, which has priority; print the recipe."""
+    """Override the settings of the recipe or resumed run with those on the command line, and print the recipe."""
     if context.params["resume"]:
         return _resumed_options(context, recipe)
     if recipe is None:
@@ -75,8 +75,8 @@ def _merge(context: click.Context, recipe: LoadedRecipe | None) -> MergedOptions
     merged = merge_options(OptionSource(f"recipe {recipe.name}", recipe.settings), command_line(context))
     if recipe.unnamed_data and not (merged.settings["data"] or merged.settings["synthetic"]):
         raise ValueError(
-            f"a recipe from a run must name its data, but {recipe.source} does not name "
-            f"{recipe.unnamed_data}: give --data"
+            f"a recipe from a run must contain the location of its data, but {recipe.source} does not contain the "
+            f"location of {recipe.unnamed_data}: give --data"
         )
     changed = ", ".join(merged.overrides)
     notes = [recipe.expected] * bool(recipe.expected) + [f"the command line overrides {changed}"] * bool(changed)
@@ -85,14 +85,16 @@ def _merge(context: click.Context, recipe: LoadedRecipe | None) -> MergedOptions
 
 
 def _resumed_options(context: click.Context, recipe: LoadedRecipe | None) -> MergedOptions:
-    """Merge the recorded settings of the run to resume with the command line, which has priority."""
+    """Override the recorded settings of the run to resume with those on the command line."""
     from engine.records.recorded_run import read_recorded
 
     run_dir = context.params["run_dir"]
     if run_dir is None:
         raise ValueError("--resume needs the folder of the run to continue, got none: give it with --run-dir")
     if context.params["overwrite"]:
-        raise ValueError("--resume continues a run, but --overwrite replaces it, got both: leave one out")
+        raise ValueError(
+            "--resume continues a run and --overwrite replaces it, so only one is allowed, got both: leave one out"
+        )
     recorded = read_recorded(Path(run_dir))
     if recipe is not None and f"recipe {recipe.name}" not in recorded.origins.values():
         raise ValueError(

@@ -47,7 +47,7 @@ def say_to_stderr(text: str) -> None:
 
 
 def say_on_terminal(console: "Console", text: str) -> None:
-    """Print a message, without control characters, above the live display of the console."""
+    """Remove control characters from a message and print it above the live display of the console."""
     console.print(printable_text(text), markup=False, highlight=False, soft_wrap=True)
 
 

@@ -42,7 +42,7 @@ Examples:
 
 
 class RequestNotAcceptedError(click.ClickException):
-    """The run did not accept the request in time, or had ended."""
+    """The request had no effect in time, or the run had already ended."""
 
     exit_code = 1
 
@@ -220,7 +220,7 @@ def _effects(event: "ControlEvent") -> Iterator[str]:
 
 @contextmanager
 def _exiting_on_sigterm() -> Iterator[None]:
-    """Raise SystemExit at SIGTERM inside the block, so that its exception handlers withdraw the request."""
+    """Raise SystemExit when SIGTERM arrives inside the block, so that exception handlers withdraw the request."""
 
     def leave(number: int, _frame: object) -> None:
         raise SystemExit(128 + number)

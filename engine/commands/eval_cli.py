@@ -56,7 +56,7 @@ def _or_default(name: str) -> str:
     "--weights",
     metavar="FILE",
     shell_complete=complete_file,
-    help="Weights file to evaluate instead of RUN (safetensors with torchvision's names).",
+    help="Weights file to evaluate instead of RUN (safetensors with torchvision's tensor names).",
 )
 @click.option(
     "--model",
@@ -155,7 +155,7 @@ def _evaluate(run: str | None, weights: str | None, options: dict[str, Any]) -> 
     if weights is None:
         given = [name for name in _GROUPS["Weights from a file"] if options.get(name) is not None]
         if given:
-            raise ValueError(f"--{given[0]} can be given only with --weights FILE, got it with RUN {run}: leave it out")
+            raise ValueError(f"--{given[0]} can be given only with --weights FILE, got RUN {run} instead: leave it out")
         return _evaluate_run(str(run), settings, per_class=options["per_class"])
     from engine.evaluation.run import evaluate_weights
 

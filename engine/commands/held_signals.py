@@ -18,7 +18,7 @@ class HeldSignals:
         self._is_let_in = False
 
     def handle(self, number: int, _frame: object) -> None:
-        """Hold the signal, but exit the command if `let_in` is waiting, or if this is the third signal."""
+        """Hold the signal, or exit the command if `let_in` is waiting for an item or this is the third signal."""
         self._num_seen += 1
         if not self._is_let_in and self._num_seen <= _MOST_HELD:
             self.numbers.append(number)
@@ -27,7 +27,7 @@ class HeldSignals:
         raise SystemExit(128 + number)
 
     def let_in[T](self, items: Iterable[T]) -> Iterator[T]:
-        """Yield the items; a signal interrupts the wait for the next item, but never its processing.
+        """Yield the items; a signal interrupts the wait for the next item, but not the processing of an item.
 
         Raises:
             SystemExit: with 128 + the signal's number, also for a signal that was held earlier.

@@ -36,7 +36,7 @@ class LossCurve:
 
 
 class Span(NamedTuple):
-    """A sequence of adjacent characters of one kind, which the caller prints in one colour."""
+    """A sequence of adjacent characters of the same kind, which the caller prints in the same colour."""
 
     text: str
     ink: Ink
@@ -61,7 +61,7 @@ ASCII_GLYPHS = Glyphs("|", "+", "+", "-", "+", "x", braille=False)
 
 @dataclass(frozen=True)
 class _Scale:
-    """A linear or logarithmic map from losses to 0 (bottom) … 1 (top); `low < high`, both positive if `log`."""
+    """A linear or logarithmic map from losses to 0 (bottom) … 1 (top); `low` is below `high`, and positive if `log`."""
 
     low: float
     high: float
@@ -83,7 +83,7 @@ class _Scale:
 def draw_chart(
     curve: LossCurve, width: int, height: int, *, log_scale: bool = False, glyphs: Glyphs = UNICODE_GLYPHS
 ) -> list[list[Span]]:
-    """Draw a loss curve: the range low … high of each point, the smoothed curve over it, a loss axis and a step axis.
+    """Draw a loss curve with both axes: the range low … high of each point, overlaid with the smoothed curve.
 
     Step s of a range s0 … s1 falls on dot column `floor((s - s0 + ½) · C / (s1 - s0 + 1))`; the highest loss falls on
     the top row of dots, the lowest on the bottom one. Columns with a NaN or infinite loss (or, with `log_scale`,
@@ -251,7 +251,7 @@ def _step_axis(curve: LossCurve, scale: _Scale, plot_width: int, gutter: int, gl
 
 
 def _loss_ticks(scale: _Scale, plot_height: int) -> dict[int, str]:
-    """Return the tick labels of the loss axis by text row, counted from the top."""
+    """Return the tick labels of the loss axis, keyed by text row, counted from the top."""
     wanted = max(2, plot_height // _ROWS_PER_TICK)
     values = _log_values(scale, wanted) if scale.log else []
     if len(values) < 2:
@@ -266,7 +266,7 @@ def _loss_ticks(scale: _Scale, plot_height: int) -> dict[int, str]:
 
 
 def _log_values(scale: _Scale, wanted: int) -> list[float]:
-    """Return powers of ten within the scale, thinned to about `wanted`; if too few, add 2 and 5 times each power."""
+    """Return about `wanted` powers of ten on the scale or, if there are too few, all values 1, 2 and 5 · 10^k on it."""
     exponents = range(math.floor(math.log10(scale.low)), math.ceil(math.log10(scale.high)) + 1)
     values = {factor: [float(f"{factor}e{exponent}") for exponent in exponents] for factor in (1, 2, 5)}
     inside = {factor: [v for v in values[factor] if scale.low <= v <= scale.high] for factor in values}
@@ -276,7 +276,7 @@ def _log_values(scale: _Scale, wanted: int) -> list[float]:
 
 
 def _nice_values(low: float, high: float, wanted: int) -> list[float]:
-    """Return up to `wanted` + 1 multiples of 1, 2 or 5 · 10^k from `low` to `high`, or these two if there are none."""
+    """Return up to `wanted` + 1 multiples of 1, 2 or 5 · 10^k in `low` … `high`, or `low` and `high` if none exist."""
     span = high - low
     if not 0 < span < math.inf:
         return [low] if low == high else [low, high]

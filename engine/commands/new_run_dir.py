@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextmanager
 def run_dir_of(named: str | None) -> Iterator[str]:
-    """Yield the given folder, or else a new one named after the current time, which is removed if it stays empty."""
+    """Yield the given folder, or a new folder named after the current time, which is removed if it stays empty."""
     if named is not None:
         yield named
         return

@@ -60,7 +60,7 @@ class OptionalNumber(click.ParamType):  # type: ignore[type-arg]
         self.name = kind.name
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the number, or None for the word `default`; reject any other value with click's error for a number."""
+        """Return the number, or None for the word `default`; reject other values as click rejects invalid numbers."""
         return None if value == NO_VALUE else self._kind.convert(value, param, ctx)
 
 

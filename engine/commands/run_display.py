@@ -31,7 +31,9 @@ def show_plan(plan: "DryRun") -> None:
     click.echo(f"memory, total: {needed / 1e6:,.1f} MB{note}")
     flops = plan.compiled.step_flops
     click.echo(
-        f"work: {flops / 1e9:,.2f} GFLOP per step" if flops is not None else "work: unknown, XLA reports no FLOP count"
+        f"work: {flops / 1e9:,.2f} GFLOP per step"
+        if flops is not None
+        else "work: unknown, because XLA reports no FLOP count"
     )
     click.echo("dry run: nothing was trained")
 

@@ -26,12 +26,12 @@ _COMPLETE: Mapping[str | None, Complete] = {
 
 
 def option_spelling(name: str) -> str:
-    """Return the `run-train` option for a setting, without the negation of a switch, and any other name unchanged."""
+    """Return the `run-train` option for a setting (for a switch, without its negation), and other names unchanged."""
     return SETTINGS[name].options[0].partition("/")[0] if name in SETTINGS else name
 
 
 def option_names(context: click.Context) -> Callable[[str], str]:
-    """Return a function that maps a setting to its option in the context's command or, if it has none, to its name."""
+    """Return a function from setting names to the options of the context's command; other names stay unchanged."""
     options = {param.name: param.opts[0] for param in context.command.params if isinstance(param, click.Option)}
     return lambda name: options.get(name, name)
 

@@ -168,7 +168,7 @@ def _await_run(run: Path, once: bool, timeout_s: float) -> None:
         if below := _runs_in(run):
             raise RunNotFoundError(
                 f"RUN must be a single run folder, but {run} contains {len(below)} of them; "
-                f"give one of these, the newest is {below[-1]}"
+                f"give one of these, such as the newest, {below[-1]}"
             )
         # A run locks its folder before it compiles, which may take minutes.
         is_held = is_locked(run)

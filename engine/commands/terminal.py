@@ -41,7 +41,7 @@ class ProgressSink:
         taken = 2 * len(str(steps)) + 1 + _BAR_WIDTH + _TIME_WIDTH + _GAPS
 
         class StreamColumn(ProgressColumn):
-            """The column of loss and speeds, computed only at redraws, because there can be 1,000 steps between two."""
+            """The column of loss and speeds, computed only at redraws, which can be 1,000 steps apart."""
 
             def render(self, task: Task) -> "Text":  # noqa: ARG002 - the sink knows more than the task
                 return sink.summary(console.width - taken)
@@ -122,7 +122,7 @@ class ProgressSink:
 
 
 class LossHistory:
-    """The loss history in bounded memory: means over equally long intervals, merged in pairs when there are too many.
+    """The loss history in bounded memory: means over intervals of equal length, which are merged in pairs as needed.
 
     Args:
         capacity: an even number, 2 or more.

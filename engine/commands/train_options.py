@@ -1,4 +1,4 @@
-"""The options of `run-train`: one per setting of a run, and four that are not settings."""
+"""The options of `run-train`: one for each setting of a run, and four others."""
 
 from collections.abc import Callable
 from typing import Any
@@ -37,7 +37,7 @@ def option_groups() -> dict[str, tuple[str, ...]]:
 
 
 def _list_recipes(context: click.Context, _parameter: click.Parameter, is_wanted: bool) -> None:
-    """Print the recipes and exit if the option was given."""
+    """Print the recipes and exit if the option is given."""
     if not is_wanted or context.resilient_parsing:
         return
     for name in recipe_names():

@@ -93,7 +93,7 @@ def _verify(run: str, from_step: int | None, to_step: int | None, data: str | No
 
 
 def _progress() -> "tuple[Callable[[int, int], Sink] | None, Callable[[str], None]]":
-    """Return two functions: one creates a progress line (None if stderr is not a terminal), the other prints text."""
+    """Return a function that creates a progress line (None if stderr is not a terminal) and one that prints text."""
     if sys.stderr is None or not sys.stderr.isatty():
         return None, say_to_stderr
     from rich.console import Console
