@@ -74,7 +74,7 @@ def test_a_request_reads_back_as_it_is(request):
 
 
 def test_an_empty_request_is_refused():
-    with pytest.raises(ValueError, match="must ask for at least one action, but this one has none: set learning_rate"):
+    with pytest.raises(ValueError, match="at least one action, but this one asks for none: set learning_rate"):
         ControlRequest()
 
 

@@ -67,7 +67,7 @@ class ControlBoard:
         return self.stop_reason is not None
 
     def words(self, pull: int, num_batches: int) -> ControlWords:
-        """Return the control words for a pull of training batches by the program; pending requests take effect then.
+        """Return the control words for a pull of training batches, at which pending requests take effect.
 
         Args:
             pull: index of the first batch, from 0.

@@ -1,4 +1,4 @@
-"""Control events: requests, each with the pull of batches at which it took effect, for a resumed run to repeat."""
+"""Control events: requests, each with the pull of batches at which it took effect; a resumed run repeats them."""
 
 import json
 from collections.abc import Iterable

@@ -44,7 +44,7 @@ class ControlRequest:
         check_flags(snapshot=self.snapshot, evaluate=self.evaluate, stop=self.stop)
         if self.learning_rate_factor is None and not (self.snapshot or self.evaluate or self.stop):
             raise ValueError(
-                "a request must ask for at least one action, but this one has none: "
+                "a request must ask for at least one action, but this one asks for none: "
                 "set learning_rate_factor, snapshot, evaluate or stop"
             )
 
@@ -69,7 +69,7 @@ def check_request_id(value: object) -> None:
     """Raise ValueError unless `value` is a valid request id, which must also be a valid file name."""
     if not (isinstance(value, str) and _ID.fullmatch(value)):
         raise ValueError(
-            f"a request's id must be 1 to 100 letters, digits, - or _, got {value!r}; leave it out to generate one"
+            f"a request's id must be 1 to 100 letters, digits, - or _, got {value!r}; omit it to have one generated"
         )
 
 
@@ -86,7 +86,7 @@ def check_learning_rate_factor(value: object) -> None:
 
 
 def check_flags(**flags: object) -> None:
-    """Raise ValueError, with the name of the flag, if a value is neither True nor False."""
+    """Raise ValueError, naming the flag, if the value of a flag is neither True nor False."""
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise ValueError(f"{name} must be true or false, got {value!r}")
