@@ -68,7 +68,7 @@ def choose_transport(name: TransportName, platform: str) -> Transport:
         remedy = " (install the cuda extra, docs/nvidia.md)" if name == "cuda" else ""
         raise ValueError(
             f"--transport {name} requires jax to run on {needed}, but jax runs on {platform}{remedy}: omit "
-            "--transport to use a suitable one"
+            "--transport to use a suitable transport"
         )
     if name == "inplace":
         return InplaceTransport()
@@ -106,7 +106,7 @@ def make_infeed(
 
 
 def choose_chunk(asked: int | None, transport: Transport) -> int:
-    """Return the batches per pull: `asked` if given; otherwise 10 if the host runs ahead of the device, and 1 if not.
+    """Return the number of batches per pull: `asked` if given, else 10 if the host runs ahead of the device, else 1.
 
     The number is compiled into the program, so it does not depend on the length of the run or on how often it is
     evaluated.
@@ -115,7 +115,7 @@ def choose_chunk(asked: int | None, transport: Transport) -> int:
 
 
 def wasted_steps_warning(config: TrainConfig, chunk: int) -> str | None:
-    """Return a warning if many steps are wasted because the last chunk before an interruption continues past it.
+    """Return a warning if interruptions of the run fall inside chunks, so that many steps are wasted.
 
     Evaluations, snapshots and the end of the run interrupt the steps, but a chunk always runs all its iterations.
     """

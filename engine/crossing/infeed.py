@@ -241,5 +241,5 @@ def make_batch(feeder: Feeder, pixels: jax.Array, labels: jax.Array) -> Batch:
 
 
 def _stop_after(num_batches: int, words: NDArray[np.uint32]) -> None:
-    """Set the control words of a pull so that the program stops after `num_batches` batches, or at once if it is 0."""
+    """Set the control words of a pull so that the program stops after `num_batches` batches; 0 stops it at once."""
     words[...] = (words[0] | STOP, words[1], num_batches) if num_batches else stop_at_once()

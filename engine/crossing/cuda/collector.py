@@ -14,7 +14,7 @@ class _Job(NamedTuple):
 
 
 class Collector:
-    """A queue that calls functions in the order in which they were put, each after its event has completed.
+    """A queue that calls functions in the order of submission, each after its event has completed.
 
     Args:
         driver: driver of the events.
@@ -49,7 +49,8 @@ class Collector:
         if self._thread.is_alive():
             raise TimeoutError(
                 f"the program's records did not reach the host within {timeout_s:g} s of the program's end: check "
-                "whether the GPU hangs (nvidia-smi), or the terminal or disk to which the losses are written is blocked"
+                "with nvidia-smi whether the GPU hangs, and whether the terminal or disk to which the losses are "
+                "written is blocked"
             )
 
     def _work(self) -> None:

@@ -31,7 +31,7 @@ _LEAST_WAIT_S = 20e-6
 
 
 class StreamedInfeed:
-    """A `BatchInfeed` that reads from a feeder and a control board; the batches of a pull follow it one by one.
+    """A `BatchInfeed` that reads from a feeder and a control board; each pull is followed by its batches, one by one.
 
     Args:
         make_feeder: creates the feeder, not started, whose slots are allocated with the argument.
@@ -104,7 +104,7 @@ class StreamedInfeed:
         is_over: Callable[[C], jax.Array] = lambda _: jnp.zeros((), jnp.bool),
         emit: Callable[[C], C] = lambda carry: carry,
     ) -> tuple[C, jax.Array]:
-        """Process the batches of a pull; discard the results of iterations without one. See `BatchInfeed.for_each`."""
+        """Process the batches of a pull; discard results of iterations without a batch. See `BatchInfeed.for_each`."""
         form = PackedForm.of(carry)
 
         def body(_: jax.Array, loop_carry: tuple[list[jax.Array], jax.Array]) -> tuple[list[jax.Array], jax.Array]:
@@ -148,7 +148,7 @@ class StreamedInfeed:
         results[0][...] = words
 
     def _give(self, stream: int, _: Sequence[int], results: Sequence[int]) -> None:
-        """Enqueue a copy of the iteration's batch to the program, or zeros if there is no batch; runs on the host."""
+        """Enqueue a copy of the iteration's batch, or of zeros if there is none, to the program; runs on the host."""
         pixels, labels, exists = results
         batch_index, driver, is_given = self._next, self._transport.driver, False
         try:

@@ -51,7 +51,7 @@ class Stopwatch(NamedTuple):
 
 
 class _Slot:
-    """Memory on the device for a batch; `arrived` completes when it is filled, `taken` when the batch is copied out."""
+    """Device memory for a batch; event `arrived` completes when the batch is copied in, `taken` when copied out."""
 
     def __init__(self, arena: Arena, num_bytes: int) -> None:
         self.address = arena.device(num_bytes)

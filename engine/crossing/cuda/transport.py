@@ -128,7 +128,7 @@ class CudaTransport:
     def call(
         self, function: HostFunction, results: Sequence[jax.ShapeDtypeStruct], *operands: jax.Array
     ) -> tuple[jax.Array, ...]:
-        """Insert a call that waits for the stream, so that it can read the operands' values; see `Transport.call`."""
+        """Insert a call that first waits until the stream has computed the operands; see `Transport.call`."""
         given, wanted = _Layout(operands), _Layout(results)
         blocks: list[_Block] = []
 
@@ -148,7 +148,7 @@ class CudaTransport:
         return self.enqueue(handle, results, *operands)
 
     def emit(self, function: Callable[[Sequence[Array]], None], *operands: jax.Array) -> None:
-        """Insert a call that the collector's thread makes later, in program order; see `Transport.emit`."""
+        """Insert a call that the collector's thread makes later, in the program's order; see `Transport.emit`."""
         layout = _Layout(operands)
         free = _Blocks(layout.num_bytes)
 
