@@ -64,7 +64,7 @@ class LendingSource(Protocol):
     """A `BatchSource` whose images may already be in memory, so that they are copied only once."""
 
     def lend(self, batch_index: int, labels: Labels, *, timeout_s: float) -> Lent | None:
-        """Write the labels of a batch and return its images, or return None if that batch needs `fill`.
+        """Write the labels of a batch and return its images, or return None if the batch must be read with `fill`.
 
         If the result is None, the labels are undefined.
         """

@@ -193,7 +193,7 @@ class Feeder:
         return waited_s
 
     def borrow(self, batch_index: int, *, is_cancelled: Callable[[], bool]) -> NDArray[np.uint8] | None:
-        """Wait for a batch, without a time limit, and return its memory: uint8, pixels followed by labels.
+        """Wait for a batch, without a time limit, and return its memory as uint8: pixels followed by labels.
 
         Requires num_shards = 1 and calls in the order of the batches. The memory stays unchanged until `give_back`.
         Returns None if the wait was cancelled.

@@ -68,7 +68,7 @@ class RowCopies:
                     self._parts.put(None)
 
     def _start(self, num_wanted: int) -> int:
-        """Start missing threads and return how many exist: fewer than wanted if the system refuses to start one."""
+        """Start missing threads and return how many exist, which is too few if the system refuses to start one."""
         with self._guard:
             while self._num_started < num_wanted and not self._is_closed:
                 name = f"row-copies-{self._num_started}"
