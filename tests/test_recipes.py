@@ -353,7 +353,8 @@ def test_what_cannot_be_read_is_named(tmp_path):
 def test_an_unknown_name_lists_the_known_ones():
     known = ", ".join(NAMES)
     words = (
-        rf"^a recipe must be one of {known}, or a file that ends in \.toml; got 'imagnet': did you mean imagenet-90\?$"
+        rf"^a recipe must be one of {known}, or a file whose name ends in \.toml; "
+        r"got 'imagnet': did you mean imagenet-90\?$"
     )
     with pytest.raises(ConfigError, match=words):
         load_recipe("imagnet")

@@ -74,7 +74,7 @@ class LoadedRecipe:
 
 
 def recipe_names() -> tuple[str, ...]:
-    """Return the names of the recipes that come with the project, sorted."""
+    """Return the names of the recipes that come with the project, in alphabetical order."""
     return tuple(sorted(path.stem for path in _FOLDER.glob(f"*{_SUFFIX}")))
 
 
@@ -98,7 +98,7 @@ def load_recipe(name_or_path: str | os.PathLike[str]) -> LoadedRecipe:
     if path.suffix != _SUFFIX and path.name == text:
         if text not in (names := recipe_names()):
             raise ConfigError(
-                f"a recipe must be one of {', '.join(names)}, or a file that ends in {_SUFFIX}; got {text!r}"
+                f"a recipe must be one of {', '.join(names)}, or a file whose name ends in {_SUFFIX}; got {text!r}"
                 f"{did_you_mean(text, names)}"
             )
         path = _FOLDER / f"{text}{_SUFFIX}"
