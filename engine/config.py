@@ -94,7 +94,7 @@ class TrainConfig:
     stop_at_top1: float | None = setting(
         None, TRAINING, _RUNTIME, _CHANGES, "Stop when top-1 accuracy reaches this.", between=(1e-9, 1), unit="0…1",
         default_text="never",
-        details="Given as a fraction of the evaluated images; the first evaluation that reaches it stops the run.",
+        details="A fraction of the evaluated images; the first evaluation to reach this accuracy stops the run.",
     )
     model: str = setting(
         "auto", TRAINING, _PROGRAM, _KEPT,
@@ -120,7 +120,7 @@ class TrainConfig:
     )
     ema_decay: float | None = setting(
         None, TRAINING, _RUNTIME, OnResume.CHANGES_IF_SET,
-        "Decay of the moving average of the weights; evaluate and save the average instead of the weights.",
+        "Decay of a moving average of the weights; if set, the average is evaluated and saved instead of the weights.",
         between=(0, 1), default_text="no average",
     )
     skip_nonfinite: int = setting(
@@ -264,9 +264,10 @@ class TrainConfig:
         "Steps per chunk, up to 1024. The batches of a chunk are transferred to the device (on NVIDIA GPUs: enqueued) "
         "together, which helps if a step takes less than a millisecond. Signals and requests take effect between "
         "chunks. A resumed run must keep this value.",
-        between=(1, 1024), unit="BATCHES", option=("--chunk",), default_text="1; 10 with transport cuda",
-        details="The losses of a chunk are returned together, but one by one with transport cuda. With that "
-        "transport, it is best to choose a divisor of the steps between evaluations and between snapshots.",
+        between=(1, 1024), unit="BATCHES", option=("--chunk",), default_text="1; 10 with the cuda transport",
+        details="The losses of a chunk are returned together, except by the cuda transport, which returns them one "
+        "by one. With that transport, it is best if the chunk length divides the number of steps between evaluations "
+        "and between snapshots.",
     )
     prefetch: int | None = setting(
         None, INFEED, _HOST, _CHANGES, "Number of batches to read ahead of the device.", between=(1, 1024),
@@ -295,7 +296,7 @@ class TrainConfig:
         option=("--resume",),
     )
     snapshot_every_steps: int = setting(
-        0, OUTPUT, _RUNTIME, _CHANGES, "Steps between snapshots; 0 takes only one, at the end.", between=_COUNT,
+        0, OUTPUT, _RUNTIME, _CHANGES, "Steps between snapshots; 0 takes a single snapshot at the end.", between=_COUNT,
         unit="STEPS", option=("--snapshot-every",),
     )
     keep_snapshots: int = setting(

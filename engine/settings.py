@@ -1,4 +1,4 @@
-"""Declarations of settings: default, range, help text, where each takes effect, and whether a resume may change it.
+"""Declarations of settings: default, range, help text, where a setting takes effect and whether a resume may change it.
 
 Owns the format of a declaration, the validation of values, and the errors about settings. Knows no individual setting
 and no command: options, checks, reference and resume rules are derived from the declarations. Must not import jax, so
@@ -110,7 +110,7 @@ class SettingError(ConfigError):
 
 
 class UnknownSettingError(SettingError, TypeError):
-    """There is no setting with this name; this error is also a TypeError, as for any unknown keyword argument."""
+    """There is no setting with this name. The error is also a TypeError, as for any unknown keyword argument."""
 
 
 class _Placeholders(dict[str, Any]):
@@ -149,16 +149,16 @@ class Setting(Declaration):
         return self.option or (usual,)
 
     def render_help(self, name_setting: Callable[[str], str]) -> str:
-        """Return the help text, with each setting's name in it replaced by `name_setting(name)`."""
+        """Return the help text, in which the name of each setting is replaced by `name_setting(name)`."""
         return self.help_text.format_map(_Placeholders({}, self.name, name_setting))
 
     def render_default(self, name_setting: Callable[[str], str] = str) -> str:
-        """Return a description of the default, with each setting's name in it replaced by `name_setting(name)`."""
+        """Return a description of the default, in which each setting's name is replaced by `name_setting(name)`."""
         return (self.default_text or str(self.default)).format_map(_Placeholders({}, self.name, name_setting))
 
     @property
     def largest(self) -> float:
-        """The largest value, infinity if there is no limit."""
+        """The largest allowed value; infinity if there is no limit."""
         return math.inf if self.between is None else self.between[1]
 
     @property
