@@ -85,14 +85,18 @@ class _Options:
 @click.argument("source", required=False, shell_complete=complete_file)
 @click.argument("dest", required=False, shell_complete=complete_folder)
 @click.option(
-    "--split", multiple=True, metavar="NAME", show_default="all", help="Split to pack. Repeat to pack several."
+    "--split",
+    multiple=True,
+    metavar="NAME",
+    show_default="all",
+    help="Split to pack. Repeat the option to pack several splits.",
 )
 @click.option(
     "--holdout",
     type=click.FloatRange(0, 1, max_open=True),
     default=0.0,
     metavar="FRACTION",
-    help="Fraction of train to hold out as val, if SOURCE has no val.",
+    help="Fraction of the train split to hold out as val if SOURCE has no val split.",
 )
 @click.option(
     "--limit",
@@ -113,7 +117,7 @@ class _Options:
     "--resize",
     type=click.IntRange(1, _MAX_SIDE),
     metavar="PIXELS",
-    show_default=f"8/7 of --size, e.g. 256 for 224, or --size if it is at most {_LARGEST_SIZE_WITHOUT_MARGIN}",
+    show_default=f"8/7 of --size (e.g. 256 for 224), or --size itself if at most {_LARGEST_SIZE_WITHOUT_MARGIN}",
     help="Resize the shorter side to this length before the central crop.",
 )
 @click.option(
@@ -126,13 +130,14 @@ class _Options:
     "--on-error",
     type=SuggestingChoice(["skip", "fail"]),
     default="skip",
-    help="skip: leave out images that can't be packed and list them in failures.jsonl. fail: stop at the first one.",
+    help="skip: leave out images that can't be packed and list them in failures.jsonl. fail: stop at the first such "
+    "image.",
 )
 @click.option(
     "--shard-images",
     type=click.IntRange(1),
     metavar="IMAGES",
-    show_default="the largest power of two that fits in 64 MiB, at most 16,384",
+    show_default="the largest power of two whose images fit in 64 MiB, at most 16,384",
     help="Number of images per shard file.",
 )
 @click.option(
@@ -156,7 +161,8 @@ class _Options:
     type=click.IntRange(1),
     metavar="THREADS",
     show_default="one per core",
-    help="Number of decoding threads. Each needs about 80 MB; images above 4 megapixels need more and wait for memory.",
+    help="Number of decoding threads. Each needs about 80 MB; images larger than 4 megapixels need more and wait until "
+    "enough memory is free.",
 )
 @click.option("--overwrite", is_flag=True, help="Delete the existing pack at DEST and start over.")
 @click.option("--dry-run", is_flag=True, help="Show what would be packed and how large it would be, but write nothing.")
@@ -258,7 +264,7 @@ def _settings(options: _Options) -> PackSettings:
 
 
 def default_resize(size: int) -> int:
-    """Return the default of ``--resize`` for a crop of ``size``, in pixels.
+    """Return the default of ``--resize``, in pixels, for a crop of ``size`` pixels.
 
     This is 8/7 of ``size``, at most 4096; for a ``size`` of up to 64 it is ``size`` itself.
     """
@@ -294,7 +300,7 @@ def _announce(source: Source, location: Location, settings: PackSettings) -> Non
 
 
 def _warn_about_other_splits(source: Source, dest: str) -> None:
-    """Warn about splits at DEST that are not packed again: held-out images in them could also be in a new split."""
+    """Warn if DEST has splits that are not packed again: images held out in them may also be in a new split."""
     from preprocess.shards.reader import list_splits
 
     others = [name for name in list_splits(dest) if name not in source.splits]

@@ -78,7 +78,7 @@ def draw_contact_sheet(split: ShardSplit, *, title: str) -> Image.Image:
 
 
 def geometry_for(side: int) -> Geometry:
-    """Return the sheet's dimensions for images with a longer side of ``side`` pixels.
+    """Return the sheet's dimensions for images whose longer side is ``side`` pixels.
 
     Small images are enlarged by an integer factor, so that pixels stay square.
     """
@@ -88,7 +88,7 @@ def geometry_for(side: int) -> Geometry:
 
 
 def choose_images(labels: NDArray[np.uint16], num_classes: int) -> NDArray[np.int64]:
-    """Return the indices, int64 ``[n]``, of the images to show, ordered by class and evenly spaced within each class.
+    """Return the int64 indices ``[n]`` of the images to show, ordered by class and evenly spaced within each class.
 
     Args:
         labels: uint16 ``[N]``.

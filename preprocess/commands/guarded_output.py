@@ -1,4 +1,4 @@
-"""Escaping of all command output, so that control characters in a message never reach a terminal or a pipe.
+"""Escapes all command output so that control characters in a message never reach a terminal or a pipe.
 
 Text is escaped by `preprocess.printable`. This module must not know what the commands print.
 """
@@ -53,7 +53,10 @@ class GuardedStream:
 
 
 def terminal_of(stream: TextIO) -> TextIO:
-    """Return the stream that a `GuardedStream` wraps, or ``stream`` itself; only for code that escapes its own text."""
+    """Return the stream that ``stream`` wraps if it is a `GuardedStream`, otherwise ``stream`` itself.
+
+    Only for code that escapes its own text.
+    """
     return stream.terminal if isinstance(stream, GuardedStream) else stream
 
 

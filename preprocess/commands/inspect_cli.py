@@ -35,7 +35,11 @@ _BAR_WIDTH = 30
 )
 @click.argument("dest", shell_complete=complete_folder)
 @click.option(
-    "--split", metavar="NAME", multiple=True, show_default="all", help="Split to inspect. Repeat to inspect several."
+    "--split",
+    metavar="NAME",
+    multiple=True,
+    show_default="all",
+    help="Split to inspect. Repeat the option to inspect several splits.",
 )
 @click.option("--verify", is_flag=True, help="Read every byte and list all damaged files and images.")
 @click.option(

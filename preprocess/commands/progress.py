@@ -19,7 +19,7 @@ LINE_EVERY_S = 10.0
 
 
 class ImageProgress(AbstractContextManager["ImageProgress"]):
-    """A context manager that shows the progress of one or more tasks in images; ``show`` can be called often."""
+    """A context manager that shows how many images of one or more tasks are done; ``show`` may be called often."""
 
     def __init__(self) -> None:
         self._stream = sys.stderr
@@ -52,7 +52,10 @@ class ImageProgress(AbstractContextManager["ImageProgress"]):
             self._bar.stop()
 
     def show(self, task: str, done: int, total: int) -> None:
-        """Show that ``task`` has processed ``done`` of ``total`` images; its rate is measured from the first call."""
+        """Show that ``task`` has processed ``done`` of ``total`` images.
+
+        The rate is measured from the first call for the task.
+        """
         now = time.monotonic()
         start_s, start_done = self._began.setdefault(task, (now, done))
         rate = (done - start_done) / (now - start_s) if now > start_s else 0.0

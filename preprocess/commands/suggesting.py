@@ -1,4 +1,4 @@
-"""Click choices and commands whose error messages suggest the closest valid word."""
+"""Click choices and commands whose error messages suggest the closest valid value or option."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SuggestingCommand(click.Command):
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments as click does, but suggest a similar option if one is unknown."""
+        """Parse the arguments as click does, but if an option is unknown, suggest a similar one."""
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
