@@ -76,10 +76,10 @@ def test_shape_and_background_differ():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_images": 9}, "num_images must be at least 10, one per class, found 9"),
-        ({"size": 15}, "size must be 16 to 1024 pixels, found 15"),
-        ({"size": 2000}, "size must be 16 to 1024 pixels"),
-        ({"seed": -1}, "seed must be 0 or more, found -1"),
+        ({"num_images": 9}, "num_images must be at least 10, one per class, got 9"),
+        ({"size": 15}, "size must be from 16 to 1024 pixels, got 15"),
+        ({"size": 2000}, "size must be from 16 to 1024 pixels"),
+        ({"seed": -1}, "seed must be 0 or more, got -1"),
     ],
 )
 def test_arguments_out_of_range(tmp_path, options, message):

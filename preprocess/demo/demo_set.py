@@ -1,4 +1,4 @@
-"""Drawing and packing of the demo data set."""
+"""Draws and packs the demo data set."""
 
 import tempfile
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Drawing of the demo data set: small labelled images of shapes, for use without a download.
+"""Draws the demo data set: small labelled images of shapes, for use without a download.
 
 The ten classes are shapes. Colour, position, size, angle, lighting and clutter vary independently of the class, so a
 network must learn shape. Images are JPEG files in class folders, like any other source.
@@ -30,7 +30,7 @@ Shape = tuple[list[Polygon], list[Polygon]]
 
 
 def draw_demo(dest: Path, *, num_images: int = NUM_TRAIN_IMAGES, size: int = 32, seed: int = 0) -> Path:
-    """Draw the demo images, `dest/train/<class>/*.jpg` and `dest/val/<class>/*.jpg`.
+    """Draw the demo images and save them as `dest/train/<class>/*.jpg` and `dest/val/<class>/*.jpg`.
 
     An image depends only on seed, split and index, so the same arguments produce the same images.
 
@@ -50,11 +50,11 @@ def draw_demo(dest: Path, *, num_images: int = NUM_TRAIN_IMAGES, size: int = 32,
     dest = Path(dest)
     num_classes = len(SHAPES)
     if num_images < num_classes:
-        raise ValueError(f"num_images must be at least {num_classes}, one per class, found {num_images}")
+        raise ValueError(f"num_images must be at least {num_classes}, one per class, got {num_images}")
     if not MIN_SIZE <= size <= MAX_SIZE:
-        raise ValueError(f"size must be {MIN_SIZE} to {MAX_SIZE} pixels, found {size}")
+        raise ValueError(f"size must be from {MIN_SIZE} to {MAX_SIZE} pixels, got {size}")
     if seed < 0:
-        raise ValueError(f"seed must be 0 or more, found {seed}")
+        raise ValueError(f"seed must be 0 or more, got {seed}")
     counts = {"train": num_images, "val": max(num_classes, num_images // TRAIN_IMAGES_PER_VAL_IMAGE)}
     for split in counts:
         if (dest / split).exists():
@@ -102,7 +102,7 @@ def _lighting(colour: np.ndarray, size: int, rng: np.random.Generator) -> np.nda
 
 
 def _mask(shape: Shape, size: int, radius: float, rng: np.random.Generator, *, reach: float) -> np.ndarray:
-    """Return the fraction of each pixel that a shape covers, 0 to 1, as float64 `[size, size, 1]`.
+    """Return the fraction (0 to 1) of each pixel that a shape covers, as float64 `[size, size, 1]`.
 
     Args:
         shape: what to draw, at a random angle.
