@@ -1,4 +1,4 @@
-"""Offline preprocessing: conversion of images to shards of packed pixels, and a reader of shards. Never imports jax.
+"""Offline preprocessing: converts images to shards of packed pixels, and reads such shards. Never imports jax.
 
 These names are the public API; any other name may move or change without notice. They are loaded on first use.
 """

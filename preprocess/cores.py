@@ -1,4 +1,4 @@
-"""The number of CPU cores that this process may use, which in a container can be fewer than the machine has."""
+"""The number of CPU cores that this process may use, which in a container can be smaller than the machine's."""
 
 import os
 

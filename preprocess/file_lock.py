@@ -1,4 +1,4 @@
-"""An exclusive lock on a file, which the kernel releases when its process dies for any reason.
+"""An exclusive file lock that the kernel releases when the process that holds it ends for any reason.
 
 This module creates and locks the file. Its callers define what the lock permits and the message if it is taken:
 `preprocess.packing.owner` for a split that is being packed, `engine.records.folder_lock` for a run folder.
@@ -28,7 +28,7 @@ class FileLockedError(Exception):
 
 
 class LockRefusedError(OSError):
-    """The file can be opened, but the operating system does not lock it."""
+    """Error raised when the file can be opened but the operating system does not lock it."""
 
 
 def lock_file(path: Path) -> int:

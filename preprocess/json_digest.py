@@ -1,6 +1,6 @@
-"""Digest of JSON objects. The manifest of a pack and each record of its journal contain their own digest.
+"""Digest of JSON objects. The manifest of a pack and each record of its journal contain their own digests.
 
-It detects damage and manual edits. It is not a signature: anyone can recompute it.
+A digest detects damage and manual edits. It is not a signature: anyone can recompute it.
 """
 
 import hashlib

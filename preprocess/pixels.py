@@ -37,7 +37,7 @@ def words_of_row(width: int, layout: Layout) -> int:
         return width
     if width % _DENSE_PIXELS:
         raise ValueError(
-            f"the dense layout needs a width that is a multiple of {_DENSE_PIXELS}, found {width}; choose another size "
+            f"the dense layout needs a width that is a multiple of {_DENSE_PIXELS}, got {width}; choose another size "
             "or the packed layout"
         )
     return width // _DENSE_PIXELS * _DENSE_WORDS

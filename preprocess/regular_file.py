@@ -1,4 +1,4 @@
-"""Opening and reading of regular files. Pipes and devices are refused, and the number of bytes read is limited.
+"""Opens and reads regular files. Pipes and devices are refused, and the number of bytes read is limited.
 
 All local files of packs, run folders and sources are opened for reading with this module.
 """

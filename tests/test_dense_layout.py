@@ -49,9 +49,9 @@ def test_the_device_converts_dense_words_to_packed_ones():
 
 @pytest.mark.parametrize("width", [1, 2, 3, 30])
 def test_a_width_that_does_not_divide_is_refused(width):
-    with pytest.raises(ValueError, match=f"a width that is a multiple of 4, found {width}; choose another size or"):
+    with pytest.raises(ValueError, match=f"a width that is a multiple of 4, got {width}; choose another size or"):
         to_words(np.zeros((2, width, 3), np.uint8), "dense")
-    with pytest.raises(ValueError, match=f"a width that is a multiple of 4, found {width}; choose another size or"):
+    with pytest.raises(ValueError, match=f"a width that is a multiple of 4, got {width}; choose another size or"):
         pack(fake_source(3, size=width), "memory://x", layout="dense")
     with pytest.raises(ValueError, match="layout must be one of packed, dense, got 'loose'"):
         PackSettings(layout="loose")  # type: ignore[arg-type]
@@ -171,4 +171,4 @@ def test_the_command_packs_and_names_the_layout(tmp_path):
     assert "dense layout, codec raw, with checksums" in result.output
     result = CliRunner().invoke(main, [*arguments[:3], "9", "--layout", "dense"])
     assert result.exit_code == 2
-    assert "the dense layout needs a width that is a multiple of 4, found 9; choose another size" in result.output
+    assert "the dense layout needs a width that is a multiple of 4, got 9; choose another size" in result.output
