@@ -63,7 +63,7 @@ def test_a_missing_kit_is_none(tmp_path):
         (devkit(TRUTH)[:600], "cannot be read: .*; download it again"),
         (
             tar_bytes({"x/readme.txt": b""}, "w:gz"),
-            r"has no data/meta\.mat; use the development kit of tasks 1 and 2",
+            r"has no data/meta\.mat; use the development kit for tasks 1 and 2",
         ),
         (devkit([1, 4]), "line 2: '4' is not a class number"),
         (devkit([1, "n1"]), "line 2: 'n1' is not a class number"),
@@ -98,7 +98,7 @@ def headers(*sizes):
             gzip.compress(headers(3 * 2**30) + bytes(2**20)),
             "is truncated: it ends at byte",
         ),
-        (gzip.compress(headers(2**21) + bytes(2**22)), "an extension header of 2097152 bytes at byte 512"),
+        (gzip.compress(headers(2**21) + bytes(2**22)), "the extension header at byte 512 has 2097152 bytes"),
         (gzip.compress(headers(*[0] * 400) + bytes(2**10)), "more than 16 extension headers in a row"),
         (gzip.compress(bytes(2**27 + 1)), "cannot be read: it unpacks to more than the 134,217,728 bytes allowed"),
         (gzip.compress(b"")[:-4], "cannot be read: it ends early; download it again"),

@@ -54,14 +54,14 @@ def test_classes_of_one_image_are_all_trained_on(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"holdout": -0.1}, "holdout must be at least 0 and less than 1, found -0.1"),
+        ({"holdout": -0.1}, "holdout must be at least 0 and less than 1, got -0.1"),
         ({"holdout": 1.0}, "holdout must be at least 0 and less than 1"),
         ({"holdout": float("nan")}, "holdout must be at least 0 and less than 1"),
         (
             {"holdout": 1e-9},
             "holdout 1e-09 holds out no image of .*, because every class keeps one .*of its 3 classes has 100; make",
         ),
-        ({"limit": 0}, "limit must be at least 1 image per split, found 0"),
+        ({"limit": 0}, "limit must be at least 1 image per split, got 0"),
         ({"splits": ("val",)}, "has no split val; choose from train"),
         ({"splits": ("test", "dev"), "holdout": 0.1}, "has no split test, dev; choose from train, val"),
     ],
@@ -145,9 +145,7 @@ def test_a_missing_path(tmp_path):
 
 @pytest.mark.parametrize("where", ["gs://bucket/set", "s3://bucket/set.tar", "file:///data/set"])
 def test_a_url_is_refused_as_a_source(where):
-    with pytest.raises(
-        SourceError, match=f"SOURCE must be a folder or tar archive on this machine, found {where}; copy"
-    ):
+    with pytest.raises(SourceError, match=f"SOURCE must be a folder or tar archive on this machine, got {where}; copy"):
         open_source(where)
 
 

@@ -183,7 +183,7 @@ def test_an_extension_header_that_would_fill_the_memory_is_refused(listed, kind)
         return info.tobuf(tarfile.GNU_FORMAT) + body + padding + tar_bytes([("a/1.jpg", b"one")])
 
     assert listed(content(2**20)) == [("a/1.jpg", b"one")]
-    with pytest.raises(SourceError, match="damaged: an extension header of 1048577 bytes at byte 512"):
+    with pytest.raises(SourceError, match="damaged: the extension header at byte 512 has 1048577 bytes"):
         listed(content(2**20 + 1))
 
 
@@ -195,7 +195,7 @@ def test_truncation_names_the_file_and_the_offset(listed):
     ):
         listed(whole[: BLOCK + 100])
     with pytest.raises(
-        SourceError, match=f"within member a/2.jpg, which begins at byte {second} and needs 1 bytes more"
+        SourceError, match=f"within member a/2.jpg, which begins at byte {second} and needs 1 more bytes"
     ):
         listed(whole[: second + BLOCK + 599])
     with pytest.raises(SourceError, match=f"ends at byte {second} without the empty block"):

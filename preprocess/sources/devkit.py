@@ -129,7 +129,7 @@ def _read(path: Path, contents: dict[str, bytes]) -> Devkit:
     shown = printable(path)
     for name in (SYNSETS_FILE, GROUND_TRUTH_FILE):
         if name not in contents:
-            raise SourceError(f"{shown} has no {name}; use the development kit of tasks 1 and 2")
+            raise SourceError(f"{shown} has no {name}; use the development kit for tasks 1 and 2")
     id_of, names = _read_synsets(path, contents[SYNSETS_FILE])
     validation_ids = []
     for line, number in enumerate(contents[GROUND_TRUTH_FILE].split(), start=1):

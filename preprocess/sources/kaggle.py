@@ -46,7 +46,7 @@ def kaggle_openers(root: Path, images: Path) -> dict[str, Callable[[], FoundSpli
 
 
 def _read_val(root: Path, folder: Path, top: Path, names_in: tuple[Path, ...]) -> FoundSplit:
-    """List the validation images from one folder (as in Kaggle's archive) or from class folders (made by a script).
+    """List the validation images. They are in one folder, as in Kaggle's archive, or in class folders made by a script.
 
     Raises:
         SourceError: the table of labels is missing or damaged, has no line for an image, or its classes differ from
@@ -76,7 +76,7 @@ def _read_val(root: Path, folder: Path, top: Path, names_in: tuple[Path, ...]) -
 
 
 def _check_ids(in_table: set[str], in_mapping: set[str], top: Path) -> None:
-    """Check that the table and the mapping have the same classes; an additional class would shift all later labels."""
+    """Check that the table and the mapping have the same classes; an extra class would shift the labels after it."""
     for ids, has, lacks in (
         (in_table - in_mapping, SOLUTION_FILE, MAPPING_FILE),
         (in_mapping - in_table, MAPPING_FILE, SOLUTION_FILE),

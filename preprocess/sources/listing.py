@@ -27,7 +27,7 @@ MAX_NAMES_BYTES = 8 * 2**30
 
 
 class SourceError(ValueError):
-    """Raised if the source cannot be read as a labelled data set; the message contains the path and the remedy."""
+    """Error raised if a source cannot be read as a labelled data set; the message contains the path and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,10 @@ class SourceSplit(Protocol):
         """Return the length in bytes of the encoded image at position `index` in the pack order."""
 
     def read(self, index: int) -> bytes:
-        """Return the encoded bytes of the image or raise OSError or ValueError. May be called from any thread."""
+        """Return the encoded bytes of the image at position `index`, or raise OSError or ValueError.
+
+        May be called from any thread.
+        """
 
     def digest(self) -> str:
         """Return the hexadecimal SHA-256 of the class ids and of the key and size of each image."""
@@ -146,7 +149,7 @@ class Listing:
 
     @property
     def labels(self) -> np.ndarray:
-        """A copy of the labels as uint16 `[N]`, so that images can still be added to the listing."""
+        """A copy of the labels as uint16 `[N]`. Images can still be added to the listing while the copy exists."""
         return np.array(self._labels, np.uint16)
 
 

@@ -1,4 +1,4 @@
-"""Reads MATLAB's level-5 MAT files with the types in ImageNet's `meta.mat`: numbers, text, cells, struct arrays.
+"""Reads MATLAB's level-5 MAT files with the types in ImageNet's `meta.mat`: numbers, text, cells and struct arrays.
 
 After "MAT-File Format", The MathWorks, chapter 1. Every data element is an 8-byte tag (type, number of bytes) and its
 bytes, padded to a multiple of 8; up to four bytes may be inside the tag instead. Arrays are stored column by column.
@@ -38,7 +38,7 @@ _NUMERIC_CLASSES: Mapping[int, str] = {
 
 
 class MatFileError(ValueError):
-    """Raised if the MAT file is damaged or uses a feature that is not supported."""
+    """Error raised if the MAT file is damaged or uses a feature that is not supported."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class _Element:
 
 
 class _Limits:
-    """Counters that limit the bytes, the elements and the nesting depth read from a file."""
+    """Counters that limit the number of bytes, the number of elements and the nesting depth when a file is read."""
 
     def __init__(self) -> None:
         self._bytes, self._elements, self._depth = MAX_BYTES, _MAX_ELEMENTS, 0
@@ -130,7 +130,7 @@ def _elements(data: memoryview, order: str, limits: _Limits) -> Iterator[_Elemen
             position += 8
             if num_bytes > 4:
                 raise MatFileError(
-                    f"the MAT file is damaged: {num_bytes} bytes in a tag with room for 4; download it again"
+                    f"the MAT file is damaged: a tag with room for 4 bytes contains {num_bytes}; download it again"
                 )
         else:
             (num_bytes,) = struct.unpack_from(order + "I", data, position + 4)
@@ -139,7 +139,7 @@ def _elements(data: memoryview, order: str, limits: _Limits) -> Iterator[_Elemen
             position = start + num_bytes + (0 if kind == _COMPRESSED else -num_bytes % 8)
         if start + num_bytes > len(data):
             raise MatFileError(
-                f"the MAT file is truncated: an element of {num_bytes} bytes has only {len(data) - start}; "
+                f"the MAT file is truncated: an element has only {len(data) - start} of its {num_bytes} bytes; "
                 "download it again"
             )
         yield _Element(kind, data[start : start + num_bytes])
@@ -168,7 +168,7 @@ def _read_matrix(data: memoryview, order: str, limits: _Limits) -> tuple[str, An
         raise MatFileError("complex arrays are not supported; save the MAT file without them")
     lengths = _numbers(_next(parts), order)
     if lengths.size > _MAX_DIMENSIONS:
-        raise MatFileError(f"the MAT file is damaged: an array of {lengths.size} dimensions; download it again")
+        raise MatFileError(f"the MAT file is damaged: an array has {lengths.size} dimensions; download it again")
     shape = tuple(int(length) for length in lengths)
     name = bytes(_next(parts).data).decode("latin-1")
     if array_class == _STRUCT:
@@ -182,7 +182,7 @@ def _read_matrix(data: memoryview, order: str, limits: _Limits) -> tuple[str, An
         values = _numbers(_next(parts), order)
         if values.size != _num_items(shape, data):
             raise MatFileError(
-                f"the MAT file is damaged: {values.size} numbers for the shape {shape}; download it again"
+                f"the MAT file is damaged: an array of shape {shape} has {values.size} numbers; download it again"
             )
         return name, values.astype(_NUMERIC_CLASSES[array_class]).reshape(shape, order="F")
     raise MatFileError(
@@ -196,7 +196,7 @@ def _read_struct(
     (name_bytes,) = struct.unpack_from(order + "I", _next(parts).data)
     packed = bytes(_next(parts).data)
     if not name_bytes:
-        raise MatFileError("the MAT file is damaged: field names of 0 bytes; download it again")
+        raise MatFileError("the MAT file is damaged: the field names of a struct have 0 bytes; download it again")
     if len(packed) > _MAX_FIELDS * name_bytes:
         raise MatFileError(f"a struct of the MAT file has more than {_MAX_FIELDS} fields; download the file again")
     starts = range(0, len(packed), name_bytes)
@@ -207,7 +207,9 @@ def _read_struct(
     with limits:
         rows = [dict(zip(names, row, strict=False)) for row in zip(*[values] * len(names), strict=False)]
     if len(rows) != int(np.prod(shape, dtype=object)):
-        raise MatFileError(f"the MAT file is damaged: {len(rows)} structs for the shape {shape}; download it again")
+        raise MatFileError(
+            f"the MAT file is damaged: an array of shape {shape} has {len(rows)} structs; download it again"
+        )
     return rows
 
 
@@ -220,14 +222,16 @@ def _read_text(element: _Element, order: str, shape: tuple[int, ...]) -> str:
     if len(shape) != 2 or shape[0] <= 1 or not text:
         return text
     if shape[0] > len(text):
-        raise MatFileError(f"the MAT file is damaged: {len(text)} characters for the shape {shape}; download it again")
+        raise MatFileError(
+            f"the MAT file is damaged: text of shape {shape} has {len(text)} characters; download it again"
+        )
     return "\n".join(text[row :: shape[0]] for row in range(shape[0]))
 
 
 def _numbers(element: _Element, order: str) -> np.ndarray:
     kind = _NUMBER_TYPES.get(element.kind)
     if kind is None:
-        raise MatFileError(f"the MAT file is damaged: numbers of the unknown type {element.kind}; download it again")
+        raise MatFileError(f"the MAT file is damaged: numbers of unknown type {element.kind}; download it again")
     size = np.dtype(kind).itemsize
     return np.frombuffer(element.data[: len(element.data) // size * size], order + kind)
 
@@ -240,10 +244,11 @@ def _next(parts: Iterator[_Element]) -> _Element:
 
 
 def _num_items(shape: tuple[int, ...], data: memoryview) -> int:
-    """Return the number of items of an array; raise MatFileError if `data` has fewer bytes than items."""
+    """Return the number of items in an array; raise MatFileError if `data` has fewer bytes than items."""
     num_items = int(np.prod(shape, dtype=object))
     if not 0 <= num_items <= len(data):
         raise MatFileError(
-            f"the MAT file is damaged: shape {shape} needs more than {len(data)} bytes; download it again"
+            f"the MAT file is damaged: an array of shape {shape} needs more than its {len(data)} bytes; "
+            "download it again"
         )
     return num_items

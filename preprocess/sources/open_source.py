@@ -88,11 +88,11 @@ def open_source(
     """
     if "://" in str(path):
         raise SourceError(
-            f"SOURCE must be a folder or tar archive on this machine, found {printable(path)}; copy it here first"
+            f"SOURCE must be a folder or tar archive on this machine, got {printable(path)}; copy it here first"
         )
     root = Path(path)
     if limit is not None and limit < 1:
-        raise SourceError(f"limit must be at least 1 image per split, found {limit}")
+        raise SourceError(f"limit must be at least 1 image per split, got {limit}")
     layout = _recognise(root)
     _check_holdout(holdout, root, layout)
     available = tuple(sorted({*layout.openers, *(["val"] if holdout else [])}, key=_SPLIT_ORDER.index))
@@ -141,20 +141,20 @@ def _recognise(root: Path) -> Layout:
         return Layout(description + (f" (not read: {_shown(others)})" if others else ""), split_openers(root, folders))
     if not classes:
         raise SourceError(
-            f"{printable(root)} is not a data set: expected class folders, train/ and val/ of class folders, "
+            f"{printable(root)} is not a data set: expected class folders, train/ and val/ with class folders, "
             f"{TRAIN_ARCHIVE}, {VAL_ARCHIVE} or Kaggle's ILSVRC/; found {_shown([each.name for each in files])}"
         )
     for each in classes:
         if (Path(each.path) / "train").is_dir():
             raise SourceError(
-                f"{printable(root)} is not a folder of classes: {printable(each.name)}/ has a train/ folder; "
+                f"{printable(root)} is not a folder of class folders: {printable(each.name)}/ has a train/ folder; "
                 f"give {printable(each.path)}"
             )
     return Layout("a folder of class folders", split_openers(root, {"train": root}))
 
 
 def _refuse_shards(root: Path) -> None:
-    """Raise SourceError for a packed data set, whose folders "labels" and "pixels" would be taken for classes."""
+    """Raise SourceError for a packed data set, whose folders "labels" and "pixels" would be mistaken for classes."""
     candidates = (root, *(Path(each.path) for each in list_folder(root)[0]))
     packed = next((each for each in candidates if (each / "pixels" / "zarr.json").is_file()), None)
     if packed is not None:
@@ -192,7 +192,7 @@ def _shown(names: list[str]) -> str:
 
 def _check_holdout(holdout: float, root: Path, layout: Layout) -> None:
     if not 0.0 <= holdout < 1.0:
-        raise SourceError(f"holdout must be at least 0 and less than 1, found {holdout}")
+        raise SourceError(f"holdout must be at least 0 and less than 1, got {holdout}")
     if holdout and "train" not in layout.openers:
         raise SourceError(
             f"holdout {holdout} was given, but {printable(root)} has no train split to hold out images from; "

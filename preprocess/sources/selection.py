@@ -1,4 +1,4 @@
-"""Selection and ordering of images by the hashes of their keys, with the same result on every machine.
+"""Selects and orders images by the hashes of their keys, with the same result on every machine.
 
 A key is the class id and the path below the class (see `preprocess.sources.listing`), without the source path.
 
@@ -19,7 +19,7 @@ _HOLDOUT_KEY = b"feedloop holdout"
 
 
 def key_hashes(listing: Listing, purpose: bytes) -> np.ndarray:
-    """Return a hash of each image's key as uint64 `[N]`; the hashes differ between purposes."""
+    """Return a hash of each image's key as uint64 `[N]`; different purposes give different hashes."""
     digests = (hashlib.blake2b(listing.key_bytes(i), digest_size=8, key=purpose).digest() for i in range(len(listing)))
     return np.frombuffer(b"".join(digests), ">u8").astype(np.uint64)
 

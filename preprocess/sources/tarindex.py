@@ -1,4 +1,4 @@
-"""Listing of tar archives from their headers, so that members, even those of nested archives, can be read in place.
+"""Lists tar archives from their headers so that members, even those of nested archives, can be read in place.
 
 The `tarfile` module stops silently at a damaged or missing header, and keeps an object for every member. Here, the
 checksum of each header must be correct, an archive must end with an empty block, and no objects are kept. There are
@@ -138,7 +138,7 @@ def is_tar(head: bytes) -> bool:
 
 
 def members(tar: TarBytes, start: int = 0, stop: int | None = None, inside: str = "") -> Iterator[Member]:
-    """Yield the files of an archive, or of the nested archive in its bytes `start` to `stop`.
+    """Yield the files in an archive, or in the nested archive that occupies its bytes `start` to `stop`.
 
     Args:
         tar: the open archive.
@@ -186,7 +186,7 @@ def _header(block: bytes, extended: dict[str, str], position: int, stop: int, wh
     if missing > 0:
         raise SourceError(
             f"{where} is truncated: it ends at byte {stop}, within member {printable(name)}, which begins at byte "
-            f"{position} and needs {missing} bytes more; download the archive again"
+            f"{position} and needs {missing} more bytes; download the archive again"
         )
     return block[156], name, size
 
@@ -218,7 +218,7 @@ def _read(tar: TarBytes, position: int, size: int, where: str) -> bytes:
 
 
 def _checksum_holds(block: bytes) -> bool:
-    """Return whether a header's checksum equals the sum of its bytes, with those of the checksum counted as spaces."""
+    """Return whether a header's checksum equals the sum of its bytes, with the checksum field counted as spaces."""
     digits = block[148:156].strip(b"\0 ")
     return (
         digits.isdigit()
@@ -256,10 +256,10 @@ def _plain_name(block: bytes) -> str:
 
 
 def _extension(tar: TarBytes, kind: int, data: int, size: int, where: str) -> dict[str, str]:
-    """Return what an extension header sets for the next member: its path and, in pax headers, size and sparseness."""
+    """Return what an extension header sets for the next member: the path and, in pax headers, size and sparseness."""
     if size > _MAX_EXTENSION_BYTES:
         raise SourceError(
-            f"{where} is damaged: an extension header of {size} bytes at byte {data}, more than the "
+            f"{where} is damaged: the extension header at byte {data} has {size} bytes, more than the "
             f"{_MAX_EXTENSION_BYTES} allowed; download the archive again"
         )
     content = _read(tar, data, size, where)
@@ -274,7 +274,7 @@ def _extension(tar: TarBytes, kind: int, data: int, size: int, where: str) -> di
         if num_records > _MAX_EXTENSION_RECORDS or not position + len(digits) < stop <= len(content):
             raise SourceError(
                 f"{where} is damaged: the pax header at byte {data} has an invalid record, or more than "
-                f"{_MAX_EXTENSION_RECORDS}; download the archive again"
+                f"{_MAX_EXTENSION_RECORDS} records; download the archive again"
             )
         key, _, value = content[position + len(digits) + 1 : stop - 1].partition(b"=")
         if key in (b"path", b"size"):

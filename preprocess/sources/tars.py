@@ -143,7 +143,7 @@ def read_val_archive(path: Path) -> FoundSplit:
 
 @contextmanager
 def _kept_open(path: Path) -> Iterator[TarStore]:
-    """Open an archive for listing. It stays open unless the body of the context raises an exception."""
+    """Open an archive for listing. It stays open unless the body of the `with` statement raises an exception."""
     store = TarStore(open_tar(path))
     try:
         yield store

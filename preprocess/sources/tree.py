@@ -73,12 +73,14 @@ def _changed(listed_bytes: int, found_bytes: int) -> SourceError:
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether a name is that of a hidden file or a system file (`.DS_Store`, `._x`, `Thumbs.db`)."""
+    """Return whether a name denotes a hidden file or a system file (`.DS_Store`, `._x`, `Thumbs.db`)."""
     return name.startswith(".") or name.lower() in _SYSTEM_FILES
 
 
 def list_folder(folder: Path) -> tuple[list[os.DirEntry[str]], list[os.DirEntry[str]]]:
-    """Return the subfolders and the other entries of a folder, without hidden ones, sorted by the bytes of their names.
+    """Return the subfolders and the other entries of a folder, each sorted by the bytes of their names.
+
+    Hidden entries are left out.
 
     Raises:
         SourceError: the folder cannot be read.
@@ -129,7 +131,7 @@ def split_openers(root: Path, folders: dict[str, Path]) -> dict[str, Callable[[]
 
 
 def read_class_folders(root: Path, folder: Path, split: str, *, names_in: tuple[Path, ...]) -> FoundSplit:
-    """List the images of one split. Each folder directly in `folder` is a class, which includes all files below it.
+    """List the images of one split. Each direct subfolder of `folder` is a class that includes all files below it.
 
     An empty class folder is a class without images. Every file that is not hidden is listed, whatever its suffix.
     Readable names are read from the folders `names_in`; the first name found for a class is used.
@@ -185,7 +187,7 @@ def read_names(*folders: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Folder:
-    """A folder in a class folder: its path, its path below the class folder, and the identities of its parents."""
+    """A folder in a class folder: its path, its path below the class folder, and the identities of its ancestors."""
 
     path: str
     below: str
@@ -210,7 +212,7 @@ def _files_below(class_folder: str) -> Iterator[tuple[str, int]]:
 
 
 def _identity(folder: str) -> tuple[int, int]:
-    """Return the device and inode number of a folder, which do not depend on the link that leads to it."""
+    """Return the device and inode numbers of a folder, which are the same whichever link leads to it."""
     try:
         status = Path(folder).stat()
     except OSError as error:
