@@ -48,7 +48,7 @@ def to_torchvision(model_name: str, params: Params, batch_stats: BatchStats) -> 
 
 
 def from_torchvision(model_name: str, tensors: Mapping[str, np.ndarray]) -> tuple[Params, BatchStats]:
-    """Return parameters and batch statistics from torchvision's names and layouts, the inverse of `to_torchvision`.
+    """Convert arrays in torchvision's names and layouts to parameters and batch statistics (inverts `to_torchvision`).
 
     Args:
         model_name: one of `models.registry.model_names()`.
@@ -71,7 +71,7 @@ def from_torchvision(model_name: str, tensors: Mapping[str, np.ndarray]) -> tupl
 
 
 def _leaves(tree: Leaves, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield every array of nested dictionaries with its path."""
+    """Yield every array in nested dictionaries together with its path."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from _leaves(dict(value), (*path, key))

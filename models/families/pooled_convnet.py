@@ -68,7 +68,7 @@ class PooledConvNet:
 
 @dataclass(frozen=True)
 class Layer:
-    """A convolution from C to K channels (learned or fixed), an optional 2×2 max-pool, batch norm, and activation."""
+    """A learned or fixed convolution from C to K channels, an optional 2×2 max-pool, batch norm, and an activation."""
 
     path: tuple[str, ...]
     C: int
@@ -103,7 +103,7 @@ def _get(tree: Params, path: tuple[str, ...]) -> Any:
 
 
 def cosine_kernel(num_channels: int) -> np.ndarray:
-    """Return the stem's cosine filters, float32 `[STEM_SIZE,STEM_SIZE,3,num_channels]`, each of norm 1.
+    """Return the stem's cosine filters, float32 `[STEM_SIZE,STEM_SIZE,3,num_channels]`, each with norm 1.
 
     The first half of the filters are orthogonal: products of the cosines of the discrete cosine transform (DCT-II)
     along height and width with brightness, red against blue, or green against both. Low frequencies and brightness come
@@ -129,7 +129,9 @@ def cosine_kernel(num_channels: int) -> np.ndarray:
 
 
 def _init_kernels(all_layers: list[Layer], key: jax.Array) -> Iterator[jax.Array]:
-    """Yield the stem's filters, then He-normal (fan-in) kernels, sliced from a single draw, which compiles faster.
+    """Yield the stem's filters, then He-normal (fan-in) kernels.
+
+    The kernels are sliced from a single draw of random numbers, which compiles faster than several draws.
 
     In each kernel, the first output channels, as many as there are input channels, copy the input channels.
     """

@@ -1,4 +1,4 @@
-"""Batch norm, with an optional ReLU after it, in as few passes over memory as its sums allow.
+"""Batch norm followed by an optional ReLU, in as few passes over memory as its sums allow.
 
 Outside matrix products, a training step is limited by memory bandwidth, mostly in batch norm. Therefore both sums of a
 pass are computed at once, and the derivative of a following ReLU is recomputed instead of stored. On a GPU, a small
@@ -113,7 +113,7 @@ def _mean_and_variance(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _estimate_mean(wide: jax.Array) -> jax.Array:
-    """Return an estimate `[C]` of the mean of `wide [B,H,W,C]`, to subtract before summing so that few digits are lost.
+    """Return an estimate `[C]` of the mean of `wide [B,H,W,C]`; subtracting it before summing preserves precision.
 
     The mean of one value in n is at most √n standard deviations off, whatever the distribution, so sums about it cancel
     to no less than one in n: with one in 64, that is six of float32's 24 bits. On a GPU, where that mean would take
@@ -142,7 +142,7 @@ def _normalise(relu: bool, x: jax.Array, scale: jax.Array, bias: jax.Array) -> t
 
 @jax.custom_vjp
 def stored_relu(x: jax.Array) -> jax.Array:
-    """Return the ReLU of `x`, stored (see `models.layers.stored`). Its derivative is computed from the stored result.
+    """Return the ReLU of `x`; the result is stored (see `models.layers.stored`) and the derivative computed from it.
 
     Otherwise the input of each residual block is recomputed from the convolutions of all blocks before it, and on a GPU
     the derivative reads the two arrays whose sum is `x` instead of one. (On a CPU the latter makes no difference.)

@@ -55,7 +55,7 @@ def convolution(
 
 
 def _geometry(x: jax.Array, kernel: jax.Array, stride: int | Pair, padding: str | Padding) -> Geometry:
-    """Check the operands and return their geometry, with the padding as numbers."""
+    """Check the operands and return their geometry, with the padding converted to numbers."""
     if x.ndim != 4 or kernel.ndim != 4 or x.shape[3] != kernel.shape[2]:
         raise ValueError(
             f"convolution needs x [B,H,W,C] and a kernel [kh,kw,C,K] with the same C, got {x.shape} and {kernel.shape}"
@@ -165,7 +165,7 @@ def _gradients_cpu(
 
 
 def channels_on_cards(C: int, K: int) -> int:
-    """Return the number to which the C input channels of a 16-bit convolution are padded on an NVIDIA GPU.
+    """Return the number of channels to which the C input channels of a 16-bit convolution are padded on an NVIDIA GPU.
 
     cuDNN's tensor-core kernels need multiples of 8, or 4 for images. XLA itself pads only float16, and only slightly.
     If the output channels do not fit such a kernel, padding has no benefit.

@@ -74,7 +74,7 @@ def patches(x: jax.Array, window: Pair, geometry: Geometry) -> jax.Array:
 
 
 def _turned_padding(window: Pair, geometry: Geometry, input_size: Pair, output_size: Pair) -> Padding:
-    """Return the padding for which the output, convolved with the rotated kernel, has the input size (stride 1)."""
+    """Return the padding for which the output, convolved with the rotated kernel, has the input's size (stride 1)."""
     vertical, horizontal = (
         (window[axis] - 1 - low, input_size[axis] + low - output_size[axis])
         for axis, (low, _) in enumerate(geometry.padding)
@@ -116,7 +116,7 @@ def input_gradient_correlation(
 
 
 def input_gradient_columns(gradient: jax.Array, kernel: jax.Array, geometry: Geometry, input_size: Pair) -> jax.Array:
-    """Compute the gradient of the patches as one product, then add each tap at its position (col2im)."""
+    """Compute the patch gradients as one product, then add each kernel element's part at its position (col2im)."""
     (kh, kw, C, K), (B, P, Q, _), (sh, sw) = kernel.shape, gradient.shape, geometry.strides
     (top, _), (left, _) = geometry.padding
     columns = (rows(gradient) @ kernel.reshape(-1, K).T).reshape(B, P, Q, kh * kw, C)

@@ -20,7 +20,7 @@ def dense(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Return `x [B,C] @ kernel [C,K]` in float32. Its automatic derivative would multiply float32 operands."""
+    """Return `x [B,C] @ kernel [C,K]` in float32. An automatic derivative would multiply float32 operands."""
     return _contract(x, kernel.astype(x.dtype), 1, 0)
 
 
