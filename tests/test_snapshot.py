@@ -285,7 +285,7 @@ def test_facts_that_were_edited_are_refused(tmp_path):
     write_snapshot(tmp_path, 1, 1, {"a": np.zeros(2)})
     path = tmp_path / "1" / "facts" / "metadata"
     path.write_text(path.read_text().replace('"pulls": 1', '"pulls": 2'))
-    with pytest.raises(SnapshotError, match="its facts have changed since they were written"):
+    with pytest.raises(SnapshotError, match="its metadata has changed since it was written"):
         read_snapshot(tmp_path, 1)
 
 
@@ -300,7 +300,7 @@ def test_a_format_of_the_future_is_refused(tmp_path, monkeypatch):
 def test_a_folder_that_was_renamed_by_hand_is_refused(tmp_path):
     write_snapshot(tmp_path, 1, 1, {"a": np.zeros(2)})
     (tmp_path / "1").rename(tmp_path / "2")
-    with pytest.raises(SnapshotError, match="its facts have changed since they were written"):
+    with pytest.raises(SnapshotError, match="its metadata has changed since it was written"):
         read_snapshot(tmp_path, 2)
 
 

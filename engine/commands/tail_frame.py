@@ -135,7 +135,7 @@ def pack_fields(fields: list[str], width: int) -> list[str]:
 
 
 def frame_lines(picture: Picture, width: int, height: int, glyphs: "Glyphs", now_s: float) -> "list[list[Span]]":
-    """Return a frame of title, chart and status: at most `height` lines of `width` characters (both at least 1)."""
+    """Return a frame of title, chart and status, at most `height` lines long and `width` characters wide."""
     from engine.commands.loss_chart import Span, draw_chart
 
     facts = picture.facts

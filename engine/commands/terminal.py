@@ -91,7 +91,7 @@ class ProgressSink:
         self._progress.stop()
 
     def summary(self, width: int = 10**6) -> "Text":
-        """Return the text of the line: mean recent loss, loss history, rates and wait, or an evaluation's progress.
+        """Return the text of the line: loss, loss history, rates and wait in training; the progress in an evaluation.
 
         Args:
             width: available columns; if too few, the history is shortened and left out first, the infeed wait last.

@@ -66,5 +66,5 @@ def triangle_weights(start: jax.Array, length: jax.Array, source: int, target: i
 
 
 def _to_levels(sums: jax.Array) -> jax.Array:
-    """Round to integer levels of at most 255; the weights of very many pixels may sum to slightly over 1."""
+    """Round to integer levels, capped at 255 because the weights of many pixels can sum to slightly more than 1."""
     return jnp.minimum(jnp.floor(sums + 0.5), 255)

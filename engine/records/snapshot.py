@@ -325,7 +325,7 @@ def _read_facts(path: Path, step: int) -> dict[str, Any]:
     except Exception as error:  # Orbax and TensorStore raise exceptions of many types
         raise _damaged(path, f"its facts cannot be read ({short_reason(error)})") from error
     if not is_whole:
-        raise _damaged(path, "its facts have changed since they were written")
+        raise _damaged(path, "its metadata has changed since it was written")
     if facts["format"] != _FORMAT:
         raise SnapshotError(
             f"a snapshot must have format {_FORMAT}, but {path} has format {facts['format']}: "

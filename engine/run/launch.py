@@ -1,4 +1,4 @@
-"""One launch of the program: opening its parts in order, compiling it, running it to its end, and closing the parts.
+"""One launch of the program: opening its parts in order, compiling it, running it to completion, and closing the parts.
 
 Owns how the parts are connected. Does not depend on run folders: the caller provides the starting point and keeps the
 final state.

@@ -384,7 +384,7 @@ def _digest_of_lines(path: Path, num_lines: int) -> RunningDigest:
 
 
 def _lines(path: Path, count: int) -> Iterator[bytes]:
-    """Yield the first `count` complete lines of a file one by one: the log of a long run has millions of lines."""
+    """Yield the first `count` complete lines of a file without loading it all: the log of a long run may be large."""
     found = 0
     if count and path.exists():
         with os.fdopen(open_regular(path), "rb") as file:

@@ -143,7 +143,7 @@ def _may_have_many_scans(image: JpegImageFile, encoded: bytes) -> bool:
 
 
 def _scale_transparent_grey(image: Image.Image, encoded: bytes) -> None:
-    """Scale the transparent grey level of a 2-bit or 4-bit PNG file to 8 bits, as Pillow scales only the pixels."""
+    """Scale the transparent grey level of a 2-bit or 4-bit PNG to 8 bits, because Pillow scales only the pixels."""
     depth, colour = _png_depth_and_colour(encoded)
     if colour == _PNG_GREY and depth in (2, 4) and "transparency" in image.info:
         image.info["transparency"] *= 255 // (2**depth - 1)

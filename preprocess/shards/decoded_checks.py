@@ -51,7 +51,7 @@ class DecodedChecks:
         expected: NDArray[np.uint32],
         before: Identities,
     ) -> int | None:
-        """Verify images that were just read against their checksums, and return the index of the first mismatch.
+        """Verify newly read images by their checksums, and return the index of the first mismatch.
 
         Args:
             indices: int64 ``[b]``, the indices of the images.
