@@ -263,7 +263,7 @@ class Feeder:
         return True
 
     def _raise_failure(self, slot: _Slot, batch_index: int) -> None:
-        """Raise the source's exception for this batch, if any, or FeederError if the ring closed before the batch arrived."""
+        """Raise the source's exception for this batch, or FeederError if the ring closed before the batch arrived."""
         if slot.failure is not None:
             raise slot.failure
         if slot.batch_index != batch_index:
