@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 import engine.evaluation.run as evaluation_run
 from engine import TrainConfig, evaluate, evaluate_weights, run_settings, train
 from engine.feed.feeder import FeederError
+from engine.records.folder_lock import FolderLock
 from engine.records.weights import with_digest
 from preprocess.shards.reader import open_split
 from tests.fake_source import fake_source, pack
@@ -93,6 +94,31 @@ def test_an_evaluation_of_a_model_of_your_own_equals_that_of_its_run(tmp_path, t
     result = evaluate(tmp_path, model=model, evaluation=evaluation_set(NUM_IMAGES))
     assert numbers(result.record) == numbers(found)
     assert model.traces == [False]
+
+
+def test_weights_that_are_older_than_the_run_are_reported(tmp_path):
+    config = toy_config(steps=2, run_dir=tmp_path)
+    train(config, model=Linear(), batches=toy_batch)
+
+    def told():
+        notices: list[str] = []
+        evaluate(tmp_path, model=Linear(), evaluation=evaluation_set(NUM_IMAGES), notify=notices.append)
+        return [each for each in notices if "continued" in each]
+
+    assert told() == []
+    # As if the run had been resumed and killed: it first removes its result, and the last line may be torn.
+    (tmp_path / "result.json").unlink()
+    assert told() == []
+    log = tmp_path / "loss.jsonl"
+    row = json.loads(log.read_text().splitlines()[-1])
+    with log.open("a") as file:
+        file.write(json.dumps(row | {"step": 3}) + "\n" + json.dumps(row | {"step": 4})[:20])
+    expected = "warning: the weights are those of step 2, but the run continued to step 3 and has written none since: "
+    assert told() == [f"{expected}resume it with run-train --resume to get its last weights"]
+    with FolderLock(tmp_path):
+        assert told() == [f"{expected}wait for it to end to get its last weights"]
+    log.unlink()
+    assert told() == []
 
 
 def test_classes_are_counted_one_by_one(trained, data):

@@ -33,7 +33,7 @@ from engine.evaluation.subject import (
     registry_name_of,
     run_subject,
 )
-from engine.evaluation.trained_run import check_has_weights, read_run
+from engine.evaluation.trained_run import check_has_weights, describe_later_steps, read_run
 from engine.feed.batches import CheckedSource, EvaluationArrays, EvaluationSource
 from engine.feed.feeder import Feeder, ring_depth
 from engine.images.augment import prepare_for_evaluation
@@ -98,6 +98,8 @@ def evaluate(
             f"weights: {recorded.path}, {subject.name} after {subject.step:,} steps"
             + (" (no digest: unchecked)" if recorded.weights.digest is None else "")
         )
+        if (notice := describe_later_steps(recorded.path, subject.step)) is not None:
+            notify(notice)
         return _count(subject, data, board, per_class=per_class, notify=notify)
 
 

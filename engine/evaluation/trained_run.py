@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.config import TrainConfig
+from engine.records.folder_lock import is_locked
 from engine.records.folder_state import check_config_digest
+from engine.records.loss_log import last_logged_step
 from engine.records.recorded_end import RecordedEnd, read_result
 from engine.records.recorded_run import RecordedRun, read_recorded
-from engine.records.run_folder import CONFIG, RESULT, SNAPSHOTS, WEIGHTS
+from engine.records.run_folder import CONFIG, LOSS_LOG, RESULT, SNAPSHOTS, WEIGHTS
 from engine.records.snapshot import SnapshotError, read_folder_state, snapshot_steps
 from engine.records.weights import StoredWeights, read_weights
 
@@ -105,6 +107,29 @@ def _read_weights(path: Path, recorded: RecordedRun, end: RecordedEnd | None) ->
             "be from another run: restore that file, or evaluate it with --weights FILE"
         )
     return weights
+
+
+def describe_later_steps(path: Path, weights_step: int) -> str | None:
+    """Return a notice if a run went on after its weights were written, but has not written later weights; else None.
+
+    Args:
+        path: the run folder.
+        weights_step: the step of its weights.
+    """
+    end = read_result(path)
+    # A resumed run first removes `result.json`. A run that is stopped at once records no state and writes no weights.
+    if end is not None and (end.folder is not None or not end.is_sealed):
+        return None
+    step, is_running = None, False
+    with suppress(OSError):  # the weights can be evaluated without the log
+        step, is_running = last_logged_step(path / LOSS_LOG), is_locked(path)
+    if step is None or step == weights_step:
+        return None
+    remedy = "wait for it to end" if is_running else "resume it with run-train --resume"
+    return (
+        f"warning: the weights are those of step {weights_step:,}, but the run continued to step {step:,} and has "
+        f"written none since: {remedy} to get its last weights"
+    )
 
 
 def check_has_weights(path: Path) -> None:

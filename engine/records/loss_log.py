@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.records.folder_lock import held_since_ns
-from engine.records.limits import MOST_JSON_BYTES
+from engine.records.limits import LONGEST_LINE_BYTES, MOST_JSON_BYTES
 from preprocess.regular_file import open_regular, read_regular
 
 # The same names as in `run_folder`; a test keeps them equal. Importing them from there would load the settings and
@@ -205,6 +205,23 @@ class RunEnd:
     steps_done: int | None = None
     stopped_by: str | None = None
     error: str | None = None
+
+
+def last_logged_step(path: Path) -> int | None:
+    """Return the step of the last complete line of a loss log; None if there is no log or that line is not a row.
+
+    Raises:
+        OSError: if the log exists but cannot be read.
+    """
+    try:
+        file = os.fdopen(open_regular(path), "rb")
+    except FileNotFoundError:
+        return None
+    with file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - LONGEST_LINE_BYTES))
+        lines = file.read(LONGEST_LINE_BYTES).split(b"\n")[:-1]
+    rows, _ = _parse(lines[-1:])
+    return int(rows.step[-1]) if len(rows) else None
 
 
 def read_run_facts(run: Path) -> RunFacts:
