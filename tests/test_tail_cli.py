@@ -448,6 +448,8 @@ def test_a_run_whose_process_was_killed_is_not_waited_for(tmp_path):
     assert result.exit_code == 1
     assert len(result.stdout.splitlines()) == 3
     assert "died after step 3 without a result: resume the run with run-train --resume" in result.stderr
-    assert tail(run, "--once").exit_code == 0
+    once = tail(run, "--once")
+    assert (once.exit_code, once.stdout) == (0, result.stdout)
+    assert once.stderr == result.stderr.removeprefix("Error: ")
     end_run(run, 3)
     assert tail(run).exit_code == 0

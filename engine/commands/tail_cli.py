@@ -136,6 +136,9 @@ def main(
     except RunNotFoundError as error:
         raise _WrongRunError(printable_line(str(error))) from error
     except (RunSilentError, RunKilledError) as error:
+        if once:
+            click.echo(printable_line(str(error)), err=True)
+            return
         raise click.ClickException(printable_line(str(error))) from error
     except OSError as error:
         path = error.filename or run
@@ -230,13 +233,15 @@ def _ticks(run: Path, once: bool, interval_s: float, timeout_s: float) -> "Itera
         if end is not None and end.steps_done is not None and last_step > end.steps_done:
             end = None  # left over from before the run was resumed
         yield Tick(batch, facts, end, evaluations, caught_up=True)
-        if once or end is not None:
+        if end is not None:
             return
         reached = f"after step {last_step}" if last_step >= 0 else "before its first step"
         if is_killed:
             raise RunKilledError(
                 f"the process of {run} died {reached} without a result: resume the run with run-train --resume"
             )
+        if once:
+            return
         if time.monotonic() - heard >= timeout_s:
             raise RunSilentError(
                 f"{run} has written nothing for {timeout_s:g} s (--timeout-s) {reached}: "
