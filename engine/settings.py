@@ -9,13 +9,13 @@ import dataclasses
 import math
 import numbers
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from preprocess.suggestions import did_you_mean
+from preprocess.suggestions import did_you_mean, nearest
 
 LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 _KEY = "setting"
@@ -273,9 +273,19 @@ def attributes_section(settings: Mapping[str, Setting]) -> str:
     return "\n        ".join(["    Attributes:", *lines]) + "\n    "
 
 
+def suggest_setting(name: str, known: Iterable[Setting]) -> str:
+    """Return ": did you mean …?" with the setting whose name or option is most similar to `name`; "" if none is."""
+    spellings: dict[str, str] = {}
+    for each in known:
+        options = (option.partition("/")[0].lstrip("-").replace("-", "_") for option in each.options)
+        spellings |= dict.fromkeys((*options, each.name), each.name)
+    near = nearest(name, spellings)
+    return "" if near is None else f": did you mean {spellings[near]}?"
+
+
 def unknown_setting(name: str, known: Mapping[str, Setting], what: str) -> UnknownSettingError:
     """Return the error for an unknown setting name; `what` is the class or file that was given the name."""
-    if near := did_you_mean(name, known):
+    if near := suggest_setting(name, known.values()):
         return UnknownSettingError(name, "{what} has no setting {name!r}{near}", what=what, name=name, near=near)
     return UnknownSettingError(
         name, "a setting must be one of {known}; got {name!r}", known=", ".join(known), name=name

@@ -326,6 +326,20 @@ def test_an_unknown_key_is_an_error():
         TrainConfig.from_json({"frobnicate": 8})
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("lr", "learning_rate"),
+        ("keep", "keep_snapshots"),
+        ("snapshot_every", "snapshot_every_steps"),
+        ("chunk", "chunk_batches"),
+    ],
+)
+def test_the_spelling_of_an_option_leads_to_its_setting(given, meant):
+    with pytest.raises(ConfigError, match=rf"^TrainConfig has no setting '{given}': did you mean {meant}\?$"):
+        TrainConfig.from_json({given: 1})
+
+
 @pytest.mark.parametrize("kind", [TypeError, ValueError])
 def test_a_misspelt_setting_is_refused_with_a_suggestion(kind):
     with pytest.raises(kind, match=r"^TrainConfig has no setting 'infeed_timeout': did you mean infeed_timeout_s\?$"):

@@ -4,6 +4,7 @@ import ast
 import importlib
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,22 @@ def test_an_unknown_name_is_refused_with_those_that_there_are(package: str) -> N
         AttributeError, match=f"module '{package}' has no attribute 'nothing'; it has {PUBLIC[package][0]}"
     ):
         importlib.import_module(package).nothing  # noqa: B018 - the access is the test
+
+
+@pytest.mark.parametrize(
+    "program",
+    ["from {0} import {1}", "import {0}; {0}.{1}", "import {0}; getattr({0}, '{1}')"],
+    ids=["import", "attribute", "getattr"],
+)
+@pytest.mark.parametrize(
+    ("package", "given", "meant"),
+    [("engine", "trian", "train"), ("models", "model_nmaes", "model_names"), ("preprocess", "opn_split", "open_split")],
+)
+def test_python_suggests_the_public_name_for_a_misspelt_one(package: str, given: str, meant: str, program: str) -> None:
+    with pytest.raises((AttributeError, ImportError)) as caught:
+        exec(program.format(package, given))
+    *_, last = traceback.format_exception(caught.value)
+    assert last.rstrip().endswith(f". Did you mean: '{meant}'?")
 
 
 def loaded_by(program: str) -> set[str]:

@@ -201,6 +201,7 @@ def test_a_recipe_file_of_your_own_is_accepted(tmp_path, monkeypatch):
         ),
         ("[settings]\nbatch = 8", "settings = 3", r"must have the table settings, got 3"),
         ("batch = 8", "batchs = 8", r"a recipe has no setting 'batchs': did you mean batch\?$"),
+        ("batch = 8", "lr = 8", r"a recipe has no setting 'lr': did you mean learning_rate\?$"),
         ("batch = 8", "frobnicate = 8", r"a recipe has no setting 'frobnicate': remove it$"),
         ("batch = 8", "batch = 8.0", r"batch must be of type int, got 8\.0 of type float$"),
         ("batch = 8", "batch = true", r"batch must be of type int, got True of type bool$"),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import COUNTED_IN_EPOCHS, OWN_BATCHES, SETTINGS, TrainConfig
-from engine.settings import ConfigError, OnResume, SettingError
+from engine.settings import ConfigError, OnResume, SettingError, suggest_setting
 from models.names import MODEL_NAMES
 from preprocess.regular_file import read_regular
 from preprocess.suggestions import did_you_mean
@@ -163,7 +163,8 @@ def _faults(document: Mapping[str, Any]) -> Iterator[str]:
                 got = f"{value!r} of type {type(value).__name__}"
                 yield f'{key} must be a non-empty string, got {got}: {key} = "…", {_TEXTS[key]}'
         elif key != _TABLE:
-            yield _unknown("key", key, (*_TEXTS, _TABLE), f"move settings below [{_TABLE}]")
+            near = did_you_mean(key, (*_TEXTS, _TABLE))
+            yield f"a recipe has no key {key!r}{near or f': move settings below [{_TABLE}]'}"
     settings = document.get(_TABLE)
     if isinstance(settings, dict):
         yield from _setting_faults(settings)
@@ -175,7 +176,8 @@ def _setting_faults(settings: Mapping[str, Any]) -> Iterator[str]:
     sound = {}
     for name, value in settings.items():
         if name not in SETTINGS:
-            yield _unknown("setting", name, _OF_A_RECIPE, "remove it")
+            near = suggest_setting(name, map(SETTINGS.__getitem__, _OF_A_RECIPE))
+            yield f"a recipe has no setting {name!r}{near or ': remove it'}"
         elif name not in _OF_A_RECIPE:
             yield f"{name} belongs to a single run, not to a recipe: give it on the command line"
         else:
@@ -191,7 +193,3 @@ def _setting_faults(settings: Mapping[str, Any]) -> Iterator[str]:
         TrainConfig(**sound)
     except ConfigError as error:
         yield str(error)
-
-
-def _unknown(kind: str, name: str, known: tuple[str, ...], otherwise: str) -> str:
-    return f"a recipe has no {kind} {name!r}{did_you_mean(name, known) or f': {otherwise}'}"
