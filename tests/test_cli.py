@@ -442,7 +442,10 @@ def test_a_run_finds_its_data_from_another_working_directory(tmp_path):
     ("options", "message"),
     [
         (["--resume"], "--resume needs the folder of the run to continue, got none: give it with --run-dir"),
-        (["--resume", "--run-dir", "none"], "a run folder must contain config.json, but none does not"),
+        (
+            ["--resume", "--run-dir", "none"],
+            "a run folder must contain config.json, but none does not exist: give",
+        ),
         (["--resume", "--overwrite", "--run-dir", "none"], "got both: leave one out"),
         (["--snapshot-every", "-1"], "--snapshot-every must lie in 0 …"),
     ],

@@ -148,7 +148,7 @@ def test_a_run_that_has_ended_is_refused_at_once(tmp_path):
         pass
     result = control(tmp_path, "--snapshot", "--timeout", "inf")
     assert result.stderr == (
-        f"Error: the run in RUN must still be training, but {tmp_path} has ended; resume it with run-train --resume\n"
+        f"Error: the run in {tmp_path} must still be training, but it has ended; resume it with run-train --resume\n"
     )
     assert (result.stdout, result.exit_code, left(tmp_path)) == ("", 1, [])
     assert not (tmp_path / CONTROL_FOLDER_NAME).exists()

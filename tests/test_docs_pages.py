@@ -115,7 +115,7 @@ SMALL = ["--size", "8"]
         (TRAIN, ["--data", "data", "--run-dir", "run", "--resume", "--steps", "20", "--seed", "9"], "a resumed run "),
         (CONTROL, ["run", "--stop", "--evaluate"], "--stop cannot be combined with "),
         (EVALUATE, ["runs/going", "--data", "data"], "RUN must contain "),
-        (TAIL, ["runs", "--once"], "RUN must be a single run folder, "),
+        (TAIL, ["runs", "--once"], "RUN must be a run folder, "),
     ],
 )
 def test_a_command_prints_the_quoted_message(place: Path, command: str, arguments: list[str], quote: str) -> None:

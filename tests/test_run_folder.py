@@ -296,9 +296,11 @@ def test_snapshots_and_requests_of_an_earlier_run_are_removed_and_unrelated_file
 
 
 def test_a_run_that_is_not_there_cannot_be_continued(tmp_path):
-    with pytest.raises(ValueError, match=r"contains no config\.json: give the folder of the run"):
+    with pytest.raises(ValueError, match=r"/run, which does not exist: give the folder of the run"):
         RunFolder(tmp_path / "run", resume=True)
     assert not (tmp_path / "run").exists()
+    with pytest.raises(ValueError, match=r", which contains no config\.json: give the folder of the run"):
+        RunFolder(tmp_path, resume=True)
 
 
 def test_a_run_that_is_continued_is_not_abandoned(tmp_path):

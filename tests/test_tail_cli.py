@@ -184,8 +184,8 @@ def test_a_folder_of_runs_names_the_one_that_began_last(tmp_path):
         result = tail(tmp_path, *options)
         assert result.exit_code == 2
         assert result.stderr == (
-            f"Error: RUN must be a single run folder, but {tmp_path} contains 3 of them; "
-            f"give one of these, such as the newest, {tmp_path / 'c'}\n"
+            f"Error: RUN must be a run folder, but {tmp_path} contains 3 run folders; give one, such as the newest, "
+            f"{tmp_path / 'c'}\n"
         )
 
 

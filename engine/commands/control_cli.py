@@ -140,7 +140,7 @@ def _check_is_running(run: Path) -> None:
             )
         )
     raise RequestNotAcceptedError(
-        printable_line(f"the run in RUN must still be training, but {run} has ended; resume it with run-train --resume")
+        printable_line(f"the run in {run} must still be training, but it has ended; resume it with run-train --resume")
     )
 
 

@@ -169,9 +169,9 @@ def _await_run(run: Path, once: bool, timeout_s: float) -> None:
     printed = ""
     while not _has_started(run, once):
         if below := _runs_in(run):
+            count = f"{len(below)} run folder{'s' * (len(below) > 1)}"
             raise RunNotFoundError(
-                f"RUN must be a single run folder, but {run} contains {len(below)} of them; "
-                f"give one of these, such as the newest, {below[-1]}"
+                f"RUN must be a run folder, but {run} contains {count}; give one, such as the newest, {below[-1]}"
             )
         # A run locks its folder before it compiles, which may take minutes.
         is_held = is_locked(run)
@@ -233,15 +233,13 @@ def _ticks(run: Path, once: bool, interval_s: float, timeout_s: float) -> "Itera
         if end is not None and end.steps_done is not None and last_step > end.steps_done:
             end = None  # left over from before the run was resumed
         yield Tick(batch, facts, end, evaluations, caught_up=True)
-        if end is not None:
+        if end is not None or (once and not is_killed):
             return
         reached = f"after step {last_step}" if last_step >= 0 else "before its first step"
         if is_killed:
             raise RunKilledError(
                 f"the process of {run} died {reached} without a result: resume the run with run-train --resume"
             )
-        if once:
-            return
         if time.monotonic() - heard >= timeout_s:
             raise RunSilentError(
                 f"{run} has written nothing for {timeout_s:g} s (--timeout-s) {reached}: "

@@ -66,7 +66,8 @@ def read_recorded(run: Path) -> RecordedRun:
     try:
         return read_record(run / CONFIG)
     except FileNotFoundError:
-        raise ValueError(f"a run folder must contain {CONFIG}, but {run} does not: give the folder of a run") from None
+        found = "does not" if run.exists() else "does not exist"
+        raise ValueError(f"a run folder must contain {CONFIG}, but {run} {found}: give the folder of a run") from None
 
 
 def read_record(path: Path) -> RecordedRun:

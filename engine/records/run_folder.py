@@ -285,8 +285,9 @@ def _check_content(path: Path, *, resume: bool) -> None:
     if (path / CONFIG).is_file():
         return
     if resume:
+        why = f"contains no {CONFIG}" if path.exists() else "does not exist"
         raise ValueError(
-            f"there is no run to resume in {path}, which contains no {CONFIG}: "
+            f"there is no run to resume in {path}, which {why}: "
             "give the folder of the run (--run-dir), or start one without --resume"
         )
     below = (each for pattern in _OTHER_CONTENT for each in path.glob(pattern))
