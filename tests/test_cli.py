@@ -7,18 +7,23 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import click
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from engine.commands.cli import main
+from engine.commands.command_end import describe_error
+from engine.commands.run_display import summarise
 from engine.commands.setting_options import option_spelling
 from engine.commands.train_options import COMMAND_OPTIONS, option_groups
 from engine.config import SETTINGS, TrainConfig
 from engine.recipes import load_recipe, recipe_names
 from engine.records.run_folder import RunFolder
+from engine.run.result import TrainResult
 from models.registry import model_names
 from tests.fake_source import fake_source, pack
 
@@ -400,6 +405,44 @@ def test_a_closed_pipe_ends_the_run_with_one_line(tmp_path):
         note,
     )
     assert (tmp_path / "run/model.safetensors").exists()
+
+
+@pytest.fixture
+def closed_pipe():
+    """Return a stream to a pipe that nobody reads."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    stream = os.fdopen(writing, "w", encoding="utf-8")
+    yield stream
+    with suppress(BrokenPipeError):
+        stream.close()
+
+
+CLOSED = "the reader of the output closed it (broken pipe)"
+
+
+def test_a_pipe_that_is_closed_before_the_steps_is_not_said_to_have_stopped_any(tmp_path, closed_pipe):
+    assert run_train(*TINY, "--steps", 2, "--run-dir", "run", cwd=tmp_path).returncode == 0
+    before = (tmp_path / "run/result.json").read_bytes()
+    command = [sys.executable, "-c", MAIN, "--run-dir", "run", "--resume"]
+    for options, consequence in (([], ", so nothing was trained"), (["--dry-run"], "")):
+        done = subprocess.run(
+            [*command, *options], cwd=tmp_path, stdout=closed_pipe, stderr=subprocess.PIPE, text=True, timeout=120
+        )
+        assert (done.returncode, done.stderr) == (1, f"run-train: {CLOSED}{consequence}\n")
+    assert (tmp_path / "run/result.json").read_bytes() == before
+
+
+def test_a_pipe_that_is_closed_after_the_steps_is_not_said_to_have_stopped_any(monkeypatch, closed_pipe):
+    result = TrainResult(
+        params=(), batch_stats=(), losses=np.ones(2, np.float32), evaluations=(), steps_done=2, stopped_by="steps",
+        num_params=1, num_skipped=0, compile_s=1.0, from_cache=False, train_s=1.0, wait_s=0.0, run_dir=None,
+    )  # fmt: skip
+    monkeypatch.setattr(sys, "stdout", closed_pipe)
+    with pytest.raises(BrokenPipeError) as caught:
+        summarise(result)
+    monkeypatch.undo()
+    assert describe_error(caught.value) == f"{CLOSED} after the run had ended"
 
 
 def test_a_program_that_needs_too_much_memory_is_reported_before_the_launch(tmp_path, monkeypatch):

@@ -60,7 +60,8 @@ def describe_error(error: Exception, name_setting: Callable[[str], str] = str) -
     """
     text = error.render(name_setting) if isinstance(error, SettingError) else str(error).strip()
     if isinstance(error, BrokenPipeError):
-        text = "the reader of the loss stream closed it (broken pipe), so the run stopped at its next step"
+        # Only an error from the system has a number; any other already has a message.
+        text = text if error.errno is None else "the reader of the output closed it (broken pipe)"
     elif "RESOURCE_EXHAUSTED" in text:
         text = f"{text.splitlines()[0]}: the program needs more memory than is free; use a smaller --batch"
     elif not isinstance(error, ValueError | OSError | RuntimeError | ArithmeticError) or not text:

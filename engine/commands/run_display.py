@@ -3,6 +3,8 @@
 import io
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import click
@@ -47,10 +49,12 @@ class LossDisplay:
 
     def notify(self, line: str) -> None:
         """Print a message without disturbing the display of the losses."""
-        if self._console is None:
-            click.echo(line)
-        else:
+        if self._console is not None:
             say_on_terminal(self._console, line)
+            return
+        # During the steps, the errors of notices are ignored.
+        with _naming_closed_output(", so nothing was trained"):
+            click.echo(line)
 
     def make_sink(self, config: TrainConfig) -> "Sink":
         """Return the sink that displays the losses of a run with these settings."""
@@ -82,9 +86,20 @@ def summarise(result: "TrainResult") -> None:
             f", final loss {result.losses[-1]:.4f} (mean of the last {len(last)}: {last.mean():.4f}), "
             f"infeed wait {100 * result.wait_s / result.train_s:.1f} % of the time"
         )
-    click.echo(line)
+    lines = [line]
     if result.num_skipped:
-        click.echo(f"skipped: {result.num_skipped:,} updates with NaN or infinite gradients")
-    click.echo(f"run folder: {result.run_dir}")
+        lines.append(f"skipped: {result.num_skipped:,} updates with NaN or infinite gradients")
+    lines.append(f"run folder: {result.run_dir}")
     if not result.is_complete and result.snapshot_step is not None:
-        click.echo(f"to resume: run-train --run-dir {shlex.quote(str(result.run_dir))} --resume")
+        lines.append(f"to resume: run-train --run-dir {shlex.quote(str(result.run_dir))} --resume")
+    with _naming_closed_output(" after the run had ended"):
+        click.echo("\n".join(lines))
+
+
+@contextmanager
+def _naming_closed_output(consequence: str) -> Iterator[None]:
+    """Raise a BrokenPipeError with a message inside the block if the reader of stdout has closed it."""
+    try:
+        yield
+    except BrokenPipeError as error:
+        raise BrokenPipeError(f"the reader of the output closed it (broken pipe){consequence}") from error

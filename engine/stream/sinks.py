@@ -156,9 +156,14 @@ class PlainSink:
         self._print(evaluation_words(record))
 
     def _print(self, line: str) -> None:
-        # One write, so that another thread's output cannot come between a line and its newline.
-        self._stream.write(line + "\n")
-        self._stream.flush()
+        try:
+            # One write, so that another thread's output cannot come between a line and its newline.
+            self._stream.write(line + "\n")
+            self._stream.flush()
+        except BrokenPipeError as error:
+            raise BrokenPipeError(
+                "the reader of the loss stream closed it (broken pipe), so the run stopped at its next step"
+            ) from error
 
     def close(self) -> None:
         """Do nothing: the stream belongs to the caller."""
