@@ -96,7 +96,7 @@ def test_on_a_pipe_it_prints_one_line_per_step_and_ends_with_the_run(tmp_path):
     lines = result.stdout.splitlines()
     assert len(lines) == 12
     assert lines[11] == "step 12/1000  loss 0.2083  lr 0.05  812.4 images/s  wait 0.12 ms"
-    assert result.stderr == "run ended after 12 steps, stopped by steps\n"
+    assert result.stderr == "run ended after 12 steps: all steps done\n"
     assert result.exit_code == 0
 
 
@@ -240,7 +240,7 @@ def test_steps_come_as_they_are_written_and_a_new_log_is_announced(tmp_path, sta
     out, err = process.communicate(timeout=LIMIT_S)
     assert (out, err) == (
         "",
-        "loss.jsonl was replaced; reading it from the start\nrun ended after 1 steps, stopped by SIGINT\n",
+        "loss.jsonl was replaced; reading it from the start\nrun ended after 1 step, stopped by SIGINT\n",
     )
     assert process.returncode == 0
 
@@ -380,7 +380,7 @@ def test_a_finished_run_leaves_its_chart_on_the_screen(tmp_path, open_terminal):
     assert any("┤" in line for line in lines)
     assert re.search("[\u2801-\u28ff]", after)
     assert "step 300/1000  loss 0.0083" in after
-    assert "run ended after 300 steps, stopped by steps" in after
+    assert "run ended after 300 steps: all steps done" in after
     assert len(lines) <= 15
     assert max(map(len, lines)) <= 80
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engine.commands.binned_losses import BinnedLosses
 from engine.commands.loss_chart import ASCII_GLYPHS, UNICODE_GLYPHS
-from engine.commands.tail_frame import Picture, duration_text, frame_lines, pack_fields
+from engine.commands.tail_frame import Picture, duration_text, end_text, frame_lines, pack_fields
 from engine.records.loss_log import LossRows, RunEnd, RunFacts
 from engine.stream.sinks import EvaluationRecord
 from tests.chart_text import chart_text
@@ -52,8 +52,22 @@ def test_a_pause_replaces_the_time_left(tmp_path):
 def test_an_error_of_the_run_is_shown_without_its_control_characters(tmp_path):
     shown = picture(tmp_path, [4.0], end=RunEnd(1, "error", "OSError: disk\x1b[2J full"), num_unreadable=2)
     assert status(shown, 0.0).endswith(
-        "run ended after 1 steps, stopped by error: OSError: disk?[2J full  2 unreadable line(s)"
+        "run ended after 1 step, stopped by error: OSError: disk?[2J full  2 unreadable line(s)"
     )
+
+
+@pytest.mark.parametrize(
+    ("end", "text"),
+    [
+        (RunEnd(150, "steps"), "run ended after 150 steps: all steps done"),
+        (RunEnd(1, "top1"), "run ended after 1 step: top-1 accuracy reached"),
+        (RunEnd(0, "SIGTERM"), "run ended after 0 steps, stopped by SIGTERM"),
+        (RunEnd(2, "control-run"), "run ended after 2 steps, stopped by control-run"),
+        (RunEnd(None, None), "run ended"),
+    ],
+)
+def test_the_end_of_a_run_is_described_with_its_reason(end, text):
+    assert end_text(end) == text
 
 
 def test_before_the_first_step_it_names_what_it_waits_for(tmp_path):

@@ -84,8 +84,9 @@ def duration_text(seconds: float) -> str:
 
 def end_text(end: "RunEnd") -> str:
     """Return a printable line that says after how many steps and why a run ended."""
-    steps = "" if end.steps_done is None else f" after {end.steps_done} steps"
-    reason = "" if end.stopped_by is None else f", stopped by {end.stopped_by}"
+    steps = "" if end.steps_done is None else f" after {end.steps_done} step{'s' * (end.steps_done != 1)}"
+    done = {"steps": ": all steps done", "top1": ": top-1 accuracy reached", None: ""}
+    reason = done.get(end.stopped_by, f", stopped by {end.stopped_by}")
     error = "" if end.error is None else f": {end.error}"
     return printable_line(f"run ended{steps}{reason}{error}")
 
