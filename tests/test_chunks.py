@@ -312,8 +312,8 @@ def test_the_message_about_reading_ahead_names_the_chunk(transport):
     train(toy_config(steps=0, synthetic=True, image_size=64, chunk_batches=32), model=None, notify=told.append)
     # On a card the batches of a chunk come one by one, so that no more of them need to be there.
     expected = {
-        "inplace": "64 read ahead, via the inplace transport, 32 at once",
-        "cuda": "7 read ahead, via the cuda transport, 32 steps enqueued at once",
+        "inplace": "; 64 batches read ahead; inplace transport, 32 at once",
+        "cuda": "; 7 batches read ahead; cuda transport, 32 steps enqueued at once",
     }
     assert any(expected[transport] in line for line in told), told
 

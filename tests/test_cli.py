@@ -71,7 +71,9 @@ def test_a_piped_run_prints_its_settings_and_one_line_per_step(tmp_path):
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("model: resnet8, 77,587 parameters, 3 classes")
-    assert "batches of 4 × 8 × 8 px from synthetic batches, 64 read ahead, via the inplace transport" in lines[1]
+    assert lines[1] == (
+        "infeed: batches of 4 images of 8 × 8 px from synthetic batches; 64 batches read ahead; inplace transport"
+    )
     assert lines[2] == "compiling the training program, or loading it from the cache"
     assert lines[3].startswith("compiled training program in ")
     assert [line.split("  ")[0] for line in lines[4:7]] == ["step 1/3", "step 2/3", "step 3/3"]

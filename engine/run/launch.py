@@ -224,8 +224,8 @@ class Launch:
         )
         depth, chunk = self._ring_depth(source), self._chunk
         self._notify(
-            f"infeed: batches of {source.batch} × {source.height} × {source.width} px "
-            f"from {data.description}, {depth} read ahead, via the {self._transport.name} transport"
+            f"infeed: batches of {source.batch} image{'s' * (source.batch > 1)} of {source.height} × {source.width} px "
+            f"from {data.description}; {depth} batch{'es' * (depth > 1)} read ahead; {self._transport.name} transport"
             + ("" if this_platform() == "cpu" else f" on {this_device()}")
             + (f", {chunk} {'steps enqueued ' * self._transport.runs_ahead}at once" if chunk > 1 else "")
         )
