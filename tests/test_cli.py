@@ -334,7 +334,11 @@ def test_a_runs_record_is_a_recipe_for_another_run(tmp_path):
 def test_a_dry_run_prints_memory_and_work_and_writes_nothing(tmp_path):
     done = run_train(*TINY, "--dry-run", "--run-dir", "run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "memory, temporaries: " in done.stdout
+    sizes = {name: float(size) for name, size in re.findall(r"^memory, (.*): ([\d.]+) MB", done.stdout, re.MULTILINE)}
+    reused = sizes.pop("arguments reused for results (subtracted)")
+    total, _ = sizes.pop("total"), sizes.pop("code")
+    assert sizes.keys() == {"arguments", "results", "temporaries", "batches read ahead (host)"}
+    assert total == pytest.approx(sum(sizes.values()) - reused, abs=0.05 * 6)
     assert "GFLOP per step" in done.stdout
     assert "step 1/" not in done.stdout
     assert list(tmp_path.iterdir()) == []

@@ -24,7 +24,8 @@ def show_plan(plan: "DryRun") -> None:
     """Print the result of a dry run: memory use and FLOPs per step."""
     memory = plan.compiled.memory_bytes
     for kind, size_bytes in memory.items():
-        click.echo(f"memory, {kind}: {size_bytes / 1e6:,.1f} MB")
+        name = "arguments reused for results (subtracted)" if kind == "reused" else kind
+        click.echo(f"memory, {name}: {size_bytes / 1e6:,.1f} MB")
     click.echo(f"memory, batches read ahead (host): {plan.ring_bytes / 1e6:,.1f} MB")
     needed, available = plan.compiled.peak_bytes + plan.ring_bytes, plan.host_bytes
     note = ""

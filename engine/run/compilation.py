@@ -43,8 +43,8 @@ class Compiled:
         call: runs the program.
         trace_s, compile_s: seconds to trace and lower it, and to compile or load it.
         from_cache: whether it was loaded from the cache on disk.
-        memory_bytes: XLA's memory analysis by kind (arguments, results, temporaries, code), in bytes; empty if there is
-            none.
+        memory_bytes: XLA's memory analysis by kind (arguments, results, temporaries, code, and what is reused: the
+            arguments whose memory results take, which are counted as both), in bytes; empty if there is none.
         keeps: the object that the program calls; a thread that waits for `call` must keep this one alive, and so the
             object.
     """
