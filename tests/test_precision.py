@@ -308,5 +308,5 @@ def test_transports_agree_and_runtime_values_compile_nothing():
     first, other = run(**settings), run(transport="callback", **settings)
     assert np.array_equal(first.losses, other.losses)
     jax.tree.map(np.testing.assert_array_equal, first.params, other.params)
-    for values in ({"steps": 2}, {"learning_rate": 0.3}, {"weight_decay": 0.1}, {"seed": 9}, {"momentum": 0.5}):
-        assert run(**(settings | values)).from_cache, values
+    values = {"steps": 2, "learning_rate": 0.3, "weight_decay": 0.1, "seed": 9, "momentum": 0.5}
+    assert run(**(settings | values)).from_cache

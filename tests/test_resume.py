@@ -243,7 +243,7 @@ def test_packing_another_split_during_a_run_does_not_end_it(tmp_path):
     assert result.steps_done == 4
     assert not any("warning" in each for each in told)
     assert replay_run(tmp_path / "run", from_step=0, model=Linear()).differences == ()
-    with pytest.raises(ValueError, match="/val is unfinished"):
+    with pytest.raises(ValueError, match="/val is only partly packed"):
         train(TrainConfig(steps=2, **(plain | {"run_dir": tmp_path / "other"})), model=Linear())
     assert not (tmp_path / "other").exists()
 

@@ -162,7 +162,7 @@ def test_a_dry_run_refuses_the_folder_that_the_run_would_refuse(tmp_path):
     assert list(tmp_path.iterdir()) == []
     train(config, model=Linear(), batches=toy_batch)
     before = files_of(tmp_path)
-    with pytest.raises(ValueError, match=r"the run folder must be new, and .* holds config\.json of an earlier run"):
+    with pytest.raises(ValueError, match=r"the run folder must be new, but .* contains config\.json of an earlier run"):
         plan_run(config, model=Linear(), batches=toy_batch)
     again = replace(config, overwrite=True)
     plan_run(again, model=Linear(), batches=toy_batch)

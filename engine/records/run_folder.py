@@ -288,7 +288,7 @@ def _check_content(path: Path, *, resume: bool) -> None:
         why = f"contains no {CONFIG}" if path.exists() else "does not exist"
         raise ValueError(
             f"there is no run to resume in {path}, which {why}: "
-            "give the folder of the run (--run-dir), or start one without --resume"
+            "give the folder of the run (--run-dir), or start a run without --resume"
         )
     below = (each for pattern in _OTHER_CONTENT for each in path.glob(pattern))
     if (found := next(below, None)) is not None:
