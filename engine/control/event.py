@@ -1,4 +1,4 @@
-"""Control events: requests, each with the pull of batches at which it took effect; a resumed run repeats them."""
+"""Control events: requests together with the pull of batches at which each took effect. A resumed run repeats them."""
 
 import json
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ _MAX_COUNT = 2**31  # the device counts in int32
 
 @dataclass(frozen=True)
 class ControlEvent:
-    """A request, with the pull and the time at which it took effect; one line of `control.jsonl`.
+    """A request, together with the pull and the time at which it took effect; stored as one line of `control.jsonl`.
 
     Attributes:
         pull: index of the batch, from 0, with which the request reaches the program.
@@ -45,7 +45,7 @@ class ControlEvent:
             raise ValueError(f"time must be seconds since the Unix epoch, got {self.time!r}; pass time.time()")
 
     def to_json(self) -> str:
-        """Return the event as one line of JSON, without the newline; numbers can be read back exactly."""
+        """Return the event as one line of JSON, without the newline and without loss of precision."""
         return json.dumps(asdict(self), allow_nan=False)
 
     @classmethod
@@ -64,7 +64,7 @@ def _check_count(name: str, value: object, *, lowest: int) -> None:
 
 
 def factor_before(events: Iterable[ControlEvent], pull: int) -> float:
-    """Return the learning-rate factor set by the events before `pull`; 1 if they set none.
+    """Return the learning-rate factor set by the events before `pull`, or 1 if they set no factor.
 
     The event at the latest pull decides; of several at that pull, the last one.
     """

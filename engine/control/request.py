@@ -13,13 +13,13 @@ _SMALLEST_FACTOR, _LARGEST_FACTOR = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 
 
 def new_request_id() -> str:
-    """Return a unique id for a request; sorted ids are in order of creation."""
+    """Return a unique id for a request; sorting ids puts them in order of creation."""
     return f"{time.time_ns():020d}-{secrets.token_hex(8)}"
 
 
 @dataclass(frozen=True)
 class ControlRequest:
-    """A request to a run in progress, for one or more actions at the same step.
+    """A request for a run in progress to perform one or more actions at the same step.
 
     Attributes:
         id: 1 to 100 letters, digits, `-` or `_`; also the name of the request's file.
@@ -74,7 +74,7 @@ def check_request_id(value: object) -> None:
 
 
 def check_learning_rate_factor(value: object) -> None:
-    """Raise ValueError unless `value` is None, 0 or a factor within the normal float32 range."""
+    """Raise ValueError unless `value` is None, 0 or a positive normal float32 number."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -86,14 +86,14 @@ def check_learning_rate_factor(value: object) -> None:
 
 
 def check_flags(**flags: object) -> None:
-    """Raise ValueError, naming the flag, if the value of a flag is neither True nor False."""
+    """Raise ValueError unless every flag is True or False; the message names the first flag that is not."""
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise ValueError(f"{name} must be true or false, got {value!r}")
 
 
 def parse_fields(text: str | bytes, names: tuple[str, ...]) -> dict[str, Any]:
-    """Parse a JSON object that must have exactly these fields, each once.
+    """Parse a JSON object that must have exactly the fields `names`, each once.
 
     Raises:
         ValueError: if the text is anything else.

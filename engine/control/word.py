@@ -38,7 +38,7 @@ class ControlWord(NamedTuple):
 
 
 def decode_control(words: jax.Array) -> ControlWord:
-    """Decode a control word, given as uint32 [3], on the device."""
+    """Decode a uint32 [3] control word on the device."""
     flags = words[0]
     return ControlWord(
         stop=(flags & STOP) != 0,
