@@ -1,4 +1,4 @@
-"""Recipes: TOML files of training settings; the project's own also document the expected accuracy and its source.
+"""Recipes: TOML files of training settings; the project's recipes also document the expected accuracy and its source.
 
 Owns the format of these files and their lookup; `engine.config` declares the settings. Must not import jax, so that the
 commands start fast.
@@ -32,7 +32,7 @@ _OF_A_RECIPE = tuple(name for name, each in SETTINGS.items() if each.on_resume i
 
 
 class RecipeError(ConfigError):
-    """A recipe is invalid; `faults` contains one message for each fault."""
+    """Raised if a recipe is invalid; `faults` contains one message for each fault."""
 
     def __init__(self, path: str, faults: tuple[str, ...]) -> None:
         super().__init__(path, faults)
