@@ -1,1 +1,1 @@
-"""A training run from its settings to its result."""
+"""A training run, from its settings to its result."""

@@ -58,7 +58,7 @@ class Compiled:
 
     @property
     def step_flops(self) -> float | None:
-        """The number of floating-point operations in one step as counted by XLA, or None if XLA reports none."""
+        """The number of floating-point operations in one step as counted by XLA, or None if XLA reports no number."""
         # XLA counts the body of a loop without a known trip count once, so the program's count is that of one step.
         analysis = self.call.cost_analysis()
         return None if not analysis or "flops" not in analysis else float(analysis["flops"])

@@ -241,7 +241,7 @@ def _usual_eval_split(config: TrainConfig, data: str, splits: SplitNames) -> str
 
 
 def _check_none_is_unfinished(config: TrainConfig, data: str, chosen: str | None, splits: SplitNames) -> None:
-    """Raise ValueError if a split that would be preferred to the chosen one is not completely packed."""
+    """Raise ValueError if a split that takes precedence over the chosen split is only partly packed."""
     missing = {*takewhile(lambda name: name != chosen, (name for name in _USUAL_EVAL_SPLITS if name != config.split))}
     if found := missing.intersection(splits.unfinished):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The choice of a run's data set: the one given by the user, else one in a default location, else the demo set.
+"""The choice of a run's data set: a data set given by the user or found in a default location, or else the demo set.
 
 Also creates the demo set on first use. Does not depend on batches.
 """

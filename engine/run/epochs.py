@@ -1,4 +1,4 @@
-"""Conversion of epochs, which are passes over the training split, to steps, which are updates.
+"""Conversion of epochs (passes over the training split) to steps (updates).
 
 The only module that counts a run in images; everything after it reads `steps` and `warmup_steps`. Needs no jax.
 """
@@ -16,7 +16,7 @@ _UNCOUNTED = TrainConfig()
 def settle_epochs(
     config: TrainConfig, num_images: int | None, batches: str = "", notify: Callable[[str], None] = lambda _: None
 ) -> TrainConfig:
-    """Return the settings with `steps` and `warmup_steps` computed from `epochs` and `warmup_epochs` where given.
+    """Return the settings with `steps` and `warmup_steps` computed from `epochs` and `warmup_epochs` if given.
 
     The epochs are kept, so that a second conversion changes nothing.
 

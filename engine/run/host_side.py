@@ -12,7 +12,7 @@ from engine.stream.notices import Notices
 
 
 class HostSide:
-    """A context manager for the host-side parts of a launch, which are opened before its data.
+    """A context manager for the host-side parts of a launch; it is entered before the data are opened.
 
     Inside the context, SIGINT and SIGTERM are handled (`engine.run.signals.StopSignals`).
 

@@ -1,4 +1,4 @@
-"""The initial weights of a run, read from a safetensors file of torchvision, PyTorch or another run.
+"""The initial weights of a run, read from a safetensors file that comes from torchvision, PyTorch or another run.
 
 Owns what such a file must contain and what may differ. Does not depend on the run.
 """
@@ -20,7 +20,7 @@ _MOST_NAMED = 5
 
 
 class InitialWeights(NamedTuple):
-    """The weights that a run starts from instead of randomly initialised ones.
+    """The weights that a run starts from instead of randomly initialised weights.
 
     Attributes:
         params, batch_stats: the model's pytrees of NumPy arrays; a leaf that the file lacks is the one passed to
@@ -35,7 +35,7 @@ class InitialWeights(NamedTuple):
     digest: str
 
     def over(self, drawn: Weights) -> Weights:
-        """Replace the initialised weights `drawn` with those of the file; may be called while tracing.
+        """Replace the randomly initialised weights `drawn` with the weights from the file; may be called while tracing.
 
         Leaves are taken from `drawn` only if the weights were loaded with shapes (`jax.ShapeDtypeStruct`).
         """
@@ -93,7 +93,7 @@ def _digest(tensors: Tensors) -> str:
 
 
 def _other_classes(placed: Weights, like: Weights) -> tuple[int, int] | None:
-    """Return how many classes the file and the data have, or None if both have the same number."""
+    """Return the numbers of classes in the file and in the data, or None if they are equal."""
     in_file, in_data = (int(weights.params[_HEAD]["bias"].shape[0]) for weights in (placed, like))
     return None if in_file == in_data else (in_file, in_data)
 

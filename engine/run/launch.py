@@ -190,7 +190,7 @@ class Launch:
 
     @property
     def crossings(self) -> dict[str, Any]:
-        """The device, the transport, the batches per chunk, and the batches read ahead, as in `config.json`."""
+        """The device, transport, number of batches per chunk, and number of batches read ahead, as in `config.json`."""
         return {
             "device": this_device(),
             "transport": self._transport.name,
@@ -309,7 +309,7 @@ class Launch:
         return drawn._replace(params=params, batch_stats=batch_stats, update=init_update(self._statics.rule, weights))
 
     def warn_of_memory(self, compiled: Compiled) -> None:
-        """Warn if the program needs more memory than the machine has: the system would kill it without a message."""
+        """Warn if the program needs more memory than the machine has, because the system would kill it silently."""
         if jax.default_backend() != "cpu":
             return
         needed, available = compiled.peak_bytes + self.ring_bytes, host_memory_bytes()
@@ -321,12 +321,12 @@ class Launch:
 
     @property
     def ring_bytes(self) -> int:
-        """The host memory occupied by the batches read ahead, in bytes."""
+        """The number of bytes of host memory that the batches read ahead occupy."""
         sources = (self._data.source, self._data.evaluation)
         return sum(self._ring_depth(source) * batch_bytes(source) for source in sources if source is not None)
 
     def run(self, compiled: Compiled, state: TrainState, sinks: Sequence[Sink]) -> TrainState:
-        """Run the program to its end and return its final state; errors on the host are returned by `failure`.
+        """Run the program to completion and return its final state; errors on the host are returned by `failure`.
 
         Args:
             compiled: the program.
@@ -369,7 +369,7 @@ class Launch:
         )
 
     def _changed_data(self) -> BaseException | None:
-        """Return the error of the first source whose files changed during the run, or None."""
+        """Return the error of the first source whose files changed during the run, or None if no files changed."""
         for source in (self._data.source, self._data.evaluation):
             if isinstance(source, CheckedSource):
                 try:
@@ -381,7 +381,7 @@ class Launch:
 
     @property
     def std(self) -> tuple[float, ...]:
-        """The standard deviation of each channel, by which the program divides, on the scale 0 … 1."""
+        """The standard deviation by which the program divides each channel, on the scale 0 … 1."""
         return tuple(max(each, _LEAST_STD) for each in self._data.std)
 
     def _values(self) -> RunValues:

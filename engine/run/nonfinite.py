@@ -2,7 +2,7 @@
 
 
 class NonFiniteError(ArithmeticError):
-    """The gradients of a run were NaN or infinite at more consecutive steps than allowed.
+    """Raised if the gradients of a run were NaN or infinite at more consecutive steps than allowed.
 
     Attributes:
         first_step: the first of these consecutive steps.

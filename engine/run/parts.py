@@ -1,4 +1,4 @@
-"""User-defined parts of a run, which replace those selected by the settings."""
+"""User-defined parts of a run, which replace the parts selected by the settings."""
 
 from dataclasses import dataclass
 

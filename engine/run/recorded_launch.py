@@ -1,4 +1,4 @@
-"""A launch recorded in a run folder (its losses, snapshots, weights and result), and the result of any launch.
+"""A launch that writes its losses, snapshots, weights and result to a run folder, and the result of any launch.
 
 Owns what a run writes, however it ends; `engine.run.train` owns the steps before the launch.
 """
@@ -149,7 +149,7 @@ class RecordedLaunch:
         self._launch.notices.say(f"control-run: {_describe(event)}")
 
     def _keep_state(self, state: TrainState, failure: BaseException | None) -> BaseException | None:
-        """Write a last snapshot, so that the run can resume from its end; return `failure`, or else any write error."""
+        """Write a last snapshot so that the run can resume from its end; return `failure` or, if None, any OSError."""
         try:
             self._folder.check_kept()
             folder_state = self._synced_state()
@@ -172,7 +172,7 @@ class RecordedLaunch:
         return failure
 
     def _await_snapshot(self, failure: Exception) -> None:
-        """Wait for the snapshot that is being written: after a failure it may be the only result.
+        """Wait for the snapshot that is being written, because after a failure it may be the only result.
 
         Ctrl-C ends the wait; the failure is still raised.
         """
@@ -204,7 +204,7 @@ class RecordedLaunch:
         failure.add_note(f"the last good snapshot is from step {snapshot_step}; resume from it: {how}")
 
     def _write_end(self, result: TrainResult, failure: BaseException | None) -> BaseException | None:
-        """Write the weights and `result.json`; return `failure`, or else any error from writing them."""
+        """Write the weights and `result.json`; return `failure` or, if None, any error from writing the weights."""
         try:
             if result.steps_done:
                 name = self._launch.resolved.registry_name
@@ -219,7 +219,7 @@ class RecordedLaunch:
         return failure
 
     def _weights_metadata(self, result: TrainResult) -> dict[str, str]:
-        """Return the metadata needed to use the weights, as strings, because safetensors accepts no other type."""
+        """Return the metadata needed to use the weights; all values are strings, as safetensors requires."""
         resolved, size = self._launch.resolved, self._config.image_size
         data = resolved.data
         return {

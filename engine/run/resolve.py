@@ -1,4 +1,4 @@
-"""Preparation of a run: checks of its arguments, its model for the opened data, and warnings about odd settings."""
+"""Preparation of a run: checking its arguments, building its model for the data, and warning about odd settings."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

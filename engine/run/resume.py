@@ -176,7 +176,7 @@ def describe_factor(start: "StartingPoint") -> str | None:
 
 
 def note_changes(recorded: RecordedRun, config: TrainConfig, step: int) -> list[dict[str, Any]]:
-    """Return the record of the launches before a resume at `step`, with the old values of what has changed since."""
+    """Return the record of the launches before a resume at `step`, with old values of changed settings and versions."""
     earlier = [{**launch, "until_step": min(launch["until_step"], step)} for launch in recorded.earlier]
     changed = {name: old for name, old, _ in _differences(recorded.config, config) if name in RUNTIME_SETTINGS}
     versions = {} if recorded.versions == recorded_versions() else {"versions": recorded.versions}
@@ -187,7 +187,7 @@ def note_changes(recorded: RecordedRun, config: TrainConfig, step: int) -> list[
 
 
 def versions_warning(recorded: RecordedRun) -> str | None:
-    """Return a warning if part of the run used other versions, so that results may not be bit-identical, else None."""
+    """Return a warning if results may not be bit-identical because part of the run used other versions, else None."""
     now = recorded_versions()
     others = {
         f"{name} {before}, now {now.get(name)}"
@@ -262,7 +262,7 @@ def _read_events(run: Path) -> Sequence[ControlEvent]:
 
 
 def _is_control_log_recorded(run: Path) -> bool:
-    """Return whether a snapshot or `result.json` records a log of requests that is not empty and so must exist."""
+    """Return whether a snapshot or `result.json` records a non-empty log of requests; if so, the log must exist."""
     from engine.records.snapshot import read_folder_state, snapshot_steps
 
     end = read_result(run)
@@ -280,7 +280,7 @@ def start_at(snapshot: "Snapshot", events: Sequence[ControlEvent]) -> StartingPo
 
 
 def find_cuts(run: Path, start: StartingPoint) -> dict[Path, RunningDigest]:
-    """Return the digest of each log of a run up to the starting point, and check it against any recorded digest.
+    """Check the logs of a run against any recorded digests, and return the digest of each log up to the starting point.
 
     Each log is later cut to the number of bytes of its digest; the log of requests is kept whole.
 
@@ -384,7 +384,7 @@ def _digest_of_lines(path: Path, num_lines: int) -> RunningDigest:
 
 
 def _lines(path: Path, count: int) -> Iterator[bytes]:
-    """Yield the first `count` complete lines of a file without loading it all: the log of a long run may be large."""
+    """Yield the first `count` complete lines of a file without loading the whole file, because a log may be large."""
     found = 0
     if count and path.exists():
         with os.fdopen(open_regular(path), "rb") as file:

@@ -1,4 +1,4 @@
-"""Clean stops on signals, and waits that do not delay the handling of signals.
+"""Stopping a run cleanly on signals, and waiting for slow work without delaying the handling of signals.
 
 Python runs signal handlers on the main thread, between bytecodes. Therefore anything slow (compiling, the program
 itself) runs on a worker thread while the main thread waits here. For the same reason a handler must not print: if
@@ -67,7 +67,7 @@ class StopSignals:
 
 
 def ignore_message(_: str) -> None:
-    """Ignore a message; pass this as the `say` of `StopSignals` where a signal stops the work at once, not cleanly."""
+    """Ignore a message; pass this as `say` to `StopSignals` where a signal stops the work at once, not cleanly."""
 
 
 def call_on_worker[T](function: Callable[..., T], *arguments: Any) -> T:

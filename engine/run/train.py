@@ -1,4 +1,4 @@
-"""The steps of a run: lock the folder, resolve the settings, compile, launch, wait, and return or raise.
+"""The stages of a run: lock the folder, resolve the settings, compile, launch, wait, and return or raise.
 
 Owns the order of these steps. `engine.run.launch` launches the program itself, and `engine.run.recorded_launch` records
 its results.
@@ -93,7 +93,10 @@ def plan_run(
     evaluation: EvaluationSource | EvaluationArrays | None = None,
     notify: Callable[[str], None] = lambda _: None,
 ) -> DryRun:
-    """Resolve and compile what `train` would run or resume, without running it; arguments and errors as in `train`."""
+    """Resolve and compile what `train` would run or resume, without running it.
+
+    The arguments and errors are those of `train`.
+    """
     with open_run(config, OwnParts(model, batches, evaluation), notify, is_dry=True) as run:
         return run.plan()
 
@@ -102,7 +105,7 @@ def plan_run(
 def open_run(
     config: TrainConfig, parts: OwnParts, notify: Callable[[str], None], *, is_dry: bool = False
 ) -> Iterator["OpenRun"]:
-    """Set up a run, in this order: folder, starting point, data, steps, model, launch.
+    """Set up the parts of a run in this order: folder, starting point, data, steps, model, launch.
 
     Args:
         config, notify: as `train` takes them.
@@ -211,17 +214,17 @@ class OpenRun:
 
 
 def _check_has_folder(config: TrainConfig, *, is_dry: bool) -> None:
-    """Raise SettingError if a setting needs a run folder, but none is given; a dry run needs none for snapshots."""
+    """Raise SettingError if a setting needs a run folder and none is given; snapshots need no folder in a dry run."""
     needs_one = {"resume": config.resume, "snapshot_every_steps": config.snapshot_every_steps and not is_dry}
     if config.run_dir is None and any(needs_one.values()):
         raise SettingError(
             next(name for name, is_needed in needs_one.items() if is_needed),
-            "the setting {setting} needs a run folder, got none: give one, TrainConfig(run_dir=…)",
+            "the setting {setting} needs a run folder, got none: give one with TrainConfig(run_dir=…)",
         )
 
 
 def _check_continues(launch: Launch, recorded: RecordedRun, notify: Callable[[str], None]) -> None:
-    """Raise ValueError if data or weights differ from the run's; report changed settings and learning-rate factors."""
+    """Raise ValueError if data, model or initial weights changed; report changed settings and learning-rate factors."""
     check_data(launch.resolved, recorded)
     check_given_weights(launch.given_digest, recorded)
     for message in (describe_changes(launch.config, recorded.config), describe_factor(launch.start)):
@@ -232,7 +235,7 @@ def _check_continues(launch: Launch, recorded: RecordedRun, notify: Callable[[st
 def _find_start(
     config: TrainConfig, parts: OwnParts, notify: Callable[[str], None]
 ) -> tuple[RecordedRun | None, StartingPoint]:
-    """Return the record of the resumed run (None for a new run) and where the launch begins."""
+    """Return the record of the resumed run (None for a new run) and the starting point of the launch."""
     if not config.resume or config.run_dir is None:
         return None, StartingPoint()
     path = Path(config.run_dir)
@@ -249,7 +252,7 @@ def _find_start(
 def _check_length(
     config: TrainConfig, recorded: RecordedRun, start: StartingPoint, notify: Callable[[str], None]
 ) -> None:
-    """Raise ValueError if a resumed run is already past its new `steps`; report what the resume cannot guarantee."""
+    """Raise ValueError if `steps` was changed to a number already reached; report what the resume cannot guarantee."""
     check_steps(config, recorded.config, start.step)
     if start.snapshot and start.step >= config.steps:
         notify(f"the run is already complete, with {config.steps:,} steps; give a larger --steps to train further")
