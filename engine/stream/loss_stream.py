@@ -136,7 +136,7 @@ class LossStream:
                     self._wait_for_room(lane)
 
     def report_evaluation(self, batch: int, num_batches: int) -> None:
-        """Send an evaluation's progress to the sinks that show it and keep up; `batch` is the next batch's index."""
+        """Send an evaluation's progress to sinks that show it and keep up; `batch` is the index of the next batch."""
         for lane in self._lanes:
             if lane.shows_progress and not lane.is_left_out and lane.records.qsize() < _FEW_QUEUED:
                 lane.records.put(EvaluationProgress(self._last_step, batch, num_batches))
@@ -167,7 +167,7 @@ class LossStream:
             )
 
     def _wait_for_ends(self, deadline: float) -> "list[_Lane]":
-        """Wait for the threads to end; return the lanes whose threads did not end in time."""
+        """Wait for the sinks' threads to end; return the lanes (one per sink) whose threads did not end in time."""
         taken, patient_until = -1, math.inf
         while working := [lane for lane in self._lanes if lane.thread.is_alive() and not lane.is_given_up]:
             now = time.monotonic()
@@ -278,7 +278,7 @@ class _Lane:
         self.thread = threading.Thread(target=self._work, name=f"loss-stream-{self.name}", daemon=True)
 
     def accepts(self, record: _Record) -> bool:
-        """Return whether to queue a record: snapshots are queued one at a time, and only for sinks that take them."""
+        """Return whether to queue a record; snapshots are queued one at a time, and only for sinks that take them."""
         if not isinstance(record, PushedSnapshot):
             return True
         if not isinstance(self._sink, TakesSnapshots):

@@ -108,7 +108,7 @@ class Sink(Protocol):
         ...
 
     def write_evaluation(self, record: EvaluationRecord) -> None:
-        """Write one evaluation, in sequence with the losses; an exception has the same effect as in `write`."""
+        """Write one evaluation, keeping its order relative to the losses; an exception acts as in `write`."""
         ...
 
     def close(self) -> None:
@@ -130,11 +130,11 @@ class TakesSnapshots(Protocol):
     """The optional interface of a sink that takes snapshots of the program's state."""
 
     def write_snapshot(self, snapshot: PushedSnapshot) -> None:
-        """Write a snapshot, in sequence with the losses; an exception has the same effect as in `write`."""
+        """Write a snapshot, keeping its order relative to the losses; an exception acts as in `write`."""
         ...
 
     def leave_out(self, snapshot: PushedSnapshot) -> None:
-        """Handle a snapshot skipped because another is queued; must not block: it is called on the program's thread."""
+        """Handle a snapshot skipped because another is queued; called on the program's thread, so it must not block."""
         ...
 
 
@@ -145,7 +145,7 @@ class PlainSink:
         self._stream, self._steps = stream, steps
 
     def open(self) -> None:
-        """Do nothing: the stream is already open."""
+        """Do nothing, because the stream is already open."""
 
     def write(self, record: LossRecord) -> None:
         """Print one line for a loss."""
@@ -166,7 +166,7 @@ class PlainSink:
             ) from error
 
     def close(self) -> None:
-        """Do nothing: the stream belongs to the caller."""
+        """Do nothing, because the stream belongs to the caller."""
 
 
 def loss_fields(record: LossRecord, steps: int | None) -> list[str]:
