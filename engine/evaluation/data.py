@@ -1,4 +1,4 @@
-"""The choice of the images that weights are evaluated on, and checks that the images fit the weights.
+"""Chooses the images that weights are evaluated on, and checks that the images fit the weights.
 
 Owns the choice and the checks. Must not know: models, weights, programs.
 """

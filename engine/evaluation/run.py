@@ -60,7 +60,7 @@ def evaluate(
     per_class: bool = False,
     notify: Callable[[str], None] = lambda _: None,
 ) -> EvaluationResult:
-    """Evaluate the weights of a finished or stopped run in the same way as the training loop of the run does.
+    """Evaluate the weights of a finished or stopped run in the same way as the run's training loop did.
 
     With the run's batch size, the counts and the loss equal those of its last evaluation, bit for bit on a CPU. With a
     different batch size, sums are computed in a different order: the loss may differ in its last digits, and a count
@@ -235,7 +235,7 @@ def _compile(
 
 
 def _num_logits(model: CheckedModel, weights: Weights, subject: Subject, source: EvaluationSource) -> int:
-    """Return the number of classes, K, found by tracing the model, because a user-defined model does not declare it."""
+    """Trace the model to find the number of classes, K, because a user-defined model does not declare it."""
     pixels = jax.ShapeDtypeStruct((source.batch, source.height, source.width), jnp.uint32)
 
     def apply(weights: Weights, pixels: jax.Array, scale: PixelScale) -> jax.Array:
@@ -260,7 +260,7 @@ def _launch(
     infeed: BatchInfeed,
     board: ControlBoard,
 ) -> Tally:
-    """Run the program to completion, and return the tally as NumPy arrays; raise the host side's exception, if any."""
+    """Run the program to completion, and return the tally as NumPy arrays; if the host failed, raise its exception."""
     arguments = subject.weights, *_numbers(subject, source)
     with transport.running(), closing(infeed):
         infeed.start()

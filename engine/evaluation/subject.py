@@ -51,7 +51,7 @@ class Subject:
 
 
 def check_own_model(recorded: TrainedRun, model: TrainModel | None) -> None:
-    """Raise ValueError if a user-defined model is missing, or is given although the run trained a registry model."""
+    """Raise ValueError if a user-defined model is missing, or is given for a run that trained a registry model."""
     is_own = recorded.weights.is_of_own_model
     if is_own and model is None:
         raise ValueError(
@@ -180,7 +180,7 @@ def _channels(text: str) -> Channels | None:
 
 
 def _crop_of_run(config: TrainConfig, recorded: TrainedRun, source: EvaluationSource) -> int | None:
-    """Return the size of the central crop that makes the images of the split as large as those used in training.
+    """Return the size of the central crop that reduces the split's images to the size used in training.
 
     Raises:
         ValueError: if there is no such crop.

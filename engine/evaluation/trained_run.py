@@ -93,7 +93,7 @@ def _check_config(path: Path, recorded: RecordedRun, end: RecordedEnd | None) ->
 
 
 def _read_weights(path: Path, recorded: RecordedRun, end: RecordedEnd | None) -> StoredWeights:
-    """Read the weights of a run; raise ValueError if they have changed, or the run did not write them at its end."""
+    """Read the weights of a run; raise ValueError if they have changed or were not written by the run when it ended."""
     weights = read_weights(path / WEIGHTS)
     if end is not None and end.weights_digest not in (None, weights.digest):
         found = "there is none now" if weights.digest is None else f"is {weights.digest[:12]} now"
@@ -110,7 +110,7 @@ def _read_weights(path: Path, recorded: RecordedRun, end: RecordedEnd | None) ->
 
 
 def describe_later_steps(path: Path, weights_step: int) -> str | None:
-    """Return a notice if a run went on after its weights were written, but has not written later weights; else None.
+    """Return a warning if a run continued after writing its weights but has not written newer ones; otherwise None.
 
     Args:
         path: the run folder.
@@ -133,7 +133,7 @@ def describe_later_steps(path: Path, weights_step: int) -> str | None:
 
 
 def check_has_weights(path: Path) -> None:
-    """Raise ValueError if a folder is not a run folder, or the run has not written weights yet."""
+    """Raise ValueError if a folder is not a run folder, or if its run has not written weights yet."""
     _check_folder(path)
     if not (path / WEIGHTS).exists():
         raise ValueError(
@@ -143,7 +143,7 @@ def check_has_weights(path: Path) -> None:
 
 
 def _check_folder(path: Path) -> None:
-    """Raise ValueError if a folder is not a run folder; if it contains run folders, suggest the latest."""
+    """Raise ValueError if a folder is not a run folder; if it contains run folders, name the latest one."""
     if not path.is_dir():
         found = "is a file" if path.exists() else "does not exist"
         raise ValueError(f"RUN must be a run folder, but {path} {found}: give the --run-dir of run-train")
