@@ -1,4 +1,4 @@
-"""`RUN/control.jsonl`: a log of the requests that took effect in a run, each with its step.
+"""`RUN/control.jsonl`: a log of the requests that took effect in a run, each with the step at which it did.
 
 A request is written before it takes effect. Owns the lines and what a resumed run must know about them. Must not know:
 how requests arrive, jax.
@@ -29,8 +29,8 @@ _MOST_BYTES = 1 << 26
 class ControlLog:
     """An append-only log of events, for use by one thread at a time.
 
-    When `append` returns, the operating system has the line: it survives a crash of the process. A last line that was
-    truncated by a crash is removed; its event never took effect.
+    When `append` returns, the operating system has the line: it survives a crash of the process. If a crash truncated
+    the last line, the line is removed; its event never took effect.
 
     Args:
         path: the file, created at the first append.

@@ -72,7 +72,7 @@ def remove_requests(run: Path) -> None:
 
 
 def _names(folder: Path, *, with_unfinished: bool = False) -> list[str]:
-    """Return the names of the request files, oldest first, then optionally those of `write_whole`'s temporary files."""
+    """Return the names of the request files, oldest first, optionally followed by `write_whole`'s temporary files."""
     names = [path.name for path in folder.iterdir()]
     finished = [name for name in names if name.endswith(_SUFFIX)]
     unfinished = [name for name in names if name.startswith(".") and f"{_SUFFIX}." in name]
@@ -100,7 +100,7 @@ class ControlMailbox:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop polling, and wait for the thread to end, but at most two seconds, because the disk may hang."""
+        """Stop polling, and wait at most two seconds for the thread to end, because the disk may hang."""
         self._closing.set()
         if self._thread.is_alive():
             self._thread.join(_CLOSE_TIMEOUT_S)

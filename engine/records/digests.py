@@ -35,7 +35,7 @@ class LogState(NamedTuple):
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "LogState":
-        """Create a state from values returned by `to_json`; raise ValueError, KeyError or TypeError otherwise."""
+        """Create a state from the values of `to_json`; raise ValueError, KeyError or TypeError for any other values."""
         num_bytes, digest = values["bytes"], values["sha256"]
         if type(num_bytes) is not int or num_bytes < 0 or not isinstance(digest, str):
             raise ValueError(
@@ -45,7 +45,7 @@ class LogState(NamedTuple):
 
 
 class RunningDigest:
-    """The SHA-256 and the size of all bytes appended so far, in O(1) memory; any thread can read the state."""
+    """A running SHA-256 and count of the appended bytes. It takes O(1) memory, and any thread can read its state."""
 
     def __init__(self) -> None:
         self._hash, self._num_bytes, self._lock = hashlib.sha256(), 0, threading.Lock()

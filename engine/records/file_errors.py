@@ -28,7 +28,7 @@ class LostFileError(OSError):
 
     @classmethod
     def of(cls, path: Path) -> Self:
-        """Return the error for a file."""
+        """Create the error for the file at `path`."""
         return cls(errno.ENOENT, "it was removed or replaced", os.fspath(path))
 
     def __str__(self) -> str:

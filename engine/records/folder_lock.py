@@ -99,7 +99,7 @@ class FolderLock:
             os.close(file)
 
     def is_in_place(self) -> bool:
-        """Return whether the lock file is still in place, that is, the folder was neither removed nor emptied."""
+        """Return whether the lock file is in place, that is, whether the folder was neither removed nor emptied."""
         try:
             return self._file >= 0 and os.path.samestat(os.fstat(self._file), self._path.stat())
         except OSError:

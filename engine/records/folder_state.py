@@ -73,7 +73,7 @@ def by_result(path: Path) -> RecordedBy:
 
 
 def digest_log(path: Path, *expected: tuple[LogState, RecordedBy]) -> RunningDigest:
-    """Check a log against its expected states; return its digest up to the end of the longest, and read no further.
+    """Check a log against its expected states; return the digest of its content up to the longest state.
 
     Args:
         path: the log, which is read once.
@@ -121,7 +121,7 @@ def check_no_more(path: Path, expected: LogState, by: RecordedBy) -> None:
 
 
 def check_config_digest(path: Path, digest: str | None, earlier: Sequence[str], state: FolderState, by: str) -> None:
-    """Raise ValueError if `config.json` is neither the version recorded in a state nor a continuation of it.
+    """Raise ValueError unless `config.json` is the version recorded in a state or a later version of the same file.
 
     Args:
         path: the path of `config.json`.

@@ -130,7 +130,7 @@ class LossLog:
 
 
 def _end_of_hole(file: Any) -> int:
-    """Return the offset of the next data in a sparse file: a hole contains no lines, but can span terabytes."""
+    """Return the offset of the next data in a sparse file; holes, which can span terabytes, contain no lines."""
     here = file.tell()
     if not hasattr(os, "SEEK_DATA"):
         return here
@@ -141,7 +141,7 @@ def _end_of_hole(file: Any) -> int:
 
 
 def _parse(lines: Sequence[bytes]) -> tuple[LossRows, list[int]]:
-    """Return the rows of the readable lines and the indices of the unreadable ones; blank lines are ignored."""
+    """Return the rows of the readable lines and the indices of the unreadable lines; ignore blank lines."""
     indices = [index for index, line in enumerate(lines) if line.strip()]
     try:
         # One call for all lines: 2 to 3 times faster than one call per line.
@@ -164,7 +164,7 @@ def _parse(lines: Sequence[bytes]) -> tuple[LossRows, list[int]]:
 
 
 def _columns(values: Sequence[Any]) -> LossRows:
-    """Return the columns of decoded lines.
+    """Arrange decoded lines in columns.
 
     Raises:
         ValueError, KeyError, TypeError, OverflowError: if a line is not a row.

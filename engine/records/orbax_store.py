@@ -1,4 +1,4 @@
-"""Calls Orbax, but avoids its log records on the terminal, its use of jax devices, and an early import.
+"""Calls Orbax, but imports it late, keeps its log records off the terminal, and prevents its use of jax devices.
 
 Knows how Orbax stores a snapshot in files, but nothing about its content.
 """
@@ -100,7 +100,7 @@ class _LastResortHandler(logging.Handler):
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep Orbax's log records off the terminal: errors are raised anyway, and other records do not concern the user.
+    """Keep Orbax's log records, which do not concern the user, off the terminal; errors are raised regardless.
 
     Orbax logs through absl, whose first record in a process adds a permanent handler to the root logger, unless one is
     present: hence the temporary one.
@@ -153,6 +153,6 @@ def _no_late_errors() -> Iterator[None]:
 
 
 def _is_not_of_tensorstore(record: logging.LogRecord) -> bool:
-    """Return whether to log a record of asyncio: not if it reports an array's error that nobody waited for."""
+    """Return False for an asyncio record about an array's exception that was never retrieved, else True."""
     text = record.getMessage()
     return "exception was never retrieved" not in text or not re.search(r"tensorstore|[/\\]orbax[/\\]", text)

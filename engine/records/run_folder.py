@@ -115,7 +115,7 @@ class RunFolder:
         self._is_launched = True
 
     def _remove_unfinished(self) -> None:
-        """Remove the temporary files left by a killed process, because large weights take up much space."""
+        """Remove the temporary files left by a killed process, because an unfinished weights file can be large."""
         for name in (CONFIG, RESULT, WEIGHTS):
             with suppress(OSError):  # a leftover must not stop the run
                 remove_unfinished(self.path / name)
@@ -247,7 +247,7 @@ class RunFolder:
         self._write(name, (json.dumps(value, indent=2) + "\n").encode())
 
     def _write(self, name: str, content: bytes) -> None:
-        """Write a file; raise LostFileError and write nothing if another run has locked the folder meanwhile."""
+        """Write a file; raise LostFileError and write nothing if another run has since locked the folder."""
         if self._lock.is_taken():
             raise LostFileError.of(self.path / name)
         with suppress(OSError):  # the write below raises the error that names the file
@@ -337,7 +337,7 @@ def _is_left(path: Path) -> bool:
 
 
 def _own_entries(folder: Path) -> Iterator[Path]:
-    """Yield the entries in a folder that were written by a run: one folder per snapshot, or one file per request."""
+    """Yield the entries that a run wrote to a folder: the snapshots' folders or the request files."""
     for entry in folder.iterdir():
         if folder.name != SNAPSHOTS:
             is_own = entry.suffix == ".json"
@@ -348,7 +348,7 @@ def _own_entries(folder: Path) -> Iterator[Path]:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file; in a folder, remove only what a run wrote, and then the folder itself if it is empty."""
+    """Remove a file or, if the path is a folder, what a run wrote to it, and then the folder itself if it is empty."""
     if not path.is_dir():
         path.unlink(missing_ok=True)
         return

@@ -143,7 +143,7 @@ def read_snapshot(folder: Path, step: int) -> Snapshot:
 
 
 def read_folder_state(folder: Path, step: int) -> FolderState | None:
-    """Read the state of the run's other files, but no arrays, from a snapshot; return None if it was not recorded.
+    """Read only the state of the run's other files from a snapshot; return None if that state was not recorded.
 
     Raises:
         SnapshotError: if it cannot be read.
@@ -211,7 +211,7 @@ def _parts(path: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 def _named_arrays(tree: Any) -> dict[str, tuple[tuple[str, ...], NDArray[Any]]]:
-    """Return the path and the array of every leaf, by name; the arrays are in native byte order."""
+    """Return a mapping from each leaf's name to its path and its array in native byte order."""
     named: dict[str, tuple[tuple[str, ...], NDArray[Any]]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         parts = _parts(path)
@@ -234,7 +234,7 @@ def _named_arrays(tree: Any) -> dict[str, tuple[tuple[str, ...], NDArray[Any]]]:
 
 
 def _nest(named: Mapping[str, tuple[tuple[str, ...], NDArray[Any]]]) -> dict[str, Any]:
-    """Return the non-empty arrays in nested dictionaries; empty arrays, which Orbax rejects, are only in the facts."""
+    """Nest the non-empty arrays in dictionaries; empty arrays, which Orbax rejects, are recorded only in `facts`."""
     nested: dict[str, Any] = {}
     for parts, array in named.values():
         if array.size:
@@ -266,7 +266,7 @@ def _folder_state(path: Path, facts: Mapping[str, Any]) -> FolderState | None:
     try:
         return FolderState.from_json(facts[_FOLDER])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(path, f"its facts cannot be read ({describe_unreadable(error)})") from error
+        raise _damaged(path, f"its metadata cannot be read ({describe_unreadable(error)})") from error
 
 
 def _check_files(path: Path) -> None:
@@ -300,7 +300,7 @@ def _is_written(folder: Path, facts: Mapping[str, Any]) -> bool:
 
 
 def _has_same_logs(before: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
-    """Return whether two snapshots record the same logs, ignoring the control log: requests may have arrived since."""
+    """Return whether two snapshots record the same logs, ignoring the control log, which may have grown in between."""
     if _FOLDER not in before or _FOLDER not in facts:
         return True
     logs, logs_now = (dict(each[_FOLDER]["logs"]) for each in (before, facts))
@@ -323,7 +323,7 @@ def _read_facts(path: Path, step: int) -> dict[str, Any]:
         facts = restore_facts(path)
         is_whole = is_as_sealed(facts) and facts["step"] == step
     except Exception as error:  # Orbax and TensorStore raise exceptions of many types
-        raise _damaged(path, f"its facts cannot be read ({short_reason(error)})") from error
+        raise _damaged(path, f"its metadata cannot be read ({short_reason(error)})") from error
     if not is_whole:
         raise _damaged(path, "its metadata has changed since it was written")
     if facts["format"] != _FORMAT:

@@ -82,7 +82,7 @@ class SnapshotWriter:
             return self._writing_step if self._waiting is None else self._waiting.step
 
     def submit(self, step: int, pulls: int, tree: Any, state: FolderState | None = None) -> None:
-        """Queue a snapshot and return at once; after `close`, drop it instead.
+        """Queue a snapshot and return at once; after `close`, drop the snapshot instead.
 
         Args:
             step: the number of updates done.
@@ -101,7 +101,7 @@ class SnapshotWriter:
             self._say(f"snapshot of step {dropped.step} skipped: the disk is too slow for --snapshot-every")
 
     def close(self, timeout_s: float) -> bool:
-        """Accept no more snapshots, and wait at most `timeout_s` for the queued ones; can be called again.
+        """Accept no more snapshots, and wait at most `timeout_s` for pending ones to be written; can be called again.
 
         A snapshot that is not written in time is reported, but the daemon thread continues with it. Python may still
         wait for it at exit, because Orbax creates folders on asyncio's threads, which the interpreter joins.

@@ -65,7 +65,7 @@ def name_tensors(registry_name: str | None, params: Any, batch_stats: Any) -> Te
 
 
 def check_names(params: Any, batch_stats: Any) -> None:
-    """Raise ValueError if two tensors of a user-defined model would have the same name; abstract leaves suffice."""
+    """Raise ValueError if two tensors of a user-defined model would have the same name; leaves may be abstract."""
     seen: set[str] = set()
     for name, _ in _named_leaves(params, batch_stats):
         if name in seen:

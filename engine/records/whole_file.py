@@ -53,7 +53,7 @@ def remove_unfinished(path: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Sync a folder so that a new file in it survives a power failure; ignore errors: the file itself is complete."""
+    """Sync a folder so that a new file in it survives a power failure; ignore errors, because the file is complete."""
     # Some network file systems refuse to sync a folder.
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
