@@ -67,7 +67,7 @@ def describe_check(run: Path, read: Sequence[Snapshot] = ()) -> str:
 
 
 def _size(path: Path) -> int:
-    """Return the size of a regular file; 0 for anything else, including a file that a run has just removed."""
+    """Return the size of a regular file, or 0 for anything else, including a file that a run has just removed."""
     with suppress(OSError):
         status = path.lstat()
         return status.st_size if stat.S_ISREG(status.st_mode) else 0

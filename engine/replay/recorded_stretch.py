@@ -145,7 +145,7 @@ def _checked_begin(run: Path, from_step: int | None, to_step: int, saved_steps: 
 
 
 def _owes_evaluation(snapshot: Snapshot | None) -> bool:
-    """Return whether the evaluation after a snapshot's step is still due.
+    """Return whether a snapshot was written while the evaluation after its step was still due.
 
     In a snapshot within an update, `owes_evaluation` refers to the next step.
     """

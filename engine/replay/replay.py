@@ -107,7 +107,7 @@ def _read_stretch(run: Path, from_step: int | None, to_step: int | None) -> Reco
 
 
 def _check_files(run: Path, read: Sequence[Snapshot], notify: Callable[[str], None]) -> CheckedFiles:
-    """Check every file of a run except the snapshots just read; report how many match and which lack a digest."""
+    """Check every file of a run except snapshots already read; report how many match and which lack a digest."""
     if not (run / CONFIG).exists():
         return CheckedFiles(0, (), ())  # not a run: the error is raised later
     notify(describe_check(run, read))
@@ -149,7 +149,7 @@ def _replay(
 
 
 class _StopAfterPieceBoard(ControlBoard):
-    """A control board that stops the loop after a piece of the replay, so that nothing beyond that piece is run.
+    """A control board that stops the loop at the end of a piece of the replay, so that nothing after the piece is run.
 
     The loop cannot simply be left to end, because its end includes an evaluation, which the run may not have done.
     """
@@ -165,7 +165,7 @@ class _StopAfterPieceBoard(ControlBoard):
         return self.stop_reason not in (None, _END)
 
     def words(self, pull: int, num_batches: int) -> ControlWords:
-        """Return the control words for one batch (a pull); after the last batch of the piece, they request a stop."""
+        """Return the control words for a pull of training batches; request a stop after the last batch of the piece."""
         left = self._piece.stop_pull - pull
         if left <= 0:
             self.request_stop(_END)
@@ -174,7 +174,7 @@ class _StopAfterPieceBoard(ControlBoard):
         return words
 
     def stop_words(self, num_batches: int) -> ControlWords:
-        """Return the control words for an evaluation's batch; request a stop if the piece ends before that evaluation.
+        """Return the control words for a pull in an evaluation; request a stop if the piece ends before the evaluation.
 
         The stop is not requested sooner, because it would end the wait for the batches of the last steps.
         """
@@ -186,7 +186,7 @@ class _StopAfterPieceBoard(ControlBoard):
 def _replay_piece(
     launch: Launch, state: TrainState | None, sinks: list[Sink], events: Sequence[ControlEvent]
 ) -> TrainState:
-    """Replay a piece from a state (None for the initial state of the launch), and return the final state."""
+    """Replay a piece and return the final state; if `state` is None, start from the initial state of the launch."""
     config = launch.config
     with caching_compilations(config.compilation_cache):
         compiled, state = launch.prepare() if state is None else (launch.compile(), state)
@@ -210,7 +210,7 @@ def _images_per_step(piece: Piece) -> int:
 
 
 def _check_own(stretch: RecordedStretch, model: object, batches: object, evaluation: object) -> None:
-    """Raise ValueError if a user-defined part of the run is missing, or a part is given that the run did not use."""
+    """Raise ValueError if a user-defined part that the run used is missing, or if one that it did not use is given."""
     resolved = stretch.recorded.resolved
     own = recorded_own_parts(resolved)
     needed = {

@@ -1,4 +1,4 @@
-"""The result of a replay: what was compared, the first difference of each kind, and a text form.
+"""The result of a replay as an object and as text: what was compared, and the first difference of each kind.
 
 Owns what counts as equal: the same bits. Must not know: the loop.
 """
@@ -126,7 +126,7 @@ class Comparison:
         """Do nothing."""
 
     def compare_state(self, state: Any) -> None:
-        """Compare the state after the last update with its snapshot, if there is one.
+        """Compare the state after the last update with the snapshot of that step, if there is one.
 
         Args:
             state: a pytree of NumPy arrays, PRNG keys as their key data.
