@@ -17,7 +17,7 @@ Triple = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class ChannelSums:
-    """Sums of pixel values and of their squares, for R, G and B.
+    """Sums of the pixel values and of their squares for each of the channels R, G and B.
 
     Attributes:
         num_pixels: number of pixels summed.
@@ -31,7 +31,12 @@ class ChannelSums:
 
     @classmethod
     def from_array(cls, num_pixels: int, sums: NDArray[np.int64]) -> ChannelSums:
-        """Create the sums for ``num_pixels`` pixels from one row, int64 ``[2, 3]``, of what `channel_sums` returned."""
+        """Create the sums of ``num_pixels`` pixels from the array ``sums``.
+
+        Args:
+            num_pixels: number of pixels summed.
+            sums: int64 ``[2, 3]``, a row of what `channel_sums` returned or the sum of several rows.
+        """
         (r, g, b), (rr, gg, bb) = sums.tolist()
         return cls(num_pixels, (r, g, b), (rr, gg, bb))
 
@@ -54,7 +59,7 @@ class ChannelSums:
 
 
 def channel_sums(rgb: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Return the channel sums of values and of their squares, int64 ``[n, 2, 3]``, for uint8 images ``[n, H, W, 3]``.
+    """Return the int64 ``[n, 2, 3]`` channel sums of the values and of their squares for uint8 images ``[n, H, W, 3]``.
 
     H must be at most 66,051, so that the squares of a column add up to at most 32 bits. Rows of the result can be added
     for up to 10^14 pixels, well below overflow at 2^63.

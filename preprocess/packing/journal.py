@@ -71,7 +71,7 @@ def read_failures(location: Location) -> tuple[Failure, ...]:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """The journal's record of a finished shard: which source images the shard covers, and what it contains.
+    """The journal's record of a finished shard, which states the source images it covers and the contents of its file.
 
     Attributes:
         start: index of the first source image of the shard.
@@ -167,7 +167,7 @@ class Journal:
         self._location.write(PLAN_KEY, json.dumps(plan).encode())
 
     def append(self, shard: int, record: ShardRecord) -> None:
-        """Record shard ``shard`` as finished; its file must already be written."""
+        """Record shard ``shard`` as finished. Its file must already have been written."""
         self.check_owner()
         self._location.write(_record_key(shard), record.to_json().encode())
 
@@ -177,7 +177,7 @@ class Journal:
             self._owner.check()
 
     def records(self, plan: Mapping[str, Any]) -> list[ShardRecord]:
-        """Return the records of shards 0, 1, 2, … before the first shard that is unfinished or whose file is missing.
+        """Return the records of shards 0, 1, 2, …, ending before the first shard that is unfinished or lacks its file.
 
         Args:
             plan: the plan of the pack.

@@ -68,7 +68,7 @@ class Owner:
             raise ShardError(self._busy())
 
     def _lock(self, path: Path) -> int | None:
-        """Lock the file at ``path``, creating it if needed, and return its descriptor; on Windows, just return None."""
+        """Lock the file at ``path``, creating it if needed, and return its descriptor. On Windows, just return None."""
         if sys.platform == "win32":
             return None
         from preprocess.file_lock import FileLockedError, describe_failure, lock_file

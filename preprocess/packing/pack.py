@@ -1,4 +1,4 @@
-"""Packing of one split, from the plan to the manifest, with resumption after an interruption.
+"""Packs one split, from the plan to the manifest, and resumes packing that was interrupted.
 
 Shards are filled in source order with the images that can be decoded, so there are no gaps. Each shard is written whole
 and recorded in a journal. The bytes depend only on the plan, not on the number of workers or on interruptions. The
@@ -49,7 +49,7 @@ _CLEARING = {"clearing": True}
 
 @dataclass(frozen=True)
 class PackProgress:
-    """Progress in source images: ``done`` of ``total`` have been processed, of which ``failed`` were left out."""
+    """Progress in source images: ``done`` of ``total`` have been processed, and ``failed`` of those were left out."""
 
     done: int
     total: int
@@ -81,7 +81,7 @@ def pack_split(
     overwrite: bool = False,
     on_progress: Callable[[PackProgress], None] | None = None,
 ) -> PackResult:
-    """Pack ``source`` into the folder ``location``, resuming interrupted packing if the plan is the same.
+    """Pack ``source`` into the folder ``location``. If packing with the same plan was interrupted there, resume it.
 
     Args:
         source: the images.
@@ -156,7 +156,7 @@ def _pack(
 
 
 def _with_existing_shard_images(location: Location, settings: PackSettings) -> PackSettings:
-    """Return the settings with the ``shard_images`` of an existing pack, because the default may have changed."""
+    """Return the settings with the ``shard_images`` of any existing pack, because the default may have changed."""
     found = Journal(location).plan()
     if found is None or not is_plan(found):
         text = location.read(MANIFEST_KEY)
@@ -175,7 +175,7 @@ def _version_to_pack(location: Location) -> int:
 
 
 def _complete(location: Location, plan: dict[str, Any]) -> Manifest | None:
-    """Return the manifest, or None if the split is incomplete; raise ShardError if its plan is not ``plan``."""
+    """Return the manifest, or None if the split is incomplete; raise ShardError if the split has a different plan."""
     text = location.read(MANIFEST_KEY)
     if text is None or Journal(location).plan() == _CLEARING:
         return None
@@ -275,7 +275,7 @@ def _finish(
 
 
 def _number_digests(labels: NDArray[np.uint16], checksums: NDArray[np.uint32] | None) -> dict[str, Any]:
-    """Return the digests for the manifest: of all labels together, and of each shard file of labels or checksums."""
+    """Return the manifest's digests of all labels together and of each shard file of ``labels/`` and ``checksums/``."""
     parts = [slice(start, start + NUMBERS_PER_SHARD) for start in range(0, len(labels), NUMBERS_PER_SHARD)]
     return {
         "labels_digest": words_digest([labels]),

@@ -1,4 +1,4 @@
-"""Parallel reading and decoding of a source's images, with the results in source order.
+"""Reads and decodes a source's images in parallel and yields the results in source order.
 
 Memory use does not depend on the size of the data set. It is at most about 64 MB per worker for images of up to 4
 megapixels, a quarter of the machine's memory for all larger images together (but at least one of them at a time), 1 GiB

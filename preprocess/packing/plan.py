@@ -86,7 +86,7 @@ class PackSettings:
 
 
 def make_plan(source: SourceSplit, settings: PackSettings) -> dict[str, Any]:
-    """Return the plan: JSON values for everything that determines the bytes of the split.
+    """Return the plan, which contains everything that determines the bytes of the split, as JSON values.
 
     Raises:
         ShardError: the split is empty or has more classes than a label can represent.
@@ -114,7 +114,7 @@ def make_plan(source: SourceSplit, settings: PackSettings) -> dict[str, Any]:
 
 
 def is_plan(values: dict[str, Any]) -> bool:
-    """Return whether ``values`` is a plan, of any format version."""
+    """Return whether ``values`` is a plan of any format version."""
     return values.keys() >= {"format_version", "num_candidates", "source_digest"}
 
 

@@ -41,7 +41,9 @@ class ShardFile:
         self._file = os.open(self._unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def add(self, image: NDArray[np.uint32], checksum: int | None) -> None:
-        """Append an image (contiguous little-endian uint32 ``[H, W]``, always the same size) and its CRC-32C, if any.
+        """Append an image and its CRC-32C, if any.
+
+        The image is contiguous, little-endian uint32 ``[H, W]``; all images have the same size.
 
         Raises:
             OSError: the disk is full or fails.
@@ -52,7 +54,7 @@ class ShardFile:
         self._num_images += 1
 
     def commit(self) -> Future[None]:
-        """Sync the file and give it its final name in another thread; the returned future raises any OSError."""
+        """Start a thread that syncs the file and gives it its final name; return a future that raises any OSError."""
         finished: Future[None] = Future()
 
         def finish() -> None:

@@ -52,7 +52,7 @@ class _StoredShard:
 
 
 class ShardWriter:
-    """A writer that fills one shard while the previous one is written and records each written shard in the journal."""
+    """A writer that fills one shard while writing the previous shard, and records each written shard in the journal."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class ShardWriter:
         self._failures.append(failure)
 
     def finish(self, stop: int) -> None:
-        """Write the last shard, which may have fewer images or none; ``stop`` is the number of source images."""
+        """Write the last shard, which may be incomplete or empty; ``stop`` is the number of source images."""
         if self._start < stop:
             self._submit(stop)
         self._finish_write()
