@@ -1,4 +1,4 @@
-"""The arrays of a split on disk: ``pixels/``, ``labels/`` and ``checksums/``, in Zarr 3 with ``sharding_indexed``.
+"""A split's arrays ``pixels/``, ``labels/`` and ``checksums/``, stored as Zarr 3 with the ``sharding_indexed`` codec.
 
 One shard file of ``pixels/`` contains ``shard_images`` images and one inner chunk is one image, so any image can be
 read separately while a shard is written as one file. The other two arrays have one number per image. Any Zarr 3 reader
@@ -53,7 +53,7 @@ _CHECKSUM = {"name": "crc32c"}
 def pixels_metadata(
     num_images: int, height: int, row_words: int, *, shard_images: int, codec: Codec, checksum: bool
 ) -> dict[str, Any]:
-    """Return the Zarr metadata of the pixel array, ``uint32 [num_images, height, row_words]``.
+    """Return the Zarr metadata of the ``uint32 [num_images, height, row_words]`` pixel array.
 
     A shard file contains ``shard_images`` images; an inner chunk contains one.
     """
@@ -73,17 +73,17 @@ def pixels_metadata(
 
 
 def labels_metadata(num_images: int) -> dict[str, Any]:
-    """Return the Zarr metadata of the label array, ``uint16 [num_images]``."""
+    """Return the Zarr metadata of the ``uint16 [num_images]`` label array."""
     return _numbers_metadata(num_images, dtype="uint16", fill_value=MISSING_LABEL)
 
 
 def checksums_metadata(num_images: int) -> dict[str, Any]:
-    """Return the Zarr metadata of the array of image checksums, ``uint32 [num_images]``."""
+    """Return the Zarr metadata of the ``uint32 [num_images]`` array of image checksums."""
     return _numbers_metadata(num_images, dtype="uint32", fill_value=0)
 
 
 def _numbers_metadata(num_images: int, *, dtype: str, fill_value: int) -> dict[str, Any]:
-    """Return the metadata of an array with one number per image and a 4-byte checksum per chunk of 2 or 4 KiB."""
+    """Return the metadata of an array with one number per image. Each chunk (2 or 4 KiB) has a 4-byte checksum."""
     return _metadata(
         [num_images],
         dtype=dtype,
@@ -129,7 +129,10 @@ def read_array(location: Location, name: str, metadata: dict[str, Any] | None = 
 
 
 def _check_metadata(location: Location, name: str) -> None:
-    """Raise ShardError if the metadata is not a small JSON object; deeply nested JSON crashes TensorStore (SIGSEGV)."""
+    """Raise ShardError unless the metadata is a small JSON object without deep nesting.
+
+    Deeply nested JSON crashes TensorStore (SIGSEGV).
+    """
     key = f"{name}/{METADATA_KEY}"
     text = location.read(key)
     try:
@@ -162,7 +165,7 @@ def describe_truncation(found_bytes: int, expected_bytes: int) -> str | None:
 
 
 def damage(error: BaseException) -> str:
-    """Return the reason why a chunk can't be read, in plain words for the most common errors."""
+    """Return the reason why a chunk can't be read. The most common reasons are stated in plain words."""
     text = reason(error)
     if "is missing" in text:
         return "the shard file, or the image in it, is missing"

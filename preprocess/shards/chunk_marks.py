@@ -1,4 +1,7 @@
-"""A record of which chunks of a shard file have been verified. One bit per chunk saves memory with 10^8 images."""
+"""A record of which chunks of a shard file have been verified.
+
+It uses one bit per chunk to save memory in a split of 10^8 images.
+"""
 
 from __future__ import annotations
 

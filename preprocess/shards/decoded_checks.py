@@ -1,4 +1,4 @@
-"""Verification of decoded images against their checksums; images in an unchanged local file are verified only once.
+"""Verifies decoded images by their checksums. Images in an unchanged local file are verified only once.
 
 Owns the record of verified images. Knows nothing of how images are read or how a mismatch is reported.
 """
@@ -33,7 +33,7 @@ class DecodedChecks:
         self._checked: dict[int, tuple[FileIdentity, ChunkMarks]] = {}
 
     def identify(self, shards: NDArray[np.int64]) -> Identities:
-        """Return the file identity of each shard whose index is in ``shards`` (int64 ``[s]``); call before reading.
+        """Return the file identity of each shard with an index in ``shards`` (int64 ``[s]``). Call this before reading.
 
         Raises:
             ShardError: a path leads to something other than a file, or to a file larger than any shard.
@@ -80,7 +80,7 @@ class DecodedChecks:
         return None
 
     def _marks(self, shard: int, before: FileIdentity | None) -> ChunkMarks | None:
-        """Return the marks of a shard file, or None if the file may have changed while it was being read."""
+        """Return the record of a shard file's verified images, or None if the file may have changed during the read."""
         if before is None or self.identify(np.array([shard]))[shard] != before:
             return None
         identity, marks = self._checked.get(shard, (None, None))

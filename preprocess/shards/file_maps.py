@@ -1,4 +1,4 @@
-"""Read-only memory maps of local files that survive the truncation of a mapped file.
+"""Read-only memory maps of local files. The process survives the truncation of a mapped file.
 
 Python's `mmap` is not used: before 3.13 it keeps a descriptor open for every file. On many machines a process may have
 no more than 1,024 of them, and a data set has thousands of files.
@@ -51,7 +51,7 @@ class _SigAction(ctypes.Structure):
 
 @dataclass(slots=True)
 class _Region:
-    """A region of mapped memory, and whether it was replaced by zeros."""
+    """A region of mapped memory, with a flag that tells whether it was replaced by zeros."""
 
     address: int
     size_bytes: int

@@ -104,7 +104,7 @@ class ImageNumbers:
         return found
 
     def check_files(self) -> None:
-        """Check every mapped file again; raise ChangedFileError if any of them was written to."""
+        """Check every mapped file again; raise ChangedFileError if numbers read from a file have since changed."""
         if self._mapped is not None:
             self._mapped.check_files()
 

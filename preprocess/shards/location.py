@@ -29,7 +29,7 @@ _TRAILING_DETAILS = re.compile(r" \[[a-z_ ]+='")
 
 
 class ShardError(ValueError):
-    """Raised if a pack can't be read or written; the message contains the location, the value found and the remedy."""
+    """Error raised if a pack can't be read or written. It states the location, the value found and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Location:
         return f"run `inspect-shards --verify {data}` to list all damage"
 
     def child(self, name: str) -> Location:
-        """Return the folder ``name`` inside this one."""
+        """Return the subfolder ``name`` of this folder."""
         return Location(self.spec | {"path": f"{self.spec['path']}{name}/"}, f"{self.display}{name}/", self.context)
 
     def array_spec(self, name: str) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class Location:
         )
 
     def read_all(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Read ``keys`` concurrently and return the values (None if missing); raise ShardError as `read` does."""
+        """Read ``keys`` concurrently and return their values (None if missing); raise ShardError as `read` does."""
         if self.local_path is not None:
             return [self.read(key) for key in keys]
 
@@ -125,7 +125,7 @@ class Location:
         return [bytes(value.value) if value.state == "value" else None for value in values]
 
     def write(self, key: str, value: bytes) -> None:
-        """Write ``value`` at ``key`` atomically: the file store writes a temporary file, syncs and renames it.
+        """Write ``value`` at ``key`` atomically: the file store writes a temporary file, syncs it and renames it.
 
         Raises:
             ShardError: the store can't be written (full, read-only, access refused).
@@ -133,7 +133,7 @@ class Location:
         self._wait(f"write {key}", lambda store: store.write(key, value))
 
     def replace(self, key: str, value: bytes) -> bool:
-        """Write ``value`` at ``key`` and return True; return False if another process writes to it at the same time."""
+        """Write ``value`` at ``key`` and return True; return False if another process writes there at the same time."""
         self.check_regular(key)
 
         def start(store: ts.KvStore) -> ts.Future[ts.KvStore.TimestampedStorageGeneration]:
@@ -147,7 +147,7 @@ class Location:
         self._wait(f"delete {key}", lambda store: store.write(key, None))
 
     def delete_keys(self, keys: Sequence[str]) -> None:
-        """Concurrently delete all of ``keys`` that exist; folders remain."""
+        """Delete all of ``keys`` that exist, concurrently. Their folders remain."""
         self._wait("delete its files", lambda store: _Several([store.write(key, None) for key in keys]))
 
     def list_keys(self, prefix: str = "") -> list[str]:

@@ -1,4 +1,4 @@
-"""The file `manifest.json`, which describes a split and how it was packed; it exists only in a complete split.
+"""The file `manifest.json`, which describes a split and how it was packed. Only complete splits have this file.
 
 Owns the manifest's fields, their validation and the strict JSON form. Does not access a store.
 """
@@ -159,7 +159,7 @@ class Manifest:
         return self.height * self.row_words * 4
 
     def shard_bytes(self, shard: int) -> int | None:
-        """Return the size in bytes of shard file ``shard`` in ``pixels/``, or None if it depends on compression."""
+        """Return the size in bytes of shard file ``shard`` in ``pixels/``, or None if the shard is compressed."""
         if self.codec != "raw":
             return None
         start, stop = self.shard_range(shard)
@@ -261,7 +261,7 @@ class Manifest:
 
 
 def is_manifest(text: bytes) -> bool:
-    """Return whether ``text`` is a split's manifest (of any version, even damaged), not a file of another program."""
+    """Return whether ``text`` is a split's manifest (of any version, even damaged) and not another program's file."""
     try:
         document = json.loads(text)
     except (ValueError, RecursionError):

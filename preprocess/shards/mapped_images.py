@@ -66,7 +66,7 @@ class MappedImages:
         return manifest.codec == "raw" and MappedShards.is_possible()
 
     def check_files(self) -> None:
-        """Check every mapped file again; raise ChangedFileError if any of them was written to."""
+        """Check every mapped file again; raise ChangedFileError if images read from a file have since changed."""
         self._shards.check_files()
 
     def copy(

@@ -42,7 +42,7 @@ type ExpectedChecksums = Callable[[int, int], NDArray[np.uint32]]
 
 
 class ChangedFileError(OSError):
-    """Raised if a file was written to while it was mapped, which changed chunks that had already been returned."""
+    """Error raised if a write to a mapped file changed chunks that had already been returned."""
 
 
 class OpenFile:
@@ -239,7 +239,7 @@ class MappedShards:
             self._changed_path = before.path
 
     def _is_as_before(self, number: int, before: MappedShard, now: MappedShard | None) -> bool:
-        """Return whether the chunks already returned are unchanged; True if the path now leads to a different inode."""
+        """Return True if the chunks already returned are unchanged, or if the path now leads to a different inode."""
         found = _identify(before.path)
         if found is None or found[0] != before.identity[0]:
             return True  # it was replaced or removed; the mapped content stayed the same

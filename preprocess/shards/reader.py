@@ -1,4 +1,4 @@
-"""A reader for packed splits that reads images by index into the caller's buffers.
+"""Reads images of packed splits by index into the caller's buffers.
 
 Knows nothing of order, batches or devices; splits are written by `preprocess.packing.pack`.
 """
@@ -50,7 +50,7 @@ _READ_ERRORS = (ValueError, OSError, RuntimeError)
 
 
 class ChangedShardError(ShardError):
-    """Raised if a shard file was written to while it was being read; images already used may have been wrong."""
+    """Error raised if a shard file was written to while it was being read. Images already used may have been wrong."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class ShardSplit:
         return self._mapped is not None and self._mapped.lends
 
     def lend(self, indices: NDArray[np.int64], labels: NDArray[np.int32], *, timeout_s: float) -> LentImages | None:
-        """Read labels into ``labels`` and return views of the images in memory-mapped files instead of copies.
+        """Read labels into ``labels`` and return views of the memory-mapped images instead of copying them.
 
         Args:
             indices, labels, timeout_s: as for `read_into`.
@@ -225,7 +225,7 @@ class ShardSplit:
             ) from error
 
     def _expected(self, indices: NDArray[np.int64], deadline: float) -> NDArray[np.uint32] | None:
-        """Return the checksums of the images ``indices`` from ``checksums/``, or None if the split has none."""
+        """Return the checksums of the images ``indices`` from ``checksums/``, or None if the split has no checksums."""
         if self._checksums is None:
             return None
         with self._naming_changed_files():
@@ -266,7 +266,7 @@ class ShardSplit:
             )
 
     def _take_labels(self, indices: NDArray[np.int64], labels: NDArray[np.int32], deadline: float) -> None:
-        """Read labels into ``labels``; raise ShardError if one is not a valid class."""
+        """Read labels into ``labels``; raise ShardError if a label is not a valid class."""
         assert self._labels is not None
         with self._naming_changed_files():
             found = self._labels.read(indices, deadline)

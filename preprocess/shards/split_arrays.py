@@ -1,4 +1,4 @@
-"""Functions that open the arrays of a split (pixels, labels and checksums) as its manifest describes them."""
+"""Opens the arrays of a split (pixels, labels and checksums) as its manifest describes them."""
 
 from __future__ import annotations
 

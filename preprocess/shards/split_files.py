@@ -32,7 +32,7 @@ def split_files(location: Location, prefix: str = "") -> list[str]:
 
 
 def delete_split_files(location: Location, keys: Iterable[str]) -> None:
-    """Delete all of ``keys`` that exist and belong to a split, and then the split's own folders that are empty."""
+    """Delete all of ``keys`` that exist and belong to a split, and then any of the split's folders that are empty."""
     location.delete_keys([key for key in keys if is_split_file(key)])
     for path, below in _own_folders(location):
         # A link to a folder was made by a user, and a folder that is not empty contains other files: both are kept.

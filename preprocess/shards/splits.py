@@ -76,7 +76,7 @@ class SplitNames:
 
 
 def find_splits(data: str, *, context: ts.Context | None = None) -> SplitNames:
-    """Return the names of all splits of the pack at ``data``, from one listing of the store.
+    """Return the names of all splits of the pack at ``data``, listing the store only once.
 
     Raises:
         ShardError: the store can't be reached.

@@ -1,4 +1,4 @@
-"""Verification of every byte of a split against the checksums and the digests in the manifest.
+"""Verifies every byte of a split against its checksums and against the digests in its manifest.
 
 Continues after the first damage and reports each damaged file and image. Changes nothing.
 """
@@ -135,7 +135,7 @@ def _arrays(manifest: Manifest) -> tuple[str, ...]:
 
 
 def _file_damage(location: Location, key: str, max_bytes: int, *, is_listed: bool) -> Damage | None:
-    """Return the damage if a required file can't be read, even if its key is listed, as for a broken link or a pipe."""
+    """Return the damage if a required file can't be read. Even a listed key may be a broken link or a pipe."""
     folder = location.local_path
     if folder is None:
         return None if is_listed else Damage(key, "the file is missing")
@@ -156,7 +156,10 @@ def _check_failures(location: Location, manifest: Manifest, unreadable: set[str]
 
 
 def _check_metadata(location: Location, manifest: Manifest, unreadable: set[str]) -> Iterator[Damage]:
-    """Check that no byte of the manifest or of the arrays' metadata has changed; a change may affect other readers."""
+    """Check that no byte of the manifest or of the arrays' metadata has changed.
+
+    A change that has no effect on this program may still affect other readers.
+    """
     if location.read(MANIFEST_KEY) != manifest.to_json().encode():
         yield Damage(MANIFEST_KEY, "the values are unchanged, but the bytes differ from those written")
     for name, digest in manifest.metadata_digests.items():
