@@ -117,7 +117,7 @@ class _Options:
     "--resize",
     type=click.IntRange(1, _MAX_SIDE),
     metavar="PIXELS",
-    show_default=f"8/7 of --size (e.g. 256 for 224), or --size itself if at most {_LARGEST_SIZE_WITHOUT_MARGIN}",
+    show_default=f"8/7 of --size (e.g. 256 for 224), or --size itself if it is at most {_LARGEST_SIZE_WITHOUT_MARGIN}",
     help="Resize the shorter side to this length before the central crop.",
 )
 @click.option(
@@ -224,7 +224,7 @@ def _run(options: _Options) -> None:
 
 
 def _check_dest(source: str, location: Location) -> None:
-    """Raise UsageError if DEST is in memory or inside SOURCE."""
+    """Raise UsageError if DEST is an in-memory store or a folder inside SOURCE."""
     if location.spec["driver"] == "memory":
         raise click.UsageError(
             f"{location.display} would be lost when this command exits; use a folder, gs:// or s3:// as DEST"
@@ -264,7 +264,7 @@ def _settings(options: _Options) -> PackSettings:
 
 
 def default_resize(size: int) -> int:
-    """Return the default of ``--resize``, in pixels, for a crop of ``size`` pixels.
+    """Return the default value of ``--resize``, in pixels, for a crop with a side length of ``size`` pixels.
 
     This is 8/7 of ``size``, at most 4096; for a ``size`` of up to 64 it is ``size`` itself.
     """
@@ -300,7 +300,7 @@ def _announce(source: Source, location: Location, settings: PackSettings) -> Non
 
 
 def _warn_about_other_splits(source: Source, dest: str) -> None:
-    """Warn if DEST has splits that are not packed again: images held out in them may also be in a new split."""
+    """Warn if splits at DEST are left unchanged, because a new --holdout may put their images into new splits too."""
     from preprocess.shards.reader import list_splits
 
     others = [name for name in list_splits(dest) if name not in source.splits]
@@ -380,7 +380,7 @@ def _pack_demo(options: _Options) -> None:
 
 
 def _check_demo_options(ctx: click.Context) -> None:
-    """Raise UsageError for an option that has no effect with ``--demo``."""
+    """Raise UsageError if an option is given that has no effect with ``--demo``."""
     supported = {"demo", "source", "dest", "overwrite", "dry_run", "traceback"}
     for param in ctx.command.params:
         name = param.name or ""

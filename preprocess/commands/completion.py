@@ -33,7 +33,7 @@ def complete_file(_context: click.Context, _param: click.Parameter, incomplete: 
 
 
 def complete_word(known: Callable[[], Iterable[str]], *, or_file: bool = False) -> Complete:
-    """Return a completion function that offers the strings that ``known`` returns.
+    """Return a completion function that offers the strings returned by ``known``.
 
     Args:
         known: returns the valid words.

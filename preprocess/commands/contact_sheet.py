@@ -1,4 +1,4 @@
-"""A contact sheet: thumbnails of a split with their class names.
+"""A contact sheet: thumbnails of a split's images, captioned with their class names.
 
 Owns the choice of images and the layout. The choice depends only on the split.
 """
@@ -43,7 +43,7 @@ class Geometry:
 
 
 def draw_contact_sheet(split: ShardSplit, *, title: str) -> Image.Image:
-    """Return an RGB contact sheet of up to 100 images of ``split``, ordered by label.
+    """Return an RGB contact sheet of up to 100 images from ``split``, ordered by label.
 
     With at most ten classes, each class starts a new row. With more, images are spread evenly over the classes.
 
@@ -151,7 +151,7 @@ def _thumbnail(rgb: NDArray[np.uint8], side: int) -> Image.Image:
 def _fitted(
     draw: ImageDraw.ImageDraw, text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int
 ) -> str:
-    """Return the text, truncated and followed by "..." if it is wider than ``width`` pixels.
+    """Return the text, truncated with "..." if it is wider than ``width`` pixels.
 
     The ellipsis is written as three full stops, because Pillow's built-in font has no such character.
     """

@@ -10,14 +10,14 @@ from preprocess.commands.guarded_output import GuardedCommand
 
 
 class GroupedCommand(GuardedCommand):
-    """A command whose ``option_groups`` map each heading to the names of its options, in display order."""
+    """A click command whose ``option_groups`` maps each heading to the names of its options in display order."""
 
     def __init__(self, *args: Any, option_groups: dict[str, tuple[str, ...]], **values: Any) -> None:
         super().__init__(*args, **values)
         self._option_groups = option_groups
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the help of all options, group by group, with ungrouped options last."""
+        """Write the help for all options, group by group, with ungrouped options last."""
         left = {
             param.name: param.get_help_record(ctx) for param in self.get_params(ctx) if isinstance(param, click.Option)
         }

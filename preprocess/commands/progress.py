@@ -1,4 +1,4 @@
-"""Progress display for long commands: on a terminal a bar with rate and time left, elsewhere periodic plain lines."""
+"""Progress display for long commands: on a terminal, a bar with rate and time left; elsewhere, periodic plain lines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LINE_EVERY_S = 10.0
 
 
 class ImageProgress(AbstractContextManager["ImageProgress"]):
-    """A context manager that shows how many images of one or more tasks are done; ``show`` may be called often."""
+    """A context manager that shows how many images each task has processed. ``show`` may be called often."""
 
     def __init__(self) -> None:
         self._stream = sys.stderr
