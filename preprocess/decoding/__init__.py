@@ -1,1 +1,1 @@
-"""Decoding of image files into RGB images of the packed size, with limits on time and memory."""
+"""Decodes image files into RGB images of the size that shards store, with limits on time and memory."""

@@ -41,7 +41,7 @@ def to_grey_or_rgb(image: Image.Image) -> Image.Image:
 
 
 def _tiles(image: Image.Image) -> Iterator[tuple[int, int, int, int]]:
-    """Yield boxes (left, top, right, bottom) that cover the image, each of at most `_TILE_PIXELS` pixels."""
+    """Yield boxes (left, top, right, bottom) that cover the image and have at most `_TILE_PIXELS` pixels each."""
     width = min(image.width, _TILE_PIXELS)
     height = max(1, _TILE_PIXELS // width)
     for top in range(0, image.height, height):

@@ -46,7 +46,7 @@ _UPRIGHT = {
 
 
 class DecodeError(ValueError):
-    """Raised if an image file cannot be decoded; the message gives the reason but not the file name."""
+    """Error raised if an image file cannot be decoded; the message gives the reason but not the file name."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def _central_crop(image: Image.Image, rule: ResizeRule, max_pixels: int) -> Imag
 def _source_box(
     image: Image.Image, resized: tuple[int, int], corner: tuple[int, int], size: int
 ) -> tuple[float, float, float, float]:
-    """Return the box of the original image that the crop covers: (left, top, right, bottom) in pixels.
+    """Return the box (left, top, right, bottom), in pixels, that the crop covers in the original image.
 
     Resampling only this part evaluates the same filter at the same positions, and takes a quarter less time per file.
     """
@@ -195,7 +195,7 @@ def _source_box(
 
 
 def _vertical_first(image: Image.Image, width: int, height: int) -> bool:
-    """Return whether Pillow 13 resizes columns before rows.
+    """Return whether Pillow 13 resizes the columns of an image before its rows.
 
     It does so if the height shrinks by more than twice as many pixels as the width.
 

@@ -47,7 +47,7 @@ _JPEG_MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")
 
 
 def bounded(encoded: bytes, name: str, *, max_pixels: int) -> bytes:
-    """Check that a file is cheap to decode; return the bytes for Pillow: either the file itself or an equivalent image.
+    """Check that a file is cheap to decode, and return either the file itself or an equivalent image for Pillow.
 
     Args:
         encoded: the file.
@@ -105,7 +105,7 @@ def _bounded_ppm(encoded: bytes, max_pixels: int) -> bytes:
 
 
 def _at_full_range(encoded: bytes, found: re.Match[bytes], max_pixels: int) -> bytes:
-    """Return a binary PPM file with its values rescaled to a maximum of 255 or 65535, rounding as Pillow does."""
+    """Return a binary PPM file with its values rescaled to a maximum of 255 or 65535 and rounded as in Pillow."""
     width, height, largest = int(found[2]), int(found[3]), int(found[4])
     is_grey = found[1] == b"5"
     if not 0 < largest < 65536 or largest == 255 or (is_grey and largest == 65535) or width * height > max_pixels:
@@ -167,7 +167,10 @@ def _check_webp(encoded: bytes, max_pixels: int) -> None:
 
 
 def _check_tiff(encoded: bytes, max_pixels: int) -> None:  # noqa: ARG001 - all checks take the same arguments
-    """Raise ValueError if the tags of a TIFF file's first image refer to too many bytes; tags may share bytes."""
+    """Raise ValueError if a TIFF file's first image has too many tags, or tags that refer to too many values or bytes.
+
+    Bytes that several tags share are counted once for each tag.
+    """
     order = "<" if encoded[:2] == b"II" else ">"
     is_big = 43 in encoded[2:4]
     start, entries, entry, word = (8, "Q", "HHQ", 8) if is_big else (4, "H", "HHI", 4)

@@ -1,6 +1,6 @@
-"""Decoding of image files with Pillow, which ignores all metadata except the EXIF orientation.
+"""Decodes image files with Pillow, ignoring all metadata except the EXIF orientation.
 
-The first bytes of a file determine its format, not its name.
+The format of a file is determined by its first bytes, not by its name.
 
 `Image.open` is deliberately not used. It tries every Pillow plugin (including PostScript, with Ghostscript), and it
 reads metadata that training does not need, with a warning for each damaged field; `warnings.catch_warnings` cannot
@@ -94,7 +94,7 @@ def sniff(encoded: bytes) -> Format | None:
 def open_pixels(
     encoded: bytes, known: Format, *, max_pixels: int, admit: Callable[[int], None] = lambda _: None
 ) -> tuple[Image.Image, int]:
-    """Decode the first frame of an image in the file's colour mode.
+    """Decode the first frame of an image, keeping the colour mode of the file.
 
     Args:
         encoded: the file's bytes.
@@ -135,7 +135,10 @@ def open_pixels(
 
 
 def _may_have_many_scans(image: JpegImageFile, encoded: bytes) -> bool:
-    """Return whether a JPEG file can have several scans. Counting them takes a twentieth of the decoding time."""
+    """Return whether a JPEG file can have several scans.
+
+    Only then are they counted, because counting takes a twentieth of the decoding time.
+    """
     stop = image.fp.tell() if image.fp is not None else 0  # the end of the header of the first scan
     start = encoded.rfind(b"\xff\xda", 0, stop)
     is_header = start >= 0 and int.from_bytes(encoded[start + 2 : start + 4]) == stop - start - 2
@@ -150,7 +153,7 @@ def _scale_transparent_grey(image: Image.Image, encoded: bytes) -> None:
 
 
 def exif_orientation(exif: bytes) -> int:
-    """Return the orientation (1 to 8) in an EXIF block; 1 (upright) if the block is damaged or has no orientation."""
+    """Return the orientation (1 to 8) in an EXIF block, or 1 (upright) if the block is damaged or has none."""
     tiff = exif.removeprefix(_EXIF_HEADER)
     order = {b"II": "<", b"MM": ">"}.get(tiff[:2])
     if order is None or tiff[2:4] not in _TIFF_MAGIC:

@@ -1,4 +1,4 @@
-"""A memory budget that all images being decoded share, so that workers never hold many huge images at once.
+"""A memory budget shared by all images that are being decoded, so that workers never hold many huge images at once.
 
 An image that waits for memory is only decoded later: results depend on neither the budget nor the number of workers.
 """
@@ -22,11 +22,11 @@ _FREE_FILE_BYTES = 16 * 2**20
 
 
 class MemoryWaitError(MemoryError):
-    """Raised if no memory was released within a waiting thread's time limit."""
+    """Error raised if no memory is released within the time limit of a waiting thread."""
 
 
 class MemoryBudget:
-    """A memory budget in bytes that threads share. Requests are granted in order.
+    """A memory budget in bytes, shared by threads. Requests are granted in the order in which they are made.
 
     Args:
         num_bytes: the total that all threads may hold. A larger request waits until no other thread holds any.
@@ -71,7 +71,10 @@ class MemoryBudget:
                 self._changed.notify_all()
 
     def _wait(self, is_ready: Callable[[], bool], num_bytes: int) -> None:
-        """Wait until ``is_ready()``. Each budget change restarts the time limit, because many threads may be ahead."""
+        """Wait until ``is_ready()`` returns True.
+
+        Every change to the budget restarts the time limit, because many threads may be ahead in the queue.
+        """
         while not is_ready():
             if not self._changed.wait(self._timeout_s) and not is_ready():
                 raise MemoryWaitError(
@@ -84,7 +87,7 @@ class MemoryBudget:
 
 
 def pixel_budget(timeout_s: float) -> MemoryBudget:
-    """Return a budget of a quarter of the memory for decoded pixels. Images of up to 4 megapixels are not counted."""
+    """Return a budget for decoded pixels: a quarter of host memory. Images of up to 4 megapixels are not counted."""
     return MemoryBudget((host_memory_bytes() or 0) // _HOST_SHARE, _FREE_PIXEL_BYTES, timeout_s=timeout_s)
 
 
