@@ -71,7 +71,7 @@ def draw_demo(dest: Path, *, num_images: int = NUM_TRAIN_IMAGES, size: int = 32,
 
 
 def draw_image(name: str, size: int, rng: np.random.Generator) -> np.ndarray:
-    """Draw one image of the class `name`; return uint8 `[size, size, 3]`, RGB."""
+    """Draw one image of the class `name` and return its RGB pixels as uint8 `[size, size, 3]`."""
     shape_paint, background_paint = _two_colours(rng)
     background = _lighting(background_paint, size, rng)
     for _ in range(rng.integers(0, 4)):
