@@ -1,4 +1,4 @@
-"""Reads ImageNet's development kit: the WordNet id and name of each class number, and the validation labels."""
+"""Reads ImageNet's development kit: the WordNet id and name for each class number, and the validation labels."""
 
 import zlib
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ def find_devkit(folder: Path) -> Devkit | None:
 
 @dataclass(frozen=True)
 class _Unpacked:
-    """An uncompressed archive in memory, which `members` can list."""
+    """An uncompressed archive in memory that `members` can list."""
 
     path: Path
     content: bytes
@@ -144,7 +144,7 @@ def _read(path: Path, contents: dict[str, bytes]) -> Devkit:
 
 
 def _read_synsets(path: Path, content: bytes) -> tuple[dict[int, str], dict[str, str]]:
-    """Return WordNet ids by class number and names by WordNet id, for synsets with images (those without children)."""
+    """Return WordNet ids by class number and names by WordNet id for synsets with images (those without children)."""
     try:
         synsets = read_matfile(content)["synsets"]
         leaves = [synset for synset in synsets if _number(synset["num_children"]) == 0]

@@ -26,7 +26,10 @@ _MAX_TABLE_ROWS = 1_000_000
 
 
 def find_kaggle_tree(root: Path) -> Path | None:
-    """Return the folder with Kaggle's train/ and val/ (`root` or up to three levels below it), or None if not found."""
+    """Return the folder that contains Kaggle's train/ or val/, or None if there is none.
+
+    The folder is `root` itself or up to three levels below it.
+    """
     candidates = [root.joinpath(*IMAGES.parts[skipped:]) for skipped in range(len(IMAGES.parts))]
     if root.absolute().parts[-len(IMAGES.parts) :] == IMAGES.parts:
         candidates.append(root)
@@ -46,7 +49,9 @@ def kaggle_openers(root: Path, images: Path) -> dict[str, Callable[[], FoundSpli
 
 
 def _read_val(root: Path, folder: Path, top: Path, names_in: tuple[Path, ...]) -> FoundSplit:
-    """List the validation images. They are in one folder, as in Kaggle's archive, or in class folders made by a script.
+    """List the validation images.
+
+    They are either all in one folder, as in Kaggle's archive, or in class folders made by a script.
 
     Raises:
         SourceError: the table of labels is missing or damaged, has no line for an image, or its classes differ from
@@ -76,7 +81,7 @@ def _read_val(root: Path, folder: Path, top: Path, names_in: tuple[Path, ...]) -
 
 
 def _check_ids(in_table: set[str], in_mapping: set[str], top: Path) -> None:
-    """Check that the table and the mapping have the same classes; an extra class would shift the labels after it."""
+    """Check that the table and the mapping have the same classes, because an extra class would shift later labels."""
     for ids, has, lacks in (
         (in_table - in_mapping, SOLUTION_FILE, MAPPING_FILE),
         (in_mapping - in_table, MAPPING_FILE, SOLUTION_FILE),
@@ -90,7 +95,10 @@ def _check_ids(in_table: set[str], in_mapping: set[str], top: Path) -> None:
 
 
 def _read_solution(path: Path) -> dict[str, str]:
-    """Return the class id of each image name (without suffix) from lines `ImageId,n01440764 x y x y [n01440764 …]`."""
+    """Read the table of labels and return the class id for each image name (without suffix).
+
+    Each line has the form `ImageId,n01440764 x y x y [n01440764 …]`.
+    """
     shown = printable(path)
     id_of: dict[str, str] = {}
     try:

@@ -136,7 +136,7 @@ class Listing:
         return self.name_bytes(index)[self._folder_lengths[index] :].decode("utf-8", "surrogateescape")
 
     def name(self, index: int) -> str:
-        """Return the name of an image, its path below the source root."""
+        """Return the name of an image, that is, its path below the source root."""
         return self.name_bytes(index).decode("utf-8", "surrogateescape")
 
     def size(self, index: int) -> int:
@@ -224,7 +224,7 @@ class FoundSplit:
 
 
 def index_classes(ids: Iterable[str], names: dict[str, str], where: str) -> tuple[ImageClass, ...]:
-    """Return the classes in index order, sorted by the bytes of their ids (as in torchvision).
+    """Return the classes in index order, that is, sorted by the bytes of their ids (as in torchvision).
 
     Args:
         ids: one id per class.

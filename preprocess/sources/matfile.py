@@ -1,7 +1,10 @@
-"""Reads MATLAB's level-5 MAT files with the types in ImageNet's `meta.mat`: numbers, text, cells and struct arrays.
+"""Reads MATLAB's level-5 MAT files.
 
-After "MAT-File Format", The MathWorks, chapter 1. Every data element is an 8-byte tag (type, number of bytes) and its
-bytes, padded to a multiple of 8; up to four bytes may be inside the tag instead. Arrays are stored column by column.
+Only the types used in ImageNet's `meta.mat` are supported: numbers, text, cell arrays and struct arrays.
+
+The format is described in "MAT-File Format", The MathWorks, chapter 1. Every data element is an 8-byte tag (type,
+number of bytes) and its bytes, padded to a multiple of 8; up to four bytes may be inside the tag instead. Arrays are
+stored column by column.
 
 There are limits on the decompressed size, the number of elements, the nesting depth of arrays, the dimensions of an
 array and the fields of a struct.

@@ -62,7 +62,10 @@ def pack_order(listing: Listing, entries: np.ndarray, limit: int | None = None) 
 
 
 def _key_ranks(listing: Listing, entries: np.ndarray, hashes: np.ndarray) -> np.ndarray:
-    """Return each entry's rank by key if its hash is not unique (rare with 64 bits), otherwise 0."""
+    """Return each entry's rank by key among the entries with non-unique hashes, and 0 for the rest.
+
+    Equal hashes are rare with 64 bits.
+    """
     ranks = np.zeros(len(entries), np.int64)
     _, inverse, counts = np.unique(hashes, return_inverse=True, return_counts=True)
     tied = [(listing.key_bytes(int(entries[place])), place) for place in np.flatnonzero(counts[inverse] > 1).tolist()]

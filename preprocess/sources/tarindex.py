@@ -1,4 +1,4 @@
-"""Lists tar archives from their headers so that members, even those of nested archives, can be read in place.
+"""Lists the members of tar archives, even nested ones, from their headers, so that members can be read in place.
 
 The `tarfile` module stops silently at a damaged or missing header, and keeps an object for every member. Here, the
 checksum of each header must be correct, an archive must end with an empty block, and no objects are kept. There are
@@ -45,7 +45,7 @@ _KINDS = {
 
 
 class TarBytes(Protocol):
-    """An archive that can be read at any offset, from a file or from memory."""
+    """An archive, in a file or in memory, that can be read at any offset."""
 
     @property
     def path(self) -> Path:
@@ -256,7 +256,10 @@ def _plain_name(block: bytes) -> str:
 
 
 def _extension(tar: TarBytes, kind: int, data: int, size: int, where: str) -> dict[str, str]:
-    """Return what an extension header sets for the next member: the path and, in pax headers, size and sparseness."""
+    """Return the fields that an extension header sets for the next member.
+
+    These are the path and, in pax headers, the size and whether the member is a sparse file.
+    """
     if size > _MAX_EXTENSION_BYTES:
         raise SourceError(
             f"{where} is damaged: the extension header at byte {data} has {size} bytes, more than the "

@@ -73,7 +73,7 @@ def tar_openers(path: Path) -> tuple[str, dict[str, Callable[[], FoundSplit]]]:
         if first is None:
             raise SourceError(f"{printable(path)} is an empty archive; give one with images")
         if _CLASS_ARCHIVE.fullmatch(first.name):
-            return "a tar archive of one tar archive a class", {"train": partial(read_train_archive, path)}
+            return "a tar archive with one tar archive per class", {"train": partial(read_train_archive, path)}
         if _VAL_IMAGE.fullmatch(first.name):
             return "ImageNet's validation archive", {"val": partial(read_val_archive, path)}
         folders = _class_folders(path, store.tar)
@@ -115,7 +115,8 @@ def read_val_archive(path: Path) -> FoundSplit:
     """List the images of ImageNet's validation archive. Their labels are in the development kit beside it.
 
     Raises:
-        SourceError: the kit is missing or has no label for an image, or the archive is damaged, unsafe or another one.
+        SourceError: the kit is missing or has no label for an image, or the archive is damaged, unsafe or not
+            ImageNet's validation archive.
     """
     devkit = find_devkit(path.parent)
     if devkit is None:
@@ -174,7 +175,7 @@ def _inner_archives(path: Path, tar: TarFile) -> dict[str, Member]:
 
 
 def _class_folders(path: Path, tar: TarFile) -> dict[str, dict[str, Listing]]:
-    """Return the members by split folder ("" for a single tree) and class, all with the placeholder label 0.
+    """Return the members by split folder ("" if there is none) and class, all with the placeholder label 0.
 
     A single folder that encloses everything ("imagenette2/train/…") is skipped.
     """

@@ -1,4 +1,4 @@
-"""Reads class folders (`class/**/image`) that are in one folder or in its subfolders `train/`, `val/` and `test/`.
+"""Reads class folders (`class/**/image`) that are in a folder itself or in its subfolders `train/`, `val/` and `test/`.
 
 Symbolic links to files and folders are followed, even out of the tree (users link class folders from several disks). A
 folder that contains itself is refused, as is one that is reached more than `MAX_VISITS` times in a class, because links
@@ -78,7 +78,7 @@ def is_hidden(name: str) -> bool:
 
 
 def list_folder(folder: Path) -> tuple[list[os.DirEntry[str]], list[os.DirEntry[str]]]:
-    """Return the subfolders and the other entries of a folder, each sorted by the bytes of their names.
+    """Return the subfolders and the other entries of a folder, both sorted by the bytes of their names.
 
     Hidden entries are left out.
 
@@ -195,7 +195,10 @@ class _Folder:
 
 
 def _files_below(class_folder: str) -> Iterator[tuple[str, int]]:
-    """Yield the relative path and the size in bytes of each file. A broken link has size 0 and fails when read."""
+    """Yield the relative path and the size in bytes of each file in a class folder.
+
+    A broken link has size 0, and reading it fails.
+    """
     waiting = [_Folder(class_folder, "", ())]
     visits: Counter[tuple[int, int]] = Counter()
     while waiting:
@@ -236,7 +239,7 @@ def _check_reached(folder: _Folder, here: tuple[int, int], num_visits: int, clas
 
 
 def file_size(entry: os.DirEntry[str]) -> int:
-    """Return the size in bytes of a file, or of the target of a link; 0 for a broken link, which fails when it is read.
+    """Return the size in bytes of a file or of the target of a link, or 0 for a broken link, which cannot be read.
 
     Raises:
         SourceError: the entry is a pipe, a socket or a device, on which a reader could wait forever.
