@@ -1,1 +1,1 @@
-"""The commands: they convert options to settings, show losses on the terminal, and report each error in one line."""
+"""The commands, which convert options to settings, show losses on the terminal, and report each error in one line."""

@@ -15,7 +15,7 @@ _RATE_WINDOW_STEPS = 128
 
 
 class _Bins:
-    """Bins of `width` steps each, with the sums and extremes of their losses; index 0 holds bin number `first`."""
+    """Bins of `width` steps each, with the sums and extremes of their losses; array index 0 is bin number `first`."""
 
     def __init__(self, num_bins: int, width: int = 1, first: int = 0) -> None:
         self.width = width
@@ -149,7 +149,7 @@ class BinnedLosses:
         return np.array(smoothed, np.float64)
 
     def _forget_from(self, step: int) -> None:
-        """Drop the bins that begin at `step` or later, because the run was resumed from before `step`."""
+        """Drop the bins that begin at `step` or later, because the run was resumed from an earlier step."""
         if self.last_step is None or step > self.last_step:
             return
         bins = self._bins

@@ -1,4 +1,4 @@
-"""The command `run-train`: convert options to settings, train, show the losses, and report any error in one line."""
+"""The `run-train` command, which converts options to settings, trains, shows losses and reports errors in one line."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -67,7 +67,7 @@ def main(context: click.Context, /, *, recipe: str | None, dry_run: bool, traceb
 
 
 def _merge(context: click.Context, recipe: LoadedRecipe | None) -> MergedOptions:
-    """Override the settings of the recipe or resumed run with those on the command line, and print the recipe."""
+    """Return the settings of the recipe or resumed run, overridden by the command line; also print the recipe."""
     if context.params["resume"]:
         return _resumed_options(context, recipe)
     if recipe is None:
@@ -85,7 +85,7 @@ def _merge(context: click.Context, recipe: LoadedRecipe | None) -> MergedOptions
 
 
 def _resumed_options(context: click.Context, recipe: LoadedRecipe | None) -> MergedOptions:
-    """Override the recorded settings of the run to resume with those on the command line."""
+    """Return the recorded settings of the run to resume, overridden by the command line."""
     from engine.records.recorded_run import read_recorded
 
     run_dir = context.params["run_dir"]

@@ -1,4 +1,4 @@
-"""The command `control-run`: send a request to a run in progress, and report its effect.
+"""The `control-run` command, which sends a request to a run in progress and reports the effect of the request.
 
 Owns waiting, withdrawing and the messages. Must not know: jax, or how the run handles a request.
 The modules that read the log load numpy, so they are imported where they are first needed: `--help` answers at once.
@@ -42,7 +42,7 @@ Examples:
 
 
 class RequestNotAcceptedError(click.ClickException):
-    """The request had no effect in time, or the run had already ended."""
+    """The request did not take effect in time, or the run had already ended."""
 
     exit_code = 1
 
@@ -183,7 +183,7 @@ def _ask(run: Path, request: ControlRequest, timeout_s: float) -> "ControlEvent"
 
 
 def _why_no_effect(run: Path, timeout_s: float, *, is_running: bool, is_withdrawn: bool) -> str:
-    """Return a message that says why a request had no effect, and what to do."""
+    """Return a message that says why a request had no effect and what to do about it."""
     from engine.records.control_log import CONTROL_LOG_NAME
 
     if not is_running:

@@ -1,4 +1,4 @@
-"""The command `run-eval`: evaluate the weights of a run, or a weights file, on a split of a data set.
+"""The `run-eval` command, which evaluates the weights of a run, or a weights file, on a split of a data set.
 
 jax and numpy are imported where they are first needed, so that `--help` answers at once.
 """
@@ -124,7 +124,7 @@ def main(
     traceback: bool,
     **options: Any,
 ) -> None:
-    """Evaluate the weights of the finished or stopped run in folder RUN in the same way as during its training.
+    """Evaluate the weights of the finished or stopped run in folder RUN, in the same way as during training.
 
     The result goes to stdout, and all other messages go to stderr. Exit codes: 0 done, 1 failed, 2 wrong usage or
     data, 130 stopped by SIGINT or SIGTERM.
@@ -155,7 +155,9 @@ def _evaluate(run: str | None, weights: str | None, options: dict[str, Any]) -> 
     if weights is None:
         given = [name for name in _GROUPS["Weights from a file"] if options.get(name) is not None]
         if given:
-            raise ValueError(f"--{given[0]} can be given only with --weights FILE, got RUN {run} instead: leave it out")
+            raise ValueError(
+                f"--{given[0]} can be given only with --weights FILE, got RUN {run} instead: leave --{given[0]} out"
+            )
         return _evaluate_run(str(run), settings, per_class=options["per_class"])
     from engine.evaluation.run import evaluate_weights
 

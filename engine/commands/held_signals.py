@@ -18,7 +18,7 @@ class HeldSignals:
         self._is_let_in = False
 
     def handle(self, number: int, _frame: object) -> None:
-        """Hold the signal, or exit the command if `let_in` is waiting for an item or this is the third signal."""
+        """Hold the signal; if it is the third or if `let_in` is waiting for an item, exit the command instead."""
         self._num_seen += 1
         if not self._is_let_in and self._num_seen <= _MOST_HELD:
             self.numbers.append(number)

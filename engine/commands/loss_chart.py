@@ -1,4 +1,4 @@
-"""Text charts of loss curves: functions from numbers to lines of characters.
+"""Text charts of loss curves, drawn by functions that convert numbers to lines of characters.
 
 Owns the positions of the dots, the axes, the ticks and the two character sets. Must not know: files, terminals,
 colours, jax.
@@ -61,7 +61,10 @@ ASCII_GLYPHS = Glyphs("|", "+", "+", "-", "+", "x", braille=False)
 
 @dataclass(frozen=True)
 class _Scale:
-    """A linear or logarithmic map from losses to 0 (bottom) … 1 (top); `low` is below `high`, and positive if `log`."""
+    """A linear or logarithmic scale that maps `low` to 0 (bottom) and `high` to 1 (top).
+
+    `low` is less than `high`, and is positive if `log` is true.
+    """
 
     low: float
     high: float
@@ -83,7 +86,7 @@ class _Scale:
 def draw_chart(
     curve: LossCurve, width: int, height: int, *, log_scale: bool = False, glyphs: Glyphs = UNICODE_GLYPHS
 ) -> list[list[Span]]:
-    """Draw a loss curve with both axes: the range low … high of each point, overlaid with the smoothed curve.
+    """Draw a loss curve with both axes: the range from `low` to `high` of each point, overlaid with the smoothed curve.
 
     Step s of a range s0 … s1 falls on dot column `floor((s - s0 + ½) · C / (s1 - s0 + 1))`; the highest loss falls on
     the top row of dots, the lowest on the bottom one. Columns with a NaN or infinite loss (or, with `log_scale`,
@@ -154,7 +157,7 @@ def _columns_of(steps: Floats, curve: LossCurve, num_columns: int) -> npt.NDArra
 
 
 def _rows_of(unit: Floats, num_rows: int) -> npt.NDArray[np.int64]:
-    """Return the row of each (finite) position, counted from the top: 0 … num_rows - 1."""
+    """Return the row of each (finite) position, from 0 at the top to num_rows - 1 at the bottom."""
     return np.rint((1.0 - unit) * (num_rows - 1)).astype(np.int64)
 
 
@@ -176,7 +179,7 @@ def _dots(
 
 
 def _smoothed_dots(columns: npt.NDArray[np.int64], unit: Floats, R: int, C: int) -> npt.NDArray[np.bool_]:
-    """Return the dots [R, C] of a line without gaps through the mean position in each column."""
+    """Return the dots [R, C] of an unbroken line through the mean position in each column."""
     known = np.isfinite(unit)
     if not known.any():
         return np.zeros((R, C), np.bool_)
@@ -196,7 +199,7 @@ def _smoothed_dots(columns: npt.NDArray[np.int64], unit: Floats, R: int, C: int)
 
 
 def _characters(raw: npt.NDArray[np.bool_], smoothed: npt.NDArray[np.bool_], glyphs: Glyphs) -> list[list[Span]]:
-    """Convert dots to lines of spans; characters that the smoothed curve touches omit the raw losses."""
+    """Convert dots to lines of spans; a character that contains part of the smoothed curve omits the raw losses."""
     if glyphs.braille:
         curve_codes = _braille_cells(smoothed)
         bright = curve_codes > 0
@@ -225,7 +228,7 @@ def _spans(characters: Sequence[str], bright: Sequence[bool]) -> list[Span]:
 
 
 def _step_axis(curve: LossCurve, scale: _Scale, plot_width: int, gutter: int, glyphs: Glyphs) -> list[list[Span]]:
-    """Return two lines: the step axis with ticks and marks for losses that cannot be drawn, and the labels below it."""
+    """Return two lines: the step axis, with ticks and with marks for losses that cannot be drawn, and its labels."""
     axis, labels = [glyphs.horizontal] * plot_width, [" "] * plot_width
     first, last = float(curve.step[0]), float(curve.step[-1])
     free = 0  # the first free column for a label, one blank after the previous label
@@ -251,7 +254,7 @@ def _step_axis(curve: LossCurve, scale: _Scale, plot_width: int, gutter: int, gl
 
 
 def _loss_ticks(scale: _Scale, plot_height: int) -> dict[int, str]:
-    """Return the tick labels of the loss axis, keyed by text row, counted from the top."""
+    """Return the tick labels of the loss axis, keyed by text row; row 0 is at the top."""
     wanted = max(2, plot_height // _ROWS_PER_TICK)
     values = _log_values(scale, wanted) if scale.log else []
     if len(values) < 2:
@@ -266,7 +269,10 @@ def _loss_ticks(scale: _Scale, plot_height: int) -> dict[int, str]:
 
 
 def _log_values(scale: _Scale, wanted: int) -> list[float]:
-    """Return about `wanted` powers of ten on the scale or, if there are too few, all values 1, 2 and 5 · 10^k on it."""
+    """Return the values to label on a logarithmic scale.
+
+    These are about `wanted` powers of ten or, if there are too few, all values of the form 1, 2 or 5 · 10^k.
+    """
     exponents = range(math.floor(math.log10(scale.low)), math.ceil(math.log10(scale.high)) + 1)
     values = {factor: [float(f"{factor}e{exponent}") for exponent in exponents] for factor in (1, 2, 5)}
     inside = {factor: [v for v in values[factor] if scale.low <= v <= scale.high] for factor in values}
@@ -276,7 +282,7 @@ def _log_values(scale: _Scale, wanted: int) -> list[float]:
 
 
 def _nice_values(low: float, high: float, wanted: int) -> list[float]:
-    """Return up to `wanted` + 1 multiples of 1, 2 or 5 · 10^k in `low` … `high`, or `low` and `high` if none exist."""
+    """Return up to `wanted` + 1 multiples of 1, 2 or 5 · 10^k from `low` to `high`, or both bounds if none exist."""
     span = high - low
     if not 0 < span < math.inf:
         return [low] if low == high else [low, high]

@@ -10,7 +10,10 @@ from pathlib import Path
 
 @contextmanager
 def run_dir_of(named: str | None) -> Iterator[str]:
-    """Yield the given folder, or a new folder named after the current time, which is removed if it stays empty."""
+    """Yield the given folder or, if there is none, a new one named after the current time.
+
+    A new folder is removed at the end of the block if it is still empty.
+    """
     if named is not None:
         yield named
         return

@@ -99,7 +99,7 @@ def summarise(result: "TrainResult") -> None:
 
 @contextmanager
 def _naming_closed_output(consequence: str) -> Iterator[None]:
-    """Raise a BrokenPipeError with a message inside the block if the reader of stdout has closed it."""
+    """Replace a BrokenPipeError raised in the block with one whose message says that the reader of stdout closed it."""
     try:
         yield
     except BrokenPipeError as error:

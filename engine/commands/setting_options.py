@@ -26,12 +26,12 @@ _COMPLETE: Mapping[str | None, Complete] = {
 
 
 def option_spelling(name: str) -> str:
-    """Return the `run-train` option for a setting (for a switch, without its negation), and other names unchanged."""
+    """Return the `run-train` option for a setting (for a switch, without its negation), or any other name unchanged."""
     return SETTINGS[name].options[0].partition("/")[0] if name in SETTINGS else name
 
 
 def option_names(context: click.Context) -> Callable[[str], str]:
-    """Return a function from setting names to the options of the context's command; other names stay unchanged."""
+    """Return a function that maps setting names to the options of the context's command and leaves others unchanged."""
     options = {param.name: param.opts[0] for param in context.command.params if isinstance(param, click.Option)}
     return lambda name: options.get(name, name)
 

@@ -1,4 +1,4 @@
-"""The command `tail-run`: show the loss of a run while it trains, from another terminal.
+"""The `tail-run` command, which shows the loss of a run in another terminal while the run trains.
 
 Owns waiting, ending, and the order of the output. Must not know: jax, or how the run is trained.
 numpy and rich are imported where they are first needed, so that `--help` answers at once.
@@ -147,7 +147,7 @@ def main(
 
 
 def _drop_stdout() -> None:
-    """Redirect stdout to the null device, because its reader has closed it and Python's flush at exit would fail."""
+    """Redirect stdout, whose reader has closed it, to the null device; otherwise Python's flush at exit would fail."""
     with contextlib.suppress(OSError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
@@ -208,7 +208,7 @@ def _runs_in(folder: Path) -> list[Path]:
 
 
 def _ticks(run: Path, once: bool, interval_s: float, timeout_s: float) -> "Iterator[Tick]":
-    """Read the run folder repeatedly and yield each result, until the run has ended and all its rows were read."""
+    """Read the run folder repeatedly and yield each result, until the run has ended and all its rows have been read."""
     from engine.records.evaluation_log import EvaluationLog
     from engine.records.folder_lock import was_killed
     from engine.records.loss_log import EVALUATION_LOG_NAME, LOSS_LOG_NAME, LossLog, read_run_end, read_run_facts

@@ -40,7 +40,7 @@ class Tick:
 
 @dataclass
 class Picture:
-    """The data shown in a frame: the losses and facts of a run."""
+    """The data shown in a frame: the losses of a run and other information about it."""
 
     run: Path
     history: "BinnedLosses"
@@ -71,7 +71,7 @@ def records_of(rows: "LossRows") -> "Iterator[LossRecord]":
 
 
 def duration_text(seconds: float) -> str:
-    """Format a duration in at most two units: '45 s', '3 min 20 s', '2 h 05 min', '4 d 03 h'; below 0 it is '0 s'."""
+    """Format a duration in at most two units: '45 s', '3 min 20 s', '2 h 05 min', '4 d 03 h'; '0 s' if negative."""
     whole = max(0, round(seconds))
     if whole < 60:
         return f"{whole} s"
@@ -115,7 +115,7 @@ def status_fields(picture: Picture, now_s: float) -> list[str]:
 
 
 def _clock_fields(step: int, steps: int | None, seconds_per_step: float, silent_s: float) -> list[str]:
-    """Return a field with the time since the last step if this is long, else a field with the estimated time left."""
+    """Return at most one field: the time since the last step if that is long, else the estimated time left, if any."""
     pace = 0.0 if math.isnan(seconds_per_step) else seconds_per_step
     if silent_s > max(_SILENT_SHOWN_S, _SILENT_SHOWN_STEPS * pace):
         return [f"last step {duration_text(silent_s)} ago"]

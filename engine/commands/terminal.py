@@ -41,7 +41,7 @@ class ProgressSink:
         taken = 2 * len(str(steps)) + 1 + _BAR_WIDTH + _TIME_WIDTH + _GAPS
 
         class StreamColumn(ProgressColumn):
-            """The column of loss and speeds, computed only at redraws, which can be 1,000 steps apart."""
+            """The column with loss and speeds; it is computed only at redraws, which can be 1,000 steps apart."""
 
             def render(self, task: Task) -> "Text":  # noqa: ARG002 - the sink knows more than the task
                 return sink.summary(console.width - taken)
@@ -91,7 +91,7 @@ class ProgressSink:
         self._progress.stop()
 
     def summary(self, width: int = 10**6) -> "Text":
-        """Return the text of the line: loss, loss history, rates and wait in training; the progress in an evaluation.
+        """Return the line's text: in training, loss, history, rates and infeed wait; in an evaluation, its progress.
 
         Args:
             width: available columns; if too few, the history is shortened and left out first, the infeed wait last.
@@ -122,7 +122,7 @@ class ProgressSink:
 
 
 class LossHistory:
-    """The loss history in bounded memory: means over intervals of equal length, which are merged in pairs as needed.
+    """The loss history in bounded memory: means over equally long intervals, which are merged in pairs as needed.
 
     Args:
         capacity: an even number, 2 or more.
@@ -156,7 +156,7 @@ class LossHistory:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Draw the means of the values in `width` equal intervals as block characters; NaN and infinity become blanks."""
+    """Divide the values into `width` equal parts; draw the mean of each as a block character (blank if not finite)."""
     width = min(width, len(values))
     edges = [i * len(values) // width for i in range(width + 1)] if width else [0]
     means = [sum(values[start:stop]) / (stop - start) for start, stop in pairwise(edges)]

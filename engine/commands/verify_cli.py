@@ -1,4 +1,4 @@
-"""The command `verify-run`: replay part of a run, and check that the results are identical to the last bit.
+"""The `verify-run` command, which replays part of a run and checks that the results are identical to the last bit.
 
 jax and numpy are imported where they are first needed, so that `--help` answers at once.
 """
@@ -93,7 +93,7 @@ def _verify(run: str, from_step: int | None, to_step: int | None, data: str | No
 
 
 def _progress() -> "tuple[Callable[[int, int], Sink] | None, Callable[[str], None]]":
-    """Return a function that creates a progress line (None if stderr is not a terminal) and one that prints text."""
+    """Return two functions: one to create a progress line (None if stderr is not a terminal) and one to print text."""
     if sys.stderr is None or not sys.stderr.isatty():
         return None, say_to_stderr
     from rich.console import Console
