@@ -22,7 +22,7 @@ def is_key(leaf: Any) -> bool:
 
 
 def like_leaf(plain: Any, leaf: Any) -> Any:
-    """Undo `plain_key`: wrap `plain` as typed keys if `leaf`, an array or `jax.ShapeDtypeStruct`, has a key dtype."""
+    """Undo `plain_key`: if `leaf` (an array or `jax.ShapeDtypeStruct`) has a key dtype, wrap `plain` as keys."""
     if not is_key(leaf):
         return plain
     impls: list[Any] = []

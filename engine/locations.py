@@ -15,7 +15,7 @@ def user_cache_folder() -> Path:
 
 
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:
-    """Return the settings with absolute paths for `data` and `init_from`, valid from any working directory."""
+    """Return the settings with `data` and `init_from` made absolute, so that the working directory does not matter."""
     return replace(config, data=absolute_location(config.data), init_from=absolute_location(config.init_from))
 
 

@@ -82,7 +82,7 @@ def setting[T](default: T, group: str, stage: Stage, on_resume: OnResume, help_t
 
 
 class ConfigError(ValueError):
-    """Settings are invalid; the message states the rule, the value found and the remedy."""
+    """Settings are invalid; the message states the rule, the invalid value and the remedy."""
 
 
 class SettingError(ConfigError):
@@ -274,7 +274,7 @@ def attributes_section(settings: Mapping[str, Setting]) -> str:
 
 
 def suggest_setting(name: str, known: Iterable[Setting]) -> str:
-    """Return ": did you mean …?" with the setting whose name or option is most similar to `name`; "" if none is."""
+    """Return ": did you mean …?" with the setting whose name or option is closest to `name`; "" if none is close."""
     spellings: dict[str, str] = {}
     for each in known:
         options = (option.partition("/")[0].lstrip("-").replace("-", "_") for option in each.options)
