@@ -1,4 +1,4 @@
-"""Image models as pure functions over pytrees. Imports only jax.
+"""Image models as pure functions over pytrees. This package depends only on jax and NumPy.
 
 These names are the public API; any other name may move or change without notice. They are loaded on first use.
 """

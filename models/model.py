@@ -27,7 +27,7 @@ class Apply(Protocol):
 
 
 class Model(NamedTuple):
-    """A network as pure functions over pytrees: `init(key)` returns params and batch statistics, `apply` uses them."""
+    """A network as pure functions over pytrees: `init(key)` returns params and batch statistics, which `apply` uses."""
 
     name: str
     init: Callable[[jax.Array], tuple[Params, BatchStats]]

@@ -1,4 +1,4 @@
-"""A convolutional network that is small enough to train on small images in a few epochs.
+"""A small convolutional network that trains on small images in a few epochs.
 
 After Keller Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU" (2024), arXiv:2404.00498.
 
@@ -103,7 +103,7 @@ def _get(tree: Params, path: tuple[str, ...]) -> Any:
 
 
 def cosine_kernel(num_channels: int) -> np.ndarray:
-    """Return the stem's cosine filters, float32 `[STEM_SIZE,STEM_SIZE,3,num_channels]`, each with norm 1.
+    """Return the stem's cosine filters, each of norm 1, as a float32 array `[STEM_SIZE,STEM_SIZE,3,num_channels]`.
 
     The first half of the filters are orthogonal: products of the cosines of the discrete cosine transform (DCT-II)
     along height and width with brightness, red against blue, or green against both. Low frequencies and brightness come

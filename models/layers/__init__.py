@@ -1,1 +1,1 @@
-"""Layers whose forward and backward passes are fast inside a loop: convolution, batch norm, pooling, the head."""
+"""Layers whose forward and backward passes are fast inside a loop: convolution, batch norm, pooling and the head."""

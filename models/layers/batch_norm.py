@@ -23,7 +23,7 @@ PARTS = 16
 
 
 class RunningStats(NamedTuple):
-    """Exponential moving averages of the mean and the unbiased variance of each channel, float32 `[C]`."""
+    """Exponential moving averages of the mean and the unbiased variance of each channel, as float32 arrays `[C]`."""
 
     mean: jax.Array
     var: jax.Array
@@ -70,7 +70,7 @@ def _count(x: jax.Array) -> int:
 
 
 def _sums(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the per-channel sums of two arrays `[B,H,W,C]` computed from the same operands, which are read only once.
+    """Return the per-channel sums of two arrays `[B,H,W,C]`; the operands from which both are computed are read once.
 
     XLA:CPU fuses a reduction of a pair with the computation of the arrays, each of which it would otherwise write to
     memory first; the reduction runs at the speed of memory if the arrays are first folded into one of `PARTS` parts.
@@ -98,7 +98,7 @@ def _folded_sums(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Ar
 
 
 def _mean_and_variance(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the mean and the biased variance of each channel of `x [B,H,W,C]`, float32 `[C]`, reading `x` once.
+    """Return the mean and the biased variance of each channel of `x [B,H,W,C]` as float32 `[C]`, reading `x` only once.
 
     An estimate of the mean (`_estimate_mean`) is subtracted first, because E[x²] - E[x]² loses all digits if the mean
     is large.
@@ -131,7 +131,7 @@ def _estimate_mean(wide: jax.Array) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _normalise(relu: bool, x: jax.Array, scale: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return `x` normalised, and rectified if `relu`, with the mean and biased variance of the batch in float32.
+    """Return `x` normalised (and rectified if `relu`), together with the batch's mean and biased variance in float32.
 
     The backward pass is written by hand so that only `x` is kept; an automatic one keeps two more arrays of that size.
     """
@@ -142,7 +142,7 @@ def _normalise(relu: bool, x: jax.Array, scale: jax.Array, bias: jax.Array) -> t
 
 @jax.custom_vjp
 def stored_relu(x: jax.Array) -> jax.Array:
-    """Return the ReLU of `x`; the result is stored (see `models.layers.stored`) and the derivative computed from it.
+    """Return the ReLU of `x`. The derivative is computed from the result, which is stored (see `models.layers.stored`).
 
     Otherwise the input of each residual block is recomputed from the convolutions of all blocks before it, and on a GPU
     the derivative reads the two arrays whose sum is `x` instead of one. (On a CPU the latter makes no difference.)

@@ -115,7 +115,7 @@ TILE_IMAGES = 16
 
 
 def forward_form(input_size: Pair, window: Pair) -> Forward:
-    """Choose the form of the forward pass on a CPU from the heights and widths of input and kernel."""
+    """Choose the form of the forward pass on a CPU from the heights and widths of the input and the kernel."""
     small = max(input_size) <= SMALL_MAP or any(map(int.__gt__, window, input_size))
     return forms.forward_patches if small or window == (1, 1) else forms.forward_lax
 
@@ -143,7 +143,7 @@ def filter_gradient_form(num_images: int, window: Pair, strides: Pair, C: int) -
 
 
 def _wide(x: jax.Array) -> jax.Array:
-    """Return `x` in at least float32, for precise sums; a CPU without AMX gains nothing from narrower products."""
+    """Convert `x` to at least float32, for precise sums; a CPU without AMX gains nothing from narrower products."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 

@@ -26,7 +26,7 @@ class Geometry(NamedTuple):
     padding: Padding
 
     def output_size(self, input_size: Pair, window: Pair) -> Pair:
-        """Return the height and width of the output; a value is not positive if the kernel `window` does not fit."""
+        """Return the output's height and width; if a kernel of size `window` does not fit, a value is 0 or less."""
         height, width = (
             (input_size[axis] + sum(self.padding[axis]) - window[axis]) // self.strides[axis] + 1 for axis in (0, 1)
         )
@@ -44,7 +44,7 @@ def window_size(kernel: jax.Array) -> Pair:
 
 
 def pad(x: jax.Array, padding: Padding, dilation: Pair = (1, 1)) -> jax.Array:
-    """Zero-pad `x [B,H,W,C]`, with `dilation - 1` zeros between neighbouring pixels; negative padding crops."""
+    """Zero-pad `x [B,H,W,C]` and insert `dilation - 1` zeros between neighbouring pixels; negative padding crops."""
     if padding == ((0, 0), (0, 0)) and dilation == (1, 1):
         return x
     (top, bottom), (left, right) = padding
@@ -86,12 +86,12 @@ def _turned_padding(window: Pair, geometry: Geometry, input_size: Pair, output_s
 
 
 def forward_lax(x: jax.Array, kernel: jax.Array, geometry: Geometry) -> jax.Array:
-    """Compute the canonical convolution, which XLA:CPU passes to Eigen even inside loops."""
+    """Compute the convolution in the canonical form, which XLA:CPU passes to Eigen even inside loops."""
     return lax.conv_general_dilated(x, kernel, geometry.strides, geometry.padding, dimension_numbers=NHWC)
 
 
 def forward_patches(x: jax.Array, kernel: jax.Array, geometry: Geometry) -> jax.Array:
-    """Compute the product patches × kernel. For a 1×1 kernel the patches are the (strided) input, without a copy."""
+    """Multiply the patches by the kernel. For a 1×1 kernel, the patches are the (strided) input itself, not a copy."""
     window, K = window_size(kernel), kernel.shape[3]
     P, Q = geometry.output_size(image_size(x), window)
     return (patches(x, window, geometry) @ kernel.reshape(-1, K)).reshape(x.shape[0], P, Q, K)
@@ -191,6 +191,6 @@ def filter_gradient_tiles(
     geometry: Geometry,
     window: Pair,
 ) -> jax.Array:
-    """Sum `form` over tiles of `tile` images, whose patches stay in the cache. `tile` must divide B."""
+    """Sum the results of `form` for tiles of `tile` images, whose patches stay in the cache. `tile` must divide B."""
     x_tiles, gradient_tiles = (operand.reshape(-1, tile, *operand.shape[1:]) for operand in (x, gradient))
     return lax.map(lambda pair: form(pair[0], pair[1], geometry, window), (x_tiles, gradient_tiles)).sum(axis=0)

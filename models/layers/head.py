@@ -5,12 +5,12 @@ import jax.numpy as jnp
 
 
 def global_average_pool(x: jax.Array) -> jax.Array:
-    """Return the mean over height and width: `x [B,H,W,C]` to `[B,C]` in the dtype of `x`, summed in float32."""
+    """Return the mean `[B,C]` of `x [B,H,W,C]` over height and width, in the dtype of `x` but summed in float32."""
     return x.astype(jnp.float32).mean(axis=(1, 2)).astype(x.dtype)
 
 
 def dense(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
-    """Return `x [B,C] @ kernel [C,K] + bias [K]`: float32 `[B,K]` for any dtypes of the operands.
+    """Return `x [B,C] @ kernel [C,K] + bias [K]` as float32 `[B,K]`, whatever the dtypes of the operands.
 
     The operands of all three products, forward and backward, are rounded to the dtype of `x`; sums are float32, and so
     are the gradients of a float32 `kernel` and `bias`. Like `convolution` it has a custom derivative.
@@ -20,7 +20,10 @@ def dense(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Return `x [B,C] @ kernel [C,K]` in float32. An automatic derivative would multiply float32 operands."""
+    """Return `x [B,C] @ kernel [C,K]` in float32.
+
+    It has a custom derivative, because an automatic derivative would multiply float32 operands.
+    """
     return _contract(x, kernel.astype(x.dtype), 1, 0)
 
 

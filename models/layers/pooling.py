@@ -1,4 +1,4 @@
-"""Max-pooling with a gradient that is fast inside a loop; XLA:CPU's own (select-and-scatter) runs as scalar code."""
+"""Max-pooling with a gradient that is fast inside a loop; XLA:CPU's own gradient, select-and-scatter, is scalar."""
 
 from functools import partial, reduce
 
@@ -13,7 +13,7 @@ NO_TAP = 255
 
 
 def max_pool(x: jax.Array, *, window: int = 3, stride: int = 2, padding: int = 1) -> jax.Array:
-    """Return the largest value in each window, `x [B,H,W,C]` to `[B,P,Q,C]`.
+    """Return the largest value in each window of `x [B,H,W,C]`, as an array `[B,P,Q,C]`.
 
     P = (H + 2·padding - window) // stride + 1. Padding counts as minus infinity. The gradient goes to the first maximum
     in row-major order, as in XLA and PyTorch.

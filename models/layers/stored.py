@@ -12,7 +12,7 @@ from jax import lax
 
 
 def stored(values: Any, *, on_cards: bool = False) -> Any:
-    """Return `values`, a pytree of arrays. On a CPU they pass through an optimization barrier, so that XLA stores them.
+    """Return a pytree of arrays unchanged. On a CPU, an optimization barrier makes XLA store the arrays in memory.
 
     Args:
         values: the values to store.
