@@ -49,7 +49,7 @@ def this_platform() -> str:
 
 
 def this_device() -> str:
-    """Return the vendor's name of the device, such as "cpu" or "NVIDIA H100 80GB HBM3"."""
+    """Return the vendor's name for the device, such as "cpu" or "NVIDIA H100 80GB HBM3"."""
     return str(_device().device_kind)
 
 
@@ -115,7 +115,7 @@ def choose_chunk(asked: int | None, transport: Transport) -> int:
 
 
 def wasted_steps_warning(config: TrainConfig, chunk: int) -> str | None:
-    """Return a warning if interruptions of the run fall inside chunks, so that many steps are wasted.
+    """Return a warning if many steps are wasted because interruptions of the run fall inside chunks.
 
     Evaluations, snapshots and the end of the run interrupt the steps, but a chunk always runs all its iterations.
     """

@@ -101,11 +101,11 @@ class BatchInfeed(Protocol):
         ...
 
     def take_wait_s(self, batch_index: int) -> float:
-        """Return how long the program waited for a batch, in seconds; call it once per batch, after training on it."""
+        """Return how many seconds the program waited for a batch; call this once per batch, after training on it."""
         ...
 
     def start(self) -> None:
-        """Start reading ahead; call it once, inside the transport's `running`."""
+        """Start reading ahead; call this method once, inside the transport's `running`."""
         ...
 
     def close(self) -> None:
@@ -226,7 +226,7 @@ class Infeed:
             del operands, results, pixels, labels, words
 
     def _take(self, batch_index: int, shard: int, pixels: Pixels, labels: Labels) -> bool:
-        """Take a batch from the feeder; if a stop is requested before it arrives, take nothing and return False."""
+        """Take a batch from the feeder; return False, having taken nothing, if a stop is requested first."""
         waited_s = self._feeder.take(batch_index, shard, pixels, labels, is_cancelled=self._board.is_stop_requested)
         if waited_s is None:
             return False

@@ -95,7 +95,7 @@ class _PromptTransport(ABC):
         self.call(take, (jax.ShapeDtypeStruct((), jnp.uint8),), *operands)
 
     def running(self) -> AbstractContextManager[None]:
-        """Return an empty context, because there is nothing to open; see `Transport.running`."""
+        """Return a context that does nothing, because there is nothing to open; see `Transport.running`."""
         return nullcontext()
 
 
@@ -141,7 +141,7 @@ class ThreadState(threading.local):
         ctypes.pythonapi.PyGILState_Ensure()
 
     def keep(self) -> None:
-        """Keep the current thread's state: a thread's first access to this `threading.local` object runs `__init__`."""
+        """Keep the current thread's state; a thread's first access to this `threading.local` object runs `__init__`."""
 
 
 class InplaceTransport(_PromptTransport):

@@ -1,4 +1,4 @@
-"""Memory, streams and events of one launch on a GPU, all released together at its end."""
+"""Memory, streams and events of one launch on a GPU, all released together when the launch ends."""
 
 import ctypes
 import threading

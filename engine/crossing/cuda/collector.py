@@ -1,4 +1,4 @@
-"""A thread that calls host functions when the device reaches an event, so that neither host nor device waits."""
+"""A thread that calls host functions when the device reaches an event; neither the host nor the device waits."""
 
 import queue
 import threading
@@ -30,7 +30,7 @@ class Collector:
         self.failure: BaseException | None = None
 
     def start(self) -> None:
-        """Start the thread; call it only once."""
+        """Start the thread; call this method only once."""
         self._thread.start()
 
     def put(self, event: int, function: Callable[[], None]) -> None:
@@ -49,7 +49,7 @@ class Collector:
         if self._thread.is_alive():
             raise TimeoutError(
                 f"the program's records did not reach the host within {timeout_s:g} s of the program's end: check "
-                "with nvidia-smi whether the GPU hangs, and whether the terminal or disk to which the losses are "
+                "with nvidia-smi whether the GPU hangs, and check whether the terminal or disk to which the losses are "
                 "written is blocked"
             )
 

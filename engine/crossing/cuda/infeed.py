@@ -31,7 +31,7 @@ _LEAST_WAIT_S = 20e-6
 
 
 class StreamedInfeed:
-    """A `BatchInfeed` that reads from a feeder and a control board; each pull is followed by its batches, one by one.
+    """A `BatchInfeed` that reads from a feeder and a control board; after each pull, its batches arrive one by one.
 
     Args:
         make_feeder: creates the feeder, not started, whose slots are allocated with the argument.
@@ -104,7 +104,7 @@ class StreamedInfeed:
         is_over: Callable[[C], jax.Array] = lambda _: jnp.zeros((), jnp.bool),
         emit: Callable[[C], C] = lambda carry: carry,
     ) -> tuple[C, jax.Array]:
-        """Process the batches of a pull; discard results of iterations without a batch. See `BatchInfeed.for_each`."""
+        """Process a pull's batches; discard the results of iterations without a batch. See `BatchInfeed.for_each`."""
         form = PackedForm.of(carry)
 
         def body(_: jax.Array, loop_carry: tuple[list[jax.Array], jax.Array]) -> tuple[list[jax.Array], jax.Array]:
@@ -148,7 +148,7 @@ class StreamedInfeed:
         results[0][...] = words
 
     def _give(self, stream: int, _: Sequence[int], results: Sequence[int]) -> None:
-        """Enqueue a copy of the iteration's batch, or of zeros if there is none, to the program; runs on the host."""
+        """Enqueue work that gives the program the iteration's batch, or zeros if there is none; runs on the host."""
         pixels, labels, exists = results
         batch_index, driver, is_given = self._next, self._transport.driver, False
         try:
@@ -189,7 +189,7 @@ class StreamedInfeed:
                 self._wait_s[batch_index] = self._read(self._running.pop(batch_index))
 
     def _read(self, stopwatch: Stopwatch) -> float:
-        """Return the seconds between the events of a stopwatch, or 0 if a failed program did not reach them."""
+        """Return the seconds between the events of a stopwatch, or 0 if the program failed before it reached them."""
         driver = self._transport.driver
         with suppress(CudaError), driver.current():
             wait_s = driver.elapsed_s(*stopwatch)

@@ -1,4 +1,4 @@
-"""A ring of batches in device memory, filled ahead of the program while it computes.
+"""A ring of batches in device memory, filled in advance while the program computes.
 
 A thread takes each batch from the feeder's page-locked memory and enqueues its copy to one of a few slots on the
 device, on its own stream; the program's stream then waits for the copy's event and takes the batch from the slot.
@@ -51,7 +51,7 @@ class Stopwatch(NamedTuple):
 
 
 class _Slot:
-    """Device memory for a batch; event `arrived` completes when the batch is copied in, `taken` when copied out."""
+    """Device memory for a batch, and events that complete once it has been copied in (`arrived`) or out (`taken`)."""
 
     def __init__(self, arena: Arena, num_bytes: int) -> None:
         self.address = arena.device(num_bytes)
@@ -81,7 +81,7 @@ class DeviceRing:
         self._failure: BaseException | None = None
 
     def start(self, arena: Arena) -> None:
-        """Allocate the slots and start copying; call it once, inside the driver's `current`."""
+        """Allocate the slots and start copying; call this method once, inside the driver's `current`."""
         num_bytes = self._pixel_bytes + self._label_bytes
         count = max(1, min(num_slots(num_bytes), self._feeder.stop_index - self._feeder.start_index))
         self._slots = [_Slot(arena, num_bytes) for _ in range(count)]
@@ -97,7 +97,7 @@ class DeviceRing:
         is_cancelled: Callable[[], bool] = lambda: False,
         stopwatch: Stopwatch | None = None,
     ) -> bool:
-        """Enqueue, on the program's stream, a wait for a batch and the copy of that batch to the program's memory.
+        """Enqueue two operations on the program's stream: wait for a batch, and copy it to the program's memory.
 
         Args:
             batch_index: the next batch; batches are given in order, each once.
@@ -192,7 +192,7 @@ class DeviceRing:
                 self._feeder.give_back(oldest)
 
     def _wait_until_taken(self, batch_index: int) -> bool:
-        """Wait until the program has enqueued the copy of a batch out of its slot; return False if the ring closes."""
+        """Wait until the program has enqueued copying a batch out of its slot; return False if the ring closes."""
         with self._changed:
             # Without a time limit, because a step may take an hour; close() ends the wait.
             while not self._closed and self._next_given <= batch_index:

@@ -1,4 +1,4 @@
-"""The transport for NVIDIA GPUs, which calls host functions when work is enqueued, not when it is executed.
+"""The transport for NVIDIA GPUs; it calls host functions when work is enqueued, not when the work is executed.
 
 XLA calls a host function while it launches kernels, with the stream of the launch and the addresses of operands and
 results; whatever the function enqueues on the stream is done in order. `call` waits for the stream, because its
@@ -235,7 +235,7 @@ class _Block:
 
 
 class _Blocks:
-    """A pool of page-locked blocks of equal size in one allocation; if all are in use, `take` waits for one."""
+    """A pool of equal-sized page-locked blocks in one allocation; if all are in use, `take` waits until one is free."""
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
