@@ -1,1 +1,1 @@
-"""Batches on the host: their order, their sources, and the ring that reads them ahead of the device."""
+"""Batches on the host: their order, their sources, and the ring into which they are read ahead of the device."""

@@ -1,4 +1,4 @@
-"""Batch sources: the protocol, and sources for random pixels, arrays in memory, and a user's function.
+"""Batch sources: their protocol, and implementations for random pixels, arrays in memory, and a user's function.
 
 A batch source fills the buffers of one batch, addressed only by its index, so that a resumed run sees the same batches
 as an uninterrupted one. Does not depend on rings, threads or devices.
@@ -61,7 +61,7 @@ class Lent(Protocol):
 
 @runtime_checkable
 class LendingSource(Protocol):
-    """A `BatchSource` whose images may already be in memory, so that they are copied only once."""
+    """A `BatchSource` that can lend images already in memory, so that they are copied only once."""
 
     def lend(self, batch_index: int, labels: Labels, *, timeout_s: float) -> Lent | None:
         """Write the labels of a batch and return its images, or return None if the batch must be read with `fill`.
@@ -91,7 +91,7 @@ class EvaluationSource(BatchSource, Protocol):
 
 
 class ArrayBatches:
-    """An evaluation set in memory: an array of images and an array of labels, in order, repeated endlessly.
+    """An evaluation set held in memory as arrays of images and labels, read in order and repeated endlessly.
 
     Args:
         pixels: uint32 [N, H, W], packed.

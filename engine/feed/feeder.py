@@ -140,7 +140,7 @@ class Feeder:
         self._closed = False
 
     def start(self) -> None:
-        """Allocate the ring and start reading ahead; call it once."""
+        """Allocate the ring and start reading ahead; call this method once."""
         source, allocate = self._source, self._allocate or (lambda num_bytes: np.zeros(num_bytes, np.uint8))
         self._slots = [_Slot(source.batch, source.height, row_words(source), allocate) for _ in range(self.depth)]
         for number in range(self._num_threads):
@@ -158,7 +158,7 @@ class Feeder:
         *,
         is_cancelled: Callable[[], bool] = lambda: False,
     ) -> float | None:
-        """Copy a shard of a batch out of the ring; take batches in order, and the shards of a batch in any order.
+        """Copy a shard of a batch out of the ring; batches must be taken in order, but their shards need not be.
 
         Args:
             batch_index, shard: address of the shard.
@@ -270,7 +270,7 @@ class Feeder:
             raise FeederError(f"the feeder was closed while {self._name_batch(batch_index)} waited for its batch")
 
     def check_is_in_time(self, batch_index: int, deadline: float) -> None:
-        """Raise FeederError if the deadline of a missing batch, in seconds of `time.perf_counter`, has passed."""
+        """Raise FeederError if `time.perf_counter` has passed the deadline (in seconds) for a missing batch."""
         if time.perf_counter() >= deadline:
             raise FeederError(
                 f"the batch of {self._name_batch(batch_index)} did not arrive within {self.timeout_s:g} s because "

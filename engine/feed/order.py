@@ -55,7 +55,7 @@ class EpochOrder:
         return images
 
     def batch(self, batch_index: int, batch: int) -> NDArray[np.int64]:
-        """Return the image indices of one batch, int64 [batch], which begins at position batch_index · batch."""
+        """Return the image indices, int64 [batch], of the batch that begins at position batch_index · batch."""
         return self.images_at(np.arange(batch_index * batch, (batch_index + 1) * batch, dtype=np.int64))
 
     def _permute(self, offsets: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
@@ -76,7 +76,7 @@ class EpochOrder:
 
 
 def _round_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
-    """Hash (seed, epoch) to the round keys, uint64 [rounds], in a byte order that is the same on every machine."""
+    """Hash (seed, epoch) to the round keys, uint64 [rounds], with the same byte order on every machine."""
     words = seed.to_bytes(8, "little") + epoch.to_bytes(8, "little")
     digest = hashlib.blake2b(words, digest_size=8 * _ROUNDS, person=b"feedloop-order").digest()
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)

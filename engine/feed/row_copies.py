@@ -21,7 +21,7 @@ type _Part = tuple[Rows, NDArray[np.uint32], Future[None]]
 
 
 class RowCopies:
-    """A pool of up to `num_threads` copying threads: the caller's, and others that start when they are first needed.
+    """A pool of up to `num_threads` copying threads: the calling thread, and others that start when first needed.
 
     Thread-safe. The threads are daemons: a page that never arrives must not keep the process alive.
     """
@@ -34,7 +34,7 @@ class RowCopies:
         self._is_closed = False
 
     def copy(self, rows: Rows, pixels: NDArray[np.uint32]) -> None:
-        """Copy `rows`, b images of uint32 [H, words per row] in one or several arrays, to `pixels` [b, H, …].
+        """Copy the b images in `rows` (uint32 [H, words per row] each, in one or more arrays) to `pixels` [b, H, …].
 
         Returns or raises only after every thread has stopped writing, because the memory of `pixels` then belongs to
         the program again. There is no time limit, because a copy cannot have one.
@@ -68,7 +68,7 @@ class RowCopies:
                     self._parts.put(None)
 
     def _start(self, num_wanted: int) -> int:
-        """Start missing threads and return how many exist, which is too few if the system refuses to start one."""
+        """Start threads until `num_wanted` exist or the system refuses to start one; return how many exist."""
         with self._guard:
             while self._num_started < num_wanted and not self._is_closed:
                 name = f"row-copies-{self._num_started}"
