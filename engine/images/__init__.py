@@ -1,1 +1,1 @@
-"""Augmentation on the device: settings, per-position random numbers, crops, colour, mixing and erasing."""
+"""Augmentation on the device: settings, random numbers for each image, crops, colour jitter, mixing and erasing."""

@@ -31,7 +31,7 @@ from engine.images.unpack import PixelScale, normalise_levels, unpack_pixels
 def augment_images(
     augmentation: Augmentation, pixels: jax.Array, positions: Positions, seed_words: jax.Array, scale: PixelScale
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Augment and normalise one device's part of a batch, inside a traced function.
+    """Augment and normalise one device's part of a batch; called while tracing.
 
     Args:
         augmentation: the settings, static.

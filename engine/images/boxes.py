@@ -18,7 +18,7 @@ BLOCKS_OF_BOX = NUM_ATTEMPTS + 1
 
 
 class Boxes(NamedTuple):
-    """One rectangle in each of b images, half-open: rows top … top + height - 1, columns left … left + width - 1.
+    """One rectangle in each of b images: rows top … top + height - 1, columns left … left + width - 1.
 
     Attributes:
         top, left, height, width: int32 [b], in pixels.

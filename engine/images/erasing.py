@@ -1,4 +1,4 @@
-"""Random erasing: set a rectangle of the normalised image to 0, the mean colour of the data set."""
+"""Random erasing, which sets a rectangle of the normalised image to 0, the mean colour of the data set."""
 
 import jax
 import jax.numpy as jnp

@@ -45,7 +45,7 @@ class Positions(NamedTuple):
 
 
 def positions(step: jax.Array, batch: int, start: int | jax.Array, count: int) -> Positions:
-    """Return a device's exact image positions at one step: `count` consecutive numbers from step · batch + start.
+    """Return a device's exact image positions at a step: `count` consecutive numbers starting at step · batch + start.
 
     Args:
         step: int32 or uint32 [], number of batches before this one, ≥ 0.
@@ -67,7 +67,7 @@ def positions(step: jax.Array, batch: int, start: int | jax.Array, count: int) -
 
 
 def image_keys(seed_words: jax.Array, at: Positions) -> jax.Array:
-    """Return a Threefry key per image, [b], which depends only on the seed (uint32 [2]) and the position."""
+    """Return one Threefry key per image, [b]; it depends only on the seed (uint32 [2]) and the image's position."""
     seed_key = jax.random.fold_in(jax.random.wrap_key_data(seed_words, impl="threefry2x32"), _DOMAIN)
 
     def key_of(high: jax.Array, low: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Resizing of boxes in packed images to one size, with two small matrices per image.
+"""Resizing of boxes in packed images to a common size, with two small matrices per image.
 
 The filter is the antialiased triangle of Pillow's BILINEAR and torchvision's antialias=True. Its weights are multiples
 of 2**-16 and levels are integers below 2**8, rounded after each of the two passes as Pillow does: every product and
@@ -17,7 +17,7 @@ _SHIFTS = (24, 16, 8)
 
 
 def resize_boxes(pixels: jax.Array, boxes: Boxes, shape: tuple[int, int]) -> jax.Array:
-    """Resize one box of each image as if it had been cropped first: pixels outside the box have no effect.
+    """Resize one box of each image as if the box had been cropped first, so that pixels outside it have no effect.
 
     Args:
         pixels: uint32 [b, H, W], packed; H and W at most 16384.

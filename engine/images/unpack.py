@@ -11,7 +11,7 @@ from jax import lax
 
 
 class PixelScale(NamedTuple):
-    """Mean and standard deviation of the pixels: runtime values, so that one program serves every data set.
+    """Mean and standard deviation of the pixels, passed as runtime values so that one program serves every data set.
 
     Attributes:
         mean, std: float32 [3], of the channels (R, G, B) on the scale 0 … 1.
