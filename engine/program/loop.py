@@ -106,7 +106,7 @@ class _Program:
         return self._push_snapshot(values, self._evaluate(values, carry))
 
     def _one_pull(self, values: RunValues, boundary: jax.Array, carry: _Carry) -> _Carry:
-        """Train on the batches of one pull, but not past update `boundary`, and emit the losses of their updates."""
+        """Train on the batches of one pull, but not past update `boundary`, and emit the losses of the updates made."""
         requested = carry.state.owes_evaluation | carry.snapshot
         num_wanted = _num_to_pull(jnp.where(requested, 0, boundary), carry.state, values.update, self.infeed.chunk)
         pulled = self.infeed.pull(carry.state.pulls, jnp.zeros((), jnp.int32), num_wanted)
@@ -199,7 +199,7 @@ def _num_to_pull(boundary: jax.Array, state: TrainState, values: UpdateValues, c
 
 
 def _is_done(state: TrainState, values: RunValues) -> jax.Array:
-    """Return whether the run is complete, bool []: all steps and due evaluations done, or `stop_at_top1` reached."""
+    """Return whether the run is over (bool []), with all steps and due evaluations done or `stop_at_top1` reached."""
     return ((state.step >= values.stop_step) & ~state.owes_evaluation) | (state.top1 >= values.stop_at_top1)
 
 

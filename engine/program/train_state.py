@@ -54,7 +54,7 @@ class TrainState(NamedTuple):
 
     @property
     def evaluated(self) -> Weights:
-        """The weights to evaluate and to save: their average if one is kept, else the current weights."""
+        """The weights to evaluate and to save: the averaged weights if an average is kept, else the current ones."""
         return self.update.average or Weights(self.params, self.batch_stats)
 
 
