@@ -1,4 +1,4 @@
-"""The two stateful optax transformations, written so that a loop updates their state in place.
+"""The two stateful optax transformations that the optimizers use, written so that a loop updates their state in place.
 
 The parameters' update reads the new moments. If XLA recomputes these there from the old moments (see
 `models.layers.stored`), the old ones cannot be overwritten, and the loop copies moments and parameters at every step,

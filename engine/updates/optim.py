@@ -106,7 +106,7 @@ def init_optimizer(name: OptimizerName, params: Any) -> optax.OptState:
 def _parts(
     name: OptimizerName, hyperparams: Hyperparams, decay_mask: Mask, trust_mask: Mask, made: jax.Array
 ) -> tuple[optax.GradientTransformation, ...]:
-    """Return the optax transformations of an optimizer, in order.
+    """Return the optax transformations of an optimizer, in the order in which they are applied.
 
     optax's own `sgd` omits the trace if its momentum is None, and its schedules compare step counts in Python; the
     transformations here only compute with their hyperparameters, so that these can be traced.
