@@ -189,7 +189,7 @@ class StreamedInfeed:
                 self._wait_s[batch_index] = self._read(self._running.pop(batch_index))
 
     def _read(self, stopwatch: Stopwatch) -> float:
-        """Return the seconds between the events of a stopwatch, or 0 if the program failed before it reached them."""
+        """Return the seconds between a stopwatch's events; 0 if negligible, or if the program failed to reach them."""
         driver = self._transport.driver
         with suppress(CudaError), driver.current():
             wait_s = driver.elapsed_s(*stopwatch)
