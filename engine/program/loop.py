@@ -106,7 +106,7 @@ class _Program:
         return self._push_snapshot(values, self._evaluate(values, carry))
 
     def _one_pull(self, values: RunValues, boundary: jax.Array, carry: _Carry) -> _Carry:
-        """Train on the batches of one pull, but not past update `boundary`, and emit the losses of the updates due."""
+        """Train on one pull's batches, up to update `boundary`, and emit the losses of the updates that were due."""
         requested = carry.state.owes_evaluation | carry.snapshot
         num_wanted = _num_to_pull(jnp.where(requested, 0, boundary), carry.state, values.update, self.infeed.chunk)
         pulled = self.infeed.pull(carry.state.pulls, jnp.zeros((), jnp.int32), num_wanted)
