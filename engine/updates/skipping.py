@@ -44,12 +44,12 @@ def count_skips(skips: Skips, due: jax.Array, finite: jax.Array) -> Skips:
 
 
 def gives_up(skips: Skips, most_in_a_row: jax.Array) -> jax.Array:
-    """Return whether more than `most_in_a_row` (int32 [], a runtime value) updates in a row were skipped: bool []."""
+    """Return whether more than `most_in_a_row` (int32 [], a runtime value) updates in a row were skipped, bool []."""
     return skips.in_a_row > most_in_a_row
 
 
 def has_finite_norm(tree: Any) -> jax.Array:
-    """Return whether the global norm of a pytree of float leaves is finite in float32: bool [].
+    """Return whether the global norm of a pytree of float leaves is finite in float32, bool [].
 
     Clipping computes this norm anyway, and it checks all leaves in one pass. A norm above 1.8e19, whose square
     overflows float32, counts as infinite: clipping could not scale such a gradient either.
@@ -58,7 +58,7 @@ def has_finite_norm(tree: Any) -> jax.Array:
 
 
 def all_finite(tree: Any) -> jax.Array:
-    """Return whether every number in a pytree of float leaves is finite: bool [], true if it has no leaves."""
+    """Return whether every number in a pytree of float leaves is finite, bool []; true if there are no leaves."""
     finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]
     return jnp.all(jnp.stack(finite)) if finite else jnp.ones((), jnp.bool)
 
