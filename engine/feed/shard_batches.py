@@ -38,7 +38,7 @@ class ShardBatches:
         self._split.check_unchanged()
 
     def _images_of(self, batch_index: int) -> NDArray[np.int64]:
-        """Return a batch's image indices, computed 2048 at once because that takes as long as a few hundred (90 µs)."""
+        """Return a batch's image indices, computed 2048 at a time, which takes as long as a few hundred (90 µs)."""
         first, images = self._ordered
         if not first <= batch_index < first + len(images):
             num_batches = max(1, _POSITIONS_AT_ONCE // self.batch)
