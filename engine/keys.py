@@ -17,7 +17,7 @@ def plain_key(leaf: Any) -> Any:
 
 
 def is_key(leaf: Any) -> bool:
-    """Return whether an array or `jax.ShapeDtypeStruct` has a typed PRNG key dtype."""
+    """Return whether an array or `jax.ShapeDtypeStruct` has a PRNG key dtype."""
     return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 

@@ -1,4 +1,4 @@
-"""The user's cache folder, and absolute paths in settings."""
+"""Find the user's cache folder, and make the paths in settings absolute."""
 
 import os
 from dataclasses import replace
@@ -20,7 +20,7 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
 
 
 def absolute_location(location: str | None) -> str | None:
-    """Return the absolute path; return a URL unchanged."""
+    """Return a path made absolute, or a URL unchanged."""
     if location is None or "://" in location:
         return location
     return str(Path(location).expanduser().absolute())

@@ -157,7 +157,7 @@ def _columns_of(steps: Floats, curve: LossCurve, num_columns: int) -> npt.NDArra
 
 
 def _rows_of(unit: Floats, num_rows: int) -> npt.NDArray[np.int64]:
-    """Return the row of each (finite) position, from 0 at the top to num_rows - 1 at the bottom."""
+    """Return the row of each position, from 0 at the top to num_rows - 1 at the bottom; positions must be finite."""
     return np.rint((1.0 - unit) * (num_rows - 1)).astype(np.int64)
 
 

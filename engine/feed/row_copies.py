@@ -60,7 +60,7 @@ class RowCopies:
                 raise failure
 
     def close(self) -> None:
-        """Let the threads end once they have copied the parts already submitted; safe to call repeatedly."""
+        """Tell the threads to exit once they have copied the submitted parts; safe to call repeatedly."""
         with self._guard:
             if not self._is_closed:
                 self._is_closed = True

@@ -1,4 +1,4 @@
-"""Augmentation settings: a frozen, validated dataclass with a strict JSON round trip.
+"""Augmentation settings: a frozen, validated dataclass that can be written to JSON and read back.
 
 Owns names, ranges, defaults and the resulting output shape; must not import jax, so that the commands start fast.
 `engine.images.augment` applies the settings.

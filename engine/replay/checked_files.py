@@ -163,7 +163,7 @@ class _Check:
             self._unchecked.append(WEIGHTS)
 
     def _list_unchecked(self, recorded: RecordedRun | None, end: RecordedEnd | None) -> None:
-        """Move the files that no digest covers from the set of checked files to the list of unchecked files."""
+        """Move files not covered by any digest from the set of checked files to the list of unchecked files."""
         if recorded is not None and recorded.digest is None:
             self._checked.discard(CONFIG)
             self._unchecked.append(CONFIG)

@@ -161,7 +161,7 @@ class _StopAfterPieceBoard(ControlBoard):
 
     @property
     def was_stopped(self) -> bool:
-        """Whether something other than the end of the piece requested the stop."""
+        """Whether the stop was requested for a reason other than the end of the piece."""
         return self.stop_reason not in (None, _END)
 
     def words(self, pull: int, num_batches: int) -> ControlWords:

@@ -100,7 +100,7 @@ class RecordedLaunch:
         self._snapshots.close(0)
 
     def run(self, compiled: Compiled, state: TrainState, sinks: Sequence[Sink]) -> TrainResult:
-        """Run the program, write the run's files, and raise the error of the run if it failed."""
+        """Run the program and write the run's files; if the run failed, raise its error."""
         launch, start = self._launch, self._launch.start
         launch.board.prepare(
             first_pull=start.pulls,

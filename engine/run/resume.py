@@ -262,7 +262,7 @@ def _read_events(run: Path) -> Sequence[ControlEvent]:
 
 
 def _is_control_log_recorded(run: Path) -> bool:
-    """Return whether a snapshot or `result.json` records a non-empty log of requests; if so, the log must exist."""
+    """Return whether a snapshot or `result.json` records that the log of requests was not empty."""
     from engine.records.snapshot import read_folder_state, snapshot_steps
 
     end = read_result(run)

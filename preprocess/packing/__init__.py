@@ -1,1 +1,1 @@
-"""The code for packing: plan, decoding pipeline, shard writer, and a journal for resuming after an interruption."""
+"""The code for packing: the plan, the decoding pipeline, the shard writer, and the journal of an interrupted pack."""

@@ -46,12 +46,12 @@ class ChannelSums:
         )
 
     def mean(self) -> tuple[float, float, float]:
-        """Return the correctly rounded mean of each channel, scaled to 0..1; requires at least one pixel."""
+        """Return the correctly rounded mean of each channel of pixels in 0..1; requires at least one pixel."""
         r, g, b = (float(Fraction(total, 255 * self.num_pixels)) for total in self.total)
         return r, g, b
 
     def std(self) -> tuple[float, float, float]:
-        """Return the population standard deviation of each channel, scaled to 0..1; requires at least one pixel."""
+        """Return the population standard deviation of each channel of pixels in 0..1; requires at least one pixel."""
         n = self.num_pixels
         pairs = zip(self.total, self.squares, strict=True)
         r, g, b = (math.sqrt(Fraction(n * square - total * total, (255 * n) ** 2)) for total, square in pairs)
