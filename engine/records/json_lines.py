@@ -24,7 +24,7 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 class JsonLines:
-    """A file to which lines are appended; each line is passed to the operating system immediately, in full or not at all.
+    """A file to which lines are appended; each line is passed to the system immediately, in full or not at all.
 
     Args:
         path: the file.

@@ -136,7 +136,7 @@ class LossStream:
                     self._wait_for_room(lane)
 
     def report_evaluation(self, batch: int, num_batches: int) -> None:
-        """Send an evaluation's progress to the sinks that show progress and do not lag; `batch` is the next batch's index."""
+        """Send an evaluation's progress to the sinks that show it without lagging; `batch` is the next batch index."""
         for lane in self._lanes:
             if lane.shows_progress and not lane.is_left_out and lane.records.qsize() < _FEW_QUEUED:
                 lane.records.put(EvaluationProgress(self._last_step, batch, num_batches))
