@@ -33,6 +33,7 @@ TransportName = Literal["auto", "inplace", "cuda", "callback"]
 OptimizerName = Literal["sgd", "nesterov", "adamw", "lars", "lamb"]
 ScheduleName = Literal["constant", "step", "cosine", "linear", "one-cycle"]
 PrecisionName = Literal["float32", "bfloat16"]
+LossName = Literal["cross-entropy", "binary-cross-entropy", "mean-squared-error"]
 
 NO_VALUE = "default"
 """The spelling of None in options and messages."""
@@ -113,6 +114,11 @@ class TrainConfig:
     seed: int = setting(
         0, TRAINING, _RUNTIME, _KEPT, "Seed of the initial weights, the image order and the augmentation.",
         between=(0, 2**63 - 1), unit="N",
+    )
+    loss: LossName = setting(
+        "cross-entropy", TRAINING, _PROGRAM, _KEPT,
+        "Loss to minimise: cross-entropy (one class per image, or a target distribution), binary-cross-entropy "
+        "(several labels per image), or mean-squared-error (numbers).",
     )
     label_smoothing: float = setting(
         0.0, TRAINING, _RUNTIME, _CHANGES, "Fraction of each label that is spread evenly over all classes.",

@@ -28,7 +28,7 @@ class Batch(NamedTuple):
 
     Attributes:
         pixels: uint32 [b, H, W], packed.
-        labels: int32 [b].
+        labels: int32 [b], or [b, words] if they are not class numbers (`engine.feed.label_form`).
     """
 
     pixels: jax.Array
@@ -40,7 +40,8 @@ class Pulled(NamedTuple):
 
     Attributes:
         control: the host's requests, and the number of batches, at most n.
-        batches: pixels uint32 [n, b, H, words per row], with b the shard's part of a batch, and labels int32 [n, b].
+        batches: pixels uint32 [n, b, H, words per row], with b the shard's part of a batch, and labels int32 [n, b] or
+            [n, b, words].
             Entries after the last batch are undefined; if there is no batch, all are zeros. None if the batches follow
             the pull one by one.
     """
@@ -143,7 +144,7 @@ class Infeed:
         self.chunk = self.num_together = chunk
         self._results = (
             jax.ShapeDtypeStruct((chunk, *feeder.shard_shape), jnp.uint32),
-            jax.ShapeDtypeStruct((chunk, feeder.shard_batch), jnp.int32),
+            jax.ShapeDtypeStruct((chunk, *feeder.label_shape), jnp.int32),
             jax.ShapeDtypeStruct((CONTROL_WORDS,), jnp.uint32),
         )
         self._wait_s: dict[int, float] = {}

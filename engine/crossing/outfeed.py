@@ -36,30 +36,51 @@ class Outfeed:
         self._receive, self._board, self._transport = receive, board, transport
         self.failure: BaseException | None = None
 
-    def push_losses(self, step: jax.Array, num_updates: jax.Array, numbers: jax.Array) -> None:
+    def push_losses(
+        self, step: jax.Array, num_updates: jax.Array, numbers: jax.Array, names: Sequence[str] = ()
+    ) -> None:
         """Emit the losses of the most recent updates; called while tracing.
 
         Args:
             step: int32 [], number of updates done, including these.
             num_updates: int32 [], number of updates emitted, at most n.
-            numbers: float32 [n, 2], loss and learning rate of each.
+            numbers: float32 [n, 2 + metrics], loss, learning rate and metrics of each.
+            names: names of the metrics.
         """
 
         def read(counts: Array, numbers: Array) -> PushedLosses:
             step, num_updates = counts.tolist()
-            losses, learning_rates = numbers[:num_updates].T.tolist()
-            return PushedLosses(step - num_updates + 1, losses, learning_rates, time.time())
+            losses, learning_rates, *values = numbers[:num_updates].T.tolist()
+            metrics = dict(zip(names, values, strict=True))
+            return PushedLosses(step - num_updates + 1, losses, learning_rates, time.time(), metrics)
 
         self._push(read, jnp.stack([step, num_updates]), numbers)
 
-    def push_evaluation(self, step: jax.Array, tally: Tally) -> None:
-        """Emit the final `tally` of the evaluation after `step` (int32 []) updates; called while tracing."""
+    def push_evaluation(self, step: jax.Array, tally: Tally, metrics: dict[str, jax.Array]) -> None:
+        """Emit the result of an evaluation; called while tracing.
 
-        def read(step: Array, num_images: Array, top1: Array, top5: Array, loss_sum: Array) -> PushedEvaluation:
-            mean = float(loss_sum) / max(int(num_images), 1)
-            return PushedEvaluation(int(step), int(num_images), int(top1), int(top5), mean, time.time())
+        Args:
+            step: int32 [], number of updates done before the evaluation.
+            tally: its final tally.
+            metrics: the values of the metrics by name, arrays of any shape.
+        """
+        names, is_ranked = list(metrics), tally.top1 is not None
+        ranked = [] if tally.top1 is None or tally.top5 is None else [tally.top1, tally.top5]
 
-        self._push(read, step, tally.num_images, tally.top1, tally.top5, tally.loss_sum)
+        def read(step: Array, num_images: Array, loss_sum: Array, *rest: Array) -> PushedEvaluation:
+            top1, top5 = (int(rest[0]), int(rest[1])) if is_ranked else (None, None)
+            values = rest[2:] if is_ranked else rest
+            return PushedEvaluation(
+                step=int(step),
+                num_images=int(num_images),
+                top1=top1,
+                top5=top5,
+                loss=float(loss_sum) / max(int(num_images), 1),
+                time=time.time(),
+                metrics={name: value.tolist() for name, value in zip(names, values, strict=True)},
+            )
+
+        self._push(read, step, tally.num_images, tally.loss_sum, *ranked, *metrics.values())
 
     def push_snapshot(self, step: jax.Array, pulls: jax.Array, state: Any) -> None:
         """Emit `state`, any pytree, after `step` updates and `pulls` batches (int32 [] each); called while tracing."""

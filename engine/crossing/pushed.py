@@ -11,12 +11,14 @@ class PushedLosses(NamedTuple):
         losses: means over the batch, as the program computed them in float32; empty if no update was due.
         learning_rates: learning rates of these updates.
         time: arrival at the host, in seconds since the Unix epoch.
+        metrics: values of each metric in these updates, by name.
     """
 
     first_step: int
     losses: list[float]
     learning_rates: list[float]
     time: float
+    metrics: dict[str, list[float]] | None = None
 
 
 class PushedEvaluation(NamedTuple):
@@ -24,17 +26,20 @@ class PushedEvaluation(NamedTuple):
 
     Attributes:
         step: updates done before the evaluation.
-        num_images, top1, top5: number of images, and how many are correct in the top class and in the top five classes.
+        num_images, top1, top5: number of images, and how many are correct in the top class and in the top five classes;
+            the last two are None if the labels are not class numbers.
         loss: mean over the images.
         time: arrival at the host, in seconds since the Unix epoch.
+        metrics: values of the metrics by name, numbers or nested lists of numbers.
     """
 
     step: int
     num_images: int
-    top1: int
-    top5: int
+    top1: int | None
+    top5: int | None
     loss: float
     time: float
+    metrics: dict[str, Any] | None = None
 
 
 class PushedSnapshot(NamedTuple):

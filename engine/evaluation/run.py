@@ -191,7 +191,8 @@ def _count(
     started = time.perf_counter()
     tally = _launch(compiled, subject, source, transport, infeed, board)
     evaluate_s = time.perf_counter() - started
-    num_images, num_top1, num_top5 = (int(each) for each in (tally.num_images, tally.top1, tally.top5))
+    num_images = int(tally.num_images)
+    num_top1, num_top5 = (0 if each is None else int(each) for each in (tally.top1, tally.top5))
     count = max(num_images, 1)
     return EvaluationResult(
         record=EvaluationRecord(

@@ -5,15 +5,25 @@ as an uninterrupted one. Does not depend on rings, threads or devices.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from engine.feed.label_form import LabelForm
 
 type Pixels = NDArray[np.uint32]
 type Labels = NDArray[np.int32]
 type BatchFunction = Callable[[int], tuple[Any, Any]]
 type EvaluationArrays = tuple[Any, Any]
+type LabelKind = Literal["classes", "any", "numbers"]
+"""Which labels a loss takes, as arrays with one entry for each of B images.
+
+- "classes": class numbers, integers [B], or target distributions, non-negative floats [B, K].
+- "any": any pytree of arrays; integers [B] are class numbers.
+- "numbers": any pytree of arrays, never class numbers.
+"""
 
 PADDING_LABEL = -1
 """Label of a padding row in the last batch of an evaluation; padding rows are not counted."""
@@ -36,9 +46,22 @@ class BatchSource(Protocol):
         """Write batch `batch_index` (from 0) into uint32 [B, H, W] packed pixels and int32 [B] labels.
 
         If the source has an attribute `row_words` that differs from its width, the pixels are in the dense layout,
-        uint32 [B, H, row_words] (`preprocess.pixels`). A wrapper of this kind of source must have the attribute too.
+        uint32 [B, H, row_words] (`preprocess.pixels`). If the source has an attribute `label_form`, a `LabelForm`, its
+        labels are int32 [B, label_form.num_words], written by `label_form.pack`. A wrapper of such a source must have
+        these attributes too.
         """
         ...
+
+
+def label_words(source: BatchSource) -> int | None:
+    """Return the number of words for each image's labels, or None if they are class numbers, int32 [B]."""
+    form = label_form_of(source)
+    return None if form is None else form.num_words
+
+
+def label_form_of(source: BatchSource) -> "LabelForm | None":
+    """Return the form of a source's labels: its `label_form`, None if they are class numbers."""
+    return getattr(source, "label_form", None)
 
 
 def row_words(source: BatchSource) -> int:
@@ -95,9 +118,13 @@ class ArrayBatches:
 
     Args:
         pixels: uint32 [N, H, W], packed.
-        labels: integers [N].
+        labels: integers [N], or what `kind` allows.
         batch: images per batch.
         num_classes: K; labels must lie in 0 … K - 1. None accepts every nonnegative int32.
+        kind: which labels are allowed.
+
+    Attributes:
+        label_form: the form of the labels, None for class numbers.
 
     Raises:
         ValueError: if the arrays do not have these shapes, dtypes and labels.
@@ -105,18 +132,29 @@ class ArrayBatches:
 
     thread_safe = True
 
-    def __init__(self, pixels: Any, labels: Any, *, batch: int, num_classes: int | None = None) -> None:
-        self._pixels, self._labels = _checked(pixels, labels, num_classes=num_classes, origin="the evaluation set")
+    def __init__(
+        self, pixels: Any, labels: Any, *, batch: int, num_classes: int | None = None, kind: LabelKind = "classes"
+    ) -> None:
+        self._pixels, self._labels = _checked(
+            pixels, labels, num_classes=num_classes, kind=kind, origin="the evaluation set"
+        )
+        self.label_form = _form_of(self._labels, len(self._pixels), "the evaluation set", kind=kind)
         num_images, self.height, self.width = self._pixels.shape
         self.batch = batch
         self.num_batches = -(-num_images // batch)
 
     def fill(self, batch_index: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:  # noqa: ARG002
-        """Copy the images and labels of the batch."""
+        """Copy the images and labels of the batch; padding rows are black and have PADDING_LABEL or the weight 0."""
         start = batch_index % self.num_batches * self.batch
         count = min(self.batch, len(self._pixels) - start)
-        pixels[:count], labels[:count] = self._pixels[start : start + count], self._labels[start : start + count]
-        pixels[count:], labels[count:] = 0, PADDING_LABEL
+        rows = slice(start, start + count)
+        pixels[:count], pixels[count:] = self._pixels[rows], 0
+        if self.label_form is None:
+            labels[:count], labels[count:] = self._labels[rows], PADDING_LABEL
+        else:
+            part = self.label_form.take(self._labels, rows)
+            self.label_form.pack(part, np.ones(count, np.float32), labels[:count], "the evaluation set")
+            labels[count:] = 0
 
 
 class SyntheticBatches:
@@ -140,7 +178,7 @@ class SyntheticBatches:
 
 
 class FunctionBatches:
-    """Batches from a user's function: batch index (from 0) → (uint32 [B, H, W] pixels, integer [B] labels).
+    """Batches from a user's function: batch index (from 0) → (uint32 [B, H, W] pixels, labels).
 
     The function is called once for each batch, in order, from one thread. The constructor calls it for batch
     `first_index`, because the shape of a batch is part of the program, and keeps the result until `fill`.
@@ -148,7 +186,11 @@ class FunctionBatches:
     Args:
         function: the user's function.
         first_index: index of the run's first batch.
-        num_classes: K; labels must lie in 0 … K - 1. None accepts every nonnegative int32.
+        num_classes: K; class numbers must lie in 0 … K - 1. None accepts every nonnegative int32.
+        kind: which labels are allowed.
+
+    Attributes:
+        label_form: the form of the labels, None for class numbers.
 
     Raises:
         ValueError: if a batch does not have the stated form; exceptions of the function pass through.
@@ -156,13 +198,22 @@ class FunctionBatches:
 
     thread_safe = False
 
-    def __init__(self, function: BatchFunction, *, first_index: int = 0, num_classes: int | None = None) -> None:
-        self._function, self._num_classes = function, num_classes
-        self._first: tuple[int, Pixels, Labels] | None = (first_index, *self._call(first_index))
-        self.batch, self.height, self.width = self._first[1].shape
+    def __init__(
+        self,
+        function: BatchFunction,
+        *,
+        first_index: int = 0,
+        num_classes: int | None = None,
+        kind: LabelKind = "classes",
+    ) -> None:
+        self._function, self._num_classes, self._kind = function, num_classes, kind
+        pixels, labels = self._call(first_index)
+        self._first: tuple[int, Pixels, Any] | None = (first_index, pixels, labels)
+        self.label_form = _form_of(labels, len(pixels), _origin(first_index), kind=kind)
+        self.batch, self.height, self.width = pixels.shape
 
     def fill(self, batch_index: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:  # noqa: ARG002
-        """Copy the batch that the function returns; the feeder limits how long the function may take."""
+        """Copy the batch that the function returns; the feeder limits the time it may take."""
         first, self._first = self._first, None
         given_pixels, given_labels = first[1:] if first and first[0] == batch_index else self._call(batch_index)
         if given_pixels.shape != pixels.shape:
@@ -170,25 +221,37 @@ class FunctionBatches:
                 f"every batch must have the shape of the first, {pixels.shape}, but "
                 f"the batch source returned {given_pixels.shape} for batch {batch_index}"
             )
-        pixels[...], labels[...] = given_pixels, given_labels
+        pixels[...] = given_pixels
+        if self.label_form is None:
+            if np.shape(given_labels) != labels.shape:
+                raise ValueError(
+                    f"labels must be integers {list(labels.shape)}, as in the first batch, but {_origin(batch_index)} "
+                    f"has {np.asarray(given_labels).dtype} {list(np.shape(given_labels))}"
+                )
+            labels[...] = given_labels
+        else:
+            self.label_form.pack(given_labels, np.ones(len(labels), np.float32), labels, _origin(batch_index))
 
     def limit_labels(self, num_classes: int) -> None:
         """Set K, the number of classes; raise ValueError if the first batch has a label outside 0 … K - 1."""
+        if self.label_form is not None:
+            return
         self._num_classes = num_classes
         if self._first is not None:
             batch_index, pixels, labels = self._first
             self._check(pixels, labels, batch_index)
 
-    def _check(self, pixels: Any, labels: Any, batch_index: int) -> tuple[Pixels, Labels]:
+    def _check(self, pixels: Any, labels: Any, batch_index: int) -> tuple[Pixels, Any]:
         return _checked(
             pixels,
             labels,
             num_classes=self._num_classes,
+            kind=self._kind,
             origin="the batch source",
             suffix=f" for batch {batch_index}",
         )
 
-    def _call(self, batch_index: int) -> tuple[Pixels, Labels]:
+    def _call(self, batch_index: int) -> tuple[Pixels, Any]:
         given = self._function(batch_index)
         if not isinstance(given, tuple) or len(given) != 2:
             raise ValueError(
@@ -197,16 +260,47 @@ class FunctionBatches:
         return self._check(*given, batch_index)
 
 
+def _origin(batch_index: int) -> str:
+    return f"batch {batch_index} of the batch source"
+
+
+def _are_classes(labels: Any, num_images: int, kind: LabelKind) -> bool:
+    """Return whether labels are, or must be, class numbers."""
+    if kind == "numbers":
+        return False
+    array = np.asarray(labels) if hasattr(labels, "dtype") else None
+    if kind == "any":
+        return array is not None and np.issubdtype(array.dtype, np.integer) and array.shape == (num_images,)
+    is_float = array is not None and np.issubdtype(array.dtype, np.floating)
+    return array is None or not (is_float and array.ndim == 2 and len(array) == num_images and (array >= 0).all())
+
+
+def _form_of(labels: Any, num_images: int, origin: str, *, kind: LabelKind) -> "LabelForm | None":
+    """Return the form of checked labels; None for class numbers."""
+    if _are_classes(labels, num_images, kind):
+        return None
+    # Here, because it needs jax, which sources of class numbers do not.
+    from engine.feed.label_form import LabelForm
+
+    return LabelForm.of(labels, num_images, origin)
+
+
 def _checked(
-    pixels: Any, labels: Any, *, num_classes: int | None, origin: str, suffix: str = ""
-) -> tuple[Pixels, Labels]:
-    """Check a batch and return uint32 [B, H, W] pixels and int32 [B] labels; raise ValueError if it is invalid."""
-    pixels, labels = np.asarray(pixels), np.asarray(labels)
+    pixels: Any, labels: Any, *, num_classes: int | None, kind: LabelKind, origin: str, suffix: str = ""
+) -> tuple[Pixels, Any]:
+    """Check a batch and return uint32 [B, H, W] pixels and the labels; raise ValueError if it is invalid.
+
+    Class numbers are returned as int32 [B], other labels unchanged.
+    """
+    pixels = np.asarray(pixels)
     if pixels.dtype != np.uint32 or pixels.ndim != 3:
         raise ValueError(
             f"pixels must be uint32 [B, H, W], packed R<<24 | G<<16 | B<<8 (preprocess.pack_rgb), but "
             f"{origin} has {pixels.dtype} {list(pixels.shape)}{suffix}"
         )
+    if not _are_classes(labels, len(pixels), kind):
+        return pixels, labels
+    labels = np.asarray(labels)
     if not np.issubdtype(labels.dtype, np.integer) or labels.shape != pixels.shape[:1]:
         raise ValueError(
             f"labels must be integers [{pixels.shape[0]}], one for each image, but "

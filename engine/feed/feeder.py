@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.feed.batches import BatchSource, Labels, LendingSource, Lent, Pixels, row_words
+from engine.feed.batches import BatchSource, Labels, LendingSource, Lent, Pixels, label_words, row_words
 from engine.feed.row_copies import RowCopies
 from engine.settings import SettingError
 
@@ -33,7 +33,7 @@ class FeederError(RuntimeError):
 
 def batch_bytes(source: BatchSource) -> int:
     """Return the size of one batch in host memory, in bytes."""
-    return source.batch * (source.height * row_words(source) + 1) * 4
+    return source.batch * (source.height * row_words(source) + (label_words(source) or 1)) * 4
 
 
 def ring_depth(source: BatchSource, prefetch: int | None, chunk: int = 1) -> int:
@@ -55,11 +55,11 @@ type Allocate = Callable[[int], NDArray[np.uint8]]
 class _Slot:
     """The memory of one batch, pixels followed by labels in one block, and its state."""
 
-    def __init__(self, batch: int, height: int, words: int, allocate: Allocate) -> None:
-        num_words = batch * height * words
-        self.block = allocate(4 * (num_words + batch))
-        self.pixels: Pixels = self.block[: 4 * num_words].view(np.uint32).reshape(batch, height, words)
-        self.labels: Labels = self.block[4 * num_words :].view(np.int32)
+    def __init__(self, shape: tuple[int, int, int], label_shape: tuple[int, ...], allocate: Allocate) -> None:
+        num_words = math.prod(shape)
+        self.block = allocate(4 * (num_words + math.prod(label_shape)))
+        self.pixels: Pixels = self.block[: 4 * num_words].view(np.uint32).reshape(shape)
+        self.labels: Labels = self.block[4 * num_words :].view(np.int32).reshape(label_shape)
         self.lent: Lent | None = None  # the images, if they are not in `pixels`
         self.batch_index = -1  # the batch in this slot; -1 while empty or being filled
         self.failure: BaseException | None = None
@@ -89,6 +89,7 @@ class Feeder:
     Attributes:
         shard_batch: b, number of images in a shard.
         shard_shape: shape of a shard's pixels, [b, H, words per row].
+        label_shape: shape of a shard's labels, [b], or [b, words per label] if they are not class numbers.
         is_dense: whether the pixels are in the dense layout.
         depth: number of slots, at most the number of batches.
         most_borrowed: batches that may be between `borrow` and `give_back` while the next is filled.
@@ -117,6 +118,8 @@ class Feeder:
             )
         self.shard_batch = source.batch // num_shards
         self.shard_shape = self.shard_batch, source.height, row_words(source)
+        words = label_words(source)
+        self.label_shape = (self.shard_batch,) if words is None else (self.shard_batch, words)
         self.is_dense = row_words(source) != source.width
         self._source, self._num_shards = source, num_shards
         self.start_index, self.stop_index = start_index, stop_index
@@ -142,7 +145,8 @@ class Feeder:
     def start(self) -> None:
         """Allocate the ring and start reading ahead; call this method once."""
         source, allocate = self._source, self._allocate or (lambda num_bytes: np.zeros(num_bytes, np.uint8))
-        self._slots = [_Slot(source.batch, source.height, row_words(source), allocate) for _ in range(self.depth)]
+        shape, label_shape = (source.batch, *self.shard_shape[1:]), (source.batch, *self.label_shape[1:])
+        self._slots = [_Slot(shape, label_shape, allocate) for _ in range(self.depth)]
         for number in range(self._num_threads):
             thread = threading.Thread(target=self._work, name=f"feeder-{number}", daemon=True)
             thread.start()
@@ -162,7 +166,7 @@ class Feeder:
 
         Args:
             batch_index, shard: address of the shard.
-            pixels, labels: uint32 [b, H, words per row] and int32 [b], b = batch / num_shards; written.
+            pixels, labels: uint32 [b, H, words per row] and int32 of `label_shape`, b = batch / num_shards; written.
             is_cancelled: called a few times a second while waiting for the batch.
 
         Returns:

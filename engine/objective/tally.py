@@ -3,12 +3,15 @@
 Owns the counts and how a batch is added to them; the loop over batches is in `engine.program.loop`.
 """
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from engine.feed.batches import PADDING_LABEL
+from engine.objective.losses import cross_entropy_loss
+from engine.objective.objective import CROSS_ENTROPY, Objective, checked_losses
 
 _NO_RANK = 2**31 - 1
 
@@ -29,26 +32,75 @@ class Tally(NamedTuple):
 
     Attributes:
         num_images, top1, top5: int32 [], all images, those whose class ranks first, and those whose class is among the
-            first five.
-        loss_sum: float32 [], in nats.
+            first five; the last two are None if the labels are not class numbers.
+        loss_sum: float32 [], the sum of the losses.
         loss_lost: float32 [], the rounding error of `loss_sum` (Kahan summation, 1965), which would otherwise grow with
             every image.
         classes: the counts per class; if None, they are not compiled.
+        metrics: the state of each metric by name.
     """
 
     num_images: jax.Array
-    top1: jax.Array
-    top5: jax.Array
+    top1: jax.Array | None
+    top5: jax.Array | None
     loss_sum: jax.Array
     loss_lost: jax.Array
     classes: ClassCounts | None = None
+    metrics: dict[str, Any] | None = None
 
 
-def empty_tally(num_classes: int | None = None) -> Tally:
+def empty_tally(num_classes: int | None = None, objective: Objective = CROSS_ENTROPY) -> Tally:
     """Return a tally of zeros; if `num_classes` (K) is given, the tally also has counts per class."""
     none, zero = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32)
     each = None if num_classes is None else jnp.zeros(num_classes, jnp.int32)
-    return Tally(none, none, none, zero, zero, None if each is None else ClassCounts(each, each))
+    ranked = none if objective.has_classes else None
+    return Tally(
+        num_images=none,
+        top1=ranked,
+        top5=ranked,
+        loss_sum=zero,
+        loss_lost=zero,
+        classes=None if each is None else ClassCounts(each, each),
+        metrics=objective.init_metrics(),
+    )
+
+
+def tally_outputs(objective: Objective, tally: Tally, outputs: Any, words: jax.Array) -> Tally:
+    """Add one batch to the tally.
+
+    Args:
+        objective: the loss, the form of the labels and the metrics.
+        tally: the tally of the batches before.
+        outputs: the model's outputs: logits [B, K], or what `objective.loss` expects.
+        words: the labels as pulled, int32 [B] or [B, words].
+    """
+    labels, weights = objective.read_labels(words)
+    if objective.has_classes:
+        counted = tally_batch(tally, logits_of(outputs), words)
+    else:
+        counted = tally._replace(num_images=tally.num_images + (weights > 0).sum(dtype=jnp.int32))
+    if objective.loss is not None or not objective.has_classes:
+        loss = objective.loss or cross_entropy_loss
+        losses = checked_losses(loss(outputs, labels, weights), len(weights))
+        added = jnp.where(weights > 0, losses * weights, 0).sum() - tally.loss_lost
+        loss_sum = tally.loss_sum + added
+        counted = counted._replace(loss_sum=loss_sum, loss_lost=(loss_sum - tally.loss_sum) - added)
+    return counted._replace(metrics=objective.update_metrics(tally.metrics, outputs, labels, weights))
+
+
+def logits_of(outputs: Any) -> jax.Array:
+    """Return the logits [B, K] among a model's outputs: the outputs themselves, or their entry "logits".
+
+    Raises:
+        ValueError: while tracing, if there are none.
+    """
+    logits = outputs.get("logits") if isinstance(outputs, Mapping) else outputs
+    if not isinstance(logits, jax.Array) or logits.ndim != 2:
+        raise ValueError(
+            "with class numbers as labels, a model must return logits [B, K], or a dictionary with such logits under "
+            f'"logits", but returned {jax.tree.map(jnp.shape, outputs)}'
+        )
+    return logits
 
 
 def tally_batch(tally: Tally, logits: jax.Array, labels: jax.Array) -> Tally:
@@ -73,6 +125,8 @@ def tally_batch(tally: Tally, logits: jax.Array, labels: jax.Array) -> Tally:
     added = jnp.where(is_image, losses, 0).sum() - tally.loss_lost
     loss_sum = tally.loss_sum + added
     is_first = is_image & (rank < 1)
+    assert tally.top1 is not None
+    assert tally.top5 is not None
     return Tally(
         num_images=tally.num_images + is_image.sum(dtype=jnp.int32),
         top1=tally.top1 + is_first.sum(dtype=jnp.int32),
@@ -80,6 +134,7 @@ def tally_batch(tally: Tally, logits: jax.Array, labels: jax.Array) -> Tally:
         loss_sum=loss_sum,
         loss_lost=(loss_sum - tally.loss_sum) - added,
         classes=None if tally.classes is None else _count_classes(tally.classes, is_first, labels),
+        metrics=tally.metrics,
     )
 
 

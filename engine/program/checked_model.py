@@ -6,7 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from engine.feed.batches import BatchSource, FunctionBatches
+from engine.feed.batches import BatchSource, FunctionBatches, label_form_of
+from engine.objective.tally import logits_of
 from engine.program.train_state import TrainModel
 from engine.settings import SettingError
 
@@ -30,25 +31,26 @@ class CheckedModel:
         """The `init` function of the model."""
         return self._model.init
 
-    def apply(self, params: Any, batch_stats: Any, images: jax.Array, train: bool) -> tuple[jax.Array, Any]:
+    def apply(self, params: Any, batch_stats: Any, images: jax.Array, train: bool) -> tuple[Any, Any]:
         """Apply the model and check its result.
 
         Raises:
-            ValueError: if the result is not a tuple of float logits [B, K], with enough classes, and batch statistics
-                with the keys, shapes and dtypes of the argument.
+            ValueError: if the result is not a tuple of outputs and batch statistics with the keys, shapes and dtypes of
+                the argument, or the labels are class numbers and the outputs no float logits [B, K] of enough classes.
         """
         given = self._model.apply(params, batch_stats, images, train=train)
         if not isinstance(given, tuple) or len(given) != 2:
             raise ValueError(f"apply must return a tuple (logits, batch_stats), but returned {type(given).__name__}")
-        logits, new_stats = given
-        self._check_logits(logits, len(images))
+        outputs, new_stats = given
+        if label_form_of(self._source) is None:
+            self._check_logits(logits_of(outputs) if isinstance(outputs, dict) else outputs, len(images))
         before, after = (jax.tree.map(_describe, tree) for tree in (batch_stats, new_stats))
         if before != after:
             raise ValueError(
                 "apply must return batch statistics with the keys, shapes and dtypes of its argument, "
                 f"but got {before} and returned {after}"
             )
-        return logits, new_stats
+        return outputs, new_stats
 
     def _check_logits(self, logits: Any, batch: int) -> None:
         shape, dtype = jnp.shape(logits), jnp.result_type(logits)

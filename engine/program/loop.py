@@ -16,14 +16,13 @@ from jax import lax
 from engine.control.word import ControlWord
 from engine.crossing.infeed import Batch, BatchInfeed
 from engine.crossing.outfeed import Outfeed
-from engine.images.augment import augment_images, make_targets, prepare_for_evaluation
+from engine.images.augment import augment_images, prepare_for_evaluation
 from engine.images.positions import positions
 from engine.images.unpack import PixelScale
-from engine.objective.cross_entropy import cross_entropy
-from engine.objective.tally import Tally, empty_tally, tally_batch
-from engine.objective.targets import smooth_targets
+from engine.objective.tally import Tally, empty_tally, tally_outputs
 from engine.program.statics import Statics
 from engine.program.train_state import RunValues, TrainModel, TrainState
+from engine.updates.skipping import choose
 from engine.updates.update import Outcome, Pull, UpdateValues, Weights, update_weights
 
 
@@ -114,7 +113,7 @@ class _Program:
         chunk, num_taken = self.infeed.for_each(
             pulled,
             partial(self._train_on_batch, values, control),
-            _empty_chunk(carry.state, self.infeed.num_together),
+            _empty_chunk(carry.state, self.infeed.num_together, len(self.statics.objective.metrics)),
             is_over=lambda chunk: chunk.gives_up,
             emit=self._push_losses,
         )
@@ -128,8 +127,10 @@ class _Program:
 
     def _train_on_batch(self, values: RunValues, control: ControlWord, chunk: _ChunkCarry, batch: Batch) -> _ChunkCarry:
         """Train on the next batch of a pull."""
-        state, outcome = train_step(self.model, self.statics, chunk.state, batch, control.learning_rate_factor, values)
-        numbers = jnp.stack([outcome.loss, outcome.learning_rate])
+        state, outcome, metrics = train_step(
+            self.model, self.statics, chunk.state, batch, control.learning_rate_factor, values
+        )
+        numbers = jnp.stack([outcome.loss, outcome.learning_rate, *metrics.values()]).astype(jnp.float32)
         # If no update was due, the next one overwrites these numbers, or they are never emitted.
         return _ChunkCarry(
             state=state,
@@ -139,7 +140,8 @@ class _Program:
         )
 
     def _push_losses(self, chunk: _ChunkCarry) -> _ChunkCarry:
-        self.outfeed.push_losses(chunk.state.step, chunk.num_updates, chunk.numbers)
+        names = tuple(self.statics.objective.metrics)
+        self.outfeed.push_losses(chunk.state.step, chunk.num_updates, chunk.numbers, names)
         return chunk._replace(num_updates=jnp.zeros_like(chunk.num_updates))
 
     def _evaluate(self, values: RunValues, carry: _Carry) -> _Carry:
@@ -157,11 +159,13 @@ class _Program:
             first_pull = state.num_evaluations * num_batches
             return evaluate_split(self.model, self.statics, weights, infeed, first_pull, num_batches, values.scale)
 
-        none = empty_tally(), jnp.zeros((), jnp.bool)
+        none = empty_tally(objective=self.statics.evaluated_objective), jnp.zeros((), jnp.bool)
         tally, is_interrupted = lax.cond(due, evaluate, lambda _: none, state.evaluated)
         done = due & ~is_interrupted
-        lax.cond(done, lambda: self.outfeed.push_evaluation(state.step, tally), lambda: None)
-        top1 = tally.top1.astype(jnp.float32) / jnp.maximum(tally.num_images, 1).astype(jnp.float32)
+        metrics = self.statics.evaluated_objective.finish_metrics(tally.metrics)
+        lax.cond(done, lambda: self.outfeed.push_evaluation(state.step, tally, metrics), lambda: None)
+        correct = jnp.zeros((), jnp.int32) if tally.top1 is None else tally.top1
+        top1 = correct.astype(jnp.float32) / jnp.maximum(tally.num_images, 1).astype(jnp.float32)
         state = state._replace(
             owes_evaluation=(due & is_interrupted) | (carry.stopped & state.owes_evaluation),
             num_evaluations=state.num_evaluations + done.astype(jnp.int32),
@@ -178,9 +182,10 @@ class _Program:
         return carry._replace(snapshot=jnp.zeros((), jnp.bool))
 
 
-def _empty_chunk(state: TrainState, num_together: int) -> _ChunkCarry:
+def _empty_chunk(state: TrainState, num_together: int, num_metrics: int) -> _ChunkCarry:
     none = jnp.zeros((), jnp.int32)
-    return _ChunkCarry(state, none, jnp.zeros((num_together, 2), jnp.float32), jnp.zeros((), jnp.bool))
+    numbers = jnp.zeros((num_together, 2 + num_metrics), jnp.float32)
+    return _ChunkCarry(state, none, numbers, jnp.zeros((), jnp.bool))
 
 
 def _num_to_pull(boundary: jax.Array, state: TrainState, values: UpdateValues, chunk: int) -> jax.Array:
@@ -267,12 +272,21 @@ def evaluate_split(
             images = jnp.concatenate([images, images[:, :, ::-1]])
         logits, _ = model.apply(weights.params, weights.batch_stats, images, train=False)
         if statics.eval_mirror:
-            logits = logits.astype(jnp.float32).reshape(2, len(batch.labels), -1).mean(0)
-        return tally_batch(tally, logits, batch.labels)
+            logits = jax.tree.map(_mean_of_halves, logits)
+        return tally_outputs(statics.evaluated_objective, tally, logits, batch.labels)
 
-    before = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.bool), start or empty_tally()
+    before = (
+        jnp.zeros((), jnp.int32),
+        jnp.zeros((), jnp.bool),
+        start or empty_tally(objective=statics.evaluated_objective),
+    )
     _, stopped, tally = lax.while_loop(continues, one_pull, before)
     return tally, stopped
+
+
+def _mean_of_halves(outputs: jax.Array) -> jax.Array:
+    """Return the mean of the outputs for images and for their mirror images, float32 [B, …], from [2 B, …]."""
+    return outputs.astype(jnp.float32).reshape(2, len(outputs) // 2, *outputs.shape[1:]).mean(0)
 
 
 def train_step(
@@ -282,7 +296,7 @@ def train_step(
     batch: Batch,
     learning_rate_factor: jax.Array,
     values: RunValues,
-) -> tuple[TrainState, Outcome]:
+) -> tuple[TrainState, Outcome, dict[str, jax.Array]]:
     """Train on one batch: augment it, run the forward and backward passes, and make an update if one is due.
 
     Args:
@@ -294,18 +308,18 @@ def train_step(
         values: the runtime settings.
 
     Returns:
-        The new state, and the outcome of the batch.
+        The new state, the outcome of the batch, and the metrics over the batches of the update so far.
     """
     num_images = len(batch.labels)
     at = positions(state.pulls, num_images, 0, num_images)
     images, own_share = augment_images(statics.augmentation, batch.pixels, at, values.seed_words, values.scale)
 
-    def loss_of(params: Any) -> tuple[jax.Array, Any]:
-        logits, batch_stats = model.apply(params, state.batch_stats, images, train=True)
-        targets = make_targets(batch.labels, own_share, logits.shape[-1])
-        return cross_entropy(logits, smooth_targets(targets, values.smoothing)), batch_stats
+    def loss_of(params: Any) -> tuple[jax.Array, tuple[Any, dict[str, Any]]]:
+        outputs, batch_stats = model.apply(params, state.batch_stats, images, train=True)
+        loss, metrics = statics.objective.training_loss(outputs, batch.labels, own_share, values.smoothing)
+        return loss, (batch_stats, metrics)
 
-    (loss, batch_stats), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.params)
+    (loss, (batch_stats, metrics)), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.params)
     hyperparams = values.update.hyperparams
     factor = hyperparams.learning_rate * learning_rate_factor
     (params, batch_stats), update, outcome = update_weights(
@@ -317,6 +331,11 @@ def train_step(
         values.update._replace(hyperparams=hyperparams._replace(learning_rate=factor)),
     )
     step = state.step + outcome.due.astype(jnp.int32)
-    return state._replace(
-        pulls=state.pulls + 1, step=step, params=params, batch_stats=batch_stats, update=update
-    ), outcome
+    gathered = state.metrics
+    if gathered is not None:
+        metrics = statics.objective.merge_metrics(gathered, metrics)
+        gathered = choose(outcome.due, statics.objective.init_metrics(), metrics)
+    state = state._replace(
+        pulls=state.pulls + 1, step=step, params=params, batch_stats=batch_stats, update=update, metrics=gathered
+    )
+    return state, outcome, statics.objective.finish_metrics(metrics)

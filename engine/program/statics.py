@@ -1,5 +1,6 @@
 """Conversion of a run's settings to the static settings and the runtime values of its program."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -8,8 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.config import TrainConfig
+from engine.feed.label_form import LabelForm
 from engine.images.settings import Augmentation
 from engine.images.unpack import PixelScale
+from engine.objective.losses import LOSSES, Loss
+from engine.objective.metrics import Metric, PerExample, as_metrics
+from engine.objective.objective import CROSS_ENTROPY, Objective
 from engine.program.train_state import RunValues
 from engine.updates.optim import Hyperparams
 from engine.updates.schedules import schedule_values
@@ -28,15 +33,45 @@ class Statics(NamedTuple):
         rule: rule for the updates.
         augmentation: augmentation of the images.
         eval_mirror: whether evaluations average the logits of each image and its mirror image.
+        objective, evaluated_objective: the loss and the metrics in training, and in evaluations, whose labels can have
+            another form.
     """
 
     rule: UpdateRule
     augmentation: Augmentation
     eval_mirror: bool
+    objective: Objective = CROSS_ENTROPY
+    evaluated_objective: Objective = CROSS_ENTROPY
 
 
-def statics_of(config: TrainConfig) -> Statics:
-    """Extract the settings of a run that are compiled into the program."""
+class OwnFunctions(NamedTuple):
+    """The user-defined functions that are traced into the program; None for those selected by the settings.
+
+    Attributes:
+        loss: the loss of each example.
+        metrics: metrics by name.
+    """
+
+    loss: Loss | None = None
+    metrics: Mapping[str, Metric | PerExample] | None = None
+
+
+NO_OWN_FUNCTIONS = OwnFunctions()
+
+
+def statics_of(
+    config: TrainConfig,
+    own: OwnFunctions = NO_OWN_FUNCTIONS,
+    label_form: LabelForm | None = None,
+    evaluated_form: LabelForm | None = None,
+) -> Statics:
+    """Extract the settings of a run that are compiled into the program.
+
+    Args:
+        config: the settings.
+        own: the user-defined functions.
+        label_form, evaluated_form: the form of the labels in training and in evaluations, None for class numbers.
+    """
     rule = UpdateRule(
         optimizer=config.optimizer,
         schedule=config.schedule,
@@ -60,7 +95,11 @@ def statics_of(config: TrainConfig) -> Statics:
         cutmix_alpha=config.cutmix,
         erasing=config.erasing,
     )
-    return Statics(rule, augmentation, config.eval_mirror)
+    # The cross entropy has a form of its own, which smooths and mixes the targets exactly.
+    loss = own.loss if own.loss is not None or config.loss == "cross-entropy" else LOSSES[config.loss]
+    objective = Objective(loss, label_form, as_metrics(own.metrics))
+    evaluated = objective._replace(label_form=evaluated_form)
+    return Statics(rule, augmentation, config.eval_mirror, objective.of_training(), evaluated)
 
 
 def update_values(config: TrainConfig) -> UpdateValues:

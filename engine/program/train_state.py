@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from engine.images.unpack import PixelScale
+from engine.objective.objective import CROSS_ENTROPY, Objective
 from engine.updates.update import UpdateRule, UpdateState, UpdateValues, Weights, init_update
 
 
@@ -22,10 +23,11 @@ class TrainModel(Protocol):
         ...
 
     @property
-    def apply(self) -> Callable[..., tuple[jax.Array, Any]]:
+    def apply(self) -> Callable[..., tuple[Any, Any]]:
         """The function that maps (params, batch_stats, images, train) to (logits, new batch_stats).
 
-        Images are float32 [B, H, W, 3], train is a bool keyword, and logits are [B, K].
+        Images are float32 [B, H, W, 3], train is a bool keyword, and logits are [B, K]. With a user-defined loss the
+        outputs can be any pytree.
         """
         ...
 
@@ -41,6 +43,8 @@ class TrainState(NamedTuple):
         owes_evaluation: bool [], whether an evaluation is due before the next pull; stays True until one is complete.
         num_evaluations: int32 [], completed evaluations; addresses the evaluation infeed.
         top1: float32 [], top-1 accuracy of the last evaluation as a fraction, 0 before the first.
+        metrics: the states of the metrics over the batches gathered for the next update, None if each batch is an
+            update or there are no metrics.
     """
 
     pulls: jax.Array
@@ -51,6 +55,7 @@ class TrainState(NamedTuple):
     owes_evaluation: jax.Array
     num_evaluations: jax.Array
     top1: jax.Array
+    metrics: Any = None
 
     @property
     def evaluated(self) -> Weights:
@@ -84,7 +89,7 @@ class RunValues(NamedTuple):
     scale: PixelScale
 
 
-def init_state(model: TrainModel, rule: UpdateRule, key: jax.Array) -> TrainState:
+def init_state(model: TrainModel, rule: UpdateRule, key: jax.Array, objective: Objective = CROSS_ENTROPY) -> TrainState:
     """Create the state before the first step, with parameters drawn from `key`."""
     params, batch_stats = model.init(key)
     none = jnp.zeros((), jnp.int32)
@@ -97,4 +102,5 @@ def init_state(model: TrainModel, rule: UpdateRule, key: jax.Array) -> TrainStat
         owes_evaluation=jnp.zeros((), jnp.bool),
         num_evaluations=none,
         top1=jnp.zeros((), jnp.float32),
+        metrics=objective.init_metrics() if rule.accumulates and objective.metrics else None,
     )

@@ -52,9 +52,19 @@ def _parse(line: bytes) -> EvaluationRecord | None:
     if not (_is_count(step) and _is_count(num_images)):
         return None
     top1, top5, loss, time_s = (_number(value.get(name)) for name in ("top1", "top5", "loss", "time"))
-    if not (0 <= top1 <= 1 and 0 <= top5 <= 1):
+    is_ranked = value.get("top1") is not None or value.get("top5") is not None
+    if is_ranked and not (0 <= top1 <= 1 and 0 <= top5 <= 1):
         return None
-    return EvaluationRecord(step=step, num_images=num_images, top1=top1, top5=top5, loss=loss, time=time_s)
+    metrics = value.get("metrics")
+    return EvaluationRecord(
+        step=step,
+        num_images=num_images,
+        top1=top1,
+        top5=top5,
+        loss=loss,
+        time=time_s,
+        metrics=metrics if isinstance(metrics, dict) else {},
+    )
 
 
 def _is_count(value: Any) -> TypeGuard[int]:

@@ -11,7 +11,14 @@ from itertools import takewhile
 from pathlib import Path
 
 from engine.config import OWN_BATCHES, SYNTHETIC_CLASSES, SYNTHETIC_IMAGE_SIZE, TrainConfig
-from engine.feed.batches import ArrayBatches, BatchSource, EvaluationSource, FunctionBatches, SyntheticBatches
+from engine.feed.batches import (
+    ArrayBatches,
+    BatchSource,
+    EvaluationSource,
+    FunctionBatches,
+    LabelKind,
+    SyntheticBatches,
+)
 from engine.feed.shard_batches import SequentialBatches, ShardBatches
 from engine.run.dataset import choose_data, make_demo
 from engine.run.parts import OwnParts
@@ -85,7 +92,9 @@ def open_data(
         data = _open_packed(config, stack, notify, is_new=is_new)
     evaluation = parts.evaluation
     if isinstance(evaluation, tuple):
-        evaluation = ArrayBatches(*evaluation, batch=config.batch, num_classes=data.num_classes)
+        evaluation = ArrayBatches(
+            *evaluation, batch=config.batch, num_classes=data.num_classes, kind=_label_kind(config, parts)
+        )
     if evaluation is not None:
         data = replace(data, evaluation=evaluation)
     if data.evaluation is not None:
@@ -106,7 +115,9 @@ def _open_own_batches(config: TrainConfig, parts: OwnParts, first_pull: int) -> 
     batches = parts.batches
     assert batches is not None
     source = (
-        FunctionBatches(batches, first_index=first_pull, num_classes=config.num_classes)
+        FunctionBatches(
+            batches, first_index=first_pull, num_classes=config.num_classes, kind=_label_kind(config, parts)
+        )
         if callable(batches)
         else batches
     )
@@ -116,6 +127,13 @@ def _open_own_batches(config: TrainConfig, parts: OwnParts, first_pull: int) -> 
             "change the setting or the source"
         )
     return RunData(source, OWN_BATCHES, config.num_classes)
+
+
+def _label_kind(config: TrainConfig, parts: OwnParts) -> LabelKind:
+    """Return which labels the loss of a run takes."""
+    if parts.loss is not None:
+        return "any"
+    return "classes" if config.loss == "cross-entropy" else "numbers"
 
 
 def _synthesise(config: TrainConfig) -> RunData:

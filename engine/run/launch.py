@@ -22,9 +22,10 @@ from engine.control.word import ControlWords
 from engine.crossing.choice import choose_chunk, make_infeed, this_device, this_platform, wasted_steps_warning
 from engine.crossing.infeed import BatchInfeed, WordsOf
 from engine.crossing.outfeed import Outfeed
-from engine.feed.batches import BatchSource, CheckedSource
+from engine.feed.batches import BatchSource, CheckedSource, label_form_of
 from engine.feed.feeder import Feeder, batch_bytes, ring_depth
 from engine.images.unpack import PixelScale
+from engine.objective.objective import Objective
 from engine.program.checked_model import CheckedModel
 from engine.program.loop import make_program
 from engine.program.statics import run_values, seed_words, statics_of
@@ -110,8 +111,14 @@ class Launch:
         )
         stack.callback(self.stream.release)
         self._outfeed = Outfeed(self.stream.receive, self.board, self._transport)
-        self._statics = statics_of(config)
-        self._draw = partial(_init_from_words, self.resolved.model, self._statics.rule)
+        evaluated = self._data.evaluation
+        self._statics = statics_of(
+            config,
+            resolved.parts.functions,
+            label_form_of(self._data.source),
+            None if evaluated is None else label_form_of(evaluated),
+        )
+        self._draw = partial(_init_from_words, self.resolved.model, self._statics.rule, self._statics.objective)
         self._state_shape = jax.eval_shape(self._draw, seed_words(0))
         self._given = self._read_given_weights()
         self.num_params = count_params(self._state_shape.params)
@@ -391,6 +398,6 @@ class Launch:
         return run_values(self.config, num_eval_batches, scale)
 
 
-def _init_from_words(model: TrainModel, rule: UpdateRule, words: jax.Array) -> TrainState:
+def _init_from_words(model: TrainModel, rule: UpdateRule, objective: Objective, words: jax.Array) -> TrainState:
     # The generator is named, so that the user's default generator changes neither the run nor the key's shape.
-    return init_state(model, rule, jax.random.wrap_key_data(words, impl="threefry2x32"))
+    return init_state(model, rule, jax.random.wrap_key_data(words, impl="threefry2x32"), objective)

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.config import OWN_BATCHES, TrainConfig
+from engine.feed.batches import label_form_of
 from engine.locations import absolute_location
+from engine.objective.metrics import Metric
 from engine.program.train_state import TrainModel
 from engine.run.data import RunData
 from engine.run.misfit_errors import too_large_image, unknown_model
@@ -27,12 +29,14 @@ class Resolved:
         model: the model to train.
         model_name: the name in messages, of a model of the registry or of a user-defined one.
         registry_name: the name in the registry, None for a user-defined model.
+        parts: the user-defined parts.
     """
 
     data: RunData
     model: TrainModel
     model_name: str
     registry_name: str | None
+    parts: OwnParts
 
     def to_json(self) -> dict[str, Any]:
         """Return what `config.json` records in addition to the settings."""
@@ -48,13 +52,15 @@ class Resolved:
             "std": data.std,
             "eval_manifest_sha256": data.eval_manifest_digest,
             "num_eval_batches": data.evaluation.num_batches if data.evaluation else 0,
+            **({} if (form := label_form_of(data.source)) is None else {"labels": form.describe()}),
+            **({"own_parts": own} if (own := self.parts.names()) else {}),
         }
 
 
 def recorded_own_parts(recorded: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return which of "model" and "batches" were user-defined, according to a recorded `Resolved.to_json()`."""
+    """Return which parts, such as "model", were user-defined, according to a recorded `Resolved.to_json()`."""
     is_own = {"model": recorded.get("model") not in model_names(), "batches": recorded.get("data") == OWN_BATCHES}
-    return tuple(name for name, is_so in is_own.items() if is_so)
+    return (*(name for name, is_so in is_own.items() if is_so), *recorded.get("own_parts", {}))
 
 
 def resolve(config: TrainConfig, parts: OwnParts, data: RunData) -> Resolved:
@@ -81,7 +87,7 @@ def resolve(config: TrainConfig, parts: OwnParts, data: RunData) -> Resolved:
     else:
         model, registry_name = parts.model, None
         model_name = getattr(model, "name", type(model).__name__)
-    return Resolved(data, model, model_name, registry_name)
+    return Resolved(data, model, model_name, registry_name, parts)
 
 
 def check_arguments(config: Any, parts: OwnParts) -> None:
@@ -100,6 +106,8 @@ def check_arguments(config: Any, parts: OwnParts) -> None:
         )
     _check_own_model(config, parts.model)
     _check_own_batches(config, parts.batches)
+    _check_own_loss(config, parts.loss)
+    _check_own_metrics(parts.metrics)
 
 
 def _check_own_model(config: TrainConfig, model: Any) -> None:
@@ -138,6 +146,41 @@ def _check_own_batches(config: TrainConfig, batches: Any) -> None:
                     "the setting {setting} must not be given with batches of your own, got {value!r}: leave it out",
                     value=value,
                 )
+
+
+def _check_own_loss(config: TrainConfig, loss: Any) -> None:
+    if loss is not None and not callable(loss):
+        raise ValueError(
+            f"loss must be a function of (outputs, labels, weights), got {type(loss).__name__}: define one, or choose "
+            "a ready-made loss with TrainConfig(loss=…)"
+        )
+    if loss is not None and config.loss != "cross-entropy":
+        raise SettingError(
+            "loss",
+            "the setting {setting} must not be given with a loss of your own, got {found!r}: leave it out",
+            found=config.loss,
+        )
+    if config.label_smoothing and (loss is not None or config.loss != "cross-entropy"):
+        raise SettingError(
+            "label_smoothing",
+            "{setting} smooths only the targets of the ready-made cross-entropy, got {found} with another loss: leave "
+            "it out, or smooth inside the loss",
+            found=config.label_smoothing,
+        )
+
+
+def _check_own_metrics(metrics: Any) -> None:
+    if metrics is None:
+        return
+    if not isinstance(metrics, Mapping):
+        raise ValueError(f"metrics must be a mapping from names to metrics, got {type(metrics).__name__}: give a dict")
+    for name, metric in metrics.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ValueError(f"the name of a metric must be an identifier, such as top3, got {name!r}: rename it")
+        if not isinstance(metric, Metric) and not callable(metric):
+            raise ValueError(
+                f"the metric {name} must be a Metric or a function of (outputs, labels), got {type(metric).__name__}"
+            )
 
 
 def warn_of_settings(config: TrainConfig, data: RunData, notify: Callable[[str], None]) -> None:

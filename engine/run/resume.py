@@ -38,6 +38,7 @@ from engine.records.run_folder import (
     RunFolder,
     recorded_versions,
 )
+from engine.run.parts import OwnParts
 from engine.run.resolve import Resolved, recorded_own_parts
 from engine.settings import OnResume, SettingError, Stage
 from preprocess.regular_file import open_regular
@@ -92,17 +93,20 @@ def _may_change(rule: OnResume, before: Any, now: Any) -> bool:
     return rule is not OnResume.KEPT
 
 
-_OWN_PARTS = {"model": "a model", "batches": "batches"}
+_OWN_PARTS = {"model": "a model", "batches": "batches", "loss": "a loss", "metrics": "metrics"}
+_KEPT_PROPERTIES = (
+    *("model", "num_classes", "height", "width", "mean", "std", "eval_manifest_sha256", "num_eval_batches"),
+    *("labels", "own_parts"),
+)
 
 
-def check_own(recorded: RecordedRun, run: Path, *, model: object, batches: object) -> None:
-    """Raise ValueError if a run used a user-defined model or batches that are not given now."""
-    given = {"model": model, "batches": batches}
-    if missing := [name for name in recorded_own_parts(recorded.resolved) if given[name] is None]:
+def check_own(recorded: RecordedRun, run: Path, parts: OwnParts) -> None:
+    """Raise ValueError if a run used a user-defined part that is not given now."""
+    if missing := [name for name in recorded_own_parts(recorded.resolved) if getattr(parts, name, None) is None]:
         arguments = ", ".join(f"{name}=…" for name in missing)
-        parts = " and ".join(_OWN_PARTS[name] for name in missing)
+        named = " and ".join(_OWN_PARTS[name] for name in missing)
         raise ValueError(
-            f"{run} was trained with {parts} of your own, which must be given from Python: "
+            f"{run} was trained with {named} of your own, which must be given from Python: "
             f"engine.train(dataclasses.replace(engine.run_settings({str(run)!r}), resume=True), {arguments})"
         )
 
@@ -118,7 +122,7 @@ def check_data(resolved: Resolved, recorded: RecordedRun) -> None:
             "Give the folder where the original data are now (--data), or start another run"
         )
     now = json.loads(json.dumps(resolved.to_json()))
-    for name in ("model", "num_classes", "height", "width", "mean", "std", "eval_manifest_sha256", "num_eval_batches"):
+    for name in _KEPT_PROPERTIES:
         if now.get(name) != recorded.resolved.get(name):
             raise ValueError(
                 f"a resumed or replayed run must keep its {name}, which was {recorded.resolved.get(name)!r}, "

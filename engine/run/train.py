@@ -11,6 +11,8 @@ from pathlib import Path
 from engine.config import TrainConfig
 from engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
 from engine.locations import with_absolute_paths
+from engine.objective.losses import Loss
+from engine.objective.metrics import Metric, PerExample
 from engine.program.train_state import TrainModel, TrainState
 from engine.records.recorded_run import RecordedRun, read_recorded
 from engine.records.run_folder import RunFolder, check_folder
@@ -52,6 +54,8 @@ def train(
     model: TrainModel | None = None,
     batches: BatchFunction | BatchSource | None = None,
     evaluation: EvaluationSource | EvaluationArrays | None = None,
+    loss: Loss | None = None,
+    metrics: Mapping[str, Metric | PerExample] | None = None,
     sinks: Sequence[Sink] = (),
     notify: Callable[[str], None] = lambda _: None,
     origins: Mapping[str, str] | None = None,
@@ -65,9 +69,14 @@ def train(
             [B, H, W, 3]. Convolutions of `models.layers.convolution` stay fast inside the loop on a CPU.
         batches: user-defined batches instead of a packed data set: a function from the step (from 0) to (uint32
             [B, H, W] packed pixels, integer [B] labels), called in order from one thread; or a `BatchSource`. A resumed
-            run asks only for the remaining steps.
+            run asks only for the remaining steps. The cross entropy also takes target distributions, float [B, K];
+            every other loss takes labels that are any pytree of arrays [B, …] of fixed shapes and dtypes.
         evaluation: user-defined evaluation images instead of a split of the data set: a tuple of all of them (uint32
-            [N, H, W] packed pixels, integer [N] labels), or an `EvaluationSource`.
+            [N, H, W] packed pixels, integer [N] labels, or labels as those of `batches`), or an `EvaluationSource`.
+        loss: a user-defined loss instead of that of the setting `loss`: (outputs of the model, labels, float32 [B]
+            weights) → float [B], the loss of each example; see `engine.objective.losses`.
+        metrics: user-defined metrics by name: a `Metric`, or a function (outputs, labels) → [B] whose mean is taken.
+            They are computed in every step and evaluation; numbers appear in the logs, arrays only in `eval.jsonl`.
         sinks: additional sinks of the loss stream.
         notify: called with a line of text about what the run does before its first step and after its last.
         origins: where settings came from, by name, for `config.json`; None distinguishes only defaults from others.
@@ -81,7 +90,7 @@ def train(
         BaseException: the error of the batch source or of a sink during the run, raised after the loop has ended
             cleanly and the weights trained so far are in the run folder.
     """
-    with open_run(config, OwnParts(model, batches, evaluation), notify) as run:
+    with open_run(config, OwnParts(model, batches, evaluation, loss, metrics), notify) as run:
         return run.train(sinks, origins)
 
 
@@ -91,13 +100,15 @@ def plan_run(
     model: TrainModel | None = None,
     batches: BatchFunction | BatchSource | None = None,
     evaluation: EvaluationSource | EvaluationArrays | None = None,
+    loss: Loss | None = None,
+    metrics: Mapping[str, Metric | PerExample] | None = None,
     notify: Callable[[str], None] = lambda _: None,
 ) -> DryRun:
     """Resolve and compile what `train` would run or resume, without running it.
 
     The arguments and errors are those of `train`.
     """
-    with open_run(config, OwnParts(model, batches, evaluation), notify, is_dry=True) as run:
+    with open_run(config, OwnParts(model, batches, evaluation, loss, metrics), notify, is_dry=True) as run:
         return run.plan()
 
 
@@ -240,7 +251,7 @@ def _find_start(
         return None, StartingPoint()
     path = Path(config.run_dir)
     recorded = read_recorded(path)
-    check_own(recorded, path, model=parts.model, batches=parts.batches)
+    check_own(recorded, path, parts)
     check_settings(config, recorded.config)
     start = find_start(path, notify)
     check_chain(path, recorded, start)

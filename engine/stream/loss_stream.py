@@ -202,10 +202,11 @@ class LossStream:
             evaluation = EvaluationRecord(
                 step=pushed.step,
                 num_images=pushed.num_images,
-                top1=pushed.top1 / count,
-                top5=pushed.top5 / count,
+                top1=math.nan if pushed.top1 is None else pushed.top1 / count,
+                top5=math.nan if pushed.top5 is None else pushed.top5 / count,
                 loss=pushed.loss,
                 time=pushed.time,
+                metrics=pushed.metrics or {},
             )
             self.evaluations.append(evaluation)
             # The next step's images/s must not include the time of the evaluation.
@@ -241,6 +242,7 @@ class LossStream:
                     images_per_s=images_per_s,
                     wait_ms=wait_s * 1e3,
                     time=loss_time,
+                    metrics={name: values[number - 1] for name, values in (pushed.metrics or {}).items()},
                 )
             )
         return records

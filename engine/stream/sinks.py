@@ -5,7 +5,8 @@ A sink gets each record once, in order, on one thread. Does not depend on queues
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, TextIO, runtime_checkable
 
 import numpy as np
@@ -25,6 +26,7 @@ class LossRecord:
             the last loss; NaN if the clock was set back.
         wait_ms: milliseconds that the loop waited for the batch.
         time: seconds since the Unix epoch; losses that arrive together share the elapsed time evenly.
+        metrics: values of the user's metrics by name, over the images of the update.
     """
 
     step: int
@@ -33,6 +35,7 @@ class LossRecord:
     images_per_s: float
     wait_ms: float
     time: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Return the record as one line of JSON, without the newline; NaN and infinity become null."""
@@ -46,9 +49,11 @@ class EvaluationRecord:
     Attributes:
         step: updates done before the evaluation.
         num_images: number of images.
-        top1, top5: fractions of the images whose class ranks first, or among the first five.
+        top1, top5: fractions of the images whose class ranks first, or among the first five; NaN if the labels are not
+            class numbers.
         loss: mean over the images.
         time: seconds since the Unix epoch.
+        metrics: values of the user's metrics by name, numbers or nested lists of numbers.
     """
 
     step: int
@@ -57,6 +62,7 @@ class EvaluationRecord:
     top5: float
     loss: float
     time: float
+    metrics: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Return the record as one line of JSON, without the newline; NaN and infinity become null."""
@@ -84,9 +90,21 @@ _EXACT = {"step", "num_images", "top1", "top5"}
 
 
 def _line(values: dict[str, Any]) -> str:
-    return json.dumps(
-        {name: _as_recorded(name, value) if math.isfinite(value) else None for name, value in values.items()}
-    )
+    metrics = values.pop("metrics", {})
+    line = {name: _as_recorded(name, value) if math.isfinite(value) else None for name, value in values.items()}
+    # Without metrics the line is the one that earlier releases wrote.
+    return json.dumps(line | ({"metrics": _nested(metrics)} if metrics else {}))
+
+
+def _nested(value: Any) -> Any:
+    """Return metrics as they are recorded: each number as the shortest decimal that is the same float32."""
+    if isinstance(value, Mapping):
+        return {name: _nested(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_nested(each) for each in value]
+    if isinstance(value, int):
+        return value
+    return _as_recorded("metric", value) if math.isfinite(value) else None
 
 
 def _as_recorded(name: str, value: float) -> float:
@@ -187,7 +205,7 @@ def loss_fields(record: LossRecord, steps: int | None) -> list[str]:
         fields.append(f"{rate:.1f} images/s" if rate >= 10 else f"{rate:.3g} images/s")
     if not math.isnan(record.wait_ms):
         fields.append(f"wait {_as_recorded('wait_ms', record.wait_ms):.2f} ms")
-    return fields
+    return fields + metric_fields(record.metrics)
 
 
 def loss_number(loss: float) -> str:
@@ -200,7 +218,11 @@ def loss_number(loss: float) -> str:
 
 def evaluation_words(record: EvaluationRecord) -> str:
     """Return a human-readable line with the step and the results of an evaluation."""
-    return (
-        f"evaluation at step {record.step}: top-1 {100 * record.top1:.2f} %  top-5 {100 * record.top5:.2f} %  "
-        f"loss {record.loss:.4f}  ({record.num_images:,} images)"
-    )
+    fields = [] if math.isnan(record.top1) else [f"top-1 {100 * record.top1:.2f} %", f"top-5 {100 * record.top5:.2f} %"]
+    fields += [f"loss {record.loss:.4f}", *metric_fields(record.metrics)]
+    return f"evaluation at step {record.step}: {'  '.join(fields)}  ({record.num_images:,} images)"
+
+
+def metric_fields(metrics: Mapping[str, Any]) -> list[str]:
+    """Return the metrics that are numbers as parts of a human-readable line; arrays are left out."""
+    return [f"{name} {loss_number(value)}" for name, value in metrics.items() if isinstance(value, int | float)]

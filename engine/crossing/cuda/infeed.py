@@ -5,13 +5,13 @@ one by one in a loop with a fixed number of iterations, whose kernels are all en
 states for each iteration whether it has a batch; an iteration without a batch changes nothing.
 """
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from engine.control.board import ControlBoard
@@ -62,10 +62,10 @@ class StreamedInfeed:
         self.chunk = chunk
         self._results = (
             jax.ShapeDtypeStruct(feeder.shard_shape, jnp.uint32),
-            jax.ShapeDtypeStruct((feeder.shard_batch,), jnp.int32),
+            jax.ShapeDtypeStruct(feeder.label_shape, jnp.int32),
             jax.ShapeDtypeStruct((), jnp.uint32),
         )
-        self._pixel_words, self._label_words = int(np.prod(feeder.shard_shape)), feeder.shard_batch
+        self._pixel_words, self._label_words = math.prod(feeder.shard_shape), math.prod(feeder.label_shape)
         self._ring = DeviceRing(
             transport.driver, feeder, pixel_bytes=4 * self._pixel_words, label_bytes=4 * self._label_words
         )

@@ -1,0 +1,79 @@
+"""The losses that training can minimise: functions of a model's outputs and of the labels, one number for each example.
+
+Owns the interface of a loss and the ready-made ones. Does not depend on models, batches or the loop.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+type Loss = Callable[[Any, Any, jax.Array], jax.Array]
+"""(outputs of the model, labels, float32 [B] weights of the examples) → float [B], the loss of each example.
+
+`outputs` is the first result of the model's `apply`, and `labels` are those of the batch, any pytrees of arrays [B, …].
+A weight is 1 for an image and 0 for a padding row, whose loss is ignored.
+"""
+
+
+def cross_entropy_loss(logits: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:  # noqa: ARG001
+    """Return the softmax cross entropy of each example, float32 [B], in nats.
+
+    Args:
+        logits: [B, K] of any float dtype; computed in float32.
+        labels: integer [B] classes, or float [B, K] target distributions. A class outside 0 … K - 1 gives NaN.
+        weights: not used.
+    """
+    log_probabilities = jax.nn.log_softmax(logits.astype(jnp.float32))
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        return -jnp.sum(labels.astype(jnp.float32) * log_probabilities, axis=-1)
+    num_classes = logits.shape[-1]
+    # A one-hot product, because a gather's gradient is a scatter, which is slow or not deterministic on GPUs.
+    picked = jnp.sum(jnp.where(labels[:, None] == jnp.arange(num_classes), log_probabilities, 0), axis=-1)
+    return jnp.where((labels >= 0) & (labels < num_classes), -picked, jnp.nan)
+
+
+def binary_cross_entropy_loss(logits: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:  # noqa: ARG001
+    """Return the mean binary cross entropy of the K labels of each example, float32 [B], in nats (multi-label).
+
+    As PyTorch's `binary_cross_entropy_with_logits`, averaged over K.
+
+    Args:
+        logits: [B, K] of any float dtype; computed in float32.
+        labels: booleans, or numbers in 0 … 1, [B, K].
+        weights: not used.
+    """
+    logits, targets = logits.astype(jnp.float32), labels.astype(jnp.float32)
+    # log(1 + exp(-|x|)) does not overflow.
+    losses = jnp.maximum(logits, 0) - logits * targets + jnp.log1p(jnp.exp(-jnp.abs(logits)))
+    return losses.reshape(len(losses), -1).mean(axis=1)
+
+
+def mean_squared_error_loss(outputs: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:  # noqa: ARG001
+    """Return the mean squared difference of each example, float32 [B] (regression).
+
+    Args:
+        outputs: [B, …] of any float dtype; computed in float32.
+        labels: numbers, of the shape of `outputs`; numbers [B] also fit outputs [B, 1].
+        weights: not used.
+    """
+    difference = outputs.astype(jnp.float32) - labels.astype(jnp.float32).reshape(outputs.shape)
+    return jnp.square(difference).reshape(len(difference), -1).mean(axis=1)
+
+
+LOSSES: dict[str, Loss] = {
+    "cross-entropy": cross_entropy_loss,
+    "binary-cross-entropy": binary_cross_entropy_loss,
+    "mean-squared-error": mean_squared_error_loss,
+}
+"""The ready-made losses by their names in the setting `loss`."""
+
+
+def weighted_mean(values: jax.Array, weights: jax.Array) -> jax.Array:
+    """Return the mean of float [B] values over the examples with a weight, float32 []; 0 if all weights are 0.
+
+    A value of NaN in an example without weight is ignored.
+    """
+    counted = jnp.where(weights > 0, values.astype(jnp.float32) * weights, 0)
+    return counted.sum() / jnp.maximum(weights.sum(), jnp.finfo(jnp.float32).tiny)

@@ -1,0 +1,202 @@
+"""Metrics: numbers about a model's outputs that are accumulated on the device, exactly over batches.
+
+Owns the interface of a metric and the ready-made ones. Does not depend on models, batches or the loop.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+type PerExample = Callable[[Any, Any], jax.Array]
+"""(outputs of the model, labels) → float [B], a value for each example."""
+
+
+class Metric(NamedTuple):
+    """An accumulator of fixed shape, which stays on the device.
+
+    Attributes:
+        init: () → the state before the first batch, a pytree of arrays.
+        update: (state, outputs, labels, weights float32 [B]) → the state with a batch added. An example with the weight
+            0 is padding and must not count.
+        merge: (state, state) → the state of both parts together.
+        finish: state → a number, float [], or an array of fixed shape.
+    """
+
+    init: Callable[[], Any]
+    update: Callable[[Any, Any, Any, jax.Array], Any]
+    merge: Callable[[Any, Any], Any]
+    finish: Callable[[Any], jax.Array]
+
+
+def as_metrics(given: Mapping[str, Metric | PerExample] | None) -> dict[str, Metric]:
+    """Return the metrics by name, with each plain function made a `mean_of`."""
+    return {name: each if isinstance(each, Metric) else mean_of(each) for name, each in (given or {}).items()}
+
+
+class _Mean(NamedTuple):
+    """A sum with its rounding error (Kahan summation, 1965), which would grow with every batch otherwise."""
+
+    total: jax.Array
+    lost: jax.Array
+    weight: jax.Array
+
+
+def mean_of(function: PerExample) -> Metric:
+    """Return the metric that is the mean of a function's values over all examples."""
+
+    def init() -> _Mean:
+        zero = jnp.zeros((), jnp.float32)
+        return _Mean(zero, zero, zero)
+
+    def update(state: _Mean, outputs: Any, labels: Any, weights: jax.Array) -> _Mean:
+        values = function(outputs, labels).astype(jnp.float32)
+        return _add(state, jnp.where(weights > 0, values * weights, 0).sum(), weights.sum())
+
+    def merge(one: _Mean, other: _Mean) -> _Mean:
+        return _add(one, other.total - other.lost, other.weight)
+
+    def finish(state: _Mean) -> jax.Array:
+        return state.total / state.weight
+
+    return Metric(init, update, merge, finish)
+
+
+def _add(state: _Mean, value: jax.Array, weight: jax.Array) -> _Mean:
+    added = value - state.lost
+    total = state.total + added
+    return _Mean(total, (total - state.total) - added, state.weight + weight)
+
+
+def _counts(shape: tuple[int, ...]) -> Callable[[], jax.Array]:
+    return lambda: jnp.zeros(shape, jnp.int32)
+
+
+def top_k(k: int) -> Metric:
+    """Return the fraction of examples whose class is among the `k` largest logits.
+
+    Equal logits rank in the order of their classes, as in `lax.top_k`; an example with a NaN logit is not correct.
+
+    Raises:
+        ValueError: if `k` is less than 1.
+    """
+    if k < 1:
+        raise ValueError(f"k of top_k must be at least 1, got {k}")
+
+    def correct(logits: jax.Array, labels: jax.Array) -> jax.Array:
+        return rank_of(logits, labels) < k
+
+    return mean_of(correct)
+
+
+def rank_of(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Return how many classes rank before the label, int32 [B]; K where a logit is NaN or the label is not a class.
+
+    Args:
+        logits: [B, K] of any float dtype.
+        labels: integer [B].
+    """
+    logits = logits.astype(jnp.float32)
+    classes = jnp.arange(logits.shape[1])
+    own = jnp.take_along_axis(logits, jnp.clip(labels, 0, logits.shape[1] - 1)[:, None], axis=1)
+    ahead = (logits > own) | ((logits == own) & (classes < labels[:, None]))
+    is_unranked = jnp.isnan(logits).any(axis=1) | (labels < 0) | (labels >= logits.shape[1])
+    return jnp.where(is_unranked, logits.shape[1], ahead.sum(axis=1, dtype=jnp.int32))
+
+
+def confusion_matrix(num_classes: int) -> Metric:
+    """Return the confusion matrix, int32 [K, K]: row = class of the label, column = class with the largest logit.
+
+    Labels that are not classes do not count. Counts are exact up to 2³¹ - 1.
+    """
+
+    def update(state: jax.Array, logits: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:
+        predicted = jnp.argmax(logits.astype(jnp.float32), axis=1)
+        classes = jnp.arange(num_classes)
+        rows = (labels[:, None] == classes) & (weights > 0)[:, None]
+        columns = predicted[:, None] == classes
+        # A product of one-hot matrices: a scatter is slow, or not deterministic, on GPUs. Exact below 2²⁴ per batch.
+        added = jnp.einsum("bi,bj->ij", rows.astype(jnp.float32), columns.astype(jnp.float32), precision="highest")
+        return state + added.astype(jnp.int32)
+
+    return Metric(_counts((num_classes, num_classes)), update, jnp.add, lambda state: state)
+
+
+def balanced_accuracy(num_classes: int) -> Metric:
+    """Return the mean, over the classes that have examples, of the fraction that is classified correctly."""
+    matrix = confusion_matrix(num_classes)
+
+    def finish(state: jax.Array) -> jax.Array:
+        totals, correct = state.sum(axis=1), jnp.diagonal(state)
+        recalls = correct.astype(jnp.float32) / jnp.maximum(totals, 1).astype(jnp.float32)
+        return recalls.sum() / jnp.maximum((totals > 0).sum(), 1).astype(jnp.float32)
+
+    return matrix._replace(finish=finish)
+
+
+class _Bins(NamedTuple):
+    """Per bin: the number of examples, the number of correct ones, and the sum of confidences."""
+
+    num_examples: jax.Array
+    num_correct: jax.Array
+    confidence: jax.Array
+
+
+def expected_calibration_error(num_bins: int = 15) -> Metric:
+    """Return the expected calibration error with bins of equal width (Guo et al., 2017, arXiv:1706.04599).
+
+    It is the mean distance, weighted by the number of examples in a bin, between accuracy and mean confidence, where
+    the confidence is the largest softmax probability.
+    """
+
+    def init() -> _Bins:
+        counts = jnp.zeros(num_bins, jnp.int32)
+        return _Bins(counts, counts, jnp.zeros(num_bins, jnp.float32))
+
+    def update(state: _Bins, logits: jax.Array, labels: jax.Array, weights: jax.Array) -> _Bins:
+        probabilities = jax.nn.softmax(logits.astype(jnp.float32))
+        confidence = probabilities.max(axis=1)
+        is_correct = jnp.argmax(probabilities, axis=1) == labels
+        # Bins are open at their lower end, as in the paper: (0, 1/n], (1/n, 2/n], …
+        bins = jnp.clip(jnp.ceil(confidence * num_bins).astype(jnp.int32) - 1, 0, num_bins - 1)
+        member = (bins[:, None] == jnp.arange(num_bins)) & (weights > 0)[:, None]
+        return _Bins(
+            state.num_examples + member.sum(axis=0, dtype=jnp.int32),
+            state.num_correct + (member & is_correct[:, None]).sum(axis=0, dtype=jnp.int32),
+            state.confidence + jnp.where(member, confidence[:, None], 0).sum(axis=0),
+        )
+
+    def finish(state: _Bins) -> jax.Array:
+        gaps = jnp.abs(state.num_correct.astype(jnp.float32) - state.confidence)
+        return gaps.sum() / jnp.maximum(state.num_examples.sum(), 1).astype(jnp.float32)
+
+    return Metric(init, update, lambda one, other: jax.tree.map(jnp.add, one, other), finish)
+
+
+def mean_average_precision(num_labels: int, num_bins: int = 200) -> Metric:
+    """Return the mean average precision of multi-label logits [B, K] against labels [B, K], binned.
+
+    The sigmoid of each logit falls into one of `num_bins` bins of equal width; examples in the same bin count as tied.
+    A label's average precision is the sum over the bins, from the highest score, of precision · increase in recall.
+    Labels without a positive example are left out of the mean. The exact value needs all scores at once; with 200 bins
+    the difference is below 0.01 unless most scores fall into a few bins.
+    """
+
+    def update(state: jax.Array, logits: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:
+        scores = jax.nn.sigmoid(logits.astype(jnp.float32))
+        bins = jnp.clip((scores * num_bins).astype(jnp.int32), 0, num_bins - 1)
+        member = (bins[:, :, None] == jnp.arange(num_bins)) & (weights > 0)[:, None, None]
+        is_positive = labels.astype(jnp.bool)[:, :, None]
+        return state + jnp.stack([(member & is_positive).sum(axis=0), (member & ~is_positive).sum(axis=0)])
+
+    def finish(state: jax.Array) -> jax.Array:
+        positives, negatives = (jnp.cumsum(each[:, ::-1], axis=1).astype(jnp.float32) for each in state)
+        precision = positives / jnp.maximum(positives + negatives, 1)
+        num_positive = positives[:, -1]
+        gained = jnp.diff(positives, axis=1, prepend=0)
+        average = (precision * gained).sum(axis=1) / jnp.maximum(num_positive, 1)
+        has_positive = num_positive > 0
+        return jnp.where(has_positive, average, 0).sum() / jnp.maximum(has_positive.sum(), 1)
+
+    return Metric(_counts((2, num_labels, num_bins)), update, jnp.add, finish)

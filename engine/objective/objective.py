@@ -1,0 +1,128 @@
+"""What a run minimises and measures: the loss and metrics of a model's outputs, whatever form the labels have.
+
+Owns how labels, mixtures and padding enter the loss. Does not depend on the loop.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from engine.feed.batches import PADDING_LABEL
+from engine.feed.label_form import LabelForm
+from engine.images.augment import one_hot_or_nan
+from engine.images.mixing import WHOLE, mix_targets, swap_partners
+from engine.objective.cross_entropy import cross_entropy
+from engine.objective.losses import Loss, weighted_mean
+from engine.objective.metrics import Metric
+from engine.objective.targets import smooth_targets
+
+
+class Objective(NamedTuple):
+    """The static part of the objective, compiled into the program.
+
+    Attributes:
+        loss: the loss of each example; None is the softmax cross entropy, whose targets can be smoothed.
+        label_form: the form of the labels, None for class numbers.
+        metrics: the metrics by name.
+    """
+
+    loss: Loss | None = None
+    label_form: LabelForm | None = None
+    metrics: Mapping[str, Metric] = MappingProxyType({})
+
+    @property
+    def has_classes(self) -> bool:
+        """Whether the labels are class numbers, so that top-1 and top-5 accuracy are defined."""
+        return self.label_form is None
+
+    def read_labels(self, words: jax.Array) -> tuple[Any, jax.Array]:
+        """Return the labels of a batch and the weights of its examples, float32 [b].
+
+        Args:
+            words: the labels as pulled, int32 [b] or [b, words].
+        """
+        if self.label_form is not None:
+            return self.label_form.unpack(words)
+        return words, (words != PADDING_LABEL).astype(jnp.float32)
+
+    def training_loss(
+        self, outputs: Any, words: jax.Array, own_share: jax.Array | None, smoothing: jax.Array
+    ) -> tuple[jax.Array, dict[str, Any]]:
+        """Return the mean loss of a training batch, float32 [], and the state of each metric after that batch.
+
+        The metrics see the labels of the images themselves, also where images are mixed.
+
+        Args:
+            outputs: the model's outputs.
+            words: the labels as pulled, int32 [b] or [b, words].
+            own_share: the share of each image's own label if images were mixed, else None; see `augment_images`.
+            smoothing: float32 [], see `smooth_targets`; only the cross entropy smooths.
+        """
+        labels, weights = self.read_labels(words)
+        metrics = self.update_metrics(self.init_metrics(), outputs, labels, weights)
+        if self.loss is not None:
+            losses = self._mixed_losses(self.loss, outputs, labels, weights, own_share)
+            return weighted_mean(losses, weights), metrics
+        targets = one_hot_or_nan(labels, outputs.shape[-1]) if self.has_classes else labels.astype(jnp.float32)
+        if own_share is not None:
+            targets = mix_targets(targets, own_share)
+        return cross_entropy(outputs, smooth_targets(targets, smoothing)), metrics
+
+    def init_metrics(self) -> dict[str, Any]:
+        """Return the state of each metric before the first batch."""
+        return {name: metric.init() for name, metric in self.metrics.items()}
+
+    def update_metrics(
+        self, states: dict[str, Any] | None, outputs: Any, labels: Any, weights: jax.Array
+    ) -> dict[str, Any]:
+        """Return the state of each metric with a batch added."""
+        return {
+            name: metric.update((states or {})[name], outputs, labels, weights) for name, metric in self.metrics.items()
+        }
+
+    def finish_metrics(self, states: dict[str, Any] | None) -> dict[str, jax.Array]:
+        """Return the value of each metric: a number, or an array of fixed shape."""
+        return {name: jnp.asarray(metric.finish((states or {})[name])) for name, metric in self.metrics.items()}
+
+    @property
+    def step_metrics(self) -> tuple[str, ...]:
+        """The names of the metrics that are numbers, which are also computed in every training step."""
+        shapes = jax.eval_shape(lambda: self.finish_metrics(self.init_metrics()))
+        return tuple(name for name, value in shapes.items() if value.shape == ())
+
+    def of_training(self) -> "Objective":
+        """Return the objective with only the metrics that are computed in every training step."""
+        return self._replace(metrics={name: self.metrics[name] for name in self.step_metrics})
+
+    def merge_metrics(self, one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+        """Return the state of each metric over two sets of batches together."""
+        return {name: metric.merge(one[name], other[name]) for name, metric in self.metrics.items()}
+
+    def _mixed_losses(
+        self, loss: Loss, outputs: Any, labels: Any, weights: jax.Array, own_share: jax.Array | None
+    ) -> jax.Array:
+        """Return the loss of each example: of a mixed image, the same mixture of the losses by both labels."""
+        own = checked_losses(loss(outputs, labels, weights), len(weights))
+        if own_share is None:
+            return own
+        partners = checked_losses(loss(outputs, jax.tree.map(swap_partners, labels), weights), len(weights))
+        share = own_share.astype(jnp.float32) * jnp.float32(1 / WHOLE)
+        return share * own + (1 - share) * partners
+
+
+CROSS_ENTROPY = Objective()
+"""The objective of class numbers without metrics."""
+
+
+def checked_losses(losses: Any, num_examples: int) -> jax.Array:
+    """Return the result of a loss as float32 [b]; raise ValueError, while tracing, if it has another form."""
+    shape, dtype = jnp.shape(losses), jnp.result_type(losses)
+    if shape != (num_examples,) or not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"a loss must return floats [{num_examples}], one for each example, but returned {dtype} {list(shape)}: "
+            "do not average over the batch, which the program does"
+        )
+    return jnp.asarray(losses).astype(jnp.float32)

@@ -1,0 +1,255 @@
+"""A user's loss, labels of any form, and metrics inside the program, against a plain loop."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from engine import TrainConfig, train
+from engine.objective.metrics import confusion_matrix, top_k
+from tests.toy import BATCH, SIZE, Linear, toy_batch, toy_config
+
+STEPS = 30
+RATE = 0.001
+
+
+class TwoHeads:
+    """A linear network with a head for three bits and one for two numbers."""
+
+    def init(self, key):
+        bits, numbers = jax.random.split(key)
+        shape = SIZE * SIZE * 3
+        return {
+            "bits": 0.1 * jax.random.normal(bits, (shape, 3)),
+            "numbers": 0.1 * jax.random.normal(numbers, (shape, 2)),
+        }, {}
+
+    def apply(self, params, batch_stats, images, train):
+        flat = images.reshape(len(images), -1)
+        return {name: flat @ params[name] for name in params}, batch_stats
+
+
+def two_headed_batch(step):
+    pixels, labels = toy_batch(step)
+    numbers = np.random.default_rng(step).normal(size=(BATCH, 2))
+    return pixels, {"bits": labels[:, None] == np.arange(3), "numbers": (numbers + labels[:, None])}
+
+
+def two_headed_loss(outputs, labels, weights):
+    targets = labels["bits"].astype(jnp.float32)
+    bits = optax.sigmoid_binary_cross_entropy(outputs["bits"], targets).mean(axis=1)
+    return bits + jnp.square(outputs["numbers"] - labels["numbers"]).sum(axis=1)
+
+
+def wrong_bits(outputs, labels):
+    return ((outputs["bits"] > 0) != labels["bits"]).sum(axis=1)
+
+
+METRICS: dict[str, Any] = {"wrong_bits": wrong_bits}
+
+
+def two_headed_config(**values):
+    return toy_config(**({"steps": STEPS, "learning_rate": RATE, "momentum": 0.9, "weight_decay": 0.0} | values))
+
+
+def run(config, batches=two_headed_batch, **parts):
+    return train(config, model=TwoHeads(), batches=batches, loss=two_headed_loss, metrics=METRICS, **parts)
+
+
+def images_of(pixels):
+    levels = np.stack([pixels >> shift & 255 for shift in (24, 16, 8)], axis=-1)
+    return jnp.asarray((levels / 255 - 0.5) / 0.25, jnp.float32)
+
+
+def plain_losses(start, steps, batch_of, pulls=1):
+    """The losses and metrics of optax in a plain loop over the same batches."""
+    optimizer = optax.sgd(RATE, momentum=0.9)
+    params, state = start, optimizer.init(start)
+    model = TwoHeads()
+    losses, wrong = [], []
+
+    def loss_of(params, pixels, labels):
+        outputs, _ = model.apply(params, {}, images_of(pixels), train=True)
+        labels = jax.tree.map(jnp.asarray, labels)
+        return two_headed_loss(outputs, labels, None).mean(), wrong_bits(outputs, labels).mean()
+
+    for step in range(steps):
+        gathered = [
+            jax.value_and_grad(loss_of, has_aux=True)(params, *batch_of(step * pulls + pull)) for pull in range(pulls)
+        ]
+        losses.append(np.mean([loss for (loss, _), _ in gathered]))
+        wrong.append(np.mean([each for (_, each), _ in gathered]))
+        gradients = jax.tree.map(lambda *leaves: sum(leaves) / pulls, *[gradient for _, gradient in gathered])
+        updates, state = optimizer.update(gradients, state, params)
+        params = optax.apply_updates(params, updates)
+    return losses, wrong
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("transport", ["inplace", "callback"])
+def test_losses_and_metrics_equal_a_plain_loop(tmp_path, transport):
+    start = run(two_headed_config(steps=0))
+    result = run(two_headed_config(run_dir=tmp_path, transport=transport))
+    losses, wrong = plain_losses(start.params, STEPS, two_headed_batch)
+    assert losses[-1] < 0.5 * losses[0]
+    np.testing.assert_allclose(result.losses, losses, rtol=1e-6)
+    found = [line["metrics"]["wrong_bits"] for line in lines(tmp_path / "loss.jsonl")]
+    np.testing.assert_allclose(found, wrong, rtol=1e-6)
+
+
+def test_metrics_of_accumulated_batches_are_those_of_the_whole_update(tmp_path):
+    start = run(two_headed_config(steps=0))
+    result = run(two_headed_config(run_dir=tmp_path, steps=6, accumulate_steps=3))
+    losses, wrong = plain_losses(start.params, 6, two_headed_batch, pulls=3)
+    np.testing.assert_allclose(result.losses, losses, rtol=1e-6)
+    found = [line["metrics"]["wrong_bits"] for line in lines(tmp_path / "loss.jsonl")]
+    np.testing.assert_allclose(found, wrong, rtol=1e-6)
+
+
+@pytest.mark.parametrize("pulls", [1, 3])
+def test_an_interrupted_run_resumes_to_the_same_bytes(tmp_path, pulls):
+    evaluation = two_headed_batch(99)
+    config = two_headed_config(steps=9, accumulate_steps=pulls, eval_every_steps=3, snapshot_every_steps=2)
+    run(replace(config, run_dir=str(tmp_path / "whole")), evaluation=evaluation)
+
+    def failing(step):
+        if step == 5 * pulls + pulls // 2:
+            raise ConnectionResetError("cut off")
+        return two_headed_batch(step)
+
+    broken = replace(config, run_dir=str(tmp_path / "broken"))
+    with pytest.raises(ConnectionResetError):
+        run(broken, failing, evaluation=evaluation)
+    run(replace(broken, resume=True), evaluation=evaluation)
+
+    def timeless(name):
+        drop = {"time", "images_per_s", "wait_ms"}
+        return [
+            [
+                {key: value for key, value in line.items() if key not in drop}
+                for line in lines(tmp_path / run_dir / name)
+            ]
+            for run_dir in ("whole", "broken")
+        ]
+
+    for name in ("loss.jsonl", "eval.jsonl"):
+        whole, resumed = timeless(name)
+        assert whole == resumed
+        assert "wrong_bits" in whole[-1]["metrics"]
+    weights = [(tmp_path / run_dir / "model.safetensors").read_bytes() for run_dir in ("whole", "broken")]
+    assert weights[0][-400:] == weights[1][-400:]
+
+
+def test_an_evaluation_counts_each_example_once_and_has_no_accuracy_without_classes(tmp_path):
+    parts = [two_headed_batch(step) for step in (90, 91)]
+    pixels = np.concatenate([part[0] for part in parts])[:13]
+    labels = {name: np.concatenate([part[1][name] for part in parts])[:13] for name in ("bits", "numbers")}
+    result = run(two_headed_config(steps=2, run_dir=tmp_path), evaluation=(pixels, labels))
+    outputs, _ = TwoHeads().apply(result.params, {}, images_of(pixels), train=False)
+    labels = jax.tree.map(jnp.asarray, labels)
+    (record,) = result.evaluations
+    assert record.num_images == 13
+    assert np.isnan(record.top1)
+    assert np.isnan(record.top5)
+    np.testing.assert_allclose(record.loss, two_headed_loss(outputs, labels, None).mean(), rtol=1e-6)
+    np.testing.assert_allclose(record.metrics["wrong_bits"], wrong_bits(outputs, labels).mean(), rtol=1e-6)
+    (line,) = lines(tmp_path / "eval.jsonl")
+    assert line["top1"] is line["top5"] is None
+    assert line["metrics"]["wrong_bits"] == pytest.approx(record.metrics["wrong_bits"])
+
+
+def test_class_numbers_keep_their_accuracy_with_an_own_loss():
+    def squared_hinge(logits, labels, weights):
+        own = jax.nn.one_hot(labels, 3)
+        return jnp.square(jax.nn.relu(1 - (2 * own - 1) * logits)).sum(axis=1)
+
+    result = train(
+        toy_config(steps=60),
+        model=Linear(),
+        batches=toy_batch,
+        evaluation=toy_batch(99, batch=20),
+        loss=squared_hinge,
+        metrics={"top2": top_k(2), "confusion": confusion_matrix(3)},
+    )
+    (record,) = result.evaluations
+    assert record.top1 == record.metrics["top2"] == 1
+    assert np.trace(record.metrics["confusion"]) == 20
+
+
+def test_target_distributions_train_like_the_class_numbers_that_they_stand_for():
+    def distributions(step):
+        pixels, labels = toy_batch(step)
+        return pixels, np.eye(3)[labels]
+
+    config = toy_config(steps=20, label_smoothing=0.1, mixup=0.3)
+    numbers = train(config, model=Linear(), batches=toy_batch)
+    targets = train(config, model=Linear(), batches=distributions)
+    assert np.array_equal(numbers.losses, targets.losses)
+
+
+@pytest.mark.parametrize("name", ["binary-cross-entropy", "mean-squared-error"])
+def test_a_ready_made_loss_is_chosen_by_its_name(name):
+    def batch(step):
+        pixels, labels = toy_batch(step)
+        return pixels, (labels[:, None] == np.arange(3)).astype(np.float32)
+
+    model = Linear()
+    config = toy_config(steps=20, loss=name, learning_rate=0.05)
+    result = train(config, model=model, batches=batch)
+    start = train(replace(config, steps=0), model=model, batches=batch).params
+    pixels, labels = batch(0)
+    logits, _ = model.apply(start, {"batches": 0}, images_of(pixels), train=True)
+    one = optax.sigmoid_binary_cross_entropy if name.startswith("binary") else lambda x, y: jnp.square(x - y)
+    np.testing.assert_allclose(result.losses[0], one(logits, labels).mean(), rtol=1e-6)
+    assert result.losses[-1] < 0.7 * result.losses[0]
+
+
+@pytest.mark.parametrize(
+    ("parts", "settings", "message"),
+    [
+        ({"loss": 3}, {}, "loss must be a function of .outputs, labels, weights., got int"),
+        (
+            {"loss": lambda *_: jnp.zeros(())},
+            {},
+            r"a loss must return floats \[8\], one for each example, but returned float32 \[\]",
+        ),
+        ({"loss": two_headed_loss}, {"loss": "mean-squared-error"}, "must not be given with a loss of your own"),
+        (
+            {"loss": two_headed_loss},
+            {"label_smoothing": 0.1},
+            "smooths only the targets of the ready-made cross-entropy",
+        ),
+        ({}, {"label_smoothing": 0.1, "loss": "mean-squared-error"}, "smooths only the targets"),
+        ({"metrics": [top_k(3)]}, {}, "metrics must be a mapping from names to metrics, got list"),
+        ({"metrics": {"top-3": top_k(3)}}, {}, "the name of a metric must be an identifier"),
+        ({"metrics": {"top3": 3}}, {}, "the metric top3 must be a Metric or a function"),
+    ],
+)
+def test_an_unfit_part_is_refused_before_anything_is_compiled(parts, settings, message):
+    with pytest.raises(ValueError, match=message):
+        train(toy_config(**settings), model=Linear(), batches=toy_batch, **parts)
+
+
+def test_a_resume_needs_the_loss_and_the_metrics_again(tmp_path):
+    config = two_headed_config(steps=3, run_dir=str(tmp_path))
+    run(config)
+    longer = TrainConfig(**(config.to_json() | {"steps": 4, "resume": True}))
+    with pytest.raises(ValueError, match="was trained with a model and batches and a loss and metrics of your own"):
+        train(longer)
+    with pytest.raises(ValueError, match=r"must keep its own_parts, which was .*two_headed_loss"):
+        train(
+            longer,
+            model=TwoHeads(),
+            batches=two_headed_batch,
+            loss=lambda outputs, labels, weights: two_headed_loss(outputs, labels, weights),
+            metrics=METRICS,
+        )
+    assert run(longer).steps_done == 4
