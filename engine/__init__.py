@@ -12,6 +12,15 @@ if TYPE_CHECKING:
     from engine.evaluation.run import evaluate, evaluate_weights, run_settings
     from engine.feed.batches import BatchSource, EvaluationSource
     from engine.feed.feeder import FeederError
+    from engine.objective.metrics import (
+        Metric,
+        balanced_accuracy,
+        confusion_matrix,
+        expected_calibration_error,
+        mean_average_precision,
+        mean_of,
+        top_k,
+    )
     from engine.program.train_state import TrainModel
     from engine.recipes import LoadedRecipe, load_recipe, recipe_names
     from engine.replay.replay import replay_run
@@ -32,6 +41,7 @@ _HOME = {
     "FeederError": "engine.feed.feeder",
     "LoadedRecipe": "engine.recipes",
     "LossRecord": "engine.stream.sinks",
+    "Metric": "engine.objective.metrics",
     "NonFiniteError": "engine.run.nonfinite",
     "ReplayReport": "engine.replay.report",
     "SettingError": "engine.settings",
@@ -39,12 +49,18 @@ _HOME = {
     "TrainConfig": "engine.config",
     "TrainModel": "engine.program.train_state",
     "TrainResult": "engine.run.result",
+    "balanced_accuracy": "engine.objective.metrics",
+    "confusion_matrix": "engine.objective.metrics",
     "evaluate": "engine.evaluation.run",
     "evaluate_weights": "engine.evaluation.run",
+    "expected_calibration_error": "engine.objective.metrics",
     "load_recipe": "engine.recipes",
+    "mean_average_precision": "engine.objective.metrics",
+    "mean_of": "engine.objective.metrics",
     "recipe_names": "engine.recipes",
     "replay_run": "engine.replay.replay",
     "run_settings": "engine.evaluation.run",
+    "top_k": "engine.objective.metrics",
     "train": "engine.run.train",
 }
 
@@ -58,6 +74,7 @@ __all__ = [
     "FeederError",
     "LoadedRecipe",
     "LossRecord",
+    "Metric",
     "NonFiniteError",
     "ReplayReport",
     "SettingError",
@@ -65,12 +82,18 @@ __all__ = [
     "TrainConfig",
     "TrainModel",
     "TrainResult",
+    "balanced_accuracy",
+    "confusion_matrix",
     "evaluate",
     "evaluate_weights",
+    "expected_calibration_error",
     "load_recipe",
+    "mean_average_precision",
+    "mean_of",
     "recipe_names",
     "replay_run",
     "run_settings",
+    "top_k",
     "train",
 ]
 

@@ -10,8 +10,8 @@ import numpy as np
 import optax
 import pytest
 
-from engine import TrainConfig, train
-from engine.objective.metrics import confusion_matrix, top_k
+from engine import TrainConfig, evaluate, replay_run, train
+from engine.objective.metrics import Metric, confusion_matrix, top_k
 from tests.toy import BATCH, SIZE, Linear, toy_batch, toy_config
 
 STEPS = 30
@@ -51,6 +51,14 @@ def wrong_bits(outputs, labels):
 
 
 METRICS: dict[str, Any] = {"wrong_bits": wrong_bits}
+WRONG_PER_BIT = Metric(
+    init=lambda: jnp.zeros(3, jnp.int32),
+    update=lambda state, outputs, labels, weights: (
+        state + (((outputs["bits"] > 0) != labels["bits"]) & (weights[:, None] > 0)).sum(axis=0)
+    ),
+    merge=jnp.add,
+    finish=lambda state: state,
+)
 
 
 def two_headed_config(**values):
@@ -253,3 +261,29 @@ def test_a_resume_needs_the_loss_and_the_metrics_again(tmp_path):
             metrics=METRICS,
         )
     assert run(longer).steps_done == 4
+
+
+def test_a_run_with_own_parts_is_evaluated_and_replayed(tmp_path):
+    evaluation = two_headed_batch(99)
+    metrics = METRICS | {"wrong_per_bit": WRONG_PER_BIT}
+    parts: dict[str, Any] = {"model": TwoHeads(), "evaluation": evaluation, "loss": two_headed_loss}
+    config = two_headed_config(steps=6, run_dir=tmp_path, eval_every_steps=3, snapshot_every_steps=4)
+    result = train(config, batches=two_headed_batch, metrics=metrics, **parts)
+    record = evaluate(tmp_path, metrics=metrics, **parts).record
+    assert record.metrics == result.evaluations[-1].metrics
+    assert record.loss == result.evaluations[-1].loss
+    assert np.shape(record.metrics["wrong_per_bit"]) == (3,)
+    with pytest.raises(
+        ValueError, match=r"was trained with a loss of your own, .*two_headed_loss, which must be given"
+    ):
+        evaluate(tmp_path, model=TwoHeads(), evaluation=evaluation)
+    report = replay_run(tmp_path, batches=two_headed_batch, metrics=metrics, **parts)
+    assert (report.num_losses, report.num_evaluations, report.differences) == (2, 1, ())
+    whole = replay_run(tmp_path, from_step=0, batches=two_headed_batch, metrics=metrics, **parts)
+    assert (whole.num_losses, whole.num_evaluations, whole.differences) == (6, 2, ())
+    other = {**metrics, "wrong_bits": lambda outputs, labels: 2 * wrong_bits(outputs, labels)}
+    (metric, evaluated) = replay_run(tmp_path, batches=two_headed_batch, metrics=other, **parts).differences
+    assert (metric.kind, metric.where) == ("metric", "step 5, wrong_bits")
+    assert (evaluated.kind, evaluated.where) == ("evaluation", "step 6, wrong_bits")
+    with pytest.raises(ValueError, match="was trained with your own metrics, which must be given from Python"):
+        replay_run(tmp_path, batches=two_headed_batch, **parts)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.config import TrainConfig
-from engine.feed.batches import ArrayBatches, EvaluationArrays, EvaluationSource
+from engine.feed.batches import ArrayBatches, EvaluationArrays, EvaluationSource, LabelKind
 from engine.feed.shard_batches import SequentialBatches
 from engine.run.data import choose_eval_split, manifest_digest_of
 from engine.run.dataset import choose_data, make_demo
@@ -51,14 +51,16 @@ class EvaluationData:
     classes: tuple[ImageClass, ...] | None
 
 
-def open_own(evaluation: EvaluationSource | EvaluationArrays, *, batch: int, num_classes: int | None) -> EvaluationData:
+def open_own(
+    evaluation: EvaluationSource | EvaluationArrays, *, batch: int, num_classes: int | None, kind: LabelKind = "classes"
+) -> EvaluationData:
     """Open a user-supplied evaluation set: either arrays, which are checked first, or a source of batches.
 
     Raises:
         ValueError: if the arrays are not pixels and labels of the classes, or a source has a different batch size.
     """
     if isinstance(evaluation, tuple):
-        evaluation = ArrayBatches(*evaluation, batch=batch, num_classes=num_classes)
+        evaluation = ArrayBatches(*evaluation, batch=batch, num_classes=num_classes, kind=kind)
     return EvaluationData(evaluation, "images of your own", None)
 
 

@@ -7,11 +7,12 @@ training.
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from engine.evaluation.result import ClassResult, EvaluationResult
 from engine.evaluation.subject import (
     Channels,
     Subject,
+    check_own_loss,
     check_own_model,
     file_subject,
     num_classes_of,
@@ -34,18 +36,21 @@ from engine.evaluation.subject import (
     run_subject,
 )
 from engine.evaluation.trained_run import check_has_weights, describe_later_steps, read_run
-from engine.feed.batches import CheckedSource, EvaluationArrays, EvaluationSource
+from engine.feed.batches import CheckedSource, EvaluationArrays, EvaluationSource, label_form_of
 from engine.feed.feeder import Feeder, ring_depth
 from engine.images.augment import prepare_for_evaluation
 from engine.images.unpack import PixelScale
-from engine.objective.tally import Tally, empty_tally
+from engine.objective.losses import Loss
+from engine.objective.metrics import Metric, PerExample
+from engine.objective.tally import Tally, empty_tally, logits_of
 from engine.program.checked_model import CheckedModel
 from engine.program.loop import evaluate_split
-from engine.program.statics import statics_of
+from engine.program.statics import NO_OWN_FUNCTIONS, OwnFunctions, Statics, statics_of
 from engine.program.train_state import TrainModel
 from engine.records.recorded_run import read_recorded
 from engine.records.weights import read_weights
 from engine.run.compilation import Compiled, caching_compilations, compile_traced, trace_ahead
+from engine.run.data import label_kind
 from engine.run.signals import StopSignals, call_on_worker, ignore_message
 from engine.settings import SettingError
 from engine.stream.sinks import EvaluationRecord
@@ -57,6 +62,8 @@ def evaluate(
     *,
     model: TrainModel | None = None,
     evaluation: EvaluationSource | EvaluationArrays | None = None,
+    loss: Loss | None = None,
+    metrics: Mapping[str, Metric | PerExample] | None = None,
     per_class: bool = False,
     notify: Callable[[str], None] = lambda _: None,
 ) -> EvaluationResult:
@@ -73,6 +80,8 @@ def evaluate(
         model: your own model, if the run trained one.
         evaluation: your own images instead of a split: (uint32 [N, H, W] packed pixels, integer [N] labels), or an
             `EvaluationSource`.
+        loss: your own loss, if the run trained with one.
+        metrics: your own metrics, whether or not the run computed them, as for `engine.train`.
         per_class: also count each class separately.
         notify: called with one-line messages about the weights and the images.
 
@@ -84,10 +93,12 @@ def evaluate(
     recorded = read_run(Path(_folder_of(run)))
     config = run if isinstance(run, TrainConfig) else recorded.config
     check_own_model(recorded, model)
+    own = check_own_loss(recorded, loss, metrics)
     board = ControlBoard()
     with StopSignals(board, ignore_message), ExitStack() as stack:
         if evaluation is not None:
-            data = open_own(evaluation, batch=config.batch, num_classes=recorded.num_classes)
+            kind = label_kind(config, has_own_loss=loss is not None)
+            data = open_own(evaluation, batch=config.batch, num_classes=recorded.num_classes, kind=kind)
         else:
             trained_on = TrainedOn(
                 recorded.data, recorded.manifest_digest, recorded.eval_manifest_digest, recorded.num_classes
@@ -100,7 +111,7 @@ def evaluate(
         )
         if (notice := describe_later_steps(recorded.path, subject.step)) is not None:
             notify(notice)
-        return _count(subject, data, board, per_class=per_class, notify=notify)
+        return _count(subject, data, board, own, per_class=per_class, notify=notify)
 
 
 def evaluate_weights(
@@ -134,7 +145,7 @@ def evaluate_weights(
         data = open_evaluation_split(config, trained_on, stack, notify)
         subject = file_subject(file, stored, config, data.source, mean, std, notify)
         notify(f"weights: {file}, {subject.name}" + (" (no digest: unchecked)" if stored.digest is None else ""))
-        return _count(subject, data, board, per_class=per_class, notify=notify)
+        return _count(subject, data, board, NO_OWN_FUNCTIONS, per_class=per_class, notify=notify)
 
 
 def run_settings(run: str | os.PathLike[str]) -> TrainConfig:
@@ -162,6 +173,7 @@ def _count(
     subject: Subject,
     data: EvaluationData,
     board: ControlBoard,
+    own: OwnFunctions,
     *,
     per_class: bool,
     notify: Callable[[str], None],
@@ -186,7 +198,8 @@ def _count(
         words_of=lambda _, num_batches: board.stop_words(num_batches),
         chunk=choose_chunk(None, transport),
     )
-    compiled = _compile(subject, source, transport, infeed, per_class=per_class)
+    statics = statics_of(subject.config, own, evaluated_form=label_form_of(source))
+    compiled = _compile(subject, statics, source, transport, infeed, per_class=per_class)
     notify(f"compiled the evaluation program in {compiled.compile_s:.1f} s" + " (from the cache)" * compiled.from_cache)
     started = time.perf_counter()
     tally = _launch(compiled, subject, source, transport, infeed, board)
@@ -198,10 +211,11 @@ def _count(
         record=EvaluationRecord(
             step=subject.step,
             num_images=num_images,
-            top1=num_top1 / count,
-            top5=num_top5 / count,
+            top1=math.nan if tally.top1 is None else num_top1 / count,
+            top5=math.nan if tally.top5 is None else num_top5 / count,
             loss=float(tally.loss_sum) / count,
             time=time.time(),
+            metrics=_metric_values(statics, tally),
         ),
         num_top1=num_top1,
         num_top5=num_top5,
@@ -215,18 +229,36 @@ def _count(
     )
 
 
+def _metric_values(statics: Statics, tally: Tally) -> dict[str, Any]:
+    """Return the values of the metrics by name, as numbers and nested lists."""
+    finish = jax.jit(statics.evaluated_objective.finish_metrics)
+    return {name: np.asarray(value).tolist() for name, value in finish(tally.metrics).items()}
+
+
 def _compile(
-    subject: Subject, source: EvaluationSource, transport: Transport, infeed: BatchInfeed, *, per_class: bool
+    subject: Subject,
+    statics: Statics,
+    source: EvaluationSource,
+    transport: Transport,
+    infeed: BatchInfeed,
+    *,
+    per_class: bool,
 ) -> Compiled:
     """Trace the program on the calling thread, whose jax settings apply, and compile it on a worker thread."""
     model = CheckedModel(subject.model, subject.num_classes, source)
-    statics = statics_of(subject.config)
 
     def program(weights: Weights, num_batches: jax.Array, scale: PixelScale) -> tuple[Tally, jax.Array]:
         counted = _num_logits(model, weights, subject, source) if per_class else None
         first_pull = jnp.zeros((), jnp.int32)
         return evaluate_split(
-            model, statics, weights, infeed, first_pull, num_batches, scale, start=empty_tally(counted)
+            model,
+            statics,
+            weights,
+            infeed,
+            first_pull,
+            num_batches,
+            scale,
+            start=empty_tally(counted, statics.evaluated_objective),
         )
 
     with caching_compilations(subject.config.compilation_cache):
@@ -241,7 +273,7 @@ def _num_logits(model: CheckedModel, weights: Weights, subject: Subject, source:
 
     def apply(weights: Weights, pixels: jax.Array, scale: PixelScale) -> jax.Array:
         images = prepare_for_evaluation(pixels, subject.config.image_size, scale)
-        return model.apply(weights.params, weights.batch_stats, images, train=False)[0]
+        return logits_of(model.apply(weights.params, weights.batch_stats, images, train=False)[0])
 
     logits = jax.eval_shape(apply, weights, pixels, _numbers(subject, source)[1])
     return logits.shape[1]

@@ -4,7 +4,7 @@ Owns how these are derived from a recorded run, or from a weights file and its m
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import jax
@@ -13,6 +13,9 @@ import jax.numpy as jnp
 from engine.config import TrainConfig
 from engine.evaluation.trained_run import TrainedRun
 from engine.feed.batches import EvaluationSource
+from engine.objective.losses import Loss
+from engine.objective.metrics import Metric, PerExample
+from engine.program.statics import OwnFunctions
 from engine.program.train_state import TrainModel
 from engine.records.weights import StoredWeights, place_tensors
 from engine.run.misfit_errors import too_large_image, unknown_model
@@ -62,6 +65,26 @@ def check_own_model(recorded: TrainedRun, model: TrainModel | None) -> None:
         raise ValueError(
             f"{recorded.path} was trained with the registry model {recorded.model_name}: leave out the model argument"
         )
+
+
+def check_own_loss(
+    recorded: TrainedRun, loss: Loss | None, metrics: Mapping[str, Metric | PerExample] | None
+) -> OwnFunctions:
+    """Return the functions to evaluate with; raise ValueError if the loss of the run is missing or not its own.
+
+    Metrics are not compared: an evaluation may compute any.
+    """
+    name = recorded.own_parts.get("loss")
+    if name is not None and loss is None:
+        raise ValueError(
+            f"{recorded.path} was trained with a loss of your own, {name}, which must be given from Python: "
+            f"engine.evaluate({str(recorded.path)!r}, loss=…)"
+        )
+    if name is None and loss is not None:
+        raise ValueError(
+            f"{recorded.path} was trained with the ready-made loss {recorded.config.loss}: leave out the loss argument"
+        )
+    return OwnFunctions(loss, metrics)
 
 
 def run_subject(

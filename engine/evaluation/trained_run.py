@@ -3,9 +3,11 @@
 Owns reading these so that the weights can be used. Must not know: data, programs, how the files are written.
 """
 
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from engine.config import TrainConfig
 from engine.records.folder_lock import is_locked
@@ -32,6 +34,7 @@ class TrainedRun:
         manifest_digest, eval_manifest_digest: SHA-256 of the manifests of the training split and of the split that it
             was evaluated on, None if there was none.
         weights: the trained weights, with their metadata.
+        own_parts: the names of the user-defined functions that it trained with, by part.
     """
 
     path: Path
@@ -44,6 +47,7 @@ class TrainedRun:
     manifest_digest: str | None
     eval_manifest_digest: str | None
     weights: StoredWeights
+    own_parts: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_run(path: Path) -> TrainedRun:
@@ -70,6 +74,7 @@ def read_run(path: Path) -> TrainedRun:
             manifest_digest=recorded.manifest_digest,
             eval_manifest_digest=resolved.get("eval_manifest_sha256"),
             weights=weights,
+            own_parts=resolved.get("own_parts", {}),
         )
     except KeyError as error:
         raise ValueError(

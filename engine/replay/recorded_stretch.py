@@ -5,7 +5,7 @@ meanwhile. Must not know: the loop.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -222,7 +222,7 @@ def _evaluations(path: Path) -> dict[int, Numbers]:
 def _numbers(path: Path, line_number: int, line: bytes, names: Sequence[str]) -> tuple[int, Numbers]:
     try:
         values = json.loads(line)
-        numbers = {name: values[name] for name in names}
+        numbers = {name: values[name] for name in names} | flatten_metrics(values)
         step = values["step"]
         if type(step) is not int or any(type(number) not in (int, float, type(None)) for number in numbers.values()):
             raise TypeError("not numbers")
@@ -231,3 +231,19 @@ def _numbers(path: Path, line_number: int, line: bytes, names: Sequence[str]) ->
             f"{path} must have step, {', '.join(names)} in line {line_number}, but has {line[:80]!r}: restore that file"
         ) from None
     return step, numbers
+
+
+def flatten_metrics(line: Mapping[str, Any]) -> Numbers:
+    """Return the numbers of a line's metrics by name, such as "metrics.top3" or "metrics.confusion[0][2]"."""
+    found: Numbers = {}
+
+    def add(name: str, value: Any) -> None:
+        if isinstance(value, list):
+            for index, each in enumerate(value):
+                add(f"{name}[{index}]", each)
+        else:
+            found[name] = value
+
+    for name, value in line.get("metrics", {}).items():
+        add(f"metrics.{name}", value)
+    return found

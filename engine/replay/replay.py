@@ -3,7 +3,7 @@
 Owns the order of the steps of a replay. Writes nothing into the run's folder and needs no lock on it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,8 @@ from engine.control.event import ControlEvent
 from engine.control.word import ControlWords
 from engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
 from engine.keys import plain_keys
+from engine.objective.losses import Loss
+from engine.objective.metrics import Metric, PerExample
 from engine.program.train_state import TrainModel, TrainState
 from engine.records.run_folder import CONFIG
 from engine.records.snapshot import Snapshot
@@ -46,6 +48,8 @@ def replay_run(
     model: TrainModel | None = None,
     batches: BatchFunction | BatchSource | None = None,
     evaluation: EvaluationSource | EvaluationArrays | None = None,
+    loss: Loss | None = None,
+    metrics: Mapping[str, Metric | PerExample] | None = None,
     notify: Callable[[str], None] = lambda _: None,
     display: Callable[[int, int], Sink] | None = None,
 ) -> ReplayReport:
@@ -62,7 +66,7 @@ def replay_run(
             before `to_step` or, without one, 0.
         to_step: the last update; None selects the last one recorded.
         data: the current location of the packed data set; None uses the recorded one.
-        model, batches, evaluation: the user-defined parts that were passed to `engine.train`.
+        model, batches, evaluation, loss, metrics: the user-defined parts that were passed to `engine.train`.
         notify: called with one-line messages about the replay.
         display: called with (last step, images per step); returns another sink for the losses.
 
@@ -85,7 +89,8 @@ def replay_run(
         raise
     ends = [snapshot for snapshot in (stretch.start.snapshot, stretch.snapshot) if snapshot is not None]
     files = _check_files(Path(run), ends, notify)
-    _check_own(stretch, model, batches, evaluation)
+    parts = OwnParts(model, batches, evaluation, loss, metrics)
+    _check_own(stretch, parts)
     # A launch handles signals while it is open; before the first launch and between two, they stop the replay at once.
     with StopSignals(ControlBoard(), ignore_message):
         begin = stretch.start.step
@@ -93,7 +98,7 @@ def replay_run(
         notify(f"replaying steps {begin + 1:,} … {stretch.to_step:,} of {run} from {origin}")
         if warning := versions_warning(stretch.recorded):
             notify(warning)
-        report = _replay(stretch, OwnParts(model, batches, evaluation), notify, data, display)
+        report = _replay(stretch, parts, notify, data, display)
     return replace(report, file_faults=files.faults)
 
 
@@ -209,23 +214,19 @@ def _images_per_step(piece: Piece) -> int:
     return piece.config.batch * piece.config.accumulate_steps
 
 
-def _check_own(stretch: RecordedStretch, model: object, batches: object, evaluation: object) -> None:
+def _check_own(stretch: RecordedStretch, parts: OwnParts) -> None:
     """Raise ValueError if a user-defined part that the run used is missing, or if one that it did not use is given."""
     resolved = stretch.recorded.resolved
     own = recorded_own_parts(resolved)
-    needed = {
-        "model": "model" in own,
-        "batches": "batches" in own,
-        "evaluation": stretch.is_evaluated and resolved.get("eval_manifest_sha256") is None,
-    }
-    given = {"model": model, "batches": batches, "evaluation": evaluation}
-    missing = [name for name, is_needed in needed.items() if is_needed and given[name] is None]
+    needed = {name: name in own for name in ("model", "batches", "loss", "metrics")}
+    needed["evaluation"] = stretch.is_evaluated and resolved.get("eval_manifest_sha256") is None
+    missing = [name for name, is_needed in needed.items() if is_needed and getattr(parts, name) is None]
     if missing:
         arguments = ", ".join(f"{name}=…" for name in missing)
         raise ValueError(
             f"{stretch.run} was trained with your own {' and '.join(missing)}, which must be given from Python: "
             f"engine.replay_run({str(stretch.run)!r}, {arguments})"
         )
-    for name in ("model", "batches"):
-        if given[name] is not None and not needed[name]:
+    for name, is_needed in needed.items():
+        if getattr(parts, name) is not None and not is_needed and name != "evaluation":
             raise ValueError(f"{stretch.run} was trained without your own {name}: leave out the {name} argument")

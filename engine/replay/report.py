@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.records.snapshot import match_state
-from engine.replay.recorded_stretch import EVALUATION_NUMBERS, Numbers, RecordedStretch
+from engine.replay.recorded_stretch import EVALUATION_NUMBERS, Numbers, RecordedStretch, flatten_metrics
 from engine.stream.sinks import EvaluationRecord, LossRecord
 
 _MISSING = "nothing"
@@ -103,7 +103,7 @@ class Comparison:
         self._stretch = stretch
         self._last_step = stretch.start.step
         self._loss, self._learning_rate = _Kind("loss"), _Kind("learning rate")
-        self._evaluation, self._array = _Kind("evaluation"), _Kind("array")
+        self._metric, self._evaluation, self._array = _Kind("metric"), _Kind("evaluation"), _Kind("array")
         self._evaluated: set[int] = set()
 
     def open(self) -> None:
@@ -115,12 +115,17 @@ class Comparison:
         self._last_step = record.step
         for kind, name in ((self._loss, "loss"), (self._learning_rate, "lr")):
             kind.compare(f"step {record.step:,}", recorded[name], replayed[name])
+        metrics = flatten_metrics(replayed)
+        for name in sorted({*metrics, *recorded} - {"loss", "lr"}):
+            where = f"step {record.step:,}, {name.removeprefix('metrics.')}"
+            self._metric.compare(where, recorded.get(name, math.nan), metrics.get(name, _MISSING))
 
     def write_evaluation(self, record: EvaluationRecord) -> None:
         """Compare an evaluation."""
         recorded = self._stretch.evaluations.get(record.step)
         self._evaluated.add(record.step)
-        self._compare_evaluation(record.step, recorded, json.loads(record.to_json()))
+        replayed = json.loads(record.to_json())
+        self._compare_evaluation(record.step, recorded, replayed | flatten_metrics(replayed))
 
     def close(self) -> None:
         """Do nothing."""
@@ -150,7 +155,7 @@ class Comparison:
                 self._loss.compare(f"step {step:,}", recorded["loss"], _MISSING)
             for step in sorted(self._stretch.evaluations.keys() - self._evaluated):
                 self._compare_evaluation(step, self._stretch.evaluations[step], None)
-        kinds = (self._loss, self._learning_rate, self._evaluation, self._array)
+        kinds = (self._loss, self._learning_rate, self._metric, self._evaluation, self._array)
         return ReplayReport(
             from_step=self._stretch.start.step,
             to_step=self._last_step,
@@ -167,10 +172,15 @@ class Comparison:
             found = [_MISSING if numbers is None else "one" for numbers in (recorded, replayed)]
             self._evaluation.note(where, *found)
             return
-        differing = [name for name in EVALUATION_NUMBERS if not _is_same(recorded[name], replayed[name])]
+        metrics = sorted(name for name in {*recorded, *replayed} if name.startswith("metrics."))
+        both = [
+            (name, recorded.get(name, _MISSING), replayed.get(name, _MISSING))
+            for name in (*EVALUATION_NUMBERS, *metrics)
+        ]
+        differing = [each for each in both if not _is_same(*each[1:])]
         if differing:
-            first = differing[0]
-            self._evaluation.note(f"{where}, {first}", _text(recorded[first]), _text(replayed[first]))
+            first, before, now = differing[0]
+            self._evaluation.note(f"{where}, {first.removeprefix('metrics.')}", _text(before), _text(now))
         else:
             self._evaluation.total += 1
 

@@ -93,7 +93,10 @@ def open_data(
     evaluation = parts.evaluation
     if isinstance(evaluation, tuple):
         evaluation = ArrayBatches(
-            *evaluation, batch=config.batch, num_classes=data.num_classes, kind=_label_kind(config, parts)
+            *evaluation,
+            batch=config.batch,
+            num_classes=data.num_classes,
+            kind=label_kind(config, has_own_loss=parts.loss is not None),
         )
     if evaluation is not None:
         data = replace(data, evaluation=evaluation)
@@ -116,7 +119,10 @@ def _open_own_batches(config: TrainConfig, parts: OwnParts, first_pull: int) -> 
     assert batches is not None
     source = (
         FunctionBatches(
-            batches, first_index=first_pull, num_classes=config.num_classes, kind=_label_kind(config, parts)
+            batches,
+            first_index=first_pull,
+            num_classes=config.num_classes,
+            kind=label_kind(config, has_own_loss=parts.loss is not None),
         )
         if callable(batches)
         else batches
@@ -129,9 +135,9 @@ def _open_own_batches(config: TrainConfig, parts: OwnParts, first_pull: int) -> 
     return RunData(source, OWN_BATCHES, config.num_classes)
 
 
-def _label_kind(config: TrainConfig, parts: OwnParts) -> LabelKind:
+def label_kind(config: TrainConfig, *, has_own_loss: bool) -> LabelKind:
     """Return which labels the loss of a run takes."""
-    if parts.loss is not None:
+    if has_own_loss:
         return "any"
     return "classes" if config.loss == "cross-entropy" else "numbers"
 
