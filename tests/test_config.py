@@ -58,6 +58,7 @@ VALID = {
     "clip_norm": st.none() | st.floats(1e-30, float(np.finfo(np.float32).max)),
     "accumulate_steps": st.integers(1, 2**20),
     "ema_decay": st.none() | st.floats(0, 1),
+    "loss": st.sampled_from(["cross-entropy", "binary-cross-entropy", "mean-squared-error"]),
     "label_smoothing": st.floats(0, 1),
     "skip_nonfinite": st.integers(0, 2**31 - 2),
     "stop_on_nan": st.booleans(),
@@ -112,7 +113,7 @@ SWITCHES = [
     "stop_on_nan",
     "deterministic",
 ]
-CHOICES = ["transport", "optimizer", "schedule", "crop", "padding_mode", "precision"]
+CHOICES = ["transport", "optimizer", "schedule", "crop", "padding_mode", "precision", "loss"]
 TEXTS = ["data", "split", "eval_split", "model", "run_dir", "compilation_cache", "dump_hlo", "init_from"]
 OPTIONAL = [
     "data",
@@ -182,6 +183,7 @@ def test_golden_json():
         "clip_norm": None,
         "accumulate_steps": 1,
         "ema_decay": None,
+        "loss": "cross-entropy",
         "label_smoothing": 0.0,
         "skip_nonfinite": 0,
         "stop_on_nan": True,
