@@ -17,7 +17,8 @@ def rows_of(steps, losses=None, times=None) -> LossRows:
     step = np.array(steps, np.int64)
     loss = np.array(losses if losses is not None else [1.0] * len(step), np.float64)
     blank = np.full(len(step), NAN)
-    return LossRows(step, loss, blank, blank, blank, np.array(times if times is not None else blank, np.float64))
+    times_s = np.array(times if times is not None else blank, np.float64)
+    return LossRows(step, loss, blank, blank, blank, times_s, np.array([{}] * len(step), object))
 
 
 LOSSES = st.lists(st.floats(-1e3, 1e3, width=32) | st.just(NAN) | st.just(math.inf), min_size=1, max_size=200)

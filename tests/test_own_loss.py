@@ -239,6 +239,11 @@ def test_a_ready_made_loss_is_chosen_by_its_name(name):
         ({"metrics": [top_k(3)]}, {}, "metrics must be a mapping from names to metrics, got list"),
         ({"metrics": {"top-3": top_k(3)}}, {}, "the name of a metric must be an identifier"),
         ({"metrics": {"top3": 3}}, {}, "the metric top3 must be a Metric or a function"),
+        (
+            {"metrics": {"big": confusion_matrix(201)}},
+            {},
+            "at most 40,000 numbers together, got 40,401, of which big has",
+        ),
     ],
 )
 def test_an_unfit_part_is_refused_before_anything_is_compiled(parts, settings, message):

@@ -167,7 +167,7 @@ def test_evaluations_come_as_they_are_written_and_never_before_their_step(tmp_pa
 def test_the_evaluations_of_a_run_that_took_over_the_folder_are_its_own(capsys):
     def tick(*steps, restarted):
         blank = np.full(len(steps), NAN)
-        batch = LossBatch(LossRows(np.array(steps), *[blank] * 5), restarted)
+        batch = LossBatch(LossRows(np.array(steps), *[blank] * 5, np.array([{}] * len(steps), object)), restarted)
         evaluations = tuple(EvaluationRecord(step, 50, 0.5, 0.75, 1.25, 1.0) for step in steps)
         return Tick(batch, RunFacts(), None, evaluations, caught_up=True)
 
@@ -213,8 +213,8 @@ def test_once_does_not_wait_for_the_end(tmp_path):
 
 def test_missing_values_are_omitted_but_never_the_loss():
     blank = np.array([NAN])
-    rows = LossRows(np.array([7]), blank, blank, blank, blank, blank)
-    assert list(plain_lines(rows, None, deque(), 7)) == ["step 7  loss nan"]
+    rows = LossRows(np.array([7]), blank, blank, blank, blank, blank, np.array([{"top3": 0.5}]))
+    assert list(plain_lines(rows, None, deque(), 7)) == ["step 7  loss nan  top3 0.5000"]
 
 
 def test_unreadable_lines_are_reported_beside_the_steps(tmp_path):

@@ -24,7 +24,10 @@ def picture(tmp_path, losses, **changes) -> Picture:
     history = BinnedLosses(0.5)
     steps = np.arange(1, len(losses) + 1)
     fill = np.full(len(losses), 0.25, np.float64)
-    history.add(LossRows(steps, np.array(losses, float), fill, fill, fill, np.array(100.0 + 2.0 * steps, np.float64)))
+    times_s = np.array(100.0 + 2.0 * steps, np.float64)
+    history.add(
+        LossRows(steps, np.array(losses, float), fill, fill, fill, times_s, np.array([{}] * len(steps), object))
+    )
     return Picture(tmp_path, history, changes.pop("facts", RunFacts(10, 4, "resnet18")), log_scale=False, **changes)
 
 

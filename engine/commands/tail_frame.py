@@ -65,9 +65,9 @@ def records_of(rows: "LossRows") -> "Iterator[LossRecord]":
     """Yield each row as a loss record; missing numbers are NaN."""
     from engine.stream.sinks import LossRecord
 
-    columns = (rows.step, rows.loss, rows.learning_rate, rows.images_per_s, rows.wait_ms, rows.time_s)
-    for step, loss, learning_rate, images_per_s, wait_ms, time_s in zip(*(c.tolist() for c in columns), strict=True):
-        yield LossRecord(step, loss, learning_rate, images_per_s, wait_ms, time_s)
+    columns = (rows.step, rows.loss, rows.learning_rate, rows.images_per_s, rows.wait_ms, rows.time_s, rows.metrics)
+    for row in zip(*(column.tolist() for column in columns), strict=True):
+        yield LossRecord(*row)
 
 
 def duration_text(seconds: float) -> str:
@@ -93,7 +93,7 @@ def end_text(end: "RunEnd") -> str:
 
 def status_fields(picture: Picture, now_s: float) -> list[str]:
     """Return the text fields to show below the chart; `now_s` is the current time in seconds since the Unix epoch."""
-    from engine.stream.sinks import loss_fields, loss_number
+    from engine.stream.sinks import loss_fields, loss_number, metric_fields
 
     history, facts = picture.history, picture.facts
     fields = []
@@ -103,8 +103,11 @@ def status_fields(picture: Picture, now_s: float) -> list[str]:
         fields += [step, loss, f"smoothed {loss_number(history.smoothed)}", *rates]
     elif picture.end is None:
         fields.append("waiting for the first step")
-    if picture.evaluation is not None:
-        fields.append(f"top-1 {100 * picture.evaluation.top1:.2f} % at step {picture.evaluation.step}")
+    if (evaluation := picture.evaluation) is not None:
+        result = f"loss {loss_number(evaluation.loss)}"
+        if not math.isnan(evaluation.top1):
+            result = f"top-1 {100 * evaluation.top1:.2f} %"
+        fields.append("  ".join([f"{result} at step {evaluation.step}", *metric_fields(evaluation.metrics)]))
     if len(history.newest) and picture.end is None:
         fields += _clock_fields(newest.step, facts.steps, history.seconds_per_step, now_s - newest.time)
     if picture.end is not None:

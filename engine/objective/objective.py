@@ -3,6 +3,7 @@
 Owns how labels, mixtures and padding enter the loss. Does not depend on the loop.
 """
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -18,6 +19,9 @@ from engine.objective.cross_entropy import cross_entropy
 from engine.objective.losses import Loss, weighted_mean
 from engine.objective.metrics import Metric
 from engine.objective.targets import smooth_targets
+
+MOST_METRIC_NUMBERS = 40_000
+"""The largest number of numbers that the metrics of a run may have together: one line of `eval.jsonl`."""
 
 
 class Objective(NamedTuple):
@@ -86,6 +90,17 @@ class Objective(NamedTuple):
     def finish_metrics(self, states: dict[str, Any] | None) -> dict[str, jax.Array]:
         """Return the value of each metric: a number, or an array of fixed shape."""
         return {name: jnp.asarray(metric.finish((states or {})[name])) for name, metric in self.metrics.items()}
+
+    def check_metrics(self) -> None:
+        """Raise ValueError if the metrics have more numbers than a line of the log can contain."""
+        shapes = jax.eval_shape(lambda: self.finish_metrics(self.init_metrics()))
+        sizes = {name: math.prod(value.shape) for name, value in shapes.items()}
+        if (total := sum(sizes.values())) > MOST_METRIC_NUMBERS:
+            largest = max(sizes, key=lambda name: sizes[name])
+            raise ValueError(
+                f"the metrics of a run must have at most {MOST_METRIC_NUMBERS:,} numbers together, got {total:,}, of "
+                f"which {largest} has {sizes[largest]:,}: leave it out, and compute it with engine.evaluate"
+            )
 
     @property
     def step_metrics(self) -> tuple[str, ...]:

@@ -41,6 +41,7 @@ class LossRows:
     images_per_s: Floats  # [n]
     wait_ms: Floats  # [n], how long the device waited for the infeed
     time_s: Floats  # [n], unix seconds
+    metrics: npt.NDArray[np.object_]  # [n], a dictionary of numbers by name each, empty without metrics
 
     def __len__(self) -> int:
         return len(self.step)
@@ -58,7 +59,8 @@ class LossRows:
         return LossRows(*(column[index] for column in self._columns()))
 
     def _columns(self) -> tuple[Any, ...]:
-        return self.step, self.loss, self.learning_rate, self.images_per_s, self.wait_ms, self.time_s
+        numbers = self.step, self.loss, self.learning_rate, self.images_per_s, self.wait_ms, self.time_s
+        return *numbers, self.metrics
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,8 +177,28 @@ def _columns(values: Sequence[Any]) -> LossRows:
     losses = [value["loss"] for value in values]
     if not set(map(type, losses)) <= {float, int, type(None)}:
         raise ValueError("loss must be a number or null")
-    optional = (_optional_column(values, name) for name in ("lr", "images_per_s", "wait_ms", "time"))
-    return LossRows(np.array(steps, np.int64), np.array(losses, np.float64), *optional)
+    return LossRows(
+        step=np.array(steps, np.int64),
+        loss=np.array(losses, np.float64),
+        learning_rate=_optional_column(values, "lr"),
+        images_per_s=_optional_column(values, "images_per_s"),
+        wait_ms=_optional_column(values, "wait_ms"),
+        time_s=_optional_column(values, "time"),
+        metrics=_metrics_column(values),
+    )
+
+
+def _metrics_column(values: Sequence[dict[str, Any]]) -> npt.NDArray[np.object_]:
+    """Return the metrics of each line that are numbers, NaN where null; anything else is ignored."""
+    column = np.empty(len(values), np.object_)
+    for index, value in enumerate(values):
+        found = value.get("metrics")
+        column[index] = {
+            name: float("nan") if number is None else float(number)
+            for name, number in (found.items() if isinstance(found, dict) else ())
+            if number is None or type(number) in (float, int)
+        }
+    return column
 
 
 def _optional_column(values: Sequence[dict[str, Any]], name: str) -> Floats:

@@ -118,6 +118,7 @@ class Launch:
             label_form_of(self._data.source),
             None if evaluated is None else label_form_of(evaluated),
         )
+        self._statics.evaluated_objective.check_metrics()
         self._draw = partial(_init_from_words, self.resolved.model, self._statics.rule, self._statics.objective)
         self._state_shape = jax.eval_shape(self._draw, seed_words(0))
         self._given = self._read_given_weights()
