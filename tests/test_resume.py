@@ -249,6 +249,7 @@ def test_packing_another_split_during_a_run_does_not_end_it(tmp_path):
 
 
 OTHERS: dict[str, Any] = {
+    "loss": "mean-squared-error",
     "split": "test",
     "eval_split": "off",
     "eval_mirror": True,
