@@ -167,7 +167,8 @@ def test_evaluations_come_as_they_are_written_and_never_before_their_step(tmp_pa
 def test_the_evaluations_of_a_run_that_took_over_the_folder_are_its_own(capsys):
     def tick(*steps, restarted):
         blank = np.full(len(steps), NAN)
-        batch = LossBatch(LossRows(np.array(steps), blank, blank, blank, blank, blank, np.array([{}] * len(steps), object)), restarted)
+        rows = LossRows(np.array(steps), blank, blank, blank, blank, blank, np.array([{}] * len(steps), object))
+        batch = LossBatch(rows, restarted)
         evaluations = tuple(EvaluationRecord(step, 50, 0.5, 0.75, 1.25, 1.0) for step in steps)
         return Tick(batch, RunFacts(), None, evaluations, caught_up=True)
 
