@@ -22,13 +22,13 @@ from engine.control.word import ControlWords
 from engine.crossing.choice import choose_chunk, make_infeed, this_device, this_platform, wasted_steps_warning
 from engine.crossing.infeed import BatchInfeed, WordsOf
 from engine.crossing.outfeed import Outfeed
-from engine.feed.batches import BatchSource, CheckedSource, label_form_of
+from engine.feed.batches import BatchSource, CheckedSource
 from engine.feed.feeder import Feeder, batch_bytes, ring_depth
 from engine.images.unpack import PixelScale
 from engine.objective.objective import Objective
 from engine.program.checked_model import CheckedModel
 from engine.program.loop import make_program
-from engine.program.statics import run_values, seed_words, statics_of
+from engine.program.statics import run_values, seed_words
 from engine.program.train_state import RunValues, TrainModel, TrainState, init_state
 from engine.records.weights import check_names
 from engine.run.compilation import Compiled, compile_traced, trace_ahead, without_collector
@@ -111,14 +111,7 @@ class Launch:
         )
         stack.callback(self.stream.release)
         self._outfeed = Outfeed(self.stream.receive, self.board, self._transport)
-        evaluated = self._data.evaluation
-        self._statics = statics_of(
-            config,
-            resolved.parts.functions,
-            label_form_of(self._data.source),
-            None if evaluated is None else label_form_of(evaluated),
-        )
-        self._statics.evaluated_objective.check_metrics()
+        self._statics = resolved.statics(config)
         self._draw = partial(_init_from_words, self.resolved.model, self._statics.rule, self._statics.objective)
         self._state_shape = jax.eval_shape(self._draw, seed_words(0))
         self._given = self._read_given_weights()

@@ -8,6 +8,7 @@ from engine.config import OWN_BATCHES, TrainConfig
 from engine.feed.batches import label_form_of
 from engine.locations import absolute_location
 from engine.objective.metrics import Metric
+from engine.program.statics import Statics, statics_of
 from engine.program.train_state import TrainModel
 from engine.run.data import RunData
 from engine.run.misfit_errors import too_large_image, unknown_model
@@ -37,6 +38,22 @@ class Resolved:
     model_name: str
     registry_name: str | None
     parts: OwnParts
+
+    def statics(self, config: TrainConfig) -> Statics:
+        """Return the part of the settings and of the user-defined parts that is compiled into the program.
+
+        Raises:
+            ValueError: the metrics have too many numbers for the log.
+        """
+        evaluated = self.data.evaluation
+        statics = statics_of(
+            config,
+            self.parts.functions,
+            label_form_of(self.data.source),
+            None if evaluated is None else label_form_of(evaluated),
+        )
+        statics.evaluated_objective.check_metrics()
+        return statics
 
     def to_json(self) -> dict[str, Any]:
         """Return what `config.json` records in addition to the settings."""

@@ -94,10 +94,7 @@ def _may_change(rule: OnResume, before: Any, now: Any) -> bool:
 
 
 _OWN_PARTS = {"model": "a model", "batches": "batches", "loss": "a loss", "metrics": "metrics"}
-_KEPT_PROPERTIES = (
-    *("model", "num_classes", "height", "width", "mean", "std", "eval_manifest_sha256", "num_eval_batches"),
-    *("labels", "own_parts"),
-)
+_KEPT_PROPERTIES = "model num_classes height width mean std eval_manifest_sha256 num_eval_batches labels own_parts"
 
 
 def check_own(recorded: RecordedRun, run: Path, parts: OwnParts) -> None:
@@ -122,7 +119,7 @@ def check_data(resolved: Resolved, recorded: RecordedRun) -> None:
             "Give the folder where the original data are now (--data), or start another run"
         )
     now = json.loads(json.dumps(resolved.to_json()))
-    for name in _KEPT_PROPERTIES:
+    for name in _KEPT_PROPERTIES.split():
         if now.get(name) != recorded.resolved.get(name):
             raise ValueError(
                 f"a resumed or replayed run must keep its {name}, which was {recorded.resolved.get(name)!r}, "
