@@ -117,6 +117,43 @@ def test_a_split_that_was_held_out_and_is_not_made_anew_is_warned_of(tmp_path, s
         )
 
 
+def test_a_pack_of_an_earlier_hold_out_rule_is_completed_by_that_rule(tmp_path, photographs, monkeypatch):
+    from preprocess.sources import open_source, selection
+
+    options = ["--size", 28, "--holdout", 0.1]
+    with monkeypatch.context() as earlier:
+        earlier.setattr("preprocess.packing.holdout.HOLDOUT_RULE", 1)
+        assert run(photographs, tmp_path / "old", *options, "--split", "train").exit_code == 0
+    manifest = json.loads((tmp_path / "old" / "train" / "manifest.json").read_text(encoding="utf-8"))
+    assert "holdout" not in manifest["tool_versions"]
+    assert "(already complete)" in run(photographs, tmp_path / "old", *options, "--split", "train").stdout
+    # Its val split is the rest of its train split, under --overwrite as well.
+    for overwrite in ([], ["--overwrite"]):
+        assert run(photographs, tmp_path / "old", *options, "--split", "val", *overwrite).exit_code == 0
+        assert num_images(tmp_path / "old") == 32
+    with open_source.open_source(photographs, holdout=0.1) as source:
+        assert selection.HOLDOUT_RULE == 2
+        assert source.splits["val"].digest() != open_split(str(tmp_path / "old"), "val").manifest.source_digest
+    # Replaced as a whole, it follows the new rule, and records it.
+    assert run(photographs, tmp_path / "old", *options, "--overwrite").exit_code == 0
+    with open_split(str(tmp_path / "old"), "val") as split:
+        assert split.manifest.class_counts == (2, 2)
+        assert split.manifest.tool_versions["holdout"] == "2"
+
+
+@pytest.fixture
+def photographs(tmp_path):
+    for name in ("cat", "dog"):
+        (tmp_path / "photographs" / name).mkdir(parents=True)
+        for k in range(16):
+            Image.new("RGB", (30, 30), (k, 5 * k, 200)).save(tmp_path / "photographs" / name / f"{k}.png")
+    return tmp_path / "photographs"
+
+
+def num_images(shards):
+    return sum(open_split(str(shards), name).num_images for name in ("train", "val"))
+
+
 def test_other_settings_require_overwrite(tmp_path, source):
     run(source, tmp_path / "shards", "--size", 32)
     result = run(source, tmp_path / "shards", "--size", 28)

@@ -93,11 +93,37 @@ def test_about_the_fraction_is_held_out(fraction):
     assert abs(taken.mean() - fraction) < 5 * (fraction * (1 - fraction) / 20000) ** 0.5  # five sigma of a fair draw
 
 
-@given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=30), fraction=st.floats(0.01, 0.999))
-def test_every_class_keeps_an_image_to_train_on(sizes, fraction):
+@given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=20), fraction=st.floats(0.001, 0.999))
+def test_each_class_is_held_out_by_itself(sizes, fraction):
     pairs = [(f"c{label}/{k}", label) for label, size in enumerate(sizes) for k in range(size)]
     listing = listing_of(pairs)
     taken = held_out(listing, fraction)
+    hashes = selection.key_hashes(listing, b"feedloop holdout")
+    for label, size in enumerate(sizes):
+        mine = sorted((hashes[place], taken[place]) for place, (_, each) in enumerate(pairs) if each == label)
+        flags = [bool(flag) for _, flag in mine]
+        count = min(max(int(fraction * size + 0.5), 1), size - 1)
+        assert flags == [True] * count + [False] * (size - count)
+
+
+def test_small_classes_are_all_in_the_validation_split():
+    # The rule of earlier packs left five of these classes out.
+    pairs = tree(40, 16)
+    taken = held_out(listing_of(pairs), 0.1)
+    assert Counter(label for (_, label), out in zip(pairs, taken, strict=True) if out) == dict.fromkeys(range(40), 2)
+
+
+def test_a_larger_fraction_holds_out_the_same_images_and_more():
+    listing = listing_of(tree(4, 200))
+    assert (held_out(listing, 0.2) <= held_out(listing, 0.4)).all()
+    assert held_out(listing_of(tree(2, 200)), 0.2).tolist() == held_out(listing, 0.2)[:400].tolist()
+
+
+@given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=30), fraction=st.floats(0.01, 0.999))
+def test_the_rule_of_earlier_packs(sizes, fraction):
+    pairs = [(f"c{label}/{k}", label) for label, size in enumerate(sizes) for k in range(size)]
+    listing = listing_of(pairs)
+    taken = held_out(listing, fraction, rule=1)
     assert {label for (_, label), out in zip(pairs, taken, strict=True) if not out} == set(range(len(sizes)))
     # No image but that one is kept back: one more of a class with several is held out by its own hash alone.
     hashes = selection.key_hashes(listing, b"feedloop holdout")
@@ -107,12 +133,9 @@ def test_every_class_keeps_an_image_to_train_on(sizes, fraction):
         assert falls[mine].sum() - taken[mine].sum() == (1 if falls[mine].sum() == size else 0)
 
 
-def test_an_image_stays_on_its_side():
-    few, many = tree(2, 50), tree(4, 200)
-    side_of = dict(zip((name for name, _ in many), held_out(listing_of(many), 0.2), strict=True))
-    assert [side_of[name] for name, _ in few] == held_out(listing_of(few), 0.2).tolist()
-    larger = held_out(listing_of(many), 0.4)
-    assert all(larger[place] for place, (name, _) in enumerate(many) if side_of[name])
+def test_a_rule_of_a_newer_version():
+    with pytest.raises(SourceError, match="hold-out rule must be 1 to 2, got 3; install a newer"):
+        held_out(listing_of(tree(2, 2)), 0.5, rule=3)
 
 
 def test_holding_out_is_independent_of_the_order():

@@ -4,6 +4,7 @@ import gzip
 import io
 import os
 import tarfile
+from collections import Counter
 
 import pytest
 
@@ -29,7 +30,7 @@ def test_holding_out_divides_the_images(tree):
         train, val = source.splits["train"], source.splits["val"]
         assert sorted(names(train) + names(val)) == sorted(f"{each}/{k}.jpg" for each in "abc" for k in range(100))
         assert train.classes == val.classes
-        assert 0.1 < len(val) / 300 < 0.3
+        assert Counter(name[0] for name in names(val)) == {"a": 20, "b": 20, "c": 20}
         assert all(val.read(i) == bytes([int(val.image(i).name[2:-4])]) for i in range(len(val)))
         everything = names(train)
     with open_source(tree, holdout=0.2, splits=("train",)) as source:
@@ -57,10 +58,6 @@ def test_classes_of_one_image_are_all_trained_on(tmp_path):
         ({"holdout": -0.1}, "holdout must be at least 0 and less than 1, got -0.1"),
         ({"holdout": 1.0}, "holdout must be at least 0 and less than 1"),
         ({"holdout": float("nan")}, "holdout must be at least 0 and less than 1"),
-        (
-            {"holdout": 1e-9},
-            "holdout 1e-09 holds out no image of .*, because every class keeps one .*of its 3 classes has 100; make",
-        ),
         ({"limit": 0}, "limit must be at least 1 image per split, got 0"),
         ({"splits": ("val",)}, "has no split val; choose from train"),
         ({"splits": ("test", "dev"), "holdout": 0.1}, "has no split test, dev; choose from train, val"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from traceback import print_exc
 from typing import TYPE_CHECKING, Any
@@ -96,7 +96,7 @@ class _Options:
     type=click.FloatRange(0, 1, max_open=True),
     default=0.0,
     metavar="FRACTION",
-    help="Fraction of the train split to hold out as val if SOURCE has no val split.",
+    help="Fraction of each class of the train split to hold out as val if SOURCE has no val split.",
 )
 @click.option(
     "--limit",
@@ -212,13 +212,18 @@ def _run(options: _Options) -> None:
     location = open_location(options.dest)
     _check_dest(options.source, location)
     click.echo(f"Listing {options.source} ...", err=True)
+    from preprocess.packing.holdout import HELD_OUT_SPLITS, choose_holdout_rule
+
+    replaced = (options.split or HELD_OUT_SPLITS) if options.overwrite else ()
+    rule = choose_holdout_rule(location, replaced=replaced)
     with open_source(
-        options.source, splits=options.split or None, holdout=options.holdout, limit=options.limit
+        options.source, splits=options.split or None, holdout=options.holdout, limit=options.limit, holdout_rule=rule
     ) as source:
         _announce(source, location, settings)
         if options.overwrite:
             _warn_about_other_splits(source, options.dest)
         if not options.dry_run:
+            settings = replace(settings, holdout_rule=rule if options.holdout else None)
             _pack(source, location, settings, overwrite=options.overwrite)
             _suggest(options.dest)
 
@@ -313,6 +318,7 @@ def _warn_about_other_splits(source: Source, dest: str) -> None:
 
 def _pack(source: Source, location: Location, settings: PackSettings, *, overwrite: bool) -> None:
     from preprocess.commands.progress import ImageProgress
+    from preprocess.packing.holdout import HELD_OUT_SPLITS
     from preprocess.packing.pack import PackProgress, pack_split
 
     results: dict[str, PackResult] = {}
@@ -322,7 +328,9 @@ def _pack(source: Source, location: Location, settings: PackSettings, *, overwri
             def show(state: PackProgress, name: str = name) -> None:
                 progress.show(name, state.done, state.total)
 
-            results[name] = pack_split(split, location.child(name), settings, overwrite=overwrite, on_progress=show)
+            rule = settings.holdout_rule if name in HELD_OUT_SPLITS else None
+            chosen = replace(settings, holdout_rule=rule)
+            results[name] = pack_split(split, location.child(name), chosen, overwrite=overwrite, on_progress=show)
     for name, result in results.items():
         _summarise(name, result, location.child(name))
 

@@ -12,6 +12,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal
 
 from preprocess.decoding.decode import ResizeRule
+from preprocess.packing.holdout import holdout_version
 from preprocess.pixels import LAYOUTS, Layout, words_of_row
 from preprocess.shards.arrays import CODECS, Codec
 from preprocess.shards.classes import MAX_CLASSES
@@ -40,6 +41,8 @@ class PackSettings:
         checksum: whether to store a CRC-32C of each image, so that a flipped bit is an error.
         num_workers: decoding threads, ≥ 1.
         layout: ``packed``, one word per pixel, or ``dense``, a quarter smaller; the size must be a multiple of 4.
+        holdout_rule: the rule by which a part of the split's images was held out, or None if none was; see
+            `preprocess.sources.selection.held_out`.
         on_error: ``skip`` records an image that can't be packed in ``failures.jsonl``, ``fail`` stops at it.
     """
 
@@ -50,6 +53,7 @@ class PackSettings:
     num_workers: int = 1
     layout: Layout = "packed"
     on_error: OnError = "skip"
+    holdout_rule: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("shard_images", "num_workers"):
@@ -108,7 +112,7 @@ def make_plan(source: SourceSplit, settings: PackSettings) -> dict[str, Any]:
         "shard_images": settings.resolved_shard_images,
         "resize_rule": settings.rule.to_json(),
         "source_digest": source.digest(),
-        "tool_versions": tool_versions(),
+        "tool_versions": tool_versions() | holdout_version(settings.holdout_rule),
     }
     return dict(json.loads(json.dumps(plan)))
 

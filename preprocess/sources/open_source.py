@@ -18,7 +18,7 @@ from preprocess.printable import printable
 from preprocess.shards.classes import ImageClass
 from preprocess.sources.kaggle import find_kaggle_tree, kaggle_openers
 from preprocess.sources.listing import FoundSplit, ListedSplit, SourceError, SourceImage, SourceSplit
-from preprocess.sources.selection import held_out, pack_order
+from preprocess.sources.selection import HOLDOUT_RULE, held_out, pack_order
 from preprocess.sources.tarindex import BLOCK, is_tar, open_tar
 from preprocess.sources.tars import TRAIN_ARCHIVE, VAL_ARCHIVE, imagenet_openers, tar_openers
 from preprocess.sources.tree import list_folder, split_folders, split_openers
@@ -67,7 +67,12 @@ class Layout:
 
 
 def open_source(
-    path: str | Path, *, splits: tuple[str, ...] | None = None, holdout: float = 0.0, limit: int | None = None
+    path: str | Path,
+    *,
+    splits: tuple[str, ...] | None = None,
+    holdout: float = 0.0,
+    limit: int | None = None,
+    holdout_rule: int = HOLDOUT_RULE,
 ) -> Source:
     """Detect the layout of a data set and list its images.
 
@@ -75,8 +80,9 @@ def open_source(
         path: a folder or a tar archive.
         splits: the splits to open; by default all.
         holdout: the fraction (0 ≤ holdout < 1) of the training images to use as the split `val`, if the source has
-            none. They are chosen by a hash of each key (see `preprocess.sources.selection.held_out`).
+            none. They are chosen in each class by hashes of the keys (see `preprocess.sources.selection.held_out`).
         limit: maximum number of images per split, spread evenly over the classes.
+        holdout_rule: the rule by which they are chosen, 1 for a pack that was begun with an earlier version.
 
     Returns:
         The source, which the caller must close. All splits have the same classes in the same order, sorted by the
@@ -103,7 +109,7 @@ def open_source(
             if name in wanted or (holdout and name == "train" and "val" in wanted):
                 found[name] = layout.openers[name]()
         _check_classes(found)
-        opened = _select(found, holdout=holdout, limit=limit)
+        opened = _select(found, holdout=holdout, limit=limit, holdout_rule=holdout_rule)
         for name in wanted:
             if not len(opened[name]):
                 if name == "val" and holdout:
@@ -204,10 +210,9 @@ def _check_holdout(holdout: float, root: Path, layout: Layout) -> None:
 
 def _nothing_held_out(train: FoundSplit, holdout: float, root: Path) -> str:
     most = int(np.bincount(train.listing.labels, minlength=1).max())
-    remedy = "make holdout larger or give a folder with val/" if most > 1 else "give a folder with val/"
     return (
         f"holdout {holdout} holds out no image of {printable(root)}, because every class keeps one training image "
-        f"and the largest of its {len(train.classes)} classes has {most}; {remedy}"
+        f"and the largest of its {len(train.classes)} classes has {most}; give a folder with val/"
     )
 
 
@@ -233,13 +238,15 @@ def _check_classes(found: dict[str, FoundSplit]) -> None:
                 )
 
 
-def _select(found: dict[str, FoundSplit], *, holdout: float, limit: int | None) -> dict[str, SourceSplit]:
+def _select(
+    found: dict[str, FoundSplit], *, holdout: float, limit: int | None, holdout_rule: int
+) -> dict[str, SourceSplit]:
     opened: dict[str, SourceSplit] = {}
     for name, each in found.items():
         entries = np.arange(len(each.listing))
         parts = {name: entries}
         if holdout and name == "train":
-            taken = held_out(each.listing, holdout)
+            taken = held_out(each.listing, holdout, rule=holdout_rule)
             parts = {"train": entries[~taken], "val": entries[taken]}
         for part, chosen in parts.items():
             order = pack_order(each.listing, chosen, limit)

@@ -14,6 +14,9 @@ import numpy as np
 from preprocess.printable import printable
 from preprocess.sources.listing import Listing, SourceError
 
+HOLDOUT_RULE = 2
+"""The rule by which `held_out` chooses images for a new pack; see there. A pack records its rule."""
+
 _ORDER_KEY = b"feedloop order"
 _HOLDOUT_KEY = b"feedloop holdout"
 
@@ -24,20 +27,35 @@ def key_hashes(listing: Listing, purpose: bytes) -> np.ndarray:
     return np.frombuffer(b"".join(digests), ">u8").astype(np.uint64)
 
 
-def held_out(listing: Listing, fraction: float) -> np.ndarray:
+def held_out(listing: Listing, fraction: float, *, rule: int = HOLDOUT_RULE) -> np.ndarray:
     """Return a bool mask `[N]` of the images to hold out for the validation split.
 
-    An image is held out if the hash of its key is in the first `fraction` of all hashes, unless it has the largest hash
-    of its class, so that every class keeps a training image. Adding or removing other images does not move an image to
-    the other split, except for one that was the only training image of its class. A class loses `fraction` of its
-    images on average, not exactly.
+    Under rule 2, each class loses `fraction` of its images, rounded to a whole number: at least one image, and never
+    its last one. They are those whose keys have the smallest hashes in the class, so adding or removing images of a
+    class can move only a few others of that class, and a larger fraction holds out the same images and more.
+
+    Rule 1 is that of earlier packs: an image is held out if the hash of its key is in the first `fraction` of all
+    hashes, unless it has the largest hash of its class. A class loses `fraction` of its images only on average, and a
+    small class may lose none.
+
+    Raises:
+        SourceError: the rule is unknown.
     """
+    if rule not in range(1, HOLDOUT_RULE + 1):
+        raise SourceError(f"the hold-out rule must be 1 to {HOLDOUT_RULE}, got {rule}; install a newer feedloop")
     hashes = key_hashes(listing, _HOLDOUT_KEY)
-    taken = hashes < np.uint64(round(fraction * 2**64))
     labels = listing.labels
     by_class = np.lexsort((hashes, labels))
-    last_of_class = np.flatnonzero(np.diff(labels[by_class], append=-1))
-    taken[by_class[last_of_class]] = False
+    if rule == 1:
+        taken = hashes < np.uint64(round(fraction * 2**64))
+        last_of_class = np.flatnonzero(np.diff(labels[by_class], append=-1))
+        taken[by_class[last_of_class]] = False
+        return taken
+    counts = np.bincount(labels)
+    num_taken = np.minimum(np.maximum(np.floor(fraction * counts + 0.5).astype(np.int64), 1), counts - 1)
+    ranks = np.arange(len(labels)) - (np.cumsum(counts) - counts)[labels[by_class]]
+    taken = np.zeros(len(labels), bool)
+    taken[by_class] = ranks < num_taken[labels[by_class]]
     return taken
 
 
