@@ -193,3 +193,16 @@ def test_the_snapshot_that_a_run_is_resumed_from_is_released_before_its_first_st
     train(replace(config, steps=6, resume=True), model=Linear(), batches=batches)
     assert released
     assert all(released)
+
+
+def test_a_run_without_a_split_to_evaluate_on_says_so_at_its_start(tmp_path):
+    pack(fake_source(12, size=SIZE), tmp_path)
+    config = toy_config(data=tmp_path, num_classes=None)
+    heard = []
+    plan_run(config, model=Linear(), notify=heard.append)
+    (told,) = [line for line in heard if "--holdout" in line]
+    assert told.startswith(f"{tmp_path} has no val or test split, so the run will not be evaluated")
+    for eval_split in "off", "train":
+        heard.clear()
+        plan_run(replace(config, eval_split=eval_split), model=Linear(), notify=heard.append)
+        assert "--holdout" not in "\n".join(heard)

@@ -175,6 +175,11 @@ def _open_packed(config: TrainConfig, stack: ExitStack, notify: Callable[[str], 
     )
     name = choose_eval_split(config, choice.data, is_new=is_new)
     if name is None:
+        if is_new and config.eval_split is None and config.split not in _USUAL_EVAL_SPLITS:
+            notify(
+                f"{choice.data} has no val or test split, so the run will not be evaluated: pack the images with "
+                "--holdout 0.1, or hide this message with --eval-split off"
+            )
         return data
     eval_split = _open_split(config, choice.data, name, stack)
     _check_same_classes(manifest, eval_split.manifest, name)
