@@ -154,6 +154,17 @@ def num_images(shards):
     return sum(open_split(str(shards), name).num_images for name in ("train", "val"))
 
 
+def test_a_tree_of_two_levels_is_named(tmp_path, source, photographs):
+    inner = "class folders contain folders, such as images/cat/, whose images get the class of the outer folder"
+    result = run(photographs.parent, tmp_path.parent / "other", "--size", 28, "--dry-run")
+    assert f"warning: {inner}" in result.stderr
+    (tmp_path / "split" / "train").mkdir(parents=True)
+    (tmp_path / "split" / "train" / "birds").symlink_to(photographs)
+    result = run(tmp_path / "split", tmp_path / "shards", "--size", 28, "--dry-run")
+    assert "such as train/birds/cat/, whose" in result.stderr
+    assert "warning" not in run(source, tmp_path / "shards", "--size", 28, "--dry-run").stderr
+
+
 def test_other_settings_require_overwrite(tmp_path, source):
     run(source, tmp_path / "shards", "--size", 32)
     result = run(source, tmp_path / "shards", "--size", 28)

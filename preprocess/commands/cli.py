@@ -6,7 +6,6 @@ Only click is imported at the top, so that ``--help`` responds immediately.
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from click.core import ParameterSource
 
 from preprocess.commands.completion import complete_file, complete_folder
 from preprocess.commands.grouped_help import GroupedCommand
+from preprocess.commands.pack_report import announce, summarise
 from preprocess.commands.suggesting import SuggestingChoice
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 WRONG, STOPPED = 2, 130
 
-_FAILURES_SHOWN = 3
 # Data sets whose images are this small (MNIST 28, CIFAR 32, Tiny ImageNet 64) have no margin to crop away: resizing 32
 # to 37 pixels and cropping back to 32 would blur them and cut off their edges.
 _LARGEST_SIZE_WITHOUT_MARGIN = 64
@@ -219,7 +218,7 @@ def _run(options: _Options) -> None:
     with open_source(
         options.source, splits=options.split or None, holdout=options.holdout, limit=options.limit, holdout_rule=rule
     ) as source:
-        _announce(source, location, settings)
+        announce(source, location, settings)
         if options.overwrite:
             _warn_about_other_splits(source, options.dest)
         if not options.dry_run:
@@ -276,34 +275,6 @@ def default_resize(size: int) -> int:
     return size if size <= _LARGEST_SIZE_WITHOUT_MARGIN else min(_MAX_SIDE, round(size * 256 / 224))
 
 
-def _announce(source: Source, location: Location, settings: PackSettings) -> None:
-    rule = settings.rule
-    click.echo(f"Found {source.layout}.")
-    total = 0
-    for name, split in source.splits.items():
-        num_shards = -(-len(split) // settings.resolved_shard_images)
-        num_bytes = len(split) * (settings.image_bytes + 4 * settings.checksum)
-        total += num_bytes
-        bound = "up to " if settings.codec == "blosc" else ""
-        click.echo(
-            f"  {name}: {len(split):,} images, {len(split.classes):,} classes, "
-            f"{num_shards:,} shard {'file' if num_shards == 1 else 'files'}, {bound}{_size(num_bytes)}"
-        )
-    click.echo(
-        f"Each image: shorter side resized to {rule.resize} px ({rule.resample}), central crop of {rule.size} x "
-        f"{rule.size} px; "
-        f"{settings.layout} layout, codec {settings.codec}, {'with' if settings.checksum else 'without'} checksums."
-    )
-    folder = location.local_path
-    if folder is not None:
-        existing = next(path for path in (folder, *folder.parents) if path.exists())
-        free = shutil.disk_usage(existing).free
-        scarce = "; this may not be enough" if total > free else ""
-        click.echo(f"Packing into {location.display} ({_size(free)} free{scarce}).")
-    else:
-        click.echo(f"Packing into {location.display}.")
-
-
 def _warn_about_other_splits(source: Source, dest: str) -> None:
     """Warn if splits at DEST are left unchanged, because a new --holdout may put their images into new splits too."""
     from preprocess.shards.reader import list_splits
@@ -332,32 +303,7 @@ def _pack(source: Source, location: Location, settings: PackSettings, *, overwri
             chosen = replace(settings, holdout_rule=rule)
             results[name] = pack_split(split, location.child(name), chosen, overwrite=overwrite, on_progress=show)
     for name, result in results.items():
-        _summarise(name, result, location.child(name))
-
-
-def _summarise(name: str, result: PackResult, location: Location) -> None:
-    from preprocess.printable import printable
-
-    manifest = result.manifest
-    note = ""
-    if result.was_complete:
-        note = " (already complete)"
-    elif result.num_resumed:
-        note = f" (continued after image {result.num_resumed:,})"
-    click.echo(f"{name}: {manifest.num_images:,} images of {manifest.num_classes:,} classes packed{note}.")
-    if manifest.num_classes == 1:
-        click.echo(
-            f"warning: all images of {name} belong to one class, {manifest.classes[0].id}; SOURCE should be the folder "
-            "that contains the class folders",
-            err=True,
-        )
-    if not result.failures:
-        return
-    click.echo(f"  Left out: {len(result.failures):,} (all listed in {location.display}failures.jsonl):")
-    for failure in result.failures[:_FAILURES_SHOWN]:
-        click.echo(f"    {printable(failure.path)}: {failure.reason}")
-    if len(result.failures) > _FAILURES_SHOWN:
-        click.echo(f"    and {len(result.failures) - _FAILURES_SHOWN:,} more")
+        summarise(name, result, location.child(name))
 
 
 def _pack_demo(options: _Options) -> None:
@@ -401,10 +347,3 @@ def _suggest(dest: str) -> None:
 
     where = shlex.quote(dest if "://" in dest else str(Path(dest)))
     click.echo(f"Inspect it:  inspect-shards {where}\nTrain on it: run-train --data {where}")
-
-
-def _size(num_bytes: int) -> str:
-    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:.1f} {unit}"
-    return f"{num_bytes / 2**10:.1f} KiB"

@@ -215,12 +215,18 @@ class ListedSplit:
 
 @dataclass(frozen=True, eq=False)
 class FoundSplit:
-    """A split as found in a source, before images are held out, the limit is applied and the order is determined."""
+    """A split as found in a source, before images are held out, the limit is applied and the order is determined.
+
+    Attributes:
+        name, classes, listing, store: as of `ListedSplit`.
+        subfolder: a subfolder of a class that contains images, below the source root; None if there is none.
+    """
 
     name: str
     classes: tuple[ImageClass, ...]
     listing: Listing
     store: ByteStore
+    subfolder: str | None = None
 
 
 def index_classes(ids: Iterable[str], names: dict[str, str], where: str) -> tuple[ImageClass, ...]:

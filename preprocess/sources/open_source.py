@@ -38,10 +38,12 @@ class Source:
     Attributes:
         layout: description of the detected layout.
         splits: the splits by name.
+        subfolder: a subfolder of a class that contains images, below the source root; None if there is none.
     """
 
     layout: str
     splits: dict[str, SourceSplit]
+    subfolder: str | None = None
     _closers: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     def __enter__(self) -> Self:
@@ -122,7 +124,10 @@ def open_source(
             each.store.close()
         raise
     return Source(
-        layout.description, {name: opened[name] for name in wanted}, [each.store.close for each in found.values()]
+        layout.description,
+        {name: opened[name] for name in wanted},
+        next((each.subfolder for each in found.values() if each.subfolder is not None), None),
+        [each.store.close for each in found.values()],
     )
 
 

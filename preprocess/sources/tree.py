@@ -151,10 +151,13 @@ def read_class_folders(root: Path, folder: Path, split: str, *, names_in: tuple[
     listing = Listing(classes)
     prefix = folder.relative_to(root).as_posix()
     prefix = "" if prefix == "." else prefix + "/"
+    subfolder = None
     for entry in class_entries:
         for below, size in _files_below(entry.path):
             listing.add(f"{prefix}{entry.name}/", below, label_of[entry.name], size)
-    return FoundSplit(split, classes, listing, FolderStore(root))
+            if subfolder is None and "/" in below:
+                subfolder = f"{prefix}{entry.name}/{below.partition('/')[0]}"
+    return FoundSplit(split, classes, listing, FolderStore(root), subfolder)
 
 
 def read_names(*folders: Path) -> dict[str, str]:

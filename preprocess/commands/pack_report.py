@@ -1,0 +1,88 @@
+"""What `preprocess-imagenet` prints about a source before it packs it, and about a split once it is packed.
+
+Only click is imported at the top beside small modules, so that ``--help`` responds immediately.
+"""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING
+
+import click
+
+from preprocess.printable import printable
+
+if TYPE_CHECKING:
+    from preprocess.packing.pack import PackResult
+    from preprocess.packing.plan import PackSettings
+    from preprocess.shards.location import Location
+    from preprocess.sources.open_source import Source
+
+_FAILURES_SHOWN = 3
+
+
+def announce(source: Source, location: Location, settings: PackSettings) -> None:
+    """Print what was found in a source, how it will be packed, and how large the pack will be."""
+    rule = settings.rule
+    click.echo(f"Found {source.layout}.")
+    if source.subfolder is not None:
+        click.echo(
+            f"warning: class folders contain folders, such as {printable(source.subfolder)}/, whose images get the "
+            "class of the outer folder. If the inner folders are the classes, put them side by side in one folder and give "
+            "that as SOURCE",
+            err=True,
+        )
+    total = 0
+    for name, split in source.splits.items():
+        num_shards = -(-len(split) // settings.resolved_shard_images)
+        num_bytes = len(split) * (settings.image_bytes + 4 * settings.checksum)
+        total += num_bytes
+        bound = "up to " if settings.codec == "blosc" else ""
+        click.echo(
+            f"  {name}: {len(split):,} images, {len(split.classes):,} classes, "
+            f"{num_shards:,} shard {'file' if num_shards == 1 else 'files'}, {bound}{_size(num_bytes)}"
+        )
+    click.echo(
+        f"Each image: shorter side resized to {rule.resize} px ({rule.resample}), central crop of {rule.size} x "
+        f"{rule.size} px; "
+        f"{settings.layout} layout, codec {settings.codec}, {'with' if settings.checksum else 'without'} checksums."
+    )
+    folder = location.local_path
+    if folder is not None:
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        free = shutil.disk_usage(existing).free
+        scarce = "; this may not be enough" if total > free else ""
+        click.echo(f"Packing into {location.display} ({_size(free)} free{scarce}).")
+    else:
+        click.echo(f"Packing into {location.display}.")
+
+
+def summarise(name: str, result: PackResult, location: Location) -> None:
+    """Print what was packed of the split `name`, and what was left out."""
+    manifest = result.manifest
+    note = ""
+    if result.was_complete:
+        note = " (already complete)"
+    elif result.num_resumed:
+        note = f" (continued after image {result.num_resumed:,})"
+    click.echo(f"{name}: {manifest.num_images:,} images of {manifest.num_classes:,} classes packed{note}.")
+    if manifest.num_classes == 1:
+        click.echo(
+            f"warning: all images of {name} belong to one class, {manifest.classes[0].id}; SOURCE should be the folder "
+            "that contains the class folders",
+            err=True,
+        )
+    if not result.failures:
+        return
+    click.echo(f"  Left out: {len(result.failures):,} (all listed in {location.display}failures.jsonl):")
+    for failure in result.failures[:_FAILURES_SHOWN]:
+        click.echo(f"    {printable(failure.path)}: {failure.reason}")
+    if len(result.failures) > _FAILURES_SHOWN:
+        click.echo(f"    and {len(result.failures) - _FAILURES_SHOWN:,} more")
+
+
+def _size(num_bytes: int) -> str:
+    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.1f} {unit}"
+    return f"{num_bytes / 2**10:.1f} KiB"
