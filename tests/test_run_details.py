@@ -198,7 +198,7 @@ def test_the_snapshot_that_a_run_is_resumed_from_is_released_before_its_first_st
 def test_a_run_without_a_split_to_evaluate_on_says_so_at_its_start(tmp_path):
     pack(fake_source(12, size=SIZE), tmp_path)
     config = toy_config(data=tmp_path, num_classes=None)
-    heard = []
+    heard: list[str] = []
     plan_run(config, model=Linear(), notify=heard.append)
     (told,) = [line for line in heard if "--holdout" in line]
     assert told.startswith(f"{tmp_path} has no val or test split, so the run will not be evaluated")
