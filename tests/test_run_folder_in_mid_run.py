@@ -54,6 +54,23 @@ def test_a_folder_emptied_during_the_run_is_an_error_and_the_weights_are_written
     assert "was removed or replaced" in json.loads((path / "result.json").read_text())["error"]
 
 
+def test_a_run_that_fails_after_its_folder_was_removed_is_not_said_to_be_resumable(tmp_path):
+    path = tmp_path / "run"
+
+    def fail():
+        while not snapshot_steps(path / "snapshots"):
+            time.sleep(0.01)
+        time.sleep(0.1)
+        shutil.rmtree(path, ignore_errors=True)
+        raise ConnectionResetError("the camera went away")
+
+    with pytest.raises(ConnectionResetError) as caught:
+        run(path, batches=Emptying(fail), snapshot_every_steps=1, eval_every_steps=0)
+    notes = "\n".join(getattr(caught.value, "__notes__", ()))
+    assert f"files of the run folder {path} were removed during the run, so it cannot be resumed" in notes
+    assert "resume from it" not in notes
+
+
 def test_a_log_replaced_during_the_run_is_an_error(tmp_path):
     def replaced():
         content = (tmp_path / "loss.jsonl").read_bytes()

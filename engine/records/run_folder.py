@@ -206,6 +206,11 @@ class RunFolder:
         if self._lock.is_taken() or not (self.path / CONFIG).is_file():
             raise LostFileError.of(self.path / CONFIG)
 
+    def can_resume_from(self, step: int) -> bool:
+        """Return whether the files from which a run resumes at the snapshot of `step` are still in the folder."""
+        needed = (self.path / CONFIG, self.loss_log, self.snapshots / str(step))
+        return not self._lock.is_taken() and all(each.exists() for each in needed)
+
     def remove_result(self) -> None:
         """Remove `result.json`, the mark of a finished run, because the run continues."""
         (self.path / RESULT).unlink(missing_ok=True)

@@ -190,6 +190,12 @@ class RecordedLaunch:
         if snapshot_step is None or isinstance(failure, LostFileError):
             return
         path = str(self._folder.path)
+        if not self._folder.can_resume_from(snapshot_step):
+            failure.add_note(
+                f"files of the run folder {path} were removed during the run, so it cannot be resumed: start another "
+                "run (--run-dir)"
+            )
+            return
         if own := recorded_own_parts(self._launch.resolved.to_json()):
             how = f"train with replace(engine.run_settings({path!r}), resume=True) and the same {' and '.join(own)}"
         else:
