@@ -318,6 +318,21 @@ def test_steps_on_the_command_line_replace_the_epochs_of_a_recipe(tmp_path, monk
     assert "epochs:" not in result.stdout
 
 
+def test_a_recipe_whose_image_size_does_not_fit_the_data_is_named(tmp_path):
+    pack(fake_source(10, size=8), tmp_path / "packed")
+    (tmp_path / "mine.toml").write_text(RECIPE + "image_size = 16\n")
+    # The command exits at once after an error, and so in another process.
+    of_recipe = run_train("--recipe", "./mine.toml", "--data", "packed", "--dry-run", cwd=tmp_path)
+    assert of_recipe.returncode == 2
+    assert (
+        "run-train: image_size in mine.toml (--image-size overrides it) must be at most the size of the images, "
+        "8 × 8 px, got 16"
+    ) in of_recipe.stderr
+    options = ["--recipe", "./mine.toml", "--data", "packed", "--image-size", "12", "--dry-run"]
+    of_option = run_train(*options, cwd=tmp_path)
+    assert "run-train: --image-size must be at most the size of the images, 8 × 8 px, got 12" in of_option.stderr
+
+
 def test_a_runs_record_is_a_recipe_for_another_run(tmp_path):
     first = run_train(*TINY, "--steps", 2, "--run-dir", "first", "--seed", 3, "--flip", 0.5, cwd=tmp_path)
     assert first.returncode == 0, first.stderr

@@ -1,5 +1,6 @@
 """The `run-train` command, which converts options to settings, trains, shows losses and reports errors in one line."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,9 +45,12 @@ def main(context: click.Context, /, *, recipe: str | None, dry_run: bool, traceb
     Batches stream in and losses stream out while a single while-loop trains on the device. Exit codes: 0 done, 1
     the run failed, 2 wrong usage or data, 130 stopped by SIGINT, SIGTERM or control-run, after a last snapshot.
     """
-    is_saved = True
+    is_saved, name_setting = True, option_names(context)
     try:
-        merged = _merge(context, None if recipe is None else load_recipe(recipe))
+        loaded = None if recipe is None else load_recipe(recipe)
+        merged = _merge(context, loaded)
+        if loaded is not None and not context.params["resume"]:
+            name_setting = _naming_recipe(name_setting, loaded, merged)
         config = TrainConfig(**merged.settings)
         if dry_run:
             show_plan(_plan(config))
@@ -60,10 +64,23 @@ def main(context: click.Context, /, *, recipe: str | None, dry_run: bool, traceb
     except Exception as error:
         if traceback:
             raise
-        say_to_stderr(f"run-train: {describe_error(error, option_names(context))}")
+        say_to_stderr(f"run-train: {describe_error(error, name_setting)}")
         code = _WRONG_USAGE if isinstance(error, ValueError) else _FAILED
     # If the last snapshot was not written, its thread may be blocked forever by the disk.
     leave(code, at_once=not is_saved)
+
+
+def _naming_recipe(
+    name_option: Callable[[str], str], recipe: LoadedRecipe, merged: MergedOptions
+) -> Callable[[str], str]:
+    """Return a function that names a setting by its key and file if the recipe gave it, else by its option."""
+
+    def name_setting(name: str) -> str:
+        if merged.origins.get(name) != f"recipe {recipe.name}" or name not in recipe.settings:
+            return name_option(name)
+        return f"{name} in {recipe.path} ({name_option(name)} overrides it)"
+
+    return name_setting
 
 
 def _merge(context: click.Context, recipe: LoadedRecipe | None) -> MergedOptions:

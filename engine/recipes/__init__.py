@@ -61,6 +61,7 @@ class LoadedRecipe:
         settings: the settings of `engine.config.TrainConfig` that the recipe contains.
         unnamed_data: a description of the data, if the recipe is the record of a run that does not say where the data
             are; else empty.
+        path: the file.
     """
 
     name: str
@@ -71,6 +72,7 @@ class LoadedRecipe:
     source: str = ""
     hardware: str = ""
     unnamed_data: str = ""
+    path: str = ""
 
 
 def recipe_names() -> tuple[str, ...]:
@@ -106,7 +108,7 @@ def load_recipe(name_or_path: str | os.PathLike[str]) -> LoadedRecipe:
     if faults := tuple(_faults(document)):
         raise RecipeError(str(path), faults)
     texts = {key: document[key].strip() for key in _TEXTS if key in document}
-    return LoadedRecipe(name=path.stem, settings=document[_TABLE], **texts)
+    return LoadedRecipe(name=path.stem, settings=document[_TABLE], path=str(path), **texts)
 
 
 def _recorded_recipe(path: Path) -> LoadedRecipe:
@@ -141,7 +143,9 @@ def _recorded_recipe(path: Path) -> LoadedRecipe:
         settings["data"] = recorded.resolved.get("data_location")
         if settings["data"] is None and recorded.manifest_digest is not None:
             unnamed_data = str(recorded.resolved.get("data"))
-    return LoadedRecipe(path.absolute().parent.name, settings, source=str(path), unnamed_data=unnamed_data)
+    return LoadedRecipe(
+        path.absolute().parent.name, settings, source=str(path), unnamed_data=unnamed_data, path=str(path)
+    )
 
 
 def _read(path: Path) -> dict[str, Any]:
