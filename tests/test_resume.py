@@ -395,6 +395,14 @@ def test_other_data_are_refused_and_the_same_elsewhere_are_not(tmp_path):
     pack(source.changed(images=source.images[::-1].copy()), tmp_path / "other")
     with pytest.raises(ValueError, match=r"must have its original data, but these differ: .*other/train, "):
         train(replace(config, steps=3, data=str(tmp_path / "other"), resume=True), model=Linear())
+    # A pass over other data would be another number of steps; the data are what differs.
+    pack(fake_source(40, size=SIZE), tmp_path / "more")
+    in_epochs = replace(config, steps=1000, epochs=1, run_dir=str(tmp_path / "epochs"))
+    train(in_epochs, model=Linear())
+    for steps in 1000, 3:
+        other = replace(in_epochs, steps=steps, data=str(tmp_path / "more"), resume=True)
+        with pytest.raises(ValueError, match=r"must have its original data, but these differ: .*more/train, "):
+            train(other, model=Linear())
     (tmp_path / "data").rename(tmp_path / "moved")
     result = train(replace(config, steps=3, data=str(tmp_path / "moved"), resume=True), model=Linear())
     assert result.steps_done == 3

@@ -38,6 +38,7 @@ from engine.records.run_folder import (
     RunFolder,
     recorded_versions,
 )
+from engine.run.data import RunData
 from engine.run.parts import OwnParts
 from engine.run.resolve import Resolved, recorded_own_parts
 from engine.settings import OnResume, SettingError, Stage
@@ -110,14 +111,7 @@ def check_own(recorded: RecordedRun, run: Path, parts: OwnParts) -> None:
 
 def check_data(resolved: Resolved, recorded: RecordedRun) -> None:
     """Raise ValueError if the data or the model are not those of the recorded run."""
-    data = resolved.data
-    if data.manifest_digest != recorded.manifest_digest:
-        raise ValueError(
-            f"a resumed or replayed run must have its original data, but these differ: {data.description} "
-            f"(the manifest's digest was {_short(recorded.manifest_digest)}, "
-            f"is now {_short(data.manifest_digest)}). "
-            "Give the folder where the original data are now (--data), or start another run"
-        )
+    check_manifest(resolved.data, recorded)
     now = json.loads(json.dumps(resolved.to_json()))
     for name in _KEPT_PROPERTIES.split():
         if now.get(name) != recorded.resolved.get(name):
@@ -125,6 +119,17 @@ def check_data(resolved: Resolved, recorded: RecordedRun) -> None:
                 f"a resumed or replayed run must keep its {name}, which was {recorded.resolved.get(name)!r}, "
                 f"got {now.get(name)!r}: use the data and the model that it started with"
             )
+
+
+def check_manifest(data: RunData, recorded: RecordedRun) -> None:
+    """Raise ValueError if the training split is not that of the recorded run."""
+    if data.manifest_digest != recorded.manifest_digest:
+        raise ValueError(
+            f"a resumed or replayed run must have its original data, but these differ: {data.description} "
+            f"(the manifest's digest was {_short(recorded.manifest_digest)}, "
+            f"is now {_short(data.manifest_digest)}). "
+            "Give the folder where the original data are now (--data), or start another run"
+        )
 
 
 def check_given_weights(digest: str | None, recorded: RecordedRun) -> None:

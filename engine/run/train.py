@@ -31,6 +31,7 @@ from engine.run.resume import (
     check_chain,
     check_data,
     check_given_weights,
+    check_manifest,
     check_own,
     check_settings,
     check_steps,
@@ -139,6 +140,9 @@ def open_run(
         recorded, start = _find_start(config, parts, notify)
         host = stack.enter_context(HostSide(config, notify))
         data = open_data(config, parts, stack, notify, first_pull=start.pulls, is_new=recorded is None)
+        if recorded is not None:
+            # Before anything that is computed from the data, such as the steps of an epoch.
+            check_manifest(data, recorded)
         config = settle_epochs(config, data.num_images, data.description, notify)
         if recorded is None:
             warn_of_settings(config, data, notify)
