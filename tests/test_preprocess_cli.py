@@ -17,7 +17,11 @@ from preprocess.commands import cli
 from preprocess.commands.cli import default_resize, main
 from preprocess.demo import demo_set
 from preprocess.demo.drawing import draw_demo
+from preprocess.packing.pack import pack_split
+from preprocess.packing.plan import PackSettings
+from preprocess.shards.location import ShardError, open_location
 from preprocess.shards.reader import list_splits, open_split
+from preprocess.sources.open_source import open_source
 from tests.fake_source import files_of
 
 
@@ -118,7 +122,7 @@ def test_a_split_that_was_held_out_and_is_not_made_anew_is_warned_of(tmp_path, s
 
 
 def test_a_pack_of_an_earlier_hold_out_rule_is_completed_by_that_rule(tmp_path, photographs, monkeypatch):
-    from preprocess.sources import open_source, selection
+    from preprocess.sources import selection
 
     options = ["--size", 28, "--holdout", 0.1]
     with monkeypatch.context() as earlier:
@@ -131,7 +135,7 @@ def test_a_pack_of_an_earlier_hold_out_rule_is_completed_by_that_rule(tmp_path, 
     for overwrite in ([], ["--overwrite"]):
         assert run(photographs, tmp_path / "old", *options, "--split", "val", *overwrite).exit_code == 0
         assert num_images(tmp_path / "old") == 32
-    with open_source.open_source(photographs, holdout=0.1) as source:
+    with open_source(photographs, holdout=0.1) as source:
         assert selection.HOLDOUT_RULE == 2
         assert source.splits["val"].digest() != open_split(str(tmp_path / "old"), "val").manifest.source_digest
     # Replaced as a whole, it follows the new rule, and records it.
@@ -163,6 +167,33 @@ def test_a_tree_of_two_levels_is_named(tmp_path, source, photographs):
     result = run(tmp_path / "split", tmp_path / "shards", "--size", 28, "--dry-run")
     assert "such as train/birds/cat/, whose" in result.stderr
     assert "warning" not in run(source, tmp_path / "shards", "--size", 28, "--dry-run").stderr
+
+
+def test_a_link_that_leads_nowhere_is_left_out_or_stops_as_asked(tmp_path, source):
+    (source / "cat" / "gone.png").symlink_to(tmp_path / "nowhere.png")
+    result = run(source, tmp_path / "shards", "--size", 28)
+    assert result.exit_code == 0, result.output
+    assert "cat/gone.png: the symbolic link leads to a file that does not exist" in result.stdout
+    (source / "dog" / "broken.jpg").unlink()
+    result = run(source, tmp_path / "strict", "--size", 28, "--on-error", "fail")
+    assert result.exit_code == 2
+    assert "cat/gone.png: the symbolic link leads to a file that does not exist; remove the image" in result.stderr
+    # A file that was there when it was listed is an error in any case: its disk may be gone.
+    with open_source(source) as listed:
+        (source / "cat" / "0.png").unlink()
+        (source / "cat" / "0.png").symlink_to(tmp_path / "nowhere.png")
+        with pytest.raises(ShardError, match=r"cat/0\.png: No such file"):
+            pack_split(listed.splits["train"], open_location(str(tmp_path / "lost")), PackSettings())
+
+
+def test_the_folder_of_a_run_is_refused(tmp_path, source):
+    (tmp_path / "run").mkdir()
+    for name in "config.json", "loss.jsonl":
+        (tmp_path / "run" / name).touch()
+    result = run(source, tmp_path / "run", "--size", 28)
+    assert result.exit_code == 2
+    assert "is the folder of a training run, which must contain only its run; choose another folder" in result.stderr
+    assert sorted(each.name for each in (tmp_path / "run").iterdir()) == ["config.json", "loss.jsonl"]
 
 
 def test_other_settings_require_overwrite(tmp_path, source):

@@ -45,10 +45,16 @@ class FolderStore:
 
         Raises:
             OSError: the file cannot be read.
-            SourceError: it is no longer a file of `size` bytes, as when it was listed.
+            SourceError: it is no longer a file of `size` bytes, as when it was listed, or it is a link that led nowhere
+                even then.
         """
         try:
             descriptor = open_regular(self.root / name)
+        except FileNotFoundError as error:
+            # It led nowhere when it was listed too: it is a fault of this image, not of the disk.
+            if size == 0 and (self.root / name).is_symlink():
+                raise SourceError("the symbolic link leads to a file that does not exist") from error
+            raise
         except IrregularFileError as error:
             raise SourceError(
                 "the file has changed since it was listed: it is no longer a regular file; run the command again"
@@ -200,7 +206,7 @@ class _Folder:
 def _files_below(class_folder: str) -> Iterator[tuple[str, int]]:
     """Yield the relative path and the size in bytes of each file in a class folder.
 
-    A broken link has size 0, and reading it fails.
+    A broken link has size 0, and reading it raises SourceError.
     """
     waiting = [_Folder(class_folder, "", ())]
     visits: Counter[tuple[int, int]] = Counter()
