@@ -228,7 +228,7 @@ def _run(options: _Options) -> None:
 
 
 def _check_dest(source: str, location: Location) -> None:
-    """Raise UsageError if DEST is an in-memory store or a folder inside SOURCE."""
+    """Raise UsageError if DEST is an in-memory store, the folder of a run, or a folder inside SOURCE."""
     if location.spec["driver"] == "memory":
         raise click.UsageError(
             f"{location.display} would be lost when this command exits; use a folder, gs:// or s3:// as DEST"
@@ -236,6 +236,11 @@ def _check_dest(source: str, location: Location) -> None:
     folder = location.local_path
     if folder is None:
         return
+    if (folder / "config.json").is_file() and (folder / "loss.jsonl").is_file():
+        raise click.UsageError(
+            f"DEST {location.display} is the folder of a training run, which must contain only its run; choose another "
+            "folder"
+        )
     # Path.resolve raises RuntimeError for symbolic links that form a loop.
     inner, outer = Path(os.path.realpath(folder)), Path(os.path.realpath(source))
     if outer.is_dir() and inner.is_relative_to(outer):
