@@ -141,7 +141,7 @@ def test_a_broken_link_is_listed_and_fails_when_read(tmp_path):
     with open_source(tmp_path) as source:
         split = source.splits["train"]
         place = [split.image(i).name for i in range(2)].index("a/broken.jpg")
-        with pytest.raises(FileNotFoundError):
+        with pytest.raises(SourceError, match="the symbolic link leads to a file that does not exist"):
             split.read(place)
 
 
