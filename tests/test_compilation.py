@@ -166,3 +166,15 @@ def test_a_network_in_bfloat16_equals_float32_up_to_rounding(name, train):
     wide = logits("float32")
     # Eight layers' roundings of 2**-9 each, of sums that partly cancel.
     assert np.abs(logits("bfloat16") - wide).max() < 0.05 * np.abs(wide).max()
+
+
+def test_a_cache_that_cannot_be_written_is_one_warning_and_no_cache(tmp_path, recwarn):
+    (tmp_path / "file").touch()
+    heard: list[str] = []
+    with caching_compilations(str(tmp_path / "file" / "cache"), heard.append):
+        compiled = compile_traced(trace_ahead(lambda x: jnp.tan(x) @ x, jnp.ones((21, 21))))
+    assert not compiled.from_cache
+    (told,) = heard
+    assert told.startswith(f"warning: the compilation cache {tmp_path}/file/cache cannot be written (")
+    assert "\n" not in told
+    assert not [each for each in recwarn if "compilation cache" in str(each.message)]

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -149,7 +150,7 @@ def compiler_options(lowered: jax.stages.Lowered, backend: str, *, deterministic
 
 
 @contextmanager
-def caching_compilations(folder: str | None) -> Iterator[None]:
+def caching_compilations(folder: str | None, notify: Callable[[str], None] = lambda _: None) -> Iterator[None]:
     """Cache compiled programs on disk inside the block, and restore jax's settings afterwards.
 
     Use it only around compilations: whatever else the process compiles meanwhile is cached too.
@@ -157,10 +158,17 @@ def caching_compilations(folder: str | None) -> Iterator[None]:
     Args:
         folder: the cache folder; None uses the one set by the caller or $JAX_COMPILATION_CACHE_DIR, or otherwise the
             user's cache folder; "off" caches nothing.
+        notify: called with a warning if the folder cannot be written; nothing is then cached.
     """
     with _SETTINGS_GUARD:
         if folder is None:
             folder = jax.config.jax_compilation_cache_dir or os.fspath(user_cache_folder() / "xla")
+        if folder != "off" and (fault := _describe_unwritable(folder)) is not None:
+            notify(
+                f"warning: the compilation cache {folder} cannot be written ({fault}), so every launch compiles its "
+                "program again: give a writable folder, or off, with --compilation-cache"
+            )
+            folder = "off"
         settings = {
             "jax_compilation_cache_dir": None if folder == "off" else folder,
             # By default jax does not cache programs that compile in under a second, which take most of the time
@@ -173,6 +181,21 @@ def caching_compilations(folder: str | None) -> Iterator[None]:
             yield
         finally:
             _configure(before)
+
+
+def _describe_unwritable(folder: str) -> str | None:
+    """Return why files cannot be created in the cache folder, which is created if missing; None if they can.
+
+    jax itself warns only at each program, in several lines.
+    """
+    if "://" in folder:
+        return None
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return error.strerror or type(error).__name__
 
 
 def _configure(settings: dict[str, Any]) -> None:

@@ -154,7 +154,7 @@ def open_run(
         del start
         if recorded is not None:
             _check_continues(launch, recorded, notify)
-        yield OpenRun(launch, folder, recorded)
+        yield OpenRun(launch, folder, recorded, notify)
 
 
 class OpenRun:
@@ -164,13 +164,20 @@ class OpenRun:
         launch: the launch of the run.
         folder: the locked run folder; None if nothing is recorded.
         recorded: the record of the resumed run, None for a new run.
+        notify: called with a warning about the compilation.
 
     Attributes:
         config: the settings, with `epochs` converted to `steps`.
     """
 
-    def __init__(self, launch: Launch, folder: RunFolder | None, recorded: RecordedRun | None) -> None:
-        self.config = launch.config
+    def __init__(
+        self,
+        launch: Launch,
+        folder: RunFolder | None,
+        recorded: RecordedRun | None,
+        notify: Callable[[str], None],
+    ) -> None:
+        self.config, self._notify = launch.config, notify
         self._launch, self._folder, self._recorded = launch, folder, recorded
 
     def train(self, sinks: Sequence[Sink] = (), origins: Mapping[str, str] | None = None) -> TrainResult:
@@ -208,7 +215,7 @@ class OpenRun:
         launch = self._launch
         if self._recorded is not None and self.config.run_dir is not None:
             find_cuts(Path(self.config.run_dir), launch.start)
-        with caching_compilations(self.config.compilation_cache):
+        with caching_compilations(self.config.compilation_cache, self._notify):
             compiled = launch.compile()
         return DryRun(compiled, launch.num_params, launch.resolved, launch.ring_bytes, host_memory_bytes())
 
@@ -222,7 +229,7 @@ class OpenRun:
         return result_of(launch, compiled, state, None, None)
 
     def _compile(self) -> tuple[Compiled, TrainState]:
-        with caching_compilations(self.config.compilation_cache):
+        with caching_compilations(self.config.compilation_cache, self._notify):
             compiled, state = self._launch.prepare()
         self._launch.warn_of_memory(compiled)
         return compiled, state
