@@ -103,7 +103,7 @@ class TrainConfig:
         unit="NAME", completion="model",
     )
     init_from: str | None = setting(
-        None, TRAINING, _HOST, _KEPT, "Weights to start from (safetensors).", unit="FILE",
+        None, TRAINING, _HOST, _KEPT, "Weights to start from (safetensors, or a PyTorch state dict).", unit="FILE",
         default_text="drawn from the seed", completion="file",
     )
     precision: PrecisionName = setting(

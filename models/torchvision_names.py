@@ -7,7 +7,7 @@ have no weight, and their bias is stored without the factor `models.families.poo
 kernel of `convnet8-wide`, `models.families.pooled_convnet.cosine_kernel`, is not stored.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ type Leaves = dict[str, Any]
 
 WORDS = {"kernel": "weight", "scale": "weight", "bias": "bias", "mean": "running_mean", "var": "running_var"}
 COUNTER = "num_batches_tracked"
+_MAX_NAMED = 10
 
 
 def to_torchvision(model_name: str, params: Params, batch_stats: BatchStats) -> dict[str, np.ndarray]:
@@ -107,7 +108,7 @@ def _shapes(model_name: str, num_classes: int) -> tuple[Params, BatchStats]:
 
 
 def _check(model_name: str, tensors: Mapping[str, np.ndarray]) -> None:
-    """Raise ValueError with the first five mismatches if the tensors are not exactly those of the model."""
+    """Raise ValueError with the first mismatches if the tensors are not exactly those of the model."""
     if "fc.bias" not in tensors or tensors["fc.bias"].ndim != 1:
         find_network(model_name)
         raise ValueError(
@@ -119,15 +120,34 @@ def _check(model_name: str, tensors: Mapping[str, np.ndarray]) -> None:
         _torch_name(path): _to_torch_layout(np.empty(leaf.shape, np.bool_)).shape
         for path, leaf in (*_leaves(params), *_leaves(batch_stats))
     }
-    faults = [f"missing {name}" for name in expected if name not in tensors]
-    faults += [f"unexpected {name}" for name in tensors if name not in expected and name.rpartition(".")[2] != COUNTER]
-    faults += [
+    others = [
         f"{name} is {tensors[name].shape} instead of {shape}"
         for name, shape in expected.items()
         if name in tensors and tensors[name].shape != shape
     ]
-    if faults:
-        more = f" and {len(faults) - 5} more" if len(faults) > 5 else ""
-        raise ValueError(
-            f"the tensors are not those of {model_name}: {'; '.join(faults[:5])}{more}; choose another model"
-        )
+    found = (name for name in tensors if name.rpartition(".")[2] != COUNTER or name in expected)
+    if faults := describe_mismatches(expected, found, others):
+        raise ValueError(f"the tensors are not those of {model_name}: {faults}; choose another model")
+
+
+def describe_mismatches(expected: Iterable[str], found: Iterable[str], others: Iterable[str]) -> str:
+    """Return a list of what does not match, with at most ten of each kind by name; empty if everything matches.
+
+    Args:
+        expected, found: the names of the model's tensors, and of those that were found.
+        others: other faults, each with the name of its tensor.
+    """
+    expected, found = list(expected), list(found)
+    is_expected, is_found = set(expected), set(found)
+    kinds = (
+        ("missing ", ", ", [name for name in expected if name not in is_found]),
+        ("unexpected ", ", ", [name for name in found if name not in is_expected]),
+        ("", "; ", list(others)),
+    )
+    return "; ".join(
+        start
+        + separator.join(faults[:_MAX_NAMED])
+        + (f" and {more} more" if (more := len(faults) - _MAX_NAMED) > 0 else "")
+        for start, separator, faults in kinds
+        if faults
+    )

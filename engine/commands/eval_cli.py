@@ -56,7 +56,7 @@ def _or_default(name: str) -> str:
     "--weights",
     metavar="FILE",
     shell_complete=complete_file,
-    help="Weights file to evaluate instead of RUN (safetensors with torchvision's tensor names).",
+    help="Weights file to evaluate instead of RUN (safetensors or .pt with torchvision's tensor names).",
 )
 @click.option(
     "--model",

@@ -47,8 +47,8 @@ from engine.program.checked_model import CheckedModel
 from engine.program.loop import evaluate_split
 from engine.program.statics import NO_OWN_FUNCTIONS, OwnFunctions, Statics, statics_of
 from engine.program.train_state import TrainModel
+from engine.records.given_weights import read_given_weights
 from engine.records.recorded_run import read_recorded
-from engine.records.weights import read_weights
 from engine.run.compilation import Compiled, caching_compilations, compile_traced, trace_ahead
 from engine.run.data import label_kind
 from engine.run.signals import StopSignals, call_on_worker, ignore_message
@@ -126,7 +126,8 @@ def evaluate_weights(
     """Evaluate weights from any source, such as torchvision, on a packed split.
 
     Args:
-        path: the path of a safetensors file with torchvision's names and layouts.
+        path: the path of a safetensors file or a state dictionary saved by PyTorch, with torchvision's names and
+            layouts.
         config: of its settings, model (a registry name; "auto" uses the name in the file), data,
             eval_split, batch, image_size, eval_mirror, precision and those of the infeed take effect.
         mean, std: of each channel on the scale 0 … 1; None uses those of the file or, without them, ImageNet's.
@@ -137,7 +138,9 @@ def evaluate_weights(
         ValueError, KeyboardInterrupt, BaseException: as in `evaluate`.
     """
     file = os.fspath(path)
-    stored = read_weights(file)
+    stored, changes = read_given_weights(file)
+    for change in changes:
+        notify(f"weights: {change}")
     registry_name_of(file, stored, config)
     board = ControlBoard()
     with StopSignals(board, ignore_message), ExitStack() as stack:

@@ -1,8 +1,9 @@
 """Weights as named tensors, as stored in `model.safetensors`."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,12 +16,11 @@ from safetensors import SafetensorError, safe_open
 from engine.keys import like_leaf, plain_key
 from engine.records.digests import SEAL, describe_array, json_digest
 from engine.updates.update import Weights
-from models.torchvision_names import COUNTER, from_torchvision, to_torchvision
+from models.torchvision_names import COUNTER, describe_mismatches, from_torchvision, to_torchvision
 from preprocess.regular_file import open_regular
 
 type Tensors = dict[str, NDArray[Any]]
 
-_MOST_FAULTS = 5
 _DIGEST_THREADS = 4
 # The key that announces a digest, so that a damaged digest key is detected.
 _KIND = "digest"
@@ -80,33 +80,43 @@ def read_weights(path: str | os.PathLike[str]) -> StoredWeights:
         ValueError: if there is no such file, it is truncated or of another format, or holds numbers of an unsupported
             type.
     """
-    if Path(path).is_dir():
-        raise ValueError(f"weights must be a safetensors file, but {os.fspath(path)} is a folder: give a file")
-    try:
+    with name_read_errors(path):
         os.close(open_regular(path))  # the library would wait for the writer of a pipe
-        with safe_open(path, framework="np") as file:
-            names = list(file.keys())
-            for name in names:
-                if (kind := file.get_slice(name).get_dtype()) not in _READABLE:
-                    raise ValueError(
-                        f"weights must be floats of 16 to 64 bits, but {name} of {os.fspath(path)} is {kind}: "
-                        "save it as float32"
-                    )
-            tensors, metadata = {name: file.get_tensor(name) for name in names}, dict(file.metadata() or {})
+        try:
+            tensors, metadata = _load(path)
+        except SafetensorError as error:
+            raise ValueError(
+                f"weights must be a complete safetensors file, but {os.fspath(path)} is not ({error}): copy it again, "
+                "or save it with safetensors"
+            ) from None
+    return StoredWeights(tensors, metadata, _checked_digest(path, tensors, metadata))
+
+
+def _load(path: str | os.PathLike[str]) -> tuple[Tensors, dict[str, str]]:
+    with safe_open(path, framework="np") as file:
+        names = list(file.keys())
+        for name in names:
+            if (kind := file.get_slice(name).get_dtype()) not in _READABLE:
+                raise ValueError(
+                    f"weights must be floats of 16 to 64 bits, but {name} of {os.fspath(path)} is {kind}: "
+                    "save it as float32"
+                )
+        return {name: file.get_tensor(name) for name in names}, dict(file.metadata() or {})
+
+
+@contextmanager
+def name_read_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Raise ValueError with the path and a remedy if a weights file is a folder, missing or unreadable."""
+    if Path(path).is_dir():
+        raise ValueError(f"weights must be a file, but {os.fspath(path)} is a folder: give a file")
+    try:
+        yield
     except FileNotFoundError:
-        raise ValueError(
-            f"weights must be a safetensors file, but {os.fspath(path)} does not exist: check the path"
-        ) from None
-    except SafetensorError as error:
-        raise ValueError(
-            f"weights must be a complete safetensors file, but {os.fspath(path)} is not ({error}): copy it again, or "
-            "save it with safetensors"
-        ) from None
+        raise ValueError(f"weights must be a file, but {os.fspath(path)} does not exist: check the path") from None
     except OSError as error:
         raise ValueError(
             f"weights must be readable, but {os.fspath(path)} is not ({error.strerror or error}): check its permissions"
         ) from error
-    return StoredWeights(tensors, metadata, _checked_digest(path, tensors, metadata))
 
 
 def with_digest(tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> dict[str, str]:
@@ -163,7 +173,8 @@ def place_tensors(registry_name: str | None, tensors: Mapping[str, NDArray[Any]]
             if name.rpartition(".")[2] != COUNTER and not jnp.issubdtype(tensor.dtype, jnp.floating)
         ]
         if faults:
-            raise ValueError(_list_faults(registry_name, faults, "save it in float32"))
+            listed = describe_mismatches((), (), faults)
+            raise ValueError(f"the tensors are not those of {registry_name}: {listed}; save it in float32")
         return Weights(*from_torchvision(registry_name, tensors))
     return _place_by_path(tensors, like)
 
@@ -171,18 +182,17 @@ def place_tensors(registry_name: str | None, tensors: Mapping[str, NDArray[Any]]
 def _place_by_path(tensors: Mapping[str, NDArray[Any]], like: Weights) -> Weights:
     expected = dict(_named_leaves(like.params, like.batch_stats))
     stored = {name: jax.eval_shape(plain_key, leaf) for name, leaf in expected.items()}
-    faults = [f"missing {name}" for name in expected if name not in tensors]
-    faults += [f"unexpected {name}" for name in tensors if name not in expected]
+    others = []
     for name, leaf in stored.items():
         if name not in tensors:
             continue
         found = tensors[name]
         if found.shape != leaf.shape:
-            faults.append(f"{name} is {found.shape} instead of {leaf.shape}")
+            others.append(f"{name} is {found.shape} instead of {leaf.shape}")
         elif found.dtype != leaf.dtype and not _are_floats(found.dtype, leaf.dtype):
-            faults.append(f"{name} is {found.dtype} instead of {leaf.dtype}")
-    if faults:
-        raise ValueError(_list_faults("the model", faults, "they must come from the same model"))
+            others.append(f"{name} is {found.dtype} instead of {leaf.dtype}")
+    if faults := describe_mismatches(expected, tensors, others):
+        raise ValueError(f"the tensors are not those of the model: {faults}; they must come from the same model")
     leaves = [like_leaf(tensors[name].astype(stored[name].dtype), leaf) for name, leaf in expected.items()]
     placed = jax.tree.unflatten(jax.tree.structure(_as_tree(*like)), leaves)
     return Weights(placed["params"], placed["batch_stats"])
@@ -190,11 +200,6 @@ def _place_by_path(tensors: Mapping[str, NDArray[Any]], like: Weights) -> Weight
 
 def _are_floats(*dtypes: Any) -> bool:
     return all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
-
-
-def _list_faults(model_name: str, faults: list[str], remedy: str) -> str:
-    more = f" and {len(faults) - _MOST_FAULTS} more" if len(faults) > _MOST_FAULTS else ""
-    return f"the tensors are not those of {model_name}: {'; '.join(faults[:_MOST_FAULTS])}{more}; {remedy}"
 
 
 def _as_tree(params: Any, batch_stats: Any) -> dict[str, Any]:

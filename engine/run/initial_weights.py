@@ -1,4 +1,4 @@
-"""The initial weights of a run, read from a safetensors file that comes from torchvision, PyTorch or another run.
+"""The initial weights of a run, read from a safetensors or PyTorch file of torchvision, timm or another run.
 
 Owns what such a file must contain and what may differ. Does not depend on the run.
 """
@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from engine.records.weights import StoredWeights, Tensors, name_tensors, place_tensors, read_weights
+from engine.records.given_weights import read_given_weights
+from engine.records.weights import StoredWeights, Tensors, name_tensors, place_tensors
 from engine.updates.update import Weights
 
 _HEAD = "fc"
@@ -54,8 +55,9 @@ def load_initial_weights(
     """Read and check initial weights; this needs only the shapes of the model's arrays, so it can precede slow work.
 
     Args:
-        path: the path of a safetensors file, with torchvision's names and layouts for a network of the registry, and
-            with `params.…` and `batch_stats.…` for a user-defined model, as in the `model.safetensors` of a run.
+        path: the path of a safetensors file or of a state dictionary saved by PyTorch, with torchvision's names and
+            layouts for a network of the registry, and with `params.…` and `batch_stats.…` for a user-defined model, as
+            in the `model.safetensors` of a run. Prefixes of wrappers are left out; see `read_given_weights`.
         registry_name: the model's name in the registry, None for a user-defined one.
         params, batch_stats: the model's pytrees, arrays or jax.ShapeDtypeStruct.
 
@@ -68,14 +70,14 @@ def load_initial_weights(
             or infinite.
     """
     file, like = os.fspath(path), Weights(params, batch_stats)
-    stored = read_weights(file)
+    stored, changes = read_given_weights(file)
     try:
         placed = place_tensors(registry_name, stored.tensors, like)
     except ValueError as error:
         raise ValueError(f"--init-from {file}: {error}{_hint(stored, registry_name)}") from None
     named = name_tensors(registry_name, *placed)
     _check_finite(file, named)
-    notes = _conversions(stored.tensors, named)
+    notes = [*changes, *_conversions(stored.tensors, named)]
     if registry_name is not None and (classes := _other_classes(placed, like)):
         placed = placed._replace(params=placed.params | {_HEAD: params[_HEAD]})
         notes.append(

@@ -1,0 +1,91 @@
+"""Weights from another program: a safetensors file or a PyTorch file, with the names that a model of this project has.
+
+Owns how the two formats are told apart, and which names of other programs are understood. Must not know models.
+"""
+
+import os
+from typing import NamedTuple
+
+from engine.records.torch_file import read_torch_file
+from engine.records.weights import StoredWeights, Tensors, name_read_errors, read_weights
+from preprocess.regular_file import open_regular
+
+_WRAPPERS = ("module.", "_orig_mod.", "model.")
+"""What DataParallel, `torch.compile` and training frameworks put before every name of a state dictionary."""
+_TIMM_HEAD, _HEAD = "head.fc.", "fc."
+_ZIP = b"PK\x03\x04"
+# Protocol 2 to 5. PyTorch < 1.6 wrote several pickles in a row; a file saved by `pickle` itself begins likewise.
+_PICKLES = tuple(bytes((0x80, protocol)) for protocol in range(2, 6))
+# A safetensors file begins with the length of its header in eight bytes, and the header with a brace.
+_BRACE_OFFSET = 8
+
+
+class GivenWeights(NamedTuple):
+    """The content of a weights file, and one-line messages about what was changed or chosen while reading it."""
+
+    stored: StoredWeights
+    notes: tuple[str, ...]
+
+
+def read_given_weights(path: str | os.PathLike[str]) -> GivenWeights:
+    """Read weights in either format; the content of the file decides, not its name.
+
+    Returns:
+        The tensors with the file's dtypes. A prefix (`module.`, `_orig_mod.`, `model.`) that every name has is left
+        out, and timm's `head.fc` is called `fc`.
+
+    Raises:
+        ValueError: as `engine.records.weights.read_weights` and `engine.records.torch_file.read_torch_file`.
+    """
+    with name_read_errors(path), os.fdopen(open_regular(path), "rb") as file:
+        start = file.read(_BRACE_OFFSET + 1)
+    notes = []
+    if start[_BRACE_OFFSET:] == b"{" or not start.startswith((_ZIP, *_PICKLES)):
+        stored = read_weights(path)
+    elif start.startswith(_ZIP):
+        with name_read_errors(path):
+            tensors, key, ignored = read_torch_file(path)
+        stored = StoredWeights(tensors, {})
+        if key is not None:
+            rest = f", not those under {' or '.join(map(repr, ignored))}" if ignored else ""
+            notes.append(f"the tensors are those under {key!r} in the file{rest}")
+    else:
+        raise ValueError(
+            f"weights must be a safetensors file or a file of PyTorch 1.6 or newer, but {os.fspath(path)} is an older "
+            "PyTorch file or another pickle: load it in PyTorch, and save its state dictionary again with torch.save "
+            "or safetensors.torch.save_file"
+        )
+    tensors, renamed = fit_names(stored.tensors)
+    return GivenWeights(stored._replace(tensors=tensors), (*notes, *renamed))
+
+
+def fit_names(tensors: Tensors) -> tuple[Tensors, list[str]]:
+    """Return tensors without prefixes of wrappers that every name has, at most three, and with `fc` for `head.fc`.
+
+    Returns:
+        The tensors by their new names, and a message for each change.
+    """
+    notes = []
+    for _ in _WRAPPERS:
+        if wrapper := _wrapper_of(tensors):
+            tensors = {name.removeprefix(wrapper): tensor for name, tensor in tensors.items()}
+            notes.append(f"the prefix {wrapper!r} of the tensors' names is left out")
+    if not any(name.startswith(_HEAD) for name in tensors) and any(name.startswith(_TIMM_HEAD) for name in tensors):
+        tensors = {
+            _HEAD + name.removeprefix(_TIMM_HEAD) if name.startswith(_TIMM_HEAD) else name: tensor
+            for name, tensor in tensors.items()
+        }
+        notes.append("timm's classifier 'head.fc' is called 'fc'")
+    return tensors, notes
+
+
+def _wrapper_of(tensors: Tensors) -> str | None:
+    """Return the prefix that all names have, if it is that of a wrapper."""
+    return next(
+        (
+            wrapper
+            for wrapper in _WRAPPERS
+            if tensors and all(name.startswith(wrapper) and name != wrapper for name in tensors)
+        ),
+        None,
+    )
