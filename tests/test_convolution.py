@@ -199,6 +199,75 @@ def test_a_bias_is_added_and_has_its_gradient():
     np.testing.assert_array_equal(pullback(jnp.ones_like(y))[0], np.full(4, 50.0))
 
 
+def textbook_by_groups(x, kernel, gradient, geometry, groups):
+    """The textbook's convolution of each group of channels, side by side."""
+    found = [
+        textbook(*operands, geometry)
+        for operands in zip(
+            np.split(x, groups, axis=3), np.split(kernel, groups, axis=3), np.split(gradient, groups, 3), strict=True
+        )
+    ]
+    return [np.concatenate([each[part] for each in found], axis=3) for part in ("forward", "input", "filter")]
+
+
+@settings(max_examples=6, derandomize=True)
+@given(problems(), st.sampled_from((2, 3, 5)))
+def test_groups_are_the_textbooks_convolutions_of_their_channels(problem, groups):
+    x_shape, (kh, kw, C, K), geometry = problem
+    x, kernel = normal(0, (*x_shape[:3], C * groups)), normal(1, (kh, kw, C, K * groups))
+    size = geometry.output_size(forms.image_size(x), (kh, kw))
+    gradient = normal(2, (x_shape[0], *size, K * groups))
+    convolve = partial(convolution, stride=geometry.strides, padding=geometry.padding, groups=groups)
+    found = jax.jit(partial(value_and_gradients, convolve))(x, kernel, gradient)
+    for each, wanted in zip(found, textbook_by_groups(x, kernel, gradient, geometry, groups), strict=True):
+        assert_close(each, wanted, name=f"{problem} {groups}")
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("C", "K", "groups", "stride"),
+    [
+        (6, 6, 6, 1),  # depthwise
+        (6, 12, 6, 2),  # two output channels a channel
+        (48, 24, 12, 1),  # two blocks of six groups
+        (80, 4, 2, 2),  # a group wider than a block
+    ],
+)
+def test_groups_are_xlas(monkeypatch, C, K, groups, stride, platform):
+    if platform == "cuda":
+        use_card_forms(monkeypatch)
+    x, kernel = normal(0, (2, 9, 8, C), jnp.bfloat16), normal(1, (3, 3, C // groups, K), jnp.bfloat16)
+    wide = [operand.astype(jnp.float32) for operand in (x, kernel)]
+
+    def plain(x, kernel):
+        return lax.conv_general_dilated(
+            x, kernel, (stride, stride), "SAME", dimension_numbers=forms.NHWC, feature_group_count=groups
+        )
+
+    gradient = normal(2, jax.eval_shape(plain, *wide).shape, jnp.bfloat16)
+    ours = partial(convolution, stride=stride, groups=groups)
+    wanted = jax.jit(partial(value_and_gradients, plain))(*wide, gradient.astype(jnp.float32))
+    for found, reference in zip(jax.jit(partial(value_and_gradients, ours))(*wide, gradient), wanted, strict=True):
+        assert_close(found, reference)
+    for found, reference in zip(jax.jit(partial(value_and_gradients, ours))(x, kernel, gradient), wanted, strict=True):
+        assert found.dtype == jnp.bfloat16
+        # Sums are float32, rounded once: half a unit in the last of eight bits.
+        np.testing.assert_allclose(np.asarray(found, np.float32), reference, rtol=2**-8, atol=1e-4)
+
+
+@pytest.mark.parametrize(("C", "groups"), [(12, 12), (96, 12)])
+def test_groups_in_a_loop_keep_only_fast_convolutions(C, groups):
+    def step(carry):
+        count, x, kernel = carry
+        gradients = jax.grad(lambda *pair: (convolution(*pair, stride=2, groups=groups) ** 2).sum(), (0, 1))(x, kernel)
+        return count + 1, *gradients
+
+    loop = jax.jit(lambda x, kernel: lax.while_loop(lambda carry: carry[0] < 9, step, (jnp.int32(0), x, kernel)))
+    hlo = loop.lower(normal(0, (2, 9, 8, C)), normal(1, (3, 3, C // groups, C))).compile().as_text()
+    assert "while(" in hlo
+    assert slow_convolutions(hlo) == []
+
+
 def parts(form):
     assert isinstance(form, partial)
     return form.func, form.args
@@ -222,6 +291,9 @@ def test_forms_follow_the_measurements():
     [
         ({"x": (2, 5, 5, 3), "kernel": (3, 3, 4, 2)}, r"with the same C, got \(2, 5, 5, 3\) and \(3, 3, 4, 2\)"),
         ({"x": (5, 5, 3), "kernel": (3, 3, 3, 2)}, r"x \[B,H,W,C\]"),
+        ({"x": (2, 5, 5, 6), "kernel": (3, 3, 6, 2), "groups": 2}, r"C/groups,K\] .* \(3, 3, 6, 2\) and 2 groups"),
+        ({"x": (2, 5, 5, 6), "kernel": (3, 3, 3, 3), "groups": 2}, "a multiple of its groups, got 3 and 2"),
+        ({"x": (2, 5, 5, 6), "kernel": (3, 3, 6, 2), "groups": 0}, "groups must be at least 1, got 0"),
         ({"x": (2, 5, 5, 3), "kernel": (3, 3, 3, 2), "stride": 0}, "stride must be at least 1, got 0"),
         ({"x": (2, 5, 5, 3), "kernel": (3, 3, 3, 2), "padding": "FULL"}, "padding must be \"SAME\", .*, got 'FULL'"),
         ({"x": (2, 5, 5, 3), "kernel": (3, 3, 3, 2), "padding": ((-1, 0), (0, 0))}, "at least 0, got"),

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from models.layers import convolution_forms as forms
+from models.layers import grouped_forms as grouped
 from models.layers.convolution_forms import Geometry, Padding, Pair, image_size, window_size
 
 type Forward = Callable[[jax.Array, jax.Array, Geometry], jax.Array]
@@ -28,16 +29,19 @@ def convolution(
     stride: int | Pair = 1,
     padding: str | Padding = "SAME",
     bias: jax.Array | None = None,
+    groups: int = 1,
 ) -> jax.Array:
     """Cross-correlate images with a kernel, like `lax.conv_general_dilated` with NHWC and HWIO layouts.
 
     Args:
         x: `[B,H,W,C]`, any floating dtype.
-        kernel: `[kh,kw,C,K]`, the dtype of `x`.
+        kernel: `[kh,kw,C/groups,K]`, the dtype of `x`.
         stride: step of the window, one number for both axes or (height, width), at least 1.
         padding: "SAME" (XLA's rule: if the total is odd, the high side has one more), "VALID", or
             ((top, bottom), (left, right)) ≥ 0.
         bias: `[K]`, added to the result.
+        groups: number of equal parts of the channels, each convolved by itself, a divisor of C and K (XLA's
+            `feature_group_count`); C for a depthwise convolution.
 
     Returns:
         `[B,P,Q,K]` in the dtype of `x`. Sums are at least float32.
@@ -48,22 +52,35 @@ def convolution(
     Raises:
         ValueError: if shapes, dtypes, stride and padding do not fit together.
     """
-    geometry = _geometry(x, kernel, stride, padding)
+    geometry = _geometry(x, kernel, stride, padding, groups)
     y = _convolution(geometry, x, kernel)
     # Added in float32, so that the bias's gradient, a sum over all positions, is float32 too.
     return y if bias is None else (_wide(y) + bias).astype(y.dtype)
 
 
-def _geometry(x: jax.Array, kernel: jax.Array, stride: int | Pair, padding: str | Padding) -> Geometry:
-    """Check the operands and return their geometry, with the padding converted to numbers."""
-    if x.ndim != 4 or kernel.ndim != 4 or x.shape[3] != kernel.shape[2]:
+def _check_channels(x: jax.Array, kernel: jax.Array, groups: int) -> None:
+    """Raise ValueError if the operands are not `[B,H,W,C]` and `[kh,kw,C/groups,K]` of the same dtype."""
+    if groups < 1:
+        raise ValueError(f"a convolution's groups must be at least 1, got {groups}")
+    if x.ndim != 4 or kernel.ndim != 4 or x.shape[3] != kernel.shape[2] * groups:
+        shape, of_groups = ("C", "") if groups == 1 else ("C/groups", f" and {groups} groups")
         raise ValueError(
-            f"convolution needs x [B,H,W,C] and a kernel [kh,kw,C,K] with the same C, got {x.shape} and {kernel.shape}"
+            f"convolution needs x [B,H,W,C] and a kernel [kh,kw,{shape},K] with the same C, got {x.shape} and "
+            f"{kernel.shape}{of_groups}"
+        )
+    if kernel.shape[3] % groups:
+        raise ValueError(
+            f"a convolution's output channels must be a multiple of its groups, got {kernel.shape[3]} and {groups}"
         )
     if x.dtype != kernel.dtype:
         raise ValueError(
             f"convolution needs operands of the same dtype, got {x.dtype} and {kernel.dtype}; cast one of them"
         )
+
+
+def _geometry(x: jax.Array, kernel: jax.Array, stride: int | Pair, padding: str | Padding, groups: int) -> Geometry:
+    """Check the operands and return their geometry, with the padding converted to numbers."""
+    _check_channels(x, kernel, groups)
     strides = (stride, stride) if isinstance(stride, int) else stride
     if min(strides) < 1:
         raise ValueError(f"a convolution's stride must be at least 1, got {stride}")
@@ -148,20 +165,62 @@ def _wide(x: jax.Array) -> jax.Array:
 
 
 def _forward_cpu(geometry: Geometry, x: jax.Array, kernel: jax.Array) -> jax.Array:
-    return forward_form(image_size(x), window_size(kernel))(_wide(x), _wide(kernel), geometry).astype(x.dtype)
+    forward = _forward_dense if grouped.num_groups(x, kernel) == 1 else _forward_grouped
+    return forward(geometry, _wide(x), _wide(kernel)).astype(x.dtype)
+
+
+def _forward_dense(geometry: Geometry, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return forward_form(image_size(x), window_size(kernel))(x, kernel, geometry)
+
+
+def _forward_grouped(geometry: Geometry, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    if kernel.shape[2] == 1:
+        return grouped.depthwise_forward(x, kernel, geometry)
+    groups = grouped.num_groups(x, kernel)
+    per_block = grouped.groups_per_block(groups, kernel.shape[2])
+    blocks = grouped.split_channels(x, groups // per_block), grouped.block_kernels(kernel, groups, per_block)
+    return grouped.join_channels(lax.map(lambda block: _forward_dense(geometry, *block), blocks))
 
 
 def _gradients_cpu(
     geometry: Geometry, x: jax.Array, kernel: jax.Array, gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
+    gradients = _gradients_dense if grouped.num_groups(x, kernel) == 1 else _gradients_grouped
+    input_gradient, filter_gradient = gradients(geometry, _wide(x), _wide(kernel), _wide(gradient))
+    return input_gradient.astype(x.dtype), filter_gradient.astype(kernel.dtype)
+
+
+def _gradients_dense(
+    geometry: Geometry, x: jax.Array, kernel: jax.Array, gradient: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     window, C = window_size(kernel), x.shape[3]
     input_gradient = input_gradient_form(image_size(gradient), window, geometry.strides, C)
     filter_gradient = filter_gradient_form(x.shape[0], window, geometry.strides, C)
-    wide_gradient = _wide(gradient)
     return (
-        input_gradient(wide_gradient, _wide(kernel), geometry, image_size(x)).astype(x.dtype),
-        filter_gradient(_wide(x), wide_gradient, geometry, window).astype(kernel.dtype),
+        input_gradient(gradient, kernel, geometry, image_size(x)),
+        filter_gradient(x, gradient, geometry, window),
     )
+
+
+def _gradients_grouped(
+    geometry: Geometry, x: jax.Array, kernel: jax.Array, gradient: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    if kernel.shape[2] == 1:
+        return (
+            grouped.depthwise_input_gradient(gradient, kernel, geometry, image_size(x), x.shape[3]),
+            grouped.depthwise_filter_gradient(x, gradient, geometry, window_size(kernel)),
+        )
+    groups = grouped.num_groups(x, kernel)
+    per_block = grouped.groups_per_block(groups, kernel.shape[2])
+    of_x, of_kernel = lax.map(
+        lambda block: _gradients_dense(geometry, *block),
+        (
+            grouped.split_channels(x, groups // per_block),
+            grouped.block_kernels(kernel, groups, per_block),
+            grouped.split_channels(gradient, groups // per_block),
+        ),
+    )
+    return grouped.join_channels(of_x), grouped.kernel_of_blocks(of_kernel, per_block)
 
 
 def channels_on_cards(C: int, K: int) -> int:
@@ -176,7 +235,8 @@ def channels_on_cards(C: int, K: int) -> int:
 
 
 def _forward_cuda(geometry: Geometry, x: jax.Array, kernel: jax.Array) -> jax.Array:
-    missing = 0 if x.dtype.itemsize > 2 else channels_on_cards(*kernel.shape[2:]) - x.shape[3]
+    is_wide = x.dtype.itemsize > 2 or grouped.num_groups(x, kernel) > 1
+    missing = 0 if is_wide else channels_on_cards(*kernel.shape[2:]) - x.shape[3]
     if missing:
         x = jnp.pad(x, ((0, 0),) * 3 + ((0, missing),))
         kernel = jnp.pad(kernel, ((0, 0),) * 2 + ((0, missing), (0, 0)))

@@ -86,8 +86,18 @@ def _turned_padding(window: Pair, geometry: Geometry, input_size: Pair, output_s
 
 
 def forward_lax(x: jax.Array, kernel: jax.Array, geometry: Geometry) -> jax.Array:
-    """Compute the convolution in the canonical form, which XLA:CPU passes to Eigen even inside loops."""
-    return lax.conv_general_dilated(x, kernel, geometry.strides, geometry.padding, dimension_numbers=NHWC)
+    """Compute the convolution in the canonical form, which XLA:CPU passes to Eigen even inside loops.
+
+    With fewer input channels in the kernel than in `x` it has groups, which are slow on a CPU.
+    """
+    return lax.conv_general_dilated(
+        x,
+        kernel,
+        geometry.strides,
+        geometry.padding,
+        dimension_numbers=NHWC,
+        feature_group_count=x.shape[3] // kernel.shape[2],
+    )
 
 
 def forward_patches(x: jax.Array, kernel: jax.Array, geometry: Geometry) -> jax.Array:
