@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from models.layers.batch_norm import RunningStats, batch_norm
     from models.layers.convolution import convolution
     from models.layers.head import dense, global_average_pool
+    from models.layers.lax_convolution import conv_general_dilated
     from models.layers.pooling import max_pool
     from models.model import Model
     from models.registry import build_model, count_params, model_names
@@ -19,6 +20,7 @@ _HOME = {
     "RunningStats": "models.layers.batch_norm",
     "batch_norm": "models.layers.batch_norm",
     "build_model": "models.registry",
+    "conv_general_dilated": "models.layers.lax_convolution",
     "convolution": "models.layers.convolution",
     "count_params": "models.registry",
     "dense": "models.layers.head",
@@ -34,6 +36,7 @@ __all__ = [
     "RunningStats",
     "batch_norm",
     "build_model",
+    "conv_general_dilated",
     "convolution",
     "count_params",
     "dense",

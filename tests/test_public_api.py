@@ -48,6 +48,7 @@ PUBLIC = {
         "RunningStats",
         "batch_norm",
         "build_model",
+        "conv_general_dilated",
         "convolution",
         "count_params",
         "dense",

@@ -1,0 +1,75 @@
+"""The drop-in for `lax.conv_general_dilated`: equal to it for every call, loop-safe where it can be."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from models import conv_general_dilated, convolution
+
+NHWC = ("NHWC", "HWIO", "NHWC")
+X = jax.random.normal(jax.random.key(0), (2, 7, 6, 4))
+KERNEL = jax.random.normal(jax.random.key(1), (3, 3, 4, 5))
+HALVES = {"lhs": X.astype(jnp.bfloat16), "rhs": KERNEL.astype(jnp.bfloat16)}
+
+
+@pytest.mark.parametrize(
+    ("strides", "padding"),
+    [((1, 1), "SAME"), ((2, 1), "VALID"), ((2, 2), ((1, 0), (2, 1))), ((1, 2), [(0, 0), (1, 1)]), ((1, 1), "same")],
+)
+def test_the_calls_of_flax_are_loop_safe_and_equal_lax(strides, padding):
+    numbers = lax.conv_dimension_numbers(X.shape, KERNEL.shape, NHWC)
+    keywords = {"lhs_dilation": (1, 1), "rhs_dilation": (1, 1), "dimension_numbers": numbers, "precision": None}
+
+    def run(convolve, x, kernel):
+        return convolve(x, kernel, strides, padding, feature_group_count=1, **keywords)
+
+    def loss(convolve, x, kernel):
+        return jnp.square(run(convolve, x, kernel)).sum()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = run(conv_general_dilated, X, KERNEL)
+    assert "custom_vjp_call" in str(jax.make_jaxpr(lambda x: run(conv_general_dilated, x, KERNEL))(X))
+    # The sums are of 36 products each, in another order.
+    np.testing.assert_allclose(found, run(lax.conv_general_dilated, X, KERNEL), rtol=1e-5, atol=1e-5)
+    for mine, reference in zip(
+        jax.grad(loss, (1, 2))(conv_general_dilated, X, KERNEL),
+        jax.grad(loss, (1, 2))(lax.conv_general_dilated, X, KERNEL),
+        strict=True,
+    ):
+        np.testing.assert_allclose(mine, reference, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"rhs_dilation": (2, 2)}, "dilation"),
+        ({"lhs_dilation": (2, 1), "padding": ((0, 0), (1, 1))}, "dilation"),
+        ({"rhs": jnp.ones((3, 3, 2, 4)), "feature_group_count": 2}, "2 groups"),
+        ({"padding": ((-1, 0), (0, 0))}, "negative padding"),
+        ({"precision": lax.Precision.HIGHEST}, "the precision HIGHEST"),
+        (HALVES | {"preferred_element_type": jnp.float32}, "a preferred element type or sharding"),
+        ({"lhs": X.transpose(0, 3, 1, 2), "dimension_numbers": ("NCHW", "HWIO", "NCHW")}, "the dimension numbers"),
+        (
+            {"lhs": jnp.ones((2, 9, 4)), "rhs": jnp.ones((3, 4, 5)), "window_strides": (1,)}
+            | {"dimension_numbers": ("NHC", "HIO", "NHC")},
+            "1 spatial dimensions",
+        ),
+    ],
+)
+def test_any_other_call_is_that_of_lax_and_says_why(change, reason):
+    call = {"lhs": X, "rhs": KERNEL, "window_strides": (1, 1), "padding": "SAME", "dimension_numbers": NHWC} | change
+    with pytest.warns(RuntimeWarning, match=f"a convolution with {reason}.* runs as XLA's own, which is many times"):
+        found = conv_general_dilated(**call)
+    expected = lax.conv_general_dilated(**call)
+    assert found.dtype == expected.dtype
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_it_computes_the_bits_of_the_convolution():
+    found = conv_general_dilated(X, KERNEL, (2, 2), "SAME", dimension_numbers=NHWC)
+    np.testing.assert_array_equal(found, convolution(X, KERNEL, stride=2))
