@@ -4,7 +4,7 @@ The only module that knows which data the settings select.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -23,6 +23,7 @@ from engine.feed.shard_batches import SequentialBatches, ShardBatches
 from engine.run.dataset import choose_data, make_demo
 from engine.run.parts import OwnParts
 from engine.settings import SettingError
+from preprocess.shards.classes import ImageClass
 from preprocess.shards.manifest import Manifest
 from preprocess.shards.reader import ShardSplit, open_split
 from preprocess.shards.splits import SplitNames, find_splits
@@ -47,6 +48,8 @@ class RunData:
         manifest_digest: SHA-256 of the training split's manifest, None without one.
         eval_manifest_digest: likewise for the evaluation split.
         location: the folder or URL of the packed data set, None without one.
+        classes: the classes by label, empty if they have no names.
+        resize_rule: how the images were resized and cropped when they were packed, None if unknown.
     """
 
     source: BatchSource
@@ -59,6 +62,8 @@ class RunData:
     manifest_digest: str | None = None
     eval_manifest_digest: str | None = None
     location: str | None = None
+    classes: tuple[ImageClass, ...] = ()
+    resize_rule: Mapping[str, int | str] | None = None
 
 
 def open_data(
@@ -172,6 +177,8 @@ def _open_packed(config: TrainConfig, stack: ExitStack, notify: Callable[[str], 
         std=manifest.channel_std,
         manifest_digest=manifest_digest_of(manifest),
         location=choice.data,
+        classes=manifest.classes,
+        resize_rule=manifest.resize_rule,
     )
     name = choose_eval_split(config, choice.data, is_new=is_new)
     if name is None:

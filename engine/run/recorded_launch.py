@@ -27,6 +27,7 @@ from engine.records.run_folder import RunFolder
 from engine.records.run_folder_sink import RunFolderSink
 from engine.records.snapshot_writer import SnapshotWriter
 from engine.records.weights import name_tensors
+from engine.records.weights_metadata import STEPS_DONE, describe_weights, without_classes
 from engine.run.compilation import Compiled
 from engine.run.launch import Launch
 from engine.run.nonfinite import NonFiniteError
@@ -36,6 +37,8 @@ from engine.stream.sinks import Sink
 
 # Longest wait for the last snapshot at the end of a run.
 _SNAPSHOT_TIMEOUT_S = 600.0
+# The names of 20,000 classes take about 1 MB.
+_MOST_METADATA_CHARACTERS = 1 << 22
 
 
 def result_of(
@@ -64,6 +67,28 @@ def result_of(
         wait_s=launch.stream.wait_s,
         run_dir=folder.path if folder else None,
     )
+
+
+def metadata_of(launch: Launch) -> dict[str, str]:
+    """Return the metadata of the weights of a launch, whichever step they are from."""
+    resolved, size = launch.resolved, launch.config.image_size
+    data = resolved.data
+    return describe_weights(
+        model=resolved.model_name,
+        height=size or data.source.height,
+        width=size or data.source.width,
+        mean=data.mean,
+        std=launch.std,
+        num_classes=data.num_classes,
+        classes=data.classes,
+        resize_rule=data.resize_rule,
+    )
+
+
+def recorded_metadata(launch: Launch) -> dict[str, str]:
+    """Return the metadata to record in `config.json`, whose size is limited: without class names if they are long."""
+    metadata = metadata_of(launch)
+    return metadata if sum(map(len, metadata.values())) <= _MOST_METADATA_CHARACTERS else without_classes(metadata)
 
 
 class RecordedLaunch:
@@ -226,15 +251,7 @@ class RecordedLaunch:
 
     def _weights_metadata(self, result: TrainResult) -> dict[str, str]:
         """Return the metadata needed to use the weights; all values are strings, as safetensors requires."""
-        resolved, size = self._launch.resolved, self._config.image_size
-        data = resolved.data
-        return {
-            "model": resolved.model_name,
-            "steps_done": str(result.steps_done),
-            "image_size": f"{size or data.source.height}x{size or data.source.width}",
-            "mean": " ".join(map(str, data.mean)),
-            "std": " ".join(map(str, self._launch.std)),
-        }
+        return {**metadata_of(self._launch), STEPS_DONE: str(result.steps_done)}
 
     def _record_end(self, failure: BaseException | None, result: TrainResult | None = None) -> None:
         """Write `result.json`; if that fails, add a note to `failure`, or raise the error if there is no failure."""

@@ -16,13 +16,14 @@ from engine.objective.metrics import Metric, PerExample
 from engine.program.train_state import TrainModel, TrainState
 from engine.records.recorded_run import RecordedRun, read_recorded
 from engine.records.run_folder import RunFolder, check_folder
+from engine.records.weights_metadata import WEIGHTS_METADATA
 from engine.run.compilation import Compiled, caching_compilations
 from engine.run.data import open_data
 from engine.run.epochs import settle_epochs
 from engine.run.host_side import HostSide
 from engine.run.launch import Launch
 from engine.run.parts import OwnParts
-from engine.run.recorded_launch import RecordedLaunch, result_of
+from engine.run.recorded_launch import RecordedLaunch, recorded_metadata, result_of
 from engine.run.resolve import check_arguments, resolve, warn_of_settings
 from engine.run.result import DryRun, TrainResult
 from engine.run.resume import (
@@ -199,6 +200,7 @@ class OpenRun:
                 **launch.crossings,
                 "learning_rate": self.config.peak_learning_rate,
                 GIVEN_WEIGHTS: _given_digest(launch, recorded),
+                WEIGHTS_METADATA: recorded_metadata(launch),
             }
             folder.write_config(
                 with_absolute_paths(self.config),

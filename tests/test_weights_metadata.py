@@ -1,0 +1,81 @@
+"""The metadata of the weights: what they say about images and classes, and what their digest covers."""
+
+import json
+import os
+from dataclasses import replace
+
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from engine import TrainConfig, evaluate, train
+from engine.records.weights import read_weights, with_digest
+from engine.records.weights_metadata import classes_of, describe_weights, resize_rule_of
+from preprocess.shards.classes import ImageClass
+from tests.fake_source import CLASSES, fake_source, pack
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("metadata")
+    odd = (ImageClass("n0", "caf\u00e9 \x1b[2J"), *CLASSES[1:])
+    for name, count in (("train", 12), ("val", 5)):
+        pack(replace(fake_source(count, size=8, name=name), classes=odd), folder / "data")
+    config = TrainConfig(
+        steps=1, batch=4, data=os.fspath(folder / "data"), model="resnet8", image_size=6, run_dir=folder / "run"
+    )
+    train(config)
+    return folder / "run"
+
+
+def test_weights_say_which_images_they_need_and_what_their_classes_are(run):
+    metadata = read_weights(run / WEIGHTS).metadata
+    assert metadata["image_size"] == "6x6"
+    assert metadata["num_classes"] == "3"
+    assert json.loads(metadata["preprocessing"]) == {"size": 8, "resize": 8, "resample": "bicubic"}
+    assert [each.id for each in classes_of(metadata, "x")] == ["n0", "n2", "n3"]
+    assert classes_of(metadata, "x")[0].name == "caf\u00e9 \x1b[2J"
+    assert resize_rule_of(metadata, "x") == {"size": 8, "resize": 8, "resample": "bicubic"}
+    recorded = json.loads((run / "config.json").read_text())["resolved"]["weights_metadata"]
+    assert recorded == {key: text for key, text in metadata.items() if key not in ("steps_done", "digest", "sha256")}
+
+
+@pytest.mark.parametrize("key", ["classes", "preprocessing", "num_classes", "mean"])
+def test_the_digest_covers_every_entry(run, tmp_path, key):
+    stored = read_weights(run / WEIGHTS)
+    save_file(stored.tensors, tmp_path / WEIGHTS, stored.metadata | {key: stored.metadata[key] + " "})
+    with pytest.raises(ValueError, match="has changed since it was written"):
+        read_weights(tmp_path / WEIGHTS)
+
+
+def test_weights_of_an_older_run_are_still_evaluated(run):
+    found = evaluate(run).record
+    content, result = (run / WEIGHTS).read_bytes(), (run / "result.json").read_bytes()
+    tensors, metadata = load_file(run / WEIGHTS), read_weights(run / WEIGHTS).metadata
+    old = {key: metadata[key] for key in ("model", "steps_done", "image_size", "mean", "std")}
+    try:
+        save_file(tensors, run / WEIGHTS, with_digest(tensors, old))
+        (run / "result.json").unlink()  # it has the digest of the newer file
+        again = evaluate(run).record
+    finally:
+        (run / WEIGHTS).write_bytes(content)
+        (run / "result.json").write_bytes(result)
+    assert (again.top1, again.loss) == (found.top1, found.loss)
+    assert classes_of(old, "x") == ()
+    assert resize_rule_of(old, "x") is None
+
+
+def test_a_thousand_names_are_kept():
+    classes = [ImageClass(f"n{number:08}", f"name of {number}" * 5) for number in range(1000)]
+    described = describe_weights(model="m", height=2, width=3, mean=(0,) * 3, std=(1,) * 3, classes=classes)
+    assert classes_of(described, "x") == tuple(classes)
+    assert described["image_size"] == "2x3"
+
+
+@pytest.mark.parametrize("text", ["[", "{}", '[{"id": 1, "name": "x"}]', '[{"id": "x"}]', "[" * 100_000])
+def test_malformed_classes_are_refused(text):
+    with pytest.raises(ValueError, match=r"the metadata classes of some\.file must be .*, but are not: restore"):
+        classes_of({"classes": text}, "some.file")
+    with pytest.raises(ValueError, match=r"the metadata preprocessing of some\.file must be"):
+        resize_rule_of({"preprocessing": text.replace("{}", "[]")}, "some.file")
