@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from engine.config import TrainConfig
-    from engine.evaluation.result import EvaluationResult
+    from engine.evaluation.predict import PredictionResult, predict
+    from engine.evaluation.result import EvaluationResult, ImagePredictions
     from engine.evaluation.run import evaluate, evaluate_weights, run_settings
     from engine.feed.batches import BatchSource, EvaluationSource
     from engine.feed.feeder import FeederError
@@ -39,10 +40,12 @@ _HOME = {
     "EvaluationResult": "engine.evaluation.result",
     "EvaluationSource": "engine.feed.batches",
     "FeederError": "engine.feed.feeder",
+    "ImagePredictions": "engine.evaluation.result",
     "LoadedRecipe": "engine.recipes",
     "LossRecord": "engine.stream.sinks",
     "Metric": "engine.objective.metrics",
     "NonFiniteError": "engine.run.nonfinite",
+    "PredictionResult": "engine.evaluation.predict",
     "ReplayReport": "engine.replay.report",
     "SettingError": "engine.settings",
     "Sink": "engine.stream.sinks",
@@ -57,6 +60,7 @@ _HOME = {
     "load_recipe": "engine.recipes",
     "mean_average_precision": "engine.objective.metrics",
     "mean_of": "engine.objective.metrics",
+    "predict": "engine.evaluation.predict",
     "recipe_names": "engine.recipes",
     "replay_run": "engine.replay.replay",
     "run_settings": "engine.evaluation.run",
@@ -72,10 +76,12 @@ __all__ = [
     "EvaluationResult",
     "EvaluationSource",
     "FeederError",
+    "ImagePredictions",
     "LoadedRecipe",
     "LossRecord",
     "Metric",
     "NonFiniteError",
+    "PredictionResult",
     "ReplayReport",
     "SettingError",
     "Sink",
@@ -90,6 +96,7 @@ __all__ = [
     "load_recipe",
     "mean_average_precision",
     "mean_of",
+    "predict",
     "recipe_names",
     "replay_run",
     "run_settings",

@@ -3,6 +3,7 @@
 from engine.commands.cli import main as run_train
 from engine.commands.control_cli import main as control_run
 from engine.commands.eval_cli import main as run_eval
+from engine.commands.predict_cli import main as predict_images
 from engine.commands.tail_cli import main as tail_run
 from engine.commands.verify_cli import main as verify_run
 from preprocess.commands.cli import main as preprocess_imagenet
@@ -16,6 +17,7 @@ _COMMANDS = {
     "run-train": run_train,
     "tail-run": tail_run,
     "verify-run": verify_run,
+    "predict-images": predict_images,
 }
 
 COMMAND_OPTIONS: dict[str, set[str]] = {

@@ -31,6 +31,7 @@ COMMANDS = {
     "run-eval": "engine.commands.eval_cli",
     "control-run": "engine.commands.control_cli",
     "verify-run": "engine.commands.verify_cli",
+    "predict-images": "engine.commands.predict_cli",
 }
 
 
@@ -144,7 +145,11 @@ def test_an_exception_that_no_command_catches_is_printed_safely(tmp_path):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_given_a_hostile_name_prints_no_control_character(tmp_path, name, encoding):
     found = run(
-        COMMANDS[name], BARE, *(["x"] if name == "preprocess-imagenet" else []), cwd=tmp_path, encoding=encoding
+        COMMANDS[name],
+        BARE,
+        *(["x"] if name in ("preprocess-imagenet", "predict-images") else []),
+        cwd=tmp_path,
+        encoding=encoding,
     )
     assert found.returncode in (1, 2)
     assert found.stderr

@@ -14,7 +14,8 @@ from click.testing import CliRunner
 from PIL import Image
 
 from preprocess.commands import cli
-from preprocess.commands.cli import default_resize, main
+from preprocess.commands.cli import main
+from preprocess.decoding.default_resize import default_resize
 from preprocess.demo import demo_set
 from preprocess.demo.drawing import draw_demo
 from preprocess.packing.pack import pack_split

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -47,12 +48,36 @@ def test_a_folder_that_is_not_a_run_is_named(run, tmp_path):
         read_run(tmp_path)
 
 
-def test_a_run_without_weights_has_not_ended(run):
+def test_a_run_without_weights_has_those_of_its_newest_snapshot(run):
+    expected = read_run(run).weights
+    assert read_run(run).snapshot_step is None
     (run / "model.safetensors").unlink()
-    with pytest.raises(
-        ValueError, match=r"must contain model\.safetensors, but .*does not: .* was killed, .* \(run-train --resume\)$"
-    ):
+    recorded = read_run(run)
+    assert recorded.snapshot_step == 2
+    assert recorded.weights.tensors.keys() == expected.tensors.keys()
+    for name, tensor in expected.tensors.items():
+        np.testing.assert_array_equal(recorded.weights.tensors[name], tensor, strict=True)
+    assert recorded.weights.metadata.items() <= expected.metadata.items()
+    assert recorded.weights.metadata["steps_done"] == "2"
+    shutil.rmtree(run / "snapshots")
+    with pytest.raises(ValueError, match=r"must contain model\.safetensors or a snapshot, but .*does not: .* killed"):
         read_run(run)
+
+
+def test_the_snapshot_to_read_can_be_chosen(tmp_path):
+    config = toy_config(steps=2, run_dir=tmp_path / "run", keep_snapshots=0, ema_decay=0.5)
+    train(config, model=Linear(), batches=toy_batch)
+    early = read_run(tmp_path / "run").weights
+    train(replace(config, steps=5, resume=True), model=Linear(), batches=toy_batch)
+    for step, expected in ((2, early), (5, read_run(tmp_path / "run").weights)):
+        found = read_run(tmp_path / "run", step)
+        assert (found.snapshot_step, found.weights.metadata["steps_done"]) == (step, str(step))
+        # The moving average, not the current weights.
+        assert found.weights.tensors.keys() == expected.tensors.keys()
+        for name, tensor in expected.tensors.items():
+            np.testing.assert_array_equal(found.weights.tensors[name], tensor, strict=True)
+    with pytest.raises(ValueError, match=r"there is no snapshot .*/3: choose another step \(available: 2, 5\)"):
+        read_run(tmp_path / "run", 3)
 
 
 def test_a_damaged_record_is_named(run):

@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 
 _DONE, _FAILED, _WRONG_USAGE, _STOPPED = 0, 1, 2, 130
 _GROUPS = {
+    "Weights of a snapshot": ("snapshot",),
     "Weights from a file": ("weights", "model", "mean", "std"),
     "Data": ("data", "eval_split", "image_size"),
     "Evaluation": ("batch", "eval_mirror", "precision"),
     "Infeed": ("prefetch", "reader_threads", "infeed_timeout_s", "transport"),
-    "Output": ("per_class", "as_json", "traceback"),
+    "Output": ("per_class", "predictions", "as_json", "traceback"),
     "Compilation": ("compilation_cache",),
 }
 # The options that override settings of the run; --model describes the weights file instead.
@@ -52,6 +53,13 @@ def _or_default(name: str) -> str:
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
 )
 @click.argument("run", required=False, shell_complete=complete_folder)
+@click.option(
+    "--snapshot",
+    type=click.IntRange(min=0),
+    metavar="STEP",
+    show_default="the weights at the end of RUN, else its newest snapshot",
+    help="Evaluate the weights of this snapshot of RUN.",
+)
 @click.option(
     "--weights",
     metavar="FILE",
@@ -112,6 +120,12 @@ def _or_default(name: str) -> str:
 @click.option(
     "--per-class", is_flag=True, help="Also print one line per class, with its number of images and top-1 accuracy."
 )
+@click.option(
+    "--predictions",
+    metavar="FILE",
+    shell_complete=complete_file,
+    help="Write index, label, predicted class, its probability and loss of each image to FILE (.csv or .jsonl).",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON, as in eval.jsonl, instead of text.")
 @click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")
 @overriding_option("compilation_cache", default_text=_AS_RUN)
@@ -124,13 +138,16 @@ def main(
     traceback: bool,
     **options: Any,
 ) -> None:
-    """Evaluate the weights of the finished or stopped run in folder RUN, in the same way as during training.
+    """Evaluate the weights of the run in folder RUN, in the same way as during training.
+
+    While RUN is still training and has written no weights, its newest snapshot is evaluated.
 
     The result goes to stdout, and all other messages go to stderr. Exit codes: 0 done, 1 failed, 2 wrong usage or
     data, 130 stopped by SIGINT or SIGTERM.
     """
     try:
         result = _evaluate(run, weights, options)
+        _write_predictions(result, options["predictions"])
         click.echo(_json_line(result) if as_json else _result_text(result, weights))
         _say_speed(result)
         code = _DONE
@@ -149,6 +166,10 @@ def _evaluate(run: str | None, weights: str | None, options: dict[str, Any]) -> 
     if (run is None) == (weights is None):
         found = "neither" if run is None else f"{run} and --weights {weights}"
         raise ValueError(f"exactly one of RUN and --weights FILE must be given, got {found}: give one of the two")
+    if options["predictions"] is not None:
+        from engine.evaluation.prediction_file import check_prediction_file
+
+        check_prediction_file(options["predictions"])
     settings = {name: options[name] for name in _SETTINGS if options[name] is not None}
     if settings.get("eval_split") == "off":
         raise ValueError("--split must be the name of a split, got off: leave it out or give a split of the data set")
@@ -158,7 +179,9 @@ def _evaluate(run: str | None, weights: str | None, options: dict[str, Any]) -> 
             raise ValueError(
                 f"--{given[0]} can be given only with --weights FILE, got RUN {run} instead: leave --{given[0]} out"
             )
-        return _evaluate_run(str(run), settings, per_class=options["per_class"])
+        return _evaluate_run(str(run), settings, options)
+    if options["snapshot"] is not None:
+        raise ValueError("--snapshot can be given only with RUN, got --weights instead: leave one of the two out")
     from engine.evaluation.run import evaluate_weights
 
     return evaluate_weights(
@@ -167,11 +190,12 @@ def _evaluate(run: str | None, weights: str | None, options: dict[str, Any]) -> 
         mean=options["mean"],
         std=options["std"],
         per_class=options["per_class"],
+        predictions=options["predictions"] is not None,
         notify=say_to_stderr,
     )
 
 
-def _evaluate_run(run: str, settings: dict[str, Any], *, per_class: bool) -> "EvaluationResult":
+def _evaluate_run(run: str, settings: dict[str, Any], options: dict[str, Any]) -> "EvaluationResult":
     from engine.evaluation.run import evaluate, run_settings
 
     recorded = run_settings(run)
@@ -180,7 +204,21 @@ def _evaluate_run(run: str, settings: dict[str, Any], *, per_class: bool) -> "Ev
     if recorded.eval_split == "off":
         # The run had no evaluations; an evaluation requested now uses the default split.
         settings = {"eval_split": None} | settings
-    return evaluate(replace(recorded, **settings), per_class=per_class, notify=say_to_stderr)
+    return evaluate(
+        replace(recorded, **settings),
+        per_class=options["per_class"],
+        snapshot=options["snapshot"],
+        predictions=options["predictions"] is not None,
+        notify=say_to_stderr,
+    )
+
+
+def _write_predictions(result: "EvaluationResult", path: str | None) -> None:
+    if path is not None and result.predictions is not None:
+        from engine.evaluation.prediction_file import write_predictions
+
+        write_predictions(path, result.predictions)
+        say_to_stderr(f"predictions: {path}, {len(result.predictions.labels):,} images")
 
 
 def _result_text(result: "EvaluationResult", weights: str | None) -> str:

@@ -3,6 +3,9 @@
 import math
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engine.stream.sinks import EvaluationRecord
 
 
@@ -29,6 +32,23 @@ class ClassResult:
 
 
 @dataclass(frozen=True)
+class ImagePredictions:
+    """The decisions of an evaluation image by image, in the order of the split.
+
+    Attributes:
+        labels: int32 [N], the label of each image.
+        classes: int32 [N, T], the first T classes of each image, -1 if a logit is NaN.
+        probabilities: float32 [N, T], their softmax probabilities.
+        losses: float32 [N], the loss of each image.
+    """
+
+    labels: NDArray[np.int32]
+    classes: NDArray[np.int32]
+    probabilities: NDArray[np.float32]
+    losses: NDArray[np.float32]
+
+
+@dataclass(frozen=True)
 class EvaluationResult:
     """The accuracy, loss and timings of an evaluation.
 
@@ -42,6 +62,7 @@ class EvaluationResult:
         from_cache: whether the program came from the cache on disk.
         evaluate_s: seconds from the launch to the end of the loop.
         wait_s: how many of these seconds the loop spent waiting for batches.
+        predictions: the decision on each image, None unless `predictions` was set.
     """
 
     record: EvaluationRecord
@@ -54,3 +75,4 @@ class EvaluationResult:
     from_cache: bool
     evaluate_s: float
     wait_s: float
+    predictions: ImagePredictions | None = None

@@ -12,7 +12,7 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from engine.crossing.choice import choose_chunk, choose_transport, make_infeed, 
 from engine.crossing.infeed import BatchInfeed
 from engine.crossing.transport import Transport
 from engine.evaluation.data import EvaluationData, TrainedOn, open_evaluation_split, open_own
-from engine.evaluation.result import ClassResult, EvaluationResult
+from engine.evaluation.result import ClassResult, EvaluationResult, ImagePredictions
 from engine.evaluation.subject import (
     Channels,
     Subject,
@@ -35,13 +35,14 @@ from engine.evaluation.subject import (
     registry_name_of,
     run_subject,
 )
-from engine.evaluation.trained_run import check_has_weights, describe_later_steps, read_run
+from engine.evaluation.trained_run import TrainedRun, check_has_weights, describe_later_steps, read_run
 from engine.feed.batches import CheckedSource, EvaluationArrays, EvaluationSource, label_form_of
 from engine.feed.feeder import Feeder, ring_depth
 from engine.images.augment import prepare_for_evaluation
 from engine.images.unpack import PixelScale
 from engine.objective.losses import Loss
 from engine.objective.metrics import Metric, PerExample
+from engine.objective.predictions import empty_predictions
 from engine.objective.tally import Tally, empty_tally, logits_of
 from engine.program.checked_model import CheckedModel
 from engine.program.loop import evaluate_split
@@ -66,8 +67,12 @@ def evaluate(
     metrics: Mapping[str, Metric | PerExample] | None = None,
     per_class: bool = False,
     notify: Callable[[str], None] = lambda _: None,
+    snapshot: int | None = None,
+    predictions: bool = False,
 ) -> EvaluationResult:
-    """Evaluate the weights of a finished or stopped run in the same way as the run's training loop did.
+    """Evaluate the weights of a run in the same way as the run's training loop did.
+
+    The run can still be in progress: without weights, those of its newest snapshot are evaluated.
 
     With the run's batch size, the counts and the loss equal those of its last evaluation, bit for bit on a CPU. With a
     different batch size, sums are computed in a different order: the loss may differ in its last digits, and a count
@@ -84,13 +89,15 @@ def evaluate(
         metrics: your own metrics, whether or not the run computed them, as for `engine.train`.
         per_class: also count each class separately.
         notify: called with one-line messages about the weights and the images.
+        snapshot: the step of the snapshot to evaluate, instead of the weights that the run wrote at its end.
+        predictions: also return the decision on each image; the labels must be class numbers.
 
     Raises:
         ValueError: if the run, its weights, the model and the data do not fit together, before any batch is read.
         KeyboardInterrupt: on SIGINT or SIGTERM, if the caller is the main thread.
         BaseException: whatever the source of batches raised, or `FeederError` if a batch did not arrive in time.
     """
-    recorded = read_run(Path(_folder_of(run)))
+    recorded = read_run(Path(_folder_of(run)), snapshot)
     config = run if isinstance(run, TrainConfig) else recorded.config
     check_own_model(recorded, model)
     own = check_own_loss(recorded, loss, metrics)
@@ -105,13 +112,8 @@ def evaluate(
             )
             data = open_evaluation_split(config, trained_on, stack, notify)
         subject = run_subject(recorded, config, model, data.source)
-        notify(
-            f"weights: {recorded.path}, {subject.name} after {subject.step:,} steps"
-            + (" (no digest: unchecked)" if recorded.weights.digest is None else "")
-        )
-        if (notice := describe_later_steps(recorded.path, subject.step)) is not None:
-            notify(notice)
-        return _count(subject, data, board, own, per_class=per_class, notify=notify)
+        describe_weights_of(recorded, subject, notify, is_chosen=snapshot is not None)
+        return _count(subject, data, board, own, per_class=per_class, predictions=predictions, notify=notify)
 
 
 def evaluate_weights(
@@ -122,6 +124,7 @@ def evaluate_weights(
     std: Channels | None = None,
     per_class: bool = False,
     notify: Callable[[str], None] = lambda _: None,
+    predictions: bool = False,
 ) -> EvaluationResult:
     """Evaluate weights from any source, such as torchvision, on a packed split.
 
@@ -133,6 +136,7 @@ def evaluate_weights(
         mean, std: of each channel on the scale 0 … 1; None uses those of the file or, without them, ImageNet's.
         per_class: also count each class separately.
         notify: called with one-line messages about the weights and the images.
+        predictions: also return the decision on each image.
 
     Raises:
         ValueError, KeyboardInterrupt, BaseException: as in `evaluate`.
@@ -148,15 +152,30 @@ def evaluate_weights(
         data = open_evaluation_split(config, trained_on, stack, notify)
         subject = file_subject(file, stored, config, data.source, mean, std, notify)
         notify(f"weights: {file}, {subject.name}" + (" (no digest: unchecked)" if stored.digest is None else ""))
-        return _count(subject, data, board, NO_OWN_FUNCTIONS, per_class=per_class, notify=notify)
+        return _count(
+            subject, data, board, NO_OWN_FUNCTIONS, per_class=per_class, predictions=predictions, notify=notify
+        )
+
+
+def describe_weights_of(
+    recorded: TrainedRun, subject: Subject, notify: Callable[[str], None], *, is_chosen: bool
+) -> None:
+    """Say which weights of a run are used; `is_chosen` is whether the user chose a snapshot."""
+    what = f"weights: {recorded.path}, {subject.name} after {subject.step:,} steps"
+    if recorded.snapshot_step is not None:
+        notify(f"{what} (a snapshot" + (")" if is_chosen else ", the newest: the run has written no weights yet)"))
+        return
+    notify(what + (" (no digest: unchecked)" if recorded.weights.digest is None else ""))
+    if (notice := describe_later_steps(recorded.path, subject.step)) is not None:
+        notify(notice)
 
 
 def run_settings(run: str | os.PathLike[str]) -> TrainConfig:
-    """Return the settings of a finished or stopped run, with `run_dir` set to its folder.
+    """Return the settings of a run, with `run_dir` set to its folder.
 
     Raises:
-        ValueError: if the folder is not a run folder, has no weights yet, or its `config.json` is unreadable or was
-            changed since it was written.
+        ValueError: if the folder is not a run folder, has neither weights nor a snapshot yet, or its `config.json` is
+            unreadable or was changed since it was written.
     """
     check_has_weights(path := Path(run))
     return replace(read_recorded(path).config, run_dir=os.fspath(path))
@@ -179,11 +198,72 @@ def _count(
     own: OwnFunctions,
     *,
     per_class: bool,
+    predictions: bool,
     notify: Callable[[str], None],
 ) -> EvaluationResult:
     """Compile and run the evaluation, and return its result."""
-    config, source = subject.config, data.source
     notify(f"images: {data.description}")
+    if predictions and label_form_of(data.source) is not None:
+        raise ValueError("predictions can be returned only for images whose labels are class numbers: leave them out")
+    source = data.source
+    ranked = RankedClasses(1, source.num_batches * source.batch) if predictions else None
+    counted = run_evaluation(subject, source, board, own, per_class=per_class, ranked=ranked, notify=notify)
+    tally = counted.tally
+    num_images = int(tally.num_images)
+    num_top1, num_top5 = (0 if each is None else int(each) for each in (tally.top1, tally.top5))
+    count = max(num_images, 1)
+    return EvaluationResult(
+        record=EvaluationRecord(
+            step=subject.step,
+            num_images=num_images,
+            top1=math.nan if tally.top1 is None else num_top1 / count,
+            top5=math.nan if tally.top5 is None else num_top5 / count,
+            loss=float(tally.loss_sum) / count,
+            time=time.time(),
+            metrics=_metric_values(counted.statics, tally),
+        ),
+        num_top1=num_top1,
+        num_top5=num_top5,
+        classes=_class_results(tally, data),
+        data=data.description,
+        is_mirrored=subject.config.eval_mirror,
+        compile_s=counted.compiled.compile_s,
+        from_cache=counted.compiled.from_cache,
+        evaluate_s=counted.evaluate_s,
+        wait_s=counted.wait_s,
+        predictions=predictions_of(tally),
+    )
+
+
+class RankedClasses(NamedTuple):
+    """How many of the first classes of each image to return, and the largest number of images."""
+
+    num_classes: int
+    num_images: int
+
+
+class Counted(NamedTuple):
+    """The tally of an evaluation as NumPy arrays, its program and its times in seconds."""
+
+    tally: Tally
+    statics: Statics
+    compiled: Compiled
+    evaluate_s: float
+    wait_s: float
+
+
+def run_evaluation(
+    subject: Subject,
+    source: EvaluationSource,
+    board: ControlBoard,
+    own: OwnFunctions,
+    *,
+    per_class: bool,
+    ranked: RankedClasses | None,
+    notify: Callable[[str], None],
+) -> Counted:
+    """Compile the evaluation program for the images of a source, and run it."""
+    config = subject.config
     transport = choose_transport(config.transport, this_platform())
     infeed = make_infeed(
         transport,
@@ -202,34 +282,20 @@ def _count(
         chunk=choose_chunk(None, transport),
     )
     statics = statics_of(subject.config, own, evaluated_form=label_form_of(source))
-    compiled = _compile(subject, statics, source, transport, infeed, per_class=per_class)
+    compiled = _compile(subject, statics, source, transport, infeed, per_class=per_class, ranked=ranked)
     notify(f"compiled the evaluation program in {compiled.compile_s:.1f} s" + " (from the cache)" * compiled.from_cache)
     started = time.perf_counter()
     tally = _launch(compiled, subject, source, transport, infeed, board)
     evaluate_s = time.perf_counter() - started
-    num_images = int(tally.num_images)
-    num_top1, num_top5 = (0 if each is None else int(each) for each in (tally.top1, tally.top5))
-    count = max(num_images, 1)
-    return EvaluationResult(
-        record=EvaluationRecord(
-            step=subject.step,
-            num_images=num_images,
-            top1=math.nan if tally.top1 is None else num_top1 / count,
-            top5=math.nan if tally.top5 is None else num_top5 / count,
-            loss=float(tally.loss_sum) / count,
-            time=time.time(),
-            metrics=_metric_values(statics, tally),
-        ),
-        num_top1=num_top1,
-        num_top5=num_top5,
-        classes=_class_results(tally, data),
-        data=data.description,
-        is_mirrored=config.eval_mirror,
-        compile_s=compiled.compile_s,
-        from_cache=compiled.from_cache,
-        evaluate_s=evaluate_s,
-        wait_s=math.fsum(infeed.take_wait_s(pull) for pull in range(source.num_batches)),
-    )
+    wait_s = math.fsum(infeed.take_wait_s(pull) for pull in range(source.num_batches))
+    return Counted(tally, statics, compiled, evaluate_s, wait_s)
+
+
+def predictions_of(tally: Tally) -> ImagePredictions | None:
+    """Return the decision on each image, without unused rows; None if the tally has none."""
+    if tally.predictions is None:
+        return None
+    return ImagePredictions(*(np.asarray(each)[: int(tally.num_images)] for each in tally.predictions))
 
 
 def _metric_values(statics: Statics, tally: Tally) -> dict[str, Any]:
@@ -246,12 +312,14 @@ def _compile(
     infeed: BatchInfeed,
     *,
     per_class: bool,
+    ranked: RankedClasses | None,
 ) -> Compiled:
     """Trace the program on the calling thread, whose jax settings apply, and compile it on a worker thread."""
     model = CheckedModel(subject.model, subject.num_classes, source)
 
     def program(weights: Weights, num_batches: jax.Array, scale: PixelScale) -> tuple[Tally, jax.Array]:
-        counted = _num_logits(model, weights, subject, source) if per_class else None
+        num_logits = _num_logits(model, weights, subject, source) if per_class or ranked else 0
+        rows = None if ranked is None else empty_predictions(ranked.num_images, min(ranked.num_classes, num_logits))
         first_pull = jnp.zeros((), jnp.int32)
         return evaluate_split(
             model,
@@ -261,7 +329,7 @@ def _compile(
             first_pull,
             num_batches,
             scale,
-            start=empty_tally(counted, statics.evaluated_objective),
+            start=empty_tally(num_logits if per_class else None, statics.evaluated_objective, rows),
         )
 
     with caching_compilations(subject.config.compilation_cache):

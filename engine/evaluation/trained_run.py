@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import TrainConfig
+from engine.evaluation.snapshot_weights import SnapshotWeights, read_snapshot_weights
 from engine.records.folder_lock import is_locked
 from engine.records.folder_state import check_config_digest
 from engine.records.loss_log import last_logged_step
@@ -34,6 +35,7 @@ class TrainedRun:
         manifest_digest, eval_manifest_digest: SHA-256 of the manifests of the training split and of the split that it
             was evaluated on, None if there was none.
         weights: the trained weights, with their metadata.
+        snapshot_step: the step of the snapshot that the weights are from, None if they are from the weights file.
         own_parts: the names of the user-defined functions that it trained with, by part.
     """
 
@@ -48,20 +50,30 @@ class TrainedRun:
     eval_manifest_digest: str | None
     weights: StoredWeights
     own_parts: Mapping[str, Any] = field(default_factory=dict)
+    snapshot_step: int | None = None
 
 
-def read_run(path: Path) -> TrainedRun:
+def read_run(path: Path, snapshot: int | None = None) -> TrainedRun:
     """Read the settings and the weights of a run from its folder.
 
+    Args:
+        path: the run folder.
+        snapshot: the step of the snapshot whose weights to read; None reads the weights file, or the newest snapshot
+            if the run has written no weights yet.
+
     Raises:
-        ValueError: if it is not a run folder, has no weights yet, one of its files has changed since it was
-            written, or `config.json` belongs to another run.
+        ValueError: if it is not a run folder, has neither weights nor such a snapshot, one of its files has changed
+            since it was written, or `config.json` belongs to another run.
     """
     check_has_weights(path)
     recorded, end = read_recorded(path), read_result(path)
     _check_config(path, recorded, end)
     resolved = recorded.resolved
-    weights = _read_weights(path, recorded, end)
+    snapshot_step = None
+    if snapshot is None and (path / WEIGHTS).exists():
+        weights = _read_weights(path, recorded, end)
+    else:
+        weights, snapshot_step = _read_snapshot_weights(path, recorded, snapshot)
     try:
         return TrainedRun(
             path=path,
@@ -75,11 +87,21 @@ def read_run(path: Path) -> TrainedRun:
             eval_manifest_digest=resolved.get("eval_manifest_sha256"),
             weights=weights,
             own_parts=resolved.get("own_parts", {}),
+            snapshot_step=snapshot_step,
         )
     except KeyError as error:
-        raise ValueError(
-            f"{path / CONFIG} must record the resolved settings, but {error} is missing: restore the file"
-        ) from None
+        raise _incomplete(path, error) from None
+
+
+def _read_snapshot_weights(path: Path, recorded: RecordedRun, step: int | None) -> SnapshotWeights:
+    try:
+        return read_snapshot_weights(path, recorded, step)
+    except KeyError as error:
+        raise _incomplete(path, error) from None
+
+
+def _incomplete(path: Path, error: KeyError) -> ValueError:
+    return ValueError(f"{path / CONFIG} must record the resolved settings, but {error} is missing: restore the file")
 
 
 def _check_config(path: Path, recorded: RecordedRun, end: RecordedEnd | None) -> None:
@@ -138,12 +160,13 @@ def describe_later_steps(path: Path, weights_step: int) -> str | None:
 
 
 def check_has_weights(path: Path) -> None:
-    """Raise ValueError if a folder is not a run folder, or if its run has not written weights yet."""
+    """Raise ValueError if a folder is not a run folder, or its run has written neither weights nor a snapshot yet."""
     _check_folder(path)
-    if not (path / WEIGHTS).exists():
+    if not (path / WEIGHTS).exists() and not snapshot_steps(path / SNAPSHOTS):
         raise ValueError(
-            f"RUN must contain {WEIGHTS}, but {path} does not: the run is still in progress, was killed, or ended "
-            "before its first step. Wait for it to end, stop it (Ctrl-C), or resume it (run-train --resume)"
+            f"RUN must contain {WEIGHTS} or a snapshot, but {path} does not: the run is still in progress, was killed, "
+            "or ended before its first step. Wait for it to end, request a snapshot (control-run RUN --snapshot), stop "
+            "it (Ctrl-C), or resume it (run-train --resume)"
         )
 
 

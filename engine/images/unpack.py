@@ -9,6 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+# One level of 255.
+LEAST_STD = 1 / 255
+"""The least standard deviation to divide by: a channel without variance (blank images) must not give infinity."""
+
 
 class PixelScale(NamedTuple):
     """Mean and standard deviation of the pixels, passed as runtime values so that one program serves every data set.

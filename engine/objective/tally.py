@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from engine.feed.batches import PADDING_LABEL
 from engine.objective.losses import cross_entropy_loss
 from engine.objective.objective import CROSS_ENTROPY, Objective, checked_losses
+from engine.objective.predictions import Predictions, add_predictions
 
 _NO_RANK = 2**31 - 1
 
@@ -38,6 +39,7 @@ class Tally(NamedTuple):
             every image.
         classes: the counts per class; if None, they are not compiled.
         metrics: the state of each metric by name.
+        predictions: the decisions image by image; if None, they are not compiled.
     """
 
     num_images: jax.Array
@@ -47,10 +49,13 @@ class Tally(NamedTuple):
     loss_lost: jax.Array
     classes: ClassCounts | None = None
     metrics: dict[str, Any] | None = None
+    predictions: Predictions | None = None
 
 
-def empty_tally(num_classes: int | None = None, objective: Objective = CROSS_ENTROPY) -> Tally:
-    """Return a tally of zeros; if `num_classes` (K) is given, the tally also has counts per class."""
+def empty_tally(
+    num_classes: int | None = None, objective: Objective = CROSS_ENTROPY, predictions: Predictions | None = None
+) -> Tally:
+    """Return a tally of zeros; with `num_classes` (K), it has counts per class; with `predictions`, it fills them."""
     none, zero = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32)
     each = None if num_classes is None else jnp.zeros(num_classes, jnp.int32)
     ranked = none if objective.has_classes else None
@@ -62,6 +67,7 @@ def empty_tally(num_classes: int | None = None, objective: Objective = CROSS_ENT
         loss_lost=zero,
         classes=None if each is None else ClassCounts(each, each),
         metrics=objective.init_metrics(),
+        predictions=predictions,
     )
 
 
@@ -75,6 +81,7 @@ def tally_outputs(objective: Objective, tally: Tally, outputs: Any, words: jax.A
         words: the labels as pulled, int32 [B] or [B, words].
     """
     labels, weights = objective.read_labels(words)
+    losses = None
     if objective.has_classes:
         counted = tally_batch(tally, logits_of(outputs), words)
     else:
@@ -85,6 +92,9 @@ def tally_outputs(objective: Objective, tally: Tally, outputs: Any, words: jax.A
         added = jnp.where(weights > 0, losses * weights, 0).sum() - tally.loss_lost
         loss_sum = tally.loss_sum + added
         counted = counted._replace(loss_sum=loss_sum, loss_lost=(loss_sum - tally.loss_sum) - added)
+    if tally.predictions is not None:
+        predictions = add_predictions(tally.predictions, tally.num_images, logits_of(outputs), words, losses)
+        counted = counted._replace(predictions=predictions)
     return counted._replace(metrics=objective.update_metrics(tally.metrics, outputs, labels, weights))
 
 

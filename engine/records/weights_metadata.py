@@ -1,7 +1,7 @@
 """The metadata of `model.safetensors`: what the images of the weights must be like, and what the outputs mean.
 
-All values are strings, as safetensors requires; lists and objects are JSON. The digest in the file covers them. Must not
-know: programs, jax.
+All values are strings, as safetensors requires; lists and objects are JSON. The digest in the file covers them. Must
+not know: programs, jax.
 """
 
 import json

@@ -24,7 +24,7 @@ from engine.crossing.infeed import BatchInfeed, WordsOf
 from engine.crossing.outfeed import Outfeed
 from engine.feed.batches import BatchSource, CheckedSource
 from engine.feed.feeder import Feeder, batch_bytes, ring_depth
-from engine.images.unpack import PixelScale
+from engine.images.unpack import LEAST_STD, PixelScale
 from engine.objective.objective import Objective
 from engine.program.checked_model import CheckedModel
 from engine.program.loop import make_program
@@ -45,8 +45,6 @@ from models.registry import count_params
 from preprocess.memory import host_memory_bytes
 from preprocess.shards.reader import ChangedShardError
 
-# A channel without variance (a set of blank images) must not cause a division by zero: one level of 255 is the minimum.
-_LEAST_STD = 1 / 255
 _MOST_EVALUATION_PULLS = 2**31 - 1
 # Time limit for closing all sinks together: long after a clean stop, short after an immediate one.
 _CLOSE_TIMEOUT_S = 60.0
@@ -383,7 +381,7 @@ class Launch:
     @property
     def std(self) -> tuple[float, ...]:
         """The standard deviation by which the program divides each channel, on the scale 0 … 1."""
-        return tuple(max(each, _LEAST_STD) for each in self._data.std)
+        return tuple(max(each, LEAST_STD) for each in self._data.std)
 
     def _values(self) -> RunValues:
         data = self._data

@@ -19,6 +19,7 @@ from preprocess.commands.completion import complete_file, complete_folder
 from preprocess.commands.grouped_help import GroupedCommand
 from preprocess.commands.pack_report import announce, summarise
 from preprocess.commands.suggesting import SuggestingChoice
+from preprocess.decoding.default_resize import LARGEST_SIZE_WITHOUT_MARGIN, MAX_SIZE, default_resize
 
 if TYPE_CHECKING:
     from preprocess.packing.pack import PackResult
@@ -27,11 +28,6 @@ if TYPE_CHECKING:
     from preprocess.sources.open_source import Source
 
 WRONG, STOPPED = 2, 130
-
-# Data sets whose images are this small (MNIST 28, CIFAR 32, Tiny ImageNet 64) have no margin to crop away: resizing 32
-# to 37 pixels and cropping back to 32 would blur them and cut off their edges.
-_LARGEST_SIZE_WITHOUT_MARGIN = 64
-_MAX_SIDE = 4096
 
 # Click keeps the line breaks of a paragraph that begins with a backspace.
 _EPILOG = """\b
@@ -107,16 +103,16 @@ class _Options:
 @click.option("--demo", is_flag=True, help="Draw the small demo data set and pack it at 32 px; give only DEST.")
 @click.option(
     "--size",
-    type=click.IntRange(1, _MAX_SIDE),
+    type=click.IntRange(1, MAX_SIZE),
     default=224,
     metavar="PIXELS",
     help="Side length of the packed images, which are square.",
 )
 @click.option(
     "--resize",
-    type=click.IntRange(1, _MAX_SIDE),
+    type=click.IntRange(1, MAX_SIZE),
     metavar="PIXELS",
-    show_default=f"8/7 of --size (e.g. 256 for 224), or --size itself if it is at most {_LARGEST_SIZE_WITHOUT_MARGIN}",
+    show_default=f"8/7 of --size (e.g. 256 for 224), or --size itself if it is at most {LARGEST_SIZE_WITHOUT_MARGIN}",
     help="Resize the shorter side to this length before the central crop.",
 )
 @click.option(

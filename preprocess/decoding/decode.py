@@ -13,6 +13,7 @@ import numpy as np
 from PIL import Image
 
 from preprocess.decoding.colour import to_grey_or_rgb
+from preprocess.decoding.default_resize import MAX_SIZE
 from preprocess.decoding.formats import FORMATS, open_pixels, sniff
 from preprocess.decoding.memory_budget import PIXEL_BYTES, MemoryBudget
 
@@ -24,8 +25,6 @@ RESAMPLERS = {
     "bicubic": Image.Resampling.BICUBIC,
     "lanczos": Image.Resampling.LANCZOS,
 }
-
-MAX_SIZE = 4096
 
 # Pillow's own threshold for a suspected decompression bomb: a quarter of a gibibyte of RGB.
 MAX_PIXELS = 89_478_485

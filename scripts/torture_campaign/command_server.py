@@ -54,6 +54,7 @@ COMMANDS = {
     "run-train": "engine.commands.cli",
     "run-eval": "engine.commands.eval_cli",
     "verify-run": "engine.commands.verify_cli",
+    "predict-images": "engine.commands.predict_cli",
     "tail-run": "engine.commands.tail_cli",
     "control-run": "engine.commands.control_cli",
 }

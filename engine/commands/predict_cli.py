@@ -1,0 +1,226 @@
+"""The `predict-images` command, which classifies photographs with the weights of a run or of a file.
+
+jax and numpy are imported where they are first needed, so that `--help` answers at once.
+"""
+
+import csv
+import io
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from engine.commands.command_end import describe_error, leave, say_to_stderr
+from engine.commands.setting_options import option_names, overriding_option, setting_option
+from engine.config import SETTINGS
+from models.names import MODEL_NAMES
+from preprocess.commands.completion import complete_file, complete_word
+from preprocess.commands.grouped_help import GroupedCommand
+from preprocess.commands.suggesting import SuggestingChoice
+from preprocess.decoding.default_resize import MAX_SIZE
+from preprocess.printable import printable
+
+if TYPE_CHECKING:
+    from engine.evaluation.predict import PredictionResult
+
+_DONE, _FAILED, _WRONG_USAGE, _STOPPED = 0, 1, 2, 130
+_GROUPS = {
+    "Output": ("top", "as_json", "as_csv", "traceback"),
+    "Images": ("size", "resize", "resample", "image_size"),
+    "Weights from a file": ("model", "mean", "std"),
+    "Evaluation": ("batch", "eval_mirror", "precision"),
+    "Infeed": ("prefetch", "reader_threads", "infeed_timeout_s", "transport"),
+    "Compilation": ("compilation_cache",),
+}
+_SETTINGS = tuple(name for names in _GROUPS.values() for name in names if name in SETTINGS)
+_RULE = ("size", "resize", "resample")
+_RESAMPLERS = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")
+_COLUMNS = ("image", "rank", "label", "class", "name", "probability", "error")
+_EPILOG = """\b
+Examples:
+  predict-images runs/photos holiday/
+  predict-images runs/photos cat.jpg dog.png --top 1
+  predict-images model.safetensors holiday/ --csv > holiday.csv
+"""
+_AS_RUN = "as in the run"
+
+
+@click.command(
+    cls=GroupedCommand,
+    option_groups=_GROUPS,
+    epilog=_EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
+)
+@click.argument("run", metavar="RUN|FILE", shell_complete=complete_file)
+@click.argument("images", nargs=-1, required=True, metavar="IMAGES...", shell_complete=complete_file)
+@click.option("--top", type=click.IntRange(min=1), default=5, metavar="N", help="Number of classes for each image.")
+@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON for each image instead of text.")
+@click.option("--csv", "as_csv", is_flag=True, help="Print CSV, one line for each image and class, instead of text.")
+@click.option(
+    "--size",
+    type=click.IntRange(1, MAX_SIZE),
+    metavar="PIXELS",
+    show_default="as recorded in the weights",
+    help="Side of the square that is cropped from each resized photograph.",
+)
+@click.option(
+    "--resize",
+    type=click.IntRange(1, MAX_SIZE),
+    metavar="PIXELS",
+    show_default="as recorded in the weights",
+    help="Length of the shorter side before that crop.",
+)
+@click.option(
+    "--resample",
+    type=SuggestingChoice(_RESAMPLERS),
+    show_default="as recorded in the weights",
+    help="Filter for resizing.",
+)
+@overriding_option(
+    "image_size",
+    default_text="as recorded in the weights",
+    help_text="Size of the central crop of that square that is the network's input.",
+)
+@click.option(
+    "--model",
+    metavar="NAME",
+    show_default="as recorded in FILE",
+    shell_complete=complete_word(lambda: MODEL_NAMES),
+    help="Model of the weights in FILE.",
+)
+@click.option(
+    "--mean",
+    type=float,
+    nargs=3,
+    metavar="R G B",
+    show_default="as recorded in FILE, else ImageNet's",
+    help="Channel means for normalisation (0 … 1).",
+)
+@click.option(
+    "--std",
+    type=float,
+    nargs=3,
+    metavar="R G B",
+    show_default="as recorded in FILE, else ImageNet's",
+    help="Channel standard deviations for normalisation (0 … 1).",
+)
+@overriding_option("batch", default_text=f"{_AS_RUN}, else 128; less for fewer images", help_text="Images per batch.")
+@overriding_option("eval_mirror", default_text=f"{_AS_RUN}, else off")
+@overriding_option(
+    "precision",
+    default_text=f"{_AS_RUN}, else {SETTINGS['precision'].default}",
+    help_text="Precision of activations, convolutions and matrix products.",
+)
+@overriding_option("prefetch", default_text=f"{_AS_RUN}, else 4, or more if the batches are small")
+@overriding_option(
+    "reader_threads", default_text="number of cores", help_text="Number of threads that decode photographs."
+)
+@overriding_option(
+    "infeed_timeout_s",
+    default_text=f"{_AS_RUN}, else {SETTINGS['infeed_timeout_s'].default}",
+    help_text="Fail if a batch is not decoded within this time.",
+)
+@setting_option("transport")
+@click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")
+@overriding_option("compilation_cache", default_text=_AS_RUN)
+@click.version_option(package_name="feedloop")
+def main(
+    *, run: str, images: tuple[str, ...], top: int, as_json: bool, as_csv: bool, traceback: bool, **options: Any
+) -> None:
+    """Classify photographs with the weights of a run, which may still be training, or of a safetensors file.
+
+    IMAGES are files and folders; of a folder, all image files in it and below it, sorted by path. Each photograph is
+    decoded, resized and cropped as when the training data were packed.
+
+    The result goes to stdout, and all other messages go to stderr. Exit codes: 0 done, 1 failed, or an image cannot be
+    decoded (the others are still classified), 2 wrong usage, 130 stopped by SIGINT or SIGTERM.
+    """
+    try:
+        if as_json and as_csv:
+            raise ValueError("only one of --json and --csv can be given, got both: leave one out")
+        result = _predict(run, images, top, options)
+        click.echo(_json(result) if as_json else _csv(result) if as_csv else _text(result), nl=False)
+        _say_end(result)
+        code = _FAILED if result.failures else _DONE
+    except KeyboardInterrupt:
+        say_to_stderr("predict-images: stopped before there was a result")
+        code = _STOPPED
+    except Exception as error:
+        if traceback:
+            raise
+        say_to_stderr(f"predict-images: {describe_error(error, option_names(click.get_current_context()))}")
+        code = _WRONG_USAGE if isinstance(error, ValueError) else _FAILED
+    leave(code)
+
+
+def _predict(run: str, images: tuple[str, ...], top: int, options: dict[str, Any]) -> "PredictionResult":
+    from engine.evaluation.predict import predict
+
+    return predict(
+        run,
+        images,
+        top=top,
+        settings={name: options[name] for name in _SETTINGS if options[name] is not None},
+        mean=options["mean"],
+        std=options["std"],
+        resize_rule={name: options[name] for name in _RULE if options[name] is not None},
+        notify=say_to_stderr,
+    )
+
+
+def _ranked(result: "PredictionResult", index: int) -> list[tuple[int, str, str, float | None]]:
+    """Return label, identifier, name and probability of each class of an image; the probability is None if NaN."""
+    ranked = zip(result.labels[index].tolist(), result.probabilities[index], strict=True)
+    named = ((label, result.class_of(label), share) for label, share in ranked)
+    return [
+        (label, each.id, each.name, float(str(share)) if math.isfinite(share) else None) for label, each, share in named
+    ]
+
+
+def _text(result: "PredictionResult") -> str:
+    lines = []
+    for index, image in enumerate(result.images):
+        if index in result.failures:
+            lines.append(f"{printable(image)}: not classified: {printable(result.failures[index])}")
+            continue
+        lines.append(printable(image))
+        for label, identifier, name, share in _ranked(result, index):
+            named = printable(identifier) + (f" {printable(name)}" if name not in ("", identifier) else "")
+            percent = "     – %" if share is None else f"{100 * share:6.2f} %"
+            lines.append(f"  {percent}  {label}  {named}" if identifier != str(label) else f"  {percent}  {label}")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _json(result: "PredictionResult") -> str:
+    lines: list[dict[str, Any]] = []
+    for index, image in enumerate(result.images):
+        if index in result.failures:
+            lines.append({"image": image, "error": result.failures[index]})
+            continue
+        keys = ("label", "class", "name", "probability")
+        lines.append(
+            {"image": image, "predictions": [dict(zip(keys, each, strict=True)) for each in _ranked(result, index)]}
+        )
+    return "".join(f"{json.dumps(line)}\n" for line in lines)
+
+
+def _csv(result: "PredictionResult") -> str:
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(_COLUMNS)
+    for index, image in enumerate(result.images):
+        if index in result.failures:
+            writer.writerow((image, "", "", "", "", "", result.failures[index]))
+            continue
+        for rank, each in enumerate(_ranked(result, index), start=1):
+            writer.writerow((image, rank, *each, ""))
+    return text.getvalue()
+
+
+def _say_end(result: "PredictionResult") -> None:
+    num_images, num_failed = len(result.images), len(result.failures)
+    say_to_stderr(
+        f"{num_images - num_failed:,} images classified in {result.predict_s:.1f} s"
+        + (f", {num_failed:,} could not be decoded" if num_failed else "")
+    )

@@ -1,0 +1,199 @@
+"""Classification of photographs with trained weights, by the program that evaluates them.
+
+Owns the order of the steps and what is returned. `engine.evaluation.run` compiles and runs the program.
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.config import TrainConfig
+from engine.control.board import ControlBoard
+from engine.evaluation.photographs import PhotographBatches, RgbBatches, list_photographs
+from engine.evaluation.run import RankedClasses, describe_weights_of, predictions_of, run_evaluation
+from engine.evaluation.subject import Channels, Subject, check_own_model, file_subject, run_subject
+from engine.evaluation.trained_run import TrainedRun, read_run
+from engine.program.statics import NO_OWN_FUNCTIONS
+from engine.program.train_state import TrainModel
+from engine.records.weights import StoredWeights, read_weights
+from engine.records.weights_metadata import classes_of, resize_rule_of
+from engine.run.signals import StopSignals, ignore_message
+from preprocess.cores import num_cores
+from preprocess.decoding.decode import ResizeRule
+from preprocess.decoding.default_resize import default_resize
+from preprocess.shards.classes import ImageClass
+
+_USUAL_SIZE = 224
+
+
+@dataclass(frozen=True)
+class PredictionResult:
+    """The first classes of each image.
+
+    Attributes:
+        images: the paths of the photographs, or the indices of the images, as text (N).
+        labels: int32 [N, T], the T most probable classes of each image, most probable first; -1 for an image that
+            cannot be decoded, or with a NaN logit.
+        probabilities: float32 [N, T], their softmax probabilities; NaN for an image that cannot be decoded.
+        classes: the classes by label, () if the weights do not record them; there can be fewer than K.
+        failures: the reason for each image that cannot be decoded, by its index.
+        predict_s: seconds from the launch of the program to its end.
+    """
+
+    images: tuple[str, ...]
+    labels: NDArray[np.int32]
+    probabilities: NDArray[np.float32]
+    classes: tuple[ImageClass, ...]
+    failures: Mapping[int, str]
+    predict_s: float
+
+    def class_of(self, label: int) -> ImageClass:
+        """Return the class of a label; without names, both its identifier and its name are the label's digits."""
+        return self.classes[label] if 0 <= label < len(self.classes) else ImageClass(str(label), str(label))
+
+
+def predict(
+    run_or_file: str | os.PathLike[str],
+    images: Any,
+    *,
+    top: int = 5,
+    model: TrainModel | None = None,
+    settings: Mapping[str, Any] | None = None,
+    mean: Channels | None = None,
+    std: Channels | None = None,
+    resize_rule: Mapping[str, Any] | None = None,
+    notify: Callable[[str], None] = lambda _: None,
+) -> PredictionResult:
+    """Classify photographs, with the same preprocessing and the same program as an evaluation of their pack.
+
+    With the batch size of an evaluation, the decisions are those of the evaluation on a CPU bit for bit; with another
+    one, probabilities may differ in their last digits.
+
+    Args:
+        run_or_file: the folder of a run, which may still be in progress, or a safetensors file.
+        images: paths of photographs and of folders of photographs, or an array uint8 [N, H, W, 3] of RGB images, of
+            which the centre is the input of the network.
+        top: T, how many classes to return for each image; all K if there are fewer.
+        model: your own model, if the run trained one.
+        settings: of `TrainConfig`, to replace those of the run: batch, image_size, eval_mirror, precision, model (of a
+            file) and those of the infeed and the compilation.
+        mean, std: of each channel on the scale 0 … 1; None uses those of the file or, without them, ImageNet's. Only
+            for a file.
+        resize_rule: values of size, resize and resample to use instead of those that the weights record.
+        notify: called with one-line messages about the weights.
+
+    Raises:
+        ValueError: if the weights, the model and the settings do not fit together, or there are no images.
+        KeyboardInterrupt: on SIGINT or SIGTERM, if the caller is the main thread.
+        FeederError: if a batch was not decoded in time.
+    """
+    if type(top) is not int or top < 1:
+        raise ValueError(f"top must be a whole number ≥ 1, got {top!r}")
+    path, given = Path(run_or_file), dict(settings or {})
+    recorded = None if path.is_file() else read_run(path)
+    stored = read_weights(path) if recorded is None else recorded.weights
+    if recorded is not None:
+        _check_labels(recorded)
+        check_own_model(recorded, model)
+    elif model is not None:
+        raise ValueError(f"a model can be given only with a run, got the file {path}: give the folder of the run")
+    config = replace(TrainConfig() if recorded is None else recorded.config, **given)
+    # The labels of photographs are unknown: the loss is not used.
+    config = replace(config, loss="cross-entropy", label_smoothing=0.0)
+    if "reader_threads" not in given:
+        config = replace(config, reader_threads=num_cores())
+    names, source = _open(images, config, stored, recorded, resize_rule, notify)
+    board = ControlBoard()
+    with StopSignals(board, ignore_message):
+        if recorded is None:
+            subject = file_subject(os.fspath(path), stored, config, source, mean, std, notify)
+            notify(f"weights: {path}, {subject.name}" + (" (no digest: unchecked)" if stored.digest is None else ""))
+        else:
+            subject = run_subject(recorded, config, model, source)
+            describe_weights_of(recorded, subject, notify, is_chosen=False)
+        return _classify(subject, source, names, top, classes_of(stored.metadata, os.fspath(path)), board, notify)
+
+
+def _check_labels(recorded: TrainedRun) -> None:
+    """Raise ValueError if the outputs of the model are not logits of classes, of which one is right."""
+    if recorded.config.loss != "cross-entropy":
+        raise ValueError(
+            f"predictions need a model that was trained to choose one class, but {recorded.path} was trained with the "
+            f"loss {recorded.config.loss}: compute its outputs in Python, with its weights"
+        )
+
+
+def _open(
+    images: Any,
+    config: TrainConfig,
+    stored: StoredWeights,
+    recorded: TrainedRun | None,
+    resize_rule: Mapping[str, Any] | None,
+    notify: Callable[[str], None],
+) -> tuple[tuple[str, ...], PhotographBatches | RgbBatches]:
+    """Return the names of the images, and the source of their batches."""
+    if isinstance(images, str | os.PathLike):
+        images = [images]
+    if isinstance(images, Sequence) and images and all(isinstance(each, str | os.PathLike) for each in images):
+        files = list_photographs(images, notify)
+        rule = _rule_of(stored, recorded, resize_rule or {}, notify)
+        batch, timeout_s = _batch_for(len(files), config), config.infeed_timeout_s
+        return files, PhotographBatches(files, rule, batch=batch, timeout_s=timeout_s)
+    array = np.asarray(images)
+    return tuple(map(str, range(len(array)) if array.ndim else ())), RgbBatches(
+        array, batch=_batch_for(len(array) if array.ndim else 1, config)
+    )
+
+
+def _batch_for(num_images: int, config: TrainConfig) -> int:
+    """Return the batch size: that of the settings, or the next power of two if there are fewer images."""
+    return min(config.batch, _power_of_two(num_images))
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def _rule_of(
+    stored: StoredWeights, recorded: TrainedRun | None, given: Mapping[str, Any], notify: Callable[[str], None]
+) -> ResizeRule:
+    """Return the resize rule of the weights with the given values replaced; say so if the weights record none."""
+    found = resize_rule_of(stored.metadata, "the weights")
+    if found is not None:
+        return ResizeRule.from_json({**found, **given})
+    height = stored.metadata.get("image_size", "").partition("x")[0]
+    size = given.get("size") or (recorded.height if recorded else int(height) if height.isdecimal() else _USUAL_SIZE)
+    rule = ResizeRule(**{"size": size, "resize": default_resize(size), **given})
+    if not {"size", "resize", "resample"} <= given.keys():
+        notify(
+            f"warning: the weights do not record how their images were made; photographs are resized to {rule.resize} "
+            f"px ({rule.resample}) and cropped to {rule.size} px: give --size, --resize and --resample if that differs"
+        )
+    return rule
+
+
+def _classify(
+    subject: Subject,
+    source: PhotographBatches | RgbBatches,
+    names: tuple[str, ...],
+    top: int,
+    classes: tuple[ImageClass, ...],
+    board: ControlBoard,
+    notify: Callable[[str], None],
+) -> PredictionResult:
+    # The number of rows is part of the program: powers of two, so that few programs are compiled.
+    ranked = RankedClasses(top, _power_of_two(source.num_batches) * source.batch)
+    counted = run_evaluation(subject, source, board, NO_OWN_FUNCTIONS, per_class=False, ranked=ranked, notify=notify)
+    found = predictions_of(counted.tally)
+    assert found is not None
+    num_ranked = found.classes.shape[1]
+    labels = np.full((len(names), num_ranked), -1, np.int32)
+    probabilities = np.full((len(names), num_ranked), np.nan, np.float32)
+    decoded = [index for index in range(len(names)) if index not in source.failures]
+    labels[decoded], probabilities[decoded] = found.classes, found.probabilities
+    return PredictionResult(names, labels, probabilities, classes, dict(source.failures), counted.evaluate_s)

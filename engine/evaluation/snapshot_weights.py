@@ -1,0 +1,103 @@
+"""The weights in a snapshot of a run, in the form of a weights file.
+
+Owns which arrays of a training state are the weights. Must not know: programs, data.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.images.unpack import LEAST_STD
+from engine.records.folder_state import check_config_digest
+from engine.records.recorded_run import RecordedRun
+from engine.records.run_folder import CONFIG, SNAPSHOTS
+from engine.records.snapshot import SnapshotError, read_snapshot, snapshot_steps
+from engine.records.weights import StoredWeights, Tensors, name_tensors
+from engine.records.weights_metadata import STEPS_DONE, WEIGHTS_METADATA, describe_weights
+from engine.run.resolve import recorded_own_parts
+from engine.updates.update import Weights
+from models.registry import build_model
+
+_AVERAGE = "update.average."
+_WEIGHTS = ("params.", "batch_stats.")
+
+
+class SnapshotWeights(NamedTuple):
+    """The weights of a snapshot, with the metadata of a weights file, and the snapshot's step."""
+
+    weights: StoredWeights
+    step: int
+
+
+def read_snapshot_weights(run: Path, recorded: RecordedRun, step: int | None = None) -> SnapshotWeights:
+    """Read the weights of a snapshot, their moving average if the run keeps one.
+
+    Args:
+        run: the run folder, whose run may still be in progress.
+        recorded: its settings.
+        step: the step of the snapshot; None takes the newest one that is readable.
+
+    Raises:
+        ValueError: if there is no such snapshot, or it is damaged or belongs to other settings.
+    """
+    if step is not None:
+        return _read(run, recorded, step)
+    failure: SnapshotError | None = None
+    for newest in reversed(snapshot_steps(run / SNAPSHOTS)):
+        try:
+            return _read(run, recorded, newest)
+        except SnapshotError as error:  # damaged, or removed in the meantime by a run in progress
+            failure = failure or error
+    raise failure or SnapshotError(f"there is no snapshot in {run / SNAPSHOTS}: wait for the first one")
+
+
+def _read(run: Path, recorded: RecordedRun, step: int) -> SnapshotWeights:
+    snapshot = read_snapshot(run / SNAPSHOTS, step)
+    if snapshot.folder is not None:
+        by = f"the snapshot of step {step}"
+        check_config_digest(run / CONFIG, recorded.digest, recorded.continued, snapshot.folder, by)
+    tensors = _weights_among(snapshot.leaves)
+    if "model" not in recorded_own_parts(recorded.resolved):
+        tensors = _with_torchvision_names(recorded, tensors, f"{run / SNAPSHOTS}/{step}")
+    return SnapshotWeights(StoredWeights(tensors, {**_metadata(recorded), STEPS_DONE: str(step)}), step)
+
+
+def _weights_among(leaves: Mapping[str, NDArray[Any]]) -> Tensors:
+    prefix = _AVERAGE if any(name.startswith(_AVERAGE) for name in leaves) else ""
+    found = {name.removeprefix(prefix): leaf for name, leaf in leaves.items() if name.startswith(prefix)}
+    return {name: leaf for name, leaf in found.items() if name.startswith(_WEIGHTS)}
+
+
+def _with_torchvision_names(recorded: RecordedRun, leaves: Tensors, where: str) -> Tensors:
+    """Rename and arrange the leaves of a registry model as `model.safetensors` has them."""
+    name = recorded.resolved["model"]
+    model = build_model(name, num_classes=recorded.resolved["num_classes"], image_size=1)
+    shapes = jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
+    like = dict(zip(("params", "batch_stats"), shapes, strict=True))
+    paths, structure = jax.tree_util.tree_flatten_with_path(like)
+    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
+    if missing := [each for each in names if each not in leaves]:
+        raise SnapshotError(f"{where} must contain the weights of {name}, but lacks {missing[0]}: choose another run")
+    placed = jax.tree.unflatten(structure, [leaves[each] for each in names])
+    weights = Weights(placed["params"], placed["batch_stats"])
+    return name_tensors(name, weights.params, weights.batch_stats)
+
+
+def _metadata(recorded: RecordedRun) -> dict[str, str]:
+    """Return the metadata that the run records for its weights; those of an older run lack the classes."""
+    resolved = recorded.resolved
+    if WEIGHTS_METADATA in resolved:
+        return dict(resolved[WEIGHTS_METADATA])
+    size = recorded.config.image_size
+    return describe_weights(
+        model=resolved["model"],
+        height=size or resolved["height"],
+        width=size or resolved["width"],
+        mean=resolved["mean"],
+        std=np.maximum(resolved["std"], LEAST_STD).tolist(),
+        num_classes=resolved["num_classes"],
+    )

@@ -1,0 +1,202 @@
+"""Classification of photographs: the decisions of an evaluation of their pack, and photographs that cannot be read."""
+
+import csv
+import io
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from PIL import Image
+
+from engine import TrainConfig, evaluate, predict, train
+from engine.commands.eval_cli import main as run_eval
+from engine.commands.predict_cli import main as predict_images
+from engine.records.weights import read_weights
+from preprocess.decoding.decode import ResizeRule, decode_image
+from preprocess.packing.pack import pack_split
+from preprocess.packing.plan import PackSettings
+from preprocess.shards.location import open_location
+from preprocess.sources.open_source import open_source
+from tests.toy import Linear, toy_batch, toy_config
+
+RULE = ResizeRule(size=10, resize=12)
+NUM_VAL = 11
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Return a folder with photographs of odd sizes, their pack and a run on it, and the names of the packed images."""
+    folder = tmp_path_factory.mktemp("predict")
+    random = np.random.default_rng(0)
+    for split, count in (("train", 12), ("val", NUM_VAL)):
+        for number in range(count):
+            image = folder / "photos" / split / f"n{number % 3}" / f"{number:02}.{'jpg' if number % 2 else 'png'}"
+            image.parent.mkdir(parents=True, exist_ok=True)
+            rgb = random.integers(0, 256, (14 + number, 27 - number, 3), dtype=np.uint8) // 2 + 50 * (number % 3)
+            Image.fromarray(rgb.astype(np.uint8)).save(image)
+    (folder / "photos/classes.txt").write_text("n0 tench\nn1 a\x1b[2Jb\n")
+    with open_source(folder / "photos") as source:
+        for name, listed in source.splits.items():
+            pack_split(listed, open_location(str(folder / "data")).child(name), PackSettings(rule=RULE, shard_images=4))
+        names = [source.splits["val"].image(index).name for index in range(NUM_VAL)]
+    config = TrainConfig(
+        steps=3, batch=4, data=os.fspath(folder / "data"), model="resnet8", image_size=8, run_dir=folder / "run"
+    )
+    train(config)
+    return folder, names
+
+
+def invoke(command, monkeypatch, folder, *arguments):
+    codes: list[int] = []
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(os, "_exit", codes.append)
+    result = CliRunner().invoke(command, list(map(str, arguments)))
+    return (codes or [result.exit_code])[0], result.stdout, result.stderr
+
+
+def test_photographs_are_decided_as_in_the_evaluation_of_their_pack(place):
+    folder, names = place
+    evaluated = evaluate(folder / "run", predictions=True)
+    decided = evaluated.predictions
+    assert decided is not None
+    assert (decided.labels == decided.classes[:, 0]).sum() == evaluated.num_top1
+    np.testing.assert_allclose(decided.losses.mean(), evaluated.record.loss, rtol=1e-6)
+    found = predict(folder / "run", [folder / "photos/val"], top=2)
+    assert list(found.images) == sorted(found.images)
+    by_name = {os.path.relpath(image, folder / "photos"): index for index, image in enumerate(found.images)}
+    rows = [by_name[name] for name in names]
+    np.testing.assert_array_equal(found.labels[rows, 0], decided.classes[:, 0])
+    # In another order, and so at other places in a batch: float32 sums may differ in their last digits.
+    np.testing.assert_allclose(found.probabilities[rows, 0], decided.probabilities[:, 0], rtol=1e-5)
+    assert found.class_of(0).name == "tench"
+    assert (found.probabilities[:, 0] >= found.probabilities[:, 1]).all()
+
+
+def test_images_in_memory_are_the_packed_ones(place):
+    folder, names = place
+    images = np.stack([decode_image((folder / "photos" / name).read_bytes(), RULE) for name in names])
+    decided = evaluate(folder / "run", predictions=True).predictions
+    assert decided is not None
+    for given in (folder / "run", folder / "run/model.safetensors"):
+        found = predict(given, images, top=9, settings={"batch": 4})
+        # In the same order, with the same batches: bit for bit, from the run and from its file.
+        np.testing.assert_array_equal(found.labels[:, 0], decided.classes[:, 0])
+        np.testing.assert_array_equal(found.probabilities[:, 0], decided.probabilities[:, 0])
+        assert found.labels.shape == (NUM_VAL, 3)
+        np.testing.assert_allclose(found.probabilities.sum(1), 1, rtol=1e-6)
+
+
+def test_a_photograph_that_cannot_be_decoded_is_listed_and_the_others_are_classified(place, monkeypatch):
+    folder, names = place
+    mixed = folder / "mixed"
+    (mixed / "b").mkdir(parents=True)
+    shutil.copy(folder / "photos" / names[0], mixed / "b/x.jpg")
+    shutil.copy(folder / "photos" / names[1], mixed / "z.png")
+    (mixed / "a\x1b[2J.jpg").write_bytes(b"no image")
+    (mixed / "notes.txt").write_text("not an image by name")
+    found = predict(folder / "run", [mixed])
+    assert [os.path.relpath(each, mixed) for each in found.images] == ["a\x1b[2J.jpg", "b/x.jpg", "z.png"]
+    assert list(found.failures) == [0]
+    assert found.labels[0].tolist() == [-1] * 3
+    alone = predict(folder / "run", [mixed / "b/x.jpg", mixed / "z.png"])
+    np.testing.assert_array_equal(alone.labels, found.labels[1:])
+
+    code, out, err = invoke(predict_images, monkeypatch, folder, "run", "mixed", "--top", 1)
+    assert code == 1
+    lines = out.splitlines()
+    assert lines[0].startswith("'mixed/a\\x1b[2J.jpg': not classified: not an image: it begins with")
+    assert (lines[1], lines[3]) == ("mixed/b/x.jpg", "mixed/z.png")
+    assert "\x1b" not in out + err
+    assert "mixed: 1 file left out, whose names are not those of images" in err
+    assert "2 images classified in " in err
+    code, out, _ = invoke(predict_images, monkeypatch, folder, "run", "mixed", "--json")
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert (code, rows[0]["image"], rows[0]["error"]) == (1, "mixed/a\x1b[2J.jpg", found.failures[0])
+    assert [each["label"] for each in rows[1]["predictions"]] == found.labels[1].tolist()
+    assert [np.float32(each["probability"]) for each in rows[2]["predictions"]] == found.probabilities[2].tolist()
+    code, out, _ = invoke(predict_images, monkeypatch, folder, "run", "mixed/z.png", "mixed/b", "--csv", "--top", 2)
+    table = list(csv.DictReader(io.StringIO(out)))
+    assert code == 0
+    assert [(row["image"], row["rank"]) for row in table] == [
+        (name, rank) for name in ("mixed/z.png", "mixed/b/x.jpg") for rank in "12"
+    ]
+    assert [int(row["label"]) for row in table[:2]] == found.labels[2, :2].tolist()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "nowhere"], "IMAGES must be files and folders, but nowhere does not exist"),
+        (["run", "run/snapshots"], "IMAGES must contain images"),
+        (["nowhere", "photos"], "RUN must be a run folder, but nowhere does not exist"),
+        (["run", "photos", "--json", "--csv"], "only one of --json and --csv can be given"),
+        (["run", "photos", "--size", "6"], "the images must have the size used in training, 8 × 8 px"),
+        (["data/val/manifest.json", "photos"], "must be a complete safetensors file"),
+    ],
+)
+def test_wrong_usage_is_one_clear_error(place, monkeypatch, arguments, message):
+    code, out, err = invoke(predict_images, monkeypatch, place[0], *arguments)
+    assert (code, out) == (2, "")
+    assert message in next(line for line in err.splitlines() if line.startswith("predict-images: "))
+
+
+def test_a_loss_without_classes_and_a_model_of_your_own_are_refused_without_more(tmp_path):
+    train(toy_config(steps=1, run_dir=tmp_path / "own"), model=Linear(), batches=toy_batch)
+    pixels = np.zeros((3, 4, 4, 3), np.uint8)
+    with pytest.raises(ValueError, match="was trained with a model of your own"):
+        predict(tmp_path / "own", pixels)
+    assert predict(tmp_path / "own", pixels, model=Linear()).labels.shape == (3, 3)
+    with pytest.raises(ValueError, match=r"an array uint8 \[N, H, W, 3\] of RGB, got float64 \[3, 4, 4, 3\]"):
+        predict(tmp_path / "own", pixels / 255, model=Linear())
+    with pytest.raises(ValueError, match="top must be a whole number"):
+        predict(tmp_path / "own", pixels, top=0, model=Linear())
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+def test_an_evaluation_writes_each_decision(place, monkeypatch, suffix):
+    folder, _ = place
+    decided = evaluate(folder / "run", predictions=True).predictions
+    assert decided is not None
+    code, out, err = invoke(run_eval, monkeypatch, folder, "run", "--predictions", f"p.{suffix}")
+    text = (folder / f"p.{suffix}").read_text()
+    rows = list(csv.DictReader(io.StringIO(text))) if suffix == "csv" else list(map(json.loads, text.splitlines()))
+    assert (code, out.count("\n")) == (0, 1)
+    assert f"predictions: p.{suffix}, {NUM_VAL} images" in err
+    assert [int(row["index"]) for row in rows] == list(range(NUM_VAL))
+    assert [int(row["label"]) for row in rows] == decided.labels.tolist()
+    assert [int(row["predicted"]) for row in rows] == decided.classes[:, 0].tolist()
+    assert [np.float32(row["probability"]) for row in rows] == decided.probabilities[:, 0].tolist()
+    assert [np.float32(row["loss"]) for row in rows] == decided.losses.tolist()
+    code, _, err = invoke(run_eval, monkeypatch, folder, "run", "--predictions", "p.txt")
+    assert (code, "must end in .csv or .jsonl, got p.txt" in err) == (2, True)
+
+
+def test_an_evaluation_of_a_snapshot_and_of_a_run_without_weights(place, monkeypatch):
+    folder, _ = place
+    _, expected, _ = invoke(run_eval, monkeypatch, folder, "run")
+    code, out, err = invoke(run_eval, monkeypatch, folder, "run", "--snapshot", 3)
+    assert (code, out) == (0, expected)
+    assert "weights: run, resnet8 after 3 steps (a snapshot)" in err
+    shutil.copytree(folder / "run", folder / "going")
+    for name in ("model.safetensors", "result.json"):
+        (folder / "going" / name).unlink()
+    code, out, err = invoke(run_eval, monkeypatch, folder, "going")
+    assert (code, out) == (0, expected)
+    assert "resnet8 after 3 steps (a snapshot, the newest: the run has written no weights yet)" in err
+    code, _, err = invoke(run_eval, monkeypatch, folder, "run", "--snapshot", 2)
+    assert (code, "there is no snapshot" in err) == (2, True)
+
+
+def test_weights_without_a_record_are_said_to_be_guessed(place, tmp_path):
+    from safetensors.numpy import save_file
+
+    folder, names = place
+    stored = read_weights(folder / "run/model.safetensors")
+    save_file(stored.tensors, tmp_path / "bare.safetensors", {"model": "resnet8", "image_size": "10x10"})
+    told: list[str] = []
+    found = predict(tmp_path / "bare.safetensors", folder / "photos" / names[0], notify=told.append)
+    assert any("photographs are resized to 10 px (bicubic) and cropped to 10 px: give --size" in each for each in told)
+    assert found.class_of(found.labels[0, 0]).id == str(found.labels[0, 0])
