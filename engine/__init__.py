@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from engine.recipes import LoadedRecipe, load_recipe, recipe_names
     from engine.replay.replay import replay_run
     from engine.replay.report import Difference, ReplayReport
+    from engine.run.callbacks import Callback, RunHandle
     from engine.run.nonfinite import NonFiniteError
     from engine.run.result import TrainResult
     from engine.run.train import train
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "BatchSource": "engine.feed.batches",
+    "Callback": "engine.run.callbacks",
     "ConfigError": "engine.settings",
     "Difference": "engine.replay.report",
     "EvaluationRecord": "engine.stream.sinks",
@@ -47,6 +49,7 @@ _HOME = {
     "NonFiniteError": "engine.run.nonfinite",
     "PredictionResult": "engine.evaluation.predict",
     "ReplayReport": "engine.replay.report",
+    "RunHandle": "engine.run.callbacks",
     "SettingError": "engine.settings",
     "Sink": "engine.stream.sinks",
     "TrainConfig": "engine.config",
@@ -70,6 +73,7 @@ _HOME = {
 
 __all__ = [
     "BatchSource",
+    "Callback",
     "ConfigError",
     "Difference",
     "EvaluationRecord",
@@ -83,6 +87,7 @@ __all__ = [
     "NonFiniteError",
     "PredictionResult",
     "ReplayReport",
+    "RunHandle",
     "SettingError",
     "Sink",
     "TrainConfig",

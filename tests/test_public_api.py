@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 PUBLIC = {
     "engine": [
         "BatchSource",
+        "Callback",
         "ConfigError",
         "Difference",
         "EvaluationRecord",
@@ -26,6 +27,7 @@ PUBLIC = {
         "NonFiniteError",
         "PredictionResult",
         "ReplayReport",
+        "RunHandle",
         "SettingError",
         "Sink",
         "TrainConfig",

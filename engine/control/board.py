@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from engine.control.event import ControlEvent, events_at, factor_before
-from engine.control.request import ControlRequest
+from engine.control.request import ControlRequest, origin_of
 from engine.control.word import EVALUATE, SNAPSHOT, ControlWords, encode_control, stop_at_once
 
 
@@ -117,5 +117,5 @@ class ControlBoard:
             self._record(event)
             events.append(event)
             if request.stop:
-                self.request_stop("control-run")
+                self.request_stop(origin_of(request.id))
         return events

@@ -11,6 +11,9 @@ _ID = re.compile(r"[A-Za-z0-9_-]{1,100}")
 # Normal float32 numbers: the device flushes smaller ones to 0, and larger ones overflow.
 _SMALLEST_FACTOR, _LARGEST_FACTOR = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 
+CALLBACK_ORIGIN = "callback"
+"""The beginning of the ids of requests that callbacks made, which no other request has."""
+
 
 def new_request_id() -> str:
     """Return a unique id for a request; sorting ids puts them in order of creation."""
@@ -63,6 +66,11 @@ class ControlRequest:
 
 
 _REQUEST_FIELDS = ("id", "learning_rate_factor", "snapshot", "evaluate", "stop")
+
+
+def origin_of(request_id: str) -> str:
+    """Return who made a request: "callback" or "control-run"."""
+    return CALLBACK_ORIGIN if request_id.startswith(f"{CALLBACK_ORIGIN}-") else "control-run"
 
 
 def check_request_id(value: object) -> None:

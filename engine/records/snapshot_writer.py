@@ -36,6 +36,7 @@ class SnapshotWriter:
         say: called from any thread with one line about a snapshot that was dropped or an error; must not block
             (`engine.stream.notices`).
         write: (folder, step, pulls, tree, state) → None, writes a snapshot whole or not at all.
+        on_written: called on this object's thread with the step and the path of each snapshot on the disk.
 
     Raises:
         ValueError: if `keep` is negative.
@@ -48,11 +49,12 @@ class SnapshotWriter:
         keep: int,
         say: Callable[[str], None],
         write: Callable[[Path, int, int, Any, FolderState | None], None] = write_snapshot,
+        on_written: Callable[[int, Path], None] = lambda *_: None,
     ) -> None:
         if keep < 0:
             raise ValueError(f"the number of snapshots to keep must be 0 (all) or more, got {keep}: choose another")
         self._folder, self._keep, self._write = folder, keep, write
-        self._say = say
+        self._say, self._on_written = say, on_written
         self._changed = threading.Condition()
         self._waiting: _Submitted | None = None
         self._writing_step: int | None = None
@@ -154,6 +156,7 @@ class SnapshotWriter:
             if self._waiting is None:
                 self._is_last_written = is_written
         if is_written:
+            self._on_written(submitted.step, self._folder / str(submitted.step))
             self._remove_older(submitted.step)
         return True
 

@@ -4,7 +4,7 @@ Owns what a run writes, however it ends; `engine.run.train` owns the steps befor
 """
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -14,6 +14,7 @@ import numpy as np
 
 from engine.config import TrainConfig
 from engine.control.event import ControlEvent
+from engine.control.request import origin_of
 from engine.crossing.pushed import PushedSnapshot
 from engine.keys import plain_keys
 from engine.program.train_state import TrainState
@@ -95,12 +96,23 @@ class RecordedLaunch:
     """A launch that writes its losses, snapshots, weights and result to a run folder."""
 
     def __init__(
-        self, config: TrainConfig, launch: Launch, folder: RunFolder, begun: Mapping[Path, RunningDigest] | None = None
+        self,
+        config: TrainConfig,
+        launch: Launch,
+        folder: RunFolder,
+        begun: Mapping[Path, RunningDigest] | None = None,
+        on_snapshot: Callable[[int, Path], None] = lambda *_: None,
     ) -> None:
-        """Connect a launch to its folder; `begun` holds the digest of each log so far, or is None for a new run."""
+        """Connect a launch to its folder.
+
+        Args:
+            config, launch, folder: of the launch.
+            begun: the digest of each log so far, None for a new run.
+            on_snapshot: called from another thread with the step and the path of each snapshot on the disk.
+        """
         self._config, self._launch, self._folder = config, launch, folder
         say = launch.notices.say
-        self._snapshots = SnapshotWriter(folder.snapshots, keep=config.keep_snapshots, say=say)
+        self._snapshots = SnapshotWriter(folder.snapshots, keep=config.keep_snapshots, say=say, on_written=on_snapshot)
         if begun is None:
             begun = {path: RunningDigest() for path in (folder.loss_log, folder.evaluation_log, folder.control_log)}
         self._sink = RunFolderSink(
@@ -171,7 +183,7 @@ class RecordedLaunch:
     def _record_event(self, event: ControlEvent) -> None:
         self._folder.check_kept()
         self._control_log.append(event)
-        self._launch.notices.say(f"control-run: {_describe(event)}")
+        self._launch.notices.say(f"{origin_of(event.request)}: {_describe(event)}")
 
     def _keep_state(self, state: TrainState, failure: BaseException | None) -> BaseException | None:
         """Write a last snapshot so that the run can resume from its end; return `failure` or, if None, any OSError."""

@@ -17,6 +17,7 @@ from engine.program.train_state import TrainModel, TrainState
 from engine.records.recorded_run import RecordedRun, read_recorded
 from engine.records.run_folder import RunFolder, check_folder
 from engine.records.weights_metadata import WEIGHTS_METADATA
+from engine.run.callbacks import Callback, Callbacks, RunHandle, as_callback
 from engine.run.compilation import Compiled, caching_compilations
 from engine.run.data import open_data
 from engine.run.epochs import settle_epochs
@@ -46,6 +47,7 @@ from engine.run.resume import (
     versions_warning,
 )
 from engine.settings import SettingError
+from engine.stream.function_sink import RecordFunction, as_sink
 from engine.stream.sinks import Sink
 from preprocess.memory import host_memory_bytes
 
@@ -58,9 +60,10 @@ def train(
     evaluation: EvaluationSource | EvaluationArrays | None = None,
     loss: Loss | None = None,
     metrics: Mapping[str, Metric | PerExample] | None = None,
-    sinks: Sequence[Sink] = (),
+    sinks: Sequence[Sink | RecordFunction] = (),
     notify: Callable[[str], None] = lambda _: None,
     origins: Mapping[str, str] | None = None,
+    callbacks: Sequence[Callback | RecordFunction] = (),
 ) -> TrainResult:
     """Train a model in one compiled program.
 
@@ -79,9 +82,12 @@ def train(
             weights) → float [B], the loss of each example; see `engine.objective.losses`.
         metrics: user-defined metrics by name: a `Metric`, or a function (outputs, labels) → [B] whose mean is taken.
             They are computed in every step and evaluation; numbers appear in the logs, arrays only in `eval.jsonl`.
-        sinks: additional sinks of the loss stream.
+        sinks: additional sinks of the loss stream, each with a thread of its own; or functions, called with each
+            `LossRecord` and `EvaluationRecord`.
         notify: called with a line of text about what the run does before its first step and after its last.
         origins: where settings came from, by name, for `config.json`; None distinguishes only defaults from others.
+        callbacks: called in order on one thread of their own, each an `engine.Callback` or a function of each record;
+            they may ask for snapshots, evaluations, another learning rate and the end of the run.
 
     Returns:
         The trained model and its losses. If the caller is the main thread, SIGINT and SIGTERM stop the run at the next
@@ -89,11 +95,12 @@ def train(
 
     Raises:
         ValueError: the settings do not fit each other, the data or the resumed run; raised before any step.
-        BaseException: the error of the batch source or of a sink during the run, raised after the loop has ended
-            cleanly and the weights trained so far are in the run folder.
+        BaseException: the error of the batch source, a sink or a callback during the run, raised after the loop has
+            ended cleanly and the weights trained so far are in the run folder.
     """
+    own_sinks, own_callbacks = list(map(as_sink, sinks)), list(map(as_callback, callbacks))
     with open_run(config, OwnParts(model, batches, evaluation, loss, metrics), notify) as run:
-        return run.train(sinks, origins)
+        return run.train(own_sinks, origins, own_callbacks)
 
 
 def plan_run(
@@ -181,14 +188,43 @@ class OpenRun:
         self.config, self._notify = launch.config, notify
         self._launch, self._folder, self._recorded = launch, folder, recorded
 
-    def train(self, sinks: Sequence[Sink] = (), origins: Mapping[str, str] | None = None) -> TrainResult:
+    def train(
+        self,
+        sinks: Sequence[Sink] = (),
+        origins: Mapping[str, str] | None = None,
+        callbacks: Sequence[Callback] = (),
+    ) -> TrainResult:
         """Compile and run the program; arguments, result and errors are those of `train`."""
+        if not callbacks:
+            return self._train(sinks, origins, lambda *_: None)
+        called = Callbacks(callbacks, self._handle())
+        result = self._train([*sinks, called], origins, called.snapshot_written)
+        called.end(result)
+        return result
+
+    def _handle(self) -> RunHandle:
+        launch, data = self._launch, self._launch.resolved.data
+        return RunHandle(
+            self.config,
+            launch.board,
+            step=launch.start.step,
+            num_images=data.num_images,
+            is_evaluated=data.evaluation is not None,
+            events=launch.start.events,
+        )
+
+    def _train(
+        self,
+        sinks: Sequence[Sink],
+        origins: Mapping[str, str] | None,
+        on_snapshot: Callable[[int, Path], None],
+    ) -> TrainResult:
         if self._folder is None:
             return self._train_unrecorded(sinks)
         folder, launch, recorded = self._folder, self._launch, self._recorded
         cuts = None if recorded is None else find_cuts(folder.path, launch.start)
         earlier = [] if recorded is None else note_changes(recorded, self.config, launch.start.step)
-        with RecordedLaunch(self.config, launch, folder, cuts) as recording:
+        with RecordedLaunch(self.config, launch, folder, cuts, on_snapshot) as recording:
             compiled, state = self._compile()
             # Modify an existing run only now, after every check that could refuse.
             if cuts is None:
