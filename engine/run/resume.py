@@ -116,8 +116,8 @@ def check_data(resolved: Resolved, recorded: RecordedRun) -> None:
     for name in _KEPT_PROPERTIES.split():
         if now.get(name) != recorded.resolved.get(name):
             raise ValueError(
-                f"a resumed or replayed run must keep its {name}, which was {recorded.resolved.get(name)!r}, "
-                f"got {now.get(name)!r}: use the data and the model that it started with"
+                f"a resumed or replayed run must keep its {name}, which was {recorded.resolved.get(name)!r}, got "
+                f"{now.get(name)!r}: use the data and the model that it started with"
             )
 
 
@@ -125,9 +125,8 @@ def check_manifest(data: RunData, recorded: RecordedRun) -> None:
     """Raise ValueError if the training split is not that of the recorded run."""
     if data.manifest_digest != recorded.manifest_digest:
         raise ValueError(
-            f"a resumed or replayed run must have its original data, but these differ: {data.description} "
-            f"(the manifest's digest was {_short(recorded.manifest_digest)}, "
-            f"is now {_short(data.manifest_digest)}). "
+            f"a resumed or replayed run must have its original data, but these differ: {data.description} (the "
+            f"manifest's digest was {_short(recorded.manifest_digest)}, is now {_short(data.manifest_digest)}). "
             "Give the folder where the original data are now (--data), or start another run"
         )
 

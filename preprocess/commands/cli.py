@@ -268,14 +268,6 @@ def _settings(options: _Options) -> PackSettings:
     )
 
 
-def default_resize(size: int) -> int:
-    """Return the default value of ``--resize``, in pixels, for a crop with a side length of ``size`` pixels.
-
-    This is 8/7 of ``size``, at most 4096; for a ``size`` of up to 64 it is ``size`` itself.
-    """
-    return size if size <= _LARGEST_SIZE_WITHOUT_MARGIN else min(_MAX_SIDE, round(size * 256 / 224))
-
-
 def _warn_about_other_splits(source: Source, dest: str) -> None:
     """Warn if splits at DEST are left unchanged, because a new --holdout may put their images into new splits too."""
     from preprocess.shards.reader import list_splits
