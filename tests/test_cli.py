@@ -289,10 +289,12 @@ def test_a_recipe_sets_what_the_command_line_does_not(tmp_path):
     done = run_train(*options, "--data", "packed", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[:3] == [
+    assert lines[:4] == [
         "recipe mine: 12 % top-1; the command line overrides learning_rate 0.01 → default, batch 4 → 5, "
         "decay_all True → False",
         "data: packed (as given)",
+        "packed has no val or test split, so the run will not be evaluated: pack the images with --holdout 0.1, or "
+        "hide this message with --eval-split off",
         "epochs: 2 of 10 images each, 4 steps in total",
     ]
     assert [line.split("  ")[0] for line in lines if line.startswith("step ")] == [f"step {n}/4" for n in (1, 2, 3, 4)]

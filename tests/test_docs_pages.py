@@ -90,6 +90,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "incomplete/train/manifest.json").unlink()
     shutil.copytree(tmp_path / "run", tmp_path / "runs/going")
     (tmp_path / "runs/going/model.safetensors").unlink()
+    shutil.rmtree(tmp_path / "runs/going/snapshots")
     return tmp_path
 
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-import engine.program.loop
 from engine import TrainConfig, train
+from engine.objective import objective
+from engine.program import loop
 from models.families import resnet
 from models.layers.batch_norm import batch_norm
 from models.layers.convolution import convolution
@@ -57,7 +58,8 @@ def trace_step(monkeypatch, **settings):
     found: list[Step] = []
     logits: list[jnp.dtype] = []
     updates: list[Any] = []
-    originals = {name: getattr(engine.program.loop, name) for name in ("train_step", "update_weights", "cross_entropy")}
+    homes = {"train_step": loop, "update_weights": loop, "cross_entropy": objective}
+    originals = {name: getattr(home, name) for name, home in homes.items()}
 
     def train_step(model, statics, *arguments):
         jaxpr = jax.make_jaxpr(lambda *given: originals["train_step"](model, statics, *given))(*arguments)
@@ -73,7 +75,7 @@ def trace_step(monkeypatch, **settings):
         return originals["cross_entropy"](given, targets)
 
     for replacement in (train_step, update_weights, cross_entropy):
-        monkeypatch.setattr(engine.program.loop, replacement.__name__, replacement)
+        monkeypatch.setattr(homes[replacement.__name__], replacement.__name__, replacement)
     config = TrainConfig(steps=1, batch=4, synthetic=True, image_size=32, num_classes=10, **settings)
     with pytest.raises(TracedError):
         train(config)

@@ -115,12 +115,12 @@ def test_a_line_that_a_crash_cut_short_is_removed(tmp_path, kept):
 
 def test_a_file_of_something_else_is_left_alone(tmp_path):
     path = tmp_path / "loss.jsonl"
-    path.write_bytes(b"x" * 70_000)
+    path.write_bytes(b"x" * 1_100_000)
     with pytest.raises(
         ValueError, match=r"loss\.jsonl must be a log of a run, but its last line is longer than any line of such a log"
     ):
         write_all(path, record())
-    assert path.read_bytes() == b"x" * 70_000
+    assert path.read_bytes() == b"x" * 1_100_000
 
 
 def test_closing_twice_closes_no_file_of_another(tmp_path):
@@ -145,7 +145,7 @@ def test_a_pipe_or_a_device_is_refused_at_once(tmp_path):
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are counted in /proc")
 def test_a_file_that_is_refused_is_closed(tmp_path):
     path = tmp_path / "loss.jsonl"
-    path.write_bytes(b"x" * 70_000)
+    path.write_bytes(b"x" * 1_100_000)
     before = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(ValueError, match="must be a log of a run"):
         folder_sink(path).open()
