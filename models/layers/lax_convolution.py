@@ -36,8 +36,8 @@ def conv_general_dilated(
 
     Args:
         lhs, rhs: images `[B,H,W,C]` and kernel `[kh,kw,C,K]` of one floating dtype, or operands of another layout.
-        window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count, batch_group_count,
-        precision, preferred_element_type, out_sharding: as `lax.conv_general_dilated` takes them.
+        window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers: as in `lax.conv_general_dilated`.
+        feature_group_count, batch_group_count, precision, preferred_element_type, out_sharding: likewise.
 
     Returns:
         The result of `lax.conv_general_dilated`, up to rounding.
