@@ -134,7 +134,8 @@ def test_every_option_in_a_command_is_one_of_that_command(page):
     commands = "|".join(COMMAND_OPTIONS)
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     for command, line in re.findall(rf"({commands}) (.*)", text):
-        for option in re.findall(r" (--[a-z0-9-]+)", line.split("#")[0].split("`")[0]):
+        # A command ends with its line, a comment, the end of code or a closing bracket around it.
+        for option in re.findall(r" (--[a-z0-9-]+)", re.split("[#`)]", line)[0]):
             assert option in COMMAND_OPTIONS[command], (command, option)
 
 
