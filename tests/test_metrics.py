@@ -58,6 +58,7 @@ def test_top_k_counts_as_numpys_order(k, parts):
 def test_equal_and_nan_logits_rank_by_class_and_as_wrong():
     logits = np.array([[1, 1, 0], [np.nan, 0, 0], [0, 0, 0]], np.float32)
     assert value_of(top_k(1), logits, np.array([0, 0, 1])) == np.float32(1 / 3)
+    assert value_of(top_k(5), logits, np.array([0, 0, 1])) == np.float32(2 / 3)  # also with fewer classes than k
     with pytest.raises(ValueError, match="k of top_k must be at least 1, got 0"):
         top_k(0)
 

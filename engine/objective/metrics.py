@@ -90,8 +90,12 @@ def top_k(k: int) -> Metric:
     return mean_of(correct)
 
 
+NO_RANK = 2**31 - 1
+"""Rank of a label that no number of classes includes."""
+
+
 def rank_of(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Return how many classes rank before the label, int32 [B]; K where a logit is NaN or the label is not a class.
+    """Return how many classes rank before the label, int32 [B]; NO_RANK if a logit is NaN or the label is not a class.
 
     Args:
         logits: [B, K] of any float dtype.
@@ -102,7 +106,7 @@ def rank_of(logits: jax.Array, labels: jax.Array) -> jax.Array:
     own = jnp.take_along_axis(logits, jnp.clip(labels, 0, logits.shape[1] - 1)[:, None], axis=1)
     ahead = (logits > own) | ((logits == own) & (classes < labels[:, None]))
     is_unranked = jnp.isnan(logits).any(axis=1) | (labels < 0) | (labels >= logits.shape[1])
-    return jnp.where(is_unranked, logits.shape[1], ahead.sum(axis=1, dtype=jnp.int32))
+    return jnp.where(is_unranked, NO_RANK, ahead.sum(axis=1, dtype=jnp.int32))
 
 
 def confusion_matrix(num_classes: int) -> Metric:

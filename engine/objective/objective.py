@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from engine.feed.batches import PADDING_LABEL
 from engine.feed.label_form import LabelForm
-from engine.images.augment import one_hot_or_nan
+from engine.images.augment import make_targets
 from engine.images.mixing import WHOLE, mix_targets, swap_partners
 from engine.objective.cross_entropy import cross_entropy
 from engine.objective.losses import Loss, weighted_mean
@@ -70,9 +70,11 @@ class Objective(NamedTuple):
         if self.loss is not None:
             losses = self._mixed_losses(self.loss, outputs, labels, weights, own_share)
             return weighted_mean(losses, weights), metrics
-        targets = one_hot_or_nan(labels, outputs.shape[-1]) if self.has_classes else labels.astype(jnp.float32)
-        if own_share is not None:
-            targets = mix_targets(targets, own_share)
+        if self.has_classes:
+            targets = make_targets(labels, own_share, outputs.shape[-1])
+        else:
+            targets = labels.astype(jnp.float32)
+            targets = targets if own_share is None else mix_targets(targets, own_share)
         return cross_entropy(outputs, smooth_targets(targets, smoothing)), metrics
 
     def init_metrics(self) -> dict[str, Any]:

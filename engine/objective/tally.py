@@ -11,10 +11,9 @@ import jax.numpy as jnp
 
 from engine.feed.batches import PADDING_LABEL
 from engine.objective.losses import cross_entropy_loss
+from engine.objective.metrics import NO_RANK
 from engine.objective.objective import CROSS_ENTROPY, Objective, checked_losses
 from engine.objective.predictions import Predictions, add_predictions
-
-_NO_RANK = 2**31 - 1
 
 
 class ClassCounts(NamedTuple):
@@ -130,7 +129,7 @@ def tally_batch(tally: Tally, logits: jax.Array, labels: jax.Array) -> Tally:
     own = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[:, None], axis=1)
     ahead = (logits > own) | ((logits == own) & (classes < labels[:, None]))
     is_unranked = jnp.isnan(logits).any(axis=1) | (labels >= logits.shape[1])
-    rank = jnp.where(is_unranked, _NO_RANK, ahead.sum(axis=1))
+    rank = jnp.where(is_unranked, NO_RANK, ahead.sum(axis=1))
     losses = jax.nn.logsumexp(logits, axis=1) - own[:, 0]
     added = jnp.where(is_image, losses, 0).sum() - tally.loss_lost
     loss_sum = tally.loss_sum + added
