@@ -12,9 +12,9 @@ import click
 
 from engine.commands.command_end import describe_error, leave, say_to_stderr
 from engine.commands.setting_options import option_names, overriding_option, setting_option
+from engine.commands.weights_options import mean_option, model_option, std_option
 from engine.config import SETTINGS, TrainConfig
-from models.names import MODEL_NAMES
-from preprocess.commands.completion import complete_file, complete_folder, complete_word
+from preprocess.commands.completion import complete_file, complete_folder
 from preprocess.commands.grouped_help import GroupedCommand
 
 if TYPE_CHECKING:
@@ -66,29 +66,9 @@ def _or_default(name: str) -> str:
     shell_complete=complete_file,
     help="Weights file to evaluate instead of RUN (safetensors or .pt with torchvision's tensor names).",
 )
-@click.option(
-    "--model",
-    metavar="NAME",
-    show_default="as recorded in FILE",
-    shell_complete=complete_word(lambda: MODEL_NAMES),
-    help="Model of the weights in FILE.",
-)
-@click.option(
-    "--mean",
-    type=float,
-    nargs=3,
-    metavar="R G B",
-    show_default="as recorded in FILE, else ImageNet's",
-    help="Channel means for normalisation (0 … 1).",
-)
-@click.option(
-    "--std",
-    type=float,
-    nargs=3,
-    metavar="R G B",
-    show_default="as recorded in FILE, else ImageNet's",
-    help="Channel standard deviations for normalisation (0 … 1).",
-)
+@model_option
+@mean_option
+@std_option
 @overriding_option("data", default_text="as in the run; required with --weights")
 @overriding_option(
     "eval_split",

@@ -13,9 +13,9 @@ import click
 
 from engine.commands.command_end import describe_error, leave, say_to_stderr
 from engine.commands.setting_options import option_names, overriding_option, setting_option
+from engine.commands.weights_options import mean_option, model_option, std_option
 from engine.config import SETTINGS
-from models.names import MODEL_NAMES
-from preprocess.commands.completion import complete_file, complete_word
+from preprocess.commands.completion import complete_file
 from preprocess.commands.grouped_help import GroupedCommand
 from preprocess.commands.suggesting import SuggestingChoice
 from preprocess.decoding.default_resize import MAX_SIZE
@@ -82,29 +82,9 @@ _AS_RUN = "as in the run"
     default_text="as recorded in the weights",
     help_text="Size of the central crop of that square that is the network's input.",
 )
-@click.option(
-    "--model",
-    metavar="NAME",
-    show_default="as recorded in FILE",
-    shell_complete=complete_word(lambda: MODEL_NAMES),
-    help="Model of the weights in FILE.",
-)
-@click.option(
-    "--mean",
-    type=float,
-    nargs=3,
-    metavar="R G B",
-    show_default="as recorded in FILE, else ImageNet's",
-    help="Channel means for normalisation (0 … 1).",
-)
-@click.option(
-    "--std",
-    type=float,
-    nargs=3,
-    metavar="R G B",
-    show_default="as recorded in FILE, else ImageNet's",
-    help="Channel standard deviations for normalisation (0 … 1).",
-)
+@model_option
+@mean_option
+@std_option
 @overriding_option("batch", default_text=f"{_AS_RUN}, else 128; less for fewer images", help_text="Images per batch.")
 @overriding_option("eval_mirror", default_text=f"{_AS_RUN}, else off")
 @overriding_option(
