@@ -7,6 +7,7 @@ MODEL_NAMES = (
     "resnet101",
     "resnet152",
     "resnet50-xlajl",
+    "resnet50-d",
     "resnet8",
     "resnet14",
     "resnet20",

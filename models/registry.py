@@ -59,6 +59,9 @@ def _imagenet_resnets() -> dict[str, ResNet]:
             conv_bias=True,
             stride_on="conv3",
         ),
+        "resnet50-d": ResNet(
+            stages=(3, 4, 6, 3), width=64, block="bottleneck", stem="deep", stride_on="conv2", pooled_shortcut=True
+        ),
     }
 
 

@@ -2,6 +2,7 @@
 
 The keys of this package's nested parameters are already torchvision's module paths. Only the last word of a name and
 the order of a kernel's axes differ, and PyTorch keeps parameters and running statistics in one flat dictionary.
+`resnet50-d`, which torchvision does not have, has the names of timm's `resnet50d`.
 `convnet8`, which torchvision does not have, uses its own paths (`stage1.0.conv.weight`) and the same layouts; its norms
 have no weight, and their bias is stored without the factor `models.families.pooled_convnet.BIAS_GAIN`. The fixed stem
 kernel of `convnet8-wide`, `models.families.pooled_convnet.cosine_kernel`, is not stored.

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from models.layers.pooling import max_pool
+from models.layers.pooling import average_pool, max_pool
 
 
 def xla_max_pool(x, window, stride, padding):
@@ -54,3 +54,11 @@ def test_windows_that_do_not_fit_are_refused():
         max_pool(jnp.zeros((1, 4, 4, 1)), window=2, padding=1)
     with pytest.raises(ValueError, match="3×3 window does not fit into an input of 2×2 px; use larger images"):
         max_pool(jnp.zeros((1, 2, 2, 1)), padding=0)
+
+
+@pytest.mark.parametrize(("H", "W"), [(4, 6), (5, 3), (1, 1)])
+def test_an_average_pool_leaves_out_what_is_beyond_the_edge(H, W):
+    x = np.random.default_rng(0).standard_normal((2, H, W, 3))
+    wanted = [[x[:, i : i + 2, j : j + 2].mean((1, 2)) for j in range(0, W, 2)] for i in range(0, H, 2)]
+    found = jax.jit(average_pool, static_argnums=1)(jnp.asarray(x, jnp.float32), 2)
+    np.testing.assert_allclose(found, np.array(wanted).transpose(2, 0, 1, 3), atol=1e-6)

@@ -32,7 +32,7 @@ def drawn(name):
     return jax.tree.map(lambda leaf: rng.random(leaf.shape, np.float32), shapes)
 
 
-@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "resnet50-d"])
 def test_a_pytorch_network_gives_the_same_logits_and_running_statistics(name, tmp_path):
     out = tmp_path / "reference.npz"
     subprocess.run([torch_python(), REFERENCE, name, out], check=True, timeout=240)
@@ -59,7 +59,9 @@ def paths(tree):
     return [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-@pytest.mark.parametrize("name", ["resnet8", "resnet18", "resnet50", "resnet50-xlajl", "convnet8", "convnet8-wide"])
+@pytest.mark.parametrize(
+    "name", ["resnet8", "resnet18", "resnet50", "resnet50-xlajl", "resnet50-d", "convnet8", "convnet8-wide"]
+)
 def test_there_and_back_changes_nothing(name):
     params, batch_stats = drawn(name)
     back = from_torchvision(name, to_torchvision(name, params, batch_stats))
@@ -80,6 +82,17 @@ def test_names_and_layouts_are_torchvisions():
     assert all(value.flags.c_contiguous for value in tensors.values())
     kernel = params["layer2"]["0"]["conv2"]["kernel"]
     assert tensors["layer2.0.conv2.weight"][5, 7, 0, 2] == kernel[0, 2, 7, 5]
+
+
+def test_the_d_variant_has_timms_names():
+    params, batch_stats = drawn("resnet50-d")
+    tensors = to_torchvision("resnet50-d", params, batch_stats)
+    assert len(tensors) == 320 + 2 * 6  # two more convolutions, each with a norm of five tensors
+    assert tensors["conv1.0.weight"].shape == (32, 3, 3, 3)
+    assert tensors["conv1.4.running_var"].shape == (32,)
+    assert tensors["conv1.6.weight"].shape == (64, 32, 3, 3)
+    assert tensors["layer1.0.downsample.1.weight"].shape == (256, 64, 1, 1)
+    assert tensors["layer1.0.downsample.2.running_mean"].shape == (256,)
 
 
 def test_a_network_that_torchvision_has_not_goes_by_its_own_paths_in_the_same_layouts():

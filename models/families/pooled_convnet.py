@@ -87,6 +87,17 @@ def layers(net: PooledConvNet) -> list[Layer]:
     return found
 
 
+def count_products(net: PooledConvNet, image_size: int, num_classes: int) -> int:
+    """Return the multiply-accumulates of the convolutions and the classifier for one square image."""
+    total, size = 0, image_size
+    for layer in layers(net):
+        window = 3 if layer.margin else STEM_SIZE
+        size += 2 * layer.margin + 1 - window
+        total += size**2 * window**2 * layer.C * layer.K
+        size //= 2 if layer.pool else 1
+    return total + net.stages[-1] * num_classes
+
+
 # Parameters
 
 

@@ -1,7 +1,7 @@
-"""Residual networks (He et al., 2015): the ImageNet family, its XLA.jl variant and the CIFAR family.
+"""Residual networks (He et al., 2015): the ImageNet family, its XLA.jl and "D" variants, and the CIFAR family.
 
 A `ResNet` value describes a network; parameters are nested dictionaries keyed by torchvision's module names, so that a
-path through them is a torchvision name (`layer1.0.conv1`).
+path through them is a torchvision name (`layer1.0.conv1`), in the D variant timm's (`layer1.0.downsample.1`).
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from models.layers.batch_norm import RunningStats, batch_norm, stored_relu
 from models.layers.convolution import convolution
 from models.layers.head import dense, global_average_pool
-from models.layers.pooling import max_pool
+from models.layers.pooling import average_pool, max_pool
 from models.model import BatchStats, Params
 
 
@@ -27,20 +27,24 @@ class ResNet:
         stages: number of blocks of each stage; every stage except the first halves the map and doubles the channels.
         width: channels of the first stage before a bottleneck's expansion.
         block: two 3×3 convolutions ("basic"), or a 1×1–3×3–1×1 "bottleneck" that expands its channels fourfold.
-        stem: 7×7 stride 2 and a 3×3 stride 2 max-pool ("imagenet"), or one 3×3 convolution ("cifar").
+        stem: 7×7 stride 2 and a 3×3 stride 2 max-pool ("imagenet"), the same with three 3×3 convolutions instead of
+            the 7×7 ("deep"; He et al., 2018, arXiv:1812.01187, ResNet-C), or one 3×3 convolution ("cifar").
         stem_norm: whether batch norm and ReLU follow the stem's convolution.
         conv_bias: whether convolutions have a bias.
         stride_on: the convolution of a block that applies its stride: "conv1" in a basic block; in a bottleneck "conv2"
             ("v1.5", torchvision) or "conv3" (XLA.jl).
+        pooled_shortcut: whether a shortcut with a stride averages 2×2 pixels before its 1×1 convolution, which then
+            has no stride (He et al., 2018, arXiv:1812.01187, ResNet-D).
     """
 
     stages: tuple[int, ...]
     width: int
     block: Literal["basic", "bottleneck"]
-    stem: Literal["imagenet", "cifar"]
+    stem: Literal["imagenet", "deep", "cifar"]
     stem_norm: bool = True
     conv_bias: bool = False
     stride_on: Literal["conv1", "conv2", "conv3"] = "conv1"
+    pooled_shortcut: bool = False
 
     @property
     def expansion(self) -> int:
@@ -65,16 +69,23 @@ class Conv:
 
 @dataclass(frozen=True)
 class Block:
-    """A residual block: its convolutions in order, and the projection of its shortcut if the shape changes."""
+    """A residual block: its convolutions in order, and the projection of its shortcut if the shape changes.
+
+    If `pool` is above 1, the shortcut averages windows of that size before its projection, which has no stride.
+    """
 
     path: str
     convs: tuple[Conv, ...]
     projection: Conv | None
+    pool: int = 1
 
 
-def stem_conv(net: ResNet) -> Conv:
-    """Return the stem convolution of a network."""
-    return Conv(7, 3, net.width, 2) if net.stem == "imagenet" else Conv(3, 3, net.width)
+def stem_convs(net: ResNet) -> tuple[Conv, ...]:
+    """Return the convolutions of a network's stem."""
+    if net.stem == "deep":
+        half = net.width // 2
+        return Conv(3, 3, half, 2), Conv(3, half, half), Conv(3, half, net.width)
+    return (Conv(7, 3, net.width, 2) if net.stem == "imagenet" else Conv(3, 3, net.width),)
 
 
 def blocks(net: ResNet) -> list[Block]:
@@ -97,10 +108,34 @@ def blocks(net: ResNet) -> list[Block]:
             convs = tuple(
                 Conv(*shape, stride if net.stride_on == f"conv{place}" else 1) for place, shape in enumerate(widths, 1)
             )
-            projection = Conv(1, C, outer, stride) if stride != 1 or outer != C else None
-            found.append(Block(f"layer{stage + 1}.{index}", convs, projection))
+            pool = stride if net.pooled_shortcut else 1
+            projection = Conv(1, C, outer, stride // pool) if stride != 1 or outer != C else None
+            found.append(Block(f"layer{stage + 1}.{index}", convs, projection, pool))
             C = outer
     return found
+
+
+def count_products(net: ResNet, image_size: int, num_classes: int) -> int:
+    """Return the multiply-accumulates of the convolutions and the classifier for one square image."""
+    size, total = image_size, 0
+
+    def convolve(conv: Conv, size: int) -> int:
+        """Count a convolution's products, and return its output's height and width."""
+        nonlocal total
+        out = -(-size // conv.stride)
+        total += out**2 * conv.kernel**2 * conv.C * conv.K
+        return out
+
+    for conv in stem_convs(net):
+        size = convolve(conv, size)
+    if net.stem != "cifar":
+        size = -(-size // 2)
+    for block in blocks(net):
+        if block.projection is not None:
+            convolve(block.projection, -(-size // block.pool))
+        for conv in block.convs:
+            size = convolve(conv, size)
+    return total + net.num_features * num_classes
 
 
 # Parameters
@@ -108,7 +143,7 @@ def blocks(net: ResNet) -> list[Block]:
 
 def _convs(net: ResNet) -> Iterator[Conv]:
     """Yield all convolutions: the stem's, then for each block its convolutions and its projection, if it has one."""
-    yield stem_conv(net)
+    yield from stem_convs(net)
     for block in blocks(net):
         yield from block.convs
         if block.projection is not None:
@@ -140,6 +175,28 @@ def _init_norm(K: int) -> tuple[Params, BatchStats]:
     return {"scale": ones, "bias": zeros}, {"mean": zeros, "var": ones}
 
 
+def _init_stem(net: ResNet, kernels: Iterator[jax.Array]) -> tuple[Params, BatchStats]:
+    """Return the stem: `conv1` and `bn1`, in a deep one `conv1.0` to `conv1.6` with norms at 1 and 4, and `bn1`."""
+    *inner, last = stem_convs(net)
+    params: Params = {}
+    stats: BatchStats = {}
+    for place, conv in enumerate(inner):
+        norm_params, norm_stats = _init_norm(conv.K)
+        params |= {str(3 * place): _init_conv(net, conv, kernels), str(3 * place + 1): norm_params}
+        stats[str(3 * place + 1)] = norm_stats
+    final = _init_conv(net, last, kernels)
+    stem: Params = {"conv1": params | {str(3 * len(inner)): final} if inner else final}
+    stem_stats: BatchStats = {"conv1": stats} if inner else {}
+    if net.stem_norm:
+        stem["bn1"], stem_stats["bn1"] = _init_norm(last.K)
+    return stem, stem_stats
+
+
+def _projection_paths(has_pool: bool) -> tuple[str, str]:
+    """Return the names of a shortcut's convolution and norm; in the D variant, timm's pool is number 0."""
+    return ("1", "2") if has_pool else ("0", "1")
+
+
 def _init_block(net: ResNet, block: Block, kernels: Iterator[jax.Array]) -> tuple[Params, BatchStats]:
     params: Params = {}
     stats: BatchStats = {}
@@ -148,8 +205,9 @@ def _init_block(net: ResNet, block: Block, kernels: Iterator[jax.Array]) -> tupl
         params[f"bn{place}"], stats[f"bn{place}"] = _init_norm(conv.K)
     if block.projection is not None:
         norm_params, norm_stats = _init_norm(block.projection.K)
-        params["downsample"] = {"0": _init_conv(net, block.projection, kernels), "1": norm_params}
-        stats["downsample"] = {"1": norm_stats}
+        conv_path, norm_path = _projection_paths(net.pooled_shortcut)
+        params["downsample"] = {conv_path: _init_conv(net, block.projection, kernels), norm_path: norm_params}
+        stats["downsample"] = {norm_path: norm_stats}
     return params, stats
 
 
@@ -160,11 +218,7 @@ def init(net: ResNet, num_classes: int, key: jax.Array) -> tuple[Params, BatchSt
     """
     kernels_key, fc_key, bias_key = jax.random.split(key, 3)
     kernels = _init_kernels(net, kernels_key)
-    stem = stem_conv(net)
-    params: Params = {"conv1": _init_conv(net, stem, kernels)}
-    stats: BatchStats = {}
-    if net.stem_norm:
-        params["bn1"], stats["bn1"] = _init_norm(stem.K)
+    params, stats = _init_stem(net, kernels)
     for block in blocks(net):
         stage, index = block.path.split(".")
         initial = _init_block(net, block, kernels)
@@ -197,21 +251,46 @@ def _norm(
 
 
 # Traced once for all blocks of one shape: ResNet-50's 16 blocks have 8 shapes, which saves half a second at its start.
-@partial(jax.jit, static_argnums=(0, 1, 5))
+@partial(jax.jit, static_argnums=(0, 1, 5, 6))
 def _apply_block(
-    convs: tuple[Conv, ...], projection: Conv | None, params: Params, stats: BatchStats, x: jax.Array, train: bool
+    convs: tuple[Conv, ...],
+    projection: Conv | None,
+    params: Params,
+    stats: BatchStats,
+    x: jax.Array,
+    train: bool,
+    pool: int | None = None,
 ) -> tuple[jax.Array, BatchStats]:
+    """Apply one block; `pool` is None except in the D variant, there the window of the shortcut's pool."""
     new_stats: BatchStats = {}
     shortcut = x
     if projection is not None:
-        shortcut = _conv(x, params["downsample"]["0"], projection)
-        shortcut, norm_stats = _norm(shortcut, params["downsample"]["1"], stats["downsample"]["1"], train)
-        new_stats["downsample"] = {"1": norm_stats}
+        conv_path, norm_path = _projection_paths(pool is not None)
+        shortcut = x if pool is None else average_pool(x, pool)
+        shortcut = _conv(shortcut, params["downsample"][conv_path], projection)
+        shortcut, norm_stats = _norm(shortcut, params["downsample"][norm_path], stats["downsample"][norm_path], train)
+        new_stats["downsample"] = {norm_path: norm_stats}
     for place, conv in enumerate(convs, 1):
         x = _conv(x, params[f"conv{place}"], conv)
         inner = place < len(convs)
         x, new_stats[f"bn{place}"] = _norm(x, params[f"bn{place}"], stats[f"bn{place}"], train, relu=inner)
     return stored_relu(x + shortcut), new_stats
+
+
+def _apply_stem(
+    net: ResNet, params: Params, batch_stats: BatchStats, x: jax.Array, train: bool
+) -> tuple[jax.Array, BatchStats]:
+    *inner, last = stem_convs(net)
+    new_stats: BatchStats = {"conv1": {}} if inner else {}
+    for place, conv in enumerate(inner):
+        norm = str(3 * place + 1)
+        x = _conv(x, params["conv1"][str(3 * place)], conv)
+        variables = params["conv1"][norm], batch_stats["conv1"][norm]
+        x, new_stats["conv1"][norm] = _norm(x, *variables, train, relu=True)
+    x = _conv(x, params["conv1"][str(3 * len(inner))] if inner else params["conv1"], last)
+    if net.stem_norm:
+        x, new_stats["bn1"] = _norm(x, params["bn1"], batch_stats["bn1"], train, relu=True)
+    return (x if net.stem == "cifar" else max_pool(x)), new_stats
 
 
 def apply(
@@ -221,15 +300,11 @@ def apply(
 
     Activations are in `dtype`.
     """
-    new_stats: BatchStats = {}
-    x = _conv(images.astype(dtype), params["conv1"], stem_conv(net))
-    if net.stem_norm:
-        x, new_stats["bn1"] = _norm(x, params["bn1"], batch_stats["bn1"], train, relu=True)
-    if net.stem == "imagenet":
-        x = max_pool(x)
+    x, new_stats = _apply_stem(net, params, batch_stats, images.astype(dtype), train)
     for block in blocks(net):
         stage, index = block.path.split(".")
         variables = params[stage][index], batch_stats[stage][index]
-        x, block_stats = _apply_block(block.convs, block.projection, *variables, x, train)
+        pool = (block.pool,) if net.pooled_shortcut else ()
+        x, block_stats = _apply_block(block.convs, block.projection, *variables, x, train, *pool)
         new_stats.setdefault(stage, {})[index] = block_stats
     return dense(global_average_pool(x), params["fc"]["kernel"], params["fc"]["bias"]), new_stats

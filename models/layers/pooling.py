@@ -1,4 +1,4 @@
-"""Max-pooling with a gradient that is fast inside a loop; XLA:CPU's own gradient, select-and-scatter, is scalar."""
+"""Pooling with gradients that are fast inside a loop; XLA:CPU's own for max-pooling, select-and-scatter, is scalar."""
 
 from functools import partial, reduce
 
@@ -31,6 +31,22 @@ def max_pool(x: jax.Array, *, window: int = 3, stride: int = 2, padding: int = 1
             f"a {window}×{window} window does not fit into an input of {x.shape[1]}×{x.shape[2]} px; use larger images"
         )
     return _max_pool(window, stride, padding, x)
+
+
+def average_pool(x: jax.Array, window: int) -> jax.Array:
+    """Return the mean `[B,P,Q,C]` of each window of `x [B,H,W,C]`, with stride `window`; P = ⌈H/window⌉.
+
+    A window that reaches over the edge is averaged over the pixels inside (PyTorch's `ceil_mode` without
+    `count_include_pad`). Sums are at least float32.
+    """
+    if window == 1:
+        return x
+    (B, H, W, C), wide = x.shape, x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    P, Q = -(-H // window), -(-W // window)
+    padded = jnp.pad(wide, ((0, 0), (0, P * window - H), (0, Q * window - W), (0, 0)))
+    total = padded.reshape(B, P, window, Q, window, C).sum((2, 4))
+    down, across = (np.minimum(window, size - window * np.arange(-(-size // window))) for size in (H, W))
+    return (total / np.multiply.outer(down, across)[:, :, None].astype(wide.dtype)).astype(x.dtype)
 
 
 def _shifted(window: int, stride: int, padding: int, x: jax.Array) -> list[jax.Array]:
