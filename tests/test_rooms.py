@@ -32,6 +32,7 @@ FLOORS = (
     "models.layers",
     "models.families",
     "models.registry",
+    "models.summaries",
     "models.torchvision_names",
     # engine: shards to weights
     "engine.keys",

@@ -22,7 +22,6 @@ from sphinx.util.docutils import SphinxDirective
 _ROOT = Path(__file__).parents[2]
 _PUBLIC = ("engine", "models", "preprocess")
 _HELP_COLUMNS = 96
-_FOR_LARGE_IMAGES = {"resnet18", "resnet34", "resnet50", "resnet101", "resnet152"}
 _NAMES = re.compile(r"^    \w+(, \w+)+(?=: )")
 
 # Files of the repository that a page includes, with that page.
@@ -114,21 +113,15 @@ class ModelReference(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """Return the table."""
-        rows = [f"| `{name}` | {size} px, {classes:,} classes | {count:,} |" for name, size, classes, count in models()]
-        return self.parse_text_to_nodes("\n".join(["| name | counted for | parameters |", "|---|---|---:|", *rows]))
+        from models.summaries import summarise_models
 
-
-def models() -> Iterator[tuple[str, int, int, int]]:
-    """Yield name, image size, classes and number of parameters of each registered model, without computing weights."""
-    import jax
-
-    from models.registry import build_model, count_params, model_names
-
-    for name in model_names():
-        size, classes = (224, 1000) if name.partition("-")[0] in _FOR_LARGE_IMAGES else (32, 10)
-        model = build_model(name, num_classes=classes, image_size=size)
-        params, _ = jax.eval_shape(model.init, jax.random.key(0))
-        yield name, size, classes, count_params(params)
+        rows = [
+            f"| `{each.name}` | {each.image_size} px, {each.num_classes:,} classes | {each.num_params:,} "
+            f"| {each.num_products / 1e6:,.1f} |"
+            for each in summarise_models()
+        ]
+        head = ["| name | counted for | parameters | million multiply-accumulates |", "|---|---|---:|---:|"]
+        return self.parse_text_to_nodes("\n".join([*head, *rows]))
 
 
 def _section(directive: SphinxDirective, title: str, body: list[nodes.Node]) -> nodes.section:

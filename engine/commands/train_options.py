@@ -1,4 +1,4 @@
-"""The options of `run-train`: one for each setting of a run, and four others."""
+"""The options of `run-train`: one for each setting of a run, and five others."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from engine.config import COMPILATION, DATA, OUTPUT, SETTINGS
 from engine.recipes import load_recipe, recipe_names
 from preprocess.commands.completion import complete_word
 
-COMMAND_OPTIONS = ("recipe", "list_recipes", "dry_run", "traceback")
+COMMAND_OPTIONS = ("recipe", "list_recipes", "dry_run", "traceback", "list_models")
 """The parameter names of the options that are not settings."""
 
 # Click keeps the line breaks of a paragraph that begins with a backspace.
@@ -31,6 +31,7 @@ def option_groups() -> dict[str, tuple[str, ...]]:
     groups: dict[str, list[str]] = {"Recipes": ["recipe", "list_recipes"], DATA: []}
     for setting in SETTINGS.values():
         groups.setdefault(setting.group, []).append(setting.name)
+    groups[SETTINGS["model"].group].append("list_models")
     groups[OUTPUT].append("traceback")
     groups[COMPILATION].append("dry_run")
     return {title: tuple(names) for title, names in groups.items()}
@@ -43,6 +44,20 @@ def _list_recipes(context: click.Context, _parameter: click.Parameter, is_wanted
     for name in recipe_names():
         recipe = load_recipe(name)
         click.echo(f"{name}: {recipe.summary}\n    expected: {recipe.expected}")
+    context.exit()
+
+
+def _list_models(context: click.Context, _parameter: click.Parameter, is_wanted: bool) -> None:
+    """Print the models of the registry and exit if the option is given."""
+    if not is_wanted or context.resilient_parsing:
+        return
+    from models.summaries import summarise_models
+
+    for each in summarise_models():
+        click.echo(
+            f"{each.name:<15} {each.num_params:>11,} parameters  {each.num_products / 1e6:>9,.1f} million "
+            f"multiply-accumulates at {each.image_size} px, {each.num_classes:,} classes"
+        )
     context.exit()
 
 
@@ -61,6 +76,14 @@ _OF_THE_COMMAND = (
         expose_value=False,
         callback=_list_recipes,
         help="List the recipes with their expected accuracy, and exit.",
+    ),
+    click.option(
+        "--list-models",
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=_list_models,
+        help="List the models with their parameters, multiply-accumulates and usual image size, and exit.",
     ),
     click.option(
         "--dry-run", is_flag=True, help="Compile the program and print its memory use and FLOPs, but do not train."

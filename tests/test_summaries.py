@@ -1,0 +1,53 @@
+"""The costs of the networks: against published figures, and as `run-train --list-models` prints them."""
+
+import pytest
+from click.testing import CliRunner
+
+from engine.commands.cli import main
+from models.registry import model_names
+from models.summaries import summarise_models
+
+# Billions of multiply-accumulates: torchvision's `_ops` for its ResNets, and models/registry.py for the convnets.
+PUBLISHED = {
+    "resnet18": 1.814,
+    "resnet34": 3.664,
+    "resnet50": 4.089,
+    "resnet101": 7.801,
+    "resnet152": 11.514,
+    "convnet8": 0.065,
+    "convnet8-wide": 0.118,
+}
+
+
+@pytest.fixture(scope="module")
+def summaries():
+    return {each.name: each for each in summarise_models()}
+
+
+def test_multiply_accumulates_are_the_published_ones(summaries):
+    assert {name: round(summaries[name].num_products / 1e9, 3) for name in PUBLISHED} == PUBLISHED
+
+
+def test_a_cifar_network_is_counted_by_hand(summaries):
+    """ResNet-20: stem; three blocks of two 3×3 convolutions a stage, two of them projected; classifier."""
+    total = 32**2 * 27 * 16 + 640
+    for size, C, K in ((32, 16, 16), (16, 16, 32), (8, 32, 64)):
+        total += size**2 * (9 * C * K + 5 * 9 * K * K + (C * K if C != K else 0))
+    assert summaries["resnet20"].num_products == total
+
+
+def test_resnet_d_costs_its_stem_more(summaries):
+    """The stem's three convolutions for one; a shortcut costs the same with its pool as with its stride."""
+    of_stem = 112**2 * (9 * (3 * 32 + 32 * 32 + 32 * 64) - 49 * 3 * 64)
+    assert summaries["resnet50-d"].num_products == summaries["resnet50"].num_products + of_stem
+
+
+def test_the_list_of_models_has_a_line_for_each(summaries):
+    result = CliRunner().invoke(main, ["--list-models", "--steps", "nonsense"])
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == list(model_names()) == list(summaries)
+    (resnet50,) = (line for line in lines if line.startswith("resnet50 "))
+    assert " ".join(resnet50.split()) == (
+        "resnet50 25,557,032 parameters 4,089.2 million multiply-accumulates at 224 px, 1,000 classes"
+    )
