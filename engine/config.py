@@ -170,6 +170,18 @@ class TrainConfig:
         unit="K", default_text=f"from the data; {SYNTHETIC_CLASSES} with {{synthetic}}",
     )
 
+    mean: tuple[float, float, float] | None = setting(
+        None, DATA, _RUNTIME, _KEPT, "Channel means that are subtracted from the pixels, on the scale 0 … 1.",
+        between=(0, 1), unit="R G B", default_text="those of the packed split; 0.5 without one",
+        details="Recorded with the weights, so that evaluations normalise images in the same way.",
+    )
+    std: tuple[float, float, float] | None = setting(
+        None, DATA, _RUNTIME, _KEPT,
+        "Channel standard deviations by which the pixels are divided, on the scale 0 … 1.",
+        between=(0.004, 1), unit="R G B", default_text="those of the packed split; 0.25 without one",
+        details="Recorded with the weights, so that evaluations normalise images in the same way.",
+    )
+
     optimizer: OptimizerName = setting(
         "sgd", OPTIMISER, _PROGRAM, _KEPT, "Optimisation algorithm, which computes updates from gradients.",
         details="sgd and nesterov follow the definitions of PyTorch.",
@@ -380,4 +392,6 @@ def settings_table() -> list[dict[str, str]]:
 
 def describe_value(value: Any) -> str:
     """Return the value of a setting as text for messages; None becomes `default`."""
+    if isinstance(value, tuple):
+        return " ".join(f"{each:g}" for each in value)
     return NO_VALUE if value is None else f"{value:g}" if isinstance(value, float) else str(value)

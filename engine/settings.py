@@ -129,14 +129,14 @@ class Setting(Declaration):
 
     Attributes:
         name: its name in Python and in JSON.
-        kind: bool, int, float or str.
+        kind: bool, int, float, str, or tuple for three floats, one for each channel.
         is_optional: whether it may be None.
         choices: its allowed values if it is a choice among strings, else empty.
         default: its default.
     """
 
     name: str
-    kind: type[bool] | type[int] | type[float] | type[str]
+    kind: type[bool] | type[int] | type[float] | type[str] | type[tuple[float, ...]]
     is_optional: bool
     choices: tuple[str, ...]
     default: Any
@@ -147,6 +147,11 @@ class Setting(Declaration):
         dashed = self.name.replace("_", "-")
         usual = f"--{dashed}/--no-{dashed}" if self.kind is bool else f"--{dashed}"
         return self.option or (usual,)
+
+    @property
+    def kind_name(self) -> str:
+        """The name of the type, for the reference."""
+        return "three floats" if self.kind is tuple else self.kind.__name__
 
     def render_help(self, name_setting: Callable[[str], str]) -> str:
         """Return the help text, in which the name of each setting is replaced by `name_setting(name)`."""
@@ -179,6 +184,8 @@ class Setting(Declaration):
         """
         if value is None and self.is_optional:
             return None
+        if self.kind is tuple:
+            return self._checked_channels(value)
         value = self._of_kind(value)
         if self.between is not None:
             low, high = self.between
@@ -197,6 +204,26 @@ class Setting(Declaration):
                 near=did_you_mean(value, self.choices),
             )
         return value
+
+    def _checked_channels(self, value: Any) -> tuple[float, ...]:
+        """Validate the numbers of R, G and B, given as any sequence, and return them as a tuple of floats."""
+        low, high = self.between or (-math.inf, math.inf)
+        try:
+            channels = tuple(
+                float(each) for each in value if isinstance(each, numbers.Real) and not isinstance(each, bool)
+            )
+            num_given = len(value)
+        except TypeError:
+            channels, num_given = (), 0
+        if len(channels) != 3 or num_given != 3 or not all(low <= each <= high for each in channels):
+            raise SettingError(
+                self.name,
+                "{setting} must be three numbers in {low:g} … {high:g} (R, G and B), got {value!r}",
+                low=low,
+                high=high,
+                value=value,
+            )
+        return channels
 
     def _of_kind(self, value: Any) -> Any:
         kind: Any = self.kind
@@ -237,7 +264,7 @@ def _setting_of(field: "dataclasses.Field[Any]", kind: Any) -> Setting:
     return Setting(
         **vars(field.metadata[_KEY]),
         name=field.name,
-        kind=str if is_choice else kinds[0] if kinds else kind,
+        kind=str if is_choice else get_origin(kinds[0]) or kinds[0] if kinds else kind,
         is_optional=type(None) in kinds,
         choices=get_args(kind) if is_choice else (),
         default=field.default,
@@ -250,7 +277,7 @@ def table_of(settings: Mapping[str, Setting]) -> list[dict[str, str]]:
         {
             "name": each.name,
             "option": ", ".join(each.options).replace("/", " / "),
-            "type": " | ".join(("choice" if each.choices else each.kind.__name__, *("None",) * each.is_optional)),
+            "type": " | ".join(("choice" if each.choices else each.kind_name, *("None",) * each.is_optional)),
             "default": each.render_default(),
             "range": each.range_text,
             "unit": each.unit or "",

@@ -48,6 +48,8 @@ VALID = {
     "init_from": st.none() | TEXT,
     "num_classes": st.none() | st.integers(1, 2**16),
     "image_size": st.none() | st.integers(1, 2**14),
+    "mean": st.none() | st.tuples(*[st.floats(0, 1)] * 3),
+    "std": st.none() | st.tuples(*[st.floats(0.004, 1)] * 3),
     "optimizer": st.sampled_from(["sgd", "nesterov", "adamw", "lars", "lamb"]),
     "schedule": st.sampled_from(["constant", "step", "cosine", "linear", "one-cycle"]),
     "warmup_steps": st.integers(0, 2**31 - 2),
@@ -113,6 +115,7 @@ SWITCHES = [
     "stop_on_nan",
     "deterministic",
 ]
+CHANNELS = ["mean", "std"]
 CHOICES = ["transport", "optimizer", "schedule", "crop", "padding_mode", "precision", "loss"]
 TEXTS = ["data", "split", "eval_split", "model", "run_dir", "compilation_cache", "dump_hlo", "init_from"]
 OPTIONAL = [
@@ -120,6 +123,8 @@ OPTIONAL = [
     "eval_split",
     "num_classes",
     "image_size",
+    "mean",
+    "std",
     "learning_rate",
     "epochs",
     "warmup_epochs",
@@ -142,7 +147,7 @@ def configured(**values: Any) -> TrainConfig:
 
 
 def test_every_setting_is_tested_here():
-    assert sorted([*INTEGERS, *REALS, *SWITCHES, *TEXTS, *CHOICES]) == sorted(NAMES)
+    assert sorted([*INTEGERS, *REALS, *SWITCHES, *TEXTS, *CHOICES, *CHANNELS]) == sorted(NAMES)
 
 
 @given(st.fixed_dictionaries({}, optional=VALID))
@@ -168,6 +173,8 @@ def test_golden_json():
         "model": "auto",
         "num_classes": None,
         "image_size": None,
+        "mean": None,
+        "std": None,
         "precision": "float32",
         "init_from": None,
         "optimizer": "sgd",
@@ -379,7 +386,7 @@ def test_every_setting_is_declared_whole(name):
     assert declared.default == getattr(TrainConfig(), name)
     assert (declared.default is None) <= declared.is_optional
     # A number without a range would let nonsense pass, and an option for a number needs a unit or a range to show.
-    assert (declared.between is not None) == (declared.kind in (int, float))
+    assert (declared.between is not None) == (declared.kind in (int, float, tuple))
     # None says nothing of what is taken instead.
     assert declared.default is not None or declared.default_text is not None or name == "dump_hlo"
 
@@ -454,3 +461,14 @@ def test_the_signature_names_every_setting():
     parameters = inspect.signature(TrainConfig).parameters
     assert list(parameters) == list(SETTINGS)
     assert {name: each.default for name, each in parameters.items()} == {n: s.default for n, s in SETTINGS.items()}
+
+
+def test_three_numbers_of_the_channels():
+    channels = TrainConfig(mean=[0, np.float32(0.5), 1], std=np.array([0.25, 0.5, 1]))  # type: ignore[arg-type]
+    assert (channels.mean, channels.std) == ((0.0, 0.5, 1.0), (0.25, 0.5, 1.0))
+    assert TrainConfig.from_json(json.loads(json.dumps(channels.to_json()))) == channels
+    for value in ((0.5, 0.5), (0.5, 0.5, 0.5, 0.5), (0.5, 0.5, "a"), 0.5, "abc", (0.5, 0.5, 1.5), (0.5, 0.5, math.nan)):
+        with pytest.raises(ConfigError, match=r"mean must be three numbers in 0 … 1 \(R, G and B\), got "):
+            TrainConfig(mean=value)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"std must be three numbers in 0\.004 … 1"):
+        TrainConfig(std=(0.0, 0.5, 0.5))

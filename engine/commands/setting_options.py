@@ -48,6 +48,8 @@ def setting_option(name: str) -> Decorator:
             "metavar": _metavar(setting),
             "shell_complete": _COMPLETE.get(setting.completion),
         }
+    if setting.kind is tuple:
+        values |= {"type": click.FLOAT, "nargs": 3}
     if setting.default_text is not None:
         values["show_default"] = setting.render_default(option_spelling)
     return click.option(*setting.options, name, help=setting.render_help(option_spelling), **values)

@@ -44,7 +44,8 @@ class RunData:
         num_classes: K, None if only a user-defined model knows it.
         num_images: N of the training split, None for an endless source of batches.
         evaluation: the source of evaluation batches, None without evaluation.
-        mean, std: mean and standard deviation of each channel, on the scale 0 … 1.
+        mean, std: by which the pixels are normalised, per channel, on the scale 0 … 1: the settings, else those of
+            the packed split.
         manifest_digest: SHA-256 of the training split's manifest, None without one.
         eval_manifest_digest: likewise for the evaluation split.
         location: the folder or URL of the packed data set, None without one.
@@ -95,6 +96,7 @@ def open_data(
         data = _synthesise(config)
     else:
         data = _open_packed(config, stack, notify, is_new=is_new)
+    data = replace(data, mean=config.mean or data.mean, std=config.std or data.std)
     evaluation = parts.evaluation
     if isinstance(evaluation, tuple):
         evaluation = ArrayBatches(
