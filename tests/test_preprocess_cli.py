@@ -63,7 +63,7 @@ def test_a_folder_is_packed_and_the_next_command_named(tmp_path, source):
 def test_a_folder_one_level_too_deep_is_one_class_and_causes_a_warning(tmp_path_factory, source):
     result = run(source.parent, tmp_path_factory.mktemp("packed"), "--size", 32)
     assert result.exit_code == 0, result.output
-    assert "train: 12 images of 1 classes packed." in result.stdout
+    assert "train: 12 images of 1 class packed." in result.stdout
     assert (
         "warning: all images of train belong to one class, images; SOURCE should be the folder that contains the class"
         in result.stderr

@@ -18,6 +18,7 @@ FLOORS = (
     "preprocess.json_digest",
     "preprocess.regular_file",
     "preprocess.suggestions",
+    "preprocess.quantities",
     "preprocess.file_lock",
     "preprocess.pixels",
     "preprocess.shards",

@@ -16,6 +16,7 @@ from engine.commands.weights_options import mean_option, model_option, std_optio
 from engine.config import SETTINGS, TrainConfig
 from preprocess.commands.completion import complete_file, complete_folder
 from preprocess.commands.grouped_help import GroupedCommand
+from preprocess.quantities import quantity
 
 if TYPE_CHECKING:
     from engine.evaluation.result import ClassResult, EvaluationResult
@@ -249,6 +250,7 @@ def _json_line(result: "EvaluationResult") -> str:
 def _say_speed(result: "EvaluationResult") -> None:
     seconds = result.evaluate_s
     say_to_stderr(
-        f"{result.record.num_images:,} images in {seconds:.1f} s: {result.record.num_images / seconds:,.1f} images/s, "
+        f"{quantity(result.record.num_images, 'image')} in {seconds:.1f} s: "
+        f"{result.record.num_images / seconds:,.1f} images/s, "
         f"infeed wait {100 * result.wait_s / seconds:.1f} % of the time"
     )

@@ -84,7 +84,7 @@ def summarise(result: "TrainResult") -> None:
     if len(result.losses):
         last = result.losses[-min(100, len(result.losses)) :]
         line += (
-            f", final loss {result.losses[-1]:.4f} (mean of the last {len(last)}: {last.mean():.4f}), "
+            f", final loss {result.losses[-1]:z.4f} (mean of the last {len(last)}: {last.mean():z.4f}), "
             f"infeed wait {100 * result.wait_s / result.train_s:.1f} % of the time"
         )
     lines = [line]

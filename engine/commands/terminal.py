@@ -108,7 +108,7 @@ class ProgressSink:
         images_per_s = self._batch * (len(recent) - 1) / elapsed_s if elapsed_s > 0 else recent[-1].images_per_s
         loss = math.fsum(record.loss for record in recent) / len(recent)
         wait_ms = math.fsum(record.wait_ms for record in recent) / len(recent)
-        number = f"{loss:.4f}"
+        number = f"{loss:z.4f}"
         left = width - len("loss ") - len(number)
         facts: list[str] = []
         for fact in (f"  wait {wait_ms:.1f} ms", f"  {images_per_s:,.0f} img/s", f"  lr {recent[-1].lr:.3g}"):

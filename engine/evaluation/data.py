@@ -13,6 +13,7 @@ from engine.feed.batches import ArrayBatches, EvaluationArrays, EvaluationSource
 from engine.feed.shard_batches import SequentialBatches
 from engine.run.data import choose_eval_split, manifest_digest_of
 from engine.run.dataset import choose_data, make_demo
+from preprocess.quantities import quantity
 from preprocess.shards.classes import ImageClass
 from preprocess.shards.location import open_location
 from preprocess.shards.manifest import Manifest
@@ -88,7 +89,7 @@ def open_evaluation_split(
     split = stack.enter_context(open_split(data, name))
     is_known = _compare(config, data, trained_on, split.manifest, name, notify)
     _check_num_classes(split.manifest, f"{data}/{name}", trained_on, is_subset_allowed=is_known)
-    description = f"{data}/{name}, {split.num_images:,} images"
+    description = f"{data}/{name}, {quantity(split.num_images, 'image')}"
     return EvaluationData(SequentialBatches(split, batch=config.batch), description, split.manifest.classes)
 
 

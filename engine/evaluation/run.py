@@ -56,6 +56,7 @@ from engine.run.signals import StopSignals, call_on_worker, ignore_message
 from engine.settings import SettingError
 from engine.stream.sinks import EvaluationRecord
 from engine.updates.update import Weights
+from preprocess.quantities import quantity
 
 
 def evaluate(
@@ -161,7 +162,7 @@ def describe_weights_of(
     recorded: TrainedRun, subject: Subject, notify: Callable[[str], None], *, is_chosen: bool
 ) -> None:
     """Say which weights of a run are used; `is_chosen` is whether the user chose a snapshot."""
-    what = f"weights: {recorded.path}, {subject.name} after {subject.step:,} steps"
+    what = f"weights: {recorded.path}, {subject.name} after {quantity(subject.step, 'step')}"
     if recorded.snapshot_step is not None:
         notify(f"{what} (a snapshot" + (")" if is_chosen else ", the newest: the run has written no weights yet)"))
         return

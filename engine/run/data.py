@@ -23,6 +23,7 @@ from engine.feed.shard_batches import SequentialBatches, ShardBatches
 from engine.run.dataset import choose_data, make_demo
 from engine.run.parts import OwnParts
 from engine.settings import SettingError
+from preprocess.quantities import quantity
 from preprocess.shards.classes import ImageClass
 from preprocess.shards.manifest import Manifest
 from preprocess.shards.reader import ShardSplit, open_split
@@ -172,7 +173,7 @@ def _open_packed(config: TrainConfig, stack: ExitStack, notify: Callable[[str], 
     _warn_of_split(config, split, num_classes, where, notify)
     data = RunData(
         ShardBatches(split, batch=config.batch, seed=config.seed),
-        f"{where}, {split.num_images:,} images",
+        f"{where}, {quantity(split.num_images, 'image')}",
         num_classes,
         split.num_images,
         mean=manifest.channel_mean,
@@ -194,7 +195,7 @@ def _open_packed(config: TrainConfig, stack: ExitStack, notify: Callable[[str], 
     _check_same_classes(manifest, eval_split.manifest, name)
     return replace(
         data,
-        description=f"{data.description}; evaluated on {name}, {eval_split.num_images:,} images",
+        description=f"{data.description}; evaluated on {name}, {quantity(eval_split.num_images, 'image')}",
         evaluation=SequentialBatches(eval_split, batch=config.batch),
         eval_manifest_digest=manifest_digest_of(eval_split.manifest),
     )

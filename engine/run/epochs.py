@@ -9,6 +9,7 @@ from math import ceil
 
 from engine.config import COUNTED_IN_EPOCHS, SETTINGS, TrainConfig
 from engine.settings import SettingError
+from preprocess.quantities import quantity
 
 _UNCOUNTED = TrainConfig()
 
@@ -58,8 +59,8 @@ def steps_of_epochs(epochs: float, *, num_images: int, images_per_step: int) -> 
 
 def _notify_of_length(settled: TrainConfig, num_images: int, notify: Callable[[str], None]) -> None:
     if settled.epochs is not None:
-        steps = "1 step" if settled.steps == 1 else f"{settled.steps:,} steps"
-        notify(f"epochs: {settled.epochs:g} of {num_images:,} images each, {steps} in total")
+        steps = quantity(settled.steps, "step")
+        notify(f"epochs: {settled.epochs:g} of {quantity(num_images, 'image')} each, {steps} in total")
     if settled.warmup_steps > settled.steps > 0:
         notify(
             f"warning: the warm-up of {settled.warmup_steps:,} steps is longer than the run of {settled.steps:,} "

@@ -16,6 +16,7 @@ from engine.run.parts import OwnParts
 from engine.settings import SettingError
 from models.model import Model
 from models.registry import UnknownModelError, build_model, model_names
+from preprocess.quantities import quantity
 
 # Optimisers whose updates have the size of the learning rate, whatever the gradient; lars uses rates like those of sgd.
 _SMALL_RATE_OPTIMIZERS = ("adamw", "lamb")
@@ -206,8 +207,8 @@ def warn_of_settings(config: TrainConfig, data: RunData, notify: Callable[[str],
         notify(f"warning: there is no data to evaluate on; --eval-every {config.eval_every_steps} has no effect")
     if 0 < config.steps <= config.warmup_steps:
         notify(
-            f"warning: the warm-up of {config.warmup_steps:,} steps is at least as long as the run of {config.steps:,} "
-            "steps: the learning rate stays below its peak"
+            f"warning: the warm-up of {quantity(config.warmup_steps, 'step')} is at least as long as the run of "
+            f"{quantity(config.steps, 'step')}: the learning rate stays below its peak"
         )
     if config.learning_rate is None and config.optimizer in _SMALL_RATE_OPTIMIZERS:
         notify(

@@ -50,6 +50,7 @@ from engine.settings import SettingError
 from engine.stream.function_sink import RecordFunction, as_sink
 from engine.stream.sinks import Sink
 from preprocess.memory import host_memory_bytes
+from preprocess.quantities import quantity
 
 
 def train(
@@ -315,7 +316,10 @@ def _check_length(
     """Raise ValueError if `steps` was changed to a number already reached; report what the resume cannot guarantee."""
     check_steps(config, recorded.config, start.step)
     if start.snapshot and start.step >= config.steps:
-        notify(f"the run is already complete, with {config.steps:,} steps; give a larger --steps to train further")
+        notify(
+            f"the run is already complete, with {quantity(config.steps, 'step')}; give a larger --steps to "
+            "train further"
+        )
     for message in (versions_warning(recorded), unchecked_notice(recorded, start)):
         if message is not None:
             notify(message)

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TextIO, runtime_checkable
 import numpy as np
 
 from engine.crossing.pushed import PushedSnapshot
+from preprocess.quantities import quantity
 
 
 @dataclass(frozen=True)
@@ -213,14 +214,14 @@ def loss_number(loss: float) -> str:
     if not math.isfinite(loss):
         return str(loss)
     loss = _as_recorded("loss", loss)
-    return f"{loss:.4f}" if loss == 0 or 1e-3 <= abs(loss) < 1e5 else f"{loss:.4g}"
+    return f"{loss:z.4f}" if loss == 0 or 1e-3 <= abs(loss) < 1e5 else f"{loss:.4g}"
 
 
 def evaluation_words(record: EvaluationRecord) -> str:
     """Return a human-readable line with the step and the results of an evaluation."""
     fields = [] if math.isnan(record.top1) else [f"top-1 {100 * record.top1:.2f} %", f"top-5 {100 * record.top5:.2f} %"]
-    fields += [f"loss {record.loss:.4f}", *metric_fields(record.metrics)]
-    return f"evaluation at step {record.step}: {'  '.join(fields)}  ({record.num_images:,} images)"
+    fields += [f"loss {record.loss:z.4f}", *metric_fields(record.metrics)]
+    return f"evaluation at step {record.step}: {'  '.join(fields)}  ({quantity(record.num_images, 'image')})"
 
 
 def metric_fields(metrics: Mapping[str, Any]) -> list[str]:

@@ -13,6 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from preprocess.pixels import to_rgb
 from preprocess.printable import printable
+from preprocess.quantities import quantity
 from preprocess.shards.arrays import LABELS, read_array
 from preprocess.shards.location import STORE_TIMEOUT_S
 from preprocess.shards.reader import ShardSplit
@@ -131,7 +132,8 @@ def _place(labels: NDArray[np.int32], num_classes: int) -> list[tuple[int, int]]
 def _write_header(draw: ImageDraw.ImageDraw, split: ShardSplit, title: str, geometry: Geometry) -> None:
     manifest = split.manifest
     facts = (
-        f"{manifest.num_images:,} images, {manifest.num_classes:,} classes, {manifest.width} x {manifest.height} pixels"
+        f"{quantity(manifest.num_images, 'image')}, {quantity(manifest.num_classes, 'class')}, "
+        f"{manifest.width} x {manifest.height} pixels"
     )
     title_font = ImageFont.load_default(size=geometry.title_size)
     facts_font = ImageFont.load_default(size=geometry.caption_size)

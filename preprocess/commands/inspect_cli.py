@@ -15,6 +15,7 @@ import click
 
 from preprocess.commands.completion import complete_folder
 from preprocess.commands.guarded_output import GuardedCommand
+from preprocess.quantities import quantity
 
 if TYPE_CHECKING:
     from preprocess.shards.location import Location
@@ -152,9 +153,9 @@ def _describe(name: str, manifest: Manifest) -> list[str]:
     lines = [
         f"{name}",
         f"  images     {manifest.num_images:,} of {manifest.width} x {manifest.height} pixels, "
-        f"{manifest.num_classes:,} classes",
-        f"  shards     {manifest.num_shards:,} file{'s' * (manifest.num_shards != 1)} of up to "
-        f"{manifest.shard_images:,} images, layout "
+        f"{quantity(manifest.num_classes, 'class')}",
+        f"  shards     {quantity(manifest.num_shards, 'file')} of up to "
+        f"{quantity(manifest.shard_images, 'image')}, layout "
         f"{manifest.pixel_layout}, codec {manifest.codec}, {'with' if manifest.checksum else 'without'} checksums",
         f"  format     version {manifest.format_version}{_undetected_damage(manifest)}",
         f"  resizing   {', '.join(f'{key} {value}' for key, value in rule.items())}",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from preprocess.printable import printable
+from preprocess.quantities import quantity
 
 if TYPE_CHECKING:
     from preprocess.packing.pack import PackResult
@@ -39,8 +40,8 @@ def announce(source: Source, location: Location, settings: PackSettings) -> None
         total += num_bytes
         bound = "up to " if settings.codec == "blosc" else ""
         click.echo(
-            f"  {name}: {len(split):,} images, {len(split.classes):,} classes, "
-            f"{num_shards:,} shard {'file' if num_shards == 1 else 'files'}, {bound}{_size(num_bytes)}"
+            f"  {name}: {quantity(len(split), 'image')}, {quantity(len(split.classes), 'class')}, "
+            f"{quantity(num_shards, 'shard file')}, {bound}{_size(num_bytes)}"
         )
     click.echo(
         f"Each image: shorter side resized to {rule.resize} px ({rule.resample}), central crop of {rule.size} x "
@@ -65,7 +66,9 @@ def summarise(name: str, result: PackResult, location: Location) -> None:
         note = " (already complete)"
     elif result.num_resumed:
         note = f" (continued after image {result.num_resumed:,})"
-    click.echo(f"{name}: {manifest.num_images:,} images of {manifest.num_classes:,} classes packed{note}.")
+    click.echo(
+        f"{name}: {quantity(manifest.num_images, 'image')} of {quantity(manifest.num_classes, 'class')} packed{note}."
+    )
     if manifest.num_classes == 1:
         click.echo(
             f"warning: all images of {name} belong to one class, {manifest.classes[0].id}; SOURCE should be the folder "

@@ -1,0 +1,8 @@
+"""Numbers of things in words, for messages."""
+
+
+def quantity(count: int, noun: str) -> str:
+    """Return a number with its noun, such as "1 image" or "1,200 images"; `noun` is singular."""
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count:,} {noun}{'es' if noun.endswith('s') else 's'}"
