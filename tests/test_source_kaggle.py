@@ -126,9 +126,9 @@ def test_a_val_folder_sorted_into_classes(top):
         ),
         (
             SOLUTION.replace("01,n02", "01,n09"),
-            r"solution\.csv has 1 classes that LOC_synset_mapping\.txt lacks: n09; use both files from the same",
+            r"solution\.csv has 1 class that LOC_synset_mapping\.txt lacks: n09; use both files from the same",
         ),
-        (SOLUTION.replace(",n02", ",n01"), r"mapping\.txt has 1 classes that LOC_val_solution\.csv lacks: n02"),
+        (SOLUTION.replace(",n02", ",n01"), r"mapping\.txt has 1 class that LOC_val_solution\.csv lacks: n02"),
     ],
 )
 def test_a_bad_table_is_named(top, table, message):

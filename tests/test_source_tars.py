@@ -85,7 +85,7 @@ def test_more_images_than_labels(archives):
 
 def test_classes_that_differ_between_the_archives(archives):
     (archives / TRAIN).write_bytes(train_archive(ids=(*SORTED_IDS[:2], "n09999999")))
-    with pytest.raises(SourceError, match="train has 1 classes that val lacks: n09999999"):
+    with pytest.raises(SourceError, match="train has 1 class that val lacks: n09999999"):
         open_source(archives)
 
 
@@ -223,7 +223,7 @@ def test_a_tar_of_split_folders(tmp_path):
         ({"notes.txt": b""}, r"contains no class folders \(its first file is notes\.txt\)"),
         ({"train/a/1.jpg": b"", "b/2.jpg": b""}, "split folders beside the class folder b"),
         ({"val/a/1.jpg": b"", "validation/a/1.jpg": b""}, "two folders for the split val"),
-        ({"train/a/1.jpg": b"", "val/b/2.jpg": b""}, "train has 1 classes that val lacks: a"),
+        ({"train/a/1.jpg": b"", "val/b/2.jpg": b""}, "train has 1 class that val lacks: a"),
     ],
 )
 def test_a_tar_in_no_known_order(tmp_path, entries, message):

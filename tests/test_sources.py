@@ -174,7 +174,7 @@ def test_a_failure_closes_opened_files(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "open", note_open)
     monkeypatch.setattr(os, "close", note_close)
-    with pytest.raises(SourceError, match="train has 1 classes that val lacks: b"):
+    with pytest.raises(SourceError, match="train has 1 class that val lacks: b"):
         open_source(tmp_path / "set.tar")
     monkeypatch.undo()
     assert len(opened) >= 4  # to recognise it, to list it, and once a split

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from preprocess.printable import printable
+from preprocess.quantities import quantity
 from preprocess.regular_file import read_regular
 from preprocess.sources.listing import FoundSplit, Listing, SourceError, index_classes
 from preprocess.sources.tree import FolderStore, file_size, list_folder, read_class_folders, read_names
@@ -89,7 +90,7 @@ def _check_ids(in_table: set[str], in_mapping: set[str], top: Path) -> None:
         if ids:
             shown = ", ".join(map(printable, sorted(ids)[:5])) + (f" and {len(ids) - 5} more" if len(ids) > 5 else "")
             raise SourceError(
-                f"{printable(top / has)} has {len(ids)} classes that {lacks} lacks: {shown}; "
+                f"{printable(top / has)} has {quantity(len(ids), 'class')} that {lacks} lacks: {shown}; "
                 f"use both files from the same download, or remove {MAPPING_FILE} (it contains only readable names)"
             )
 

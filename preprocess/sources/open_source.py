@@ -15,6 +15,7 @@ from typing import Self
 import numpy as np
 
 from preprocess.printable import printable
+from preprocess.quantities import quantity
 from preprocess.shards.classes import ImageClass
 from preprocess.sources.kaggle import find_kaggle_tree, kaggle_openers
 from preprocess.sources.listing import FoundSplit, ListedSplit, SourceError, SourceImage, SourceSplit
@@ -238,7 +239,7 @@ def _check_classes(found: dict[str, FoundSplit]) -> None:
             only = [each.id for each in has.classes if each.id not in known]
             if only:
                 raise SourceError(
-                    f"the split {has.name} has {len(only)} classes that {lacks.name} lacks: {_shown(only)}; "
+                    f"the split {has.name} has {quantity(len(only), 'class')} that {lacks.name} lacks: {_shown(only)}; "
                     "give all splits the same classes (an empty folder is enough for a class without images)"
                 )
 

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from preprocess.printable import printable
+from preprocess.quantities import quantity
 from preprocess.regular_file import IrregularFileError, open_regular, read_regular
 from preprocess.sources.listing import FoundSplit, Listing, SourceError, index_classes
 
@@ -149,7 +150,7 @@ def read_class_folders(root: Path, folder: Path, split: str, *, names_in: tuple[
     outside = [each.name for each in loose if Path(each.name).suffix.lower() in IMAGE_SUFFIXES]
     if outside:
         raise SourceError(
-            f"{printable(folder)} has {len(outside)} images outside any class folder, for example "
+            f"{printable(folder)} has {quantity(len(outside), 'image')} outside any class folder, for example "
             f"{printable(outside[0])}; move each into the folder of its class"
         )
     classes = index_classes((each.name for each in class_entries), read_names(*names_in), str(folder))
