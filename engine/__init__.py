@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
     from engine.program.train_state import TrainModel
     from engine.recipes import LoadedRecipe, load_recipe, recipe_names
+    from engine.records.saved_weights import read_weights
     from engine.replay.replay import replay_run
     from engine.replay.report import Difference, ReplayReport
     from engine.run.callbacks import Callback, RunHandle
@@ -64,6 +65,7 @@ _HOME = {
     "mean_average_precision": "engine.objective.metrics",
     "mean_of": "engine.objective.metrics",
     "predict": "engine.evaluation.predict",
+    "read_weights": "engine.records.saved_weights",
     "recipe_names": "engine.recipes",
     "replay_run": "engine.replay.replay",
     "run_settings": "engine.evaluation.run",
@@ -102,6 +104,7 @@ __all__ = [
     "mean_average_precision",
     "mean_of",
     "predict",
+    "read_weights",
     "recipe_names",
     "replay_run",
     "run_settings",

@@ -42,6 +42,7 @@ PUBLIC = {
         "mean_average_precision",
         "mean_of",
         "predict",
+        "read_weights",
         "recipe_names",
         "replay_run",
         "run_settings",

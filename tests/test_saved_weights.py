@@ -1,0 +1,56 @@
+"""The weights of a run as nested dictionaries: the same bits as in training, and what is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from engine import read_weights, train
+from engine.records.weights import name_tensors, with_digest
+from tests.test_initial_weights import drawn
+from tests.toy import Linear, toy_batch, toy_config
+
+
+def test_the_weights_of_an_own_model_come_back_bit_for_bit(tmp_path):
+    result = train(toy_config(steps=3, run_dir=tmp_path / "run"), model=Linear(), batches=toy_batch)
+    saved = read_weights(tmp_path / "run/model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, saved[:2], (result.params, result.batch_stats))
+    assert saved.metadata["model"] == "linear"
+    assert {"image_size", "mean", "std"} <= saved.metadata.keys()
+
+
+def test_deeper_trees_keep_names_and_dtypes(tmp_path):
+    params = {"blocks": [{"w": jnp.ones((2, 3), jnp.bfloat16)}, {"w": jnp.zeros(())}], "b": jnp.arange(2)}
+    save_file(name_tensors(None, params, {}), tmp_path / "w.safetensors")
+    saved = read_weights(tmp_path / "w.safetensors")
+    assert saved.params["blocks"].keys() == {"0", "1"}
+    assert saved.params["blocks"]["0"]["w"].dtype == jnp.bfloat16
+    assert saved.params["blocks"]["1"]["w"].shape == ()
+    np.testing.assert_array_equal(saved.params["b"], [0, 1])
+    assert saved.batch_stats == {}
+
+
+def test_the_weights_of_a_registry_model_come_in_the_layouts_of_models(tmp_path):
+    weights = drawn("resnet8", 10)
+    named = {name: np.asarray(each, order="C") for name, each in name_tensors("resnet8", *weights).items()}
+    save_file(named, tmp_path / "w.safetensors", with_digest(named, {"model": "resnet8"}))
+    jax.tree.map(np.testing.assert_array_equal, read_weights(tmp_path / "w.safetensors")[:2], weights)
+
+
+@pytest.mark.parametrize(
+    ("names", "metadata", "message"),
+    [
+        (["params.a", "params.a.b"], {}, r"must not begin with that of another"),
+        (["params.a.b", "params.a"], {}, r"must not begin with that of another"),
+        (["params.a", "other.b"], {}, r"must be a path from params or batch_stats, got other\.b"),
+        (["params." + "a." * 200 + "b"], {}, "must be a path from params"),
+        (["fc.bias"], {}, r"records the model none, and has no params"),
+        (["fc.bias"], {"model": "resnet8"}, r"w\.safetensors: the tensors are not those of resnet8"),
+        (["params.a"], {"digest": "sha256", "sha256": "0"}, "has changed since it was written"),
+    ],
+)
+def test_other_files_are_refused(tmp_path, names, metadata, message):
+    save_file({name: np.zeros(2, np.float32) for name in names}, tmp_path / "w.safetensors", metadata)
+    with pytest.raises(ValueError, match=message):
+        read_weights(tmp_path / "w.safetensors")
