@@ -7,11 +7,13 @@ settings that are None (model, image size, classes) once the data are open.
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from engine.images.settings import CropName, PaddingName
+from engine.patterns import parse_freeze, parse_groups
 from engine.settings import (
     LARGEST_FLOAT32,
     ConfigError,
@@ -30,8 +32,10 @@ from models.names import MODEL_NAMES
 __all__ = ["ConfigError", "SettingError", "TrainConfig"]
 
 TransportName = Literal["auto", "inplace", "cuda", "callback"]
-OptimizerName = Literal["sgd", "nesterov", "adamw", "lars", "lamb"]
-ScheduleName = Literal["constant", "step", "cosine", "linear", "one-cycle"]
+OptimizerName = Literal["sgd", "nesterov", "adamw", "lars", "lamb", "adam", "lion", "muon"]
+ScheduleName = Literal[
+    "constant", "step", "cosine", "linear", "one-cycle", "polynomial", "exponential", "cosine-restarts"
+]
 PrecisionName = Literal["float32", "bfloat16"]
 LossName = Literal["cross-entropy", "binary-cross-entropy", "mean-squared-error"]
 
@@ -184,17 +188,33 @@ class TrainConfig:
 
     optimizer: OptimizerName = setting(
         "sgd", OPTIMISER, _PROGRAM, _KEPT, "Optimisation algorithm, which computes updates from gradients.",
-        details="sgd and nesterov follow the definitions of PyTorch.",
+        details="sgd, nesterov and adam follow the definitions of PyTorch, lion and muon those of optax.",
     )
     learning_rate: float | None = setting(
         None, OPTIMISER, _RUNTIME, _CHANGES,
-        "Peak learning rate of the schedule. The default suits sgd; adamw and lamb need a lower rate.", between=_RATE,
+        "Peak learning rate of the schedule. The default suits sgd; the adaptive optimizers need a lower rate.",
+        between=_RATE,
         unit="RATE", option=("--learning-rate", "--lr"), default_text="0.1 · images per update / 256",
     )
     schedule: ScheduleName = setting(
         "constant", OPTIMISER, _PROGRAM, _KEPT,
         "Learning-rate schedule; step divides the rate by ten after 1/3, 2/3 and 8/9 of the steps.",
-        details="cosine and linear fall to 0; one-cycle is fastai's.",
+        details="one-cycle is fastai's; the others fall to {final_fraction} of the peak.",
+    )
+    final_fraction: float | None = setting(
+        None, OPTIMISER, _RUNTIME, _CHANGES,
+        "Learning rate at the end, as a fraction of the peak (cosine, linear, polynomial, exponential, "
+        "cosine-restarts).", between=(0, 1), default_text="0; 0.01 with the exponential schedule",
+    )
+    schedule_power: float = setting(
+        2.0, OPTIMISER, _RUNTIME, _CHANGES, "Exponent of the polynomial schedule.", between=(0.01, 100), unit="P"
+    )
+    restart_cycles: int = setting(
+        4, OPTIMISER, _RUNTIME, _CHANGES, "Number of cycles of the cosine-restarts schedule.", between=(1, 16), unit="N"
+    )
+    restart_growth: float = setting(
+        1.0, OPTIMISER, _RUNTIME, _CHANGES, "Length of each cycle of cosine-restarts, divided by that of the previous "
+        "cycle.", between=(1, 10), unit="FACTOR",
     )
     warmup_steps: int = setting(
         0, OPTIMISER, _RUNTIME, _CHANGES, "Steps of linear warm-up from 0, before the schedule starts.", between=_COUNT,
@@ -210,9 +230,13 @@ class TrainConfig:
         "Cycle the momentum from 0.95 to 0.85 and back while the one-cycle learning rate rises and falls.",
     )
     momentum: float = setting(
-        0.9, OPTIMISER, _RUNTIME, _CHANGES, "Momentum; first-moment decay for adamw and lamb.", between=(0, 1)
+        0.9, OPTIMISER, _RUNTIME, _CHANGES, "Momentum; first-moment decay for adam, adamw, lamb and lion.",
+        between=(0, 1),
     )
-    beta2: float = setting(0.999, OPTIMISER, _RUNTIME, _CHANGES, "Second-moment decay (adamw, lamb).", between=(0, 1))
+    beta2: float = setting(
+        0.999, OPTIMISER, _RUNTIME, _CHANGES, "Second-moment decay (adam, adamw, lamb, muon); momentum decay of lion.",
+        between=(0, 1), details="Lion's paper uses 0.99; muon uses AdamW for biases and norms.",
+    )
     weight_decay: float = setting(
         1e-4, OPTIMISER, _RUNTIME, _CHANGES, "Weight decay of the kernels.", between=_RATE, unit="RATE"
     )
@@ -223,6 +247,28 @@ class TrainConfig:
         None, OPTIMISER, _RUNTIME, _CHANGES,
         "Largest global norm of the gradient; larger gradients are scaled down to it.",
         between=(1e-30, LARGEST_FLOAT32), unit="NORM", default_text="no limit",
+    )
+    clip_order: str = setting(
+        "2", OPTIMISER, _PROGRAM, _KEPT, "Order of the norm that {clip_norm} limits: a number of at least 1, or inf.",
+        unit="P|inf", details="inf is the largest magnitude of an element.",
+    )
+    clip_value: float | None = setting(
+        None, OPTIMISER, _RUNTIME, OnResume.CHANGES_IF_SET,
+        "Largest magnitude of an element of the gradient; larger elements are set to it, before {clip_norm}.",
+        between=(1e-30, LARGEST_FLOAT32), unit="VALUE", default_text="no limit",
+    )
+    freeze: str | None = setting(
+        None, OPTIMISER, _PROGRAM, _KEPT,
+        "Regular expressions, separated by commas, that match whole dotted paths of parameters, which are not trained, "
+        "and of batch statistics, which stay as they are.", unit="REGEX", default_text="nothing is frozen",
+        joined_by=",", details="The option can be repeated. A normalisation still uses the statistics of the batch.",
+    )
+    groups: str | None = setting(
+        None, OPTIMISER, _PROGRAM, _KEPT,
+        "Factors on the learning rate and the weight decay of matching parameters: "
+        "REGEX=learning_rate:10x,weight_decay:0. The first group that matches a parameter counts.",
+        unit="GROUP", option=("--group",), default_text="none", joined_by=";",
+        details="The option can be repeated; in the setting, groups are separated by semicolons.",
     )
     accumulate_steps: int = setting(
         1, OPTIMISER, _RUNTIME, _KEPT, "Number of batches whose gradients are accumulated into one update.",
@@ -345,6 +391,11 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name, declared in SETTINGS.items():
             object.__setattr__(self, name, declared.checked(getattr(self, name)))
+        parse_freeze(self.freeze), parse_groups(self.groups)
+        if not re.fullmatch(r"inf|\d+(\.\d+)?", self.clip_order) or not float(self.clip_order) >= 1:
+            raise SettingError(
+                "clip_order", "{setting} must be a number of at least 1, or inf, got {value!r}", value=self.clip_order
+            )
         if self.synthetic and self.data is not None:
             raise SettingError(
                 "data",

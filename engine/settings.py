@@ -59,6 +59,7 @@ class Declaration:
         details: additional text for the reference and the docstring; braces as in `help_text`.
         completion: the kind of value for which the shell offers completions.
         in_place_of: the setting that is computed from this one if this one is given.
+        joined_by: what joins the values of an option that may be repeated; None for an option that is given once.
     """
 
     group: str
@@ -72,6 +73,7 @@ class Declaration:
     details: str = ""
     completion: Completion | None = None
     in_place_of: str | None = None
+    joined_by: str | None = None
 
 
 def setting[T](default: T, group: str, stage: Stage, on_resume: OnResume, help_text: str, /, **declared: Any) -> T:

@@ -50,14 +50,24 @@ VALID = {
     "image_size": st.none() | st.integers(1, 2**14),
     "mean": st.none() | st.tuples(*[st.floats(0, 1)] * 3),
     "std": st.none() | st.tuples(*[st.floats(0.004, 1)] * 3),
-    "optimizer": st.sampled_from(["sgd", "nesterov", "adamw", "lars", "lamb"]),
-    "schedule": st.sampled_from(["constant", "step", "cosine", "linear", "one-cycle"]),
+    "optimizer": st.sampled_from(["sgd", "nesterov", "adamw", "lars", "lamb", "adam", "lion", "muon"]),
+    "schedule": st.sampled_from(
+        ["constant", "step", "cosine", "linear", "one-cycle", "polynomial", "exponential", "cosine-restarts"]
+    ),
     "warmup_steps": st.integers(0, 2**31 - 2),
     "warmup_epochs": st.none() | st.floats(0, 2**31 - 2),
     "cycle_momentum": st.booleans(),
     "beta2": st.floats(0, 1),
     "decay_all": st.booleans(),
     "clip_norm": st.none() | st.floats(1e-30, float(np.finfo(np.float32).max)),
+    "final_fraction": st.none() | st.floats(0, 1),
+    "schedule_power": st.floats(0.01, 100),
+    "restart_cycles": st.integers(1, 16),
+    "restart_growth": st.floats(1, 10),
+    "clip_order": st.sampled_from(["1", "2", "2.5", "inf"]),
+    "clip_value": st.none() | st.floats(1e-30, float(np.finfo(np.float32).max)),
+    "freeze": st.none() | st.sampled_from(["conv1", r"layer1\..*,bn[1,2]", "a{1,2}, b"]),
+    "groups": st.none() | st.sampled_from(["fc=learning_rate:10x", ".*bias=weight_decay:0;a[;]=learning_rate:.5"]),
     "accumulate_steps": st.integers(1, 2**20),
     "ema_decay": st.none() | st.floats(0, 1),
     "loss": st.sampled_from(["cross-entropy", "binary-cross-entropy", "mean-squared-error"]),
@@ -98,12 +108,13 @@ VALID = {
 INTEGERS = [
     *("steps", "batch", "num_classes", "image_size", "seed", "prefetch", "reader_threads", "eval_every_steps"),
     *("warmup_steps", "accumulate_steps", "skip_nonfinite", "crop_padding", "snapshot_every_steps", "keep_snapshots"),
-    "chunk_batches",
+    *("chunk_batches", "restart_cycles"),
 ]
 REALS = [
     *("learning_rate", "momentum", "weight_decay", "infeed_timeout_s", "beta2", "clip_norm", "ema_decay"),
     *("label_smoothing", "crop_area", "flip", "brightness", "contrast", "saturation", "hue"),
     *("mixup", "cutmix", "erasing", "stop_at_top1", "epochs", "warmup_epochs"),
+    *("final_fraction", "schedule_power", "restart_growth", "clip_value"),
 ]
 SWITCHES = [
     "synthetic",
@@ -118,6 +129,7 @@ SWITCHES = [
 CHANNELS = ["mean", "std"]
 CHOICES = ["transport", "optimizer", "schedule", "crop", "padding_mode", "precision", "loss"]
 TEXTS = ["data", "split", "eval_split", "model", "run_dir", "compilation_cache", "dump_hlo", "init_from"]
+TEXTS += ["clip_order", "freeze", "groups"]
 OPTIONAL = [
     "data",
     "eval_split",
@@ -129,6 +141,7 @@ OPTIONAL = [
     "epochs",
     "warmup_epochs",
     "clip_norm",
+    *("final_fraction", "clip_value", "freeze", "groups"),
     "chunk_batches",
     "prefetch",
     "stop_at_top1",
@@ -187,7 +200,15 @@ def test_golden_json():
         "beta2": 0.999,
         "weight_decay": 1e-4,
         "decay_all": False,
+        "final_fraction": None,
+        "schedule_power": 2.0,
+        "restart_cycles": 4,
+        "restart_growth": 1.0,
         "clip_norm": None,
+        "clip_order": "2",
+        "clip_value": None,
+        "freeze": None,
+        "groups": None,
         "accumulate_steps": 1,
         "ema_decay": None,
         "loss": "cross-entropy",
@@ -303,7 +324,7 @@ def test_integers_of_numpy_become_integers(name, kind):
     assert (type(value), value) == (int, 7)
 
 
-@pytest.mark.parametrize("name", [name for name in REALS if name != "hue"])
+@pytest.mark.parametrize("name", [name for name in REALS if name not in ("hue", "restart_growth")])
 @pytest.mark.parametrize("given", [1, np.float32(0.5), np.float64(0.25), np.int32(1)])
 def test_any_real_number_becomes_a_float(name, given):
     value = getattr(configured(**{name: given}), name)
@@ -419,7 +440,7 @@ def test_the_reference_has_a_row_for_every_setting():
         "range": "at least 0, finite in float32",
         "unit": "RATE",
         "group": "Optimiser",
-        "help": "Peak learning rate of the schedule. The default suits sgd; adamw and lamb need a lower rate.",
+        "help": "Peak learning rate of the schedule. The default suits sgd; the adaptive optimizers need a lower rate.",
         "stage": "argument of the program: changing it compiles nothing",
         "on_resume": "may change",
     }

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 from jax import lax
 
@@ -160,6 +161,13 @@ def optax_own(name, values, mask):
         "adamw": lambda: optax.adamw(rate, **adam),
         "lars": lambda: optax.lars(rate, decay, mask, v["trust_coefficient"], 0.0, mask, momentum),
         "lamb": lambda: optax.lamb(rate, **adam),
+        "adam": lambda: optax.chain(
+            optax.add_decayed_weights(decay, mask), optax.adam(rate, b1=momentum, b2=v["beta2"], eps=v["epsilon"])
+        ),
+        "lion": lambda: optax.lion(rate, b1=momentum, b2=v["beta2"], weight_decay=decay, mask=mask),
+        "muon": lambda: optax.contrib.muon(
+            rate, beta=momentum, eps=v["epsilon"], weight_decay=decay, adam_b1=momentum, adam_b2=v["beta2"]
+        ),
     }[name]()
     if math.isinf(v["clip_norm"]):
         return own
@@ -190,6 +198,8 @@ def test_equals_optax_of_python_floats_called_from_a_python_loop(name, values, t
         updates, state = optimizer.update(gradient, state, expected)
         expected = optax.apply_updates(expected, updates)
     found = run(name, params, gradients, values, **masks)
+    if name == "muon":
+        tolerance = 1e-4  # its orthogonalisation enlarges roundings of small singular values
     for leaf in SHAPES:
         assert found[leaf].dtype == jnp.float32
         np.testing.assert_allclose(found[leaf], expected[leaf], rtol=tolerance, atol=tolerance)
@@ -207,6 +217,14 @@ def masked_reference(name, params, gradients):
             # After one update, the corrected moments are the gradient and its square.
             gradient = gradient / (np.abs(gradient) + 1e-8)
         direction = gradient + decayed
+        if name == "adam":
+            direction = direction / (np.abs(direction) + 1e-8)
+        if name == "lion":
+            direction = np.sign(gradient) + decayed
+        if name == "muon":
+            own = optax.contrib.muon(-1.0, beta=TOY["momentum"], adam_b1=TOY["momentum"])
+            one = {leaf: gradients[leaf]}
+            direction = np.asarray(own.update(one, own.init(one), one)[0][leaf], np.float64) + decayed
         if name == "nesterov":
             direction = direction * (1 + TOY["momentum"])
         if kernel and name in ("lars", "lamb"):
@@ -285,12 +303,13 @@ def test_the_state_does_not_depend_on_the_numbers(name):
     zeros = dict.fromkeys(Hyperparams._fields, 0.0)
     assert form({}) == form(zeros) == form(dict.fromkeys(Hyperparams._fields, math.inf))
     initial = init_optimizer(name, drawn(0))
-    assert all(not np.any(leaf) for leaf in jax.tree.leaves(initial))
+    coefficients = 3 if name == "muon" else 0
+    assert sum(np.count_nonzero(leaf) for leaf in jax.tree.leaves(initial)) == coefficients
 
 
 def test_an_unknown_optimizer_is_refused():
     unknown: Any = "adagrad"
-    with pytest.raises(ValueError, match="optimizer must be one of sgd, nesterov, adamw, lars, lamb, got 'adagrad'"):
+    with pytest.raises(ValueError, match=r"optimizer must be one of sgd, nesterov, adamw, .*, muon, got 'adagrad'"):
         init_optimizer(unknown, drawn(0))
 
 

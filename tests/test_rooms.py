@@ -38,6 +38,7 @@ FLOORS = (
     # engine: shards to weights
     "engine.keys",
     "engine.settings",
+    "engine.patterns",
     "engine.images",
     "engine.config",
     "engine.locations",
@@ -64,6 +65,7 @@ PROGRAM_MAY_KNOW = {
     "engine.images",
     "engine.keys",
     "engine.objective",
+    "engine.patterns",
     "engine.program",
     "engine.settings",
     "engine.updates",

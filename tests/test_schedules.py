@@ -1,7 +1,8 @@
 """Schedules: optax's own at every step, exact at their edges, and free to change their numbers."""
 
 import math
-from typing import Any
+from itertools import pairwise
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.config import ScheduleName
 from engine.updates.schedules import learning_rate_at, momentum_at, schedule_values
 
-SCHEDULES = ["constant", "step", "cosine", "linear", "one-cycle"]
+SCHEDULES = get_args(ScheduleName)
 PEAK = 0.4
 # One float32 rounding of the peak is 6e-8 of it; a rate comes of a few.
 ROUNDING = 4e-7
@@ -49,6 +51,19 @@ def optax_schedule(name, total, warmup, *, start=0.0, alpha=0.0, drop=0.5, miles
         schedule = optax.cosine_decay_schedule(PEAK, length, alpha)
     elif name == "linear":
         schedule = optax.linear_schedule(PEAK, PEAK * alpha, length)
+    elif name == "polynomial":
+        schedule = optax.polynomial_schedule(PEAK, PEAK * alpha, 2.0, length)
+    elif name == "exponential":
+        # optax takes no decay to 0: the schedule is then 0 after the first step, which the first step shows.
+        decayed = optax.exponential_decay(PEAK, length, alpha or 1.0, end_value=PEAK * alpha if alpha else None)
+        schedule = decayed if alpha else lambda step: PEAK if step == 0 else 0.0
+    elif name == "cosine-restarts":
+        starts = [round(length * cycle / 4) for cycle in range(5)]
+        cycles = [
+            optax.cosine_decay_schedule(PEAK, stop - start, alpha) if stop > start else optax.constant_schedule(0.0)
+            for start, stop in pairwise(starts)
+        ]
+        schedule = optax.join_schedules(cycles, starts[1:-1])
     else:
         schedule = optax.cosine_onecycle_schedule(length, PEAK, rise, div_factor=25.0, final_div_factor=4000.0)
         first = PEAK / 25
@@ -85,7 +100,7 @@ def test_equals_optax_at_every_step(compiled, name, total, warmup, start, alpha,
     np.testing.assert_allclose(rates(compiled, name, steps, values), reference, rtol=ROUNDING, atol=ROUNDING * PEAK)
 
 
-def float64_rate(name, step, total, warmup, *, start, alpha, drop, milestones, rise_steps):
+def float64_rate(name, step, total, warmup, *, start, alpha, drop, milestones, rise_steps):  # noqa: C901 - one branch a schedule
     """Return a schedule computed from its description in Python floats."""
     first = PEAK / 25 if name == "one-cycle" else PEAK
     if step < warmup:
@@ -104,6 +119,16 @@ def float64_rate(name, step, total, warmup, *, start, alpha, drop, milestones, r
         return PEAK * (done * alpha + (1 - done))
     if name == "cosine":
         return cosine(PEAK, alpha * PEAK, done)
+    if name == "polynomial":
+        return PEAK * (alpha + (1 - alpha) * (1 - done) ** 2)
+    if name == "exponential":
+        return PEAK * alpha**done
+    if name == "cosine-restarts":
+        starts = [round(length * cycle / 4) for cycle in range(5)]
+        if since >= length:
+            return PEAK * alpha
+        begin = max(each for each in starts if each <= since)
+        return cosine(PEAK, alpha * PEAK, (since - begin) / (min(each for each in starts if each > since) - begin))
     if since < rise_steps:
         return cosine(first, PEAK, since / rise_steps)
     falling = length - rise_steps
@@ -161,6 +186,9 @@ def test_edges_are_exact(compiled, name):
         "cosine": peak * np.float32(0.3),
         "linear": peak * np.float32(0.3),
         "one-cycle": peak / np.float32(1e5),
+        "polynomial": peak * np.float32(0.3),
+        "exponential": peak * np.float32(0.3),
+        "cosine-restarts": peak * np.float32(0.3),
     }[name]
     # Start of the warm-up, its end, the end of the run, and far beyond.
     assert at([0, 10, 100, 2**31 - 2], 100, 10) == [first * np.float32(0.25), first, last, last]
@@ -188,6 +216,24 @@ def test_one_cycle_peaks_on_a_step_and_moves_the_momentum_the_other_way(compiled
     for side, low in ((slice(10, 36), PEAK / 25), (slice(35, 111), PEAK / 1e5)):
         mirrored = 0.95 - 0.1 * (rate[side] - low) / (PEAK - low)
         np.testing.assert_allclose(momentum[side], mirrored, atol=1e-6)
+
+
+def test_each_cycle_of_restarts_is_longer_by_its_growth(compiled):
+    values = schedule_values(PEAK, 70, restart_cycles=3, restart_growth=2.0, final_fraction=0.1)
+    found = rates(compiled, "cosine-restarts", range(71), values)
+    lengths = [10, 20, 40]
+    cycles = [optax.cosine_decay_schedule(PEAK, length, 0.1) for length in lengths]
+    expected = optax.join_schedules(cycles, [10, 30])
+    reference = np.array([float(expected(step)) for step in range(71)])
+    np.testing.assert_allclose(found, reference, rtol=ROUNDING, atol=ROUNDING * PEAK)
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0, 3.0])
+def test_a_polynomial_has_any_power(compiled, power):
+    found = rates(compiled, "polynomial", range(21), schedule_values(PEAK, 20, power=power))
+    expected = optax.polynomial_schedule(PEAK, 0.0, power, 20)
+    reference = np.array([float(expected(step)) for step in range(21)])
+    np.testing.assert_allclose(found, reference, rtol=1e-5, atol=ROUNDING * PEAK)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -231,5 +277,5 @@ def test_numbers_out_of_range_are_refused(arguments, message):
 
 def test_an_unknown_schedule_is_refused():
     unknown: Any = "no"
-    with pytest.raises(ValueError, match="schedule must be one of constant, step, cosine, linear, one-cycle, got 'no'"):
+    with pytest.raises(ValueError, match=r"schedule must be one of constant, step, cosine, .*, got 'no'"):
         learning_rate_at(unknown, jnp.int32(0), schedule_values(0.1, 10))

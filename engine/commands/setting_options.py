@@ -50,6 +50,8 @@ def setting_option(name: str) -> Decorator:
         }
     if setting.kind is tuple:
         values |= {"type": click.FLOAT, "nargs": 3}
+    if setting.joined_by is not None:
+        values |= {"multiple": True, "callback": _joining(setting.joined_by)}
     if setting.default_text is not None:
         values["show_default"] = setting.render_default(option_spelling)
     return click.option(*setting.options, name, help=setting.render_help(option_spelling), **values)
@@ -77,6 +79,11 @@ def overriding_option(
     return click.option(
         *(spellings or setting.options), name, help=help_text or setting.render_help(option_spelling), **values
     )
+
+
+def _joining(separator: str) -> Callable[[click.Context, click.Parameter, tuple[str, ...]], str | None]:
+    """Return a click callback that joins the values of a repeated option; without any, the value is None."""
+    return lambda _context, _parameter, values: separator.join(values) if values else None
 
 
 def _click_type(setting: Setting) -> Any:

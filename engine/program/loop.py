@@ -22,6 +22,7 @@ from engine.images.unpack import PixelScale
 from engine.objective.tally import Tally, empty_tally, tally_outputs
 from engine.program.statics import Statics
 from engine.program.train_state import RunValues, TrainModel, TrainState
+from engine.updates.selection import join_frozen, keep_frozen, split_frozen
 from engine.updates.skipping import choose
 from engine.updates.update import Outcome, Pull, UpdateValues, Weights, update_weights
 
@@ -314,12 +315,16 @@ def train_step(
     at = positions(state.pulls, num_images, 0, num_images)
     images, own_share = augment_images(statics.augmentation, batch.pixels, at, values.seed_words, values.scale)
 
-    def loss_of(params: Any) -> tuple[jax.Array, tuple[Any, dict[str, Any]]]:
+    trained, frozen = split_frozen(state.params, statics.rule.frozen)
+
+    def loss_of(trained: Any) -> tuple[jax.Array, tuple[Any, dict[str, Any]]]:
+        params = join_frozen(trained, frozen)
         outputs, batch_stats = model.apply(params, state.batch_stats, images, train=True)
         loss, metrics = statics.objective.training_loss(outputs, batch.labels, own_share, values.smoothing)
         return loss, (batch_stats, metrics)
 
-    (loss, (batch_stats, metrics)), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.params)
+    (loss, (batch_stats, metrics)), gradients = jax.value_and_grad(loss_of, has_aux=True)(trained)
+    batch_stats = keep_frozen(batch_stats, state.batch_stats, statics.rule.frozen)
     hyperparams = values.update.hyperparams
     factor = hyperparams.learning_rate * learning_rate_factor
     (params, batch_stats), update, outcome = update_weights(

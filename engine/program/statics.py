@@ -15,10 +15,12 @@ from engine.images.unpack import PixelScale
 from engine.objective.losses import LOSSES, Loss
 from engine.objective.metrics import Metric, PerExample, as_metrics
 from engine.objective.objective import CROSS_ENTROPY, Objective
+from engine.patterns import parse_freeze, parse_groups
 from engine.program.train_state import RunValues
 from engine.updates.optim import Hyperparams
+from engine.updates.own_optimizer import OwnOptimizer
 from engine.updates.schedules import schedule_values
-from engine.updates.update import UpdateRule, UpdateValues
+from engine.updates.update import Schedule, UpdateRule, UpdateValues
 
 # You et al. (2019), arXiv:1904.00962, for LAMB; Kingma and Ba (2014), arXiv:1412.6980, for Adam.
 _EPSILONS = {"lamb": 1e-6}
@@ -50,10 +52,13 @@ class OwnFunctions(NamedTuple):
     Attributes:
         loss: the loss of each example.
         metrics: metrics by name.
+        optimizer, schedule: the optimizer and the learning-rate schedule.
     """
 
     loss: Loss | None = None
     metrics: Mapping[str, Metric | PerExample] | None = None
+    optimizer: OwnOptimizer | None = None
+    schedule: Schedule | None = None
 
 
 NO_OWN_FUNCTIONS = OwnFunctions()
@@ -79,6 +84,12 @@ def statics_of(
         cycle_momentum=config.cycle_momentum,
         accumulates=config.accumulate_steps > 1,
         averages=config.ema_decay is not None,
+        clip_order=float(config.clip_order),
+        clips_value=config.clip_value is not None,
+        frozen=parse_freeze(config.freeze),
+        groups=parse_groups(config.groups),
+        own_optimizer=own.optimizer,
+        own_schedule=own.schedule,
     )
     augmentation = Augmentation(
         crop=config.crop,
@@ -113,12 +124,20 @@ def update_values(config: TrainConfig) -> UpdateValues:
         epsilon=jnp.float32(_EPSILONS.get(config.optimizer, _EPSILON)),
         trust_coefficient=jnp.float32(1e-3),
         clip_norm=jnp.float32(clip_norm),
+        clip_value=jnp.float32(np.inf if config.clip_value is None else config.clip_value),
     )
+    final_fraction = config.final_fraction
+    if final_fraction is None:
+        final_fraction = _EXPONENTIAL_FINAL_FRACTION if config.schedule == "exponential" else 0.0
     schedule = schedule_values(
         config.peak_learning_rate,
         config.steps,
         warmup_steps=config.warmup_steps,
         milestones=[round(fraction * config.steps) for fraction in _STEP_FRACTIONS],
+        final_fraction=final_fraction,
+        power=config.schedule_power,
+        restart_cycles=config.restart_cycles,
+        restart_growth=config.restart_growth,
     )
     return UpdateValues(
         hyperparams=hyperparams,
@@ -131,6 +150,7 @@ def update_values(config: TrainConfig) -> UpdateValues:
 
 # Goyal et al. (2017), arXiv:1706.02677, section 5.1: a tenth of the learning rate after 30, 60 and 80 of 90 epochs.
 _STEP_FRACTIONS = (1 / 3, 2 / 3, 8 / 9)
+_EXPONENTIAL_FINAL_FRACTION = 0.01
 
 
 def run_values(config: TrainConfig, num_eval_batches: int, scale: PixelScale) -> RunValues:

@@ -34,6 +34,8 @@ from engine.run.resolve import check_arguments, recorded_own_parts, resolve
 from engine.run.resume import StartingPoint, check_data, check_given_weights, versions_warning
 from engine.run.signals import StopSignals, ignore_message
 from engine.stream.sinks import Sink
+from engine.updates.own_optimizer import OwnOptimizer
+from engine.updates.update import Schedule
 from preprocess.regular_file import IrregularFileError
 
 _END = "the end of the replay"
@@ -50,6 +52,8 @@ def replay_run(
     evaluation: EvaluationSource | EvaluationArrays | None = None,
     loss: Loss | None = None,
     metrics: Mapping[str, Metric | PerExample] | None = None,
+    optimizer: OwnOptimizer | None = None,
+    schedule: Schedule | None = None,
     notify: Callable[[str], None] = lambda _: None,
     display: Callable[[int, int], Sink] | None = None,
 ) -> ReplayReport:
@@ -66,7 +70,8 @@ def replay_run(
             before `to_step` or, without one, 0.
         to_step: the last update; None selects the last one recorded.
         data: the current location of the packed data set; None uses the recorded one.
-        model, batches, evaluation, loss, metrics: the user-defined parts that were passed to `engine.train`.
+        model, batches, evaluation, loss, metrics, optimizer, schedule: the user-defined parts that were passed to
+            `engine.train`.
         notify: called with one-line messages about the replay.
         display: called with (last step, images per step); returns another sink for the losses.
 
@@ -89,7 +94,7 @@ def replay_run(
         raise
     ends = [snapshot for snapshot in (stretch.start.snapshot, stretch.snapshot) if snapshot is not None]
     files = _check_files(Path(run), ends, notify)
-    parts = OwnParts(model, batches, evaluation, loss, metrics)
+    parts = OwnParts(model, batches, evaluation, loss, metrics, optimizer, schedule)
     _check_own(stretch, parts)
     # A launch handles signals while it is open; before the first launch and between two, they stop the replay at once.
     with StopSignals(ControlBoard(), ignore_message):
@@ -218,7 +223,7 @@ def _check_own(stretch: RecordedStretch, parts: OwnParts) -> None:
     """Raise ValueError if a user-defined part that the run used is missing, or if one that it did not use is given."""
     resolved = stretch.recorded.resolved
     own = recorded_own_parts(resolved)
-    needed = {name: name in own for name in ("model", "batches", "loss", "metrics")}
+    needed = {name: name in own for name in ("model", "batches", "loss", "metrics", "optimizer", "schedule")}
     needed["evaluation"] = stretch.is_evaluated and resolved.get("eval_manifest_sha256") is None
     missing = [name for name, is_needed in needed.items() if is_needed and getattr(parts, name) is None]
     if missing:

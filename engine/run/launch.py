@@ -35,6 +35,7 @@ from engine.run.compilation import Compiled, compile_traced, trace_ahead, withou
 from engine.run.host_side import HostSide
 from engine.run.initial_weights import InitialWeights, load_initial_weights
 from engine.run.nonfinite import nonfinite_error
+from engine.run.own_updates import describe_selection
 from engine.run.resolve import Resolved
 from engine.run.resume import StartingPoint
 from engine.run.signals import call_on_worker, start_on_worker
@@ -112,6 +113,7 @@ class Launch:
         self._statics = resolved.statics(config)
         self._draw = partial(_init_from_words, self.resolved.model, self._statics.rule, self._statics.objective)
         self._state_shape = jax.eval_shape(self._draw, seed_words(0))
+        self._selected = describe_selection(config, self._state_shape.params, self._state_shape.batch_stats)
         self._given = self._read_given_weights()
         self.num_params = count_params(self._state_shape.params)
         if self.resolved.registry_name is None:
@@ -221,6 +223,8 @@ class Launch:
             f"model: {self.resolved.model_name}, {self.num_params:,} parameters"
             + (f", {data.num_classes:,} classes" if data.num_classes else "")
         )
+        if self._selected is not None:
+            self._notify(self._selected)
         depth, chunk = self._ring_depth(source), self._chunk
         self._notify(
             f"infeed: batches of {source.batch} image{'s' * (source.batch > 1)} of {source.height} × {source.width} px "

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
@@ -9,6 +10,8 @@ from engine.objective.losses import Loss
 from engine.objective.metrics import Metric, PerExample
 from engine.program.statics import OwnFunctions
 from engine.program.train_state import TrainModel
+from engine.updates.own_optimizer import OwnOptimizer
+from engine.updates.update import Schedule
 
 
 @dataclass(frozen=True)
@@ -16,7 +19,7 @@ class OwnParts:
     """The user-defined parts of a run; None stands for the part selected by the settings.
 
     Attributes:
-        model, batches, evaluation, loss, metrics: as `engine.run.train.train` takes them.
+        model, batches, evaluation, loss, metrics, optimizer, schedule: as `engine.run.train.train` takes them.
     """
 
     model: TrainModel | None = None
@@ -24,19 +27,31 @@ class OwnParts:
     evaluation: EvaluationSource | EvaluationArrays | None = None
     loss: Loss | None = None
     metrics: Mapping[str, Metric | PerExample] | None = None
+    optimizer: OwnOptimizer | None = None
+    schedule: Schedule | None = None
 
     @property
     def functions(self) -> OwnFunctions:
         """The user-defined functions that are traced into the program."""
-        return OwnFunctions(self.loss, self.metrics)
+        return OwnFunctions(self.loss, self.metrics, self.optimizer, self.schedule)
 
     def names(self) -> dict[str, Any]:
         """Return what identifies the user-defined functions in the record of a run: their names, by part."""
         loss = {} if self.loss is None else {"loss": name_of(self.loss)}
-        return loss | ({"metrics": sorted(self.metrics)} if self.metrics else {})
+        updates = {"optimizer": self.optimizer, "schedule": self.schedule}
+        return (
+            loss
+            | ({"metrics": sorted(self.metrics)} if self.metrics else {})
+            | {part: name_of(own) for part, own in updates.items() if own is not None}
+        )
 
 
 def name_of(function: Any) -> str:
-    """Return the name of a function with its module, or of its type if it has no name itself."""
+    """Return the name of a function with its module, or of its type if it has no name itself.
+
+    A `functools.partial` has the name of its function.
+    """
+    while isinstance(function, partial):
+        function = function.func
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__}.{named.__qualname__}"

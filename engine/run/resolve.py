@@ -12,6 +12,7 @@ from engine.program.statics import Statics, statics_of
 from engine.program.train_state import TrainModel
 from engine.run.data import RunData
 from engine.run.misfit_errors import too_large_image, unknown_model
+from engine.run.own_updates import check_updates
 from engine.run.parts import OwnParts
 from engine.settings import SettingError
 from models.model import Model
@@ -19,7 +20,7 @@ from models.registry import UnknownModelError, build_model, model_names
 from preprocess.quantities import quantity
 
 # Optimisers whose updates have the size of the learning rate, whatever the gradient; lars uses rates like those of sgd.
-_SMALL_RATE_OPTIMIZERS = ("adamw", "lamb")
+_SMALL_RATE_OPTIMIZERS = ("adamw", "lamb", "adam", "lion", "muon")
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,7 @@ def check_arguments(config: Any, parts: OwnParts) -> None:
     _check_own_batches(config, parts.batches)
     _check_own_loss(config, parts.loss)
     _check_own_metrics(parts.metrics)
+    check_updates(config, parts)
 
 
 def _check_own_model(config: TrainConfig, model: Any) -> None:

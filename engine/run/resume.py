@@ -94,8 +94,14 @@ def _may_change(rule: OnResume, before: Any, now: Any) -> bool:
     return rule is not OnResume.KEPT
 
 
-_OWN_PARTS = {"model": "a model", "batches": "batches", "loss": "a loss", "metrics": "metrics"}
-_KEPT_PROPERTIES = "model num_classes height width mean std eval_manifest_sha256 num_eval_batches labels own_parts"
+_OWN_PARTS = {
+    **{"model": "a model", "batches": "batches", "loss": "a loss", "metrics": "metrics"},
+    **{"optimizer": "an optimizer", "schedule": "a schedule"},
+}
+_KEPT_PROPERTIES = (
+    *("model", "num_classes", "height", "width", "mean", "std", "eval_manifest_sha256", "num_eval_batches"),
+    *("labels", "own_parts"),
+)
 
 
 def check_own(recorded: RecordedRun, run: Path, parts: OwnParts) -> None:

@@ -49,6 +49,8 @@ from engine.run.resume import (
 from engine.settings import SettingError
 from engine.stream.function_sink import RecordFunction, as_sink
 from engine.stream.sinks import Sink
+from engine.updates.own_optimizer import OwnOptimizer
+from engine.updates.update import Schedule
 from preprocess.memory import host_memory_bytes
 from preprocess.quantities import quantity
 
@@ -61,6 +63,8 @@ def train(
     evaluation: EvaluationSource | EvaluationArrays | None = None,
     loss: Loss | None = None,
     metrics: Mapping[str, Metric | PerExample] | None = None,
+    optimizer: OwnOptimizer | None = None,
+    schedule: Schedule | None = None,
     sinks: Sequence[Sink | RecordFunction] = (),
     notify: Callable[[str], None] = lambda _: None,
     origins: Mapping[str, str] | None = None,
@@ -83,6 +87,12 @@ def train(
             weights) → float [B], the loss of each example; see `engine.objective.losses`.
         metrics: user-defined metrics by name: a `Metric`, or a function (outputs, labels) → [B] whose mean is taken.
             They are computed in every step and evaluation; numbers appear in the logs, arrays only in `eval.jsonl`.
+        optimizer: a user-defined optimizer instead of that of the setting `optimizer`: an optax transformation with its
+            own learning rate, or a function from a learning rate (float32 [], traced) to a transformation, such as
+            `optax.adabelief`, which receives that of the schedule. The learning-rate factor of `control-run` applies
+            to both. Clipping, accumulation, averages and skipped updates are unchanged.
+        schedule: a user-defined schedule instead of that of the setting `schedule`: a traceable function from the
+            number of updates before this one (int32 []) to the learning rate, such as an optax schedule.
         sinks: additional sinks of the loss stream, each with a thread of its own; or functions, called with each
             `LossRecord` and `EvaluationRecord`.
         notify: called with a line of text about what the run does before its first step and after its last.
@@ -100,7 +110,8 @@ def train(
             ended cleanly and the weights trained so far are in the run folder.
     """
     own_sinks, own_callbacks = list(map(as_sink, sinks)), list(map(as_callback, callbacks))
-    with open_run(config, OwnParts(model, batches, evaluation, loss, metrics), notify) as run:
+    parts = OwnParts(model, batches, evaluation, loss, metrics, optimizer, schedule)
+    with open_run(config, parts, notify) as run:
         return run.train(own_sinks, origins, own_callbacks)
 
 
@@ -112,13 +123,16 @@ def plan_run(
     evaluation: EvaluationSource | EvaluationArrays | None = None,
     loss: Loss | None = None,
     metrics: Mapping[str, Metric | PerExample] | None = None,
+    optimizer: OwnOptimizer | None = None,
+    schedule: Schedule | None = None,
     notify: Callable[[str], None] = lambda _: None,
 ) -> DryRun:
     """Resolve and compile what `train` would run or resume, without running it.
 
     The arguments and errors are those of `train`.
     """
-    with open_run(config, OwnParts(model, batches, evaluation, loss, metrics), notify, is_dry=True) as run:
+    parts = OwnParts(model, batches, evaluation, loss, metrics, optimizer, schedule)
+    with open_run(config, parts, notify, is_dry=True) as run:
         return run.plan()
 
 

@@ -1,4 +1,4 @@
-"""The two stateful optax transformations that the optimizers use, written so that a loop updates their state in place.
+"""The stateful optax transformations that the optimizers use, written so that a loop updates their state in place.
 
 The parameters' update reads the new moments. If XLA recomputes these there from the old moments (see
 `models.layers.stored`), the old ones cannot be overwritten, and the loop copies moments and parameters at every step,
@@ -39,6 +39,16 @@ def scale_by_adam(b1: jax.Array, b2: jax.Array, epsilon: jax.Array, *, made: jax
         mean = optax.tree.bias_correction(kept.mu, b1, kept.count)
         square = optax.tree.bias_correction(kept.nu, b2, kept.count)
         return jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + epsilon), mean, square), kept
+
+    return optax.GradientTransformation(inner.init, update)
+
+
+def keeping(inner: optax.GradientTransformation, *, made: jax.Array) -> optax.GradientTransformation:
+    """Return `inner` with a state that is unchanged if `made`, bool [], is false; its updates are then unusable."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, moved = inner.update(updates, state, params)
+        return stored((updates, choose(made, moved, state)))
 
     return optax.GradientTransformation(inner.init, update)
 

@@ -5,17 +5,20 @@ on its hyperparameters, so that another learning rate, momentum or decay needs n
 schedules or the loop.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 
 from engine.config import OptimizerName
-from engine.updates.clipping import clip_by_global_norm
-from engine.updates.moments import scale_by_adam, trace
+from engine.patterns import Group
+from engine.updates.clipping import clip_gradient
+from engine.updates.moments import keeping, scale_by_adam, trace
+from engine.updates.selection import groups_of, scale_leaves
 
 type Mask = Callable[[Any], Any]
 """Parameters → a tree of the same structure with a bool at each leaf."""
@@ -26,13 +29,15 @@ class Hyperparams(NamedTuple):
 
     Attributes:
         learning_rate: learning rate of this update, at least 0.
-        momentum: in [0, 1); β1 of AdamW and LAMB.
-        weight_decay: at least 0. SGD, Nesterov and LARS add it, times the parameter, to the gradient; AdamW and LAMB
-            add it to the direction computed from the moments ("decoupled"), so that the learning rate multiplies it.
-        beta2: decay of the second moment of AdamW and LAMB, in [0, 1).
-        epsilon: added to the denominator of AdamW and LAMB, above 0. LAMB's paper uses 1e-6.
+        momentum: in [0, 1); β1 of Adam, AdamW, LAMB and Lion; β of Muon and β1 of its AdamW.
+        weight_decay: at least 0. SGD, Nesterov, LARS and Adam add it, times the parameter, to the gradient; AdamW,
+            LAMB, Lion and Muon add it to the direction computed from the moments ("decoupled"), so that the learning
+            rate multiplies it.
+        beta2: decay of the second moment of Adam, AdamW, LAMB and Muon's AdamW; of the momentum of Lion; in [0, 1).
+        epsilon: added to the denominator of Adam, AdamW, LAMB and Muon, above 0. LAMB's paper uses 1e-6.
         trust_coefficient: η of LARS.
         clip_norm: largest global norm of a gradient, above 0; inf clips nothing.
+        clip_value: largest magnitude of an element of a gradient, above 0; used if the optimizer clips values.
     """
 
     learning_rate: jax.Array
@@ -42,6 +47,7 @@ class Hyperparams(NamedTuple):
     epsilon: jax.Array | np.float32 = np.float32(1e-8)
     trust_coefficient: jax.Array | np.float32 = np.float32(1e-3)
     clip_norm: jax.Array | np.float32 = np.float32(np.inf)
+    clip_value: jax.Array | np.float32 = np.float32(np.inf)
 
 
 def kernels_only(params: Any) -> Any:
@@ -66,7 +72,9 @@ def make_optimizer(
     decay_mask: Mask = kernels_only,
     trust_mask: Mask = kernels_only,
     made: jax.Array | np.bool = np.True_,
-) -> optax.GradientTransformation:
+    clip: optax.GradientTransformation | None = None,
+    groups: Sequence[Group] = (),
+) -> optax.GradientTransformationExtraArgs:
     """Return the named optimizer, which first clips the global norm of the gradient.
 
     - "sgd": m ← momentum · m + g, parameter ← parameter - learning rate · m, with g the clipped gradient + decay ·
@@ -76,6 +84,11 @@ def make_optimizer(
     - "lars": You et al. (2017), arXiv:1708.03888. The learning rate multiplies before the momentum accumulates, so
       that a falling learning rate does not shrink what was accumulated under a higher one.
     - "lamb": You et al. (2020), arXiv:1904.00962, without a bound on the trust ratio.
+    - "adam": Kingma and Ba (2014), arXiv:1412.6980, as torch.optim.Adam, with the decay added to the gradient.
+    - "lion": Chen et al. (2023), arXiv:2302.06675, as optax.lion.
+    - "muon": Jordan (2024), https://kellerjordan.github.io/posts/muon/, as optax.contrib.muon: the momentum of each
+      kernel, as a matrix whose columns are its last dimension, is orthogonalised; other leaves use AdamW with Nesterov
+      momentum.
 
     The optimizer's computation and state are float32, whatever the dtypes of parameters and gradients. Its `update`
     needs the parameters, and returns float32 updates for `optax.apply_updates`, which keeps the parameters' dtypes. On
@@ -87,14 +100,20 @@ def make_optimizer(
         decay_mask: the leaves to decay; static.
         trust_mask: the leaves that LARS and LAMB rescale by their trust ratio; static.
         made: bool [], whether the update is made. If false, the state is unchanged, and the updates must not be used.
+        clip: clips the gradient; None clips its Euclidean norm to `hyperparams.clip_norm`.
+        groups: factors on the learning rate and the weight decay of some parameters; static.
 
     Raises:
         ValueError: if the name is unknown.
     """
     if name not in get_args(OptimizerName):
         raise ValueError(f"optimizer must be one of {', '.join(get_args(OptimizerName))}, got {name!r}")
-    clip = clip_by_global_norm(hyperparams.clip_norm)
-    return _in_float32(optax.chain(clip, *_parts(name, hyperparams, decay_mask, trust_mask, jnp.asarray(made))))
+    clip = clip_gradient(hyperparams.clip_norm) if clip is None else clip
+    decay = optax.add_decayed_weights(hyperparams.weight_decay, mask=decay_mask)
+    rate = optax.scale_by_learning_rate(hyperparams.learning_rate)
+    if groups:
+        decay, rate = _by_group(groups, hyperparams, decay_mask)
+    return in_float32(optax.chain(clip, *_parts(name, hyperparams, decay, rate, trust_mask, jnp.asarray(made))))
 
 
 def init_optimizer(name: OptimizerName, params: Any) -> optax.OptState:
@@ -104,28 +123,78 @@ def init_optimizer(name: OptimizerName, params: Any) -> optax.OptState:
 
 
 def _parts(
-    name: OptimizerName, hyperparams: Hyperparams, decay_mask: Mask, trust_mask: Mask, made: jax.Array
+    name: OptimizerName,
+    hyperparams: Hyperparams,
+    decay: optax.GradientTransformation,
+    rate: optax.GradientTransformation,
+    trust_mask: Mask,
+    made: jax.Array,
 ) -> tuple[optax.GradientTransformation, ...]:
     """Return the optax transformations of an optimizer, in the order in which they are applied.
 
     optax's own `sgd` omits the trace if its momentum is None, and its schedules compare step counts in Python; the
     transformations here only compute with their hyperparameters, so that these can be traced.
     """
-    decay = optax.add_decayed_weights(hyperparams.weight_decay, mask=decay_mask)
-    rate = optax.scale_by_learning_rate(hyperparams.learning_rate)
     momentum = jnp.asarray(hyperparams.momentum)
     if name in ("sgd", "nesterov"):
         return decay, trace(momentum, nesterov=name == "nesterov", made=made), rate
     if name == "lars":
         ratio = optax.scale_by_trust_ratio(trust_coefficient=hyperparams.trust_coefficient)
         return decay, optax.masked(ratio, trust_mask), rate, trace(momentum, nesterov=False, made=made)
-    adam = scale_by_adam(momentum, jnp.asarray(hyperparams.beta2), jnp.asarray(hyperparams.epsilon), made=made)
+    beta2, epsilon = jnp.asarray(hyperparams.beta2), jnp.asarray(hyperparams.epsilon)
+    if name == "lion":
+        return keeping(optax.scale_by_lion(b1=momentum, b2=beta2), made=made), decay, rate
+    if name == "muon":
+        return keeping(_muon_direction(momentum, beta2, epsilon), made=made), decay, rate
+    adam = scale_by_adam(momentum, beta2, epsilon, made=made)
+    if name == "adam":
+        return decay, adam, rate
     if name == "adamw":
         return adam, decay, rate
     return adam, decay, optax.masked(optax.scale_by_trust_ratio(), trust_mask), rate
 
 
-def _in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+def _muon_direction(beta: jax.Array, beta2: jax.Array, epsilon: jax.Array) -> optax.GradientTransformation:
+    """Return optax's Muon without weight decay, with a learning rate of 1 and without the change of sign."""
+
+    def matrices(params: Any) -> Any:
+        # XLA and the networks of `models` store [h, w, C, K] and [C, K]: the outputs are the last dimension.
+        def axes(leaf: Any) -> Any:
+            last = jnp.ndim(leaf) - 1
+            return optax.contrib.MuonDimensionNumbers(tuple(range(last)), (last,)) if last > 0 else None
+
+        return jax.tree.map(axes, params)
+
+    return optax.contrib.muon(
+        -1.0,
+        beta=beta,
+        eps=epsilon,
+        adam_b1=beta,
+        adam_b2=beta2,
+        muon_weight_dimension_numbers=matrices,
+    )
+
+
+def _by_group(
+    groups: Sequence[Group], hyperparams: Hyperparams, decay_mask: Mask
+) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
+    """Return the decay and the learning rate as transformations with the factors of each parameter's group."""
+
+    def decay(updates: Any, params: Any) -> Any:
+        decayed = optax.add_decayed_weights(hyperparams.weight_decay, mask=decay_mask)
+        zeros = jax.tree.map(jnp.zeros_like, updates)
+        terms, _ = decayed.update(zeros, decayed.init(params), params)
+        scaled = scale_leaves(terms, [group.weight_decay for group in groups_of(updates, groups)])
+        return jax.tree.map(jnp.add, updates, scaled)
+
+    def rate(updates: Any, _: Any) -> Any:
+        factors = [group.learning_rate for group in groups_of(updates, groups)]
+        return scale_leaves(jax.tree.map(lambda leaf: -hyperparams.learning_rate * leaf, updates), factors)
+
+    return optax.stateless(decay), optax.stateless(rate)
+
+
+def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Wrap `inner` so that gradients and parameters are cast to float32 before they reach it.
 
     A traced float32 number times a bfloat16 moment is float32: the state would change its dtype at the first update,
@@ -138,7 +207,7 @@ def _in_float32(inner: optax.GradientTransformation) -> optax.GradientTransforma
     def init(params: Any) -> optax.OptState:
         return inner.init(cast(params))
 
-    def update(updates: Any, state: optax.OptState, params: Any = None) -> tuple[Any, optax.OptState]:
-        return inner.update(cast(updates), state, cast(params))
+    def update(updates: Any, state: optax.OptState, params: Any = None, **extra: Any) -> tuple[Any, optax.OptState]:
+        return inner.update(cast(updates), state, cast(params), **extra)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)

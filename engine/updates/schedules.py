@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from engine.config import ScheduleName
 
 NUM_MILESTONES = 4
+MOST_CYCLES = 16
 # A milestone that no step reaches.
 _NEVER = 2**31 - 1
 
@@ -28,7 +29,8 @@ class ScheduleValues(NamedTuple):
         total_steps: int32 [], updates of the run, including the warm-up.
         warmup_steps: int32 [], updates of the linear rise before the schedule proper.
         warmup_start: float32 [], start of that rise as a fraction of the schedule's first learning rate.
-        final_fraction: float32 [], learning rate at `total_steps` as a fraction of the peak ("cosine", "linear").
+        final_fraction: float32 [], learning rate at `total_steps` as a fraction of the peak ("cosine", "linear",
+            "polynomial", "exponential", "cosine-restarts").
         drop_factor: float32 [], factor on the learning rate at each milestone ("step").
         milestones: int32 [NUM_MILESTONES], the first step of each lower learning rate, counted from the start of the
             run; unused ones are beyond every step ("step").
@@ -36,6 +38,9 @@ class ScheduleValues(NamedTuple):
         start_divisor: float32 [], the peak divided by the first learning rate ("one-cycle").
         final_divisor: float32 [], the peak divided by the last learning rate ("one-cycle").
         momentum_high, momentum_low: float32 [], momentum at both ends and at the peak (`momentum_at`).
+        power: float32 [], the exponent ("polynomial").
+        restarts: int32 [MOST_CYCLES], the first step of each cycle, counted from the end of the warm-up; unused ones
+            are beyond every step ("cosine-restarts").
     """
 
     peak: jax.Array | np.float32
@@ -50,6 +55,8 @@ class ScheduleValues(NamedTuple):
     final_divisor: jax.Array | np.float32
     momentum_high: jax.Array | np.float32
     momentum_low: jax.Array | np.float32
+    power: jax.Array | np.float32
+    restarts: jax.Array | NDArray[np.int32]
 
 
 def schedule_values(
@@ -66,6 +73,9 @@ def schedule_values(
     final_divisor: float = 1e5,
     momentum_high: float = 0.95,
     momentum_low: float = 0.85,
+    power: float = 2.0,
+    restart_cycles: int = 4,
+    restart_growth: float = 1.0,
 ) -> ScheduleValues:
     """Convert Python numbers to the runtime values of a schedule, on the host.
 
@@ -74,6 +84,9 @@ def schedule_values(
         milestones: at most NUM_MILESTONES steps, in any order.
         rise_fraction: fraction of the steps after the warm-up up to the peak, in 0 … 1, rounded down to a whole step.
         start_divisor, final_divisor, momentum_high, momentum_low: as in `ScheduleValues`; the defaults are fastai's.
+        power: as in `ScheduleValues`.
+        restart_cycles: number of cycles, at most MOST_CYCLES.
+        restart_growth: length of each cycle, divided by that of the previous one; the lengths are rounded.
 
     Raises:
         ValueError: if a number is out of range, or there are too many milestones.
@@ -90,6 +103,9 @@ def schedule_values(
         ("final_divisor", final_divisor, 1, math.inf),
         ("momentum_high", momentum_high, 0, 1),
         ("momentum_low", momentum_low, 0, 1),
+        ("power", power, 0, math.inf),
+        ("restart_cycles", restart_cycles, 1, MOST_CYCLES),
+        ("restart_growth", restart_growth, 1, math.inf),
         *(("milestones", step, 0, _NEVER) for step in milestones),
     ):
         if not (low <= value <= high and math.isfinite(value)):
@@ -111,7 +127,16 @@ def schedule_values(
         final_divisor=np.float32(final_divisor),
         momentum_high=np.float32(momentum_high),
         momentum_low=np.float32(momentum_low),
+        power=np.float32(power),
+        restarts=_restarts(max(total_steps - warmup_steps, 0), restart_cycles, restart_growth),
     )
+
+
+def _restarts(length: int, num_cycles: int, growth: float) -> NDArray[np.int32]:
+    """Return the first step of each cycle of `length` steps in all, int32 [MOST_CYCLES]."""
+    ends = np.cumsum(np.float64(growth) ** np.arange(num_cycles))
+    starts = [0, *(round(length * float(end / ends[-1])) for end in ends[:-1])]
+    return np.array([*starts, *[_NEVER] * (MOST_CYCLES - num_cycles)], np.int32)
 
 
 def learning_rate_at(schedule: ScheduleName, step: jax.Array, values: ScheduleValues) -> jax.Array:
@@ -126,6 +151,9 @@ def learning_rate_at(schedule: ScheduleName, step: jax.Array, values: ScheduleVa
     - "step": the peak, times `drop_factor` from each milestone on.
     - "cosine": half a cosine from the peak to `final_fraction` of it (Loshchilov and Hutter, 2017, arXiv:1608.03983).
     - "linear": a straight line between the same values.
+    - "polynomial": the fraction that remains of the steps, to the power of `power`, between the same values.
+    - "exponential": the peak times `final_fraction` to the power of the fraction of the steps that is done.
+    - "cosine-restarts": one such half cosine in each cycle (Loshchilov and Hutter, 2017, arXiv:1608.03983).
     - "one-cycle": half a cosine from peak / `start_divisor` up to the peak in `rise_steps`, then half a cosine down to
       peak / `final_divisor` (Smith, 2018, arXiv:1803.09820, in fastai's shape).
 
@@ -226,6 +254,27 @@ def _linear(place: _Place, values: ScheduleValues) -> jax.Array:
     return _blend(values.peak * values.final_fraction, values.peak, _remaining(place.since, place.length))
 
 
+def _polynomial(place: _Place, values: ScheduleValues) -> jax.Array:
+    remaining = _remaining(place.since, place.length) ** values.power
+    return _blend(values.peak * values.final_fraction, values.peak, remaining)
+
+
+def _exponential(place: _Place, values: ScheduleValues) -> jax.Array:
+    remaining = _remaining(place.since, place.length)
+    between = values.peak * jnp.asarray(values.final_fraction) ** (1 - remaining)
+    # Exact at both ends, where compiled code may round the exponent or the power.
+    between = jnp.where(remaining < 1, between, values.peak)
+    return jnp.where(remaining > 0, between, values.peak * values.final_fraction)
+
+
+def _cosine_restarts(place: _Place, values: ScheduleValues) -> jax.Array:
+    restarts = jnp.asarray(values.restarts)
+    start = jnp.max(jnp.where(restarts <= place.since, restarts, 0))
+    stop = jnp.minimum(jnp.min(jnp.where(restarts > place.since, restarts, _NEVER)), place.length)
+    remaining = _half_cosine(_remaining(place.since - start, stop - start))
+    return _blend(values.peak * values.final_fraction, values.peak, remaining)
+
+
 def _one_cycle(place: _Place, values: ScheduleValues) -> jax.Array:
     return _cycle(place, values, _first_rate("one-cycle", values), values.peak, values.peak / values.final_divisor)
 
@@ -243,4 +292,7 @@ _SHAPES: dict[ScheduleName, Callable[[_Place, ScheduleValues], jax.Array]] = {
     "cosine": _cosine,
     "linear": _linear,
     "one-cycle": _one_cycle,
+    "polynomial": _polynomial,
+    "exponential": _exponential,
+    "cosine-restarts": _cosine_restarts,
 }

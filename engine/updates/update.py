@@ -9,19 +9,28 @@ that the order of the data depends only on the position. As long as accumulate_s
 pulls = step · accumulate_steps + gathered.num_pulls.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from engine.config import OptimizerName, ScheduleName
+from engine.patterns import Group
 from engine.updates.accumulation import Accumulation, accumulate, init_accumulation
 from engine.updates.averages import init_average, update_average
-from engine.updates.optim import Hyperparams, every_leaf, init_optimizer, kernels_only, make_optimizer
+from engine.updates.clipping import clip_gradient
+from engine.updates.optim import Hyperparams, every_leaf, kernels_only, make_optimizer
+from engine.updates.own_optimizer import OwnOptimizer, has_own_rate, make_own_optimizer
 from engine.updates.schedules import ScheduleValues, learning_rate_at, momentum_at
+from engine.updates.selection import join_frozen, split_frozen
 from engine.updates.skipping import Skips, all_finite, choose, count_skips, gives_up, has_finite_norm, init_skips
+
+type Schedule = Callable[[jax.Array], jax.Array]
+"""Step (int32 [], number of updates before this one) → learning rate, a number []."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +45,11 @@ class UpdateRule:
             an update, and no memory is kept for sums.
         averages: whether to keep an exponential moving average of the weights.
         average_ramp: whether the average follows faster at first.
+        clip_order: the order of the norm that is clipped, at least 1; inf is the largest magnitude.
+        clips_value: whether to clip each element to `Hyperparams.clip_value`.
+        frozen: patterns of the dotted paths of parameters that are not trained.
+        groups: factors on the learning rate and the weight decay of some parameters.
+        own_optimizer, own_schedule: user-defined, instead of the named ones.
     """
 
     optimizer: OptimizerName = "sgd"
@@ -45,6 +59,12 @@ class UpdateRule:
     accumulates: bool = False
     averages: bool = False
     average_ramp: bool = True
+    clip_order: float = 2
+    clips_value: bool = False
+    frozen: tuple[str, ...] = ()
+    groups: tuple[Group, ...] = ()
+    own_optimizer: OwnOptimizer | None = None
+    own_schedule: Schedule | None = None
 
 
 class UpdateValues(NamedTuple):
@@ -93,7 +113,7 @@ class Pull(NamedTuple):
 
     Attributes:
         loss: float32 [], mean loss of the batch.
-        gradients: gradients of that loss, a pytree like the parameters; reduced over all devices.
+        gradients: gradients of that loss, a pytree like the trained parameters; reduced over all devices.
         batch_stats: the model's new batch statistics.
     """
 
@@ -120,10 +140,13 @@ class Outcome(NamedTuple):
 
 def init_update(rule: UpdateRule, weights: Weights) -> UpdateState:
     """Return the state before the first pull; its structure depends only on the rule and the weights."""
+    trained, _ = split_frozen(weights.params, rule.frozen)
+    zero = jnp.zeros((), jnp.float32)
+    optimizer = optimizer_of(rule, Hyperparams(zero, zero, zero), np.True_)
     return UpdateState(
-        opt_state=init_optimizer(rule.optimizer, weights.params),
+        opt_state=optimizer.init(trained),
         skips=init_skips(),
-        gathered=init_accumulation((jnp.zeros(()), weights.params)) if rule.accumulates else None,
+        gathered=init_accumulation((jnp.zeros(()), trained)) if rule.accumulates else None,
         average=init_average(weights) if rule.averages else None,
     )
 
@@ -161,11 +184,13 @@ def update_weights(
     made = due & finite
 
     hyperparams = hyperparams_at(rule, step, values)
-    mask = every_leaf if rule.decay_all else kernels_only
-    optimizer = make_optimizer(rule.optimizer, hyperparams, decay_mask=mask, made=made)
-    updates, opt_state = optimizer.update(gradients, state.opt_state, weights.params)
+    trained, frozen = split_frozen(weights.params, rule.frozen)
+    optimizer = optimizer_of(rule, hyperparams, made)
+    # Some of optax's transformations, such as `contrib.reduce_on_plateau`, read the loss.
+    extra = {} if rule.own_optimizer is None else {"value": loss}
+    updates, opt_state = optimizer.update(gradients, state.opt_state, trained, **extra)
     updated = Weights(
-        choose(made, optax.apply_updates(weights.params, updates), weights.params),
+        join_frozen(choose(made, optax.apply_updates(trained, updates), trained), frozen),
         choose(all_finite(pull.batch_stats), pull.batch_stats, weights.batch_stats),
     )
     skips = count_skips(state.skips, due, finite)
@@ -177,9 +202,30 @@ def update_weights(
     return updated, UpdateState(opt_state, skips, gathered, average), outcome
 
 
+def optimizer_of(
+    rule: UpdateRule, hyperparams: Hyperparams, made: jax.Array | np.bool
+) -> optax.GradientTransformationExtraArgs:
+    """Return the optimizer of a rule, which first clips the gradient; `made` is as `make_optimizer` takes it."""
+    largest_value = hyperparams.clip_value if rule.clips_value else None
+    clip = clip_gradient(hyperparams.clip_norm, rule.clip_order, largest_value)
+    if rule.own_optimizer is not None:
+        return make_own_optimizer(
+            rule.own_optimizer, hyperparams.learning_rate, clip=clip, made=jnp.asarray(made), groups=rule.groups
+        )
+    mask = every_leaf if rule.decay_all else kernels_only
+    return make_optimizer(rule.optimizer, hyperparams, decay_mask=mask, made=made, clip=clip, groups=rule.groups)
+
+
 def hyperparams_at(rule: UpdateRule, step: jax.Array, values: UpdateValues) -> Hyperparams:
-    """Return the hyperparameters at one step (int32 []), with the schedule's learning rate and momentum filled in."""
+    """Return the hyperparameters at one step (int32 []), with the schedule's learning rate and momentum filled in.
+
+    If the optimizer has a learning rate of its own, the learning rate here is only the factor requested by the user.
+    """
     hyperparams = values.hyperparams
-    learning_rate = hyperparams.learning_rate * learning_rate_at(rule.schedule, step, values.schedule)
+    learning_rate = hyperparams.learning_rate
+    if rule.own_schedule is not None:
+        learning_rate = learning_rate * jnp.asarray(rule.own_schedule(step), jnp.float32)
+    elif rule.own_optimizer is None or not has_own_rate(rule.own_optimizer):
+        learning_rate = learning_rate * learning_rate_at(rule.schedule, step, values.schedule)
     momentum = momentum_at(step, values.schedule) if rule.cycle_momentum else hyperparams.momentum
     return hyperparams._replace(learning_rate=learning_rate, momentum=momentum)

@@ -1,0 +1,76 @@
+"""Selection of parameters by the dotted paths of their leaves: which are frozen, and which have factors of their own.
+
+Frozen leaves are removed from the tree of trained parameters (None stands in their place), so that they have neither
+gradients nor moments. Does not depend on how patterns are written in settings.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from engine.patterns import Group
+
+_NO_GROUP = Group("")
+
+
+def dotted_path(path: Sequence[Any]) -> str:
+    """Return the dotted path of a leaf, such as "layer1.0.conv1.kernel", from its key path."""
+    return ".".join(jax.tree_util.keystr((entry,), simple=True) for entry in path)
+
+
+def dotted_paths(tree: Any) -> list[str]:
+    """Return the dotted paths of all leaves of a pytree, in order."""
+    return [dotted_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def matches(patterns: Sequence[str], path: str) -> bool:
+    """Return whether one of the regular expressions matches a whole dotted path."""
+    return any(re.fullmatch(pattern, path) for pattern in patterns)
+
+
+def split_frozen(tree: Any, patterns: Sequence[str]) -> tuple[Any, Any]:
+    """Split a pytree into its trained and its frozen leaves; in each part, None stands for the leaves of the other.
+
+    Without patterns, the trained part is the tree itself, and the frozen part is None.
+    """
+    if not patterns:
+        return tree, None
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    is_frozen = [matches(patterns, dotted_path(path)) for path, _ in leaves]
+    pairs = [(None, leaf) if frozen else (leaf, None) for (_, leaf), frozen in zip(leaves, is_frozen, strict=True)]
+    trained, frozen = ([pair[part] for pair in pairs] for part in (0, 1))
+    return jax.tree.unflatten(structure, trained), jax.tree.unflatten(structure, frozen)
+
+
+def join_frozen(trained: Any, frozen: Any) -> Any:
+    """Undo `split_frozen`: return the whole tree of a trained and a frozen part."""
+    if frozen is None:
+        return trained
+    return jax.tree.map(
+        lambda leaf, other: other if leaf is None else leaf, trained, frozen, is_leaf=lambda leaf: leaf is None
+    )
+
+
+def keep_frozen(new: Any, before: Any, patterns: Sequence[str]) -> Any:
+    """Return `new` with the leaves of `before` wherever a pattern matches; both have the same structure."""
+    if not patterns:
+        return new
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf, old: old if matches(patterns, dotted_path(path)) else leaf, new, before
+    )
+
+
+def groups_of(params: Any, groups: Sequence[Group]) -> list[Group]:
+    """Return the group of each leaf, in order: the first whose pattern matches, else one whose factors are 1."""
+    return [
+        next((group for group in groups if matches((group.pattern,), path)), _NO_GROUP) for path in dotted_paths(params)
+    ]
+
+
+def scale_leaves(tree: Any, factors: Sequence[float]) -> Any:
+    """Return a pytree of arrays with each leaf multiplied by its factor; leaves whose factor is 1 are unchanged."""
+    leaves, structure = jax.tree.flatten(tree)
+    scaled = [leaf if factor == 1 else leaf * factor for leaf, factor in zip(leaves, factors, strict=True)]
+    return jax.tree.unflatten(structure, scaled)

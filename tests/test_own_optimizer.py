@@ -1,0 +1,229 @@
+"""A user's optimizer and schedule, groups, freezing and clipping inside the program, against plain optax loops."""
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+
+from engine import replay_run, train
+from engine.control.request import ControlRequest
+from engine.patterns import Group, parse_freeze, parse_groups
+from engine.records.control_log import read_events
+from engine.records.control_requests import send_request
+from engine.updates.clipping import clip_by_global_norm, clip_gradient
+from tests.toy import Linear, toy_batch, toy_config
+
+STEPS = 30
+BARE = optax.chain(optax.clip_by_global_norm(1.0), optax.adabelief(optax.cosine_decay_schedule(0.001, STEPS)))
+RATE = optax.warmup_cosine_decay_schedule(0.0, 0.002, 4, STEPS)
+
+
+def config_of(**values):
+    """Settings whose updates are all left to the optimizer."""
+    return replace(toy_config(steps=STEPS), **({"learning_rate": None} | values))
+
+
+def images_of(pixels):
+    levels = np.stack([pixels >> shift & 255 for shift in (24, 16, 8)], axis=-1)
+    return jnp.asarray((levels / 255 - 0.5) / 0.25, jnp.float32)
+
+
+def plain(start, optimizer, *, steps=STEPS, factor_of=lambda _: 1.0):
+    """Return the losses and the weights of a plain loop over the same batches; factors multiply the updates."""
+
+    @jax.jit
+    def step_of(params, state, pixels, labels, factor):
+        def loss_of(params):
+            logits, _ = Linear().apply(params, {"batches": 0}, pixels, train=True)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+        loss, gradients = jax.value_and_grad(loss_of)(params)
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, jax.tree.map(lambda leaf: leaf * factor, updates)), state, loss
+
+    params, state, losses = start, optimizer.init(start), []
+    for step in range(steps):
+        pixels, labels = toy_batch(step)
+        params, state, loss = step_of(params, state, images_of(pixels), jnp.asarray(labels), factor_of(step))
+        losses.append(float(loss))
+    return losses, params
+
+
+@pytest.fixture(scope="module")
+def start():
+    return train(config_of(steps=0), model=Linear(), batches=toy_batch).params
+
+
+def test_a_transformation_equals_a_plain_loop_in_one_trace(start):
+    model, usual = Linear(), Linear()
+    train(config_of(steps=0), model=usual, batches=toy_batch)
+    result = train(config_of(), model=model, batches=toy_batch, optimizer=BARE)
+    np.testing.assert_allclose(result.losses, plain(start, BARE)[0], rtol=1e-6)
+    assert result.losses[-1] < result.losses[0]
+    assert len(model.traces) == len(usual.traces)
+
+
+def test_a_function_of_the_rate_gets_that_of_an_own_schedule(start, tmp_path):
+    parts: dict[str, Any] = {"batches": toy_batch, "optimizer": optax.adabelief, "schedule": RATE}
+    result = train(config_of(run_dir=tmp_path), model=Linear(), **parts)
+    np.testing.assert_allclose(result.losses, plain(start, optax.adabelief(RATE))[0], rtol=1e-6)
+    rates = [json.loads(line)["lr"] for line in (tmp_path / "loss.jsonl").read_text().splitlines()]
+    np.testing.assert_allclose(rates, [RATE(step) for step in range(STEPS)], rtol=1e-6, atol=1e-9)
+
+
+def test_the_live_factor_multiplies_the_updates_of_a_transformation(start, tmp_path):
+    def batches(step):
+        if step == 8:
+            send_request(tmp_path, ControlRequest(learning_rate_factor=0.25))
+        return toy_batch(step)
+
+    own = optax.sgd(1e-4, 0.9)
+    result = train(config_of(steps=400, run_dir=tmp_path), model=Linear(), batches=batches, optimizer=own)
+    (event,) = read_events(tmp_path / "control.jsonl")
+    _, params = plain(start, own, steps=400, factor_of=lambda step: 0.25 if step + 1 >= event.step else 1.0)
+    _, unscaled = plain(start, own, steps=400)
+    # Four hundred steps of a few roundings each.
+    np.testing.assert_allclose(result.params["weights"], params["weights"], rtol=1e-4, atol=1e-6)
+    assert event.step > 400 or not np.allclose(unscaled["weights"], params["weights"], rtol=1e-3, atol=1e-5)
+
+
+def test_an_interrupted_run_resumes_to_the_same_bytes_and_is_replayed(tmp_path):
+    # Noise has a random key in its state, and schedule-free a copy of the parameters.
+    own = optax.chain(optax.add_noise(0.01, 0.5, 7), optax.contrib.schedule_free_sgd(0.05))
+    config = config_of(steps=8, snapshot_every_steps=3, accumulate_steps=2)
+
+    def failing(step):
+        if step == 11:
+            raise ConnectionResetError("cut off")
+        return toy_batch(step)
+
+    whole, broken = (replace(config, run_dir=str(tmp_path / name)) for name in ("whole", "broken"))
+    expected = train(whole, model=Linear(), batches=toy_batch, optimizer=own)
+    with pytest.raises(ConnectionResetError):
+        train(broken, model=Linear(), batches=failing, optimizer=own)
+    with pytest.raises(ValueError, match="was trained with a model and batches and an optimizer of your own"):
+        train(replace(broken, resume=True))
+    found = train(replace(broken, resume=True), model=Linear(), batches=toy_batch, optimizer=own)
+    assert np.array_equal(found.params["weights"], expected.params["weights"])
+    report = replay_run(tmp_path / "broken", from_step=0, model=Linear(), batches=toy_batch, optimizer=own)
+    assert (report.num_losses, report.differences) == (8, ())
+
+
+def test_frozen_parameters_and_statistics_stay_and_have_no_moments(start, tmp_path):
+    told: list[str] = []
+    values: dict[str, Any] = {"freeze": "bi.s,batches", "learning_rate": 0.001, "ema_decay": 0.5, "run_dir": tmp_path}
+    config = config_of(optimizer="adamw", weight_decay=0.1, beta2=0.875, decay_all=True, **values)
+    result = train(config, model=Linear(), batches=toy_batch, notify=told.append)
+    assert "frozen: 3 of 147 parameters, in 1 of 2 arrays, and 1 arrays of batch statistics" in told
+    assert result.batch_stats["batches"] == 0
+    assert np.array_equal(result.params["bias"], start["bias"])
+    label = {"weights": "trained", "bias": "frozen"}
+    optimizer = optax.partition(
+        {"trained": optax.adamw(0.001, b2=0.875, weight_decay=0.1), "frozen": optax.set_to_zero()}, label
+    )
+    np.testing.assert_allclose(result.losses, plain(start, optimizer)[0], rtol=1e-6)
+    names = {path.name for path in (tmp_path / "snapshots").rglob("*") if "opt_state" in path.name}
+    assert not any("bias" in name for name in names)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_groups_have_rates_and_decays_of_their_own(start, own):
+    def optimizer_of(rate, decay):
+        return optax.chain(optax.add_decayed_weights(decay), optax.sgd(rate, 0.9))
+
+    if own:
+        config = config_of(groups="b.*=learning_rate:3x")
+        found = train(config, model=Linear(), batches=toy_batch, optimizer=optimizer_of(0.001, 0.1)).losses
+        groups = {"weights": optimizer_of(0.001, 0.1), "bias": optimizer_of(0.003, 0.1)}
+    else:
+        values: dict[str, Any] = {"weight_decay": 0.1, "decay_all": True, "learning_rate": 0.001}
+        config = config_of(groups="b.*=learning_rate:3x,weight_decay:0; .*=weight_decay:2", **values)
+        found = train(config, model=Linear(), batches=toy_batch).losses
+        groups = {"weights": optimizer_of(0.001, 0.2), "bias": optimizer_of(0.003, 0.0)}
+    partitioned = optax.partition(groups, {"weights": "weights", "bias": "bias"})
+    np.testing.assert_allclose(found, plain(start, partitioned)[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("order", [1.0, 2.0, 3.5, math.inf])
+def test_clipping_bounds_the_norm_of_any_order(order):
+    random = np.random.default_rng(3)
+    gradients = {name: random.normal(size=shape).astype(np.float32) for name, shape in (("a", (3, 4)), ("b", (5,)))}
+    norm = np.linalg.norm(np.concatenate([leaf.ravel() for leaf in gradients.values()]), order)
+    for largest in (0.5 * norm, 2 * norm):
+        clip = clip_by_global_norm(np.float32(largest), order)
+        found, _ = clip.update(gradients, clip.init(gradients))
+        for name, leaf in gradients.items():
+            np.testing.assert_allclose(found[name], leaf * min(1, largest / norm), rtol=1e-6)
+    zeros = jax.tree.map(np.zeros_like, gradients)
+    clip = clip_gradient(np.float32(1), order, np.float32(0.1))
+    assert not np.any(clip.update(zeros, clip.init(zeros))[0]["a"])
+    found, _ = clip_gradient(np.float32(np.inf), order, np.float32(0.1)).update(gradients, optax.EmptyState())
+    np.testing.assert_array_equal(found["a"], np.clip(gradients["a"], np.float32(-0.1), np.float32(0.1)))
+
+
+def test_clipping_by_value_and_order_reaches_the_program(start):
+    values: dict[str, Any] = {"clip_value": 0.05, "clip_norm": 0.3, "clip_order": "1", "learning_rate": 0.1}
+    config = config_of(momentum=0.0, weight_decay=0.0, **values)
+    found = train(config, model=Linear(), batches=toy_batch).losses
+
+    def scale(updates, _):
+        total = sum(jnp.abs(leaf).sum() for leaf in jax.tree.leaves(updates))
+        return jax.tree.map(lambda leaf: leaf * jnp.minimum(1, 0.3 / total), updates)
+
+    np.testing.assert_allclose(
+        found, plain(start, optax.chain(optax.clip(0.05), optax.stateless(scale), optax.sgd(0.1)))[0], rtol=1e-6
+    )
+
+
+def test_patterns_are_separated_outside_of_brackets():
+    assert parse_freeze(r"a{1,2}, b[,]c\,d,(e,f)") == ("a{1,2}", r"b[,]c\,d", "(e,f)")
+    groups = parse_groups("a=b=learning_rate:10x; c[;]=weight_decay:0,learning_rate:.5")
+    assert groups == (Group("a=b", 10.0, 1.0), Group("c[;]", 0.5, 0.0))
+    assert parse_freeze(None) == parse_groups(None) == ()
+
+
+@pytest.mark.parametrize(
+    ("values", "parts", "message"),
+    [
+        ({"momentum": 0.5}, {"optimizer": BARE}, "momentum has no effect with an optimizer of your own, got 0.5"),
+        ({"learning_rate": 0.5}, {"optimizer": BARE}, "learning_rate has no effect with an optimizer .* its own"),
+        ({"beta2": 0.5}, {"optimizer": optax.lion}, "beta2 has no effect with an optimizer of your own"),
+        ({}, {"optimizer": BARE, "schedule": RATE}, "a schedule has no effect with an optimizer"),
+        ({}, {"optimizer": "sgd"}, "must be an optax.GradientTransformation or a function .*, got str"),
+        ({}, {"optimizer": lambda rate: 3}, "must return an optax.GradientTransformation .*, but returned int"),
+        ({"groups": "b.*=weight_decay:0"}, {"optimizer": BARE}, "must not have factors on the weight decay"),
+        ({"schedule": "cosine"}, {"schedule": RATE}, "schedule has no effect with a schedule of your own"),
+        ({}, {"schedule": lambda step: 1.0 if step < 3 else 0.1}, "but tracing it failed: use jnp.where"),
+        ({}, {"schedule": lambda step: jnp.zeros(2)}, r"but it returns float32 \[2\]"),
+        ({"freeze": "wieghts"}, {}, "freeze: the pattern 'wieghts' matches .* no parameter .* example, weights"),
+        ({"groups": "bais=weight_decay:0"}, {}, "groups: the pattern 'bais' matches .* no parameter;.*bias"),
+        ({"freeze": ".*"}, {}, "must leave parameters to train, but '.*' matches all"),
+        ({"clip_order": "inf"}, {}, "clip_order is the order of the norm that clip_norm limits"),
+    ],
+)
+def test_what_has_no_effect_or_does_not_fit_is_refused(values, parts, message):
+    with pytest.raises(ValueError, match=message):
+        train(config_of(**values), model=Linear(), batches=toy_batch, **parts)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("freeze", "a,,b", "freeze contains an empty pattern"),
+        ("freeze", "(a", "freeze must consist of regular expressions, but '.a' is not one"),
+        ("groups", "bias", "groups must have the form REGEX=learning_rate:10x"),
+        ("groups", "bias=momentum:3", "groups sets the factors learning_rate and weight_decay"),
+        ("groups", "bias=learning_rate:-1x", "the factor of learning_rate must be a number of at least 0"),
+        ("clip_order", "0.5", "clip_order must be a number of at least 1, or inf, got '0.5'"),
+    ],
+)
+def test_an_unreadable_setting_is_refused(name, value, message):
+    with pytest.raises(ValueError, match=message):
+        toy_config(**{name: value})
