@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from engine.images.settings import CropName, PaddingName
+from engine.images.settings import MAX_AUTO_AUGMENT_OPS, NUM_MAGNITUDES, AutoAugmentName, CropName, PaddingName
 from engine.patterns import parse_freeze, parse_groups
 from engine.settings import (
     LARGEST_FLOAT32,
@@ -321,6 +321,19 @@ class TrainConfig:
     )
     erasing: float = setting(
         0.0, AUGMENTATION, _PROGRAM, _KEPT, "Probability of blanking a rectangle of an image.", between=(0, 1)
+    )
+    auto_augment: AutoAugmentName = setting(
+        "off", AUGMENTATION, _PROGRAM, _KEPT,
+        "Random operations on shape, colour and contrast: randaugment ({auto_augment_ops} operations of equal "
+        "strength), trivialaugment (one operation of random strength), or off.",
+        details="The operations and ranges of torchvision's RandAugment and TrivialAugmentWide.",
+    )
+    auto_augment_ops: int = setting(
+        2, AUGMENTATION, _PROGRAM, _KEPT, "Number of operations that randaugment applies to each image.",
+        between=(1, MAX_AUTO_AUGMENT_OPS), unit="N",
+    )
+    auto_augment_magnitude: int = setting(
+        9, AUGMENTATION, _PROGRAM, _KEPT, "Strength of the operations of randaugment.", between=(0, NUM_MAGNITUDES - 1),
     )
 
     chunk_batches: int | None = setting(

@@ -88,6 +88,9 @@ VALID = {
     "mixup": st.floats(0, 1000),
     "cutmix": st.floats(0, 1000),
     "erasing": st.floats(0, 1),
+    "auto_augment": st.sampled_from(["off", "randaugment", "trivialaugment"]),
+    "auto_augment_ops": st.integers(1, 16),
+    "auto_augment_magnitude": st.integers(0, 30),
     "learning_rate": st.none() | st.floats(0, float(np.finfo(np.float32).max)),
     "momentum": st.floats(0, 1),
     "weight_decay": st.floats(0, float(np.finfo(np.float32).max)),
@@ -108,7 +111,7 @@ VALID = {
 INTEGERS = [
     *("steps", "batch", "num_classes", "image_size", "seed", "prefetch", "reader_threads", "eval_every_steps"),
     *("warmup_steps", "accumulate_steps", "skip_nonfinite", "crop_padding", "snapshot_every_steps", "keep_snapshots"),
-    *("chunk_batches", "restart_cycles"),
+    *("chunk_batches", "restart_cycles", "auto_augment_ops", "auto_augment_magnitude"),
 ]
 REALS = [
     *("learning_rate", "momentum", "weight_decay", "infeed_timeout_s", "beta2", "clip_norm", "ema_decay"),
@@ -127,7 +130,7 @@ SWITCHES = [
     "deterministic",
 ]
 CHANNELS = ["mean", "std"]
-CHOICES = ["transport", "optimizer", "schedule", "crop", "padding_mode", "precision", "loss"]
+CHOICES = ["transport", "optimizer", "schedule", "crop", "padding_mode", "precision", "loss", "auto_augment"]
 TEXTS = ["data", "split", "eval_split", "model", "run_dir", "compilation_cache", "dump_hlo", "init_from"]
 TEXTS += ["clip_order", "freeze", "groups"]
 OPTIONAL = [
@@ -228,6 +231,9 @@ def test_golden_json():
         "mixup": 0.0,
         "cutmix": 0.0,
         "erasing": 0.0,
+        "auto_augment": "off",
+        "auto_augment_ops": 2,
+        "auto_augment_magnitude": 9,
         "seed": 0,
         "chunk_batches": None,
         "prefetch": None,

@@ -186,7 +186,8 @@ def test_patterns_are_separated_outside_of_brackets():
     assert parse_freeze(r"a{1,2}, b[,]c\,d,(e,f)") == ("a{1,2}", r"b[,]c\,d", "(e,f)")
     groups = parse_groups("a=b=learning_rate:10x; c[;]=weight_decay:0,learning_rate:.5")
     assert groups == (Group("a=b", 10.0, 1.0), Group("c[;]", 0.5, 0.0))
-    assert parse_freeze(None) == parse_groups(None) == ()
+    assert parse_freeze(None) == ()
+    assert parse_groups(None) == ()
 
 
 @pytest.mark.parametrize(

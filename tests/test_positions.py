@@ -105,6 +105,7 @@ def test_the_numbers_of_the_purposes_are_fixed():
     assert {purpose.name: purpose.value for purpose in Purpose} == {
         "CROP": 1, "FLIP": 2, "BRIGHTNESS": 3, "CONTRAST": 4, "SATURATION": 5, "HUE": 6,
         "MIX_CHOICE": 7, "MIXUP": 8, "CUTMIX": 9, "ERASING": 10,
+        "AUTO_AUGMENT": 11, "OWN_AUGMENTATION": 12, "MODEL": 13,
     }  # fmt: skip
 
 

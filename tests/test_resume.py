@@ -284,7 +284,6 @@ OTHERS: dict[str, Any] = {
     "transport": "callback",
     "chunk_batches": 2,
     "deterministic": False,
-    "loss": "mean-squared-error",
     "clip_order": "inf",
     "freeze": "bias",
     "groups": "bias=weight_decay:0",

@@ -8,6 +8,7 @@ kernels do not change a single bit. Does not depend on the loop.
 import jax
 import jax.numpy as jnp
 
+from engine.images.auto_augment import auto_augment
 from engine.images.boxes import BLOCKS_OF_BOX
 from engine.images.crops import centre_crop, draw_crop_boxes, flip_horizontally, random_crop
 from engine.images.erasing import BLOCKS_OF_ERASING, draw_erased, erase
@@ -56,6 +57,8 @@ def augment_images(
     if augmentation.horizontal_flip:
         flips = to_choice(draw_words(keys, Purpose.FLIP)[:, 0, 0], augmentation.horizontal_flip)
         pixels = flip_horizontally(pixels, flips)
+    if augmentation.auto_augment != "off":
+        pixels = auto_augment(augmentation, pixels, keys)
     pixels = jitter_colours(augmentation, pixels, keys)
     own_share = None
     if augmentation.mixes:

@@ -62,19 +62,14 @@ def change_contrast(planes: Planes, factors: jax.Array) -> Planes:
     Raises:
         ValueError: if an image has more pixels than 32 bits can sum.
     """
-    num_pixels = planes[0].shape[1] * planes[0].shape[2]
-    if num_pixels * 256 > 2**32:
-        raise ValueError(f"contrast requires images of at most 2**24 pixels, got {num_pixels}: store smaller images")
-    # An integer sum does not depend on the order in which a device adds.
-    total = _luma(planes).astype(jnp.uint32).sum(axis=(1, 2), keepdims=True, dtype=jnp.uint32)
-    mean = ((total + num_pixels // 2) // num_pixels).astype(jnp.int32)
+    mean = mean_luma(planes)
     red, green, blue = (_blend(plane, mean, factors) for plane in planes)
     return red, green, blue
 
 
 def change_saturation(planes: Planes, factors: jax.Array) -> Planes:
     """Scale each level's distance from its pixel's luma by a factor (int32 [b], in units of 1/4096); 0 gives grey."""
-    luma = _luma(planes)
+    luma = luma_of(planes)
     red, green, blue = (_blend(plane, luma, factors) for plane in planes)
     return red, green, blue
 
@@ -108,7 +103,22 @@ def turn_hue(planes: Planes, turns: jax.Array) -> Planes:
     return level(5), level(3), level(1)
 
 
-def _luma(planes: Planes) -> jax.Array:
+def mean_luma(planes: Planes) -> jax.Array:
+    """Return the mean luma of each image, rounded, int32 [b, 1, 1].
+
+    Raises:
+        ValueError: if an image has more pixels than 32 bits can sum.
+    """
+    num_pixels = planes[0].shape[1] * planes[0].shape[2]
+    if num_pixels * 256 > 2**32:
+        raise ValueError(f"contrast requires images of at most 2**24 pixels, got {num_pixels}: store smaller images")
+    # An integer sum does not depend on the order in which a device adds.
+    total = luma_of(planes).astype(jnp.uint32).sum(axis=(1, 2), keepdims=True, dtype=jnp.uint32)
+    return ((total + num_pixels // 2) // num_pixels).astype(jnp.int32)
+
+
+def luma_of(planes: Planes) -> jax.Array:
+    """Return the luma of each pixel, int32 [b, H, W], 0 … 255."""
     red, green, blue = planes
     return (19595 * red + 38470 * green + 7471 * blue + 2**15) >> 16
 

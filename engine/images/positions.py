@@ -31,6 +31,9 @@ class Purpose(enum.IntEnum):
     MIXUP = 8
     CUTMIX = 9
     ERASING = 10
+    AUTO_AUGMENT = 11
+    OWN_AUGMENTATION = 12
+    MODEL = 13
 
 
 class Positions(NamedTuple):
@@ -94,6 +97,11 @@ def draw_words(keys: jax.Array, purpose: Purpose, num_blocks: int = 1) -> jax.Ar
         return jax.random.key_data(jax.random.fold_in(key, block))
 
     return jax.vmap(jax.vmap(words_of, (None, 0)), (0, None))(keys, blocks)
+
+
+def key_of_purpose(keys: jax.Array, purpose: Purpose) -> jax.Array:
+    """Return one key per image for a purpose that draws its own numbers, [b], from the keys of `image_keys`."""
+    return jax.vmap(lambda key: jax.random.fold_in(key, jnp.uint32(purpose * _MOST_BLOCKS)))(keys)
 
 
 def to_unit(words: jax.Array) -> jax.Array:

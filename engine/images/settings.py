@@ -15,8 +15,12 @@ from engine.settings import SettingError
 
 CropName = Literal["centre", "random", "resized"]
 PaddingName = Literal["zeros", "reflect"]
+AutoAugmentName = Literal["off", "randaugment", "trivialaugment"]
 
 MAX_SIDE = 2**14
+NUM_MAGNITUDES = 31
+"""Number of magnitudes of an automatic augmentation, from 0, as in torchvision."""
+MAX_AUTO_AUGMENT_OPS = 16
 
 _RANGES: dict[str, tuple[float, float]] = {
     "horizontal_flip": (0, 1),
@@ -31,13 +35,18 @@ _RANGES: dict[str, tuple[float, float]] = {
     "erasing": (0, 1),
 }
 
+_AUTO_AUGMENT_RANGES = {
+    "auto_augment_ops": (1, MAX_AUTO_AUGMENT_OPS),
+    "auto_augment_magnitude": (0, NUM_MAGNITUDES - 1),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Augmentation:
     """Settings for the augmentation on the device; by default, images are only normalised.
 
-    The settings are static: each combination compiles a separate program. The order is fixed: crop, flip, colour
-    (brightness, contrast, saturation, hue), cutmix or mixup, normalisation, erasing.
+    The settings are static: each combination compiles a separate program. The order is fixed: crop, flip,
+    automatic augmentation, colour (brightness, contrast, saturation, hue), cutmix or mixup, normalisation, erasing.
 
     Attributes:
         crop: "centre" (deterministic), "random" (uniform offsets), or "resized": a box of random area and aspect
@@ -55,6 +64,10 @@ class Augmentation:
         cutmix_alpha: the same for the share that remains when a rectangle of the partner is pasted (Yun et al., 2019,
             arXiv:1905.04899); 0 is off. If both are on, each pair uses one of them with equal probability.
         erasing: probability of erasing a rectangle of 0.02 … 0.33 of the area (Zhong et al., 2020, arXiv:1708.04896).
+        auto_augment: "randaugment" (Cubuk et al., 2020, arXiv:1909.13719), "trivialaugment" (Müller and Hutter, 2021,
+            arXiv:2103.10158) or "off", with the operations and ranges of torchvision.
+        auto_augment_ops: operations that RandAugment applies to each image, 1 … 16.
+        auto_augment_magnitude: magnitude of RandAugment's operations, 0 … 30.
 
     Raises:
         ValueError: if a value has the wrong type, is out of range, or contradicts another setting.
@@ -74,14 +87,19 @@ class Augmentation:
     mixup_alpha: float = 0.0
     cutmix_alpha: float = 0.0
     erasing: float = 0.0
+    auto_augment: AutoAugmentName = "off"
+    auto_augment_ops: int = 2
+    auto_augment_magnitude: int = 9
 
     def __post_init__(self) -> None:
-        for name, declared in (("crop", CropName), ("padding_mode", PaddingName)):
+        for name, declared in (("crop", CropName), ("padding_mode", PaddingName), ("auto_augment", AutoAugmentName)):
             if getattr(self, name) not in get_args(declared):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(declared))}, got {getattr(self, name)!r}")
         if self.size is not None:
             object.__setattr__(self, "size", _whole("size", self.size, 1, MAX_SIDE))
         object.__setattr__(self, "crop_padding", _whole("crop_padding", self.crop_padding, 0, MAX_SIDE))
+        for name, (least, most) in _AUTO_AUGMENT_RANGES.items():
+            object.__setattr__(self, name, _whole(name, getattr(self, name), least, most))
         for name, (low, high) in _RANGES.items():
             object.__setattr__(self, name, _real(name, getattr(self, name), low, high))
         object.__setattr__(self, "area_range", _pair("area_range", self.area_range, 1))
@@ -101,6 +119,16 @@ class Augmentation:
                 "set {crop_padding} above 0, or {setting} to zeros",
                 mode=self.padding_mode,
             )
+        for name in _AUTO_AUGMENT_RANGES:
+            found, default = getattr(self, name), getattr(type(self), name)
+            if self.auto_augment != "randaugment" and found != default:
+                raise SettingError(
+                    name,
+                    "{setting} requires {auto_augment} randaugment, got {setting} {found} with {auto_augment} "
+                    "{policy}: set {auto_augment} to randaugment, or leave {setting} out",
+                    found=found,
+                    policy=self.auto_augment,
+                )
 
     @property
     def mixes(self) -> bool:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from engine.feed.batches import BatchSource, FunctionBatches, label_form_of
 from engine.objective.tally import logits_of
+from engine.program.model_key import takes_key
 from engine.program.train_state import TrainModel
 from engine.settings import SettingError
 
@@ -25,20 +26,24 @@ class CheckedModel:
 
     def __init__(self, model: TrainModel, num_classes: int | None, source: BatchSource) -> None:
         self._model, self._num_classes, self._source = model, num_classes, source
+        self._takes_key = takes_key(model)
 
     @property
     def init(self) -> Callable[[jax.Array], tuple[Any, Any]]:
         """The `init` function of the model."""
         return self._model.init
 
-    def apply(self, params: Any, batch_stats: Any, images: jax.Array, train: bool) -> tuple[Any, Any]:
-        """Apply the model and check its result.
+    def apply(
+        self, params: Any, batch_stats: Any, images: jax.Array, train: bool, key: jax.Array | None = None
+    ) -> tuple[Any, Any]:
+        """Apply the model, with `key` if it has such a parameter, and check its result.
 
         Raises:
             ValueError: if the result is not a tuple of outputs and batch statistics with the keys, shapes and dtypes of
                 the argument, or the labels are class numbers and the outputs no float logits [B, K] of enough classes.
         """
-        given = self._model.apply(params, batch_stats, images, train=train)
+        keys = {"key": key} if self._takes_key else {}
+        given = self._model.apply(params, batch_stats, images, train=train, **keys)
         if not isinstance(given, tuple) or len(given) != 2:
             raise ValueError(f"apply must return a tuple (logits, batch_stats), but returned {type(given).__name__}")
         outputs, new_stats = given

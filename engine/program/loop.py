@@ -17,9 +17,11 @@ from engine.control.word import ControlWord
 from engine.crossing.infeed import Batch, BatchInfeed
 from engine.crossing.outfeed import Outfeed
 from engine.images.augment import augment_images, prepare_for_evaluation
-from engine.images.positions import positions
+from engine.images.own_augment import apply_own_augmentation
+from engine.images.positions import image_keys, positions
 from engine.images.unpack import PixelScale
 from engine.objective.tally import Tally, empty_tally, tally_outputs
+from engine.program.model_key import model_keys
 from engine.program.statics import Statics
 from engine.program.train_state import RunValues, TrainModel, TrainState
 from engine.updates.selection import join_frozen, keep_frozen, split_frozen
@@ -314,12 +316,15 @@ def train_step(
     num_images = len(batch.labels)
     at = positions(state.pulls, num_images, 0, num_images)
     images, own_share = augment_images(statics.augmentation, batch.pixels, at, values.seed_words, values.scale)
+    if statics.augment is not None:
+        images = apply_own_augmentation(statics.augment, images, image_keys(values.seed_words, at))
+    keys = {"key": model_keys(values.seed_words, at)} if statics.takes_key else {}
 
     trained, frozen = split_frozen(state.params, statics.rule.frozen)
 
     def loss_of(trained: Any) -> tuple[jax.Array, tuple[Any, dict[str, Any]]]:
         params = join_frozen(trained, frozen)
-        outputs, batch_stats = model.apply(params, state.batch_stats, images, train=True)
+        outputs, batch_stats = model.apply(params, state.batch_stats, images, train=True, **keys)
         loss, metrics = statics.objective.training_loss(outputs, batch.labels, own_share, values.smoothing)
         return loss, (batch_stats, metrics)
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from engine.config import TrainConfig
 from engine.feed.label_form import LabelForm
+from engine.images.own_augment import OwnAugmentation
 from engine.images.settings import Augmentation
 from engine.images.unpack import PixelScale
 from engine.objective.losses import LOSSES, Loss
@@ -37,6 +38,8 @@ class Statics(NamedTuple):
         eval_mirror: whether evaluations average the logits of each image and its mirror image.
         objective, evaluated_objective: the loss and the metrics in training, and in evaluations, whose labels can have
             another form.
+        augment: a user-defined augmentation, applied after `augmentation`.
+        takes_key: whether the model's `apply` takes PRNG keys.
     """
 
     rule: UpdateRule
@@ -44,6 +47,8 @@ class Statics(NamedTuple):
     eval_mirror: bool
     objective: Objective = CROSS_ENTROPY
     evaluated_objective: Objective = CROSS_ENTROPY
+    augment: OwnAugmentation | None = None
+    takes_key: bool = False
 
 
 class OwnFunctions(NamedTuple):
@@ -53,12 +58,14 @@ class OwnFunctions(NamedTuple):
         loss: the loss of each example.
         metrics: metrics by name.
         optimizer, schedule: the optimizer and the learning-rate schedule.
+        augment: an augmentation after those of the settings.
     """
 
     loss: Loss | None = None
     metrics: Mapping[str, Metric | PerExample] | None = None
     optimizer: OwnOptimizer | None = None
     schedule: Schedule | None = None
+    augment: OwnAugmentation | None = None
 
 
 NO_OWN_FUNCTIONS = OwnFunctions()
@@ -105,12 +112,15 @@ def statics_of(
         mixup_alpha=config.mixup,
         cutmix_alpha=config.cutmix,
         erasing=config.erasing,
+        auto_augment=config.auto_augment,
+        auto_augment_ops=config.auto_augment_ops,
+        auto_augment_magnitude=config.auto_augment_magnitude,
     )
     # The cross entropy has a form of its own, which smooths and mixes the targets exactly.
     loss = own.loss if own.loss is not None or config.loss == "cross-entropy" else LOSSES[config.loss]
     objective = Objective(loss, label_form, as_metrics(own.metrics))
     evaluated = objective._replace(label_form=evaluated_form)
-    return Statics(rule, augmentation, config.eval_mirror, objective.of_training(), evaluated)
+    return Statics(rule, augmentation, config.eval_mirror, objective.of_training(), evaluated, own.augment)
 
 
 def update_values(config: TrainConfig) -> UpdateValues:

@@ -27,7 +27,8 @@ class TrainModel(Protocol):
         """The function that maps (params, batch_stats, images, train) to (logits, new batch_stats).
 
         Images are float32 [B, H, W, 3], train is a bool keyword, and logits are [B, K]. With a user-defined loss the
-        outputs can be any pytree.
+        outputs can be any pytree. If the function also has a parameter `key`, it is given PRNG keys [B] in training,
+        one per image by (seed, position), and None in evaluations.
         """
         ...
 

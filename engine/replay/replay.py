@@ -15,6 +15,7 @@ from engine.control.board import ControlBoard
 from engine.control.event import ControlEvent
 from engine.control.word import ControlWords
 from engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
+from engine.images.own_augment import OwnAugmentation
 from engine.keys import plain_keys
 from engine.objective.losses import Loss
 from engine.objective.metrics import Metric, PerExample
@@ -54,6 +55,7 @@ def replay_run(
     metrics: Mapping[str, Metric | PerExample] | None = None,
     optimizer: OwnOptimizer | None = None,
     schedule: Schedule | None = None,
+    augment: OwnAugmentation | None = None,
     notify: Callable[[str], None] = lambda _: None,
     display: Callable[[int, int], Sink] | None = None,
 ) -> ReplayReport:
@@ -70,8 +72,8 @@ def replay_run(
             before `to_step` or, without one, 0.
         to_step: the last update; None selects the last one recorded.
         data: the current location of the packed data set; None uses the recorded one.
-        model, batches, evaluation, loss, metrics, optimizer, schedule: the user-defined parts that were passed to
-            `engine.train`.
+        model, batches, evaluation, loss, metrics, optimizer, schedule, augment: the user-defined parts that were passed
+            to `engine.train`.
         notify: called with one-line messages about the replay.
         display: called with (last step, images per step); returns another sink for the losses.
 
@@ -94,7 +96,7 @@ def replay_run(
         raise
     ends = [snapshot for snapshot in (stretch.start.snapshot, stretch.snapshot) if snapshot is not None]
     files = _check_files(Path(run), ends, notify)
-    parts = OwnParts(model, batches, evaluation, loss, metrics, optimizer, schedule)
+    parts = OwnParts(model, batches, evaluation, loss, metrics, optimizer, schedule, augment)
     _check_own(stretch, parts)
     # A launch handles signals while it is open; before the first launch and between two, they stop the replay at once.
     with StopSignals(ControlBoard(), ignore_message):
@@ -223,7 +225,7 @@ def _check_own(stretch: RecordedStretch, parts: OwnParts) -> None:
     """Raise ValueError if a user-defined part that the run used is missing, or if one that it did not use is given."""
     resolved = stretch.recorded.resolved
     own = recorded_own_parts(resolved)
-    needed = {name: name in own for name in ("model", "batches", "loss", "metrics", "optimizer", "schedule")}
+    needed = {name: name in own for name in ("model", "batches", "loss", "metrics", "optimizer", "schedule", "augment")}
     needed["evaluation"] = stretch.is_evaluated and resolved.get("eval_manifest_sha256") is None
     missing = [name for name, is_needed in needed.items() if is_needed and getattr(parts, name) is None]
     if missing:

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
+from engine.images.own_augment import OwnAugmentation
 from engine.objective.losses import Loss
 from engine.objective.metrics import Metric, PerExample
 from engine.program.statics import OwnFunctions
@@ -19,7 +20,7 @@ class OwnParts:
     """The user-defined parts of a run; None stands for the part selected by the settings.
 
     Attributes:
-        model, batches, evaluation, loss, metrics, optimizer, schedule: as `engine.run.train.train` takes them.
+        model, batches, evaluation, loss, metrics, optimizer, schedule, augment: as `engine.run.train.train` takes them.
     """
 
     model: TrainModel | None = None
@@ -29,20 +30,21 @@ class OwnParts:
     metrics: Mapping[str, Metric | PerExample] | None = None
     optimizer: OwnOptimizer | None = None
     schedule: Schedule | None = None
+    augment: OwnAugmentation | None = None
 
     @property
     def functions(self) -> OwnFunctions:
         """The user-defined functions that are traced into the program."""
-        return OwnFunctions(self.loss, self.metrics, self.optimizer, self.schedule)
+        return OwnFunctions(self.loss, self.metrics, self.optimizer, self.schedule, self.augment)
 
     def names(self) -> dict[str, Any]:
         """Return what identifies the user-defined functions in the record of a run: their names, by part."""
         loss = {} if self.loss is None else {"loss": name_of(self.loss)}
-        updates = {"optimizer": self.optimizer, "schedule": self.schedule}
+        functions = {"optimizer": self.optimizer, "schedule": self.schedule, "augment": self.augment}
         return (
             loss
             | ({"metrics": sorted(self.metrics)} if self.metrics else {})
-            | {part: name_of(own) for part, own in updates.items() if own is not None}
+            | {part: name_of(own) for part, own in functions.items() if own is not None}
         )
 
 

@@ -8,6 +8,7 @@ from engine.config import OWN_BATCHES, TrainConfig
 from engine.feed.batches import label_form_of
 from engine.locations import absolute_location
 from engine.objective.metrics import Metric
+from engine.program.model_key import takes_key
 from engine.program.statics import Statics, statics_of
 from engine.program.train_state import TrainModel
 from engine.run.data import RunData
@@ -55,7 +56,7 @@ class Resolved:
             None if evaluated is None else label_form_of(evaluated),
         )
         statics.evaluated_objective.check_metrics()
-        return statics
+        return statics._replace(takes_key=takes_key(self.model))
 
     def to_json(self) -> dict[str, Any]:
         """Return what `config.json` records in addition to the settings."""
@@ -128,6 +129,7 @@ def check_arguments(config: Any, parts: OwnParts) -> None:
     _check_own_loss(config, parts.loss)
     _check_own_metrics(parts.metrics)
     check_updates(config, parts)
+    _check_own_augment(parts.augment)
 
 
 def _check_own_model(config: TrainConfig, model: Any) -> None:
@@ -201,6 +203,14 @@ def _check_own_metrics(metrics: Any) -> None:
             raise ValueError(
                 f"the metric {name} must be a Metric or a function of (outputs, labels), got {type(metric).__name__}"
             )
+
+
+def _check_own_augment(augment: Any) -> None:
+    if augment is not None and not callable(augment):
+        raise ValueError(
+            f"augment must be a function of (images, keys), got {type(augment).__name__}: define one, or choose "
+            "ready-made augmentations with settings such as TrainConfig(flip=…)"
+        )
 
 
 def warn_of_settings(config: TrainConfig, data: RunData, notify: Callable[[str], None]) -> None:

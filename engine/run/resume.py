@@ -96,7 +96,7 @@ def _may_change(rule: OnResume, before: Any, now: Any) -> bool:
 
 _OWN_PARTS = {
     **{"model": "a model", "batches": "batches", "loss": "a loss", "metrics": "metrics"},
-    **{"optimizer": "an optimizer", "schedule": "a schedule"},
+    **{"optimizer": "an optimizer", "schedule": "a schedule", "augment": "an augmentation"},
 }
 _KEPT_PROPERTIES = (
     *("model", "num_classes", "height", "width", "mean", "std", "eval_manifest_sha256", "num_eval_batches"),
@@ -119,7 +119,7 @@ def check_data(resolved: Resolved, recorded: RecordedRun) -> None:
     """Raise ValueError if the data or the model are not those of the recorded run."""
     check_manifest(resolved.data, recorded)
     now = json.loads(json.dumps(resolved.to_json()))
-    for name in _KEPT_PROPERTIES.split():
+    for name in _KEPT_PROPERTIES:
         if now.get(name) != recorded.resolved.get(name):
             raise ValueError(
                 f"a resumed or replayed run must keep its {name}, which was {recorded.resolved.get(name)!r}, got "

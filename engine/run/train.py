@@ -10,6 +10,7 @@ from pathlib import Path
 
 from engine.config import TrainConfig
 from engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
+from engine.images.own_augment import OwnAugmentation
 from engine.locations import with_absolute_paths
 from engine.objective.losses import Loss
 from engine.objective.metrics import Metric, PerExample
@@ -65,6 +66,7 @@ def train(
     metrics: Mapping[str, Metric | PerExample] | None = None,
     optimizer: OwnOptimizer | None = None,
     schedule: Schedule | None = None,
+    augment: OwnAugmentation | None = None,
     sinks: Sequence[Sink | RecordFunction] = (),
     notify: Callable[[str], None] = lambda _: None,
     origins: Mapping[str, str] | None = None,
@@ -76,7 +78,8 @@ def train(
         config: the settings.
         model: a user-defined model instead of one of the registry: `init(key)` returns (params, batch_stats), and
             `apply(params, batch_stats, images, train=True)` returns (logits [B, K], new batch_stats) for float32 images
-            [B, H, W, 3]. Convolutions of `models.layers.convolution` stay fast inside the loop on a CPU.
+            [B, H, W, 3]. Convolutions of `models.layers.convolution` stay fast inside the loop on a CPU. If `apply`
+            has a parameter `key`, it gets PRNG keys [B] in training, one per image by (seed, position), otherwise None.
         batches: user-defined batches instead of a packed data set: a function from the step (from 0) to (uint32
             [B, H, W] packed pixels, integer [B] labels), called in order from one thread; or a `BatchSource`. A resumed
             run asks only for the remaining steps. The cross entropy also takes target distributions, float [B, K];
@@ -93,6 +96,8 @@ def train(
             to both. Clipping, accumulation, averages and skipped updates are unchanged.
         schedule: a user-defined schedule instead of that of the setting `schedule`: a traceable function from the
             number of updates before this one (int32 []) to the learning rate, such as an optax schedule.
+        augment: a user-defined augmentation, applied to training batches after those of the settings: (float32
+            [B, H, W, 3] normalised images, [B] PRNG keys by position) → images of the same shape and dtype.
         sinks: additional sinks of the loss stream, each with a thread of its own; or functions, called with each
             `LossRecord` and `EvaluationRecord`.
         notify: called with a line of text about what the run does before its first step and after its last.
@@ -110,7 +115,7 @@ def train(
             ended cleanly and the weights trained so far are in the run folder.
     """
     own_sinks, own_callbacks = list(map(as_sink, sinks)), list(map(as_callback, callbacks))
-    parts = OwnParts(model, batches, evaluation, loss, metrics, optimizer, schedule)
+    parts = OwnParts(model, batches, evaluation, loss, metrics, optimizer, schedule, augment)
     with open_run(config, parts, notify) as run:
         return run.train(own_sinks, origins, own_callbacks)
 
@@ -125,13 +130,14 @@ def plan_run(
     metrics: Mapping[str, Metric | PerExample] | None = None,
     optimizer: OwnOptimizer | None = None,
     schedule: Schedule | None = None,
+    augment: OwnAugmentation | None = None,
     notify: Callable[[str], None] = lambda _: None,
 ) -> DryRun:
     """Resolve and compile what `train` would run or resume, without running it.
 
     The arguments and errors are those of `train`.
     """
-    parts = OwnParts(model, batches, evaluation, loss, metrics, optimizer, schedule)
+    parts = OwnParts(model, batches, evaluation, loss, metrics, optimizer, schedule, augment)
     with open_run(config, parts, notify, is_dry=True) as run:
         return run.plan()
 

@@ -1,0 +1,37 @@
+"""A user-defined augmentation, applied after those of the settings; its random keys and the check of its result."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from engine.images.positions import Purpose, key_of_purpose
+
+type OwnAugmentation = Callable[[jax.Array, jax.Array], jax.Array]
+"""(images float32 [B, H, W, 3], normalised; keys [B], one PRNG key per image) → images of the same shape and dtype."""
+
+
+def apply_own_augmentation(augment: OwnAugmentation, images: jax.Array, keys: jax.Array) -> jax.Array:
+    """Apply a user-defined augmentation to a batch; called while tracing.
+
+    Args:
+        augment: the function.
+        images: float32 [B, H, W, 3], normalised.
+        keys: keys of the images, from `engine.images.positions.image_keys`.
+
+    Returns:
+        float32 [B, H, W, 3].
+
+    Raises:
+        ValueError: if the function returns anything but images of the same shape and dtype.
+    """
+    found: Any = augment(images, key_of_purpose(keys, Purpose.OWN_AUGMENTATION))
+    if isinstance(found, jax.Array) and found.shape == images.shape and found.dtype == images.dtype:
+        return found
+    is_array = hasattr(found, "shape") and hasattr(found, "dtype")
+    described = f"{jnp.result_type(found)} {list(jnp.shape(found))}" if is_array else type(found).__name__
+    raise ValueError(
+        f"augment must return images of the same shape and dtype, {images.dtype} {list(images.shape)}, but returned "
+        f"{described}: change sizes with the setting image_size, and convert with astype(images.dtype)"
+    )
