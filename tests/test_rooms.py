@@ -36,6 +36,7 @@ FLOORS = (
     "models.summaries",
     "models.torchvision_names",
     # engine: shards to weights
+    "engine.adapters",
     "engine.keys",
     "engine.settings",
     "engine.patterns",

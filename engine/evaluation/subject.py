@@ -16,7 +16,7 @@ from engine.feed.batches import EvaluationSource
 from engine.objective.losses import Loss
 from engine.objective.metrics import Metric, PerExample
 from engine.program.statics import OwnFunctions
-from engine.program.train_state import TrainModel
+from engine.program.train_state import TrainModel, init_weights
 from engine.records.weights import StoredWeights, place_tensors
 from engine.run.misfit_errors import too_large_image, unknown_model
 from engine.updates.update import Weights
@@ -166,7 +166,9 @@ def _build(name: str, num_classes: int | None, config: TrainConfig) -> TrainMode
 def _place(stored: StoredWeights, registry_name: str | None, model: TrainModel, where: str) -> Weights:
     """Arrange stored weights as the model's pytrees, and move them to the device."""
     words = jax.ShapeDtypeStruct((2,), jnp.uint32)
-    shapes = jax.eval_shape(lambda words: model.init(jax.random.wrap_key_data(words, impl="threefry2x32")), words)
+    shapes = jax.eval_shape(
+        lambda words: init_weights(model, jax.random.wrap_key_data(words, impl="threefry2x32")), words
+    )
     try:
         return jax.device_put(place_tensors(registry_name, stored.tensors, Weights(*shapes)))
     except ValueError as error:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from engine.feed.batches import BatchSource, FunctionBatches, label_form_of
 from engine.objective.tally import logits_of
 from engine.program.model_key import takes_key
-from engine.program.train_state import TrainModel
+from engine.program.train_state import TrainModel, name_of_model
 from engine.settings import SettingError
 
 
@@ -22,10 +22,17 @@ class CheckedModel:
         model: the model to check.
         num_classes: K, or None to use the model's.
         source: source of the training batches.
+        notify: called with a line of text if the model returns more logits than there are classes.
     """
 
-    def __init__(self, model: TrainModel, num_classes: int | None, source: BatchSource) -> None:
-        self._model, self._num_classes, self._source = model, num_classes, source
+    def __init__(
+        self,
+        model: TrainModel,
+        num_classes: int | None,
+        source: BatchSource,
+        notify: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._model, self._num_classes, self._source, self._notify = model, num_classes, source, notify
         self._takes_key = takes_key(model)
 
     @property
@@ -45,10 +52,16 @@ class CheckedModel:
         keys = {"key": key} if self._takes_key else {}
         given = self._model.apply(params, batch_stats, images, train=train, **keys)
         if not isinstance(given, tuple) or len(given) != 2:
-            raise ValueError(f"apply must return a tuple (logits, batch_stats), but returned {type(given).__name__}")
+            raise ValueError(
+                f"apply must return a tuple (logits, batch_stats), but that of {name_of_model(self._model)} returned "
+                f"{_describe_result(given)}: return (logits, batch_stats), with the argument batch_stats if nothing "
+                "changes it"
+            )
         outputs, new_stats = given
         if label_form_of(self._source) is None:
-            self._check_logits(logits_of(outputs) if isinstance(outputs, dict) else outputs, len(images))
+            logits = logits_of(outputs) if isinstance(outputs, dict) else outputs
+            self._check_logits(logits, len(images))
+            self._note_spare_logits(jnp.shape(logits)[1], train)
         before, after = (jax.tree.map(_describe, tree) for tree in (batch_stats, new_stats))
         if before != after:
             raise ValueError(
@@ -71,6 +84,19 @@ class CheckedModel:
             )
         if self._num_classes is None and isinstance(self._source, FunctionBatches):
             self._source.limit_labels(shape[1])
+
+    def _note_spare_logits(self, num_logits: int, train: bool) -> None:
+        if train and self._num_classes is not None and num_logits > self._num_classes:
+            self._notify(
+                f"{name_of_model(self._model)} returns {num_logits:,} logits per image for {self._num_classes:,} "
+                f"classes; no label has the last {num_logits - self._num_classes:,}"
+            )
+
+
+def _describe_result(given: Any) -> str:
+    if hasattr(given, "shape") and hasattr(given, "dtype"):
+        return f"one array, {_describe(given)}"
+    return f"a tuple of {len(given)}" if isinstance(given, tuple) else type(given).__name__
 
 
 def _describe(leaf: Any) -> str:

@@ -3,7 +3,7 @@
 Does not depend on the loops that carry the state, or on the host.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -92,7 +92,7 @@ class RunValues(NamedTuple):
 
 def init_state(model: TrainModel, rule: UpdateRule, key: jax.Array, objective: Objective = CROSS_ENTROPY) -> TrainState:
     """Create the state before the first step, with parameters drawn from `key`."""
-    params, batch_stats = model.init(key)
+    params, batch_stats = init_weights(model, key)
     none = jnp.zeros((), jnp.int32)
     return TrainState(
         pulls=none,
@@ -105,3 +105,38 @@ def init_state(model: TrainModel, rule: UpdateRule, key: jax.Array, objective: O
         top1=jnp.zeros((), jnp.float32),
         metrics=objective.init_metrics() if rule.accumulates and objective.metrics else None,
     )
+
+
+def init_weights(model: TrainModel, key: jax.Array) -> Weights:
+    """Draw the initial weights of a model.
+
+    Raises:
+        ValueError: if `init` does not return a pair of pytrees of arrays.
+    """
+    name, drawn = name_of_model(model), model.init(key)
+    if isinstance(drawn, Mapping) and "params" in drawn:
+        others = ", ".join(sorted(str(each) for each in drawn if each != "params")) or "nothing else"
+        raise ValueError(
+            f"init must return a tuple (params, batch_stats), but that of {name} returned Flax's variables, a dict of "
+            f'params and {others}: return (variables["params"], variables.get("batch_stats", {{}})), or pass the '
+            "module through engine.adapters.flax_linen"
+        )
+    if not isinstance(drawn, tuple | list) or len(drawn) != len(Weights._fields):
+        found = f"{len(drawn)} values" if isinstance(drawn, tuple | list) else type(drawn).__name__
+        raise ValueError(
+            f"init must return a tuple (params, batch_stats), but that of {name} returned {found}: return "
+            "(params, {}) if the model has no running statistics"
+        )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(Weights(*drawn)):
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, int | float):
+            where = jax.tree_util.keystr(path, simple=True, separator=".")
+            raise ValueError(
+                f"init must return pytrees of arrays, but that of {name} returned {type(leaf).__name__} as {where}: "
+                "make it an array, or keep it out of the weights"
+            )
+    return Weights(*drawn)
+
+
+def name_of_model(model: Any) -> str:
+    """Return the name of a model in messages."""
+    return str(getattr(model, "name", type(model).__name__))

@@ -30,10 +30,12 @@ class Traced:
     Attributes:
         lowered: jax's lowered stage, in StableHLO.
         trace_s: seconds that tracing and lowering took.
+        jaxpr: the traced program.
     """
 
     lowered: jax.stages.Lowered
     trace_s: float
+    jaxpr: Any = None
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,9 @@ def trace_ahead(function: Callable[..., Any], *arguments: Any, donate: tuple[int
     """
     started = time.perf_counter()
     with without_collector():
-        lowered = jax.jit(function, donate_argnums=donate).lower(*arguments)
-    return Traced(lowered, time.perf_counter() - started)
+        traced = jax.jit(function, donate_argnums=donate).trace(*arguments)
+        lowered = traced.lower()
+    return Traced(lowered, time.perf_counter() - started, traced.jaxpr)
 
 
 def compile_traced(

@@ -28,6 +28,7 @@ from engine.images.unpack import LEAST_STD, PixelScale
 from engine.objective.objective import Objective
 from engine.program.checked_model import CheckedModel
 from engine.program.loop import make_program
+from engine.program.slow_convolutions import slow_convolutions_warning
 from engine.program.statics import run_values, seed_words
 from engine.program.train_state import RunValues, TrainModel, TrainState, init_state
 from engine.records.weights import check_names
@@ -262,9 +263,11 @@ class Launch:
             A function that waits for the compiled program.
         """
         self._notify("compiling the training program, or loading it from the cache")
-        model = CheckedModel(self.resolved.model, self._data.num_classes, self._data.source)
+        model = CheckedModel(self.resolved.model, self._data.num_classes, self._data.source, self._notify)
         program = make_program(model, self._statics, self._infeed, self._outfeed, self._evaluation_infeed)
         traced = trace_ahead(program, self._state_shape, self._values(), donate=(0,))
+        if self.resolved.registry_name is None and (warning := slow_convolutions_warning(traced.jaxpr)):
+            self._notify(warning)
         dump_folder = None if self.config.dump_hlo is None else Path(self.config.dump_hlo)
         wait = start_on_worker(
             partial(

@@ -134,6 +134,7 @@ def check_arguments(config: Any, parts: OwnParts) -> None:
 
 def _check_own_model(config: TrainConfig, model: Any) -> None:
     if model is not None:
+        _check_is_adapted(model)
         if not callable(getattr(model, "init", None)) or not callable(getattr(model, "apply", None)):
             raise ValueError(
                 f"a model must have the functions init and apply, got {type(model).__name__}: "
@@ -151,6 +152,28 @@ def _check_own_model(config: TrainConfig, model: Any) -> None:
                 "the setting {setting} must be float32 with a model of your own, got {found!r}: leave it out, and cast "
                 "inside the model's apply",
                 found=config.precision,
+            )
+
+
+# The base classes of modules of other libraries, and how a module of each is passed.
+_MODULES = {
+    "flax.linen.module.Module": "pass engine.adapters.flax_linen(module, (height, width, 3))",
+    "flax.nnx.module.Module": "pass engine.adapters.flax_nnx(module)",
+    "equinox._module._module.Module": "pass engine.adapters.equinox(model)",
+    "equinox._module.Module": "pass engine.adapters.equinox(model)",
+    "torch.nn.modules.module.Module": "its code cannot be traced: write the model in JAX",
+}
+
+
+def _check_is_adapted(model: Any) -> None:
+    """Raise ValueError if `model` is a module of another library, by the names of its base classes."""
+    bases = (model if isinstance(model, type) else type(model)).__mro__
+    for base in bases:
+        library = base.__module__.partition(".")[0]
+        if (remedy := _MODULES.get(f"{base.__module__}.{base.__qualname__}")) is not None:
+            raise ValueError(
+                f"a model must have functions init and apply as TrainModel describes them, got {bases[0].__name__}, a "
+                f"module of {library}: {remedy}"
             )
 
 

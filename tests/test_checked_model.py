@@ -1,0 +1,75 @@
+"""What is wrong with a model of the user's is said before the program is compiled, by the model's name."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from engine import train
+from tests.toy import CLASSES, Linear, toy_batch, toy_config
+
+
+class Net(Linear):
+    """A linear network with faults: what init and apply return is changed by functions."""
+
+    def __init__(self, init=lambda drawn: drawn, apply=lambda given: given):
+        super().__init__(name="Net")
+        self.change_init, self.change_apply = init, apply
+
+    def init(self, key):
+        return self.change_init(super().init(key))
+
+    def apply(self, params, batch_stats, images, train):
+        return self.change_apply(super().apply(params, batch_stats, images, train))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Net(lambda drawn: drawn[0]), r"that of Net returned dict: return \(params, {}\) if the model has no running"),
+        (Net(lambda drawn: (*drawn, 1)), r"init must return a tuple \(params, batch_stats\), .* returned 3 values"),
+        (
+            Net(lambda drawn: {"params": drawn[0], "batch_stats": drawn[1]}),
+            r"Net returned Flax's variables, a dict of params and batch_stats: return \(variables\[\"params\"\]",
+        ),
+        (Net(lambda drawn: (drawn[0] | {"kind": "conv"}, {})), "that of Net returned str as params.kind: make it an"),
+        (Net(apply=lambda given: given[0]), r"that of Net returned one array, float32\[8, 3\]: return \(logits, batch"),
+        (Net(apply=lambda given: (*given, 1)), r"apply must return a tuple .* that of Net returned a tuple of 3"),
+    ],
+)
+def test_a_fault_of_a_model_is_named_before_anything_compiles(model, message):
+    lines: list[str] = []
+    with pytest.raises(ValueError, match=message):
+        train(toy_config(), model=model, batches=toy_batch, notify=lines.append)
+    assert not [line for line in lines if line.startswith("compiled")]
+
+
+def test_more_logits_than_classes_are_mentioned_once():
+    lines: list[str] = []
+    wider = Net(apply=lambda given: (jnp.pad(given[0], ((0, 0), (0, 2))), given[1]))
+    train(toy_config(steps=1), model=wider, batches=toy_batch, notify=lines.append)
+    expected = f"Net returns {CLASSES + 2} logits per image for {CLASSES} classes; no label has the last 2"
+    assert [line for line in lines if "logits" in line] == [expected]
+
+
+class Slow(Linear):
+    """A linear network after two of `lax`'s convolutions."""
+
+    def init(self, key):
+        params, batch_stats = super().init(key)
+        return params | {"kernels": 0.1 * jax.random.normal(key, (2, 3, 3, 3, 3))}, batch_stats
+
+    def apply(self, params, batch_stats, images, train):
+        for kernel in params["kernels"]:
+            numbers = ("NHWC", "HWIO", "NHWC")
+            images = jax.lax.conv_general_dilated(images, kernel, (1, 1), "SAME", dimension_numbers=numbers)
+        return super().apply(params, batch_stats, images, train)
+
+
+def test_convolutions_that_are_slow_in_the_loop_are_counted():
+    lines: list[str] = []
+    train(toy_config(steps=1), model=Slow(), batches=toy_batch, notify=lines.append)
+    (warning,) = (line for line in lines if line.startswith("warning: "))
+    assert warning.startswith("warning: 2 convolutions of the model are jax.lax.conv_general_dilated, whose gradients")
+    plain: list[str] = []
+    train(toy_config(steps=1), model=Linear(), batches=toy_batch, notify=plain.append)
+    assert not [line for line in plain if "convolution" in line]
