@@ -376,7 +376,7 @@ def test_dump_hlo_belongs_to_one_launch_and_is_not_repeated_at_a_resume(tmp_path
         folder.write_config(recorded, {}, None, origins=dict.fromkeys(SETTINGS, "command line"))
         folder.launched()
     planned: list[TrainConfig] = []
-    monkeypatch.setattr("engine.commands.cli._plan", planned.append)
+    monkeypatch.setattr("engine.commands.cli._plan", lambda config, _parts: planned.append(config))
     monkeypatch.setattr("engine.commands.cli.show_plan", lambda _: None)
     options = ["--resume", "--run-dir", str(tmp_path / "run"), "--dry-run", "--traceback"]
     for again in ([], ["--dump-hlo", "other"]):

@@ -42,6 +42,7 @@ FLOORS = (
     "engine.patterns",
     "engine.images",
     "engine.config",
+    "engine.named_parts",
     "engine.locations",
     "engine.control",
     "engine.feed",

@@ -15,6 +15,7 @@ from engine.commands.option_sources import (
     command_line,
     merge_options,
 )
+from engine.commands.own_parts import load_own_parts, take_part_names
 from engine.commands.run_display import LossDisplay, show_plan, summarise
 from engine.commands.setting_options import option_names
 from engine.commands.train_options import EPILOG, option_groups, train_options
@@ -24,6 +25,7 @@ from engine.settings import OnResume
 from preprocess.commands.grouped_help import GroupedCommand
 
 if TYPE_CHECKING:
+    from engine.run.parts import OwnParts
     from engine.run.result import DryRun, TrainResult
 
 _DONE, _FAILED, _WRONG_USAGE, _STOPPED = 0, 1, 2, 130
@@ -47,16 +49,18 @@ def main(context: click.Context, /, *, recipe: str | None, dry_run: bool, traceb
     """
     is_saved, name_setting = True, option_names(context)
     try:
+        names = take_part_names(context.params, {name: each.default for name, each in SETTINGS.items()})
         loaded = None if recipe is None else load_recipe(recipe)
         merged = _merge(context, loaded)
         if loaded is not None and not context.params["resume"]:
             name_setting = _naming_recipe(name_setting, loaded, merged)
         config = TrainConfig(**merged.settings)
+        parts = load_own_parts(names)
         if dry_run:
-            show_plan(_plan(config))
+            show_plan(_plan(config, parts))
             code = _DONE
         else:
-            result = _train(config, merged.origins)
+            result = _train(config, parts, merged.origins)
             code, is_saved = _DONE if result.is_complete else _STOPPED, result.snapshot_step == result.steps_done
     except KeyboardInterrupt as interrupt:
         say_to_stderr(f"run-train: stopped at once; no weights were written{notes_of(interrupt)}")
@@ -130,20 +134,20 @@ def _resumed_options(context: click.Context, recipe: LoadedRecipe | None) -> Mer
     return replace(merged, origins=origins)
 
 
-def _plan(config: TrainConfig) -> "DryRun":
-    from engine.run.train import plan_run
+def _plan(config: TrainConfig, parts: "OwnParts") -> "DryRun":
+    from engine.run.train import open_run
 
-    return plan_run(config, notify=click.echo)
+    with open_run(config, parts, click.echo, is_dry=True) as run:
+        return run.plan()
 
 
-def _train(config: TrainConfig, origins: dict[str, str]) -> "TrainResult":
-    from engine.run.parts import OwnParts
+def _train(config: TrainConfig, parts: "OwnParts", origins: dict[str, str]) -> "TrainResult":
     from engine.run.train import open_run
 
     display = LossDisplay()
     with (
         run_dir_of(config.run_dir) as run_dir,
-        open_run(replace(config, run_dir=run_dir), OwnParts(), display.notify) as run,
+        open_run(replace(config, run_dir=run_dir), parts, display.notify) as run,
     ):
         result = run.train([display.make_sink(run.config)], origins)
     summarise(result)

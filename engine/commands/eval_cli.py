@@ -6,14 +6,17 @@ jax and numpy are imported where they are first needed, so that `--help` answers
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from engine.commands.command_end import describe_error, leave, say_to_stderr
+from engine.commands.own_parts import OWN_GROUP, load_own_parts, own_part_options, take_part_names
 from engine.commands.setting_options import option_names, overriding_option, setting_option
 from engine.commands.weights_options import mean_option, model_option, std_option
 from engine.config import SETTINGS, TrainConfig
+from engine.named_parts import compare_named
 from preprocess.commands.completion import complete_file, complete_folder
 from preprocess.commands.grouped_help import GroupedCommand
 from preprocess.quantities import quantity
@@ -28,15 +31,22 @@ _GROUPS = {
     "Data": ("data", "eval_split", "image_size"),
     "Evaluation": ("batch", "eval_mirror", "precision"),
     "Infeed": ("prefetch", "reader_threads", "infeed_timeout_s", "transport"),
+    OWN_GROUP: ("loss", "metrics", "evaluation"),
     "Output": ("per_class", "predictions", "as_json", "traceback"),
     "Compilation": ("compilation_cache",),
 }
-# The options that override settings of the run; --model describes the weights file instead.
-_SETTINGS = tuple(name for names in _GROUPS.values() for name in names if name in SETTINGS and name != "model")
+# The options that override settings of the run; --loss is only a user's own.
+_SETTINGS = tuple(
+    name
+    for group, names in _GROUPS.items()
+    for name in names
+    if name in SETTINGS and group not in ("Weights from a file", OWN_GROUP)
+)
 _EPILOG = """\b
 Examples:
   run-eval runs/20261121-101500
   run-eval runs/20261121-101500 --data /mnt/imagenet --per-class
+  run-eval runs/mine --model mine.model:build --metrics mine.metrics:METRICS
   run-eval --weights resnet50.safetensors --model resnet50 --data data/shards
 """
 _AS_RUN = "as in the run"
@@ -70,6 +80,7 @@ def _or_default(name: str) -> str:
 @model_option
 @mean_option
 @std_option
+@own_part_options(_GROUPS[OWN_GROUP])
 @overriding_option("data", default_text="as in the run; required with --weights")
 @overriding_option(
     "eval_split",
@@ -154,15 +165,18 @@ def _evaluate(run: str | None, weights: str | None, options: dict[str, Any]) -> 
     settings = {name: options[name] for name in _SETTINGS if options[name] is not None}
     if settings.get("eval_split") == "off":
         raise ValueError("--split must be the name of a split, got off: leave it out or give a split of the data set")
+    names = take_part_names(options, {"model": None})
     if weights is None:
         given = [name for name in _GROUPS["Weights from a file"] if options.get(name) is not None]
         if given:
             raise ValueError(
                 f"--{given[0]} can be given only with --weights FILE, got RUN {run} instead: leave --{given[0]} out"
             )
-        return _evaluate_run(str(run), settings, options)
+        return _evaluate_run(str(run), settings, names, options)
     if options["snapshot"] is not None:
         raise ValueError("--snapshot can be given only with RUN, got --weights instead: leave one of the two out")
+    if names:
+        raise ValueError(f"--{next(iter(names))} of your own can be given only with RUN, got --weights {weights}")
     from engine.evaluation.run import evaluate_weights
 
     return evaluate_weights(
@@ -176,10 +190,17 @@ def _evaluate(run: str | None, weights: str | None, options: dict[str, Any]) -> 
     )
 
 
-def _evaluate_run(run: str, settings: dict[str, Any], options: dict[str, Any]) -> "EvaluationResult":
+def _evaluate_run(
+    run: str, settings: dict[str, Any], names: dict[str, str], options: dict[str, Any]
+) -> "EvaluationResult":
     from engine.evaluation.run import evaluate, run_settings
+    from engine.records.recorded_run import read_recorded
 
     recorded = run_settings(run)
+    parts = load_own_parts(names)
+    # An evaluation may use other metrics and other images than the run did.
+    for warning in compare_named(read_recorded(Path(run)).resolved, parts.named, only=("model", "loss")):
+        say_to_stderr(warning)
     if "data" in settings:
         settings = settings | {"synthetic": False}
     if recorded.eval_split == "off":
@@ -187,6 +208,10 @@ def _evaluate_run(run: str, settings: dict[str, Any], options: dict[str, Any]) -
         settings = {"eval_split": None} | settings
     return evaluate(
         replace(recorded, **settings),
+        model=parts.model,
+        evaluation=parts.evaluation,
+        loss=parts.loss,
+        metrics=parts.metrics,
         per_class=options["per_class"],
         snapshot=options["snapshot"],
         predictions=options["predictions"] is not None,

@@ -7,14 +7,17 @@ import csv
 import io
 import json
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from engine.commands.command_end import describe_error, leave, say_to_stderr
+from engine.commands.own_parts import load_own_parts, take_part_names
 from engine.commands.setting_options import option_names, overriding_option, setting_option
 from engine.commands.weights_options import mean_option, model_option, std_option
 from engine.config import SETTINGS
+from engine.named_parts import compare_named
 from preprocess.commands.completion import complete_file
 from preprocess.commands.grouped_help import GroupedCommand
 from preprocess.commands.suggesting import SuggestingChoice
@@ -33,7 +36,9 @@ _GROUPS = {
     "Infeed": ("prefetch", "reader_threads", "infeed_timeout_s", "transport"),
     "Compilation": ("compilation_cache",),
 }
-_SETTINGS = tuple(name for names in _GROUPS.values() for name in names if name in SETTINGS)
+_SETTINGS = tuple(
+    name for names in _GROUPS.values() for name in names if name in SETTINGS and name not in ("mean", "std")
+)
 _RULE = ("size", "resize", "resample")
 _RESAMPLERS = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")
 _COLUMNS = ("image", "rank", "label", "class", "name", "probability", "error")
@@ -136,11 +141,17 @@ def main(
 
 def _predict(run: str, images: tuple[str, ...], top: int, options: dict[str, Any]) -> "PredictionResult":
     from engine.evaluation.predict import predict
+    from engine.records.recorded_run import read_recorded
 
+    parts = load_own_parts(take_part_names(options, {"model": None}))
+    if parts.named and Path(run).is_dir():
+        for warning in compare_named(read_recorded(Path(run)).resolved, parts.named):
+            say_to_stderr(warning)
     return predict(
         run,
         images,
         top=top,
+        model=parts.model,
         settings={name: options[name] for name in _SETTINGS if options[name] is not None},
         mean=options["mean"],
         std=options["std"],

@@ -10,6 +10,7 @@ import click
 
 from engine.commands.option_sources import OptionalNumber
 from engine.config import SETTINGS
+from engine.named_parts import OWN_PARTS
 from engine.settings import Setting
 from models.names import MODEL_NAMES
 from preprocess.commands.completion import Complete, complete_file, complete_folder, complete_word
@@ -86,9 +87,17 @@ def _joining(separator: str) -> Callable[[click.Context, click.Parameter, tuple[
     return lambda _context, _parameter, values: separator.join(values) if values else None
 
 
+class _ChoiceOrOwnPart(SuggestingChoice):
+    """A choice that lets the name of a part of the user's own pass, such as "package.module:function"."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the name of an own part unchanged; treat other values as a choice."""
+        return value if isinstance(value, str) and ":" in value else super().convert(value, param, ctx)
+
+
 def _click_type(setting: Setting) -> Any:
     if setting.choices:
-        return SuggestingChoice(setting.choices)
+        return (_ChoiceOrOwnPart if setting.name in OWN_PARTS else SuggestingChoice)(setting.choices)
     number = _NUMBERS.get(setting.kind)
     if number is None:
         return click.STRING

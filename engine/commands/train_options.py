@@ -5,16 +5,23 @@ from typing import Any
 
 import click
 
+from engine.commands.own_parts import OWN_GROUP, own_part_options
 from engine.commands.setting_options import setting_option
 from engine.config import COMPILATION, DATA, OUTPUT, SETTINGS
+from engine.named_parts import OWN_PARTS
 from engine.recipes import load_recipe, recipe_names
 from preprocess.commands.completion import complete_word
 
-COMMAND_OPTIONS = ("recipe", "list_recipes", "dry_run", "traceback", "list_models")
+_ONLY_OWN = tuple(name for name in OWN_PARTS if name not in SETTINGS)
+COMMAND_OPTIONS = ("recipe", "list_recipes", *_ONLY_OWN, "dry_run", "traceback", "list_models")
 """The parameter names of the options that are not settings."""
 
 # Click keeps the line breaks of a paragraph that begins with a backspace.
 EPILOG = """
+--model, --loss, --optimizer, --schedule, --augment, --batches, --metrics and --evaluation take package.module:function,
+the name of your own part or of a function without arguments that returns it. The module is imported, with the working
+directory on the path.
+
 Options override the settings of the recipe. For an optional number, the value `default` discards the recipe's value.
 
 \b
@@ -32,6 +39,7 @@ def option_groups() -> dict[str, tuple[str, ...]]:
     for setting in SETTINGS.values():
         groups.setdefault(setting.group, []).append(setting.name)
     groups[SETTINGS["model"].group].append("list_models")
+    groups[OWN_GROUP] = list(_ONLY_OWN)
     groups[OUTPUT].append("traceback")
     groups[COMPILATION].append("dry_run")
     return {title: tuple(names) for title, names in groups.items()}
@@ -96,4 +104,5 @@ def train_options[F: Callable[..., Any]](function: F) -> F:
     """Decorate a command with all options of `run-train`."""
     for option in (*(setting_option(name) for name in SETTINGS), *_OF_THE_COMMAND):
         function = option(function)
+    own_part_options(_ONLY_OWN)(function)
     return function

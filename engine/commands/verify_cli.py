@@ -6,12 +6,15 @@ jax and numpy are imported where they are first needed, so that `--help` answers
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from engine.commands.command_end import describe_error, leave, say_on_terminal, say_to_stderr
+from engine.commands.own_parts import OWN_GROUP, load_own_parts, own_part_options, take_part_names
 from engine.commands.setting_options import option_names, overriding_option
+from engine.named_parts import OWN_PARTS, compare_named
 from preprocess.commands.completion import complete_folder
 from preprocess.commands.grouped_help import GroupedCommand
 from preprocess.commands.guarded_output import terminal_of
@@ -21,7 +24,12 @@ if TYPE_CHECKING:
     from engine.stream.sinks import Sink
 
 _SAME, _DIFFERS, _WRONG_USAGE, _STOPPED = 0, 1, 2, 130
-_GROUPS = {"Stretch": ("from_step", "to_step"), "Data": ("data",), "Output": ("traceback",)}
+_GROUPS = {
+    "Stretch": ("from_step", "to_step"),
+    "Data": ("data",),
+    OWN_GROUP: tuple(OWN_PARTS),
+    "Output": ("traceback",),
+}
 # Click keeps the line breaks of a paragraph that begins with a backspace.
 _EPILOG = """\b
 Examples:
@@ -57,9 +65,12 @@ Examples:
 @overriding_option(
     "data", default_text="as in the run", help_text="Current location of the packed data set (a folder or a URL)."
 )
+@own_part_options(OWN_PARTS)
 @click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")
 @click.version_option(package_name="feedloop")
-def main(run: str, from_step: int | None, to_step: int | None, data: str | None, traceback: bool) -> None:
+def main(
+    run: str, from_step: int | None, to_step: int | None, data: str | None, traceback: bool, **own: str | None
+) -> None:
     """Replay part of the run in folder RUN, and compare the result bit by bit with the run's record.
 
     Compares every loss, learning rate and evaluation, and the arrays of the last step's snapshot. RUN is only
@@ -69,7 +80,7 @@ def main(run: str, from_step: int | None, to_step: int | None, data: str | None,
     SIGTERM.
     """
     try:
-        code = _verify(run, from_step, to_step, data)
+        code = _verify(run, from_step, to_step, data, take_part_names(own, {}))
     except KeyboardInterrupt:
         say_to_stderr("verify-run: stopped; nothing was written")
         code = _STOPPED
@@ -81,11 +92,30 @@ def main(run: str, from_step: int | None, to_step: int | None, data: str | None,
     leave(code)
 
 
-def _verify(run: str, from_step: int | None, to_step: int | None, data: str | None) -> int:
+def _verify(run: str, from_step: int | None, to_step: int | None, data: str | None, names: dict[str, str]) -> int:
+    from engine.records.recorded_run import read_recorded
     from engine.replay.replay import replay_run
 
     display, say = _progress()
-    report = replay_run(run, from_step=from_step, to_step=to_step, data=data, notify=say, display=display)
+    parts = load_own_parts(names)
+    for warning in compare_named(read_recorded(Path(run)).resolved, parts.named):
+        say(warning)
+    report = replay_run(
+        run,
+        from_step=from_step,
+        to_step=to_step,
+        data=data,
+        model=parts.model,
+        batches=parts.batches,
+        evaluation=parts.evaluation,
+        loss=parts.loss,
+        metrics=parts.metrics,
+        optimizer=parts.optimizer,
+        schedule=parts.schedule,
+        augment=parts.augment,
+        notify=say,
+        display=display,
+    )
     click.echo("\n".join(map(printable_line, str(report).splitlines())))
     if not report.is_same:
         return _DIFFERS

@@ -10,7 +10,7 @@ model_option = click.option(
     metavar="NAME",
     show_default="as recorded in FILE",
     shell_complete=complete_word(lambda: MODEL_NAMES),
-    help="Model of the weights in FILE.",
+    help="Model of the weights in FILE; or the model that RUN was trained with, if it was your own, MODULE:NAME.",
 )
 mean_option = click.option(
     "--mean",

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from engine.config import TrainConfig
 from engine.evaluation.trained_run import TrainedRun
 from engine.feed.batches import EvaluationSource
+from engine.named_parts import NAME_FORM
 from engine.objective.losses import Loss
 from engine.objective.metrics import Metric, PerExample
 from engine.program.statics import OwnFunctions
@@ -59,7 +60,7 @@ def check_own_model(recorded: TrainedRun, model: TrainModel | None) -> None:
     if is_own and model is None:
         raise ValueError(
             f"{recorded.path} was trained with a model of your own, {recorded.model_name!r}, which must be given from "
-            f"Python: engine.evaluate({str(recorded.path)!r}, model=…)"
+            f"Python: engine.evaluate({str(recorded.path)!r}, model=…), or with run-eval --model {NAME_FORM}"
         )
     if not is_own and model is not None:
         raise ValueError(
@@ -78,7 +79,7 @@ def check_own_loss(
     if name is not None and loss is None:
         raise ValueError(
             f"{recorded.path} was trained with a loss of your own, {name}, which must be given from Python: "
-            f"engine.evaluate({str(recorded.path)!r}, loss=…)"
+            f"engine.evaluate({str(recorded.path)!r}, loss=…), or with run-eval --loss {NAME_FORM}"
         )
     if name is None and loss is not None:
         raise ValueError(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import COUNTED_IN_EPOCHS, OWN_BATCHES, SETTINGS, TrainConfig
+from engine.named_parts import NAMED_PARTS, OWN_PARTS
 from engine.settings import ConfigError, OnResume, SettingError, suggest_setting
 from models.names import MODEL_NAMES
 from preprocess.regular_file import read_regular
@@ -136,6 +137,9 @@ def _recorded_recipe(path: Path) -> LoadedRecipe:
             str(path),
             (_NEEDS_OWN_PART.format(part="evaluation images"),),
         )
+    for name, part in OWN_PARTS.items():
+        if any(name in recorded.resolved.get(key, ()) for key in ("own_parts", NAMED_PARTS)):
+            raise RecipeError(str(path), (_NEEDS_OWN_PART.format(part=part.label.removeprefix("a ")),))
     settings = {name: value for name, value in recorded.config.to_json().items() if name in _OF_A_RECIPE}
     unnamed_data = ""
     if settings["data"] is None:
@@ -179,7 +183,9 @@ def _faults(document: Mapping[str, Any]) -> Iterator[str]:
 def _setting_faults(settings: Mapping[str, Any]) -> Iterator[str]:
     sound = {}
     for name, value in settings.items():
-        if name not in SETTINGS:
+        if name in OWN_PARTS and (name not in SETTINGS or (isinstance(value, str) and ":" in value)):
+            yield f"a recipe must not name code, but has {name} = {value!r}: give --{name} on the command line"
+        elif name not in SETTINGS:
             near = suggest_setting(name, map(SETTINGS.__getitem__, _OF_A_RECIPE))
             yield f"a recipe has no setting {name!r}{near or ': remove it'}"
         elif name not in _OF_A_RECIPE:

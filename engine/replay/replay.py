@@ -17,6 +17,7 @@ from engine.control.word import ControlWords
 from engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
 from engine.images.own_augment import OwnAugmentation
 from engine.keys import plain_keys
+from engine.named_parts import NAME_FORM
 from engine.objective.losses import Loss
 from engine.objective.metrics import Metric, PerExample
 from engine.program.train_state import TrainModel, TrainState
@@ -232,7 +233,8 @@ def _check_own(stretch: RecordedStretch, parts: OwnParts) -> None:
         arguments = ", ".join(f"{name}=…" for name in missing)
         raise ValueError(
             f"{stretch.run} was trained with your own {' and '.join(missing)}, which must be given from Python: "
-            f"engine.replay_run({str(stretch.run)!r}, {arguments})"
+            f"engine.replay_run({str(stretch.run)!r}, {arguments}), or with verify-run "
+            f"{' '.join(f'--{name} {NAME_FORM}' for name in missing)}"
         )
     for name, is_needed in needed.items():
         if getattr(parts, name) is not None and not is_needed and name != "evaluation":

@@ -1,12 +1,13 @@
 """User-defined parts of a run, which replace the parts selected by the settings."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
 from engine.images.own_augment import OwnAugmentation
+from engine.named_parts import NamedPart
 from engine.objective.losses import Loss
 from engine.objective.metrics import Metric, PerExample
 from engine.program.statics import OwnFunctions
@@ -21,6 +22,7 @@ class OwnParts:
 
     Attributes:
         model, batches, evaluation, loss, metrics, optimizer, schedule, augment: as `engine.run.train.train` takes them.
+        named: the names and sources of the parts that were named on a command line.
     """
 
     model: TrainModel | None = None
@@ -31,6 +33,7 @@ class OwnParts:
     optimizer: OwnOptimizer | None = None
     schedule: Schedule | None = None
     augment: OwnAugmentation | None = None
+    named: Mapping[str, NamedPart] = field(default_factory=dict)
 
     @property
     def functions(self) -> OwnFunctions:

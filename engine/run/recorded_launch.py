@@ -17,6 +17,7 @@ from engine.control.event import ControlEvent
 from engine.control.request import origin_of
 from engine.crossing.pushed import PushedSnapshot
 from engine.keys import plain_keys
+from engine.named_parts import options_of
 from engine.program.train_state import TrainState
 from engine.records.control_log import ControlLog
 from engine.records.control_requests import ControlMailbox
@@ -233,10 +234,12 @@ class RecordedLaunch:
                 "run (--run-dir)"
             )
             return
-        if own := recorded_own_parts(self._launch.resolved.to_json()):
+        own = recorded_own_parts(self._launch.resolved.to_json())
+        options = options_of(self._launch.resolved.parts.named, own)
+        if own and options is None:
             how = f"train with replace(engine.run_settings({path!r}), resume=True) and the same {' and '.join(own)}"
         else:
-            how = f"run-train --run-dir {shlex.quote(path)} --resume"
+            how = f"run-train --run-dir {shlex.quote(path)} --resume {options}".rstrip()
         if self._launch.has_changed_data:
             failure.add_note(
                 f"no snapshot of the last step was written. If the newest snapshot, of step {snapshot_step}, was "

@@ -7,6 +7,7 @@ from typing import Any
 from engine.config import OWN_BATCHES, TrainConfig
 from engine.feed.batches import label_form_of
 from engine.locations import absolute_location
+from engine.named_parts import record_named, recorded_named_parts
 from engine.objective.metrics import Metric
 from engine.program.model_key import takes_key
 from engine.program.statics import Statics, statics_of
@@ -74,13 +75,15 @@ class Resolved:
             "num_eval_batches": data.evaluation.num_batches if data.evaluation else 0,
             **({} if (form := label_form_of(data.source)) is None else {"labels": form.describe()}),
             **({"own_parts": own} if (own := self.parts.names()) else {}),
+            **record_named(self.parts.named),
         }
 
 
 def recorded_own_parts(recorded: Mapping[str, Any]) -> tuple[str, ...]:
     """Return which parts, such as "model", were user-defined, according to a recorded `Resolved.to_json()`."""
     is_own = {"model": recorded.get("model") not in model_names(), "batches": recorded.get("data") == OWN_BATCHES}
-    return (*(name for name, is_so in is_own.items() if is_so), *recorded.get("own_parts", {}))
+    own = (*(name for name, is_so in is_own.items() if is_so), *recorded.get("own_parts", {}))
+    return tuple(dict.fromkeys((*own, *recorded_named_parts(recorded))))
 
 
 def resolve(config: TrainConfig, parts: OwnParts, data: RunData) -> Resolved:

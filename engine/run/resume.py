@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from engine.config import SETTINGS, TrainConfig, describe_value
 from engine.control.event import ControlEvent, factor_before
 from engine.locations import with_absolute_paths
+from engine.named_parts import NAME_FORM, OWN_PARTS, options_of, recorded_named_parts
 from engine.records.control_log import CONTROL_LOG_NAME, ControlLogError, read_events
 from engine.records.digests import RunningDigest
 from engine.records.file_errors import name_file
@@ -94,10 +95,6 @@ def _may_change(rule: OnResume, before: Any, now: Any) -> bool:
     return rule is not OnResume.KEPT
 
 
-_OWN_PARTS = {
-    **{"model": "a model", "batches": "batches", "loss": "a loss", "metrics": "metrics"},
-    **{"optimizer": "an optimizer", "schedule": "a schedule", "augment": "an augmentation"},
-}
 _KEPT_PROPERTIES = (
     *("model", "num_classes", "height", "width", "mean", "std", "eval_manifest_sha256", "num_eval_batches"),
     *("labels", "own_parts"),
@@ -108,10 +105,13 @@ def check_own(recorded: RecordedRun, run: Path, parts: OwnParts) -> None:
     """Raise ValueError if a run used a user-defined part that is not given now."""
     if missing := [name for name in recorded_own_parts(recorded.resolved) if getattr(parts, name, None) is None]:
         arguments = ", ".join(f"{name}=…" for name in missing)
-        named = " and ".join(_OWN_PARTS[name] for name in missing)
+        named = " and ".join(OWN_PARTS[name].label for name in missing)
+        if (options := options_of(recorded_named_parts(recorded.resolved), missing)) is not None:
+            raise ValueError(f"{run} was trained with {named} of your own, which must be given again: {options}")
         raise ValueError(
             f"{run} was trained with {named} of your own, which must be given from Python: "
-            f"engine.train(dataclasses.replace(engine.run_settings({str(run)!r}), resume=True), {arguments})"
+            f"engine.train(dataclasses.replace(engine.run_settings({str(run)!r}), resume=True), {arguments}); or on "
+            f"the command line: {' '.join(f'--{name} {NAME_FORM}' for name in missing)}"
         )
 
 

@@ -12,6 +12,7 @@ from engine.config import TrainConfig
 from engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
 from engine.images.own_augment import OwnAugmentation
 from engine.locations import with_absolute_paths
+from engine.named_parts import compare_named
 from engine.objective.losses import Loss
 from engine.objective.metrics import Metric, PerExample
 from engine.program.train_state import TrainModel, TrainState
@@ -322,6 +323,8 @@ def _find_start(
     path = Path(config.run_dir)
     recorded = read_recorded(path)
     check_own(recorded, path, parts)
+    for warning in compare_named(recorded.resolved, parts.named):
+        notify(warning)
     check_settings(config, recorded.config)
     start = find_start(path, notify)
     check_chain(path, recorded, start)

@@ -1,0 +1,145 @@
+"""The user's own parts from the command line, such as `--model package.module:function`.
+
+The only place that loads code by a name. The name comes from the command line of this very process, never from a file.
+"""
+
+import hashlib
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from engine.named_parts import NAME_FORM, OWN_PARTS, NamedPart, is_part_name
+from preprocess.suggestions import did_you_mean
+
+if TYPE_CHECKING:
+    from engine.run.parts import OwnParts
+
+type Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+OWN_GROUP = "Your own parts"
+"""The heading of these options in the help."""
+
+
+def own_part_options(names: Collection[str]) -> Decorator:
+    """Return a decorator that adds the options for the user's own parts to a command."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        for name in reversed(tuple(names)):
+            function = click.option(f"--{name}", name, metavar="MODULE:NAME", help=OWN_PARTS[name].help)(function)
+        return function
+
+    return decorate
+
+
+def take_part_names(options: dict[str, Any], others: Mapping[str, Any]) -> dict[str, str]:
+    """Remove the names of own parts from the options of a command, and return them.
+
+    Args:
+        options: the parsed options, changed in place.
+        others: for each option that also takes other values, such as a model of the registry, its default, which
+            replaces the name of an own part. Values without a colon are left alone.
+    """
+    taken = {}
+    for name in OWN_PARTS:
+        text = options.get(name)
+        if text is None or (name in others and ":" not in text):
+            continue
+        taken[name] = text
+        options[name] = others.get(name)
+    return taken
+
+
+def load_own_parts(names: Mapping[str, str]) -> "OwnParts":
+    """Load the named parts, with the working directory first on `sys.path` as for `python -m`.
+
+    Raises:
+        ValueError: a name has another form, its module or the name in it does not exist, or loading it raised an
+            exception, which is the cause of the error.
+    """
+    for option, name in names.items():
+        if not is_part_name(name):
+            raise ValueError(
+                f"--{option} must be {NAME_FORM}, got {name!r}: give the module's name as in an import statement, a "
+                "colon, and the name in the module"
+            )
+    here = str(Path.cwd())
+    if names and not sys.flags.safe_path and sys.path[:1] not in ([""], [here]):
+        sys.path.insert(0, here)
+    parts, named = {}, {}
+    for option, name in names.items():
+        found = _find(option, name)
+        named[option] = NamedPart(name, _source_digest(found, name))
+        parts[option] = _make(option, name, found)
+
+    from engine.run.parts import OwnParts
+
+    return OwnParts(**parts, named=named)
+
+
+def _find(option: str, name: str) -> Any:
+    """Import the module of a part, and return what has the part's name in it."""
+    module_name, _, path = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
+            raise ValueError(
+                f"--{option} {name}: there is no module {error.name} (sys.path[0] is {sys.path[0]!r}): check the "
+                "name, or run the command in the folder that contains the module"
+            ) from error
+        raise _raised(option, name, f"importing {module_name}", error) from error
+    place = module_name
+    for each in path.split("."):
+        if not hasattr(found, each):
+            raise ValueError(
+                f"--{option} {name}: {place} has no attribute {each}{did_you_mean(each, dir(found)) or ': check it'}"
+            )
+        found, place = getattr(found, each), f"{place}.{each}"
+    return found
+
+
+def _make(option: str, name: str, found: Any) -> Any:
+    """Return a part: the result of what was found if that can be called without arguments, else itself."""
+    if not _needs_no_arguments(found):
+        return found
+    try:
+        part = found()
+    except (Exception, SystemExit) as error:
+        raise _raised(option, name, "calling it without arguments", error) from error
+    if part is None:
+        raise ValueError(f"--{option} {name}: it must return {OWN_PARTS[option].label}, but returned None")
+    return part
+
+
+def _needs_no_arguments(found: Any) -> bool:
+    if not callable(found):
+        return False
+    try:
+        parameters = inspect.signature(found).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    # A loss of any arguments, (*arguments), is the part itself.
+    return not any(each.default is each.empty and each.kind is not each.VAR_KEYWORD for each in parameters)
+
+
+def _raised(option: str, name: str, action: str, error: BaseException) -> ValueError:
+    reason = " ".join(str(error).split())
+    return ValueError(
+        f"--{option} {name}: {action} raised {type(error).__name__}{f': {reason}' if reason else ''} "
+        "(--traceback shows where)"
+    )
+
+
+def _source_digest(found: Any, name: str) -> str | None:
+    """Return the SHA-256 of the source of a function or class; for other objects, that of their module."""
+    for each in (found, sys.modules[name.partition(":")[0]]):
+        try:
+            return hashlib.sha256(inspect.getsource(each).encode()).hexdigest()
+        except (OSError, TypeError):
+            continue
+    return None

@@ -1,0 +1,130 @@
+"""The user-defined parts of a run that the command line can name, and the record of their names and sources.
+
+A record is only compared with what a command line names now: nothing here loads code, and `engine.commands.own_parts`,
+which does, reads no file. Must not know: jax, what a part is used for.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+
+class OwnPart(NamedTuple):
+    """A kind of user-defined part.
+
+    Attributes:
+        label: the part in messages.
+        help: the part in the help of the commands.
+    """
+
+    label: str
+    help: str
+
+
+OWN_PARTS = {
+    "model": OwnPart("a model", "Your own model, with init and apply."),
+    "batches": OwnPart("batches", "Your own batches: a function from the step to (pixels, labels), or a BatchSource."),
+    "loss": OwnPart("a loss", "Your own loss: a function of (outputs, labels, weights)."),
+    "optimizer": OwnPart(
+        "an optimizer", "Your own optimizer: an optax transformation, or a function from a learning rate to one."
+    ),
+    "schedule": OwnPart("a schedule", "Your own schedule: a function from the number of updates to the learning rate."),
+    "augment": OwnPart("an augmentation", "Your own augmentation: a function of (images, keys)."),
+    "metrics": OwnPart("metrics", "Your own metrics: a dict from names to metrics."),
+    "evaluation": OwnPart(
+        "evaluation images", "Your own evaluation images: a tuple (pixels, labels), or an EvaluationSource."
+    ),
+}
+"""The arguments of `train` that the commands also take, as `--model package.module:function`; their one declaration."""
+NAMED_PARTS = "named_parts"
+"""The key of the named parts in the resolved part of `config.json`."""
+NAME_FORM = "package.module:function"
+
+
+@dataclass(frozen=True)
+class NamedPart:
+    """The name of a part on the command line, and what identifies its source.
+
+    Attributes:
+        name: as given, "package.module:function".
+        sha256: the SHA-256 of the source text of what has that name; None if Python does not find its source.
+
+    Raises:
+        ValueError: the name has another form.
+    """
+
+    name: str
+    sha256: str | None
+
+    def __post_init__(self) -> None:
+        if not is_part_name(self.name):
+            raise ValueError(f"the name of a part must be {NAME_FORM}, got {self.name!r}")
+
+
+def is_part_name(text: object) -> bool:
+    """Return whether a text has the form "package.module:function"."""
+    if not isinstance(text, str):
+        return False
+    module, _, function = text.partition(":")
+    return all(word.isidentifier() for word in (*module.split("."), *function.split(".")))
+
+
+def record_named(named: Mapping[str, NamedPart]) -> dict[str, Any]:
+    """Return the entry of `config.json` for the named parts, empty if there are none."""
+    return {NAMED_PARTS: {name: asdict(part) for name, part in named.items()}} if named else {}
+
+
+def recorded_named_parts(resolved: Mapping[str, Any]) -> dict[str, NamedPart]:
+    """Return the named parts in the resolved part of a `config.json`.
+
+    Raises:
+        ValueError: they have another form than `record_named` gives them.
+    """
+    recorded = resolved.get(NAMED_PARTS, {})
+    try:
+        if unknown := sorted(set(recorded) - set(OWN_PARTS)):
+            raise ValueError(f"unknown part {unknown[0]!r}")
+        return {name: NamedPart(**part) for name, part in recorded.items()}
+    except (TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{NAMED_PARTS} of config.json cannot be read ({error}): restore the file") from None
+
+
+def options_of(named: Mapping[str, NamedPart], names: Collection[str]) -> str | None:
+    """Return the options that give the parts `names` again, or None if one of them was not named."""
+    if not set(names) <= set(named):
+        return None
+    return " ".join(f"--{name} {named[name].name}" for name in names)
+
+
+def compare_named(
+    resolved: Mapping[str, Any], named: Mapping[str, NamedPart], only: Collection[str] = tuple(OWN_PARTS)
+) -> list[str]:
+    """Compare the parts that are named now with those recorded, and return a warning for each whose source differs.
+
+    Args:
+        resolved: the resolved part of `config.json`.
+        named: the parts that are named now.
+        only: the parts to compare.
+
+    Raises:
+        ValueError: a part was recorded under another name.
+    """
+    recorded, warnings = recorded_named_parts(resolved), []
+    for name in only:
+        before, now = recorded.get(name), named.get(name)
+        if before is None or now is None:
+            continue
+        if before.name != now.name:
+            raise ValueError(
+                f"--{name} must be the one that the run was trained with, {before.name}, got {now.name}: give that one"
+            )
+        if before.sha256 != now.sha256:
+            warnings.append(
+                f"warning: the source of --{name} {now.name} has changed since the run recorded it (its sha256 was "
+                f"{_short(before.sha256)}, is now {_short(now.sha256)}), so results may differ"
+            )
+    return warnings
+
+
+def _short(digest: str | None) -> str:
+    return "unknown" if digest is None else digest[:12]
