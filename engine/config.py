@@ -380,6 +380,12 @@ class TrainConfig:
         3, OUTPUT, _HOST, _CHANGES, "Number of newest snapshots to keep; 0 keeps all.", between=_COUNT, unit="N",
         option=("--keep",),
     )
+    keep_best: str | None = setting(
+        None, OUTPUT, _HOST, _CHANGES, "Also keep the snapshot with the best evaluation.", unit="METRIC",
+        default_text="off",
+        details="The metric is top1, top5, loss, or a metric of your own as NAME:max or NAME:min. Only snapshots that "
+        "are evaluated at their own step are compared ({eval_every_steps}, {snapshot_every_steps}).",
+    )
     overwrite: bool = setting(
         False, OUTPUT, _HOST, _PER_LAUNCH, "Replace the earlier run in {run_dir}.", option=("--overwrite",)
     )

@@ -3,6 +3,7 @@
 from engine.commands.cli import main as run_train
 from engine.commands.control_cli import main as control_run
 from engine.commands.eval_cli import main as run_eval
+from engine.commands.export_cli import main as export_weights
 from engine.commands.predict_cli import main as predict_images
 from engine.commands.tail_cli import main as tail_run
 from engine.commands.verify_cli import main as verify_run
@@ -18,6 +19,7 @@ _COMMANDS = {
     "tail-run": tail_run,
     "verify-run": verify_run,
     "predict-images": predict_images,
+    "export-weights": export_weights,
 }
 
 COMMAND_OPTIONS: dict[str, set[str]] = {

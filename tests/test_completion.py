@@ -16,6 +16,7 @@ MODULES = {
     "run-eval": "engine.commands.eval_cli",
     "verify-run": "engine.commands.verify_cli",
     "predict-images": "engine.commands.predict_cli",
+    "export-weights": "engine.commands.export_cli",
     "tail-run": "engine.commands.tail_cli",
     "control-run": "engine.commands.control_cli",
     "inspect-shards": "preprocess.commands.inspect_cli",

@@ -104,6 +104,7 @@ VALID = {
     "resume": st.booleans(),
     "snapshot_every_steps": st.integers(0, 2**31 - 2),
     "keep_snapshots": st.integers(0, 2**31 - 2),
+    "keep_best": st.none() | TEXT,
     "overwrite": st.booleans(),
     "compilation_cache": st.none() | TEXT,
     "dump_hlo": st.none() | TEXT,
@@ -132,8 +133,9 @@ SWITCHES = [
 CHANNELS = ["mean", "std"]
 CHOICES = ["transport", "optimizer", "schedule", "crop", "padding_mode", "precision", "loss", "auto_augment"]
 TEXTS = ["data", "split", "eval_split", "model", "run_dir", "compilation_cache", "dump_hlo", "init_from"]
-TEXTS += ["clip_order", "freeze", "groups"]
+TEXTS += ["clip_order", "freeze", "groups", "keep_best"]
 OPTIONAL = [
+    "keep_best",
     "data",
     "eval_split",
     "num_classes",
@@ -244,6 +246,7 @@ def test_golden_json():
         "resume": False,
         "snapshot_every_steps": 0,
         "keep_snapshots": 3,
+        "keep_best": None,
         "overwrite": False,
         "compilation_cache": None,
         "dump_hlo": None,

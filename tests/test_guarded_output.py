@@ -32,6 +32,7 @@ COMMANDS = {
     "control-run": "engine.commands.control_cli",
     "verify-run": "engine.commands.verify_cli",
     "predict-images": "engine.commands.predict_cli",
+    "export-weights": "engine.commands.export_cli",
 }
 
 
@@ -147,7 +148,7 @@ def test_a_command_given_a_hostile_name_prints_no_control_character(tmp_path, na
     found = run(
         COMMANDS[name],
         BARE,
-        *(["x"] if name in ("preprocess-imagenet", "predict-images") else []),
+        *(["x"] if name in ("preprocess-imagenet", "predict-images", "export-weights") else []),
         cwd=tmp_path,
         encoding=encoding,
     )

@@ -17,7 +17,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 from numpy.typing import NDArray
 
 from engine.config import TrainConfig
@@ -228,24 +227,19 @@ class RunFolder:
             OSError: if they cannot be written; LostFileError if another run has locked the folder since.
             MemoryError: if there is not enough memory for the file's content.
         """
-        from safetensors.numpy import save
-
-        from engine.records.weights import with_digest
+        from engine.records.weights import weights_file
 
         path = self.path / WEIGHTS
-        # safetensors writes an array's memory as it is; ascontiguousarray would turn a scalar into a vector.
-        contiguous = {name: np.asarray(tensor, order="C") for name, tensor in tensors.items()}
-        metadata = with_digest(contiguous, metadata)
         try:
-            content = _in_fixed_order(save(contiguous, dict(metadata)))
+            content, digest = weights_file(tensors, metadata)
         except MemoryError as error:
-            size = sum(tensor.nbytes for tensor in contiguous.values())
+            size = sum(tensor.nbytes for tensor in tensors.values())
             raise MemoryError(
                 f"writing {path} needs {size / 1e6:,.0f} MB of memory, more than is free: free some memory, "
                 "and continue the run from its last snapshot (--resume)"
             ) from error
         self._write(WEIGHTS, content)
-        self.weights_digest = metadata[SEAL]
+        self.weights_digest = digest
         return path
 
     def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
@@ -361,15 +355,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
     with suppress(OSError):  # it contains other files
         path.rmdir()
-
-
-def _in_fixed_order(file: bytes) -> bytes:
-    """Return a safetensors file with its metadata sorted, because the library writes the entries in a random order."""
-    length = int.from_bytes(file[:8], "little")
-    header = json.loads(file[8 : 8 + length])
-    if "__metadata__" in header:
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    # The format requires that tensors begin at a multiple of eight bytes.
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text + file[8 + length :]

@@ -189,8 +189,8 @@ def remove_snapshot(folder: Path, step: int) -> None:
     shutil.rmtree(unfinished)
 
 
-def keep_newest(folder: Path, count: int, *, up_to: int | None = None) -> None:
-    """Remove all snapshots except the `count` newest.
+def keep_newest(folder: Path, count: int, *, up_to: int | None = None, best: int | None = None) -> None:
+    """Remove all snapshots except the `count` newest and the one of step `best`.
 
     Args:
         folder: the folder of the snapshots.
@@ -203,7 +203,8 @@ def keep_newest(folder: Path, count: int, *, up_to: int | None = None) -> None:
     """
     steps = [step for step in snapshot_steps(folder) if up_to is None or step <= up_to]
     for step in steps[: max(len(steps) - count, 0)] if count > 0 else []:
-        remove_snapshot(folder, step)
+        if step != best:
+            remove_snapshot(folder, step)
 
 
 def _parts(path: tuple[Any, ...]) -> tuple[str, ...]:

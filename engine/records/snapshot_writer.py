@@ -33,6 +33,7 @@ class SnapshotWriter:
     Args:
         folder: the folder of the snapshots; created if missing.
         keep: how many of the newest snapshots to keep on disk; 0 keeps all.
+        find_best: steps of the snapshots on disk → the step of the one to keep beside the newest, None for none.
         say: called from any thread with one line about a snapshot that was dropped or an error; must not block
             (`engine.stream.notices`).
         write: (folder, step, pulls, tree, state) → None, writes a snapshot whole or not at all.
@@ -48,6 +49,7 @@ class SnapshotWriter:
         *,
         keep: int,
         say: Callable[[str], None],
+        find_best: Callable[[list[int]], int | None] = lambda _: None,
         write: Callable[[Path, int, int, Any, FolderState | None], None] = write_snapshot,
         on_written: Callable[[int, Path], None] = lambda *_: None,
     ) -> None:
@@ -55,6 +57,7 @@ class SnapshotWriter:
             raise ValueError(f"the number of snapshots to keep must be 0 (all) or more, got {keep}: choose another")
         self._folder, self._keep, self._write = folder, keep, write
         self._say, self._on_written = say, on_written
+        self._find_best = find_best
         self._changed = threading.Condition()
         self._waiting: _Submitted | None = None
         self._writing_step: int | None = None
@@ -170,7 +173,8 @@ class SnapshotWriter:
 
     def _remove_older(self, newest: int) -> None:
         try:
-            keep_newest(self._folder, self._keep, up_to=newest)
+            best = self._find_best([step for step in snapshot_steps(self._folder) if step <= newest])
+            keep_newest(self._folder, self._keep, up_to=newest, best=best)
         except Exception as error:  # noqa: BLE001 - the next write reports a full disk; the run continues
             self._say(f"old snapshots not removed: {_one_line(error)}; remove them from {self._folder} by hand")
 

@@ -1,5 +1,6 @@
 """Weights as named tensors, as stored in `model.safetensors`."""
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
 
 from engine.keys import like_leaf, plain_key
 from engine.records.digests import SEAL, describe_array, json_digest
@@ -126,6 +128,26 @@ def with_digest(tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]
     another program saves the same content.
     """
     return {**metadata, _KIND: SEAL, SEAL: _digest_of(tensors, metadata)}
+
+
+def weights_file(tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> tuple[bytes, str]:
+    """Return the content of a safetensors file with these tensors and metadata, and the digest in it."""
+    # safetensors writes an array's memory as it is; ascontiguousarray would turn a scalar into a vector.
+    contiguous = {name: np.asarray(tensor, order="C") for name, tensor in tensors.items()}
+    metadata = with_digest(contiguous, metadata)
+    return _in_fixed_order(save(contiguous, dict(metadata))), metadata[SEAL]
+
+
+def _in_fixed_order(file: bytes) -> bytes:
+    """Return a safetensors file with its metadata sorted, because the library writes the entries in a random order."""
+    length = int.from_bytes(file[:8], "little")
+    header = json.loads(file[8 : 8 + length])
+    if "__metadata__" in header:
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    # The format requires that tensors begin at a multiple of eight bytes.
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + file[8 + length :]
 
 
 def _digest_of(tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> str:

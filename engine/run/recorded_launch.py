@@ -19,9 +19,11 @@ from engine.crossing.pushed import PushedSnapshot
 from engine.keys import plain_keys
 from engine.named_parts import options_of
 from engine.program.train_state import TrainState
+from engine.records.best_snapshot import best_step, parse_metric
 from engine.records.control_log import ControlLog
 from engine.records.control_requests import ControlMailbox
 from engine.records.digests import RunningDigest
+from engine.records.evaluation_log import EvaluationLog
 from engine.records.file_errors import LostFileError
 from engine.records.folder_state import FolderState
 from engine.records.recorded_end import FILES, WEIGHTS_DIGEST
@@ -113,7 +115,13 @@ class RecordedLaunch:
         """
         self._config, self._launch, self._folder = config, launch, folder
         say = launch.notices.say
-        self._snapshots = SnapshotWriter(folder.snapshots, keep=config.keep_snapshots, say=say, on_written=on_snapshot)
+        self._snapshots = SnapshotWriter(
+            folder.snapshots,
+            keep=config.keep_snapshots,
+            say=say,
+            find_best=self._find_best_snapshot,
+            on_written=on_snapshot,
+        )
         if begun is None:
             begun = {path: RunningDigest() for path in (folder.loss_log, folder.evaluation_log, folder.control_log)}
         self._sink = RunFolderSink(
@@ -169,6 +177,13 @@ class RecordedLaunch:
             self._add_resume_note(failure, result.snapshot_step)
             raise failure
         return result
+
+    def _find_best_snapshot(self, steps: list[int]) -> int | None:
+        """Return which of the snapshots was evaluated best, according to `eval.jsonl`; None without `keep_best`."""
+        if self._config.keep_best is None:
+            return None
+        evaluations = EvaluationLog(self._folder.evaluation_log).read()
+        return best_step(evaluations, steps, parse_metric(self._config.keep_best))
 
     def _take_snapshot(self, snapshot: PushedSnapshot) -> None:
         self._snapshots.submit(snapshot.step, snapshot.pulls, snapshot.state, self._synced_state())

@@ -12,6 +12,7 @@ from engine.objective.metrics import Metric
 from engine.program.model_key import takes_key
 from engine.program.statics import Statics, statics_of
 from engine.program.train_state import TrainModel
+from engine.records.best_snapshot import parse_metric
 from engine.run.data import RunData
 from engine.run.misfit_errors import too_large_image, unknown_model
 from engine.run.own_updates import check_updates
@@ -127,6 +128,7 @@ def check_arguments(config: Any, parts: OwnParts) -> None:
             "{setting} needs the one-cycle schedule, got {found}: change the schedule, or turn {setting} off",
             found=config.schedule,
         )
+    _check_best_metric(config, parts.metrics)
     _check_own_model(config, parts.model)
     _check_own_batches(config, parts.batches)
     _check_own_loss(config, parts.loss)
@@ -194,6 +196,23 @@ def _check_own_batches(config: TrainConfig, batches: Any) -> None:
                     "the setting {setting} must not be given with batches of your own, got {value!r}: leave it out",
                     value=value,
                 )
+
+
+def _check_best_metric(config: TrainConfig, metrics: Any) -> None:
+    """Raise SettingError if `keep_best` is not a metric of the run."""
+    if config.keep_best is None:
+        return
+    try:
+        metric = parse_metric(config.keep_best)
+    except ValueError as error:
+        raise SettingError("keep_best", "the setting {setting}: {error}", error=error) from None
+    if metric.is_own and (not isinstance(metrics, Mapping) or metric.name not in metrics):
+        raise SettingError(
+            "keep_best",
+            "{setting} must name a metric of the run, got {found!r}, which is neither top1, top5, loss nor a metric of "
+            "your own: give that metric from Python (train(…, metrics=…)), or choose another",
+            found=metric.name,
+        )
 
 
 def _check_own_loss(config: TrainConfig, loss: Any) -> None:

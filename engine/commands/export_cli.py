@@ -1,0 +1,84 @@
+"""The `export-weights` command, which writes the weights of a snapshot to a safetensors file.
+
+jax and numpy are imported where they are first needed, so that `--help` answers at once.
+"""
+
+from typing import Literal
+
+import click
+
+from engine.commands.command_end import describe_error, leave, say_to_stderr
+from engine.commands.setting_options import option_names
+from preprocess.commands.completion import complete_file, complete_folder, complete_word
+from preprocess.commands.grouped_help import GroupedCommand
+from preprocess.printable import printable
+
+_DONE, _FAILED, _WRONG_USAGE, _STOPPED = 0, 1, 2, 130
+_GROUPS = {"Snapshot": ("snapshot", "metric"), "Output": ("overwrite", "traceback")}
+_EPILOG = """\b
+Examples:
+  export-weights runs/photos --snapshot 4000 step-4000.safetensors
+  export-weights runs/photos --snapshot best best.safetensors
+  export-weights runs/photos --snapshot best --metric loss best.safetensors
+"""
+
+
+@click.command(
+    cls=GroupedCommand,
+    option_groups=_GROUPS,
+    epilog=_EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
+)
+@click.argument("run", shell_complete=complete_folder)
+@click.argument("out", shell_complete=complete_file)
+@click.option(
+    "--snapshot",
+    required=True,
+    metavar="STEP|best",
+    shell_complete=complete_word(lambda: ("best",)),
+    help="Step of the snapshot; best is the kept snapshot with the best evaluation.",
+)
+@click.option(
+    "--metric",
+    metavar="NAME",
+    show_default="--keep-best of the run, else top1",
+    shell_complete=complete_word(lambda: ("top1", "top5", "loss")),
+    help="What is best: top1, top5, loss, or a metric of your own as NAME:max or NAME:min.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace the file OUT.")
+@click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")
+@click.version_option(package_name="feedloop")
+def main(run: str, out: str, snapshot: str, metric: str | None, overwrite: bool, traceback: bool) -> None:
+    """Write the weights in a snapshot of the run in folder RUN to the safetensors file OUT.
+
+    The file is like the model.safetensors that a run writes at its end: the moving average of the weights, if the run
+    keeps one, with the same metadata. RUN is only read, and can still be training.
+
+    Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by SIGINT.
+    """
+    try:
+        from engine.evaluation.export import export_weights
+
+        step = _step(snapshot)
+        if metric is not None and step != "best":
+            raise ValueError(f"--metric can be given only with --snapshot best, got --snapshot {step}: leave it out")
+        done = export_weights(run, out, snapshot=step, metric=metric, overwrite=overwrite, notify=say_to_stderr)
+        click.echo(f"{printable(done.path)}: the weights after {done.step:,} steps (sha256 {done.digest[:12]})")
+        code = _DONE
+    except KeyboardInterrupt:
+        say_to_stderr("export-weights: stopped; nothing was written")
+        code = _STOPPED
+    except Exception as error:
+        if traceback:
+            raise
+        say_to_stderr(f"export-weights: {describe_error(error, option_names(click.get_current_context()))}")
+        code = _WRONG_USAGE if isinstance(error, ValueError) else _FAILED
+    leave(code)
+
+
+def _step(text: str) -> int | Literal["best"]:
+    if text == "best":
+        return "best"
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError(f"--snapshot must be a step or best, got {text}: give the number of a kept snapshot")
+    return int(text)

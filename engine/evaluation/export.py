@@ -1,0 +1,79 @@
+"""Export of the weights in a snapshot of a run, as a `model.safetensors` of its own."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from engine.evaluation.trained_run import check_has_weights, read_run
+from engine.records.best_snapshot import best_step, parse_metric
+from engine.records.evaluation_log import EvaluationLog
+from engine.records.recorded_run import read_recorded
+from engine.records.run_folder import EVALUATION_LOG, SNAPSHOTS
+from engine.records.snapshot import snapshot_steps
+from engine.records.weights import weights_file
+from engine.records.whole_file import write_whole
+
+
+class ExportedWeights(NamedTuple):
+    """The file that was written, the step of its weights, and the digest of its content."""
+
+    path: Path
+    step: int
+    digest: str
+
+
+def export_weights(
+    run: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    snapshot: int | Literal["best"],
+    metric: str | None = None,
+    overwrite: bool = False,
+    notify: Callable[[str], None] = lambda _: None,
+) -> ExportedWeights:
+    """Write the weights of a snapshot to a safetensors file like the one that the run writes at its end.
+
+    If the run keeps a moving average of its weights, that is what is written.
+
+    Args:
+        run: the run folder; the run may still be in progress.
+        out: the file to write.
+        snapshot: the step of the snapshot, or "best" for the one with the best evaluation in `eval.jsonl` among those
+            that are kept.
+        metric: what "best" means: top1, top5, loss, or a metric of your own as NAME:max or NAME:min; None is the run's
+            setting `keep_best`, else top1.
+        overwrite: whether to replace an existing file.
+        notify: called with one-line messages.
+
+    Raises:
+        ValueError: if there is no such snapshot, it is damaged, or the file exists.
+        OSError: if the file cannot be written.
+    """
+    folder, path = Path(run), Path(out)
+    check_has_weights(folder)
+    if path.exists() and not (overwrite and path.is_file()):
+        remedy = "choose another path" if path.is_dir() else "choose another path, or replace it (--overwrite)"
+        raise ValueError(f"OUT must be a new file, but {path} exists: {remedy}")
+    if not path.parent.is_dir():
+        raise ValueError(f"OUT must be in an existing folder, but {path.parent} is none: create it")
+    step = _find_best(folder, metric, notify) if snapshot == "best" else snapshot
+    content, digest = weights_file(*read_run(folder, step).weights[:2])
+    write_whole(path, content)
+    return ExportedWeights(path, step, digest)
+
+
+def _find_best(run: Path, given: str | None, notify: Callable[[str], None]) -> int:
+    metric = parse_metric(given or read_recorded(run).config.keep_best or "top1")
+    steps = snapshot_steps(run / SNAPSHOTS)
+    evaluations = EvaluationLog(run / EVALUATION_LOG).read()
+    step = best_step(evaluations, steps, metric)
+    if step is None:
+        raise ValueError(
+            f"the best snapshot must have been evaluated at its own step, but of those of {run} "
+            f"({', '.join(map(str, steps)) or 'none'}) none has {metric.name} in {EVALUATION_LOG}: choose a step "
+            "(--snapshot STEP), and evaluate as often as snapshots are taken (--eval-every)"
+        )
+    value = next(metric.value(each) for each in reversed(evaluations) if each.step == step)
+    notify(f"best snapshot: step {step:,}, {metric.name} {value:g}")
+    return step

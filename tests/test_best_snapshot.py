@@ -1,0 +1,122 @@
+"""The best snapshot: which one it is, that it is kept beside the newest, and the export of its weights."""
+
+import json
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from safetensors.numpy import load_file
+
+from engine import train
+from engine.commands.export_cli import main
+from engine.records.best_snapshot import best_step, parse_metric
+from engine.records.snapshot import snapshot_steps
+from engine.records.weights import read_weights
+from engine.settings import SettingError
+from engine.stream.sinks import EvaluationRecord
+from tests.test_tally import evaluation_set
+from tests.toy import Linear, toy_batch, toy_config
+
+
+def record(step, **values):
+    return EvaluationRecord(**({"step": step, "num_images": 1, "top1": 0.5, "top5": 1, "loss": 1, "time": 0} | values))
+
+
+@pytest.mark.parametrize(
+    ("metric", "expected"),
+    [("top1", 4), ("top5", 2), ("loss", 6), ("error:min", 4), ("error:max", 2), ("other:max", None)],
+)
+def test_the_best_step_has_the_best_number_and_is_the_earliest_of_equals(metric, expected):
+    evaluations = [
+        record(2, top1=0.25, loss=0.9, metrics={"error": 3.0}),
+        record(4, top1=0.75, loss=float("nan"), metrics={"error": 1.0}),
+        record(5, top1=1.0, loss=0.0, metrics={"error": 0.0}),  # without a snapshot
+        record(6, top1=0.75, loss=0.5, metrics={"error": 1.0}),
+    ]
+    assert best_step(evaluations, [2, 4, 6, 8], parse_metric(metric)) == expected
+
+
+@pytest.mark.parametrize("text", ["top2", "error", "error:best", "top1:max", ":max", "a b:max"])
+def test_another_metric_is_refused(text):
+    with pytest.raises(ValueError, match="a metric must be top1, top5, loss, or a metric of your own"):
+        parse_metric(text)
+    with pytest.raises(SettingError, match="the setting keep_best"):
+        train(toy_config(keep_best=text), model=Linear(), batches=toy_batch)
+
+
+def test_a_metric_that_the_run_lacks_is_refused():
+    with pytest.raises(SettingError, match="keep_best must name a metric of the run, got 'error'"):
+        train(toy_config(keep_best="error:min"), model=Linear(), batches=toy_batch)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Return a run of five launches, each with an evaluation and a snapshot at its end, and the best of its steps.
+
+    A launch's last snapshot is always written, however slow the disk is. The loss rises again with the learning rate.
+    """
+    folder = tmp_path_factory.mktemp("best") / "run"
+    config = toy_config(run_dir=folder, keep_snapshots=1, keep_best="loss", schedule="constant", ema_decay=0.5)
+    weights = {}
+    for step in (2, 4, 6, 8, 10):
+        train(
+            replace(config, steps=step, resume=step > 2, learning_rate=0.001 if step < 5 else 20.0),
+            model=Linear(),
+            batches=toy_batch,
+            evaluation=evaluation_set(11),
+        )
+        weights[step] = load_file(folder / "model.safetensors")
+    losses = {row["step"]: row["loss"] for row in map(json.loads, (folder / "eval.jsonl").read_text().splitlines())}
+    return folder, min(losses, key=lambda step: losses[step]), weights
+
+
+def invoke(monkeypatch, folder, *arguments):
+    codes: list[int] = []
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(os, "_exit", codes.append)
+    result = CliRunner().invoke(main, list(map(str, arguments)))
+    return (codes or [result.exit_code])[0], result.stdout, result.stderr
+
+
+def test_the_best_snapshot_is_kept_beside_the_newest_and_exported(run, monkeypatch):
+    folder, best, weights = run
+    assert best < 8
+    assert snapshot_steps(folder / "snapshots") == [best, 10]
+    code, out, err = invoke(monkeypatch, folder.parent, "run", "--snapshot", "best", "best.safetensors")
+    assert code == 0, err
+    assert out.startswith(f"best.safetensors: the weights after {best} steps (sha256 ")
+    assert f"best snapshot: step {best}, loss " in err
+    stored = read_weights(folder.parent / "best.safetensors")
+    assert stored.digest is not None
+    assert stored.metadata["steps_done"] == str(best)
+    for name, tensor in weights[best].items():  # the moving average
+        np.testing.assert_array_equal(stored.tensors[name], tensor, strict=True)
+
+
+def test_the_weights_of_the_last_step_are_the_file_of_the_run_byte_for_byte(run, monkeypatch):
+    folder, _, _ = run
+    code, _, err = invoke(monkeypatch, folder.parent, "run", "--snapshot", 10, "last.safetensors")
+    assert code == 0, err
+    assert (folder.parent / "last.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+    code, _, err = invoke(monkeypatch, folder.parent, "run", "--snapshot", 10, "last.safetensors")
+    assert (code, "OUT must be a new file, but last.safetensors exists" in err) == (2, True)
+    assert invoke(monkeypatch, folder.parent, "run", "--snapshot", 10, "last.safetensors", "--overwrite")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "--snapshot", "3", "x"], "there is no snapshot"),
+        (["run", "--snapshot", "x", "x"], "--snapshot must be a step or best, got x"),
+        (["run", "--snapshot", "10", "--metric", "loss", "x"], "--metric can be given only with --snapshot best"),
+        (["run", "--snapshot", "best", "--metric", "error:min", "x"], "none has error in eval.jsonl: choose a step"),
+        (["run", "--snapshot", "10", "no/x"], "OUT must be in an existing folder, but no is none"),
+        (["nowhere", "--snapshot", "10", "x"], "RUN must be a run folder, but nowhere does not exist"),
+    ],
+)
+def test_wrong_usage_is_one_clear_error(run, monkeypatch, arguments, message):
+    code, out, err = invoke(monkeypatch, run[0].parent, *arguments)
+    assert (code, out) == (2, "")
+    assert message in err
