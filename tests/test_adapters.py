@@ -170,6 +170,21 @@ def test_dropout_depends_on_the_key_alone_and_needs_one_in_training(library):
 
 
 @pytest.mark.parametrize("library", ADAPTED)
+def test_keys_of_images_draw_for_the_batch_or_for_each_image(library):
+    model = ADAPTED[library]()
+    params, stats = model.init(jax.random.key(1))
+    keys = jax.random.split(jax.random.key(3), len(IMAGES))
+    outputs, changed = (
+        model.apply(params, stats, IMAGES, train=True, key=each)[0] for each in (keys, keys.at[1].set(keys[2]))
+    )
+    differs = np.asarray((outputs != changed).any(axis=1))
+    # Equinox's modules take one image, so that each image has draws of its own; Flax's draw once for the batch.
+    np.testing.assert_array_equal(differs, np.arange(len(IMAGES)) == 1 if library == "equinox" else differs & False)
+    if library != "equinox":
+        np.testing.assert_array_equal(outputs, model.apply(params, stats, IMAGES, train=True, key=keys[0])[0])
+
+
+@pytest.mark.parametrize("library", ADAPTED)
 def test_no_convolution_of_an_adapted_model_is_slow(library):
     model = ADAPTED[library]()
     weights = model.init(jax.random.key(1))

@@ -26,11 +26,12 @@ def draw_batch(step: int) -> tuple[Any, Any]:
 
 
 class Net(eqx.Module):
-    """Two convolutions with batch norm, and a classifier."""
+    """Two convolutions with batch norm, dropout, and a classifier."""
 
     first: eqx.nn.Conv2d
     norm: eqx.nn.BatchNorm
     second: eqx.nn.Conv2d
+    dropout: eqx.nn.Dropout
     head: eqx.nn.Linear
 
     def __init__(self, key: jax.Array) -> None:
@@ -38,13 +39,16 @@ class Net(eqx.Module):
         self.first = eqx.nn.Conv2d(3, 8, 3, stride=2, padding=1, key=keys[0])
         self.norm = eqx.nn.BatchNorm(8, axis_name="batch", mode="batch")
         self.second = eqx.nn.Conv2d(8, 16, 3, stride=2, padding=1, key=keys[1])
+        self.dropout = eqx.nn.Dropout(0.1)
         self.head = eqx.nn.Linear(16, NUM_CLASSES, key=keys[2])
 
-    def __call__(self, image: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+    def __call__(
+        self, image: jax.Array, state: Any, key: Any = None
+    ) -> tuple[jax.Array, Any]:
         """Return logits [K] for an image [3, H, W], and the new state."""
         x, state = self.norm(self.first(image), state)
         x = jax.nn.relu(self.second(jax.nn.relu(x)))
-        return self.head(x.max(axis=(1, 2))), state
+        return self.head(self.dropout(x.max(axis=(1, 2)), key=key)), state
 
 
 # %% `make_with_state(Net)` is a function of a key, so the parameters are drawn from the

@@ -26,7 +26,7 @@ def draw_batch(step: int) -> tuple[Any, Any]:
 
 
 class Net(nn.Module):
-    """Two convolutions with batch norm, and a classifier."""
+    """Two convolutions with batch norm, dropout, and a classifier."""
 
     @nn.compact
     def __call__(self, images: jax.Array, train: bool) -> jax.Array:
@@ -34,7 +34,8 @@ class Net(nn.Module):
         x = nn.Conv(8, (3, 3), strides=2)(images)
         x = nn.relu(nn.BatchNorm(use_running_average=not train)(x))
         x = nn.relu(nn.Conv(16, (3, 3), strides=2)(x))
-        return nn.Dense(NUM_CLASSES)(x.max(axis=(1, 2)))
+        x = nn.Dropout(0.1, deterministic=not train)(x.max(axis=(1, 2)))
+        return nn.Dense(NUM_CLASSES)(x)
 
 
 # %% The argument `train` of the call is found by its name.

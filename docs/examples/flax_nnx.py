@@ -26,18 +26,19 @@ def draw_batch(step: int) -> tuple[Any, Any]:
 
 
 class Net(nnx.Module):
-    """Two convolutions with batch norm, and a classifier."""
+    """Two convolutions with batch norm, dropout, and a classifier."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.first = nnx.Conv(3, 8, (3, 3), strides=2, rngs=rngs)
         self.norm = nnx.BatchNorm(8, rngs=rngs)
         self.second = nnx.Conv(8, 16, (3, 3), strides=2, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
         self.head = nnx.Linear(16, NUM_CLASSES, rngs=rngs)
 
     def __call__(self, images: jax.Array) -> jax.Array:
         """Return logits [B, K] for images [B, H, W, 3]."""
         x = nnx.relu(self.norm(self.first(images)))
-        return self.head(nnx.relu(self.second(x)).max(axis=(1, 2)))
+        return self.head(self.dropout(nnx.relu(self.second(x)).max(axis=(1, 2))))
 
 
 # %% The class takes `rngs`, so the parameters are drawn from the seed of the run. A

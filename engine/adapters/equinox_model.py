@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from engine.adapters.library import load, mode_arguments, takes
+from engine.adapters.library import image_keys, load, mode_arguments, takes
 from engine.adapters.named_tree import nest, unnest
 from engine.adapters.precision import cast_floats, cast_like, check_precision
 from models.model import Model
@@ -28,8 +28,8 @@ def equinox(model: Any, state: Any = None, *, axis_name: str = "batch", precisio
             logits are float32.
 
     Returns:
-        The model, named after the model's class. Its `apply` takes a PRNG key as `key`, and passes a key for each
-        image to the model, if its call has an argument `key`.
+        The model, named after the model's class. Its `apply` takes PRNG keys as `key`, one or [B], and passes a key
+        for each image to the model, if its call has an argument `key`.
 
     Raises:
         ValueError: if `model` is neither an Equinox module nor a function that returns one.
@@ -67,7 +67,7 @@ def equinox(model: Any, state: Any = None, *, axis_name: str = "batch", precisio
             )
         )
         network = eqx.nn.inference_mode(eqx.combine(weights, buffers, static[0]), value=not train)
-        keys = None if key is None else jax.random.split(key, len(images))
+        keys = image_keys(key, len(images))
         channels_first = images.astype(dtype).transpose(0, 3, 1, 2)
         outputs, new = _map(network, channels_first, old, keys, axis_name, train=train)
         new_stats = batch_stats | ({"state": nest(new)} if train and like_of("state") else {})

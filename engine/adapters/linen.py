@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from engine.adapters.library import load, mode_arguments
+from engine.adapters.library import batch_key, load, mode_arguments
 from engine.adapters.precision import cast_floats, cast_like, check_precision
 from models.layers.lax_convolution import conv_general_dilated
 from models.model import Model
@@ -30,7 +30,8 @@ def flax_linen(module: Any, image_shape: Sequence[int], *, precision: str = "flo
             statistics and logits are float32.
 
     Returns:
-        The model, named after the module's class. Its `apply` takes a PRNG key as `key` for dropout and other draws.
+        The model, named after the module's class. Its `apply` takes PRNG keys as `key`, one or [B]; dropout
+        and other draws use the first.
 
     Raises:
         ValueError: if the module is no Linen module, or cannot take images of this shape.
@@ -55,7 +56,7 @@ def flax_linen(module: Any, image_shape: Sequence[int], *, precision: str = "flo
         variables = collections.join(cast_floats(params, dtype), batch_stats)
         names = collections.names if train else []
         with linen.intercept_methods(_loop_safe(linen)):
-            outputs, new = _call(module, variables, images.astype(dtype), names, train, key)
+            outputs, new = _call(module, variables, images.astype(dtype), names, train, batch_key(key))
         new_stats = collections.split(variables | new)[1] if names else batch_stats
         return cast_floats(outputs, jnp.float32), cast_like(new_stats, batch_stats)
 

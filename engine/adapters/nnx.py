@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from engine.adapters.library import load, mode_arguments, takes
+from engine.adapters.library import batch_key, load, mode_arguments, takes
 from engine.adapters.named_tree import nest, unnest
 from engine.adapters.precision import cast_floats, cast_like, check_precision
 from models.layers.lax_convolution import conv_general_dilated
@@ -29,7 +29,8 @@ def flax_nnx(module: Any, *, precision: str = "float32") -> Model:
             statistics and logits are float32.
 
     Returns:
-        The model, named after the module's class. Its `apply` takes a PRNG key as `key` for dropout and other draws.
+        The model, named after the module's class. Its `apply` takes PRNG keys as `key`, one or [B]; dropout
+        and other draws use the first.
 
     Raises:
         ValueError: if `module` is neither a module nor a function that returns one.
@@ -50,7 +51,7 @@ def flax_nnx(module: Any, *, precision: str = "float32") -> Model:
         params: Any, batch_stats: Any, images: jax.Array, train: bool, key: jax.Array | None = None
     ) -> tuple[Any, Any]:
         states = _fill(nnx, made.params, cast_floats(params, dtype)), _fill(nnx, made.stats, batch_stats)
-        network = nnx.merge(made.graph, states[0], _draw_streams(made.streams, key), states[1])
+        network = nnx.merge(made.graph, states[0], _draw_streams(made.streams, batch_key(key)), states[1])
         (network.train if train else network.eval)()
         counts = _counts(nnx, network)
         outputs = network(images.astype(dtype), **mode_arguments(type(network).__call__, train))
