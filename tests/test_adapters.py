@@ -1,5 +1,6 @@
 """The adapters of Flax and Equinox, against the libraries' own calls."""
 
+import importlib
 from typing import Any
 
 import jax
@@ -71,6 +72,7 @@ def of_equinox(rate=0.5, **options):
 
 
 ADAPTED = {"linen": linen, "nnx": of_nnx, "equinox": of_equinox}
+with_loop_safe_layers = importlib.import_module("engine.adapters.equinox_layers").with_loop_safe_layers
 NAMES = {
     "linen": ("LinenNet", "params.Conv_0.kernel", "batch_stats.BatchNorm_0.mean"),
     "nnx": ("NnxNet", "params.heads.0.kernel", "batch_stats.norm.mean"),
@@ -193,6 +195,14 @@ def test_no_convolution_of_an_adapted_model_is_slow(library):
         return model.apply(params, weights[1], IMAGES, train=True, key=KEY)[0].sum()
 
     assert count_lax_convolutions(jax.make_jaxpr(jax.grad(loss))(weights[0])) == 0
+
+
+def test_a_depthwise_convolution_of_equinox_is_loop_safe():
+    layer = eqx.nn.Conv2d(4, 8, 3, stride=2, padding=1, groups=4, key=KEY)
+    images = jax.random.normal(KEY, (2, 4, 6, 6))
+    safe = with_loop_safe_layers(layer)
+    assert count_lax_convolutions(jax.make_jaxpr(jax.vmap(safe))(images)) == 0
+    np.testing.assert_allclose(jax.vmap(safe)(images), jax.vmap(layer)(images), rtol=1e-5, atol=1e-5)
 
 
 def test_a_slow_convolution_is_counted_once():

@@ -49,7 +49,7 @@ def test_the_calls_of_flax_are_loop_safe_and_equal_lax(strides, padding):
     [
         ({"rhs_dilation": (2, 2)}, "dilation"),
         ({"lhs_dilation": (2, 1), "padding": ((0, 0), (1, 1))}, "dilation"),
-        ({"rhs": jnp.ones((3, 3, 2, 4)), "feature_group_count": 2}, "2 groups"),
+        ({"batch_group_count": 2, "rhs": jnp.ones((3, 3, 4, 6))}, "2 groups of images"),
         ({"padding": ((-1, 0), (0, 0))}, "negative padding"),
         ({"precision": lax.Precision.HIGHEST}, "the precision HIGHEST"),
         (HALVES | {"preferred_element_type": jnp.float32}, "a preferred element type or sharding"),
@@ -68,6 +68,15 @@ def test_any_other_call_is_that_of_lax_and_says_why(change, reason):
     expected = lax.conv_general_dilated(**call)
     assert found.dtype == expected.dtype
     np.testing.assert_array_equal(found, expected)
+
+
+def test_groups_are_loop_safe_and_equal_lax():
+    kernel = jax.random.normal(jax.random.key(2), (3, 3, 2, 6))
+    call = {"window_strides": (2, 1), "padding": "SAME", "dimension_numbers": NHWC, "feature_group_count": 2}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = conv_general_dilated(X, kernel, **call)
+    np.testing.assert_allclose(found, lax.conv_general_dilated(X, kernel, **call), rtol=1e-5, atol=1e-5)
 
 
 def test_it_computes_the_bits_of_the_convolution():

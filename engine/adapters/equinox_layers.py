@@ -32,11 +32,11 @@ class LoopSafeConv2d(eqx.nn.Conv2d):
 
     def __call__(self, x: jax.Array, *, key: Any = None) -> jax.Array:
         """Return `[K,P,Q]` for an image `[C,H,W]`."""
-        plain = self.padding_mode == "ZEROS" and self.groups == 1 and set(self.dilation) == {1}
+        plain = self.padding_mode == "ZEROS" and set(self.dilation) == {1}
         padding = self.padding if isinstance(self.padding, str) else tuple((low, high) for low, high in self.padding)
         if not plain or padding == "SAME_LOWER" or x.ndim != len("CHW") or x.dtype != self.weight.dtype:
             return super().__call__(x, key=key)
-        y = _convolve(self.stride, padding, x, self.weight)
+        y = _convolve(self.stride, padding, self.groups, x, self.weight)
         return y if self.bias is None else y + self.bias
 
 
@@ -49,12 +49,12 @@ class WideBatchNorm(eqx.nn.BatchNorm):
         return y.astype(x.dtype), new
 
 
-def _convolve(stride: Any, padding: Any, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Convolve an image `[C,H,W]` with a kernel `[K,C,kh,kw]`."""
+def _convolve(stride: Any, padding: Any, groups: int, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Convolve an image `[C,H,W]` with a kernel `[K,C/groups,kh,kw]`."""
 
     def of_batch(images: jax.Array, weight: jax.Array) -> jax.Array:
         kernel = weight.transpose(2, 3, 1, 0)
-        y = convolution(images.transpose(0, 2, 3, 1), kernel, stride=stride, padding=padding)
+        y = convolution(images.transpose(0, 2, 3, 1), kernel, stride=stride, padding=padding, groups=groups)
         return y.transpose(0, 3, 1, 2)
 
     @custom_vmap

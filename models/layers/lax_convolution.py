@@ -30,9 +30,10 @@ def conv_general_dilated(
 ) -> jax.Array:
     """Convolve as `lax.conv_general_dilated` does, with `models.convolution` where it can compute the call.
 
-    It can if the images are NHWC and the kernel is HWIO, as Flax passes them, without dilation, groups and negative
-    padding, and with the default precision, result type and sharding. Any other call goes to `lax`; on a CPU, where
-    that is many times slower inside a loop, a RuntimeWarning says why, once for each reason (Python's default filter).
+    It can if the images are NHWC and the kernel is HWIO, as Flax passes them, without dilation, groups of images and
+    negative padding, and with the default precision, result type and sharding. Any other call goes to `lax`; on a CPU,
+    where that is many times slower inside a loop, a RuntimeWarning says why, once for each reason (Python's default
+    filter).
 
     Args:
         lhs, rhs: images `[B,H,W,C]` and kernel `[kh,kw,C,K]` of one floating dtype, or operands of another layout.
@@ -42,7 +43,7 @@ def conv_general_dilated(
     Returns:
         The result of `lax.conv_general_dilated`, up to rounding.
     """
-    given = (lhs_dilation, rhs_dilation, feature_group_count, batch_group_count)
+    given = (lhs_dilation, rhs_dilation, batch_group_count)
     reason = _layout_reason(lhs, rhs, dimension_numbers) or _form_reason(lhs, padding, *given)
     # A precision or a result type is a request to XLA's own kernels.
     if precision not in (None, lax.Precision.DEFAULT):
@@ -51,7 +52,7 @@ def conv_general_dilated(
         reason = reason or "a preferred element type or sharding"
     if reason is None:
         height, width = (int(stride) for stride in window_strides)
-        return convolution(lhs, rhs, stride=(height, width), padding=_pairs(padding))
+        return convolution(lhs, rhs, stride=(height, width), padding=_pairs(padding), groups=feature_group_count)
     if jax.default_backend() == "cpu":
         warnings.warn(
             f"a convolution with {reason} runs as XLA's own, which is many times slower inside a loop on a CPU",
@@ -89,14 +90,13 @@ def _form_reason(
     padding: str | Sequence[tuple[int, int]],
     lhs_dilation: Sequence[int] | None,
     rhs_dilation: Sequence[int] | None,
-    feature_group_count: int,
     batch_group_count: int,
 ) -> str | None:
     """Return what about a convolution's form the loop-safe one cannot compute, None if nothing."""
     if any(each != 1 for dilation in (lhs_dilation, rhs_dilation) for each in dilation or ()):
         return "dilation"
-    if (feature_group_count, batch_group_count) != (1, 1):
-        return f"{max(feature_group_count, batch_group_count)} groups"
+    if batch_group_count != 1:
+        return f"{batch_group_count} groups of images"
     if isinstance(padding, str):
         return None if padding.upper() in ("SAME", "VALID") else f"the padding {padding}"
     if any(edge < 0 for pair in padding for edge in pair):
