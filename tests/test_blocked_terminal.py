@@ -5,32 +5,28 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
+from tests.toy import toy_batch
+
 # Far more than a run needs to end, far less than the minute for which it would wait for a sink.
 SOON_S = 30.0
 STEPS = 10**8
-PROGRAM = """
-import engine.run.parts
-from engine.commands.cli import main
-from tests.toy import Linear, toy_batch
-parts = engine.run.parts.OwnParts(model=Linear(), batches={batches})
-engine.run.parts.OwnParts = lambda: parts
-main()
-"""
 
 
 class BlockedRun:
     """`run-train` with a toy model, its output a full pipe that nobody reads."""
 
-    def __init__(self, folder, batches="toy_batch", prelude=""):
+    def __init__(self, folder, batches="tests.toy:toy_batch"):
         self.folder = folder / "run"
         self._reader, writer = os.pipe()
         options = ["--steps", STEPS, "--batch", 8, "--num-classes", 3, "--run-dir", self.folder]
+        options += ["--model", "tests.toy:Linear", "--batches", batches]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", prelude + PROGRAM.format(batches=batches), *map(str, options)],
+            [sys.executable, "-c", "from engine.commands.cli import main; main()", *map(str, options)],
             stdout=writer,
             stderr=subprocess.PIPE,
             text=True,
@@ -83,19 +79,16 @@ def test_a_signal_ends_the_run_and_every_loss_is_in_the_file(number, tmp_path):
         assert (run.folder / "model.safetensors").exists()
 
 
-STUCK = """
-import threading
-from tests.toy import toy_batch
 def stuck(step):
-    if step == 3000: threading.Event().wait(600)
+    if step == 3000:
+        threading.Event().wait(600)
     return toy_batch(step)
-"""
 
 
 @pytest.mark.timeout(240)
 def test_a_second_signal_quits_at_once(tmp_path):
     # The source stands still too, so that the program waits for it when the signals come.
-    with BlockedRun(tmp_path, "stuck", STUCK) as run:
+    with BlockedRun(tmp_path, "tests.test_blocked_terminal:stuck") as run:
         run.wait_for_steps(3000)
         run.process.send_signal(signal.SIGTERM)
         time.sleep(0.3)  # two signals at the same instant are one

@@ -59,7 +59,7 @@ def test_the_completion_script_of_a_shell_is_printed(shell):
         (["--model", "convnet"], [("plain", "convnet8"), ("plain", "convnet8-wide")]),
         (["--recipe", "imagenet"], [("plain", "imagenet-16"), ("plain", "imagenet-90")]),
         (["--recipe", "runs/first/con"], [("file", "runs/first/con")]),
-        (["--schedule", "co"], [("plain", "constant"), ("plain", "cosine")]),
+        (["--schedule", "co"], [("plain", "constant"), ("plain", "cosine"), ("plain", "cosine-restarts")]),
         (["--data", "data/sh"], [("dir", "data/sh")]),
         (["--run-dir", "ru"], [("dir", "ru")]),
         (["--init-from", "w"], [("file", "w")]),

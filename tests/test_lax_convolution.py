@@ -1,6 +1,7 @@
 """The drop-in for `lax.conv_general_dilated`: equal to it for every call, loop-safe where it can be."""
 
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +73,12 @@ def test_any_other_call_is_that_of_lax_and_says_why(change, reason):
 
 def test_groups_are_loop_safe_and_equal_lax():
     kernel = jax.random.normal(jax.random.key(2), (3, 3, 2, 6))
-    call = {"window_strides": (2, 1), "padding": "SAME", "dimension_numbers": NHWC, "feature_group_count": 2}
+    call: dict[str, Any] = {
+        "window_strides": (2, 1),
+        "padding": "SAME",
+        "dimension_numbers": NHWC,
+        "feature_group_count": 2,
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = conv_general_dilated(X, kernel, **call)

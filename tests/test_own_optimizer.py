@@ -2,6 +2,7 @@
 
 import json
 import math
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +13,9 @@ import optax
 import optax.contrib
 import pytest
 
-from engine import replay_run, train
-from engine.control.request import ControlRequest
+from engine import Callback, replay_run, train
 from engine.patterns import Group, parse_freeze, parse_groups
 from engine.records.control_log import read_events
-from engine.records.control_requests import send_request
 from engine.updates.clipping import clip_by_global_norm, clip_gradient
 from tests.toy import Linear, toy_batch, toy_config
 
@@ -79,19 +78,33 @@ def test_a_function_of_the_rate_gets_that_of_an_own_schedule(start, tmp_path):
 
 
 def test_the_live_factor_multiplies_the_updates_of_a_transformation(start, tmp_path):
+    is_requested = threading.Event()
+
+    class Quarter(Callback):
+        def on_fit_begin(self, run):
+            self._run = run
+
+        def on_step(self, record):
+            if record.step == 4:
+                self._run.request(learning_rate_factor=0.25)
+                is_requested.set()
+
     def batches(step):
-        if step == 8:
-            send_request(tmp_path, ControlRequest(learning_rate_factor=0.25))
+        if step == 20:
+            assert is_requested.wait(60)
         return toy_batch(step)
 
-    own = optax.sgd(1e-4, 0.9)
-    result = train(config_of(steps=400, run_dir=tmp_path), model=Linear(), batches=batches, optimizer=own)
+    own, steps = optax.sgd(0.01, 0.9), 60
+    config = config_of(steps=steps, run_dir=tmp_path)
+    result = train(config, model=Linear(), batches=batches, optimizer=own, callbacks=[Quarter()])
     (event,) = read_events(tmp_path / "control.jsonl")
-    _, params = plain(start, own, steps=400, factor_of=lambda step: 0.25 if step + 1 >= event.step else 1.0)
-    _, unscaled = plain(start, own, steps=400)
-    # Four hundred steps of a few roundings each.
+    assert event.step <= 21
+    losses, params = plain(start, own, steps=steps, factor_of=lambda step: 0.25 if step + 1 >= event.step else 1.0)
+    _, unscaled = plain(start, own, steps=steps)
+    # Sixty steps of a few roundings each.
+    np.testing.assert_allclose(result.losses, losses, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(result.params["weights"], params["weights"], rtol=1e-4, atol=1e-6)
-    assert event.step > 400 or not np.allclose(unscaled["weights"], params["weights"], rtol=1e-3, atol=1e-5)
+    assert not np.allclose(unscaled["weights"], params["weights"], rtol=1e-3, atol=1e-5)
 
 
 def test_an_interrupted_run_resumes_to_the_same_bytes_and_is_replayed(tmp_path):

@@ -352,16 +352,16 @@ def test_a_file_of_another_form_is_mapped_once_it_is_restored(tmp_path):
 
 
 class ActOnce:
-    """A sink that calls a function at the first loss."""
+    """A sink that calls a function once, at the first loss of `step` or a later one."""
 
-    def __init__(self, action):
-        self._action, self._is_done = action, False
+    def __init__(self, action, step=1):
+        self._action, self._step, self._is_done = action, step, False
 
     def open(self):
         pass
 
-    def write(self, _):
-        if not self._is_done:
+    def write(self, record):
+        if not self._is_done and record.step >= self._step:
             self._is_done = True
             self._action()
 
@@ -382,8 +382,9 @@ def test_a_run_whose_data_were_written_to_ends_with_an_error(tmp_path, monkeypat
             file.write(bytes(64))
 
     config = toy_config(data=str(tmp_path / "data"), num_classes=None, steps=40, batch=4, run_dir=str(tmp_path / "run"))
+    # Every image was checked by then: an epoch is three steps.
     with pytest.raises(ShardError, match="pixels/c/0/0/0 was written to while it was being read"):
-        train(config, model=Linear(), sinks=[ActOnce(overwrite)])
+        train(config, model=Linear(), sinks=[ActOnce(overwrite, step=4)])
     assert (tmp_path / "run/model.safetensors").exists()
     assert '"stopped_by": "error"' in (tmp_path / "run/result.json").read_text()
     assert not (tmp_path / "run/snapshots").exists()  # nobody is to go on from such a state

@@ -253,7 +253,8 @@ def test_all_errors_of_a_file_are_reported_at_once(tmp_path):
         "  a recipe has no key 'sumary': did you mean summary?",
         "  a recipe has no setting 'bach': did you mean batch?",
         "  flip must lie in 0 … 1, got 1.5",
-        "  schedule must be one of constant, step, cosine, linear, one-cycle, got 'cosin': did you mean cosine?",
+        "  schedule must be one of constant, step, cosine, linear, one-cycle, polynomial, exponential, "
+        "cosine-restarts, got 'cosin': did you mean cosine?",
         "  run_dir belongs to a single run, not to a recipe: give it on the command line",
         "  epochs and steps must not both be given, got 1 and 2: leave one out",
         "  synthetic batches need no data set, got data 'packed': leave out synthetic or data",

@@ -130,7 +130,7 @@ def test_a_lack_of_memory_for_the_weights_is_reported_with_the_file(tmp_path, mo
     def refuse(*_):
         raise MemoryError
 
-    monkeypatch.setattr("safetensors.numpy.save", refuse)
+    monkeypatch.setattr("engine.records.weights.save", refuse)
     with pytest.raises(MemoryError, match=r"model\.safetensors needs 0 MB of memory, more than is free.*\(--resume\)"):
         run(tmp_path, eval_every_steps=0)
 
