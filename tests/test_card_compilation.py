@@ -1,4 +1,4 @@
-"""Compilation of a program for an NVIDIA card by XLA; no card is needed, and scripts/test installs the compiler."""
+"""Compilation of a program for an NVIDIA card by XLA; no card is needed, and scripts/test --integrations installs the compiler."""
 
 import json
 import os
@@ -35,10 +35,13 @@ EVERYTHING = {
     "eval_mirror": True,
 }
 
-pytestmark = pytest.mark.skipif(
-    not (COMPILER / f".installed-{version('jaxlib')}").exists(),
-    reason="XLA's compiler for NVIDIA cards is not here: scripts/test brings it, on Linux",
-)
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(
+        not (COMPILER / f".installed-{version('jaxlib')}").exists(),
+        reason="XLA's compiler for NVIDIA cards is not here: scripts/test --integrations brings it, on Linux",
+    ),
+]
 
 
 @lru_cache

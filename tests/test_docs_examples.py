@@ -18,6 +18,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("examples")
 
 
+@pytest.mark.integration
 @pytest.mark.timeout(600)  # seconds on an idle machine, minutes on a busy one
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_the_example_runs_and_its_assertions_hold(example, folder):
