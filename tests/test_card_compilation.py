@@ -1,4 +1,4 @@
-"""XLA compiles a program for an NVIDIA card; no card is needed, and scripts/test --integrations installs the compiler."""
+"""XLA compiles a program for an NVIDIA card; no card is needed. scripts/test --integrations installs the compiler."""
 
 import json
 import os

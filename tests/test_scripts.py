@@ -273,7 +273,7 @@ def test_hooks_and_ci_run_the_same_commands() -> None:
     assert [line.split()[-1] for line in hooks.splitlines() if "entry:" in line] == ["scripts/lint", "scripts/test"]
     assert "repo: https" not in hooks
     ci = (ROOT / ".ci/run").read_text(encoding="utf-8")
-    assert ci.index('scripts/test" </dev/null') < ci.index("scripts/test\" --integrations") < ci.index("$scripts/docs")
+    assert ci.index('scripts/test" </dev/null') < ci.index('scripts/test" --integrations') < ci.index("$scripts/docs")
     assert "\nscripts/lint" in (ROOT / "scripts/test").read_text(encoding="utf-8")
     for script in (
         ".ci/run",
