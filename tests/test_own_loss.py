@@ -192,6 +192,20 @@ def test_class_numbers_keep_their_accuracy_with_an_own_loss():
     assert np.trace(record.metrics["confusion"]) == 20
 
 
+def test_the_default_loss_takes_the_logits_among_other_outputs():
+    class WithFeatures(Linear):
+        def apply(self, params, batch_stats, images, train):
+            logits, batch_stats = super().apply(params, batch_stats, images, train)
+            return {"logits": logits, "features": images}, batch_stats
+
+    plain, found = (
+        train(toy_config(steps=5), model=model, batches=toy_batch, evaluation=toy_batch(99))
+        for model in (Linear(), WithFeatures())
+    )
+    np.testing.assert_array_equal(found.losses, plain.losses)
+    assert found.evaluations[-1].top1 == plain.evaluations[-1].top1
+
+
 def test_target_distributions_train_like_the_class_numbers_that_they_stand_for():
     def distributions(step):
         pixels, labels = toy_batch(step)

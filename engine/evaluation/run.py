@@ -40,10 +40,11 @@ from engine.feed.batches import CheckedSource, EvaluationArrays, EvaluationSourc
 from engine.feed.feeder import Feeder, ring_depth
 from engine.images.augment import prepare_for_evaluation
 from engine.images.unpack import PixelScale
+from engine.objective.logits import logits_of
 from engine.objective.losses import Loss
 from engine.objective.metrics import Metric, PerExample
 from engine.objective.predictions import empty_predictions
-from engine.objective.tally import Tally, empty_tally, logits_of
+from engine.objective.tally import Tally, empty_tally
 from engine.program.checked_model import CheckedModel
 from engine.program.loop import evaluate_split
 from engine.program.statics import NO_OWN_FUNCTIONS, OwnFunctions, Statics, statics_of

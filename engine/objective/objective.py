@@ -16,6 +16,7 @@ from engine.feed.label_form import LabelForm
 from engine.images.augment import make_targets
 from engine.images.mixing import WHOLE, mix_targets, swap_partners
 from engine.objective.cross_entropy import cross_entropy
+from engine.objective.logits import logits_of
 from engine.objective.losses import Loss, weighted_mean
 from engine.objective.metrics import Metric
 from engine.objective.targets import smooth_targets
@@ -70,12 +71,13 @@ class Objective(NamedTuple):
         if self.loss is not None:
             losses = self._mixed_losses(self.loss, outputs, labels, weights, own_share)
             return weighted_mean(losses, weights), metrics
+        logits = logits_of(outputs)
         if self.has_classes:
-            targets = make_targets(labels, own_share, outputs.shape[-1])
+            targets = make_targets(labels, own_share, logits.shape[-1])
         else:
             targets = labels.astype(jnp.float32)
             targets = targets if own_share is None else mix_targets(targets, own_share)
-        return cross_entropy(outputs, smooth_targets(targets, smoothing)), metrics
+        return cross_entropy(logits, smooth_targets(targets, smoothing)), metrics
 
     def init_metrics(self) -> dict[str, Any]:
         """Return the state of each metric before the first batch."""

@@ -3,13 +3,13 @@
 Owns the counts and how a batch is added to them; the loop over batches is in `engine.program.loop`.
 """
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from engine.feed.batches import PADDING_LABEL
+from engine.objective.logits import logits_of
 from engine.objective.losses import cross_entropy_loss
 from engine.objective.metrics import NO_RANK
 from engine.objective.objective import CROSS_ENTROPY, Objective, checked_losses
@@ -95,21 +95,6 @@ def tally_outputs(objective: Objective, tally: Tally, outputs: Any, words: jax.A
         predictions = add_predictions(tally.predictions, tally.num_images, logits_of(outputs), words, losses)
         counted = counted._replace(predictions=predictions)
     return counted._replace(metrics=objective.update_metrics(tally.metrics, outputs, labels, weights))
-
-
-def logits_of(outputs: Any) -> jax.Array:
-    """Return the logits [B, K] among a model's outputs: the outputs themselves, or their entry "logits".
-
-    Raises:
-        ValueError: while tracing, if there are none.
-    """
-    logits = outputs.get("logits") if isinstance(outputs, Mapping) else outputs
-    if not isinstance(logits, jax.Array) or logits.ndim != 2:
-        raise ValueError(
-            "with class numbers as labels, a model must return logits [B, K], or a dictionary with such logits under "
-            f'"logits", but returned {jax.tree.map(jnp.shape, outputs)}'
-        )
-    return logits
 
 
 def tally_batch(tally: Tally, logits: jax.Array, labels: jax.Array) -> Tally:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from engine.feed.batches import BatchSource, FunctionBatches, label_form_of
-from engine.objective.tally import logits_of
+from engine.objective.logits import logits_of
 from engine.program.model_key import takes_key
 from engine.program.train_state import TrainModel, name_of_model
 from engine.settings import SettingError
