@@ -254,7 +254,9 @@ def test_a_folder_that_cannot_be_written_is_named_in_one_line(tmp_path):
         (tmp_path / CONTROL_FOLDER_NAME).write_text("")
         result = control(tmp_path, "--stop")
     assert result.exit_code == 1
-    assert re.fullmatch(r"Error: .*control.* must be readable and writable: .*; check its permissions\n", result.stderr)
+    assert re.fullmatch(
+        r"Error: .*control.* cannot be read or written \(.*\): choose another path, .*\n", result.stderr
+    )
 
 
 @pytest.mark.parametrize(

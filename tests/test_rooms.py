@@ -15,6 +15,7 @@ FLOORS = (
     "preprocess.cores",
     "preprocess.memory",
     "preprocess.printable",
+    "preprocess.system_errors",
     "preprocess.json_digest",
     "preprocess.regular_file",
     "preprocess.suggestions",

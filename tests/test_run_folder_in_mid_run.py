@@ -123,7 +123,10 @@ def test_a_full_disk_is_reported_with_the_file_and_the_remedy(tmp_path, monkeypa
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/{name}'\n") as caught:
         run(tmp_path, snapshot_every_steps=0, eval_every_steps=0)
-    assert f"{tmp_path}/{name} cannot be written: make room on its disk" in caught.value.__notes__
+    assert (
+        f"{tmp_path}/{name} cannot be written (No space left on device): make room on its disk"
+        in caught.value.__notes__
+    )
 
 
 def test_a_lack_of_memory_for_the_weights_is_reported_with_the_file(tmp_path, monkeypatch):
@@ -172,7 +175,10 @@ def test_a_log_that_the_disk_does_not_keep_ends_the_run_and_no_record_counts_on_
     refused = refuse_to_sync(monkeypatch, tmp_path / name, errno.EIO)
     with pytest.raises(OSError, match=f"'{tmp_path}/{name}'") as caught:
         run(tmp_path)
-    assert f"{tmp_path}/{name} cannot be written: check its folder and its disk" in caught.value.__notes__
+    assert (
+        f"{tmp_path}/{name} cannot be written (Input/output error): check its folder and its disk"
+        in caught.value.__notes__
+    )
     assert len(refused) == 1  # at the next call a disk reports success
     assert snapshot_steps(tmp_path / "snapshots") == []
     assert json.loads((tmp_path / "result.json").read_text())["files"] is None

@@ -11,6 +11,7 @@ import click
 
 from engine.settings import SettingError
 from preprocess.printable import printable_text
+from preprocess.system_errors import describe_system_error
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -62,6 +63,11 @@ def describe_error(error: Exception, name_setting: Callable[[str], str] = str) -
     if isinstance(error, BrokenPipeError):
         # Only an error from the system has a number; any other already has a message.
         text = text if error.errno is None else "the reader of the output closed it (broken pipe)"
+    elif isinstance(error, OSError) and error.errno is not None and type(error).__str__ is OSError.__str__:
+        notes = notes_of(error)
+        # The note of `engine.records.file_errors` says the same, and that the file was to be written.
+        is_told = notes.startswith(f"\n  {error.filename} cannot be written")
+        return notes.strip() if is_told else f"{describe_system_error(error)}{notes}"
     elif "RESOURCE_EXHAUSTED" in text:
         text = f"{text.splitlines()[0]}: the program needs more memory than is free; use a smaller --batch"
     elif not isinstance(error, ValueError | OSError | RuntimeError | ArithmeticError) or not text:

@@ -21,6 +21,7 @@ from engine.records.folder_lock import is_locked
 from preprocess.commands.completion import complete_folder
 from preprocess.commands.grouped_help import GroupedCommand
 from preprocess.printable import printable_line
+from preprocess.system_errors import describe_system_error
 
 if TYPE_CHECKING:
     from engine.control.event import ControlEvent
@@ -108,8 +109,7 @@ def main(
     except ValueError as error:
         raise RequestNotAcceptedError(printable_line(str(error))) from error
     except OSError as error:
-        reason = f"{error.filename or run} must be readable and writable: {error.strerror}; check its permissions"
-        raise RequestNotAcceptedError(printable_line(reason)) from error
+        raise RequestNotAcceptedError(printable_line(describe_system_error(error, run))) from error
     for line in _effects(event):
         click.echo(line)
 

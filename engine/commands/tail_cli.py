@@ -21,6 +21,7 @@ from engine.commands.tail_frame import Picture, Tick, end_text, frame_text, reco
 from preprocess.commands.completion import complete_folder
 from preprocess.commands.guarded_output import GuardedCommand, terminal_of
 from preprocess.printable import printable_line
+from preprocess.system_errors import describe_system_error, is_out_of_room
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -141,6 +142,8 @@ def main(
             return
         raise click.ClickException(printable_line(str(error))) from error
     except OSError as error:
+        if is_out_of_room(error):  # the output, because nothing else is written
+            raise click.ClickException(printable_line(describe_system_error(error, "<stdout>"))) from error
         path = error.filename or run
         reason = f"RUN must be readable, but {path} is not: {error.strerror}; check the path and its permissions"
         raise _WrongRunError(printable_line(reason)) from error

@@ -5,22 +5,18 @@ import os
 from pathlib import Path
 from typing import Self
 
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_NO_PERMISSION = {errno.EACCES, errno.EPERM, errno.EROFS}
+from preprocess.system_errors import remedy_of, system_reason
 
 
 def name_file(error: OSError, path: Path) -> None:
-    """Add the path and a remedy to a write error, because the system omits the path of a file that is already open."""
+    """Add the path to a write error, because the system omits it if the file is already open, and a note.
+
+    The note gives the reason and the remedy.
+    """
     error.filename = os.fspath(path)
     if error.filename2 is not None:
         del error.filename2  # None would be shown as a second name
-    if error.errno in _NO_ROOM:
-        remedy = "make room on its disk"
-    elif error.errno in _NO_PERMISSION:
-        remedy = "grant write permission"
-    else:
-        remedy = "check its folder and its disk"
-    error.add_note(f"{path} cannot be written: {remedy}")
+    error.add_note(f"{path} cannot be written ({system_reason(error) or error}): {remedy_of(error)}")
 
 
 class LostFileError(OSError):

@@ -30,6 +30,7 @@ from engine.records.folder_state import FolderState
 from engine.records.orbax_store import first_unreadable, restore_arrays, restore_facts, save_items, short_reason
 from engine.records.versions import version_of
 from preprocess.regular_file import check_regular
+from preprocess.system_errors import remedy_of, system_number, system_reason
 
 _FORMAT = 1
 # The key of the facts for the state of the run's other files.
@@ -110,9 +111,11 @@ def write_snapshot(folder: Path, step: int, pulls: int, tree: Any, state: Folder
     except SnapshotError:
         raise
     except Exception as error:  # Orbax and TensorStore raise exceptions of many types
+        is_unknown = system_number(error) is None
         raise SnapshotError(
-            f"the snapshot of step {step} cannot be written in {folder} ({short_reason(error)}): "
-            "make room there, or grant write permission"
+            f"the snapshot of step {step} cannot be written in {folder} "
+            f"({system_reason(error) or short_reason(error)}): "
+            f"{'make room there, or grant write permission' if is_unknown else remedy_of(error)}"
         ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -41,6 +41,15 @@ def _write_beside(path: Path, content: bytes) -> None:
         raise
 
 
+def make_folder(path: Path) -> None:
+    """Create a folder and its parents unless it exists; raise OSError, which names `path`, if that is impossible."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        name_file(error, path)
+        raise
+
+
 def remove_unfinished(path: Path) -> None:
     """Remove temporary files of processes killed in `write_whole(path, …)`; no process may be writing `path`.
 

@@ -16,7 +16,8 @@ import jax.monitoring
 from jax.experimental.compilation_cache import compilation_cache
 
 from engine.locations import user_cache_folder
-from engine.records.whole_file import write_whole
+from engine.records.whole_file import make_folder, write_whole
+from engine.run.cache_faults import reporting_cache_faults
 
 _CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
 # jax's settings are global to the process, and so is their lock: two runs that compile at once take turns.
@@ -106,7 +107,7 @@ def compile_traced(
         compiled = traced.lowered.compile(compiler_options=options)
     compile_s = time.perf_counter() - started
     if dump_folder is not None:
-        dump_folder.mkdir(parents=True, exist_ok=True)
+        make_folder(dump_folder)
         write_whole(dump_folder / "program.stablehlo.mlir", traced.lowered.as_text().encode())
         write_whole(dump_folder / "program.optimised.hlo", (compiled.as_text() or "").encode())
     return Compiled(compiled, traced.trace_s, compile_s, bool(hits), _memory_bytes(compiled), keeps)
@@ -161,7 +162,8 @@ def caching_compilations(folder: str | None, notify: Callable[[str], None] = lam
     Args:
         folder: the cache folder; None uses the one set by the caller or $JAX_COMPILATION_CACHE_DIR, or otherwise the
             user's cache folder; "off" caches nothing.
-        notify: called with a warning if the folder cannot be written; nothing is then cached.
+        notify: called with a warning if the folder cannot be written, in which case nothing is cached, or an entry
+            cannot be written or read.
     """
     with _SETTINGS_GUARD:
         if folder is None:
@@ -181,7 +183,8 @@ def caching_compilations(folder: str | None, notify: Callable[[str], None] = lam
         before = {name: getattr(jax.config, name) for name in settings}
         _configure(settings)
         try:
-            yield
+            with reporting_cache_faults(folder, notify):
+                yield
         finally:
             _configure(before)
 

@@ -20,6 +20,7 @@ from preprocess.commands.grouped_help import GroupedCommand
 from preprocess.commands.pack_report import announce, summarise
 from preprocess.commands.suggesting import SuggestingChoice
 from preprocess.decoding.default_resize import LARGEST_SIZE_WITHOUT_MARGIN, MAX_SIZE, default_resize
+from preprocess.system_errors import describe_system_error
 
 if TYPE_CHECKING:
     from preprocess.packing.pack import PackResult
@@ -191,7 +192,7 @@ def main(ctx: click.Context, /, **values: Any) -> None:
 def _message(error: Exception) -> str:
     if isinstance(error, MemoryError):
         return f"not enough memory ({error or 'allocation failed'}); use fewer --workers or a smaller --shard-images"
-    return str(error)
+    return describe_system_error(error) if isinstance(error, OSError) else str(error)
 
 
 def _run(options: _Options) -> None:

@@ -35,11 +35,29 @@ class GuardedStream:
         if not isinstance(text, str):
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
         safe = printable_text(text)
-        try:
-            self.terminal.write(safe)
-        except UnicodeEncodeError as error:
-            self.terminal.write(safe.encode(error.encoding, "backslashreplace").decode(error.encoding))
+        with self._naming_output():
+            try:
+                self.terminal.write(safe)
+            except UnicodeEncodeError as error:
+                self.terminal.write(safe.encode(error.encoding, "backslashreplace").decode(error.encoding))
         return len(text)
+
+    def flush(self) -> None:
+        """Flush the other stream."""
+        with self._naming_output():
+            self.terminal.flush()
+
+    @contextmanager
+    def _naming_output(self) -> Iterator[None]:
+        """Add the stream's name, such as "<stdout>", to an OSError raised in the block."""
+        try:
+            yield
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            if error.errno is not None and error.filename is None:
+                error.filename = getattr(self.terminal, "name", None)
+            raise
 
     def writelines(self, lines: Iterable[str]) -> None:
         """Write each string in ``lines``, escaped as in `write`."""

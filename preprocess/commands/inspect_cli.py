@@ -16,6 +16,7 @@ import click
 from preprocess.commands.completion import complete_folder
 from preprocess.commands.guarded_output import GuardedCommand
 from preprocess.quantities import quantity
+from preprocess.system_errors import describe_system_error, naming_file
 
 if TYPE_CHECKING:
     from preprocess.shards.location import Location
@@ -64,11 +65,16 @@ def main(dest: str, split: tuple[str, ...], verify: bool, grid: Path | None, as_
     except (ValueError, OSError, MemoryError) as error:
         if traceback:
             print_exc()
-        message = f"not enough memory ({error})" if isinstance(error, MemoryError) else error
-        click.echo(f"inspect-shards: {message}", err=True)
+        click.echo(f"inspect-shards: {_message(error)}", err=True)
         sys.exit(WRONG)
     if not is_intact:
         sys.exit(WRONG)
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, MemoryError):
+        return f"not enough memory ({error})"
+    return describe_system_error(error) if isinstance(error, OSError) else str(error)
 
 
 def _run(dest: str, wanted: tuple[str, ...], *, verify: bool, grid: Path | None, as_json: bool) -> bool:
@@ -140,7 +146,9 @@ def _draw(dest: str, name: str, grid: Path, *, is_quiet: bool) -> None:
     from preprocess.shards.reader import open_split
 
     with open_split(dest, name) as split:
-        draw_contact_sheet(split, title=f"{dest}  {name}").save(grid)
+        sheet = draw_contact_sheet(split, title=f"{dest}  {name}")
+    with naming_file(grid):
+        sheet.save(grid)
     if not is_quiet:
         click.echo(f"Contact sheet of {name}: {grid}")
 

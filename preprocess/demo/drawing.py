@@ -13,6 +13,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from preprocess.cores import num_cores
+from preprocess.system_errors import naming_file
 
 SUPERSAMPLING = 4
 NUM_TRAIN_IMAGES = 5000
@@ -85,7 +86,9 @@ def draw_image(name: str, size: int, rng: np.random.Generator) -> np.ndarray:
 
 def _save(folder: Path, size: int, key: tuple[int, int, int]) -> None:
     pixels = draw_image(folder.name, size, np.random.default_rng(key))
-    Image.fromarray(pixels).save(folder / f"{key[-1]:05d}.jpg", quality=JPEG_QUALITY, subsampling=0)
+    path = folder / f"{key[-1]:05d}.jpg"
+    with naming_file(path):
+        Image.fromarray(pixels).save(path, quality=JPEG_QUALITY, subsampling=0)
 
 
 def _two_colours(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

@@ -36,7 +36,7 @@ from preprocess.shards.arrays import (
     words_digest,
     write_array,
 )
-from preprocess.shards.location import Location, ShardError, reason
+from preprocess.shards.location import Location, ShardError, write_fault
 from preprocess.shards.manifest import FAILURES_KEY, FORMAT_VERSION, MANIFEST_KEY, Manifest, is_manifest
 from preprocess.shards.split_files import JOURNAL, PLAN_KEY, delete_lock_files, delete_split_files, split_files
 
@@ -342,8 +342,7 @@ def _write_numbers(
             ) from error
         except (ValueError, OSError, RuntimeError) as error:
             raise ShardError(
-                f"{location.display}{name} can't be written: {reason(error)}; check free space and permissions, then "
-                "run the same command again"
+                f"{location.display}{name} can't be written: {write_fault(error)}, then run the same command again"
             ) from error
     return digest
 

@@ -23,7 +23,7 @@ from preprocess.packing.shard_file import ShardFile
 from preprocess.pixels import words_of_row
 from preprocess.shards.arrays import PIXELS, pixels_metadata, shard_key, write_array
 from preprocess.shards.checksum import crc32c
-from preprocess.shards.location import Location, ShardError, reason
+from preprocess.shards.location import Location, ShardError, write_fault
 
 SHARD_TIMEOUT_S = 1800.0
 """Time limit for writing one shard file, in seconds."""
@@ -186,8 +186,8 @@ class ShardWriter:
             ) from error
         except (ValueError, OSError, RuntimeError) as error:
             raise ShardError(
-                f"{name} can't be written: {reason(error)}; check free space and permissions, then run the same "
-                f"command again to continue at shard {shard}"
+                f"{name} can't be written: {write_fault(error)}, then run the same command again to continue at shard "
+                f"{shard}"
             ) from error
 
 

@@ -16,6 +16,7 @@ import tensorstore as ts
 
 from preprocess.printable import printable, printable_text
 from preprocess.regular_file import FileIdentity, check_regular, identity_of, read_regular
+from preprocess.system_errors import remedy_of, system_number, system_reason
 
 STORE_TIMEOUT_S = 120.0
 """Time limit for one small read, write, listing or deletion, in seconds."""
@@ -165,7 +166,9 @@ class Location:
                 "check that the store is reachable"
             ) from error
         except (ValueError, OSError, RuntimeError) as error:
-            raise ShardError(f"{self.display}: can't {action}: {reason(error)}; {_remedy(error)}") from error
+            raise ShardError(
+                f"{self.display}: can't {action}: {system_reason(error) or reason(error)}; {_remedy(error)}"
+            ) from error
 
 
 class _Several:
@@ -223,14 +226,15 @@ def reason(error: BaseException) -> str:
     return printable_text(text.splitlines()[0]) if text else type(error).__name__
 
 
+def write_fault(error: BaseException) -> str:
+    """Return why a write failed, and what to do, such as "File too large; raise the limit …"."""
+    remedy = "check free space and permissions" if system_number(error) is None else remedy_of(error)
+    return f"{system_reason(error) or reason(error)}; {remedy}"
+
+
 def _remedy(error: BaseException) -> str:
-    text = str(error)
-    if "No space left" in text or "quota exceeded" in text:
-        return "free some space and run the same command again"
-    if "Too many open files" in text:
-        return "allow more open files (ulimit -n) and run the same command again"
-    if "Input/output error" in text:
-        return "check the disk"
+    if system_number(error) is not None:
+        return f"{remedy_of(error)}, and run the same command again"
     return "check the address and its permissions"
 
 
