@@ -16,6 +16,7 @@ import tensorstore as ts
 
 from preprocess.printable import printable, printable_text
 from preprocess.regular_file import FileIdentity, check_regular, identity_of, read_regular
+from preprocess.shards.first_contact import contact_fault
 from preprocess.system_errors import remedy_of, system_number, system_reason
 
 STORE_TIMEOUT_S = 120.0
@@ -192,7 +193,7 @@ def open_location(data: str, *, context: ts.Context | None = None, memory_mapped
             per second if the files are cached.
 
     Raises:
-        ShardError: TensorStore does not support the URL.
+        ShardError: TensorStore does not support the URL, or nothing answers at its address within 15 s.
     """
     if not data:
         raise ShardError("the data folder is an empty string; give a folder or a URL such as gs://bucket/imagenet")
@@ -216,7 +217,11 @@ def open_location(data: str, *, context: ts.Context | None = None, memory_mapped
     spec["path"] = path if path.endswith("/") or not path else f"{path}/"
     if memory_mapped and spec["driver"] == "file":
         spec["file_io_mode"] = {"mode": "memmap"}
-    return Location(spec, data if data.endswith("/") else f"{data}/", context or ts.Context())
+    location = Location(spec, data if data.endswith("/") else f"{data}/", context or ts.Context())
+    fault = contact_fault(location.spec, location.context)
+    if fault is not None:
+        raise ShardError(f"{data} cannot be reached ({fault}); check the address and the network")
+    return location
 
 
 def reason(error: BaseException) -> str:
