@@ -197,6 +197,17 @@ def test_the_folder_of_a_run_is_refused(tmp_path, source):
     assert sorted(each.name for each in (tmp_path / "run").iterdir()) == ["config.json", "loss.jsonl"]
 
 
+@pytest.mark.parametrize("below", ["snapshots", "new/data"])
+def test_a_folder_inside_the_folder_of_a_run_is_refused(tmp_path, source, below):
+    (tmp_path / "run").mkdir()
+    for name in "config.json", "loss.jsonl":
+        (tmp_path / "run" / name).touch()
+    result = run(source, tmp_path / "run" / below, "--size", 28)
+    assert result.exit_code == 2
+    assert f"is inside {tmp_path}/run, the folder of a training run, which must contain only its run" in result.stderr
+    assert sorted(each.name for each in (tmp_path / "run").iterdir()) == ["config.json", "loss.jsonl"]
+
+
 def test_other_settings_require_overwrite(tmp_path, source):
     run(source, tmp_path / "shards", "--size", 32)
     result = run(source, tmp_path / "shards", "--size", 28)

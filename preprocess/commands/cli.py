@@ -20,6 +20,7 @@ from preprocess.commands.grouped_help import GroupedCommand
 from preprocess.commands.pack_report import announce, summarise
 from preprocess.commands.suggesting import SuggestingChoice
 from preprocess.decoding.default_resize import LARGEST_SIZE_WITHOUT_MARGIN, MAX_SIZE, default_resize
+from preprocess.quantities import quantity
 from preprocess.system_errors import describe_system_error
 
 if TYPE_CHECKING:
@@ -233,11 +234,13 @@ def _check_dest(source: str, location: Location) -> None:
     folder = location.local_path
     if folder is None:
         return
-    if (folder / "config.json").is_file() and (folder / "loss.jsonl").is_file():
-        raise click.UsageError(
-            f"DEST {location.display} is the folder of a training run, which must contain only its run; choose another "
-            "folder"
-        )
+    for each in (folder, *folder.parents):
+        if (each / "config.json").is_file() and (each / "loss.jsonl").is_file():
+            where = "is" if each == folder else f"is inside {each},"
+            raise click.UsageError(
+                f"DEST {location.display} {where} the folder of a training run, which must contain only its run; "
+                "choose another folder"
+            )
     # Path.resolve raises RuntimeError for symbolic links that form a loop.
     inner, outer = Path(os.path.realpath(folder)), Path(os.path.realpath(source))
     if outer.is_dir() and inner.is_relative_to(outer):
@@ -323,7 +326,9 @@ def _pack_demo(options: _Options) -> None:
     location = open_location(dest)
     for name in list_splits(dest):
         manifest = read_manifest(location, name)
-        click.echo(f"{name}: {manifest.num_images:,} images of {manifest.num_classes:,} classes packed.")
+        click.echo(
+            f"{name}: {quantity(manifest.num_images, 'image')} of {quantity(manifest.num_classes, 'class')} packed."
+        )
     _suggest(dest)
 
 
