@@ -5,4 +5,6 @@ def quantity(count: int, noun: str) -> str:
     """Return a number with its noun, such as "1 image" or "1,200 images"; `noun` is singular."""
     if count == 1:
         return f"1 {noun}"
-    return f"{count:,} {noun}{'es' if noun.endswith('s') else 's'}"
+    if noun.endswith("y"):
+        return f"{count:,} {noun[:-1]}ies"
+    return f"{count:,} {noun}{'es' if noun.endswith(('s', 'tch')) else 's'}"

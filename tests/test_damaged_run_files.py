@@ -74,7 +74,7 @@ def test_lines_after_the_end_of_a_run_are_reported_and_removed(copied_run):
     with (copied_run / "loss.jsonl").open("a") as file:
         file.write('{"step": 7, "loss": 1.0}\n')
     (fault,) = check_files(copied_run).faults
-    assert "25 bytes were appended" in fault
+    assert "it is longer by 25 bytes" in fault
     assert refusal(copied_run) == ""  # the launch would cut them off
     with (copied_run / "control.jsonl").open("ab") as file:
         file.write((copied_run / "control.jsonl").read_bytes())

@@ -231,7 +231,7 @@ def test_the_order_of_the_keys_of_a_record_plays_no_part():
 @pytest.mark.parametrize(("num_checksums", "has_checksums"), [(0, True), (1, True), (3, True), (1, False), (2, False)])
 def test_a_record_has_a_checksum_for_each_image_or_none(num_checksums, has_checksums):
     text = shard_record(checksums=np.zeros(num_checksums, np.uint32)).to_json().encode()
-    with pytest.raises(ValueError, match=f"the record has {num_checksums} checksums, not {2 * has_checksums}"):
+    with pytest.raises(ValueError, match=f"the record has {num_checksums} checksums?, not {2 * has_checksums}"):
         ShardRecord.from_json(text, format_version=2, has_checksums=has_checksums)
 
 

@@ -55,7 +55,7 @@ def test_a_pause_replaces_the_time_left(tmp_path):
 def test_an_error_of_the_run_is_shown_without_its_control_characters(tmp_path):
     shown = picture(tmp_path, [4.0], end=RunEnd(1, "error", "OSError: disk\x1b[2J full"), num_unreadable=2)
     assert status(shown, 0.0).endswith(
-        "run ended after 1 step, stopped by error: OSError: disk?[2J full  2 unreadable line(s)"
+        "run ended after 1 step with an error: OSError: disk?[2J full  2 unreadable lines"
     )
 
 
@@ -66,6 +66,9 @@ def test_an_error_of_the_run_is_shown_without_its_control_characters(tmp_path):
         (RunEnd(1, "top1"), "run ended after 1 step: top-1 accuracy reached"),
         (RunEnd(0, "SIGTERM"), "run ended after 0 steps, stopped by SIGTERM"),
         (RunEnd(2, "control-run"), "run ended after 2 steps, stopped by control-run"),
+        (RunEnd(1_500, "callback"), "run ended after 1,500 steps, stopped by a callback"),
+        (RunEnd(3, "KeyboardInterrupt"), "run ended after 3 steps, stopped at once by Ctrl-C"),
+        (RunEnd(3, "error", "OSError: full"), "run ended after 3 steps with an error: OSError: full"),
         (RunEnd(None, None), "run ended"),
     ],
 )

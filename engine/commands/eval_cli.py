@@ -224,7 +224,7 @@ def _write_predictions(result: "EvaluationResult", path: str | None) -> None:
         from engine.evaluation.prediction_file import write_predictions
 
         write_predictions(path, result.predictions)
-        say_to_stderr(f"predictions: {path}, {len(result.predictions.labels):,} images")
+        say_to_stderr(f"predictions: {path}, {quantity(len(result.predictions.labels), 'image')}")
 
 
 def _result_text(result: "EvaluationResult", weights: str | None) -> str:

@@ -262,7 +262,7 @@ def _loss_ticks(scale: _Scale, plot_height: int) -> dict[int, str]:
     rows = _rows_of(scale.unit(np.array(values, np.float64)), plot_height).tolist()
     by_row = dict(zip(rows[::-1], values[::-1], strict=True))  # if values share a row, the lowest is shown
     for digits in range(6, 17):  # enough to distinguish neighbours
-        ticks = {row: f"{value:.{digits}g}" for row, value in by_row.items()}
+        ticks = {row: f"{value:z.{digits}g}" for row, value in by_row.items()}
         if len(set(ticks.values())) == len(ticks):
             break
     return ticks

@@ -23,6 +23,7 @@ from preprocess.commands.grouped_help import GroupedCommand
 from preprocess.commands.suggesting import SuggestingChoice
 from preprocess.decoding.default_resize import MAX_SIZE
 from preprocess.printable import printable
+from preprocess.quantities import quantity
 
 if TYPE_CHECKING:
     from engine.evaluation.predict import PredictionResult
@@ -212,6 +213,6 @@ def _csv(result: "PredictionResult") -> str:
 def _say_end(result: "PredictionResult") -> None:
     num_images, num_failed = len(result.images), len(result.failures)
     say_to_stderr(
-        f"{num_images - num_failed:,} images classified in {result.predict_s:.1f} s"
+        f"{quantity(num_images - num_failed, 'image')} classified in {result.predict_s:.1f} s"
         + (f", {num_failed:,} could not be decoded" if num_failed else "")
     )

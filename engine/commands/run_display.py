@@ -12,6 +12,7 @@ import click
 from engine.commands.command_end import say_on_terminal
 from engine.config import TrainConfig
 from preprocess.commands.guarded_output import terminal_of
+from preprocess.quantities import quantity
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -76,10 +77,11 @@ def _terminal() -> "Console":
 
 def summarise(result: "TrainResult") -> None:
     """Print how a run ended, its final loss, its folder, and how to resume it if it is incomplete."""
-    steps = f"{result.steps_done:,} step{'' if result.steps_done == 1 else 's'}"
+    steps = quantity(result.steps_done, "step")
     if result.steps_done != len(result.losses):
         steps += f", {len(result.losses):,} of them"
-    how = {"steps": "done", "top1": "done, top-1 reached"}.get(result.stopped_by, f"stopped by {result.stopped_by}")
+    ends = {"steps": "done", "top1": "done, top-1 reached", "callback": "stopped by a callback"}
+    how = ends.get(result.stopped_by, f"stopped by {result.stopped_by}")
     line = f"{how}: {steps} in {result.train_s:.1f} s"
     if len(result.losses):
         last = result.losses[-min(100, len(result.losses)) :]
@@ -89,7 +91,7 @@ def summarise(result: "TrainResult") -> None:
         )
     lines = [line]
     if result.num_skipped:
-        lines.append(f"skipped: {result.num_skipped:,} updates with NaN or infinite gradients")
+        lines.append(f"skipped: {quantity(result.num_skipped, 'update')} with NaN or infinite gradients")
     lines.append(f"run folder: {result.run_dir}")
     if not result.is_complete and result.snapshot_step is not None:
         lines.append(f"to resume: run-train --run-dir {shlex.quote(str(result.run_dir))} --resume")

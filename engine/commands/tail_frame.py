@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from preprocess.printable import printable_line
+from preprocess.quantities import quantity
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -84,9 +85,16 @@ def duration_text(seconds: float) -> str:
 
 def end_text(end: "RunEnd") -> str:
     """Return a printable line that says after how many steps and why a run ended."""
-    steps = "" if end.steps_done is None else f" after {end.steps_done} step{'s' * (end.steps_done != 1)}"
-    done = {"steps": ": all steps done", "top1": ": top-1 accuracy reached", None: ""}
-    reason = done.get(end.stopped_by, f", stopped by {end.stopped_by}")
+    steps = "" if end.steps_done is None else f" after {quantity(end.steps_done, 'step')}"
+    reasons = {
+        "steps": ": all steps done",
+        "top1": ": top-1 accuracy reached",
+        "error": " with an error",
+        "KeyboardInterrupt": ", stopped at once by Ctrl-C",
+        "callback": ", stopped by a callback",
+        None: "",
+    }
+    reason = reasons.get(end.stopped_by, f", stopped by {end.stopped_by}")
     error = "" if end.error is None else f": {end.error}"
     return printable_line(f"run ended{steps}{reason}{error}")
 
@@ -113,7 +121,7 @@ def status_fields(picture: Picture, now_s: float) -> list[str]:
     if picture.end is not None:
         fields.append(end_text(picture.end))
     if picture.num_unreadable:
-        fields.append(f"{picture.num_unreadable} unreadable line(s)")
+        fields.append(quantity(picture.num_unreadable, "unreadable line"))
     return fields
 
 

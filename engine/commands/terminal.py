@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from engine.stream.sinks import EvaluationProgress, EvaluationRecord, LossRecord, evaluation_words
+from preprocess.quantities import quantity
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -100,7 +101,7 @@ class ProgressSink:
 
         evaluation = self._evaluation
         if evaluation is not None:
-            return Text(f"evaluating: {evaluation.batch:,} of {evaluation.num_batches:,} batches")
+            return Text(f"evaluating: {evaluation.batch:,} of {quantity(evaluation.num_batches, 'batch')}")
         recent = tuple(self._recent)
         if not recent:
             return Text("waiting for the first step", style="dim")
@@ -111,7 +112,7 @@ class ProgressSink:
         number = f"{loss:z.4f}"
         left = width - len("loss ") - len(number)
         facts: list[str] = []
-        for fact in (f"  wait {wait_ms:.1f} ms", f"  {images_per_s:,.0f} img/s", f"  lr {recent[-1].lr:.3g}"):
+        for fact in (f"  wait {wait_ms:.1f} ms", f"  {images_per_s:,.0f} img/s", f"  lr {recent[-1].lr:z.3g}"):
             left -= len(fact)
             if left < 0:
                 break

@@ -15,6 +15,7 @@ from engine.control.board import ControlBoard
 from engine.crossing.infeed import BatchInfeed, Infeed, WordsOf
 from engine.crossing.transport import CallbackTransport, InplaceTransport, Transport
 from engine.feed.feeder import Allocate, Feeder
+from preprocess.quantities import quantity
 
 type MakeFeeder = Callable[[Allocate | None], Feeder]
 """Allocator of the slots' memory (None: NumPy's) → a feeder that is not started."""
@@ -129,6 +130,7 @@ def wasted_steps_warning(config: TrainConfig, chunk: int) -> str | None:
     if wasted <= _MOST_WASTED * between:
         return None
     return (
-        f"warning: an evaluation, a snapshot or the end of the run comes every {between:,} batches, which wastes "
+        f"warning: an evaluation, a snapshot or the end of the run comes every {quantity(between, 'batch')}, "
+        "which wastes "
         f"{wasted} of the last chunk's {chunk} steps: choose a --chunk that divides {between:,}"
     )

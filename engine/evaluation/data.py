@@ -96,7 +96,7 @@ def open_evaluation_split(
 def _choose(config: TrainConfig, trained_on: TrainedOn, notify: Callable[[str], None]) -> str:
     if config.data is None and (config.synthetic or trained_on.manifest_digest is None):
         raise ValueError(
-            f"the images to evaluate on must be given with --data DIR, because the weights were trained on "
+            "the images to evaluate on must be given with --data DIR, because the weights were trained on "
             f"{trained_on.description}"
         )
     choice = choose_data(config.data)
@@ -144,6 +144,7 @@ def _check_num_classes(manifest: Manifest, where: str, trained_on: TrainedOn, *,
     if expected is None or found == expected or (is_subset_allowed and found < expected):
         return
     raise ValueError(
-        f"the data must have {expected:,} classes, as the weights do, but {where} has {found:,}: choose the data that "
+        f"the data must have {quantity(expected, 'class')}, as the weights do, but {where} has {found:,}: "
+        "choose the data that "
         "the weights were trained for (--data)"
     )

@@ -13,6 +13,7 @@ from typing import Any
 
 from engine.records.digests import LogState, RunningDigest, digest_file
 from engine.records.limits import LONGEST_LINE_BYTES
+from preprocess.quantities import quantity
 from preprocess.regular_file import open_regular
 
 
@@ -93,7 +94,7 @@ def digest_log(path: Path, *expected: tuple[LogState, RecordedBy]) -> RunningDig
             raise _refusal(path, state, by, f"it cannot be read ({error.strerror or error})") from error
         now = found.state()
         if now.num_bytes < state.num_bytes:
-            raise _refusal(path, state, by, f"it has only {now.num_bytes:,} bytes")
+            raise _refusal(path, state, by, f"it has only {quantity(now.num_bytes, 'byte')}")
         if now != state:
             reason = f"its digest (sha256) was {state.sha256[:12]}, but is {now.sha256[:12]} now"
             raise _refusal(path, state, by, reason)
@@ -117,7 +118,7 @@ def check_no_more(path: Path, expected: LogState, by: RecordedBy) -> None:
     """Raise ValueError if complete lines were appended to a log after its run ended."""
     num_bytes = whole_lines_digest(path).num_bytes
     if num_bytes > expected.num_bytes:
-        raise _refusal(path, expected, by, f"{num_bytes - expected.num_bytes:,} bytes were appended")
+        raise _refusal(path, expected, by, f"it is longer by {quantity(num_bytes - expected.num_bytes, 'byte')}")
 
 
 def check_config_digest(path: Path, digest: str | None, earlier: Sequence[str], state: FolderState, by: str) -> None:
@@ -141,6 +142,6 @@ def check_config_digest(path: Path, digest: str | None, earlier: Sequence[str], 
 
 def _refusal(path: Path, expected: LogState, by: RecordedBy, found: str) -> ValueError:
     return ValueError(
-        f"{path} has changed since it was recorded by {by.name} ({expected.num_bytes:,} bytes): {found}; "
+        f"{path} has changed since it was recorded by {by.name} ({quantity(expected.num_bytes, 'byte')}): {found}; "
         f"restore that file{by.remedy}"
     )

@@ -22,6 +22,7 @@ from engine.records.tensor_pickle import (
     read_tensor_pickle,
 )
 from preprocess.printable import printable
+from preprocess.quantities import quantity
 from preprocess.regular_file import open_regular
 
 STATE_DICT_KEYS = ("state_dict", "model", "model_state_dict", "ema")
@@ -157,7 +158,7 @@ class _Storages:
         entry = self._archive.entries.get(name)
         if entry is not None and entry.num_bytes != storage.num_elements * dtype.itemsize:
             raise TensorPickleError(
-                f"its entry {printable(name)} has {entry.num_bytes:,} bytes, not those of its tensors"
+                f"its entry {printable(name)} has {quantity(entry.num_bytes, 'byte')}, not those of its tensors"
             )
         if name not in self._read:
             self._read[name] = self._archive.read(name)

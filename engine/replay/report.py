@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from engine.records.snapshot import match_state
 from engine.replay.recorded_stretch import EVALUATION_NUMBERS, Numbers, RecordedStretch, flatten_metrics
 from engine.stream.sinks import EvaluationRecord, LossRecord
+from preprocess.quantities import quantity
 
 _MISSING = "nothing"
 
@@ -212,7 +213,8 @@ class _Kind:
             return
         first = int(differing[0])
         index = [int(each) for each in np.unravel_index(first, recorded.shape)]
-        at = f" at {index}, one of {len(differing):,} numbers" if index else ""
+        others = f", one of {quantity(len(differing), 'number')}" if len(differing) > 1 else ""
+        at = f" at {index}{others}" if index else ""
         self.note(f"{where}{at}", str(recorded.reshape(-1)[first]), str(replayed.reshape(-1)[first]))
 
     def note(self, where: str, recorded: str, replayed: str) -> None:

@@ -137,7 +137,8 @@ def _open_own_batches(config: TrainConfig, parts: OwnParts, first_pull: int) -> 
     )
     if source.batch != config.batch:
         raise ValueError(
-            f"the batch source must return batches of {config.batch} images (the setting batch), got {source.batch}: "
+            f"the batch source must return batches of {quantity(config.batch, 'image')} (the setting batch), "
+            f"got {source.batch}: "
             "change the setting or the source"
         )
     return RunData(source, OWN_BATCHES, config.num_classes)

@@ -63,8 +63,8 @@ def _notify_of_length(settled: TrainConfig, num_images: int, notify: Callable[[s
         notify(f"epochs: {settled.epochs:g} of {quantity(num_images, 'image')} each, {steps} in total")
     if settled.warmup_steps > settled.steps > 0:
         notify(
-            f"warning: the warm-up of {settled.warmup_steps:,} steps is longer than the run of {settled.steps:,} "
-            "steps: --warmup-epochs 0 disables the warm-up"
+            f"warning: the warm-up of {quantity(settled.warmup_steps, 'step')} is longer than the run of "
+            f"{quantity(settled.steps, 'step')}: --warmup-epochs 0 disables the warm-up"
         )
 
 

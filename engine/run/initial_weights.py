@@ -15,6 +15,7 @@ import numpy as np
 from engine.records.given_weights import read_given_weights
 from engine.records.weights import StoredWeights, Tensors, name_tensors, place_tensors
 from engine.updates.update import Weights
+from preprocess.quantities import quantity
 
 _HEAD = "fc"
 _MOST_NAMED = 5
@@ -81,7 +82,8 @@ def load_initial_weights(
     if registry_name is not None and (classes := _other_classes(placed, like)):
         placed = placed._replace(params=placed.params | {_HEAD: params[_HEAD]})
         notes.append(
-            f"the classifier is newly initialised: the file has {classes[0]:,} classes, the data have {classes[1]:,}"
+            f"the classifier is newly initialised: the file has {quantity(classes[0], 'class')}, the data have "
+            f"{classes[1]:,}"
         )
     return InitialWeights(placed.params, placed.batch_stats, tuple(notes), _digest(stored.tensors))
 

@@ -45,6 +45,7 @@ from engine.stream.sinks import Sink
 from engine.updates.update import UpdateRule, Weights, init_update
 from models.registry import count_params
 from preprocess.memory import host_memory_bytes
+from preprocess.quantities import quantity
 from preprocess.shards.reader import ChangedShardError
 
 _MOST_EVALUATION_PULLS = 2**31 - 1
@@ -221,8 +222,8 @@ class Launch:
     def _describe(self) -> None:
         data, source = self._data, self._data.source
         self._notify(
-            f"model: {self.resolved.model_name}, {self.num_params:,} parameters"
-            + (f", {data.num_classes:,} classes" if data.num_classes else "")
+            f"model: {self.resolved.model_name}, {quantity(self.num_params, 'parameter')}"
+            + (f", {quantity(data.num_classes, 'class')}" if data.num_classes else "")
         )
         if self._selected is not None:
             self._notify(self._selected)

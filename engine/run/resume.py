@@ -43,6 +43,7 @@ from engine.run.data import RunData
 from engine.run.parts import OwnParts
 from engine.run.resolve import Resolved, recorded_own_parts
 from engine.settings import OnResume, SettingError, Stage
+from preprocess.quantities import quantity
 from preprocess.regular_file import open_regular
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ def check_given_weights(digest: str | None, recorded: RecordedRun) -> None:
     before = recorded.resolved.get(GIVEN_WEIGHTS)
     if digest is not None and digest != before:
         raise ValueError(
-            f"a run that is resumed or replayed from its beginning must start from its original weights, but those of "
+            "a run that is resumed or replayed from its beginning must start from its original weights, but those of "
             f"{recorded.config.init_from} differ (their digest was {_short(before)}, is now {_short(digest)}): "
             "restore the file, or start another run"
         )
@@ -404,5 +405,6 @@ def _lines(path: Path, count: int) -> Iterator[bytes]:
                 yield line
     if found < count:
         raise ValueError(
-            f"{path} must have the {count} lines written before the newest snapshot, but has {found}: restore that file"
+            f"{path} must have the {quantity(count, 'line')} written before the newest snapshot, but has "
+            f"{found}: restore that file"
         )

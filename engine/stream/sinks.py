@@ -200,12 +200,12 @@ def loss_fields(record: LossRecord, steps: int | None) -> list[str]:
     step = f"step {record.step}" if steps is None else f"step {record.step}/{steps}"
     fields = [step, f"loss {loss_number(record.loss)}"]
     if not math.isnan(record.lr):
-        fields.append(f"lr {_as_recorded('lr', record.lr):.3g}")
+        fields.append(f"lr {_as_recorded('lr', record.lr):z.3g}")
     if not math.isnan(record.images_per_s):
         rate = _as_recorded("images_per_s", record.images_per_s)
         fields.append(f"{rate:.1f} images/s" if rate >= 10 else f"{rate:.3g} images/s")
     if not math.isnan(record.wait_ms):
-        fields.append(f"wait {_as_recorded('wait_ms', record.wait_ms):.2f} ms")
+        fields.append(f"wait {_as_recorded('wait_ms', record.wait_ms):z.2f} ms")
     return fields + metric_fields(record.metrics)
 
 

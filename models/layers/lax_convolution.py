@@ -78,7 +78,7 @@ def conv_general_dilated(
 def _layout_reason(lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any) -> str | None:
     """Return what about the operands' axes and dtypes the loop-safe convolution cannot take, None if nothing."""
     if lhs.ndim != 4:
-        return f"{lhs.ndim - 2} spatial dimensions"
+        return "1 spatial dimension" if lhs.ndim == 3 else f"{lhs.ndim - 2} spatial dimensions"
     numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
     if numbers != lax.conv_dimension_numbers(lhs.shape, rhs.shape, NHWC):
         return f"the dimension numbers {dimension_numbers}"

@@ -188,7 +188,7 @@ def _balance(manifest: Manifest) -> list[str]:
     counts = sorted(manifest.class_counts)
     lines = [f"  balance    {counts[0]:,} to {counts[-1]:,} images per class, median {counts[len(counts) // 2]:,}"]
     if empty := counts.count(0):
-        lines.append(f"             {empty:,} classes have no images")
+        lines.append(f"             {quantity(empty, 'class')} {'has' if empty == 1 else 'have'} no images")
     if manifest.num_classes > _CLASSES_SHOWN:
         return lines
     from preprocess.printable import printable

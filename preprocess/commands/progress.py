@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Self
 
 from preprocess.commands.guarded_output import terminal_of
 from preprocess.printable import printable_line
+from preprocess.quantities import quantity
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -70,7 +71,7 @@ class ImageProgress(AbstractContextManager["ImageProgress"]):
         elif now - self._last_line_s >= LINE_EVERY_S:
             self._last_line_s = now
             left = f", {_clock((total - done) / rate)} left" if rate else ""
-            print(f"{task}: {done:,} of {total:,} images, {rate:,.0f}/s{left}", file=self._stream, flush=True)
+            print(f"{task}: {done:,} of {quantity(total, 'image')}, {rate:,.0f}/s{left}", file=self._stream, flush=True)
 
 
 def _clock(seconds: float) -> str:

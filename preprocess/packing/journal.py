@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from preprocess.json_digest import json_digest
 from preprocess.packing.channels import ChannelSums
 from preprocess.packing.owner import Owner
+from preprocess.quantities import quantity
 from preprocess.shards.arrays import PIXELS, shard_key
 from preprocess.shards.location import Location, ShardError
 from preprocess.shards.manifest import FAILURES_KEY
@@ -121,7 +122,7 @@ class ShardRecord:
             raise ValueError("the record has changed since it was written")
         num_checksums = len(values["labels"]) if has_checksums and not is_first else 0
         if len(values.get("checksums", ())) != num_checksums:
-            raise ValueError(f"the record has {len(values['checksums'])} checksums, not {num_checksums}")
+            raise ValueError(f"the record has {quantity(len(values['checksums']), 'checksum')}, not {num_checksums}")
         sums = values["sums"]
         return cls(
             start=values["start"],

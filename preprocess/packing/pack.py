@@ -24,6 +24,7 @@ from preprocess.packing.pipeline import PackedImage, decode_in_order
 from preprocess.packing.plan import PackSettings, check_same_plan, is_plan, make_plan, plan_of
 from preprocess.packing.shard_writer import SHARD_TIMEOUT_S, ShardWriter, metadata_for
 from preprocess.printable import printable
+from preprocess.quantities import quantity
 from preprocess.shards.arrays import (
     CHECKSUMS,
     LABELS,
@@ -250,7 +251,8 @@ def _finish(
     failures = _failures(records)
     if not len(labels):
         raise ShardError(
-            f"none of the {len(source)} images of {source.name!r} could be packed; correct the source. The first "
+            f"none of the {quantity(len(source), 'image')} of {source.name!r} could be packed; correct the "
+            "source. The first "
             f"failure is {printable(failures[0].path)}: {failures[0].reason}"
         )
     checksums = None

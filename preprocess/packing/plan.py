@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from preprocess.decoding.decode import ResizeRule
 from preprocess.packing.holdout import holdout_version
 from preprocess.pixels import LAYOUTS, Layout, words_of_row
+from preprocess.quantities import quantity
 from preprocess.shards.arrays import CODECS, Codec
 from preprocess.shards.classes import MAX_CLASSES
 from preprocess.shards.location import ShardError
@@ -68,7 +69,7 @@ class PackSettings:
             raise ValueError(
                 f"shard_images {self.shard_images:,} at {self.rule.size} px makes shard files of "
                 f"{shard_bytes / 2**30:,.0f} GiB, more than the {_MAX_SHARD_BYTES >> 30} GiB allowed; use at most "
-                f"{_MAX_SHARD_BYTES // self.image_bytes:,} images"
+                f"{quantity(_MAX_SHARD_BYTES // self.image_bytes, 'image')}"
             )
         if self.codec not in CODECS:
             raise ValueError(f"codec must be one of {', '.join(CODECS)}, got {self.codec!r}")
@@ -168,5 +169,5 @@ def _shown(value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {each}" for key, each in value.items())
     if isinstance(value, list):
-        return f"{len(value)} classes"
+        return quantity(len(value), "class")
     return str(value)

@@ -18,6 +18,7 @@ import tensorstore as ts
 from numpy.typing import NDArray
 
 from preprocess.pixels import UNUSED_BITS
+from preprocess.quantities import quantity
 from preprocess.shards.classes import MAX_CLASSES
 from preprocess.shards.location import STORE_TIMEOUT_S, Location, ShardError, reason
 
@@ -137,7 +138,10 @@ def _check_metadata(location: Location, name: str) -> None:
     text = location.read(key)
     try:
         if text is not None and (len(text) > _MAX_METADATA_BYTES or not isinstance(json.loads(text), dict)):
-            raise ValueError(f"found {len(text)} bytes, expected a JSON object of at most {_MAX_METADATA_BYTES} bytes")
+            raise ValueError(
+                f"found {quantity(len(text), 'byte')}, expected a JSON object of at most "
+                f"{quantity(_MAX_METADATA_BYTES, 'byte')}"
+            )
     except (ValueError, RecursionError) as error:
         raise ShardError(
             f"{location.display}{key} is not valid array metadata ({reason(error)}); {location.remedy}"

@@ -13,6 +13,7 @@ from typing import Any
 
 from preprocess.json_digest import json_digest
 from preprocess.pixels import LAYOUTS, Layout, words_of_row
+from preprocess.quantities import quantity
 from preprocess.shards.arrays import CHECKSUMS, CODECS, LABELS, NUMBERS_PER_SHARD, PIXELS, Codec
 from preprocess.shards.classes import MAX_CLASSES, ImageClass
 from preprocess.shards.location import ShardError
@@ -126,7 +127,11 @@ class Manifest:
             ("label_digests", num_parts),
             ("checksum_digests", num_parts * self.checksum),
         ):
-            _require(len(getattr(self, name)) == count, f"{name} must have {count} entries", len(getattr(self, name)))
+            _require(
+                len(getattr(self, name)) == count,
+                f"{name} must have {quantity(count, 'entry')}",
+                len(getattr(self, name)),
+            )
         found = sorted(self.metadata_digests)
         _require(found == names, f"the keys of metadata_digests must be {', '.join(names) or 'none'}", found)
         digests = (*self.shard_digests, *self.label_digests, *self.checksum_digests, *self.metadata_digests.values())
@@ -139,9 +144,13 @@ class Manifest:
         counts = self.class_counts
         num_classes = len(self.classes)
         _require(1 <= num_classes <= MAX_CLASSES, f"there must be 1 to {MAX_CLASSES} classes", num_classes)
-        _require(len(counts) == num_classes, f"class_counts must have {num_classes} entries", len(counts))
+        _require(len(counts) == num_classes, f"class_counts must have {quantity(num_classes, 'entry')}", len(counts))
         _require(all(type(count) is int and count >= 0 for count in counts), "class_counts must be ≥ 0", counts)
-        _require(sum(counts) == self.num_images, f"class_counts must add up to {self.num_images} images", sum(counts))
+        _require(
+            sum(counts) == self.num_images,
+            f"class_counts must add up to {quantity(self.num_images, 'image')}",
+            sum(counts),
+        )
 
     @property
     def num_classes(self) -> int:

@@ -17,6 +17,7 @@ import tensorstore as ts
 from numpy.typing import NDArray
 
 from preprocess.printable import printable
+from preprocess.quantities import quantity
 from preprocess.shards.arrays import (
     PIXELS,
     damage,
@@ -274,7 +275,8 @@ class ShardSplit:
         if found.max() >= self.num_classes:
             index = int(indices[int(found.argmax())])
             raise ShardError(
-                f"{self._name()}: label {found.max()} of image {index} is not one of the {self.num_classes} classes; "
+                f"{self._name()}: label {found.max()} of image {index} is not one of the "
+                f"{quantity(self.num_classes, 'class')}; "
                 f"{self._remedy()}"
             )
 
@@ -336,7 +338,8 @@ class ShardSplit:
         first = shard_key(int(shards[0]), 3)
         more = f" and {len(shards) - 1} more" if len(shards) > 1 else ""
         return (
-            f"{self._name()}: no response within {timeout_s:g} s for {len(indices)} images of {PIXELS}/{first}{more}; "
+            f"{self._name()}: no response within {timeout_s:g} s for {quantity(len(indices), 'image')} of "
+            f"{PIXELS}/{first}{more}; "
             "check the disk or the network, or allow more time"
         )
 

@@ -19,6 +19,7 @@ from typing import Protocol
 import numpy as np
 
 from preprocess.printable import printable
+from preprocess.quantities import quantity
 from preprocess.shards.classes import MAX_CLASSES, ImageClass
 
 MAX_FILE_BYTES = 512 * 2**20
@@ -196,7 +197,9 @@ class ListedSplit:
 
     def _entry(self, index: int) -> int:
         if not 0 <= index < len(self.order):
-            raise IndexError(f"image {index} is out of range for split {self.name}, which has {len(self.order)} images")
+            raise IndexError(
+                f"image {index} is out of range for split {self.name}, which has {quantity(len(self.order), 'image')}"
+            )
         return int(self.order[index])
 
     @cached_property

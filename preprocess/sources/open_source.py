@@ -218,7 +218,7 @@ def _nothing_held_out(train: FoundSplit, holdout: float, root: Path) -> str:
     most = int(np.bincount(train.listing.labels, minlength=1).max())
     return (
         f"holdout {holdout} holds out no image of {printable(root)}, because every class keeps one training image "
-        f"and the largest of its {len(train.classes)} classes has {most}; give a folder with val/"
+        f"and the largest of its {quantity(len(train.classes), 'class')} has {most}; give a folder with val/"
     )
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from preprocess.printable import printable
+from preprocess.quantities import quantity
 from preprocess.regular_file import IrregularFileError, open_regular
 from preprocess.sources.listing import SourceError
 
@@ -98,7 +99,8 @@ class TarFile:
             part = os.pread(self.descriptor, size, offset)
             if not part:
                 raise OSError(
-                    f"{printable(self.path)} ends at byte {offset}, {size} bytes too early; download it again"
+                    f"{printable(self.path)} ends at byte {offset}, {quantity(size, 'byte')} too early; "
+                    "download it again"
                 )
             parts.append(part)
             offset, size = offset + len(part), size - len(part)

@@ -75,7 +75,8 @@ class FolderStore:
 
 def _changed(listed_bytes: int, found_bytes: int) -> SourceError:
     return SourceError(
-        f"the file has changed since it was listed: {listed_bytes} bytes then, {found_bytes} now; run the command again"
+        f"the file has changed since it was listed: {quantity(listed_bytes, 'byte')} then, {found_bytes} now; "
+        "run the command again"
     )
 
 
