@@ -5,6 +5,6 @@ def quantity(count: int, noun: str) -> str:
     """Return a number with its noun, such as "1 image" or "1,200 images"; `noun` is singular."""
     if count == 1:
         return f"1 {noun}"
-    if noun.endswith("y"):
+    if noun.endswith("y") and noun[-2] not in "aeiou":
         return f"{count:,} {noun[:-1]}ies"
     return f"{count:,} {noun}{'es' if noun.endswith(('s', 'tch')) else 's'}"

@@ -25,6 +25,7 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 from engine.records.snapshot import read_snapshot, snapshot_steps
+from preprocess.quantities import quantity
 from scripts.kill_and_resume import COMPARED, TRAINING, num_lines, read_lines, wait_until
 
 ROOT = Path(__file__).parents[1]
@@ -230,7 +231,7 @@ class PackComparisons:
         """Compare the files of pixels and labels that both wrote."""
         ours, theirs = arrays_of(pack_of(self.new)), arrays_of(pack_of(self.old))
         others = [name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)]
-        differences = [f"{len(others)} files, such as {others[0]}"] if others else []
+        differences = [f"{quantity(len(others), 'file')}, such as {others[0]}"] if others else []
         return differences, f"{len(ours)} files of pixels and labels"
 
     def reading(self) -> Compared:
@@ -374,7 +375,7 @@ def compare_folders(ours: Path, theirs: Path) -> Compared:
         if lines != wanted:
             same = [a == b for a, b in zip(lines, wanted, strict=False)]
             differences.append(f"{name} from line {[*same, False].index(False) + 1}")
-        extent.append(f"{len(wanted)} lines of {name}")
+        extent.append(f"{quantity(len(wanted), 'line')} of {name}")
     step = snapshot_steps(theirs / "snapshots")[-1]
     arrays = {
         "model.safetensors": [load_file(each / "model.safetensors") for each in (ours, theirs)],
@@ -387,8 +388,8 @@ def compare_folders(ours: Path, theirs: Path) -> Compared:
         )
         others = [key for key in sorted(bits.keys() | wanted_bits.keys()) if bits.get(key) != wanted_bits.get(key)]
         if others:
-            differences.append(f"{len(others)} arrays of {name}, such as {others[0]}")
-        extent.append(f"{len(wanted_bits)} arrays of {name}")
+            differences.append(f"{quantity(len(others), 'array')} of {name}, such as {others[0]}")
+        extent.append(f"{quantity(len(wanted_bits), 'array')} of {name}")
     return differences, ", ".join(extent)
 
 

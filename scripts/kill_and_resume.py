@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.records.snapshot import read_snapshot
+from preprocess.quantities import quantity
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -384,7 +385,7 @@ def compare_snapshots(run: Path, reference: Path, steps: int) -> list[str]:
     if ours.keys() != theirs.keys():
         return ["the names of the last snapshot"]
     others = [name for name in ours if ours[name].tobytes() != theirs[name].tobytes()]
-    return [f"{len(others)} arrays of the last snapshot, such as {others[0]}"] if others else []
+    return [f"{quantity(len(others), 'array')} of the last snapshot, such as {others[0]}"] if others else []
 
 
 def remove(trial: Trial) -> None:

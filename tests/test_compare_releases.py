@@ -45,7 +45,7 @@ def test_the_last_bit_of_a_loss_or_a_weight_is_a_difference_and_a_measured_time_
     tensors["params.bias"].view("uint32")[0] ^= 1
     save_file(tensors, other / "model.safetensors")
     differences, _ = compare_folders(other, chained_run)
-    assert differences == ["loss.jsonl from line 4", "1 arrays of model.safetensors, such as params.bias"]
+    assert differences == ["loss.jsonl from line 4", "1 array of model.safetensors, such as params.bias"]
 
 
 def test_forget_end_removes_the_last_snapshot_and_the_result(other):

@@ -162,12 +162,3 @@ def test_a_demo_set_that_is_not_there_yet_is_made_before_it_is_counted(tmp_path,
         assert run.config.steps == 2
     assert made == [str(demo)]
     assert "epochs: 1 of 10 images each, 2 steps in total" in said
-
-
-def test_a_warm_up_longer_than_the_run_is_told():
-    said: list[str] = []
-    settled = settle_epochs(TrainConfig(steps=2, warmup_epochs=1, batch=1), NUM_IMAGES, notify=said.append)
-    settle_epochs(settled, NUM_IMAGES, notify=said.append)
-    assert said == [
-        "warning: the warm-up of 10 steps is longer than the run of 2 steps: --warmup-epochs 0 disables the warm-up",
-    ]

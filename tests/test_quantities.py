@@ -18,6 +18,7 @@ from preprocess.quantities import quantity
         (2, "batch", "2 batches"),
         (2, "epoch", "2 epochs"),
         (2, "entry", "2 entries"),
+        (2, "array", "2 arrays"),
         (1200, "step", "1,200 steps"),
     ],
 )

@@ -106,6 +106,11 @@ def test_an_unfinished_split_that_is_not_chosen_is_ignored(tmp_path):
     [
         ({"eval_every_steps": 5}, "there is no data to evaluate on; --eval-every 5 has no effect"),
         ({"warmup_steps": 10, "steps": 10}, "the warm-up of 10 steps is at least as long as the run of 10 steps"),
+        (
+            {"warmup_epochs": 9, "warmup_steps": 21, "steps": 1},
+            "the warm-up of 21 steps is at least as long as the run of 1 step: the learning rate stays below its peak; "
+            "--warmup-epochs 0 disables the warm-up",
+        ),
         ({"optimizer": "adamw"}, "the default learning rate of 0.0016 is meant for sgd; adamw"),
         ({"optimizer": "lamb"}, "the default learning rate of 0.0016 is meant for sgd; lamb"),
         ({"optimizer": "lars"}, None),

@@ -61,11 +61,6 @@ def _notify_of_length(settled: TrainConfig, num_images: int, notify: Callable[[s
     if settled.epochs is not None:
         steps = quantity(settled.steps, "step")
         notify(f"epochs: {settled.epochs:g} of {quantity(num_images, 'image')} each, {steps} in total")
-    if settled.warmup_steps > settled.steps > 0:
-        notify(
-            f"warning: the warm-up of {quantity(settled.warmup_steps, 'step')} is longer than the run of "
-            f"{quantity(settled.steps, 'step')}: --warmup-epochs 0 disables the warm-up"
-        )
 
 
 def _settled_count(config: TrainConfig, name: str, counted: str, num_images: int) -> int:

@@ -263,9 +263,11 @@ def warn_of_settings(config: TrainConfig, data: RunData, notify: Callable[[str],
     if config.eval_every_steps and data.evaluation is None:
         notify(f"warning: there is no data to evaluate on; --eval-every {config.eval_every_steps} has no effect")
     if 0 < config.steps <= config.warmup_steps:
+        option = "--warmup-steps" if config.warmup_epochs is None else "--warmup-epochs"
         notify(
             f"warning: the warm-up of {quantity(config.warmup_steps, 'step')} is at least as long as the run of "
-            f"{quantity(config.steps, 'step')}: the learning rate stays below its peak"
+            f"{quantity(config.steps, 'step')}: the learning rate stays below its peak; {option} 0 disables the "
+            "warm-up"
         )
     if config.learning_rate is None and config.optimizer in _SMALL_RATE_OPTIMIZERS:
         notify(

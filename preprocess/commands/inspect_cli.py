@@ -186,7 +186,10 @@ def _undetected_damage(manifest: Manifest) -> str:
 
 def _balance(manifest: Manifest) -> list[str]:
     counts = sorted(manifest.class_counts)
-    lines = [f"  balance    {counts[0]:,} to {counts[-1]:,} images per class, median {counts[len(counts) // 2]:,}"]
+    each = f"{counts[0]:,} to {quantity(counts[-1], 'image')} per class, median {counts[len(counts) // 2]:,}"
+    if counts[0] == counts[-1]:
+        each = f"{quantity(counts[0], 'image')} per class"
+    lines = [f"  balance    {each}"]
     if empty := counts.count(0):
         lines.append(f"             {quantity(empty, 'class')} {'has' if empty == 1 else 'have'} no images")
     if manifest.num_classes > _CLASSES_SHOWN:
