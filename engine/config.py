@@ -22,6 +22,7 @@ from engine.settings import (
     SettingError,
     Stage,
     attributes_section,
+    check_local_paths,
     setting,
     settings_of,
     table_of,
@@ -421,6 +422,7 @@ class TrainConfig:
                 "synthetic batches need no data set, got data {data_set!r}: leave out {synthetic} or {data}",
                 data_set=self.data,
             )
+        check_local_paths(run_dir=self.run_dir, dump_hlo=self.dump_hlo)
 
     @property
     def peak_learning_rate(self) -> float:

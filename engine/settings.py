@@ -252,6 +252,17 @@ class Setting(Declaration):
             raise SettingError(self.name, "{setting} must be finite, got an integer larger than any float") from None
 
 
+def check_local_paths(**values: str | None) -> None:
+    """Raise SettingError if the value of a setting is the URL of a store; pathlib would take it for a local path."""
+    for name, value in values.items():
+        if value is not None and "://" in value:
+            raise SettingError(
+                name,
+                "{setting} must be a path on this machine, not the URL of a store, got {url}: choose another",
+                url=value,
+            )
+
+
 def settings_of(declared: type) -> Mapping[str, Setting]:
     """Return the settings declared by a dataclass, by name, in the order of its fields."""
     kinds = get_type_hints(declared)

@@ -346,6 +346,12 @@ def test_a_path_becomes_text(name):
         assert getattr(configured(**{name: path}), name) == "some/where"
 
 
+@pytest.mark.parametrize("name", ["run_dir", "dump_hlo"])
+def test_what_a_run_writes_is_on_this_machine(name):
+    with pytest.raises(ValueError, match=rf"^{name} must be a path on this machine, .*, got s3://bucket/run: choose"):
+        configured(**{name: "s3://bucket/run"})
+
+
 def test_a_transport_has_a_known_name():
     with pytest.raises(ValueError, match="transport must be one of auto, inplace, cuda, callback, got 'pigeon'"):
         configured(transport="pigeon")
