@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from preprocess.shards.classes import ImageClass
 from preprocess.shards.location import ShardError
-from preprocess.shards.manifest import FORMAT_VERSION, Manifest, is_manifest
+from preprocess.shards.manifest import TARGETS_VERSION, Manifest, is_manifest
 
 MANIFEST = Manifest(
     format_version=2,
@@ -93,8 +93,8 @@ def changed(**changes):
 
 def test_a_newer_version_asks_for_a_newer_feedloop():
     # Whatever else a newer version holds: its version is what the reader is told.
-    with pytest.raises(ShardError, match=r"here/manifest.json: format version 3 is newer than 2.*install a newer"):
-        Manifest.from_json(changed(format_version=FORMAT_VERSION + 1, colour_space="oklab"), where="here/manifest.json")
+    with pytest.raises(ShardError, match=r"here/manifest.json: format version 4 is newer than 3.*install a newer"):
+        Manifest.from_json(changed(format_version=TARGETS_VERSION + 1, colour="oklab"), where="here/manifest.json")
 
 
 def test_an_unknown_and_a_missing_key_are_named():
@@ -109,8 +109,8 @@ def test_an_unknown_and_a_missing_key_are_named():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format_version": "1"}, "format_version must be 1 or 2, found '1'"),
-        ({"format_version": True}, "format_version must be 1 or 2, found True"),
+        ({"format_version": "1"}, "format_version must be 1, 2 or 3, found '1'"),
+        ({"format_version": True}, "format_version must be 1, 2 or 3, found True"),
         ({"num_images": 0}, "num_images must be a whole number ≥ 1, found 0"),
         ({"num_images": 11}, "class_counts must add up to 11 images, found 10"),
         ({"height": 4.0}, "height must be a whole number"),

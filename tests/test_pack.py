@@ -19,7 +19,7 @@ from PIL import Image
 
 from preprocess.decoding.decode import ResizeRule
 from preprocess.decoding.memory_budget import MemoryBudget
-from preprocess.packing import pack as pack_module
+from preprocess.packing import numbers as numbers_module
 from preprocess.packing import pipeline, shard_file
 from preprocess.packing import plan as plan_module
 from preprocess.packing.channels import ChannelSums
@@ -149,7 +149,7 @@ def test_interrupted_at_any_write_it_continues_to_the_same_bytes(
 
     with monkeypatch.context() as patched:
         patched.setattr(Location, "write", counted(Location.write))
-        patched.setattr(pack_module, "create_array", counted(create_array))
+        patched.setattr(numbers_module, "create_array", counted(create_array))
         patched.setattr(Journal, "delete", counted(Journal.delete))
         with pytest.raises(Stopped):
             pack(source, tmp_path / "again")

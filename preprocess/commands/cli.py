@@ -36,13 +36,14 @@ _EPILOG = """\b
 Examples:
   preprocess-imagenet ~/imagenet data/shards
   preprocess-imagenet cifar10 data/cifar --size 32
+  preprocess-imagenet photos data/photos --labels photos.csv
   preprocess-imagenet --demo data/demo
 
 To continue after an interruption, run the same command again.
 Exit codes: 0 done, 2 wrong usage or data, 130 stopped."""
 
 _GROUPS = {
-    "What to pack": ("split", "holdout", "limit", "demo"),
+    "What to pack": ("split", "labels", "holdout", "limit", "demo"),
     "Images": ("size", "resize", "resample", "on_error"),
     "Shards": ("shard_images", "layout", "codec", "checksum"),
     "Running": ("workers", "overwrite", "dry_run", "traceback"),
@@ -56,6 +57,7 @@ class _Options:
     source: str | None
     dest: str | None
     split: tuple[str, ...]
+    labels: str | None
     holdout: float
     limit: int | None
     demo: bool
@@ -89,11 +91,19 @@ class _Options:
     help="Split to pack. Repeat the option to pack several splits.",
 )
 @click.option(
+    "--labels",
+    metavar="FILE",
+    shell_complete=complete_file,
+    show_default="the folder of each image is its class",
+    help="CSV file or JSON lines with several classes, or with numbers, for each image of SOURCE.",
+)
+@click.option(
     "--holdout",
     type=click.FloatRange(0, 1, max_open=True),
     default=0.0,
     metavar="FRACTION",
-    help="Fraction of each class of the train split to hold out as val if SOURCE has no val split.",
+    help="Fraction of each class of the train split (with --labels: of all its images) to hold out as val if SOURCE "
+    "has no val split.",
 )
 @click.option(
     "--limit",
@@ -170,8 +180,8 @@ def main(ctx: click.Context, /, **values: Any) -> None:
     """Pack the images at SOURCE into shards at DEST, ready for run-train.
 
     SOURCE is a folder with one folder per class (directly in it, or in train/ and val/), a folder with the official
-    ImageNet archives, the folder tree of Kaggle's ImageNet, or a tar archive. DEST is a folder or a URL such as
-    gs://bucket/imagenet.
+    ImageNet archives, the folder tree of Kaggle's ImageNet, or a tar archive. With --labels, SOURCE is any folder or
+    tar archive of images. DEST is a folder or a URL such as gs://bucket/imagenet.
     """
     options = _Options(**values)
     try:
@@ -214,7 +224,12 @@ def _run(options: _Options) -> None:
     replaced = (options.split or HELD_OUT_SPLITS) if options.overwrite else ()
     rule = choose_holdout_rule(location, replaced=replaced)
     with open_source(
-        options.source, splits=options.split or None, holdout=options.holdout, limit=options.limit, holdout_rule=rule
+        options.source,
+        splits=options.split or None,
+        holdout=options.holdout,
+        limit=options.limit,
+        holdout_rule=rule,
+        labels=options.labels,
     ) as source:
         announce(source, location, settings)
         if options.overwrite:
@@ -298,7 +313,14 @@ def _pack(source: Source, location: Location, settings: PackSettings, *, overwri
 
             rule = settings.holdout_rule if name in HELD_OUT_SPLITS else None
             chosen = replace(settings, holdout_rule=rule)
-            results[name] = pack_split(split, location.child(name), chosen, overwrite=overwrite, on_progress=show)
+            results[name] = pack_split(
+                split,
+                location.child(name),
+                chosen,
+                overwrite=overwrite,
+                on_progress=show,
+                targets=source.targets.get(name),
+            )
     for name, result in results.items():
         summarise(name, result, location.child(name))
 

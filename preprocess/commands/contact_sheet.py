@@ -46,17 +46,25 @@ class Geometry:
 def draw_contact_sheet(split: ShardSplit, *, title: str) -> Image.Image:
     """Return an RGB contact sheet of up to 100 images from ``split``, ordered by label.
 
-    With at most ten classes, each class starts a new row. With more, images are spread evenly over the classes.
+    With at most ten classes, each class starts a new row. With more, images are spread evenly over the classes. Images
+    with targets are spread evenly over the split, with all their classes, or their numbers, as captions.
 
     Raises:
         ShardError: an image can't be read.
     """
     geometry = geometry_for(max(split.height, split.width))
-    indices = choose_images(_labels(split), split.num_classes)
+    if split.manifest.targets is None:
+        indices = choose_images(_labels(split), split.num_classes)
+        labels = np.empty(len(indices), np.int32)
+    else:
+        num_shown = min(split.num_images, _MAX_CELLS)
+        indices = np.arange(num_shown, dtype=np.int64) * split.num_images // num_shown
+        labels = np.empty((num_shown, split.target_words), np.int32)
     pixels = np.empty((len(indices), split.height, split.row_words), np.uint32)
-    labels = np.empty(len(indices), np.int32)
     split.read_into(indices, pixels, labels, timeout_s=READ_TIMEOUT_S)
-    cells = _place(labels, split.num_classes)
+    captions = _captions(split, indices, labels)
+    # Without one class per image, the sheet is filled row by row.
+    cells = _place(labels, split.num_classes) if labels.ndim == 1 else _place(np.zeros(len(indices), np.int32), 1)
     num_rows = 1 + max(row for row, _ in cells)
     pitch = geometry.thumbnail + geometry.gap
     size = (
@@ -67,15 +75,26 @@ def draw_contact_sheet(split: ShardSplit, *, title: str) -> Image.Image:
     draw = ImageDraw.Draw(sheet)
     _write_header(draw, split, title, geometry)
     caption_font = ImageFont.load_default(size=geometry.caption_size)
-    for words, label, (row, column) in zip(pixels, labels.tolist(), cells, strict=True):
+    for words, caption, (row, column) in zip(pixels, captions, cells, strict=True):
         left = geometry.gap + column * pitch
         top = geometry.header + row * (pitch + geometry.caption)
         thumbnail = _thumbnail(to_rgb(words, split.manifest.pixel_layout), geometry.thumbnail)
         sheet.paste(thumbnail, (left + (geometry.thumbnail - thumbnail.width) // 2, top))
-        name = _fitted(draw, printable(split.manifest.classes[label].name), caption_font, geometry.thumbnail)
+        name = _fitted(draw, caption, caption_font, geometry.thumbnail)
         middle = left + geometry.thumbnail // 2
         draw.text((middle, top + geometry.thumbnail + 4), name, fill=_INK, font=caption_font, anchor="ma")
     return sheet
+
+
+def _captions(split: ShardSplit, indices: NDArray[np.int64], labels: NDArray[np.int32]) -> list[str]:
+    """Return the names of the classes of each image, or its numbers."""
+    names, targets = [printable(each.name) for each in split.manifest.classes], split.manifest.targets
+    if targets is None:
+        return [names[label] for label in labels.tolist()]
+    rows = split.read_targets(indices, timeout_s=READ_TIMEOUT_S)
+    if targets.kind == "numbers":
+        return [", ".join(f"{number:.4g}" for number in row) for row in rows.tolist()]
+    return [", ".join(names[label] for label in np.flatnonzero(row)) or "-" for row in rows]
 
 
 def geometry_for(side: int) -> Geometry:
@@ -131,8 +150,9 @@ def _place(labels: NDArray[np.int32], num_classes: int) -> list[tuple[int, int]]
 
 def _write_header(draw: ImageDraw.ImageDraw, split: ShardSplit, title: str, geometry: Geometry) -> None:
     manifest = split.manifest
+    noun = "class" if manifest.targets is None or manifest.targets.kind == "classes" else "number"
     facts = (
-        f"{quantity(manifest.num_images, 'image')}, {quantity(manifest.num_classes, 'class')}, "
+        f"{quantity(manifest.num_images, 'image')}, {quantity(manifest.num_classes, noun)}, "
         f"{manifest.width} x {manifest.height} pixels"
     )
     title_font = ImageFont.load_default(size=geometry.title_size)

@@ -160,8 +160,7 @@ def _describe(name: str, manifest: Manifest) -> list[str]:
     )
     lines = [
         f"{name}",
-        f"  images     {manifest.num_images:,} of {manifest.width} x {manifest.height} pixels, "
-        f"{quantity(manifest.num_classes, 'class')}",
+        f"  images     {manifest.num_images:,} of {manifest.width} x {manifest.height} pixels, {_labels_of(manifest)}",
         f"  shards     {quantity(manifest.num_shards, 'file')} of up to "
         f"{quantity(manifest.shard_images, 'image')}, layout "
         f"{manifest.pixel_layout}, codec {manifest.codec}, {'with' if manifest.checksum else 'without'} checksums",
@@ -172,7 +171,29 @@ def _describe(name: str, manifest: Manifest) -> list[str]:
         f"  source     {manifest.source_digest}",
         f"  made with  {', '.join(f'{tool} {version}' for tool, version in manifest.tool_versions.items())}",
     ]
-    return lines + _balance(manifest)
+    if manifest.targets is None:
+        return lines + _balance(manifest)
+    lines.append(f"  labels     {manifest.targets.labels_file}")
+    return lines + (_balance(manifest) if manifest.targets.kind == "classes" else _ranges_of_numbers(manifest))
+
+
+def _labels_of(manifest: Manifest) -> str:
+    from preprocess.commands.pack_report import describe_targets
+
+    return describe_targets(manifest.num_classes, None if manifest.targets is None else manifest.targets.kind)
+
+
+def _ranges_of_numbers(manifest: Manifest) -> list[str]:
+    from preprocess.printable import printable
+
+    assert manifest.targets is not None
+    names = [printable(each.name) for each in manifest.classes[:_CLASSES_SHOWN]]
+    width = max(map(len, names))
+    ranges = zip(names, manifest.targets.minima, manifest.targets.maxima, strict=False)
+    lines = [f"    {name:<{width}}  {least:.6g} to {most:.6g}" for name, least, most in ranges]
+    if (more := manifest.num_classes - len(names)) > 0:
+        lines.append(f"    and {quantity(more, 'more number')}")
+    return ["  numbers", *lines]
 
 
 def _undetected_damage(manifest: Manifest) -> str:
@@ -199,7 +220,7 @@ def _balance(manifest: Manifest) -> list[str]:
     names = [printable(each.name) for each in manifest.classes]
     width = max(map(len, names))
     for name, count in zip(names, manifest.class_counts, strict=True):
-        bar = "█" * round(_BAR_WIDTH * count / counts[-1])
+        bar = "█" * round(_BAR_WIDTH * count / max(counts[-1], 1))
         lines.append(f"    {name:<{width}}  {count:>9,}  {bar}")
     return lines
 

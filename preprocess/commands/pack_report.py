@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from preprocess.packing.pack import PackResult
     from preprocess.packing.plan import PackSettings
     from preprocess.shards.location import Location
+    from preprocess.shards.targets import TargetKind
     from preprocess.sources.open_source import Source
 
 _FAILURES_SHOWN = 3
@@ -33,14 +34,19 @@ def announce(source: Source, location: Location, settings: PackSettings) -> None
             "folder and give that as SOURCE",
             err=True,
         )
+    if source.unread is not None:
+        click.echo(f"Not read: {source.unread}.")
     total = 0
     for name, split in source.splits.items():
         num_shards = -(-len(split) // settings.resolved_shard_images)
+        targets = source.targets.get(name)
         num_bytes = len(split) * (settings.image_bytes + 4 * settings.checksum)
+        num_bytes += 0 if targets is None else targets.values.nbytes
         total += num_bytes
         bound = "up to " if settings.codec == "blosc" else ""
         click.echo(
-            f"  {name}: {quantity(len(split), 'image')}, {quantity(len(split.classes), 'class')}, "
+            f"  {name}: {quantity(len(split), 'image')}, "
+            f"{describe_targets(len(split.classes), None if targets is None else targets.kind)}, "
             f"{quantity(num_shards, 'shard file')}, {bound}{_size(num_bytes)}"
         )
     click.echo(
@@ -66,10 +72,12 @@ def summarise(name: str, result: PackResult, location: Location) -> None:
         note = " (already complete)"
     elif result.num_resumed:
         note = f" (continued after image {result.num_resumed:,})"
+    images, targets = quantity(manifest.num_images, "image"), manifest.targets
+    what = describe_targets(manifest.num_classes, None if targets is None else targets.kind)
     click.echo(
-        f"{name}: {quantity(manifest.num_images, 'image')} of {quantity(manifest.num_classes, 'class')} packed{note}."
+        f"{name}: {images} of {what} packed{note}." if targets is None else f"{name}: {images} packed, {what}{note}."
     )
-    if manifest.num_classes == 1:
+    if manifest.num_classes == 1 and targets is None:
         click.echo(
             f"warning: all images of {name} belong to one class, {manifest.classes[0].id}; SOURCE should be the folder "
             "that contains the class folders",
@@ -82,6 +90,17 @@ def summarise(name: str, result: PackResult, location: Location) -> None:
         click.echo(f"    {printable(failure.path)}: {failure.reason}")
     if len(result.failures) > _FAILURES_SHOWN:
         click.echo(f"    and {len(result.failures) - _FAILURES_SHOWN:,} more")
+
+
+def describe_targets(count: int, kind: TargetKind | None) -> str:
+    """Return "10 classes", "any of 10 classes each" or "2 numbers each" for the labels of a split.
+
+    `kind` is None if each image has one class.
+    """
+    if kind == "numbers":
+        return f"{quantity(count, 'number')} each"
+    classes = quantity(count, "class")
+    return classes if kind is None else f"any of {classes} each"
 
 
 def _size(num_bytes: int) -> str:

@@ -14,34 +14,23 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import tensorstore as ts
-from numpy.typing import NDArray
 
 from preprocess.packing.channels import ChannelSums
 from preprocess.packing.journal import Failure, Journal, ShardRecord, read_failures
+from preprocess.packing.numbers import checksum_numbers, create_metadata, label_numbers, target_numbers
 from preprocess.packing.owner import LOCK_KEY, OWNER_KEY, Owner
 from preprocess.packing.pipeline import PackedImage, decode_in_order
 from preprocess.packing.plan import PackSettings, check_same_plan, is_plan, make_plan, plan_of
-from preprocess.packing.shard_writer import SHARD_TIMEOUT_S, ShardWriter, metadata_for
+from preprocess.packing.shard_writer import ShardWriter, metadata_for
 from preprocess.printable import printable
 from preprocess.quantities import quantity
-from preprocess.shards.arrays import (
-    CHECKSUMS,
-    LABELS,
-    METADATA_KEY,
-    NUMBERS_PER_SHARD,
-    PIXELS,
-    checksums_metadata,
-    create_array,
-    labels_metadata,
-    words_digest,
-    write_array,
-)
-from preprocess.shards.location import Location, ShardError, write_fault
+from preprocess.shards.arrays import CHECKSUMS, PIXELS
+from preprocess.shards.location import Location, ShardError
 from preprocess.shards.manifest import FAILURES_KEY, FORMAT_VERSION, MANIFEST_KEY, Manifest, is_manifest
 from preprocess.shards.split_files import JOURNAL, PLAN_KEY, delete_lock_files, delete_split_files, split_files
 
 if TYPE_CHECKING:
+    from preprocess.shards.targets import SplitTargets
     from preprocess.sources.listing import SourceSplit
 
 # Replaces the plan in the journal while an old pack is being deleted.
@@ -81,6 +70,7 @@ def pack_split(
     *,
     overwrite: bool = False,
     on_progress: Callable[[PackProgress], None] | None = None,
+    targets: SplitTargets | None = None,
 ) -> PackResult:
     """Pack ``source`` into the folder ``location``. If packing with the same plan was interrupted there, resume it.
 
@@ -90,6 +80,7 @@ def pack_split(
         settings: how to pack.
         overwrite: whether to delete the existing pack and start over.
         on_progress: called on the calling thread after each block of images.
+        targets: the targets of the images, which are packed instead of their classes; None packs the classes.
 
     Raises:
         ShardError: the folder contains something else or a pack with other settings, the store can't be written, no
@@ -99,8 +90,8 @@ def pack_split(
     """
     if not overwrite and settings.shard_images is None:
         settings = _with_existing_shard_images(location, settings)
-    plan = make_plan(source, settings)
-    if not overwrite:
+    plan = make_plan(source, settings, targets)
+    if not overwrite and targets is None:
         plan["format_version"] = _version_to_pack(location)
     manifest = None if overwrite else _complete(location, plan)
     if manifest is not None and not location.list_keys(JOURNAL):
@@ -108,11 +99,12 @@ def pack_split(
     # Checked before the first file is written, so that a folder with other files stays unchanged.
     _check_ours(location)
     with Owner(location) as owner:
-        return _pack(source, location, Journal(location, owner), plan, settings, overwrite, on_progress)
+        return _pack(source, targets, location, Journal(location, owner), plan, settings, overwrite, on_progress)
 
 
 def _pack(
     source: SourceSplit,
+    targets: SplitTargets | None,
     location: Location,
     journal: Journal,
     plan: dict[str, Any],
@@ -151,7 +143,7 @@ def _pack(
             if on_progress is not None:
                 on_progress(PackProgress(done, total, num_failed))
         writer.finish(total)
-    manifest = _finish(source, location, journal, plan, settings, writer.records)
+    manifest = _finish(source, targets, location, journal, plan, settings, writer.records)
     journal.delete()
     return PackResult(manifest, _failures(writer.records), was_complete=False, num_resumed=num_resumed)
 
@@ -236,13 +228,14 @@ def _clear(location: Location, journal: Journal) -> None:
 
 def _finish(
     source: SourceSplit,
+    targets: SplitTargets | None,
     location: Location,
     journal: Journal,
     plan: dict[str, Any],
     settings: PackSettings,
     records: list[ShardRecord],
 ) -> Manifest:
-    """Write the metadata, the labels, the checksums, ``failures.jsonl`` and finally the manifest; return the manifest.
+    """Write the metadata, the labels or targets, the checksums, ``failures.jsonl`` and the manifest; return the latter.
 
     Raises:
         ShardError: no image could be packed, or the store can't be written.
@@ -255,35 +248,32 @@ def _finish(
             "source. The first "
             f"failure is {printable(failures[0].path)}: {failures[0].reason}"
         )
+    if targets is None:
+        numbers = label_numbers(labels, len(source.classes))
+    else:
+        packed = np.delete(np.arange(len(source)), np.array([failure.index for failure in failures], np.int64))
+        numbers = target_numbers(targets, packed, len(source.classes))
     checksums = None
     if settings.checksum and plan["format_version"] > 1:
-        checksums = np.concatenate([record.checksums for record in records])
+        checksums = checksum_numbers(np.concatenate([record.checksums for record in records]))
     noted = "".join(f"{failure.to_json()}\n" for failure in failures).encode()
     journal.check_owner()
-    metadata_digests = {PIXELS: _create_array(location, PIXELS, metadata_for(len(labels), settings))}
-    metadata_digests[LABELS] = _write_numbers(location, LABELS, labels_metadata(len(labels)), labels)
+    metadata_digests = {PIXELS: create_metadata(location, PIXELS, metadata_for(len(labels), settings))}
+    metadata_digests[numbers.name] = numbers.write(location)
     if checksums is not None:
-        metadata_digests[CHECKSUMS] = _write_numbers(location, CHECKSUMS, checksums_metadata(len(labels)), checksums)
-    digests = {"failures_digest": hashlib.sha256(noted).hexdigest()} | _number_digests(labels, checksums)
-    if plan["format_version"] > 1:
-        digests["metadata_digests"] = metadata_digests
-    else:
-        del digests["label_digests"]
-    manifest = _manifest_of(source, plan, settings, records, labels, digests)
+        metadata_digests[CHECKSUMS] = checksums.write(location)
+    fields = numbers.manifest_fields | {
+        "failures_digest": hashlib.sha256(noted).hexdigest(),
+        "checksum_digests": () if checksums is None else checksums.digests,
+        "metadata_digests": metadata_digests,
+    }
+    if plan["format_version"] == 1:
+        del fields["label_digests"], fields["metadata_digests"]
+    manifest = _manifest_of(source, plan, settings, records, len(labels), fields)
     location.write(FAILURES_KEY, noted)
     journal.check_owner()
     location.write(MANIFEST_KEY, manifest.to_json().encode())
     return manifest
-
-
-def _number_digests(labels: NDArray[np.uint16], checksums: NDArray[np.uint32] | None) -> dict[str, Any]:
-    """Return the manifest's digests of all labels together and of each shard file of ``labels/`` and ``checksums/``."""
-    parts = [slice(start, start + NUMBERS_PER_SHARD) for start in range(0, len(labels), NUMBERS_PER_SHARD)]
-    return {
-        "labels_digest": words_digest([labels]),
-        "label_digests": tuple(words_digest([labels[part]]) for part in parts),
-        "checksum_digests": () if checksums is None else tuple(words_digest([checksums[part]]) for part in parts),
-    }
 
 
 def _manifest_of(
@@ -291,14 +281,14 @@ def _manifest_of(
     plan: dict[str, Any],
     settings: PackSettings,
     records: list[ShardRecord],
-    labels: NDArray[np.uint16],
-    digests: dict[str, Any],
+    num_images: int,
+    fields: dict[str, Any],
 ) -> Manifest:
-    """Return the manifest of a split with the given ``labels``; ``digests`` contains the remaining digest fields."""
+    """Return the manifest of a split of ``num_images``; ``fields`` are those of the labels, and the digests."""
     sums = sum((record.sums for record in records), ChannelSums())
     return Manifest(
         format_version=plan["format_version"],
-        num_images=len(labels),
+        num_images=num_images,
         height=settings.rule.size,
         width=settings.rule.size,
         layout=plan["layout"],
@@ -306,7 +296,6 @@ def _manifest_of(
         checksum=settings.checksum,
         shard_images=settings.resolved_shard_images,
         classes=tuple(source.classes),
-        class_counts=tuple(np.bincount(labels, minlength=len(source.classes)).tolist()),
         channel_mean=sums.mean(),
         channel_std=sums.std(),
         resize_rule=plan["resize_rule"],
@@ -314,39 +303,8 @@ def _manifest_of(
         num_failures=sum(len(record.failures) for record in records),
         tool_versions=plan["tool_versions"],
         shard_digests=tuple(record.digest for record in records if len(record.labels)),
-        **digests,
+        **fields,
     )
-
-
-def _create_array(location: Location, name: str, metadata: dict[str, Any]) -> str:
-    """Write an array's metadata and return the hexadecimal SHA-256 of the metadata file."""
-    create_array(location, name, metadata)
-    return hashlib.sha256(location.read(f"{name}/{METADATA_KEY}") or b"").hexdigest()
-
-
-def _write_numbers(
-    location: Location, name: str, metadata: dict[str, Any], numbers: NDArray[np.unsignedinteger]
-) -> str:
-    """Write an array with one number per image and return the hexadecimal SHA-256 of its metadata file."""
-    digest = _create_array(location, name, metadata)
-    array = write_array(location, name, metadata)
-    for start in range(0, len(numbers), NUMBERS_PER_SHARD):
-        stop = min(start + NUMBERS_PER_SHARD, len(numbers))
-        try:
-            with ts.Transaction() as transaction:
-                array.with_transaction(transaction)[start:stop].write(numbers[start:stop]).result(
-                    timeout=SHARD_TIMEOUT_S
-                )
-        except TimeoutError as error:
-            raise ShardError(
-                f"{location.display}{name} was not written within {SHARD_TIMEOUT_S:.0f} s; check the disk, then run "
-                "the same command again"
-            ) from error
-        except (ValueError, OSError, RuntimeError) as error:
-            raise ShardError(
-                f"{location.display}{name} can't be written: {write_fault(error)}, then run the same command again"
-            ) from error
-    return digest
 
 
 def _failures(records: Sequence[ShardRecord]) -> tuple[Failure, ...]:

@@ -18,13 +18,22 @@ from preprocess.quantities import quantity
 from preprocess.shards.arrays import CODECS, Codec
 from preprocess.shards.classes import MAX_CLASSES
 from preprocess.shards.location import ShardError
-from preprocess.shards.manifest import FORMAT_VERSION, Manifest
+from preprocess.shards.manifest import FORMAT_VERSION, TARGETS_VERSION, Manifest
 
 if TYPE_CHECKING:
+    from preprocess.shards.targets import SplitTargets
     from preprocess.sources.listing import SourceSplit
 
 OnError = Literal["skip", "fail"]
 
+# Only in the plan of a pack with targets.
+_TARGETS, _LABELS_FILE = "targets", "labels_file"
+_DIFFERENCES = {
+    "source_digest": (
+        "the source's images changed (files were added, removed, renamed or resized, or --holdout or --limit changed)"
+    ),
+    _LABELS_FILE: "the file of labels changed (--labels)",
+}
 _SHARD_BYTES = 64 << 20
 _MAX_SHARD_IMAGES = 1 << 14
 _MAX_SHARD_BYTES = 4 << 30
@@ -90,8 +99,10 @@ class PackSettings:
         return min(_MAX_SHARD_IMAGES, 1 << (fitting.bit_length() - 1))
 
 
-def make_plan(source: SourceSplit, settings: PackSettings) -> dict[str, Any]:
+def make_plan(source: SourceSplit, settings: PackSettings, targets: SplitTargets | None = None) -> dict[str, Any]:
     """Return the plan, which contains everything that determines the bytes of the split, as JSON values.
+
+    With ``targets``, those are packed instead of the classes of the images.
 
     Raises:
         ShardError: the split is empty or has more classes than a label can represent.
@@ -115,7 +126,13 @@ def make_plan(source: SourceSplit, settings: PackSettings) -> dict[str, Any]:
         "source_digest": source.digest(),
         "tool_versions": tool_versions() | holdout_version(settings.holdout_rule),
     }
+    if targets is not None:
+        plan |= {"format_version": TARGETS_VERSION} | _target_plan(targets.kind, targets.labels_file)
     return dict(json.loads(json.dumps(plan)))
+
+
+def _target_plan(kind: str, labels_file: str) -> dict[str, Any]:
+    return {_TARGETS: kind, _LABELS_FILE: labels_file}
 
 
 def is_plan(values: dict[str, Any]) -> bool:
@@ -136,7 +153,7 @@ def plan_of(manifest: Manifest) -> dict[str, Any]:
         "resize_rule": dict(manifest.resize_rule),
         "source_digest": manifest.source_digest,
         "tool_versions": dict(manifest.tool_versions),
-    }
+    } | ({} if (targets := manifest.targets) is None else _target_plan(targets.kind, targets.labels_file))
 
 
 def check_same_plan(found: dict[str, Any], wanted: dict[str, Any], where: str) -> None:
@@ -145,12 +162,19 @@ def check_same_plan(found: dict[str, Any], wanted: dict[str, Any], where: str) -
     Raises:
         ShardError: the plans differ; the message lists each setting that differs.
     """
+    differing = [key for key in sorted(found.keys() | wanted.keys()) if found.get(key) != wanted.get(key)]
+    if _LABELS_FILE in differing:
+        # The classes follow from the file, and the digest of the source covers them.
+        differing = [key for key in differing if key not in ("classes", "source_digest", _TARGETS)]
+    if (found.keys() ^ wanted.keys()) & {_LABELS_FILE}:
+        # Then the classes, the format and the order of the images differ too.
+        was = "with" if _LABELS_FILE in found else "without"
+        raise ShardError(
+            f"{where} was packed {was} --labels. Use the same options, another DEST, or --overwrite to pack it again"
+        )
     differences = [
-        "the source's images changed (files were added, removed, renamed or resized, or --holdout or --limit changed)"
-        if key == "source_digest"
-        else f"{key} was {_shown(found.get(key))}, is now {_shown(wanted.get(key))}"
-        for key in sorted(found.keys() | wanted.keys())
-        if found.get(key) != wanted.get(key)
+        _DIFFERENCES.get(key) or f"{key} was {_shown(found.get(key))}, is now {_shown(wanted.get(key))}"
+        for key in differing
     ]
     if differences:
         raise ShardError(

@@ -1,8 +1,9 @@
-"""A split's arrays ``pixels/``, ``labels/`` and ``checksums/``, stored as Zarr 3 with the ``sharding_indexed`` codec.
+"""A split's arrays ``pixels/``, ``labels/`` or ``targets/``, and ``checksums/``, stored as Zarr 3.
 
 One shard file of ``pixels/`` contains ``shard_images`` images and one inner chunk is one image, so any image can be
-read separately while a shard is written as one file. The other two arrays have one number per image. Any Zarr 3 reader
-can open all three. Knows the metadata, not the meaning of the numbers.
+read separately while a shard is written as one file (codec ``sharding_indexed``). The other arrays have one number per
+image, or, in ``targets/``, one row of numbers. Any Zarr 3 reader can open them. Knows the metadata, not the meaning of
+the numbers.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -28,6 +30,7 @@ CODECS: tuple[Codec, ...] = ("raw", "blosc")
 PIXELS = "pixels"
 LABELS = "labels"
 CHECKSUMS = "checksums"
+TARGETS = "targets"
 METADATA_KEY = "zarr.json"
 
 # The value that a Zarr reader returns for a missing shard file. Its low byte is not 0, so it is not a packed pixel: a
@@ -44,6 +47,46 @@ MAX_NUMBERS_BYTES = 5 << 20
 """Maximum size of such a shard file: 4 MiB of checksums, plus a thirty-second of that for inner checksums and index."""
 
 _MAX_METADATA_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class NumberShards:
+    """How an array with one number, or one row of numbers, for each image is divided into shard files and chunks.
+
+    Attributes:
+        row: the shape of one image's part, ``()`` or ``(words,)``.
+        per_shard: images per shard file.
+        per_chunk: images per inner chunk.
+    """
+
+    row: tuple[int, ...] = ()
+    per_shard: int = NUMBERS_PER_SHARD
+    per_chunk: int = NUMBERS_PER_CHUNK
+
+    @property
+    def rank(self) -> int:
+        """The rank of the array."""
+        return 1 + len(self.row)
+
+    def num_parts(self, num_images: int) -> int:
+        """Return the number of shard files for ``num_images`` images."""
+        return -(-num_images // self.per_shard)
+
+    def ranges(self, num_images: int) -> Iterator[tuple[int, int]]:
+        """Yield ``start, stop``, the range of image indices of each shard file."""
+        for start in range(0, num_images, self.per_shard):
+            yield start, min(start + self.per_shard, num_images)
+
+
+NUMBERS = NumberShards()
+"""The shards of ``labels/`` and ``checksums/``."""
+
+
+def row_shards(num_words: int) -> NumberShards:
+    """Return the shards of ``targets/`` for rows of ``num_words`` words, whose files have at most 4 MiB too."""
+    per_shard = 1 << max(0, (NUMBERS_PER_SHARD // num_words).bit_length() - 1)
+    return NumberShards((num_words,), per_shard, max(1, per_shard * NUMBERS_PER_CHUNK // NUMBERS_PER_SHARD))
+
 
 _MISMATCH = re.compile(r'Expected "\w+" of .*|Mismatch in "codecs"')
 _SHARD_ENTRY = re.compile(r'Error reading shard entry \{[^}]*\}/\{[^}]*\} in [^"]*"[^"]*": ')
@@ -75,23 +118,31 @@ def pixels_metadata(
 
 def labels_metadata(num_images: int) -> dict[str, Any]:
     """Return the Zarr metadata of the ``uint16 [num_images]`` label array."""
-    return _numbers_metadata(num_images, dtype="uint16", fill_value=MISSING_LABEL)
+    return _numbers_metadata(num_images, NUMBERS, dtype="uint16", fill_value=MISSING_LABEL)
 
 
 def checksums_metadata(num_images: int) -> dict[str, Any]:
     """Return the Zarr metadata of the ``uint32 [num_images]`` array of image checksums."""
-    return _numbers_metadata(num_images, dtype="uint32", fill_value=0)
+    return _numbers_metadata(num_images, NUMBERS, dtype="uint32", fill_value=0)
 
 
-def _numbers_metadata(num_images: int, *, dtype: str, fill_value: int) -> dict[str, Any]:
-    """Return the metadata of an array with one number per image. Each chunk (2 or 4 KiB) has a 4-byte checksum."""
+def targets_metadata(num_images: int, num_words: int, dtype: type[np.generic]) -> dict[str, Any]:
+    """Return the Zarr metadata of the ``[num_images, num_words]`` array of targets, uint32 or float32."""
+    is_float = np.dtype(dtype).kind == "f"
+    return _numbers_metadata(
+        num_images, row_shards(num_words), dtype=np.dtype(dtype).name, fill_value="NaN" if is_float else 0xFFFFFFFF
+    )
+
+
+def _numbers_metadata(num_images: int, shards: NumberShards, *, dtype: str, fill_value: int | str) -> dict[str, Any]:
+    """Return the metadata of an array with a number or a row per image. Each chunk (about 4 KiB) has a checksum."""
     return _metadata(
-        [num_images],
+        [num_images, *shards.row],
         dtype=dtype,
         fill_value=fill_value,
-        names=["image"],
-        shard=[NUMBERS_PER_SHARD],
-        chunk=[NUMBERS_PER_CHUNK],
+        names=["image", "word" if dtype == "uint32" else "column"][: shards.rank],
+        shard=[shards.per_shard, *shards.row],
+        chunk=[shards.per_chunk, *shards.row],
         codecs=[_LITTLE_ENDIAN, _CHECKSUM],
     )
 
@@ -113,7 +164,7 @@ def read_array(location: Location, name: str, metadata: dict[str, Any] | None = 
 
     Args:
         location: the split's folder.
-        name: ``pixels``, ``labels`` or ``checksums``.
+        name: ``pixels``, ``labels``, ``targets`` or ``checksums``.
         metadata: the required metadata (shape, type, shards, codecs, fill value), as returned by `pixels_metadata`.
 
     Raises:
@@ -148,7 +199,7 @@ def _check_metadata(location: Location, name: str) -> None:
         ) from error
 
 
-def words_digest(parts: Iterable[NDArray[np.unsignedinteger]]) -> str:
+def words_digest(parts: Iterable[NDArray[Any]]) -> str:
     """Return the hexadecimal SHA-256 of the numbers in ``parts``, concatenated in little-endian byte order."""
     digest = hashlib.sha256()
     for part in parts:
@@ -200,7 +251,7 @@ def _metadata(
     shape: list[int],
     *,
     dtype: str,
-    fill_value: int,
+    fill_value: int | str,
     names: list[str],
     shard: list[int],
     chunk: list[int],

@@ -1,7 +1,7 @@
-"""Reads a split's labels or checksums (one number per image) and verifies each shard file against its digest.
+"""Reads a split's labels, targets or checksums and verifies each shard file against its digest.
 
-The numbers stay in memory, 2 bytes per image for labels and 4 for checksums. For very large local splits the files are
-mapped instead.
+The numbers stay in memory, 2 bytes per image for labels, 4 for checksums, and 4 per word for targets. For very large
+local splits the files are mapped instead.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from preprocess.shards.arrays import (
     MAX_NUMBERS_BYTES,
-    NUMBERS_PER_CHUNK,
-    NUMBERS_PER_SHARD,
+    NUMBERS,
+    NumberShards,
     damage,
     read_array,
     shard_key,
@@ -27,7 +27,8 @@ from preprocess.shards.location import Location, ShardError
 from preprocess.shards.mapped_shards import MappedShard, MappedShards
 
 HELD_NUMBERS = 1 << 24
-"""Splits of up to this many images keep their labels and checksums in memory (96 MiB)."""
+"""Splits of up to this many images keep their labels and checksums in memory (96 MiB); of targets, up to this many
+words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +36,16 @@ class _MappedPart:
     """A mapped shard file whose digest was verified."""
 
     shard: MappedShard
+    per_chunk: int
 
     def take(self, places: NDArray[np.int64]) -> NDArray[Any] | None:
         """Return the numbers at ``places``, or None if the file was truncated after it was mapped."""
-        found = self.shard.chunks[places // NUMBERS_PER_CHUNK, places % NUMBERS_PER_CHUNK]
+        found = self.shard.chunks[places // self.per_chunk, places % self.per_chunk]
         return None if self.shard.is_torn else found
 
 
 class ImageNumbers:
-    """An array with one number per image, readable from any number of threads.
+    """An array with one number or one row of numbers per image, readable from any number of threads.
 
     Args:
         location: the split's folder.
@@ -51,6 +53,7 @@ class ImageNumbers:
         metadata: metadata of the array, see `preprocess.shards.arrays`.
         dtype: type of the numbers.
         digests: SHA-256 of the numbers of each shard file; None if the split has none.
+        shards: how the array is divided into shard files.
 
     Raises:
         ShardError: the array can't be opened.
@@ -61,30 +64,33 @@ class ImageNumbers:
         location: Location,
         name: str,
         metadata: dict[str, Any],
-        dtype: type[np.unsignedinteger[Any]],
+        dtype: type[np.generic],
         digests: tuple[str, ...] | None,
+        shards: NumberShards = NUMBERS,
     ) -> None:
         self._location, self._name, self._digests, self._dtype = location, name, digests, dtype
+        self._shards = shards
         self._num_images: int = metadata["shape"][0]
+        num_numbers = self._num_images * int(np.prod(shards.row))
         self._array = read_array(location, name, metadata)
         self._held: dict[int, NDArray[Any]] = {}
         self._compared: dict[int, _MappedPart] = {}
         self._lock = threading.Lock()
         self._mapped: MappedShards | None = None
         folder = location.local_path
-        if folder is not None and MappedShards.is_possible() and self._num_images > HELD_NUMBERS:
+        if folder is not None and MappedShards.is_possible() and num_numbers > HELD_NUMBERS:
             self._mapped = MappedShards(
                 folder / name,
-                rank=1,
-                num_chunks=-(-self._num_images // NUMBERS_PER_CHUNK),
-                shard_chunks=NUMBERS_PER_SHARD // NUMBERS_PER_CHUNK,
-                chunk_shape=(NUMBERS_PER_CHUNK,),
+                rank=shards.rank,
+                num_chunks=-(-self._num_images // shards.per_chunk),
+                shard_chunks=shards.per_shard // shards.per_chunk,
+                chunk_shape=(shards.per_chunk, *shards.row),
                 dtype=dtype,
                 checksum=True,
             )
 
     def read(self, indices: NDArray[np.int64], deadline: float) -> NDArray[Any]:
-        """Return the numbers ``[b]`` of the images with the given ``indices``.
+        """Return the numbers ``[b]``, or rows ``[b, words]``, of the images with the given ``indices``.
 
         Args:
             indices: int64 ``[b]``, 0 ≤ index < N, in any order.
@@ -94,10 +100,10 @@ class ImageNumbers:
             ShardError: a shard file is missing, damaged, not the one that was packed, or not read in time.
             ChangedFileError: a mapped file was written to after numbers were read from it.
         """
-        if self._num_images <= NUMBERS_PER_SHARD:
+        if self._num_images <= self._shards.per_shard:
             return self._take(0, indices, deadline)
-        parts, places = np.divmod(indices, NUMBERS_PER_SHARD)
-        found = np.empty(len(indices), self._dtype)
+        parts, places = np.divmod(indices, self._shards.per_shard)
+        found = np.empty((len(indices), *self._shards.row), self._dtype)
         for part in np.unique(parts).tolist():
             rows = np.flatnonzero(parts == part)
             found[rows] = self._take(part, places[rows], deadline)
@@ -123,12 +129,11 @@ class ImageNumbers:
         before = self._compared.get(part)
         if before is not None and before.shard is shard:
             return before
-        num_numbers = self._length(part)
-        whole = np.array(shard.chunks).reshape(-1)[:num_numbers]
+        whole = np.array(shard.chunks).reshape(-1, *self._shards.row)[: self._length(part)]
         is_sound = all(shard.check(slot, chunk, None) for slot, chunk in enumerate(shard.chunks))
         if not is_sound or shard.is_torn or not self._is_as_packed(part, whole):
             return None
-        self._compared[part] = compared = _MappedPart(shard)
+        self._compared[part] = compared = _MappedPart(shard, self._shards.per_chunk)
         return compared
 
     def _hold(self, part: int, deadline: float) -> NDArray[Any]:
@@ -138,9 +143,9 @@ class ImageNumbers:
         try:
             if (held := self._held.get(part)) is not None:
                 return held
-            key = shard_key(part, 1)
+            key = shard_key(part, self._shards.rank)
             self._location.child(self._name).check_regular(key, max_bytes=MAX_NUMBERS_BYTES)
-            start = part * NUMBERS_PER_SHARD
+            start = part * self._shards.per_shard
             reading = self._array[start : start + self._length(part)].read()
             try:
                 found: NDArray[Any] = reading.result(timeout=max(0.0, deadline - time.monotonic()))
@@ -161,10 +166,10 @@ class ImageNumbers:
         return self._digests is None or words_digest([numbers]) == self._digests[part]
 
     def _length(self, part: int) -> int:
-        return min(NUMBERS_PER_SHARD, self._num_images - part * NUMBERS_PER_SHARD)
+        return min(self._shards.per_shard, self._num_images - part * self._shards.per_shard)
 
     def _file(self, part: int) -> str:
-        return f"{self._location.display}{self._name}/{shard_key(part, 1)}"
+        return f"{self._location.display}{self._name}/{shard_key(part, self._shards.rank)}"
 
     def _timeout_message(self, part: int) -> str:
         return f"{self._file(part)}: not read in time; check the disk or the network, or allow more time"

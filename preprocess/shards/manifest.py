@@ -14,15 +14,28 @@ from typing import Any
 from preprocess.json_digest import json_digest
 from preprocess.pixels import LAYOUTS, Layout, words_of_row
 from preprocess.quantities import quantity
-from preprocess.shards.arrays import CHECKSUMS, CODECS, LABELS, NUMBERS_PER_SHARD, PIXELS, Codec
+from preprocess.shards.arrays import (
+    CHECKSUMS,
+    CODECS,
+    LABELS,
+    NUMBERS,
+    PIXELS,
+    TARGETS,
+    Codec,
+    NumberShards,
+    row_shards,
+)
 from preprocess.shards.classes import MAX_CLASSES, ImageClass
 from preprocess.shards.location import ShardError
 from preprocess.shards.shard_index import CHECKSUM_BYTES, ENTRY
+from preprocess.shards.targets import Targets, num_words
 
 FORMAT_VERSION = 2
-"""The format version that is written. Version 1, still readable, has no ``checksums/``, and its manifest has no digests
-of the checksums, of the labels' shard files and of the arrays' metadata."""
-_READABLE_VERSIONS = (1, 2)
+"""The format version of packs with one class per image. Version 1, still readable, has no ``checksums/``, and its
+manifest has no digests of the checksums, of the labels' shard files and of the arrays' metadata."""
+TARGETS_VERSION = 3
+"""The format version of packs with ``targets/`` instead of ``labels/``, and the newest one."""
+_READABLE_VERSIONS = (1, 2, 3)
 MANIFEST_KEY = "manifest.json"
 FAILURES_KEY = "failures.jsonl"
 NO_MANIFEST_REMEDY = "restore that file, or clear the split's folder by hand and pack again"
@@ -44,7 +57,7 @@ class Manifest:
     """A description of the contents of a split, validated on creation.
 
     Attributes:
-        format_version: version of the on-disk format, 2, or 1 for an older pack.
+        format_version: version of the on-disk format: 2, 1 for an older pack, or 3 for a pack with targets.
         num_images: number of images packed, N ≥ 1.
         height: height of an image in pixels.
         width: width of an image in pixels.
@@ -52,8 +65,10 @@ class Manifest:
         codec: ``raw`` or ``blosc``.
         checksum: whether each image has a CRC-32C.
         shard_images: images per shard file; the last file may have fewer.
-        classes: identifiers and names in the order of the labels, which are 0-based.
-        class_counts: number of images of each class; they add up to ``num_images``.
+        classes: identifiers and names in the order of the labels, which are 0-based; in a pack with targets, the names
+            of its K classes or columns.
+        class_counts: number of images of each class; they add up to ``num_images`` unless the images have several
+            classes each. None in a pack with numbers.
         channel_mean: mean of R, G and B over all pixels, 0..1, from exact integer sums.
         channel_std: standard deviation of R, G and B over all pixels (population), same scale.
         resize_rule: how images were resized and cropped, as JSON of ``preprocess.decoding.decode.ResizeRule``.
@@ -61,14 +76,15 @@ class Manifest:
         num_failures: number of images that could not be packed; ``failures.jsonl`` lists them.
         tool_versions: versions of the libraries that determine the pixels, by name.
         shard_digests: SHA-256 of each shard file's pixels as little-endian words, hexadecimal.
-        labels_digest: SHA-256 of all labels as little-endian numbers.
+        labels_digest: SHA-256 of all labels as little-endian numbers; in a pack with targets, of the targets.
         failures_digest: SHA-256 of ``failures.jsonl``.
-        label_digests: SHA-256 of the labels in each shard file of ``labels/``; none in version 1.
+        label_digests: SHA-256 of the labels in each shard file of ``labels/`` or ``targets/``; none in version 1.
         checksum_digests: the same for ``checksums/``; none in version 1, or if ``checksum`` is false.
         metadata_digests: SHA-256 of each array's ``zarr.json``, by the array's name; none in version 1.
+        targets: the targets of a pack of version 3, None in other versions.
 
-    On disk there is one more field, ``manifest_digest``, the SHA-256 of all others; the last three attributes do not
-    exist on disk in version 1.
+    On disk there is one more field, ``manifest_digest``, the SHA-256 of all others; ``targets`` exists on disk only in
+    version 3, and the three attributes before it do not exist in version 1.
     """
 
     format_version: int
@@ -93,6 +109,7 @@ class Manifest:
     label_digests: tuple[str, ...] = ()
     checksum_digests: tuple[str, ...] = ()
     metadata_digests: Mapping[str, str] = field(default_factory=dict)
+    targets: Targets | None = None
 
     def __post_init__(self) -> None:
         _check_version(self.format_version)
@@ -111,6 +128,7 @@ class Manifest:
         _require(is_whole, "the width must be a multiple of 4 in the dense layout", self.width)
         _require(self.codec in CODECS, f"codec must be one of {', '.join(CODECS)}", self.codec)
         _require(type(self.checksum) is bool, "checksum must be true or false", self.checksum)
+        self._check_targets()
         self._check_classes()
         for name in ("channel_mean", "channel_std"):
             value = getattr(self, name)
@@ -120,12 +138,11 @@ class Manifest:
 
     def _check_digests(self) -> None:
         is_first = self.format_version == 1
-        num_parts = 0 if is_first else -(-self.num_images // NUMBERS_PER_SHARD)
-        names = [] if is_first else [CHECKSUMS] * self.checksum + [LABELS, PIXELS]
+        names = [] if is_first else sorted([*[CHECKSUMS] * self.checksum, self.label_array, PIXELS])
         for name, count in (
             ("shard_digests", self.num_shards),
-            ("label_digests", num_parts),
-            ("checksum_digests", num_parts * self.checksum),
+            ("label_digests", 0 if is_first else self.label_shards.num_parts(self.num_images)),
+            ("checksum_digests", 0 if is_first else NUMBERS.num_parts(self.num_images) * self.checksum),
         ):
             _require(
                 len(getattr(self, name)) == count,
@@ -135,15 +152,29 @@ class Manifest:
         found = sorted(self.metadata_digests)
         _require(found == names, f"the keys of metadata_digests must be {', '.join(names) or 'none'}", found)
         digests = (*self.shard_digests, *self.label_digests, *self.checksum_digests, *self.metadata_digests.values())
-        for digest in (*digests, self.labels_digest, self.failures_digest):
+        source = () if self.targets is None else (self.targets.labels_file,)
+        for digest in (*digests, *source, self.labels_digest, self.failures_digest):
             _require(
                 type(digest) is str and _DIGEST.fullmatch(digest) is not None, "a digest must be a SHA-256", digest
             )
+
+    def _check_targets(self) -> None:
+        has_targets = self.format_version >= TARGETS_VERSION
+        rule = f"targets must {'be an object' if has_targets else 'be absent'} in version {self.format_version}"
+        _require((self.targets is not None) == has_targets, rule, self.targets)
+        if self.targets is not None and (fault := self.targets.faults(len(self.classes))) is not None:
+            raise ShardError(f"{fault}; restore the file or pack the split again with --overwrite")
 
     def _check_classes(self) -> None:
         counts = self.class_counts
         num_classes = len(self.classes)
         _require(1 <= num_classes <= MAX_CLASSES, f"there must be 1 to {MAX_CLASSES} classes", num_classes)
+        if self.targets is not None:
+            num_counts = num_classes if self.targets.kind == "classes" else 0
+            _require(len(counts) == num_counts, f"class_counts must have {quantity(num_counts, 'entry')}", len(counts))
+            are_counts = all(type(count) is int and 0 <= count <= self.num_images for count in counts)
+            _require(are_counts, f"class_counts must be 0 to {self.num_images}", counts)
+            return
         _require(len(counts) == num_classes, f"class_counts must have {quantity(num_classes, 'entry')}", len(counts))
         _require(all(type(count) is int and count >= 0 for count in counts), "class_counts must be ≥ 0", counts)
         _require(
@@ -154,8 +185,23 @@ class Manifest:
 
     @property
     def num_classes(self) -> int:
-        """The number of classes, K."""
+        """The number of classes, K; in a pack with targets, the number of targets of an image."""
         return len(self.classes)
+
+    @property
+    def label_array(self) -> str:
+        """The name of the array with the labels: ``labels``, or ``targets``."""
+        return LABELS if self.targets is None else TARGETS
+
+    @property
+    def label_shards(self) -> NumberShards:
+        """How the array with the labels is divided into shard files."""
+        return NUMBERS if self.targets is None else row_shards(self.target_words)
+
+    @property
+    def target_words(self) -> int:
+        """The number of 32-bit words of an image's targets; 0 in a pack without targets."""
+        return 0 if self.targets is None else num_words(self.targets.kind, self.num_classes)
 
     @property
     def num_shards(self) -> int:
@@ -199,6 +245,8 @@ class Manifest:
         document = asdict(self)
         for name in _SINCE_VERSION_2 if self.format_version == 1 else ():
             del document[name]
+        if self.targets is None:
+            del document["targets"]
         return document
 
     def to_json(self) -> str:
@@ -238,6 +286,8 @@ class Manifest:
         known = {each.name for each in fields(cls)} | {_DIGEST_KEY}
         if document["format_version"] == 1:
             known -= set(_SINCE_VERSION_2)
+        if document["format_version"] < TARGETS_VERSION:
+            known -= {"targets"}
         for kind, keys in (("unknown", set(document) - known), ("missing", known - set(document))):
             if keys:
                 raise ShardError(
@@ -257,6 +307,8 @@ class Manifest:
             _require(isinstance(values[name], dict), f"{name} must be an object", values[name])
         for name in ("layout", "codec", "source_digest"):
             _require(isinstance(values[name], str), f"{name} must be a string", values[name])
+        if "targets" in known:
+            values["targets"] = _targets(values["targets"])
         values["classes"] = tuple(_image_class(entry) for entry in values["classes"])
         for name in lists:
             values[name] = tuple(values[name])
@@ -284,6 +336,16 @@ def _image_class(entry: Any) -> ImageClass:
     return ImageClass(**entry)
 
 
+def _targets(entry: Any) -> Targets:
+    rule = "targets must be an object with kind, labels_file, minima and maxima"
+    _require(isinstance(entry, dict), rule, entry)
+    try:
+        return Targets.from_json(entry)
+    except (KeyError, TypeError):
+        _require(False, rule, entry)
+        raise
+
+
 def _require(is_satisfied: bool, rule: str, found: object) -> None:
     if not is_satisfied:
         text = repr(found)
@@ -294,9 +356,9 @@ def _require(is_satisfied: bool, rule: str, found: object) -> None:
 def _check_version(version: object) -> None:
     if type(version) is int and version in _READABLE_VERSIONS:
         return
-    if type(version) is int and version > FORMAT_VERSION:
+    if type(version) is int and version > TARGETS_VERSION:
         raise ShardError(
-            f"format version {version} is newer than {FORMAT_VERSION}, the newest supported; install a newer feedloop"
+            f"format version {version} is newer than {TARGETS_VERSION}, the newest supported; install a newer feedloop"
         )
-    known = " or ".join(map(str, _READABLE_VERSIONS))
+    known = ", ".join(map(str, _READABLE_VERSIONS[:-1])) + f" or {_READABLE_VERSIONS[-1]}"
     raise ShardError(f"format_version must be {known}, found {version!r}; pack the split again with --overwrite")

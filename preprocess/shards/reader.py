@@ -18,20 +18,15 @@ from numpy.typing import NDArray
 
 from preprocess.printable import printable
 from preprocess.quantities import quantity
-from preprocess.shards.arrays import (
-    PIXELS,
-    damage,
-    describe_truncation,
-    shard_key,
-)
+from preprocess.shards.arrays import PIXELS, damage, describe_truncation, shard_key
 from preprocess.shards.decoded_checks import DecodedChecks
 from preprocess.shards.file_maps import WatchedFolder
-from preprocess.shards.image_numbers import ImageNumbers
 from preprocess.shards.location import STORE_TIMEOUT_S, Location, ShardError, open_location, reason
 from preprocess.shards.manifest import Manifest
 from preprocess.shards.mapped_images import MappedImages
 from preprocess.shards.mapped_shards import ChangedFileError, MappedShard
-from preprocess.shards.split_arrays import open_checksums, open_labels, open_pixels
+from preprocess.shards.split_arrays import open_checksums, open_pixels
+from preprocess.shards.split_labels import SplitLabels
 from preprocess.shards.splits import list_splits, read_manifest
 
 __all__ = [
@@ -86,7 +81,8 @@ class ShardSplit:
         height: H, height of an image in pixels.
         width: W, width of an image in pixels.
         row_words: number of words in a row, W in the packed layout.
-        num_classes: K, the number of classes.
+        num_classes: K, the number of classes, or of an image's targets.
+        target_words: number of 32-bit words of an image's targets; 0 if images have one class each.
 
     Raises:
         ShardError: an array can't be opened.
@@ -100,9 +96,10 @@ class ShardSplit:
         self.width = manifest.width
         self.row_words = manifest.row_words
         self.num_classes = manifest.num_classes
+        self.target_words = manifest.target_words
         # Decoded images are not cached: a cache only adds a copy (measured), and the page cache already has the file.
         self._pixels: ts.TensorStore | None = open_pixels(location, manifest)
-        self._labels: ImageNumbers | None = open_labels(location, manifest)
+        self._labels: SplitLabels | None = SplitLabels(location, manifest)
         self._checksums = open_checksums(location, manifest)
         self._decoded = DecodedChecks(location, manifest)
         self._mapped: MappedImages | None = None
@@ -135,7 +132,8 @@ class ShardSplit:
         Args:
             indices: int64 ``[b]``, 0 ≤ index < N, any order, repeats allowed.
             pixels: uint32 ``[b, H, row_words]``, aligned, any strides, overwritten with the packed pixels.
-            labels: int32 ``[b]``, overwritten with classes 0..K-1.
+            labels: int32 ``[b]``, overwritten with classes 0..K-1; in a split with targets int32 ``[b, target_words]``,
+                overwritten with the words of the bits, or of the float32 numbers (see `read_targets`).
             timeout_s: how long to wait for the store, in seconds.
 
         Raises:
@@ -190,6 +188,21 @@ class ShardSplit:
         self._take_labels(indices, labels, deadline)
         return LentImages(*lent, self)
 
+    def read_targets(self, indices: NDArray[np.int64], *, timeout_s: float = STORE_TIMEOUT_S) -> NDArray[np.float32]:
+        """Return the targets of images, float32 ``[b, K]``: 0 or 1 for each class, or the numbers.
+
+        Args:
+            indices: int64 ``[b]``, 0 ≤ index < N, any order, repeats allowed.
+            timeout_s: how long to wait for the store, in seconds.
+
+        Raises:
+            ShardError: as `read_into`, or the split has no targets.
+        """
+        if self._labels is None:
+            raise ShardError(self._closed_message())
+        with self._naming_changed_files():
+            return self._labels.read_targets(self._checked_indices(indices), time.monotonic() + timeout_s)
+
     def load_numbers(self, *, timeout_s: float) -> None:
         """Read the first shard file of the labels and of the checksums to report any damage before other work begins.
 
@@ -198,7 +211,7 @@ class ShardSplit:
         """
         first, deadline = np.zeros(1, np.int64), time.monotonic() + timeout_s
         self._expected(first, deadline)
-        self._take_labels(first, np.empty(1, np.int32), deadline)
+        self._take_labels(first, np.empty((1, *self._label_row()), np.int32), deadline)
 
     def check_unchanged(self) -> None:
         """Recheck every file from which images were copied; call this after the last image has been used.
@@ -270,20 +283,19 @@ class ShardSplit:
         """Read labels into ``labels``; raise ShardError if a label is not a valid class."""
         assert self._labels is not None
         with self._naming_changed_files():
-            found = self._labels.read(indices, deadline)
-        labels[:] = found
-        if found.max() >= self.num_classes:
-            index = int(indices[int(found.argmax())])
-            raise ShardError(
-                f"{self._name()}: label {found.max()} of image {index} is not one of the "
-                f"{quantity(self.num_classes, 'class')}; "
-                f"{self._remedy()}"
-            )
+            self._labels.read_into(indices, labels, deadline)
+
+    def _label_row(self) -> tuple[int, ...]:
+        """Return the shape of one image's labels in the caller's buffer."""
+        return (self.target_words,) if self.target_words else ()
 
     def _open_array(self) -> ts.TensorStore:
         if self._pixels is None:
-            raise ShardError(f"{self._name()}: the split is closed; open it again with open_split")
+            raise ShardError(self._closed_message())
         return self._pixels
+
+    def _closed_message(self) -> str:
+        return f"{self._name()}: the split is closed; open it again with open_split"
 
     def _check_buffer(self, name: str, buffer: NDArray[Any], dtype: type[np.generic], shape: tuple[int, ...]) -> None:
         # An unaligned buffer would be copied, and the copy filled instead.
@@ -294,7 +306,10 @@ class ShardSplit:
             )
 
     def _checked(self, indices: NDArray[np.int64], labels: NDArray[np.int32]) -> NDArray[np.int64]:
-        self._check_buffer("labels", labels, np.int32, (len(indices),))
+        self._check_buffer("labels", labels, np.int32, (len(indices), *self._label_row()))
+        return self._checked_indices(indices)
+
+    def _checked_indices(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         if indices.ndim != 1 or indices.dtype != np.int64:
             raise ShardError(f"{self._name()}: indices must be int64 [b], got {indices.dtype} {list(indices.shape)}")
         if len(indices) and (indices.min() < 0 or indices.max() >= self.num_images):

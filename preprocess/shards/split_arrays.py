@@ -1,23 +1,25 @@
-"""Opens the arrays of a split (pixels, labels and checksums) as its manifest describes them."""
+"""Opens the pixels and checksums of a split as its manifest describes them, and describes its labels or targets."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import tensorstore as ts
 
 from preprocess.shards.arrays import (
     CHECKSUMS,
-    LABELS,
-    NUMBERS_PER_SHARD,
     PIXELS,
     checksums_metadata,
     labels_metadata,
     pixels_metadata,
     read_array,
+    targets_metadata,
 )
 from preprocess.shards.image_numbers import ImageNumbers
 from preprocess.shards.location import Location
 from preprocess.shards.manifest import Manifest
+from preprocess.shards.targets import dtype_of
 
 
 def open_pixels(location: Location, manifest: Manifest) -> ts.TensorStore:
@@ -33,12 +35,11 @@ def open_pixels(location: Location, manifest: Manifest) -> ts.TensorStore:
     return read_array(location, PIXELS, metadata)
 
 
-def open_labels(location: Location, manifest: Manifest) -> ImageNumbers:
-    """Open the uint16 labels of the split at ``location``; raise ShardError on failure."""
-    digests = manifest.label_digests or None
-    if digests is None and manifest.num_images <= NUMBERS_PER_SHARD:
-        digests = (manifest.labels_digest,)  # version 1; for a single file the digest is the same
-    return ImageNumbers(location, LABELS, labels_metadata(manifest.num_images), np.uint16, digests)
+def label_metadata(manifest: Manifest) -> dict[str, Any]:
+    """Return the Zarr metadata of the array with the labels, ``labels/`` or ``targets/``."""
+    if manifest.targets is None:
+        return labels_metadata(manifest.num_images)
+    return targets_metadata(manifest.num_images, manifest.target_words, dtype_of(manifest.targets.kind))
 
 
 def open_checksums(location: Location, manifest: Manifest) -> ImageNumbers | None:

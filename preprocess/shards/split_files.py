@@ -11,10 +11,11 @@ from pathlib import Path
 from preprocess.shards.location import Location
 
 _FILE = re.compile(
-    r"manifest\.json|failures\.jsonl|(pixels|labels|checksums)/zarr\.json|pixels/c/\d+/0/0|(labels|checksums)/c/\d+"
+    r"manifest\.json|failures\.jsonl|(pixels|labels|checksums|targets)/zarr\.json|pixels/c/\d+/0/0"
+    r"|(labels|checksums)/c/\d+|targets/c/\d+/0"
     r"|journal/(plan\.json|owner|lock|shards/\d+\.json)"
 )
-_FOLDER = re.compile(r"pixels(/c(/\d+(/0)?)?)?|(labels|checksums)(/c)?|journal(/shards)?")
+_FOLDER = re.compile(r"pixels(/c(/\d+(/0)?)?)?|(labels|checksums)(/c)?|targets(/c(/\d+)?)?|journal(/shards)?")
 LOCK_SUFFIX = ".__lock"
 # Exists while a split is being packed.
 JOURNAL = "journal/"
@@ -55,7 +56,7 @@ def _own_folders(location: Location) -> Iterator[tuple[Path, str]]:
     if location.local_path is None:
         return
     root = _root(location)
-    for name in ("pixels", "labels", "checksums", "journal"):
+    for name in ("pixels", "labels", "checksums", "targets", "journal"):
         # Links to folders are not followed.
         for folder, _, _ in os.walk(root / name, topdown=False):
             path = Path(folder)

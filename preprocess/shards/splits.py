@@ -13,7 +13,7 @@ from pathlib import Path
 import tensorstore as ts
 
 from preprocess.regular_file import is_regular
-from preprocess.shards.arrays import CHECKSUMS, LABELS, METADATA_KEY, PIXELS
+from preprocess.shards.arrays import CHECKSUMS, LABELS, METADATA_KEY, PIXELS, TARGETS
 from preprocess.shards.location import Location, ShardError, open_location
 from preprocess.shards.manifest import MANIFEST_KEY, NO_MANIFEST_REMEDY, Manifest
 from preprocess.shards.split_files import PLAN_KEY, is_split_file
@@ -21,7 +21,7 @@ from preprocess.shards.split_files import PLAN_KEY, is_split_file
 # Any one of these shows that a folder contains a split or its remains.
 _MARKS = (
     MANIFEST_KEY,
-    *(f"{array}/{part}" for array in (PIXELS, LABELS, CHECKSUMS) for part in (METADATA_KEY, "c")),
+    *(f"{array}/{part}" for array in (PIXELS, LABELS, CHECKSUMS, TARGETS) for part in (METADATA_KEY, "c")),
 )
 
 

@@ -20,24 +20,24 @@ from preprocess.printable import printable
 from preprocess.regular_file import check_regular
 from preprocess.shards.arrays import (
     CHECKSUMS,
-    LABELS,
     MAX_NUMBERS_BYTES,
     METADATA_KEY,
-    NUMBERS_PER_SHARD,
+    NUMBERS,
     PIXELS,
+    NumberShards,
     checksums_metadata,
     damage,
     describe_truncation,
-    labels_metadata,
     read_array,
     shard_key,
     words_digest,
 )
 from preprocess.shards.location import MAX_VALUE_BYTES, Location, ShardError, open_location
 from preprocess.shards.manifest import FAILURES_KEY, MANIFEST_KEY, Manifest
-from preprocess.shards.split_arrays import open_pixels
+from preprocess.shards.split_arrays import label_metadata, open_pixels
 from preprocess.shards.split_files import JOURNAL
 from preprocess.shards.splits import read_manifest
+from preprocess.shards.targets import has_excess_bits
 
 READ_TIMEOUT_S = 600.0
 """Time limit for reading one piece of at most 64 MiB, in seconds."""
@@ -76,7 +76,7 @@ def verify_split(
     context: ts.Context | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Damage, ...]:
-    """Check the split ``split`` of the pack at ``data``: its files, checksums, metadata, labels, pixels and failures.
+    """Check the split ``split`` of the pack at ``data``: files, checksums, metadata, labels or targets, and pixels.
 
     Args:
         data: a folder or a TensorStore URL.
@@ -98,7 +98,7 @@ def verify_split(
     unreadable = {each.file for each in files if each.is_unreadable}
     contents = (
         *_check_failures(location, manifest, unreadable),
-        *_check_numbers(location, manifest, LABELS, unreadable),
+        *_check_numbers(location, manifest, manifest.label_array, unreadable),
         *_check_numbers(location, manifest, CHECKSUMS, unreadable),
         *_check_pixels(location, manifest, unreadable, on_progress or (lambda _done, _total: None)),
     )
@@ -111,11 +111,12 @@ def verify_split(
 def _check_files(location: Location, manifest: Manifest) -> Iterator[Damage]:
     expected = {MANIFEST_KEY, FAILURES_KEY, *(f"{name}/{METADATA_KEY}" for name in _arrays(manifest))}
     max_bytes = dict.fromkeys(expected, MAX_VALUE_BYTES)
-    shards = [f"{PIXELS}/{shard_key(shard, 3)}" for shard in range(manifest.num_shards)]
-    max_bytes |= dict.fromkeys(shards, manifest.max_shard_bytes)
-    num_parts = -(-manifest.num_images // NUMBERS_PER_SHARD)
-    parts = [f"{name}/{shard_key(part, 1)}" for name in _arrays(manifest)[1:] for part in range(num_parts)]
-    max_bytes |= dict.fromkeys(parts, MAX_NUMBERS_BYTES)
+    images = [f"{PIXELS}/{shard_key(shard, 3)}" for shard in range(manifest.num_shards)]
+    max_bytes |= dict.fromkeys(images, manifest.max_shard_bytes)
+    for name in _arrays(manifest)[1:]:
+        shards = _shards_of(manifest, name)
+        parts = range(shards.num_parts(manifest.num_images))
+        max_bytes |= dict.fromkeys([f"{name}/{shard_key(part, shards.rank)}" for part in parts], MAX_NUMBERS_BYTES)
     found = set(location.list_keys())
     for key in sorted(max_bytes):
         if (damage := _file_damage(location, key, max_bytes[key], is_listed=key in found)) is not None:
@@ -131,7 +132,11 @@ def _check_files(location: Location, manifest: Manifest) -> Iterator[Damage]:
 
 
 def _arrays(manifest: Manifest) -> tuple[str, ...]:
-    return (PIXELS, LABELS, CHECKSUMS) if manifest.checksum_digests else (PIXELS, LABELS)
+    return (PIXELS, manifest.label_array, *([CHECKSUMS] if manifest.checksum_digests else []))
+
+
+def _shards_of(manifest: Manifest, name: str) -> NumberShards:
+    return NUMBERS if name == CHECKSUMS else manifest.label_shards
 
 
 def _file_damage(location: Location, key: str, max_bytes: int, *, is_listed: bool) -> Damage | None:
@@ -170,18 +175,18 @@ def _check_metadata(location: Location, manifest: Manifest, unreadable: set[str]
 
 
 def _check_numbers(location: Location, manifest: Manifest, name: str, unreadable: set[str]) -> Iterator[Damage]:
-    """Check the labels or, if the split has any, the checksums."""
+    """Check the labels or targets or, if the split has any, the checksums."""
     if name not in _arrays(manifest):
         return
-    metadata = (labels_metadata if name == LABELS else checksums_metadata)(manifest.num_images)
+    metadata = checksums_metadata(manifest.num_images) if name == CHECKSUMS else label_metadata(manifest)
     array = yield from _opened(location, name, lambda: read_array(location, name, metadata), unreadable)
     if array is None:
         return
     whole: list[NDArray[Any]] = []
-    has_invalid_labels = False
-    for start in range(0, manifest.num_images, NUMBERS_PER_SHARD):
-        stop = min(start + NUMBERS_PER_SHARD, manifest.num_images)
-        file = f"{name}/{shard_key(start // NUMBERS_PER_SHARD, 1)}"
+    has_invalid = False
+    shards = _shards_of(manifest, name)
+    for part, (start, stop) in enumerate(shards.ranges(manifest.num_images)):
+        file = f"{name}/{shard_key(part, shards.rank)}"
         if file in unreadable:
             continue
         try:
@@ -190,20 +195,35 @@ def _check_numbers(location: Location, manifest: Manifest, name: str, unreadable
             yield Damage(file, damage(error))
             continue
         whole.append(numbers)
-        invalid = np.flatnonzero(numbers >= manifest.num_classes) if name == LABELS else np.empty(0, np.intp)
-        if len(invalid):
-            has_invalid_labels = True
-            images = tuple((invalid + start).tolist())
-            yield Damage(file, f"labels outside 0..{manifest.num_classes - 1}", images)
+        if name != CHECKSUMS and (found := _invalid_labels(manifest, numbers)) is not None:
+            has_invalid = True
+            what, rows = found
+            yield Damage(file, what, tuple((rows + start).tolist()))
     is_whole = sum(map(len, whole)) == manifest.num_images
-    if is_whole and not has_invalid_labels and not _are_as_packed(whole, manifest, name):
+    if is_whole and not has_invalid and not _are_as_packed(whole, manifest, name):
         yield Damage(name, f"the {name} differ from those that were packed")
 
 
+def _invalid_labels(manifest: Manifest, numbers: NDArray[Any]) -> tuple[str, NDArray[np.intp]] | None:
+    """Return what is wrong with labels or targets that no image can have, and their rows; None if all are possible."""
+    if manifest.targets is None:
+        what, are_invalid = f"labels outside 0..{manifest.num_classes - 1}", numbers >= manifest.num_classes
+    elif manifest.targets.kind == "classes":
+        what = f"bits of classes outside 0..{manifest.num_classes - 1}"
+        are_invalid = has_excess_bits(numbers, manifest.num_classes)
+    else:
+        what, are_invalid = "targets that are not finite", ~np.isfinite(numbers).all(axis=1)
+    rows = np.flatnonzero(are_invalid)
+    return (what, rows) if len(rows) else None
+
+
 def _are_as_packed(parts: list[NDArray[Any]], manifest: Manifest, name: str) -> bool:
-    if name == LABELS and words_digest(parts) != manifest.labels_digest:
+    if name == CHECKSUMS:
+        digests = manifest.checksum_digests
+    elif words_digest(parts) == manifest.labels_digest:
+        digests = manifest.label_digests
+    else:
         return False
-    digests = manifest.label_digests if name == LABELS else manifest.checksum_digests
     return not digests or tuple(words_digest([part]) for part in parts) == digests
 
 

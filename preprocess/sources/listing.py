@@ -12,7 +12,7 @@ and the digest depend on the keys.
 import hashlib
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
@@ -216,6 +216,23 @@ class ListedSplit:
         return digest.hexdigest()
 
 
+@dataclass
+class LabelMatch:
+    """How the files of a split match the lines of a file of labels.
+
+    Attributes:
+        rows: the index of each listed image's row.
+        num_missing, missing: the number of images without a line, and the paths of the first of them.
+        num_unread, unread: the number of other files without a line, which are not listed, and the first path.
+    """
+
+    rows: array[int] = field(default_factory=lambda: array("q"))
+    num_missing: int = 0
+    missing: list[str] = field(default_factory=list)
+    num_unread: int = 0
+    unread: str = ""
+
+
 @dataclass(frozen=True, eq=False)
 class FoundSplit:
     """A split as found in a source, before images are held out, the limit is applied and the order is determined.
@@ -223,6 +240,7 @@ class FoundSplit:
     Attributes:
         name, classes, listing, store: as of `ListedSplit`.
         subfolder: a subfolder of a class that contains images, below the source root; None if there is none.
+        match: how it matches a file of labels; None without one.
     """
 
     name: str
@@ -230,6 +248,7 @@ class FoundSplit:
     listing: Listing
     store: ByteStore
     subfolder: str | None = None
+    match: LabelMatch | None = None
 
 
 def index_classes(ids: Iterable[str], names: dict[str, str], where: str) -> tuple[ImageClass, ...]:

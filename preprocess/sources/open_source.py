@@ -1,7 +1,8 @@
 """Opens a set of labelled, encoded images and detects its layout.
 
 Supported layouts: class folders, directly in a folder or in `train/`, `val/`, `test/`; the official ImageNet archives,
-read in place; Kaggle's ImageNet tree; a plain tar archive of class folders. `data/README.md` shows each.
+read in place; Kaggle's ImageNet tree; a plain tar archive of class folders; with a file of labels, any folder or tar
+archive of images. `data/README.md` shows each.
 """
 
 import os
@@ -17,7 +18,10 @@ import numpy as np
 from preprocess.printable import printable
 from preprocess.quantities import quantity
 from preprocess.shards.classes import ImageClass
+from preprocess.shards.targets import SplitTargets
 from preprocess.sources.kaggle import find_kaggle_tree, kaggle_openers
+from preprocess.sources.labelled import check_lines, labelled_archive, labelled_folder
+from preprocess.sources.labels_file import LabelTable, read_labels
 from preprocess.sources.listing import FoundSplit, ListedSplit, SourceError, SourceImage, SourceSplit
 from preprocess.sources.selection import HOLDOUT_RULE, held_out, pack_order
 from preprocess.sources.tarindex import BLOCK, is_tar, open_tar
@@ -40,11 +44,15 @@ class Source:
         layout: description of the detected layout.
         splits: the splits by name.
         subfolder: a subfolder of a class that contains images, below the source root; None if there is none.
+        targets: the targets of each split; empty without a file of labels.
+        unread: what was not read because it has no line in the file of labels; None if there is nothing.
     """
 
     layout: str
     splits: dict[str, SourceSplit]
     subfolder: str | None = None
+    targets: dict[str, SplitTargets] = field(default_factory=dict)
+    unread: str | None = None
     _closers: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     def __enter__(self) -> Self:
@@ -76,6 +84,7 @@ def open_source(
     holdout: float = 0.0,
     limit: int | None = None,
     holdout_rule: int = HOLDOUT_RULE,
+    labels: str | Path | None = None,
 ) -> Source:
     """Detect the layout of a data set and list its images.
 
@@ -86,6 +95,8 @@ def open_source(
             none. They are chosen in each class by hashes of the keys (see `preprocess.sources.selection.held_out`).
         limit: maximum number of images per split, spread evenly over the classes.
         holdout_rule: the rule by which they are chosen, 1 for a pack that was begun with an earlier version.
+        labels: a file of labels (`preprocess.sources.labels_file`), which replaces class folders. Held-out images are
+            then those of all images whose keys have the smallest hashes.
 
     Returns:
         The source, which the caller must close. All splits have the same classes in the same order, sorted by the
@@ -102,24 +113,24 @@ def open_source(
     root = Path(path)
     if limit is not None and limit < 1:
         raise SourceError(f"limit must be at least 1 image per split, got {limit}")
-    layout = _recognise(root)
+    table = None if labels is None else read_labels(labels)
+    layout = _recognise(root) if table is None else _recognise_labelled(root, table)
     _check_holdout(holdout, root, layout)
     available = tuple(sorted({*layout.openers, *(["val"] if holdout else [])}, key=_SPLIT_ORDER.index))
     wanted = _wanted_splits(root, available, splits)
     found: dict[str, FoundSplit] = {}
     try:
+        # Every line of a file of labels must have an image, in whatever split.
+        needed = layout.openers if table is not None else _needed(wanted, holdout)
         for name in layout.openers:
-            if name in wanted or (holdout and name == "train" and "val" in wanted):
+            if name in needed:
                 found[name] = layout.openers[name]()
-        _check_classes(found)
+        if table is None:
+            _check_classes(found)
+        else:
+            check_lines(found.values(), table, root)
         opened = _select(found, holdout=holdout, limit=limit, holdout_rule=holdout_rule)
-        for name in wanted:
-            if not len(opened[name]):
-                if name == "val" and holdout:
-                    raise SourceError(_nothing_held_out(found["train"], holdout, root))
-                raise SourceError(
-                    f"the split {name} of {printable(root)} ({layout.description}) has no images; add images to it"
-                )
+        _check_has_images(opened, wanted, found, layout, root, holdout=holdout, table=table)
     except BaseException:
         for each in found.values():
             each.store.close()
@@ -128,16 +139,42 @@ def open_source(
         layout.description,
         {name: opened[name] for name in wanted},
         next((each.subfolder for each in found.values() if each.subfolder is not None), None),
+        {} if table is None else {name: _targets_of(found, opened[name], table) for name in wanted},
+        _describe_unread(found),
         [each.store.close for each in found.values()],
     )
 
 
+def _needed(wanted: tuple[str, ...], holdout: float) -> tuple[str, ...]:
+    """Return the splits to list: those that are wanted, and the one from which images are held out."""
+    return (*wanted, "train") if holdout and "val" in wanted else wanted
+
+
+def _check_has_images(
+    opened: dict[str, SourceSplit],
+    wanted: tuple[str, ...],
+    found: dict[str, FoundSplit],
+    layout: Layout,
+    root: Path,
+    *,
+    holdout: float,
+    table: LabelTable | None,
+) -> None:
+    for name in wanted:
+        if len(opened[name]):
+            continue
+        if name == "val" and holdout:
+            raise SourceError(_nothing_held_out(found["train"], holdout, root, table))
+        raise SourceError(
+            f"the split {name} of {printable(root)} ({layout.description}) has no images; add images to it"
+        )
+
+
 def _recognise(root: Path) -> Layout:
-    if not root.exists():
-        fault = "is a link that leads nowhere" if root.is_symlink() else "does not exist"
-        raise SourceError(f"{printable(root)} {fault}; give the folder or archive that contains the images")
+    _check_exists(root)
     if not root.is_dir():
-        return _recognise_file(root)
+        _check_is_tar(root)
+        return Layout(*tar_openers(root))
     _refuse_shards(root)
     archives = imagenet_openers(root)
     if archives:
@@ -165,6 +202,15 @@ def _recognise(root: Path) -> Layout:
     return Layout("a folder of class folders", split_openers(root, {"train": root}))
 
 
+def _recognise_labelled(root: Path, table: LabelTable) -> Layout:
+    _check_exists(root)
+    if root.is_dir():
+        _refuse_shards(root)
+        return Layout(*labelled_folder(root, table))
+    _check_is_tar(root)
+    return Layout(*labelled_archive(root, table))
+
+
 def _refuse_shards(root: Path) -> None:
     """Raise SourceError for a packed data set, whose folders "labels" and "pixels" would be mistaken for classes."""
     candidates = (root, *(Path(each.path) for each in list_folder(root)[0]))
@@ -176,7 +222,13 @@ def _refuse_shards(root: Path) -> None:
         )
 
 
-def _recognise_file(path: Path) -> Layout:
+def _check_exists(root: Path) -> None:
+    if not root.exists():
+        fault = "is a link that leads nowhere" if root.is_symlink() else "does not exist"
+        raise SourceError(f"{printable(root)} {fault}; give the folder or archive that contains the images")
+
+
+def _check_is_tar(path: Path) -> None:
     tar = open_tar(path)
     try:
         head = tar.read(0, min(BLOCK, tar.num_bytes))
@@ -193,7 +245,6 @@ def _recognise_file(path: Path) -> Layout:
             f"{printable(path)} is neither a folder nor a tar archive; give the folder or archive that contains the "
             "images"
         )
-    return Layout(*tar_openers(path))
 
 
 def _shown(names: list[str]) -> str:
@@ -214,7 +265,9 @@ def _check_holdout(holdout: float, root: Path, layout: Layout) -> None:
         raise SourceError(f"holdout {holdout} was given, but {printable(root)} already has a val split; omit holdout")
 
 
-def _nothing_held_out(train: FoundSplit, holdout: float, root: Path) -> str:
+def _nothing_held_out(train: FoundSplit, holdout: float, root: Path, table: LabelTable | None) -> str:
+    if table is not None:
+        return f"holdout {holdout} holds out no image of {printable(root)}, which has only one image; add images to it"
     most = int(np.bincount(train.listing.labels, minlength=1).max())
     return (
         f"holdout {holdout} holds out no image of {printable(root)}, because every class keeps one training image "
@@ -258,3 +311,19 @@ def _select(
             order = pack_order(each.listing, chosen, limit)
             opened[part] = ListedSplit(part, each.classes, each.listing, each.store, order)
     return opened
+
+
+def _targets_of(found: dict[str, FoundSplit], split: SourceSplit, table: LabelTable) -> SplitTargets:
+    """Return the targets of a split in its pack order."""
+    assert isinstance(split, ListedSplit)
+    match = next(each.match for each in found.values() if each.listing is split.listing)
+    assert match is not None
+    return SplitTargets(table.kind, table.digest, table.values[np.array(match.rows, np.int64)[split.order]])
+
+
+def _describe_unread(found: dict[str, FoundSplit]) -> str | None:
+    matches = [each.match for each in found.values() if each.match is not None and each.match.num_unread]
+    if not matches:
+        return None
+    count = sum(match.num_unread for match in matches)
+    return f"{quantity(count, 'file')} without a line, such as {printable(matches[0].unread)}"

@@ -112,15 +112,16 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         raise SourceError(f"{printable(entry.path)} cannot be accessed: {error.strerror}; remove it") from error
 
 
-def split_folders(root: Path) -> dict[str, Path]:
+def split_folders(root: Path, *, have_classes: bool = True) -> dict[str, Path]:
     """Return the folder of each split; the result is empty if the root itself contains the class folders.
 
-    A split folder has the name of a split and contains folders, because a class may also be called "train".
+    A split folder has the name of a split and contains folders, because a class may also be called "train". Without
+    class folders (`have_classes`), any folder with the name of a split is one.
     """
     found: dict[str, Path] = {}
     for entry in list_folder(root)[0]:
         split = SPLIT_FOLDERS.get(entry.name.lower())
-        if split is None or not list_folder(Path(entry.path))[0]:
+        if split is None or (have_classes and not list_folder(Path(entry.path))[0]):
             continue
         if split in found:
             raise SourceError(
@@ -161,7 +162,7 @@ def read_class_folders(root: Path, folder: Path, split: str, *, names_in: tuple[
     prefix = "" if prefix == "." else prefix + "/"
     subfolder = None
     for entry in class_entries:
-        for below, size in _files_below(entry.path):
+        for below, size in files_below(entry.path, f"the class {printable(entry.path)}"):
             listing.add(f"{prefix}{entry.name}/", below, label_of[entry.name], size)
             if subfolder is None and "/" in below:
                 subfolder = f"{prefix}{entry.name}/{below.partition('/')[0]}"
@@ -205,18 +206,18 @@ class _Folder:
     above: tuple[tuple[int, int], ...]
 
 
-def _files_below(class_folder: str) -> Iterator[tuple[str, int]]:
-    """Yield the relative path and the size in bytes of each file in a class folder.
+def files_below(top: str, place: str) -> Iterator[tuple[str, int]]:
+    """Yield the relative path and the size in bytes of each file below the folder `top`, called `place` in messages.
 
     A broken link has size 0, and reading it raises SourceError.
     """
-    waiting = [_Folder(class_folder, "", ())]
+    waiting = [_Folder(top, "", ())]
     visits: Counter[tuple[int, int]] = Counter()
     while waiting:
         folder = waiting.pop()
         here = _identity(folder.path)
         visits[here] += 1
-        _check_reached(folder, here, visits[here], class_folder)
+        _check_reached(folder, here, visits[here], place)
         folders, others = list_folder(Path(folder.path))
         for entry in others:
             yield f"{folder.below}{entry.name}", file_size(entry)
@@ -234,19 +235,16 @@ def _identity(folder: str) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def _check_reached(folder: _Folder, here: tuple[int, int], num_visits: int, class_folder: str) -> None:
+def _check_reached(folder: _Folder, here: tuple[int, int], num_visits: int, place: str) -> None:
     shown = printable(folder.path)
     if here in folder.above:
         raise SourceError(f"{shown} is a link to a folder that contains it; remove the link")
     if num_visits > MAX_VISITS:
         raise SourceError(
-            f"{shown} is reached more than {MAX_VISITS} times through links in the class {printable(class_folder)}; "
-            "remove the links to it"
+            f"{shown} is reached more than {MAX_VISITS} times through links in {place}; remove the links to it"
         )
     if len(folder.above) > MAX_DEPTH:
-        raise SourceError(
-            f"{shown} is more than {MAX_DEPTH} folders deep in the class {printable(class_folder)}; move its images up"
-        )
+        raise SourceError(f"{shown} is more than {MAX_DEPTH} folders deep in {place}; move its images up")
 
 
 def file_size(entry: os.DirEntry[str]) -> int:

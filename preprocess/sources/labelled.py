@@ -1,0 +1,191 @@
+"""Lists the images of a folder or an archive whose labels are in a file; class folders play no role.
+
+Owns which files of such a source are images, and the errors of images and lines that do not match.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from preprocess.printable import printable
+from preprocess.quantities import quantity
+from preprocess.shards.classes import ImageClass
+from preprocess.sources.labels_file import LabelTable
+from preprocess.sources.listing import ByteStore, FoundSplit, LabelMatch, Listing, SourceError
+from preprocess.sources.tarindex import Member, members, open_tar
+from preprocess.sources.tars import TarStore
+from preprocess.sources.tree import (
+    IMAGE_SUFFIXES,
+    SPLIT_FOLDERS,
+    FolderStore,
+    files_below,
+    is_hidden,
+    list_folder,
+    split_folders,
+)
+
+# The key of an image is its path below its split.
+_NO_CLASS = (ImageClass("", ""),)
+_MISSING_KEPT = 10_000
+_MAX_WRAPPING_DEPTH = 8
+
+type _Openers = dict[str, Callable[[], FoundSplit]]
+
+
+def labelled_folder(root: Path, table: LabelTable) -> tuple[str, _Openers]:
+    """Return a description of the folder and, for each split, a function that lists its images.
+
+    Raises:
+        SourceError: there are images beside the folders of the splits.
+    """
+    folders = split_folders(root, have_classes=False)
+    if not folders:
+        return "a folder of images", {"train": partial(_list_folder, root, root, "train", table)}
+    others, files = list_folder(root)
+    loose = [each.name for each in files if Path(each.name).suffix.lower() in IMAGE_SUFFIXES]
+    if loose:
+        raise SourceError(
+            f"{printable(root)} has {quantity(len(loose), 'image')} outside the folders of its splits, for example "
+            f"{printable(loose[0])}; move each into {' or '.join(f'{each.name}/' for each in folders.values())}"
+        )
+    unread = [each.name for each in others if Path(each.path) not in folders.values()]
+    description = "folders " + " and ".join(f"{each.name}/" for each in folders.values()) + " of images"
+    if unread:
+        description += f" (not read: {printable(unread[0])}/" + (f" and {len(unread) - 1} more)" if unread[1:] else ")")
+    return description, {name: partial(_list_folder, root, each, name, table) for name, each in folders.items()}
+
+
+def labelled_archive(path: Path, table: LabelTable) -> tuple[str, _Openers]:
+    """Return a description of a tar archive and, for each split, a function that lists its images.
+
+    Raises:
+        SourceError: the archive is damaged or unsafe, or has two folders for a split.
+    """
+    store = TarStore(open_tar(path))
+    try:
+        names = [each.name for each in _visible(store)]
+    finally:
+        store.close()
+    wrapper = _wrapper(names)
+    tops = dict.fromkeys(name[len(wrapper) :].partition("/")[0] for name in names if "/" in name[len(wrapper) :])
+    openers: _Openers = {}
+    for top in tops:
+        split = SPLIT_FOLDERS.get(top.lower())
+        if split in openers:
+            raise SourceError(
+                f"{printable(path)} has two folders for the split {split}, one of them {printable(top)}/; keep one"
+            )
+        if split is not None:
+            openers[split] = partial(_list_archive, path, f"{wrapper}{top}/", split, table)
+    if not openers:
+        return "a tar archive of images", {"train": partial(_list_archive, path, wrapper, "train", table)}
+    order = [name for name in ("train", "val", "test") if name in openers]
+    return f"a tar archive with {' and '.join(order)} folders of images", {name: openers[name] for name in order}
+
+
+def check_lines(found: Iterable[FoundSplit], table: LabelTable, root: Path) -> None:
+    """Check that each line of a file of labels has an image, and each image a line.
+
+    Raises:
+        SourceError: a line or an image is left over; the message names the first.
+    """
+    matches = [each.match for each in found if each.match is not None]
+    is_used = np.zeros(len(table.rows), np.bool)
+    for match in matches:
+        is_used[np.array(match.rows, np.int64)] = True
+    missing = [path for match in matches for path in match.missing]
+    if not is_used.all():
+        row = int(np.argmin(is_used))
+        path = next(path for path, number in table.rows.items() if number == row)
+        base = path.rpartition("/")[2]
+        near = next((each for each in missing if each.rpartition("/")[2] == base), None)
+        hint = "correct or remove the line" if near is None else f"did you mean {printable(near)}?"
+        more = int((~is_used).sum()) - 1
+        also = f" (and {quantity(more, 'more line')} without an image)" if more else ""
+        raise SourceError(f"{table.where(row)}: {printable(root)} has no image {printable(path)}{also}; {hint}")
+    if missing:
+        num_missing = sum(match.num_missing for match in matches)
+        raise SourceError(
+            f"{printable(table.file)} has no line for {quantity(num_missing, 'image')} of {printable(root)}, for "
+            f"example {printable(missing[0])}; add a line for each image, or remove the image"
+        )
+
+
+class _Split:
+    """The images of a split, as they are found."""
+
+    def __init__(self, name: str, store: ByteStore, table: LabelTable) -> None:
+        self._name, self._store, self._table = name, store, table
+        self._listing, self._match = Listing(_NO_CLASS), LabelMatch()
+
+    def add(self, path: str, folder: str, member: str, size: int, offset: int = 0) -> None:
+        """Add a file if it has a line; `path` is its path in the file of labels."""
+        row, match = self._table.rows.get(path), self._match
+        if row is not None:
+            self._listing.add(folder, member, 0, size, offset)
+            match.rows.append(row)
+        elif Path(member).suffix.lower() in IMAGE_SUFFIXES:
+            match.num_missing += 1
+            if len(match.missing) < _MISSING_KEPT:
+                match.missing.append(path)
+        else:
+            match.num_unread += 1
+            match.unread = match.unread or path
+
+    def found(self) -> FoundSplit:
+        """Return the split with all added images."""
+        classes = tuple(ImageClass(name, name) for name in self._table.names)
+        return FoundSplit(self._name, classes, self._listing, self._store, match=self._match)
+
+
+def _list_folder(root: Path, folder: Path, split: str, table: LabelTable) -> FoundSplit:
+    prefix = "" if folder == root else f"{folder.relative_to(root).as_posix()}/"
+    images = _Split(split, FolderStore(root), table)
+    for below, size in files_below(str(folder), printable(folder)):
+        path = f"{prefix}{below}"
+        if path not in table.rows and below.rpartition("/")[2] == table.file.name and _is_same(folder / below, table):
+            continue
+        images.add(path, prefix, below, size)
+    return images.found()
+
+
+def _is_same(path: Path, table: LabelTable) -> bool:
+    try:
+        return path.samefile(table.file)
+    except OSError:
+        return False
+
+
+def _list_archive(path: Path, folder: str, split: str, table: LabelTable) -> FoundSplit:
+    store = TarStore(open_tar(path))
+    try:
+        images = _Split(split, store, table)
+        for member in _visible(store):
+            if member.name.startswith(folder):
+                below = member.name[len(folder) :]
+                images.add(member.name, f"{path.name}!{folder}", below, member.size, member.offset)
+        return images.found()
+    except BaseException:
+        store.close()
+        raise
+
+
+def _visible(store: TarStore) -> Iterable[Member]:
+    return (each for each in members(store.tar) if not any(is_hidden(part) for part in each.name.split("/")))
+
+
+def _wrapper(names: list[str]) -> str:
+    """Return the folder that encloses everything in an archive, with a slash, such as "photos/"; "" if there is none.
+
+    It is not part of the keys, so that an archive of a folder is packed in the same order as the folder.
+    """
+    wrapper = ""
+    for _ in range(_MAX_WRAPPING_DEPTH if names else 0):
+        top = names[0][len(wrapper) :].partition("/")[0]
+        prefix = f"{wrapper}{top}/"
+        if top.lower() in SPLIT_FOLDERS or not all(name.startswith(prefix) for name in names):
+            break
+        wrapper = prefix
+    return wrapper
