@@ -253,11 +253,11 @@ def pack_of(release: Release) -> Path:
 
 
 def arrays_of(pack: Path) -> dict[str, bytes]:
-    """Return the files of pixels and labels of a pack."""
+    """Return the files of pixels and of labels or targets of a pack."""
     return {
         str(path.relative_to(pack)): path.read_bytes()
         for path in pack.rglob("*")
-        if path.is_file() and {"pixels", "labels"} & set(path.relative_to(pack).parts)
+        if path.is_file() and {"pixels", "labels", "targets"} & set(path.relative_to(pack).parts)
     }
 
 

@@ -31,7 +31,12 @@ from tests.fake_source import fake_source, files_of, pack
 from tests.labelled_photographs import COLOURS, SIZE, draw_photographs, pack_labelled, read_independently, write_labels
 
 NUM_IMAGES = 14
-FORMS = [("labels.csv", "classes"), ("labels.jsonl", "classes"), ("labels.csv", "numbers"), ("labels.jsonl", "numbers")]
+FORMS = [
+    ("labels.csv", "classes", "raw"),
+    ("labels.jsonl", "classes", "blosc"),
+    ("labels.csv", "numbers", "blosc"),
+    ("labels.jsonl", "numbers", "raw"),
+]
 
 
 @pytest.fixture
@@ -65,8 +70,7 @@ def labels_by_pixels(data, split="train"):
     return {image.tobytes(): row.tolist() for image, row in zip(rgb, targets, strict=True)}
 
 
-@pytest.mark.parametrize(("name", "kind"), FORMS)
-@pytest.mark.parametrize("codec", ["raw", "blosc"])
+@pytest.mark.parametrize(("name", "kind", "codec"), FORMS)
 def test_every_image_has_the_labels_of_an_independent_reading(tmp_path, photographs, name, kind, codec):
     root, paths = photographs
     labels = write_labels(root / name, paths, kind=kind)

@@ -11,8 +11,9 @@ from pathlib import Path
 from engine.config import TrainConfig
 from engine.feed.batches import ArrayBatches, EvaluationArrays, EvaluationSource, LabelKind
 from engine.feed.shard_batches import SequentialBatches
-from engine.run.data import choose_eval_split, manifest_digest_of
+from engine.run.data import choose_eval_split, have_same_classes, manifest_digest_of
 from engine.run.dataset import choose_data, make_demo
+from engine.run.label_fit import check_loss_fits
 from preprocess.quantities import quantity
 from preprocess.shards.classes import ImageClass
 from preprocess.shards.location import open_location
@@ -66,7 +67,12 @@ def open_own(
 
 
 def open_evaluation_split(
-    config: TrainConfig, trained_on: TrainedOn, stack: ExitStack, notify: Callable[[str], None]
+    config: TrainConfig,
+    trained_on: TrainedOn,
+    stack: ExitStack,
+    notify: Callable[[str], None],
+    *,
+    has_own_loss: bool = False,
 ) -> EvaluationData:
     """Open the split that a run with these settings evaluates on, and register it with `stack`, which will close it.
 
@@ -75,9 +81,10 @@ def open_evaluation_split(
         trained_on: the data that the weights were trained on; other images cause a warning, other classes an error.
         stack: the stack of open resources.
         notify: called with one-line messages.
+        has_own_loss: whether a user-defined loss is computed, which takes any labels.
 
     Raises:
-        ValueError: if there is no such split, or its classes do not fit the weights.
+        ValueError: if there is no such split, or its classes do not fit the weights or the loss.
     """
     data = _choose(config, trained_on, notify)
     name = choose_eval_split(config, data)
@@ -87,6 +94,7 @@ def open_evaluation_split(
         )
     name = name or config.split  # if there is no split at all, opening this one raises the error
     split = stack.enter_context(open_split(data, name))
+    check_loss_fits(config, split.manifest, f"{data}/{name}", has_own_loss=has_own_loss)
     is_known = _compare(config, data, trained_on, split.manifest, name, notify)
     _check_num_classes(split.manifest, f"{data}/{name}", trained_on, is_subset_allowed=is_known)
     description = f"{data}/{name}, {quantity(split.num_images, 'image')}"
@@ -131,7 +139,7 @@ def _compare(
             f"({trained_on.description}): the result is meaningful only if the classes are the same, in the same order"
         )
         return False
-    if [each.id for each in trained.classes] != [each.id for each in manifest.classes]:
+    if not have_same_classes(trained, manifest):
         raise ValueError(
             f"the split must have the same classes as the training split, but {data}/{name} has different classes from "
             f"{data}/{config.split}: pack both splits from the same source, or choose another split (--split)"

@@ -21,7 +21,7 @@ from engine.evaluation.trained_run import TrainedRun, read_run
 from engine.program.statics import NO_OWN_FUNCTIONS
 from engine.program.train_state import TrainModel
 from engine.records.weights import StoredWeights, read_weights
-from engine.records.weights_metadata import classes_of, resize_rule_of
+from engine.records.weights_metadata import TARGETS, classes_of, resize_rule_of
 from engine.run.signals import StopSignals, ignore_message
 from preprocess.cores import num_cores
 from preprocess.decoding.decode import ResizeRule
@@ -99,6 +99,8 @@ def predict(
     stored = read_weights(path) if recorded is None else recorded.weights
     if recorded is not None:
         _check_labels(recorded)
+    _check_outputs(stored, path)
+    if recorded is not None:
         check_own_model(recorded, model)
     elif model is not None:
         raise ValueError(f"a model can be given only with a run, got the file {path}: give the folder of the run")
@@ -125,6 +127,16 @@ def _check_labels(recorded: TrainedRun) -> None:
         raise ValueError(
             f"predictions need a model that was trained to choose one class, but {recorded.path} was trained with the "
             f"loss {recorded.config.loss}: compute its outputs in Python, with its weights"
+        )
+
+
+def _check_outputs(stored: StoredWeights, path: Path) -> None:
+    """Raise ValueError if the weights record outputs that are not logits of classes, of which one is right."""
+    if (targets := stored.metadata.get(TARGETS)) is not None:
+        outputs = "several classes per image" if targets == "classes" else "numbers"
+        raise ValueError(
+            f"predictions need a model that was trained to choose one class, but {path} was trained for {outputs}: "
+            "compute its outputs in Python, with its weights"
         )
 
 

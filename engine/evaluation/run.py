@@ -34,6 +34,7 @@ from engine.evaluation.subject import (
     num_classes_of,
     registry_name_of,
     run_subject,
+    with_recorded_loss,
 )
 from engine.evaluation.trained_run import TrainedRun, check_has_weights, describe_later_steps, read_run
 from engine.feed.batches import CheckedSource, EvaluationArrays, EvaluationSource, label_form_of
@@ -112,7 +113,7 @@ def evaluate(
             trained_on = TrainedOn(
                 recorded.data, recorded.manifest_digest, recorded.eval_manifest_digest, recorded.num_classes
             )
-            data = open_evaluation_split(config, trained_on, stack, notify)
+            data = open_evaluation_split(config, trained_on, stack, notify, has_own_loss=loss is not None)
         subject = run_subject(recorded, config, model, data.source)
         describe_weights_of(recorded, subject, notify, is_chosen=snapshot is not None)
         return _count(subject, data, board, own, per_class=per_class, predictions=predictions, notify=notify)
@@ -133,8 +134,9 @@ def evaluate_weights(
     Args:
         path: the path of a safetensors file or a state dictionary saved by PyTorch, with torchvision's names and
             layouts.
-        config: of its settings, model (a registry name; "auto" uses the name in the file), data,
-            eval_split, batch, image_size, eval_mirror, precision and those of the infeed take effect.
+        config: of its settings, model (a registry name; "auto" uses the name in the file), loss (cross-entropy uses the
+            one that the file records), data, eval_split, batch, image_size, eval_mirror, precision and those of the
+            infeed take effect.
         mean, std: of each channel on the scale 0 … 1; None uses those of the file or, without them, ImageNet's.
         per_class: also count each class separately.
         notify: called with one-line messages about the weights and the images.
@@ -148,6 +150,7 @@ def evaluate_weights(
     for change in changes:
         notify(f"weights: {change}")
     registry_name_of(file, stored, config)
+    config = with_recorded_loss(config, stored.metadata)
     board = ControlBoard()
     with StopSignals(board, ignore_message), ExitStack() as stack:
         trained_on = TrainedOn("unknown images", None, None, num_classes_of(stored))
@@ -205,8 +208,9 @@ def _count(
 ) -> EvaluationResult:
     """Compile and run the evaluation, and return its result."""
     notify(f"images: {data.description}")
-    if predictions and label_form_of(data.source) is not None:
-        raise ValueError("predictions can be returned only for images whose labels are class numbers: leave them out")
+    if (predictions or per_class) and label_form_of(data.source) is not None:
+        what = "predictions" if predictions else "results per class"
+        raise ValueError(f"{what} can be returned only for images whose labels are class numbers: leave them out")
     source = data.source
     ranked = RankedClasses(1, source.num_batches * source.batch) if predictions else None
     counted = run_evaluation(subject, source, board, own, per_class=per_class, ranked=ranked, notify=notify)

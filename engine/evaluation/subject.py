@@ -14,11 +14,12 @@ from engine.config import TrainConfig
 from engine.evaluation.trained_run import TrainedRun
 from engine.feed.batches import EvaluationSource
 from engine.named_parts import NAME_FORM
-from engine.objective.losses import Loss
+from engine.objective.losses import LOSSES, Loss
 from engine.objective.metrics import Metric, PerExample
 from engine.program.statics import OwnFunctions
 from engine.program.train_state import TrainModel, init_weights
 from engine.records.weights import StoredWeights, place_tensors
+from engine.records.weights_metadata import LOSS
 from engine.run.misfit_errors import too_large_image, unknown_model
 from engine.updates.update import Weights
 from models.registry import UnknownModelError, build_model, find_network
@@ -138,6 +139,14 @@ def file_subject(
     weights = _place(stored, name, model, path)
     mean, std = _scale_of_file(stored, mean, std, notify)
     return Subject(model, weights, replace(config, image_size=size), mean, std, num_classes, _steps_done(stored), name)
+
+
+def with_recorded_loss(config: TrainConfig, metadata: Mapping[str, str]) -> TrainConfig:
+    """Return the settings with the loss that the metadata of weights record, unless they have another one already."""
+    recorded = metadata.get(LOSS)
+    if recorded not in LOSSES or config.loss != TrainConfig().loss:
+        return config
+    return TrainConfig(**(config.to_json() | {"loss": recorded}))
 
 
 def registry_name_of(path: str, stored: StoredWeights, config: TrainConfig) -> str:

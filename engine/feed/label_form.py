@@ -28,15 +28,19 @@ class _Leaf:
         name: where it is in the pytree, as in `labels['boxes']`.
         shape: the shape of one example's part.
         dtype: the dtype in the program.
+        is_bits: whether an example's part crosses as one bit per element, which is 0 or 1 in the program.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+    is_bits: bool = False
 
     @property
     def num_words(self) -> int:
         """Number of 32-bit words of one example's part."""
+        if self.is_bits:
+            return -(-int(np.prod(self.shape)) // (8 * _WORD_BYTES))
         return -(-int(np.prod(self.shape)) * self.dtype.itemsize // _WORD_BYTES)
 
 
@@ -77,6 +81,17 @@ class LabelForm:
                 )
             leaves.append(_Leaf(name, array.shape[1:], np.dtype(_NARROWED.get(array.dtype, array.dtype))))
         return cls(structure, tuple(leaves))
+
+    @classmethod
+    def of_targets(cls, num_targets: int, *, are_bits: bool) -> "LabelForm":
+        """Return the form of a packed split's targets, float32 [B, K] in the program.
+
+        Args:
+            num_targets: K.
+            are_bits: whether they cross as bits, of which each becomes 0 or 1: bit c % 32 of word c // 32 is class c.
+        """
+        leaf = _Leaf("labels", (num_targets,), np.dtype(np.float32), are_bits)
+        return cls(jax.tree.structure(0), (leaf,))
 
     @property
     def num_words(self) -> int:
@@ -155,6 +170,9 @@ def _converted(leaf: _Leaf, array: NDArray[Any], num_examples: int, origin: str)
 def _read(leaf: _Leaf, words: jax.Array) -> jax.Array:
     """Return one array of the labels, [b, …], from its words, int32 [b, w]."""
     count = int(np.prod(leaf.shape))
+    if leaf.is_bits:
+        bits = words[:, :, None] >> jnp.arange(8 * _WORD_BYTES, dtype=jnp.int32) & 1
+        return bits.reshape(len(words), -1)[:, :count].astype(leaf.dtype).reshape(len(words), *leaf.shape)
     if leaf.dtype == np.bool:
         octets = lax.bitcast_convert_type(words, jnp.uint8).reshape(len(words), -1)
         flat = octets[:, :count] != 0

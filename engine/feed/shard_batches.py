@@ -1,5 +1,7 @@
 """Batch sources that read a packed split: shuffled for training, in order for evaluation."""
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -7,11 +9,18 @@ from engine.feed.batches import PADDING_LABEL, Labels, Lent, Pixels
 from engine.feed.order import EpochOrder
 from preprocess.shards.reader import ShardSplit
 
+if TYPE_CHECKING:
+    from engine.feed.label_form import LabelForm
+
 _POSITIONS_AT_ONCE = 2048
 
 
 class ShardBatches:
-    """Batches of a packed split, shuffled with `seed`; every epoch contains every image once."""
+    """Batches of a packed split, shuffled with `seed`; every epoch contains every image once.
+
+    Attributes:
+        label_form: the form of the labels, float32 [K] targets; None for class numbers.
+    """
 
     thread_safe = True
 
@@ -19,19 +28,21 @@ class ShardBatches:
         self._split = split
         self._order = EpochOrder(split.num_images, seed)
         self.batch, self.height, self.width = batch, split.height, split.width
-        self.row_words = split.row_words
+        self.row_words, self.label_form = split.row_words, _form_of(split)
         # The index of a batch, and the images of that batch and the following batches; always replaced together.
         self._ordered = 0, np.empty((0, batch), np.int64)
 
     def fill(self, batch_index: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
         """Read the batch's images from the shards; raise preprocess.shards.reader.ShardError if that fails."""
-        self._split.read_into(self._images_of(batch_index), pixels, labels, timeout_s=timeout_s)
+        words = _weighted(labels) if self.label_form else labels
+        self._split.read_into(self._images_of(batch_index), pixels, words, timeout_s=timeout_s)
 
     def lend(self, batch_index: int, labels: Labels, *, timeout_s: float) -> Lent | None:
         """Lend the batch's images from mapped shard files; see `LendingSource`."""
         if not self._split.lends:
             return None
-        return self._split.lend(self._images_of(batch_index), labels, timeout_s=timeout_s)
+        words = _weighted(labels) if self.label_form else labels
+        return self._split.lend(self._images_of(batch_index), words, timeout_s=timeout_s)
 
     def check_unchanged(self) -> None:
         """Raise preprocess.shards.reader.ShardError if the files were changed; see `CheckedSource`."""
@@ -50,24 +61,48 @@ class ShardBatches:
 
 
 class SequentialBatches:
-    """Batches of a packed split in stored order, repeated endlessly."""
+    """Batches of a packed split in stored order, repeated endlessly.
+
+    Attributes:
+        label_form: the form of the labels, float32 [K] targets; None for class numbers.
+    """
 
     thread_safe = True
 
     def __init__(self, split: ShardSplit, *, batch: int) -> None:
         self._split = split
         self.batch, self.height, self.width = batch, split.height, split.width
-        self.row_words = split.row_words
+        self.row_words, self.label_form = split.row_words, _form_of(split)
         self.num_batches = -(-split.num_images // batch)
 
     def fill(self, batch_index: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
-        """Read the batch's images; padding rows of the last batch are black and have the label PADDING_LABEL."""
+        """Read the batch's images; padding rows are black and have the label PADDING_LABEL, or targets of weight 0."""
         start = batch_index % self.num_batches * self.batch
         count = min(self.batch, self._split.num_images - start)
         images = np.arange(start, start + count, dtype=np.int64)
-        self._split.read_into(images, pixels[:count], labels[:count], timeout_s=timeout_s)
-        pixels[count:], labels[count:] = 0, PADDING_LABEL
+        words = _weighted(labels[:count]) if self.label_form else labels[:count]
+        self._split.read_into(images, pixels[:count], words, timeout_s=timeout_s)
+        pixels[count:], labels[count:] = 0, 0 if self.label_form else PADDING_LABEL
 
     def check_unchanged(self) -> None:
         """Raise preprocess.shards.reader.ShardError if the files were changed; see `CheckedSource`."""
         self._split.check_unchanged()
+
+
+def _form_of(split: ShardSplit) -> "LabelForm | None":
+    """Return the form of a split's targets; None if its images have one class each."""
+    if not split.target_words:
+        return None
+    # Here, because it needs jax, which class numbers do not.
+    from engine.feed.label_form import LabelForm
+
+    targets = split.manifest.targets
+    return LabelForm.of_targets(split.num_classes, are_bits=targets is not None and targets.kind == "classes")
+
+
+def _weighted(labels: Labels) -> Labels:
+    """Write the weight 1 of each example into its first word, and return the words of the labels behind it."""
+    from engine.feed.label_form import WEIGHT_WORDS
+
+    labels[:, :WEIGHT_WORDS] = np.ones(1, np.float32).view(np.int32)
+    return labels[:, WEIGHT_WORDS:]

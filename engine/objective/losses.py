@@ -43,7 +43,15 @@ def binary_cross_entropy_loss(logits: jax.Array, labels: jax.Array, weights: jax
         logits: [B, K] of any float dtype; computed in float32.
         labels: booleans, or numbers in 0 … 1, [B, K].
         weights: not used.
+
+    Raises:
+        ValueError: while tracing, if logits and labels have different shapes, which would otherwise be broadcast.
     """
+    if logits.shape != labels.shape:
+        raise ValueError(
+            "the binary cross entropy needs one logit for each label, but the model returns "
+            f"{list(logits.shape)} for labels {list(labels.shape)}: change its last layer"
+        )
     logits, targets = logits.astype(jnp.float32), labels.astype(jnp.float32)
     # log(1 + exp(-|x|)) does not overflow.
     losses = jnp.maximum(logits, 0) - logits * targets + jnp.log1p(jnp.exp(-jnp.abs(logits)))

@@ -14,6 +14,10 @@ STEPS_DONE = "steps_done"
 """The key for the number of updates that produced the weights."""
 WEIGHTS_METADATA = "weights_metadata"
 """The key of the resolved part of `config.json` for the metadata of the run's weights, without `STEPS_DONE`."""
+LOSS = "loss"
+"""The key for the ready-made loss of weights that were trained on targets, not on class numbers."""
+TARGETS = "targets"
+"""The key for what the outputs of such weights are: `classes`, a logit for each of several, or `numbers`."""
 _CLASSES = "classes"
 _NUM_CLASSES = "num_classes"
 _PREPROCESSING = "preprocessing"
@@ -29,6 +33,8 @@ def describe_weights(
     num_classes: int | None = None,
     classes: Sequence[ImageClass] = (),
     resize_rule: Mapping[str, int | str] | None = None,
+    targets: str | None = None,
+    loss: str | None = None,
 ) -> dict[str, str]:
     """Return the metadata of weights.
 
@@ -40,6 +46,9 @@ def describe_weights(
         classes: the classes by label; there can be fewer than K.
         resize_rule: how images are resized and cropped before the central crop of `height` × `width` pixels, as JSON of
             `preprocess.decoding.decode.ResizeRule`.
+        targets: `classes` if the weights were trained on images with several classes each, `numbers` for regression;
+            None for one class per image.
+        loss: with targets, the ready-made loss; None for a user-defined one.
     """
     described = {
         "model": model,
@@ -53,6 +62,9 @@ def describe_weights(
         described[_CLASSES] = json.dumps([{"id": each.id, "name": each.name} for each in classes])
     if resize_rule is not None:
         described[_PREPROCESSING] = json.dumps(dict(resize_rule))
+    if targets is not None:
+        described[TARGETS] = targets
+        described |= {} if loss is None else {LOSS: loss}
     return described
 
 

@@ -21,6 +21,7 @@ from engine.feed.batches import (
 )
 from engine.feed.shard_batches import SequentialBatches, ShardBatches
 from engine.run.dataset import choose_data, make_demo
+from engine.run.label_fit import check_loss_fits, check_num_targets
 from engine.run.parts import OwnParts
 from engine.settings import SettingError
 from preprocess.quantities import quantity
@@ -28,6 +29,7 @@ from preprocess.shards.classes import ImageClass
 from preprocess.shards.manifest import Manifest
 from preprocess.shards.reader import ShardSplit, open_split
 from preprocess.shards.splits import SplitNames, find_splits
+from preprocess.shards.targets import TargetKind
 
 _USUAL_EVAL_SPLITS = ("val", "test")
 # Used without a manifest; maps 0 … 255 to -2 … 2.
@@ -50,8 +52,9 @@ class RunData:
         manifest_digest: SHA-256 of the training split's manifest, None without one.
         eval_manifest_digest: likewise for the evaluation split.
         location: the folder or URL of the packed data set, None without one.
-        classes: the classes by label, empty if they have no names.
+        classes: the classes by label, or the columns of numbers, empty if they have no names.
         resize_rule: how the images were resized and cropped when they were packed, None if unknown.
+        targets: whether each image of a packed split has several classes, or numbers; None if it has one class.
     """
 
     source: BatchSource
@@ -66,6 +69,7 @@ class RunData:
     location: str | None = None
     classes: tuple[ImageClass, ...] = ()
     resize_rule: Mapping[str, int | str] | None = None
+    targets: TargetKind | None = None
 
 
 def open_data(
@@ -96,7 +100,7 @@ def open_data(
     elif config.synthetic:
         data = _synthesise(config)
     else:
-        data = _open_packed(config, stack, notify, is_new=is_new)
+        data = _open_packed(config, stack, notify, is_new=is_new, has_own_loss=parts.loss is not None)
     data = replace(data, mean=config.mean or data.mean, std=config.std or data.std)
     evaluation = parts.evaluation
     if isinstance(evaluation, tuple):
@@ -158,7 +162,9 @@ def _synthesise(config: TrainConfig) -> RunData:
     return RunData(source, "synthetic batches", num_classes)
 
 
-def _open_packed(config: TrainConfig, stack: ExitStack, notify: Callable[[str], None], *, is_new: bool) -> RunData:
+def _open_packed(
+    config: TrainConfig, stack: ExitStack, notify: Callable[[str], None], *, is_new: bool, has_own_loss: bool
+) -> RunData:
     choice = choose_data(config.data)
     notify(f"data: {choice.data} ({choice.reason})")
     if choice.is_demo:
@@ -170,6 +176,8 @@ def _open_packed(config: TrainConfig, stack: ExitStack, notify: Callable[[str], 
             f"{choice.data} has format version 1, so training cannot detect swapped shard files: "
             "check them with `inspect-shards --verify`"
         )
+    check_loss_fits(config, manifest, where, has_own_loss=has_own_loss)
+    check_num_targets(config.num_classes, manifest, where)
     num_classes = _num_classes(config, manifest, where)
     _warn_of_split(config, split, num_classes, where, notify)
     data = RunData(
@@ -183,6 +191,7 @@ def _open_packed(config: TrainConfig, stack: ExitStack, notify: Callable[[str], 
         location=choice.data,
         classes=manifest.classes,
         resize_rule=manifest.resize_rule,
+        targets=None if manifest.targets is None else manifest.targets.kind,
     )
     name = choose_eval_split(config, choice.data, is_new=is_new)
     if name is None:
@@ -233,7 +242,7 @@ def _warn_of_split(
     config: TrainConfig, split: ShardSplit, num_classes: int, where: str, notify: Callable[[str], None]
 ) -> None:
     """Warn about a training split that is allowed but probably not intended."""
-    if num_classes == 1:
+    if num_classes == 1 and split.manifest.targets is None:
         notify(f"warning: {where} has only one class, so there is nothing to learn")
     if config.batch > split.num_images:
         notify(
@@ -290,8 +299,14 @@ def _check_none_is_unfinished(config: TrainConfig, data: str, chosen: str | None
         )
 
 
+def have_same_classes(left: Manifest, right: Manifest) -> bool:
+    """Return whether the labels of two splits mean the same."""
+    kinds = [None if each.targets is None else each.targets.kind for each in (left, right)]
+    return kinds[0] == kinds[1] and [each.id for each in left.classes] == [each.id for each in right.classes]
+
+
 def _check_same_classes(train: Manifest, evaluation: Manifest, name: str) -> None:
-    if [each.id for each in train.classes] != [each.id for each in evaluation.classes]:
+    if not have_same_classes(train, evaluation):
         raise ValueError(
             f"the evaluation split must have the classes of the training split, but the classes of {name} differ: "
             "pack both from the same source, or give --eval-split off"

@@ -223,7 +223,11 @@ class Launch:
         data, source = self._data, self._data.source
         self._notify(
             f"model: {self.resolved.model_name}, {quantity(self.num_params, 'parameter')}"
-            + (f", {quantity(data.num_classes, 'class')}" if data.num_classes else "")
+            + (
+                f", {quantity(data.num_classes, 'number' if data.targets == 'numbers' else 'class')}"
+                if data.num_classes
+                else ""
+            )
         )
         if self._selected is not None:
             self._notify(self._selected)

@@ -86,6 +86,8 @@ def metadata_of(launch: Launch) -> dict[str, str]:
         num_classes=data.num_classes,
         classes=data.classes,
         resize_rule=data.resize_rule,
+        targets=data.targets,
+        loss=launch.config.loss if resolved.parts.loss is None else None,
     )
 
 

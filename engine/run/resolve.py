@@ -102,6 +102,13 @@ def resolve(config: TrainConfig, parts: OwnParts, data: RunData) -> Resolved:
             data=data.description,
             value=config.stop_at_top1,
         )
+    if config.stop_at_top1 is not None and data.evaluation is not None and label_form_of(data.evaluation) is not None:
+        raise SettingError(
+            "stop_at_top1",
+            "{setting} needs images with one class each, because others have no top-1 accuracy, got {value}: leave it "
+            "out",
+            value=config.stop_at_top1,
+        )
     if config.image_size is not None and config.image_size > min(source.height, source.width):
         raise too_large_image(config.image_size, source.height, source.width)
     model: TrainModel

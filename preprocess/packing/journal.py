@@ -34,7 +34,7 @@ class Failure:
     Attributes:
         index: its position in the source's pack order.
         path: its name in the source.
-        label: its class, 0-based.
+        label: its class, 0-based; 0 in a pack with targets.
         reason: why it could not be packed, in one line.
     """
 

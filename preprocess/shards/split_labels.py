@@ -49,7 +49,8 @@ class SplitLabels(ImageNumbers):
         if found.max() >= num_classes:
             index = int(indices[int(found.argmax())])
             raise ShardError(
-                f"{self._where}: label {found.max()} of image {index} is not one of the {quantity(num_classes, 'class')}; "
+                f"{self._where}: label {found.max()} of image {index} is not one of the "
+                f"{quantity(num_classes, 'class')}; "
                 f"{self._location.remedy}"
             )
 
