@@ -102,7 +102,7 @@ SMALL = ["--size", "8"]
     ("command", "arguments", "quote"),
     [
         (PACK, ["empty", "dest", *SMALL], "… is not a data set: "),
-        (PACK, ["stray", "dest", *SMALL], "… has … outside"),
+        (PACK, ["stray", "dest", *SMALL], "… has … outside any class folder"),
         (PACK, ["single", "dest", *SMALL], "warning: all images of … belong to one class"),
         (PACK, ["photos.tar.gz", "dest", *SMALL], "… is compressed, "),
         (PACK, ["cut.tar", "dest", *SMALL], "… is truncated: it ends at byte "),

@@ -343,6 +343,7 @@ def test_the_commands_show_targets(tmp_path, photographs):
         done = CliRunner().invoke(preprocess_imagenet, [str(each) for each in (root, data, *options)])
         assert done.exit_code == 0, done.output
         assert ("any of 3 classes each" if kind == "classes" else "3 numbers each") in done.output
+        assert f"--loss {'binary-cross-entropy' if kind == 'classes' else 'mean-squared-error'}\n" in done.output
         done = CliRunner().invoke(inspect_shards, [str(data), "--verify", "--grid", str(tmp_path / "grid.png")])
         assert done.exit_code == 0, done.output
         assert "every byte is as it was packed" in done.output

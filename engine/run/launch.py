@@ -221,10 +221,11 @@ class Launch:
 
     def _describe(self) -> None:
         data, source = self._data, self._data.source
+        noun = "number" if data.targets == "numbers" else "class"
         self._notify(
             f"model: {self.resolved.model_name}, {quantity(self.num_params, 'parameter')}"
             + (
-                f", {quantity(data.num_classes, 'number' if data.targets == 'numbers' else 'class')}"
+                f", {quantity(data.num_classes, noun)}"
                 if data.num_classes
                 else ""
             )

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from preprocess.packing.pack import PackResult
     from preprocess.packing.plan import PackSettings
     from preprocess.shards.location import Location
+    from preprocess.shards.targets import TargetKind
     from preprocess.sources.open_source import Source
 
 WRONG, STOPPED = 2, 130
@@ -237,7 +238,7 @@ def _run(options: _Options) -> None:
         if not options.dry_run:
             settings = replace(settings, holdout_rule=rule if options.holdout else None)
             _pack(source, location, settings, overwrite=options.overwrite)
-            _suggest(options.dest)
+            _suggest(options.dest, next((each.kind for each in source.targets.values()), None))
 
 
 def _check_dest(source: str, location: Location) -> None:
@@ -363,8 +364,9 @@ def _check_demo_options(ctx: click.Context) -> None:
             raise click.UsageError(f"{param.opts[0]} cannot be used with --demo, whose settings are fixed; remove it")
 
 
-def _suggest(dest: str) -> None:
+def _suggest(dest: str, targets: TargetKind | None = None) -> None:
     import shlex
 
     where = shlex.quote(dest if "://" in dest else str(Path(dest)))
-    click.echo(f"Inspect it:  inspect-shards {where}\nTrain on it: run-train --data {where}")
+    loss = {"classes": " --loss binary-cross-entropy", "numbers": " --loss mean-squared-error", None: ""}[targets]
+    click.echo(f"Inspect it:  inspect-shards {where}\nTrain on it: run-train --data {where}{loss}")
