@@ -14,7 +14,6 @@ from click.testing import CliRunner
 from engine.config import TrainConfig
 from engine.run.train import train
 from preprocess.commands.inspect_cli import main
-from preprocess.packing import pack as pack_module
 from preprocess.shards import arrays, decoded_checks, image_numbers, mapped_images, mapped_shards
 from preprocess.shards import reader as shards
 from preprocess.shards.checksum import crc32c
@@ -158,11 +157,7 @@ def test_a_lent_image_of_another_shard_is_detected(tmp_path):
 @pytest.mark.parametrize("held", [0, 1 << 24])
 @pytest.mark.parametrize("per_shard", [1 << 10, 1 << 20])
 def test_labels_and_checksums_of_several_files_are_read_in_any_order(tmp_path, monkeypatch, held, per_shard):
-    for module in (image_numbers, arrays, pack_module):
-        monkeypatch.setattr(module, "NUMBERS_PER_SHARD", per_shard)
-    monkeypatch.setattr("preprocess.shards.manifest.NUMBERS_PER_SHARD", per_shard)
-    monkeypatch.setattr("preprocess.shards.split_arrays.NUMBERS_PER_SHARD", per_shard)
-    monkeypatch.setattr("preprocess.shards.verify.NUMBERS_PER_SHARD", per_shard)
+    monkeypatch.setitem(vars(arrays.NUMBERS), "per_shard", per_shard)
     monkeypatch.setattr(image_numbers, "HELD_NUMBERS", held)
     source = fake_source(2100, size=2)
     pack(source, tmp_path, shard_images=512)
