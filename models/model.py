@@ -27,8 +27,16 @@ class Apply(Protocol):
 
 
 class Model(NamedTuple):
-    """A network as pure functions over pytrees: `init(key)` returns params and batch statistics, which `apply` uses."""
+    """A network as pure functions over pytrees: `init(key)` returns params and batch statistics, which `apply` uses.
+
+    Attributes:
+        name: its name in messages.
+        init, apply: the functions.
+        undecayed: the keys, anywhere in the parameters, of the leaves that are excluded from weight decay although they
+            have more than one axis, such as position embeddings.
+    """
 
     name: str
     init: Callable[[jax.Array], tuple[Params, BatchStats]]
     apply: Apply
+    undecayed: tuple[str, ...] = ()

@@ -1,17 +1,33 @@
 """Registry of models by name."""
 
 import difflib
+from dataclasses import replace
 from functools import partial
+from types import MappingProxyType, ModuleType
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from models.families import pooled_convnet, resnet
+from models.families import convnext, pooled_convnet, resnet, vision_transformer
+from models.families.convnext import ConvNeXt
 from models.families.pooled_convnet import PooledConvNet
 from models.families.resnet import ResNet
+from models.families.vision_transformer import VisionTransformer
 from models.model import BatchStats, Model, Params
 from models.names import MODEL_NAMES
+
+type Network = ResNet | PooledConvNet | VisionTransformer | ConvNeXt
+"""The architecture of a network. Its `head` is the path of the classifier, `undecayed` as in `models.model.Model`."""
+
+_FAMILIES = MappingProxyType(
+    {ResNet: resnet, PooledConvNet: pooled_convnet, VisionTransformer: vision_transformer, ConvNeXt: convnext}
+)
+
+
+def family_of(net: Network) -> ModuleType:
+    """Return the module with the functions `init`, `apply` and `count_products` of a network."""
+    return _FAMILIES[type(net)]
 
 
 def _cifar(depth: int) -> ResNet:
@@ -27,9 +43,9 @@ def _bottleneck(*stages: int) -> ResNet:
     return ResNet(stages=stages, width=64, block="bottleneck", stem="imagenet", stride_on="conv2")
 
 
-def networks() -> dict[str, ResNet | PooledConvNet]:
+def networks() -> dict[str, Network]:
     """Return the architectures of all networks by name."""
-    known: dict[str, ResNet | PooledConvNet] = {**_imagenet_resnets(), **_cifar_resnets()}
+    known: dict[str, Network] = {**_imagenet_resnets(), **_imagenet_timm(), **_cifar_resnets()}
     # An image of 32 px takes 65 and 118 million multiplications. The wide one has the channels of Jordan's network and,
     # like it, a fixed stem: in six epochs on CIFAR-10's JPEG files, PyTorch reached 88.5 % with a fixed stem and 87.7 %
     # with a learned one.
@@ -65,6 +81,14 @@ def _imagenet_resnets() -> dict[str, ResNet]:
     }
 
 
+def _imagenet_timm() -> dict[str, Network]:
+    return {
+        "convnext-tiny": ConvNeXt(depths=(3, 3, 9, 3), widths=(96, 192, 384, 768)),
+        "vit-s16": VisionTransformer(width=384, depth=12, num_heads=6),
+        "vit-b16": VisionTransformer(width=768, depth=12, num_heads=12),
+    }
+
+
 class UnknownModelError(ValueError):
     """Error raised for an unknown model name. `rule` is the message without its first word, "model"."""
 
@@ -81,7 +105,7 @@ def model_names() -> tuple[str, ...]:
     return MODEL_NAMES
 
 
-def find_network(name: str) -> ResNet | PooledConvNet:
+def find_network(name: str) -> Network:
     """Return the architecture of the network with this name.
 
     Raises:
@@ -101,30 +125,39 @@ def build_model(name: str, *, num_classes: int, image_size: int, dtype: DTypeLik
     Args:
         name: one of `model_names()`, or "auto": "resnet50" for images of at least 128 pixels, "resnet8" below.
         num_classes: length of the logits, at least 1.
-        image_size: height and width in pixels, used only by "auto"; the networks themselves accept any size.
+        image_size: height and width in pixels, used by "auto" and the vision transformers, whose position embedding
+            depends on it; all other networks accept images of any size.
         dtype: dtype of activations and products; parameters, statistics and logits are float32.
 
     Raises:
-        ValueError: if the name is unknown (the message lists the known ones), or a number is below 1.
+        ValueError: if the name is unknown (the message lists the known ones), a number is below 1, or the image size
+            is not a multiple of a vision transformer's patches.
     """
     if num_classes < 1 or image_size < 1:
         raise ValueError(f"num_classes and image_size must be at least 1, got {num_classes} and {image_size}")
     if name == "auto":
         name = "resnet50" if image_size >= 128 else "resnet8"
-    net = find_network(name)
-    forward = partial(pooled_convnet.apply, net) if isinstance(net, PooledConvNet) else partial(resnet.apply, net)
+    net = at_image_size(find_network(name), image_size)
+    forward = partial(family_of(net).apply, net)
 
     def apply(params: Params, batch_stats: BatchStats, images: jax.Array, train: bool) -> tuple[jax.Array, BatchStats]:
         return forward(params, batch_stats, images, train=train, dtype=jnp.dtype(dtype))
 
-    return Model(name, partial(init_network, net, num_classes), apply)
+    return Model(name, partial(init_network, net, num_classes), apply, net.undecayed)
 
 
-def init_network(net: ResNet | PooledConvNet, num_classes: int, key: jax.Array) -> tuple[Params, BatchStats]:
+def at_image_size(net: Network, image_size: int) -> Network:
+    """Return a network for images of this height and width; only a vision transformer depends on it.
+
+    Raises:
+        ValueError: if the image size is not a multiple of its patches.
+    """
+    return replace(net, image_size=image_size) if isinstance(net, VisionTransformer) else net
+
+
+def init_network(net: Network, num_classes: int, key: jax.Array) -> tuple[Params, BatchStats]:
     """Return initial float32 parameters and batch statistics of a network; their random values depend only on `key`."""
-    if isinstance(net, PooledConvNet):
-        return pooled_convnet.init(net, num_classes, key)
-    return resnet.init(net, num_classes, key)
+    return family_of(net).init(net, num_classes, key)
 
 
 def count_params(params: Params) -> int:

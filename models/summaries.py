@@ -5,10 +5,9 @@ from typing import NamedTuple
 
 import jax
 
-from models.families import pooled_convnet, resnet
 from models.families.pooled_convnet import PooledConvNet
 from models.families.resnet import ResNet
-from models.registry import count_params, init_network, networks
+from models.registry import Network, count_params, family_of, init_network, networks
 
 _LARGE = (224, 1000)
 _SMALL = (32, 10)
@@ -22,8 +21,8 @@ class ModelSummary(NamedTuple):
         image_size: height and width in pixels for which it is counted: 224 for ImageNet's networks, else 32.
         num_classes: number of classes for which it is counted: 1000 or 10.
         num_params: number of learnable scalars.
-        num_products: multiply-accumulates of the forward pass of one image, in convolutions and the classifier, as
-            torchvision and timm count them; norms, activations and pools are left out.
+        num_products: multiply-accumulates of the forward pass of one image, in convolutions, dense layers and
+            attention, as torchvision and timm count them; norms, activations and pools are left out.
     """
 
     name: str
@@ -38,11 +37,9 @@ def summarise_models() -> tuple[ModelSummary, ...]:
     return tuple(_summarise(name, net) for name, net in networks().items())
 
 
-def _summarise(name: str, net: ResNet | PooledConvNet) -> ModelSummary:
-    image_size, num_classes = _SMALL if isinstance(net, PooledConvNet) or net.stem == "cifar" else _LARGE
+def _summarise(name: str, net: Network) -> ModelSummary:
+    is_small = isinstance(net, PooledConvNet) or (isinstance(net, ResNet) and net.stem == "cifar")
+    image_size, num_classes = _SMALL if is_small else _LARGE
     params, _ = jax.eval_shape(partial(init_network, net, num_classes), jax.random.key(0))
-    if isinstance(net, PooledConvNet):
-        num_products = pooled_convnet.count_products(net, image_size, num_classes)
-    else:
-        num_products = resnet.count_products(net, image_size, num_classes)
+    num_products = family_of(net).count_products(net, image_size, num_classes)
     return ModelSummary(name, image_size, num_classes, count_params(params), num_products)

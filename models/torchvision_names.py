@@ -2,7 +2,8 @@
 
 The keys of this package's nested parameters are already torchvision's module paths. Only the last word of a name and
 the order of a kernel's axes differ, and PyTorch keeps parameters and running statistics in one flat dictionary.
-`resnet50-d`, which torchvision does not have, has the names of timm's `resnet50d`.
+Some have timm's names instead: `resnet50-d`, `convnext-tiny` and the vision transformers, which in timm are
+`resnet50d`, `convnext_tiny`, `vit_small_patch16_224` and `vit_base_patch16_224`.
 `convnet8`, which torchvision does not have, uses its own paths (`stage1.0.conv.weight`) and the same layouts; its norms
 have no weight, and their bias is stored without the factor `models.families.pooled_convnet.BIAS_GAIN`. The fixed stem
 kernel of `convnet8-wide`, `models.families.pooled_convnet.cosine_kernel`, is not stored.
@@ -15,12 +16,16 @@ from typing import Any
 import jax
 import numpy as np
 
+from models.families.vision_transformer import CLASS_TOKEN, POSITIONS, VisionTransformer, size_of_positions
 from models.model import BatchStats, Params
-from models.registry import find_network, init_network
+from models.registry import Network, at_image_size, find_network, init_network
 
 type Leaves = dict[str, Any]
 
-WORDS = {"kernel": "weight", "scale": "weight", "bias": "bias", "mean": "running_mean", "var": "running_var"}
+KERNEL = "kernel"
+_OF_LAYERS = {KERNEL: "weight", "scale": "weight", "bias": "bias", "mean": "running_mean", "var": "running_var"}
+# Parameters of no layer have the same name in PyTorch; "gamma" is ConvNeXt's layer scale.
+WORDS = _OF_LAYERS | {word: word for word in (CLASS_TOKEN, POSITIONS, "gamma")}
 COUNTER = "num_batches_tracked"
 _MAX_NAMED = 10
 
@@ -34,15 +39,15 @@ def to_torchvision(model_name: str, params: Params, batch_stats: BatchStats) -> 
         batch_stats: batch statistics of that model.
 
     Returns:
-        Contiguous float32 arrays by name (`layer1.0.conv1.weight` …): convolutions OIHW, the classifier `[K,C]`. Each
-        norm also has an int64 `num_batches_tracked` of 0, because batches are not counted here.
+        Contiguous float32 arrays by name (`layer1.0.conv1.weight` …): convolutions OIHW, dense layers `[K,C]`. Each
+        batch norm also has an int64 `num_batches_tracked` of 0, because batches are not counted here.
 
     Raises:
         ValueError: if the model is unknown, or the arrays are not this model's.
     """
     tensors: dict[str, np.ndarray] = {}
     for path, leaf in (*_leaves(params), *_leaves(batch_stats)):
-        tensors[_torch_name(path)] = _to_torch_layout(np.asarray(leaf, np.float32))
+        tensors[_torch_name(path)] = _to_torch_layout(path, np.asarray(leaf, np.float32))
         if path[-1] == "var":
             tensors[".".join((*path[:-1], COUNTER))] = np.zeros((), np.int64)
     _check(model_name, tensors)
@@ -54,8 +59,8 @@ def from_torchvision(model_name: str, tensors: Mapping[str, np.ndarray]) -> tupl
 
     Args:
         model_name: one of `models.registry.model_names()`.
-        tensors: arrays by name; `num_batches_tracked` is optional and ignored. The length of `fc.bias` is the number of
-            classes.
+        tensors: arrays by name; `num_batches_tracked` is optional and ignored. The length of the classifier's bias is
+            the number of classes. The position embedding of a vision transformer determines the size of its images.
 
     Returns:
         Float32 NumPy arrays in this package's nesting and layouts.
@@ -66,9 +71,9 @@ def from_torchvision(model_name: str, tensors: Mapping[str, np.ndarray]) -> tupl
     _check(model_name, tensors)
 
     def take(path: tuple[str, ...]) -> np.ndarray:
-        return _from_torch_layout(np.asarray(tensors[_torch_name(path)], np.float32))
+        return _from_torch_layout(path, np.asarray(tensors[_torch_name(path)], np.float32))
 
-    params, batch_stats = _shapes(model_name, tensors["fc.bias"].shape[0])
+    params, batch_stats = _shapes(model_name, tensors)
     return _fill(params, take), _fill(batch_stats, take)
 
 
@@ -92,33 +97,52 @@ def _torch_name(path: tuple[str, ...]) -> str:
     return ".".join((*path[:-1], WORDS[path[-1]]))
 
 
-def _to_torch_layout(array: np.ndarray) -> np.ndarray:
-    """Transpose HWIO to OIHW and `[C,K]` to `[K,C]`; leave other arrays unchanged."""
-    axes = {4: (3, 2, 0, 1), 2: (1, 0)}.get(array.ndim)
-    return np.ascontiguousarray(array.transpose(axes)) if axes else array
+def _to_torch_layout(path: tuple[str, ...], array: np.ndarray) -> np.ndarray:
+    """Transpose kernels, HWIO to OIHW and `[C,K]` to `[K,C]`; leave other arrays unchanged."""
+    return _transposed(path, array, (3, 2, 0, 1))
 
 
-def _from_torch_layout(array: np.ndarray) -> np.ndarray:
-    axes = {4: (2, 3, 1, 0), 2: (1, 0)}.get(array.ndim)
-    return np.ascontiguousarray(array.transpose(axes)) if axes else array
+def _from_torch_layout(path: tuple[str, ...], array: np.ndarray) -> np.ndarray:
+    return _transposed(path, array, (2, 3, 1, 0))
 
 
-def _shapes(model_name: str, num_classes: int) -> tuple[Params, BatchStats]:
-    """Return the shapes and dtypes of the model's parameters and statistics."""
-    return jax.eval_shape(partial(init_network, find_network(model_name), num_classes), jax.random.key(0))
+def _transposed(path: tuple[str, ...], array: np.ndarray, image_axes: tuple[int, ...]) -> np.ndarray:
+    if path[-1] != KERNEL:
+        return array
+    return np.ascontiguousarray(array.transpose(image_axes if array.ndim == len(image_axes) else None))
+
+
+def num_classes_of(model_name: str, tensors: Mapping[str, np.ndarray]) -> int | None:
+    """Return the number of classes of a model's tensors in torchvision's names, None if they have no classifier."""
+    bias = tensors.get(f"{find_network(model_name).head}.bias")
+    return None if bias is None or bias.ndim != 1 else len(bias)
+
+
+def _network(model_name: str, tensors: Mapping[str, np.ndarray]) -> Network:
+    """Return the architecture, for the image size that the tensors are for."""
+    net, positions = find_network(model_name), tensors.get(POSITIONS)
+    if isinstance(net, VisionTransformer) and positions is not None and positions.ndim == 3:
+        return at_image_size(net, size_of_positions(net, positions.shape[1]) or net.image_size)
+    return net
+
+
+def _shapes(model_name: str, tensors: Mapping[str, np.ndarray]) -> tuple[Params, BatchStats]:
+    """Return the shapes and dtypes of the model's parameters and statistics for these tensors' classes and images."""
+    num_classes = num_classes_of(model_name, tensors)
+    if num_classes is None:
+        raise ValueError(
+            f"{model_name} needs a vector {find_network(model_name).head}.bias, whose length is the number of classes, "
+            "but there is none; pass the complete state dictionary"
+        )
+    net = _network(model_name, tensors)
+    return jax.eval_shape(partial(init_network, net, num_classes), jax.random.key(0))
 
 
 def _check(model_name: str, tensors: Mapping[str, np.ndarray]) -> None:
     """Raise ValueError with the first mismatches if the tensors are not exactly those of the model."""
-    if "fc.bias" not in tensors or tensors["fc.bias"].ndim != 1:
-        find_network(model_name)
-        raise ValueError(
-            f"{model_name} needs a vector fc.bias, whose length is the number of classes, but there is none; "
-            "pass the complete state dictionary"
-        )
-    params, batch_stats = _shapes(model_name, tensors["fc.bias"].shape[0])
+    params, batch_stats = _shapes(model_name, tensors)
     expected = {
-        _torch_name(path): _to_torch_layout(np.empty(leaf.shape, np.bool_)).shape
+        _torch_name(path): _to_torch_layout(path, np.empty(leaf.shape, np.bool_)).shape
         for path, leaf in (*_leaves(params), *_leaves(batch_stats))
     }
     others = [

@@ -21,6 +21,7 @@ from models.layers.convolution_forms import Geometry
 from models.model import Model
 from models.registry import build_model
 from tests.card_forms import use_card_forms
+from tests.loop_hlo import slow_convolutions, training_loop
 
 # Sums of at most a few thousand float32 products, in another order.
 RTOL = 1e-5
@@ -322,40 +323,6 @@ def test_other_platforms_lower_to_xlas_own_convolutions():
     assert cuda.count("stablehlo.convolution") == 3
     assert "dot_general" not in cuda
     assert "dot_general" in cpu
-
-
-# Convolutions that XLA:CPU runs fast wherever they stand: NHWC by HWIO, neither operand dilated, no window reversed.
-CANONICAL = "dim_labels=b01f_01io->b01f"
-SLOW = ("lhs_dilate", "rhs_dilate", "rhs_reversal", "feature_group_count", "batch_group_count")
-
-
-def slow_convolutions(hlo):
-    """Lines of optimised HLO that hold a convolution which is not canonical, or whose kernel overhangs its input."""
-    found = []
-    for line in hlo.splitlines():
-        if re.search(r"[\])}] convolution\(", line):
-            padding = re.search(r"pad=(\S+?)[ }]", line)
-            negative = padding is not None and "-" in padding.group(1)
-            if CANONICAL not in line or any(word in line for word in SLOW) or negative:
-                found.append(line.strip())
-    return found
-
-
-def training_loop(model, batch, image_size):
-    def step(carry):
-        count, params, batch_stats, images = carry
-
-        def loss(params):
-            logits, new = model.apply(params, batch_stats, images, train=True)
-            return jnp.square(logits).mean(), new
-
-        grads, new = jax.grad(loss, has_aux=True)(params)
-        return count + 1, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), new, images
-
-    params, batch_stats = jax.eval_shape(model.init, jax.random.key(0))
-    images = jax.ShapeDtypeStruct((batch, image_size, image_size, 3), jnp.float32)
-    loop = jax.jit(lambda *state: lax.while_loop(lambda carry: carry[0] < 10, step, (jnp.int32(0), *state)))
-    return loop.lower(params, batch_stats, images).compile().as_text()
 
 
 def one_block_a_stage(stride_on):

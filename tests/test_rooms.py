@@ -31,10 +31,12 @@ FLOORS = (
     # models: pure functions
     "models.names",
     "models.model",
+    "models.paths",
     "models.layers",
     "models.families",
     "models.registry",
     "models.summaries",
+    "models.image_sizes",
     "models.torchvision_names",
     # engine: shards to weights
     "engine.adapters",

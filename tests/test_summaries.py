@@ -7,13 +7,16 @@ from engine.commands.cli import main
 from models.registry import model_names
 from models.summaries import summarise_models
 
-# Billions of multiply-accumulates: torchvision's `_ops` for its ResNets, and models/registry.py for the convnets.
+# Billions of multiply-accumulates: torchvision's `_ops` for its ResNets, convnext_tiny and vit_b_16, and
+# models/registry.py for the convnets.
 PUBLISHED = {
     "resnet18": 1.814,
     "resnet34": 3.664,
     "resnet50": 4.089,
     "resnet101": 7.801,
     "resnet152": 11.514,
+    "convnext-tiny": 4.456,
+    "vit-b16": 17.564,
     "convnet8": 0.065,
     "convnet8-wide": 0.118,
 }
@@ -34,6 +37,12 @@ def test_a_cifar_network_is_counted_by_hand(summaries):
     for size, C, K in ((32, 16, 16), (16, 16, 32), (8, 32, 64)):
         total += size**2 * (9 * C * K + 5 * 9 * K * K + (C * K if C != K else 0))
     assert summaries["resnet20"].num_products == total
+
+
+def test_a_vision_transformer_is_counted_by_hand(summaries):
+    """197 tokens of 384 numbers in 12 blocks: four dense layers of 12·384² weights, and two products of attention."""
+    block = 197 * 12 * 384**2 + 2 * 197**2 * 384
+    assert summaries["vit-s16"].num_products == 196 * 768 * 384 + 12 * block + 384 * 1000
 
 
 def test_resnet_d_costs_its_stem_more(summaries):

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from models.registry import build_model, model_names
+from models.registry import build_model, find_network, model_names
 from models.torchvision_names import from_torchvision, to_torchvision
 
 REFERENCE = Path(__file__).with_name("torch_resnet_reference.py")
@@ -112,7 +112,7 @@ def test_every_model_can_be_exported():
         model = build_model(name, num_classes=3, image_size=32)
         shapes = jax.eval_shape(model.init, jax.random.key(0))
         params, batch_stats = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), shapes)
-        assert to_torchvision(name, params, batch_stats)["fc.bias"].shape == (3,)
+        assert to_torchvision(name, params, batch_stats)[f"{find_network(name).head}.bias"].shape == (3,)
 
 
 def test_tensors_that_are_not_the_models_are_refused_by_name():

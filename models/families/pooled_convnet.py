@@ -17,7 +17,7 @@ Most of the computation is at half the image's size and below, with many channel
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +55,8 @@ class PooledConvNet:
     stem: int
     stages: tuple[int, ...]
     stem_learns: bool = True
+    head: ClassVar[str] = "fc"
+    undecayed: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         if self.stem % 2 or not 2 <= self.stem <= MOST_STEM_CHANNELS:

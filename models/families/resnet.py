@@ -7,7 +7,7 @@ path through them is a torchvision name (`layer1.0.conv1`), in the D variant tim
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,8 @@ class ResNet:
     conv_bias: bool = False
     stride_on: Literal["conv1", "conv2", "conv3"] = "conv1"
     pooled_shortcut: bool = False
+    head: ClassVar[str] = "fc"
+    undecayed: ClassVar[tuple[str, ...]] = ()
 
     @property
     def expansion(self) -> int:

@@ -1,0 +1,168 @@
+"""Vision transformers (Dosovitskiy et al., 2020, arXiv:2010.11929), as timm's `vit_…_patch16_224`.
+
+A `VisionTransformer` value describes a network; parameters are nested dictionaries keyed by timm's module names, so
+that a path through them is a timm name (`blocks.0.attn.qkv`). There are no batch statistics.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from models.layers.attention import self_attention
+from models.layers.draws import normal_arrays
+from models.layers.gelu import gelu
+from models.layers.head import dense
+from models.layers.layer_norm import init_layer_norm, layer_norm
+from models.layers.linear import linear, patch_linear
+from models.model import BatchStats, Params
+from models.paths import set_at
+
+CLASS_TOKEN = "cls_token"
+POSITIONS = "pos_embed"
+_HIDDEN = 4
+_DEVIATION = 0.02
+_TOKEN_DEVIATION = 1e-6
+
+
+@dataclass(frozen=True)
+class VisionTransformer:
+    """The architecture of one vision transformer.
+
+    Attributes:
+        width: length of each token, C.
+        depth: number of blocks.
+        num_heads: number of attention heads, a divisor of the width.
+        patch: height and width of the patches in pixels.
+        image_size: height and width of the images in pixels, a multiple of `patch`: each patch has a position
+            embedding.
+
+    Raises:
+        ValueError: if the image size is not a multiple of the patch size.
+    """
+
+    width: int
+    depth: int
+    num_heads: int
+    patch: int = 16
+    image_size: int = 224
+    head: ClassVar[str] = "head"
+    undecayed: ClassVar[tuple[str, ...]] = (CLASS_TOKEN, POSITIONS)
+
+    def __post_init__(self) -> None:
+        if self.image_size < 1 or self.image_size % self.patch:
+            below = self.image_size // self.patch * self.patch
+            choices = [str(size) for size in (below, below + self.patch) if size]
+            raise ValueError(
+                f"images for a vision transformer must have a height and width that are a multiple of its patches of "
+                f"{self.patch} px, got {self.image_size} px: choose an image size of {' or '.join(choices)} px"
+            )
+
+    @property
+    def num_patches(self) -> int:
+        """The number of patches of an image."""
+        return (self.image_size // self.patch) ** 2
+
+
+def size_of_positions(net: VisionTransformer, num_positions: int) -> int | None:
+    """Return the image size in pixels with so many position embeddings, the class token's included; None if none."""
+    side = math.isqrt(max(num_positions - 1, 0))
+    return side * net.patch if side and side**2 == num_positions - 1 else None
+
+
+def count_products(net: VisionTransformer, image_size: int, num_classes: int) -> int:
+    """Return the multiply-accumulates of the dense layers and the attention for one square image."""
+    num_patches = (image_size // net.patch) ** 2
+    num_tokens, C = num_patches + 1, net.width
+    block = num_tokens * (4 + 2 * _HIDDEN) * C**2 + 2 * num_tokens**2 * C
+    return num_patches * 3 * net.patch**2 * C + net.depth * block + C * num_classes
+
+
+# Parameters
+
+
+def _layer_shapes(net: VisionTransformer, num_classes: int) -> dict[str, tuple[int, int]]:
+    """Return the shapes `[C,K]` of the kernels of all dense layers after the patches, in order, by path."""
+    C = net.width
+    in_block = {
+        "attn.qkv": (C, 3 * C),
+        "attn.proj": (C, C),
+        "mlp.fc1": (C, _HIDDEN * C),
+        "mlp.fc2": (_HIDDEN * C, C),
+    }
+    blocks = {f"blocks.{i}.{path}": shape for i in range(net.depth) for path, shape in in_block.items()}
+    return blocks | {"head": (C, num_classes)}
+
+
+def init(net: VisionTransformer, num_classes: int, key: jax.Array) -> tuple[Params, BatchStats]:
+    """Return initial float32 parameters, and no batch statistics; their random values depend only on `key`.
+
+    As in timm: dense layers and position embeddings normal with deviation 0.02 (timm's truncation at ±2 is 100
+    deviations away), bias 0; the class token with 1e-6; the patches' kernel and bias uniform within 1/√(3·patch²).
+    """
+    C, p = net.width, net.patch
+    patch_key, bias_key, token_key, kernels_key = jax.random.split(key, 4)
+    shapes = _layer_shapes(net, num_classes)
+    positions, *kernels = normal_arrays(kernels_key, [(1, net.num_patches + 1, C), *shapes.values()], _DEVIATION)
+    bound = (3 * p**2) ** -0.5
+    params: Params = {
+        CLASS_TOKEN: _TOKEN_DEVIATION * jax.random.normal(token_key, (1, 1, C), jnp.float32),
+        POSITIONS: positions,
+        "patch_embed": {
+            "proj": {
+                "kernel": jax.random.uniform(patch_key, (p, p, 3, C), jnp.float32, -bound, bound),
+                "bias": jax.random.uniform(bias_key, (C,), jnp.float32, -bound, bound),
+            }
+        },
+        "blocks": {str(i): {"norm1": init_layer_norm(C), "norm2": init_layer_norm(C)} for i in range(net.depth)},
+        "norm": init_layer_norm(C),
+    }
+    for path, kernel in zip(shapes, kernels, strict=True):
+        set_at(params, path, {"kernel": kernel, "bias": jnp.zeros(kernel.shape[1], jnp.float32)})
+    return params, {}
+
+
+# Forward pass
+
+
+@partial(jax.jit, static_argnums=0)  # traced once for all blocks
+def _apply_block(num_heads: int, params: Params, x: jax.Array) -> jax.Array:
+    """Apply one block to tokens `[B,N,C]`: attention, then two dense layers, each after a norm and with a shortcut."""
+    attention, mlp = params["attn"], params["mlp"]
+    x = x + linear(
+        self_attention(linear(layer_norm(x, **params["norm1"]), **attention["qkv"]), num_heads), **attention["proj"]
+    )
+    return x + linear(gelu(linear(layer_norm(x, **params["norm2"]), **mlp["fc1"])), **mlp["fc2"])
+
+
+def _embed(net: VisionTransformer, params: Params, images: jax.Array) -> jax.Array:
+    """Return the class token and the patches of images as tokens `[B,N,C]`, with their position embeddings."""
+    B, H, W, _ = images.shape
+    if not H == W == net.image_size:
+        raise ValueError(
+            f"images must be {net.image_size} × {net.image_size} px, the size of the vision transformer's position "
+            f"embedding, got {H} × {W} px: crop them to this size, or build the network for square images of theirs"
+        )
+    patches = patch_linear(images, **params["patch_embed"]["proj"]).reshape(B, net.num_patches, net.width)
+    first = jnp.broadcast_to(params[CLASS_TOKEN].astype(patches.dtype), (B, 1, net.width))
+    return (jnp.concatenate([first, patches], axis=1) + params[POSITIONS]).astype(patches.dtype)
+
+
+def apply(
+    net: VisionTransformer, params: Params, batch_stats: BatchStats, images: jax.Array, *, train: bool, dtype: jnp.dtype
+) -> tuple[jax.Array, BatchStats]:
+    """Return float32 logits `[B,K]` for normalised images `[B,H,W,3]`, and the batch statistics, which are empty.
+
+    Activations are in `dtype`; training and evaluation are the same.
+
+    Raises:
+        ValueError: if the images do not have the size of the network.
+    """
+    del train
+    x = _embed(net, params, images.astype(dtype))
+    for i in range(net.depth):
+        x = _apply_block(net.num_heads, params["blocks"][str(i)], x)
+    return dense(layer_norm(x[:, 0], **params["norm"]), **params["head"]), batch_stats

@@ -1,0 +1,26 @@
+"""Dense layers over the last axis, and over square patches of an image, as matrix products with float32 sums."""
+
+import jax
+
+from models.layers.head import dense
+
+
+def linear(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
+    """Return `x [...,C] @ kernel [C,K] + bias [K]` in the dtype of `x`; products and sums are those of `dense`."""
+    rows = x.reshape(-1, x.shape[-1])
+    return dense(rows, kernel, bias).astype(x.dtype).reshape(*x.shape[:-1], kernel.shape[1])
+
+
+def patch_linear(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
+    """Convolve `x [B,H,W,C]` with `kernel [p,p,C,K]` with stride p, without padding, as one matrix product.
+
+    Patches do not overlap, so a reshape brings them into rows, and its gradient is another reshape. Pixels beyond the
+    last whole patch are left out, as in a convolution without padding.
+
+    Returns:
+        `[B,H//p,W//p,K]` in the dtype of `x`.
+    """
+    (B, H, W, C), (p, _, _, K) = x.shape, kernel.shape
+    P, Q = H // p, W // p
+    patches = x[:, : P * p, : Q * p].reshape(B, P, p, Q, p, C).transpose(0, 1, 3, 2, 4, 5)
+    return linear(patches.reshape(B, P, Q, p * p * C), kernel.reshape(p * p * C, K), bias)

@@ -1,0 +1,101 @@
+"""Layer norm, GELU, attention and dense layers over tokens: extreme values, precision of the operands, gradients."""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from models.layers.attention import self_attention
+from models.layers.gelu import gelu
+from models.layers.layer_norm import layer_norm
+from models.layers.linear import linear, patch_linear
+from tests.block_references import gelu as numpy_gelu
+from tests.block_references import norm as numpy_norm
+from tests.test_precision import operations
+
+
+def normal(seed, shape):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def test_gelu_is_exact_from_end_to_end():
+    x = np.linspace(-12, 12, 2001, dtype=np.float32)
+    # 1 + erf has an absolute error of about 1e-7, which is multiplied by x.
+    np.testing.assert_allclose(gelu(x), numpy_gelu(x.astype(np.float64)), rtol=0, atol=2e-6)
+    step = 1e-5
+    wanted = (numpy_gelu(x.astype(np.float64) + step) - numpy_gelu(x.astype(np.float64) - step)) / (2 * step)
+    np.testing.assert_allclose(jax.vmap(jax.grad(gelu))(x), wanted, rtol=0, atol=2e-6)
+    # A tanh would be 4e-4 off here.
+    assert abs(float(gelu(jnp.float32(-2))) + 2 * 0.5 * math.erfc(math.sqrt(2))) < 1e-7
+
+
+def test_a_norm_of_values_far_from_zero_keeps_their_differences():
+    x, (scale, bias) = 1000 + normal(0, (4, 5, 32)), normal(1, (2, 32))
+    # At 1000 float32 has a spacing of 6e-5, against which differences of 1 are normalised.
+    np.testing.assert_allclose(layer_norm(x, scale, bias), numpy_norm(x.astype(np.float64), scale, bias), atol=5e-4)
+    constant = jnp.full((2, 8), 7.0)
+    np.testing.assert_array_equal(layer_norm(constant, jnp.ones(8), jnp.full(8, 3.0)), 3)
+
+
+def test_the_gradients_of_a_norm_are_jaxs_own():
+    shape = 2, 3, 7
+    x, g, (scale, bias) = normal(0, shape), normal(1, shape), normal(2, (2, 7))
+
+    def plain(x, scale, bias):
+        return (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-6) * scale + bias
+
+    found, wanted = (
+        jax.jit(jax.grad(lambda *args, form=form: (form(*args) * g).sum(), (0, 1, 2)))(x, scale, bias)
+        for form in (layer_norm, plain)
+    )
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), found, wanted)
+
+
+def plain_attention(qkv, num_heads):
+    B, N, width = qkv.shape
+    q, k, v = jnp.moveaxis(qkv.reshape(B, N, 3, num_heads, width // 3 // num_heads), 2, 0)
+    weights = jax.nn.softmax(jnp.einsum("bnhd,bmhd->bhnm", q, k) / np.sqrt(q.shape[-1]), axis=-1)
+    return jnp.einsum("bhnm,bmhd->bnhd", weights, v).reshape(B, N, -1)
+
+
+def test_attention_and_its_gradient_are_those_of_the_plain_formula():
+    qkv, g = normal(0, (2, 7, 3 * 12)), normal(1, (2, 7, 12))
+    found, wanted = (
+        jax.jit(jax.value_and_grad(lambda qkv, form=form: (form(qkv, 3) * g).sum()))(qkv)
+        for form in (self_attention, plain_attention)
+    )
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), found, wanted)
+
+
+def test_attention_with_huge_scores_chooses_one_token():
+    qkv = jnp.concatenate([jnp.full((1, 3, 4), 1e10), jnp.eye(3, 4)[None] * 1e10, normal(0, (1, 3, 4))], axis=-1)
+    attended, gradient = jax.jit(jax.value_and_grad(lambda qkv: self_attention(qkv, 1).sum()))(qkv)
+    assert jnp.isfinite(attended)
+    assert jnp.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("size", [(6, 6), (7, 8)])
+def test_a_patch_layer_is_xlas_convolution(size):
+    x, kernel, bias = normal(0, (2, *size, 3)), normal(1, (3, 3, 3, 5)), normal(2, 5)
+    wanted = lax.conv_general_dilated(x, kernel, (3, 3), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")) + bias
+    np.testing.assert_allclose(patch_linear(x, kernel, bias), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_products_in_bfloat16_have_narrow_operands_and_wide_sums():
+    def loss(qkv, kernel):
+        y = linear(self_attention(linear(qkv, kernel, jnp.zeros(12)), 2), kernel[:4, :4], jnp.zeros(4))
+        return y.astype(jnp.float32).sum()
+
+    shapes = jax.ShapeDtypeStruct((2, 5, 4), jnp.bfloat16), jax.ShapeDtypeStruct((4, 12), jnp.float32)
+    found = [
+        each
+        for each in operations(jax.make_jaxpr(jax.grad(loss, (0, 1)))(*shapes).jaxpr, "cuda")
+        if each.primitive.name == "dot_general"
+    ]
+    assert len(found) == 3 * (2 + 2)
+    assert {operand.aval.dtype for each in found for operand in each.invars} == {jnp.dtype(jnp.bfloat16)}
+    assert {each.outvars[0].aval.dtype for each in found} == {jnp.dtype(jnp.float32)}
