@@ -31,7 +31,6 @@ from engine.evaluation.subject import (
     check_own_loss,
     check_own_model,
     file_subject,
-    num_classes_of,
     registry_name_of,
     run_subject,
     with_recorded_loss,
@@ -50,7 +49,7 @@ from engine.program.checked_model import CheckedModel
 from engine.program.loop import evaluate_split
 from engine.program.statics import NO_OWN_FUNCTIONS, OwnFunctions, Statics, statics_of
 from engine.program.train_state import TrainModel
-from engine.records.given_weights import read_given_weights
+from engine.records.given_weights import read_given_weights, rename_head
 from engine.records.recorded_run import read_recorded
 from engine.run.compilation import Compiled, caching_compilations, compile_traced, trace_ahead
 from engine.run.data import label_kind
@@ -58,6 +57,8 @@ from engine.run.signals import StopSignals, call_on_worker, ignore_message
 from engine.settings import SettingError
 from engine.stream.sinks import EvaluationRecord
 from engine.updates.update import Weights
+from models.registry import find_network
+from models.torchvision_names import num_classes_of
 from preprocess.quantities import quantity
 
 
@@ -146,14 +147,15 @@ def evaluate_weights(
         ValueError, KeyboardInterrupt, BaseException: as in `evaluate`.
     """
     file = os.fspath(path)
-    stored, changes = read_given_weights(file)
+    given = read_given_weights(file)
+    name = registry_name_of(file, given.stored, config)
+    stored, changes = rename_head(given, find_network(name).head)
     for change in changes:
         notify(f"weights: {change}")
-    registry_name_of(file, stored, config)
     config = with_recorded_loss(config, stored.metadata)
     board = ControlBoard()
     with StopSignals(board, ignore_message), ExitStack() as stack:
-        trained_on = TrainedOn("unknown images", None, None, num_classes_of(stored))
+        trained_on = TrainedOn("unknown images", None, None, num_classes_of(name, stored.tensors))
         data = open_evaluation_split(config, trained_on, stack, notify)
         subject = file_subject(file, stored, config, data.source, mean, std, notify)
         notify(f"weights: {file}, {subject.name}" + (" (no digest: unchecked)" if stored.digest is None else ""))

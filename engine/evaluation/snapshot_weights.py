@@ -75,7 +75,9 @@ def _weights_among(leaves: Mapping[str, NDArray[Any]]) -> Tensors:
 def _with_torchvision_names(recorded: RecordedRun, leaves: Tensors, where: str) -> Tensors:
     """Rename and arrange the leaves of a registry model as `model.safetensors` has them."""
     name = recorded.resolved["model"]
-    model = build_model(name, num_classes=recorded.resolved["num_classes"], image_size=1)
+    resolved = recorded.resolved
+    size = recorded.config.image_size or min(resolved["height"], resolved["width"])
+    model = build_model(name, num_classes=resolved["num_classes"], image_size=size)
     shapes = jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
     like = dict(zip(("params", "batch_stats"), shapes, strict=True))
     paths, structure = jax.tree_util.tree_flatten_with_path(like)

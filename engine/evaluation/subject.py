@@ -22,7 +22,9 @@ from engine.records.weights import StoredWeights, place_tensors
 from engine.records.weights_metadata import LOSS
 from engine.run.misfit_errors import too_large_image, unknown_model
 from engine.updates.update import Weights
+from models.image_sizes import image_size_of
 from models.registry import UnknownModelError, build_model, find_network
+from models.torchvision_names import num_classes_of
 
 type Channels = tuple[float, float, float]
 
@@ -106,7 +108,7 @@ def run_subject(
     size = _crop_of_run(config, recorded, source)
     registry_name = recorded.model_name if model is None else None
     if model is None:
-        model = _build(recorded.model_name, recorded.num_classes, config)
+        model = _build(recorded.model_name, recorded.num_classes, config, size, source)
     mean, std = (_channels(recorded.weights.metadata.get(name, "")) for name in ("mean", "std"))
     if mean is None or std is None:
         raise ValueError(
@@ -133,9 +135,9 @@ def file_subject(
         ValueError: if the weights do not fit the model, or a crop is larger than the images.
     """
     name = registry_name_of(path, stored, config)
-    num_classes = num_classes_of(stored)
+    num_classes = num_classes_of(name, stored.tensors)
     size = _crop_of_file(config, stored, source, notify)
-    model = _build(name, num_classes or 1, config)
+    model = _build(name, num_classes or 1, config, size, source)
     weights = _place(stored, name, model, path)
     mean, std = _scale_of_file(stored, mean, std, notify)
     return Subject(model, weights, replace(config, image_size=size), mean, std, num_classes, _steps_done(stored), name)
@@ -161,16 +163,12 @@ def registry_name_of(path: str, stored: StoredWeights, config: TrainConfig) -> s
     return name
 
 
-def num_classes_of(stored: StoredWeights) -> int | None:
-    """Return the number of classes of a registry model's weights, or None if they have no classifier."""
-    bias = stored.tensors.get("fc.bias")
-    return None if bias is None or bias.ndim != 1 else len(bias)
-
-
-def _build(name: str, num_classes: int | None, config: TrainConfig) -> TrainModel:
+def _build(
+    name: str, num_classes: int | None, config: TrainConfig, crop: int | None, source: EvaluationSource
+) -> TrainModel:
     assert num_classes is not None  # every run of a registry model records it
-    # Only "auto" depends on the size, and it is already resolved to a name.
-    return build_model(name, num_classes=num_classes, image_size=1, dtype=jnp.dtype(config.precision))
+    size = crop or min(source.height, source.width)
+    return build_model(name, num_classes=num_classes, image_size=size, dtype=jnp.dtype(config.precision))
 
 
 def _place(stored: StoredWeights, registry_name: str | None, model: TrainModel, where: str) -> Weights:
@@ -180,9 +178,18 @@ def _place(stored: StoredWeights, registry_name: str | None, model: TrainModel, 
         lambda words: init_weights(model, jax.random.wrap_key_data(words, impl="threefry2x32")), words
     )
     try:
-        return jax.device_put(place_tensors(registry_name, stored.tensors, Weights(*shapes)))
+        placed = place_tensors(registry_name, stored.tensors, Weights(*shapes))
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
+    if registry_name is not None:
+        trained, given = (image_size_of(registry_name, params) for params in (placed.params, shapes[0]))
+        if trained != given:
+            raise ValueError(
+                f"{where}: the position embedding of {registry_name} is for images of {trained} × {trained} px, but "
+                f"these images are {given} × {given} px: use images of {trained} px (--image-size {trained} crops "
+                "larger ones)"
+            )
+    return jax.device_put(placed)
 
 
 def _steps_done(stored: StoredWeights) -> int:

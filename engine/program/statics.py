@@ -76,6 +76,7 @@ def statics_of(
     own: OwnFunctions = NO_OWN_FUNCTIONS,
     label_form: LabelForm | None = None,
     evaluated_form: LabelForm | None = None,
+    undecayed: tuple[str, ...] = (),
 ) -> Statics:
     """Extract the settings of a run that are compiled into the program.
 
@@ -83,6 +84,7 @@ def statics_of(
         config: the settings.
         own: the user-defined functions.
         label_form, evaluated_form: the form of the labels in training and in evaluations, None for class numbers.
+        undecayed: as in `models.Model.undecayed`.
     """
     rule = UpdateRule(
         optimizer=config.optimizer,
@@ -97,6 +99,7 @@ def statics_of(
         groups=parse_groups(config.groups),
         own_optimizer=own.optimizer,
         own_schedule=own.schedule,
+        undecayed=undecayed,
     )
     augmentation = Augmentation(
         crop=config.crop,

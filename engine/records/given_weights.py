@@ -12,7 +12,7 @@ from preprocess.regular_file import open_regular
 
 _WRAPPERS = ("module.", "_orig_mod.", "model.")
 """What DataParallel, `torch.compile` and training frameworks put before every name of a state dictionary."""
-_TIMM_HEAD, _HEAD = "head.fc.", "fc."
+_TIMM_HEAD, _HEAD = "head.fc", "fc"
 _ZIP = b"PK\x03\x04"
 # Protocol 2 to 5. PyTorch < 1.6 wrote several pickles in a row; a file saved by `pickle` itself begins likewise.
 _PICKLES = tuple(bytes((0x80, protocol)) for protocol in range(2, 6))
@@ -32,7 +32,7 @@ def read_given_weights(path: str | os.PathLike[str]) -> GivenWeights:
 
     Returns:
         The tensors with the file's dtypes. A prefix (`module.`, `_orig_mod.`, `model.`) that every name has is left
-        out, and timm's `head.fc` is called `fc`.
+        out.
 
     Raises:
         ValueError: as `engine.records.weights.read_weights` and `engine.records.torch_file.read_torch_file`.
@@ -55,27 +55,33 @@ def read_given_weights(path: str | os.PathLike[str]) -> GivenWeights:
             "PyTorch file or another pickle: load it in PyTorch, and save its state dictionary again with torch.save "
             "or safetensors.torch.save_file"
         )
-    tensors, renamed = fit_names(stored.tensors)
+    tensors, renamed = _without_wrappers(stored.tensors)
     return GivenWeights(stored._replace(tensors=tensors), (*notes, *renamed))
 
 
-def fit_names(tensors: Tensors) -> tuple[Tensors, list[str]]:
-    """Return tensors without prefixes of wrappers that every name has, at most three, and with `fc` for `head.fc`.
+def rename_head(given: GivenWeights, head: str | None) -> GivenWeights:
+    """Return weights with timm's classifier `head.fc` called `fc` if that is the path of the model's classifier."""
+    stored, notes = given
+    if head != _HEAD or not _has(stored.tensors, _TIMM_HEAD) or _has(stored.tensors, _HEAD):
+        return given
+    tensors = {
+        _HEAD + name.removeprefix(_TIMM_HEAD) if name.startswith(f"{_TIMM_HEAD}.") else name: tensor
+        for name, tensor in stored.tensors.items()
+    }
+    return GivenWeights(stored._replace(tensors=tensors), (*notes, f"timm's classifier {_TIMM_HEAD!r} is called 'fc'"))
 
-    Returns:
-        The tensors by their new names, and a message for each change.
-    """
+
+def _has(tensors: Tensors, path: str) -> bool:
+    return any(name.startswith(f"{path}.") for name in tensors)
+
+
+def _without_wrappers(tensors: Tensors) -> tuple[Tensors, list[str]]:
+    """Return tensors without prefixes of wrappers that every name has, at most three, and a message for each."""
     notes = []
     for _ in _WRAPPERS:
         if wrapper := _wrapper_of(tensors):
             tensors = {name.removeprefix(wrapper): tensor for name, tensor in tensors.items()}
             notes.append(f"the prefix {wrapper!r} of the tensors' names is left out")
-    if not any(name.startswith(_HEAD) for name in tensors) and any(name.startswith(_TIMM_HEAD) for name in tensors):
-        tensors = {
-            _HEAD + name.removeprefix(_TIMM_HEAD) if name.startswith(_TIMM_HEAD) else name: tensor
-            for name, tensor in tensors.items()
-        }
-        notes.append("timm's classifier 'head.fc' is called 'fc'")
     return tensors, notes
 
 

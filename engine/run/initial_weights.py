@@ -12,12 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from engine.records.given_weights import read_given_weights
+from engine.records.given_weights import read_given_weights, rename_head
 from engine.records.weights import StoredWeights, Tensors, name_tensors, place_tensors
 from engine.updates.update import Weights
+from models.image_sizes import image_size_of, resize_params
+from models.paths import get_at, replace_at
+from models.registry import find_network
 from preprocess.quantities import quantity
 
-_HEAD = "fc"
 _MOST_NAMED = 5
 
 
@@ -64,14 +66,16 @@ def load_initial_weights(
 
     Returns:
         The weights, with the dtypes of `params` and `batch_stats` (floats of another width are converted). If a network
-        of the registry has another number of classes than the file, its classifier is the one of `params`.
+        of the registry has another number of classes than the file, its classifier is the one of `params`. If the
+        images of a vision transformer have another size, its position embedding is interpolated.
 
     Raises:
         ValueError: if the file cannot be read, a tensor is missing, unexpected or of another shape, or a value is NaN
             or infinite.
     """
     file, like = os.fspath(path), Weights(params, batch_stats)
-    stored, changes = read_given_weights(file)
+    head = None if registry_name is None else find_network(registry_name).head
+    stored, changes = rename_head(read_given_weights(file), head)
     try:
         placed = place_tensors(registry_name, stored.tensors, like)
     except ValueError as error:
@@ -79,12 +83,9 @@ def load_initial_weights(
     named = name_tensors(registry_name, *placed)
     _check_finite(file, named)
     notes = [*changes, *_conversions(stored.tensors, named)]
-    if registry_name is not None and (classes := _other_classes(placed, like)):
-        placed = placed._replace(params=placed.params | {_HEAD: params[_HEAD]})
-        notes.append(
-            f"the classifier is newly initialised: the file has {quantity(classes[0], 'class')}, the data have "
-            f"{classes[1]:,}"
-        )
+    if registry_name is not None and head is not None:
+        placed, fitted = _fit_to_data(registry_name, head, placed, like)
+        notes += fitted
     return InitialWeights(placed.params, placed.batch_stats, tuple(notes), _digest(stored.tensors))
 
 
@@ -96,10 +97,23 @@ def _digest(tensors: Tensors) -> str:
     return found.hexdigest()
 
 
-def _other_classes(placed: Weights, like: Weights) -> tuple[int, int] | None:
-    """Return the numbers of classes in the file and in the data, or None if they are equal."""
-    in_file, in_data = (int(weights.params[_HEAD]["bias"].shape[0]) for weights in (placed, like))
-    return None if in_file == in_data else (in_file, in_data)
+def _fit_to_data(registry_name: str, head: str, placed: Weights, like: Weights) -> tuple[Weights, list[str]]:
+    """Fit a file's weights to the classes and the image size of `like`; return a message for each change."""
+    params, notes = placed.params, []
+    in_file, in_data = (int(get_at(weights.params, head)["bias"].shape[0]) for weights in (placed, like))
+    if in_file != in_data:
+        params = replace_at(params, head, get_at(like.params, head))
+        notes.append(
+            f"the classifier is newly initialised: the file has {quantity(in_file, 'class')}, the data have {in_data:,}"
+        )
+    of_file, of_data = (image_size_of(registry_name, weights.params) for weights in (placed, like))
+    if of_data is not None and of_file != of_data:
+        params = resize_params(registry_name, params, of_data)
+        notes.append(
+            f"the position embedding is interpolated: the file is for images of {of_file} × {of_file} px, the data "
+            f"have {of_data} × {of_data} px"
+        )
+    return placed._replace(params=params), notes
 
 
 def _hint(stored: StoredWeights, registry_name: str | None) -> str:

@@ -224,11 +224,7 @@ class Launch:
         noun = "number" if data.targets == "numbers" else "class"
         self._notify(
             f"model: {self.resolved.model_name}, {quantity(self.num_params, 'parameter')}"
-            + (
-                f", {quantity(data.num_classes, noun)}"
-                if data.num_classes
-                else ""
-            )
+            + (f", {quantity(data.num_classes, noun)}" if data.num_classes else "")
         )
         if self._selected is not None:
             self._notify(self._selected)

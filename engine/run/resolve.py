@@ -56,6 +56,7 @@ class Resolved:
             self.parts.functions,
             label_form_of(self.data.source),
             None if evaluated is None else label_form_of(evaluated),
+            self.model.undecayed if isinstance(self.model, Model) else (),
         )
         statics.evaluated_objective.check_metrics()
         return statics._replace(takes_key=takes_key(self.model))

@@ -5,7 +5,7 @@ on its hyperparameters, so that another learning rate, momentum or decay needs n
 schedules or the loop.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, get_args
 
 import jax
@@ -50,14 +50,23 @@ class Hyperparams(NamedTuple):
     clip_value: jax.Array | np.float32 = np.float32(np.inf)
 
 
-def kernels_only(params: Any) -> Any:
-    """Return a mask that selects the kernels, which are the leaves with at least two dimensions.
+def kernels_only(params: Any, *, undecayed: Collection[str] = ()) -> Any:
+    """Return a mask that selects the kernels: the leaves with at least two dimensions, without those of some keys.
 
-    A leaf with fewer dimensions is a bias or a norm's scale in every network of `models`. These are excluded, as in
-    Goyal et al. (2017, arXiv:1706.02677, section 5.1) and He et al. (2018, arXiv:1812.01187, "no bias decay"): there
-    is no need to keep them small, and their norm says little about their layer.
+    A leaf with fewer dimensions is a bias, a norm's scale or a layer scale in every network of `models`. These are
+    excluded, as in Goyal et al. (2017, arXiv:1706.02677, section 5.1) and He et al. (2018, arXiv:1812.01187, "no bias
+    decay"): there is no need to keep them small, and their norm says little about their layer.
+
+    Args:
+        params: the parameters.
+        undecayed: the last keys of the leaves that are no kernels although they have at least two dimensions, such as
+            `models.Model.undecayed`; timm excludes the same class tokens and position embeddings.
     """
-    return jax.tree.map(lambda leaf: jnp.ndim(leaf) > 1, params)
+
+    def is_kernel(path: tuple[Any, ...], leaf: Any) -> bool:
+        return jnp.ndim(leaf) > 1 and jax.tree_util.keystr(path[-1:], simple=True) not in undecayed
+
+    return jax.tree_util.tree_map_with_path(is_kernel, params)
 
 
 def every_leaf(params: Any) -> Any:
@@ -98,7 +107,7 @@ def make_optimizer(
         name: name of the optimizer; static.
         hyperparams: its hyperparameters, traced or not.
         decay_mask: the leaves to decay; static.
-        trust_mask: the leaves that LARS and LAMB rescale by their trust ratio; static.
+        trust_mask: the leaves that LARS and LAMB rescale by their trust ratio, and Muon orthogonalises; static.
         made: bool [], whether the update is made. If false, the state is unchanged, and the updates must not be used.
         clip: clips the gradient; None clips its Euclidean norm to `hyperparams.clip_norm`.
         groups: factors on the learning rate and the weight decay of some parameters; static.
@@ -145,7 +154,7 @@ def _parts(
     if name == "lion":
         return keeping(optax.scale_by_lion(b1=momentum, b2=beta2), made=made), decay, rate
     if name == "muon":
-        return keeping(_muon_direction(momentum, beta2, epsilon), made=made), decay, rate
+        return keeping(_muon_direction(momentum, beta2, epsilon, trust_mask), made=made), decay, rate
     adam = scale_by_adam(momentum, beta2, epsilon, made=made)
     if name == "adam":
         return decay, adam, rate
@@ -154,16 +163,18 @@ def _parts(
     return adam, decay, optax.masked(optax.scale_by_trust_ratio(), trust_mask), rate
 
 
-def _muon_direction(beta: jax.Array, beta2: jax.Array, epsilon: jax.Array) -> optax.GradientTransformation:
+def _muon_direction(
+    beta: jax.Array, beta2: jax.Array, epsilon: jax.Array, kernels: Mask
+) -> optax.GradientTransformation:
     """Return optax's Muon without weight decay, with a learning rate of 1 and without the change of sign."""
 
     def matrices(params: Any) -> Any:
         # XLA and the networks of `models` store [h, w, C, K] and [C, K]: the outputs are the last dimension.
-        def axes(leaf: Any) -> Any:
+        def axes(leaf: Any, is_kernel: bool) -> Any:
             last = jnp.ndim(leaf) - 1
-            return optax.contrib.MuonDimensionNumbers(tuple(range(last)), (last,)) if last > 0 else None
+            return optax.contrib.MuonDimensionNumbers(tuple(range(last)), (last,)) if is_kernel else None
 
-        return jax.tree.map(axes, params)
+        return jax.tree.map(axes, params, kernels(params))
 
     return optax.contrib.muon(
         -1.0,

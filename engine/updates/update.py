@@ -11,6 +11,7 @@ pulls = step · accumulate_steps + gathered.num_pulls.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -50,6 +51,7 @@ class UpdateRule:
         frozen: patterns of the dotted paths of parameters that are not trained.
         groups: factors on the learning rate and the weight decay of some parameters.
         own_optimizer, own_schedule: user-defined, instead of the named ones.
+        undecayed: keys of the parameters that are not decayed although they have several axes; see `kernels_only`.
     """
 
     optimizer: OptimizerName = "sgd"
@@ -65,6 +67,7 @@ class UpdateRule:
     groups: tuple[Group, ...] = ()
     own_optimizer: OwnOptimizer | None = None
     own_schedule: Schedule | None = None
+    undecayed: tuple[str, ...] = ()
 
 
 class UpdateValues(NamedTuple):
@@ -212,8 +215,16 @@ def optimizer_of(
         return make_own_optimizer(
             rule.own_optimizer, hyperparams.learning_rate, clip=clip, made=jnp.asarray(made), groups=rule.groups
         )
-    mask = every_leaf if rule.decay_all else kernels_only
-    return make_optimizer(rule.optimizer, hyperparams, decay_mask=mask, made=made, clip=clip, groups=rule.groups)
+    kernels = partial(kernels_only, undecayed=rule.undecayed)
+    return make_optimizer(
+        rule.optimizer,
+        hyperparams,
+        decay_mask=every_leaf if rule.decay_all else kernels,
+        trust_mask=kernels,
+        made=made,
+        clip=clip,
+        groups=rule.groups,
+    )
 
 
 def hyperparams_at(rule: UpdateRule, step: jax.Array, values: UpdateValues) -> Hyperparams:
