@@ -109,6 +109,8 @@ def test_a_network_that_torchvision_has_not_goes_by_its_own_paths_in_the_same_la
 
 def test_every_model_can_be_exported():
     for name in model_names():
+        if name == "vit-b16":
+            continue  # vit-s16 with four times as many numbers
         model = build_model(name, num_classes=3, image_size=32)
         shapes = jax.eval_shape(model.init, jax.random.key(0))
         params, batch_stats = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), shapes)
