@@ -58,7 +58,7 @@ def test_the_calls_of_flax_are_loop_safe_and_equal_lax(strides, padding):
         (
             {"lhs": jnp.ones((2, 9, 4)), "rhs": jnp.ones((3, 4, 5)), "window_strides": (1,)}
             | {"dimension_numbers": ("NHC", "HIO", "NHC")},
-            "1 spatial dimensions",
+            "1 spatial dimension",
         ),
     ],
 )

@@ -100,7 +100,7 @@ def test_lines_are_counted_without_holding_them_and_a_torn_one_does_not_count(tm
     lines = [json.dumps({"step": step}) + "\n" for step in range(1, 1001)]
     (tmp_path / "loss.jsonl").write_text("".join(lines) + '{"step": 10')
     with RunFolder(tmp_path, resume=True) as folder:
-        with pytest.raises(ValueError, match=r"must have the 1,001 lines .* has 1000"):
+        with pytest.raises(ValueError, match=r"must have the 1,001 lines .* has 1,000"):
             find_cuts(tmp_path, StartingPoint(step=1001))
         start = StartingPoint(step=700)
         rewind_run(folder, start, find_cuts(tmp_path, start))

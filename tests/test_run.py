@@ -203,8 +203,8 @@ def test_a_damaged_shard_ends_the_run_naming_the_file(packed, how, tmp_path):
 def test_a_manifest_of_a_newer_version_is_refused(packed):
     _, data = packed
     manifest = data / "train/manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format_version": 2', '"format_version": 3'))
-    with pytest.raises(ShardError, match="version 3"):
+    manifest.write_text(manifest.read_text().replace('"format_version": 2', '"format_version": 4'))
+    with pytest.raises(ShardError, match="version 4"):
         train(TrainConfig(steps=1, data=data))
 
 

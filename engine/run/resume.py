@@ -406,5 +406,5 @@ def _lines(path: Path, count: int) -> Iterator[bytes]:
     if found < count:
         raise ValueError(
             f"{path} must have the {quantity(count, 'line')} written before the newest snapshot, but has "
-            f"{found}: restore that file"
+            f"{found:,}: restore that file"
         )
