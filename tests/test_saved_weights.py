@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from engine import read_weights, train
+from engine import evaluate, read_weights, train
+from engine.evaluation.export import export_weights
 from engine.records.weights import name_tensors, with_digest
 from tests.test_initial_weights import drawn
 from tests.toy import Linear, toy_batch, toy_config
@@ -31,6 +32,30 @@ def test_deeper_trees_keep_names_and_dtypes(tmp_path):
     assert saved.batch_stats == {}
 
 
+class Bare:
+    """A linear classifier whose parameters and statistics are one array each."""
+
+    def init(self, key):
+        return 0.1 * jax.random.normal(key, (48, 3)), jnp.zeros(())
+
+    def apply(self, params, batch_stats, images, train):
+        return images.reshape(len(images), -1) @ params, batch_stats + 1
+
+
+@pytest.mark.parametrize("average", [{}, {"ema_decay": 0.5}])
+def test_a_model_of_two_arrays_is_exported_read_and_evaluated(tmp_path, average):
+    run = tmp_path / "run"
+    result = train(toy_config(steps=2, run_dir=run, **average), model=Bare(), batches=toy_batch)
+    saved = read_weights(run / "model.safetensors")
+    np.testing.assert_array_equal(saved.params, result.params)
+    np.testing.assert_array_equal(saved.batch_stats, result.batch_stats)
+    export_weights(run, tmp_path / "out.safetensors", snapshot=2)
+    jax.tree.map(np.testing.assert_array_equal, read_weights(tmp_path / "out.safetensors"), saved)
+    with pytest.raises(ValueError, match="was trained with a model of your own, 'Bare'"):
+        evaluate(run)
+    assert evaluate(run, model=Bare(), evaluation=toy_batch(9)).record.num_images == 8
+
+
 def test_the_weights_of_a_registry_model_come_in_the_layouts_of_models(tmp_path):
     weights = drawn("resnet8", 10)
     named = {name: np.asarray(each, order="C") for name, each in name_tensors("resnet8", *weights).items()}
@@ -43,6 +68,7 @@ def test_the_weights_of_a_registry_model_come_in_the_layouts_of_models(tmp_path)
     [
         (["params.a", "params.a.b"], {}, r"must not begin with that of another"),
         (["params.a.b", "params.a"], {}, r"must not begin with that of another"),
+        (["params", "params.a"], {}, r"must not begin with that of another"),
         (["params.a", "other.b"], {}, r"must be a path from params or batch_stats, got other\.b"),
         (["params." + "a." * 200 + "b"], {}, "must be a path from params"),
         (["fc.bias"], {}, r"records the model none, and has no params"),

@@ -16,14 +16,13 @@ from engine.records.folder_state import check_config_digest
 from engine.records.recorded_run import RecordedRun
 from engine.records.run_folder import CONFIG, SNAPSHOTS
 from engine.records.snapshot import SnapshotError, read_snapshot, snapshot_steps
-from engine.records.weights import StoredWeights, Tensors, name_tensors
+from engine.records.weights import StoredWeights, Tensors, name_tensors, part_of
 from engine.records.weights_metadata import STEPS_DONE, WEIGHTS_METADATA, describe_weights
 from engine.run.resolve import recorded_own_parts
 from engine.updates.update import Weights
 from models.registry import build_model
 
 _AVERAGE = "update.average."
-_WEIGHTS = ("params.", "batch_stats.")
 
 
 class SnapshotWeights(NamedTuple):
@@ -69,7 +68,7 @@ def _read(run: Path, recorded: RecordedRun, step: int) -> SnapshotWeights:
 def _weights_among(leaves: Mapping[str, NDArray[Any]]) -> Tensors:
     prefix = _AVERAGE if any(name.startswith(_AVERAGE) for name in leaves) else ""
     found = {name.removeprefix(prefix): leaf for name, leaf in leaves.items() if name.startswith(prefix)}
-    return {name: leaf for name, leaf in found.items() if name.startswith(_WEIGHTS)}
+    return {name: leaf for name, leaf in found.items() if part_of(name) is not None}
 
 
 def _with_torchvision_names(recorded: RecordedRun, leaves: Tensors, where: str) -> Tensors:

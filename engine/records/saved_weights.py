@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
+from engine.records.weights import part_of
 from engine.records.weights import read_weights as read_stored
 from models.registry import model_names
 from models.torchvision_names import from_torchvision
@@ -21,13 +22,14 @@ class SavedWeights(NamedTuple):
     """The weights in a file.
 
     Attributes:
-        params, batch_stats: nested dictionaries of NumPy arrays. Keys are str: the index of a list or tuple, or the
-            name of an attribute, becomes one too. A PRNG key is its uint32 numbers (`jax.random.wrap_key_data`).
+        params, batch_stats: nested dictionaries of NumPy arrays, or one array if that is what the model has. Keys are
+            str: the index of a list or tuple, or the name of an attribute, becomes one too. A PRNG key is its uint32
+            numbers (`jax.random.wrap_key_data`).
         metadata: the file's metadata, such as `model`, `image_size`, `mean` and `std`.
     """
 
-    params: dict[str, Any]
-    batch_stats: dict[str, Any]
+    params: Any
+    batch_stats: Any
     metadata: dict[str, str]
 
 
@@ -65,7 +67,7 @@ def _nest(tensors: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for name, tensor in tensors.items():
         *keys, last = name.split(".")
-        if len(keys) > _MAX_DEPTH or keys[:1] not in (["params"], ["batch_stats"]):
+        if len(keys) > _MAX_DEPTH or part_of(name) is None:
             raise ValueError(f"every name must be a path from params or batch_stats, got {printable(name)}")
         branch = tree
         for key in keys:

@@ -47,7 +47,13 @@ class StoredWeights(NamedTuple):
     @property
     def is_of_own_model(self) -> bool:
         """Whether a run wrote the file for a user-defined model, whose tensors are named by leaf path."""
-        return any(name.startswith("params.") for name in self.tensors)
+        return any(part_of(name) == "params" for name in self.tensors)
+
+
+def part_of(name: str) -> str | None:
+    """Return whether a leaf path is in "params" or in "batch_stats", either of which may itself be a leaf; else None."""
+    part = name.partition(".")[0]
+    return part if part in ("params", "batch_stats") else None
 
 
 def name_tensors(registry_name: str | None, params: Any, batch_stats: Any) -> Tensors:
@@ -59,7 +65,7 @@ def name_tensors(registry_name: str | None, params: Any, batch_stats: Any) -> Te
 
     Returns:
         For a registry model, torchvision's names and layouts; otherwise the path of each leaf, `params.…` and
-        `batch_stats.…`, in the model's own layout.
+        `batch_stats.…`, in the model's own layout; a part that is a single array is called `params` or `batch_stats`.
     """
     if registry_name is not None:
         return to_torchvision(registry_name, params, batch_stats)
