@@ -9,7 +9,7 @@ from engine.evaluation.trained_run import check_has_weights, read_run
 from engine.records.best_snapshot import best_step, parse_metric
 from engine.records.evaluation_log import EvaluationLog
 from engine.records.recorded_run import read_recorded
-from engine.records.run_folder import EVALUATION_LOG, SNAPSHOTS
+from engine.records.run_folder import CONFIG, EVALUATION_LOG, LOSS_LOG, SNAPSHOTS
 from engine.records.snapshot import snapshot_steps
 from engine.records.weights import weights_file
 from engine.records.whole_file import write_whole
@@ -47,20 +47,37 @@ def export_weights(
         notify: called with one-line messages.
 
     Raises:
-        ValueError: if there is no such snapshot, it is damaged, or the file exists.
+        ValueError: if there is no such snapshot, it is damaged, the file exists, or it would be in the folder of a run.
         OSError: if the file cannot be written.
     """
     folder, path = Path(run), Path(out)
     check_has_weights(folder)
-    if path.exists() and not (overwrite and path.is_file()):
-        remedy = "choose another path" if path.is_dir() else "choose another path, or replace it (--overwrite)"
-        raise ValueError(f"OUT must be a new file, but {path} exists: {remedy}")
-    if not path.parent.is_dir():
-        raise ValueError(f"OUT must be in an existing folder, but {path.parent} is none: create it")
+    _check_out(folder, path, overwrite)
     step = _find_best(folder, metric, notify) if snapshot == "best" else snapshot
     content, digest = weights_file(*read_run(folder, step).weights[:2])
     write_whole(path, content)
     return ExportedWeights(path, step, digest)
+
+
+def _check_out(run: Path, path: Path, overwrite: bool) -> None:
+    """Raise ValueError if a file must not be written at `path`."""
+    if not path.parent.is_dir():
+        found, remedy = ("a file", "choose another path") if path.parent.exists() else ("missing", "create it")
+        raise ValueError(f"OUT must be in an existing folder, but {path.parent} is {found}: {remedy}")
+    # Not Path.resolve, which raises RuntimeError for symbolic links that form a loop.
+    place, own = Path(os.path.realpath(path)), Path(os.path.realpath(run))
+    for each in (Path(os.path.realpath(path.parent)), *place.parents):
+        if each == own or ((each / CONFIG).is_file() and (each / LOSS_LOG).is_file()):
+            raise ValueError(
+                f"OUT must not be in the folder of a run, which must contain only its run, but {path} is in {each}: "
+                "choose another folder"
+            )
+    if path.is_dir():
+        raise ValueError(f"OUT must be a file, but {path} is a folder: choose another path")
+    if os.path.lexists(path) and not path.is_file():
+        raise ValueError(f"OUT must be a regular file, but {path} is not: choose another path")
+    if path.exists() and not overwrite:
+        raise ValueError(f"OUT must be a new file, but {path} exists: choose another path, or replace it (--overwrite)")
 
 
 def _find_best(run: Path, given: str | None, notify: Callable[[str], None]) -> int:
