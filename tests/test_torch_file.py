@@ -5,6 +5,7 @@ import os
 import pickle
 import shutil
 import struct
+import tracemalloc
 import zipfile
 from contextlib import suppress
 from pathlib import Path
@@ -230,6 +231,7 @@ FLOATS = storage("float32", "0", 4)
         (tensor(FLOATS, 0, (2, 2), (3, 1)), "its tensor w reaches beyond its numbers"),
         (tensor(FLOATS, 0, (1 << 40,), (0,)), "its tensors are more than 4 times as large as the file"),
         (tensor(FLOATS, 0, (1 << 40, 1 << 40, 1 << 40), (0, 0, 0)), "more than 4 times as large"),
+        (tensor(FLOATS, 0, (0, 1 << 47, 1 << 47), (0, 0, 0)), r"w\.pt cannot be used: its empty tensor w has the shape"),
         (tensor(FLOATS, -1, (4,), (1,)), "truncated or damaged"),
         (tensor(FLOATS, 0, (4,), (-1,)), "truncated or damaged"),
         (tensor(FLOATS, 0, (-4,), (1,)), "truncated or damaged"),
@@ -324,9 +326,9 @@ def test_compressed_and_overlapping_entries_are_refused(tmp_path, monkeypatch):
         archive.writestr("archive/data/0", bytes(1 << 24))
     with pytest.raises(ValueError, match=r"data\.pkl is compressed or encrypted"):
         read_given_weights(tmp_path / "w.pt")
-    # Many storages that are the same bytes of the file.
+    # Many storages that are the same bytes of the file, of which each tensor needs only the first number.
     storages = {str(number): bytes(4000) for number in range(9)}
-    views = {key: tensor(storage("float32", key, 1000), 0, (1000,), (1,)) for key in storages}
+    views = {key: tensor(storage("float32", key, 1000), 0, (1,), (1,)) for key in storages}
     path = write_archive(tmp_path / "o.pt", dictionary(views), {"0": storages["0"]})
     content = path.read_bytes()
     start, offset = content.rindex(b"PK\x01\x02"), content.rindex(b"PK\x05\x06")
@@ -334,11 +336,26 @@ def test_compressed_and_overlapping_entries_are_refused(tmp_path, monkeypatch):
     directory = content[content.index(b"PK\x01\x02") : start] + b"".join(listed[:-1] + key.encode() for key in storages)
     end = struct.pack("<4s4H2LH", b"PK\x05\x06", 0, 0, 11, 11, len(directory), content.index(b"PK\x01\x02"), 0)
     path.write_bytes(content[: content.index(b"PK\x01\x02")] + directory + end)
-    with pytest.raises(ValueError, match="more than 4 times as large as the file"):
+    with pytest.raises(ValueError, match=r"its entries archive/data/0 and archive/data/1 overlap"):
         read_given_weights(path)
     monkeypatch.setattr(stored_zip, "MAX_ENTRIES", 10)
     with pytest.raises(ValueError, match="it lists 11 entries"):
         read_given_weights(path)
+
+
+def test_views_of_one_storage_share_its_memory(tmp_path):
+    """Booleans are converted, once for all views."""
+    views = {str(number): tensor(storage("bool", "0", 1 << 20), number, (2,), (1,)) for number in range(50)}
+    path = write_archive(tmp_path / "w.pt", dictionary(views), {"0": bytes((0, 1, 2, 0)) * (1 << 18)})
+    tracemalloc.start()
+    try:
+        tensors = read_given_weights(path).stored.tensors
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 4 << 20
+    assert tensors["1"].tolist() == [True, True]
+    assert np.shares_memory(tensors["1"], tensors["2"])
 
 
 def test_a_large_archive_in_zip64_is_read(tmp_path):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 STORAGES = {"float64": "Double", "float32": "Float", "float16": "Half", "bfloat16": "BFloat16", "int64": "Long",
-            "int32": "Int"}  # fmt: skip
+            "int32": "Int", "bool": "Bool"}  # fmt: skip
 START, STOP = b"\x80\x02", b"."
 ORDERED_DICT = b"ccollections\nOrderedDict\n)R"
 

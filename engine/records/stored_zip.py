@@ -1,11 +1,14 @@
 """A reader of zip archives whose entries are stored without compression, as PyTorch writes them.
 
-Does not trust the file: the directory is bounded, every entry must lie within the file, and an entry that would become
-larger than the bytes that it takes in the file is refused. Must not know what the entries contain.
+Does not trust the file: the directory is bounded, every entry must lie within the file, and entries that would become
+larger than the bytes that they take in the file, such as those that overlap, are refused: all entries together have at
+most as many bytes as the file. Must not know what the entries contain.
 """
 
 import struct
 import zlib
+from collections.abc import Mapping
+from itertools import pairwise
 from typing import BinaryIO, NamedTuple
 
 from preprocess.printable import printable
@@ -42,7 +45,8 @@ class StoredZip:
         """Read the directory of the archive.
 
         Raises:
-            ZipError: if there is none, it is damaged, has too many entries, or an entry is compressed or encrypted.
+            ZipError: if there is none, it is damaged, has too many entries, or an entry is compressed or encrypted, or
+                overlaps with another.
             OSError: if the file cannot be read.
         """
         self._file = file
@@ -119,7 +123,17 @@ def _list_entries(directory: bytes, file_bytes: int) -> dict[str, StoredEntry]:
         if place > len(directory) or offset + size > file_bytes or name in entries:
             raise ZipError(f"its entry {printable(name)} is listed twice, or lies outside the file")
         entries[name] = StoredEntry(offset, size, crc32)
+    _check_overlap(entries)
     return entries
+
+
+def _check_overlap(entries: Mapping[str, StoredEntry]) -> None:
+    """Raise ZipError if two entries share bytes of the file."""
+    ordered = sorted(entries.items(), key=lambda item: item[1].header_offset)
+    for (name, entry), (next_name, following) in pairwise(ordered):
+        # A local header also has a name and an extra field, whose lengths are in it; without them the bound still holds.
+        if entry.header_offset + _LOCAL.size + entry.num_bytes > following.header_offset:
+            raise ZipError(f"its entries {printable(name)} and {printable(next_name)} overlap")
 
 
 def _wide_sizes(extra: bytes, sizes: tuple[int, int, int]) -> tuple[int, int, int]:

@@ -33,6 +33,8 @@ _MAX_NAMED = 10
 _MAX_NAME_CHARACTERS = 500
 # Tensors may share storages, so that their sizes add up to more than the file has.
 _MAX_BYTES_PER_FILE_BYTE = 4
+# NumPy multiplies the sizes of an empty array, too, those of zero left out.
+_MAX_EMPTY_SIZES = 1 << 48
 _REMEDY = (
     'save only the state dictionary, with torch.save(model.state_dict(), "weights.pt") or safetensors.torch.save_file'
 )
@@ -127,11 +129,12 @@ def _shown(names: Any) -> str:
 
 
 class _Storages:
-    """The storages of an archive, each read once."""
+    """The storages of an archive, each read and converted once; its entries do not overlap."""
 
     def __init__(self, archive: StoredZip, folder: str) -> None:
         self._archive, self._folder = archive, folder
         self._read: dict[str, bytes] = {}
+        self._bools: dict[str, NDArray[np.bool_]] = {}
         self._left = _MAX_BYTES_PER_FILE_BYTE * archive.num_bytes
 
     def load(self, views: Mapping[str, TensorView]) -> dict[str, NDArray[Any]]:
@@ -149,6 +152,11 @@ class _Storages:
         if not is_empty and last >= len(numbers):
             raise TensorPickleError(f"its tensor {printable(name)} reaches beyond its numbers")
         if is_empty:
+            if math.prod(size or 1 for size in view.shape) >= _MAX_EMPTY_SIZES:
+                raise TensorPickleError(
+                    f"its empty tensor {printable(name)} has the shape {list(view.shape)}, whose other sizes are too "
+                    "large"
+                )
             return np.zeros(view.shape, numbers.dtype)
         strides = [stride * numbers.itemsize for stride in view.strides]
         return np.lib.stride_tricks.as_strided(numbers[view.offset :], view.shape, strides, writeable=False)
@@ -162,6 +170,8 @@ class _Storages:
             )
         if name not in self._read:
             self._read[name] = self._archive.read(name)
-        if dtype == np.bool_:
-            return np.frombuffer(self._read[name], np.uint8) != 0
-        return np.frombuffer(self._read[name], dtype)
+        if dtype != np.bool_:
+            return np.frombuffer(self._read[name], dtype)
+        if name not in self._bools:
+            self._bools[name] = np.frombuffer(self._read[name], np.uint8) != 0
+        return self._bools[name]
