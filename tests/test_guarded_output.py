@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preprocess.commands.guarded_output import GuardedCommand, GuardedStream, terminal_of
+from preprocess.commands.guarded_output import GuardedCommand, GuardedStream, terminal_of, write_data
 from preprocess.printable import MAX_NAME_CHARACTERS, printable, printable_line, printable_text
 
 HOSTILE = "a\x1b]0;owned\x07b\x1b[2Jc\x9b31md\u202ee\u2066f\x7fg\rh\udce9i\x00j"
@@ -204,3 +204,17 @@ def test_only_terminal_drawing_bypasses_the_guard():
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("terminal_of", "Console")
     }
     assert around == {"progress.py", "run_display.py", "verify_cli.py", "tail_cli.py"}
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_data_are_exact_in_a_file_and_escaped_on_a_terminal(monkeypatch, is_terminal):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="backslashreplace")
+    monkeypatch.setattr(stream, "isatty", lambda: is_terminal, raising=False)
+    monkeypatch.setattr(sys, "stdout", GuardedStream(stream))
+    write_data(BARE + "\ud800\n")
+    sys.stdout.flush()
+    written = stream.buffer.getvalue()
+    if is_terminal:
+        assert is_harmless(written)
+    else:
+        assert written == BARE.encode("utf-8", "surrogateescape") + b"\\ud800\n"

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -133,7 +134,24 @@ def test_a_photograph_that_cannot_be_decoded_is_listed_and_the_others_are_classi
         (["run", "run/snapshots"], "IMAGES must contain images"),
         (["nowhere", "photos"], "RUN must be a run folder, but nowhere does not exist"),
         (["run", "photos", "--json", "--csv"], "only one of --json and --csv can be given"),
+        (["run", "photos", "--size", "6"], "got 6 × 6 px: crop the photographs to that size (--size, and --resize"),
         (["run", "photos", "--size", "6"], "the images must have the size used in training, 8 × 8 px"),
+        (
+            ["run", "photos", "--image-size", "48"],
+            "--image-size must be at most the size of the images, 10 × 10 px, got 48: leave it out, or crop the",
+        ),
+        (
+            ["run/model.safetensors", "photos", "--image-size", "48"],
+            "--image-size must be at most the size of the images, 10 × 10 px, got 48: leave it out, or crop the",
+        ),
+        *(
+            (["run", "photos", *given], f"{given[0]} can be given only with a weights file, got the run run instead: ")
+            for given in (
+                ("--model", "resnet18"),
+                ("--mean", "0.5", "0.5", "0.5"),
+                ("--std", "0.5", "0.5", "0.5"),
+            )
+        ),
         (["data/val/manifest.json", "photos"], "must be a complete safetensors file"),
     ],
 )
@@ -146,13 +164,51 @@ def test_wrong_usage_is_one_clear_error(place, monkeypatch, arguments, message):
 def test_a_loss_without_classes_and_a_model_of_your_own_are_refused_without_more(tmp_path):
     train(toy_config(steps=1, run_dir=tmp_path / "own"), model=Linear(), batches=toy_batch)
     pixels = np.zeros((3, 4, 4, 3), np.uint8)
-    with pytest.raises(ValueError, match="was trained with a model of your own"):
+    with pytest.raises(ValueError, match=r"engine\.predict\('.*', model=…\), or with predict-images --model package"):
         predict(tmp_path / "own", pixels)
+    with pytest.raises(ValueError, match="images must contain at least one image, got none: give paths or an array"):
+        predict(tmp_path / "own", [], model=Linear())
+    with pytest.raises(ValueError, match=r"used in training, 4 × 4 px.*, got 3 × 3 px: give arrays of that size"):
+        predict(tmp_path / "own", pixels[:, 1:, 1:], model=Linear())
     assert predict(tmp_path / "own", pixels, model=Linear()).labels.shape == (3, 3)
     with pytest.raises(ValueError, match=r"an array uint8 \[N, H, W, 3\] of RGB, got float64 \[3, 4, 4, 3\]"):
         predict(tmp_path / "own", pixels / 255, model=Linear())
     with pytest.raises(ValueError, match="top must be a whole number"):
         predict(tmp_path / "own", pixels, top=0, model=Linear())
+
+
+def squared(outputs, labels, weights):
+    return jnp.square(outputs - (labels if labels.ndim == 2 else jnp.eye(3)[labels])).sum(axis=1)
+
+
+def test_a_loss_of_your_own_is_one_of_classes_only_with_class_numbers(tmp_path):
+    def distances(step):
+        pixels, labels = toy_batch(step)
+        return pixels, np.eye(3, dtype=np.float32)[labels]
+
+    for name, batches in (("numbers", distances), ("classes", toy_batch)):
+        train(toy_config(steps=1, run_dir=tmp_path / name), model=Linear(), batches=batches, loss=squared)
+    pixels = np.zeros((3, 4, 4, 3), np.uint8)
+    with pytest.raises(ValueError, match=r"a loss of your own, \S*squared, on labels that are not cla"):
+        predict(tmp_path / "numbers", pixels, model=Linear())
+    assert predict(tmp_path / "classes", pixels, model=Linear()).labels.shape == (3, 3)
+
+
+def test_csv_and_json_have_the_names_of_files_byte_by_byte(place, monkeypatch):
+    folder, _ = place
+    names = [b'odd/a\x1b[2J,"b\xff.jpg', b"odd/c\rd\ne.jpg", "odd/é.jpg".encode()]
+    (folder / "odd").mkdir()
+    for name in names:
+        (folder / os.fsdecode(name)).write_bytes(b"no image")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(os, "_exit", lambda _: None)
+    written = CliRunner().invoke(predict_images, ["run", "odd", "--csv"]).stdout_bytes
+    text = written.decode("utf-8", "surrogateescape")
+    rows = list(csv.DictReader(io.StringIO(text, newline="")))
+    assert [os.fsencode(row["image"]) for row in rows] == names
+    assert all("not an image" in row["error"] for row in rows)
+    lines = CliRunner().invoke(predict_images, ["run", "odd", "--json"]).stdout_bytes.splitlines()
+    assert [os.fsencode(json.loads(line)["image"]) for line in lines] == names
 
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl"])

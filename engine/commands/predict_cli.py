@@ -20,6 +20,7 @@ from engine.config import SETTINGS
 from engine.named_parts import compare_named
 from preprocess.commands.completion import complete_file
 from preprocess.commands.grouped_help import GroupedCommand
+from preprocess.commands.guarded_output import write_data
 from preprocess.commands.suggesting import SuggestingChoice
 from preprocess.decoding.default_resize import MAX_SIZE
 from preprocess.printable import printable
@@ -126,7 +127,10 @@ def main(
         if as_json and as_csv:
             raise ValueError("only one of --json and --csv can be given, got both: leave one out")
         result = _predict(run, images, top, options)
-        click.echo(_json(result) if as_json else _csv(result) if as_csv else _text(result), nl=False)
+        if as_json or as_csv:
+            write_data(_json(result) if as_json else _csv(result))
+        else:
+            click.echo(_text(result), nl=False)
         _say_end(result)
         code = _FAILED if result.failures else _DONE
     except KeyboardInterrupt:
@@ -198,16 +202,20 @@ def _json(result: "PredictionResult") -> str:
 
 
 def _csv(result: "PredictionResult") -> str:
-    text = io.StringIO(newline="")
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(_COLUMNS)
+    rows: list[tuple[Any, ...]] = [_COLUMNS]
     for index, image in enumerate(result.images):
         if index in result.failures:
-            writer.writerow((image, "", "", "", "", "", result.failures[index]))
+            rows.append((image, "", "", "", "", "", result.failures[index]))
             continue
-        for rank, each in enumerate(_ranked(result, index), start=1):
-            writer.writerow((image, rank, *each, ""))
-    return text.getvalue()
+        rows += [(image, rank, *each, "") for rank, each in enumerate(_ranked(result, index), start=1)]
+    return "".join(map(_csv_line, rows))
+
+
+def _csv_line(row: tuple[Any, ...]) -> str:
+    text = io.StringIO(newline="")
+    # Only a field with a character of the line terminator is quoted: with "\r\n", a name with "\r" is.
+    csv.writer(text, lineterminator="\r\n").writerow(row)
+    return text.getvalue().removesuffix("\r\n") + "\n"
 
 
 def _say_end(result: "PredictionResult") -> None:

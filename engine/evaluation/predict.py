@@ -23,12 +23,15 @@ from engine.program.train_state import TrainModel
 from engine.records.weights import StoredWeights, read_weights
 from engine.records.weights_metadata import TARGETS, classes_of, resize_rule_of
 from engine.run.signals import StopSignals, ignore_message
+from engine.settings import SettingError
 from preprocess.cores import num_cores
 from preprocess.decoding.decode import ResizeRule
 from preprocess.decoding.default_resize import default_resize
 from preprocess.shards.classes import ImageClass
 
 _USUAL_SIZE = 224
+_LARGER_CROPS = "crop the photographs to that size (--size, and --resize for the shorter side before the crop)"
+_LARGER_ARRAYS = "give arrays of that size"
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,8 @@ def predict(
         _check_labels(recorded)
     _check_outputs(stored, path)
     if recorded is not None:
-        check_own_model(recorded, model)
+        _check_is_for_run(path, {"model": given.get("model"), "mean": mean, "std": std})
+        check_own_model(recorded, model, function="engine.predict", command="predict-images")
     elif model is not None:
         raise ValueError(f"a model can be given only with a run, got the file {path}: give the folder of the run")
     config = replace(TrainConfig() if recorded is None else recorded.config, **given)
@@ -110,15 +114,27 @@ def predict(
     if "reader_threads" not in given:
         config = replace(config, reader_threads=num_cores())
     names, source = _open(images, config, stored, recorded, resize_rule, notify)
+    remedy = _LARGER_CROPS if isinstance(source, PhotographBatches) else _LARGER_ARRAYS
     board = ControlBoard()
     with StopSignals(board, ignore_message):
         if recorded is None:
-            subject = file_subject(os.fspath(path), stored, config, source, mean, std, notify)
+            subject = file_subject(os.fspath(path), stored, config, source, mean, std, notify, remedy)
             notify(f"weights: {path}, {subject.name}" + (" (no digest: unchecked)" if stored.digest is None else ""))
         else:
-            subject = run_subject(recorded, config, model, source)
+            subject = run_subject(recorded, config, model, source, remedy)
             describe_weights_of(recorded, subject, notify, is_chosen=False)
         return _classify(subject, source, names, top, classes_of(stored.metadata, os.fspath(path)), board, notify)
+
+
+def _check_is_for_run(path: Path, of_file: Mapping[str, Any]) -> None:
+    """Raise ValueError if a run is given together with what only a file can leave open."""
+    for name, value in of_file.items():
+        if value is not None:
+            raise SettingError(
+                name,
+                "{setting} can be given only with a weights file, got the run {path} instead: leave {setting} out",
+                path=path,
+            )
 
 
 def _check_labels(recorded: TrainedRun) -> None:
@@ -127,6 +143,12 @@ def _check_labels(recorded: TrainedRun) -> None:
         raise ValueError(
             f"predictions need a model that was trained to choose one class, but {recorded.path} was trained with the "
             f"loss {recorded.config.loss}: compute its outputs in Python, with its weights"
+        )
+    if "loss" in recorded.own_parts and recorded.labels is not None:
+        raise ValueError(
+            f"predictions need a model that was trained to choose one class, but {recorded.path} was trained with a "
+            f"loss of your own, {recorded.own_parts['loss']}, on labels that are not class numbers: compute its "
+            "outputs in Python, with its weights"
         )
 
 
@@ -151,6 +173,8 @@ def _open(
     """Return the names of the images, and the source of their batches."""
     if isinstance(images, str | os.PathLike):
         images = [images]
+    if isinstance(images, Sequence | np.ndarray) and len(images) == 0:
+        raise ValueError("images must contain at least one image, got none: give paths or an array uint8 [N, H, W, 3]")
     if isinstance(images, Sequence) and images and all(isinstance(each, str | os.PathLike) for each in images):
         files = list_photographs(images, notify)
         rule = _rule_of(stored, recorded, resize_rule or {}, notify)

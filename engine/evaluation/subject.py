@@ -21,6 +21,7 @@ from engine.program.train_state import TrainModel, init_weights
 from engine.records.weights import StoredWeights, place_tensors
 from engine.records.weights_metadata import LOSS
 from engine.run.misfit_errors import too_large_image, unknown_model
+from engine.settings import SettingError
 from engine.updates.update import Weights
 from models.image_sizes import image_size_of
 from models.registry import UnknownModelError, build_model, find_network
@@ -31,6 +32,8 @@ type Channels = tuple[float, float, float]
 # The normalisation of torchvision's ImageNet weights, on the scale 0 … 1.
 IMAGENET_MEAN: Channels = (0.485, 0.456, 0.406)
 IMAGENET_STD: Channels = (0.229, 0.224, 0.225)
+PACK_AGAIN = "pack them at the --size used in training"
+"""What to do about packed images of another size."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +60,22 @@ class Subject:
     name: str
 
 
-def check_own_model(recorded: TrainedRun, model: TrainModel | None) -> None:
-    """Raise ValueError if a user-defined model is missing, or is given for a run that trained a registry model."""
+def check_own_model(
+    recorded: TrainedRun,
+    model: TrainModel | None,
+    *,
+    function: str = "engine.evaluate",
+    command: str = "run-eval",
+) -> None:
+    """Raise ValueError if a user-defined model is missing, or is given for a run that trained a registry model.
+
+    The error recommends `function` and `command`.
+    """
     is_own = recorded.weights.is_of_own_model
     if is_own and model is None:
         raise ValueError(
             f"{recorded.path} was trained with a model of your own, {recorded.model_name!r}, which must be given from "
-            f"Python: engine.evaluate({str(recorded.path)!r}, model=…), or with run-eval --model {NAME_FORM}"
+            f"Python: {function}({str(recorded.path)!r}, model=…), or with {command} --model {NAME_FORM}"
         )
     if not is_own and model is not None:
         raise ValueError(
@@ -92,7 +104,11 @@ def check_own_loss(
 
 
 def run_subject(
-    recorded: TrainedRun, config: TrainConfig, model: TrainModel | None, source: EvaluationSource
+    recorded: TrainedRun,
+    config: TrainConfig,
+    model: TrainModel | None,
+    source: EvaluationSource,
+    remedy: str = PACK_AGAIN,
 ) -> Subject:
     """Prepare the evaluation of a run's weights on images of the size used in training.
 
@@ -101,11 +117,12 @@ def run_subject(
         config: the settings of the evaluation.
         model: a user-defined model, None for one of the registry.
         source: the source of the images.
+        remedy: what to do about images of another size.
 
     Raises:
         ValueError: if the weights do not fit the model, or the images do not have a suitable size.
     """
-    size = _crop_of_run(config, recorded, source)
+    size = _crop_of_run(config, recorded, source, remedy)
     registry_name = recorded.model_name if model is None else None
     if model is None:
         model = _build(recorded.model_name, recorded.num_classes, config, size, source)
@@ -128,6 +145,7 @@ def file_subject(
     mean: Channels | None,
     std: Channels | None,
     notify: Callable[[str], None],
+    remedy: str = PACK_AGAIN,
 ) -> Subject:
     """Prepare the evaluation of the weights in a file; see `engine.evaluation.run.evaluate_weights`.
 
@@ -136,7 +154,7 @@ def file_subject(
     """
     name = registry_name_of(path, stored, config)
     num_classes = num_classes_of(name, stored.tensors)
-    size = _crop_of_file(config, stored, source, notify)
+    size = _crop_of_file(config, stored, source, notify, remedy)
     model = _build(name, num_classes or 1, config, size, source)
     weights = _place(stored, name, model, path)
     mean, std = _scale_of_file(stored, mean, std, notify)
@@ -221,7 +239,7 @@ def _channels(text: str) -> Channels | None:
     return red, green, blue
 
 
-def _crop_of_run(config: TrainConfig, recorded: TrainedRun, source: EvaluationSource) -> int | None:
+def _crop_of_run(config: TrainConfig, recorded: TrainedRun, source: EvaluationSource, remedy: str) -> int | None:
     """Return the size of the central crop that reduces the split's images to the size used in training.
 
     Raises:
@@ -234,26 +252,37 @@ def _crop_of_run(config: TrainConfig, recorded: TrainedRun, source: EvaluationSo
         return config.image_size
     if expected[0] == expected[1] and expected[0] <= min(found):
         return expected[0]
+    if size is not None and size != recorded.config.image_size:
+        raise _too_large(size, source, remedy)
     raise ValueError(
         f"the images must have the size used in training, {expected[0]} × {expected[1]} px, or a larger size if the "
-        f"training images were square, got {found[0]} × {found[1]} px: pack them at the --size used in training"
+        f"training images were square, got {found[0]} × {found[1]} px: {remedy}"
     )
 
 
+def _too_large(size: int, source: EvaluationSource, remedy: str) -> SettingError:
+    if remedy == PACK_AGAIN:
+        return too_large_image(size, source.height, source.width)
+    return too_large_image(size, source.height, source.width, f"or {remedy}")
+
+
 def _crop_of_file(
-    config: TrainConfig, stored: StoredWeights, source: EvaluationSource, notify: Callable[[str], None]
+    config: TrainConfig,
+    stored: StoredWeights,
+    source: EvaluationSource,
+    notify: Callable[[str], None],
+    remedy: str,
 ) -> int | None:
     least = min(source.height, source.width)
     if config.image_size is not None and config.image_size > least:
-        raise too_large_image(config.image_size, source.height, source.width)
+        raise _too_large(config.image_size, source, remedy)
     if config.image_size is not None:
         return config.image_size
     height, _, width = stored.metadata.get("image_size", "").partition("x")
     if height.isdecimal() and int(height) > least:
         notify(
             f"warning: the weights were trained on images of {height} × {width} px, but these images are "
-            f"{source.height} × {source.width} px: pack them at the --size used in training to measure the network's "
-            "real accuracy"
+            f"{source.height} × {source.width} px: {remedy}, as the network is less accurate on others"
         )
     is_smaller = height == width and height.isdecimal() and int(height) <= least
     return int(height) if is_smaller and (source.height, source.width) != (int(height),) * 2 else None

@@ -35,8 +35,9 @@ class TrainedRun:
         manifest_digest, eval_manifest_digest: SHA-256 of the manifests of the training split and of the split that it
             was evaluated on, None if there was none.
         weights: the trained weights, with their metadata.
-        snapshot_step: the step of the snapshot that the weights are from, None if they are from the weights file.
         own_parts: the names of the user-defined functions that it trained with, by part.
+        snapshot_step: the step of the snapshot that the weights are from, None if they are from the weights file.
+        labels: a description of the labels of its batches, None if they were class numbers.
     """
 
     path: Path
@@ -51,6 +52,7 @@ class TrainedRun:
     weights: StoredWeights
     own_parts: Mapping[str, Any] = field(default_factory=dict)
     snapshot_step: int | None = None
+    labels: Any = None
 
 
 def read_run(path: Path, snapshot: int | None = None) -> TrainedRun:
@@ -88,6 +90,7 @@ def read_run(path: Path, snapshot: int | None = None) -> TrainedRun:
             weights=weights,
             own_parts=resolved.get("own_parts", {}),
             snapshot_step=snapshot_step,
+            labels=resolved.get("labels"),
         )
     except KeyError as error:
         raise _incomplete(path, error) from None

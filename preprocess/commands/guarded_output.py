@@ -1,19 +1,27 @@
 """Escapes all command output so that control characters in a message never reach a terminal or a pipe.
 
+The exception is `write_data`, for data in a format of its own, such as CSV, which only a terminal needs escaped.
+
 Text is escaped by `preprocess.printable`. This module must not know what the commands print.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from types import TracebackType
 from typing import Any, TextIO
 
+import click
+
 from preprocess.commands.suggesting import SuggestingCommand
 from preprocess.printable import printable_text
+
+# Surrogates other than those in which Python decodes the bytes 0x80 … 0xff of a name.
+_NO_BYTE = re.compile("[\ud800-\udc7f\udd00-\udfff]")
 
 
 class GuardedStream:
@@ -35,7 +43,7 @@ class GuardedStream:
         if not isinstance(text, str):
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
         safe = printable_text(text)
-        with self._naming_output():
+        with self.naming_output():
             try:
                 self.terminal.write(safe)
             except UnicodeEncodeError as error:
@@ -44,11 +52,11 @@ class GuardedStream:
 
     def flush(self) -> None:
         """Flush the other stream."""
-        with self._naming_output():
+        with self.naming_output():
             self.terminal.flush()
 
     @contextmanager
-    def _naming_output(self) -> Iterator[None]:
+    def naming_output(self) -> Iterator[None]:
         """Add the stream's name, such as "<stdout>", to an OSError raised in the block."""
         try:
             yield
@@ -70,6 +78,27 @@ class GuardedStream:
         return getattr(self.terminal, name)
 
 
+def write_data(text: str) -> None:
+    """Write machine-readable text to stdout: escaped if that is a terminal, and otherwise exactly, in UTF-8.
+
+    Bytes of file names that are not UTF-8 (surrogates, as Python decodes names) become those bytes again. Any other
+    surrogate, which no encoding has, is escaped.
+
+    Raises:
+        OSError: if stdout cannot be written.
+    """
+    stream = sys.stdout
+    buffer = None if stream is None or stream.isatty() else getattr(terminal_of(stream), "buffer", None)
+    if buffer is None:
+        click.echo(text, nl=False)
+        return
+    content = _NO_BYTE.sub(lambda found: ascii(found[0])[1:-1], text).encode("utf-8", "surrogateescape")
+    with stream.naming_output() if isinstance(stream, GuardedStream) else nullcontext():
+        terminal_of(stream).flush()
+        buffer.write(content)
+        buffer.flush()
+
+
 def terminal_of(stream: TextIO) -> TextIO:
     """Return the stream that ``stream`` wraps if it is a `GuardedStream`, otherwise ``stream`` itself.
 
@@ -81,7 +110,8 @@ def terminal_of(stream: TextIO) -> TextIO:
 class GuardedCommand(SuggestingCommand):
     """A click command that escapes all of its output: results, notices, errors, click's own messages and tracebacks.
 
-    Only code that draws on a terminal (`terminal_of`) can write control characters.
+    Only code that draws on a terminal (`terminal_of`), and data in a file or a pipe (`write_data`), can contain control
+    characters.
     """
 
     def main(self, *args: Any, **values: Any) -> Any:
