@@ -16,7 +16,7 @@ from engine.records.best_snapshot import parse_metric
 from engine.run.data import RunData
 from engine.run.misfit_errors import too_large_image, unknown_model
 from engine.run.own_updates import check_updates
-from engine.run.parts import OwnParts
+from engine.run.parts import OwnParts, name_of
 from engine.settings import SettingError
 from models.model import Model
 from models.registry import UnknownModelError, build_model, model_names
@@ -76,9 +76,14 @@ class Resolved:
             "eval_manifest_sha256": data.eval_manifest_digest,
             "num_eval_batches": data.evaluation.num_batches if data.evaluation else 0,
             **({} if (form := label_form_of(data.source)) is None else {"labels": form.describe()}),
-            **({"own_parts": own} if (own := self.parts.names()) else {}),
+            **({"own_parts": own} if (own := self._own_parts()) else {}),
             **record_named(self.parts.named),
         }
+
+    def _own_parts(self) -> dict[str, Any]:
+        # Any other name shows by itself that the model is no built-in one, in the records of older versions too.
+        is_ambiguous = self.registry_name is None and self.model_name in model_names()
+        return ({"model": name_of(self.model)} if is_ambiguous else {}) | self.parts.names()
 
 
 def recorded_own_parts(recorded: Mapping[str, Any]) -> tuple[str, ...]:
