@@ -125,7 +125,7 @@ def test_weights_of_no_run(place, monkeypatch):
         (["run", "--data", "nowhere"], "nowhere does not exist"),
         (["run", "--split", "test"], "there is no split 'test'; choose one of train, val"),
         (["run", "--batch", "0"], "--batch must lie in 1 … 1048576, got 0"),
-        (["run", "--image-size", "9"], "must have the size used in training, 9 × 9 px"),
+        (["run", "--image-size", "9"], "must be at most the size of the images, 8 × 8 px, got 9: leave"),
         (["--weights", "nowhere.safetensors"], "nowhere.safetensors does not exist"),
         (["--weights", "data/val/manifest.json"], "must be a complete safetensors file"),
     ],

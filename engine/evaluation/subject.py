@@ -263,7 +263,15 @@ def _crop_of_run(config: TrainConfig, recorded: TrainedRun, source: EvaluationSo
 def _too_large(size: int, source: EvaluationSource, remedy: str) -> SettingError:
     if remedy == PACK_AGAIN:
         return too_large_image(size, source.height, source.width)
-    return too_large_image(size, source.height, source.width, f"or {remedy}")
+    return SettingError(
+        "image_size",
+        "{setting} must be at most the size of the images, {height} × {width} px, got {size}: leave it out, or "
+        "{remedy}",
+        height=source.height,
+        width=source.width,
+        size=size,
+        remedy=remedy,
+    )
 
 
 def _crop_of_file(

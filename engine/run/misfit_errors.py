@@ -4,13 +4,12 @@ from engine.settings import SettingError
 from models.registry import UnknownModelError
 
 
-def too_large_image(
-    image_size: int, height: int, width: int, remedy: str = "or pack the data with --size {size}"
-) -> SettingError:
-    """Return the error for an image size that exceeds the `height` × `width` px of the images."""
+def too_large_image(image_size: int, height: int, width: int) -> SettingError:
+    """Return the error for an image size that exceeds the `height` × `width` px of packed images."""
     return SettingError(
         "image_size",
-        "{setting} must be at most the size of the images, {height} × {width} px, got {size}: leave it out, " + remedy,
+        "{setting} must be at most the size of the images, {height} × {width} px, got {size}: leave it out, or pack "
+        "the data with --size {size}",
         height=height,
         width=width,
         size=image_size,
