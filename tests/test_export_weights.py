@@ -22,7 +22,7 @@ def test_a_file_in_the_folder_of_a_run_is_refused(run, tmp_path, name):
     (tmp_path / "link").symlink_to(run)
     (tmp_path / "file").symlink_to(run / name)
     for out in (run / name, tmp_path / "link" / name, tmp_path / "file"):
-        with pytest.raises(ValueError, match="OUT must not be in the folder of a run, .* is in .*: choose another"):
+        with pytest.raises(ValueError, match=r"OUT must not be in the folder of a run, .* is in .*: choose another"):
             export_weights(run, out, snapshot=2, overwrite=True)
     assert {each: each.read_bytes() for each in run.rglob("*") if each.is_file()} == before
 

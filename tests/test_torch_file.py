@@ -231,7 +231,10 @@ FLOATS = storage("float32", "0", 4)
         (tensor(FLOATS, 0, (2, 2), (3, 1)), "its tensor w reaches beyond its numbers"),
         (tensor(FLOATS, 0, (1 << 40,), (0,)), "its tensors are more than 4 times as large as the file"),
         (tensor(FLOATS, 0, (1 << 40, 1 << 40, 1 << 40), (0, 0, 0)), "more than 4 times as large"),
-        (tensor(FLOATS, 0, (0, 1 << 47, 1 << 47), (0, 0, 0)), r"w\.pt cannot be used: its empty tensor w has the shape"),
+        (
+            tensor(FLOATS, 0, (0, 1 << 47, 1 << 47), (0, 0, 0)),
+            r"w\.pt cannot be used: its empty tensor w has the shape",
+        ),
         (tensor(FLOATS, -1, (4,), (1,)), "truncated or damaged"),
         (tensor(FLOATS, 0, (4,), (-1,)), "truncated or damaged"),
         (tensor(FLOATS, 0, (-4,), (1,)), "truncated or damaged"),

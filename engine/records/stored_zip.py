@@ -131,7 +131,7 @@ def _check_overlap(entries: Mapping[str, StoredEntry]) -> None:
     """Raise ZipError if two entries share bytes of the file."""
     ordered = sorted(entries.items(), key=lambda item: item[1].header_offset)
     for (name, entry), (next_name, following) in pairwise(ordered):
-        # A local header also has a name and an extra field, whose lengths are in it; without them the bound still holds.
+        # A local header also has a name and an extra field, whose lengths are in it; the bound holds without them.
         if entry.header_offset + _LOCAL.size + entry.num_bytes > following.header_offset:
             raise ZipError(f"its entries {printable(name)} and {printable(next_name)} overlap")
 
