@@ -8,7 +8,9 @@ from safetensors.numpy import save_file
 
 from engine import evaluate, read_weights, train
 from engine.evaluation.export import export_weights
-from engine.records.weights import name_tensors, with_digest
+from engine.records.recorded_run import read_recorded
+from engine.records.weights import check_names, name_tensors, with_digest
+from engine.run.resolve import recorded_own_parts
 from tests.test_initial_weights import drawn
 from tests.toy import Linear, toy_batch, toy_config
 
@@ -54,6 +56,51 @@ def test_a_model_of_two_arrays_is_exported_read_and_evaluated(tmp_path, average)
     with pytest.raises(ValueError, match="was trained with a model of your own, 'Bare'"):
         evaluate(run)
     assert evaluate(run, model=Bare(), evaluation=toy_batch(9)).record.num_images == 8
+
+
+@pytest.mark.parametrize(
+    ("params", "named"),
+    [
+        ({"a.b": 0, "a": {"c": 0}}, r"\['params'\]\['a'\]\['c'\] and \['params'\]\['a.b'\] are both in params\.a when"),
+        (
+            {"a.b": {"c": 0}, "a": {"b": {"d": 0}}},
+            r"\['a'\]\['b'\]\['d'\] and .*\['a.b'\]\['c'\] are both in params\.a",
+        ),
+        ({"a": 0, "a.b": 0}, r"\['a'\] and \['params'\]\['a.b'\] are both in params\.a"),
+        ({"a": [0], "a.0": 0}, "two are called params.a.0: rename"),
+    ],
+)
+def test_names_that_would_be_merged_are_refused_when_a_run_starts(params, named):
+    model = Linear()
+    params = jax.tree.map(lambda _: jnp.zeros(()), params)
+    init, model.init = model.init, lambda key: ({**init(key)[0], **params}, init(key)[1])  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match=named):
+        train(toy_config(steps=1), model=model, batches=toy_batch)
+
+
+def test_keys_with_dots_of_their_own_are_names(tmp_path):
+    params = {"layer.weight": jnp.ones(2), "layer.bias": jnp.zeros(3), "blocks": [jnp.ones(1)]}
+    check_names(params, {})
+    save_file(name_tensors(None, params, {}), tmp_path / "w.safetensors")
+    saved = read_weights(tmp_path / "w.safetensors").params
+    np.testing.assert_array_equal(saved["layer"]["bias"], params["layer.bias"])
+
+
+@pytest.mark.parametrize("name", ["resnet8", "linear"])
+def test_a_model_with_the_name_of_a_built_in_one_is_recorded_as_own(tmp_path, name):
+    run, model = tmp_path / "run", Linear(name=name)
+    result = train(toy_config(steps=2, run_dir=run), model=model, batches=toy_batch)
+    assert "model" in recorded_own_parts(read_recorded(run).resolved)
+    with pytest.raises(ValueError, match=r"was trained with .*model.* of your own, which must be given"):
+        train(toy_config(steps=3, run_dir=run, resume=True), batches=toy_batch)
+    export_weights(run, tmp_path / "out.safetensors", snapshot=2)
+    np.testing.assert_array_equal(read_weights(tmp_path / "out.safetensors").params["bias"], result.params["bias"])
+    assert train(toy_config(steps=3, run_dir=run, resume=True), model=model, batches=toy_batch).steps_done == 3
+
+
+def test_the_records_of_older_versions_tell_own_models_by_their_names():
+    assert recorded_own_parts({"model": "linear", "own_parts": {"loss": "f"}}) == ("model", "loss")
+    assert recorded_own_parts({"model": "resnet8"}) == ()
 
 
 def test_the_weights_of_a_registry_model_come_in_the_layouts_of_models(tmp_path):

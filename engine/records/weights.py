@@ -51,7 +51,7 @@ class StoredWeights(NamedTuple):
 
 
 def part_of(name: str) -> str | None:
-    """Return whether a leaf path is in "params" or in "batch_stats", either of which may itself be a leaf; else None."""
+    """Return "params" or "batch_stats", whichever a leaf path is in or, as a single array, is itself; else None."""
     part = name.partition(".")[0]
     return part if part in ("params", "batch_stats") else None
 
@@ -73,12 +73,40 @@ def name_tensors(registry_name: str | None, params: Any, batch_stats: Any) -> Te
 
 
 def check_names(params: Any, batch_stats: Any) -> None:
-    """Raise ValueError if two tensors of a user-defined model would have the same name; leaves may be abstract."""
+    """Check the names of the tensors of a user-defined model; leaves may be abstract.
+
+    Raises:
+        ValueError: if two tensors have the same name, or keys with dots make one branch of two when names are split at
+            their dots, as `engine.read_weights` does.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(_as_tree(params, batch_stats))
     seen: set[str] = set()
-    for name, _ in _named_leaves(params, batch_stats):
+    branches: dict[str, tuple[tuple[str, ...], str]] = {}
+    for path, _ in leaves:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
         if name in seen:
             raise ValueError(f"every tensor must have a unique name, but two are called {name}: rename one of the keys")
         seen.add(name)
+        shown = jax.tree_util.keystr(path)
+        for dotted, keys in _branches_of(path):
+            before, first = branches.setdefault(dotted, (keys, shown))
+            if before != keys:
+                raise ValueError(
+                    f"the names of tensors must not be ambiguous, but {first} and {shown} are both in {dotted} when "
+                    "their names are split at the dots: rename one of the keys"
+                )
+
+
+def _branches_of(path: tuple[Any, ...]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield each beginning of a leaf's name that ends before a dot or at its end, and the keys that make it up."""
+    done: tuple[str, ...] = ()
+    for entry in path:
+        words = jax.tree_util.keystr((entry,), simple=True).split(".")
+        for end in range(1, len(words)):
+            part = (*done, ".".join(words[:end]) + ".")  # with its dot: only the beginning of a key
+            yield ".".join(done + tuple(words[:end])), part
+        done = (*done, ".".join(words))
+        yield ".".join(done), done
 
 
 def read_weights(path: str | os.PathLike[str]) -> StoredWeights:
