@@ -1,10 +1,14 @@
 """What is wrong with a model of the user's is said before the program is compiled, by the model's name."""
 
+import importlib.util
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from engine import train
+from engine.program.slow_convolutions import count_lax_convolutions
+from models import convolution
 from tests.toy import CLASSES, Linear, toy_batch, toy_config
 
 
@@ -73,3 +77,27 @@ def test_convolutions_that_are_slow_in_the_loop_are_counted():
     plain: list[str] = []
     train(toy_config(steps=1), model=Linear(), batches=toy_batch, notify=plain.append)
     assert not [line for line in plain if "convolution" in line]
+
+
+def test_a_folder_of_the_user_with_the_name_of_ours_is_not_ours(tmp_path):
+    path = tmp_path / "mine/models/layers/c.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(
+        "import jax\n"
+        "def convolve(images, kernel):\n"
+        "    numbers = ('NHWC', 'HWIO', 'NHWC')\n"
+        "    return jax.lax.conv_general_dilated(images, kernel, (1, 1), 'SAME', dimension_numbers=numbers)\n"
+    )
+    spec = importlib.util.spec_from_file_location("convolve_of_the_user", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    def count(convolve):
+        images, kernel = jnp.ones((1, 4, 4, 3)), jnp.ones((3, 3, 3, 2))
+        gradient = jax.make_jaxpr(jax.grad(lambda kernel: convolve(images, kernel).sum()))
+        return count_lax_convolutions(gradient(kernel).jaxpr)
+
+    assert count(module.convolve) == 1
+    assert count(convolution) == 0
