@@ -43,6 +43,10 @@ METRICS = {"largest": lambda outputs, labels: outputs.max(axis=1)}
 def images():
     return toy_batch(99)
 
+class Sized:
+    def __init__(self, size, *, depth=2, more):
+        pass
+
 def nothing():
     return None
 
@@ -143,6 +147,12 @@ def test_a_run_with_own_parts_is_trained_resumed_evaluated_and_verified(place):
         ),
         ("loss", "leaves:x", r"--loss leaves:x: importing leaves raised SystemExit: 3 \(--traceback"),
         ("loss", "mine:fails", "--loss mine:fails: calling it without arguments raised LookupError: no such thing"),
+        (
+            "model",
+            "mine:Sized",
+            r"--model mine:Sized: the class Sized cannot be built without arguments \(size, more\): name a function "
+            "without parameters that builds and returns a model",
+        ),
         ("batches", "mine:nothing", "--batches mine:nothing: it must return batches, but returned None"),
     ],
 )
@@ -169,6 +179,36 @@ def test_the_part_is_what_is_named_or_what_it_returns_without_arguments(place):
     (place / "broken.py").write_text("def loss(*arguments): ...")
     assert load_own_parts({"loss": "broken:loss"}).loss is sys.modules["broken"].loss
     assert load_own_parts({}) == OwnParts()
+
+
+@pytest.mark.parametrize("option", ["optimizer", "schedule", "loss", "augment", "batches"])
+def test_only_a_function_without_parameters_is_called_if_the_part_may_be_a_function(place, option):
+    (place / "broken.py").write_text(
+        "def part(first=1e-3, *others, **more): return 5\n"
+        "def made(): return part\n"
+        "class Part:\n    def __init__(self, size=3): self.size = size\n"
+        "def build(width=3): return Part(width)\n"
+    )
+    for name in ("part", "made"):
+        assert getattr(load_own_parts({option: f"broken:{name}"}), option) is sys.modules["broken"].part
+    assert getattr(load_own_parts({option: "broken:Part"}), option).size == 3
+    model: Any = load_own_parts({"model": "broken:build"}).model
+    assert model.size == 3
+
+
+@pytest.mark.parametrize("name", ["models.py", "models/__init__.py"])
+def test_a_module_whose_name_is_taken_is_named_with_the_other_one(place, name):
+    import models
+
+    (place / name).parent.mkdir(exist_ok=True)
+    (place / name).write_text("def build_model(): ...\ndef Net(): ...")
+    for part in ("models:Net", "models:build_model", "models.inner:Net"):
+        with pytest.raises(
+            ValueError,
+            match=f"--model {part}: another module called models is loaded already, {models.__file__}, so "
+            f"{place / name} cannot be: rename that file or folder",
+        ):
+            load_own_parts({"model": part})
 
 
 def test_the_working_directory_is_on_the_path_as_for_python_with_m(place):
@@ -202,6 +242,11 @@ def test_the_working_directory_is_on_the_path_as_for_python_with_m(place):
             "run-train: --model yours:Model: there is",
         ),
         (run_train, [*SETTINGS, "--data", "x", *OPTIONS[:4]], "--data must not be given with batches of your own"),
+        (
+            run_train,
+            [*SETTINGS, "--synthetic", "--model", "mine:Sized"],
+            "--model mine:Sized: the class Sized",
+        ),
         (run_eval, ["--weights", "f", "--model", "mine:Model"], "--model of your own can be given only with RUN"),
         (verify_run, ["run", "--model", "resnet8"], "--model must be package.module:function, got 'resnet8'"),
     ],

@@ -24,6 +24,11 @@ type Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 OWN_GROUP = "Your own parts"
 """The heading of these options in the help."""
 
+# The parts that may be functions, and those that are never classes.
+_FUNCTIONS = ("optimizer", "schedule", "loss", "augment", "batches")
+_NEVER_CLASSES = ("model", "batches", "metrics", "evaluation")
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
 
 def own_part_options(names: Collection[str]) -> Decorator:
     """Return a decorator that adds the options for the user's own parts to a command."""
@@ -84,6 +89,7 @@ def load_own_parts(names: Mapping[str, str]) -> "OwnParts":
 def _find(option: str, name: str) -> Any:
     """Import the module of a part, and return what has the part's name in it."""
     module_name, _, path = name.partition(":")
+    _check_is_not_hidden(option, name)
     try:
         found: Any = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
@@ -103,9 +109,33 @@ def _find(option: str, name: str) -> Any:
     return found
 
 
+def _check_is_not_hidden(option: str, name: str) -> None:
+    """Raise ValueError if another module is loaded already instead of that in the working directory."""
+    package = name.partition(":")[0].partition(".")[0]
+    local = [each for each in (Path(package, "__init__.py"), Path(f"{package}.py")) if each.is_file()]
+    if sys.flags.safe_path or package not in sys.modules or not local:
+        return
+    origin = getattr(sys.modules[package], "__file__", None)
+    if origin is None or not Path(origin).exists() or not Path(origin).samefile(local[0]):
+        raise ValueError(
+            f"--{option} {name}: another module called {package} is loaded already, {origin or 'a built-in one'}, so "
+            f"{local[0].absolute()} cannot be: rename that file or folder"
+        )
+
+
 def _make(option: str, name: str, found: Any) -> Any:
-    """Return a part: the result of what was found if that can be called without arguments, else itself."""
-    if not _needs_no_arguments(found):
+    """Return a part: the result of what was found if that is called without arguments, else itself."""
+    if not callable(found):
+        return found
+    parameters = _parameters_of(found)
+    needed = [each.name for each in parameters or () if each.default is each.empty and each.kind not in _VARIADIC]
+    if inspect.isclass(found) and option in _NEVER_CLASSES and (parameters is None or needed):
+        wanted = f" ({', '.join(needed)})" if needed else ""
+        raise ValueError(
+            f"--{option} {name}: the class {found.__name__} cannot be built without arguments{wanted}: name a function "
+            f"without parameters that builds and returns {OWN_PARTS[option].label}"
+        )
+    if not _is_called(option, found, parameters):
         return found
     try:
         part = found()
@@ -116,14 +146,21 @@ def _make(option: str, name: str, found: Any) -> Any:
     return part
 
 
-def _needs_no_arguments(found: Any) -> bool:
-    if not callable(found):
-        return False
+def _parameters_of(found: Any) -> tuple[inspect.Parameter, ...] | None:
+    """Return the parameters of a function or class, None if Python does not know them."""
     try:
-        parameters = inspect.signature(found).parameters.values()
+        return tuple(inspect.signature(found).parameters.values())
     except (TypeError, ValueError):
+        return None
+
+
+def _is_called(option: str, found: Any, parameters: tuple[inspect.Parameter, ...] | None) -> bool:
+    """Return whether the part is what `found` returns; if not, it is `found` itself."""
+    if parameters is None:
         return False
-    # A loss of any arguments, (*arguments), is the part itself.
+    if option in _FUNCTIONS and not inspect.isclass(found):
+        # A function with parameters, though all may have defaults, is the part itself, as in Python.
+        return not parameters
     return not any(each.default is each.empty and each.kind is not each.VAR_KEYWORD for each in parameters)
 
 
