@@ -44,7 +44,7 @@ def equinox(model: Any, state: Any = None, *, axis_name: str = "batch", precisio
     def make(key: jax.Array) -> _Parts:
         return _split(eqx, *((model, state) if isinstance(model, eqx.Module) else _pair(eqx, model(key))))
 
-    static: list[Any] = []  # what is no array cannot be returned from a traced function
+    static: list[Any] = []  # a traced function can return only arrays
     like = jax.eval_shape(lambda key: _arrays(make(key), static), jax.random.key(0))
     name = type(static[0]).__name__
 
@@ -77,7 +77,7 @@ def equinox(model: Any, state: Any = None, *, axis_name: str = "batch", precisio
 
 
 class _Parts(NamedTuple):
-    """A model as its parameters, other arrays, state, and all that is no array."""
+    """A model as its parameters, other arrays, state, and everything else."""
 
     params: Any
     buffers: Any

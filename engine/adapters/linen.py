@@ -34,7 +34,7 @@ def flax_linen(module: Any, image_shape: Sequence[int], *, precision: str = "flo
         and other draws use the first.
 
     Raises:
-        ValueError: if the module is no Linen module, or cannot take images of this shape.
+        ValueError: if `module` is not a Linen module, or cannot take images of this shape.
         ModuleNotFoundError: if Flax is not installed.
     """
     linen, dtype = load("flax.linen"), check_precision(precision)
