@@ -184,7 +184,7 @@ def test_the_part_is_what_is_named_or_what_it_returns_without_arguments(place):
 @pytest.mark.parametrize("option", ["optimizer", "schedule", "loss", "augment", "batches"])
 def test_only_a_function_without_parameters_is_called_if_the_part_may_be_a_function(place, option):
     (place / "broken.py").write_text(
-        "def part(first=1e-3, *others, **more): return 5\n"
+        "def part(first=1e-3, **more): return 5\n"
         "def made(): return part\n"
         "class Part:\n    def __init__(self, size=3): self.size = size\n"
         "def build(width=3): return Part(width)\n"
