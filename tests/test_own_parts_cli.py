@@ -187,11 +187,13 @@ def test_only_a_function_without_parameters_is_called_if_the_part_may_be_a_funct
         "def part(first=1e-3, **more): return 5\n"
         "def made(): return part\n"
         "class Part:\n    def __init__(self, size=3): self.size = size\n"
+        "class Any(Part):\n    def __init__(self, *values, **named): super().__init__(*values, **named)\n"
         "def build(width=3): return Part(width)\n"
     )
     for name in ("part", "made"):
         assert getattr(load_own_parts({option: f"broken:{name}"}), option) is sys.modules["broken"].part
-    assert getattr(load_own_parts({option: "broken:Part"}), option).size == 3
+    for name in ("Part", "Any"):
+        assert getattr(load_own_parts({option: f"broken:{name}"}), option).size == 3
     model: Any = load_own_parts({"model": "broken:build"}).model
     assert model.size == 3
 

@@ -128,7 +128,7 @@ def _make(option: str, name: str, found: Any) -> Any:
     if not callable(found):
         return found
     parameters = _parameters_of(found)
-    needed = [each.name for each in parameters or () if each.default is each.empty and each.kind not in _VARIADIC]
+    needed = _needed(parameters or ())
     if inspect.isclass(found) and option in _NEVER_CLASSES and (parameters is None or needed):
         wanted = f" ({', '.join(needed)})" if needed else ""
         raise ValueError(
@@ -158,10 +158,17 @@ def _is_called(option: str, found: Any, parameters: tuple[inspect.Parameter, ...
     """Return whether the part is what `found` returns; if not, it is `found` itself."""
     if parameters is None:
         return False
-    if option in _FUNCTIONS and not inspect.isclass(found):
+    if inspect.isclass(found):
+        return not _needed(parameters)
+    if option in _FUNCTIONS:
         # A function with parameters, though all may have defaults, is the part itself, as in Python.
         return not parameters
     return not any(each.default is each.empty and each.kind is not each.VAR_KEYWORD for each in parameters)
+
+
+def _needed(parameters: tuple[inspect.Parameter, ...]) -> list[str]:
+    """Return the names of the parameters that a call must give."""
+    return [each.name for each in parameters if each.default is each.empty and each.kind not in _VARIADIC]
 
 
 def _raised(option: str, name: str, action: str, error: BaseException) -> ValueError:

@@ -104,7 +104,7 @@ def predict(
         _check_labels(recorded)
     _check_outputs(stored, path)
     if recorded is not None:
-        _check_is_for_run(path, {"model": given.get("model"), "mean": mean, "std": std})
+        _check_leaves_out(path, {"model": given.get("model"), "mean": mean, "std": std})
         check_own_model(recorded, model, function="engine.predict", command="predict-images")
     elif model is not None:
         raise ValueError(f"a model can be given only with a run, got the file {path}: give the folder of the run")
@@ -126,8 +126,8 @@ def predict(
         return _classify(subject, source, names, top, classes_of(stored.metadata, os.fspath(path)), board, notify)
 
 
-def _check_is_for_run(path: Path, of_file: Mapping[str, Any]) -> None:
-    """Raise ValueError if a run is given together with what only a file can leave open."""
+def _check_leaves_out(path: Path, of_file: Mapping[str, Any]) -> None:
+    """Raise ValueError if one of the settings that only a weights file needs is given with a run."""
     for name, value in of_file.items():
         if value is not None:
             raise SettingError(
