@@ -16,11 +16,14 @@ import pytest
 from engine import Callback, replay_run, train
 from engine.patterns import Group, parse_freeze, parse_groups
 from engine.records.control_log import read_events
+from engine.records.snapshot import read_snapshot
+from engine.run.nonfinite import NonFiniteError
 from engine.updates.clipping import clip_by_global_norm, clip_gradient
 from tests.toy import Linear, toy_batch, toy_config
 
 STEPS = 30
 BARE = optax.chain(optax.clip_by_global_norm(1.0), optax.adabelief(optax.cosine_decay_schedule(0.001, STEPS)))
+FAST_AND_SLOW = optax.lookahead(optax.sgd(0.01), sync_period=5, slow_step_size=0.5)
 RATE = optax.warmup_cosine_decay_schedule(0.0, 0.002, 4, STEPS)
 
 
@@ -90,21 +93,158 @@ def test_the_live_factor_multiplies_the_updates_of_a_transformation(start, tmp_p
                 is_requested.set()
 
     def batches(step):
-        if step == 20:
+        if step == last:
             assert is_requested.wait(60)
         return toy_batch(step)
 
-    own, steps = optax.sgd(0.01, 0.9), 60
+    own, steps, last = optax.sgd(0.01, 0.9), 60, 20
     config = config_of(steps=steps, run_dir=tmp_path)
     result = train(config, model=Linear(), batches=batches, optimizer=own, callbacks=[Quarter()])
     (event,) = read_events(tmp_path / "control.jsonl")
-    assert event.step <= 21
+    # A pull takes its words before it waits for its batches. So the pull that takes batch 20, the last that waits, may
+    # be too early for the request, but the next one, which begins at most a chunk later, is not.
+    chunk = json.loads((tmp_path / "config.json").read_text())["resolved"]["chunk_batches"]
+    assert 4 < event.step <= last + chunk + 1
     losses, params = plain(start, own, steps=steps, factor_of=lambda step: 0.25 if step + 1 >= event.step else 1.0)
     _, unscaled = plain(start, own, steps=steps)
     # Sixty steps of a few roundings each.
     np.testing.assert_allclose(result.losses, losses, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(result.params["weights"], params["weights"], rtol=1e-4, atol=1e-6)
     assert not np.allclose(unscaled["weights"], params["weights"], rtol=1e-3, atol=1e-5)
+
+
+MARK = 0xFF000000
+"""The first pixel of a batch whose images `nan_if_marked` replaces."""
+
+
+def nan_if_marked(images, keys):
+    # Level 255 is 2 after normalisation; the levels of `toy_batch` stay below 215.
+    return jnp.where(images[0, 0, 0, 0] > 1.9, jnp.nan, images)
+
+
+def marked(*steps):
+    def batches(step):
+        words, labels = toy_batch(step)
+        if step in steps:
+            words[0, 0, 0] = MARK
+        return words, labels
+
+    return batches
+
+
+@pytest.mark.parametrize("is_function", [True, False])
+def test_adam_accumulates_clips_and_skips_as_a_plain_loop(start, is_function):
+    updates, pulls, largest, rate = 12, 2, 0.6, 0.02
+    # The updates of these pulls, 1, 4 and 5, are skipped: the first would be an early moment, the others are in a row.
+    batches = marked(3, 8, 11)
+    config = config_of(steps=updates, accumulate_steps=pulls, clip_norm=largest, skip_nonfinite=2)
+    parts = {"optimizer": optax.adam, "schedule": lambda _: rate} if is_function else {"optimizer": optax.adam(rate)}
+    result = train(config, model=Linear(), batches=batches, augment=nan_if_marked, **parts)
+    params, adam = start, optax.adam(rate)
+    state, norms = adam.init(params), []
+    losses = np.full(updates, np.nan)
+
+    def loss_of(params, images, labels):
+        logits, _ = Linear().apply(params, {"batches": 0}, images, train=True)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    for step in set(range(updates)) - {1, 4, 5}:
+        pulled = [toy_batch(pulls * step + pull) for pull in range(pulls)]
+        found = [jax.value_and_grad(loss_of)(params, images_of(pixels), labels) for pixels, labels in pulled]
+        losses[step] = np.mean([loss for loss, _ in found])
+        gradient = jax.tree.map(lambda *each: sum(each) / pulls, *(gradient for _, gradient in found))
+        norms.append(float(optax.tree.norm(gradient)))
+        gradient = jax.tree.map(lambda leaf, norm=norms[-1]: leaf * min(1, largest / norm), gradient)
+        moves, state = adam.update(gradient, state, params)
+        params = optax.apply_updates(params, moves)
+    assert min(norms) < largest < max(norms)
+    assert result.num_skipped == 3
+    # A dozen updates of a few roundings each, in another order of operations.
+    np.testing.assert_allclose(result.losses, losses, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(result.params["weights"], params["weights"], rtol=1e-4, atol=1e-6)
+
+
+def test_a_transformation_gets_the_loss_as_value(start):
+    own = optax.chain(optax.sgd(0.03), optax.contrib.reduce_on_plateau(factor=0.5, patience=2, rtol=0.02))
+    result = train(config_of(), model=Linear(), batches=toy_batch, optimizer=own)
+    params, state, losses, scales = start, own.init(start), [], []
+
+    @jax.jit
+    def step_of(params, state, images, labels):
+        def loss_of(params):
+            logits, _ = Linear().apply(params, {"batches": 0}, images, train=True)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+        loss, gradient = jax.value_and_grad(loss_of)(params)
+        moves, state = own.update(gradient, state, params, value=loss)
+        return optax.apply_updates(params, moves), state, loss
+
+    for step in range(STEPS):
+        pixels, labels = toy_batch(step)
+        params, state, loss = step_of(params, state, images_of(pixels), labels)
+        losses.append(loss)
+        scales.append(float(state[1].scale))
+    assert len(set(scales)) > 2
+    np.testing.assert_allclose(result.losses, losses, rtol=1e-5, atol=1e-6)
+
+
+def test_a_transformation_that_takes_no_value_is_given_none(start):
+    own = optax.contrib.sam(optax.sgd(0.01), optax.chain(optax.contrib.normalize(), optax.sgd(0.1)))
+    result = train(config_of(), model=Linear(), batches=toy_batch, optimizer=own)
+    np.testing.assert_allclose(result.losses, plain(start, own)[0], rtol=1e-5)
+
+
+def _overflowing_at(count):
+    """SGD with a state whose update number `count` is infinite."""
+
+    def update(updates, state, params=None):
+        factor = jnp.where(state == count, jnp.inf, -0.01)
+        return jax.tree.map(lambda leaf: leaf * factor, updates), state + 1
+
+    return optax.GradientTransformation(lambda _: jnp.zeros((), jnp.int32), update)
+
+
+@pytest.mark.parametrize(
+    ("parts", "num_skipped", "snapshot"),
+    [
+        ({"schedule": lambda step: jnp.where(step == 9, jnp.nan, 0.01)}, 1, None),
+        ({"schedule": lambda step: jnp.where(step == 9, jnp.inf, 0.01)}, 1, None),
+        ({"schedule": lambda step: jnp.where(step == 9, jnp.nan, 0.01), "optimizer": optax.adam}, 1, None),
+        # Its state is not changed by an update that is skipped, so every later one is infinite too.
+        ({"optimizer": _overflowing_at(9)}, 4, 9),
+    ],
+)
+def test_updates_that_an_own_part_makes_infinite_are_skipped(tmp_path, parts, num_skipped, snapshot):
+    config = config_of(run_dir=tmp_path, snapshot_every_steps=1, keep_snapshots=1, skip_nonfinite=3)
+    if snapshot is None:
+        result = train(config, model=Linear(), batches=toy_batch, **parts)
+        assert result.num_skipped == num_skipped
+        assert np.isfinite(result.losses).all()
+        assert result.losses[-1] < result.losses[0]
+        return
+    with pytest.raises(NonFiniteError, match=r"the update that your .* made of it was NaN or infinite at step 13"):
+        train(config, model=Linear(), batches=toy_batch, **parts)
+    end = json.loads((tmp_path / "result.json").read_text())
+    assert end["num_skipped"] == num_skipped
+    (path,) = (tmp_path / "snapshots").iterdir()
+    leaves = read_snapshot(path.parent, int(path.name)).leaves
+    assert len(leaves) > 5
+    assert all(np.isfinite(leaf).all() for leaf in leaves.values())
+
+
+class WithCounts(Linear):
+    """A model one of whose parameters is an array of integers."""
+
+    def init(self, key):
+        params, batch_stats = super().init(key)
+        return {**params, "table": {"counts": jnp.arange(3)}}, batch_stats
+
+
+def test_a_parameter_of_integers_must_be_frozen():
+    with pytest.raises(ValueError, match=r"floating-point to be trained, but table.counts is int32: .*freeze table"):
+        train(config_of(steps=1), model=WithCounts(), batches=toy_batch)
+    result = train(config_of(steps=1, freeze="table.counts"), model=WithCounts(), batches=toy_batch)
+    assert result.params["table"]["counts"].tolist() == [0, 1, 2]
 
 
 def test_an_interrupted_run_resumes_to_the_same_bytes_and_is_replayed(tmp_path):
@@ -211,11 +351,27 @@ def test_patterns_are_separated_outside_of_brackets():
         ({"beta2": 0.5}, {"optimizer": optax.lion}, "beta2 has no effect with an optimizer of your own"),
         ({}, {"optimizer": BARE, "schedule": RATE}, "a schedule has no effect with an optimizer"),
         ({}, {"optimizer": "sgd"}, "must be an optax.GradientTransformation or a function .*, got str"),
+        (
+            {},
+            {"optimizer": lambda: optax.sgd(0.1)},
+            "but calling it failed with TypeError: .*1 was",
+        ),
+        ({}, {"optimizer": lambda rate: optax.sgd(float(rate))}, "failed with Concretization.* in jax only"),
+        (
+            {},
+            {"optimizer": lambda rate: optax.inject_hyperparams(optax.adam)(learning_rate=rate)},
+            r"stores the learning rate \(hyperparams.learning_rate\).* such as optax.adam itself",
+        ),
+        ({}, {"optimizer": FAST_AND_SLOW}, r"update failed with AttributeError.*\(optax.lookahead\) are not supported"),
+        ({}, {"optimizer": optax.lbfgs()}, "update failed with TypeError.*line searches"),
         ({}, {"optimizer": lambda rate: 3}, "must return an optax.GradientTransformation .*, but returned int"),
         ({"groups": "b.*=weight_decay:0"}, {"optimizer": BARE}, "must not have factors on the weight decay"),
         ({"schedule": "cosine"}, {"schedule": RATE}, "schedule has no effect with a schedule of your own"),
         ({}, {"schedule": lambda step: 1.0 if step < 3 else 0.1}, "but tracing it failed: use jnp.where"),
         ({}, {"schedule": lambda step: jnp.zeros(2)}, r"but it returns float32 \[2\]"),
+        ({}, {"schedule": lambda step: None}, "but it returns NoneType: return the rate"),
+        ({}, {"schedule": lambda step: 1 / 0}, "but tracing it failed with ZeroDivisionError: division by zero"),
+        ({}, {"schedule": lambda step: 1j * step}, r"but it returns complex64 \[\]: return one real number"),
         ({"freeze": "wieghts"}, {}, "freeze: the pattern 'wieghts' matches .* no parameter .* example, weights"),
         ({"groups": "bais=weight_decay:0"}, {}, "groups: the pattern 'bais' matches .* no parameter;.*bias"),
         ({"freeze": ".*"}, {}, "must leave parameters to train, but '.*' matches all"),

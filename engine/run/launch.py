@@ -36,7 +36,7 @@ from engine.run.compilation import Compiled, compile_traced, trace_ahead, withou
 from engine.run.host_side import HostSide
 from engine.run.initial_weights import InitialWeights, load_initial_weights
 from engine.run.nonfinite import nonfinite_error
-from engine.run.own_updates import describe_selection
+from engine.run.own_updates import check_own_rate, describe_selection
 from engine.run.resolve import Resolved
 from engine.run.resume import StartingPoint
 from engine.run.signals import call_on_worker, start_on_worker
@@ -116,6 +116,7 @@ class Launch:
         self._draw = partial(_init_from_words, self.resolved.model, self._statics.rule, self._statics.objective)
         self._state_shape = jax.eval_shape(self._draw, seed_words(0))
         self._selected = describe_selection(config, self._state_shape.params, self._state_shape.batch_stats)
+        check_own_rate(self._statics.rule, self._state_shape.params)
         self._given = self._read_given_weights()
         self.num_params = count_params(self._state_shape.params)
         if self.resolved.registry_name is None:
@@ -373,7 +374,10 @@ class Launch:
             self.has_changed_data |= isinstance(failures[0], ChangedShardError)
             return failures[0]
         return self._changed_data() or nonfinite_error(
-            int(state.step), int(state.update.skips.in_a_row), self.config.most_skips
+            int(state.step),
+            int(state.update.skips.in_a_row),
+            self.config.most_skips,
+            has_own_part=self._statics.rule.has_own_part,
         )
 
     def _changed_data(self) -> BaseException | None:

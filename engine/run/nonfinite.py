@@ -13,20 +13,24 @@ class NonFiniteError(ArithmeticError):
         self.first_step = first_step
 
 
-def nonfinite_error(step: int, num_skips: int, most_skips: int) -> NonFiniteError | None:
+def nonfinite_error(step: int, num_skips: int, most_skips: int, *, has_own_part: bool = False) -> NonFiniteError | None:
     """Return an error if NaN or infinite gradients ended the run, else None.
 
     Args:
         step: the last step.
         num_skips: number of updates skipped in a row, up to and including the last.
         most_skips: largest allowed number of updates skipped in a row.
+        has_own_part: whether a user-defined optimizer or schedule may have made the updates NaN or infinite.
     """
     if num_skips <= most_skips:
         return None
-    return NonFiniteError(
+    message = (
         f"the gradient was NaN or infinite at step {step}"
         + (f", the last of {num_skips} such steps in a row" if num_skips > 1 else "")
         + "; the weights are those of the last finite update. Try a lower learning rate (--learning-rate), a warm-up "
-        "(--warmup-steps), a limit on the norm of the gradient (--clip-norm), or --skip-nonfinite",
-        first_step=step - num_skips + 1,
+        "(--warmup-steps), a limit on the norm of the gradient (--clip-norm), or --skip-nonfinite"
     )
+    if has_own_part:
+        cause = "the gradient or the update that your optimizer or schedule made of it"
+        message = message.replace("the gradient", cause, 1)
+    return NonFiniteError(message, first_step=step - num_skips + 1)

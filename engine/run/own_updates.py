@@ -12,8 +12,9 @@ from engine.config import SETTINGS, TrainConfig
 from engine.patterns import parse_freeze, parse_groups
 from engine.run.parts import OwnParts
 from engine.settings import SettingError
-from engine.updates.own_optimizer import has_own_rate
+from engine.updates.own_optimizer import check_rate_not_stored, first_line, has_own_rate
 from engine.updates.selection import dotted_paths, matches, split_frozen
+from engine.updates.update import UpdateRule
 
 _OF_THE_OPTIMIZER = ("optimizer", "momentum", "beta2", "weight_decay", "decay_all", "cycle_momentum")
 _OF_THE_SCHEDULE = (
@@ -62,6 +63,12 @@ def check_updates(config: TrainConfig, parts: OwnParts) -> None:
                 "optimizer"
             )
         _refuse(config, _OF_THE_SCHEDULE, what)
+
+
+def check_own_rate(rule: UpdateRule, params: Any) -> None:
+    """Raise ValueError if the state of a user-defined optimizer would keep a learning rate; leaves may be abstract."""
+    if rule.own_optimizer is not None:
+        check_rate_not_stored(rule.own_optimizer, split_frozen(params, rule.frozen)[0])
 
 
 def describe_selection(config: TrainConfig, params: Any, batch_stats: Any) -> str | None:
@@ -121,12 +128,23 @@ def _refuse(config: TrainConfig, names: tuple[str, ...], what: str) -> None:
 
 
 def _check_schedule(schedule: Any) -> None:
-    rule = "schedule must be a traceable function from the step (int32 []) to a learning rate (a number [])"
+    rule = "schedule must be a traceable function from the step (int32 []) to a learning rate (a real number [])"
     if not callable(schedule):
         raise ValueError(f"{rule}, got {type(schedule).__name__}: give one, such as an optax schedule")
+    returned: list[Any] = []
+
+    def trace(step: jax.Array) -> jax.Array:
+        returned.append(schedule(step))
+        return jnp.asarray(returned[0])
+
     try:
-        rate = jax.eval_shape(lambda step: jnp.asarray(schedule(step)), jax.ShapeDtypeStruct((), jnp.int32))
+        rate = jax.eval_shape(trace, jax.ShapeDtypeStruct((), jnp.int32))
     except jax.errors.JAXTypeError as error:
         raise ValueError(f"{rule}, but tracing it failed: use jnp.where instead of if") from error
-    if rate.shape != () or not jnp.issubdtype(rate.dtype, jnp.number):
-        raise ValueError(f"{rule}, but it returns {rate.dtype} {list(rate.shape)}")
+    except Exception as error:
+        if returned:
+            raise ValueError(f"{rule}, but it returns {type(returned[0]).__name__}: return the rate") from error
+        raise ValueError(f"{rule}, but tracing it failed with {first_line(error)}: correct it") from error
+    is_real = jnp.issubdtype(rate.dtype, jnp.floating) or jnp.issubdtype(rate.dtype, jnp.integer)
+    if rate.shape != () or not is_real:
+        raise ValueError(f"{rule}, but it returns {rate.dtype} {list(rate.shape)}: return one real number")

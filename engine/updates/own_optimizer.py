@@ -3,17 +3,19 @@
 Adds what every optimizer of the loop has: clipping, skipped updates, the learning-rate factor, and groups.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.extend.core import Literal
 
 from engine.patterns import Group
 from engine.updates.optim import in_float32
 from engine.updates.selection import dotted_path, groups_of, scale_leaves
-from engine.updates.skipping import choose
+from engine.updates.skipping import all_finite, choose
 from models.layers.stored import stored
 
 type OwnOptimizer = optax.GradientTransformation | Callable[[jax.Array], optax.GradientTransformation]
@@ -39,41 +41,128 @@ def make_own_optimizer(
         own: the optimizer. A transformation's updates are multiplied by `learning_rate`; a function receives it.
         learning_rate: float32 [], traced.
         clip: clips the gradient first; it has no state.
-        made: bool [], whether the update is made. If false, the state is unchanged, and the updates must not be used.
+        made: bool [], whether the update is made. If it is false, or the updates are not all finite, the state is
+            unchanged, and the updates must not be used.
         groups: factors on the updates of some parameters; static.
 
     Raises:
-        ValueError: if the function returns something else, or an update changes the form of the state.
+        ValueError: the function returns something else, a part of the optimizer cannot be traced, or an update changes
+            the form of the state.
     """
-    inner = optax.with_extra_args_support(_transformation(own, learning_rate))
+    inner = _transformation(own, learning_rate)
 
     def init(params: Any) -> Any:
         # Copies, because a state may contain the parameters, and the loop is given both.
-        return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), inner.init(params))
+        return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), _init(inner, params))
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None, *, value: jax.Array) -> tuple[Any, Any]:
         updates, _ = clip.update(updates, optax.EmptyState(), params)
-        updates, moved = inner.update(updates, state, params, **extra)
+        updates, moved = _update(inner, updates, state, params, value)
         _check_form(state, moved)
-        # Stored, so that the loop updates the state in place (see `engine.updates.moments`).
-        updates, moved = stored((updates, choose(made, moved, state)))
+        # Stored, so that the choice below reads the new state instead of computing it a second time.
+        updates, moved = stored((updates, moved))
         if has_own_rate(own):
             updates = jax.tree.map(lambda leaf: leaf * learning_rate, updates)
-        return scale_leaves(updates, [group.learning_rate for group in groups_of(updates, groups)]), moved
+        updates = scale_leaves(updates, [group.learning_rate for group in groups_of(updates, groups)])
+        return updates, choose(made & all_finite(updates), moved, state)
 
     return in_float32(optax.GradientTransformationExtraArgs(init, update))
+
+
+def check_rate_not_stored(own: OwnOptimizer, params: Any) -> None:
+    """Raise ValueError if the state of an optimizer that a function makes depends on the learning rate.
+
+    The state is created once, so the rate of the first step, or of no step, would remain in it.
+
+    Args:
+        own: the optimizer.
+        params: the trained parameters, as arrays or `jax.ShapeDtypeStruct`s.
+    """
+    if has_own_rate(own):
+        return
+    inits = jax.make_jaxpr(lambda rate, params: in_float32(_transformation(own, rate)).init(params), return_shape=True)
+    jaxpr, state = inits(jax.ShapeDtypeStruct((), jnp.float32), params)
+    depends = _dependent(jaxpr.jaxpr, [True] + [False] * (len(jaxpr.jaxpr.invars) - 1))
+    paths = [dotted_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    if found := [path for path, is_so in zip(paths, depends, strict=True) if is_so]:
+        raise ValueError(
+            f"the state of the optimizer stores the learning rate ({found[0]}), so that it would stay at its first "
+            "value whatever the schedule: give a function whose state does not depend on the rate, such as optax.adam "
+            "itself instead of optax.inject_hyperparams(optax.adam)"
+        )
+
+
+def _dependent(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
+    """Return which outputs of a jaxpr depend on the marked inputs."""
+    marked = {variable for variable, is_marked in zip(jaxpr.invars, inputs, strict=True) if is_marked}
+
+    def is_marked(atom: Any) -> bool:
+        return not isinstance(atom, Literal) and atom in marked
+
+    for equation in jaxpr.eqns:
+        read = [is_marked(atom) for atom in equation.invars]
+        called = getattr(equation.params.get("jaxpr"), "jaxpr", None)
+        if called is not None and len(called.invars) == len(read):
+            written = _dependent(called, read)
+        else:
+            written = [any(read)] * len(equation.outvars)
+        marked.update(variable for variable, depends in zip(equation.outvars, written, strict=True) if depends)
+    return [is_marked(atom) for atom in jaxpr.outvars]
 
 
 def _transformation(own: OwnOptimizer, learning_rate: jax.Array) -> optax.GradientTransformation:
     if isinstance(own, optax.GradientTransformation):
         return own
-    made = own(learning_rate)
+    rule = "the optimizer function must return an optax.GradientTransformation for a learning rate"
+    try:
+        made = own(learning_rate)
+    except Exception as error:
+        raise ValueError(
+            f"{rule}, a traced float32 [], but calling it failed with {first_line(error)}: give a function of one "
+            "argument that computes with the rate in jax only, such as optax.adabelief"
+        ) from error
     if not isinstance(made, optax.GradientTransformation):
         raise ValueError(
-            "the optimizer function must return an optax.GradientTransformation for a learning rate, but returned "
-            f"{type(made).__name__}: return one, such as optax.adabelief(learning_rate)"
+            f"{rule}, but returned {type(made).__name__}: return one, such as optax.adabelief(learning_rate)"
         )
     return made
+
+
+def _init(inner: optax.GradientTransformation, params: Any) -> Any:
+    try:
+        return inner.init(params)
+    except Exception as error:
+        raise ValueError(
+            f"the optimizer's init(params) failed with {first_line(error)}: it is given the trained parameters as the "
+            "model's own pytree; transformations that need them in another form are not supported, so choose another"
+        ) from error
+
+
+def _update(inner: optax.GradientTransformation, gradients: Any, state: Any, params: Any, loss: jax.Array) -> Any:
+    # Some of optax's transformations, such as `contrib.reduce_on_plateau`, read the loss.
+    extra = {"value": loss} if _takes_value(inner) else {}
+    try:
+        return inner.update(gradients, state, params, **extra)
+    except Exception as error:
+        raise ValueError(
+            f"the optimizer's update failed with {first_line(error)}: it is given the gradients, its state, the "
+            "parameters as the model's own pytree and, as value, the loss; transformations that need more (line "
+            "searches, optax.contrib.sam in opaque mode) or other parameters (optax.lookahead) are not supported, so "
+            "choose another"
+        ) from error
+
+
+def _takes_value(inner: optax.GradientTransformation) -> bool:
+    if not isinstance(inner, optax.GradientTransformationExtraArgs):
+        return False
+    parameters = inspect.signature(inner.update).parameters.values()
+    return any(each.name == "value" or each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
+
+
+def first_line(error: Exception) -> str:
+    """Return the type and the first line of an error, because jax's messages have many lines."""
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0].removesuffix('.')}" if lines else type(error).__name__
 
 
 def _check_form(before: Any, after: Any) -> None:

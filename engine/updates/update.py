@@ -21,13 +21,14 @@ import optax
 
 from engine.config import OptimizerName, ScheduleName
 from engine.patterns import Group
+from engine.settings import SettingError
 from engine.updates.accumulation import Accumulation, accumulate, init_accumulation
 from engine.updates.averages import init_average, update_average
 from engine.updates.clipping import clip_gradient
 from engine.updates.optim import Hyperparams, every_leaf, kernels_only, make_optimizer
 from engine.updates.own_optimizer import OwnOptimizer, has_own_rate, make_own_optimizer
 from engine.updates.schedules import ScheduleValues, learning_rate_at, momentum_at
-from engine.updates.selection import join_frozen, split_frozen
+from engine.updates.selection import dotted_path, join_frozen, split_frozen
 from engine.updates.skipping import Skips, all_finite, choose, count_skips, gives_up, has_finite_norm, init_skips
 
 type Schedule = Callable[[jax.Array], jax.Array]
@@ -68,6 +69,11 @@ class UpdateRule:
     own_optimizer: OwnOptimizer | None = None
     own_schedule: Schedule | None = None
     undecayed: tuple[str, ...] = ()
+
+    @property
+    def has_own_part(self) -> bool:
+        """Whether the optimizer or the schedule is user-defined."""
+        return self.own_optimizer is not None or self.own_schedule is not None
 
 
 class UpdateValues(NamedTuple):
@@ -142,8 +148,13 @@ class Outcome(NamedTuple):
 
 
 def init_update(rule: UpdateRule, weights: Weights) -> UpdateState:
-    """Return the state before the first pull; its structure depends only on the rule and the weights."""
+    """Return the state before the first pull; its structure depends only on the rule and the weights.
+
+    Raises:
+        ValueError: a parameter that is not frozen is not floating-point, or a user-defined optimizer does not fit.
+    """
     trained, _ = split_frozen(weights.params, rule.frozen)
+    _check_trainable(trained)
     zero = jnp.zeros((), jnp.float32)
     optimizer = optimizer_of(rule, Hyperparams(zero, zero, zero), np.True_)
     return UpdateState(
@@ -152,6 +163,19 @@ def init_update(rule: UpdateRule, weights: Weights) -> UpdateState:
         gathered=init_accumulation((jnp.zeros(()), trained)) if rule.accumulates else None,
         average=init_average(weights) if rule.averages else None,
     )
+
+
+def _check_trainable(trained: Any) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(trained):
+        # A complex parameter has a gradient too.
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            raise SettingError(
+                "freeze",
+                "a parameter must be floating-point to be trained, but {path} is {dtype}: freeze it ({setting} "
+                "{path}), or let the model return it in batch_stats",
+                path=dotted_path(path),
+                dtype=jnp.result_type(leaf),
+            )
 
 
 def update_weights(
@@ -164,7 +188,8 @@ def update_weights(
 ) -> tuple[Weights, UpdateState, Outcome]:
     """Process one pull, and make the update if one is due.
 
-    An update with a NaN or infinite gradient is skipped: parameters, moments and average are unchanged. Batch
+    An update with a NaN or infinite gradient is skipped: parameters, moments and average are unchanged. So is an
+    update that a user-defined optimizer or schedule makes NaN or infinite although the gradient is finite. Batch
     statistics are replaced by those of every pull whose statistics are finite, because one bad batch would spoil them
     for good.
 
@@ -187,11 +212,16 @@ def update_weights(
     made = due & finite
 
     hyperparams = hyperparams_at(rule, step, values)
+    if rule.own_schedule is not None:
+        finite = finite & jnp.isfinite(hyperparams.learning_rate)
+        made = due & finite
     trained, frozen = split_frozen(weights.params, rule.frozen)
     optimizer = optimizer_of(rule, hyperparams, made)
-    # Some of optax's transformations, such as `contrib.reduce_on_plateau`, read the loss.
     extra = {} if rule.own_optimizer is None else {"value": loss}
     updates, opt_state = optimizer.update(gradients, state.opt_state, trained, **extra)
+    if rule.has_own_part:
+        finite = finite & all_finite(updates)
+        made = due & finite
     updated = Weights(
         join_frozen(choose(made, optax.apply_updates(trained, updates), trained), frozen),
         choose(all_finite(pull.batch_stats), pull.batch_stats, weights.batch_stats),
