@@ -1,12 +1,16 @@
 """Moving averages of the weights: the plain recurrence, in float32 whatever is averaged."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
+from engine import replay_run, train
 from engine.updates.averages import init_average, update_average
+from tests.toy import Linear, toy_batch, toy_config
 
 
 def drawn(seed, dtype=np.float32):
@@ -74,3 +78,57 @@ def test_another_decay_or_step_causes_no_retrace():
     for step, decay in enumerate([0.9, 0.0, 1.0]):
         average = move(average, drawn(step), jnp.float32(decay), jnp.int32(step))
     assert num_traces == 1
+
+
+def test_only_floating_point_leaves_are_averaged():
+    def weights(step):
+        return {
+            "mean": jnp.full(3, step, jnp.bfloat16),
+            "count": jnp.array([step, 2**24 + 1 + step]),
+            "is_first": jnp.array(step == 0),
+            "key": jax.random.key(step),
+        }
+
+    average = init_average(weights(0))
+    assert {name: leaf.dtype for name, leaf in average.items()} == {
+        name: leaf.dtype for name, leaf in (weights(0) | {"mean": jnp.zeros(3)}).items()
+    }
+    moved = update_average(average, weights(1), jnp.float32(0.75), jnp.int32(0), ramp=False)
+    np.testing.assert_array_equal(moved["mean"], np.full(3, 0.25, np.float32))
+    assert moved["count"].tolist() == [1, 2**24 + 2]
+    assert not moved["is_first"]
+    assert moved["key"] == jax.random.key(1)
+
+
+class Counting(Linear):
+    """A model whose statistics are an integer, a boolean and a PRNG key, which its evaluation checks."""
+
+    def init(self, key):
+        params, batch_stats = super().init(key)
+        return params, batch_stats | {"count": jnp.int32(2**24), "is_first": jnp.array(True), "key": jax.random.key(7)}
+
+    def apply(self, params, batch_stats, images, train):
+        assert batch_stats["count"].dtype == jnp.int32
+        assert batch_stats["is_first"].dtype == jnp.bool
+        logits, moved = super().apply(params, batch_stats, images, train)
+        others = {
+            "count": batch_stats["count"] + 1,
+            "is_first": jnp.array(False),
+            "key": jax.random.fold_in(batch_stats["key"], 1),
+        }
+        return logits, (batch_stats | moved | others if train else batch_stats)
+
+
+def test_a_run_keeps_statistics_of_other_dtypes_with_an_average(tmp_path):
+    config = toy_config(steps=6, ema_decay=0.5, run_dir=str(tmp_path), eval_every_steps=3)
+    parts = {"model": Counting(), "batches": toy_batch, "evaluation": toy_batch(99)}
+    train(replace(config, steps=3), **parts)
+    result = train(replace(config, resume=True), **parts)
+    assert result.batch_stats["count"] == 2**24 + 6
+    assert not result.batch_stats["is_first"]
+    key = jax.random.key(7)
+    for _ in range(6):
+        key = jax.random.fold_in(key, 1)
+    assert result.batch_stats["key"] == key
+    assert result.batch_stats["batches"].dtype == jnp.float32
+    assert replay_run(tmp_path, from_step=0, **parts).differences == ()

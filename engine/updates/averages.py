@@ -7,8 +7,12 @@ import jax.numpy as jnp
 
 
 def init_average(tree: Any) -> Any:
-    """Return an average that starts at `tree`; its leaves are float32 copies, which can be donated separately."""
-    return jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32, copy=True), tree)
+    """Return an average that starts at `tree`; its leaves are copies, which can be donated separately.
+
+    Floating-point leaves become float32; others, such as counts, booleans and PRNG keys, have no average and keep their
+    dtype.
+    """
+    return jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32 if _is_averaged(leaf) else None, copy=True), tree)
 
 
 def update_average(average: Any, new: Any, decay: jax.Array, step: jax.Array, *, ramp: bool = True) -> Any:
@@ -19,19 +23,23 @@ def update_average(average: Any, new: Any, decay: jax.Array, step: jax.Array, *,
     (10 + t)), as TensorFlow's `ExponentialMovingAverage` does with its number of updates.
 
     Args:
-        average: pytree of float32 leaves, from `init_average`.
-        new: pytree of the same structure and shapes, of any float dtype.
+        average: pytree from `init_average`.
+        new: pytree of the same structure and shapes; its floating-point leaves are averaged, others copied.
         decay: float32 [] in 0 … 1, a runtime value; 0 copies `new`, 1 without a ramp never changes.
         step: int32 [], the t of the ramp: number of averages before this one.
         ramp: whether to use the ramp, static.
 
     Returns:
-        The new average, float32.
+        The new average, of the dtypes of `average`.
     """
     taken = step.astype(jnp.float32)
     kept = jnp.minimum(decay, (1 + taken) / (10 + taken)) if ramp else decay
 
     def move(average: jax.Array, new: jax.Array) -> jax.Array:
-        return average + (1 - kept) * (new.astype(jnp.float32) - average)
+        return average + (1 - kept) * (new.astype(jnp.float32) - average) if _is_averaged(new) else new
 
     return jax.tree.map(move, average, new)
+
+
+def _is_averaged(leaf: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(leaf), jnp.floating)

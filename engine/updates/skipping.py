@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from engine.keys import is_key
 from engine.updates.clipping import global_norm
 
 
@@ -58,8 +59,12 @@ def has_finite_norm(tree: Any) -> jax.Array:
 
 
 def all_finite(tree: Any) -> jax.Array:
-    """Return whether every number in a pytree of float leaves is finite, bool []; true if there are no leaves."""
-    finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]
+    """Return whether every number in a pytree of arrays is finite, bool []; true if there are no leaves.
+
+    PRNG keys are no numbers.
+    """
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if not is_key(leaf)]
+    finite = [jnp.all(jnp.isfinite(leaf)) for leaf in leaves]
     return jnp.all(jnp.stack(finite)) if finite else jnp.ones((), jnp.bool)
 
 
