@@ -118,6 +118,13 @@ def test_a_mean_keeps_its_digits_over_many_batches_and_ignores_padding():
     np.testing.assert_allclose(metric.finish(state), np.float32(0.1), rtol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bool_, jnp.int8, jnp.float16, np.float32])
+def test_a_mean_is_taken_of_any_real_values(dtype):
+    _, labels = data()
+    found = value_of(mean_of(lambda _, labels: (labels > 2).astype(dtype)), labels, labels)
+    assert found == np.float32((labels > 2).mean())
+
+
 def test_ready_made_losses_are_optaxs():
     logits, labels = data()
     bits = np.random.default_rng(1).integers(2, size=(N, K))

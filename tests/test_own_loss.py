@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from engine import TrainConfig, evaluate, replay_run, train
-from engine.objective.metrics import Metric, confusion_matrix, top_k
+from engine.objective.metrics import Metric, confusion_matrix, mean_of, top_k
 from tests.toy import BATCH, SIZE, Linear, toy_batch, toy_config
 
 STEPS = 30
@@ -253,6 +253,20 @@ def test_a_ready_made_loss_is_chosen_by_its_name(name):
         ({"metrics": [top_k(3)]}, {}, "metrics must be a mapping from names to metrics, got list"),
         ({"metrics": {"top-3": top_k(3)}}, {}, "the name of a metric must be an identifier"),
         ({"metrics": {"top3": 3}}, {}, "the metric top3 must be a Metric or a function"),
+        (
+            {"metrics": {"first": lambda outputs, labels: outputs[:, 0].mean()}},
+            {},
+            r"metric first must .* \[8\].* float32 \[\]: do not aver",
+        ),
+        (
+            {"metrics": {"first": lambda outputs, labels: outputs[:, :1]}},
+            {},
+            r"metric first must return .* but returned float32 \[8, 1\]",
+        ),
+        ({"metrics": {"first": lambda outputs, labels: outputs}}, {}, r"but returned float32 \[8, 3\]"),
+        ({"metrics": {"first": lambda outputs, labels: 1j * outputs[:, 0]}}, {}, r"but returned complex64 \[8\]"),
+        ({"metrics": {"first": lambda outputs, labels: None}}, {}, "metric first must return .* but returned NoneType"),
+        ({"metrics": {"first": mean_of(lambda outputs, labels: outputs)}}, {}, "a metric must return real numbers"),
         (
             {"metrics": {"big": confusion_matrix(201)}},
             {},

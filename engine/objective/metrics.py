@@ -32,7 +32,10 @@ class Metric(NamedTuple):
 
 def as_metrics(given: Mapping[str, Metric | PerExample] | None) -> dict[str, Metric]:
     """Return the metrics by name, with each plain function made a `mean_of`."""
-    return {name: each if isinstance(each, Metric) else mean_of(each) for name, each in (given or {}).items()}
+    return {
+        name: each if isinstance(each, Metric) else mean_of(each, name=f"the metric {name}")
+        for name, each in (given or {}).items()
+    }
 
 
 class _Mean(NamedTuple):
@@ -43,15 +46,23 @@ class _Mean(NamedTuple):
     weight: jax.Array
 
 
-def mean_of(function: PerExample) -> Metric:
-    """Return the metric that is the mean of a function's values over all examples."""
+def mean_of(function: PerExample, *, name: str = "a metric") -> Metric:
+    """Return the metric that is the mean of a function's values over all examples.
+
+    Args:
+        function: (outputs, labels) → real numbers or booleans [B].
+        name: what messages call the metric.
+
+    Raises:
+        ValueError: by `update`, while it is traced, if the function returns something else.
+    """
 
     def init() -> _Mean:
         zero = jnp.zeros((), jnp.float32)
         return _Mean(zero, zero, zero)
 
     def update(state: _Mean, outputs: Any, labels: Any, weights: jax.Array) -> _Mean:
-        values = function(outputs, labels).astype(jnp.float32)
+        values = _checked_values(function(outputs, labels), len(weights), name)
         return _add(state, jnp.where(weights > 0, values * weights, 0).sum(), weights.sum())
 
     def merge(one: _Mean, other: _Mean) -> _Mean:
@@ -61,6 +72,22 @@ def mean_of(function: PerExample) -> Metric:
         return state.total / state.weight
 
     return Metric(init, update, merge, finish)
+
+
+def _checked_values(values: Any, num_examples: int, name: str) -> jax.Array:
+    """Return the values of a metric as float32 [B]; raise ValueError if they have another form."""
+    is_array = hasattr(values, "shape") and hasattr(values, "dtype")
+    if not is_array or values.shape != (num_examples,) or not _is_real(values.dtype):
+        found = f"{values.dtype} {list(values.shape)}" if is_array else type(values).__name__
+        raise ValueError(
+            f"{name} must return real numbers or booleans [{num_examples}], one for each example, but returned "
+            f"{found}: do not average over the batch, which the program does, or give an engine.Metric"
+        )
+    return jnp.asarray(values).astype(jnp.float32)
+
+
+def _is_real(dtype: Any) -> bool:
+    return any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_))
 
 
 def _add(state: _Mean, value: jax.Array, weight: jax.Array) -> _Mean:
