@@ -2,10 +2,13 @@
 
 import json
 import shutil
+import sys
 import threading
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,6 +17,7 @@ from engine.control.board import ControlBoard
 from engine.control.event import ControlEvent
 from engine.run.callbacks import Callbacks
 from engine.run.epochs import steps_of_epochs
+from engine.run.launch import Launch
 from tests.fake_source import fake_source, pack
 from tests.toy import BATCH, CountedBatches, Linear, toy_batch, toy_config
 
@@ -234,6 +238,54 @@ def test_only_the_same_request_on_the_same_occasion_is_not_made_again(again):
     assert [event.request for event in found] == expected
 
 
+@pytest.mark.parametrize("settings", [{}, {"accumulate_steps": 2}, {"chunk_batches": 4, "transport": "callback"}])
+def test_a_request_after_the_last_pull_is_made_by_a_resume(tmp_path, settings):
+    class Late(At):
+        def on_step(self, record):
+            if record.step == self.step:
+                # The program reads no batches any more, whatever this callback asks for.
+                assert has_ended.wait(60)
+            super().on_step(record)
+
+    has_ended = threading.Event()
+    config = toy_config(steps=20, run_dir=str(tmp_path), **settings)
+    notes: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        run_loop = Launch._run_loop
+
+        def run_and_tell(launch, *arguments):
+            state = run_loop(launch, *arguments)
+            has_ended.set()
+            return state
+
+        patch.setattr(Launch, "_run_loop", run_and_tell)
+        late = [Late(15, learning_rate_factor=0.25), Late(16, stop=True)]
+        assert run(config, *late, evaluation=toy_batch(99), notify=notes.append).stopped_by == "steps"
+    (event,) = lines(tmp_path / "control.jsonl")
+    assert (event["request"], event["step"]) == ("callback-step-15-1", 21)
+    assert "1 request of callbacks came after the last step: a run that is resumed from here applies it" in notes
+    parts = {"evaluation": toy_batch(99)}
+    assert replay_run(tmp_path, from_step=0, model=Linear(), batches=toy_batch, **parts).differences == ()
+    run(replace(config, resume=True, steps=30), At(15, learning_rate_factor=0.25), **parts)
+    assert lines(tmp_path / "control.jsonl") == [event]
+    rates = [line["lr"] for line in lines(tmp_path / "loss.jsonl")]
+    assert rates == pytest.approx([0.1] * 20 + [0.025] * 10)
+    assert replay_run(tmp_path, from_step=0, model=Linear(), batches=toy_batch, **parts).differences == ()
+
+
+@pytest.mark.parametrize("factor", [np.float32(0.5), np.float64(0.5), Fraction(1, 2), np.int64(2), jnp.float32(0.5)])
+def test_a_factor_may_be_any_real_number(factor):
+    board = ControlBoard()
+    found: list[ControlEvent] = []
+    board.prepare(first_pull=0, pulls_per_step=1, replayed=(), record=found.append)
+    RunHandle(toy_config(), board, step=0, num_images=None, is_evaluated=False, events=()).request(
+        learning_rate_factor=factor
+    )
+    board.words(0, 1)
+    assert found[0].learning_rate_factor == float(factor)
+    assert type(json.loads(found[0].to_json())["learning_rate_factor"]) is float
+
+
 def test_a_callback_stops_the_run(tmp_path):
     stopping, log = At(3, stop=True), Log()
     source = CountedBatches()
@@ -295,7 +347,15 @@ def test_a_function_is_a_sink_and_a_callback():
     [
         ({"callbacks": [3]}, "a callback must be an engine.Callback or a function of a record, got int"),
         ({"callbacks": [Log]}, r"a callback must be an object, got the class Log: give Log\(\)"),
-        ({"sinks": [3]}, "a sink must be a function of a record, or have open, write, write_evaluation and close"),
+        (
+            {"sinks": [3]},
+            "a sink must be a function of a record, or have open, write, .*, close, got int",
+        ),
+        ({"sinks": [sys.stderr]}, "a sink must be .*, which has no open, write_evaluation: define what is missing"),
+        ({"sinks": sys.stderr}, "sinks must be a list of sinks and functions, got .*: give sinks="),
+        ({"sinks": print}, "sinks must be a list of sinks and functions, got builtin_function_or_method"),
+        ({"callbacks": print}, "callbacks must be a list of callbacks and functions, got builtin_function_or_method"),
+        ({"callbacks": At(1)}, "callbacks must be a list of callbacks and functions, got At"),
         ({"sinks": [Log]}, r"a sink must be an object, got the class Log: give Log\(\)"),
         ({"callbacks": [At(1)]}, "a request must ask for at least one action"),
         ({"callbacks": [At(1, stop=True, evaluate=True)]}, "a request to stop must not ask for anything else"),

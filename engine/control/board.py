@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from engine.control.event import ControlEvent, events_at, factor_before
-from engine.control.request import ControlRequest, origin_of
+from engine.control.request import CALLBACK_ORIGIN, ControlRequest, origin_of
 from engine.control.word import EVALUATE, SNAPSHOT, ControlWords, encode_control, stop_at_once
 
 
@@ -96,6 +96,24 @@ class ControlBoard:
     def stop_words(self, num_batches: int) -> ControlWords:
         """Return the control words for a pull of `num_batches` batches at which only a stop can take effect."""
         return stop_at_once() if self.is_stop_requested() else encode_control(0, 1.0, num_batches)
+
+    def record_late(self, pull: int) -> list[ControlEvent]:
+        """Record the requests that callbacks made after the last pull, except for stops, and return the events.
+
+        A run that is resumed from here is not given the occasions of these requests again, so it must find them in the
+        record. Those of `control-run` are left out: their sender is told that the run has ended.
+
+        Args:
+            pull: the next pull, that of a run that is resumed from here.
+
+        Raises:
+            BaseException: any exception that `record` raises.
+        """
+        with self._lock:
+            self._pending = [
+                request for request in self._pending if origin_of(request.id) == CALLBACK_ORIGIN and not request.stop
+            ]
+        return self._record_pending(pull)
 
     def _record_pending(self, pull: int) -> list[ControlEvent]:
         """Record the pending requests as events at this pull, and return the events."""

@@ -4,10 +4,14 @@ Owns the order of the calls and the identity of the requests. Does not depend on
 a request does in the program.
 """
 
+import numbers
 import queue
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count
 from pathlib import Path
+from typing import Any, SupportsFloat
+
+import jax.numpy as jnp
 
 from engine.config import TrainConfig
 from engine.control.board import ControlBoard
@@ -47,7 +51,7 @@ class RunHandle:
     def request(
         self,
         *,
-        learning_rate_factor: float | None = None,
+        learning_rate_factor: SupportsFloat | None = None,
         snapshot: bool = False,
         evaluate: bool = False,
         stop: bool = False,
@@ -57,10 +61,12 @@ class RunHandle:
         The request takes effect at the next step that the program begins, which may be some steps or a chunk ahead of
         the record, and is recorded in `control.jsonl` with that step. A run that is resumed from an earlier step, and a
         replay, repeat it at that step; if the callback then makes the same request on the same occasion again, that
-        has no further effect. Only stops are not repeated. After the last step a request has no effect.
+        has no further effect. Only stops are not repeated. A request made after the program has begun its last step is
+        recorded for the step after it, which only a resumed run makes; in `on_end` a request has no effect.
 
         Args:
-            learning_rate_factor: multiplies the scheduled learning rate until another request changes it.
+            learning_rate_factor: multiplies the scheduled learning rate until another request changes it; any real
+                number, also NumPy's.
             snapshot, evaluate: whether to take a snapshot, or to evaluate, after the step.
             stop: whether to stop before the step.
 
@@ -82,7 +88,7 @@ class RunHandle:
             )
         request = ControlRequest(
             id=f"{CALLBACK_ORIGIN}-{self._occasion}-{next(self._numbers)}",
-            learning_rate_factor=learning_rate_factor,
+            learning_rate_factor=_as_float(learning_rate_factor),
             snapshot=snapshot,
             evaluate=evaluate,
             stop=stop,
@@ -93,6 +99,15 @@ class RunHandle:
     def begin(self, occasion: str) -> None:
         """Number the following requests from 1, as those of an occasion such as "step-12"."""
         self._occasion, self._numbers = occasion, count(1)
+
+
+def _as_float(factor: Any) -> Any:
+    """Return a real number, also one of NumPy or an array [] of JAX, as a float; anything else unchanged."""
+    if isinstance(factor, numbers.Real) and not isinstance(factor, bool):
+        return float(factor)
+    if getattr(factor, "shape", None) == () and jnp.issubdtype(factor.dtype, jnp.floating):
+        return float(factor)
+    return factor
 
 
 def _is_same(event: ControlEvent, request: ControlRequest) -> bool:
@@ -149,6 +164,19 @@ class _FunctionCallback(Callback):
 
     def on_evaluation(self, record: EvaluationRecord) -> None:
         self._function(record)
+
+
+def as_callbacks(given: Iterable[Callback | RecordFunction]) -> list[Callback]:
+    """Return callbacks as a list, with each function of a record made one.
+
+    Raises:
+        ValueError: it is not a list, or one of them is neither a callback nor a function.
+    """
+    if not isinstance(given, Iterable) or isinstance(given, str | Callback):
+        raise ValueError(
+            f"callbacks must be a list of callbacks and functions, got {type(given).__name__}: give callbacks=[…]"
+        )
+    return [as_callback(each) for each in given]
 
 
 def as_callback(given: Callback | RecordFunction) -> Callback:

@@ -38,6 +38,7 @@ from engine.run.nonfinite import NonFiniteError
 from engine.run.resolve import recorded_own_parts
 from engine.run.result import TrainResult
 from engine.stream.sinks import Sink
+from preprocess.quantities import quantity
 
 # Longest wait for the last snapshot at the end of a run.
 _SNAPSHOT_TIMEOUT_S = 600.0
@@ -207,6 +208,12 @@ class RecordedLaunch:
         """Write a last snapshot so that the run can resume from its end; return `failure` or, if None, any OSError."""
         try:
             self._folder.check_kept()
+            if late := self._launch.board.record_late(int(state.pulls)):
+                them = "it" if len(late) == 1 else "them"
+                self._launch.notices.say(
+                    f"{quantity(len(late), 'request')} of callbacks came after the last step: a run that is resumed "
+                    f"from here applies {them}"
+                )
             folder_state = self._synced_state()
         except OSError as error:
             failure, folder_state = failure or error, None

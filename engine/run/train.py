@@ -19,7 +19,7 @@ from engine.program.train_state import TrainModel, TrainState
 from engine.records.recorded_run import RecordedRun, read_recorded
 from engine.records.run_folder import RunFolder, check_folder
 from engine.records.weights_metadata import WEIGHTS_METADATA
-from engine.run.callbacks import Callback, Callbacks, RunHandle, as_callback
+from engine.run.callbacks import Callback, Callbacks, RunHandle, as_callbacks
 from engine.run.compilation import Compiled, caching_compilations
 from engine.run.data import open_data
 from engine.run.epochs import settle_epochs
@@ -49,7 +49,7 @@ from engine.run.resume import (
     versions_warning,
 )
 from engine.settings import SettingError
-from engine.stream.function_sink import RecordFunction, as_sink
+from engine.stream.function_sink import RecordFunction, as_sinks
 from engine.stream.sinks import Sink
 from engine.updates.own_optimizer import OwnOptimizer
 from engine.updates.update import Schedule
@@ -115,7 +115,7 @@ def train(
         BaseException: the error of the batch source, a sink or a callback during the run, raised after the loop has
             ended cleanly and the weights trained so far are in the run folder.
     """
-    own_sinks, own_callbacks = list(map(as_sink, sinks)), list(map(as_callback, callbacks))
+    own_sinks, own_callbacks = as_sinks(sinks), as_callbacks(callbacks)
     parts = OwnParts(model, batches, evaluation, loss, metrics, optimizer, schedule, augment)
     with open_run(config, parts, notify) as run:
         return run.train(own_sinks, origins, own_callbacks)

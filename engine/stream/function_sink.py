@@ -1,12 +1,14 @@
 """A plain function as a sink of the loss stream."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 from engine.stream.sinks import EvaluationRecord, LossRecord, Sink
 
 type RecordFunction = Callable[[LossRecord | EvaluationRecord], Any]
 """A function that is called with each record of a run."""
+
+_METHODS = ("open", "write", "write_evaluation", "close")
 
 
 class FunctionSink:
@@ -34,6 +36,17 @@ class FunctionSink:
         """Do nothing."""
 
 
+def as_sinks(given: Iterable[Sink | RecordFunction]) -> list[Sink]:
+    """Return sinks as a list, with each function of a record made one.
+
+    Raises:
+        ValueError: it is not a list, or one of them is neither a sink nor a function.
+    """
+    if not isinstance(given, Iterable) or isinstance(given, str) or hasattr(given, "write"):
+        raise ValueError(f"sinks must be a list of sinks and functions, got {type(given).__name__}: give sinks=[…]")
+    return [as_sink(each) for each in given]
+
+
 def as_sink(given: Sink | RecordFunction) -> Sink:
     """Return a sink unchanged, and a function as a sink.
 
@@ -42,11 +55,12 @@ def as_sink(given: Sink | RecordFunction) -> Sink:
     """
     if isinstance(given, type):
         raise ValueError(f"a sink must be an object, got the class {given.__name__}: give {given.__name__}()")
-    if hasattr(given, "write"):
+    missing = [name for name in _METHODS if not callable(getattr(given, name, None))]
+    if not missing:
         return cast(Sink, given)
-    if callable(given):
+    if callable(given) and "write" in missing:
         return FunctionSink(given)
     raise ValueError(
-        "a sink must be a function of a record, or have open, write, write_evaluation and close, got "
-        f"{type(given).__name__}: define one"
+        f"a sink must be a function of a record, or have {', '.join(_METHODS)}, got {type(given).__name__}, which has "
+        f"no {', '.join(missing)}: define what is missing"
     )
