@@ -11,6 +11,7 @@ from safetensors.numpy import load_file
 
 from engine import train
 from engine.commands.export_cli import main
+from engine.objective.metrics import confusion_matrix
 from engine.records.best_snapshot import best_step, parse_metric
 from engine.records.snapshot import snapshot_steps
 from engine.records.weights import read_weights
@@ -49,6 +50,48 @@ def test_another_metric_is_refused(text):
 def test_a_metric_that_the_run_lacks_is_refused():
     with pytest.raises(SettingError, match="keep_best must name a metric of the run, got 'error'"):
         train(toy_config(keep_best="error:min"), model=Linear(), batches=toy_batch)
+
+
+def _targets(step):
+    words, labels = toy_batch(step)
+    return words, np.eye(3, dtype=np.float32)[labels]
+
+
+TARGETS = {"batches": _targets, "evaluation": _targets(99)}
+MATRIX = {"evaluation": toy_batch(99), "metrics": {"matrix": confusion_matrix(3)}}
+
+
+@pytest.mark.parametrize(
+    ("metric", "parts", "has_folder", "message"),
+    [
+        ("loss", {"evaluation": toy_batch(99)}, False, "keep_best needs a run folder, got none"),
+        ("loss", {}, True, r"keep_best needs images to evaluate on, but the data \(.*\) have none, got 'loss'"),
+        ("top1", TARGETS, True, "keep_best needs images with one class each for top1"),
+        ("matrix:max", MATRIX, True, "must name a metric that is one number, got 'matrix', which is an array"),
+    ],
+)
+def test_a_metric_that_no_evaluation_has_is_refused(tmp_path, metric, parts, has_folder, message):
+    config = toy_config(keep_best=metric, run_dir=tmp_path / "run" if has_folder else None)
+    with pytest.raises(SettingError, match=message):
+        train(config, **{"model": Linear(), "batches": toy_batch} | parts)
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+class CountedSteps(list[int]):
+    """Steps that count how often they are iterated over."""
+
+    num_iterations = 0
+
+    def __iter__(self):
+        self.num_iterations += 1
+        return super().__iter__()
+
+
+def test_the_steps_are_read_once_for_all_evaluations():
+    steps = CountedSteps(range(50))
+    evaluations = [EvaluationRecord(step, 8, 0.5, 0.5, 1.0 - step / 100, 0.0) for step in range(50)]
+    assert best_step(evaluations, steps, parse_metric("loss")) == 49
+    assert steps.num_iterations == 1
 
 
 @pytest.fixture(scope="module")

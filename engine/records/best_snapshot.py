@@ -55,7 +55,8 @@ def best_step(evaluations: Sequence[EvaluationRecord], steps: Collection[int], m
         steps: the steps of the snapshots.
         metric: the number to compare.
     """
-    values = {each.step: metric.value(each) for each in evaluations if each.step in set(steps)}
+    among = set(steps)
+    values = {each.step: metric.value(each) for each in evaluations if each.step in among}
     known = {step: value for step, value in values.items() if not math.isnan(value)}
     sign = -1 if metric.is_larger_better else 1
     return min(known, key=lambda step: (sign * known[step], step), default=None)

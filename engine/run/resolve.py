@@ -8,7 +8,8 @@ from engine.config import OWN_BATCHES, TrainConfig
 from engine.feed.batches import label_form_of
 from engine.locations import absolute_location
 from engine.named_parts import record_named, recorded_named_parts
-from engine.objective.metrics import Metric
+from engine.objective.metrics import Metric, as_metrics
+from engine.objective.objective import Objective
 from engine.program.model_key import takes_key
 from engine.program.statics import Statics, statics_of
 from engine.program.train_state import TrainModel
@@ -223,7 +224,36 @@ def _check_best_metric(config: TrainConfig, metrics: Any) -> None:
         raise SettingError(
             "keep_best",
             "{setting} must name a metric of the run, got {found!r}, which is neither top1, top5, loss nor a metric of "
-            "your own: give that metric from Python (train(…, metrics=…)), or choose another",
+            "your own: give that metric (--metrics, or train(…, metrics=…)), or choose another",
+            found=metric.name,
+        )
+
+
+def check_best_metric(config: TrainConfig, parts: OwnParts, data: RunData) -> None:
+    """Raise SettingError if no evaluation of the run would have the number that `keep_best` compares."""
+    if config.keep_best is None:
+        return
+    metric = parse_metric(config.keep_best)
+    if data.evaluation is None:
+        raise SettingError(
+            "keep_best",
+            "{setting} needs images to evaluate on, but the data ({data}) have none, got {found!r}: leave it out, or "
+            "choose an evaluation split ({eval_split})",
+            data=data.description,
+            found=config.keep_best,
+        )
+    if metric.name in ("top1", "top5") and label_form_of(data.evaluation) is not None:
+        raise SettingError(
+            "keep_best",
+            "{setting} needs images with one class each for {found}, because others have no such accuracy: choose "
+            "loss or a metric of your own",
+            found=metric.name,
+        )
+    if metric.is_own and metric.name not in Objective(metrics=as_metrics(parts.metrics)).step_metrics:
+        raise SettingError(
+            "keep_best",
+            "{setting} must name a metric that is one number, got {found!r}, which is an array: choose another, or "
+            "define one that is a number",
             found=metric.name,
         )
 

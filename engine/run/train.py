@@ -27,7 +27,7 @@ from engine.run.host_side import HostSide
 from engine.run.launch import Launch
 from engine.run.parts import OwnParts
 from engine.run.recorded_launch import RecordedLaunch, recorded_metadata, result_of
-from engine.run.resolve import check_arguments, resolve, warn_of_settings
+from engine.run.resolve import check_arguments, check_best_metric, resolve, warn_of_settings
 from engine.run.result import DryRun, TrainResult
 from engine.run.resume import (
     GIVEN_WEIGHTS,
@@ -179,6 +179,7 @@ def open_run(
         else:
             _check_length(config, recorded, start, notify)
         resolved = resolve(config, parts, data)
+        check_best_metric(config, parts, data)
         launch = Launch(config, resolved, host, stack, start, notify)
         # The launch releases the snapshot once its arrays are on the device; this frame lives as long as the run.
         del start
@@ -297,7 +298,11 @@ class OpenRun:
 
 def _check_has_folder(config: TrainConfig, *, is_dry: bool) -> None:
     """Raise SettingError if a setting needs a run folder and none is given; snapshots need no folder in a dry run."""
-    needs_one = {"resume": config.resume, "snapshot_every_steps": config.snapshot_every_steps and not is_dry}
+    needs_one = {
+        "resume": config.resume,
+        "snapshot_every_steps": config.snapshot_every_steps and not is_dry,
+        "keep_best": config.keep_best is not None and not is_dry,
+    }
     if config.run_dir is None and any(needs_one.values()):
         raise SettingError(
             next(name for name, is_needed in needs_one.items() if is_needed),
