@@ -88,6 +88,11 @@ class TrainConfig:
         128, TRAINING, _PROGRAM, _KEPT, "Images per step.", between=(1, 2**20), unit="IMAGES",
         details="In total, over all devices.",
     )
+    devices: str | None = setting(
+        None, TRAINING, _HOST, _CHANGES, "Devices to train on together: a number, or cpu:NUMBER for parts of the processor.",
+        unit="N|cpu:N", default_text="all of this machine",
+        details="Each device computes on its own rows of every batch, and {batch} is divided among them.",
+    )
     eval_every_steps: int = setting(
         0, TRAINING, _RUNTIME, _CHANGES, "Steps between evaluations; 0 evaluates once at the end.", between=_COUNT,
         unit="STEPS", option=("--eval-every",),

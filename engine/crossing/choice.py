@@ -94,11 +94,20 @@ def make_infeed(
     *,
     words_of: WordsOf,
     chunk: int,
+    num_shards: int = 1,
     times_waits: bool = True,
 ) -> BatchInfeed:
     """Create the infeed that suits a transport; see `engine.crossing.cuda.infeed.StreamedInfeed` for the arguments."""
     if not transport.runs_ahead:
-        return Infeed(make_feeder(None), board, transport, words_of=words_of, chunk=chunk, times_waits=times_waits)
+        return Infeed(
+            make_feeder(None),
+            board,
+            transport,
+            words_of=words_of,
+            chunk=chunk,
+            num_shards=num_shards,
+            times_waits=times_waits,
+        )
     from engine.crossing.cuda.infeed import StreamedInfeed
     from engine.crossing.cuda.transport import CudaTransport
 

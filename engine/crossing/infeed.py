@@ -5,6 +5,7 @@ host fails, the infeed keeps the exception, and the pull returns the batches bef
 The loop ends after these batches, and the host then raises the exception.
 """
 
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
@@ -114,6 +115,29 @@ class BatchInfeed(Protocol):
         ...
 
 
+class SharedWords:
+    """Control words that several devices get for the same pull: requests take effect once, and at the same pull.
+
+    Args:
+        words_of: returns the control words of a pull.
+        num_shards: how many devices ask for each pull.
+    """
+
+    def __init__(self, words_of: WordsOf, num_shards: int) -> None:
+        self._words_of, self._num_shards = words_of, num_shards
+        self._guard = threading.Lock()
+        self._answers: dict[int, tuple[ControlWords, int]] = {}
+
+    def __call__(self, batch_index: int, num_batches: int) -> ControlWords:
+        with self._guard:
+            words, num_asked = self._answers.pop(batch_index, (None, 0))
+            if words is None:
+                words = self._words_of(batch_index, num_batches)
+            if num_asked + 1 < self._num_shards:
+                self._answers[batch_index] = words, num_asked + 1
+            return words
+
+
 class Infeed:
     """A `BatchInfeed` that reads from a feeder and a control board; the pull itself returns the batches.
 
@@ -123,6 +147,7 @@ class Infeed:
         transport: calls the host.
         words_of: returns the control words of a pull.
         chunk: batches per pull, n.
+        num_shards: devices that pull a part of each batch; all of them get the words of the first that asks.
         times_waits: whether `take_wait_s` is called for every batch; otherwise the recorded waits would accumulate.
 
     Attributes:
@@ -137,10 +162,12 @@ class Infeed:
         *,
         words_of: WordsOf,
         chunk: int = 1,
+        num_shards: int = 1,
         times_waits: bool = True,
     ) -> None:
         self._times_waits = times_waits
-        self._feeder, self._board, self._transport, self._words_of = feeder, board, transport, words_of
+        self._feeder, self._board, self._transport = feeder, board, transport
+        self._words_of = words_of if num_shards == 1 else SharedWords(words_of, num_shards)
         self.chunk = self.num_together = chunk
         self._results = (
             jax.ShapeDtypeStruct((chunk, *feeder.shard_shape), jnp.uint32),
@@ -232,7 +259,8 @@ class Infeed:
         if waited_s is None:
             return False
         if waited_s and self._times_waits:
-            self._wait_s[batch_index] = waited_s
+            # Of several devices the longest wait counts: the others wait for that one.
+            self._wait_s[batch_index] = max(waited_s, self._wait_s.get(batch_index, 0.0))
         return True
 
 

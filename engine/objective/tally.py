@@ -97,6 +97,25 @@ def tally_outputs(objective: Objective, tally: Tally, outputs: Any, words: jax.A
     return counted._replace(metrics=objective.update_metrics(tally.metrics, outputs, labels, weights))
 
 
+def merge_tallies(objective: Objective, one: Tally, other: Tally) -> Tally:
+    """Return the tally of the batches of both tallies, which have no predictions."""
+    assert one.predictions is None
+    added = (other.loss_sum - other.loss_lost) - one.loss_lost
+    loss_sum = one.loss_sum + added
+    counts = (one.num_images, one.top1, one.top5, one.classes)
+    others = (other.num_images, other.top1, other.top5, other.classes)
+    num_images, top1, top5, classes = jax.tree.map(jnp.add, counts, others)
+    return Tally(
+        num_images=num_images,
+        top1=top1,
+        top5=top5,
+        loss_sum=loss_sum,
+        loss_lost=(loss_sum - one.loss_sum) - added,
+        classes=classes,
+        metrics=objective.merge_metrics(one.metrics or {}, other.metrics or {}),
+    )
+
+
 def tally_batch(tally: Tally, logits: jax.Array, labels: jax.Array) -> Tally:
     """Return the tally with one batch added.
 

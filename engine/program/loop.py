@@ -14,16 +14,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from engine.control.word import ControlWord
-from engine.crossing.infeed import Batch, BatchInfeed
+from engine.crossing.infeed import Batch, BatchInfeed, Pulled
 from engine.crossing.outfeed import Outfeed
 from engine.images.augment import augment_images, prepare_for_evaluation
 from engine.images.own_augment import apply_own_augmentation
 from engine.images.positions import image_keys, positions
 from engine.images.unpack import PixelScale
-from engine.objective.tally import Tally, empty_tally, tally_outputs
+from engine.objective.tally import Tally, empty_tally, merge_tallies, tally_outputs
 from engine.program.model_key import model_keys
 from engine.program.statics import Statics
 from engine.program.train_state import RunValues, TrainModel, TrainState
+from engine.replicas import Replicas
 from engine.updates.selection import join_frozen, keep_frozen, split_frozen
 from engine.updates.skipping import choose
 from engine.updates.update import Outcome, Pull, UpdateValues, Weights, update_weights
@@ -93,8 +94,30 @@ class _Program:
             return ~carry.stopped & ~_is_done(carry.state, values)
 
         no = jnp.zeros((), jnp.bool)
-        start = _Carry(state, no, no)
-        return lax.while_loop(continues, partial(self._segment, values), start).state
+        start = _Carry(self._split_gathered(state), no, no)
+        return self._join_gathered(lax.while_loop(continues, partial(self._segment, values), start).state)
+
+    def _split_gathered(self, state: TrainState) -> TrainState:
+        """Give each device its part of what was gathered for the next update before this launch.
+
+        The mean of equal sums is the sum; of the metrics, the first device keeps the states.
+        """
+        replicas, metrics = self.statics.replicas, state.metrics
+        if metrics is None or replicas.count == 1:
+            return state
+        return state._replace(metrics=choose(replicas.index() == 0, metrics, self.statics.objective.init_metrics()))
+
+    def _join_gathered(self, state: TrainState) -> TrainState:
+        """Make equal on all devices what each gathered for the next update, in a run that stops between two updates."""
+        replicas, gathered = self.statics.replicas, state.update.gathered
+        if gathered is None or replicas.count == 1:
+            return state
+        sums, batch_stats = replicas.mean((gathered.sums, state.batch_stats))
+        metrics = state.metrics
+        if metrics is not None:
+            metrics = replicas.merge(self.statics.objective.merge_metrics, metrics)
+        update = state.update._replace(gathered=gathered._replace(sums=sums))
+        return state._replace(update=update, batch_stats=batch_stats, metrics=metrics)
 
     def _segment(self, values: RunValues, carry: _Carry) -> _Carry:
         """Train up to the next evaluation or snapshot, then do whichever of these is due, or both."""
@@ -111,7 +134,7 @@ class _Program:
         """Train on one pull's batches, up to update `boundary`, and emit the losses of the updates that were due."""
         requested = carry.state.owes_evaluation | carry.snapshot
         num_wanted = _num_to_pull(jnp.where(requested, 0, boundary), carry.state, values.update, self.infeed.chunk)
-        pulled = self.infeed.pull(carry.state.pulls, jnp.zeros((), jnp.int32), num_wanted)
+        pulled = pull_part(self.infeed, carry.state.pulls, num_wanted, self.statics.replicas)
         control = pulled.control
         chunk, num_taken = self.infeed.for_each(
             pulled,
@@ -144,7 +167,9 @@ class _Program:
 
     def _push_losses(self, chunk: _ChunkCarry) -> _ChunkCarry:
         names = tuple(self.statics.objective.metrics)
-        self.outfeed.push_losses(chunk.state.step, chunk.num_updates, chunk.numbers, names)
+        self.statics.replicas.on_first(
+            lambda: self.outfeed.push_losses(chunk.state.step, chunk.num_updates, chunk.numbers, names)
+        )
         return chunk._replace(num_updates=jnp.zeros_like(chunk.num_updates))
 
     def _evaluate(self, values: RunValues, carry: _Carry) -> _Carry:
@@ -166,7 +191,7 @@ class _Program:
         tally, is_interrupted = lax.cond(due, evaluate, lambda _: none, state.evaluated)
         done = due & ~is_interrupted
         metrics = self.statics.evaluated_objective.finish_metrics(tally.metrics)
-        lax.cond(done, lambda: self.outfeed.push_evaluation(state.step, tally, metrics), lambda: None)
+        self.statics.replicas.on_first(lambda: self.outfeed.push_evaluation(state.step, tally, metrics), done)
         correct = jnp.zeros((), jnp.int32) if tally.top1 is None else tally.top1
         top1 = correct.astype(jnp.float32) / jnp.maximum(tally.num_images, 1).astype(jnp.float32)
         state = state._replace(
@@ -181,7 +206,7 @@ class _Program:
         state = carry.state
         wanted = carry.snapshot | _is_multiple(state.step, values.snapshot_every_steps)
         due = wanted & ~carry.stopped & ~_is_done(state, values)
-        lax.cond(due, lambda: self.outfeed.push_snapshot(state.step, state.pulls, state), lambda: None)
+        self.statics.replicas.on_first(lambda: self.outfeed.push_snapshot(state.step, state.pulls, state), due)
         return carry._replace(snapshot=jnp.zeros((), jnp.bool))
 
 
@@ -231,6 +256,21 @@ def _next_boundary(step: jax.Array, values: RunValues) -> jax.Array:
     return jnp.minimum(following(values.eval_every_steps), following(values.snapshot_every_steps))
 
 
+def pull_part(infeed: BatchInfeed, batch_index: jax.Array, num_batches: jax.Array, replicas: Replicas) -> Pulled:
+    """Pull this device's rows of several batches, with a control word that is the same on all devices.
+
+    A stop of any device stops all of them, after the batches that all of them have; requests are the first device's.
+    """
+    pulled = infeed.pull(batch_index, replicas.index(), num_batches)
+    if replicas.count == 1:
+        return pulled
+    control = pulled.control
+    agreed = replicas.of_first((control.snapshot, control.evaluate, control.learning_rate_factor))
+    return pulled._replace(
+        control=ControlWord(replicas.any(control.stop), *agreed, replicas.least(control.num_batches))
+    )
+
+
 def evaluate_split(
     model: TrainModel,
     statics: Statics,
@@ -265,7 +305,7 @@ def evaluate_split(
     def one_pull(carry: tuple[jax.Array, jax.Array, Tally]) -> tuple[jax.Array, jax.Array, Tally]:
         batch, _, tally = carry
         num_wanted = jnp.minimum(num_batches - batch, infeed.chunk)
-        pulled = infeed.pull(first_pull + batch, jnp.zeros((), jnp.int32), num_wanted)
+        pulled = pull_part(infeed, first_pull + batch, num_wanted, statics.replicas)
         tally, num_taken = infeed.for_each(pulled, count, tally)
         return batch + num_taken, num_taken < num_wanted, tally
 
@@ -284,7 +324,7 @@ def evaluate_split(
         start or empty_tally(objective=statics.evaluated_objective),
     )
     _, stopped, tally = lax.while_loop(continues, one_pull, before)
-    return tally, stopped
+    return statics.replicas.merge(partial(merge_tallies, statics.evaluated_objective), tally), stopped
 
 
 def _mean_of_halves(outputs: jax.Array) -> jax.Array:
@@ -313,8 +353,8 @@ def train_step(
     Returns:
         The new state, the outcome of the batch, and the metrics over the batches of the update so far.
     """
-    num_images = len(batch.labels)
-    at = positions(state.pulls, num_images, 0, num_images)
+    num_images, replicas = len(batch.labels), statics.replicas
+    at = positions(state.pulls, num_images * replicas.count, replicas.index() * num_images, num_images)
     images, own_share = augment_images(statics.augmentation, batch.pixels, at, values.seed_words, values.scale)
     if statics.augment is not None:
         images = apply_own_augmentation(statics.augment, images, image_keys(values.seed_words, at))
@@ -339,12 +379,14 @@ def train_step(
         Pull(loss, gradients, batch_stats),
         state.step,
         values.update._replace(hyperparams=hyperparams._replace(learning_rate=factor)),
+        replicas,
     )
     step = state.step + outcome.due.astype(jnp.int32)
     gathered = state.metrics
     if gathered is not None:
         metrics = statics.objective.merge_metrics(gathered, metrics)
         gathered = choose(outcome.due, statics.objective.init_metrics(), metrics)
+    metrics = replicas.merge_if(outcome.due, statics.objective.merge_metrics, metrics)
     state = state._replace(
         pulls=state.pulls + 1, step=step, params=params, batch_stats=batch_stats, update=update, metrics=gathered
     )

@@ -18,6 +18,7 @@ from engine.objective.metrics import Metric, PerExample, as_metrics
 from engine.objective.objective import CROSS_ENTROPY, Objective
 from engine.patterns import parse_freeze, parse_groups
 from engine.program.train_state import RunValues
+from engine.replicas import ALONE, Replicas
 from engine.updates.optim import Hyperparams
 from engine.updates.own_optimizer import OwnOptimizer
 from engine.updates.schedules import schedule_values
@@ -40,6 +41,7 @@ class Statics(NamedTuple):
             another form.
         augment: a user-defined augmentation, applied after `augmentation`.
         takes_key: whether the model's `apply` takes PRNG keys.
+        replicas: the devices that train together.
     """
 
     rule: UpdateRule
@@ -49,6 +51,7 @@ class Statics(NamedTuple):
     evaluated_objective: Objective = CROSS_ENTROPY
     augment: OwnAugmentation | None = None
     takes_key: bool = False
+    replicas: Replicas = ALONE
 
 
 class OwnFunctions(NamedTuple):

@@ -7,6 +7,7 @@ from typing import Self
 from engine.config import TrainConfig
 from engine.control.board import ControlBoard
 from engine.crossing.choice import choose_chunk, choose_transport, this_platform
+from engine.crossing.devices import choose_devices
 from engine.run.signals import StopSignals
 from engine.stream.notices import Notices
 
@@ -24,6 +25,7 @@ class HostSide:
     Attributes:
         board: the board of requests to the program.
         notices: messages to the user during the run.
+        devices: the devices that train together.
         transport: the way in which the program calls the host.
         chunk: batches per pull.
         signals: the handler of the signals that stop the launch.
@@ -34,6 +36,7 @@ class HostSide:
 
     def __init__(self, config: TrainConfig, notify: Callable[[str], None], board: ControlBoard | None = None) -> None:
         self.board, self.notices = board or ControlBoard(), Notices(notify)
+        self.devices = choose_devices(config.devices)
         self.transport = choose_transport(config.transport, this_platform())
         self.chunk = choose_chunk(config.chunk_batches, self.transport)
         where = "after the current chunk of steps" if self.chunk > 1 else "at the next step"

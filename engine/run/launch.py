@@ -32,6 +32,7 @@ from engine.program.slow_convolutions import slow_convolutions_warning
 from engine.program.statics import run_values, seed_words
 from engine.program.train_state import RunValues, TrainModel, TrainState, init_state
 from engine.records.weights import check_names
+from engine.replicas import Replicas, put_everywhere, replicate
 from engine.run.compilation import Compiled, compile_traced, trace_ahead, without_collector
 from engine.run.host_side import HostSide
 from engine.run.initial_weights import InitialWeights, load_initial_weights
@@ -91,7 +92,8 @@ class Launch:
         self._data = resolved.data
         self.train_s, self.has_changed_data = 0.0, False
         self.board, self.notices, self._signals = host.board, host.notices, host.signals
-        self._transport, self._chunk = host.transport, host.chunk
+        self._transport, self._chunk, self._devices = host.transport, host.chunk, host.devices
+        self._replicas = Replicas(len(host.devices))
         self._infeeds: list[BatchInfeed] = []
         self._infeed = self._make_infeed(
             self._data.source,
@@ -112,7 +114,7 @@ class Launch:
         )
         stack.callback(self.stream.release)
         self._outfeed = Outfeed(self.stream.receive, self.board, self._transport)
-        self._statics = resolved.statics(config)
+        self._statics = resolved.statics(config)._replace(replicas=self._replicas)
         self._draw = partial(_init_from_words, self.resolved.model, self._statics.rule, self._statics.objective)
         self._state_shape = jax.eval_shape(self._draw, seed_words(0))
         self._selected = describe_selection(config, self._state_shape.params, self._state_shape.batch_stats)
@@ -171,12 +173,14 @@ class Launch:
                 depth=self._ring_depth(source),
                 num_threads=config.reader_threads,
                 timeout_s=config.infeed_timeout_s,
+                num_shards=self._replicas.count,
                 name_batch=name_pull,
                 allocate=allocate,
             ),
             self.board,
             words_of=words_of,
             chunk=self._chunk_of(source),
+            num_shards=self._replicas.count,
             times_waits=times_waits,
         )
         self._infeeds.append(infeed)
@@ -268,6 +272,7 @@ class Launch:
         self._notify("compiling the training program, or loading it from the cache")
         model = CheckedModel(self.resolved.model, self._data.num_classes, self._data.source, self._notify)
         program = make_program(model, self._statics, self._infeed, self._outfeed, self._evaluation_infeed)
+        program = replicate(program, self._devices)
         traced = trace_ahead(program, self._state_shape, self._values(), donate=(0,))
         if self.resolved.registry_name is None and (warning := slow_convolutions_warning(traced.jaxpr)):
             self._notify(warning)
@@ -364,7 +369,8 @@ class Launch:
                 infeed.start()
             self._signals.launched()
             self.notices.start()
-            return call_on_worker(lambda: jax.block_until_ready(compiled.call(state, values)))
+            placed = put_everywhere((state, values), self._devices)
+            return call_on_worker(lambda: jax.block_until_ready(compiled.call(*placed)))
 
     def failure(self, state: TrainState) -> BaseException | None:
         """Return the run's error, if any. Errors on the host take precedence over others, and causes over effects."""

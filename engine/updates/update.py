@@ -21,6 +21,7 @@ import optax
 
 from engine.config import OptimizerName, ScheduleName
 from engine.patterns import Group
+from engine.replicas import ALONE, Replicas
 from engine.settings import SettingError
 from engine.updates.accumulation import Accumulation, accumulate, init_accumulation
 from engine.updates.averages import init_average, update_average
@@ -122,7 +123,7 @@ class Pull(NamedTuple):
 
     Attributes:
         loss: float32 [], mean loss of the batch.
-        gradients: gradients of that loss, a pytree like the trained parameters; reduced over all devices.
+        gradients: gradients of that loss, a pytree like the trained parameters.
         batch_stats: the model's new batch statistics.
     """
 
@@ -185,6 +186,7 @@ def update_weights(
     pull: Pull,
     step: jax.Array,
     values: UpdateValues,
+    replicas: Replicas = ALONE,
 ) -> tuple[Weights, UpdateState, Outcome]:
     """Process one pull, and make the update if one is due.
 
@@ -200,6 +202,8 @@ def update_weights(
         pull: loss, gradients and statistics of the batch.
         step: int32 [], updates due before this pull; the caller adds `due` to it.
         values: the runtime values.
+        replicas: the devices of which each has its own part of the batch. Loss, gradients and statistics are averaged
+            over them when an update is due; until then, each device accumulates its own.
 
     Returns:
         The weights and the state after the pull, of the same structure and dtypes, and the outcome.
@@ -208,6 +212,10 @@ def update_weights(
     loss, gradients = pull.loss.astype(jnp.float32), pull.gradients
     if state.gathered is not None:
         (loss, gradients), due, gathered = accumulate(state.gathered, (loss, gradients), values.accumulate_steps)
+    batch_stats = pull.batch_stats
+    if replicas.count > 1:
+        own = choose(all_finite(batch_stats), batch_stats, weights.batch_stats)
+        loss, gradients, batch_stats = replicas.mean_if(due, (loss, gradients, own))
     finite = has_finite_norm(gradients)
     made = due & finite
 
@@ -224,7 +232,7 @@ def update_weights(
         made = due & finite
     updated = Weights(
         join_frozen(choose(made, optax.apply_updates(trained, updates), trained), frozen),
-        choose(all_finite(pull.batch_stats), pull.batch_stats, weights.batch_stats),
+        choose(all_finite(batch_stats), batch_stats, weights.batch_stats),
     )
     skips = count_skips(state.skips, due, finite)
     average = state.average

@@ -1,0 +1,139 @@
+"""The devices that run one program together: each computes on its own rows of every batch, on a replica of the state.
+
+Owns the name of the mesh axis and every reduction over it. With one device each function returns its argument, so that
+the program is the one without replicas. Does not depend on what is reduced.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+AXIS = "data"
+_EVERYWHERE = PartitionSpec()
+
+
+class Replicas(NamedTuple):
+    """The number of devices, and what the program computes over all of them; called while tracing.
+
+    Attributes:
+        count: number of devices, n.
+    """
+
+    count: int = 1
+
+    def index(self) -> jax.Array:
+        """Return the number of this device, int32 [], from 0."""
+        return jnp.zeros((), jnp.int32) if self.count == 1 else lax.axis_index(AXIS)
+
+    def sum[T](self, tree: T) -> T:
+        """Return the sum of each leaf over the devices."""
+        if self.count == 1:
+            return tree
+        summed: T = lax.psum(tree, AXIS)
+        return summed
+
+    def mean[T](self, tree: T) -> T:
+        """Return the mean of each leaf over the devices, in the dtype of the leaf; integers must be equal everywhere."""
+        if self.count == 1:
+            return tree
+        leaves, structure = jax.tree.flatten(tree)
+        is_float = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
+        # One call, so that one collective carries all leaves.
+        means = iter(lax.pmean([leaf for leaf, floats in zip(leaves, is_float, strict=True) if floats], AXIS))
+        reduced = [next(means) if floats else leaf for leaf, floats in zip(leaves, is_float, strict=True)]
+        mean: T = jax.tree.unflatten(structure, reduced)
+        return mean
+
+    def mean_if[T](self, due: jax.Array, tree: T) -> T:
+        """Return the mean over the devices if `due` (bool [], equal on all devices), else each device's own values."""
+        if self.count == 1:
+            return tree
+        reduced: T = lax.cond(due, self.mean, lambda own: own, tree)
+        return reduced
+
+    def any(self, flag: jax.Array) -> jax.Array:
+        """Return whether a flag, bool [], is set on any device."""
+        return flag if self.count == 1 else lax.pmax(flag.astype(jnp.int32), AXIS) > 0
+
+    def least(self, number: jax.Array) -> jax.Array:
+        """Return the smallest of the devices' numbers."""
+        return number if self.count == 1 else lax.pmin(number, AXIS)
+
+    def of_first[T](self, tree: T) -> T:
+        """Return the first device's values on all devices."""
+        if self.count == 1:
+            return tree
+        is_first = self.index() == 0
+
+        def spread(leaf: jax.Array) -> jax.Array:
+            number = leaf.astype(jnp.int32) if leaf.dtype == jnp.bool else leaf
+            return lax.psum(jnp.where(is_first, number, jnp.zeros_like(number)), AXIS).astype(leaf.dtype)
+
+        spread_tree: T = jax.tree.map(spread, tree)
+        return spread_tree
+
+    def merge[T](self, merge: Callable[[T, T], T], tree: T) -> T:
+        """Return the devices' values merged by an associative function, in the order of the devices."""
+        if self.count == 1:
+            return tree
+        parts = lax.all_gather(tree, AXIS)
+        merged: T = jax.tree.map(lambda leaf: leaf[0], parts)
+        for number in range(1, self.count):
+            merged = merge(merged, jax.tree.map(lambda leaf, number=number: leaf[number], parts))
+        return merged
+
+    def merge_if[T](self, due: jax.Array, merge: Callable[[T, T], T], tree: T) -> T:
+        """Return the devices' values merged if `due` (bool [], equal on all devices), else each device's own."""
+        if self.count == 1 or not jax.tree.leaves(tree):
+            return tree
+        merged: T = lax.cond(due, partial(self.merge, merge), lambda own: own, tree)
+        return merged
+
+    def on_first(self, action: Callable[[], None], when: jax.Array | None = None) -> None:
+        """Perform an action, such as a call to the host, on the first device alone, and only if `when` (bool []) holds.
+
+        None stands for always.
+        """
+        is_first = None if self.count == 1 else self.index() == 0
+        flags = [flag for flag in (when, is_first) if flag is not None]
+        if not flags:
+            action()
+        else:
+            lax.cond(flags[0] if len(flags) == 1 else flags[0] & flags[1], action, lambda: None)
+
+
+ALONE = Replicas()
+"""One device."""
+
+
+def replicate(function: Callable[..., Any], devices: Sequence[jax.Device]) -> Callable[..., Any]:
+    """Return a function that runs on all devices at once: arguments and results are equal on all of them.
+
+    Args:
+        function: a function of pytrees of arrays, in which `Replicas` reduces.
+        devices: the devices; with one of them, the function is returned as it is.
+    """
+    if len(devices) == 1:
+        return function
+    # Fully manual, because calls to the host have no sharding; their results have no varying-axis type either.
+    return jax.shard_map(
+        function, mesh=_mesh(devices), in_specs=_EVERYWHERE, out_specs=_EVERYWHERE, check_vma=False
+    )
+
+
+def put_everywhere[T](tree: T, devices: Sequence[jax.Device]) -> T:
+    """Return a pytree of arrays with a copy on each device, as `replicate`'s arguments must be."""
+    if len(devices) == 1:
+        return tree
+    sharding = NamedSharding(_mesh(devices), _EVERYWHERE)
+    placed: T = jax.tree.map(partial(jax.device_put, device=sharding), tree)
+    return placed
+
+
+def _mesh(devices: Sequence[jax.Device]) -> Mesh:
+    return Mesh(list(devices), AXIS)
