@@ -93,6 +93,16 @@ class TrainConfig:
         unit="N|cpu:N", default_text="all of this machine",
         details="Each device computes on its own rows of every batch, and {batch} is divided among them.",
     )
+    batch_norm_group: int | None = setting(
+        None, TRAINING, _PROGRAM, _KEPT, "Images that a batch norm averages over.", between=(1, 2**20), unit="IMAGES",
+        default_text="the images of each device",
+        details="A number that does not depend on the devices makes the training independent of them, up to rounding. It "
+        "divides the images of each device, or is a multiple of them.",
+    )
+    batch_norm_sync: bool = setting(
+        False, TRAINING, _PROGRAM, _KEPT, "Average batch norms over the whole batch, whatever the devices.",
+        option=("--batch-norm-sync",),
+    )
     eval_every_steps: int = setting(
         0, TRAINING, _RUNTIME, _CHANGES, "Steps between evaluations; 0 evaluates once at the end.", between=_COUNT,
         unit="STEPS", option=("--eval-every",),

@@ -13,6 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from engine.settings import SettingError
+from models.layers.batch_norm import NormGroups
+
 AXIS = "data"
 _EVERYWHERE = PartitionSpec()
 
@@ -137,3 +140,34 @@ def put_everywhere[T](tree: T, devices: Sequence[jax.Device]) -> T:
 
 def _mesh(devices: Sequence[jax.Device]) -> Mesh:
     return Mesh(list(devices), AXIS)
+
+
+def norm_groups(images: int | None, batch: int, count: int) -> NormGroups:
+    """Return the groups over which norms average.
+
+    Args:
+        images: images per group; None makes the images of each device a group.
+        batch: images of a batch over all devices.
+        count: number of devices.
+
+    Raises:
+        SettingError: if a group is neither a whole part of a device's images nor the images of several whole devices.
+    """
+    own = batch // count
+    if images is None or images == own:
+        return NormGroups()
+    if images < own and own % images == 0:
+        return NormGroups(images)
+    size = images // own
+    if images % own or count % size:
+        raise SettingError(
+            "batch_norm_group",
+            "{setting} must divide the {own} images that each of {count} devices has, or be a multiple of them that "
+            "divides the batch of {whole}, got {images}: choose another, or another {batch}",
+            own=own,
+            count=count,
+            whole=batch,
+            images=images,
+        )
+    groups = tuple(tuple(range(first, first + size)) for first in range(0, count, size))
+    return NormGroups(None, AXIS, None if size == count else groups, size)

@@ -28,6 +28,7 @@ from engine.replicas import Replicas
 from engine.updates.selection import join_frozen, keep_frozen, split_frozen
 from engine.updates.skipping import choose
 from engine.updates.update import Outcome, Pull, UpdateValues, Weights, update_weights
+from models.layers.batch_norm import normalising_over
 
 
 class _Carry(NamedTuple):
@@ -364,7 +365,8 @@ def train_step(
 
     def loss_of(trained: Any) -> tuple[jax.Array, tuple[Any, dict[str, Any]]]:
         params = join_frozen(trained, frozen)
-        outputs, batch_stats = model.apply(params, state.batch_stats, images, train=True, **keys)
+        with normalising_over(statics.norm_groups):
+            outputs, batch_stats = model.apply(params, state.batch_stats, images, train=True, **keys)
         loss, metrics = statics.objective.training_loss(outputs, batch.labels, own_share, values.smoothing)
         return loss, (batch_stats, metrics)
 

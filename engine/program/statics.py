@@ -23,6 +23,7 @@ from engine.updates.optim import Hyperparams
 from engine.updates.own_optimizer import OwnOptimizer
 from engine.updates.schedules import schedule_values
 from engine.updates.update import Schedule, UpdateRule, UpdateValues
+from models.layers.batch_norm import NormGroups
 
 # You et al. (2019), arXiv:1904.00962, for LAMB; Kingma and Ba (2014), arXiv:1412.6980, for Adam.
 _EPSILONS = {"lamb": 1e-6}
@@ -42,6 +43,7 @@ class Statics(NamedTuple):
         augment: a user-defined augmentation, applied after `augmentation`.
         takes_key: whether the model's `apply` takes PRNG keys.
         replicas: the devices that train together.
+        norm_groups: the images over which norms average in training.
     """
 
     rule: UpdateRule
@@ -52,6 +54,7 @@ class Statics(NamedTuple):
     augment: OwnAugmentation | None = None
     takes_key: bool = False
     replicas: Replicas = ALONE
+    norm_groups: NormGroups = NormGroups()
 
 
 class OwnFunctions(NamedTuple):

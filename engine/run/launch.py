@@ -32,7 +32,7 @@ from engine.program.slow_convolutions import slow_convolutions_warning
 from engine.program.statics import run_values, seed_words
 from engine.program.train_state import RunValues, TrainModel, TrainState, init_state
 from engine.records.weights import check_names
-from engine.replicas import Replicas, put_everywhere, replicate
+from engine.replicas import Replicas, norm_groups, put_everywhere, replicate
 from engine.run.compilation import Compiled, compile_traced, trace_ahead, without_collector
 from engine.run.host_side import HostSide
 from engine.run.initial_weights import InitialWeights, load_initial_weights
@@ -114,7 +114,12 @@ class Launch:
         )
         stack.callback(self.stream.release)
         self._outfeed = Outfeed(self.stream.receive, self.board, self._transport)
-        self._statics = resolved.statics(config)._replace(replicas=self._replicas)
+        self._statics = resolved.statics(config)._replace(
+            replicas=self._replicas,
+            norm_groups=norm_groups(
+                config.batch if config.batch_norm_sync else config.batch_norm_group, config.batch, self._replicas.count
+            ),
+        )
         self._draw = partial(_init_from_words, self.resolved.model, self._statics.rule, self._statics.objective)
         self._state_shape = jax.eval_shape(self._draw, seed_words(0))
         self._selected = describe_selection(config, self._state_shape.params, self._state_shape.batch_stats)

@@ -5,6 +5,9 @@ pass are computed at once, and the derivative of a following ReLU is recomputed 
 network is also limited by its many small kernels; there each sum is two of them.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import NamedTuple
 
@@ -29,6 +32,43 @@ class RunningStats(NamedTuple):
     var: jax.Array
 
 
+class NormGroups(NamedTuple):
+    """Which images a norm averages over, if these are not all images that it is given.
+
+    Attributes:
+        images: images per group, a divisor of the images that a device is given; None if all of them belong together.
+        axis: the name of the mesh axis of the devices whose images belong together; None if no two devices' do.
+        devices: numbers of the devices of each group; None if all devices are one group.
+        num_devices: number of devices in a group.
+    """
+
+    images: int | None = None
+    axis: str | None = None
+    devices: tuple[tuple[int, ...], ...] | None = None
+    num_devices: int = 1
+
+    def total[T](self, tree: T) -> T:
+        """Return the sums of each leaf over the devices of a group."""
+        if self.axis is None:
+            return tree
+        summed: T = lax.psum(tree, self.axis, axis_index_groups=self.devices)
+        return summed
+
+
+_GIVEN_IMAGES = NormGroups()
+_groups: ContextVar[NormGroups] = ContextVar("_groups", default=_GIVEN_IMAGES)
+
+
+@contextmanager
+def normalising_over(groups: NormGroups) -> Iterator[None]:
+    """Let every norm that is traced inside the block, in training, average over these groups of images."""
+    token = _groups.set(groups)
+    try:
+        yield
+    finally:
+        _groups.reset(token)
+
+
 def batch_norm(
     x: jax.Array,
     scale: jax.Array,
@@ -45,7 +85,8 @@ def batch_norm(
         scale: `[C]` float32.
         bias: `[C]` float32.
         running: used in evaluation; moved in training by a tenth towards the batch's mean and unbiased variance.
-        train: whether to normalise with the mean and the biased variance of the batch.
+        train: whether to normalise with the mean and the biased variance of the batch, or of the groups of images of
+            `normalising_over`; the running statistics then follow the mean over the groups.
         relu: whether a ReLU follows. Its derivative is computed twice, which is worthwhile only because it is so cheap.
 
     Returns:
@@ -55,8 +96,14 @@ def batch_norm(
         centred = x.astype(jnp.float32) - running.mean
         normal = centred * (scale * lax.rsqrt(running.var + EPSILON)) + bias
         return _activate(relu, normal.astype(x.dtype)), running
-    y, mean, var = _normalise(relu, x, scale, bias)
-    count = _count(x)
+    groups = _groups.get()
+    count = _count(x) * groups.num_devices
+    if groups.images is None or groups.images == len(x):
+        y, mean, var = _normalise(relu, groups, x, scale, bias)
+    else:
+        parts = x.reshape(-1, groups.images, *x.shape[1:])
+        y, mean, var = jax.vmap(partial(_normalise, relu, groups), (0, None, None))(parts, scale, bias)
+        y, mean, var, count = y.reshape(x.shape), mean.mean(0), var.mean(0), count // len(parts)
     unbiased = var * (count / max(count - 1, 1))
     moved = RunningStats(
         (1 - MOMENTUM) * running.mean + MOMENTUM * mean, (1 - MOMENTUM) * running.var + MOMENTUM * unbiased
@@ -97,17 +144,19 @@ def _folded_sums(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Ar
     return folded[0].sum(0), folded[1].sum(0)
 
 
-def _mean_and_variance(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _mean_and_variance(groups: NormGroups, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the mean and the biased variance of each channel of `x [B,H,W,C]` as float32 `[C]`, reading `x` only once.
 
     An estimate of the mean (`_estimate_mean`) is subtracted first, because E[x²] - E[x]² loses all digits if the mean
     is large.
     """
     wide = x.astype(jnp.float32)
-    count = _count(x)
+    count = _count(x) * groups.num_devices
     estimate = _estimate_mean(wide)
+    if groups.axis is not None:
+        estimate = groups.total(estimate) / groups.num_devices
     centred = wide - estimate
-    total, squares = _sums(centred, jnp.square(centred))
+    total, squares = groups.total(_sums(centred, jnp.square(centred)))
     shift = total / count
     return estimate + shift, jnp.maximum(squares / count - jnp.square(shift), 0)
 
@@ -129,13 +178,15 @@ def _estimate_mean(wide: jax.Array) -> jax.Array:
     )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _normalise(relu: bool, x: jax.Array, scale: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _normalise(
+    relu: bool, groups: NormGroups, x: jax.Array, scale: jax.Array, bias: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return `x` normalised (and rectified if `relu`), together with the batch's mean and biased variance in float32.
 
     The backward pass is written by hand so that only `x` is kept; an automatic one keeps two more arrays of that size.
     """
-    mean, var = _mean_and_variance(x)
+    mean, var = _mean_and_variance(groups, x)
     normal = _affine(x, mean, scale * lax.rsqrt(var + EPSILON), bias)
     return _activate(relu, normal.astype(x.dtype)), mean, var
 
@@ -173,14 +224,15 @@ def _affine(x: jax.Array, mean: jax.Array, slope: jax.Array, bias: jax.Array) ->
 
 
 def _normalise_forward(
-    relu: bool, x: jax.Array, scale: jax.Array, bias: jax.Array
+    relu: bool, groups: NormGroups, x: jax.Array, scale: jax.Array, bias: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], tuple[jax.Array, ...]]:
-    y, mean, var = _normalise(relu, x, scale, bias)
+    y, mean, var = _normalise(relu, groups, x, scale, bias)
     return (y, mean, var), (x, scale, bias, mean, var)
 
 
 def _normalise_backward(
     relu: bool,
+    groups: NormGroups,
     residuals: tuple[jax.Array, ...],
     gradients: tuple[jax.Array, jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -191,7 +243,7 @@ def _normalise_backward(
     """
     x, scale, bias, mean, var = residuals
     inverse = lax.rsqrt(var + EPSILON)
-    slope, count = scale * inverse, _count(x)
+    slope, count = scale * inverse, _count(x) * groups.num_devices
 
     def before_relu(x: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
         wide = gradient.astype(jnp.float32)
@@ -200,10 +252,12 @@ def _normalise_backward(
 
     normal_gradient, centred = before_relu(x, gradients[0])
     bias_gradient, slope_gradient = _sums(normal_gradient, normal_gradient * centred)
+    # The losses of all devices of a group depend on x; those of scale and bias are added up with all other gradients.
+    all_bias, all_slope = groups.total((bias_gradient, slope_gradient))
     scale_gradient = slope_gradient * inverse
     # Behind a barrier, so that XLA recomputes these instead of writing them to memory for both uses.
     normal_gradient, centred = before_relu(*stored((x, gradients[0])))
-    x_gradient = slope * (normal_gradient - centred * (scale_gradient * inverse / count) - bias_gradient / count)
+    x_gradient = slope * (normal_gradient - centred * (all_slope * inverse * inverse / count) - all_bias / count)
     return stored(x_gradient.astype(x.dtype)), scale_gradient, bias_gradient
 
 
