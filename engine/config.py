@@ -89,15 +89,16 @@ class TrainConfig:
         details="In total, over all devices.",
     )
     devices: str | None = setting(
-        None, TRAINING, _HOST, _CHANGES, "Devices to train on together: a number, or cpu:NUMBER for parts of the processor.",
-        unit="N|cpu:N", default_text="all of this machine",
+        None, TRAINING, _PROGRAM, _CHANGES,
+        "Number of devices to train on together; cpu:N makes N devices of the processor.", unit="N|cpu:N",
+        default_text="all of this machine, or as the resumed run",
         details="Each device computes on its own rows of every batch, and {batch} is divided among them.",
     )
     batch_norm_group: int | None = setting(
         None, TRAINING, _PROGRAM, _KEPT, "Images that a batch norm averages over.", between=(1, 2**20), unit="IMAGES",
         default_text="the images of each device",
-        details="A number that does not depend on the devices makes the training independent of them, up to rounding. It "
-        "divides the images of each device, or is a multiple of them.",
+        details="A number that does not depend on the devices makes the training independent of them, up to rounding. "
+        "It divides the images of each device, or is a multiple of them.",
     )
     batch_norm_sync: bool = setting(
         False, TRAINING, _PROGRAM, _KEPT, "Average batch norms over the whole batch, whatever the devices.",
@@ -427,6 +428,8 @@ class TrainConfig:
         for name, declared in SETTINGS.items():
             object.__setattr__(self, name, declared.checked(getattr(self, name)))
         parse_freeze(self.freeze), parse_groups(self.groups)
+        if self.devices is not None:
+            parse_devices(self.devices)
         if not re.fullmatch(r"inf|\d+(\.\d+)?", self.clip_order) or not float(self.clip_order) >= 1:
             raise SettingError(
                 "clip_order", "{setting} must be a number of at least 1, or inf, got {value!r}", value=self.clip_order
@@ -482,3 +485,15 @@ def describe_value(value: Any) -> str:
     if isinstance(value, tuple):
         return " ".join(f"{each:g}" for each in value)
     return NO_VALUE if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def parse_devices(text: str) -> tuple[str | None, int]:
+    """Return the platform, if any, and the number of devices that a value of the setting `devices` names.
+
+    Raises:
+        SettingError: if the text has another form.
+    """
+    platform, _, count = text.rpartition(":")
+    if platform not in ("", "cpu") or not re.fullmatch("[1-9][0-9]{0,4}", count):
+        raise SettingError("devices", "{setting} must be a number, or cpu:NUMBER, got {text!r}", text=text)
+    return platform or None, int(count)

@@ -5,8 +5,9 @@ the program is the one without replicas. Does not depend on what is reduced.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,8 @@ AXIS = "data"
 _EVERYWHERE = PartitionSpec()
 
 
-class Replicas(NamedTuple):
+@dataclass(frozen=True)
+class Replicas:
     """The number of devices, and what the program computes over all of them; called while tracing.
 
     Attributes:
@@ -29,7 +31,7 @@ class Replicas(NamedTuple):
 
     count: int = 1
 
-    def index(self) -> jax.Array:
+    def this_device(self) -> jax.Array:
         """Return the number of this device, int32 [], from 0."""
         return jnp.zeros((), jnp.int32) if self.count == 1 else lax.axis_index(AXIS)
 
@@ -41,7 +43,7 @@ class Replicas(NamedTuple):
         return summed
 
     def mean[T](self, tree: T) -> T:
-        """Return the mean of each leaf over the devices, in the dtype of the leaf; integers must be equal everywhere."""
+        """Return the mean of each leaf over the devices, in the dtype of the leaf; integers must be equal."""
         if self.count == 1:
             return tree
         leaves, structure = jax.tree.flatten(tree)
@@ -71,7 +73,7 @@ class Replicas(NamedTuple):
         """Return the first device's values on all devices."""
         if self.count == 1:
             return tree
-        is_first = self.index() == 0
+        is_first = self.this_device() == 0
 
         def spread(leaf: jax.Array) -> jax.Array:
             number = leaf.astype(jnp.int32) if leaf.dtype == jnp.bool else leaf
@@ -102,7 +104,7 @@ class Replicas(NamedTuple):
 
         None stands for always.
         """
-        is_first = None if self.count == 1 else self.index() == 0
+        is_first = None if self.count == 1 else self.this_device() == 0
         flags = [flag for flag in (when, is_first) if flag is not None]
         if not flags:
             action()
@@ -124,9 +126,7 @@ def replicate(function: Callable[..., Any], devices: Sequence[jax.Device]) -> Ca
     if len(devices) == 1:
         return function
     # Fully manual, because calls to the host have no sharding; their results have no varying-axis type either.
-    return jax.shard_map(
-        function, mesh=_mesh(devices), in_specs=_EVERYWHERE, out_specs=_EVERYWHERE, check_vma=False
-    )
+    return jax.shard_map(function, mesh=_mesh(devices), in_specs=_EVERYWHERE, out_specs=_EVERYWHERE, check_vma=False)
 
 
 def put_everywhere[T](tree: T, devices: Sequence[jax.Device]) -> T:

@@ -99,9 +99,9 @@ def test_elsewhere_a_pull_brings_one_batch_or_what_was_asked_for(asked, chunk):
 
 
 def test_a_default_device_of_jaxs_is_the_one_that_is_driven():
-    assert crossings._device() == jax.local_devices()[0]
+    assert crossings.this_device() == jax.local_devices()[0]
     with jax.default_device(jax.local_devices(backend="cpu")[-1]):
-        assert crossings._device() == jax.local_devices(backend="cpu")[-1]
+        assert crossings.this_device() == jax.local_devices(backend="cpu")[-1]
 
 
 @pytest.mark.parametrize(

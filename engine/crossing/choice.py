@@ -49,9 +49,10 @@ def this_platform() -> str:
     return "cuda" if "cuda" in jax.devices()[0].client.platform_version.lower() else "rocm"
 
 
-def this_device() -> str:
-    """Return the vendor's name for the device, such as "cpu" or "NVIDIA H100 80GB HBM3"."""
-    return str(_device().device_kind)
+def this_device() -> jax.Device:
+    """Return the device on which jax runs programs by default."""
+    chosen = jax.config.jax_default_device
+    return chosen if isinstance(chosen, jax.Device) else jax.local_devices()[0]
 
 
 def choose_transport(name: TransportName, platform: str) -> Transport:
@@ -78,13 +79,7 @@ def choose_transport(name: TransportName, platform: str) -> Transport:
     from engine.crossing.cuda.driver import CudaDriver
     from engine.crossing.cuda.transport import CudaTransport
 
-    return CudaTransport(CudaDriver(_device().local_hardware_id))
-
-
-def _device() -> jax.Device:
-    """Return the device on which jax runs programs by default."""
-    chosen = jax.config.jax_default_device
-    return chosen if isinstance(chosen, jax.Device) else jax.local_devices()[0]
+    return CudaTransport(CudaDriver(this_device().local_hardware_id))
 
 
 def make_infeed(

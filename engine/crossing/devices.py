@@ -1,70 +1,114 @@
 """Choice of the devices that a run trains on."""
 
-import re
+import math
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 
-from engine.crossing.choice import this_platform
+from engine.config import TrainConfig, parse_devices
+from engine.crossing.choice import this_device, this_platform
 from engine.settings import SettingError
 
-_SPEC = re.compile(r"(?:(?P<platform>[a-z]+):)?(?P<count>[1-9][0-9]*)")
+_TERMINATE = "--xla_cpu_collective_call_terminate_timeout_seconds"
+# Seconds for which a reduction may wait beyond the time limit of a batch.
+_MARGIN_S = 60
 
 
-def choose_devices(asked: str | None) -> list[jax.Device]:
-    """Return the local devices that the setting `devices` asks for; None asks for all.
+class DeviceInfo(NamedTuple):
+    """A device of this process on which a program can run.
 
-    "4" asks for the first four, "cpu:4" for four parts of the processor, each a device of its own.
+    Attributes:
+        platform: "cpu", "cuda", "rocm" or "tpu".
+        kind: the vendor's name.
+        number: its number among the local devices, from 0.
+        memory_bytes: its memory in bytes; None if the runtime does not tell, as on a CPU.
+    """
+
+    platform: str
+    kind: str
+    number: int
+    memory_bytes: int | None
+
+
+def devices() -> list[DeviceInfo]:
+    """Return the devices of this process, in the order in which `TrainConfig(devices=…)` counts them."""
+    platform = this_platform()
+    return [
+        DeviceInfo(platform, str(each.device_kind), number, (each.memory_stats() or {}).get("bytes_limit"))
+        for number, each in enumerate(jax.local_devices())
+    ]
+
+
+def settle_devices(config: TrainConfig) -> TrainConfig:
+    """Return the settings of a new run with all devices of this machine in `devices`, if there are several.
+
+    A record without the setting was therefore made on one device.
+    """
+    is_chosen = isinstance(jax.config.jax_default_device, jax.Device)
+    if config.devices is not None or config.resume or is_chosen or (count := len(_local_devices())) == 1:
+        return config
+    return replace(config, devices=f"cpu:{count}" if this_platform() == "cpu" else str(count))
+
+
+def choose_devices(config: TrainConfig) -> list[jax.Device]:
+    """Return the local devices that the setting `devices` names: the first of them, or jax's default device if None.
+
+    "4" names four devices, "cpu:4" four parts of the processor, each a device of its own.
 
     Raises:
         SettingError: the text has another form, or there are fewer devices.
     """
-    if asked is None:
-        return [_default_device()] if _is_chosen() else jax.local_devices()
-    found = _SPEC.fullmatch(asked)
-    if found is None:
-        raise SettingError("devices", "{setting} must be a number or cpu:NUMBER, got {asked!r}", asked=asked)
-    platform, count = found["platform"], int(found["count"])
-    if platform == "cpu":
-        _split_processor(count)
+    if config.devices is None:
+        return [this_device()]
+    platform, count = parse_devices(config.devices)
     if platform is not None and platform != this_platform():
         raise SettingError(
             "devices",
-            "{setting} asks for devices of {platform}, but jax runs on {here}: leave out the platform, or choose "
-            "another with JAX_PLATFORMS",
+            "{setting} names devices of {platform}, but jax runs on {here}: leave out the platform, or choose "
+            "another with the environment variable JAX_PLATFORMS",
             platform=platform,
             here=this_platform(),
         )
-    devices = jax.local_devices()
-    if len(devices) < count:
+    found = _local_devices()
+    if len(found) < count:
+        remedy = "give fewer"
+        if this_platform() == "cpu":
+            remedy += (
+                ", or cpu:{count}"
+                if platform is None
+                else ", or set the environment variable JAX_NUM_CPU_DEVICES={count}, because jax was used before"
+            )
         raise SettingError(
             "devices",
-            "{setting} asks for {count} devices, but jax has {has} here: ask for fewer"
-            + (", or for cpu:{count}" if this_platform() == "cpu" and platform is None else ""),
+            "{setting} must be at most {has}, the number of devices that jax has here, got {count}: " + remedy,
             count=count,
-            has=len(devices),
+            has=len(found),
         )
-    return devices[:count]
+    return found[:count]
 
 
-def _split_processor(count: int) -> None:
-    """Have jax make `count` devices of the processor, which it can do only before it is first used."""
-    try:
+def _local_devices() -> list[jax.Device]:
+    this_platform()  # a clear error if there is none
+    return jax.local_devices()
+
+
+def split_processor(configs: Sequence[TrainConfig]) -> None:
+    """Have jax make as many devices of the processor as settings `devices` ask for; call this before jax is used.
+
+    Later, jax keeps the number that it has, and `choose_devices` refuses a larger one.
+    """
+    parsed = [parse_devices(each.devices) for each in configs if each.devices is not None]
+    count = max((number for platform, number in parsed if platform == "cpu"), default=0)
+    if not count:
+        return
+    with suppress(RuntimeError):  # jax is in use
         jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError:
-        if len(jax.local_devices()) < count:
-            raise SettingError(
-                "devices",
-                "{setting} cpu:{count} must be given before jax is first used in a process: set the environment "
-                "variable JAX_NUM_CPU_DEVICES={count}",
-                count=count,
-            ) from None
-
-
-def _is_chosen() -> bool:
-    return isinstance(jax.config.jax_default_device, jax.Device)
-
-
-def _default_device() -> jax.Device:
-    chosen = jax.config.jax_default_device
-    assert isinstance(chosen, jax.Device)
-    return chosen
+        # While one device waits for its batch, the others wait in a reduction, which XLA ends after 40 s otherwise.
+        flags = os.environ.get("XLA_FLAGS", "")
+        if _TERMINATE not in flags:
+            limit_s = math.ceil(max(each.infeed_timeout_s for each in configs)) + _MARGIN_S
+            os.environ["XLA_FLAGS"] = f"{flags} {_TERMINATE}={limit_s}".strip()

@@ -129,6 +129,7 @@ class SharedWords:
         self._answers: dict[int, tuple[ControlWords, int]] = {}
 
     def __call__(self, batch_index: int, num_batches: int) -> ControlWords:
+        """Return the control words of a pull; called once by each device."""
         with self._guard:
             words, num_asked = self._answers.pop(batch_index, (None, 0))
             if words is None:

@@ -106,7 +106,9 @@ class _Program:
         replicas, metrics = self.statics.replicas, state.metrics
         if metrics is None or replicas.count == 1:
             return state
-        return state._replace(metrics=choose(replicas.index() == 0, metrics, self.statics.objective.init_metrics()))
+        return state._replace(
+            metrics=choose(replicas.this_device() == 0, metrics, self.statics.objective.init_metrics())
+        )
 
     def _join_gathered(self, state: TrainState) -> TrainState:
         """Make equal on all devices what each gathered for the next update, in a run that stops between two updates."""
@@ -262,7 +264,7 @@ def pull_part(infeed: BatchInfeed, batch_index: jax.Array, num_batches: jax.Arra
 
     A stop of any device stops all of them, after the batches that all of them have; requests are the first device's.
     """
-    pulled = infeed.pull(batch_index, replicas.index(), num_batches)
+    pulled = infeed.pull(batch_index, replicas.this_device(), num_batches)
     if replicas.count == 1:
         return pulled
     control = pulled.control
@@ -355,7 +357,7 @@ def train_step(
         The new state, the outcome of the batch, and the metrics over the batches of the update so far.
     """
     num_images, replicas = len(batch.labels), statics.replicas
-    at = positions(state.pulls, num_images * replicas.count, replicas.index() * num_images, num_images)
+    at = positions(state.pulls, num_images * replicas.count, replicas.this_device() * num_images, num_images)
     images, own_share = augment_images(statics.augmentation, batch.pixels, at, values.seed_words, values.scale)
     if statics.augment is not None:
         images = apply_own_augmentation(statics.augment, images, image_keys(values.seed_words, at))

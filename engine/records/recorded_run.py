@@ -51,6 +51,10 @@ class RecordedRun:
                 config = dataclasses.replace(config, **launch["settings"])
         return config
 
+    def configs(self) -> list[TrainConfig]:
+        """Return the settings of each launch, oldest first."""
+        return [self.config_at(launch["until_step"]) for launch in self.earlier] + [self.config]
+
     def changes(self) -> tuple[int, ...]:
         """Return the steps after which settings changed, in ascending order."""
         return tuple(sorted({launch["until_step"] for launch in self.earlier}))

@@ -14,6 +14,7 @@ import numpy as np
 from engine.control.board import ControlBoard
 from engine.control.event import ControlEvent
 from engine.control.word import ControlWords
+from engine.crossing.devices import split_processor
 from engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
 from engine.images.own_augment import OwnAugmentation
 from engine.keys import plain_keys
@@ -21,6 +22,7 @@ from engine.named_parts import NAME_FORM
 from engine.objective.losses import Loss
 from engine.objective.metrics import Metric, PerExample
 from engine.program.train_state import TrainModel, TrainState
+from engine.records.recorded_run import read_recorded
 from engine.records.run_folder import CONFIG
 from engine.records.snapshot import Snapshot
 from engine.replay.checked_files import CheckedFiles, check_files, describe_check
@@ -112,6 +114,8 @@ def replay_run(
 
 def _read_stretch(run: Path, from_step: int | None, to_step: int | None) -> RecordedStretch:
     try:
+        # Snapshots are read with jax.
+        split_processor(read_recorded(run).configs())
         return read_stretch(run, from_step, to_step)
     except IrregularFileError as error:
         raise ValueError(

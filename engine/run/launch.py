@@ -19,7 +19,7 @@ import numpy as np
 
 from engine.config import TrainConfig
 from engine.control.word import ControlWords
-from engine.crossing.choice import choose_chunk, make_infeed, this_device, this_platform, wasted_steps_warning
+from engine.crossing.choice import choose_chunk, make_infeed, this_platform, wasted_steps_warning
 from engine.crossing.infeed import BatchInfeed, WordsOf
 from engine.crossing.outfeed import Outfeed
 from engine.feed.batches import BatchSource, CheckedSource
@@ -205,11 +205,23 @@ class Launch:
     def crossings(self) -> dict[str, Any]:
         """The device, transport, number of batches per chunk, and number of batches read ahead, as in `config.json`."""
         return {
-            "device": this_device(),
+            "device": self._device_kind,
+            "num_devices": len(self._devices),
             "transport": self._transport.name,
             "chunk_batches": self._chunk,
             "prefetch": self._ring_depth(self._data.source),
         }
+
+    @property
+    def _device_kind(self) -> str:
+        """The vendor's name for the devices, such as "cpu" or "NVIDIA H100 80GB HBM3"."""
+        return str(self._devices[0].device_kind)
+
+    def _describe_devices(self) -> str:
+        count = len(self._devices)
+        if this_platform() == "cpu":
+            return f" on {count} devices of the processor" if count > 1 else ""
+        return f" on {f'{count} × ' if count > 1 else ''}{self._device_kind}"
 
     @property
     def given_digest(self) -> str | None:
@@ -242,7 +254,7 @@ class Launch:
         self._notify(
             f"infeed: batches of {source.batch} image{'s' * (source.batch > 1)} of {source.height} × {source.width} px "
             f"from {data.description}; {depth} batch{'es' * (depth > 1)} read ahead; {self._transport.name} transport"
-            + ("" if this_platform() == "cpu" else f" on {this_device()}")
+            + self._describe_devices()
             + (f", {chunk} {'steps enqueued ' * self._transport.runs_ahead}at once" if chunk > 1 else "")
         )
         if self._transport.runs_ahead and (warning := wasted_steps_warning(self.config, chunk)):

@@ -52,9 +52,9 @@ if TYPE_CHECKING:
 RUNTIME_SETTINGS = frozenset(
     name
     for name, declared in SETTINGS.items()
-    if declared.stage is Stage.RUNTIME and declared.on_resume is not OnResume.KEPT
+    if declared.stage is not Stage.HOST and declared.on_resume is not OnResume.KEPT
 )
-"""Arguments of the program that a resume may change; both values are recorded, because results depend on them."""
+"""Settings that a resume may change although results depend on them, so that both values are recorded."""
 HOST_SETTINGS = frozenset(
     name
     for name, declared in SETTINGS.items()

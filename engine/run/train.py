@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from engine.config import TrainConfig
+from engine.crossing.devices import settle_devices, split_processor
 from engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
 from engine.images.own_augment import OwnAugmentation
 from engine.locations import with_absolute_paths
@@ -159,6 +160,8 @@ def open_run(
     """
     check_arguments(config, parts)
     _check_has_folder(config, is_dry=is_dry)
+    split_processor([config])
+    config = settle_devices(config)
     with ExitStack() as stack:
         folder = None
         if config.run_dir is not None:
