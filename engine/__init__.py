@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from engine.config import TrainConfig
+    from engine.crossing.devices import DeviceInfo, devices
     from engine.evaluation.predict import PredictionResult, predict
     from engine.evaluation.result import EvaluationResult, ImagePredictions
     from engine.evaluation.run import evaluate, evaluate_weights, run_settings
@@ -58,6 +59,7 @@ _HOME = {
     "TrainResult": "engine.run.result",
     "balanced_accuracy": "engine.objective.metrics",
     "confusion_matrix": "engine.objective.metrics",
+    "devices": "engine.crossing.devices",
     "evaluate": "engine.evaluation.run",
     "evaluate_weights": "engine.evaluation.run",
     "expected_calibration_error": "engine.objective.metrics",
@@ -97,6 +99,7 @@ __all__ = [
     "TrainResult",
     "balanced_accuracy",
     "confusion_matrix",
+    "devices",
     "evaluate",
     "evaluate_weights",
     "expected_calibration_error",

@@ -35,6 +35,7 @@ PUBLIC = {
         "TrainResult",
         "balanced_accuracy",
         "confusion_matrix",
+        "devices",
         "evaluate",
         "evaluate_weights",
         "expected_calibration_error",

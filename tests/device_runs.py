@@ -1,0 +1,145 @@
+"""Runs on several devices of the processor, for `tests/test_devices.py`.
+
+    python -m tests.device_runs NUMBER FOLDER
+
+Trains on NUMBER devices, and prints the results as one line of JSON.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from engine import Callback, Metric, TrainConfig, devices, train
+from tests.toy import CLASSES, Linear, toy_batch, toy_config
+
+EVERYTHING = {
+    **{"crop": "random", "crop_padding": 1, "flip": 0.5, "mixup": 0.2, "cutmix": 0.3, "brightness": 0.2, "erasing": 0.2},
+    **{"auto_augment": "randaugment", "accumulate_steps": 3, "chunk_batches": 4, "ema_decay": 0.9, "clip_norm": 1.0},
+    **{"label_smoothing": 0.1, "optimizer": "adamw", "learning_rate": 0.01, "eval_mirror": True},
+}
+
+
+class Showing(Linear):
+    """The linear toy model, with noise by the keys of the images, which also returns its images."""
+
+    def apply(self, params, batch_stats, images, train, key=None):
+        if key is not None:
+            images = images + 0.1 * jax.vmap(lambda each: jax.random.normal(each, images.shape[1:]))(key)
+        logits, batch_stats = super().apply(params, batch_stats, images, train)
+        # The statistic differs from device to device, so that it must be averaged.
+        seen = jnp.mean(images).astype(jnp.float32)
+        return {"logits": logits, "images": images}, {"batches": batch_stats["batches"] + seen}
+
+
+def checksum(shift):
+    """A metric: 16 bits of the sum of the images' bits, which does not depend on the order of the images."""
+
+    def update(state, outputs, labels, weights):
+        bits = jax.lax.bitcast_convert_type(outputs["images"], jnp.uint32).reshape(len(weights), -1).sum(axis=1)
+        return state + jnp.where(weights > 0, bits * (labels + 1).astype(jnp.uint32), 0).sum()
+
+    return Metric(
+        init=lambda: jnp.zeros((), jnp.uint32),
+        update=update,
+        merge=jnp.add,
+        finish=lambda state: (state >> shift & 0xFFFF).astype(jnp.float32),
+    )
+
+
+class Steering(Callback):
+    """Requests another learning rate, an evaluation and a snapshot."""
+
+    def on_fit_begin(self, run):
+        self._run = run
+
+    def on_step(self, record):
+        if record.step == 2:
+            self._run.request(learning_rate_factor=0.5, evaluate=True, snapshot=True)
+
+
+def evaluation():
+    parts = [toy_batch(100 + number) for number in range(5)]
+    pixels, labels = (np.concatenate(each) for each in zip(*parts, strict=True))
+    return pixels[:37], labels[:37]
+
+
+def everything(spec):
+    result = train(
+        toy_config(steps=8, eval_every_steps=4, devices=spec, **EVERYTHING),
+        model=Showing(),
+        batches=toy_batch,
+        evaluation=evaluation(),
+        metrics={"low": checksum(0), "high": checksum(16)},
+    )
+    records = []
+
+    class Sink:
+        def open(self): ...
+
+        def write(self, record):
+            records.append([record.metrics["low"], record.metrics["high"]])
+
+        def write_evaluation(self, record): ...
+
+        def close(self): ...
+
+    again = train(
+        toy_config(steps=8, eval_every_steps=4, devices=spec, **EVERYTHING),
+        model=Showing(),
+        batches=toy_batch,
+        evaluation=evaluation(),
+        metrics={"low": checksum(0), "high": checksum(16)},
+        sinks=[Sink()],
+    )
+    return {
+        "losses": result.losses.tolist(),
+        "again": again.losses.tolist(),
+        "inputs": records,
+        "evaluations": [[each.loss, each.top1, each.num_images, *each.metrics.values()] for each in result.evaluations],
+        "weights": np.asarray(result.params["weights"]).ravel().tolist(),
+        "seen": float(result.batch_stats["batches"]),
+    }
+
+
+def networks(spec):
+    settings = {"synthetic": True, "image_size": 16, "num_classes": 4, "model": "resnet8", "learning_rate": 0.1}
+    return {
+        name: train(TrainConfig(steps=3, batch=32, devices=spec, **settings, **norms)).losses.tolist()
+        for name, norms in {
+            "whole": {"batch_norm_sync": True},
+            "sixteen": {"batch_norm_group": 16},
+            "four": {"batch_norm_group": 4},
+        }.items()
+    }
+
+
+def interrupted(spec, folder):
+    """A run that a request changes and its source ends, resumed on another number of devices."""
+
+    def failing(step):
+        if step == 14:
+            raise ConnectionResetError("cut off")
+        return toy_batch(step)
+
+    config = {"steps": 10, "accumulate_steps": 2, "devices": spec, "run_dir": str(folder), "snapshot_every_steps": 3}
+    try:
+        train(toy_config(**config), model=Linear(), batches=failing, evaluation=evaluation(), callbacks=[Steering()])
+    except ConnectionResetError as error:
+        failure = str(error)
+    return {"failure": failure, "files": sorted(path.name for path in Path(folder).iterdir())}
+
+
+def main(number, folder):
+    spec = f"cpu:{number}"
+    found = {"everything": everything(spec), "networks": networks(spec), "interrupted": interrupted(spec, folder)}
+    found["devices"] = [each.platform for each in devices()]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    assert CLASSES
+    main(int(sys.argv[1]), sys.argv[2])
