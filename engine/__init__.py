@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from engine.config import TrainConfig
-    from engine.crossing.devices import DeviceInfo, devices
+    from engine.crossing.devices import devices
     from engine.evaluation.predict import PredictionResult, predict
     from engine.evaluation.result import EvaluationResult, ImagePredictions
     from engine.evaluation.run import evaluate, evaluate_weights, run_settings

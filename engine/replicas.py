@@ -131,10 +131,13 @@ def replicate(function: Callable[..., Any], devices: Sequence[jax.Device]) -> Ca
 
 def put_everywhere[T](tree: T, devices: Sequence[jax.Device]) -> T:
     """Return a pytree of arrays with a copy on each device, as `replicate`'s arguments must be."""
-    if len(devices) == 1:
-        return tree
-    sharding = NamedSharding(_mesh(devices), _EVERYWHERE)
-    placed: T = jax.tree.map(partial(jax.device_put, device=sharding), tree)
+    target = devices[0] if len(devices) == 1 else NamedSharding(_mesh(devices), _EVERYWHERE)
+
+    def place(leaf: jax.Array) -> jax.Array:
+        # Arrays of one device stay as they are, and arrays of an earlier launch on several devices are moved.
+        return leaf if len(devices) == len(leaf.devices()) == 1 else jax.device_put(leaf, target)
+
+    placed: T = jax.tree.map(place, tree)
     return placed
 
 

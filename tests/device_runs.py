@@ -8,6 +8,7 @@ Trains on NUMBER devices, and prints the results as one line of JSON.
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,16 @@ import numpy as np
 from engine import Callback, Metric, TrainConfig, devices, train
 from tests.toy import CLASSES, Linear, toy_batch, toy_config
 
-EVERYTHING = {
-    **{"crop": "random", "crop_padding": 1, "flip": 0.5, "mixup": 0.2, "cutmix": 0.3, "brightness": 0.2, "erasing": 0.2},
+EVERYTHING: dict[str, Any] = {
+    **{
+        "crop": "random",
+        "crop_padding": 1,
+        "flip": 0.5,
+        "mixup": 0.2,
+        "cutmix": 0.3,
+        "brightness": 0.2,
+        "erasing": 0.2,
+    },
     **{"auto_augment": "randaugment", "accumulate_steps": 3, "chunk_batches": 4, "ema_decay": 0.9, "clip_norm": 1.0},
     **{"label_smoothing": 0.1, "optimizer": "adamw", "learning_rate": 0.01, "eval_mirror": True},
 }
@@ -106,14 +115,21 @@ def everything(spec):
 
 
 def networks(spec):
-    settings = {"synthetic": True, "image_size": 16, "num_classes": 4, "model": "resnet8", "learning_rate": 0.1}
+    settings: dict[str, Any] = {
+        "synthetic": True,
+        "image_size": 16,
+        "num_classes": 4,
+        "model": "resnet8",
+        "learning_rate": 0.1,
+    }
+    norms: dict[str, dict[str, Any]] = {
+        "whole": {"batch_norm_sync": True},
+        "sixteen": {"batch_norm_group": 16},
+        "four": {"batch_norm_group": 4},
+    }
     return {
-        name: train(TrainConfig(steps=3, batch=32, devices=spec, **settings, **norms)).losses.tolist()
-        for name, norms in {
-            "whole": {"batch_norm_sync": True},
-            "sixteen": {"batch_norm_group": 16},
-            "four": {"batch_norm_group": 4},
-        }.items()
+        name: train(TrainConfig(steps=3, batch=32, devices=spec, **settings, **each)).losses.tolist()
+        for name, each in norms.items()
     }
 
 

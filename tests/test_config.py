@@ -75,6 +75,9 @@ VALID = {
     "skip_nonfinite": st.integers(0, 2**31 - 2),
     "stop_on_nan": st.booleans(),
     "deterministic": st.booleans(),
+    "devices": st.none() | st.sampled_from(["1", "8", "cpu:4"]),
+    "batch_norm_group": st.none() | st.integers(1, 2**20),
+    "batch_norm_sync": st.booleans(),
     "eval_mirror": st.booleans(),
     "crop": st.sampled_from(["centre", "random", "resized"]),
     "crop_padding": st.integers(0, 2**14),
@@ -112,7 +115,7 @@ VALID = {
 INTEGERS = [
     *("steps", "batch", "num_classes", "image_size", "seed", "prefetch", "reader_threads", "eval_every_steps"),
     *("warmup_steps", "accumulate_steps", "skip_nonfinite", "crop_padding", "snapshot_every_steps", "keep_snapshots"),
-    *("chunk_batches", "restart_cycles", "auto_augment_ops", "auto_augment_magnitude"),
+    *("chunk_batches", "batch_norm_group", "restart_cycles", "auto_augment_ops", "auto_augment_magnitude"),
 ]
 REALS = [
     *("learning_rate", "momentum", "weight_decay", "infeed_timeout_s", "beta2", "clip_norm", "ema_decay"),
@@ -123,6 +126,7 @@ REALS = [
 SWITCHES = [
     "synthetic",
     "eval_mirror",
+    "batch_norm_sync",
     "overwrite",
     "cycle_momentum",
     "decay_all",
@@ -133,9 +137,9 @@ SWITCHES = [
 CHANNELS = ["mean", "std"]
 CHOICES = ["transport", "optimizer", "schedule", "crop", "padding_mode", "precision", "loss", "auto_augment"]
 TEXTS = ["data", "split", "eval_split", "model", "run_dir", "compilation_cache", "dump_hlo", "init_from"]
-TEXTS += ["clip_order", "freeze", "groups", "keep_best"]
+TEXTS += ["clip_order", "freeze", "groups", "keep_best", "devices"]
 OPTIONAL = [
-    "keep_best",
+    *("keep_best", "devices", "batch_norm_group"),
     "data",
     "eval_split",
     "num_classes",
@@ -181,6 +185,9 @@ def test_golden_json():
         "steps": 1000,
         "epochs": None,
         "batch": 128,
+        "devices": None,
+        "batch_norm_group": None,
+        "batch_norm_sync": False,
         "data": None,
         "split": "train",
         "eval_split": None,

@@ -254,6 +254,8 @@ OTHERS: dict[str, Any] = {
     "split": "test",
     "eval_split": "off",
     "eval_mirror": True,
+    "batch_norm_group": 2,
+    "batch_norm_sync": True,
     "synthetic": True,
     "batch": 4,
     "model": "resnet8",

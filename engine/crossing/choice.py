@@ -55,22 +55,28 @@ def this_device() -> jax.Device:
     return chosen if isinstance(chosen, jax.Device) else jax.local_devices()[0]
 
 
-def choose_transport(name: TransportName, platform: str) -> Transport:
+def choose_transport(name: TransportName, platform: str, num_devices: int = 1) -> Transport:
     """Create the named transport, or, if the name is "auto", the fastest one for `platform` (see `this_platform`).
 
     Raises:
-        ValueError: if the named transport does not run on the platform.
+        ValueError: if the named transport does not run on the platform, or on so many devices.
         CudaError: if NVIDIA's driver fails.
     """
     if name == "auto":
         fitting: list[TransportName] = [each for each, needed in _PLATFORMS.items() if needed == platform]
         name = fitting[0] if fitting else "callback"
+        if name == "cuda" and num_devices > 1:
+            name = "callback"
     needed = _PLATFORMS.get(name, platform)
     if platform != needed:
         remedy = " (install the cuda extra, docs/nvidia.md)" if name == "cuda" else ""
         raise ValueError(
             f"--transport {name} requires jax to run on {needed}, but jax runs on {platform}{remedy}: omit "
             "--transport to use a suitable transport"
+        )
+    if name == "cuda" and num_devices > 1:
+        raise ValueError(
+            f"--transport cuda serves one device, but the run has {num_devices}: omit --transport, or give --devices 1"
         )
     if name == "inplace":
         return InplaceTransport()

@@ -103,7 +103,7 @@ def split_processor(configs: Sequence[TrainConfig]) -> None:
     """
     parsed = [parse_devices(each.devices) for each in configs if each.devices is not None]
     count = max((number for platform, number in parsed if platform == "cpu"), default=0)
-    if not count:
+    if count <= max(jax.config.jax_num_cpu_devices, 1):
         return
     with suppress(RuntimeError):  # jax is in use
         jax.config.update("jax_num_cpu_devices", count)

@@ -37,7 +37,7 @@ class HostSide:
     def __init__(self, config: TrainConfig, notify: Callable[[str], None], board: ControlBoard | None = None) -> None:
         self.board, self.notices = board or ControlBoard(), Notices(notify)
         self.devices = choose_devices(config)
-        self.transport = choose_transport(config.transport, this_platform())
+        self.transport = choose_transport(config.transport, this_platform(), len(self.devices))
         self.chunk = choose_chunk(config.chunk_batches, self.transport)
         where = "after the current chunk of steps" if self.chunk > 1 else "at the next step"
         self.signals = StopSignals(self.board, self.notices.say, where)

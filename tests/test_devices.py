@@ -1,0 +1,203 @@
+"""Several devices: the same inputs and sums whatever their number, resumes on another number, and what is refused."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from engine import ConfigError, TrainConfig, devices
+from engine.config import parse_devices
+from engine.crossing.devices import choose_devices, settle_devices
+from engine.crossing.infeed import SharedWords
+from engine.replicas import ALONE, AXIS, norm_groups
+from models.layers.batch_norm import NormGroups, RunningStats, batch_norm, normalising_over
+from tests.toy import toy_config
+
+ROOT = Path(__file__).parents[1]
+NUMBERS = (1, 2, 4)
+
+
+def in_process(*arguments: str) -> str:
+    """Run a module or a program in a process of its own, because jax makes its devices only once."""
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What `tests/device_runs.py` prints, by number of devices."""
+    folder = tmp_path_factory.mktemp("runs")
+    printed = {
+        number: in_process("-m", "tests.device_runs", str(number), str(folder / str(number))) for number in NUMBERS
+    }
+    return {number: json.loads(text.splitlines()[-1]) for number, text in printed.items()}, folder
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("number", NUMBERS[1:])
+def test_every_number_of_devices_trains_on_the_same_bits_to_the_same_losses(found, number):
+    one, several = (found[0][each]["everything"] for each in (1, number))
+    assert several["inputs"] == one["inputs"]
+    np.testing.assert_allclose(several["losses"], one["losses"], rtol=1e-6)
+    # AdamW divides by the size of a gradient: where that is small, so are the digits that are left.
+    np.testing.assert_allclose(several["weights"], one["weights"], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(several["seen"], one["seen"], rtol=1e-4)
+    np.testing.assert_allclose(several["evaluations"], one["evaluations"], rtol=1e-5)
+    assert found[0][number]["devices"] == ["cpu"] * number
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("number", NUMBERS)
+def test_the_same_devices_give_the_same_bits_again(found, number):
+    everything = found[0][number]["everything"]
+    assert everything["again"] == everything["losses"]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("number", NUMBERS[1:])
+@pytest.mark.parametrize("norms", ["whole", "sixteen", "four"])
+def test_norms_over_a_stated_number_of_images_do_not_depend_on_the_devices(found, number, norms):
+    one, several = (found[0][each]["networks"] for each in (1, number))
+    np.testing.assert_allclose(several[norms], one[norms], rtol=1e-6)
+    assert one["whole"] != one["sixteen"] != one["four"]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 1), (1, 2)])
+def test_a_failed_run_goes_on_with_another_number_of_devices_and_is_replayed(found, tmp_path, before, after):
+    results, folder = found
+    assert results[before]["interrupted"]["failure"] == "cut off"
+    program = f"""
+import dataclasses, json, shutil
+from engine import replay_run, run_settings, train
+from tests.device_runs import evaluation
+from tests.toy import Linear, toy_batch
+run = {str(tmp_path / "run")!r}
+shutil.copytree({str(folder / str(before))!r}, run)
+parts = dict(model=Linear(), batches=toy_batch, evaluation=evaluation())
+config = dataclasses.replace(run_settings(run), resume=True, devices="cpu:{after}")
+result = train(config, **parts)
+report = replay_run(run, from_step=0, **parts)
+print(json.dumps([result.losses.tolist(), str(report)]))
+"""
+    # The replay needs the larger of both numbers from the beginning.
+    found_losses, report = json.loads(
+        in_process("-c", f"import jax; jax.config.update('jax_num_cpu_devices', 4)\n{program}").splitlines()[-1]
+    )
+    assert report.startswith("the same bits: 10 losses")
+    losses = [json.loads(line) for line in (tmp_path / "run/loss.jsonl").read_text().splitlines()]
+    assert [each["step"] for each in losses] == list(range(1, 11))
+    assert len(found_losses) < 10
+    earlier = json.loads((tmp_path / "run/config.json").read_text())["earlier"]
+    assert earlier[0]["settings"]["devices"] == f"cpu:{before}"
+
+
+def test_devices_are_listed_and_one_is_the_default():
+    (here, *_) = devices()
+    assert (here.platform, here.number, here.memory_bytes) == ("cpu", 0, None)
+    assert choose_devices(toy_config()) == [jax.local_devices()[0]]
+    assert settle_devices(toy_config()) == toy_config()
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "cpu:", "gpu:2", "cpu:x", "two", "1.5"])
+def test_another_form_of_the_setting_is_refused(text):
+    with pytest.raises(ConfigError, match=r"devices must be a number, or cpu:NUMBER, got"):
+        TrainConfig(devices=text)
+
+
+def test_the_setting_names_a_platform_and_a_number():
+    assert parse_devices("4") == (None, 4)
+    assert parse_devices("cpu:16") == ("cpu", 16)
+
+
+def test_more_devices_than_there_are_is_an_error_with_the_remedy():
+    with pytest.raises(ConfigError, match=r"devices must be at most 1, .* got 64: give fewer, or cpu:64$"):
+        choose_devices(toy_config(devices="64"))
+    with pytest.raises(ConfigError, match=r"JAX_NUM_CPU_DEVICES=64, because jax was used before$"):
+        choose_devices(toy_config(devices="cpu:64"))
+
+
+@pytest.mark.parametrize(
+    ("images", "count", "groups"),
+    [
+        (None, 4, NormGroups()),
+        (8, 4, NormGroups()),
+        (4, 4, NormGroups(4)),
+        (4, 1, NormGroups(4)),
+        (16, 4, NormGroups(None, AXIS, ((0, 1), (2, 3)), 2)),
+        (32, 4, NormGroups(None, AXIS, None, 4)),
+        (32, 1, NormGroups()),
+    ],
+)
+def test_norm_groups_are_parts_of_a_device_or_whole_devices(images, count, groups):
+    assert norm_groups(images, 32, count) == groups
+
+
+@pytest.mark.parametrize(("images", "count"), [(3, 4), (12, 4), (24, 4), (64, 4), (64, 1)])
+def test_other_norm_groups_are_refused(images, count):
+    with pytest.raises(ConfigError, match=r"batch_norm_group must divide the .* images that each of"):
+        norm_groups(images, 32, count)
+
+
+def test_groups_of_images_are_normalised_each_by_itself():
+    random = np.random.default_rng(0)
+    x, scale, bias, mean, var = (
+        jnp.asarray(random.normal(size=shape), jnp.float32) for shape in ((6, 3, 4, 2), *[(2,)] * 4)
+    )
+    var = jnp.square(var)
+
+    def run(x, images):
+        with normalising_over(NormGroups(images)):
+            return batch_norm(x, scale, bias, RunningStats(mean, var), train=True, relu=True)
+
+    found, moved = run(x, 2)
+    parts = [run(x[first : first + 2], None) for first in (0, 2, 4)]
+    np.testing.assert_allclose(found, np.concatenate([y for y, _ in parts]), rtol=1e-6, atol=1e-6)
+    for number in (0, 1):
+        np.testing.assert_allclose(moved[number], np.mean([each[1][number] for each in parts], axis=0), rtol=1e-6)
+    gradient = jax.grad(lambda x: jnp.square(run(x, 2)[0]).sum())(x)
+    expected = [jax.grad(lambda x: jnp.square(run(x, None)[0]).sum())(x[first : first + 2]) for first in (0, 2, 4)]
+    np.testing.assert_allclose(gradient, np.concatenate(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_all_devices_get_the_words_of_the_first_that_asks():
+    asked = []
+
+    def words_of(batch_index, num_batches):
+        asked.append(batch_index)
+        return len(asked), 0, num_batches
+
+    shared = SharedWords(words_of, 3)
+    assert [shared(0, 4), shared(0, 4), shared(4, 2), shared(0, 4), shared(4, 2), shared(4, 2)] == [
+        *[(1, 0, 4)] * 2,
+        (2, 0, 2),
+        (1, 0, 4),
+        *[(2, 0, 2)] * 2,
+    ]
+    assert asked == [0, 4]
+    assert shared(0, 4) == (3, 0, 4)  # nothing is kept of an answered pull
+
+
+def test_one_device_reduces_nothing():
+    tree = {"a": jnp.arange(3)}
+    assert ALONE.mean(tree) is ALONE.sum(tree) is ALONE.of_first(tree) is ALONE.merge(lambda one, _: one, tree) is tree
+
+
+def test_a_batch_that_does_not_divide_is_refused():
+    program = """
+from engine import train
+from tests.toy import Linear, toy_batch, toy_config
+try:
+    train(toy_config(devices="cpu:3"), model=Linear(), batches=toy_batch)
+except ValueError as error:
+    print(error)
+"""
+    assert "batch must be a multiple of the number of devices, 3, got 8" in in_process("-c", program)
