@@ -4,7 +4,6 @@ Owns how the parts are connected. Does not depend on run folders: the caller pro
 final state.
 """
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -18,12 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from engine.config import TrainConfig
-from engine.control.word import ControlWords
-from engine.crossing.choice import choose_chunk, make_infeed, this_platform, wasted_steps_warning
-from engine.crossing.infeed import BatchInfeed, WordsOf
+from engine.crossing.choice import this_platform, wasted_steps_warning
 from engine.crossing.outfeed import Outfeed
-from engine.feed.batches import BatchSource, CheckedSource
-from engine.feed.feeder import Feeder, batch_bytes, ring_depth
+from engine.feed.batches import CheckedSource
 from engine.images.unpack import LEAST_STD, PixelScale
 from engine.objective.objective import Objective
 from engine.program.checked_model import CheckedModel
@@ -35,6 +31,7 @@ from engine.records.weights import check_names
 from engine.replicas import Replicas, norm_groups, put_everywhere, replicate
 from engine.run.compilation import Compiled, compile_traced, trace_ahead, without_collector
 from engine.run.host_side import HostSide
+from engine.run.infeeds import Infeeds
 from engine.run.initial_weights import InitialWeights, load_initial_weights
 from engine.run.nonfinite import nonfinite_error
 from engine.run.own_updates import check_own_rate, describe_selection
@@ -49,7 +46,6 @@ from preprocess.memory import host_memory_bytes
 from preprocess.quantities import quantity
 from preprocess.shards.reader import ChangedShardError
 
-_MOST_EVALUATION_PULLS = 2**31 - 1
 # Time limit for closing all sinks together: long after a clean stop, short after an immediate one.
 _CLOSE_TIMEOUT_S = 60.0
 _QUIT_TIMEOUT_S = 1.0
@@ -94,19 +90,13 @@ class Launch:
         self.board, self.notices, self._signals = host.board, host.notices, host.signals
         self._transport, self._chunk, self._devices = host.transport, host.chunk, host.devices
         self._replicas = Replicas(len(host.devices))
-        self._infeeds: list[BatchInfeed] = []
-        self._infeed = self._make_infeed(
-            self._data.source,
-            self.board.words,
-            start.pulls,
-            config.steps * config.accumulate_steps,
-            self._name_pull,
+        self._infeeds = Infeeds(
+            config, self._data, host, start, lambda batch, count: self.stream.report_evaluation(batch, count)
         )
-        self._evaluation_infeed = self._make_evaluation_infeed()
         self.stream = LossStream(
             batch=config.batch * config.accumulate_steps,
             step=start.step,
-            wait_of=self._wait_of,
+            wait_of=self._infeeds.wait_of,
             board=self.board,
             on_nonfinite=lambda step: self.notices.say(
                 f"warning: the loss became NaN or infinite at step {step}; a lower learning rate may help"
@@ -130,77 +120,6 @@ class Launch:
             check_names(self._state_shape.params, self._state_shape.batch_stats)
         self._describe()
 
-    def _name_pull(self, pull: int) -> str:
-        step, number = divmod(pull, self.config.accumulate_steps)
-        return f"step {step + 1}" + (f", pull {number + 1}" if self.config.accumulate_steps > 1 else "")
-
-    def _wait_of(self, step: int) -> float:
-        """Return how many seconds the loop waited for the batches of one update; `step` counts from 0."""
-        count = self.config.accumulate_steps
-        return math.fsum(self._infeed.take_wait_s(pull) for pull in range(step * count, (step + 1) * count))
-
-    def _make_evaluation_infeed(self) -> BatchInfeed | None:
-        evaluated = self._data.evaluation
-        if evaluated is None:
-            return None
-        num_batches = evaluated.num_batches
-
-        def words_of(pull: int, num_requested: int) -> ControlWords:
-            self.stream.report_evaluation(pull % num_batches, num_batches)
-            return self.board.stop_words(num_requested)
-
-        return self._make_infeed(
-            evaluated,
-            words_of,
-            self.start.num_evaluations * num_batches,
-            _MOST_EVALUATION_PULLS,
-            lambda pull: f"evaluation {pull // num_batches + 1}, pull {pull % num_batches + 1}",
-            times_waits=False,
-        )
-
-    def _make_infeed(
-        self,
-        source: BatchSource,
-        words_of: WordsOf,
-        first_pull: int,
-        stop_pull: int,
-        name_pull: Callable[[int], str],
-        *,
-        times_waits: bool = True,
-    ) -> BatchInfeed:
-        config = self.config
-        infeed = make_infeed(
-            self._transport,
-            lambda allocate: Feeder(
-                source,
-                start_index=first_pull,
-                stop_index=max(stop_pull, first_pull),
-                depth=self._ring_depth(source),
-                num_threads=config.reader_threads,
-                timeout_s=config.infeed_timeout_s,
-                num_shards=self._replicas.count,
-                name_batch=name_pull,
-                allocate=allocate,
-            ),
-            self.board,
-            words_of=words_of,
-            chunk=self._chunk_of(source),
-            num_shards=self._replicas.count,
-            times_waits=times_waits,
-        )
-        self._infeeds.append(infeed)
-        return infeed
-
-    def _chunk_of(self, source: BatchSource) -> int:
-        """Return how many batches of `source` form a chunk; evaluations use the transport's default."""
-        evaluated = self._data.evaluation
-        if evaluated is None or source is not evaluated:
-            return self._chunk
-        return choose_chunk(None, self._transport)
-
-    def _ring_depth(self, source: BatchSource) -> int:
-        return ring_depth(source, self.config.prefetch, 1 if self._transport.runs_ahead else self._chunk_of(source))
-
     @property
     def crossings(self) -> dict[str, Any]:
         """The device, transport, number of batches per chunk, and number of batches read ahead, as in `config.json`."""
@@ -209,7 +128,7 @@ class Launch:
             "num_devices": len(self._devices),
             "transport": self._transport.name,
             "chunk_batches": self._chunk,
-            "prefetch": self._ring_depth(self._data.source),
+            "prefetch": self._infeeds.depth,
         }
 
     @property
@@ -250,7 +169,7 @@ class Launch:
         )
         if self._selected is not None:
             self._notify(self._selected)
-        depth, chunk = self._ring_depth(source), self._chunk
+        depth, chunk = self._infeeds.depth, self._chunk
         self._notify(
             f"infeed: batches of {source.batch} image{'s' * (source.batch > 1)} of {source.height} × {source.width} px "
             f"from {data.description}; {depth} batch{'es' * (depth > 1)} read ahead; {self._transport.name} transport"
@@ -288,7 +207,7 @@ class Launch:
         """
         self._notify("compiling the training program, or loading it from the cache")
         model = CheckedModel(self.resolved.model, self._data.num_classes, self._data.source, self._notify)
-        program = make_program(model, self._statics, self._infeed, self._outfeed, self._evaluation_infeed)
+        program = make_program(model, self._statics, self._infeeds.training, self._outfeed, self._infeeds.evaluation)
         program = replicate(program, self._devices)
         traced = trace_ahead(program, self._state_shape, self._values(), donate=(0,))
         if self.resolved.registry_name is None and (warning := slow_convolutions_warning(traced.jaxpr)):
@@ -320,7 +239,7 @@ class Launch:
             from engine.records.snapshot import match_state
 
             saved = match_state(self.start.snapshot.leaves, self._state_shape)
-            if self._evaluation_infeed is None:
+            if self._infeeds.evaluation is None:
                 # Without an infeed, the loop would wait for ever for the evaluation that is due.
                 saved = saved._replace(owes_evaluation=np.zeros((), np.bool))
             # Release the host's copy of the arrays, which needs as much memory again.
@@ -353,8 +272,7 @@ class Launch:
     @property
     def ring_bytes(self) -> int:
         """The number of bytes of host memory that the batches read ahead occupy."""
-        sources = (self._data.source, self._data.evaluation)
-        return sum(self._ring_depth(source) * batch_bytes(source) for source in sources if source is not None)
+        return self._infeeds.num_bytes
 
     def run(self, compiled: Compiled, state: TrainState, sinks: Sequence[Sink]) -> TrainState:
         """Run the program to completion and return its final state; errors on the host are returned by `failure`.
@@ -381,9 +299,7 @@ class Launch:
 
     def _run_loop(self, compiled: Compiled, state: TrainState, values: RunValues) -> TrainState:
         with self._transport.running(), ExitStack() as infeeds:
-            for infeed in self._infeeds:
-                infeeds.callback(infeed.close)
-                infeed.start()
+            self._infeeds.start(infeeds)
             self._signals.launched()
             self.notices.start()
             placed = put_everywhere((state, values), self._devices)
@@ -391,8 +307,9 @@ class Launch:
 
     def failure(self, state: TrainState) -> BaseException | None:
         """Return the run's error, if any. Errors on the host take precedence over others, and causes over effects."""
-        ends = (self._infeed, self._evaluation_infeed, self._outfeed, self.stream, self._transport)
-        failures = [end.failure for end in ends if end is not None and end.failure is not None]
+        infeeds = [each.failure for each in self._infeeds.all()]
+        others = [self._outfeed.failure, self.stream.failure, self._transport.failure]
+        failures = [failure for failure in (*infeeds, *others) if failure is not None]
         if failures:
             self.has_changed_data |= isinstance(failures[0], ChangedShardError)
             return failures[0]
