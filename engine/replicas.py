@@ -11,9 +11,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from engine.keys import like_leaf, plain_key
 from engine.settings import SettingError
 from models.layers.batch_norm import NormGroups
 
@@ -130,15 +132,38 @@ def replicate(function: Callable[..., Any], devices: Sequence[jax.Device]) -> Ca
 
 
 def put_everywhere[T](tree: T, devices: Sequence[jax.Device]) -> T:
-    """Return a pytree of arrays with a copy on each device, as `replicate`'s arguments must be."""
-    target = devices[0] if len(devices) == 1 else NamedSharding(_mesh(devices), _EVERYWHERE)
+    """Return a pytree of arrays with a copy on each device, as `replicate`'s arguments must be.
+
+    Args:
+        tree: arrays on one device, equal in all processes.
+        devices: all devices, those of other processes included.
+    """
+    if len(devices) == 1:
+        return tree
+    sharding = NamedSharding(_mesh(devices), _EVERYWHERE)
 
     def place(leaf: jax.Array) -> jax.Array:
-        # Arrays of one device stay as they are, and arrays of an earlier launch on several devices are moved.
-        return leaf if len(devices) == len(leaf.devices()) == 1 else jax.device_put(leaf, target)
+        plain = plain_key(leaf)
+        # `device_put` would compare the values of all processes.
+        placed = jax.make_array_from_callback(plain.shape, sharding, lambda _: np.asarray(plain))
+        placed_leaf: jax.Array = like_leaf(placed, leaf)
+        return placed_leaf
 
-    placed: T = jax.tree.map(place, tree)
-    return placed
+    copies: T = jax.tree.map(place, tree)
+    return copies
+
+
+def take_copy[T](tree: T, devices: Sequence[jax.Device]) -> T:
+    """Return the results of a replicated function as arrays on one device of this process."""
+    if len(devices) == 1:
+        return tree
+
+    def take(leaf: jax.Array) -> jax.Array:
+        own: jax.Array = like_leaf(plain_key(leaf).addressable_data(0), leaf)
+        return own
+
+    copies: T = jax.tree.map(take, tree)
+    return copies
 
 
 def _mesh(devices: Sequence[jax.Device]) -> Mesh:

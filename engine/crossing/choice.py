@@ -96,6 +96,7 @@ def make_infeed(
     words_of: WordsOf,
     chunk: int,
     num_shards: int = 1,
+    first_shard: int = 0,
     times_waits: bool = True,
 ) -> BatchInfeed:
     """Create the infeed that suits a transport; see `engine.crossing.cuda.infeed.StreamedInfeed` for the arguments."""
@@ -107,6 +108,7 @@ def make_infeed(
             words_of=words_of,
             chunk=chunk,
             num_shards=num_shards,
+            first_shard=first_shard,
             times_waits=times_waits,
         )
     from engine.crossing.cuda.infeed import StreamedInfeed

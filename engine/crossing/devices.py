@@ -54,6 +54,52 @@ def settle_devices(config: TrainConfig) -> TrainConfig:
     return replace(config, devices=f"cpu:{count}" if this_platform() == "cpu" else str(count))
 
 
+class Team(NamedTuple):
+    """The devices that train together, and those of them that this process drives.
+
+    Attributes:
+        devices: all devices, those of each process together, in the order of the processes.
+        own: the devices of this process.
+    """
+
+    devices: list[jax.Device]
+    own: list[jax.Device]
+
+    @property
+    def first(self) -> int:
+        """The number of this process's first device among all."""
+        return self.devices.index(self.own[0])
+
+    def rows(self, batch: int) -> range:
+        """Return the rows of a batch that the devices of this process pull."""
+        each = batch // len(self.devices)
+        return range(self.first * each, (self.first + len(self.own)) * each)
+
+
+def choose_team(config: TrainConfig) -> Team:
+    """Return the devices that train together: in each process, those that the setting `devices` names.
+
+    Raises:
+        SettingError: as `choose_devices`, or the processes have different numbers of devices.
+    """
+    own = choose_devices(config)
+    if jax.process_count() == 1:
+        return Team(own, own)
+    numbers = [each.id for each in jax.local_devices()]
+    places = [numbers.index(each.id) for each in own]
+    by_process = [
+        [each for each in jax.devices() if each.process_index == index] for index in range(jax.process_count())
+    ]
+    if any(len(each) <= max(places) for each in by_process):
+        raise SettingError(
+            "devices",
+            "every process must have as many devices as {setting} names, {count}, but they have {found}: give fewer",
+            count=len(own),
+            found=", ".join(str(len(each)) for each in by_process),
+        )
+    return Team([each[place] for each in by_process for place in places], own)
+
+
 def choose_devices(config: TrainConfig) -> list[jax.Device]:
     """Return the local devices that the setting `devices` names: the first of them, or jax's default device if None.
 

@@ -148,7 +148,9 @@ class Infeed:
         transport: calls the host.
         words_of: returns the control words of a pull.
         chunk: batches per pull, n.
-        num_shards: devices that pull a part of each batch; all of them get the words of the first that asks.
+        num_shards: devices of this process that pull a part of each batch; all of them get the words of the first that
+            asks.
+        first_shard: number of the first of these devices among those of all processes.
         times_waits: whether `take_wait_s` is called for every batch; otherwise the recorded waits would accumulate.
 
     Attributes:
@@ -164,9 +166,10 @@ class Infeed:
         words_of: WordsOf,
         chunk: int = 1,
         num_shards: int = 1,
+        first_shard: int = 0,
         times_waits: bool = True,
     ) -> None:
-        self._times_waits = times_waits
+        self._times_waits, self._first_shard = times_waits, first_shard
         self._feeder, self._board, self._transport = feeder, board, transport
         self._words_of = words_of if num_shards == 1 else SharedWords(words_of, num_shards)
         self.chunk = self.num_together = chunk
@@ -232,6 +235,7 @@ class Infeed:
     def _answer(self, operands: Sequence[Array], results: Sequence[Array]) -> None:
         """Answer a pull on the host; runs on a thread of XLA's runtime."""
         batch_index, shard, num_wanted = operands[0].tolist()
+        shard -= self._first_shard
         pixels, labels, words = results
         num_taken = 0
         try:

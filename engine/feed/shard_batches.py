@@ -34,15 +34,25 @@ class ShardBatches:
 
     def fill(self, batch_index: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
         """Read the batch's images from the shards; raise preprocess.shards.reader.ShardError if that fails."""
+        self.fill_rows(batch_index, range(self.batch), pixels, labels, timeout_s=timeout_s)
+
+    def fill_rows(self, batch_index: int, rows: range, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
+        """Read some rows of the batch; see `engine.feed.own_rows.RowSource`."""
         words = _weighted(labels) if self.label_form else labels
-        self._split.read_into(self._images_of(batch_index), pixels, words, timeout_s=timeout_s)
+        images = self._images_of(batch_index)[rows.start : rows.stop]
+        self._split.read_into(images, pixels, words, timeout_s=timeout_s)
 
     def lend(self, batch_index: int, labels: Labels, *, timeout_s: float) -> Lent | None:
         """Lend the batch's images from mapped shard files; see `LendingSource`."""
+        return self.lend_rows(batch_index, range(self.batch), labels, timeout_s=timeout_s)
+
+    def lend_rows(self, batch_index: int, rows: range, labels: Labels, *, timeout_s: float) -> Lent | None:
+        """Lend some rows of the batch."""
         if not self._split.lends:
             return None
         words = _weighted(labels) if self.label_form else labels
-        return self._split.lend(self._images_of(batch_index), words, timeout_s=timeout_s)
+        images = self._images_of(batch_index)[rows.start : rows.stop]
+        return self._split.lend(images, words, timeout_s=timeout_s)
 
     def check_unchanged(self) -> None:
         """Raise preprocess.shards.reader.ShardError if the files were changed; see `CheckedSource`."""
@@ -77,12 +87,18 @@ class SequentialBatches:
 
     def fill(self, batch_index: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
         """Read the batch's images; padding rows are black and have the label PADDING_LABEL, or targets of weight 0."""
-        start = batch_index % self.num_batches * self.batch
-        count = min(self.batch, self._split.num_images - start)
+        self.fill_rows(batch_index, range(self.batch), pixels, labels, timeout_s=timeout_s)
+
+    def fill_rows(self, batch_index: int, rows: range, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
+        """Read some rows of the batch; see `engine.feed.own_rows.RowSource`."""
+        start = batch_index % self.num_batches * self.batch + rows.start
+        count = max(0, min(len(rows), self._split.num_images - start))
+        pixels[count:], labels[count:] = 0, 0 if self.label_form else PADDING_LABEL
+        if not count:
+            return
         images = np.arange(start, start + count, dtype=np.int64)
         words = _weighted(labels[:count]) if self.label_form else labels[:count]
         self._split.read_into(images, pixels[:count], words, timeout_s=timeout_s)
-        pixels[count:], labels[count:] = 0, 0 if self.label_form else PADDING_LABEL
 
     def check_unchanged(self) -> None:
         """Raise preprocess.shards.reader.ShardError if the files were changed; see `CheckedSource`."""

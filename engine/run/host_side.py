@@ -7,8 +7,9 @@ from typing import Self
 from engine.config import TrainConfig
 from engine.control.board import ControlBoard
 from engine.crossing.choice import choose_chunk, choose_transport, this_platform
-from engine.crossing.devices import choose_devices
+from engine.crossing.devices import choose_team
 from engine.run.signals import StopSignals
+from engine.settings import SettingError
 from engine.stream.notices import Notices
 
 
@@ -25,7 +26,7 @@ class HostSide:
     Attributes:
         board: the board of requests to the program.
         notices: messages to the user during the run.
-        devices: the devices that train together.
+        team: the devices that train together.
         transport: the way in which the program calls the host.
         chunk: batches per pull.
         signals: the handler of the signals that stop the launch.
@@ -36,9 +37,15 @@ class HostSide:
 
     def __init__(self, config: TrainConfig, notify: Callable[[str], None], board: ControlBoard | None = None) -> None:
         self.board, self.notices = board or ControlBoard(), Notices(notify)
-        self.devices = choose_devices(config)
-        self.transport = choose_transport(config.transport, this_platform(), len(self.devices))
+        self.team = choose_team(config)
+        self.transport = choose_transport(config.transport, this_platform(), len(self.team.devices))
         self.chunk = choose_chunk(config.chunk_batches, self.transport)
+        if self.chunk > 1 and len(self.team.own) < len(self.team.devices):
+            raise SettingError(
+                "chunk_batches",
+                "several processes pull one batch at a time, got {setting} {found}: leave it out",
+                found=self.chunk,
+            )
         where = "after the current chunk of steps" if self.chunk > 1 else "at the next step"
         self.signals = StopSignals(self.board, self.notices.say, where)
         self._stack = ExitStack()

@@ -10,6 +10,7 @@ from engine.crossing.choice import choose_chunk, make_infeed
 from engine.crossing.infeed import BatchInfeed, WordsOf
 from engine.feed.batches import BatchSource
 from engine.feed.feeder import Feeder, batch_bytes, ring_depth
+from engine.feed.own_rows import rows_of
 from engine.run.data import RunData
 from engine.run.host_side import HostSide
 from engine.run.resume import StartingPoint
@@ -105,24 +106,26 @@ class Infeeds:
         *,
         times_waits: bool = True,
     ) -> BatchInfeed:
-        config, num_devices = self._config, len(self._host.devices)
+        config, team = self._config, self._host.team
+        rows = team.rows(source.batch)
         return make_infeed(
             self._host.transport,
             lambda allocate: Feeder(
-                source,
+                rows_of(source, rows),
                 start_index=first_pull,
                 stop_index=max(stop_pull, first_pull),
                 depth=self._ring_depth(source),
                 num_threads=config.reader_threads,
                 timeout_s=config.infeed_timeout_s,
-                num_shards=num_devices,
+                num_shards=len(team.own),
                 name_batch=name_pull,
                 allocate=allocate,
             ),
             self._host.board,
             words_of=words_of,
             chunk=self._chunk_of(source),
-            num_shards=num_devices,
+            num_shards=len(team.own),
+            first_shard=team.first,
             times_waits=times_waits,
         )
 

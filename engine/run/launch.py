@@ -28,7 +28,7 @@ from engine.program.slow_convolutions import slow_convolutions_warning
 from engine.program.statics import run_values, seed_words
 from engine.program.train_state import RunValues, TrainModel, TrainState, init_state
 from engine.records.weights import check_names
-from engine.replicas import Replicas, norm_groups, put_everywhere, replicate
+from engine.replicas import Replicas, norm_groups, put_everywhere, replicate, take_copy
 from engine.run.compilation import Compiled, compile_traced, trace_ahead, without_collector
 from engine.run.host_side import HostSide
 from engine.run.infeeds import Infeeds
@@ -88,8 +88,8 @@ class Launch:
         self._data = resolved.data
         self.train_s, self.has_changed_data = 0.0, False
         self.board, self.notices, self._signals = host.board, host.notices, host.signals
-        self._transport, self._chunk, self._devices = host.transport, host.chunk, host.devices
-        self._replicas = Replicas(len(host.devices))
+        self._transport, self._chunk, self._devices = host.transport, host.chunk, host.team.devices
+        self._replicas = Replicas(len(self._devices))
         self._infeeds = Infeeds(
             config, self._data, host, start, lambda batch, count: self.stream.report_evaluation(batch, count)
         )
@@ -303,7 +303,8 @@ class Launch:
             self._signals.launched()
             self.notices.start()
             placed = put_everywhere((state, values), self._devices)
-            return call_on_worker(lambda: jax.block_until_ready(compiled.call(*placed)))
+            state = call_on_worker(lambda: jax.block_until_ready(compiled.call(*placed)))
+            return take_copy(state, self._devices)
 
     def failure(self, state: TrainState) -> BaseException | None:
         """Return the run's error, if any. Errors on the host take precedence over others, and causes over effects."""

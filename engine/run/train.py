@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import jax
+from jax.experimental import multihost_utils
+
 from engine.config import TrainConfig
 from engine.crossing.devices import settle_devices, split_processor
 from engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
@@ -164,7 +167,8 @@ def open_run(
     config = settle_devices(config)
     with ExitStack() as stack:
         folder = None
-        if config.run_dir is not None:
+        # Of several processes, the first alone writes.
+        if config.run_dir is not None and jax.process_index() == 0:
             path, how = Path(config.run_dir), {"overwrite": config.overwrite, "resume": config.resume}
             if is_dry:
                 check_folder(path, **how)
@@ -188,6 +192,9 @@ def open_run(
         del start
         if recorded is not None:
             _check_continues(launch, recorded, notify)
+        if jax.process_count() > 1:
+            # No process may change the run folder before all have read it.
+            multihost_utils.sync_global_devices("opened")
         yield OpenRun(launch, folder, recorded, notify)
 
 

@@ -1,0 +1,80 @@
+"""The rows of every batch that one process reads, when several processes train together."""
+
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from engine.feed.batches import (
+    BatchSource,
+    CheckedSource,
+    Labels,
+    LendingSource,
+    Lent,
+    Pixels,
+    label_form_of,
+    row_words,
+)
+
+
+@runtime_checkable
+class RowSource(Protocol):
+    """A `BatchSource` that can read some rows of a batch without the others."""
+
+    def fill_rows(self, batch_index: int, rows: range, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
+        """Read the rows of a batch; as `BatchSource.fill`, with arrays of that many rows."""
+        ...
+
+
+class OwnRows:
+    """A source whose batches are some rows of another's.
+
+    A source that cannot read rows alone fills a whole batch, from which the rows are copied.
+
+    Args:
+        source: the source of whole batches.
+        rows: consecutive rows of each batch.
+
+    Attributes:
+        batch, height, width, row_words, label_form, thread_safe: as of any source.
+    """
+
+    def __init__(self, source: BatchSource, rows: range) -> None:
+        self._source, self._rows = source, rows
+        self.batch, self.height, self.width = len(rows), source.height, source.width
+        self.row_words, self.label_form = row_words(source), label_form_of(source)
+        self.thread_safe = source.thread_safe
+
+    def fill(self, batch_index: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
+        """Read the rows of a batch."""
+        source, rows = self._source, self._rows
+        if isinstance(source, RowSource):
+            source.fill_rows(batch_index, rows, pixels, labels, timeout_s=timeout_s)
+            return
+        whole: Any = np.zeros((source.batch, *pixels.shape[1:]), pixels.dtype)
+        all_labels: Any = np.zeros((source.batch, *labels.shape[1:]), labels.dtype)
+        source.fill(batch_index, whole, all_labels, timeout_s=timeout_s)
+        own = slice(rows.start, rows.stop)
+        pixels[...], labels[...] = whole[own], all_labels[own]
+
+    def check_unchanged(self) -> None:
+        """Raise an error if the files of the source were changed."""
+        if isinstance(self._source, CheckedSource):
+            self._source.check_unchanged()
+
+
+class OwnLentRows(OwnRows):
+    """`OwnRows` of a source that lends rows from its own memory."""
+
+    def lend(self, batch_index: int, labels: Labels, *, timeout_s: float) -> Lent | None:
+        """Lend the rows of a batch; see `LendingSource`."""
+        source: Any = self._source
+        lent: Lent | None = source.lend_rows(batch_index, self._rows, labels, timeout_s=timeout_s)
+        return lent
+
+
+def rows_of(source: BatchSource, rows: range) -> BatchSource:
+    """Return a source of some rows of each batch; the source itself if these are all rows."""
+    if len(rows) == source.batch:
+        return source
+    lends = isinstance(source, LendingSource) and hasattr(source, "lend_rows")
+    return (OwnLentRows if lends else OwnRows)(source, rows)
