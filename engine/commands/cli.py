@@ -1,5 +1,6 @@
 """The `run-train` command, which converts options to settings, trains, shows losses and reports errors in one line."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +19,10 @@ from engine.commands.option_sources import (
 from engine.commands.own_parts import load_own_parts, take_part_names
 from engine.commands.run_display import LossDisplay, show_plan, summarise
 from engine.commands.setting_options import option_names
+from engine.commands.spawn import Beat, supervise, without_option
 from engine.commands.train_options import EPILOG, option_groups, train_options
 from engine.config import SETTINGS, TrainConfig
+from engine.processes import join_processes, leave_processes, this_process
 from engine.recipes import LoadedRecipe, load_recipe
 from engine.settings import OnResume
 from preprocess.commands.grouped_help import GroupedCommand
@@ -49,6 +52,11 @@ def main(context: click.Context, /, *, recipe: str | None, dry_run: bool, traceb
     """
     is_saved, name_setting = True, option_names(context)
     try:
+        if (code := _spawn(context)) is not None:
+            leave(code)
+            return
+        beat = Beat()
+        _join(context.params)
         names = take_part_names(context.params, {name: each.default for name, each in SETTINGS.items()})
         loaded = None if recipe is None else load_recipe(recipe)
         merged = _merge(context, loaded)
@@ -60,7 +68,8 @@ def main(context: click.Context, /, *, recipe: str | None, dry_run: bool, traceb
             show_plan(_plan(config, parts))
             code = _DONE
         else:
-            result = _train(config, parts, merged.origins)
+            result = _train(config, parts, merged.origins, beat)
+            leave_processes()
             code, is_saved = _DONE if result.is_complete else _STOPPED, result.snapshot_step == result.steps_done
     except KeyboardInterrupt as interrupt:
         say_to_stderr(f"run-train: stopped at once; no weights were written{notes_of(interrupt)}")
@@ -141,14 +150,43 @@ def _plan(config: TrainConfig, parts: "OwnParts") -> "DryRun":
         return run.plan()
 
 
-def _train(config: TrainConfig, parts: "OwnParts", origins: dict[str, str]) -> "TrainResult":
+def _spawn(context: click.Context) -> int | None:
+    """Train in several processes, if so asked, and return the exit code."""
+    params = context.params
+    if params["spawn"] is None:
+        return None
+    if params["coordinator"] is not None:
+        raise ValueError("--spawn starts processes that --coordinator joins, got both: leave one out")
+    arguments = without_option(sys.argv[1:], "--spawn")
+    return supervise(arguments, params["spawn"], params["peer_timeout"])
+
+
+def _join(params: dict[str, Any]) -> None:
+    coordinator = params["coordinator"]
+    if coordinator is None:
+        given = [name for name in ("num_processes", "process_id") if params[name] is not None]
+        if given:
+            raise ValueError(f"--{given[0].replace('_', '-')} needs --coordinator HOST:PORT: give it too")
+        return
+    address = None if coordinator == "auto" else coordinator
+    join_processes(address, params["num_processes"], params["process_id"], peer_timeout_s=params["peer_timeout"])
+
+
+def _train(config: TrainConfig, parts: "OwnParts", origins: dict[str, str], beat: Beat) -> "TrainResult":
     from engine.run.train import open_run
 
+    if this_process().index > 0:
+        # The first process alone has the run folder and the terminal; a resume reads the folder in all of them.
+        own = config if config.resume else replace(config, run_dir=None)
+        with open_run(own, parts, lambda _: None) as run:
+            beat.follow(lambda: run.steps_begun)
+            return run.train([], origins)
     display = LossDisplay()
     with (
         run_dir_of(config.run_dir) as run_dir,
         open_run(replace(config, run_dir=run_dir), parts, display.notify) as run,
     ):
+        beat.follow(lambda: run.steps_begun)
         result = run.train([display.make_sink(run.config)], origins)
     summarise(result)
     return result

@@ -12,8 +12,9 @@ from engine.named_parts import OWN_PARTS
 from engine.recipes import load_recipe, recipe_names
 from preprocess.commands.completion import complete_word
 
+_PROCESSES = ("spawn", "coordinator", "num_processes", "process_id", "peer_timeout")
 _ONLY_OWN = tuple(name for name in OWN_PARTS if name not in SETTINGS)
-COMMAND_OPTIONS = ("recipe", "list_recipes", *_ONLY_OWN, "dry_run", "traceback", "list_models")
+COMMAND_OPTIONS = ("recipe", "list_recipes", *_ONLY_OWN, *_PROCESSES, "dry_run", "traceback", "list_models")
 """The parameter names of the options that are not settings."""
 
 # Click keeps the line breaks of a paragraph that begins with a backspace.
@@ -40,6 +41,7 @@ def option_groups() -> dict[str, tuple[str, ...]]:
         groups.setdefault(setting.group, []).append(setting.name)
     groups[SETTINGS["model"].group].append("list_models")
     groups[OWN_GROUP] = list(_ONLY_OWN)
+    groups["Several processes"] = list(_PROCESSES)
     groups[OUTPUT].append("traceback")
     groups[COMPILATION].append("dry_run")
     return {title: tuple(names) for title, names in groups.items()}
@@ -92,6 +94,32 @@ _OF_THE_COMMAND = (
         expose_value=False,
         callback=_list_models,
         help="List the models with their parameters, multiply-accumulates and usual image size, and exit.",
+    ),
+    click.option(
+        "--spawn",
+        type=click.IntRange(min=2),
+        metavar="N",
+        show_default="one process",
+        help="Train in N processes on this machine, and end all of them if one dies.",
+    ),
+    click.option(
+        "--coordinator",
+        metavar="HOST:PORT|auto",
+        show_default="one process",
+        help="Join other processes: the address of the first one; auto, as Slurm, Open MPI or Kubernetes describe it.",
+    ),
+    click.option(
+        "--num-processes", type=click.IntRange(min=1), metavar="N", help="Number of processes, with a HOST:PORT."
+    ),
+    click.option(
+        "--process-id", type=click.IntRange(min=0), metavar="I", help="Number of this process, with a HOST:PORT."
+    ),
+    click.option(
+        "--peer-timeout",
+        type=click.FloatRange(min=5, max=86_400),
+        default=60.0,
+        metavar="SECONDS",
+        help="End the run if another process does not answer for so long.",
     ),
     click.option(
         "--dry-run", is_flag=True, help="Compile the program and print its memory use and FLOPs, but do not train."

@@ -17,6 +17,7 @@ class ControlBoard:
     """A queue of requests for the running program; safe to use from any thread and from signal handlers.
 
     Attributes:
+        last_pull: the last training pull that the program made, from 0; -1 before the first.
         stop_reason: the reason given by the first request to stop, or None.
     """
 
@@ -29,6 +30,7 @@ class ControlBoard:
         self._pulls_per_step = 1
         self._factor = 1.0
         self.stop_reason: str | None = None
+        self.last_pull = -1
 
     def prepare(
         self,
@@ -77,6 +79,7 @@ class ControlBoard:
         Raises:
             BaseException: any exception that `record` raises.
         """
+        self.last_pull = pull
         if not self._pending and not self._replayed:
             return stop_at_once() if self.is_stop_requested() else encode_control(0, self._factor, num_batches)
         # Also at a stop: the launch that resumes the run applies events recorded here at this pull.

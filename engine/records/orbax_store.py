@@ -44,8 +44,23 @@ def save_items(path: Path, arrays: dict[str, Any], facts: dict[str, Any]) -> Non
         items: dict[str, Any] = {"facts": ocp.args.JsonSave(facts)}
         if arrays:
             items["state"] = ocp.args.PyTreeSave(arrays)
-        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+        with _checkpointer() as checkpointer:
             checkpointer.save(path, args=ocp.args.Composite(**items))
+
+
+def _checkpointer() -> Any:
+    """Return a checkpointer of this process alone: Orbax would otherwise wait for all processes that train together."""
+    import jax
+    import orbax.checkpoint as ocp
+
+    here, count = jax.process_index(), jax.process_count()
+    if count == 1:
+        return ocp.Checkpointer(ocp.CompositeCheckpointHandler())
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=here, active_processes={here}, barrier_sync_key_prefix=f"process-{here}"
+    )
+    options = ocp.CompositeOptions(multiprocessing_options=alone)
+    return ocp.Checkpointer(ocp.CompositeCheckpointHandler(composite_options=options), multiprocessing_options=alone)
 
 
 def restore_facts(path: Path) -> Any:
@@ -53,7 +68,7 @@ def restore_facts(path: Path) -> Any:
     with _quiet():
         import orbax.checkpoint as ocp
 
-        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+        with _checkpointer() as checkpointer:
             return checkpointer.restore(path, args=ocp.args.Composite(facts=ocp.args.JsonRestore()))["facts"]
 
 
@@ -63,7 +78,7 @@ def restore_arrays(path: Path) -> Any:
         import orbax.checkpoint as ocp
 
         # Without a target, Orbax restores every array as the type that it was saved from.
-        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+        with _checkpointer() as checkpointer:
             return checkpointer.restore(path, args=ocp.args.Composite(state=ocp.args.PyTreeRestore()))["state"]
 
 

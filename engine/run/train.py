@@ -281,6 +281,11 @@ class OpenRun:
             )
             return recording.run(compiled, state, sinks)
 
+    @property
+    def steps_begun(self) -> int:
+        """The number of updates whose batches the program has asked for, also while it runs."""
+        return (self._launch.board.last_pull + 1) // self.config.accumulate_steps
+
     def plan(self) -> DryRun:
         """Compile the program, and return it together with the amount of memory that the run would need."""
         launch = self._launch
@@ -308,6 +313,8 @@ class OpenRun:
 
 def _check_has_folder(config: TrainConfig, *, is_dry: bool) -> None:
     """Raise SettingError if a setting needs a run folder and none is given; snapshots need no folder in a dry run."""
+    if jax.process_index() > 0:
+        return
     needs_one = {
         "resume": config.resume,
         "snapshot_every_steps": config.snapshot_every_steps and not is_dry,

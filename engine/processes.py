@@ -1,0 +1,81 @@
+"""The processes that train together: how this one joins the others, on this machine or on several.
+
+The runtime is jax's own. Must be called before anything else uses jax.
+"""
+
+from dataclasses import dataclass
+
+PEER_TIMEOUT_S = 60.0
+_JOIN_TIMEOUT_S = 120
+
+
+@dataclass(frozen=True)
+class ThisProcess:
+    """The number of this process, from 0, and how many there are."""
+
+    index: int
+    count: int
+
+
+def this_process() -> ThisProcess:
+    """Return the number of this process and of all processes that train together, (0, 1) without others."""
+    import jax
+
+    return ThisProcess(jax.process_index(), jax.process_count())
+
+
+def join_processes(
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    peer_timeout_s: float = PEER_TIMEOUT_S,
+) -> None:
+    """Join the other processes of a run; call it in each of them, before jax is used for anything else.
+
+    Args:
+        coordinator: address HOST:PORT of the first process; None lets jax find it, as Slurm, Open MPI, Kubernetes or a
+            TPU pod describe it to their processes.
+        num_processes: number of processes; None as above.
+        process_id: number of this process, from 0; None as above.
+        peer_timeout_s: seconds after which a process that no longer answers ends the others.
+
+    Raises:
+        ValueError: the address has another form, or is given without the two numbers.
+        RuntimeError: the others cannot be reached within two minutes, or jax is already in use.
+    """
+    given = (coordinator, num_processes, process_id)
+    if any(each is None for each in given) and any(each is not None for each in given):
+        raise ValueError(
+            "the coordinator's address, the number of processes and the number of this process belong together, got "
+            f"{coordinator}, {num_processes} and {process_id}: give all three, or none of them"
+        )
+    if coordinator is not None and not coordinator.rpartition(":")[2].isdecimal():
+        raise ValueError(f"the coordinator must be HOST:PORT, got {coordinator!r}: give both")
+    if num_processes is not None and process_id is not None and not 0 <= process_id < num_processes:
+        raise ValueError(f"the number of this process must lie in 0 … {num_processes - 1}, got {process_id}")
+    import jax
+
+    # Its service would take SIGTERM, which stops a run cleanly.
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    limit_s = max(1, round(peer_timeout_s))
+    jax.distributed.initialize(
+        coordinator,
+        num_processes,
+        process_id,
+        initialization_timeout=_JOIN_TIMEOUT_S,
+        heartbeat_timeout_seconds=limit_s,
+        shutdown_timeout_seconds=limit_s,
+    )
+
+
+def leave_processes() -> None:
+    """Wait until all processes have come here, and part from them; does nothing without others.
+
+    A process that ended without it would be taken for one that died.
+    """
+    if this_process().count > 1:
+        import jax
+
+        jax.distributed.shutdown()
