@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from engine.commands.command_end import say_to_stderr
 
@@ -25,6 +25,7 @@ _LOOK_EVERY_S = 0.2
 _BEAT_EVERY_S = 1.0
 # Between a request to end and the end by force.
 _GRACE_S = 20.0
+_WRONG_USAGE = 2
 _PROGRAM = "from engine.commands.cli import main; main(prog_name='run-train')"
 
 
@@ -38,16 +39,16 @@ def supervise(arguments: Sequence[str], num_processes: int, peer_timeout_s: floa
     """
     with tempfile.TemporaryDirectory(prefix="feedloop-") as folder:
         beats = [Path(folder) / str(number) for number in range(num_processes)]
-        processes = _start(arguments, beats)
+        relay = _Relay()
+        processes = _start(arguments, beats, relay)
         with _Forwarding(processes):
             fault = _wait(processes, beats, peer_timeout_s)
-            if fault is not None:
-                say_to_stderr(f"run-train: {fault}")
+            # From here on, what the others print is about the end of this one.
+            relay.is_quiet = fault is not None
+            if fault is not None and fault.code != _WRONG_USAGE:
+                say_to_stderr(f"run-train: {fault.message}")
             _end(processes)
-        codes = [process.returncode for process in processes]
-    if fault is None:
-        return max(codes)
-    return next((code for code in codes if code == 2), 1)
+    return max(process.returncode for process in processes) if fault is None else fault.code
 
 
 def without_option(arguments: Sequence[str], option: str) -> list[str]:
@@ -62,7 +63,7 @@ def without_option(arguments: Sequence[str], option: str) -> list[str]:
     return kept
 
 
-def _start(arguments: Sequence[str], beats: Sequence[Path]) -> list[subprocess.Popen[str]]:
+def _start(arguments: Sequence[str], beats: Sequence[Path], relay: "_Relay") -> list[subprocess.Popen[str]]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -80,33 +81,58 @@ def _start(arguments: Sequence[str], beats: Sequence[Path]) -> list[subprocess.P
             start_new_session=True,
         )
         if process.stdout is not None:
-            threading.Thread(target=_relay, args=(number, process.stdout), daemon=True).start()
+            threading.Thread(target=relay.pass_on, args=(number, process.stdout), daemon=True).start()
         processes.append(process)
     return processes
 
 
-def _relay(number: int, lines: IO[str]) -> None:
-    for line in lines:
-        say_to_stderr(f"process {number}: {line.rstrip()}")
+class _Relay:
+    """Passes the lines of the other processes on, with their numbers.
+
+    Attributes:
+        is_quiet: whether to drop them.
+    """
+
+    def __init__(self) -> None:
+        self.is_quiet = False
+
+    def pass_on(self, number: int, lines: IO[str]) -> None:
+        """Pass on all lines of one process."""
+        for line in lines:
+            # What the runtime says about its own connections is for its developers.
+            if not self.is_quiet and not line.startswith("[Gloo]"):
+                say_to_stderr(f"process {number}: {line.rstrip()}")
 
 
-def _wait(processes: Sequence[subprocess.Popen[str]], beats: Sequence[Path], peer_timeout_s: float) -> str | None:
+class _Fault(NamedTuple):
+    """Why the processes are ended, and the exit code of the command."""
+
+    message: str
+    code: int
+
+
+def _wait(processes: Sequence[subprocess.Popen[str]], beats: Sequence[Path], peer_timeout_s: float) -> _Fault | None:
     """Wait for all processes; return None if all ended well, else what is wrong with the first that did not."""
     while any(process.poll() is None for process in processes):
         for number, process in enumerate(processes):
-            code = process.poll()
-            if code not in (None, 0, 130):
-                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-                return _describe(number, beats[number], how)
+            if (fault := _failure(number, process, beats[number])) is not None:
+                return fault
             with suppress(FileNotFoundError):
                 silent_s = time.time() - beats[number].stat().st_mtime
-                if code is None and silent_s > peer_timeout_s:
-                    return _describe(number, beats[number], f"has not answered for {silent_s:.0f} s (--peer-timeout)")
+                if process.poll() is None and silent_s > peer_timeout_s:
+                    how = f"has not answered for {silent_s:.0f} s (--peer-timeout)"
+                    return _Fault(_describe(number, beats[number], how), 1)
         time.sleep(_LOOK_EVERY_S)
-    for number, process in enumerate(processes):
-        if process.returncode not in (0, 130):
-            return _describe(number, beats[number], f"failed with exit code {process.returncode}")
-    return None
+    faults = (_failure(number, process, beats[number]) for number, process in enumerate(processes))
+    return next((fault for fault in faults if fault is not None), None)
+
+
+def _failure(number: int, process: subprocess.Popen[str], beat: Path) -> _Fault | None:
+    code = process.poll()
+    if code in (None, 0, 130):
+        return None
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
+    return _Fault(_describe(number, beat, how), code if code > 0 else 1)
 
 
 def _describe(number: int, beat: Path, how: str) -> str:
