@@ -169,7 +169,9 @@ def _join(params: dict[str, Any]) -> None:
             raise ValueError(f"--{given[0].replace('_', '-')} needs --coordinator HOST:PORT: give it too")
         return
     address = None if coordinator == "auto" else coordinator
-    join_processes(address, params["num_processes"], params["process_id"], peer_timeout_s=params["peer_timeout"])
+    # The supervisor, if there is one, acts first: its message names the process.
+    limit_s = params["peer_timeout"] * (4 if Beat.is_watched() else 1)
+    join_processes(address, params["num_processes"], params["process_id"], peer_timeout_s=limit_s)
 
 
 def _train(config: TrainConfig, parts: "OwnParts", origins: dict[str, str], beat: Beat) -> "TrainResult":

@@ -24,7 +24,7 @@ BEAT_FILE = "FEEDLOOP_BEAT_FILE"
 _LOOK_EVERY_S = 0.2
 _BEAT_EVERY_S = 1.0
 # Between a request to end and the end by force.
-_GRACE_S = 20.0
+_GRACE_S = 4.0
 _WRONG_USAGE = 2
 _PROGRAM = "from engine.commands.cli import main; main(prog_name='run-train')"
 
@@ -112,27 +112,40 @@ class _Fault(NamedTuple):
 
 
 def _wait(processes: Sequence[subprocess.Popen[str]], beats: Sequence[Path], peer_timeout_s: float) -> _Fault | None:
-    """Wait for all processes; return None if all ended well, else what is wrong with the first that did not."""
-    while any(process.poll() is None for process in processes):
-        for number, process in enumerate(processes):
-            if (fault := _failure(number, process, beats[number])) is not None:
-                return fault
-            with suppress(FileNotFoundError):
-                silent_s = time.time() - beats[number].stat().st_mtime
-                if process.poll() is None and silent_s > peer_timeout_s:
-                    how = f"has not answered for {silent_s:.0f} s (--peer-timeout)"
-                    return _Fault(_describe(number, beats[number], how), 1)
+    """Wait for all processes; return None if all ended well, else why they are to be ended."""
+    while True:
+        is_running = any(process.poll() is None for process in processes)
+        if (fault := _first_fault(processes, beats, peer_timeout_s)) is not None:
+            # The others fail a moment after the one whose fault it is.
+            time.sleep(_LOOK_EVERY_S)
+            return _first_fault(processes, beats, peer_timeout_s) or fault
+        if not is_running:
+            return None
         time.sleep(_LOOK_EVERY_S)
-    faults = (_failure(number, process, beats[number]) for number, process in enumerate(processes))
-    return next((fault for fault in faults if fault is not None), None)
 
 
-def _failure(number: int, process: subprocess.Popen[str], beat: Path) -> _Fault | None:
-    code = process.poll()
-    if code in (None, 0, 130):
-        return None
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-    return _Fault(_describe(number, beat, how), code if code > 0 else 1)
+def _first_fault(
+    processes: Sequence[subprocess.Popen[str]], beats: Sequence[Path], peer_timeout_s: float
+) -> _Fault | None:
+    """Return the fault that explains the others: of a killed process, else of a silent one, else of any other."""
+    killed: list[_Fault] = []
+    silent: list[_Fault] = []
+    failed: list[_Fault] = []
+    for number, (process, beat) in enumerate(zip(processes, beats, strict=True)):
+        code = process.poll()
+        if code is None:
+            with suppress(FileNotFoundError):
+                silent_s = time.time() - beat.stat().st_mtime
+                if silent_s > peer_timeout_s:
+                    how = f"has not answered for {silent_s:.0f} s (--peer-timeout)"
+                    silent.append(_Fault(_describe(number, beat, how), 1))
+        elif code < 0:
+            # The runtime aborts a process if another one is lost.
+            kind = failed if code == -signal.SIGABRT else killed
+            kind.append(_Fault(_describe(number, beat, f"was killed by {signal.Signals(-code).name}"), 1))
+        elif code not in (0, 130):
+            failed.append(_Fault(_describe(number, beat, f"failed with exit code {code}"), code))
+    return next(iter([*killed, *silent, *failed]), None)
 
 
 def _describe(number: int, beat: Path, how: str) -> str:
@@ -167,6 +180,11 @@ class Beat:
         self._step: Callable[[], int] = lambda: 0
         if self._path is not None:
             threading.Thread(target=self._work, daemon=True).start()
+
+    @staticmethod
+    def is_watched() -> bool:
+        """Return whether there is a supervisor, which then acts before the runtime does."""
+        return BEAT_FILE in os.environ
 
     def follow(self, step: Callable[[], int]) -> None:
         """Show the result of a function, the number of steps done."""
