@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         mean_of,
         top_k,
     )
+    from engine.processes import ThisProcess, join_processes, this_process
     from engine.program.train_state import TrainModel
     from engine.recipes import LoadedRecipe, load_recipe, recipe_names
     from engine.records.saved_weights import read_weights
@@ -63,6 +64,8 @@ _HOME = {
     "evaluate": "engine.evaluation.run",
     "evaluate_weights": "engine.evaluation.run",
     "expected_calibration_error": "engine.objective.metrics",
+    "ThisProcess": "engine.processes",
+    "join_processes": "engine.processes",
     "load_recipe": "engine.recipes",
     "mean_average_precision": "engine.objective.metrics",
     "mean_of": "engine.objective.metrics",
@@ -71,6 +74,7 @@ _HOME = {
     "recipe_names": "engine.recipes",
     "replay_run": "engine.replay.replay",
     "run_settings": "engine.evaluation.run",
+    "this_process": "engine.processes",
     "top_k": "engine.objective.metrics",
     "train": "engine.run.train",
 }
@@ -94,6 +98,7 @@ __all__ = [
     "RunHandle",
     "SettingError",
     "Sink",
+    "ThisProcess",
     "TrainConfig",
     "TrainModel",
     "TrainResult",
@@ -103,6 +108,7 @@ __all__ = [
     "evaluate",
     "evaluate_weights",
     "expected_calibration_error",
+    "join_processes",
     "load_recipe",
     "mean_average_precision",
     "mean_of",
@@ -111,6 +117,7 @@ __all__ = [
     "recipe_names",
     "replay_run",
     "run_settings",
+    "this_process",
     "top_k",
     "train",
 ]

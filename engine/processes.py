@@ -3,10 +3,13 @@
 The runtime is jax's own. Must be called before anything else uses jax.
 """
 
+import socket
+import time
 from dataclasses import dataclass
 
 PEER_TIMEOUT_S = 60.0
-_JOIN_TIMEOUT_S = 120
+JOIN_TIMEOUT_S = 120.0
+_ASK_EVERY_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ def join_processes(
     process_id: int | None = None,
     *,
     peer_timeout_s: float = PEER_TIMEOUT_S,
+    join_timeout_s: float = JOIN_TIMEOUT_S,
 ) -> None:
     """Join the other processes of a run; call it in each of them, before jax is used for anything else.
 
@@ -39,10 +43,11 @@ def join_processes(
         num_processes: number of processes; None as above.
         process_id: number of this process, from 0; None as above.
         peer_timeout_s: seconds after which a process that no longer answers ends the others.
+        join_timeout_s: seconds to wait for the others at the start.
 
     Raises:
         ValueError: the address has another form, or is given without the two numbers.
-        RuntimeError: the others cannot be reached within two minutes, or jax is already in use.
+        RuntimeError: the others cannot be reached in time, or jax is already in use.
     """
     given = (coordinator, num_processes, process_id)
     if any(each is None for each in given) and any(each is not None for each in given):
@@ -59,15 +64,46 @@ def join_processes(
     # Its service would take SIGTERM, which stops a run cleanly.
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    if coordinator is not None and process_id:
+        _wait_for(coordinator, join_timeout_s)
     limit_s = max(1, round(peer_timeout_s))
-    jax.distributed.initialize(
-        coordinator,
-        num_processes,
-        process_id,
-        initialization_timeout=_JOIN_TIMEOUT_S,
-        heartbeat_timeout_seconds=limit_s,
-        shutdown_timeout_seconds=limit_s,
-    )
+    try:
+        jax.distributed.initialize(
+            coordinator,
+            num_processes,
+            process_id,
+            initialization_timeout=max(1, round(join_timeout_s)),
+            heartbeat_timeout_seconds=limit_s,
+            shutdown_timeout_seconds=limit_s,
+        )
+    except jax.errors.JaxRuntimeError as error:
+        raise RuntimeError(
+            f"the coordinator {coordinator or 'of this cluster'} cannot be reached, or not all processes came, within "
+            f"{join_timeout_s:g} s: start all of them, and check the address and the firewall"
+        ) from error
+    except ValueError as error:
+        raise ValueError(
+            f"jax finds no cluster here ({error}): give the coordinator HOST:PORT, the number of processes and the "
+            "number of this one"
+        ) from error
+
+
+def _wait_for(coordinator: str, limit_s: float) -> None:
+    """Wait until the coordinator accepts connections; jax would abort this process if it did not come in time."""
+    host, _, port = coordinator.rpartition(":")
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_ASK_EVERY_S).close()
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise RuntimeError(
+                    f"the coordinator {coordinator} cannot be reached within {limit_s:g} s "
+                    f"({error.strerror or error}): start the first process, and check the address and the firewall"
+                ) from error
+            time.sleep(_ASK_EVERY_S)
+        else:
+            return
 
 
 def leave_processes() -> None:

@@ -6,7 +6,9 @@ Trains on NUMBER devices, and prints the results as one line of JSON.
 """
 
 import json
+import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from engine import Callback, Metric, TrainConfig, devices, train
+from engine import Callback, Metric, TrainConfig, devices, this_process, train
 from tests.toy import CLASSES, Linear, toy_batch, toy_config
 
 EVERYTHING: dict[str, Any] = {
@@ -59,6 +61,23 @@ def checksum(shift):
     )
 
 
+METRICS = {"low": checksum(0), "high": checksum(16)}
+
+
+def slow_batches(step):
+    """Batches of 12 that leave time for signals; at step 10 those of one process stall, if so asked."""
+    time.sleep(0.1)
+    if step == 10 and os.environ.get("STALLED_PROCESS") == str(this_process().index):
+        time.sleep(600)
+    return toy_batch(step, batch=12)
+
+
+def rows_alone(step, rows):
+    """The rows of a batch of 12 that this process asks for."""
+    pixels, labels = toy_batch(step, batch=12)
+    return pixels[rows.start : rows.stop], labels[rows.start : rows.stop]
+
+
 class Steering(Callback):
     """Requests another learning rate, an evaluation and a snapshot."""
 
@@ -82,7 +101,7 @@ def everything(spec):
         model=Showing(),
         batches=toy_batch,
         evaluation=evaluation(),
-        metrics={"low": checksum(0), "high": checksum(16)},
+        metrics=METRICS,
     )
     records = []
 
@@ -101,7 +120,7 @@ def everything(spec):
         model=Showing(),
         batches=toy_batch,
         evaluation=evaluation(),
-        metrics={"low": checksum(0), "high": checksum(16)},
+        metrics=METRICS,
         sinks=[Sink()],
     )
     return {

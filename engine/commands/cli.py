@@ -171,12 +171,20 @@ def _join(params: dict[str, Any]) -> None:
     address = None if coordinator == "auto" else coordinator
     # The supervisor, if there is one, acts first: its message names the process.
     limit_s = params["peer_timeout"] * (4 if Beat.is_watched() else 1)
-    join_processes(address, params["num_processes"], params["process_id"], peer_timeout_s=limit_s)
+    join_processes(
+        address,
+        params["num_processes"],
+        params["process_id"],
+        peer_timeout_s=limit_s,
+        join_timeout_s=params["join_timeout"],
+    )
 
 
 def _train(config: TrainConfig, parts: "OwnParts", origins: dict[str, str], beat: Beat) -> "TrainResult":
+    from engine.crossing.devices import split_processor
     from engine.run.train import open_run
 
+    split_processor([config])
     if this_process().index > 0:
         # The first process alone has the run folder and the terminal; a resume reads the folder in all of them.
         own = config if config.resume else replace(config, run_dir=None)

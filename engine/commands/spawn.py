@@ -22,7 +22,7 @@ from engine.commands.command_end import say_to_stderr
 BEAT_FILE = "FEEDLOOP_BEAT_FILE"
 """The environment variable that names the file in which a process shows that it is alive, and its last step."""
 _LOOK_EVERY_S = 0.2
-_BEAT_EVERY_S = 1.0
+_BEAT_EVERY_S = 0.25
 # Between a request to end and the end by force.
 _GRACE_S = 4.0
 _WRONG_USAGE = 2

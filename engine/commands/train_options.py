@@ -12,7 +12,7 @@ from engine.named_parts import OWN_PARTS
 from engine.recipes import load_recipe, recipe_names
 from preprocess.commands.completion import complete_word
 
-_PROCESSES = ("spawn", "coordinator", "num_processes", "process_id", "peer_timeout")
+_PROCESSES = ("spawn", "coordinator", "num_processes", "process_id", "peer_timeout", "join_timeout")
 _ONLY_OWN = tuple(name for name in OWN_PARTS if name not in SETTINGS)
 COMMAND_OPTIONS = ("recipe", "list_recipes", *_ONLY_OWN, *_PROCESSES, "dry_run", "traceback", "list_models")
 """The parameter names of the options that are not settings."""
@@ -120,6 +120,13 @@ _OF_THE_COMMAND = (
         default=60.0,
         metavar="SECONDS",
         help="End the run if another process does not answer for so long.",
+    ),
+    click.option(
+        "--join-timeout",
+        type=click.FloatRange(min=1, max=86_400),
+        default=120.0,
+        metavar="SECONDS",
+        help="Wait so long for the other processes at the start.",
     ),
     click.option(
         "--dry-run", is_flag=True, help="Compile the program and print its memory use and FLOPs, but do not train."

@@ -72,6 +72,13 @@ class Team(NamedTuple):
 
     def rows(self, batch: int) -> range:
         """Return the rows of a batch that the devices of this process pull."""
+        if batch % len(self.devices):
+            raise SettingError(
+                "batch",
+                "{setting} must be a multiple of the number of devices, {num_devices}, got {found}",
+                num_devices=len(self.devices),
+                found=batch,
+            )
         each = batch // len(self.devices)
         return range(self.first * each, (self.first + len(self.own)) * each)
 

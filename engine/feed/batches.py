@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 type Pixels = NDArray[np.uint32]
 type Labels = NDArray[np.int32]
-type BatchFunction = Callable[[int], tuple[Any, Any]]
+type BatchFunction = Callable[[int], tuple[Any, Any]] | Callable[[int, range], tuple[Any, Any]]
 type EvaluationArrays = tuple[Any, Any]
 type LabelKind = Literal["classes", "any", "numbers"]
 """Which labels a loss takes, as arrays with one entry for each of B images.
@@ -200,7 +200,7 @@ class FunctionBatches:
 
     def __init__(
         self,
-        function: BatchFunction,
+        function: Callable[[int], tuple[Any, Any]],
         *,
         first_index: int = 0,
         num_classes: int | None = None,

@@ -1,5 +1,7 @@
 """The rows of every batch that one process reads, when several processes train together."""
 
+import inspect
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -7,6 +9,7 @@ import numpy as np
 from engine.feed.batches import (
     BatchSource,
     CheckedSource,
+    FunctionBatches,
     Labels,
     LendingSource,
     Lent,
@@ -78,3 +81,38 @@ def rows_of(source: BatchSource, rows: range) -> BatchSource:
         return source
     lends = isinstance(source, LendingSource) and hasattr(source, "lend_rows")
     return (OwnLentRows if lends else OwnRows)(source, rows)
+
+
+class FunctionRows(FunctionBatches):
+    """Batches from a user's function that is asked for the rows of this process alone.
+
+    Args:
+        function: the user's function.
+        rows: the rows of this process, a range.
+        batch: images of a whole batch.
+        others: as of `FunctionBatches`.
+    """
+
+    def __init__(
+        self, function: Callable[[int, range], tuple[Any, Any]], rows: range, batch: int, **others: Any
+    ) -> None:
+        super().__init__(lambda batch_index: function(batch_index, rows), **others)
+        found: int = self.batch
+        if found != len(rows):
+            raise ValueError(
+                f"a batch source that takes rows must return those that it is asked for, {len(rows)}, got {found}"
+            )
+        self.batch = batch
+
+    def fill_rows(self, batch_index: int, rows: range, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
+        """Copy the rows that the function returns; see `RowSource`."""
+        del rows  # those of this process
+        self.fill(batch_index, pixels, labels, timeout_s=timeout_s)
+
+
+def takes_rows(function: Any) -> bool:
+    """Return whether a user's batch function has a parameter named `rows`."""
+    try:
+        return "rows" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a built-in function has no signature
+        return False

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 from engine.config import OWN_BATCHES, SYNTHETIC_CLASSES, SYNTHETIC_IMAGE_SIZE, TrainConfig
 from engine.feed.batches import (
@@ -19,7 +20,9 @@ from engine.feed.batches import (
     LabelKind,
     SyntheticBatches,
 )
+from engine.feed.own_rows import FunctionRows, takes_rows
 from engine.feed.shard_batches import SequentialBatches, ShardBatches
+from engine.processes import this_process
 from engine.run.dataset import choose_data, make_demo
 from engine.run.label_fit import check_loss_fits, check_num_targets
 from engine.run.parts import OwnParts
@@ -129,16 +132,20 @@ def _check_same_shape(source: BatchSource, evaluation: EvaluationSource) -> None
 def _open_own_batches(config: TrainConfig, parts: OwnParts, first_pull: int) -> RunData:
     batches = parts.batches
     assert batches is not None
-    source = (
-        FunctionBatches(
-            batches,
-            first_index=first_pull,
-            num_classes=config.num_classes,
-            kind=label_kind(config, has_own_loss=parts.loss is not None),
-        )
-        if callable(batches)
-        else batches
-    )
+    how: dict[str, Any] = {
+        "first_index": first_pull,
+        "num_classes": config.num_classes,
+        "kind": label_kind(config, has_own_loss=parts.loss is not None),
+    }
+    function: Any = batches
+    if not callable(batches):
+        source: BatchSource = batches
+    elif takes_rows(batches):
+        here = this_process()
+        bounds = [config.batch * number // here.count for number in (here.index, here.index + 1)]
+        source = FunctionRows(function, range(*bounds), config.batch, **how)
+    else:
+        source = FunctionBatches(function, **how)
     if source.batch != config.batch:
         raise ValueError(
             f"the batch source must return batches of {quantity(config.batch, 'image')} (the setting batch), "

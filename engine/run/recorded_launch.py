@@ -18,6 +18,7 @@ from engine.control.request import origin_of
 from engine.crossing.pushed import PushedSnapshot
 from engine.keys import plain_keys
 from engine.named_parts import options_of
+from engine.processes import this_process
 from engine.program.train_state import TrainState
 from engine.records.best_snapshot import best_step, parse_metric
 from engine.records.control_log import ControlLog
@@ -56,7 +57,8 @@ def result_of(
     else:
         # After a stop during the last evaluation, that evaluation is still due.
         is_done = steps_done >= config.steps and not bool(state.owes_evaluation)
-        stopped_by = "steps" if is_done else launch.board.stop_reason or "steps"
+        others = "another process" if this_process().count > 1 else "steps"
+        stopped_by = "steps" if is_done else launch.board.stop_reason or others
     return TrainResult(
         params=state.evaluated.params,
         batch_stats=state.evaluated.batch_stats,

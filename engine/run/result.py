@@ -21,8 +21,8 @@ class TrainResult:
         losses: float32 [updates done by this call], each step's mean loss.
         evaluations: the evaluations of this call, in order.
         steps_done: updates done.
-        stopped_by: "steps" if all steps were done, "top1" at `stop_at_top1`, else the signal's name, "control-run" or
-            "callback".
+        stopped_by: "steps" if all steps were done, "top1" at `stop_at_top1`, else the signal's name, "control-run",
+            "callback" or "another process".
         num_params: number of learnable parameters.
         num_skipped: updates skipped because a gradient was NaN or infinite.
         compile_s: seconds to compile the program or to load it from the cache.

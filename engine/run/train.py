@@ -86,9 +86,10 @@ def train(
             [B, H, W, 3]. Convolutions of `models.layers.convolution` stay fast inside the loop on a CPU. If `apply`
             has a parameter `key`, it gets PRNG keys [B] in training, one per image by (seed, position), otherwise None.
         batches: user-defined batches instead of a packed data set: a function from the step (from 0) to (uint32
-            [B, H, W] packed pixels, integer [B] labels), called in order from one thread; or a `BatchSource`. A resumed
-            run asks only for the remaining steps. The cross entropy also takes target distributions, float [B, K];
-            every other loss takes labels that are any pytree of arrays [B, …] of fixed shapes and dtypes.
+            [B, H, W] packed pixels, integer [B] labels), called in order from one thread; or a `BatchSource`. A
+            function of (step, rows) returns only these rows, a range; of several processes, each asks for its own. A
+            resumed run asks only for the remaining steps. The cross entropy also takes target distributions, float
+            [B, K]; every other loss takes labels that are any pytree of arrays [B, …] of fixed shapes and dtypes.
         evaluation: user-defined evaluation images instead of a split of the data set: a tuple of all of them (uint32
             [N, H, W] packed pixels, integer [N] labels, or labels as those of `batches`), or an `EvaluationSource`.
         loss: a user-defined loss instead of that of the setting `loss`: (outputs of the model, labels, float32 [B]
@@ -162,8 +163,8 @@ def open_run(
         ValueError: as `train`.
     """
     check_arguments(config, parts)
-    _check_has_folder(config, is_dry=is_dry)
     split_processor([config])
+    _check_has_folder(config, is_dry=is_dry)
     config = settle_devices(config)
     with ExitStack() as stack:
         folder = None

@@ -1,0 +1,222 @@
+"""Several processes on this machine: the same inputs and losses, and how they end if one stops, dies or stalls."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from engine import join_processes, this_process
+from engine.commands.cli import main
+from engine.commands.spawn import without_option
+from engine.feed.own_rows import rows_of
+from tests.device_runs import rows_alone
+from tests.toy import toy_batch
+
+ROOT = Path(__file__).parents[1]
+PROGRAM = "from engine.commands.cli import main; main(prog_name='run-train')"
+MODULE = "tests.device_runs"
+TOY = ["--model", "tests.toy:Linear", "--batches", f"{MODULE}:slow_batches", "--batch", "12", "--num-classes", "3"]
+EVERYTHING = [
+    *("--model", f"{MODULE}:Showing", "--metrics", f"{MODULE}:METRICS", "--evaluation", f"{MODULE}:evaluation"),
+    *("--batch", "12", "--num-classes", "3", "--steps", "8", "--eval-every", "4", "--learning-rate", "0.05"),
+    *("--crop", "random", "--crop-padding", "1", "--flip", "0.5", "--erasing", "0.3", "--auto-augment", "randaugment"),
+    *("--accumulate-steps", "2", "--ema-decay", "0.9", "--snapshot-every", "4"),
+]
+
+
+def words(*options: str) -> list[str]:
+    return [sys.executable, "-c", PROGRAM, *options]
+
+
+def run(*options: str) -> str:
+    done = subprocess.run(words(*options), cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def records(folder: Path, name: str = "loss.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+@contextmanager
+def going(folder: Path, *options: str, **environment: str):
+    """A run in two processes that has done a few steps, with its lines in a file."""
+    log = folder.with_suffix(".log")
+    arguments = [*TOY, "--steps", "500", "--snapshot-every", "2", "--spawn", "2", "--run-dir", str(folder), *options]
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            words(*arguments), cwd=ROOT, env=os.environ | environment, stdout=output, stderr=subprocess.STDOUT
+        )
+        try:
+            deadline = time.monotonic() + 120
+            while not (folder / "loss.jsonl").exists() or len(records(folder)) < 8:
+                assert process.poll() is None, log.read_text()
+                assert time.monotonic() < deadline, log.read_text()
+                time.sleep(0.1)
+            yield process, log
+        finally:
+            for number in (0, 1):
+                for pid in own_processes(folder, number):
+                    os.kill(pid, signal.SIGKILL)
+            process.kill()
+            process.wait()
+
+
+def own_processes(folder: Path, number: int) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if str(folder) in line and "--process-id" in line and line[line.index("--process-id") + 1] == str(number):
+            found.append(int(path.parent.name))
+    return found
+
+
+def resumed(folder: Path, steps: int) -> list[dict[str, Any]]:
+    """Continue a run in one process, and return its losses."""
+    run(*TOY[:4], "--run-dir", str(folder), "--resume", "--steps", str(steps))
+    return records(folder)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The run of one process."""
+    folder = tmp_path_factory.mktemp("processes") / "1"
+    run(*EVERYTHING, "--batches", f"{MODULE}:rows_alone", "--run-dir", str(folder))
+    return folder
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(("number", "devices"), [(2, ()), (3, ()), (2, ("--devices", "cpu:2"))])
+def test_processes_train_on_the_same_bits_to_the_same_losses(alone, tmp_path, number, devices):
+    folder = tmp_path / "run"
+    printed = run(
+        *EVERYTHING, "--batches", f"{MODULE}:rows_alone", "--run-dir", str(folder), "--spawn", str(number), *devices
+    )
+    one, several = records(alone), records(folder)
+    assert [each["metrics"] for each in several] == [each["metrics"] for each in one]
+    np.testing.assert_allclose([each["loss"] for each in several], [each["loss"] for each in one], rtol=1e-6)
+    evaluations = [[[each["loss"], each["top1"]] for each in records(where, "eval.jsonl")] for where in (alone, folder)]
+    np.testing.assert_allclose(evaluations[1], evaluations[0], rtol=1e-5)
+    assert len(re.findall(r"^step 1/8 ", printed, re.MULTILINE)) == 1
+    # The run of several processes goes on in one, and the other way round.
+    shutil.copytree(folder, tmp_path / "copy")
+    parts = [*EVERYTHING[:6], "--batches", f"{MODULE}:rows_alone"]
+    run(*parts, "--run-dir", str(tmp_path / "copy"), "--resume", "--steps", "10", "--devices", "1")
+    assert [each["step"] for each in records(tmp_path / "copy")] == list(range(1, 11))
+
+
+@pytest.mark.integration
+def test_sigterm_to_one_process_stops_all_with_a_snapshot(tmp_path):
+    with going(tmp_path / "run") as (process, log):
+        (other,) = own_processes(tmp_path / "run", 1)
+        os.kill(other, signal.SIGTERM)
+        assert process.wait(60) == 130, log.read_text()
+    result = json.loads((tmp_path / "run/result.json").read_text())
+    assert result["stopped_by"] == "another process"
+    assert result["snapshot_step"] == result["steps_done"] == len(records(tmp_path / "run"))
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("number", "message"), [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "has not answered for")]
+)
+def test_a_lost_process_ends_the_others_and_is_named(tmp_path, number, message):
+    with going(tmp_path / "run", "--peer-timeout", "5") as (process, log):
+        (other,) = own_processes(tmp_path / "run", 1)
+        os.kill(other, number)
+        started = time.monotonic()
+        assert process.wait(60) == 1, log.read_text()
+        assert time.monotonic() - started < 30
+        assert re.search(rf"run-train: process 1 on \S+ {message} .*after step \d+, so the run ends", log.read_text())
+        assert not own_processes(tmp_path / "run", 0)
+    steps = len(records(tmp_path / "run")) + 5
+    losses = resumed(tmp_path / "run", steps)
+    assert [each["step"] for each in losses] == list(range(1, steps + 1))
+
+
+@pytest.mark.integration
+def test_a_stalled_source_of_one_process_ends_the_run(tmp_path):
+    with going(tmp_path / "run", "--infeed-timeout", "4", STALLED_PROCESS="1") as (process, log):
+        assert process.wait(60) == 1, log.read_text()
+    assert "process 1: run-train: the batch of step 11 did not arrive within 4 s" in log.read_text()
+    assert "the newest snapshot is intact" in log.read_text()
+    assert json.loads((tmp_path / "run/result.json").read_text())["steps_done"] == 10
+
+
+@pytest.mark.integration
+def test_a_coordinator_that_cannot_be_reached_is_an_error(tmp_path):
+    options = ["--coordinator", "localhost:9", "--num-processes", "2", "--process-id", "1", "--join-timeout", "5"]
+    done = subprocess.run(
+        words(*TOY, "--run-dir", str(tmp_path), *options),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "run-train: the coordinator localhost:9 cannot be reached" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--num-processes", "2"], "--num-processes needs --coordinator HOST:PORT"),
+        (["--coordinator", "here:1", "--num-processes", "2"], "belong together, got here:1, 2 and None"),
+        (["--coordinator", "here", "--num-processes", "2", "--process-id", "0"], "must be HOST:PORT, got 'here'"),
+        (["--coordinator", "here:1", "--num-processes", "2", "--process-id", "2"], "must lie in 0 … 1, got 2"),
+        (["--spawn", "2", "--coordinator", "here:1"], "--spawn starts processes that --coordinator joins, got both"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options, message, monkeypatch):
+    monkeypatch.setattr("engine.commands.cli.leave", lambda code, **_: sys.exit(code))
+    done = CliRunner().invoke(main, ["--synthetic", *options])
+    assert done.exit_code == 2
+    assert message in done.output
+
+
+def test_an_option_is_left_out_with_its_value():
+    assert without_option(["--a", "1", "--spawn", "2", "--b"], "--spawn") == ["--a", "1", "--b"]
+    assert without_option(["--spawn=2", "--b"], "--spawn") == ["--b"]
+
+
+def test_this_process_is_alone_and_a_wrong_address_is_refused():
+    assert (this_process().index, this_process().count) == (0, 1)
+    with pytest.raises(ValueError, match="belong together"):
+        join_processes("localhost:1")
+
+
+class Whole:
+    """Batches of four images that can only be filled whole."""
+
+    batch, height, width, thread_safe = 4, 4, 4, True
+
+    def fill(self, batch_index, pixels, labels, *, timeout_s):
+        del timeout_s
+        pixels[...], labels[...] = toy_batch(batch_index, batch=4)
+
+
+def test_the_rows_of_a_source_are_those_of_the_whole_batch():
+    pixels, labels = np.zeros((2, 4, 4), np.uint32), np.zeros(2, np.int32)
+    source = rows_of(Whole(), range(2, 4))
+    source.fill(3, pixels, labels, timeout_s=1)
+    expected = toy_batch(3, batch=4)
+    np.testing.assert_array_equal(pixels, expected[0][2:])
+    np.testing.assert_array_equal(labels, expected[1][2:])
+    whole = Whole()
+    assert rows_of(whole, range(4)) is whole
+    np.testing.assert_array_equal(rows_alone(3, range(2, 5))[1], toy_batch(3, batch=12)[1][2:5])
