@@ -37,13 +37,6 @@ class Replicas:
         """Return the number of this device, int32 [], from 0."""
         return jnp.zeros((), jnp.int32) if self.count == 1 else lax.axis_index(AXIS)
 
-    def sum[T](self, tree: T) -> T:
-        """Return the sum of each leaf over the devices."""
-        if self.count == 1:
-            return tree
-        summed: T = lax.psum(tree, AXIS)
-        return summed
-
     def mean[T](self, tree: T) -> T:
         """Return the mean of each leaf over the devices, in the dtype of the leaf; integers must be equal."""
         if self.count == 1:
@@ -63,26 +56,9 @@ class Replicas:
         reduced: T = lax.cond(due, self.mean, lambda own: own, tree)
         return reduced
 
-    def any(self, flag: jax.Array) -> jax.Array:
-        """Return whether a flag, bool [], is set on any device."""
-        return flag if self.count == 1 else lax.pmax(flag.astype(jnp.int32), AXIS) > 0
-
-    def least(self, number: jax.Array) -> jax.Array:
-        """Return the smallest of the devices' numbers."""
-        return number if self.count == 1 else lax.pmin(number, AXIS)
-
-    def of_first[T](self, tree: T) -> T:
-        """Return the first device's values on all devices."""
-        if self.count == 1:
-            return tree
-        is_first = self.this_device() == 0
-
-        def spread(leaf: jax.Array) -> jax.Array:
-            number = leaf.astype(jnp.int32) if leaf.dtype == jnp.bool else leaf
-            return lax.psum(jnp.where(is_first, number, jnp.zeros_like(number)), AXIS).astype(leaf.dtype)
-
-        spread_tree: T = jax.tree.map(spread, tree)
-        return spread_tree
+    def largest(self, numbers: jax.Array) -> jax.Array:
+        """Return the largest of the devices' numbers, elementwise."""
+        return numbers if self.count == 1 else lax.pmax(numbers, AXIS)
 
     def merge[T](self, merge: Callable[[T, T], T], tree: T) -> T:
         """Return the devices' values merged by an associative function, in the order of the devices."""

@@ -1,6 +1,6 @@
 """Compilation of a run's program for an NVIDIA card, without a card.
 
-`python -m tests.card_compilation FOLDER SETTINGS [--evaluate]` prints the optimised program.
+`python -m tests.card_compilation FOLDER SETTINGS NUMBER [--evaluate]` prints the optimised program for NUMBER cards.
 
 XLA's compiler for NVIDIA cards is in jax's CUDA plugin; it needs a card's description, but neither a card nor a driver.
 It runs in a separate process, because jax looks for a card at import if the plugin is on its path.
@@ -38,13 +38,18 @@ class TracedError(Exception):
     """Stops a launch before its program is compiled."""
 
 
-def traced_program(settings: dict[str, Any], *, is_evaluated: bool = True) -> tuple[Any, Any]:
-    """Return the run's whole program as a jitted function, and its arguments."""
+def traced_program(settings: dict[str, Any], cards: Any = None, *, is_evaluated: bool = True) -> tuple[Any, Any]:
+    """Return the run's whole program as a jitted function, and its arguments; for several cards if they are given.
+
+    For several cards, the crossings are those of one, whose calls XLA compiles without a card; only what the devices
+    compute together is that of a run.
+    """
     import jax
     import numpy as np
 
     from engine import TrainConfig, train
     from engine.crossing.choice import choose_transport
+    from engine.crossing.devices import Team, choose_team
     from tests.fake_xla import fake_transport
 
     found: list[Any] = []
@@ -54,8 +59,8 @@ def traced_program(settings: dict[str, Any], *, is_evaluated: bool = True) -> tu
         found.append((jax.jit(function, donate_argnums=donate), arguments))
         raise TracedError
 
-    def on_fake_card(name: Any, platform: str) -> Any:
-        return transport if name == "cuda" else choose_transport(name, platform)
+    def on_fake_card(name: Any, platform: str, num_devices: int = 1) -> Any:
+        return transport if name == "cuda" else choose_transport(name, platform, num_devices)
 
     def blank(count: int) -> Any:
         size = settings["image_size"]
@@ -65,6 +70,7 @@ def traced_program(settings: dict[str, Any], *, is_evaluated: bool = True) -> tu
     with (
         mock.patch("engine.run.launch.trace_ahead", trace_ahead),
         mock.patch("engine.run.host_side.choose_transport", on_fake_card),
+        mock.patch("engine.run.host_side.choose_team", choose_team if cards is None else lambda _: Team(cards, cards)),
     ):
         try:
             evaluation = blank(config.batch + 3) if is_evaluated else None
@@ -76,23 +82,24 @@ def traced_program(settings: dict[str, Any], *, is_evaluated: bool = True) -> tu
     raise AssertionError("the run did not reach its program")
 
 
-def main(folder: str, settings: dict[str, Any], *, is_evaluated: bool) -> None:
-    """Print the program as XLA optimises it for the card."""
+def main(folder: str, settings: dict[str, Any], number: int, *, is_evaluated: bool) -> None:
+    """Print the program as XLA optimises it for the cards."""
     sys.path.insert(0, folder)
     import jax
     from jax._src import compiler
     from jax.experimental import topologies
 
+    from engine.replicas import AXIS
     from engine.run.compilation import compiler_options
 
-    card = topologies.get_topology_desc(
-        platform="cuda", topology_name="", target_config=H100, topology="1x1x1"
-    ).devices[0]
-    function, arguments = traced_program(settings, is_evaluated=is_evaluated)
-    placed = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jax.sharding.SingleDeviceSharding(card)),
-        arguments,
-    )
+    cards = topologies.get_topology_desc(
+        platform="cuda", topology_name="", target_config=H100, topology=f"1x1x{number}"
+    ).devices
+    function, arguments = traced_program(settings, list(cards) if number > 1 else None, is_evaluated=is_evaluated)
+    place: Any = jax.sharding.SingleDeviceSharding(cards[0])
+    if number > 1:
+        place = jax.sharding.NamedSharding(jax.sharding.Mesh(list(cards), AXIS), jax.sharding.PartitionSpec())
+    placed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), arguments)
     lowered = function.lower(*placed)
     compile_whole = compiler.backend_compile_and_load
 
@@ -106,4 +113,4 @@ def main(folder: str, settings: dict[str, Any], *, is_evaluated: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(str(Path(sys.argv[1])), json.loads(sys.argv[2]), is_evaluated="--evaluate" in sys.argv[3:])
+    main(str(Path(sys.argv[1])), json.loads(sys.argv[2]), int(sys.argv[3]), is_evaluated="--evaluate" in sys.argv[4:])

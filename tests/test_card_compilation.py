@@ -45,9 +45,10 @@ pytestmark = [
 
 
 @lru_cache
-def compiled(settings, is_evaluated):
-    """Return the optimised program of settings in JSON."""
-    command = [sys.executable, "-m", "tests.card_compilation", str(COMPILER), settings, *["--evaluate"] * is_evaluated]
+def compiled(settings, is_evaluated, number=1):
+    """Return the optimised program of settings in JSON, for a number of cards."""
+    command = [sys.executable, "-m", "tests.card_compilation", str(COMPILER), settings, str(number)]
+    command += ["--evaluate"] * is_evaluated
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -81,6 +82,23 @@ def test_a_non_deterministic_program_may_leave_the_order_of_sums_to_the_card():
     assert program.count(HOST_CALL) == 7
     # Kernels of XLA's own for products, which it chooses by trying; a deterministic program has cuBLAS's.
     assert "gemm_fusion" in program
+
+
+def test_eight_cards_reduce_once_an_update_and_once_a_pull():
+    program = compiled(json.dumps(SETTINGS | {"model": "resnet8", "batch": 64, "eval_every_steps": 5}), True, 8)
+    found = re.findall(r"= \(*(\w+\[\d*\])\S*(?:, \S+)* (all-\w+|reduce-scatter|collective-\w+)(?:-start)?\(", program)
+    control, gradients = "s32[5]", "f32[78715]"
+    assert sorted(found) == sorted(
+        [
+            # Of an update, the gradients, the running statistics and the loss: 78,042, 672 and one number.
+            (gradients, "all-reduce"),
+            # The control words of a pull of training, and of one of an evaluation.
+            (control, "all-reduce"),
+            (control, "all-reduce"),
+            # The counts of an evaluation.
+            ("s32[8]", "all-gather"),
+        ]
+    )
 
 
 @pytest.mark.parametrize(

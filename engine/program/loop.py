@@ -267,11 +267,16 @@ def pull_part(infeed: BatchInfeed, batch_index: jax.Array, num_batches: jax.Arra
     pulled = infeed.pull(batch_index, replicas.this_device(), num_batches)
     if replicas.count == 1:
         return pulled
-    control = pulled.control
-    agreed = replicas.of_first((control.snapshot, control.evaluate, control.learning_rate_factor))
-    return pulled._replace(
-        control=ControlWord(replicas.any(control.stop), *agreed, replicas.least(control.num_batches))
+    control, is_first = pulled.control, replicas.this_device() == 0
+    # As the largest of integers, so that one small reduction carries all; the factor is positive, and so are its bits.
+    factor = lax.bitcast_convert_type(control.learning_rate_factor, jnp.int32)
+    own = (control.stop, is_first & control.snapshot, is_first & control.evaluate, jnp.where(is_first, factor, 0))
+    *flags, factor, fewest = replicas.largest(
+        jnp.stack([*(each.astype(jnp.int32) for each in own), -control.num_batches])
     )
+    stop, snapshot, evaluate = (flag > 0 for flag in flags)
+    agreed = lax.bitcast_convert_type(factor, jnp.float32)
+    return pulled._replace(control=ControlWord(stop, snapshot, evaluate, agreed, -fewest))
 
 
 def evaluate_split(
