@@ -90,9 +90,9 @@ def cards(monkeypatch):
 
     made: list[FakeCuda] = []
 
-    def choose(name, platform):
+    def choose(name, platform, num_devices=1):
         if name != "cuda":
-            return choose_transport(name, platform)
+            return choose_transport(name, platform, num_devices)
         transport, fake = fake_transport(seed=len(made))
         made.append(fake)
         return transport

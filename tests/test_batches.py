@@ -13,6 +13,7 @@ from engine.feed.shard_batches import ShardBatches
 from preprocess.pixels import UNUSED_BITS
 from preprocess.shards.reader import open_split
 from tests.fake_source import fake_source, pack, packed_words
+from tests.toy import toy_batch
 
 
 def filled(source, step, timeout_s=10.0):
@@ -172,3 +173,13 @@ def test_steps_requested_in_any_order_by_many_threads_are_correct(monkeypatch):
     assert sorted(step for step, _ in asked) == sorted(steps)
     for step, images in asked:
         assert images == order.batch(step, 5).tolist()
+
+
+def test_a_function_that_ends_says_after_how_many_batches():
+    batches = iter([toy_batch(step) for step in range(3)])
+    source = FunctionBatches(lambda _: next(batches))
+    pixels, labels = np.zeros((8, 4, 4), np.uint32), np.zeros(8, np.int32)
+    for step in range(3):
+        source.fill(step, pixels, labels, timeout_s=1)
+    with pytest.raises(ValueError, match=r"the batch source has ended after 3 batches, but the run needs more"):
+        source.fill(3, pixels, labels, timeout_s=1)

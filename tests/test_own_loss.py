@@ -250,6 +250,8 @@ def test_a_ready_made_loss_is_chosen_by_its_name(name):
             "smooths only the targets of the ready-made cross-entropy",
         ),
         ({}, {"label_smoothing": 0.1, "loss": "mean-squared-error"}, "smooths only the targets"),
+        ({"evaluation": toy_batch}, {}, r"evaluation must be a tuple \(pixels, labels\) .*, got function: give the"),
+        ({"evaluation": (1, 2, 3)}, {}, "got a tuple of 3: give the arrays themselves"),
         ({"metrics": [top_k(3)]}, {}, "metrics must be a mapping from names to metrics, got list"),
         ({"metrics": {"top-3": top_k(3)}}, {}, "the name of a metric must be an identifier"),
         ({"metrics": {"top3": 3}}, {}, "the metric top3 must be a Metric or a function"),

@@ -35,7 +35,7 @@ from engine.evaluation.subject import (
     run_subject,
     with_recorded_loss,
 )
-from engine.evaluation.trained_run import TrainedRun, check_has_weights, describe_later_steps, read_run
+from engine.evaluation.trained_run import TrainedRun, describe_later_steps, read_run
 from engine.feed.batches import CheckedSource, EvaluationArrays, EvaluationSource, label_form_of
 from engine.feed.feeder import Feeder, ring_depth
 from engine.images.augment import prepare_for_evaluation
@@ -181,11 +181,10 @@ def run_settings(run: str | os.PathLike[str]) -> TrainConfig:
     """Return the settings of a run, with `run_dir` set to its folder.
 
     Raises:
-        ValueError: if the folder is not a run folder, has neither weights nor a snapshot yet, or its `config.json` is
-            unreadable or was changed since it was written.
+        ValueError: if the folder is not a run folder, or its `config.json` is unreadable or was changed since it was
+            written.
     """
-    check_has_weights(path := Path(run))
-    return replace(read_recorded(path).config, run_dir=os.fspath(path))
+    return replace(read_recorded(path := Path(run)).config, run_dir=os.fspath(path))
 
 
 def _folder_of(run: str | os.PathLike[str] | TrainConfig) -> str | os.PathLike[str]:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from preprocess.quantities import quantity
+
 if TYPE_CHECKING:
     from engine.feed.label_form import LabelForm
 
@@ -252,7 +254,13 @@ class FunctionBatches:
         )
 
     def _call(self, batch_index: int) -> tuple[Pixels, Any]:
-        given = self._function(batch_index)
+        try:
+            given = self._function(batch_index)
+        except StopIteration as error:
+            raise ValueError(
+                f"the batch source has ended after {quantity(batch_index, 'batch')}, but the run needs more: raise an "
+                "exception with a text to end the run on purpose, or give fewer steps"
+            ) from error
         if not isinstance(given, tuple) or len(given) != 2:
             raise ValueError(
                 f"a batch must be a tuple (pixels, labels), but the source returned {type(given).__name__}"

@@ -145,6 +145,7 @@ def check_arguments(config: Any, parts: OwnParts) -> None:
     _check_best_metric(config, parts.metrics)
     _check_own_model(config, parts.model)
     _check_own_batches(config, parts.batches)
+    _check_own_evaluation(parts.evaluation)
     _check_own_loss(config, parts.loss)
     _check_own_metrics(parts.metrics)
     check_updates(config, parts)
@@ -210,6 +211,18 @@ def _check_own_batches(config: TrainConfig, batches: Any) -> None:
                     "the setting {setting} must not be given with batches of your own, got {value!r}: leave it out",
                     value=value,
                 )
+
+
+def _check_own_evaluation(evaluation: Any) -> None:
+    if evaluation is None or hasattr(evaluation, "num_batches"):
+        return
+    if isinstance(evaluation, tuple) and len(evaluation) == len(("pixels", "labels")):
+        return
+    found = f"a tuple of {len(evaluation)}" if isinstance(evaluation, tuple) else type(evaluation).__name__
+    raise ValueError(
+        f"evaluation must be a tuple (pixels, labels) of all evaluation images, or an EvaluationSource, got {found}: "
+        "give the arrays themselves"
+    )
 
 
 def _check_best_metric(config: TrainConfig, metrics: Any) -> None:
