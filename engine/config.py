@@ -29,6 +29,8 @@ from engine.settings import (
     unknown_setting,
 )
 from models.names import MODEL_NAMES
+from preprocess.storage_options import STORAGE_OPTIONS, StorageOptionError
+from preprocess.storage_options import parse_text as parse_storage_options
 
 __all__ = ["ConfigError", "SettingError", "TrainConfig"]
 
@@ -124,7 +126,7 @@ class TrainConfig:
         unit="NAME", completion="model",
     )
     init_from: str | None = setting(
-        None, TRAINING, _HOST, _KEPT, "Weights to start from (safetensors, or a PyTorch state dict).", unit="FILE",
+        None, TRAINING, _HOST, _KEPT, "Weights to start from (safetensors, or a PyTorch state dict).", unit="FILE|URL",
         default_text="drawn from the seed", completion="file",
     )
     precision: PrecisionName = setting(
@@ -415,6 +417,13 @@ class TrainConfig:
         None, COMPILATION, _HOST, _PER_LAUNCH, "Write the program's StableHLO and optimised HLO to this folder.",
         unit="DIR", completion="folder",
     )
+    storage_options: str | None = setting(
+        None, DATA, _HOST, _CHANGES,
+        f"How to reach the object store of {{data}} and {{init_from}}: {', '.join(STORAGE_OPTIONS)}.", unit="KEY=VALUE",
+        option=("--storage-option",), default_text="$AWS_ENDPOINT_URL, $AWS_REGION", joined_by=",",
+        details="The option can be repeated; in the setting, pairs are separated by commas. A run records the endpoint "
+        "and the region also if they come from the environment; there is no option for a secret.",
+    )
     # fmt: on
 
     def __new__(cls, **values: Any) -> Self:
@@ -447,6 +456,10 @@ class TrainConfig:
                 "synthetic batches need no data set, got data {data_set!r}: leave out {synthetic} or {data}",
                 data_set=self.data,
             )
+        try:
+            parse_storage_options(self.storage_options)
+        except StorageOptionError as error:
+            raise SettingError("storage_options", "{setting}: {fault}", fault=error) from None
         check_local_paths(run_dir=self.run_dir, dump_hlo=self.dump_hlo)
 
     @property

@@ -1,10 +1,13 @@
-"""Find the user's cache folder, and make the paths in settings absolute."""
+"""Find the user's cache folder, and make the locations in settings independent of the folder and environment."""
 
 import os
 from dataclasses import replace
 from pathlib import Path
 
 from engine.config import TrainConfig
+from preprocess.storage_options import as_text, parse_text, with_environment
+
+DATA_VARIABLE = "FEEDLOOP_DATA"
 
 
 def user_cache_folder() -> Path:
@@ -15,8 +18,30 @@ def user_cache_folder() -> Path:
 
 
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:
-    """Return the settings with `data` and `init_from` made absolute, so that the working directory does not matter."""
-    return replace(config, data=absolute_location(config.data), init_from=absolute_location(config.init_from))
+    """Return the settings with `data` and `init_from` made absolute, so that the working directory does not matter.
+
+    If one of the two is an ``s3://`` URL, `storage_options` then contains what came from the environment.
+    """
+    return replace(
+        config,
+        data=absolute_location(config.data),
+        init_from=absolute_location(config.init_from),
+        storage_options=recorded_storage_options(config),
+    )
+
+
+def storage_options_of(config: TrainConfig) -> dict[str, str]:
+    """Return the storage options that the settings give, by name."""
+    return parse_text(config.storage_options)
+
+
+def recorded_storage_options(config: TrainConfig) -> str | None:
+    """Return the storage options to record; only S3's address and region can come from the environment."""
+    data = config.data or (None if config.synthetic else os.environ.get(DATA_VARIABLE))
+    options = storage_options_of(config)
+    for location in (data, config.init_from):
+        options = with_environment(options, location or "")
+    return as_text(options)
 
 
 def absolute_location(location: str | None) -> str | None:

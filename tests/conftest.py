@@ -30,7 +30,8 @@ def _own_caches(tmp_path_factory):
     """Separate the tests from the user's cache and settings."""
     before = dict(os.environ)
     os.environ["XDG_CACHE_HOME"] = os.fspath(tmp_path_factory.mktemp("cache"))
-    for name in ("FEEDLOOP_DATA", "JAX_COMPILATION_CACHE_DIR"):
+    aws = [name for name in os.environ if name.startswith("AWS_")]
+    for name in ("FEEDLOOP_DATA", "JAX_COMPILATION_CACHE_DIR", *aws):
         os.environ.pop(name, None)
     yield
     os.environ.clear()

@@ -111,6 +111,7 @@ VALID = {
     "overwrite": st.booleans(),
     "compilation_cache": st.none() | TEXT,
     "dump_hlo": st.none() | TEXT,
+    "storage_options": st.none() | st.sampled_from(["endpoint=http://127.0.0.1:9000,region=eu", "profile=mine"]),
 }
 INTEGERS = [
     *("steps", "batch", "num_classes", "image_size", "seed", "prefetch", "reader_threads", "eval_every_steps"),
@@ -137,7 +138,7 @@ SWITCHES = [
 CHANNELS = ["mean", "std"]
 CHOICES = ["transport", "optimizer", "schedule", "crop", "padding_mode", "precision", "loss", "auto_augment"]
 TEXTS = ["data", "split", "eval_split", "model", "run_dir", "compilation_cache", "dump_hlo", "init_from"]
-TEXTS += ["clip_order", "freeze", "groups", "keep_best", "devices"]
+TEXTS += ["clip_order", "freeze", "groups", "keep_best", "devices", "storage_options"]
 OPTIONAL = [
     *("keep_best", "devices", "batch_norm_group"),
     "data",
@@ -159,6 +160,7 @@ OPTIONAL = [
     "run_dir",
     "compilation_cache",
     "dump_hlo",
+    "storage_options",
 ]
 NAMES = [field.name for field in fields(TrainConfig)]
 
@@ -257,6 +259,7 @@ def test_golden_json():
         "overwrite": False,
         "compilation_cache": None,
         "dump_hlo": None,
+        "storage_options": None,
     }
 
 

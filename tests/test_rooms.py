@@ -22,6 +22,7 @@ FLOORS = (
     "preprocess.quantities",
     "preprocess.file_lock",
     "preprocess.pixels",
+    "preprocess.storage_options",
     "preprocess.shards",
     "preprocess.sources",
     "preprocess.decoding",
@@ -80,6 +81,7 @@ PROGRAM_MAY_KNOW = {
     "engine.updates",
     "models.layers",
     "models.names",
+    "preprocess.storage_options",
     "preprocess.suggestions",
 }
 

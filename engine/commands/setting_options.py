@@ -77,6 +77,8 @@ def overriding_option(
             "metavar": unit or _metavar(setting),
             "shell_complete": _COMPLETE.get(setting.completion),
         }
+    if setting.joined_by is not None:
+        values |= {"multiple": True, "callback": _joining(setting.joined_by)}
     return click.option(
         *(spellings or setting.options), name, help=help_text or setting.render_help(option_spelling), **values
     )

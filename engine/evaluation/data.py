@@ -11,6 +11,7 @@ from pathlib import Path
 from engine.config import TrainConfig
 from engine.feed.batches import ArrayBatches, EvaluationArrays, EvaluationSource, LabelKind
 from engine.feed.shard_batches import SequentialBatches
+from engine.locations import storage_options_of
 from engine.run.data import choose_eval_split, have_same_classes, manifest_digest_of
 from engine.run.dataset import choose_data, make_demo
 from engine.run.label_fit import check_loss_fits
@@ -87,13 +88,14 @@ def open_evaluation_split(
         ValueError: if there is no such split, or its classes do not fit the weights or the loss.
     """
     data = _choose(config, trained_on, notify)
+    stored = storage_options_of(config)
     name = choose_eval_split(config, data)
-    if name is None and (splits := list_splits(data)):
+    if name is None and (splits := list_splits(data, storage_options=stored)):
         raise ValueError(
             f"{data} has none of the usual evaluation splits: choose a split with --split ({', '.join(splits)})"
         )
     name = name or config.split  # if there is no split at all, opening this one raises the error
-    split = stack.enter_context(open_split(data, name))
+    split = stack.enter_context(open_split(data, name, storage_options=stored))
     check_loss_fits(config, split.manifest, f"{data}/{name}", has_own_loss=has_own_loss)
     is_known = _compare(config, data, trained_on, split.manifest, name, notify)
     _check_num_classes(split.manifest, f"{data}/{name}", trained_on, is_subset_allowed=is_known)
@@ -132,7 +134,10 @@ def _compare(
         return False
     if manifest_digest_of(manifest) in (trained_on.manifest_digest, trained_on.eval_manifest_digest):
         return True
-    trained = read_manifest(open_location(data), config.split) if config.split in list_splits(data) else None
+    stored = storage_options_of(config)
+    trained = None
+    if config.split in list_splits(data, storage_options=stored):
+        trained = read_manifest(open_location(data, storage_options=stored), config.split)
     if trained is None or manifest_digest_of(trained) != trained_on.manifest_digest:
         notify(
             f"warning: {data}/{name} is not known to belong to the data that the weights were trained on "

@@ -22,6 +22,7 @@ from engine.feed.batches import (
 )
 from engine.feed.own_rows import FunctionRows, takes_rows
 from engine.feed.shard_batches import SequentialBatches, ShardBatches
+from engine.locations import storage_options_of
 from engine.processes import this_process
 from engine.run.dataset import choose_data, make_demo
 from engine.run.label_fit import check_loss_fits, check_num_targets
@@ -219,7 +220,7 @@ def _open_packed(
 
 
 def _open_split(config: TrainConfig, data: str, name: str, stack: ExitStack) -> ShardSplit:
-    split = stack.enter_context(open_split(data, name))
+    split = stack.enter_context(open_split(data, name, storage_options=storage_options_of(config)))
     split.load_numbers(timeout_s=config.infeed_timeout_s)
     return split
 
@@ -275,7 +276,7 @@ def choose_eval_split(config: TrainConfig, data: str, *, is_new: bool = False) -
         return None
     if config.eval_split is not None:
         return config.eval_split
-    splits = find_splits(data)
+    splits = find_splits(data, storage_options=storage_options_of(config))
     chosen = _usual_eval_split(config, data, splits)
     if is_new:
         _check_none_is_unfinished(config, data, chosen, splits)

@@ -10,10 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.locations import user_cache_folder
+from engine.locations import DATA_VARIABLE, user_cache_folder
 from preprocess.shards.reader import list_splits
 
-DATA_VARIABLE = "FEEDLOOP_DATA"
 USUAL_PLACE = Path("data/shards")
 
 _DEMO_SPLITS = ("train", "val")

@@ -6,12 +6,14 @@ Owns what such a file must contain and what may differ. Does not depend on the r
 import hashlib
 import os
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from engine.records.downloaded_file import local_file
 from engine.records.given_weights import read_given_weights, rename_head
 from engine.records.weights import StoredWeights, Tensors, name_tensors, place_tensors
 from engine.updates.update import Weights
@@ -53,16 +55,22 @@ class InitialWeights(NamedTuple):
 
 
 def load_initial_weights(
-    path: str | os.PathLike[str], registry_name: str | None, params: Any, batch_stats: Any
+    path: str | os.PathLike[str],
+    registry_name: str | None,
+    params: Any,
+    batch_stats: Any,
+    *,
+    storage_options: Mapping[str, str] | None = None,
 ) -> InitialWeights:
     """Read and check initial weights; this needs only the shapes of the model's arrays, so it can precede slow work.
 
     Args:
-        path: the path of a safetensors file or of a state dictionary saved by PyTorch, with torchvision's names and
-            layouts for a network of the registry, and with `params.…` and `batch_stats.…` for a user-defined model, as
-            in the `model.safetensors` of a run. Prefixes of wrappers are left out; see `read_given_weights`.
+        path: the path or URL of a safetensors file or of a state dictionary saved by PyTorch, with torchvision's names
+            and layouts for a network of the registry, and with `params.…` and `batch_stats.…` for a user-defined model,
+            as in the `model.safetensors` of a run. Prefixes of wrappers are left out; see `read_given_weights`.
         registry_name: the model's name in the registry, None for a user-defined one.
         params, batch_stats: the model's pytrees, arrays or jax.ShapeDtypeStruct.
+        storage_options: how to reach the store of a URL.
 
     Returns:
         The weights, with the dtypes of `params` and `batch_stats` (floats of another width are converted). If a network
@@ -75,7 +83,8 @@ def load_initial_weights(
     """
     file, like = os.fspath(path), Weights(params, batch_stats)
     head = None if registry_name is None else find_network(registry_name).head
-    stored, changes = rename_head(read_given_weights(file), head)
+    with local_file(file, storage_options) as local:
+        stored, changes = rename_head(read_given_weights(local), head)
     try:
         placed = place_tensors(registry_name, stored.tensors, like)
     except ValueError as error:

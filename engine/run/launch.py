@@ -21,6 +21,7 @@ from engine.crossing.choice import this_platform, wasted_steps_warning
 from engine.crossing.outfeed import Outfeed
 from engine.feed.batches import CheckedSource
 from engine.images.unpack import LEAST_STD, PixelScale
+from engine.locations import storage_options_of
 from engine.objective.objective import Objective
 from engine.program.checked_model import CheckedModel
 from engine.program.loop import make_program
@@ -153,7 +154,11 @@ class Launch:
             return None
         shape = self._state_shape
         given = load_initial_weights(
-            self.config.init_from, self.resolved.registry_name, shape.params, shape.batch_stats
+            self.config.init_from,
+            self.resolved.registry_name,
+            shape.params,
+            shape.batch_stats,
+            storage_options=storage_options_of(self.config),
         )
         self._notify(f"weights: {self.config.init_from}")
         for note in given.notes:

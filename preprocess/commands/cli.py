@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from traceback import print_exc
@@ -18,9 +19,11 @@ from click.core import ParameterSource
 from preprocess.commands.completion import complete_file, complete_folder
 from preprocess.commands.grouped_help import GroupedCommand
 from preprocess.commands.pack_report import announce, summarise
+from preprocess.commands.storage import open_given, storage_option
 from preprocess.commands.suggesting import SuggestingChoice
 from preprocess.decoding.default_resize import LARGEST_SIZE_WITHOUT_MARGIN, MAX_SIZE, default_resize
 from preprocess.quantities import quantity
+from preprocess.storage_options import parse_pairs
 from preprocess.system_errors import describe_system_error
 
 if TYPE_CHECKING:
@@ -47,7 +50,7 @@ _GROUPS = {
     "What to pack": ("split", "labels", "holdout", "limit", "demo"),
     "Images": ("size", "resize", "resample", "on_error"),
     "Shards": ("shard_images", "layout", "codec", "checksum"),
-    "Running": ("workers", "overwrite", "dry_run", "traceback"),
+    "Running": ("workers", "storage_option", "overwrite", "dry_run", "traceback"),
 }
 
 
@@ -71,6 +74,7 @@ class _Options:
     codec: str
     checksum: bool
     workers: int | None
+    storage_option: tuple[str, ...]
     overwrite: bool
     dry_run: bool
     traceback: bool
@@ -172,6 +176,7 @@ class _Options:
     help="Number of decoding threads. Each needs about 80 MB; images larger than 4 megapixels need more and wait until "
     "enough memory is free.",
 )
+@storage_option
 @click.option("--overwrite", is_flag=True, help="Delete the existing pack at DEST and start over.")
 @click.option("--dry-run", is_flag=True, help="Show what would be packed and how large it would be, but write nothing.")
 @click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")
@@ -214,10 +219,10 @@ def _run(options: _Options) -> None:
     if options.source is None or options.dest is None:
         raise click.UsageError("SOURCE and DEST are required; to try the command without a data set, use --demo DEST")
     settings = _settings(options)
-    from preprocess.shards.location import open_location
     from preprocess.sources.open_source import open_source
 
-    location = open_location(options.dest)
+    stored = parse_pairs(options.storage_option)
+    location = open_given(options.dest, stored)
     _check_dest(options.source, location)
     click.echo(f"Listing {options.source} ...", err=True)
     from preprocess.packing.holdout import HELD_OUT_SPLITS, choose_holdout_rule
@@ -234,11 +239,11 @@ def _run(options: _Options) -> None:
     ) as source:
         announce(source, location, settings)
         if options.overwrite:
-            _warn_about_other_splits(source, options.dest)
+            _warn_about_other_splits(source, options.dest, stored)
         if not options.dry_run:
             settings = replace(settings, holdout_rule=rule if options.holdout else None)
             _pack(source, location, settings, overwrite=options.overwrite)
-            _suggest(options.dest, next((each.kind for each in source.targets.values()), None))
+            _suggest(options.dest, next((each.kind for each in source.targets.values()), None), stored)
 
 
 def _check_dest(source: str, location: Location) -> None:
@@ -288,11 +293,11 @@ def _settings(options: _Options) -> PackSettings:
     )
 
 
-def _warn_about_other_splits(source: Source, dest: str) -> None:
+def _warn_about_other_splits(source: Source, dest: str, stored: dict[str, str]) -> None:
     """Warn if splits at DEST are left unchanged, because a new --holdout may put their images into new splits too."""
     from preprocess.shards.reader import list_splits
 
-    others = [name for name in list_splits(dest) if name not in source.splits]
+    others = [name for name in list_splits(dest, storage_options=stored) if name not in source.splits]
     if others:
         click.echo(
             f"warning: this command leaves {', '.join(others)} at DEST unchanged. Images that were held out with "
@@ -321,6 +326,7 @@ def _pack(source: Source, location: Location, settings: PackSettings, *, overwri
                 overwrite=overwrite,
                 on_progress=show,
                 targets=source.targets.get(name),
+                notify=lambda text: click.echo(text, err=True),
             )
     for name, result in results.items():
         summarise(name, result, location.child(name))
@@ -332,7 +338,7 @@ def _pack_demo(options: _Options) -> None:
     from preprocess.commands.progress import ImageProgress
     from preprocess.demo.demo_set import pack_demo
 
-    dest = options.source
+    dest, stored = options.source, parse_pairs(options.storage_option)
     if options.dry_run:
         click.echo(f"Would draw the demo set and pack it into {dest}.")
         return
@@ -342,31 +348,32 @@ def _pack_demo(options: _Options) -> None:
             dest,
             overwrite=options.overwrite,
             on_progress=lambda name, state: progress.show(name, state.done, state.total),
+            storage_options=stored,
         )
-    from preprocess.shards.location import open_location
     from preprocess.shards.reader import list_splits, read_manifest
 
-    location = open_location(dest)
-    for name in list_splits(dest):
+    location = open_given(dest, stored)
+    for name in list_splits(dest, storage_options=stored):
         manifest = read_manifest(location, name)
         click.echo(
             f"{name}: {quantity(manifest.num_images, 'image')} of {quantity(manifest.num_classes, 'class')} packed."
         )
-    _suggest(dest)
+    _suggest(dest, stored=stored)
 
 
 def _check_demo_options(ctx: click.Context) -> None:
     """Raise UsageError if an option is given that has no effect with ``--demo``."""
-    supported = {"demo", "source", "dest", "overwrite", "dry_run", "traceback"}
+    supported = {"demo", "source", "dest", "storage_option", "overwrite", "dry_run", "traceback"}
     for param in ctx.command.params:
         name = param.name or ""
         if name not in supported and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             raise click.UsageError(f"{param.opts[0]} cannot be used with --demo, whose settings are fixed; remove it")
 
 
-def _suggest(dest: str, targets: TargetKind | None = None) -> None:
+def _suggest(dest: str, targets: TargetKind | None = None, stored: Mapping[str, str] | None = None) -> None:
     import shlex
 
     where = shlex.quote(dest if "://" in dest else str(Path(dest)))
+    where += "".join(f" --storage-option {shlex.quote(f'{name}={value}')}" for name, value in (stored or {}).items())
     loss = {"classes": " --loss binary-cross-entropy", "numbers": " --loss mean-squared-error", None: ""}[targets]
     click.echo(f"Inspect it:  inspect-shards {where}\nTrain on it: run-train --data {where}{loss}")

@@ -15,7 +15,9 @@ import click
 
 from preprocess.commands.completion import complete_folder
 from preprocess.commands.guarded_output import GuardedCommand
+from preprocess.commands.storage import open_given, storage_option
 from preprocess.quantities import quantity
+from preprocess.storage_options import parse_pairs
 from preprocess.system_errors import describe_system_error, naming_file
 
 if TYPE_CHECKING:
@@ -50,13 +52,23 @@ _BAR_WIDTH = 30
     type=click.Path(dir_okay=False, path_type=Path),
     help="Save a contact sheet of the first inspected split to this file.",
 )
+@storage_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 @click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")
 @click.version_option(package_name="feedloop")
-def main(dest: str, split: tuple[str, ...], verify: bool, grid: Path | None, as_json: bool, traceback: bool) -> None:
+def main(
+    dest: str,
+    split: tuple[str, ...],
+    verify: bool,
+    grid: Path | None,
+    storage_option: tuple[str, ...],
+    as_json: bool,
+    traceback: bool,
+) -> None:
     """Describe the shards that preprocess-imagenet packed at DEST, a folder or a URL."""
     try:
-        is_intact = _run(dest, split, verify=verify, grid=grid, as_json=as_json)
+        stored = parse_pairs(storage_option)
+        is_intact = _run(dest, split, stored, verify=verify, grid=grid, as_json=as_json)
     except KeyboardInterrupt:
         click.echo("\nStopped.", err=True)
         sys.exit(STOPPED)
@@ -77,14 +89,15 @@ def _message(error: Exception) -> str:
     return describe_system_error(error) if isinstance(error, OSError) else str(error)
 
 
-def _run(dest: str, wanted: tuple[str, ...], *, verify: bool, grid: Path | None, as_json: bool) -> bool:
+def _run(
+    dest: str, wanted: tuple[str, ...], stored: dict[str, str], *, verify: bool, grid: Path | None, as_json: bool
+) -> bool:
     if grid is not None:
         _check_grid(grid)
-    from preprocess.shards.location import open_location
     from preprocess.shards.splits import find_splits, lost_manifest, read_manifest
 
-    location = open_location(dest)
-    found = None if wanted else find_splits(dest)
+    location = open_given(dest, stored)
+    found = None if wanted else find_splits(dest, storage_options=stored)
     broken = () if found is None else found.broken
     for name in broken:
         click.echo(lost_manifest(location.child(name)), err=True)
@@ -93,13 +106,13 @@ def _run(dest: str, wanted: tuple[str, ...], *, verify: bool, grid: Path | None,
     if not as_json:
         for name, manifest in manifests.items():
             click.echo("\n".join(_describe(name, manifest)))
-    damages = _verify(dest, names) if verify else {}
+    damages = _verify(dest, names, stored) if verify else {}
     if as_json:
         _print_json(dest, manifests, damages if verify else None)
     elif verify:
         _print_damages(damages, manifests)
     if grid is not None:
-        _draw(dest, names[0], grid, is_quiet=as_json)
+        _draw(dest, names[0], grid, stored, is_quiet=as_json)
     # Flush here, where a closed output pipe is distinguished from other errors.
     sys.stdout.flush()
     return not any(damages.values()) and not broken
@@ -126,7 +139,7 @@ def _check_grid(grid: Path) -> None:
         raise click.BadParameter(f"the folder {grid.parent} does not exist; create it first", param_hint="--grid")
 
 
-def _verify(dest: str, names: tuple[str, ...]) -> dict[str, tuple[Damage, ...]]:
+def _verify(dest: str, names: tuple[str, ...], stored: dict[str, str]) -> dict[str, tuple[Damage, ...]]:
     from preprocess.commands.progress import ImageProgress
     from preprocess.shards.verify import verify_split
 
@@ -137,15 +150,15 @@ def _verify(dest: str, names: tuple[str, ...]) -> dict[str, tuple[Damage, ...]]:
             def show(done: int, total: int, name: str = name) -> None:
                 progress.show(f"verify {name}", done, total)
 
-            damages[name] = verify_split(dest, name, on_progress=show)
+            damages[name] = verify_split(dest, name, storage_options=stored, on_progress=show)
     return damages
 
 
-def _draw(dest: str, name: str, grid: Path, *, is_quiet: bool) -> None:
+def _draw(dest: str, name: str, grid: Path, stored: dict[str, str], *, is_quiet: bool) -> None:
     from preprocess.commands.contact_sheet import draw_contact_sheet
     from preprocess.shards.reader import open_split
 
-    with open_split(dest, name) as split:
+    with open_split(dest, name, storage_options=stored) as split:
         sheet = draw_contact_sheet(split, title=f"{dest}  {name}")
     with naming_file(grid):
         sheet.save(grid)

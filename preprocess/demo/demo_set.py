@@ -1,7 +1,7 @@
 """Draws and packs the demo data set."""
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +22,7 @@ def pack_demo(
     *,
     overwrite: bool = False,
     on_progress: Callable[[str, PackProgress], None] = lambda _split, _progress: None,
+    storage_options: Mapping[str, str] | None = None,
 ) -> None:
     """Draw the demo data set in a temporary folder and pack it into `data`/train and `data`/val.
 
@@ -31,11 +32,12 @@ def pack_demo(
         data: a folder or a TensorStore URL.
         overwrite: delete an existing pack and start over.
         on_progress: called with a split's name and its progress.
+        storage_options: how to reach a remote store, such as ``{"endpoint": "http://127.0.0.1:9000"}``.
 
     Raises:
         ShardError: `data` contains something else, or cannot be written.
     """
-    location = open_location(data)
+    location = open_location(data, storage_options=storage_options)
     rule = ResizeRule(size=DEMO_SIZE, resize=DEMO_SIZE)
     settings = PackSettings(rule=rule, num_workers=num_cores())
     with tempfile.TemporaryDirectory(prefix="feedloop-demo-") as folder:

@@ -10,7 +10,7 @@ import numpy as np
 import tensorstore as ts
 from numpy.typing import NDArray
 
-from preprocess.packing.shard_writer import SHARD_TIMEOUT_S
+from preprocess.packing.shard_writer import write_timeout_s
 from preprocess.shards.arrays import (
     CHECKSUMS,
     LABELS,
@@ -62,21 +62,22 @@ class Numbers:
         """Write the array, and return the hexadecimal SHA-256 of its metadata file; raise ShardError on failure."""
         digest = create_metadata(location, self.name, self.metadata)
         array = write_array(location, self.name, self.metadata)
+        timeout_s = write_timeout_s(location, self.values.nbytes)
         for start, stop in self.shards.ranges(len(self.values)):
             try:
                 with ts.Transaction() as transaction:
                     array.with_transaction(transaction)[start:stop].write(self.values[start:stop]).result(
-                        timeout=SHARD_TIMEOUT_S
+                        timeout=timeout_s
                     )
             except TimeoutError as error:
                 raise ShardError(
-                    f"{location.display}{self.name} was not written within {SHARD_TIMEOUT_S:.0f} s; check the disk, "
-                    "then run the same command again"
+                    f"{location.display}{self.name} was not written within {timeout_s:.0f} s; check the disk or the "
+                    "network, then run the same command again"
                 ) from error
             except (ValueError, OSError, RuntimeError) as error:
                 raise ShardError(
-                    f"{location.display}{self.name} can't be written: {write_fault(error)}, then run the same command "
-                    "again"
+                    f"{location.display}{self.name} can't be written: {location.outage(error) or write_fault(error)}, "
+                    "then run the same command again"
                 ) from error
         return digest
 

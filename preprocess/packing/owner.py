@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -26,10 +27,16 @@ _LOCK_TRIES = 100
 
 
 class Owner:
-    """A context manager that holds exclusive permission to write to the split at ``location``."""
+    """A context manager that holds exclusive permission to write to the split at ``location``.
 
-    def __init__(self, location: Location) -> None:
+    Args:
+        location: the folder of the split.
+        notify: called with a warning if the store cannot exclude a process that begins at the same moment.
+    """
+
+    def __init__(self, location: Location, notify: Callable[[str], None] = lambda _: None) -> None:
         self._location = location
+        self._notify = notify
         self._run = uuid.uuid4().hex.encode()
         self._descriptor: int | None = None
 
@@ -40,6 +47,11 @@ class Owner:
         try:
             if not self._location.replace(OWNER_KEY, self._run):
                 raise ShardError(self._busy())
+            if self._location.is_remote and not self._location.refuses_to_replace(OWNER_KEY, self._run):
+                self._notify(
+                    f"warning: the store of {self._location.display} ignores conditional writes, so it cannot stop two "
+                    "preprocess-imagenet commands from packing this split at the same time: start only one"
+                )
         except BaseException:
             self._unlock()
             raise

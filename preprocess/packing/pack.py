@@ -71,6 +71,7 @@ def pack_split(
     overwrite: bool = False,
     on_progress: Callable[[PackProgress], None] | None = None,
     targets: SplitTargets | None = None,
+    notify: Callable[[str], None] = lambda _: None,
 ) -> PackResult:
     """Pack ``source`` into the folder ``location``. If packing with the same plan was interrupted there, resume it.
 
@@ -81,6 +82,7 @@ def pack_split(
         overwrite: whether to delete the existing pack and start over.
         on_progress: called on the calling thread after each block of images.
         targets: the targets of the images, which are packed instead of their classes; None packs the classes.
+        notify: called with warnings about the store.
 
     Raises:
         ShardError: the folder contains something else or a pack with other settings, the store can't be written, no
@@ -98,7 +100,7 @@ def pack_split(
         return PackResult(manifest, read_failures(location), was_complete=True, num_resumed=0)
     # Checked before the first file is written, so that a folder with other files stays unchanged.
     _check_ours(location)
-    with Owner(location) as owner:
+    with Owner(location, notify) as owner:
         return _pack(source, targets, location, Journal(location, owner), plan, settings, overwrite, on_progress)
 
 

@@ -26,7 +26,14 @@ from preprocess.shards.checksum import crc32c
 from preprocess.shards.location import Location, ShardError, write_fault
 
 SHARD_TIMEOUT_S = 1800.0
-"""Time limit for writing one shard file, in seconds."""
+"""Time limit for writing one shard file to a mounted file system, in seconds."""
+
+_LEAST_BYTES_PER_S = 1 << 20
+
+
+def write_timeout_s(location: Location, num_bytes: int) -> float:
+    """Return the time limit for writing a file, in seconds: for a remote store, enough for 1 MiB per second."""
+    return location.timeout_s + num_bytes / _LEAST_BYTES_PER_S if location.is_remote else SHARD_TIMEOUT_S
 
 
 class _StoredShard:
@@ -67,12 +74,14 @@ class ShardWriter:
         self._journal = journal
         self._settings, self._shard_images = settings, settings.resolved_shard_images
         self._folder = location.local_path if settings.codec == "raw" else None
+        self._timeout_s = SHARD_TIMEOUT_S
         if self._folder is None:
             size = settings.rule.size
             # The final number of images is not known yet, but the chunks of an array do not depend on its length.
             self._array = write_array(location, PIXELS, metadata_for(num_candidates, settings))
             shape = (min(self._shard_images, num_candidates), size, words_of_row(size, settings.layout))
             self._words = np.empty(shape, np.uint32)
+            self._timeout_s = write_timeout_s(location, self._words.nbytes)
         self._writing: tuple[Any, ShardRecord] | None = None
         self._shard: ShardFile | _StoredShard | None = None
         self._start = records[-1].stop if records else 0
@@ -164,7 +173,7 @@ class ShardWriter:
         try:
             if commit is not None:
                 with self._naming_shard(shard):
-                    commit.result(timeout=SHARD_TIMEOUT_S)
+                    commit.result(timeout=self._timeout_s)
             self._journal.append(shard, record)
         except Exception:
             # Do not wait for a failed shard again. After an interruption, which is no Exception, wait once more.
@@ -181,10 +190,14 @@ class ShardWriter:
             yield
         except TimeoutError as error:
             raise ShardError(
-                f"{name} was not written within {SHARD_TIMEOUT_S:.0f} s; check the disk, then run the "
+                f"{name} was not written within {self._timeout_s:.0f} s; check the disk or the network, then run the "
                 "same command again"
             ) from error
         except (ValueError, OSError, RuntimeError) as error:
+            if (outage := self._location.outage(error)) is not None:
+                raise ShardError(
+                    f"{name} can't be written: {outage}, then run the same command again to continue at shard {shard}"
+                ) from error
             raise ShardError(
                 f"{name} can't be written: {write_fault(error)}, then run the same command again to continue at shard "
                 f"{shard}"

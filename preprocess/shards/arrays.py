@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from preprocess.pixels import UNUSED_BITS
 from preprocess.quantities import quantity
 from preprocess.shards.classes import MAX_CLASSES
-from preprocess.shards.location import STORE_TIMEOUT_S, Location, ShardError, reason
+from preprocess.shards.location import Location, ShardError, reason
 
 Codec = Literal["raw", "blosc"]
 CODECS: tuple[Codec, ...] = ("raw", "blosc")
@@ -237,8 +237,10 @@ def damage(error: BaseException) -> str:
 def _open(location: Location, name: str, spec: dict[str, Any], mode: ts.OpenMode) -> ts.TensorStore:
     spec = {"driver": "zarr3", "kvstore": location.array_spec(name)} | spec
     try:
-        return ts.open(spec, context=location.context, open_mode=mode).result(timeout=STORE_TIMEOUT_S)
+        return ts.open(spec, context=location.context, open_mode=mode).result(timeout=location.timeout_s)
     except (ValueError, OSError, RuntimeError, TimeoutError) as error:
+        if (outage := location.outage(error)) is not None:
+            raise ShardError(f"{location.display}{name}: {outage}") from error
         text = reason(error)
         mismatch = _MISMATCH.search(text)
         what = (

@@ -1,7 +1,7 @@
 """The first contact with a remote store: whether anything answers at its address.
 
 TensorStore retries each request for minutes, which suits a long transfer but not a wrong address. Only this first
-request has few retries and a short time limit; later requests, to a store that has answered once, keep TensorStore's.
+request has fewer retries and a shorter time limit than later requests, to a store that has answered once.
 """
 
 import re
@@ -38,6 +38,11 @@ def contact_fault(spec: dict[str, Any], context: ts.Context, *, timeout_s: float
     except TimeoutError:
         return f"no response within {timeout_s:g} s"
     except (ValueError, OSError, RuntimeError) as error:
-        found = _CONNECTION.search(str(error))
-        return None if found is None else " ".join(found["reason"].split())
+        return connection_fault(error)
     return None
+
+
+def connection_fault(error: BaseException) -> str | None:
+    """Return why there is no connection, from an error of TensorStore; None if the error has another cause."""
+    found = _CONNECTION.search(str(error))
+    return None if found is None else " ".join(found["reason"].split())

@@ -152,7 +152,8 @@ class ImageNumbers:
             except TimeoutError:
                 raise ShardError(self._timeout_message(part)) from None
             except (ValueError, OSError, RuntimeError) as error:
-                raise ShardError(f"{self._file(part)}: {damage(error)}; {self._location.remedy}") from error
+                fault = self._location.outage(error) or f"{damage(error)}; {self._location.remedy}"
+                raise ShardError(f"{self._file(part)}: {fault}") from error
             if not self._is_as_packed(part, found):
                 raise ShardError(
                     f"{self._file(part)}: the {self._name} differ from those that were packed; {self._location.remedy}"

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,31 @@ import tensorstore as ts
 
 from preprocess.printable import printable, printable_text
 from preprocess.regular_file import FileIdentity, check_regular, identity_of, read_regular
-from preprocess.shards.first_contact import contact_fault
+from preprocess.shards.first_contact import connection_fault, contact_fault
+from preprocess.storage_options import (
+    StorageOptionError,
+    check_applicable,
+    check_options,
+    context_members,
+    scheme_of,
+    spec_members,
+    timeout_of,
+    with_environment,
+)
 from preprocess.system_errors import remedy_of, system_number, system_reason
 
 STORE_TIMEOUT_S = 120.0
-"""Time limit for one small read, write, listing or deletion, in seconds."""
+"""Time limit for one small read, write, listing or deletion on a mounted file system, in seconds."""
 
 MAX_VALUE_BYTES = 1 << 30
 """Maximum size of a value that is read whole, enough for a ``failures.jsonl`` with several million failures."""
 
 
+_ABSENT = b"\x02"
+"""The generation of a key without a value, as TensorStore numbers generations."""
+
 # In some paths each "/" appears as "\\x00".
-_TRAILING_DETAILS = re.compile(r" \[[a-z_ ]+='")
+_TRAILING_DETAILS = re.compile(r" \[[a-z_ -]+='")
 
 
 class ShardError(ValueError):
@@ -42,16 +55,25 @@ class Location:
         spec: TensorStore's JSON specification of the store; its ``path`` ends with ``/``.
         display: the location as the user would write it.
         context: the store's shared resources; it contains the data of ``memory://``.
+        timeout_s: time limit for one small read, write, listing or deletion, in seconds.
+        is_conditional: whether `replace` asks an S3 server other than AWS for conditional writes.
     """
 
     spec: dict[str, Any]
     display: str
     context: ts.Context
+    timeout_s: float = STORE_TIMEOUT_S
+    is_conditional: bool = False
 
     @property
     def local_path(self) -> Path | None:
         """The folder as a path, or None if it is not on a mounted file system."""
         return Path(self.spec["path"]) if self.spec["driver"] == "file" else None
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the folder is in a store that is reached over the network."""
+        return bool(scheme_of(self.spec["driver"]))
 
     @property
     def remedy(self) -> str:
@@ -61,21 +83,25 @@ class Location:
 
     def child(self, name: str) -> Location:
         """Return the subfolder ``name`` of this folder."""
-        return Location(self.spec | {"path": f"{self.spec['path']}{name}/"}, f"{self.display}{name}/", self.context)
+        return replace(self, spec=self.array_spec(name), display=f"{self.display}{name}/")
 
     def array_spec(self, name: str) -> dict[str, Any]:
         """Return TensorStore's JSON specification of the key-value store for the array ``name`` in this folder."""
         return self.spec | {"path": f"{self.spec['path']}{name}/"}
 
-    def read(self, key: str) -> bytes | None:
+    def read(self, key: str, *, timeout_s: float | None = None) -> bytes | None:
         """Return the whole value at ``key``, or None if the key does not exist.
+
+        Args:
+            key: the name of the value.
+            timeout_s: how long to wait for a remote store, by default `timeout_s`.
 
         Raises:
             ShardError: the store can't be reached or refuses access.
         """
         if self.local_path is not None:
             return self._read_file(self.local_path / key)
-        value = self._wait(f"read {key}", lambda store: store.read(key))
+        value = self._wait(f"read {key}", lambda store: store.read(key), timeout_s)
         return bytes(value.value) if value.state == "value" else None
 
     def check_regular(self, key: str, *, max_bytes: int = MAX_VALUE_BYTES) -> FileIdentity | None:
@@ -139,10 +165,28 @@ class Location:
         self.check_regular(key)
 
         def start(store: ts.KvStore) -> ts.Future[ts.KvStore.TimestampedStorageGeneration]:
-            found = store.read(key).result(timeout=STORE_TIMEOUT_S)
+            found = store.read(key).result(timeout=self.timeout_s)
             return store.write(key, value, if_equal=found.stamp.generation)
 
-        return bool(self._wait(f"write {key}", start).generation)
+        return bool(self._conditionally()._wait(f"write {key}", start).generation)
+
+    def refuses_to_replace(self, key: str, value: bytes) -> bool:
+        """Return whether the store refuses to write ``value`` at ``key``, which exists, on condition that it does not.
+
+        If not, the store ignores conditions, and ``value`` is written.
+
+        Raises:
+            ShardError: as `write`.
+        """
+        return (
+            not self._conditionally()
+            ._wait(f"write {key}", lambda store: store.write(key, value, if_equal=_ABSENT))
+            .generation
+        )
+
+    def _conditionally(self) -> Location:
+        """Return this folder with conditional writes; TensorStore itself asks only AWS for them."""
+        return replace(self, spec=self.spec | {"use_conditional_write": True}) if self.is_conditional else self
 
     def delete(self, key: str) -> None:
         """Delete ``key`` if it exists."""
@@ -157,16 +201,31 @@ class Location:
         found: Iterable[bytes] = self._wait("list it", lambda store: store.list(_prefix_range(prefix)))
         return sorted(key.decode("utf-8", "surrogateescape") for key in found)
 
-    def _wait(self, action: str, operation: Any) -> Any:
+    def outage(self, error: BaseException) -> str | None:
+        """Return what is wrong and what to do if an error means that a remote store does not answer, else None."""
+        if not self.is_remote:
+            return None
+        fault = (
+            f"no response within {self.timeout_s:g} s" if isinstance(error, TimeoutError) else connection_fault(error)
+        )
+        if fault is None:
+            return None
+        server = f" at {self.spec['endpoint']}" if "endpoint" in self.spec else ""
+        return f"the store{server} does not answer ({fault}); check the server and the network"
+
+    def _wait(self, action: str, operation: Any, timeout_s: float | None = None) -> Any:
+        timeout_s = timeout_s or self.timeout_s
         try:
-            store = ts.KvStore.open(self.spec, context=self.context).result(timeout=STORE_TIMEOUT_S)
-            return operation(store).result(timeout=STORE_TIMEOUT_S)
+            store = ts.KvStore.open(self.spec, context=self.context).result(timeout=self.timeout_s)
+            return operation(store).result(timeout=timeout_s)
         except TimeoutError as error:
             raise ShardError(
-                f"{self.display}: can't {action}: no response within {STORE_TIMEOUT_S:.0f} s; "
+                f"{self.display}: can't {action}: no response within {timeout_s:.0f} s; "
                 "check that the store is reachable"
             ) from error
         except (ValueError, OSError, RuntimeError) as error:
+            if (outage := self.outage(error)) is not None:
+                raise ShardError(f"{self.display}: can't {action}: {outage}") from error
             raise ShardError(
                 f"{self.display}: can't {action}: {system_reason(error) or reason(error)}; {_remedy(error)}"
             ) from error
@@ -183,7 +242,13 @@ class _Several:
         return [future.result(timeout=timeout) for future in self._futures]
 
 
-def open_location(data: str, *, context: ts.Context | None = None, memory_mapped: bool = False) -> Location:
+def open_location(
+    data: str,
+    *,
+    context: ts.Context | None = None,
+    memory_mapped: bool = False,
+    storage_options: Mapping[str, str] | None = None,
+) -> Location:
     """Return the location for a path or a TensorStore URL (``file://``, ``gs://``, ``s3://``, ``memory://``…).
 
     Args:
@@ -191,10 +256,35 @@ def open_location(data: str, *, context: ts.Context | None = None, memory_mapped
         context: shared resources; a new one by default. ``memory://`` folders are visible only in the same context.
         memory_mapped: whether to map local files instead of reading them, which gives 1.4 to 2.4 times as many images
             per second if the files are cached.
+        storage_options: how to reach a remote store, see `preprocess.storage_options.STORAGE_OPTIONS`; for ``s3://``,
+            environment variables give what is missing. No effect on a folder of this machine.
 
     Raises:
-        ShardError: TensorStore does not support the URL, or nothing answers at its address within 15 s.
+        ShardError: TensorStore does not support the URL, an option is wrong, or nothing answers at its address within
+            15 s.
     """
+    spec = _spec_of(data)
+    path = spec.get("path", "")
+    if spec["driver"] == "file":
+        # TensorStore does not accept "..", and the parent of a link's target is not the parent of the link.
+        path = os.path.realpath(path) if ".." in Path(path).parts else str(Path(path).absolute())
+    spec["path"] = path if path.endswith("/") or not path else f"{path}/"
+    if memory_mapped and spec["driver"] == "file":
+        spec["file_io_mode"] = {"mode": "memmap"}
+    location = _with_options(
+        Location(spec, data if data.endswith("/") else f"{data}/", context or ts.Context()),
+        storage_options or {},
+        has_context=context is not None,
+    )
+    fault = contact_fault(location.spec, location.context)
+    if fault is not None:
+        server = f" at {location.spec['endpoint']}" if "endpoint" in location.spec else ""
+        raise ShardError(f"{data}{server} cannot be reached ({fault}); check the address and the network")
+    return location
+
+
+def _spec_of(data: str) -> dict[str, Any]:
+    """Return TensorStore's specification of the store for a path or URL; raise ShardError as `open_location`."""
     if not data:
         raise ShardError("the data folder is an empty string; give a folder or a URL such as gs://bucket/imagenet")
     if "://" in data:
@@ -210,18 +300,28 @@ def open_location(data: str, *, context: ts.Context | None = None, memory_mapped
         raise ShardError(
             f"{data} does not name a folder in a single store; use a path, gs://bucket/folder or s3://bucket/folder"
         )
-    path = spec.get("path", "")
-    if spec["driver"] == "file":
-        # TensorStore does not accept "..", and the parent of a link's target is not the parent of the link.
-        path = os.path.realpath(path) if ".." in Path(path).parts else str(Path(path).absolute())
-    spec["path"] = path if path.endswith("/") or not path else f"{path}/"
-    if memory_mapped and spec["driver"] == "file":
-        spec["file_io_mode"] = {"mode": "memmap"}
-    location = Location(spec, data if data.endswith("/") else f"{data}/", context or ts.Context())
-    fault = contact_fault(location.spec, location.context)
-    if fault is not None:
-        raise ShardError(f"{data} cannot be reached ({fault}); check the address and the network")
-    return location
+    return spec
+
+
+def _with_options(location: Location, given: Mapping[str, str], *, has_context: bool) -> Location:
+    """Return a location with the options of its store; a local folder is returned unchanged."""
+    driver = location.spec["driver"]
+    timeout_s = timeout_of(driver, given)
+    if timeout_s is None:
+        return location
+    try:
+        options = with_environment(given, location.display)
+        check_options(options)
+        check_applicable(given, scheme_of(driver), location.display)
+    except StorageOptionError as error:
+        raise ShardError(str(error)) from error
+    return replace(
+        location,
+        spec=location.spec | spec_members(driver, options),
+        context=location.context if has_context else ts.Context(context_members(driver, options)),
+        timeout_s=timeout_s,
+        is_conditional=driver == "s3" and options.get("conditional-writes", "true") == "true",
+    )
 
 
 def reason(error: BaseException) -> str:
@@ -240,6 +340,11 @@ def write_fault(error: BaseException) -> str:
 def _remedy(error: BaseException) -> str:
     if system_number(error) is not None:
         return f"{remedy_of(error)}, and run the same command again"
+    if "credentials" in str(error).lower():
+        return (
+            "set $AWS_ACCESS_KEY_ID and $AWS_SECRET_ACCESS_KEY, or give --storage-option profile=NAME or "
+            "credentials=anonymous"
+        )
     return "check the address and its permissions"
 
 

@@ -6,7 +6,7 @@ Knows nothing of order, batches or devices; splits are written by `preprocess.pa
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -321,6 +321,8 @@ class ShardSplit:
 
     def _blame(self, indices: NDArray[np.int64], error: BaseException) -> str:
         """Return an error message that names the first image that fails when read individually, and its shard file."""
+        if (outage := self.location.outage(error)) is not None:
+            return f"{self._name()}: {outage}"
         stored = self._open_array()
         deadline = time.monotonic() + _BLAME_TIMEOUT_S
         for index in np.unique(indices).tolist():
@@ -383,17 +385,24 @@ def _described(buffer: NDArray[np.generic]) -> str:
     return f"{buffer.dtype} {list(buffer.shape)}" + "".join(f", not {name}" for name in lacks)
 
 
-def open_split(data: str, split: str, *, context: ts.Context | None = None) -> ShardSplit:
+def open_split(
+    data: str,
+    split: str,
+    *,
+    context: ts.Context | None = None,
+    storage_options: Mapping[str, str] | None = None,
+) -> ShardSplit:
     """Open the complete split ``split`` of the pack at ``data``.
 
     Args:
         data: a folder or a TensorStore URL, as given to ``preprocess-imagenet``.
         split: name of the split, e.g. ``train``.
         context: TensorStore's shared resources; needed only for ``memory://``.
+        storage_options: how to reach a remote store, such as ``{"endpoint": "http://127.0.0.1:9000"}``.
 
     Raises:
         ShardError: the split does not exist, is unfinished (has no manifest), has a newer format version, or can't be
             accessed.
     """
-    location = open_location(data, context=context, memory_mapped=True)
+    location = open_location(data, context=context, memory_mapped=True, storage_options=storage_options)
     return ShardSplit(location.child(split), read_manifest(location, split))

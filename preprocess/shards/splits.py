@@ -6,6 +6,7 @@ Knows nothing of the contents of the arrays.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -75,18 +76,22 @@ class SplitNames:
     broken: tuple[str, ...]
 
 
-def find_splits(data: str, *, context: ts.Context | None = None) -> SplitNames:
+def find_splits(
+    data: str, *, context: ts.Context | None = None, storage_options: Mapping[str, str] | None = None
+) -> SplitNames:
     """Return the names of all splits of the pack at ``data``, listing the store only once.
 
     Raises:
-        ShardError: the store can't be reached.
+        ShardError: the store can't be reached, or a storage option is wrong.
     """
-    return _find_splits(open_location(data, context=context))
+    return _find_splits(open_location(data, context=context, storage_options=storage_options))
 
 
-def list_splits(data: str, *, context: ts.Context | None = None) -> tuple[str, ...]:
+def list_splits(
+    data: str, *, context: ts.Context | None = None, storage_options: Mapping[str, str] | None = None
+) -> tuple[str, ...]:
     """Return the names of the complete splits at ``data``, if any; raise ShardError as `find_splits` does."""
-    return find_splits(data, context=context).complete
+    return find_splits(data, context=context, storage_options=storage_options).complete
 
 
 def lost_manifest(split: Location) -> str:

@@ -6,7 +6,7 @@ Continues after the first damage and reports each damaged file and image. Change
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -74,6 +74,7 @@ def verify_split(
     split: str,
     *,
     context: ts.Context | None = None,
+    storage_options: Mapping[str, str] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Damage, ...]:
     """Check the split ``split`` of the pack at ``data``: files, checksums, metadata, labels or targets, and pixels.
@@ -82,6 +83,7 @@ def verify_split(
         data: a folder or a TensorStore URL.
         split: name of the split, e.g. ``train``.
         context: TensorStore's shared resources; needed only for ``memory://``.
+        storage_options: how to reach a remote store, such as ``{"endpoint": "http://127.0.0.1:9000"}``.
         on_progress: called with (images read, N) after each piece.
 
     Returns:
@@ -91,7 +93,7 @@ def verify_split(
         ShardError: the split does not exist or is unfinished, or its manifest is damaged or was changed.
     """
     # Not mapped, so that a file that is truncated in the meantime is an error of a single read.
-    root = open_location(data, context=context)
+    root = open_location(data, context=context, storage_options=storage_options)
     manifest = read_manifest(root, split)
     location = root.child(split)
     files = list(_check_files(location, manifest))

@@ -1,0 +1,218 @@
+"""Packs on a real S3 server on this machine: the same bytes and results as in a local folder, and servers that fail.
+
+The commands are those of docs/howto/object-storage.md, run as a user runs them.
+"""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from preprocess.demo.drawing import draw_demo
+from preprocess.shards.location import open_location
+from tests.fake_source import fake_source, files_of, pack
+from tests.s3_server import BUCKET, KEYS, S3Server, need_server
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs/howto/object-storage.md"
+URL = f"s3://{BUCKET}/imagenet"
+TRAIN = ["run-train", "--batch", "16", "--model", "resnet8", "--lr", "0.05"]
+DEADLINE_S = 60
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def server():
+    need_server()
+    with pytest.MonkeyPatch.context() as patched, S3Server() as running:
+        for name, value in KEYS.items():
+            patched.setenv(name, value)
+        yield running
+
+
+@pytest.fixture(scope="module")
+def place(server, tmp_path_factory):
+    """A working folder with photographs, packed into a local folder, and a home folder without keys."""
+    folder = tmp_path_factory.mktemp("place")
+    draw_demo(folder / "photos", num_images=200)
+    command(folder, server, "preprocess-imagenet", "photos", "local", "--size", "32", "--shard-images", "64")
+    return folder
+
+
+def environment_of(folder, server):
+    return os.environ | KEYS | {"HOME": str(folder), "AWS_ENDPOINT_URL": server.endpoint, "PYTHONPATH": str(ROOT)}
+
+
+def start(folder, server, *arguments):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    module, _, function = project["scripts"][arguments[0]].partition(":")
+    program = f"import sys; from {module} import {function} as main; sys.argv[0] = {arguments[0]!r}; sys.exit(main())"
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *map(str, arguments[1:])],
+        cwd=folder,
+        env=environment_of(folder, server),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def command(folder, server, *arguments, code=0):
+    process = start(folder, server, *arguments)
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == code, out + err
+    return out + err
+
+
+def losses(run):
+    return [json.loads(line)["loss"] for line in (run / "loss.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def wait_for_steps(run, count, process):
+    stop = time.monotonic() + 300
+    while not (run / "loss.jsonl").exists() or len(losses(run)) < count:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < stop, "the run makes no steps"
+        time.sleep(0.05)
+
+
+def same_weights(left, right):
+    left, right = load_file(left), load_file(right)
+    return left.keys() == right.keys() and all(np.array_equal(left[name], right[name]) for name in left)
+
+
+def page_commands():
+    """Return the commands of the page that are not marked as not run, with the addresses of the tests."""
+    blocks = re.findall(r"(<!-- not run -->\n)?```\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    return [shlex.split(line) for mark, body in blocks if not mark for line in body.splitlines()]
+
+
+def test_the_commands_of_the_page_give_the_results_of_a_local_pack(place, server):
+    """Pack, verify, train, continue, start from weights and evaluate, and compare each with the local pack."""
+    values = {"s3://bucket": f"s3://{BUCKET}", "http://127.0.0.1:9000": server.endpoint}
+    for words in page_commands():
+        if "--init-from" in words:
+            key, content = "weights/model.safetensors", (place / "runs/stored/model.safetensors").read_bytes()
+            open_location(f"s3://{BUCKET}", storage_options={"endpoint": server.endpoint}).write(key, content)
+        for old, new in values.items():
+            words = [word.replace(old, new) for word in words]
+        command(place, server, *words)
+    stored = open_location(URL, storage_options={"endpoint": server.endpoint})
+    local = files_of(place / "local")
+    assert {key: stored.read(key) for key in stored.list_keys()} == {str(key): value for key, value in local.items()}
+    # The runs of the page, on the local pack.
+    command(place, server, *TRAIN, "--data", "local", "--steps", "12", "--run-dir", "runs/local")
+    assert losses(place / "runs/local") == losses(place / "runs/stored")
+    assert same_weights(place / "runs/local/model.safetensors", place / "runs/stored/model.safetensors")
+    tuned = ["run-train", "--data", "local", "--model", "resnet8", "--batch", "16", "--steps", "2"]
+    weights = "runs/local/model.safetensors"
+    command(place, server, *tuned, "--init-from", weights, "--run-dir", "runs/local-tuned")
+    assert losses(place / "runs/local-tuned") == losses(place / "runs/tuned")
+    evaluations = [
+        json.loads(command(place, server, "run-eval", f"runs/{name}", "--json").splitlines()[0])
+        for name in ("local", "stored")
+    ]
+    differing = {key for key in evaluations[0] if evaluations[0][key] != evaluations[1][key]}
+    assert differing <= {"time", "seconds"}
+    recorded = (place / "runs/stored/config.json").read_text(encoding="utf-8")
+    assert json.loads(recorded)["settings"]["storage_options"] == f"endpoint={server.endpoint},region=us-east-1"
+    assert "AWS_SECRET" not in recorded
+
+
+def test_damage_in_the_store_is_found_and_packed_again(server, tmp_path, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+    url = f"s3://{BUCKET}/damaged"
+    source = fake_source(14)
+    pack(source, url)
+    pack(source, tmp_path / "local")
+    store = open_location(url)
+    shard = "train/pixels/c/0/0/0"
+    content = bytearray(store.read(shard) or b"")
+    content[7] ^= 1
+    store.write(shard, bytes(content))
+    out = command(tmp_path, server, "inspect-shards", url, "--verify", code=2)
+    assert "pixels/c/0/0/0" in out
+    pack(source, url, overwrite=True)
+    assert {key: store.read(key) for key in store.list_keys()} == {
+        str(key): value for key, value in files_of(tmp_path / "local").items()
+    }
+
+
+def test_a_pause_of_the_server_costs_waiting_and_nothing_else(place, server):
+    url, steps = f"s3://{BUCKET}/paused", 60
+    command(place, server, "preprocess-imagenet", "photos", url, "--size", "32", "--shard-images", "64")
+    train = [*TRAIN, "--eval-split", "off", "--steps", steps]
+    command(place, server, *train, "--data", "local", "--run-dir", "runs/unpaused")
+    process = start(place, server, *train, "--data", url, "--run-dir", "runs/paused")
+    wait_for_steps(place / "runs/paused", 5, process)
+    server.signal(signal.SIGSTOP)
+    try:
+        time.sleep(20)
+        assert process.poll() is None
+        num_steps = len(losses(place / "runs/paused"))
+    finally:
+        server.signal(signal.SIGCONT)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, out + err
+    assert num_steps < steps  # it did wait
+    assert losses(place / "runs/paused") == losses(place / "runs/unpaused")
+    assert same_weights(place / "runs/paused/model.safetensors", place / "runs/unpaused/model.safetensors")
+
+
+def test_a_server_that_is_gone_ends_the_run_and_a_resume_continues(place):
+    need_server()
+    steps, run = 80, place / "runs/gone"
+    train = [*TRAIN, "--eval-split", "off", "--snapshot-every", "5", "--keep", "0"]
+    with S3Server() as server:
+        packing = ["preprocess-imagenet", "photos", URL, "--size", "32", "--shard-images", "64"]
+        command(place, server, *packing)
+        command(place, server, *train, "--steps", steps, "--data", "local", "--run-dir", "runs/whole")
+        process = start(place, server, *train, "--steps", steps, "--data", URL, "--run-dir", run)
+        wait_for_steps(run, 12, process)
+        server.kill()
+        killed = time.monotonic()
+        _, err = process.communicate(timeout=300)
+        assert time.monotonic() - killed < DEADLINE_S
+        assert process.returncode == 1, err
+        assert "Traceback" not in err
+        expected = rf"run-train: .*the store at {server.endpoint} does not answer \(.*\); check the server"
+        assert re.search(expected, err), err
+        assert len(list((run / "snapshots").iterdir())) >= 2
+        # Without the server, a resume is refused soon; with it, the run continues to the same bits.
+        out = command(place, server, *train, "--run-dir", run, "--resume", code=2)
+        assert f"{URL} at {server.endpoint} cannot be reached" in out
+        server.start()
+        command(place, server, *packing)
+        command(place, server, "run-train", "--run-dir", run, "--resume")
+    assert losses(run) == losses(place / "runs/whole")
+    assert same_weights(run / "model.safetensors", place / "runs/whole/model.safetensors")
+
+
+def test_packing_stops_soon_without_its_server_and_continues_with_it(place):
+    need_server()
+    with S3Server() as server:
+        packing = ["preprocess-imagenet", "photos", URL, "--size", "32", "--shard-images", "8", "--workers", "1"]
+        process = start(place, server, *packing)
+        store = open_location(URL, storage_options={"endpoint": server.endpoint})
+        while not store.list_keys("train/journal/shards/"):
+            assert process.poll() is None, process.communicate()
+        server.kill()
+        killed = time.monotonic()
+        _, err = process.communicate(timeout=300)
+        assert time.monotonic() - killed < DEADLINE_S
+        assert process.returncode == 2, err
+        assert "Traceback" not in err
+        assert f"the store at {server.endpoint} does not answer" in err
+        server.start()
+        command(place, server, *packing)
+        command(place, server, "inspect-shards", URL, "--verify")

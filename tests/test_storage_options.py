@@ -1,0 +1,314 @@
+"""Options of object stores: their parsing, what TensorStore receives, what a run records, and the messages."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorstore as ts
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from engine.commands import cli as train_cli
+from engine.commands import eval_cli
+from engine.config import TrainConfig
+from engine.locations import storage_options_of, with_absolute_paths
+from engine.records.downloaded_file import local_file
+from engine.records.given_weights import read_given_weights
+from engine.settings import SettingError
+from preprocess.commands import cli, inspect_cli
+from preprocess.packing.owner import Owner
+from preprocess.shards import first_contact, location
+from preprocess.shards.location import ShardError, open_location
+from preprocess.shards.reader import open_split
+from preprocess.storage_options import (
+    STORAGE_OPTIONS,
+    StorageOptionError,
+    as_text,
+    check_options,
+    parse_pairs,
+    parse_text,
+)
+from tests.fake_source import fake_source, pack
+
+DEAD = {"endpoint": "http://127.0.0.1:9", "retries": "0", "credentials": "anonymous"}
+URL = "s3://bucket/set"
+VALID = {
+    "endpoint": "https://storage.example:9000",
+    "region": "eu-central-1",
+    "host-header": "storage.example",
+    "credentials": "profile",
+    "profile": "mine",
+    "requester-pays": "true",
+    "conditional-writes": "false",
+    "user-project": "project-1",
+    "concurrency": "8",
+    "retries": "3",
+    "timeout": "20",
+}
+
+
+@pytest.fixture
+def uncontacted(monkeypatch):
+    monkeypatch.setattr(location, "contact_fault", lambda *_: None)
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch, tmp_path):
+    """A home folder without keys."""
+    monkeypatch.setenv("HOME", os.fspath(tmp_path))
+    return tmp_path
+
+
+def test_every_option_is_tested_here():
+    assert list(VALID) == list(STORAGE_OPTIONS)
+
+
+@given(st.sets(st.sampled_from(sorted(VALID))))
+def test_options_survive_text(names):
+    options = {name: VALID[name] for name in names | ({"endpoint"} if "host-header" in names else set())}
+    text = as_text(options)
+    assert parse_text(text) == options == parse_pairs((text or "").split(",") if text else ())
+    assert storage_options_of(TrainConfig(storage_options=text)) == options
+
+
+@pytest.mark.parametrize(
+    ("pair", "message"),
+    [
+        (
+            "endpont=http://a",
+            r"^there is no storage option 'endpont': did you mean endpoint\?; known are ",
+        ),
+        ("endpoint", r"^a storage option must be KEY=VALUE, got 'endpoint'; known are endpoint, "),
+        ("endpoint=127.0.0.1:9000", r"must be an address such as http://127\.0\.0\.1:9000, .*got '127\.0\.0\.1:9000'$"),
+        ("endpoint=http://", "must be an address"),
+        ("region=", "must be a region such as eu-central-1, got ''"),
+        ("credentials=none", "must be one of anonymous, environment, profile, .*, got 'none'"),
+        ("retries=-1", r"must be a whole number in 0 … 100, got '-1'"),
+        ("timeout=1e3", r"must be a whole number in 1 … 3600"),
+        ("host-header=a.example", "needs an endpoint, got none; add endpoint=ADDRESS"),
+    ],
+)
+def test_a_wrong_option_is_refused_with_the_remedy(pair, message):
+    with pytest.raises(StorageOptionError, match=message):
+        parse_pairs([pair])
+    with pytest.raises(SettingError, match=rf"^storage_options: .*{message.lstrip('^')}"):
+        TrainConfig(storage_options=pair)
+
+
+@pytest.mark.parametrize(
+    "pair",
+    ["secret-key=HIDDEN", "aws_secret_access_key=HIDDEN", "token=HIDDEN", "endpoint=http://me:HIDDEN@127.0.0.1"],
+)
+def test_secrets_are_refused_and_not_repeated(pair):
+    with pytest.raises(StorageOptionError) as raised:
+        parse_pairs([pair])
+    assert "HIDDEN" not in str(raised.value)
+    assert "AWS_ACCESS_KEY_ID" in str(raised.value) or "without user, password" in str(raised.value)
+
+
+def test_contradictions_are_refused():
+    with pytest.raises(StorageOptionError, match=r"^the storage option region is given twice, as a and b$"):
+        parse_pairs(["region=a", "region=b"])
+    with pytest.raises(StorageOptionError, match="profile needs credentials=profile, got credentials=anonymous"):
+        check_options({"profile": "a", "credentials": "anonymous"})
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "members"),
+    [
+        ({}, {}, {}),
+        ({}, {"AWS_REGION": "eu-1", "AWS_DEFAULT_REGION": "eu-2"}, {"aws_region": "eu-1"}),
+        ({}, {"AWS_DEFAULT_REGION": "eu-2"}, {"aws_region": "eu-2"}),
+        ({}, {"AWS_ENDPOINT_URL": "http://a:1/"}, {"endpoint": "http://a:1", "aws_region": "us-east-1"}),
+        (
+            {"region": "eu"},
+            {"AWS_ENDPOINT_URL": "http://a", "AWS_ENDPOINT_URL_S3": "http://b"},
+            {"endpoint": "http://b", "aws_region": "eu"},
+        ),
+        (
+            {"endpoint": "http://c", "host-header": "d", "requester-pays": "true"},
+            {"AWS_ENDPOINT_URL": "http://a"},
+            {"endpoint": "http://c", "aws_region": "us-east-1", "host_header": "d", "requester_pays": True},
+        ),
+    ],
+)
+def test_what_tensorstore_receives(monkeypatch, uncontacted, options, environment, members):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    found = open_location(URL, storage_options=options)
+    assert found.spec == {"driver": "s3", "bucket": "bucket", "path": "set/"} | members
+    assert ts.KvStore.Spec(found.spec).to_json() == found.spec
+    assert found.child("train").timeout_s == found.timeout_s == 45
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "resources"),
+    [
+        (URL, {}, {"s3_request_retries": {"max_retries": 6, "initial_delay": "500ms", "max_delay": "8s"}}),
+        (
+            URL,
+            {"retries": "1"},
+            {"s3_request_retries": {"max_retries": 1, "initial_delay": "500ms", "max_delay": "8s"}},
+        ),
+        (URL, {"concurrency": "3"}, {"s3_request_concurrency": {"limit": 3}}),
+        ("gs://bucket/set", {"retries": "4"}, {"gcs_request_retries": {"max_retries": 4}}),
+        ("gs://bucket/set", {"concurrency": "3"}, {"gcs_request_concurrency": {"limit": 3}}),
+        ("gs://bucket/set", {"user-project": "p"}, {"gcs_user_project": {"project_id": "p"}}),
+        ("http://127.0.0.1:9/set", {"retries": "4"}, {"http_request_retries": {"max_retries": 4}}),
+    ],
+)
+def test_the_resources_of_the_context(uncontacted, url, options, resources):
+    context = open_location(url, storage_options=options).context
+    for name, members in resources.items():
+        found = context[name].to_json()
+        assert {key: found[key] for key in members} == members
+
+
+def test_where_the_keys_come_from(monkeypatch, uncontacted, home):
+    def found(**options):
+        return open_location(URL, storage_options=options).context["aws_credentials"].to_json()
+
+    endpoint = "http://127.0.0.1:9"
+    assert found() == {"type": "default"}
+    assert found(endpoint=endpoint) == {"type": "anonymous"}
+    assert found(endpoint=endpoint, profile="mine") == {"type": "profile", "profile": "mine"}
+    assert found(credentials="imds") == {"type": "imds"}
+    (home / ".aws").mkdir()
+    (home / ".aws/credentials").touch()
+    assert found(endpoint=endpoint) == {"type": "profile"}
+    monkeypatch.setenv("AWS_PROFILE", "other")
+    assert found() == {"type": "profile", "profile": "other"}
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    assert found() == {"type": "environment"}
+    assert found(credentials="anonymous") == {"type": "anonymous"}
+
+
+@pytest.mark.parametrize(
+    ("url", "option", "message"),
+    [
+        (
+            "gs://bucket/set",
+            "endpoint",
+            r"endpoint applies to s3://, got gs://.*; .*set \$TENSORSTORE_GCS_HTTP_URL",
+        ),
+        (URL, "user-project", "user-project applies to gs://, got s3://bucket/set/; leave it out"),
+    ],
+)
+def test_an_option_of_another_store_is_refused(uncontacted, url, option, message):
+    with pytest.raises(ShardError, match=message):
+        open_location(url, storage_options={option: VALID[option]})
+
+
+def test_options_do_not_affect_a_local_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    plain = open_location(str(tmp_path))
+    assert open_location(str(tmp_path), storage_options={"endpoint": "http://a"}).spec == plain.spec
+    for command, arguments in ((cli.main, [str(tmp_path)]), (inspect_cli.main, [])):
+        result = CliRunner().invoke(command, [*arguments, str(tmp_path), "--storage-option", "region=eu"])
+        assert result.exit_code == 2
+        assert "the storage option region applies to s3://, got " in result.stderr
+
+
+def test_an_invalid_variable_is_named(monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://me:HIDDEN@a")
+    with pytest.raises(ShardError, match=r"^\$AWS_ENDPOINT_URL must be an address .*; correct or unset it$"):
+        open_location(URL)
+
+
+def test_a_run_records_address_and_region_of_its_stores(monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://a")
+    monkeypatch.setenv("AWS_REGION", "eu")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "HIDDEN")
+
+    def recorded(**values):
+        return with_absolute_paths(TrainConfig(**values)).storage_options
+
+    assert recorded(data="/local") is recorded(synthetic=True) is None
+    assert recorded(data=URL) == recorded(init_from=f"{URL}/a", data="/local") == "endpoint=http://a,region=eu"
+    assert recorded(data=URL, storage_options="endpoint=http://b,retries=2") == "endpoint=http://b,region=eu,retries=2"
+    monkeypatch.setenv("FEEDLOOP_DATA", URL)
+    assert recorded() == "endpoint=http://a,region=eu"
+    first = with_absolute_paths(TrainConfig())
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://other")
+    assert with_absolute_paths(first) == first
+
+
+@pytest.mark.parametrize("main", [train_cli.main, eval_cli.main])
+def test_the_option_of_a_command_can_be_repeated(main):
+    with main.make_context(
+        "command", ["--storage-option", "endpoint=http://a", "--storage-option", "retries=1"]
+    ) as made:
+        assert made.params["storage_options"] == "endpoint=http://a,retries=1"
+    with main.make_context("command", []) as made:
+        assert made.params["storage_options"] is None
+
+
+def test_a_server_that_stops_is_named_with_its_address(uncontacted, monkeypatch):
+    found = open_location(URL, storage_options=DEAD)
+    expected = (
+        r"^s3://bucket/set/: can't read a: the store at http://127\.0\.0\.1:9 does not answer \(Failed to connect.*\); "
+        "check the server and the network$"
+    )
+    with pytest.raises(ShardError, match=expected):
+        found.read("a")
+    late = replace(found, timeout_s=7)
+    assert late.outage(TimeoutError()) is not None
+    assert "(no response within 7 s)" in str(late.outage(TimeoutError()))
+    assert late.outage(ValueError("Digest mismatch")) is None
+
+
+def test_the_first_contact_names_the_address(monkeypatch):
+    monkeypatch.setattr(first_contact, "_RETRIES", {"max_retries": 0, "initial_delay": "10ms", "max_delay": "10ms"})
+    with pytest.raises(ShardError, match=r"^s3://bucket/set at http://127\.0\.0\.1:9 cannot be reached \("):
+        open_split(URL, "train", storage_options=DEAD)
+
+
+def test_missing_keys_are_named(uncontacted):
+    found = open_location(URL, storage_options=DEAD | {"credentials": "environment"})
+    with pytest.raises(
+        ShardError, match=r"; set \$AWS_ACCESS_KEY_ID and \$AWS_SECRET_ACCESS_KEY, or give --storage-op"
+    ):
+        found.read("a")
+
+
+@pytest.mark.parametrize("is_ignored", [False, True])
+def test_a_store_that_ignores_conditions_is_named(monkeypatch, is_ignored):
+    context, notes = ts.Context(), []
+    found = open_location("memory://x", context=context).child("train")
+    monkeypatch.setattr(location.Location, "is_remote", True)
+    if is_ignored:
+        write = ts.KvStore.write
+        monkeypatch.setattr(ts.KvStore, "write", lambda store, key, value, **_: write(store, key, value))
+    with Owner(found, notes.append) as owner:
+        owner.check()
+    assert [note.partition(" ignores")[0] for note in notes] == ["warning: the store of memory://x/train/"] * is_ignored
+
+
+def test_weights_of_a_url_are_read_like_a_file(tmp_path):
+    weights = {"fc.weight": np.arange(6, dtype=np.float32).reshape(2, 3)}
+    save_file(weights, tmp_path / "model.safetensors")
+    url = f"file://{tmp_path}/model.safetensors"
+    with local_file(url) as path:
+        np.testing.assert_array_equal(read_given_weights(path).stored.tensors["fc.weight"], weights["fc.weight"])
+    assert not Path(path).exists()
+    with local_file("model.safetensors") as path:
+        assert path == "model.safetensors"
+    (tmp_path / "damaged").write_bytes(b"x" * 20)
+    with (
+        pytest.raises(ValueError, match=rf"file://{tmp_path}/damaged"),
+        local_file(f"file://{tmp_path}/damaged") as path,
+    ):
+        read_given_weights(path)
+    with pytest.raises(ShardError, match=r"/missing does not exist; check the URL$"), local_file(f"{url}/../missing"):
+        pass
+    with pytest.raises(ShardError, match="is not the URL of a file"), local_file("s3://bucket"):
+        pass
+
+
+def test_an_empty_option_changes_nothing(tmp_path):
+    pack(fake_source(4), tmp_path)
+    assert open_split(str(tmp_path), "train", storage_options={}).num_images == 4
