@@ -95,7 +95,8 @@ STORAGE_OPTIONS: Mapping[str, StorageOption] = {
         elsewhere="for gs:// set $TENSORSTORE_GCS_HTTP_URL",
     ),
     "region": StorageOption(
-        "Region of the bucket. Default: us-east-1 with an endpoint, else the region that AWS reports.",
+        "Region of the bucket. Default: with an endpoint that of the environment, or us-east-1; else the one that AWS "
+        "reports.",
         _S3,
         **_text("a region such as eu-central-1"),
         variables=("AWS_REGION", "AWS_DEFAULT_REGION"),
@@ -207,12 +208,16 @@ def check_applicable(options: Mapping[str, str], scheme: str, location: str) -> 
 def with_environment(options: Mapping[str, str], location: str) -> dict[str, str]:
     """Return the options for a location, those that are not given taken from environment variables (``s3://`` only).
 
+    Without an endpoint, no region is taken: AWS itself reports that of the bucket, which may be another.
+
     Raises:
         StorageOptionError: a variable has an invalid value.
     """
     if not location.startswith("s3://"):
         return dict(options)
     found = {name: value for name in STORAGE_OPTIONS if (value := _from_environment(name))}
+    if "endpoint" not in found.keys() | options.keys():
+        found.pop("region", None)
     for name, value in found.items():
         if name not in options and not STORAGE_OPTIONS[name].is_valid(value):
             variable = next(each for each in STORAGE_OPTIONS[name].variables if os.environ.get(each))

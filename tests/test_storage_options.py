@@ -121,8 +121,18 @@ def test_contradictions_are_refused():
     ("options", "environment", "members"),
     [
         ({}, {}, {}),
-        ({}, {"AWS_REGION": "eu-1", "AWS_DEFAULT_REGION": "eu-2"}, {"aws_region": "eu-1"}),
-        ({}, {"AWS_DEFAULT_REGION": "eu-2"}, {"aws_region": "eu-2"}),
+        ({}, {"AWS_REGION": "eu-1", "AWS_DEFAULT_REGION": "eu-2"}, {}),
+        ({"region": "eu-3"}, {"AWS_REGION": "eu-1"}, {"aws_region": "eu-3"}),
+        (
+            {"endpoint": "http://a"},
+            {"AWS_REGION": "eu-1", "AWS_DEFAULT_REGION": "eu-2"},
+            {"endpoint": "http://a", "aws_region": "eu-1"},
+        ),
+        (
+            {"endpoint": "http://a"},
+            {"AWS_DEFAULT_REGION": "eu-2"},
+            {"endpoint": "http://a", "aws_region": "eu-2"},
+        ),
         ({}, {"AWS_ENDPOINT_URL": "http://a:1/"}, {"endpoint": "http://a:1", "aws_region": "us-east-1"}),
         (
             {"region": "eu"},
@@ -277,7 +287,8 @@ def test_missing_keys_are_named(uncontacted):
 
 @pytest.mark.parametrize("is_ignored", [False, True])
 def test_a_store_that_ignores_conditions_is_named(monkeypatch, is_ignored):
-    context, notes = ts.Context(), []
+    context = ts.Context()
+    notes: list[str] = []
     found = open_location("memory://x", context=context).child("train")
     monkeypatch.setattr(location.Location, "is_remote", True)
     if is_ignored:
