@@ -140,6 +140,8 @@ def test_damage_in_the_store_is_found_and_packed_again(server, tmp_path, monkeyp
     content = bytearray(store.read(shard) or b"")
     content[7] ^= 1
     store.write(shard, bytes(content))
+    hidden = ["--storage-option", "credentials=anonymous"]
+    assert "PERMISSION_DENIED" in command(tmp_path, server, "inspect-shards", url, *hidden, code=2)
     out = command(tmp_path, server, "inspect-shards", url, "--verify", code=2)
     assert "pixels/c/0/0/0" in out
     pack(source, url, overwrite=True)

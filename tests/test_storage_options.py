@@ -285,6 +285,16 @@ def test_missing_keys_are_named(uncontacted):
         found.read("a")
 
 
+def test_a_refusal_of_the_store_names_the_keys(uncontacted, monkeypatch):
+    def refuse(*_, **__):
+        raise ValueError("PERMISSION_DENIED: AccessDenied [x-amzn-requestid='sAM']")
+
+    monkeypatch.setattr(ts.KvStore, "read", refuse)
+    expected = r"can't read a: PERMISSION_DENIED: AccessDenied; check the address, the keys and their permissions$"
+    with pytest.raises(ShardError, match=expected):
+        open_location(URL, storage_options=DEAD).read("a")
+
+
 @pytest.mark.parametrize("is_ignored", [False, True])
 def test_a_store_that_ignores_conditions_is_named(monkeypatch, is_ignored):
     context = ts.Context()

@@ -345,6 +345,8 @@ def _remedy(error: BaseException) -> str:
             "set $AWS_ACCESS_KEY_ID and $AWS_SECRET_ACCESS_KEY, or give --storage-option profile=NAME or "
             "credentials=anonymous"
         )
+    if "PERMISSION_DENIED" in str(error):
+        return "check the address, the keys and their permissions"
     return "check the address and its permissions"
 
 
