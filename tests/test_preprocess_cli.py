@@ -174,17 +174,29 @@ def test_a_link_that_leads_nowhere_is_left_out_or_stops_as_asked(tmp_path, sourc
     (source / "cat" / "gone.png").symlink_to(tmp_path / "nowhere.png")
     result = run(source, tmp_path / "shards", "--size", 28)
     assert result.exit_code == 0, result.output
-    assert "cat/gone.png: the symbolic link leads to a file that does not exist" in result.stdout
+    assert "cat/gone.png: the symbolic link leads to a file or folder that does not exist" in result.stdout
     (source / "dog" / "broken.jpg").unlink()
     result = run(source, tmp_path / "strict", "--size", 28, "--on-error", "fail")
     assert result.exit_code == 2
-    assert "cat/gone.png: the symbolic link leads to a file that does not exist; remove the image" in result.stderr
+    fault = "cat/gone.png: the symbolic link leads to a file or folder that does not exist; remove the image"
+    assert fault in result.stderr
     # A file that was there when it was listed is an error in any case: its disk may be gone.
     with open_source(source) as listed:
         (source / "cat" / "0.png").unlink()
         (source / "cat" / "0.png").symlink_to(tmp_path / "nowhere.png")
         with pytest.raises(ShardError, match=r"cat/0\.png: No such file"):
             pack_split(listed.splits["train"], open_location(str(tmp_path / "lost")), PackSettings())
+
+
+def test_a_class_folder_that_is_a_broken_link_is_left_out_or_stops_as_asked(tmp_path, source):
+    (source / "zebra").symlink_to(tmp_path / "nowhere")
+    result = run(source, tmp_path / "shards", "--size", 28)
+    assert result.exit_code == 0, result.output
+    assert "zebra: the symbolic link leads to a file or folder that does not exist" in result.stdout
+    (source / "dog" / "broken.jpg").unlink()
+    result = run(source, tmp_path / "strict", "--size", 28, "--on-error", "fail")
+    assert result.exit_code == 2
+    assert "zebra: the symbolic link leads to a file or folder that does not exist; remove the" in result.stderr
 
 
 def test_the_folder_of_a_run_is_refused(tmp_path, source):

@@ -141,8 +141,28 @@ def test_a_broken_link_is_listed_and_fails_when_read(tmp_path):
     with open_source(tmp_path) as source:
         split = source.splits["train"]
         place = [split.image(i).name for i in range(2)].index("a/broken.jpg")
-        with pytest.raises(SourceError, match="the symbolic link leads to a file that does not exist"):
+        with pytest.raises(SourceError, match="the symbolic link leads to a file or folder that does not exist"):
             split.read(place)
+
+
+def test_a_broken_link_in_place_of_a_class_folder_is_a_class_that_cannot_be_read(tmp_path):
+    grow(tmp_path, ["a/1.jpg", "c/2.jpg"])
+    for name in ("b", "classes.txt"):
+        (tmp_path / name).symlink_to(tmp_path / "nowhere" / name)
+    with open_source(tmp_path) as source:
+        split = source.splits["train"]
+        assert [each.id for each in split.classes] == ["a", "b", "c"]
+        images = [split.image(i) for i in range(len(split))]
+        assert sorted((each.name, each.label) for each in images) == [("a/1.jpg", 0), ("b", 1), ("c/2.jpg", 2)]
+        with pytest.raises(SourceError, match="the symbolic link leads to a file or folder that does not exist"):
+            split.read([each.name for each in images].index("b"))
+
+
+def test_a_broken_link_in_place_of_a_split_folder_is_refused(tmp_path):
+    grow(tmp_path, ["train/a/1.jpg"])
+    (tmp_path / "val").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(SourceError, match=r"val is a link that leads nowhere; correct or remove it"):
+        open_source(tmp_path)
 
 
 def test_a_huge_file_is_refused_unread(tmp_path):

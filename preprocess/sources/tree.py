@@ -54,7 +54,7 @@ class FolderStore:
         except FileNotFoundError as error:
             # It led nowhere when it was listed too: it is a fault of this image, not of the disk.
             if size == 0 and (self.root / name).is_symlink():
-                raise SourceError("the symbolic link leads to a file that does not exist") from error
+                raise SourceError("the symbolic link leads to a file or folder that does not exist") from error
             raise
         except IrregularFileError as error:
             raise SourceError(
@@ -112,14 +112,23 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         raise SourceError(f"{printable(entry.path)} cannot be accessed: {error.strerror}; remove it") from error
 
 
+def _leads_nowhere(entry: os.DirEntry[str]) -> bool:
+    """Return whether an entry is a symbolic link whose target does not exist."""
+    return entry.is_symlink() and not Path(entry.path).exists()
+
+
 def split_folders(root: Path, *, have_classes: bool = True) -> dict[str, Path]:
     """Return the folder of each split; the result is empty if the root itself contains the class folders.
 
     A split folder has the name of a split and contains folders, because a class may also be called "train". Without
     class folders (`have_classes`), any folder with the name of a split is one.
+
+    Raises:
+        SourceError: a split has two folders, or its folder is a link that leads nowhere beside the folder of another.
     """
     found: dict[str, Path] = {}
-    for entry in list_folder(root)[0]:
+    folders, others = list_folder(root)
+    for entry in folders:
         split = SPLIT_FOLDERS.get(entry.name.lower())
         if split is None or (have_classes and not list_folder(Path(entry.path))[0]):
             continue
@@ -128,6 +137,9 @@ def split_folders(root: Path, *, have_classes: bool = True) -> dict[str, Path]:
                 f"{printable(root)} has both {found[split].name}/ and {entry.name}/ for the split {split}; keep one"
             )
         found[split] = Path(entry.path)
+    broken = [each for each in others if each.name.lower() in SPLIT_FOLDERS and _leads_nowhere(each)]
+    if found and broken:
+        raise SourceError(f"{printable(broken[0].path)} is a link that leads nowhere; correct or remove it")
     return {split: found[split] for split in ("train", "val", "test") if split in found}
 
 
@@ -142,7 +154,8 @@ def split_openers(root: Path, folders: dict[str, Path]) -> dict[str, Callable[[]
 def read_class_folders(root: Path, folder: Path, split: str, *, names_in: tuple[Path, ...]) -> FoundSplit:
     """List the images of one split. Each direct subfolder of `folder` is a class that includes all files below it.
 
-    An empty class folder is a class without images. Every file that is not hidden is listed, whatever its suffix.
+    An empty class folder is a class without images. A link that leads nowhere, in place of a class folder, is a class
+    with one image of size 0, which cannot be read. Every file that is not hidden is listed, whatever its suffix.
     Readable names are read from the folders `names_in`; the first name found for a class is used.
 
     Raises:
@@ -155,7 +168,9 @@ def read_class_folders(root: Path, folder: Path, split: str, *, names_in: tuple[
             f"{printable(folder)} has {quantity(len(outside), 'image')} outside any class folder, for example "
             f"{printable(outside[0])}; move each into the folder of its class"
         )
-    classes = index_classes((each.name for each in class_entries), read_names(*names_in), str(folder))
+    broken = [each for each in loose if each.name not in NAME_FILES and _leads_nowhere(each)] if class_entries else []
+    ids = [each.name for each in (*class_entries, *broken)]
+    classes = index_classes(ids, read_names(*names_in), str(folder))
     label_of = {each.id: label for label, each in enumerate(classes)}
     listing = Listing(classes)
     prefix = folder.relative_to(root).as_posix()
@@ -166,6 +181,8 @@ def read_class_folders(root: Path, folder: Path, split: str, *, names_in: tuple[
             listing.add(f"{prefix}{entry.name}/", below, label_of[entry.name], size)
             if subfolder is None and "/" in below:
                 subfolder = f"{prefix}{entry.name}/{below.partition('/')[0]}"
+    for entry in broken:
+        listing.add(f"{prefix}{entry.name}", "", label_of[entry.name], file_size(entry))
     return FoundSplit(split, classes, listing, FolderStore(root), subfolder)
 
 
