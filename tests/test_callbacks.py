@@ -342,10 +342,18 @@ def test_a_function_is_a_sink_and_a_callback():
     assert np.array_equal([record.loss for record in by_sink[:5]], result.losses)
 
 
+class Misspelt(Callback):
+    """A callback with a method that is never called."""
+
+    def on_eval(self, record: EvaluationRecord) -> None:
+        raise AssertionError
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"callbacks": [3]}, "a callback must be an engine.Callback or a function of a record, got int"),
+        ({"callbacks": [Misspelt()]}, r"on_snapshot, on_step, got Misspelt\.on_eval: did you mean on_evaluation\?$"),
         ({"callbacks": [Log]}, r"a callback must be an object, got the class Log: give Log\(\)"),
         (
             {"sinks": [3]},

@@ -334,6 +334,16 @@ def test_a_recipe_whose_image_size_does_not_fit_the_data_is_named(tmp_path):
     assert "run-train: --image-size must be at most the size of the images, 8 × 8 px, got 12" in of_option.stderr
 
 
+def test_a_built_in_recipe_whose_image_size_does_not_fit_the_data_is_named_with_an_option(tmp_path):
+    pack(fake_source(10, size=8), tmp_path / "packed")
+    done = run_train("--recipe", "imagenet-16", "--data", "packed", "--dry-run", cwd=tmp_path)
+    assert done.returncode == 2
+    assert (
+        "run-train: image_size in the recipe imagenet-16 (--image-size default leaves it out) must be at most the size "
+        "of the images, 8 × 8 px, got 224: leave it out"
+    ) in done.stderr
+
+
 def test_a_runs_record_is_a_recipe_for_another_run(tmp_path):
     first = run_train(*TINY, "--steps", 2, "--run-dir", "first", "--seed", 3, "--flip", 0.5, cwd=tmp_path)
     assert first.returncode == 0, first.stderr

@@ -285,7 +285,7 @@ def test_a_resume_needs_the_loss_and_the_metrics_again(tmp_path):
     config = two_headed_config(steps=3, run_dir=str(tmp_path))
     run(config)
     longer = TrainConfig(**(config.to_json() | {"steps": 4, "resume": True}))
-    with pytest.raises(ValueError, match="was trained with a model and batches and a loss and metrics of your own"):
+    with pytest.raises(ValueError, match="was trained with a model, batches, a loss and metrics of your own"):
         train(longer)
     with pytest.raises(ValueError, match=r"must keep its own_parts, which was .*two_headed_loss"):
         train(

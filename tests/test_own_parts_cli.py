@@ -97,7 +97,7 @@ def test_a_run_with_own_parts_is_trained_resumed_evaluated_and_verified(place):
 
     code, output = call(run_train, "--resume", "--run-dir", "run", "--steps", "6")
     assert code == 2
-    assert "was trained with a model and batches and a loss and metrics and evaluation images of your own" in output
+    assert "was trained with a model, batches, a loss, metrics and evaluation images of your own" in output
     assert "which must be given again: --model mine:Model --batches mine:toy_batch" in output.replace("\n", " ")
     code, output = call(
         run_train, "--resume", "--run-dir", "run", "--steps", "6", *OPTIONS[2:], "--model", "mine:MODEL"

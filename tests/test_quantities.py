@@ -5,7 +5,7 @@ import math
 import pytest
 
 from engine.stream.sinks import EvaluationRecord, LossRecord, evaluation_words, loss_fields, loss_number
-from preprocess.quantities import quantity
+from preprocess.quantities import listed, quantity
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,16 @@ from preprocess.quantities import quantity
 )
 def test_a_noun_follows_its_number(count, noun, words):
     assert quantity(count, noun) == words
+
+
+def test_a_list_has_commas_and_one_and():
+    words = ["a model", "batches", "a loss"]
+    assert [listed(words[:count]) for count in range(4)] == [
+        "",
+        "a model",
+        "a model and batches",
+        "a model, batches and a loss",
+    ]
 
 
 def test_a_loss_of_negative_zero_has_no_sign():

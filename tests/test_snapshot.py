@@ -394,7 +394,7 @@ def test_a_disk_that_fails_leaves_what_was_there(tmp_path, monkeypatch, fails_in
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(snapshot, fails_in, fail)
-    with pytest.raises(SnapshotError, match=r"the snapshot of step 2 cannot be written in .*Read-only file system"):
+    with pytest.raises(SnapshotError, match=r"^\S+ cannot be written \(.*Read-only file system"):
         write_snapshot(tmp_path, 2, 2, {"a": np.zeros(2)})
     assert names_in(tmp_path) == ["1"]
     assert read_snapshot(tmp_path, 1).step == 1
@@ -414,7 +414,7 @@ def test_a_disk_without_room_is_found_before_it_is_full(tmp_path, monkeypatch):
 
 def test_a_path_that_is_not_a_folder_is_reported(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(SnapshotError, match="the snapshot of step 1 cannot be written in"):
+    with pytest.raises(SnapshotError, match=r"/file/snapshots cannot be written \("):
         write_snapshot(tmp_path / "file" / "snapshots", 1, 1, {"a": np.zeros(2)})
 
 
@@ -535,7 +535,7 @@ def test_the_terminal_stays_clean_even_where_the_disk_fails_midway(tmp_path):
         out, err = process.communicate(timeout=SOON_S)
     assert err.splitlines()[-1].endswith("heard again")
     assert len(err.splitlines()) == 1
-    assert "the snapshot of step 2" in out
+    assert " cannot be written (" in out
     assert "too large" in out
     assert names_in(tmp_path) == ["1"]
 

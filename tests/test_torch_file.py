@@ -1,5 +1,6 @@
 """PyTorch's files: read to the same bits as PyTorch wrote, and never a way to run code or to fill the memory."""
 
+import argparse
 import builtins
 import os
 import pickle
@@ -188,9 +189,19 @@ def test_a_pickle_that_names_code_is_refused_by_that_name(tmp_path, monkeypatch,
         write_archive(tmp_path / "w.pt", content, {}),
         write_archive(tmp_path / "v.pt", dictionary({"state_dict": content}), {}),
     ):
-        with pytest.raises(ValueError, match=named):
+        with pytest.raises(ValueError, match=named) as caught:
             read_given_weights(path)
+        assert ("copy it again" in str(caught.value)) != ("it names " in str(caught.value))
     assert not (tmp_path / HERE).exists()
+
+
+def test_a_checkpoint_with_its_arguments_says_how_to_save_it(tmp_path):
+    path = write_archive(tmp_path / "w.pt", pickled({"args": argparse.Namespace(lr=0.1), "state_dict": {}}), {})
+    remedy = (
+        r'it names argparse\.Namespace, .*; save only the .* torch\.save\(checkpoint\["state_dict"\], "weights\.pt"\)'
+    )
+    with pytest.raises(ValueError, match=remedy):
+        read_given_weights(path)
 
 
 def whole(content):

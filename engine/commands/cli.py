@@ -21,7 +21,7 @@ from engine.commands.run_display import LossDisplay, show_plan, summarise
 from engine.commands.setting_options import option_names
 from engine.commands.spawn import Beat, supervise, without_option
 from engine.commands.train_options import EPILOG, option_groups, train_options
-from engine.config import SETTINGS, TrainConfig
+from engine.config import NO_VALUE, SETTINGS, TrainConfig
 from engine.processes import join_processes, leave_processes, this_process
 from engine.recipes import LoadedRecipe, load_recipe
 from engine.settings import OnResume
@@ -86,12 +86,17 @@ def main(context: click.Context, /, *, recipe: str | None, dry_run: bool, traceb
 def _naming_recipe(
     name_option: Callable[[str], str], recipe: LoadedRecipe, merged: MergedOptions
 ) -> Callable[[str], str]:
-    """Return a function that names a setting by its key and file if the recipe gave it, else by its option."""
+    """Return a function that names a setting by its key and recipe if the recipe gave it, else by its option."""
 
     def name_setting(name: str) -> str:
         if merged.origins.get(name) != f"recipe {recipe.name}" or name not in recipe.settings:
             return name_option(name)
-        return f"{name} in {recipe.path} ({name_option(name)} overrides it)"
+        option = name_option(name)
+        if not recipe.is_built_in:
+            return f"{name} in {recipe.path} ({option} overrides it)"
+        can_be_left_out = SETTINGS[name].is_optional and SETTINGS[name].kind in (int, float)
+        how = f"{option} {NO_VALUE} leaves it out" if can_be_left_out else f"{option} overrides it"
+        return f"{name} in the recipe {recipe.name} ({how})"
 
     return name_setting
 

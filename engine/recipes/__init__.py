@@ -75,6 +75,11 @@ class LoadedRecipe:
     unnamed_data: str = ""
     path: str = ""
 
+    @property
+    def is_built_in(self) -> bool:
+        """Whether the recipe comes with the project."""
+        return bool(self.path) and Path(self.path).parent == _FOLDER
+
 
 def recipe_names() -> tuple[str, ...]:
     """Return the names of the recipes that come with the project, in alphabetical order."""

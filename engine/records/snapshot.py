@@ -113,8 +113,7 @@ def write_snapshot(folder: Path, step: int, pulls: int, tree: Any, state: Folder
     except Exception as error:  # Orbax and TensorStore raise exceptions of many types
         is_unknown = system_number(error) is None
         raise SnapshotError(
-            f"the snapshot of step {step} cannot be written in {folder} "
-            f"({system_reason(error) or short_reason(error)}): "
+            f"{folder} cannot be written ({system_reason(error) or short_reason(error)}): "
             f"{'make room there, or grant write permission' if is_unknown else remedy_of(error)}"
         ) from error
     finally:

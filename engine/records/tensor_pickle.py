@@ -41,6 +41,10 @@ class TensorPickleError(ValueError):
     """Raised if a pickle is not one of a dictionary of tensors; the message says why, but does not name the file."""
 
 
+class ForeignObjectError(TensorPickleError):
+    """Raised if a pickle contains an object that is not a tensor, such as an `argparse.Namespace` or a whole module."""
+
+
 class GlobalName(NamedTuple):
     """A name that a pickle gives to a class or a function."""
 
@@ -266,7 +270,7 @@ def _text(content: bytes) -> str:
 def _allowed(module: str, name: str) -> GlobalName:
     found = GlobalName(module, name)
     if found not in _ALLOWED:
-        raise TensorPickleError(
+        raise ForeignObjectError(
             f"it names {printable(f'{module}.{name}')}, but only tensors are read, and no code is run"
         )
     return found

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from engine.records.stored_zip import StoredZip, ZipError
 from engine.records.tensor_pickle import (
     MAX_PICKLE_BYTES,
+    ForeignObjectError,
     StorageEntry,
     TensorPickleError,
     TensorView,
@@ -37,6 +38,10 @@ _MAX_BYTES_PER_FILE_BYTE = 4
 _MAX_EMPTY_SIZES = 1 << 48
 _REMEDY = (
     'save only the state dictionary, with torch.save(model.state_dict(), "weights.pt") or safetensors.torch.save_file'
+)
+_REMEDY_OF_OBJECTS = (
+    'save only the state dictionary in PyTorch, with torch.save(checkpoint["state_dict"], "weights.pt") for a '
+    'checkpoint or torch.save(model.state_dict(), "weights.pt") for a whole module'
 )
 
 
@@ -75,9 +80,10 @@ def read_torch_file(path: str | os.PathLike[str]) -> TorchStateDict:
             ignored = tuple(each for each in STATE_DICT_KEYS if each in value and each != key) if key else ()
             return TorchStateDict(_Storages(archive, folder).load(views), key, ignored)
         except (ZipError, TensorPickleError) as error:
+            remedy = _REMEDY_OF_OBJECTS if isinstance(error, ForeignObjectError) else f"copy it again, or {_REMEDY}"
             raise ValueError(
                 f"weights must be the tensors of a complete PyTorch file, but {os.fspath(path)} cannot be used: "
-                f"{error}; copy it again, or {_REMEDY}"
+                f"{error}; {remedy}"
             ) from None
 
 

@@ -40,6 +40,7 @@ from engine.run.signals import StopSignals, ignore_message
 from engine.stream.sinks import Sink
 from engine.updates.own_optimizer import OwnOptimizer
 from engine.updates.update import Schedule
+from preprocess.quantities import listed
 from preprocess.regular_file import IrregularFileError
 
 _END = "the end of the replay"
@@ -105,11 +106,15 @@ def replay_run(
     with StopSignals(ControlBoard(), ignore_message):
         begin = stretch.start.step
         origin = f"the snapshot of step {begin:,}" if begin else "the state before the first step"
-        notify(f"replaying steps {begin + 1:,} … {stretch.to_step:,} of {run} from {origin}")
+        notify(f"replaying {_steps(begin + 1, stretch.to_step)} of {run} from {origin}")
         if warning := versions_warning(stretch.recorded):
             notify(warning)
         report = _replay(stretch, parts, notify, data, display)
     return replace(report, file_faults=files.faults)
+
+
+def _steps(first: int, last: int) -> str:
+    return f"step {first:,}" if first == last else f"steps {first:,} … {last:,}"
 
 
 def _read_stretch(run: Path, from_step: int | None, to_step: int | None) -> RecordedStretch:
@@ -130,9 +135,11 @@ def _check_files(run: Path, read: Sequence[Snapshot], notify: Callable[[str], No
     notify(describe_check(run, read))
     files = check_files(run, read)
     if files.num_checked:
-        notify(f"files: {files.num_checked} match their digests (a snapshot counts as one file)")
+        matches = "matches its digest" if files.num_checked == 1 else "match their digests"
+        notify(f"files: {files.num_checked} {matches} (a snapshot counts as one file)")
     if files.unchecked:
-        notify(f"files: {', '.join(files.unchecked)} cannot be checked: they have no digest (yet)")
+        have = "it has" if len(files.unchecked) == 1 else "they have"
+        notify(f"files: {', '.join(files.unchecked)} cannot be checked: {have} no digest (yet)")
     return files
 
 
@@ -236,7 +243,7 @@ def _check_own(stretch: RecordedStretch, parts: OwnParts) -> None:
     if missing:
         arguments = ", ".join(f"{name}=…" for name in missing)
         raise ValueError(
-            f"{stretch.run} was trained with your own {' and '.join(missing)}, which must be given from Python: "
+            f"{stretch.run} was trained with your own {listed(missing)}, which must be given from Python: "
             f"engine.replay_run({str(stretch.run)!r}, {arguments}), or with verify-run "
             f"{' '.join(f'--{name} {NAME_FORM}' for name in missing)}"
         )

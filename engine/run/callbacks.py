@@ -20,6 +20,7 @@ from engine.control.request import CALLBACK_ORIGIN, ControlRequest
 from engine.run.result import TrainResult
 from engine.stream.function_sink import RecordFunction
 from engine.stream.sinks import EvaluationRecord, LossRecord
+from preprocess.suggestions import did_you_mean
 
 
 class RunHandle:
@@ -183,9 +184,10 @@ def as_callback(given: Callback | RecordFunction) -> Callback:
     """Return a callback unchanged, and a function of a record as a callback.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: it is neither, or has a method `on_…` that is never called.
     """
     if isinstance(given, Callback):
+        _check_methods(type(given))
         return given
     if isinstance(given, type):
         raise ValueError(f"a callback must be an object, got the class {given.__name__}: give {given.__name__}()")
@@ -195,6 +197,17 @@ def as_callback(given: Callback | RecordFunction) -> Callback:
         f"a callback must be an engine.Callback or a function of a record, got {type(given).__name__}: derive its "
         "class from engine.Callback"
     )
+
+
+def _check_methods(kind: type[Callback]) -> None:
+    """Raise ValueError if a class of callbacks has a public method `on_…` that `Callback` does not have."""
+    known = [name for name in dir(Callback) if name.startswith("on_")]
+    for name in dir(kind):
+        if name.startswith("on_") and name not in known and callable(getattr(kind, name, None)):
+            raise ValueError(
+                f"a method on_… of a callback must be one of {', '.join(known)}, got {kind.__name__}.{name}"
+                f"{did_you_mean(name, known) or f': rename it, for example to _{name}'}"
+            )
 
 
 class Callbacks:

@@ -174,7 +174,9 @@ def _open_packed(
     config: TrainConfig, stack: ExitStack, notify: Callable[[str], None], *, is_new: bool, has_own_loss: bool
 ) -> RunData:
     choice = choose_data(config.data)
-    notify(f"data: {choice.data} ({choice.reason})")
+    # The data of a resumed run may be those of its record.
+    is_given = config.data is not None
+    notify(f"data: {choice.data}" if is_given and not is_new else f"data: {choice.data} ({choice.reason})")
     if choice.is_demo:
         make_demo(Path(choice.data), notify)
     split = _open_split(config, choice.data, config.split, stack)

@@ -39,7 +39,7 @@ from engine.run.nonfinite import NonFiniteError
 from engine.run.resolve import recorded_own_parts
 from engine.run.result import TrainResult
 from engine.stream.sinks import Sink
-from preprocess.quantities import quantity
+from preprocess.quantities import listed, quantity
 
 # Longest wait for the last snapshot at the end of a run.
 _SNAPSHOT_TIMEOUT_S = 600.0
@@ -263,7 +263,7 @@ class RecordedLaunch:
         own = recorded_own_parts(self._launch.resolved.to_json())
         options = options_of(self._launch.resolved.parts.named, own)
         if own and options is None:
-            how = f"train with replace(engine.run_settings({path!r}), resume=True) and the same {' and '.join(own)}"
+            how = f"train with replace(engine.run_settings({path!r}), resume=True) and the same {listed(own)}"
         else:
             how = f"run-train --run-dir {shlex.quote(path)} --resume {options}".rstrip()
         if self._launch.has_changed_data:

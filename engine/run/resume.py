@@ -43,7 +43,7 @@ from engine.run.data import RunData
 from engine.run.parts import OwnParts
 from engine.run.resolve import Resolved, recorded_own_parts
 from engine.settings import OnResume, SettingError, Stage
-from preprocess.quantities import quantity
+from preprocess.quantities import listed, quantity
 from preprocess.regular_file import open_regular
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def check_own(recorded: RecordedRun, run: Path, parts: OwnParts) -> None:
     """Raise ValueError if a run used a user-defined part that is not given now."""
     if missing := [name for name in recorded_own_parts(recorded.resolved) if getattr(parts, name, None) is None]:
         arguments = ", ".join(f"{name}=…" for name in missing)
-        named = " and ".join(OWN_PARTS[name].label for name in missing)
+        named = listed([OWN_PARTS[name].label for name in missing])
         if (options := options_of(recorded_named_parts(recorded.resolved), missing)) is not None:
             raise ValueError(f"{run} was trained with {named} of your own, which must be given again: {options}")
         raise ValueError(
