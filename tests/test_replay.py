@@ -15,6 +15,7 @@ from engine.control.request import ControlRequest
 from engine.records.control_log import read_events
 from engine.records.control_requests import send_request
 from engine.records.snapshot import read_snapshot, remove_snapshot, snapshot_steps, write_snapshot
+from engine.replay.checked_files import CheckedFiles
 from engine.replay.report import Difference
 from tests.fake_source import fake_source, files_of, pack
 from tests.toy import SIZE, Linear, toy_batch, toy_config
@@ -363,3 +364,15 @@ def test_packed_data_may_have_moved_and_must_be_the_same(packed, tmp_path):
         replay_run(tmp_path / "run", data=str(tmp_path / "other"))
     with pytest.raises(ValueError, match=r"was trained without your own model: leave out the model argument"):
         replay_run(tmp_path / "run", model=Linear())
+
+
+def test_one_step_and_one_file_are_told_in_the_singular(tmp_path, monkeypatch):
+    train(toy_config(steps=1, run_dir=str(tmp_path)), model=Linear(), batches=toy_batch)
+    told: list[str] = []
+    monkeypatch.setattr("engine.replay.replay.check_files", lambda *_: CheckedFiles(1, (), ("loss.jsonl",)))
+    assert replay_run(tmp_path, model=Linear(), batches=toy_batch, notify=told.append).is_same
+    assert told[1:4] == [
+        "files: 1 matches its digest (a snapshot counts as one file)",
+        "files: loss.jsonl cannot be checked: it has no digest (yet)",
+        f"replaying step 1 of {tmp_path} from the state before the first step",
+    ]

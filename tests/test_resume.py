@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from engine import TrainConfig, replay_run, train
+from engine import TrainConfig, replay_run, run_settings, train
 from engine.control.event import ControlEvent
 from engine.control.request import ControlRequest
 from engine.records.control_log import read_events
@@ -622,3 +622,27 @@ def test_a_run_folder_belongs_to_one_process_at_a_time(reference, tmp_path):
     with RunFolder(path, resume=True), pytest.raises(ValueError, match="is in use by process"):
         run(path, resume=True)
     assert_same(path, reference)
+
+
+def test_only_a_new_run_says_why_its_data_were_chosen(tmp_path):
+    pack(fake_source(10, size=SIZE), tmp_path / "packed")
+    config = toy_config(steps=1, data=str(tmp_path / "packed"), eval_split="off", run_dir=str(tmp_path / "run"))
+    for each, words in (
+        (config, f"data: {config.data} (as given)"),
+        (replace(config, resume=True), f"data: {config.data}"),
+    ):
+        told: list[str] = []
+        train(each, model=Linear(), notify=told.append)
+        assert [line for line in told if line.startswith("data: ")] == [words]
+
+
+def test_a_run_killed_before_its_first_snapshot_is_resumed_with_the_settings_it_had(tmp_path):
+    config = toy_config(steps=3, run_dir=str(tmp_path))
+    whole = train(config, model=Linear(), batches=toy_batch)
+    shutil.rmtree(tmp_path / "snapshots")
+    for name in ("model.safetensors", "result.json"):
+        (tmp_path / name).unlink()
+    with pytest.raises(ValueError, match=r"RUN must contain model\.safetensors or a snapshot"):
+        run_settings(tmp_path)
+    again = train(replace(config, resume=True), model=Linear(), batches=toy_batch)
+    assert np.array_equal(whole.losses, again.losses)

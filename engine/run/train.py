@@ -106,7 +106,8 @@ def train(
             [B, H, W, 3] normalised images, [B] PRNG keys by position) → images of the same shape and dtype.
         sinks: additional sinks of the loss stream, each with a thread of its own; or functions, called with each
             `LossRecord` and `EvaluationRecord`.
-        notify: called with a line of text about what the run does before its first step and after its last.
+        notify: called with a line of text about what the run does before its first step, and about what is unusual
+            later, such as a request or a snapshot that is skipped.
         origins: where settings came from, by name, for `config.json`; None distinguishes only defaults from others.
         callbacks: called in order on one thread of their own, each an `engine.Callback` or a function of each record;
             they may ask for snapshots, evaluations, another learning rate and the end of the run.
