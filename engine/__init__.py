@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from engine.config import TrainConfig
-    from engine.crossing.devices import devices
+    from engine.crossing.devices import DeviceInfo, devices
     from engine.evaluation.predict import PredictionResult, predict
     from engine.evaluation.result import EvaluationResult, ImagePredictions
     from engine.evaluation.run import evaluate, evaluate_weights, run_settings
@@ -40,6 +40,7 @@ _HOME = {
     "BatchSource": "engine.feed.batches",
     "Callback": "engine.run.callbacks",
     "ConfigError": "engine.settings",
+    "DeviceInfo": "engine.crossing.devices",
     "Difference": "engine.replay.report",
     "EvaluationRecord": "engine.stream.sinks",
     "EvaluationResult": "engine.evaluation.result",
@@ -83,6 +84,7 @@ __all__ = [
     "BatchSource",
     "Callback",
     "ConfigError",
+    "DeviceInfo",
     "Difference",
     "EvaluationRecord",
     "EvaluationResult",

@@ -15,6 +15,7 @@ PUBLIC = {
         "BatchSource",
         "Callback",
         "ConfigError",
+        "DeviceInfo",
         "Difference",
         "EvaluationRecord",
         "EvaluationResult",
