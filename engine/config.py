@@ -443,13 +443,6 @@ class TrainConfig:
             raise SettingError(
                 "clip_order", "{setting} must be a number of at least 1, or inf, got {value!r}", value=self.clip_order
             )
-        if self.batch_norm_sync and self.batch_norm_group not in (None, self.batch):
-            raise SettingError(
-                "batch_norm_group",
-                "{batch_norm_sync} averages over all {count} images of a batch, got {setting} {group}: leave one out",
-                count=self.batch,
-                group=self.batch_norm_group,
-            )
         if self.synthetic and self.data is not None:
             raise SettingError(
                 "data",

@@ -67,7 +67,8 @@ def trace_step(monkeypatch, **settings):
         raise TracedError
 
     def update_weights(rule, *arguments):
-        updates.append(jax.make_jaxpr(lambda *given: originals["update_weights"](rule, *given))(*arguments))
+        *traced, replicas = arguments
+        updates.append(jax.make_jaxpr(lambda *given: originals["update_weights"](rule, *given, replicas))(*traced))
         return originals["update_weights"](rule, *arguments)
 
     def cross_entropy(given, targets):

@@ -75,12 +75,12 @@ PROGRAM_MAY_KNOW = {
     "engine.objective",
     "engine.patterns",
     "engine.replicas",
-    "engine.processes",
     "engine.program",
     "engine.settings",
     "engine.updates",
     "models.layers",
     "models.names",
+    "preprocess.quantities",
     "preprocess.storage_options",
     "preprocess.suggestions",
 }

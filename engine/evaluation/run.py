@@ -35,7 +35,7 @@ from engine.evaluation.subject import (
     run_subject,
     with_recorded_loss,
 )
-from engine.evaluation.trained_run import TrainedRun, describe_later_steps, read_run
+from engine.evaluation.trained_run import TrainedRun, check_folder, describe_later_steps, read_run
 from engine.feed.batches import CheckedSource, EvaluationArrays, EvaluationSource, label_form_of
 from engine.feed.feeder import Feeder, ring_depth
 from engine.images.augment import prepare_for_evaluation
@@ -184,7 +184,8 @@ def run_settings(run: str | os.PathLike[str]) -> TrainConfig:
         ValueError: if the folder is not a run folder, or its `config.json` is unreadable or was changed since it was
             written.
     """
-    return replace(read_recorded(path := Path(run)).config, run_dir=os.fspath(path))
+    check_folder(path := Path(run))
+    return replace(read_recorded(path).config, run_dir=os.fspath(path))
 
 
 def _folder_of(run: str | os.PathLike[str] | TrainConfig) -> str | os.PathLike[str]:

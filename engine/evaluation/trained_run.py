@@ -164,7 +164,7 @@ def describe_later_steps(path: Path, weights_step: int) -> str | None:
 
 def check_has_weights(path: Path) -> None:
     """Raise ValueError if a folder is not a run folder, or its run has written neither weights nor a snapshot yet."""
-    _check_folder(path)
+    check_folder(path)
     if not (path / WEIGHTS).exists() and not snapshot_steps(path / SNAPSHOTS):
         raise ValueError(
             f"RUN must contain {WEIGHTS} or a snapshot, but {path} does not: the run is still in progress, was killed, "
@@ -173,7 +173,7 @@ def check_has_weights(path: Path) -> None:
         )
 
 
-def _check_folder(path: Path) -> None:
+def check_folder(path: Path) -> None:
     """Raise ValueError if a folder is not a run folder; if it contains run folders, name the latest one."""
     if not path.is_dir():
         found = "is a file" if path.exists() else "does not exist"

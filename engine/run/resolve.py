@@ -142,6 +142,13 @@ def check_arguments(config: Any, parts: OwnParts) -> None:
             "{setting} needs the one-cycle schedule, got {found}: change the schedule, or turn {setting} off",
             found=config.schedule,
         )
+    if config.batch_norm_sync and config.batch_norm_group not in (None, config.batch):
+        raise SettingError(
+            "batch_norm_group",
+            "{batch_norm_sync} averages over all {count} images of a batch, got {setting} {group}: leave one out",
+            count=config.batch,
+            group=config.batch_norm_group,
+        )
     _check_best_metric(config, parts.metrics)
     _check_own_model(config, parts.model)
     _check_own_batches(config, parts.batches)
