@@ -12,6 +12,8 @@ import pytest
 
 from tests.toy import toy_batch
 
+pytestmark = pytest.mark.integration  # whole programs, or large networks
+
 # Far more than a run needs to end, far less than the minute for which it would wait for a sink.
 SOON_S = 30.0
 STEPS = 10**8

@@ -7,6 +7,8 @@ import pytest
 
 from tests.card_compilation import traced_program
 
+pytestmark = pytest.mark.integration  # whole programs, or large networks
+
 CHUNK = 20
 
 

@@ -20,7 +20,7 @@ from tests.killed_run import ACCUMULATE, EVAL_EVERY, SNAPSHOT_EVERY, STEPS, read
 
 ROOT = Path(__file__).parents[1]
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,8 @@ import pytest
 
 from tests.toy import Linear, toy_batch
 
+pytestmark = pytest.mark.integration  # whole programs, or large networks
+
 ROOT = Path(__file__).parents[1]
 STEPS, KILLED_AT = 30, 17
 

@@ -21,6 +21,8 @@ from models.layers.pooling import max_pool
 from models.registry import build_model
 from tests.toy import Linear, toy_batch, toy_config
 
+pytestmark = pytest.mark.integration  # whole programs, or large networks
+
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
 # Half a unit in the last of eight bits: the largest relative error of rounding to bfloat16.
 UNIT = 2.0**-8

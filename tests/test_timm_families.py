@@ -17,6 +17,8 @@ from models.registry import at_image_size, build_model, family_of
 from tests import block_references as numpy_models
 from tests.loop_hlo import slow_convolutions, slow_products, training_loop
 
+pytestmark = pytest.mark.integration  # whole programs, or large networks
+
 VIT = VisionTransformer(width=24, depth=2, num_heads=3, patch=8, image_size=32)
 CONVNEXT = ConvNeXt(depths=(1, 1), widths=(8, 16))
 SMALL = [pytest.param(VIT, id="vit"), pytest.param(CONVNEXT, id="convnext")]

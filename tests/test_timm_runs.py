@@ -24,6 +24,8 @@ from models.registry import build_model
 from models.torchvision_names import from_torchvision, to_torchvision
 from tests.fake_source import fake_source, pack
 
+pytestmark = pytest.mark.integration  # whole programs, or large networks
+
 VIT, CONVNEXT = "vit-s16", "convnext-tiny"
 
 
