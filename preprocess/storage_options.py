@@ -25,6 +25,7 @@ DEFAULT_TIMEOUT_S = 45.0
 
 _INITIAL_DELAY, _MAX_DELAY = "500ms", "8s"
 _DRIVERS = {"s3": "s3", "gcs": "gs", "http": "http"}
+_VENDOR_FILE = Path("/sys/class/dmi/id/sys_vendor")
 _ROLE_VARIABLES = (
     *("AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"),
 )
@@ -108,7 +109,7 @@ STORAGE_OPTIONS: Mapping[str, StorageOption] = {
     ),
     "credentials": StorageOption(
         "Source of the keys. Default: environment if $AWS_ACCESS_KEY_ID is set, else profile if there is a file of "
-        "credentials, else the machine's role; with an endpoint and without keys, anonymous.",
+        "credentials, else the role of a container or of a machine of Amazon's, else anonymous.",
         _S3,
         **_one_of("anonymous", "environment", "profile", "imds", "ecs", "default"),
         elsewhere="for gs:// set $GOOGLE_APPLICATION_CREDENTIALS",
@@ -280,8 +281,17 @@ def _credentials(options: Mapping[str, str]) -> dict[str, str]:
     file = Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or Path.home() / ".aws" / "credentials")
     if file.is_file():
         return {"type": "profile"} | ({"profile": named} if (named := os.environ.get("AWS_PROFILE")) else {})
-    has_role = any(os.environ.get(name) for name in _ROLE_VARIABLES)
-    return {"type": "anonymous" if "endpoint" in options and not has_role else "default"}
+    if any(os.environ.get(name) for name in _ROLE_VARIABLES):
+        return {"type": "default"}
+    return {"type": "imds" if "endpoint" not in options and _is_on_ec2() else "anonymous"}
+
+
+def _is_on_ec2() -> bool:
+    """Return whether this machine is one of Amazon's, which can have a role."""
+    try:
+        return "amazon ec2" in _VENDOR_FILE.read_text(encoding="utf-8", errors="replace").lower()
+    except OSError:
+        return False
 
 
 def timeout_of(driver: str, options: Mapping[str, str]) -> float | None:

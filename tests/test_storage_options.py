@@ -183,8 +183,15 @@ def test_where_the_keys_come_from(monkeypatch, uncontacted, home):
         return open_location(URL, storage_options=options).context["aws_credentials"].to_json()
 
     endpoint = "http://127.0.0.1:9"
-    assert found() == {"type": "default"}
+    vendor = home / "vendor"
+    monkeypatch.setattr("preprocess.storage_options._VENDOR_FILE", vendor)
+    assert found() == {"type": "anonymous"}
+    vendor.write_text("Amazon EC2\n")
+    assert found() == {"type": "imds"}
     assert found(endpoint=endpoint) == {"type": "anonymous"}
+    with monkeypatch.context() as inside:
+        inside.setenv("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "/role")
+        assert found() == {"type": "default"}
     assert found(endpoint=endpoint, profile="mine") == {"type": "profile", "profile": "mine"}
     assert found(credentials="imds") == {"type": "imds"}
     (home / ".aws").mkdir()
