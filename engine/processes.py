@@ -106,6 +106,15 @@ def _wait_for(coordinator: str, limit_s: float) -> None:
             return
 
 
+def wait_for_processes(place: str) -> None:
+    """Wait until all processes have come to a place of this name; does nothing without others."""
+    if this_process().count > 1:
+        # Imported here, because a run of one process does not need it.
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(place)
+
+
 def leave_processes() -> None:
     """Wait until all processes have come here, and part from them; does nothing without others.
 

@@ -105,5 +105,5 @@ def test_a_refusal_is_an_answer():
 
 def test_a_local_folder_is_not_contacted(monkeypatch, tmp_path):
     monkeypatch.setattr(first_contact, "_RETRIES", None)
-    open_location(str(tmp_path))
-    open_location("memory://x")
+    local, memory = open_location(str(tmp_path)), open_location("memory://x")
+    assert (local.spec["driver"], memory.spec["driver"]) == ("file", "memory")

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
+from engine.processes import this_process
+
 _LONGEST_REASON = 200
 # How long errors of a failed operation can still arrive from TensorStore's threads; they are not printed.
 _LATE_S = 0.5
@@ -50,11 +52,11 @@ def save_items(path: Path, arrays: dict[str, Any], facts: dict[str, Any]) -> Non
 
 def _checkpointer() -> Any:
     """Return a checkpointer of this process alone: Orbax would otherwise wait for all processes that train together."""
-    import jax
     import orbax.checkpoint as ocp
 
-    here, count = jax.process_index(), jax.process_count()
-    if count == 1:
+    process = this_process()
+    here = process.index
+    if process.count == 1:
         return ocp.Checkpointer(ocp.CompositeCheckpointHandler())
     alone = ocp.options.MultiprocessingOptions(
         primary_host=here, active_processes={here}, barrier_sync_key_prefix=f"process-{here}"

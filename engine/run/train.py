@@ -8,9 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import jax
-from jax.experimental import multihost_utils
-
 from engine.config import TrainConfig
 from engine.crossing.devices import settle_devices, split_processor
 from engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
@@ -19,6 +16,7 @@ from engine.locations import with_absolute_paths
 from engine.named_parts import compare_named
 from engine.objective.losses import Loss
 from engine.objective.metrics import Metric, PerExample
+from engine.processes import this_process, wait_for_processes
 from engine.program.train_state import TrainModel, TrainState
 from engine.records.recorded_run import RecordedRun, read_recorded
 from engine.records.run_folder import RunFolder, check_folder
@@ -170,7 +168,7 @@ def open_run(
     with ExitStack() as stack:
         folder = None
         # Of several processes, the first alone writes.
-        if config.run_dir is not None and jax.process_index() == 0:
+        if config.run_dir is not None and this_process().index == 0:
             path, how = Path(config.run_dir), {"overwrite": config.overwrite, "resume": config.resume}
             if is_dry:
                 check_folder(path, **how)
@@ -194,9 +192,8 @@ def open_run(
         del start
         if recorded is not None:
             _check_continues(launch, recorded, notify)
-        if jax.process_count() > 1:
-            # No process may change the run folder before all have read it.
-            multihost_utils.sync_global_devices("opened")
+        # No process may change the run folder before all have read it.
+        wait_for_processes("opened")
         yield OpenRun(launch, folder, recorded, notify)
 
 
@@ -315,7 +312,7 @@ class OpenRun:
 
 def _check_has_folder(config: TrainConfig, *, is_dry: bool) -> None:
     """Raise SettingError if a setting needs a run folder and none is given; snapshots need no folder in a dry run."""
-    if jax.process_index() > 0:
+    if this_process().index > 0:
         return
     needs_one = {
         "resume": config.resume,
