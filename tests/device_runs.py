@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from engine import Callback, Metric, TrainConfig, devices, this_process, train
+from tests.normed_network import SETTINGS, Normed
 from tests.toy import CLASSES, Linear, toy_batch, toy_config
 
 EVERYTHING: dict[str, Any] = {
@@ -95,11 +96,16 @@ def evaluation():
     return pixels[:37], labels[:37]
 
 
+def pairs(step):
+    """A batch of two images for each of eight devices, because mixing needs pairs."""
+    return toy_batch(step, batch=16)
+
+
 def everything(spec):
     result = train(
-        toy_config(steps=8, eval_every_steps=4, devices=spec, **EVERYTHING),
+        toy_config(steps=8, batch=16, eval_every_steps=4, devices=spec, **EVERYTHING),
         model=Showing(),
-        batches=toy_batch,
+        batches=pairs,
         evaluation=evaluation(),
         metrics=METRICS,
     )
@@ -116,9 +122,9 @@ def everything(spec):
         def close(self): ...
 
     again = train(
-        toy_config(steps=8, eval_every_steps=4, devices=spec, **EVERYTHING),
+        toy_config(steps=8, batch=16, eval_every_steps=4, devices=spec, **EVERYTHING),
         model=Showing(),
-        batches=toy_batch,
+        batches=pairs,
         evaluation=evaluation(),
         metrics=METRICS,
         sinks=[Sink()],
@@ -134,20 +140,13 @@ def everything(spec):
 
 
 def networks(spec):
-    settings: dict[str, Any] = {
-        "synthetic": True,
-        "image_size": 16,
-        "num_classes": 4,
-        "model": "resnet8",
-        "learning_rate": 0.1,
-    }
     norms: dict[str, dict[str, Any]] = {
         "whole": {"batch_norm_sync": True},
         "sixteen": {"batch_norm_group": 16},
         "four": {"batch_norm_group": 4},
     }
     return {
-        name: train(TrainConfig(steps=3, batch=32, devices=spec, **settings, **each)).losses.tolist()
+        name: train(TrainConfig(steps=3, devices=spec, **SETTINGS, **each), model=Normed()).losses.tolist()
         for name, each in norms.items()
     }
 

@@ -19,7 +19,7 @@ from models.layers.batch_norm import NormGroups, RunningStats, batch_norm, norma
 from tests.toy import toy_config
 
 ROOT = Path(__file__).parents[1]
-NUMBERS = (1, 2, 4)
+NUMBERS = (1, 2, 4, 8)
 
 
 def in_process(*arguments: str) -> str:
@@ -68,6 +68,19 @@ def test_norms_over_a_stated_number_of_images_do_not_depend_on_the_devices(found
     one, several = (found[0][each]["networks"] for each in (1, number))
     np.testing.assert_allclose(several[norms], one[norms], rtol=1e-6)
     assert one["whole"] != one["sixteen"] != one["four"]
+
+
+@pytest.mark.integration
+def test_fifty_steps_in_float64_do_not_depend_on_the_devices(tmp_path):
+    losses = json.loads(in_process("-m", "tests.double_runs", str(tmp_path)).splitlines()[-1])
+    for norms in ("whole", "sixteen"):
+        weights, *others = (np.load(tmp_path / f"{norms}-{number}.npy") for number in NUMBERS)
+        for other in others:
+            np.testing.assert_allclose(other, weights, rtol=1e-9, atol=1e-12)
+        # Losses leave the program as float32.
+        for number in NUMBERS[1:]:
+            np.testing.assert_allclose(losses[f"{norms}-{number}"], losses[f"{norms}-1"], rtol=2e-7)
+    assert losses["whole-1"] != losses["sixteen-1"]
 
 
 @pytest.mark.integration

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from models.layers.widening import widen
+
 
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """Return the softmax cross entropy, averaged over the batch.
@@ -14,4 +16,4 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     Returns:
         float32 [], in nats.
     """
-    return -jnp.mean(jnp.sum(targets * jax.nn.log_softmax(logits.astype(jnp.float32)), axis=-1))
+    return -jnp.mean(jnp.sum(targets * jax.nn.log_softmax(widen(logits)), axis=-1))

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from models.layers.widening import widen
+
 type Loss = Callable[[Any, Any, jax.Array], jax.Array]
 """(outputs of the model, labels, float32 [B] weights of the examples) → float [B], the loss of each example.
 
@@ -25,9 +27,9 @@ def cross_entropy_loss(logits: jax.Array, labels: jax.Array, weights: jax.Array)
         labels: integer [B] classes, or float [B, K] target distributions. A class outside 0 … K - 1 gives NaN.
         weights: not used.
     """
-    log_probabilities = jax.nn.log_softmax(logits.astype(jnp.float32))
+    log_probabilities = jax.nn.log_softmax(widen(logits))
     if not jnp.issubdtype(labels.dtype, jnp.integer):
-        return -jnp.sum(labels.astype(jnp.float32) * log_probabilities, axis=-1)
+        return -jnp.sum(widen(labels) * log_probabilities, axis=-1)
     num_classes = logits.shape[-1]
     # A one-hot product, because a gather's gradient is a scatter, which is slow or not deterministic on GPUs.
     picked = jnp.sum(jnp.where(labels[:, None] == jnp.arange(num_classes), log_probabilities, 0), axis=-1)
@@ -52,7 +54,7 @@ def binary_cross_entropy_loss(logits: jax.Array, labels: jax.Array, weights: jax
             "the binary cross entropy needs one logit for each label, but the model returns "
             f"{list(logits.shape)} for labels {list(labels.shape)}: change its last layer"
         )
-    logits, targets = logits.astype(jnp.float32), labels.astype(jnp.float32)
+    logits, targets = widen(logits), widen(labels)
     # log(1 + exp(-|x|)) does not overflow.
     losses = jnp.maximum(logits, 0) - logits * targets + jnp.log1p(jnp.exp(-jnp.abs(logits)))
     return losses.reshape(len(losses), -1).mean(axis=1)
@@ -66,7 +68,7 @@ def mean_squared_error_loss(outputs: jax.Array, labels: jax.Array, weights: jax.
         labels: numbers, of the shape of `outputs`; numbers [B] also fit outputs [B, 1].
         weights: not used.
     """
-    difference = outputs.astype(jnp.float32) - labels.astype(jnp.float32).reshape(outputs.shape)
+    difference = widen(outputs) - widen(labels).reshape(outputs.shape)
     return jnp.square(difference).reshape(len(difference), -1).mean(axis=1)
 
 
@@ -83,5 +85,5 @@ def weighted_mean(values: jax.Array, weights: jax.Array) -> jax.Array:
 
     A value of NaN in an example without weight is ignored.
     """
-    counted = jnp.where(weights > 0, values.astype(jnp.float32) * weights, 0)
+    counted = jnp.where(weights > 0, widen(values) * weights, 0)
     return counted.sum() / jnp.maximum(weights.sum(), jnp.finfo(jnp.float32).tiny)

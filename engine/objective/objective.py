@@ -20,6 +20,7 @@ from engine.objective.logits import logits_of
 from engine.objective.losses import Loss, weighted_mean
 from engine.objective.metrics import Metric
 from engine.objective.targets import smooth_targets
+from models.layers.widening import widen
 
 MOST_METRIC_NUMBERS = 40_000
 """The largest number of numbers that the metrics of a run may have together: one line of `eval.jsonl`."""
@@ -75,7 +76,7 @@ class Objective(NamedTuple):
         if self.has_classes:
             targets = make_targets(labels, own_share, logits.shape[-1])
         else:
-            targets = labels.astype(jnp.float32)
+            targets = widen(labels)
             targets = targets if own_share is None else mix_targets(targets, own_share)
         return cross_entropy(logits, smooth_targets(targets, smoothing)), metrics
 
@@ -144,4 +145,4 @@ def checked_losses(losses: Any, num_examples: int) -> jax.Array:
             f"a loss must return floats [{num_examples}], one for each example, but returned {dtype} {list(shape)}: "
             "do not average over the batch, which the program does"
         )
-    return jnp.asarray(losses).astype(jnp.float32)
+    return widen(jnp.asarray(losses))

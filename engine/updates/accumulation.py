@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from models.layers.widening import wide_dtype, widen
+
 
 class Accumulation(NamedTuple):
     """The values accumulated since the last update.
@@ -29,7 +31,7 @@ def init_accumulation(tree: Any) -> Accumulation:
     The leaves of `tree` may be `jax.ShapeDtypeStruct`s.
     """
     return Accumulation(
-        jnp.zeros((), jnp.int32), jax.tree.map(lambda leaf: jnp.zeros(jnp.shape(leaf), jnp.float32), tree)
+        jnp.zeros((), jnp.int32), jax.tree.map(lambda leaf: jnp.zeros(jnp.shape(leaf), wide_dtype(leaf)), tree)
     )
 
 
@@ -50,7 +52,7 @@ def accumulate(gathered: Accumulation, new: Any, every: jax.Array) -> tuple[Any,
         empty if an update is due.
     """
     num_pulls = gathered.num_pulls + 1
-    sums = jax.tree.map(lambda total, leaf: total + leaf.astype(jnp.float32), gathered.sums, new)
+    sums = jax.tree.map(lambda total, leaf: total + widen(leaf), gathered.sums, new)
     due = num_pulls >= every
     means = jax.tree.map(lambda total: total / num_pulls.astype(jnp.float32), sums)
     remaining = jax.tree.map(lambda total: jnp.where(due, 0, total), sums)

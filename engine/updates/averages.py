@@ -5,6 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from models.layers.widening import wide_dtype, widen
+
 
 def init_average(tree: Any) -> Any:
     """Return an average that starts at `tree`; its leaves are copies, which can be donated separately.
@@ -12,7 +14,7 @@ def init_average(tree: Any) -> Any:
     Floating-point leaves become float32; others, such as counts, booleans and PRNG keys, have no average and keep their
     dtype.
     """
-    return jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32 if _is_averaged(leaf) else None, copy=True), tree)
+    return jax.tree.map(lambda leaf: jnp.array(leaf, wide_dtype(leaf) if _is_averaged(leaf) else None, copy=True), tree)
 
 
 def update_average(average: Any, new: Any, decay: jax.Array, step: jax.Array, *, ramp: bool = True) -> Any:
@@ -36,7 +38,7 @@ def update_average(average: Any, new: Any, decay: jax.Array, step: jax.Array, *,
     kept = jnp.minimum(decay, (1 + taken) / (10 + taken)) if ramp else decay
 
     def move(average: jax.Array, new: jax.Array) -> jax.Array:
-        return average + (1 - kept) * (new.astype(jnp.float32) - average) if _is_averaged(new) else new
+        return average + (1 - kept) * (widen(new) - average) if _is_averaged(new) else new
 
     return jax.tree.map(move, average, new)
 

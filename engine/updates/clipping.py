@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from models.layers.widening import widen
+
 
 def global_norm(tree: Any) -> jax.Array:
     """Return the Euclidean norm over all leaves of a pytree of real arrays, float32 []; 0 if it has no leaves."""
-    squares = [jnp.sum(jax.lax.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)]
+    squares = [jnp.sum(jax.lax.square(widen(leaf))) for leaf in jax.tree.leaves(tree)]
     return jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
 
 
@@ -30,7 +32,7 @@ def norm_of_order(tree: Any, order: float) -> jax.Array:
     """
     if order == 2:
         return global_norm(tree)
-    magnitudes = [jnp.abs(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(tree) if leaf.size]
+    magnitudes = [jnp.abs(widen(leaf)) for leaf in jax.tree.leaves(tree) if leaf.size]
     largest = jnp.max(jnp.stack([jnp.max(each) for each in magnitudes])) if magnitudes else jnp.zeros((), jnp.float32)
     if math.isinf(order):
         return largest
@@ -48,7 +50,9 @@ def clip_by_global_norm(largest: jax.typing.ArrayLike, order: float = 2) -> opta
     def clip(updates: Any, _: Any) -> Any:
         norm = norm_of_order(updates, order)
         fits = norm < largest
-        return jax.tree.map(lambda leaf: jax.lax.select(fits, leaf, leaf / norm * largest), updates)
+        return jax.tree.map(
+            lambda leaf: jax.lax.select(fits, leaf, (leaf / norm * largest).astype(leaf.dtype)), updates
+        )
 
     return optax.stateless(clip)
 

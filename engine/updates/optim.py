@@ -19,6 +19,7 @@ from engine.patterns import Group
 from engine.updates.clipping import clip_gradient
 from engine.updates.moments import keeping, scale_by_adam, trace
 from engine.updates.selection import groups_of, scale_leaves
+from models.layers.widening import widen
 
 type Mask = Callable[[Any], Any]
 """Parameters → a tree of the same structure with a bool at each leaf."""
@@ -213,7 +214,7 @@ def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformat
     """
 
     def cast(tree: Any) -> Any:
-        return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
+        return jax.tree.map(widen, tree)
 
     def init(params: Any) -> optax.OptState:
         return inner.init(cast(params))

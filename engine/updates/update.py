@@ -31,6 +31,7 @@ from engine.updates.own_optimizer import OwnOptimizer, has_own_rate, make_own_op
 from engine.updates.schedules import ScheduleValues, learning_rate_at, momentum_at
 from engine.updates.selection import dotted_path, join_frozen, split_frozen
 from engine.updates.skipping import Skips, all_finite, choose, count_skips, gives_up, has_finite_norm, init_skips
+from models.layers.widening import widen
 
 type Schedule = Callable[[jax.Array], jax.Array]
 """Step (int32 [], number of updates before this one) → learning rate, a number []."""
@@ -209,7 +210,7 @@ def update_weights(
         The weights and the state after the pull, of the same structure and dtypes, and the outcome.
     """
     due, gathered = jnp.ones((), jnp.bool), None
-    loss, gradients = pull.loss.astype(jnp.float32), pull.gradients
+    loss, gradients = widen(pull.loss), pull.gradients
     if state.gathered is not None:
         (loss, gradients), due, gathered = accumulate(state.gathered, (loss, gradients), values.accumulate_steps)
     batch_stats = pull.batch_stats

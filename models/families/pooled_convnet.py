@@ -27,6 +27,7 @@ from models.layers.batch_norm import RunningStats, batch_norm
 from models.layers.convolution import convolution
 from models.layers.head import dense
 from models.layers.pooling import max_pool
+from models.layers.widening import widen
 from models.model import BatchStats, Params
 
 LOGIT_SCALE = 0.125
@@ -221,5 +222,5 @@ def apply(
         x, stats = _apply_layer(layer, params, batch_stats, x, train)
         _set(new_stats, layer.path, stats)
     # In float32, because the derivative counts the positions that share a maximum: a bfloat16 sum saturates at 256.
-    features = x.astype(jnp.float32).max(PLACES).astype(dtype)
+    features = widen(x).max(PLACES).astype(dtype)
     return LOGIT_SCALE * dense(features, params["fc"]["kernel"], params["fc"]["bias"]), new_stats

@@ -3,7 +3,8 @@
 import math
 
 import jax
-import jax.numpy as jnp
+
+from models.layers.widening import wide_dtype
 
 
 def self_attention(qkv: jax.Array, num_heads: int) -> jax.Array:
@@ -28,7 +29,7 @@ def self_attention(qkv: jax.Array, num_heads: int) -> jax.Array:
 
 def _product(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int) -> jax.Array:
     """Sum over an axis of `x` and one of `y`, for each element of the first axis of both; in float32 or wider."""
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = wide_dtype(x)
     return jax.lax.dot_general(x, y, (((x_axis,), (y_axis,)), ((0,), (0,))), preferred_element_type=wide)
 
 

@@ -16,6 +16,7 @@ from jax import lax
 from models.layers import convolution_forms as forms
 from models.layers import grouped_forms as grouped
 from models.layers.convolution_forms import Geometry, Padding, Pair, image_size, window_size
+from models.layers.widening import widen
 
 type Forward = Callable[[jax.Array, jax.Array, Geometry], jax.Array]
 type InputGradient = Callable[[jax.Array, jax.Array, Geometry, Pair], jax.Array]
@@ -55,7 +56,7 @@ def convolution(
     geometry = _geometry(x, kernel, stride, padding, groups)
     y = _convolution(geometry, x, kernel)
     # Added in float32, so that the bias's gradient, a sum over all positions, is float32 too.
-    return y if bias is None else (_wide(y) + bias).astype(y.dtype)
+    return y if bias is None else (widen(y) + bias).astype(y.dtype)
 
 
 def _check_channels(x: jax.Array, kernel: jax.Array, groups: int) -> None:
@@ -159,14 +160,10 @@ def filter_gradient_form(num_images: int, window: Pair, strides: Pair, C: int) -
     return partial(forms.filter_gradient_tiles, form, TILE_IMAGES) if tiled else form
 
 
-def _wide(x: jax.Array) -> jax.Array:
-    """Convert `x` to at least float32, for precise sums; a CPU without AMX gains nothing from narrower products."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
 def _forward_cpu(geometry: Geometry, x: jax.Array, kernel: jax.Array) -> jax.Array:
     forward = _forward_dense if grouped.num_groups(x, kernel) == 1 else _forward_grouped
-    return forward(geometry, _wide(x), _wide(kernel)).astype(x.dtype)
+    # A CPU without AMX gains nothing from narrower products.
+    return forward(geometry, widen(x), widen(kernel)).astype(x.dtype)
 
 
 def _forward_dense(geometry: Geometry, x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -186,7 +183,7 @@ def _gradients_cpu(
     geometry: Geometry, x: jax.Array, kernel: jax.Array, gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     gradients = _gradients_dense if grouped.num_groups(x, kernel) == 1 else _gradients_grouped
-    input_gradient, filter_gradient = gradients(geometry, _wide(x), _wide(kernel), _wide(gradient))
+    input_gradient, filter_gradient = gradients(geometry, widen(x), widen(kernel), widen(gradient))
     return input_gradient.astype(x.dtype), filter_gradient.astype(kernel.dtype)
 
 

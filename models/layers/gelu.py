@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from models.layers.widening import widen
+
 
 @jax.custom_vjp
 def gelu(x: jax.Array) -> jax.Array:
@@ -13,12 +15,8 @@ def gelu(x: jax.Array) -> jax.Array:
 
     Computed in float32 with the error function, as in PyTorch, not approximated by a tanh; the dtype is that of `x`.
     """
-    wide = _wide(x)
+    wide = widen(x)
     return (wide * _distribution(wide)).astype(x.dtype)
-
-
-def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def _distribution(x: jax.Array) -> jax.Array:
@@ -32,7 +30,7 @@ def _gelu_forward(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _gelu_backward(x: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
     """Multiply by the derivative, Φ(x) + x·φ(x)."""
-    wide = _wide(x)
+    wide = widen(x)
     density = jnp.exp(-0.5 * jnp.square(wide)) / math.sqrt(2.0 * math.pi)
     return (((_distribution(wide) + wide * density) * gradient).astype(x.dtype),)
 

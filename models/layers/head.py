@@ -1,12 +1,13 @@
 """The head of a network: global average pooling and a dense layer, as pure functions of arrays."""
 
 import jax
-import jax.numpy as jnp
+
+from models.layers.widening import wide_dtype, widen
 
 
 def global_average_pool(x: jax.Array) -> jax.Array:
     """Return the mean `[B,C]` of `x [B,H,W,C]` over height and width, in the dtype of `x` but summed in float32."""
-    return x.astype(jnp.float32).mean(axis=(1, 2)).astype(x.dtype)
+    return widen(x).mean(axis=(1, 2)).astype(x.dtype)
 
 
 def dense(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
@@ -28,7 +29,7 @@ def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 
 def _contract(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int) -> jax.Array:
-    return jax.lax.dot_general(x, y, (((x_axis,), (y_axis,)), ((), ())), preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(x, y, (((x_axis,), (y_axis,)), ((), ())), preferred_element_type=wide_dtype(x))
 
 
 def _product_forward(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from models.layers.widening import widen
+
 EPSILON = 1e-6
 """Added to the variance in timm's vision transformers and ConvNeXts."""
 
@@ -30,7 +32,7 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
 
 def _normalise(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the normalised vectors and the factor by which each was divided, 1/√(variance + ε), in float32."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = widen(x)
     centred = wide - wide.mean(-1, keepdims=True)
     inverse = lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + EPSILON)
     return centred * inverse, inverse

@@ -8,6 +8,7 @@ import numpy as np
 
 from models.layers.convolution_forms import Geometry, taps
 from models.layers.stored import stored
+from models.layers.widening import wide_dtype, widen
 
 NO_TAP = 255
 
@@ -41,7 +42,7 @@ def average_pool(x: jax.Array, window: int) -> jax.Array:
     """
     if window == 1:
         return x
-    (B, H, W, C), wide = x.shape, x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    (B, H, W, C), wide = x.shape, widen(x)
     P, Q = -(-H // window), -(-W // window)
     padded = jnp.pad(wide, ((0, 0), (0, P * window - H), (0, Q * window - W), (0, 0)))
     total = padded.reshape(B, P, window, Q, window, C).sum((2, 4))
@@ -91,7 +92,7 @@ def _max_pool_backward(
             jax.lax.pad(gradient, jnp.zeros((), gradient.dtype), around),
         )
     )
-    wide = jnp.promote_types(gradient.dtype, jnp.float32)  # overlapping windows are summed before rounding
+    wide = wide_dtype(gradient)  # overlapping windows are summed before rounding
     total = jnp.zeros((B, height, stride, width, stride, C), wide)
     for down in range(reach):
         for right in range(reach):
