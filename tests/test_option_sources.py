@@ -21,7 +21,7 @@ from engine.commands.option_sources import (
 from engine.commands.setting_options import option_names
 from engine.config import PrecisionName, TrainConfig
 from engine.images.settings import Augmentation
-from engine.run.resume import check_settings
+from engine.run.changes import check_settings
 from engine.settings import SettingError
 
 NAMES = [field.name for field in fields(TrainConfig)]

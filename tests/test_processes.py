@@ -25,6 +25,7 @@ from tests.toy import toy_batch
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = "from engine.commands.cli import main; main(prog_name='run-train')"
+VERIFY = "from engine.commands.verify_cli import main; main(prog_name='verify-run')"
 MODULE = "tests.device_runs"
 TOY = ["--model", "tests.toy:Linear", "--batches", f"{MODULE}:slow_batches", "--batch", "12", "--num-classes", "3"]
 EVERYTHING = [
@@ -117,6 +118,20 @@ def test_processes_train_on_the_same_bits_to_the_same_losses(alone, tmp_path, nu
     parts = [*EVERYTHING[:6], "--batches", f"{MODULE}:rows_alone"]
     run(*parts, "--run-dir", str(tmp_path / "copy"), "--resume", "--steps", "10", "--devices", "1")
     assert [each["step"] for each in records(tmp_path / "copy")] == list(range(1, 11))
+    if number == 2:
+        return
+    done = subprocess.run(
+        [sys.executable, "-c", VERIFY, *EVERYTHING[:6], "--batches", f"{MODULE}:rows_alone", str(tmp_path / "copy")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert "steps 5 … 8: recorded on 3 devices (cpu) in 3 processes, replayed in one process: sums" in done.stderr
+    assert "steps 9 … 10: recorded and replayed on one device (cpu): the same bits are expected" in done.stderr
+    # Rounding alone, if anything: what the message promises.
+    assert done.returncode == 0 or float(re.findall(r"by at most (\S+) of", done.stdout)[0]) < 1e-5
 
 
 @pytest.mark.integration

@@ -147,7 +147,11 @@ def test_one_changed_number_is_found_and_named(copied, name, number, values, kin
     (found,) = replay(copied).differences
     (new,) = values.values()
     total = 7 if name == "loss.jsonl" else len([e for e in lines(copied / "eval.jsonl") if e["step"] > 2])
-    assert found == Difference(kind, where, "NaN or infinite" if new is None else str(new), str(old), 1, total)
+    # Of losses and rates, the size of the difference is told, unless it is not finite.
+    is_told = new is not None and kind != "evaluation"
+    assert found.largest == (pytest.approx(abs(old - new) / new) if is_told else None)
+    recorded = "NaN or infinite" if new is None else str(new)
+    assert found == Difference(kind, where, recorded, str(old), 1, total, found.largest)
 
 
 def test_the_last_bit_of_a_loss_is_found(copied):
@@ -156,7 +160,9 @@ def test_the_last_bit_of_a_loss_is_found(copied):
     change(copied / "loss.jsonl", 4, loss=float(str(other)))
     (found,) = replay(copied).differences
     assert (found.recorded, found.replayed) == (str(other), str(loss))
-    assert str(found) == f"loss of step 5: recorded {other!s}, replayed {loss!s}; 1 of 7 losses differ"
+    text = f"loss of step 5: recorded {other!s}, replayed {loss!s}; 1 of 7 losses differ, by at most "
+    assert str(found).startswith(text)
+    assert 0 < float(str(found).removeprefix(text).removesuffix(" of their value")) < 1.3e-7
 
 
 def test_one_changed_array_of_the_snapshot_is_found_and_named(copied):

@@ -24,16 +24,10 @@ from engine.records.recorded_run import RecordedRun, read_recorded
 from engine.records.run_folder import RunFolder, recorded_versions
 from engine.records.snapshot import snapshot_steps, write_snapshot
 from engine.records.snapshot_writer import SnapshotWriter
+from engine.records.topology import Topology
+from engine.run.changes import HOST_SETTINGS, RUNTIME_SETTINGS, check_settings, check_steps, note_changes
 from engine.run.nonfinite import NonFiniteError
-from engine.run.resume import (
-    HOST_SETTINGS,
-    RUNTIME_SETTINGS,
-    StartingPoint,
-    check_settings,
-    check_steps,
-    find_cuts,
-    note_changes,
-)
+from engine.run.resume import StartingPoint, find_cuts
 from engine.run.train import plan_run
 from tests.fake_source import fake_source, leave_unfinished_split, pack
 from tests.toy import SIZE, Linear, toy_batch, toy_config
@@ -551,19 +545,33 @@ def test_a_program_is_traced_once_across_evaluations_snapshots_requests_and_othe
     assert train(again, model=Linear(), batches=toy_batch, evaluation=EVALUATED).from_cache
 
 
+HERE = Topology("cpu")
+
+
 def recorded(config, *earlier):
-    return RecordedRun(config, {}, None, {}, recorded_versions(), earlier)
+    return RecordedRun(config, HERE.to_json(), None, {}, recorded_versions(), earlier)
 
 
 def test_an_interrupted_launch_leaves_no_trace():
     first, second, third = (toy_config(learning_rate=rate) for rate in (0.1, 0.2, 0.3))
-    earlier = note_changes(recorded(first), second, 6)
+    earlier = note_changes(recorded(first), second, 6, HERE)
     assert earlier == [{"until_step": 6, "settings": {"learning_rate": 0.1}}]
     # Its snapshot was lost: the run goes on from an earlier one, with a third rate.
-    earlier = note_changes(recorded(second, *earlier), third, 4)
+    earlier = note_changes(recorded(second, *earlier), third, 4, HERE)
     rates = [recorded(third, *earlier).config_at(step).learning_rate for step in (1, 4, 5, 9)]
     assert rates == [0.1, 0.1, 0.3, 0.3]
-    assert note_changes(recorded(second, *earlier), third, 0) == []
+    assert note_changes(recorded(second, *earlier), third, 0, HERE) == []
+
+
+def test_other_devices_and_processes_are_noted():
+    config, before = toy_config(), Topology("cpu", 4, 2)
+    earlier = note_changes(replace(recorded(config), resolved=before.to_json()), config, 6, HERE)
+    assert earlier == [{"until_step": 6, "settings": {}, "topology": before.to_json()}]
+    run = recorded(config, *earlier)
+    assert [run.topology_at(step) for step in (1, 6, 7)] == [before, before, HERE]
+    # A replay has all devices in one process.
+    assert [run.replayed_config(step).devices for step in (6, 7)] == ["cpu:4", None]
+    assert [each.devices for each in run.replayed_configs()] == ["cpu:4", None]
 
 
 @pytest.mark.parametrize(

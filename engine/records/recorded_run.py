@@ -11,6 +11,7 @@ from engine.records.digests import SEAL, is_as_sealed, json_digest
 from engine.records.file_errors import describe_unreadable
 from engine.records.limits import MOST_JSON_BYTES
 from engine.records.run_folder import CONFIG, CONTINUED
+from engine.records.topology import Topology, in_one_process
 from preprocess.regular_file import read_regular
 
 
@@ -24,7 +25,8 @@ class RecordedRun:
         manifest_digest: the digest of the data's manifest; None if there is no manifest.
         origins: where each setting came from.
         versions: the versions of Python and of the packages.
-        earlier: one entry per earlier launch, oldest first: `until_step`, and the `settings` that differed up to it.
+        earlier: one entry per earlier launch, oldest first: `until_step`, and what differed up to it: the `settings`,
+            the `topology`.
         digest: the digest of the file, None if it was written by a version that added none.
         continued: the digests that the file had in earlier launches, oldest first.
     """
@@ -51,9 +53,22 @@ class RecordedRun:
                 config = dataclasses.replace(config, **launch["settings"])
         return config
 
-    def configs(self) -> list[TrainConfig]:
-        """Return the settings of each launch, oldest first."""
-        return [self.config_at(launch["until_step"]) for launch in self.earlier] + [self.config]
+    def topology_at(self, step: int) -> Topology:
+        """Return the devices and processes that update `step`, counted from 1, was made on."""
+        found = self.resolved
+        for launch in reversed(self.earlier):
+            if step <= launch["until_step"]:
+                found = launch.get("topology", found)
+        return Topology.from_json(found)
+
+    def replayed_config(self, step: int) -> TrainConfig:
+        """Return the settings that repeat update `step`, counted from 1, in one process on as many devices."""
+        return in_one_process(self.config_at(step), self.topology_at(step))
+
+    def replayed_configs(self) -> list[TrainConfig]:
+        """Return the settings that repeat each launch, oldest first."""
+        ends = [int(launch["until_step"]) for launch in self.earlier]
+        return [self.replayed_config(step) for step in (*ends, max(ends, default=0) + 1)]
 
     def changes(self) -> tuple[int, ...]:
         """Return the steps after which settings changed, in ascending order."""

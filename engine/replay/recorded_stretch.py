@@ -16,6 +16,7 @@ from engine.records.control_log import CONTROL_LOG_NAME, read_events
 from engine.records.recorded_run import RecordedRun, read_recorded
 from engine.records.run_folder import EVALUATION_LOG, LOSS_LOG, SNAPSHOTS
 from engine.records.snapshot import Snapshot, read_snapshot, snapshot_steps
+from engine.records.topology import Topology
 from engine.run.resume import StartingPoint, start_at
 from engine.settings import OnResume
 from preprocess.regular_file import read_regular
@@ -35,12 +36,14 @@ class Piece:
         config: the settings, without a run folder and without snapshots.
         stop_step: the last update.
         stop_pull: the batch (from 0) before which the piece ends.
+        topology: the devices and processes that made the updates.
         cuts_evaluation: whether the piece ends before an evaluation that is due after its last update.
     """
 
     config: TrainConfig
     stop_step: int
     stop_pull: int
+    topology: Topology
     cuts_evaluation: bool
 
 
@@ -169,7 +172,7 @@ def _pieces(
     ends = [step for step in recorded.changes() if from_step < step < to_step]
     pieces = []
     for begin, end in pairwise([from_step, *ends, to_step]):
-        config = replace(recorded.config_at(begin + 1), **_REPLAY_SETTINGS)
+        config = replace(recorded.replayed_config(begin + 1), **_REPLAY_SETTINGS)
         if begin:
             # Initial weights concern only the first step.
             config = replace(config, init_from=None)
@@ -177,7 +180,7 @@ def _pieces(
         pulls = end * config.accumulate_steps if at_end is None else at_end.pulls
         # The last lines of a run that is still in progress, or was killed, may lack the evaluation that comes next.
         is_cut = _owes_evaluation(at_end) if at_end is not None else end == to_step and not is_end_evaluated
-        pieces.append(Piece(config, end, pulls, is_cut))
+        pieces.append(Piece(config, end, pulls, recorded.topology_at(begin + 1), is_cut))
     return tuple(pieces)
 
 

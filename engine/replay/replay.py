@@ -6,6 +6,7 @@ Owns the order of the steps of a replay. Writes nothing into the run's folder an
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 import jax
@@ -14,7 +15,7 @@ import numpy as np
 from engine.control.board import ControlBoard
 from engine.control.event import ControlEvent
 from engine.control.word import ControlWords
-from engine.crossing.devices import split_processor
+from engine.crossing.devices import devices, split_processor
 from engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
 from engine.images.own_augment import OwnAugmentation
 from engine.keys import plain_keys
@@ -25,9 +26,11 @@ from engine.program.train_state import TrainModel, TrainState
 from engine.records.recorded_run import read_recorded
 from engine.records.run_folder import CONFIG
 from engine.records.snapshot import Snapshot
+from engine.records.topology import describe_promise
 from engine.replay.checked_files import CheckedFiles, check_files, describe_check
 from engine.replay.recorded_stretch import Piece, RecordedStretch, read_stretch
 from engine.replay.report import Comparison, ReplayReport
+from engine.run.changes import versions_warning
 from engine.run.compilation import caching_compilations
 from engine.run.data import open_data
 from engine.run.host_side import HostSide
@@ -35,7 +38,7 @@ from engine.run.launch import Launch
 from engine.run.nonfinite import NonFiniteError
 from engine.run.parts import OwnParts
 from engine.run.resolve import check_arguments, recorded_own_parts, resolve
-from engine.run.resume import StartingPoint, check_data, check_given_weights, versions_warning
+from engine.run.resume import StartingPoint, check_data, check_given_weights
 from engine.run.signals import StopSignals, ignore_message
 from engine.stream.sinks import Sink
 from engine.updates.own_optimizer import OwnOptimizer
@@ -109,8 +112,24 @@ def replay_run(
         notify(f"replaying {_steps(begin + 1, stretch.to_step)} of {run} from {origin}")
         if warning := versions_warning(stretch.recorded):
             notify(warning)
+        _check_topologies(stretch, notify)
         report = _replay(stretch, parts, notify, data, display)
     return replace(report, file_faults=files.faults)
+
+
+def _check_topologies(stretch: RecordedStretch, notify: Callable[[str], None]) -> None:
+    """Say where each piece was recorded and what its replay promises; raise ValueError if devices are missing here."""
+    here, first = devices(), stretch.start.step + 1
+    for topology, pieces in groupby(stretch.pieces, lambda piece: piece.topology):
+        if topology.num_devices > len(here):
+            raise ValueError(
+                f"a replay needs as many devices as its record, {topology}, but jax has {len(here)} here "
+                f"({here[0].kind}): replay it on such a machine"
+            )
+        last = max(piece.stop_step for piece in pieces)
+        is_all = (first, last) == (stretch.start.step + 1, stretch.to_step)
+        notify(("" if is_all else f"{_steps(first, last)}: ") + describe_promise(topology, here[0].kind))
+        first = last + 1
 
 
 def _steps(first: int, last: int) -> str:
@@ -120,7 +139,7 @@ def _steps(first: int, last: int) -> str:
 def _read_stretch(run: Path, from_step: int | None, to_step: int | None) -> RecordedStretch:
     try:
         # Snapshots are read with jax.
-        split_processor(read_recorded(run).configs())
+        split_processor(read_recorded(run).replayed_configs())
         return read_stretch(run, from_step, to_step)
     except IrregularFileError as error:
         raise ValueError(

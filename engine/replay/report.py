@@ -30,6 +30,8 @@ class Difference:
         recorded, replayed: the values as text; "nothing" where there is no value.
         count: how many values of the kind differ.
         total: how many values of the kind were compared.
+        largest: the largest difference between two numbers of the kind, relative to the recorded one; None for kinds
+            that are not numbers, or if one of the differing values is not finite.
     """
 
     kind: str
@@ -38,12 +40,14 @@ class Difference:
     replayed: str
     count: int
     total: int
+    largest: float | None = None
 
     def __str__(self) -> str:
         plural = "arrays" if self.kind == "array" else "losses" if self.kind == "loss" else f"{self.kind}s"
         return (
             f"{self.kind} of {self.where}: recorded {self.recorded}, replayed {self.replayed}; "
             f"{self.count:,} of {self.total:,} {plural} differ"
+            + ("" if self.largest is None else f", by at most {self.largest:.1e} of their value")
         )
 
 
@@ -193,12 +197,15 @@ class _Kind:
         self._name = name
         self._first: Difference | None = None
         self.count = self.total = 0
+        self._relative: list[float] = []
 
     def compare(self, where: str, recorded: float | None, replayed: float | str | None) -> None:
         if _is_same(recorded, replayed):
             self.total += 1
-        else:
-            self.note(where, _text(recorded), _text(replayed))
+            return
+        self.note(where, _text(recorded), _text(replayed))
+        if recorded and isinstance(replayed, int | float):
+            self._relative.append(abs(replayed - recorded) / abs(recorded))
 
     def compare_array(self, where: str, recorded: NDArray[Any], replayed: NDArray[Any]) -> None:
         """Compare two arrays of the same shape and dtype."""
@@ -225,7 +232,11 @@ class _Kind:
             self._first = Difference(self._name, where, recorded, replayed, 0, 0)
 
     def difference(self) -> Difference | None:
-        return None if self._first is None else replace(self._first, count=self.count, total=self.total)
+        if self._first is None:
+            return None
+        # Without a number for each difference, the largest is not known.
+        largest = max(self._relative) if len(self._relative) == self.count else None
+        return replace(self._first, count=self.count, total=self.total, largest=largest)
 
 
 def _is_same(recorded: float | str | None, replayed: float | str | None) -> bool:

@@ -23,11 +23,13 @@ from engine.feed.batches import CheckedSource
 from engine.images.unpack import LEAST_STD, PixelScale
 from engine.locations import storage_options_of
 from engine.objective.objective import Objective
+from engine.processes import this_process
 from engine.program.checked_model import CheckedModel
 from engine.program.loop import make_program
 from engine.program.slow_convolutions import slow_convolutions_warning
 from engine.program.statics import run_values, seed_words
 from engine.program.train_state import RunValues, TrainModel, TrainState, init_state
+from engine.records.topology import Topology
 from engine.records.weights import check_names
 from engine.replicas import Replicas, norm_groups, put_everywhere, replicate, take_copy
 from engine.run.compilation import Compiled, compile_traced, trace_ahead, without_collector
@@ -122,11 +124,15 @@ class Launch:
         self._describe()
 
     @property
+    def topology(self) -> Topology:
+        """The devices and processes of this launch."""
+        return Topology(self._device_kind, len(self._devices), this_process().count)
+
+    @property
     def crossings(self) -> dict[str, Any]:
-        """The device, transport, number of batches per chunk, and number of batches read ahead, as in `config.json`."""
+        """The topology, the transport, and the batches per chunk and read ahead, as in `config.json`."""
         return {
-            "device": self._device_kind,
-            "num_devices": len(self._devices),
+            **self.topology.to_json(),
             "transport": self._transport.name,
             "chunk_batches": self._chunk,
             "prefetch": self._infeeds.depth,

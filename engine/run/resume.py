@@ -1,6 +1,6 @@
 """The starting point of a resumed run: its recorded settings, its newest snapshot, and its logs up to that snapshot.
 
-Owns the rule on which settings a resume may change. Does not depend on the loop or on how snapshots are written.
+Does not depend on the loop or on how snapshots are written.
 """
 
 import json
@@ -9,11 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from engine.config import SETTINGS, TrainConfig, describe_value
 from engine.control.event import ControlEvent, factor_before
-from engine.locations import with_absolute_paths
 from engine.named_parts import NAME_FORM, OWN_PARTS, options_of, recorded_named_parts
 from engine.records.control_log import CONTROL_LOG_NAME, ControlLogError, read_events
 from engine.records.digests import RunningDigest
@@ -37,65 +35,18 @@ from engine.records.run_folder import (
     SNAPSHOTS,
     WEIGHTS,
     RunFolder,
-    recorded_versions,
 )
 from engine.run.data import RunData
 from engine.run.parts import OwnParts
 from engine.run.resolve import Resolved, recorded_own_parts
-from engine.settings import OnResume, SettingError, Stage
 from preprocess.quantities import listed, quantity
 from preprocess.regular_file import open_regular
 
 if TYPE_CHECKING:
     from engine.records.snapshot import Snapshot
 
-RUNTIME_SETTINGS = frozenset(
-    name
-    for name, declared in SETTINGS.items()
-    if declared.stage is not Stage.HOST and declared.on_resume is not OnResume.KEPT
-)
-"""Settings that a resume may change although results depend on them, so that both values are recorded."""
-HOST_SETTINGS = frozenset(
-    name
-    for name, declared in SETTINGS.items()
-    if declared.stage is Stage.HOST and declared.on_resume is not OnResume.KEPT
-)
-"""Settings that a resume may change because they concern only the host, or record where another setting came from."""
 # The key of the digest of the initial weights in the resolved part of `config.json`.
 GIVEN_WEIGHTS = "init_from_sha256"
-
-
-def check_settings(config: TrainConfig, recorded: TrainConfig) -> None:
-    """Raise SettingError if a resume changes settings that must not change; the message gives old and new values."""
-    changed = [
-        (name, before, now)
-        for name, before, now in _differences(with_absolute_paths(recorded), with_absolute_paths(config))
-        if not _may_change(SETTINGS[name].on_resume, before, now)
-    ]
-    if changed:
-        changes = "; ".join(f"{{{name}}} was {{{name}_before!r}}, got {{{name}_now!r}}" for name, _, _ in changed)
-        found = {f"{name}_before": before for name, before, _ in changed}
-        found |= {f"{name}_now": now for name, _, now in changed}
-        raise SettingError(
-            changed[0][0],
-            "a resumed run must keep the settings that determine its program, order and data, but some differ: "
-            f"{changes}. Restore their values, or start another run ({{run_dir}})",
-            **found,
-        )
-
-
-def _differences(before: TrainConfig, now: TrainConfig) -> list[tuple[str, Any, Any]]:
-    pairs = [(name, getattr(before, name), getattr(now, name)) for name in SETTINGS]
-    return [(name, old, new) for name, old, new in pairs if old != new]
-
-
-def _may_change(rule: OnResume, before: Any, now: Any) -> bool:
-    if rule is OnResume.CHANGES_IF_SET:
-        # It is compiled into the program if it is set.
-        return before is not None and now is not None
-    return rule is not OnResume.KEPT
-
-
 _KEPT_PROPERTIES = (
     *("model", "num_classes", "height", "width", "mean", "std", "eval_manifest_sha256", "num_eval_batches"),
     *("labels", "own_parts"),
@@ -153,63 +104,12 @@ def _short(digest: str | None) -> str:
     return "none" if digest is None else digest[:12]
 
 
-def check_steps(config: TrainConfig, recorded: TrainConfig, steps_done: int) -> None:
-    """Raise SettingError if a resume changes `steps` to a number that the run has already reached."""
-    if config.steps == recorded.steps or config.steps > steps_done:
-        return
-    remedy = "give more steps"
-    if recorded.steps > steps_done:
-        remedy = "leave {setting} out to continue to step {recorded:,}, or give more steps"
-    raise SettingError(
-        "steps",
-        "the steps of a resumed run must be more than the {done:,} already done, got {asked:,}: " + remedy,
-        done=steps_done,
-        asked=config.steps,
-        recorded=recorded.steps,
-    )
-
-
-def describe_changes(config: TrainConfig, recorded: TrainConfig) -> str | None:
-    """Return a message that lists the settings changed by a resume, or None if there are none."""
-    changed = [
-        f"{name} {describe_value(old)} → {describe_value(now)}"
-        for name, old, now in _differences(with_absolute_paths(recorded), with_absolute_paths(config))
-        if SETTINGS[name].on_resume is not OnResume.PER_LAUNCH
-    ]
-    return f"resumed with {', '.join(changed)}" if changed else None
-
-
 def describe_factor(start: "StartingPoint") -> str | None:
     """Return a message if a learning-rate factor that was requested earlier still applies, else None."""
     factor = factor_before(start.events, start.pulls)
     if factor == 1:
         return None
     return f"learning-rate factor {factor:g}, requested earlier, still applies (control-run --learning-rate-factor)"
-
-
-def note_changes(recorded: RecordedRun, config: TrainConfig, step: int) -> list[dict[str, Any]]:
-    """Return the record of the launches before a resume at `step`, with old values of changed settings and versions."""
-    earlier = [{**launch, "until_step": min(launch["until_step"], step)} for launch in recorded.earlier]
-    changed = {name: old for name, old, _ in _differences(recorded.config, config) if name in RUNTIME_SETTINGS}
-    versions = {} if recorded.versions == recorded_versions() else {"versions": recorded.versions}
-    # Before the first step, nothing was done with the old settings.
-    if (changed or versions) and step:
-        earlier.append({"until_step": step, "settings": changed, **versions})
-    return [launch for launch in earlier if launch["until_step"]]
-
-
-def versions_warning(recorded: RecordedRun) -> str | None:
-    """Return a warning if results may not be bit-identical because part of the run used other versions, else None."""
-    now = recorded_versions()
-    others = {
-        f"{name} {before}, now {now.get(name)}"
-        for versions in (recorded.versions, *(launch.get("versions", {}) for launch in recorded.earlier))
-        for name, before in versions.items()
-        if before != now.get(name)
-    }
-    if not others:
-        return None
-    return f"warning: only the same versions guarantee bit-identical results; the run used {'; '.join(sorted(others))}"
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from engine.records.recorded_run import RecordedRun, read_recorded
 from engine.records.run_folder import RunFolder, check_folder
 from engine.records.weights_metadata import WEIGHTS_METADATA
 from engine.run.callbacks import Callback, Callbacks, RunHandle, as_callbacks
+from engine.run.changes import check_settings, check_steps, describe_changes, note_changes, versions_warning
 from engine.run.compilation import Compiled, caching_compilations
 from engine.run.data import open_data
 from engine.run.epochs import settle_epochs
@@ -39,16 +40,11 @@ from engine.run.resume import (
     check_given_weights,
     check_manifest,
     check_own,
-    check_settings,
-    check_steps,
-    describe_changes,
     describe_factor,
     find_cuts,
     find_start,
-    note_changes,
     rewind_run,
     unchecked_notice,
-    versions_warning,
 )
 from engine.settings import SettingError
 from engine.stream.function_sink import RecordFunction, as_sinks
@@ -255,7 +251,7 @@ class OpenRun:
             return self._train_unrecorded(sinks)
         folder, launch, recorded = self._folder, self._launch, self._recorded
         cuts = None if recorded is None else find_cuts(folder.path, launch.start)
-        earlier = [] if recorded is None else note_changes(recorded, self.config, launch.start.step)
+        earlier = [] if recorded is None else note_changes(recorded, self.config, launch.start.step, launch.topology)
         with RecordedLaunch(self.config, launch, folder, cuts, on_snapshot) as recording:
             compiled, state = self._compile()
             # Modify an existing run only now, after every check that could refuse.

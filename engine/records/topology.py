@@ -1,0 +1,67 @@
+"""The devices and processes that a launch trained on, and what a replay on others can promise."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from engine.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The devices and processes of a launch.
+
+    Attributes:
+        device: the vendor's name of the devices, such as "cpu".
+        num_devices: their number, over all processes.
+        num_processes: number of processes.
+    """
+
+    device: str
+    num_devices: int = 1
+    num_processes: int = 1
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> "Topology":
+        """Return the topology that a record contains; the oldest records, of one device, contain no numbers."""
+        return Topology(str(values["device"]), int(values.get("num_devices", 1)), int(values.get("num_processes", 1)))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the topology as a JSON object."""
+        return {"device": self.device, "num_devices": self.num_devices, "num_processes": self.num_processes}
+
+    def __str__(self) -> str:
+        devices = "one device" if self.num_devices == 1 else f"{self.num_devices} devices"
+        processes = f" in {self.num_processes} processes" if self.num_processes > 1 else ""
+        return f"{devices} ({self.device}){processes}"
+
+
+def in_one_process(config: TrainConfig, topology: Topology) -> TrainConfig:
+    """Return a launch's settings with all of its devices, those of the other processes included, in this process."""
+    if topology.num_processes == 1:
+        return config
+    count = topology.num_devices
+    return replace(config, devices=f"cpu:{count}" if topology.device == "cpu" else str(count))
+
+
+def describe_promise(recorded: Topology, device: str) -> str:
+    """Return which agreement to expect of a replay in one process, on as many devices as the record.
+
+    Args:
+        recorded: where the record was made.
+        device: the vendor's name of the devices of the replay.
+    """
+    if recorded.device != device:
+        return (
+            f"recorded on {recorded}, replayed on {device}: another kind of device rounds differently, so the losses "
+            "agree only approximately"
+        )
+    # The sum of two numbers does not depend on their order.
+    if recorded.num_processes > 1 and recorded.num_devices > 2:
+        return (
+            f"recorded on {recorded}, replayed in one process: sums over the devices may be added in another order, so "
+            "the losses may differ by rounding"
+        )
+    if recorded.num_processes > 1:
+        return f"recorded on {recorded}, replayed on as many in one process: the same bits are expected"
+    return f"recorded and replayed on {recorded}: the same bits are expected"
