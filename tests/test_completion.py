@@ -57,7 +57,7 @@ def test_the_completion_script_of_a_shell_is_printed(shell):
     ("words", "expected"),
     [
         (["--model", "convnet"], [("plain", "convnet8"), ("plain", "convnet8-wide")]),
-        (["--recipe", "imagenet"], [("plain", "imagenet-16"), ("plain", "imagenet-90")]),
+        (["--recipe", "imagenet"], [("plain", f"imagenet-{end}") for end in ("16", "90", "large")]),
         (["--recipe", "runs/first/con"], [("file", "runs/first/con")]),
         (["--schedule", "co"], [("plain", "constant"), ("plain", "cosine"), ("plain", "cosine-restarts")]),
         (["--data", "data/sh"], [("dir", "data/sh")]),
