@@ -14,6 +14,7 @@ It would replace the renaming and the removal, about forty lines, but none of th
 """
 
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from typing import Any
 from engine.records.folder_state import FolderState
 from engine.records.orbax_store import load_orbax
 from engine.records.snapshot import keep_newest, snapshot_steps, write_snapshot
+
+_LOOK_EVERY_S = 0.1
 
 
 class SnapshotWriter:
@@ -120,8 +123,10 @@ class SnapshotWriter:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        if self._thread.is_alive():
-            self._thread.join(timeout_s)
+        # In short waits: Python may notice a signal that arrives as a wait begins only when that wait ends.
+        until = time.monotonic() + timeout_s
+        while self._thread.is_alive() and (left_s := until - time.monotonic()) > 0:
+            self._thread.join(min(left_s, _LOOK_EVERY_S))
         with self._changed:
             queued = [self._writing_step, self._waiting.step if self._waiting is not None else None]
             is_written = self._is_last_written
