@@ -87,6 +87,7 @@ def in_a_loop(function, *operands):
     return run(operands)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("net", [NET, FIXED], ids=["learns", "fixed"])
 @pytest.mark.parametrize("size", [(16, 16), (9, 14)])
 def test_logits_statistics_and_gradients_are_those_of_xlas_operations(size, net):
@@ -142,6 +143,7 @@ def test_bfloat16_stays_near_float32():
     assert not np.array_equal(narrow_logits, logits)  # it is narrow indeed
 
 
+@pytest.mark.integration
 def test_places_that_share_a_maximum_share_its_gradient_in_bfloat16_too():
     """They are counted, and a count in bfloat16 stays at 256: 400 places would get 400/256 of the gradient."""
     params, stats = drawn(NET)

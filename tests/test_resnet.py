@@ -41,6 +41,7 @@ def assert_same(found, wanted):
     )
 
 
+@pytest.mark.integration
 @pytest.mark.usefixtures("untraced_blocks")
 def test_a_whole_network_gives_the_same_by_the_forms_for_a_card(monkeypatch):
     model = build_model("resnet8", num_classes=7, image_size=18)
@@ -51,6 +52,7 @@ def test_a_whole_network_gives_the_same_by_the_forms_for_a_card(monkeypatch):
     assert_same(jax.jit(lambda *state: loss_and_gradients(model, *state))(*state), wanted)
 
 
+@pytest.mark.integration
 @pytest.mark.usefixtures("untraced_blocks")
 def test_a_whole_network_has_the_gradients_it_has_with_xlas_convolutions(monkeypatch):
     model = build_model("resnet8", num_classes=7, image_size=18)
@@ -174,6 +176,7 @@ def test_evaluation_leaves_the_statistics_and_treats_images_one_by_one():
     np.testing.assert_allclose(evaluate(images[:1])[0], logits[:1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.integration
 def test_a_step_under_shard_map_is_the_plain_one():
     """Parameters are made to vary, gradients averaged. One device will do: JAX tells the two apart by type."""
     model = build_model("resnet8", num_classes=5, image_size=9)
