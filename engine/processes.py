@@ -3,9 +3,15 @@
 The runtime is jax's own. Must be called before anything else uses jax.
 """
 
+import atexit
+import os
 import socket
+import sys
 import time
 from dataclasses import dataclass
+from typing import NoReturn
+
+from engine.peers import Peers
 
 PEER_TIMEOUT_S = 60.0
 JOIN_TIMEOUT_S = 120.0
@@ -37,6 +43,9 @@ def join_processes(
 ) -> None:
     """Join the other processes of a run; call it in each of them, before jax is used for anything else.
 
+    From then on a thread watches the others. If one fails, dies or does not answer, it writes to stderr which one that
+    was, and ends this process with exit code 1.
+
     Args:
         coordinator: address HOST:PORT of the first process; None lets jax find it, as Slurm, Open MPI, Kubernetes or a
             TPU pod describe it to their processes.
@@ -49,6 +58,20 @@ def join_processes(
         ValueError: the address has another form, or is given without the two numbers.
         RuntimeError: the others cannot be reached in time, or jax is already in use.
     """
+    check_address(coordinator, num_processes, process_id)
+    peers = Peers(peer_timeout_s, _end)
+    join_as(peers, coordinator, num_processes, process_id, 2 * peer_timeout_s, join_timeout_s)
+    atexit.register(peers.interpreter_ends)
+
+
+def _end(message: str) -> NoReturn:
+    sys.stderr.write(f"feedloop: {message}\n")
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def check_address(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
+    """Raise ValueError if the address of the coordinator has another form or is given without the two numbers."""
     given = (coordinator, num_processes, process_id)
     if any(each is None for each in given) and any(each is not None for each in given):
         raise ValueError(
@@ -59,6 +82,23 @@ def join_processes(
         raise ValueError(f"the coordinator must be HOST:PORT, got {coordinator!r}: give both")
     if num_processes is not None and process_id is not None and not 0 <= process_id < num_processes:
         raise ValueError(f"the number of this process must lie in 0 … {num_processes - 1}, got {process_id}")
+
+
+def join_as(
+    peers: Peers,
+    coordinator: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    runtime_timeout_s: float,
+    join_timeout_s: float,
+) -> None:
+    """Join the other processes of a run with these peers; arguments and errors are those of `join_processes`.
+
+    Args:
+        peers: this process's part in the run.
+        coordinator, num_processes, process_id, join_timeout_s: as `join_processes` takes them.
+        runtime_timeout_s: seconds of silence after which the runtime itself aborts the others, without a clear message.
+    """
     import jax
 
     # Its service would take SIGTERM, which stops a run cleanly.
@@ -66,7 +106,7 @@ def join_processes(
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if coordinator is not None and process_id:
         _wait_for(coordinator, join_timeout_s)
-    limit_s = max(1, round(peer_timeout_s))
+    limit_s = max(1, round(runtime_timeout_s))
     try:
         jax.distributed.initialize(
             coordinator,
@@ -86,6 +126,11 @@ def join_processes(
             f"jax finds no cluster here ({error}): give the coordinator HOST:PORT, the number of processes and the "
             "number of this one"
         ) from error
+
+    # The client is not public, but the only access to the store of keys and values; Orbax uses it in the same way.
+    from jax._src.distributed import global_state as joined
+
+    peers.join(joined.client, joined.process_id, joined.num_processes, joined.coordinator_address or "")
 
 
 def _wait_for(coordinator: str, limit_s: float) -> None:
@@ -115,7 +160,7 @@ def wait_for_processes(place: str) -> None:
         multihost_utils.sync_global_devices(place)
 
 
-def leave_processes() -> None:
+def leave_processes(peers: Peers) -> None:
     """Wait until all processes have come here, and part from them; does nothing without others.
 
     A process that ended without it would be taken for one that died.
@@ -123,4 +168,5 @@ def leave_processes() -> None:
     if this_process().count > 1:
         import jax
 
+        peers.leave()
         jax.distributed.shutdown()

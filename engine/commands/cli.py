@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,10 +20,11 @@ from engine.commands.option_sources import (
 from engine.commands.own_parts import load_own_parts, take_part_names
 from engine.commands.run_display import LossDisplay, show_plan, summarise
 from engine.commands.setting_options import option_names
-from engine.commands.spawn import Beat, supervise, without_option
+from engine.commands.supervisor import keep_runtime_output, supervise, without_option
 from engine.commands.train_options import EPILOG, option_groups, train_options
 from engine.config import NO_VALUE, SETTINGS, TrainConfig
-from engine.processes import join_processes, leave_processes, this_process
+from engine.peers import Peers, is_of_runtime, is_supervised
+from engine.processes import check_address, join_as, leave_processes, this_process
 from engine.recipes import LoadedRecipe, load_recipe
 from engine.settings import OnResume
 from preprocess.commands.grouped_help import GroupedCommand
@@ -51,12 +53,12 @@ def main(context: click.Context, /, *, recipe: str | None, dry_run: bool, traceb
     the run failed, 2 wrong usage or data, 130 stopped by SIGINT, SIGTERM or control-run, after a last snapshot.
     """
     is_saved, name_setting = True, option_names(context)
+    peers: Peers | None = None
     try:
-        if (code := _spawn(context)) is not None:
+        if (code := _supervise(context)) is not None:
             leave(code)
             return
-        beat = Beat()
-        _join(context.params)
+        peers = _join(context.params)
         names = take_part_names(context.params, {name: each.default for name, each in SETTINGS.items()})
         loaded = None if recipe is None else load_recipe(recipe)
         merged = _merge(context, loaded)
@@ -68,16 +70,19 @@ def main(context: click.Context, /, *, recipe: str | None, dry_run: bool, traceb
             show_plan(_plan(config, parts))
             code = _DONE
         else:
-            result = _train(config, parts, merged.origins, beat)
-            leave_processes()
+            result = _train(config, parts, merged.origins, peers)
             code, is_saved = _DONE if result.is_complete else _STOPPED, result.snapshot_step == result.steps_done
+        if peers is not None:
+            leave_processes(peers)
     except KeyboardInterrupt as interrupt:
+        _tell(peers, interrupt, "stopped at once")
         say_to_stderr(f"run-train: stopped at once; no weights were written{notes_of(interrupt)}")
         code = _STOPPED
     except Exception as error:
+        _tell(peers, error, message := describe_error(error, name_setting))
         if traceback:
             raise
-        say_to_stderr(f"run-train: {describe_error(error, name_setting)}")
+        say_to_stderr(f"run-train: {message}")
         code = _WRONG_USAGE if isinstance(error, ValueError) else _FAILED
     # If the last snapshot was not written, its thread may be blocked forever by the disk.
     leave(code, at_once=not is_saved)
@@ -155,37 +160,56 @@ def _plan(config: TrainConfig, parts: "OwnParts") -> "DryRun":
         return run.plan()
 
 
-def _spawn(context: click.Context) -> int | None:
-    """Train in several processes, if so asked, and return the exit code."""
+def _supervise(context: click.Context) -> int | None:
+    """Train in children of this process if there are several processes, and return the exit code."""
     params = context.params
-    if params["spawn"] is None:
+    if is_supervised():
         return None
-    if params["coordinator"] is not None:
-        raise ValueError("--spawn starts processes that --coordinator joins, got both: leave one out")
-    arguments = without_option(sys.argv[1:], "--spawn")
-    return supervise(arguments, params["spawn"], params["peer_timeout"])
-
-
-def _join(params: dict[str, Any]) -> None:
     coordinator = params["coordinator"]
     if coordinator is None:
         given = [name for name in ("num_processes", "process_id") if params[name] is not None]
         if given:
             raise ValueError(f"--{given[0].replace('_', '-')} needs --coordinator HOST:PORT: give it too")
-        return
-    address = None if coordinator == "auto" else coordinator
-    # The supervisor, if there is one, acts first: its message names the process.
-    limit_s = params["peer_timeout"] * (4 if Beat.is_watched() else 1)
-    join_processes(
-        address,
-        params["num_processes"],
-        params["process_id"],
-        peer_timeout_s=limit_s,
-        join_timeout_s=params["join_timeout"],
-    )
+        if params["spawn"] is None:
+            return None
+    elif params["spawn"] is not None:
+        raise ValueError("--spawn starts processes that --coordinator joins, got both: leave one out")
+    else:
+        check_address(*_address(params))
+    arguments = without_option(sys.argv[1:], "--spawn")
+    return supervise(arguments, params["spawn"], params["peer_timeout"]).code
 
 
-def _train(config: TrainConfig, parts: "OwnParts", origins: dict[str, str], beat: Beat) -> "TrainResult":
+def _address(params: dict[str, Any]) -> tuple[str | None, int | None, int | None]:
+    coordinator = params["coordinator"]
+    return None if coordinator == "auto" else coordinator, params["num_processes"], params["process_id"]
+
+
+def _join(params: dict[str, Any]) -> Peers | None:
+    """Join the other processes, if there are any."""
+    if params["coordinator"] is None:
+        return None
+    if not params["traceback"]:
+        keep_runtime_output()
+    peers = Peers(params["peer_timeout"], _leave_because)
+    # The watch and the supervisor act first: their messages name the process.
+    join_as(peers, *_address(params), 4 * params["peer_timeout"], params["join_timeout"])
+    return peers
+
+
+def _leave_because(message: str) -> None:
+    say_to_stderr(f"run-train: {message}")
+    leave(_FAILED)
+
+
+def _tell(peers: Peers | None, error: BaseException, message: str) -> None:
+    """Tell the other processes why this one fails; does not return if it is another one that failed."""
+    if peers is not None:
+        with suppress(KeyboardInterrupt):
+            peers.fail(message, is_by_others=is_of_runtime(error))
+
+
+def _train(config: TrainConfig, parts: "OwnParts", origins: dict[str, str], peers: Peers | None) -> "TrainResult":
     from engine.crossing.devices import split_processor
     from engine.run.train import open_run
 
@@ -194,14 +218,16 @@ def _train(config: TrainConfig, parts: "OwnParts", origins: dict[str, str], beat
         # The first process alone has the run folder and the terminal; a resume reads the folder in all of them.
         own = config if config.resume else replace(config, run_dir=None)
         with open_run(own, parts, lambda _: None) as run:
-            beat.follow(lambda: run.steps_begun)
+            if peers is not None:
+                peers.follow(lambda: run.steps_begun)
             return run.train([], origins)
     display = LossDisplay()
     with (
         run_dir_of(config.run_dir) as run_dir,
         open_run(replace(config, run_dir=run_dir), parts, display.notify) as run,
     ):
-        beat.follow(lambda: run.steps_begun)
+        if peers is not None:
+            peers.follow(lambda: run.steps_begun)
         result = run.train([display.make_sink(run.config)], origins)
     summarise(result)
     return result

@@ -7,15 +7,19 @@ nothing reads the pipe, the main thread would block there and see no further sig
 
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 from engine.control.board import ControlBoard
+from engine.peers import is_supervised
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # How soon a signal is handled while the main thread waits.
 _POLL_EVERY_S = 0.1
+# A scheduler sends a signal to all processes, and each supervisor passes it on.
+_SAME_SIGNAL_S = 1.0
 
 
 class StopSignals:
@@ -35,6 +39,7 @@ class StopSignals:
         self._before: dict[signal.Signals, Any] = {}
         self._is_launched = False
         self._num_seen = 0
+        self._seen_s: dict[int, float] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -57,6 +62,9 @@ class StopSignals:
         self._is_launched = False
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
+        before, self._seen_s[number] = self._seen_s.get(number), time.monotonic()
+        if before is not None and time.monotonic() - before < _SAME_SIGNAL_S and is_supervised():
+            return
         self._num_seen += 1
         name = signal.Signals(number).name
         # First: Python discards an exception that is raised in a collector's callback, such as jax's, or in __del__.

@@ -1,0 +1,299 @@
+"""The supervisor of `run-train`: starts its process, or several on this machine, as children, and ends them together.
+
+`--spawn N` starts N processes; with `--coordinator`, each supervisor has one child, which joins those of the others.
+The terminal belongs to the first child; lines of others are prefixed with their number. If a process dies or no longer
+answers, one message says which it was and how far it came.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from engine.commands.command_end import say_to_stderr
+from engine.peers import BEAT_FILE, SEES_ALL, describe_fault, is_supervised
+
+_LOOK_EVERY_S = 0.2
+# Between a request to end and the end by force.
+_GRACE_S = 4.0
+_CONNECT_S = 3.0
+_MOST_RUNTIME_LINES = 20
+_WRONG_USAGE = 2
+_PROGRAM = "from engine.commands.cli import main; main(prog_name='run-train')"
+
+
+class Outcome(NamedTuple):
+    """How the processes ended.
+
+    Attributes:
+        code: exit code of the command.
+        signals: the signals that this process received and passed on.
+    """
+
+    code: int
+    signals: frozenset[int]
+
+
+def supervise(
+    arguments: Sequence[str], num_processes: int | None, peer_timeout_s: float, stops: Sequence[int] = ()
+) -> Outcome:
+    """Run the command in children of this process until they end.
+
+    Args:
+        arguments: the arguments of `run-train`, without `--spawn`.
+        num_processes: number of processes to start; None for one, which joins others by its own arguments.
+        peer_timeout_s: seconds without a sign of life after which a process counts as stuck.
+        stops: signals that are passed on as SIGTERM.
+    """
+    with tempfile.TemporaryDirectory(prefix="feedloop-") as folder:
+        relay = _Relay()
+        with _Forwarding(stops) as forwarding:
+            children = _start(arguments, num_processes, Path(folder), relay)
+            forwarding.to(children)
+            fault = _wait(children, peer_timeout_s)
+            # From here on, what the others print is about the end of this one.
+            relay.is_quiet = fault is not None
+            if fault is not None and fault.message and fault.code != _WRONG_USAGE:
+                say_to_stderr(f"run-train: {fault.message}")
+            _end(children)
+    code = max(child.process.returncode for child in children) if fault is None else fault.code
+    return Outcome(code, frozenset(forwarding.received))
+
+
+def without_option(arguments: Sequence[str], option: str) -> list[str]:
+    """Return the arguments of a command without an option and its value, `--option VALUE` or `--option=VALUE`."""
+    kept: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        if word == option:
+            next(words, None)
+        elif not word.startswith(f"{option}="):
+            kept.append(word)
+    return kept
+
+
+def keep_runtime_output() -> None:
+    """Write to a file of the supervisor what the runtime, not Python, writes to the stderr of this process.
+
+    It says many lines about a lost process, and cannot be told not to. The supervisor shows the last of them if it
+    knows no other cause.
+    """
+    if not is_supervised() or sys.stderr is None:
+        return
+    with suppress(OSError):
+        encoding, errors = sys.stderr.encoding, sys.stderr.errors
+        sys.stderr.flush()
+        sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, encoding=encoding, errors=errors)
+        with _runtime_output(Path(os.environ[BEAT_FILE])).open("ab") as file:
+            os.dup2(file.fileno(), 2)
+
+
+def _runtime_output(beat: Path) -> Path:
+    return beat.with_suffix(".runtime")
+
+
+class _Child(NamedTuple):
+    """One process, the number by which its supervisor knows it, and the file of its beats."""
+
+    number: int
+    process: "subprocess.Popen[str]"
+    beat: Path
+
+    def read(self) -> dict[str, Any]:
+        """Return its last beat; empty before the first."""
+        with suppress(OSError):
+            return dict(json.loads(self.beat.read_text()))
+        return {}
+
+    def silent_s(self) -> float:
+        """Return the seconds since its last beat, 0 before the first."""
+        with suppress(FileNotFoundError):
+            return time.time() - self.beat.stat().st_mtime
+        return 0.0
+
+    def describe(self, how: str) -> str:
+        """Return the message that it ended the run."""
+        beat = self.read()
+        return describe_fault(beat.get("number", self.number), socket.gethostname(), how, beat.get("step") or 0)
+
+    def runtime_lines(self) -> str:
+        """Return the last lines that the runtime wrote, indented, to be appended to a message."""
+        with suppress(OSError):
+            lines = _runtime_output(self.beat).read_text(errors="replace").splitlines()
+            return "".join(f"\n  {line}" for line in lines[-_MOST_RUNTIME_LINES:])
+        return ""
+
+
+def _start(arguments: Sequence[str], num_processes: int | None, folder: Path, relay: "_Relay") -> list[_Child]:
+    own: list[list[str]] = [[]]
+    if num_processes is not None:
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            address = f"localhost:{free.getsockname()[1]}"
+        total = ["--coordinator", address, "--num-processes", str(num_processes)]
+        own = [[*total, "--process-id", str(number)] for number in range(num_processes)]
+    children: list[_Child] = []
+    for number, words in enumerate(own):
+        beat = folder / str(number)
+        # Sessions of their own, so that Ctrl-C reaches each of them once, from here.
+        process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, *arguments, *words],
+            env=os.environ | {BEAT_FILE: str(beat)} | ({} if num_processes is None else {SEES_ALL: "1"}),
+            stdout=None if number == 0 else subprocess.PIPE,
+            stderr=None if number == 0 else subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        if process.stdout is not None:
+            threading.Thread(target=relay.pass_on, args=(number, process.stdout), daemon=True).start()
+        children.append(_Child(number, process, beat))
+    return children
+
+
+class _Relay:
+    """Passes the lines of the other processes on, with their numbers.
+
+    Attributes:
+        is_quiet: whether to drop them.
+    """
+
+    def __init__(self) -> None:
+        self.is_quiet = False
+
+    def pass_on(self, number: int, lines: IO[str]) -> None:
+        """Pass on all lines of one process."""
+        for line in lines:
+            # What the runtime says about its own connections is for its developers.
+            if not self.is_quiet and not line.startswith("[Gloo]"):
+                say_to_stderr(f"process {number}: {line.rstrip()}")
+
+
+class _Fault(NamedTuple):
+    """Why the processes are ended, empty if the process said it itself, and the exit code of the command."""
+
+    message: str
+    code: int
+
+
+def _wait(children: Sequence[_Child], peer_timeout_s: float) -> _Fault | None:
+    """Wait for all processes; return None if all ended well, else why they are to be ended."""
+    while True:
+        is_running = any(child.process.poll() is None for child in children)
+        if (fault := _first_fault(children, peer_timeout_s)) is not None:
+            # The others fail a moment after the one whose fault it is.
+            time.sleep(_LOOK_EVERY_S)
+            return _first_fault(children, peer_timeout_s) or fault
+        if not is_running:
+            return None
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _first_fault(children: Sequence[_Child], peer_timeout_s: float) -> _Fault | None:
+    """Return the fault that explains the others: of a killed process, else of a silent one, else of any other."""
+    killed: list[_Fault] = []
+    silent: list[_Fault] = []
+    failed: list[_Fault] = []
+    for child in children:
+        code = child.process.poll()
+        if code is None:
+            if (silent_s := child.silent_s()) > peer_timeout_s:
+                silent.append(_Fault(child.describe(f"has not answered for {silent_s:.0f} s (--peer-timeout)"), 1))
+        elif code == -signal.SIGABRT:
+            # The runtime aborts a process if it loses the first one.
+            message = _lost_coordinator(child) if len(children) == 1 else None
+            failed.append(_Fault(message or _describe_killed(child, code), 1))
+        elif code < 0:
+            killed.append(_Fault(_describe_killed(child, code), 1))
+        elif code not in (0, 130):
+            # A process with a supervisor of its own has the terminal, and said why.
+            failed.append(_Fault("" if len(children) == 1 else child.describe(f"failed with exit code {code}"), code))
+    return next(iter([*killed, *silent, *failed]), None)
+
+
+def _describe_killed(child: _Child, code: int) -> str:
+    is_asked = -code in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    said = "" if is_asked else child.runtime_lines()
+    return child.describe(f"was killed by {signal.Signals(-code).name}") + said
+
+
+def _lost_coordinator(child: _Child) -> str | None:
+    """Return the message that the first process is gone, or None if it can still be reached."""
+    beat = child.read()
+    host, _, port = beat.get("coordinator", "").rpartition(":")
+    if not beat.get("number") or not host:
+        return None
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+    except OSError as error:
+        name, step = beat.get("first") or (host, None)
+        return describe_fault(0, name, f"no longer accepts connections ({error.strerror or error})", step)
+    return None
+
+
+def _end(children: Sequence[_Child]) -> None:
+    """End the processes that are still running: ask them, and kill those that do not end in time."""
+    deadline = time.monotonic() + _GRACE_S
+    for child in children:
+        if child.process.poll() is None:
+            child.process.send_signal(signal.SIGTERM)
+    for child in children:
+        try:
+            child.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.process.kill()
+            child.process.wait()
+
+
+class _Forwarding:
+    """Inside the block, SIGINT and SIGTERM of this process are sent to all children instead.
+
+    Args:
+        stops: other signals, which are sent as SIGTERM.
+
+    Attributes:
+        received: the numbers of the signals that came.
+    """
+
+    def __init__(self, stops: Sequence[int]) -> None:
+        self.received: set[int] = set()
+        self._stops, self._children = stops, list[_Child]()
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "_Forwarding":
+        for number in (int(signal.SIGINT), int(signal.SIGTERM)):
+            self._before[number] = signal.signal(number, self._forward)
+        for number in self._stops:
+            # The children inherit it: a scheduler may send the signal to them too.
+            self._before[number] = signal.signal(number, signal.SIG_IGN)
+        return self
+
+    def to(self, children: Sequence[_Child]) -> None:
+        """Forward to these children from now on, and what has come so far."""
+        self._children = list(children)
+        for number in self.received:
+            self._send(number)
+        for number in self._stops:
+            signal.signal(number, self._forward)
+
+    def _forward(self, number: int, _: object) -> None:
+        self.received.add(number)
+        self._send(number)
+
+    def _send(self, number: int) -> None:
+        for child in self._children:
+            with suppress(ProcessLookupError):
+                child.process.send_signal(signal.SIGTERM if number in self._stops else number)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
