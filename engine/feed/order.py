@@ -59,26 +59,35 @@ class EpochOrder:
         return self.images_at(np.arange(batch_index * batch, (batch_index + 1) * batch, dtype=np.int64))
 
     def _permute(self, offsets: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
-        """Apply the epoch's bijection of 0 … N - 1 to int64 [n] offsets.
-
-        A Feistel network is a bijection of 2**(2·half) numbers; cycle walking (Black and Rogaway, 2002) applies it
-        again to values outside 0 … N - 1, which restricts it to a bijection of that range. The domain has fewer than
-        4 N numbers (16 for the smallest sets), so the expected number of applications is below 4.
-        """
-        half = max(2, ((self.num_images - 1).bit_length() + 1) // 2)
-        keys = _round_keys(self.seed, epoch)
-        values = _feistel(offsets.astype(np.uint64), keys, half)
-        outside = np.flatnonzero(values >= self.num_images)
-        while outside.size:
-            values[outside] = _feistel(values[outside], keys, half)
-            outside = outside[values[outside] >= self.num_images]
-        return values.astype(np.int64)
+        """Apply the epoch's bijection of 0 … N - 1 to int64 [n] offsets."""
+        return permute(offsets, self.num_images, draw_words(self.seed, epoch, b"feedloop-order"))
 
 
-def _round_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
-    """Hash (seed, epoch) to the round keys, uint64 [rounds], with the same byte order on every machine."""
-    words = seed.to_bytes(8, "little") + epoch.to_bytes(8, "little")
-    digest = hashlib.blake2b(words, digest_size=8 * _ROUNDS, person=b"feedloop-order").digest()
+def permute(offsets: NDArray[np.int64], count: int, keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """Apply a bijection of 0 … count - 1, determined by the keys, to int64 [n] offsets.
+
+    A Feistel network is a bijection of 2**(2·half) numbers; cycle walking (Black and Rogaway, 2002) applies it again to
+    values outside 0 … count - 1, which restricts it to a bijection of that range. The domain has fewer than 4 · count
+    numbers (16 for the smallest sets), so the expected number of applications is below 4.
+    """
+    half = max(2, ((count - 1).bit_length() + 1) // 2)
+    values = _feistel(offsets.astype(np.uint64), keys, half)
+    outside = np.flatnonzero(values >= count)
+    while outside.size:
+        values[outside] = _feistel(values[outside], keys, half)
+        outside = outside[values[outside] >= count]
+    return values.astype(np.int64)
+
+
+def draw_words(seed: int, number: int, purpose: bytes) -> NDArray[np.uint64]:
+    """Hash (seed, number) to eight words, uint64 [8], with the same byte order on every machine.
+
+    Args:
+        seed, number: 0 ≤ each < 2**63; the number is that of an epoch or a window.
+        purpose: at most 16 bytes; different purposes give independent words.
+    """
+    words = seed.to_bytes(8, "little") + number.to_bytes(8, "little")
+    digest = hashlib.blake2b(words, digest_size=8 * _ROUNDS, person=purpose).digest()
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
 
@@ -87,11 +96,11 @@ def _feistel(values: NDArray[np.uint64], keys: NDArray[np.uint64], half: int) ->
     shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
     left, right = values >> shift, values & mask
     for key in keys:
-        left, right = right, left ^ (_mix(right ^ key) & mask)
+        left, right = right, left ^ (mix_words(right ^ key) & mask)
     return (left << shift) | right
 
 
-def _mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mix_words(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Apply the 64-bit finaliser of SplitMix64 (Steele, Lea and Flood, 2014), elementwise on uint64."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
