@@ -367,7 +367,7 @@ def test_a_file_is_checked_once_a_second_and_not_all_files_at_once(packs, monkey
     monkeypatch.setattr("preprocess.shards.mapped_shards.time.monotonic", lambda: now_s[0])
     folder, _ = packs[LARGE, True]
     with open_split(str(folder), "train") as split:
-        assert split._mapped is not None
+        assert isinstance(split._mapped, MappedImages)
         shards = split._mapped._shards
         shard = shards.find(0)
         assert shard is not None

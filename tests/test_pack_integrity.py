@@ -113,7 +113,7 @@ def test_an_image_of_a_file_that_changes_while_it_is_read_is_compared_and_not_ma
     with open_split(str(tmp_path), "train") as split:
         pixels, labels = np.zeros((1, LARGE, LARGE), np.uint32), np.zeros(1, np.int32)
         split.read_into(np.array([0]), pixels, labels, timeout_s=10)
-        start = shards._start_reading
+        start = arrays.start_reading
 
         def touch_and_read(*arguments):
             future = start(*arguments)
@@ -121,7 +121,7 @@ def test_an_image_of_a_file_that_changes_while_it_is_read_is_compared_and_not_ma
             os.utime(shard_file(tmp_path, 0))
             return future
 
-        monkeypatch.setattr(shards, "_start_reading", touch_and_read)
+        monkeypatch.setattr(shards, "start_reading", touch_and_read)
         compared = counted_checksums(monkeypatch)
         for num_compared in (1, 2):
             split.read_into(np.array([0]), pixels, labels, timeout_s=10)

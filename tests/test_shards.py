@@ -240,7 +240,7 @@ def test_numbers_of_a_store_that_does_not_answer_end_at_the_time_limit(data, mon
 def test_pixels_of_a_store_that_does_not_answer_end_at_the_time_limit(tmp_path, source, monkeypatch):
     pack(source, tmp_path, codec="blosc")  # the store reads these
     silent = Silent()
-    monkeypatch.setattr(shards, "_start_reading", lambda *_: silent.read())
+    monkeypatch.setattr(shards, "start_reading", lambda *_: silent.read())
     with open_split(str(tmp_path), "train") as split:
         start = time.monotonic()
         with pytest.raises(

@@ -71,6 +71,11 @@ def row_words(source: BatchSource) -> int:
     return int(getattr(source, "row_words", source.width))
 
 
+def held_bytes(source: BatchSource) -> int:
+    """Return the bytes of host memory in which a source keeps images: its `held_bytes` if it has any, otherwise 0."""
+    return int(getattr(source, "held_bytes", 0))
+
+
 class Lent(Protocol):
     """Images in the source's own memory, lent without being copied."""
 

@@ -28,7 +28,7 @@ class ShardBatches:
         self._split = split
         self._order = EpochOrder(split.num_images, seed)
         self.batch, self.height, self.width = batch, split.height, split.width
-        self.row_words, self.label_form = split.row_words, _form_of(split)
+        self.row_words, self.label_form = split.row_words, label_form_of_split(split)
         # The index of a batch, and the images of that batch and the following batches; always replaced together.
         self._ordered = 0, np.empty((0, batch), np.int64)
 
@@ -38,7 +38,7 @@ class ShardBatches:
 
     def fill_rows(self, batch_index: int, rows: range, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
         """Read some rows of the batch; see `engine.feed.own_rows.RowSource`."""
-        words = _weighted(labels) if self.label_form else labels
+        words = weighted(labels) if self.label_form else labels
         images = self._images_of(batch_index)[rows.start : rows.stop]
         self._split.read_into(images, pixels, words, timeout_s=timeout_s)
 
@@ -50,7 +50,7 @@ class ShardBatches:
         """Lend some rows of the batch."""
         if not self._split.lends:
             return None
-        words = _weighted(labels) if self.label_form else labels
+        words = weighted(labels) if self.label_form else labels
         images = self._images_of(batch_index)[rows.start : rows.stop]
         return self._split.lend(images, words, timeout_s=timeout_s)
 
@@ -82,7 +82,7 @@ class SequentialBatches:
     def __init__(self, split: ShardSplit, *, batch: int) -> None:
         self._split = split
         self.batch, self.height, self.width = batch, split.height, split.width
-        self.row_words, self.label_form = split.row_words, _form_of(split)
+        self.row_words, self.label_form = split.row_words, label_form_of_split(split)
         self.num_batches = -(-split.num_images // batch)
 
     def fill(self, batch_index: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
@@ -97,7 +97,7 @@ class SequentialBatches:
         if not count:
             return
         images = np.arange(start, start + count, dtype=np.int64)
-        words = _weighted(labels[:count]) if self.label_form else labels[:count]
+        words = weighted(labels[:count]) if self.label_form else labels[:count]
         self._split.read_into(images, pixels[:count], words, timeout_s=timeout_s)
 
     def check_unchanged(self) -> None:
@@ -105,7 +105,7 @@ class SequentialBatches:
         self._split.check_unchanged()
 
 
-def _form_of(split: ShardSplit) -> "LabelForm | None":
+def label_form_of_split(split: ShardSplit) -> "LabelForm | None":
     """Return the form of a split's targets; None if its images have one class each."""
     if not split.target_words:
         return None
@@ -116,7 +116,7 @@ def _form_of(split: ShardSplit) -> "LabelForm | None":
     return LabelForm.of_targets(split.num_classes, are_bits=targets is not None and targets.kind == "classes")
 
 
-def _weighted(labels: Labels) -> Labels:
+def weighted(labels: Labels) -> Labels:
     """Write the weight 1 of each example into its first word, and return the words of the labels behind it."""
     from engine.feed.label_form import WEIGHT_WORDS
 

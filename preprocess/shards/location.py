@@ -104,6 +104,13 @@ class Location:
         value = self._wait(f"read {key}", lambda store: store.read(key), timeout_s)
         return bytes(value.value) if value.state == "value" else None
 
+    def read_range(self, key: str, start: int, stop: int) -> bytes:
+        """Return bytes ``start`` … ``stop - 1`` of the value at ``key``; raise ShardError as `read`, or if missing."""
+        value = self._wait(f"read {key}", lambda store: store.read(key, byte_range=slice(start, stop)))
+        if value.state != "value":
+            raise ShardError(f"{self.display}{key} is missing; {self.remedy}")
+        return bytes(value.value)
+
     def check_regular(self, key: str, *, max_bytes: int = MAX_VALUE_BYTES) -> FileIdentity | None:
         """Check that ``key``, if it exists in a local folder, is a regular file of at most ``max_bytes`` bytes.
 

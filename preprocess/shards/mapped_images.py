@@ -69,6 +69,14 @@ class MappedImages:
         """Check every mapped file again; raise ChangedFileError if images read from a file have since changed."""
         self._shards.check_files()
 
+    def is_readable(self, shard: int) -> bool:
+        """Return whether the system can map a shard file of the right size."""
+        return self._shards.find(shard) is not None
+
+    def forget(self, shard: int) -> None:
+        """Map a shard file again at its next use, because it was removed."""
+        self._shards.forget(shard)
+
     def copy(
         self, indices: NDArray[np.int64], pixels: NDArray[np.uint32], expected: NDArray[np.uint32] | None
     ) -> NDArray[np.intp]:

@@ -211,6 +211,11 @@ class MappedShards:
             self._check_unchanged()
             return self._shards.get(number)
 
+    def forget(self, number: int) -> None:
+        """Map a file again at its next use."""
+        with self._lock:
+            self._shards.pop(number, None)
+
     def check_files(self) -> None:
         """Check every mapped file again; raise ChangedFileError as `find` does."""
         for number, shard in list(self._shards.items()):
