@@ -574,7 +574,7 @@ def test_outcomes_come_in_source_order_within_a_bounded_window(num_workers, monk
     monkeypatch.setattr(pipeline, "_MAX_BLOCK_IMAGES", 2)
     source = fake_source(60, broken=frozenset({7}))
     seen: list[int] = []
-    for block in decode_in_order(source, ResizeRule(4, 4), start=3, num_workers=num_workers):
+    for block in decode_in_order(source, ResizeRule(4, 4), ranges=[range(3, 60)], num_workers=num_workers):
         seen += [outcome.index for outcome in block]
         # Blocks of 2, 4 a worker, handed in before the first one is waited for.
         assert max(source.reads) < len(seen) + 3 + 2 * 4 * num_workers

@@ -18,7 +18,7 @@ from click.core import ParameterSource
 
 from preprocess.commands.completion import complete_file, complete_folder
 from preprocess.commands.grouped_help import GroupedCommand
-from preprocess.commands.pack_report import announce, summarise
+from preprocess.commands.pack_report import announce
 from preprocess.commands.storage import open_given, storage_option
 from preprocess.commands.suggesting import SuggestingChoice
 from preprocess.decoding.default_resize import LARGEST_SIZE_WITHOUT_MARGIN, MAX_SIZE, default_resize
@@ -27,7 +27,6 @@ from preprocess.storage_options import parse_pairs
 from preprocess.system_errors import describe_system_error
 
 if TYPE_CHECKING:
-    from preprocess.packing.pack import PackResult
     from preprocess.packing.plan import PackSettings
     from preprocess.shards.location import Location
     from preprocess.shards.targets import TargetKind
@@ -50,6 +49,7 @@ _GROUPS = {
     "What to pack": ("split", "labels", "holdout", "limit", "demo"),
     "Images": ("size", "resize", "resample", "on_error"),
     "Shards": ("shard_images", "layout", "codec", "checksum"),
+    "Several machines": ("part", "finish", "executor", "scheduler"),
     "Running": ("workers", "storage_option", "overwrite", "dry_run", "traceback"),
 }
 
@@ -73,6 +73,10 @@ class _Options:
     layout: str
     codec: str
     checksum: bool
+    part: str | None
+    finish: bool
+    executor: str
+    scheduler: str | None
     workers: int | None
     storage_option: tuple[str, ...]
     overwrite: bool
@@ -169,10 +173,25 @@ class _Options:
     "--checksum/--no-checksum", default=True, help="Store a CRC-32C of each image, so that readers detect flipped bits."
 )
 @click.option(
+    "--part",
+    metavar="I/N",
+    show_default="everything",
+    help="Pack only part I of N, e.g. 2/8. The parts may run at once, on machines that share SOURCE and DEST. The last "
+    "one to end finishes the pack.",
+)
+@click.option("--finish", is_flag=True, help="Pack nothing, but finish a pack of which all parts are packed.")
+@click.option(
+    "--executor",
+    type=SuggestingChoice(["threads", "dask"]),
+    default="threads",
+    help="threads: pack on this machine. dask: pack on the workers of a Dask cluster that share SOURCE and DEST.",
+)
+@click.option("--scheduler", metavar="ADDRESS", help="Address of the Dask scheduler, e.g. tcp://node1:8786.")
+@click.option(
     "--workers",
     type=click.IntRange(1),
     metavar="THREADS",
-    show_default="one per core",
+    show_default="one per core; with --executor dask, one per shard file in progress",
     help="Number of decoding threads. Each needs about 80 MB; images larger than 4 megapixels need more and wait until "
     "enough memory is free.",
 )
@@ -219,31 +238,38 @@ def _run(options: _Options) -> None:
     if options.source is None or options.dest is None:
         raise click.UsageError("SOURCE and DEST are required; to try the command without a data set, use --demo DEST")
     settings = _settings(options)
+    from preprocess.commands.pack_splits import check_machines, pack_splits
     from preprocess.sources.open_source import open_source
 
+    machines = check_machines(
+        options.part, options.finish, options.executor, options.scheduler, overwrite=options.overwrite
+    )
     stored = parse_pairs(options.storage_option)
     location = open_given(options.dest, stored)
     _check_dest(options.source, location)
+    if machines.scheduler is not None:
+        settings = replace(settings, num_workers=options.workers or 1)
     click.echo(f"Listing {options.source} ...", err=True)
     from preprocess.packing.holdout import HELD_OUT_SPLITS, choose_holdout_rule
 
     replaced = (options.split or HELD_OUT_SPLITS) if options.overwrite else ()
     rule = choose_holdout_rule(location, replaced=replaced)
-    with open_source(
-        options.source,
-        splits=options.split or None,
-        holdout=options.holdout,
-        limit=options.limit,
-        holdout_rule=rule,
-        labels=options.labels,
-    ) as source:
+    request: dict[str, Any] = {
+        "splits": options.split or None,
+        "holdout": options.holdout,
+        "limit": options.limit,
+        "holdout_rule": rule,
+        "labels": options.labels,
+    }
+    with open_source(options.source, **request) as source:
         announce(source, location, settings)
         if options.overwrite:
             _warn_about_other_splits(source, options.dest, stored)
         if not options.dry_run:
             settings = replace(settings, holdout_rule=rule if options.holdout else None)
-            _pack(source, location, settings, overwrite=options.overwrite)
-            _suggest(options.dest, next((each.kind for each in source.targets.values()), None), stored)
+            is_finished = pack_splits(source, location, settings, machines, (options.source, request))
+            if is_finished:
+                _suggest(options.dest, next((each.kind for each in source.targets.values()), None), stored)
 
 
 def _check_dest(source: str, location: Location) -> None:
@@ -303,33 +329,6 @@ def _warn_about_other_splits(source: Source, dest: str, stored: dict[str, str]) 
             f"warning: this command leaves {', '.join(others)} at DEST unchanged. Images that were held out with "
             "--holdout will be in two splits unless you use the same --holdout again"
         )
-
-
-def _pack(source: Source, location: Location, settings: PackSettings, *, overwrite: bool) -> None:
-    from preprocess.commands.progress import ImageProgress
-    from preprocess.packing.holdout import HELD_OUT_SPLITS
-    from preprocess.packing.pack import PackProgress, pack_split
-
-    results: dict[str, PackResult] = {}
-    with ImageProgress() as progress:
-        for name, split in source.splits.items():
-
-            def show(state: PackProgress, name: str = name) -> None:
-                progress.show(name, state.done, state.total)
-
-            rule = settings.holdout_rule if name in HELD_OUT_SPLITS else None
-            chosen = replace(settings, holdout_rule=rule)
-            results[name] = pack_split(
-                split,
-                location.child(name),
-                chosen,
-                overwrite=overwrite,
-                on_progress=show,
-                targets=source.targets.get(name),
-                notify=lambda text: click.echo(text, err=True),
-            )
-    for name, result in results.items():
-        summarise(name, result, location.child(name))
 
 
 def _pack_demo(options: _Options) -> None:

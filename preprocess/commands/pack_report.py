@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING
 
 import click
 
+from preprocess.packing.part import describe_parts
 from preprocess.printable import printable
 from preprocess.quantities import quantity
 
 if TYPE_CHECKING:
     from preprocess.packing.pack import PackResult
+    from preprocess.packing.part import Part
+    from preprocess.packing.parts import PartResult
     from preprocess.packing.plan import PackSettings
     from preprocess.shards.location import Location
     from preprocess.shards.targets import TargetKind
@@ -90,6 +93,19 @@ def summarise(name: str, result: PackResult, location: Location) -> None:
         click.echo(f"    {printable(failure.path)}: {failure.reason}")
     if len(result.failures) > _FAILURES_SHOWN:
         click.echo(f"    and {len(result.failures) - _FAILURES_SHOWN:,} more")
+
+
+def summarise_part(name: str, result: PartResult, part: Part, location: Location) -> None:
+    """Print what was packed of a part of the split `name`, and the whole split once it is finished."""
+    if result.finished is None or not result.finished.was_complete:
+        note = f", {result.num_resumed:,} of them earlier" if result.num_resumed else ""
+        click.echo(f"{name}: part {part} packed, {quantity(result.num_shards, 'shard file')}{note}.")
+    if result.finished is not None:
+        summarise(name, result.finished, location)
+    elif result.missing:
+        click.echo(f"  Not packed yet: {describe_parts(result.missing, part.count)}.")
+    else:
+        click.echo("  All parts are packed; another process is finishing the split.")
 
 
 def describe_targets(count: int, kind: TargetKind | None) -> str:

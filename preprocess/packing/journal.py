@@ -7,7 +7,7 @@ read or decoded twice. The journal is deleted once the manifest is written.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,14 +16,15 @@ from numpy.typing import NDArray
 
 from preprocess.json_digest import json_digest
 from preprocess.packing.channels import ChannelSums
-from preprocess.packing.owner import Owner
+from preprocess.packing.owner import LOCK_KEY, OWNER_KEY, Owner
 from preprocess.quantities import quantity
 from preprocess.shards.arrays import PIXELS, shard_key
 from preprocess.shards.location import Location, ShardError
 from preprocess.shards.manifest import FAILURES_KEY
-from preprocess.shards.split_files import PLAN_KEY, delete_split_files, split_files
+from preprocess.shards.split_files import JOURNAL, PLAN_KEY, delete_split_files, split_files
 
-_RECORDS = "journal/shards/"
+SHARD_RECORDS = f"{JOURNAL}shards/"
+BLOCK_RECORDS = f"{JOURNAL}blocks/"
 _RECORD_DIGEST = "sha256"
 
 
@@ -138,13 +139,15 @@ class ShardRecord:
 class Journal:
     """The journal of a split that is being packed."""
 
-    def __init__(self, location: Location, owner: Owner | None = None) -> None:
+    def __init__(self, location: Location, owner: Owner | None = None, *, folder: str = SHARD_RECORDS) -> None:
         """Open the journal of the split at ``location``.
 
-        With ``owner``, nothing is recorded once another process has taken over the split.
+        With ``owner``, nothing is recorded once another process has taken over the split. Records are in ``folder``:
+        `SHARD_RECORDS` or, for a pack in parts, `BLOCK_RECORDS` (see `preprocess.packing.parts`).
         """
         self._location = location
         self._owner = owner
+        self._folder = folder
 
     def plan(self) -> dict[str, Any] | None:
         """Return the plan of the unfinished pack, or None if there is no unfinished pack.
@@ -167,10 +170,16 @@ class Journal:
         """Write the plan; from then on, packing can resume after an interruption."""
         self._location.write(PLAN_KEY, json.dumps(plan).encode())
 
+    def begin_once(self, plan: dict[str, Any]) -> dict[str, Any]:
+        """Write the plan unless there is one, and return the plan that is there; of several processes, one writes."""
+        while (found := self.plan()) is None:
+            self._location.create(PLAN_KEY, json.dumps(plan).encode())
+        return found
+
     def append(self, shard: int, record: ShardRecord) -> None:
         """Record shard ``shard`` as finished. Its file must already have been written."""
         self.check_owner()
-        self._location.write(_record_key(shard), record.to_json().encode())
+        self._location.write(self._key(shard), record.to_json().encode())
 
     def check_owner(self) -> None:
         """Raise ShardError if another process has taken over the split."""
@@ -186,35 +195,50 @@ class Journal:
         Raises:
             ShardError: a record is unreadable or does not continue the previous one.
         """
-        keys = self._location.list_keys(_RECORDS)
-        files = set(self._location.list_keys(f"{PIXELS}/"))
         records: list[ShardRecord] = []
-        for shard, text in enumerate(self._location.read_all(keys)):
-            key = _record_key(shard)
-            if keys[shard] != key:
+        for shard, record in sorted(self.recorded(plan).items()):
+            if shard != len(records):
                 break
+            if record.start != (records[-1].stop if records else 0):
+                raise ShardError(self._damaged(self._key(shard)))
+            records.append(record)
+        return records
+
+    def recorded(self, plan: Mapping[str, Any], shards: Sequence[int] | None = None) -> dict[int, ShardRecord]:
+        """Return the records of ``shards``, by default all, by number, without those whose shard file is missing.
+
+        Raises:
+            ShardError: a record is unreadable.
+        """
+        if shards is None:
+            keys, searched = split_files(self._location, self._folder), [f"{PIXELS}/"]
+        else:
+            keys, searched = [self._key(each) for each in shards], [f"{PIXELS}/{shard_key(each, 3)}" for each in shards]
+        files = {key for prefix in searched for key in self._location.list_keys(prefix)}
+        found: dict[int, ShardRecord] = {}
+        for key, text in zip(keys, self._location.read_all(keys), strict=True):
+            shard = int(key.removeprefix(self._folder).removesuffix(".json"))
+            if text is None:
+                continue
             try:
                 record = ShardRecord.from_json(
-                    text or b"", format_version=plan["format_version"], has_checksums=plan["checksum"]
+                    text, format_version=plan["format_version"], has_checksums=plan["checksum"]
                 )
             except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
                 raise ShardError(self._damaged(key)) from error
-            if record.start != (records[-1].stop if records else 0):
-                raise ShardError(self._damaged(key))
-            if len(record.labels) and f"{PIXELS}/{shard_key(shard, 3)}" not in files:
-                break
-            records.append(record)
-        return records
+            if not len(record.labels) or f"{PIXELS}/{shard_key(shard, 3)}" in files:
+                found[shard] = record
+        return found
 
     def delete(self) -> None:
         """Delete the journal if it exists."""
         # Delete the plan last: while it exists, the remaining files are recognised as part of a pack.
-        delete_split_files(self._location, split_files(self._location, _RECORDS))
+        kept = (PLAN_KEY, OWNER_KEY, LOCK_KEY)
+        delete_split_files(self._location, [key for key in split_files(self._location, JOURNAL) if key not in kept])
         delete_split_files(self._location, [PLAN_KEY])
 
     def _damaged(self, key: str) -> str:
         return f"{self._location.display}{key}: the journal of the unfinished pack is damaged; pack with --overwrite"
 
-
-def _record_key(shard: int) -> str:
-    return f"{_RECORDS}{shard:08d}.json"
+    def _key(self, shard: int) -> str:
+        return f"{self._folder}{shard:08d}.json"

@@ -17,8 +17,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from preprocess.packing.part import Part
 from preprocess.shards.location import Location, ShardError
-from preprocess.shards.split_files import delete_split_files
+from preprocess.shards.split_files import JOURNAL, delete_split_files
 
 OWNER_KEY = "journal/owner"
 LOCK_KEY = "journal/lock"
@@ -26,31 +27,41 @@ LOCK_KEY = "journal/lock"
 _LOCK_TRIES = 100
 
 
+class BusyError(ShardError):
+    """Error raised if another process is packing the same split, or the same part of it."""
+
+
 class Owner:
     """A context manager that holds exclusive permission to write to the split at ``location``.
 
     Args:
         location: the folder of the split.
+        run: the id of the owner, by default a new one; see `PartOwner`.
         notify: called with a warning if the store cannot exclude a process that begins at the same moment.
     """
 
-    def __init__(self, location: Location, notify: Callable[[str], None] = lambda _: None) -> None:
+    _owner_key, _lock_key = OWNER_KEY, LOCK_KEY
+    _what = "this split"
+
+    def __init__(
+        self, location: Location, run: str | None = None, *, notify: Callable[[str], None] = lambda _: None
+    ) -> None:
         self._location = location
         self._notify = notify
-        self._run = uuid.uuid4().hex.encode()
+        self.run = run or uuid.uuid4().hex
         self._descriptor: int | None = None
 
     def __enter__(self) -> Self:
         folder = self._location.local_path
         if folder is not None:
-            self._descriptor = self._lock(folder / LOCK_KEY)
+            self._descriptor = self._lock(folder / self._lock_key)
         try:
-            if not self._location.replace(OWNER_KEY, self._run):
-                raise ShardError(self._busy())
-            if self._location.is_remote and not self._location.refuses_to_replace(OWNER_KEY, self._run):
+            if not self._location.replace(self._owner_key, self.run.encode()):
+                raise BusyError(self._busy())
+            if self._location.is_remote and not self._location.refuses_to_replace(self._owner_key, self.run.encode()):
                 self._notify(
                     f"warning: the store of {self._location.display} ignores conditional writes, so it cannot stop two "
-                    "preprocess-imagenet commands from packing this split at the same time: start only one"
+                    f"preprocess-imagenet commands from packing {self._what} at the same time: start only one"
                 )
         except BaseException:
             self._unlock()
@@ -66,7 +77,7 @@ class Owner:
                 self.check()
                 # Remove them while holding the lock: a process that waits for it then sees that its file is gone, and
                 # creates another.
-                delete_split_files(self._location, (OWNER_KEY, LOCK_KEY))
+                self._delete_records()
         finally:
             self._unlock()
 
@@ -74,10 +85,13 @@ class Owner:
         """Check that no other process has taken over the split.
 
         Raises:
-            ShardError: another process is packing this split.
+            BusyError: another process is packing this split.
         """
-        if self._location.read(OWNER_KEY) != self._run:
-            raise ShardError(self._busy())
+        if self._location.read(self._owner_key) != self.run.encode():
+            raise BusyError(self._busy())
+
+    def _delete_records(self) -> None:
+        delete_split_files(self._location, (self._owner_key, self._lock_key))
 
     def _lock(self, path: Path) -> int | None:
         """Lock the file at ``path``, creating it if needed, and return its descriptor. On Windows, just return None."""
@@ -92,10 +106,12 @@ class Owner:
             except FileNotFoundError:
                 continue  # another process has just removed the folder
             except FileLockedError as error:
-                raise ShardError(self._busy()) from error
+                raise BusyError(self._busy()) from error
             except OSError as error:
-                raise ShardError(f"{self._location.display}: {describe_failure(LOCK_KEY, error, 'DEST')}") from error
-        raise ShardError(self._busy())
+                raise ShardError(
+                    f"{self._location.display}: {describe_failure(self._lock_key, error, 'DEST')}"
+                ) from error
+        raise BusyError(self._busy())
 
     def _unlock(self) -> None:
         if self._descriptor is not None:
@@ -104,6 +120,40 @@ class Owner:
 
     def _busy(self) -> str:
         return (
-            f"{self._location.display}: another preprocess-imagenet process is packing this split; stop one of the "
-            "two, then run this command again"
+            f"{self._location.display}: another preprocess-imagenet process is packing {self._what}; stop one "
+            "of the two, then run this command again"
         )
+
+
+class PartOwner(Owner):
+    """Exclusive permission to write the blocks of one part of a split; see `preprocess.packing.parts`.
+
+    Other parts have other owners. None of them may write while a process owns the whole split, to finish it or to pack
+    it again. With the id ``run`` of an owner, another process may check on its behalf, without entering the context.
+    """
+
+    def __init__(
+        self,
+        location: Location,
+        part: Part,
+        run: str | None = None,
+        *,
+        notify: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        super().__init__(location, run, notify=notify)
+        record = f"{JOURNAL}parts/{part.number}-of-{part.count}"
+        self._owner_key, self._lock_key = f"{record}.owner", f"{record}.lock"
+        self._what = f"part {part} of the split"
+
+    def check(self) -> None:
+        """Check that no other process has taken over the part or the split; raise BusyError otherwise."""
+        super().check()
+        if self._location.read(OWNER_KEY) is not None:
+            raise BusyError(
+                f"{self._location.display}: another preprocess-imagenet process is finishing or replacing this split; "
+                "run this command again once it has ended"
+            )
+
+    def _delete_records(self) -> None:
+        # Another part may be about to write into an empty folder, so no folder is removed.
+        self._location.delete_keys((self._owner_key, self._lock_key))

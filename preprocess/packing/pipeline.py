@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -60,13 +60,40 @@ class PackedImage:
 Outcome = PackedImage | Failure
 
 
-def decode_in_order(
-    source: SourceSplit, rule: ResizeRule, *, start: int, num_workers: int, layout: Layout = "packed"
-) -> Generator[list[Outcome]]:
-    """Decode the images of ``source`` with ``num_workers`` threads, beginning at index ``start``.
+@dataclass(frozen=True)
+class DecodeBudgets:
+    """The memory that decoding threads share for large images (``pixels``) and large files (``files``)."""
 
-    Yields blocks of outcomes in source order. The outcomes depend only on the source and the rule. Closing the
-    generator stops the threads.
+    pixels: MemoryBudget
+    files: MemoryBudget
+
+
+def decode_budgets() -> DecodeBudgets:
+    """Return new budgets; a thread waits for them for at most `IMAGE_TIMEOUT_S` while no memory is released."""
+    return DecodeBudgets(pixel_budget(IMAGE_TIMEOUT_S), file_budget(IMAGE_TIMEOUT_S))
+
+
+def decode_in_order(
+    source: SourceSplit,
+    rule: ResizeRule,
+    *,
+    ranges: Sequence[range],
+    num_workers: int,
+    layout: Layout = "packed",
+    budgets: DecodeBudgets | None = None,
+) -> Generator[list[Outcome]]:
+    """Decode the images of ``source`` whose indices are in ``ranges`` with ``num_workers`` threads.
+
+    Yields blocks of outcomes in the order of the indices. No block has images of two ranges. The outcomes depend only
+    on the source and the rule. Closing the generator stops the threads.
+
+    Args:
+        source: the images.
+        rule: how they are resized and cropped.
+        ranges: ranges of indices, each with step 1.
+        num_workers: decoding threads.
+        layout: how pixels become words.
+        budgets: memory for large images, which several calls may share; by default, those of this call.
 
     Raises:
         ShardError: a listed image can no longer be read, or no result arrived within `IMAGE_TIMEOUT_S`.
@@ -74,19 +101,21 @@ def decode_in_order(
     """
     # A task costs about 50 µs of interpreter time, a third of the time for a 32 px image: a task is a block of images.
     block = max(1, min(_MAX_BLOCK_IMAGES, _BLOCK_PIXELS // rule.size**2))
-    blocks = iter(range(start, len(source), block))
-    tasks: queue.SimpleQueue[tuple[Future[list[Outcome]], int] | None] = queue.SimpleQueue()
-    pending: deque[tuple[Future[list[Outcome]], int]] = deque()
+    blocks = iter(
+        range(first, min(first + block, each.stop)) for each in ranges for first in range(each.start, each.stop, block)
+    )
+    tasks: queue.SimpleQueue[tuple[Future[list[Outcome]], range] | None] = queue.SimpleQueue()
+    pending: deque[tuple[Future[list[Outcome]], range]] = deque()
     window = max(num_workers, min(num_workers * _BLOCKS_PER_WORKER, _WINDOW_BYTES // (block * 4 * rule.size**2)))
-    decoder = _Decoder(source, rule, layout, pixel_budget(IMAGE_TIMEOUT_S), file_budget(IMAGE_TIMEOUT_S))
+    decoder = _Decoder(source, rule, layout, budgets or decode_budgets())
 
     def work() -> None:
         while (task := tasks.get()) is not None:
-            future, first = task
+            future, indices = task
             if not future.set_running_or_notify_cancel():
                 continue
             try:
-                future.set_result(decoder.outcomes(first, min(first + block, len(source))))
+                future.set_result(decoder.outcomes(indices))
             except BaseException as error:  # noqa: BLE001 - kept, and raised in the consumer
                 future.set_exception(error)
 
@@ -96,13 +125,13 @@ def decode_in_order(
         thread.start()
     try:
         while True:
-            while len(pending) < window and (first := next(blocks, None)) is not None:
-                pending.append((Future(), first))
+            while len(pending) < window and (indices := next(blocks, None)) is not None:
+                pending.append((Future(), indices))
                 tasks.put(pending[-1])
             if not pending:
                 return
-            future, first = pending.popleft()
-            yield _wait(future, source, first)
+            future, indices = pending.popleft()
+            yield _wait(future, source, indices.start)
     finally:
         _stop(threads, tasks)
 
@@ -114,11 +143,10 @@ class _Decoder:
     source: SourceSplit
     rule: ResizeRule
     layout: Layout
-    pixels: MemoryBudget
-    files: MemoryBudget
+    budgets: DecodeBudgets
 
-    def outcomes(self, start: int, stop: int) -> list[Outcome]:
-        decoded = [self._decode(self.source.image(index), index) for index in range(start, stop)]
+    def outcomes(self, indices: range) -> list[Outcome]:
+        decoded = [self._decode(self.source.image(index), index) for index in indices]
         images = [each for each in decoded if not isinstance(each, Failure)]
         if not images:
             return [each for each in decoded if isinstance(each, Failure)]
@@ -126,7 +154,7 @@ class _Decoder:
         rgb = np.stack(images)
         packed = zip(to_words(rgb, self.layout), channel_sums(rgb), strict=True)
         outcomes: list[Outcome] = []
-        for index, each in enumerate(decoded, start=start):
+        for index, each in zip(indices, decoded, strict=True):
             outcomes.append(
                 each if isinstance(each, Failure) else PackedImage(index, self.source.image(index).label, *next(packed))
             )
@@ -135,7 +163,7 @@ class _Decoder:
     def _decode(self, image: SourceImage, index: int) -> NDArray[np.uint8] | Failure:
         try:
             # The file, and a copy of it without its metadata.
-            with self.files.held(2 * self.source.num_bytes(index)):
+            with self.budgets.files.held(2 * self.source.num_bytes(index)):
                 return self._read_and_decode(image, index)
         except MemoryWaitError as error:
             raise ShardError(
@@ -158,7 +186,7 @@ class _Decoder:
         except ValueError as error:
             return Failure(index, image.name, image.label, _cause(error))
         try:
-            return decode_image(encoded, self.rule, budget=self.pixels)
+            return decode_image(encoded, self.rule, budget=self.budgets.pixels)
         except (OSError, ValueError) as error:
             return Failure(index, image.name, image.label, _cause(error))
 
@@ -181,7 +209,9 @@ def _wait(future: Future[list[Outcome]], source: SourceSplit, first: int) -> lis
         ) from error
 
 
-def _stop(threads: list[threading.Thread], tasks: queue.SimpleQueue[tuple[Future[list[Outcome]], int] | None]) -> None:
+def _stop(
+    threads: list[threading.Thread], tasks: queue.SimpleQueue[tuple[Future[list[Outcome]], range] | None]
+) -> None:
     with suppress(queue.Empty):
         while True:
             tasks.get_nowait()

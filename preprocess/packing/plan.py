@@ -34,6 +34,9 @@ _DIFFERENCES = {
     ),
     _LABELS_FILE: "the file of labels changed (--labels)",
 }
+PARTS = "parts"
+"""Only in the plan of an unfinished pack in parts: their number, which does not change a byte."""
+
 _SHARD_BYTES = 64 << 20
 _MAX_SHARD_IMAGES = 1 << 14
 _MAX_SHARD_BYTES = 4 << 30
@@ -163,6 +166,8 @@ def check_same_plan(found: dict[str, Any], wanted: dict[str, Any], where: str) -
         ShardError: the plans differ; the message lists each setting that differs.
     """
     differing = [key for key in sorted(found.keys() | wanted.keys()) if found.get(key) != wanted.get(key)]
+    if differing == [PARTS]:
+        raise ShardError(f"{where}: {_other_parts(found.get(PARTS), wanted.get(PARTS))}")
     if _LABELS_FILE in differing:
         # The classes follow from the file, and the digest of the source covers them.
         differing = [key for key in differing if key not in ("classes", "source_digest", _TARGETS)]
@@ -172,15 +177,44 @@ def check_same_plan(found: dict[str, Any], wanted: dict[str, Any], where: str) -
         raise ShardError(
             f"{where} was packed {was} --labels. Use the same options, another DEST, or --overwrite to pack it again"
         )
-    differences = [
-        _DIFFERENCES.get(key) or f"{key} was {_shown(found.get(key))}, is now {_shown(wanted.get(key))}"
-        for key in differing
-    ]
+    differences = [_difference(key, found, wanted) for key in differing]
     if differences:
         raise ShardError(
             f"{where} was packed from a different source or with different settings: {'; '.join(differences)}. "
             "Use the same source and settings, another DEST, or --overwrite to pack it again"
         )
+
+
+def describe_differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    """Return a description of each entry of two plans that differs."""
+    keys = sorted(found.keys() | wanted.keys())
+    return [_difference(key, found, wanted) for key in keys if found.get(key) != wanted.get(key)]
+
+
+def _difference(key: str, found: dict[str, Any], wanted: dict[str, Any]) -> str:
+    return _DIFFERENCES.get(key) or f"{key} was {_shown(found.get(key))}, is now {_shown(wanted.get(key))}"
+
+
+def _other_parts(found: int | None, wanted: int | None) -> str:
+    if found is None:
+        return (
+            "this unfinished pack was begun without --part; run the same command without --part to continue it, or use "
+            "another DEST"
+        )
+    if wanted is None:
+        return (
+            f"this unfinished pack was begun with {describe_count(found)}; continue it in the same way, then finish "
+            "it with --finish, or use --overwrite to pack it again on this machine"
+        )
+    return (
+        f"this unfinished pack was begun with {describe_count(found)}, not {describe_count(wanted)}; continue it in "
+        "the same way, or use another DEST"
+    )
+
+
+def describe_count(parts: int) -> str:
+    """Return the options by which a pack was divided into ``parts``."""
+    return "--executor dask" if parts == 1 else f"--part I/{parts}"
 
 
 def tool_versions() -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,13 +18,14 @@ from numpy.typing import NDArray
 
 from preprocess.packing.channels import ChannelSums
 from preprocess.packing.journal import Failure, Journal, ShardRecord
-from preprocess.packing.pipeline import PackedImage
+from preprocess.packing.pipeline import Outcome, PackedImage
 from preprocess.packing.plan import PackSettings
 from preprocess.packing.shard_file import ShardFile
 from preprocess.pixels import words_of_row
+from preprocess.printable import printable
 from preprocess.shards.arrays import PIXELS, pixels_metadata, shard_key, write_array
 from preprocess.shards.checksum import crc32c
-from preprocess.shards.location import Location, ShardError, write_fault
+from preprocess.shards.location import Location, ShardError, open_location, write_fault
 
 SHARD_TIMEOUT_S = 1800.0
 """Time limit for writing one shard file to a mounted file system, in seconds."""
@@ -58,8 +60,40 @@ class _StoredShard:
         """Do nothing, because no file exists before `commit`."""
 
 
+class _RewrittenShard(_StoredShard):
+    """A stored shard that replaces an existing file.
+
+    TensorStore would keep the images of that file beyond those of the shard, so it writes into memory.
+    """
+
+    def __init__(self, memory: Location, location: Location, key: str, array: Any, first: int, words: Any) -> None:
+        super().__init__(array, first, words)
+        self._memory, self._location, self._key = memory, location, key
+
+    def commit(self) -> Any:
+        super().commit().result(timeout=SHARD_TIMEOUT_S)
+        encoded = self._memory.read(self._key)
+        assert encoded is not None
+        self._location.write(self._key, encoded)
+        self._memory.delete(self._key)
+        written: Future[None] = Future()
+        written.set_result(None)
+        return written
+
+
 class ShardWriter:
-    """A writer that fills one shard while writing the previous shard, and records each written shard in the journal."""
+    """A writer that fills one shard while writing the previous shard, and records each written shard in the journal.
+
+    Args:
+        location: the split's folder.
+        journal: where written shards are recorded.
+        settings: how to pack.
+        num_candidates: number of source images.
+        records: the shards that are written already; the next one follows them.
+        replaces_blocks: whether shard files replace existing ones, from which their own images may have been read. The
+            journal then records a shard once its file is about to be replaced, because the images cannot be read again
+            afterwards; see `preprocess.packing.recut`.
+    """
 
     def __init__(
         self,
@@ -68,6 +102,8 @@ class ShardWriter:
         settings: PackSettings,
         num_candidates: int,
         records: Sequence[ShardRecord],
+        *,
+        replaces_blocks: bool = False,
     ) -> None:
         self.records = list(records)
         self._location = location
@@ -78,11 +114,14 @@ class ShardWriter:
         if self._folder is None:
             size = settings.rule.size
             # The final number of images is not known yet, but the chunks of an array do not depend on its length.
-            self._array = write_array(location, PIXELS, metadata_for(num_candidates, settings))
+            self._memory = open_location("memory://") if replaces_blocks else None
+            self._array = write_array(self._memory or location, PIXELS, metadata_for(num_candidates, settings))
             shape = (min(self._shard_images, num_candidates), size, words_of_row(size, settings.layout))
             self._words = np.empty(shape, np.uint32)
             self._timeout_s = write_timeout_s(location, self._words.nbytes)
-        self._writing: tuple[Any, ShardRecord] | None = None
+        self._replaces_blocks = replaces_blocks
+        self._number = len(records)
+        self._writing: tuple[Any, int, ShardRecord] | None = None
         self._shard: ShardFile | _StoredShard | None = None
         self._start = records[-1].stop if records else 0
         self._clear()
@@ -117,20 +156,46 @@ class ShardWriter:
         """Record an image that could not be packed."""
         self._failures.append(failure)
 
-    def finish(self, stop: int) -> None:
-        """Write the last shard, which may be incomplete or empty; ``stop`` is the number of source images."""
+    def take(self, outcome: Outcome) -> bool:
+        """Add an image, or a failure, and return whether it was a failure.
+
+        Raises:
+            ShardError: it is a failure and ``on_error`` is ``"fail"``, or a shard can't be written.
+        """
+        if self._writing is not None and (self._writing[0] is None or self._writing[0].done()):
+            self._finish_write()  # record it now: if the process is killed, it need not be written again
+        if isinstance(outcome, PackedImage):
+            self.add(outcome)
+            return False
+        if self._settings.on_error == "fail":
+            raise ShardError(
+                f"{printable(outcome.path)}: {outcome.reason}; remove the image or pack with --on-error skip"
+            )
+        self.add_failure(outcome)
+        return True
+
+    def begin_block(self, block: int, start: int) -> None:
+        """Let the next image be the first of shard file ``block``; ``start`` is the first index of the block."""
+        assert not self._labels
+        assert not self._failures
+        self._number, self._start = block, start
+
+    def end_block(self, stop: int) -> None:
+        """Write the current shard, which may be incomplete or empty; ``stop`` is one past its last source image."""
         if self._start < stop:
             self._submit(stop)
-        self._finish_write()
 
-    @property
-    def _number(self) -> int:
-        """The 0-based index of the shard that is being filled."""
-        return len(self.records) + (self._writing is not None)
+    def finish(self, stop: int) -> None:
+        """Write the last shard, as `end_block` does, and wait until it is on disk."""
+        self.end_block(stop)
+        self._finish_write()
 
     def _begin_shard(self) -> ShardFile | _StoredShard:
         if self._folder is None:
-            return _StoredShard(self._array, self._number * self._shard_images, self._words)
+            first, key = self._number * self._shard_images, f"{PIXELS}/{shard_key(self._number, 3)}"
+            if self._memory is not None:
+                return _RewrittenShard(self._memory, self._location, key, self._array, first, self._words)
+            return _StoredShard(self._array, first, self._words)
         path = self._folder / PIXELS / shard_key(self._number, 3)
         return ShardFile(path, shard_images=self._shard_images)
 
@@ -155,12 +220,15 @@ class ShardWriter:
             checksums=np.array(self._checksums, np.uint32),
         )
         commit = None
+        if self._replaces_blocks:
+            self._journal.append(self._number, record)
         if self._shard is not None:
             self._journal.check_owner()
             with self._naming_shard(self._number):
                 commit = self._shard.commit()
         self._shard = None
-        self._writing = (commit, record)
+        self._writing = (commit, self._number, record)
+        self._number += 1
         self._start = stop
         self._clear()
 
@@ -168,13 +236,13 @@ class ShardWriter:
         """Wait until the shard that is being written is on disk, then record it in the journal."""
         if self._writing is None:
             return
-        commit, record = self._writing
-        shard = len(self.records)
+        commit, shard, record = self._writing
         try:
             if commit is not None:
                 with self._naming_shard(shard):
                     commit.result(timeout=self._timeout_s)
-            self._journal.append(shard, record)
+            if not self._replaces_blocks:
+                self._journal.append(shard, record)
         except Exception:
             # Do not wait for a failed shard again. After an interruption, which is no Exception, wait once more.
             self._writing = None

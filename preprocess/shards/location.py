@@ -195,6 +195,15 @@ class Location:
         """Return this folder with conditional writes; TensorStore itself asks only AWS for them."""
         return replace(self, spec=self.spec | {"use_conditional_write": True}) if self.is_conditional else self
 
+    def create(self, key: str, value: bytes) -> bool:
+        """Write ``value`` at ``key`` and return True; return False, and write nothing, if the key exists."""
+        self.check_regular(key)
+        found = self._wait(f"read {key}", lambda store: store.read(key))
+        if found.state == "value":
+            return False
+        generation = found.stamp.generation
+        return bool(self._wait(f"write {key}", lambda store: store.write(key, value, if_equal=generation)).generation)
+
     def delete(self, key: str) -> None:
         """Delete ``key`` if it exists."""
         self._wait(f"delete {key}", lambda store: store.write(key, None))

@@ -13,9 +13,11 @@ from preprocess.shards.location import Location
 _FILE = re.compile(
     r"manifest\.json|failures\.jsonl|(pixels|labels|checksums|targets)/zarr\.json|pixels/c/\d+/0/0"
     r"|(labels|checksums)/c/\d+|targets/c/\d+/0"
-    r"|journal/(plan\.json|owner|lock|shards/\d+\.json)"
+    r"|journal/(plan\.json|owner|lock|(shards|blocks)/\d+\.json|parts/\d+-of-\d+\.(owner|lock))"
 )
-_FOLDER = re.compile(r"pixels(/c(/\d+(/0)?)?)?|(labels|checksums)(/c)?|targets(/c(/\d+)?)?|journal(/shards)?")
+_FOLDER = re.compile(
+    r"pixels(/c(/\d+(/0)?)?)?|(labels|checksums)(/c)?|targets(/c(/\d+)?)?|journal(/(shards|blocks|parts))?"
+)
 LOCK_SUFFIX = ".__lock"
 # Exists while a split is being packed.
 JOURNAL = "journal/"

@@ -1,0 +1,122 @@
+"""Packs all splits of a source for `preprocess-imagenet`: on this machine, in parts, or on a Dask cluster."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from preprocess.commands.pack_report import summarise, summarise_part
+from preprocess.commands.progress import ImageProgress
+from preprocess.packing.dask_cluster import DaskCluster
+from preprocess.packing.dask_request import PackRequest
+from preprocess.packing.holdout import HELD_OUT_SPLITS
+from preprocess.packing.pack import PackProgress, PackResult, pack_split
+from preprocess.packing.part import Part
+from preprocess.packing.parts import PartResult, finish_parts, pack_part
+
+if TYPE_CHECKING:
+    from preprocess.packing.plan import PackSettings
+    from preprocess.shards.location import Location
+    from preprocess.sources.open_source import Source
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Where to pack: on this machine, unless a part, the finish or the address of a Dask scheduler is given."""
+
+    part: Part | None = None
+    finish: bool = False
+    scheduler: str | None = None
+    overwrite: bool = False
+
+
+def check_machines(
+    part: str | None, finish: bool, executor: str, scheduler: str | None, *, overwrite: bool
+) -> Machines:
+    """Return where to pack; raise UsageError for options that contradict each other."""
+    chosen = [
+        name
+        for name, given in (("--part", part is not None), ("--finish", finish), ("--executor dask", executor == "dask"))
+        if given
+    ]
+    if len(chosen) > 1:
+        raise click.UsageError(f"{chosen[0]} cannot be used with {chosen[1]}; remove one of them")
+    if executor == "dask" and scheduler is None:
+        raise click.UsageError("--executor dask needs --scheduler, the address of the Dask scheduler")
+    if executor != "dask" and scheduler is not None:
+        raise click.UsageError(f"--scheduler {scheduler} has no effect without --executor dask; add that or remove it")
+    if chosen and overwrite:
+        raise click.UsageError(
+            f"--overwrite cannot be used with {chosen[0]}, because other machines may be writing to DEST; "
+            "delete the old pack, or choose another DEST"
+        )
+    try:
+        parsed = None if part is None else Part.parse(part)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--part") from error
+    return Machines(parsed, finish, scheduler, overwrite)
+
+
+def pack_splits(
+    source: Source,
+    location: Location,
+    settings: PackSettings,
+    machines: Machines,
+    opened: tuple[str, dict[str, Any]],
+) -> bool:
+    """Pack every split, print what was packed, and return whether all splits are complete.
+
+    Args:
+        source: the open source.
+        location: DEST.
+        settings: how to pack.
+        machines: where to pack.
+        opened: the arguments with which `open_source` opened the source.
+    """
+    results: dict[str, PackResult | PartResult] = {}
+    with ExitStack() as stack:
+        cluster = None
+        if machines.scheduler is not None:
+            request = PackRequest.of(opened, location, settings)
+            cluster = stack.enter_context(DaskCluster(machines.scheduler, request, notify=_notify))
+        progress = stack.enter_context(ImageProgress())
+        for name, split in source.splits.items():
+
+            def show(state: PackProgress, name: str = name) -> None:
+                progress.show(name, state.done, state.total)
+
+            rule = settings.holdout_rule if name in HELD_OUT_SPLITS else None
+            chosen, folder = replace(settings, holdout_rule=rule), location.child(name)
+            targets = source.targets.get(name)
+            if machines.part is not None:
+                results[name] = pack_part(
+                    split, folder, chosen, machines.part, on_progress=show, targets=targets, notify=_notify
+                )
+            elif machines.finish:
+                results[name] = finish_parts(split, folder, chosen, on_progress=show, targets=targets)
+            elif cluster is not None:
+                results[name] = cluster.pack_split(split, folder, chosen, on_progress=show, targets=targets)
+            else:
+                results[name] = pack_split(
+                    split,
+                    folder,
+                    chosen,
+                    overwrite=machines.overwrite,
+                    on_progress=show,
+                    targets=targets,
+                    notify=_notify,
+                )
+    for name, result in results.items():
+        if isinstance(result, PackResult):
+            summarise(name, result, location.child(name))
+        else:
+            assert machines.part is not None
+            summarise_part(name, result, machines.part, location.child(name))
+    return all(isinstance(result, PackResult) or result.finished is not None for result in results.values())
+
+
+def _notify(text: str) -> None:
+    click.echo(text, err=True)

@@ -1,0 +1,222 @@
+"""Packs splits on the workers of a Dask cluster: a block is a task, and this process finishes each split.
+
+The plan and the journal are those of a pack in one part (`preprocess.packing.parts`), so an interrupted pack continues
+here or on one machine. A task of a lost worker is given to another one. Needs the package `distributed`.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from preprocess.packing.dask_request import BlockResult, BlockTask, PackRequest, describe_versions
+from preprocess.packing.owner import PartOwner
+from preprocess.packing.pack import PackProgress, PackResult
+from preprocess.packing.part import Part
+from preprocess.packing.parts import OnProgress, finish_job, open_job
+from preprocess.quantities import quantity
+from preprocess.shards.location import Location, ShardError
+
+if TYPE_CHECKING:
+    from distributed import Client, Future
+
+    from preprocess.packing.plan import PackSettings
+    from preprocess.shards.targets import SplitTargets
+    from preprocess.sources.listing import SourceSplit
+
+CONNECT_TIMEOUT_S = 15.0
+"""Time limit for connecting to the scheduler, in seconds."""
+
+_CLOSE_TIMEOUT_S = 5.0
+_LOOK_EVERY_S = 5.0
+_WORKER_TIMEOUT_S = 600.0
+_RETRIES = 2
+
+# A text, because a function of Feedloop could not be sent to a worker without Feedloop.
+_VERSIONS = (
+    "{each.metadata['Name'].lower(): each.version for each in __import__('importlib.metadata').metadata.distributions()"
+    " if (each.metadata['Name'] or '').lower() in %r}"
+)
+
+
+class DaskCluster:
+    """A context manager that holds a connection to a Dask scheduler.
+
+    Args:
+        address: the address of the scheduler.
+        request: what the workers need.
+        notify: called with messages about the workers.
+
+    Raises:
+        ShardError: Dask is not installed, the scheduler can't be reached within `CONNECT_TIMEOUT_S`, or a worker lacks
+            Feedloop or has other versions.
+    """
+
+    def __init__(self, address: str, request: PackRequest, notify: Callable[[str], None]) -> None:
+        self._address, self._request, self._notify = address, request, notify
+        self._plugin = f"feedloop-{uuid.uuid4().hex}"
+
+    def __enter__(self) -> Self:
+        self._client = _connect(self._address)
+        try:
+            self._check_workers()
+            from preprocess.packing.dask_worker import PackPlugin
+
+            self._client.register_plugin(PackPlugin(self._request, self._plugin))
+        except BaseException:
+            self._client.close(timeout=_CLOSE_TIMEOUT_S)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if self._client.status == "running":
+                self._client.unregister_worker_plugin(self._plugin)
+        except (OSError, RuntimeError, TimeoutError, KeyError, ValueError):
+            pass  # the scheduler or a worker has just gone, and its plugin with it
+        finally:
+            self._client.close(timeout=_CLOSE_TIMEOUT_S)
+
+    def pack_split(
+        self,
+        source: SourceSplit,
+        location: Location,
+        settings: PackSettings,
+        *,
+        on_progress: OnProgress,
+        targets: SplitTargets | None = None,
+    ) -> PackResult:
+        """Pack ``source`` into the folder ``location`` on the workers. The arguments are those of `pack_split`.
+
+        Raises:
+            ShardError: as `pack_part`, a worker reports an error, or the scheduler or all workers are lost. Finished
+                shards are kept, and the next call continues after them.
+            KeyboardInterrupt: re-raised; workers stop within seconds.
+        """
+        job = open_job(source, location, settings, targets)
+        if job.manifest() is not None:
+            return finish_job(job)
+        job.begin(1)
+        with PartOwner(location, Part(1, 1)) as owner:
+            recorded = job.recorded()
+            if job.manifest() is None:
+                tasks = [
+                    BlockTask(self._plugin, source.name, block, owner.run, job.plan, job.settings.holdout_rule)
+                    for block in range(job.num_blocks)
+                    if block not in recorded
+                ]
+                done = sum(len(job.block_range(block)) for block in recorded)
+                failed = sum(len(record.failures) for record in recorded.values())
+                self._run(tasks, PackProgress(done, len(source), failed), on_progress)
+        return finish_job(job, on_progress)
+
+    def _run(self, tasks: Sequence[BlockTask], progress: PackProgress, on_progress: OnProgress) -> None:
+        from preprocess.packing.dask_worker import pack_block
+
+        ended: queue.SimpleQueue[Future] = queue.SimpleQueue()
+        on_progress(progress)
+        keys = [f"{self._plugin}-{task.split}-{task.block}" for task in tasks]
+        futures = set(self._client.map(pack_block, tasks, key=keys, retries=_RETRIES, pure=False) if tasks else [])
+        try:
+            for future in futures:
+                future.add_done_callback(ended.put)
+            while futures:
+                future = self._next(ended)
+                result = self._result(future)
+                progress = PackProgress(
+                    progress.done + result.num_images, progress.total, progress.failed + result.num_failures
+                )
+                futures.remove(future)
+                on_progress(progress)
+        except BaseException:
+            if self._client.status == "running":
+                self._client.cancel(list(futures))
+            raise
+
+    def _next(self, ended: queue.SimpleQueue[Future]) -> Future:
+        """Return the next task that ended, and look meanwhile whether there are workers."""
+        lonely_s: float | None = None
+        while True:
+            try:
+                return ended.get(timeout=_LOOK_EVERY_S)
+            except queue.Empty:
+                pass
+            if self._client.status != "running":
+                raise self._lost_scheduler()
+            if self._client.scheduler_info()["workers"]:
+                lonely_s = None
+            elif lonely_s is None:
+                lonely_s = time.monotonic()
+                self._notify(f"No worker is connected to {self._address}; waiting for one ...")
+            elif time.monotonic() - lonely_s > _WORKER_TIMEOUT_S:
+                raise ShardError(
+                    f"no worker was connected to {self._address} for {_WORKER_TIMEOUT_S / 60:.0f} minutes; start "
+                    "workers, then run the same command again to continue"
+                )
+
+    def _result(self, future: Future) -> BlockResult:
+        if future.status not in ("finished", "error"):
+            raise self._lost_scheduler()
+        from distributed import KilledWorker
+
+        try:
+            result: BlockResult = future.result(timeout=_CLOSE_TIMEOUT_S)
+        except KilledWorker as error:
+            raise ShardError(
+                f"{error.task} was lost with its worker {error.allowed_failures + 1} times; the workers may need more "
+                "memory, or fewer threads. Run the same command again to continue"
+            ) from error
+        except ImportError as error:
+            raise ShardError(
+                f"a worker of {self._address} cannot load Feedloop ({error}); install the same version on all workers"
+            ) from error
+        except ValueError as error:
+            raise ShardError(f"a worker of {self._address} failed {_RETRIES + 1} times: {error}") from error
+        if result.error is not None:
+            raise ShardError(result.error)
+        return result
+
+    def _check_workers(self) -> None:
+        """Raise ShardError if a worker has no Feedloop or other versions."""
+        wanted = self._request.versions
+        found: dict[str, Any] = self._client.run(eval, _VERSIONS % (tuple(wanted),), on_error="return")
+        for worker, versions in found.items():
+            if isinstance(versions, BaseException):
+                raise ShardError(f"worker {worker} does not answer ({versions}); restart it")
+            if versions != wanted:
+                raise ShardError(
+                    f"worker {worker} has {describe_versions(versions, wanted)}; install the same versions on all "
+                    "machines"
+                )
+        if found:
+            self._notify(f"Packing on {quantity(len(found), 'worker')} of {self._address}.")
+        else:
+            self._notify(f"No worker is connected to {self._address} yet; waiting for one ...")
+
+    def _lost_scheduler(self) -> ShardError:
+        return ShardError(
+            f"the connection to the scheduler {self._address} was lost; run the same command again to continue"
+        )
+
+
+def _connect(address: str) -> Client:
+    try:
+        from distributed import Client
+    except ImportError as error:
+        raise ShardError(
+            "--executor dask needs the package distributed; install it with pip install 'feedloop[distributed]'"
+        ) from error
+    try:
+        return Client(address, timeout=CONNECT_TIMEOUT_S, set_as_default=False)
+    except (OSError, ValueError, TimeoutError, RuntimeError) as error:
+        reason = (str(error).splitlines() or ["no response"])[0]
+        raise ShardError(
+            f"the Dask scheduler {address} cannot be reached ({reason}); "
+            "check the address, such as tcp://node1:8786, and that the scheduler is running"
+        ) from error

@@ -1,0 +1,145 @@
+"""Turns the blocks of a pack in parts into its shards.
+
+A block has as many source images as a shard has images, so it is a shard unless an image could not be packed, in it or
+in an earlier block. From the first such block on, images move towards the start until every shard is full, as on a
+single machine; their pixels are read from the blocks. A shard replaces the block of its number, whose images are
+by then in this shard or in earlier ones. The journal records a shard just before, so that an interruption at any point
+can be continued: either the file has the recorded digest, or it still is the block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+from numpy.typing import NDArray
+
+from preprocess.packing.channels import channel_sums
+from preprocess.packing.journal import Journal, ShardRecord
+from preprocess.packing.pipeline import Outcome, PackedImage
+from preprocess.packing.plan import PackSettings
+from preprocess.packing.shard_writer import SHARD_TIMEOUT_S, ShardWriter, metadata_for
+from preprocess.pixels import to_rgb
+from preprocess.shards.arrays import PIXELS, damage, shard_key, words_digest, write_array
+from preprocess.shards.checksum import crc32c
+from preprocess.shards.location import Location, ShardError
+
+_READ_BYTES = 16 << 20
+
+
+def recut(
+    location: Location,
+    journal: Journal,
+    plan: Mapping[str, Any],
+    settings: PackSettings,
+    blocks: Sequence[ShardRecord],
+    on_progress: Callable[[int], None],
+) -> list[ShardRecord]:
+    """Rewrite shard files where images could not be packed, and return the records of all shards.
+
+    Args:
+        location: the split's folder.
+        journal: the journal of the shards.
+        plan: the plan of the pack.
+        settings: how to pack.
+        blocks: the records of all blocks.
+        on_progress: called with the number of source images that are in their shards.
+
+    Raises:
+        ShardError: a block is damaged, or the store can't be read or written.
+    """
+    first = next((block for block, record in enumerate(blocks[:-1]) if record.failures), None)
+    if first is None:
+        return list(blocks)
+    total = blocks[-1].stop
+    array = write_array(location, PIXELS, metadata_for(total, settings))
+    records = [*blocks[:first], *_rewritten(array, journal.recorded(plan), first, settings)]
+    start = records[-1].stop if records else 0
+    writer = ShardWriter(location, journal, settings, total, records, replaces_blocks=True)
+    reader = _BlockReader(location, array, settings)
+    with writer:
+        for block, record in enumerate(blocks):
+            if record.stop <= start:
+                continue
+            on_progress(max(start, record.start))
+            for outcome in reader.outcomes(block, record, start):
+                writer.take(outcome)
+        writer.finish(total)
+    return writer.records
+
+
+def _rewritten(
+    array: ts.TensorStore, found: Mapping[int, ShardRecord], first: int, settings: PackSettings
+) -> list[ShardRecord]:
+    """Return the records of the shards from ``first`` on that an interrupted call has written."""
+    records: list[ShardRecord] = []
+    while (record := found.get(first + len(records))) is not None:
+        records.append(record)
+    if records and len(records[-1].labels):
+        shard = first + len(records) - 1
+        if _digest(array, shard, len(records[-1].labels), settings) != records[-1].digest:
+            records.pop()  # the file is still the block
+    return records
+
+
+def _digest(array: ts.TensorStore, shard: int, num_images: int, settings: PackSettings) -> str | None:
+    """Return the SHA-256 of a shard's words, or None if it has fewer images."""
+    start = shard * settings.resolved_shard_images
+    step = _images_per_read(settings)
+    stop = start + num_images
+    try:
+        return words_digest(
+            array[at : min(at + step, stop)].read().result(timeout=SHARD_TIMEOUT_S) for at in range(start, stop, step)
+        )
+    except (ValueError, OSError, RuntimeError):
+        return None
+
+
+class _BlockReader:
+    """Reads the outcomes of a block from its record and its shard file."""
+
+    def __init__(self, location: Location, array: ts.TensorStore, settings: PackSettings) -> None:
+        self._location, self._array, self._settings = location, array, settings
+
+    def outcomes(self, block: int, record: ShardRecord, start: int) -> Iterator[Outcome]:
+        """Yield the outcomes of a block from index ``start`` on, in source order."""
+        failures = {failure.index: failure for failure in record.failures}
+        packed = [index for index in range(record.start, record.stop) if index not in failures]
+        position = {index: at for at, index in enumerate(packed)}
+        rows = self._rows(block, record, sum(index < start for index in packed))
+        for index in range(max(start, record.start), record.stop):
+            failure = failures.get(index)
+            if failure is not None:
+                yield failure
+            else:
+                words, sums = next(rows)
+                yield PackedImage(index, int(record.labels[position[index]]), words, sums)
+
+    def _rows(
+        self, block: int, record: ShardRecord, first: int
+    ) -> Iterator[tuple[NDArray[np.uint32], NDArray[np.int64]]]:
+        """Yield the words and the channel sums of a block's images from number ``first`` on."""
+        step, base = _images_per_read(self._settings), block * self._settings.resolved_shard_images
+        for at in range(first, len(record.labels), step):
+            stop = min(at + step, len(record.labels))
+            try:
+                words = np.asarray(self._array[base + at : base + stop].read().result(timeout=SHARD_TIMEOUT_S))
+            except (ValueError, OSError, RuntimeError, TimeoutError) as error:
+                raise self._damaged(block, damage(error)) from error
+            if len(record.checksums):
+                found = [crc32c(np.ascontiguousarray(each, "<u4")) for each in words]
+                if found != record.checksums[at:stop].tolist():
+                    raise self._damaged(block, "its images are not those that were packed")
+            yield from zip(words, channel_sums(to_rgb(words, self._settings.layout)), strict=True)
+
+    def _damaged(self, block: int, what: str) -> ShardError:
+        return ShardError(
+            f"{self._location.display}{PIXELS}/{shard_key(block, 3)}: {what}; delete this file, start its part again, "
+            "then run this command again"
+        )
+
+
+def _images_per_read(settings: PackSettings) -> int:
+    return max(1, _READ_BYTES // settings.image_bytes)

@@ -1,0 +1,68 @@
+"""What a split's folder contains before it is packed: nothing, an unfinished pack, a finished pack, or other files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from preprocess.packing.journal import Journal
+from preprocess.packing.owner import LOCK_KEY, OWNER_KEY
+from preprocess.packing.plan import PackSettings, check_same_plan, is_plan, plan_of
+from preprocess.printable import printable
+from preprocess.shards.location import Location, ShardError
+from preprocess.shards.manifest import FORMAT_VERSION, MANIFEST_KEY, Manifest, is_manifest
+from preprocess.shards.split_files import PLAN_KEY
+
+CLEARING = {"clearing": True}
+"""Replaces the plan in the journal while an old pack is being deleted."""
+
+
+def with_existing_shard_images(location: Location, settings: PackSettings) -> PackSettings:
+    """Return the settings with the ``shard_images`` of any existing pack, because the default may have changed."""
+    found = Journal(location).plan()
+    if found is None or not is_plan(found):
+        text = location.read(MANIFEST_KEY)
+        if text is None or not is_manifest(text):
+            return settings
+        found = plan_of(Manifest.from_json(text, where=f"{location.display}{MANIFEST_KEY}"))
+    if found.get("resize_rule") != settings.rule.to_json():
+        return settings  # packed with other settings, which is reported later
+    return replace(settings, shard_images=found.get("shard_images"))
+
+
+def version_to_pack(location: Location) -> int:
+    """Return the format version to write: the version of the unfinished pack if there is one, otherwise the newest."""
+    found = (Journal(location).plan() or {}).get("format_version")
+    return 1 if found == 1 else FORMAT_VERSION
+
+
+def find_complete(location: Location, plan: dict[str, Any]) -> Manifest | None:
+    """Return the manifest, or None if the split is incomplete; raise ShardError if the split has a different plan."""
+    text = location.read(MANIFEST_KEY)
+    if text is None or Journal(location).plan() == CLEARING:
+        return None
+    if not is_manifest(text):
+        check_ours(location)
+    manifest = Manifest.from_json(text, where=f"{location.display}{MANIFEST_KEY}")
+    # A complete pack remains valid whatever versions of the tools and of the format it was made with.
+    unchecked = {"tool_versions": dict(manifest.tool_versions), "format_version": manifest.format_version}
+    check_same_plan(plan_of(manifest), plan | unchecked, location.display)
+    return manifest
+
+
+def check_ours(location: Location) -> None:
+    """Raise ShardError if the folder contains files but no pack, to protect other programs' files."""
+    plan = Journal(location).plan()
+    if plan is not None and (plan == CLEARING or is_plan(plan)):
+        return
+    text = location.read(MANIFEST_KEY)
+    if text is not None and is_manifest(text):
+        return
+    others = [key for key in location.list_keys() if key not in (OWNER_KEY, LOCK_KEY)]
+    # Another part may have begun in the meantime, and the plan is its first file.
+    if others and (plan is not None or Journal(location).plan() is None):
+        named = next((key for key in (MANIFEST_KEY, PLAN_KEY) if key in others), others[0])
+        raise ShardError(
+            f"{location.display} contains files but no pack ({printable(named)}); choose an empty folder as DEST or "
+            "clear this one by hand"
+        )

@@ -1,0 +1,409 @@
+"""A pack in parts: the bytes of a single machine's pack, whatever the parts, their order and their interruptions."""
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import tensorstore as ts
+
+from preprocess.packing import parts as parts_module
+from preprocess.packing import pipeline
+from preprocess.packing.owner import OWNER_KEY, PartOwner
+from preprocess.packing.pack import PackProgress
+from preprocess.packing.part import Part, describe_parts
+from preprocess.packing.parts import finish_parts, pack_part
+from preprocess.shards.location import Location, ShardError, open_location
+from tests.fake_source import FakeSource, fake_source, files_of, leave_unfinished_split, pack, settings_for
+
+TIMEOUT_S = 60
+
+
+@pytest.fixture(autouse=True)
+def blocks_of_one(monkeypatch):
+    """So that an interruption falls between any two images, as it does at 224 px."""
+    monkeypatch.setattr(pipeline, "_MAX_BLOCK_IMAGES", 1)
+
+
+# 18 images, 4 a shard: none is broken; one in the first, a middle or the last block; so many that blocks vanish.
+BROKEN = [
+    (),
+    (0,),
+    (9,),
+    (17,),
+    (3, 4),
+    (1, 5, 6, 12, 13),
+    (*range(4, 8), 16, 17),
+    tuple(range(15)),
+    tuple(range(1, 18)),
+]
+
+
+def source_with(broken=()):
+    return fake_source(18, broken=frozenset(broken))
+
+
+def split_at(dest, context=None):
+    return open_location(str(dest), context=context).child("train")
+
+
+def pack_one(source, dest, number, count, **values):
+    return pack_part(source, split_at(dest), settings_for(source, **values), Part(number, count))
+
+
+def finish(source, dest, **values):
+    return finish_parts(source, split_at(dest), settings_for(source, **values))
+
+
+def expected_of(source, tmp_path, **values):
+    pack(source.changed(), tmp_path / "expected", **values)
+    return files_of(tmp_path / "expected")
+
+
+def folders_of(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_dir())
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: f"{len(broken)} broken")
+@pytest.mark.parametrize("values", [{}, {"codec": "blosc"}, {"checksum": False}, {"layout": "dense"}], ids=str)
+def test_parts_make_the_bytes_of_one_machine(tmp_path, broken, values):
+    source = source_with(broken)
+    expected = expected_of(source, tmp_path, **values)
+    results = [pack_one(source, tmp_path / "again", number, 3, **values) for number in (2, 3, 1)]
+    assert [result.finished is not None for result in results] == [False, False, True]
+    assert results[0].missing == (0, 2, 3)
+    assert results[2].finished.manifest.num_failures == len(broken)
+    assert [failure.index for failure in results[2].finished.failures] == list(broken)
+    assert files_of(tmp_path / "again") == expected
+    assert folders_of(tmp_path / "again") == folders_of(tmp_path / "expected")
+    assert len(source.reads) == 18
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 7])
+def test_neither_the_number_of_parts_nor_their_order_changes_a_byte(tmp_path, count):
+    source = source_with((1, 9))
+    expected = expected_of(source, tmp_path)
+    orders = itertools.permutations(range(1, count + 1)) if count <= 3 else [range(count, 0, -1)]
+    for attempt, order in enumerate(orders):
+        for number in order:
+            pack_one(source, tmp_path / f"{attempt}", number, count)
+        assert files_of(tmp_path / f"{attempt}") == expected
+
+
+@pytest.mark.parametrize("at", range(18))
+def test_an_interrupted_part_redoes_only_its_shards_in_progress(tmp_path, at):
+    source = source_with((1, 9))
+    expected = expected_of(source, tmp_path)
+    number = at // 4 % 2 + 1
+    with pytest.raises(KeyboardInterrupt):
+        pack_one(source.changed(raising={at: KeyboardInterrupt()}), tmp_path / "again", number, 2)
+    again = source.changed()
+    result = pack_one(again, tmp_path / "again", number, 2)
+    # The shard that was being written is recorded before the command stops.
+    assert result.num_resumed == at // 8
+    assert min(again.reads) == at // 4 * 4
+    assert pack_one(again, tmp_path / "again", 3 - number, 2).finished is not None
+    assert files_of(tmp_path / "again") == expected
+
+
+def test_a_failing_write_at_any_point_of_the_end_changes_no_byte(tmp_path, monkeypatch):
+    """Every small write and every rename of the finish fails once; the next attempt continues."""
+    for values in ({}, {"codec": "blosc"}):
+        source = source_with((1, 9, 10, 11))
+        expected = expected_of(source, tmp_path / str(values), **values)
+        ready = tmp_path / str(values) / "ready"
+        monkeypatch.setattr(parts_module, "finish_job", lambda *_: None)
+        pack_one(source, ready, 1, 1, **values)
+        monkeypatch.undo()
+        monkeypatch.setattr(pipeline, "_MAX_BLOCK_IMAGES", 1)
+        num_faults = 0
+        while _finish_failing_at(num_faults, source, ready, monkeypatch, **values):
+            num_faults += 1
+            finish(source, ready, **values)
+            assert files_of(ready) == expected, num_faults
+            assert folders_of(ready) == folders_of(tmp_path / str(values) / "expected")
+            subprocess.run(["rm", "-r", ready], check=True)
+            monkeypatch.setattr(parts_module, "finish_job", lambda *_: None)
+            pack_one(source, ready, 1, 1, **values)
+            monkeypatch.undo()
+        assert num_faults > 15
+
+
+class Died(BaseException):
+    """Stands for the end of a process: nothing runs after it."""
+
+
+def _finish_failing_at(operation, source, dest, monkeypatch, **values):
+    """Finish with a process that dies before its write number ``operation``; return whether it had as many."""
+    counted = itertools.count()
+
+    def dying(method):
+        def call(self, *args, **kwargs):
+            if next(counted) >= operation:
+                raise Died
+            return method(self, *args, **kwargs)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        from preprocess.packing.shard_file import ShardFile
+
+        for kind, name in (
+            (Location, "write"),
+            (Location, "replace"),
+            (Location, "delete_keys"),
+            (Location, "delete"),
+            (ShardFile, "_finish"),
+        ):
+            patch.setattr(kind, name, dying(getattr(kind, name)))
+        try:
+            finish(source, dest, **values)
+        except Died:
+            return True
+    return False
+
+
+def test_a_missing_part_is_named(tmp_path):
+    source = source_with((1,))
+    pack_one(source, tmp_path, 2, 4)
+    with pytest.raises(KeyboardInterrupt):
+        pack_one(source.changed(raising={16: KeyboardInterrupt()}), tmp_path, 1, 4)
+    before = files_of(tmp_path)
+    with pytest.raises(
+        ShardError,
+        match=r"train/: 3 of 5 shards are missing: part 1/4 \(shard 4\), part 3/4 \(shard 2\), part 4/4 \(shard 3\); "
+        r"start these parts again, or wait for those that are running",
+    ):
+        finish(source, tmp_path)
+    assert files_of(tmp_path) == before
+
+
+def test_a_deleted_shard_file_is_missing_and_packed_again(tmp_path):
+    source = source_with()
+    expected = expected_of(source, tmp_path)
+    pack_one(source, tmp_path / "again", 1, 2)
+    (tmp_path / "again/train/pixels/c/2/0/0").unlink()
+    assert pack_one(source, tmp_path / "again", 2, 2).missing == (2,)
+    assert pack_one(source, tmp_path / "again", 1, 2).num_resumed == 2
+    assert files_of(tmp_path / "again") == expected
+
+
+def test_finishing_without_parts_is_an_error(tmp_path):
+    with pytest.raises(ShardError, match=r"no unfinished pack, so there is nothing to finish; start the parts first"):
+        finish(source_with(), tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+    with pytest.raises(KeyboardInterrupt):
+        pack(source_with().changed(raising={8: KeyboardInterrupt()}), tmp_path / "one")
+    for call in (
+        lambda: finish(source_with(), tmp_path / "one"),
+        lambda: pack_one(source_with(), tmp_path / "one", 1, 2),
+    ):
+        with pytest.raises(ShardError, match="this unfinished pack was begun without --part; run the same command wi"):
+            call()
+
+
+def test_a_finished_split_stays_as_it_is(tmp_path):
+    source = source_with((1,))
+    expected = expected_of(source, tmp_path)
+    again = source.changed()
+    for call in (
+        lambda: pack_one(again, tmp_path / "expected", 2, 3).finished,
+        lambda: finish(again, tmp_path / "expected"),
+    ):
+        assert call().was_complete
+    assert again.reads == []
+    assert files_of(tmp_path / "expected") == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"codec": "blosc"}, "codec was raw, is now blosc"),
+        ({"layout": "dense"}, "layout was .*, is now "),
+        ({"shard_images": 8}, "shard_images was 4, is now 8"),
+        ({"checksum": False}, "checksum was True, is now False"),
+    ],
+)
+def test_other_settings_in_another_part_are_refused_by_name(tmp_path, values, message):
+    source = source_with()
+    pack_one(source, tmp_path, 1, 2)
+    for call in (pack_one, finish):
+        with pytest.raises(ShardError, match=message):
+            call(source, tmp_path, *((2, 2) if call is pack_one else ()), **values)
+
+
+def test_another_source_and_other_parts_are_refused(tmp_path):
+    source = source_with()
+    pack_one(source, tmp_path / "again", 1, 2)
+    with pytest.raises(ShardError, match="the source's images changed"):
+        pack_one(fake_source(18, seed=1), tmp_path / "again", 2, 2)
+    with pytest.raises(
+        ShardError, match=r"train/: this unfinished pack was begun with --part I/2, not --part I/3; con"
+    ):
+        pack_one(source, tmp_path / "again", 3, 3)
+    with pytest.raises(
+        ShardError, match=r"was begun with --part I/2; continue it in the same way, then finish it with"
+    ):
+        pack(source, tmp_path / "again")
+    pack(source, tmp_path / "again", overwrite=True)
+    assert files_of(tmp_path / "again") == expected_of(source, tmp_path)
+
+
+def test_a_folder_with_other_files_is_refused(tmp_path):
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train/notes.txt").write_text("mine")
+    with pytest.raises(ShardError, match="contains files but no pack"):
+        pack_one(source_with(), tmp_path, 1, 2)
+    leave_unfinished_split(tmp_path / "other/train")
+    with pytest.raises(ShardError, match="contains files but no pack"):
+        pack_one(source_with(), tmp_path / "other", 1, 2)
+
+
+def test_a_part_that_runs_twice_is_refused_and_others_are_not(tmp_path):
+    source, location = source_with(), split_at(tmp_path)
+    pack_one(source, tmp_path, 1, 3)
+    with PartOwner(location, Part(2, 3)):
+        with pytest.raises(ShardError, match="is packing part 2/3 of the split; stop one of the two"):
+            pack_one(source, tmp_path, 2, 3)
+        pack_one(source, tmp_path, 3, 3)
+    assert pack_one(source, tmp_path, 2, 3).finished is not None
+
+
+def test_a_part_that_was_overtaken_records_nothing_more(tmp_path):
+    """In a store without locks, the process that began last goes on, and the earlier one stops."""
+    context, source = ts.Context(), source_with()
+    location = split_at("memory://packs", context)
+
+    class Overtaken(FakeSource):
+        def read(self, index):
+            if index == 8:
+                location.write("journal/parts/1-of-2.owner", b"another")
+            return super().read(index)
+
+    first = Overtaken(source.images, source.labels)
+    with pytest.raises(ShardError, match="another preprocess-imagenet process is packing part 1/2"):
+        pack_part(first, location, settings_for(source), Part(1, 2))
+    assert location.list_keys("journal/blocks/") == []
+
+
+@pytest.mark.parametrize("broken", [(), (1, 9)])
+def test_a_store_in_memory_gets_the_same_values(tmp_path, broken):
+    context, source = ts.Context(), source_with(broken)
+    location = split_at("memory://packs", context)
+    for number in (3, 1, 2):
+        pack_part(source, location, settings_for(source), Part(number, 3))
+    expected = expected_of(source, tmp_path)
+    assert {f"train/{key}": location.read(key) for key in location.list_keys()} == expected
+
+
+def test_parts_stop_while_a_process_finishes_or_replaces_the_split(tmp_path):
+    source, location = source_with(), split_at(tmp_path)
+    pack_one(source, tmp_path, 1, 2)
+    location.write(OWNER_KEY, b"another")
+    with pytest.raises(ShardError, match="is finishing or replacing this split; run this command again once it has"):
+        pack_one(source, tmp_path, 2, 2)
+    location.delete(OWNER_KEY)
+    assert pack_one(source, tmp_path, 2, 2).finished is not None
+
+
+def test_a_damaged_block_is_found_before_it_is_used(tmp_path):
+    source = source_with((1,))
+    pack_one(source, tmp_path / "again", 1, 2)
+    shard = tmp_path / "again/train/pixels/c/2/0/0"
+    damaged = bytearray(shard.read_bytes())
+    damaged[5] ^= 1
+    shard.write_bytes(damaged)
+    with pytest.raises(
+        ShardError, match=r"pixels/c/2/0/0: the checksum does not match.*delete this file, start its par"
+    ):
+        pack_one(source, tmp_path / "again", 2, 2)
+    shard.unlink()
+    pack_one(source, tmp_path / "again", 1, 2)
+    assert files_of(tmp_path / "again") == expected_of(source, tmp_path)
+
+
+def test_no_image_at_all_is_an_error_that_names_the_first(tmp_path):
+    source = source_with(range(18))
+    pack_one(source, tmp_path, 1, 2)
+    with pytest.raises(ShardError, match="none of the 18 images of 'train' could be packed"):
+        pack_one(source, tmp_path, 2, 2)
+
+
+def test_on_error_fail_stops_the_part_that_has_the_image(tmp_path):
+    source = source_with((5,))
+    pack_one(source, tmp_path, 1, 2, on_error="fail")
+    with pytest.raises(ShardError, match=r"n3/5.png: .*; remove the image or pack with --on-error skip"):
+        pack_one(source, tmp_path, 2, 2, on_error="fail")
+
+
+def test_progress_counts_the_images_of_the_part(tmp_path):
+    source = source_with((1, 9))
+    seen: list[PackProgress] = []
+    pack_part(source, split_at(tmp_path), settings_for(source), Part(1, 2), on_progress=seen.append)
+    assert seen[0] == PackProgress(0, 10, 0)
+    assert seen[-1] == PackProgress(10, 10, 2)
+
+
+def test_parts_are_parsed_and_described():
+    assert Part.parse("2/8") == Part(2, 8)
+    assert list(Part(2, 3).blocks(8)) == [1, 4, 7]
+    for text, message in (
+        ("0/3", "does not exist"),
+        ("4/3", "does not exist"),
+        ("1", "not of the form I/N"),
+        ("1/0", "I/N"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Part.parse(text)
+    assert describe_parts([0, 1, 4, 7, 10, 13], 3) == "part 1/3 (shard 0), part 2/3 (shards 1, 4, 7 and 2 more)"
+    assert describe_parts(range(10), 10).endswith("part 8/10 (shard 7), 2 more parts")
+
+
+PARTS = """
+import sys, time
+from tests.test_pack_parts import *
+pipeline._MAX_BLOCK_IMAGES = 1
+number, count, slow = int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+class Slow(FakeSource):
+    def read(self, index):
+        time.sleep(60 if index == slow else 0.5 if index == slow - 1 else 0)
+        return super().read(index)
+s = source_with((1, 9))
+print(pack_one(Slow(s.images, s.labels, broken=s.broken), sys.argv[1], number, count).finished is not None)
+"""
+
+
+def start_part(dest, number, count, slow=-1):
+    return subprocess.Popen(
+        [sys.executable, "-c", PARTS, str(dest), str(number), str(count), str(slow)], stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_processes_at_once_of_which_one_is_killed_make_the_same_bytes(tmp_path):
+    expected = expected_of(source_with((1, 9)), tmp_path)
+    dest = tmp_path / "again"
+    # Part 1 has the blocks 0, 2 and 4, and stands still in block 2.
+    slow, other = start_part(dest, 1, 2, slow=10), start_part(dest, 2, 2)
+    try:
+        assert other.communicate(timeout=TIMEOUT_S)[0] == "False\n"
+        unfinished = dest / "train/pixels/c/2/0/0.__lock"
+        deadline = time.monotonic() + TIMEOUT_S
+        while not (dest / "train/journal/blocks/00000000.json").exists() or not unfinished.exists():
+            assert slow.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        with pytest.raises(ShardError, match="is packing part 1/2 of the split"):
+            pack_one(source_with((1, 9)), dest, 1, 2)
+    finally:
+        os.kill(slow.pid, signal.SIGKILL)
+        slow.communicate()
+        other.kill()
+    again = source_with((1, 9))
+    result = pack_one(again, dest, 1, 2)
+    assert result.num_resumed == 1
+    assert sorted(again.reads) == [8, 9, 10, 11, 16, 17]
+    assert result.finished is not None
+    assert files_of(dest) == expected
