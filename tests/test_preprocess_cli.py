@@ -392,7 +392,7 @@ def test_too_little_memory_is_one_message(tmp_path, source, monkeypatch):
     def fail(*_, **__):
         raise MemoryError("Unable to allocate 3 TiB")
 
-    monkeypatch.setattr("preprocess.packing.pack.pack_split", fail)
+    monkeypatch.setattr("preprocess.commands.pack_splits.pack_split", fail)
     result = run(source, tmp_path / "data", "--size", "8")
     assert result.exit_code == 2
     assert "not enough memory (Unable to allocate 3 TiB); use fewer --workers" in result.stderr

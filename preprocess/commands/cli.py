@@ -238,7 +238,8 @@ def _run(options: _Options) -> None:
     if options.source is None or options.dest is None:
         raise click.UsageError("SOURCE and DEST are required; to try the command without a data set, use --demo DEST")
     settings = _settings(options)
-    from preprocess.commands.pack_splits import check_machines, pack_splits
+    from preprocess.commands.pack_splits import Machines, check_machines, connect, pack_splits
+    from preprocess.packing.dask_request import PackRequest
     from preprocess.sources.open_source import open_source
 
     machines = check_machines(
@@ -249,7 +250,6 @@ def _run(options: _Options) -> None:
     _check_dest(options.source, location)
     if machines.scheduler is not None:
         settings = replace(settings, num_workers=options.workers or 1)
-    click.echo(f"Listing {options.source} ...", err=True)
     from preprocess.packing.holdout import HELD_OUT_SPLITS, choose_holdout_rule
 
     replaced = (options.split or HELD_OUT_SPLITS) if options.overwrite else ()
@@ -261,14 +261,18 @@ def _run(options: _Options) -> None:
         "holdout_rule": rule,
         "labels": options.labels,
     }
-    with open_source(options.source, **request) as source:
-        announce(source, location, settings)
-        if options.overwrite:
-            _warn_about_other_splits(source, options.dest, stored)
-        if not options.dry_run:
+    with connect(Machines() if options.dry_run else machines) as cluster:
+        click.echo(f"Listing {options.source} ...", err=True)
+        with open_source(options.source, **request) as source:
+            announce(source, location, settings)
+            if options.overwrite:
+                _warn_about_other_splits(source, options.dest, stored)
+            if options.dry_run:
+                return
             settings = replace(settings, holdout_rule=rule if options.holdout else None)
-            is_finished = pack_splits(source, location, settings, machines, (options.source, request))
-            if is_finished:
+            if cluster is not None:
+                cluster.send_request(PackRequest.of(options.source, request, location, settings))
+            if pack_splits(source, location, settings, machines, cluster):
                 _suggest(options.dest, next((each.kind for each in source.targets.values()), None), stored)
 
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from preprocess.commands.pack_report import summarise, summarise_part
 from preprocess.commands.progress import ImageProgress
 from preprocess.packing.dask_cluster import DaskCluster
-from preprocess.packing.dask_request import PackRequest
 from preprocess.packing.holdout import HELD_OUT_SPLITS
 from preprocess.packing.pack import PackProgress, PackResult, pack_split
 from preprocess.packing.part import Part
-from preprocess.packing.parts import PartResult, finish_parts, pack_part
+from preprocess.packing.parts import MissingShardsError, PartResult, finish_parts, pack_part
+from preprocess.shards.location import ShardError
 
 if TYPE_CHECKING:
     from preprocess.packing.plan import PackSettings
@@ -60,12 +60,13 @@ def check_machines(
     return Machines(parsed, finish, scheduler, overwrite)
 
 
+def connect(machines: Machines) -> AbstractContextManager[DaskCluster | None]:
+    """Return the context of the connection to the Dask cluster, or of None if there is none to connect to."""
+    return nullcontext() if machines.scheduler is None else DaskCluster(machines.scheduler, _notify)
+
+
 def pack_splits(
-    source: Source,
-    location: Location,
-    settings: PackSettings,
-    machines: Machines,
-    opened: tuple[str, dict[str, Any]],
+    source: Source, location: Location, settings: PackSettings, machines: Machines, cluster: DaskCluster | None
 ) -> bool:
     """Pack every split, print what was packed, and return whether all splits are complete.
 
@@ -74,15 +75,11 @@ def pack_splits(
         location: DEST.
         settings: how to pack.
         machines: where to pack.
-        opened: the arguments with which `open_source` opened the source.
+        cluster: the Dask cluster, to which the request was sent; None packs on this machine.
     """
     results: dict[str, PackResult | PartResult] = {}
-    with ExitStack() as stack:
-        cluster = None
-        if machines.scheduler is not None:
-            request = PackRequest.of(opened, location, settings)
-            cluster = stack.enter_context(DaskCluster(machines.scheduler, request, notify=_notify))
-        progress = stack.enter_context(ImageProgress())
+    missing: list[str] = []
+    with ImageProgress() as progress:
         for name, split in source.splits.items():
 
             def show(state: PackProgress, name: str = name) -> None:
@@ -96,7 +93,10 @@ def pack_splits(
                     split, folder, chosen, machines.part, on_progress=show, targets=targets, notify=_notify
                 )
             elif machines.finish:
-                results[name] = finish_parts(split, folder, chosen, on_progress=show, targets=targets)
+                try:
+                    results[name] = finish_parts(split, folder, chosen, on_progress=show, targets=targets)
+                except MissingShardsError as error:
+                    missing.append(str(error))
             elif cluster is not None:
                 results[name] = cluster.pack_split(split, folder, chosen, on_progress=show, targets=targets)
             else:
@@ -115,6 +115,8 @@ def pack_splits(
         else:
             assert machines.part is not None
             summarise_part(name, result, machines.part, location.child(name))
+    if missing:
+        raise ShardError("\n".join(missing))
     return all(isinstance(result, PackResult) or result.finished is not None for result in results.values())
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from preprocess.packing.dask_request import BlockResult, BlockTask, PackRequest, describe_versions
+from preprocess.packing.dask_request import BlockResult, BlockTask, PackRequest, describe_versions, installed_versions
 from preprocess.packing.owner import PartOwner
 from preprocess.packing.pack import PackProgress, PackResult
 from preprocess.packing.part import Part
@@ -38,7 +38,8 @@ _RETRIES = 2
 
 # A text, because a function of Feedloop could not be sent to a worker without Feedloop.
 _VERSIONS = (
-    "{each.metadata['Name'].lower(): each.version for each in __import__('importlib.metadata').metadata.distributions()"
+    "{each.metadata['Name'].lower(): each.version"
+    " for each in reversed(list(__import__('importlib.metadata').metadata.distributions()))"
     " if (each.metadata['Name'] or '').lower() in %r}"
 )
 
@@ -48,7 +49,6 @@ class DaskCluster:
 
     Args:
         address: the address of the scheduler.
-        request: what the workers need.
         notify: called with messages about the workers.
 
     Raises:
@@ -56,27 +56,31 @@ class DaskCluster:
             Feedloop or has other versions.
     """
 
-    def __init__(self, address: str, request: PackRequest, notify: Callable[[str], None]) -> None:
-        self._address, self._request, self._notify = address, request, notify
-        self._plugin = f"feedloop-{uuid.uuid4().hex}"
+    def __init__(self, address: str, notify: Callable[[str], None]) -> None:
+        self._address, self._notify = address, notify
+        self._plugin: str | None = None
 
     def __enter__(self) -> Self:
         self._client = _connect(self._address)
         try:
             self._check_workers()
-            from preprocess.packing.dask_worker import PackPlugin
-
-            self._client.register_plugin(PackPlugin(self._request, self._plugin))
         except BaseException:
             self._client.close(timeout=_CLOSE_TIMEOUT_S)
             raise
         return self
 
+    def send_request(self, request: PackRequest) -> None:
+        """Send what they need to the workers, also to those that come later; call this once, before `pack_split`."""
+        from preprocess.packing.dask_worker import PackPlugin
+
+        self._plugin = f"feedloop-{uuid.uuid4().hex}"
+        self._client.register_plugin(PackPlugin(request, self._plugin))
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            if self._client.status == "running":
+            if self._plugin is not None and self._client.status == "running":
                 self._client.unregister_worker_plugin(self._plugin)
         except (OSError, RuntimeError, TimeoutError, KeyError, ValueError):
             pass  # the scheduler or a worker has just gone, and its plugin with it
@@ -99,6 +103,7 @@ class DaskCluster:
                 shards are kept, and the next call continues after them.
             KeyboardInterrupt: re-raised; workers stop within seconds.
         """
+        assert self._plugin is not None
         job = open_job(source, location, settings, targets)
         if job.manifest() is not None:
             return finish_job(job)
@@ -184,7 +189,7 @@ class DaskCluster:
 
     def _check_workers(self) -> None:
         """Raise ShardError if a worker has no Feedloop or other versions."""
-        wanted = self._request.versions
+        wanted = installed_versions()
         found: dict[str, Any] = self._client.run(eval, _VERSIONS % (tuple(wanted),), on_error="return")
         for worker, versions in found.items():
             if isinstance(versions, BaseException):
@@ -197,7 +202,7 @@ class DaskCluster:
         if found:
             self._notify(f"Packing on {quantity(len(found), 'worker')} of {self._address}.")
         else:
-            self._notify(f"No worker is connected to {self._address} yet; waiting for one ...")
+            self._notify(f"No worker is connected to {self._address} yet.")
 
     def _lost_scheduler(self) -> ShardError:
         return ShardError(

@@ -33,9 +33,8 @@ class PackRequest:
     versions: dict[str, str]
 
     @classmethod
-    def of(cls, opened: tuple[str, dict[str, Any]], location: Location, settings: PackSettings) -> PackRequest:
-        """Return the request for a source that was opened with ``opened``, and for DEST at ``location``."""
-        source, options = opened
+    def of(cls, source: str, options: dict[str, Any], location: Location, settings: PackSettings) -> PackRequest:
+        """Return the request for a source, the other arguments of `open_source`, and DEST at ``location``."""
         if (labels := options.get("labels")) is not None:
             options = options | {"labels": str(Path(labels).absolute())}
         return cls(str(Path(source).absolute()), options, location.spec, settings, installed_versions())

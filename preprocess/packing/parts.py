@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 OnProgress = Callable[[PackProgress], None]
 
 
+class MissingShardsError(ShardError):
+    """Error raised if a split cannot be finished because parts of it are missing."""
+
+
 @dataclass(frozen=True)
 class PartResult:
     """The result of packing a part of a split.
@@ -126,7 +130,7 @@ def pack_part(
     job = open_job(source, location, settings, targets)
     blocks = part.blocks(job.num_blocks)
     if job.manifest() is not None:
-        return PartResult(len(blocks), len(blocks), (), finish_job(job))
+        return PartResult(len(blocks), len(blocks), (), _finish_unless_busy(job, on_progress))
     job.begin(part.count)
     with PartOwner(location, part) as owner:
         num_packed = pack_blocks(job, blocks, owner, on_progress)
@@ -135,11 +139,16 @@ def pack_part(
     finished = None
     # In a store without locks, an owner may be another part that is finishing the split.
     if not missing and (location.local_path is not None or location.read(OWNER_KEY) is None):
-        try:
-            finished = finish_job(job, on_progress)
-        except BusyError:
-            finished = None
+        finished = _finish_unless_busy(job, on_progress)
     return PartResult(len(blocks), num_resumed, missing, finished)
+
+
+def _finish_unless_busy(job: SplitJob, on_progress: OnProgress | None) -> PackResult | None:
+    """Finish a split, and return None if another process is doing that."""
+    try:
+        return finish_job(job, on_progress)
+    except BusyError:
+        return None
 
 
 def pack_blocks(
@@ -224,7 +233,8 @@ def finish_parts(
     """Finish a split of which all parts are packed. The arguments are those of `pack_split`.
 
     Raises:
-        ShardError: a part is missing, the split was not packed in parts, or as `pack_split`.
+        MissingShardsError: a part is missing.
+        ShardError: the split was not packed in parts, or as `pack_split`.
     """
     job = open_job(source, location, settings, targets)
     if job.manifest() is None:
@@ -297,8 +307,8 @@ def _check_none_missing(job: SplitJob, num_parts: int) -> None:
         return
     what = f"{len(missing):,} of {quantity(job.num_blocks, 'shard')} {'is' if len(missing) == 1 else 'are'} missing"
     if num_parts == 1:
-        raise ShardError(f"{job.location.display}: {what}; continue with {describe_count(1)}")
-    raise ShardError(
+        raise MissingShardsError(f"{job.location.display}: {what}; continue with {describe_count(1)}")
+    raise MissingShardsError(
         f"{job.location.display}: {what}: {describe_parts(missing, num_parts)}; start these parts again, or wait for "
         "those that are running"
     )
