@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
 import tensorstore as ts
@@ -68,7 +69,7 @@ def folders_of(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_dir())
 
 
-CASES: list[tuple[dict[str, object], tuple[int, ...]]] = [({}, broken) for broken in BROKEN]
+CASES: list[tuple[Any, Any]] = [({}, broken) for broken in BROKEN]
 CASES += [(values, (1, 9)) for values in ({"codec": "blosc"}, {"checksum": False}, {"layout": "dense"})]
 
 
@@ -310,20 +311,22 @@ def test_parts_stop_while_a_process_finishes_or_replaces_the_split(tmp_path):
     assert pack_one(source, tmp_path, 2, 2).finished is not None
 
 
-def test_a_damaged_block_is_found_before_it_is_used(tmp_path):
-    source = source_with((1,))
-    pack_one(source, tmp_path / "again", 1, 2)
-    shard = tmp_path / "again/train/pixels/c/2/0/0"
-    damaged = bytearray(shard.read_bytes())
-    damaged[5] ^= 1
+@pytest.mark.parametrize(
+    ("is_other", "message"),
+    [(False, "the checksum does not match"), (True, "its images are not those that were packed")],
+)
+def test_a_damaged_or_exchanged_block_is_found_before_it_is_used(tmp_path, is_other, message):
+    source, dest = source_with((1,)), tmp_path / "again"
+    pack_one(source, dest, 1, 2)
+    shard = dest / "train/pixels/c/2/0/0"
+    damaged = bytearray((dest / "train/pixels/c/4/0/0" if is_other else shard).read_bytes())
+    damaged[5] ^= not is_other
     shard.write_bytes(damaged)
-    with pytest.raises(
-        ShardError, match=r"pixels/c/2/0/0: the checksum does not match.*delete this file, start its par"
-    ):
-        pack_one(source, tmp_path / "again", 2, 2)
+    with pytest.raises(ShardError, match=rf"pixels/c/2/0/0: {message}.*; delete this file, start its part again"):
+        pack_one(source, dest, 2, 2)
     shard.unlink()
-    pack_one(source, tmp_path / "again", 1, 2)
-    assert files_of(tmp_path / "again") == expected_of(source, tmp_path)
+    pack_one(source, dest, 1, 2)
+    assert files_of(dest) == expected_of(source, tmp_path)
 
 
 def test_no_image_at_all_is_an_error_that_names_the_first(tmp_path):
