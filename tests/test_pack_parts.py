@@ -116,7 +116,8 @@ def test_an_interrupted_part_redoes_only_its_shards_in_progress(tmp_path, at):
 
 @pytest.mark.parametrize(("codec", "num_images"), [("raw", 18), ("blosc", 10)])
 def test_a_process_that_dies_anywhere_while_it_finishes_changes_no_byte(tmp_path, monkeypatch, codec, num_images):
-    source = fake_source(num_images, broken=frozenset({1, 5, 6, 7, 8}))
+    # So few that a shard replaces a block of which it has images, and so many that the last block vanishes.
+    source = fake_source(num_images, broken=frozenset({1, 9, 16} if num_images == 18 else {1, 9}))
     expected = expected_of(source, tmp_path, codec=codec)
     ready, again = tmp_path / "ready", tmp_path / "again"
     with monkeypatch.context() as patch:
