@@ -169,9 +169,13 @@ class DaskCluster:
         if future.status not in ("finished", "error"):
             raise self._lost_scheduler()
         from distributed import KilledWorker
+        from distributed.client import FutureCancelledError
+        from distributed.comm import CommClosedError
 
         try:
             result: BlockResult = future.result(timeout=_CLOSE_TIMEOUT_S)
+        except (FutureCancelledError, CommClosedError, TimeoutError) as error:
+            raise self._lost_scheduler() from error
         except KilledWorker as error:
             raise ShardError(
                 f"{error.task} was lost with its worker {error.allowed_failures + 1} times; the workers may need more "
