@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import tensorstore as ts
 
 from preprocess.packing import parts as parts_module
 from preprocess.packing import pipeline
+from preprocess.packing.journal import Journal
 from preprocess.packing.owner import OWNER_KEY, PartOwner
 from preprocess.packing.pack import PackProgress
 from preprocess.packing.part import Part, describe_parts
@@ -253,6 +255,17 @@ def test_another_source_and_other_parts_are_refused(tmp_path):
         pack(source, tmp_path / "again")
     pack(source, tmp_path / "again", overwrite=True)
     assert files_of(tmp_path / "again") == expected_of(source, tmp_path)
+
+
+def test_of_parts_that_begin_at_once_one_writes_the_plan(tmp_path):
+    location = split_at(tmp_path)
+    with ThreadPoolExecutor(8) as threads:
+        for attempt in range(10):
+            split = location.child(f"{attempt}")
+            plans = [{"num_candidates": number} for number in range(8)]
+            found = list(threads.map(lambda plan, split=split: Journal(split).begin_once(plan), plans))
+            assert found == [Journal(split).plan()] * 8
+            assert not split.create("journal/plan.json", b"another")
 
 
 def test_a_folder_with_other_files_is_refused(tmp_path):
