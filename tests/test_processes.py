@@ -19,7 +19,7 @@ from click.testing import CliRunner
 
 from engine import join_processes, this_process
 from engine.commands.cli import main
-from engine.commands.supervisor import without_option
+from engine.commands.supervisor import _PROGRAM, without_option
 from engine.feed.own_rows import rows_of
 from tests.device_runs import rows_alone
 from tests.toy import toy_batch
@@ -361,6 +361,13 @@ def test_options_that_do_not_fit_are_refused(options, message, monkeypatch):
     done = CliRunner().invoke(main, ["--synthetic", *options])
     assert done.exit_code == 2
     assert message in done.output
+
+
+def test_modules_of_the_working_directory_do_not_hide_those_of_python(tmp_path):
+    (tmp_path / "pathlib.py").write_text("raise RuntimeError('the wrong one')")
+    child = [sys.executable, "-c", _PROGRAM, "--version"]
+    done = subprocess.run(child, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.startswith("run-train, version"), done.stderr
 
 
 def test_an_option_is_left_out_with_its_value():

@@ -28,7 +28,11 @@ _GRACE_S = 4.0
 _CONNECT_S = 3.0
 _MOST_RUNTIME_LINES = 20
 _WRONG_USAGE = 2
-_PROGRAM = "from engine.commands.cli import main; main(prog_name='run-train')"
+# Without the working directory, whose modules could hide those of Python, as for the command itself.
+_PROGRAM = (
+    "import sys; sys.path[:] = filter(None, sys.path); "
+    "from engine.commands.cli import main; main(prog_name='run-train')"
+)
 
 
 class Outcome(NamedTuple):
