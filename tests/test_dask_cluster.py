@@ -3,11 +3,14 @@
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Timer
 
 import numpy as np
 import pytest
@@ -15,7 +18,11 @@ from click.testing import CliRunner
 from PIL import Image
 
 from preprocess.commands.cli import main
+from preprocess.packing import dask_cluster
+from preprocess.packing.dask_cluster import DaskCluster
+from preprocess.shards.location import open_location
 from tests.fake_source import files_of
+from tests.object_servers import KEYS, SECRET, MotoServer, free_port
 
 pytestmark = [
     pytest.mark.integration,
@@ -24,6 +31,7 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs/howto/cluster-packing.md"
 TIMEOUT_S = 120
 MAIN = "from preprocess.commands.cli import main; main()"
 OPTIONS = ("--size", "32", "--resize", "32", "--shard-images", "4")
@@ -59,6 +67,9 @@ class Cluster:
             )
         self._processes.append(process)
         return process
+
+    def logs(self):
+        return "".join(path.read_text() for path in self._folder.glob("*.log"))
 
     def stop(self):
         for process in reversed(self._processes):
@@ -103,9 +114,9 @@ def expected(source, tmp_path_factory):
     return files_of(dest)
 
 
-def start_client(source, dest, address):
+def start_client(source, dest, address, *options):
     return subprocess.Popen(
-        [sys.executable, "-c", MAIN, source, dest, *OPTIONS, "--executor", "dask", "--scheduler", address],
+        [sys.executable, "-c", MAIN, source, dest, *OPTIONS, *options, "--executor", "dask", "--scheduler", address],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -117,6 +128,11 @@ def pack_with(source, dest, address):
     client = start_client(source, dest, address)
     output = client.communicate(timeout=TIMEOUT_S)[0]
     return client.returncode, output
+
+
+def pack_here(source, dest, address):
+    """Pack as `pack_with` does, but in this process."""
+    return CliRunner().invoke(main, [*map(str, (source, dest)), *OPTIONS, "--executor", "dask", "--scheduler", address])
 
 
 def num_blocks(dest):
@@ -141,6 +157,27 @@ def test_a_lost_worker_changes_no_byte(tmp_path, cluster, source, expected):
         "val: 19 images of 2 classes packed (already complete)."
         in pack_with(source, tmp_path / "again", cluster.address)[1]
     )
+
+
+def test_workers_write_to_a_store_at_the_address_of_the_command_with_their_own_keys(
+    cluster, source, expected, monkeypatch
+):
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+    with MotoServer() as server:
+        for _ in range(2):
+            cluster.add_worker()
+        option = ["--storage-option", f"endpoint={server.endpoint}"]
+        client = start_client(source, f"{server.url}/set", cluster.address, *option)
+        store = open_location(f"{server.url}/set", storage_options={"endpoint": server.endpoint})
+        wait_until(lambda: len(store.list_keys("train/journal/blocks/")) >= 2)
+        journal = [store.read(key) or b"" for key in store.list_keys("train/journal/")]
+        output = client.communicate(timeout=TIMEOUT_S)[0]
+        assert client.returncode == 0, output
+        assert {key: store.read(key) for key in store.list_keys()} == expected
+    assert len(journal) >= 3
+    assert SECRET not in output + cluster.logs()
+    assert not any(SECRET.encode() in content for content in journal)
 
 
 def test_ctrl_c_stops_the_workers_and_the_same_command_continues(tmp_path, cluster, source, expected):
@@ -176,14 +213,55 @@ def test_a_lost_scheduler_is_an_error_and_a_part_continues(tmp_path, cluster, so
     assert files_of(tmp_path / "again") == expected
 
 
-def test_a_scheduler_that_does_not_answer_is_an_error_within_20_seconds(tmp_path, source):
-    start_s = time.monotonic()
-    code, output = pack_with(source, tmp_path / "again", "tcp://127.0.0.1:9")
-    assert code == 2
-    assert "preprocess-imagenet: the Dask scheduler tcp://127.0.0.1:9 cannot be reached (" in output
-    assert "check the address, such as tcp://node1:8786, and that the scheduler is running" in output
-    assert time.monotonic() - start_s < 30  # the limit is 15 s; importing and starting take seconds on a busy machine
+def test_a_scheduler_that_does_not_answer_is_an_error_within_the_limit(tmp_path, source, monkeypatch):
+    monkeypatch.setattr(dask_cluster, "CONNECT_TIMEOUT_S", 1.0)
+    result = pack_here(source, tmp_path / "again", "tcp://127.0.0.1:9")
+    assert result.exit_code == 2
+    assert "preprocess-imagenet: the Dask scheduler tcp://127.0.0.1:9 cannot be reached (" in result.stderr
+    assert "check the address, such as tcp://node1:8786, and that the scheduler is running" in result.stderr
     assert not (tmp_path / "again").exists()
+
+
+class Faults:
+    """Loses the results of the first two tasks that end."""
+
+    def __init__(self, cluster, dest):
+        self._cluster, self._dest = cluster, dest
+        self._worker = cluster.add_worker()
+        self._result = DaskCluster._result
+        self.lost = []
+
+    def result(self, packing, future):
+        if len(self.lost) < 2:
+            self.lost.append(future.key)
+            (self._lose_worker, self._lose_task)[len(self.lost) - 1](packing._client, future)
+        return self._result(packing, future)
+
+    def _lose_worker(self, *_):
+        """Kill the only worker after it reported the end of the task; another one comes later."""
+        self._worker.kill()
+        self._worker.wait()
+        Timer(3, self._cluster.add_worker).start()
+
+    def _lose_task(self, client, future):
+        """Let the scheduler forget a task, as if its worker had died before the record was written."""
+        client.cancel([future])
+        wait_until(lambda: future.status == "cancelled")
+        block = int(future.key.rpartition("-")[2])
+        (self._dest / f"train/journal/blocks/{block:08d}.json").unlink()
+
+
+def test_results_that_are_lost_are_taken_from_the_journal_or_packed_again(
+    tmp_path, cluster, source, expected, monkeypatch
+):
+    monkeypatch.setattr(dask_cluster, "_RESULT_TIMEOUT_S", 1.0, raising=False)
+    faults, dest = Faults(cluster, tmp_path / "again"), tmp_path / "again"
+    monkeypatch.setattr(DaskCluster, "_result", lambda *arguments: faults.result(*arguments))
+    result = pack_here(source, dest, cluster.address)
+    assert result.exit_code == 0, result.output
+    assert len(faults.lost) == 2
+    assert "train: 58 images of 2 classes packed." in result.output
+    assert files_of(dest) == expected
 
 
 HIDDEN = """
@@ -226,3 +304,64 @@ def test_a_source_that_only_this_machine_has_is_an_error(tmp_path, cluster, sour
     assert client.returncode == 2, output
     assert "preprocess-imagenet: worker tcp://127.0.0.1:" in output
     assert f"{tmp_path / 'mine'} does not exist" in output
+
+
+def page_blocks():
+    """Return the blocks of the page that are not marked as not run."""
+    blocks = re.findall(r"(<!-- not run -->\n)?```\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    return [body for mark, body in blocks if not mark]
+
+
+def test_the_commands_of_the_page_give_the_pack_of_one_machine(tmp_path, source, expected, monkeypatch):
+    """Run the commands as they are, but for addresses, the folders, and options for small images."""
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    for name, value in (KEYS | {"PYTHONPATH": str(ROOT), "SLURM_CPUS_PER_TASK": "2"}).items():
+        monkeypatch.setenv(name, value)
+    with MotoServer() as server, started(tmp_path) as start:
+        address = f"127.0.0.1:{free_port()}"
+        values = {
+            "/shared/imagenet": str(source),
+            "/shared/": f"{tmp_path}/",
+            "s3://bucket": server.url,
+            "http://127.0.0.1:9000": server.endpoint,
+            "tcp://node1:8786": f"tcp://{address}",
+            "dask scheduler": f"dask scheduler --no-dashboard --host tcp://{address}",
+            "preprocess-imagenet": f"preprocess-imagenet {' '.join(OPTIONS)}",
+        }
+        for body in page_blocks():
+            for old, new in values.items():
+                body = body.replace(old, new)
+            if body.startswith("#!"):
+                (tmp_path / "pack.sh").write_text(body)
+                parts = [start("bash pack.sh", SLURM_ARRAY_TASK_ID=str(part)) for part in range(1, 5)]
+                assert [part.wait(TIMEOUT_S) for part in parts] == [0] * 4
+                continue
+            for line in body.splitlines():
+                process = start(line)
+                if not line.startswith("dask"):
+                    assert process.wait(TIMEOUT_S) == 0, (tmp_path / "log").read_text()
+        store = open_location(f"{server.url}/imagenet", storage_options={"endpoint": server.endpoint})
+        assert {key: store.read(key) for key in store.list_keys()} == expected
+    for name in ("shards", "shards-of-array", "shards-of-dask"):
+        assert files_of(tmp_path / name) == expected
+
+
+@contextmanager
+def started(folder):
+    """Yield a function that starts a line of shell in ``folder``; what still runs at the end is stopped."""
+    processes = []
+    with (folder / "log").open("w") as log:
+
+        def start(line, **environment):
+            process = subprocess.Popen(
+                ["bash", "-c", f"exec {line}"], cwd=folder, env=os.environ | environment, stdout=log, stderr=log
+            )
+            processes.append(process)
+            return process
+
+        try:
+            yield start
+        finally:
+            for process in reversed(processes):
+                process.terminate()
+                process.wait(TIMEOUT_S)

@@ -4,24 +4,19 @@ The commands are those of docs/howto/object-storage.md, run as a user runs them.
 """
 
 import json
-import os
 import re
 import shlex
 import signal
-import subprocess
-import sys
 import time
-import tomllib
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from preprocess.demo.drawing import draw_demo
 from preprocess.shards.location import open_location
-from tests.fake_source import fake_source, files_of, pack
-from tests.s3_server import BUCKET, KEYS, S3Server, need_server
+from tests.fake_source import files_of
+from tests.object_servers import BUCKET, SECRET, MotoServer
+from tests.store_commands import command, losses, same_weights, start
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/howto/object-storage.md"
@@ -33,49 +28,19 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def server():
-    need_server()
-    with pytest.MonkeyPatch.context() as patched, S3Server() as running:
-        for name, value in KEYS.items():
+    with pytest.MonkeyPatch.context() as patched, MotoServer() as running:
+        for name, value in running.environment.items():
             patched.setenv(name, value)
         yield running
 
 
 @pytest.fixture(scope="module")
-def place(server, tmp_path_factory):
+def place(tmp_path_factory):
     """A working folder with photographs, packed into a local folder, and a home folder without keys."""
     folder = tmp_path_factory.mktemp("place")
     draw_demo(folder / "photos", num_images=200)
-    command(folder, server, "preprocess-imagenet", "photos", "local", "--size", "32", "--shard-images", "64")
+    command(folder, None, "preprocess-imagenet", "photos", "local", "--size", "32", "--shard-images", "64")
     return folder
-
-
-def environment_of(folder, server):
-    return os.environ | KEYS | {"HOME": str(folder), "AWS_ENDPOINT_URL": server.endpoint, "PYTHONPATH": str(ROOT)}
-
-
-def start(folder, server, *arguments):
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    module, _, function = project["scripts"][arguments[0]].partition(":")
-    program = f"import sys; from {module} import {function} as main; sys.argv[0] = {arguments[0]!r}; sys.exit(main())"
-    return subprocess.Popen(
-        [sys.executable, "-c", program, *map(str, arguments[1:])],
-        cwd=folder,
-        env=environment_of(folder, server),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def command(folder, server, *arguments, code=0):
-    process = start(folder, server, *arguments)
-    out, err = process.communicate(timeout=600)
-    assert process.returncode == code, out + err
-    return out + err
-
-
-def losses(run):
-    return [json.loads(line)["loss"] for line in (run / "loss.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def wait_for_steps(run, count, process):
@@ -84,11 +49,6 @@ def wait_for_steps(run, count, process):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < stop, "the run makes no steps"
         time.sleep(0.05)
-
-
-def same_weights(left, right):
-    left, right = load_file(left), load_file(right)
-    return left.keys() == right.keys() and all(np.array_equal(left[name], right[name]) for name in left)
 
 
 def page_commands():
@@ -126,28 +86,7 @@ def test_the_commands_of_the_page_give_the_results_of_a_local_pack(place, server
     assert differing <= {"time"}
     recorded = (place / "runs/stored/config.json").read_text(encoding="utf-8")
     assert json.loads(recorded)["config"]["storage_options"] == f"endpoint={server.endpoint}"
-    assert "AWS_SECRET" not in recorded
-
-
-def test_damage_in_the_store_is_found_and_packed_again(server, tmp_path, monkeypatch):
-    monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
-    url = f"s3://{BUCKET}/damaged"
-    source = fake_source(14)
-    pack(source, url)
-    pack(source, tmp_path / "local")
-    store = open_location(url)
-    shard = "train/pixels/c/0/0/0"
-    content = bytearray(store.read(shard) or b"")
-    content[7] ^= 1
-    store.write(shard, bytes(content))
-    hidden = ["--storage-option", "credentials=anonymous"]
-    assert "PERMISSION_DENIED" in command(tmp_path, server, "inspect-shards", url, *hidden, code=2)
-    out = command(tmp_path, server, "inspect-shards", url, "--verify", code=2)
-    assert "pixels/c/0/0/0" in out
-    pack(source, url, overwrite=True)
-    assert {key: store.read(key) for key in store.list_keys()} == {
-        str(key): value for key, value in files_of(tmp_path / "local").items()
-    }
+    assert SECRET not in recorded
 
 
 def test_a_pause_of_the_server_costs_waiting_and_nothing_else(place, server):
@@ -172,10 +111,9 @@ def test_a_pause_of_the_server_costs_waiting_and_nothing_else(place, server):
 
 
 def test_a_server_that_is_gone_ends_the_run_and_a_resume_continues(place):
-    need_server()
     steps, run = 80, place / "runs/gone"
     train = [*TRAIN, "--eval-split", "off", "--snapshot-every", "5", "--keep", "0"]
-    with S3Server() as server:
+    with MotoServer() as server:
         packing = ["preprocess-imagenet", "photos", URL, "--size", "32", "--shard-images", "64"]
         command(place, server, *packing)
         command(place, server, *train, "--steps", steps, "--data", "local", "--run-dir", "runs/whole")
@@ -201,8 +139,7 @@ def test_a_server_that_is_gone_ends_the_run_and_a_resume_continues(place):
 
 
 def test_packing_stops_soon_without_its_server_and_continues_with_it(place):
-    need_server()
-    with S3Server() as server:
+    with MotoServer() as server:
         packing = ["preprocess-imagenet", "photos", URL, "--size", "32", "--shard-images", "8", "--workers", "1"]
         process = start(place, server, *packing)
         store = open_location(URL, storage_options={"endpoint": server.endpoint})

@@ -1,8 +1,10 @@
 """Options of object stores: their parsing, what TensorStore receives, what a run records, and the messages."""
 
 import os
+import pickle
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +22,10 @@ from engine.records.downloaded_file import local_file
 from engine.records.given_weights import read_given_weights
 from engine.settings import SettingError
 from preprocess.commands import cli, inspect_cli
+from preprocess.decoding.decode import ResizeRule
+from preprocess.packing.dask_request import PackRequest
 from preprocess.packing.owner import Owner
+from preprocess.packing.plan import PackSettings
 from preprocess.shards import first_contact, location
 from preprocess.shards.location import ShardError, open_location
 from preprocess.shards.reader import open_split
@@ -311,9 +316,44 @@ def test_a_store_that_ignores_conditions_is_named(monkeypatch, is_ignored):
     if is_ignored:
         write = ts.KvStore.write
         monkeypatch.setattr(ts.KvStore, "write", lambda store, key, value, **_: write(store, key, value))
-    with Owner(found, notes.append) as owner:
+    with Owner(found, notify=notes.append) as owner:
         owner.check()
     assert [note.partition(" ignores")[0] for note in notes] == ["warning: the store of memory://x/train/"] * is_ignored
+
+
+def test_a_file_is_created_on_condition_that_it_does_not_exist(uncontacted, monkeypatch):
+    """As the parts of a pack create the plan at the same moment. Only AWS is asked for that without the member."""
+    asked = []
+
+    def answer(found, *_):
+        asked.append(found.spec.get("use_conditional_write"))
+        return SimpleNamespace(generation=b"1")
+
+    monkeypatch.setattr(location.Location, "read", lambda *_: None)
+    monkeypatch.setattr(location.Location, "_wait", answer)
+    assert open_location(URL, storage_options=DEAD).create("plan", b"")
+    assert asked == [True]
+
+
+def test_workers_reach_the_store_of_the_command_with_their_own_keys(uncontacted, monkeypatch):
+    """A request crosses to a machine with other variables, without the keys of the first."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:7")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hidden-secret")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "hidden-key")
+    given = {"timeout": "7", "retries": "1", "conditional-writes": "false"}
+    found = open_location(URL, storage_options=given)
+    settings = PackSettings(ResizeRule(8, 8))
+    sent = pickle.dumps(PackRequest.of("photos", {}, found, given, settings))
+    assert b"hidden" not in sent
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:8")
+    monkeypatch.setenv("AWS_REGION", "eu-central-1")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    opened = pickle.loads(sent).open_dest()
+    assert replace(opened, context=found.context) == found
+    assert opened.spec["endpoint"] == "http://127.0.0.1:7"
+    assert opened.context["s3_request_retries"].to_json()["max_retries"] == 1
+    assert found.context["aws_credentials"].to_json() == {"type": "environment"}
+    assert opened.context["aws_credentials"].to_json() == {"type": "anonymous"}
 
 
 def test_weights_of_a_url_are_read_like_a_file(tmp_path):

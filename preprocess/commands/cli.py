@@ -271,7 +271,7 @@ def _run(options: _Options) -> None:
                 return
             settings = replace(settings, holdout_rule=rule if options.holdout else None)
             if cluster is not None:
-                cluster.send_request(PackRequest.of(options.source, request, location, settings))
+                cluster.send_request(PackRequest.of(options.source, request, location, stored, settings))
             if pack_splits(source, location, settings, machines, cluster):
                 _suggest(options.dest, next((each.kind for each in source.targets.values()), None), stored)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -17,7 +18,7 @@ from preprocess.packing.dask_request import BlockResult, BlockTask, PackRequest,
 from preprocess.packing.owner import PartOwner
 from preprocess.packing.pack import PackProgress, PackResult
 from preprocess.packing.part import Part
-from preprocess.packing.parts import OnProgress, finish_job, open_job
+from preprocess.packing.parts import OnProgress, SplitJob, finish_job, open_job
 from preprocess.quantities import quantity
 from preprocess.shards.location import Location, ShardError
 
@@ -32,6 +33,8 @@ CONNECT_TIMEOUT_S = 15.0
 """Time limit for connecting to the scheduler, in seconds."""
 
 _CLOSE_TIMEOUT_S = 5.0
+_RESULT_TIMEOUT_S = 5.0
+_MOST_LOSSES = 20
 _LOOK_EVERY_S = 5.0
 _WORKER_TIMEOUT_S = 600.0
 _RETRIES = 2
@@ -108,7 +111,7 @@ class DaskCluster:
         if job.manifest() is not None:
             return finish_job(job)
         job.begin(1)
-        with PartOwner(location, Part(1, 1)) as owner:
+        with PartOwner(location, Part(1, 1), notify=self._notify) as owner:
             recorded = job.recorded()
             if job.manifest() is None:
                 tasks = [
@@ -118,31 +121,64 @@ class DaskCluster:
                 ]
                 done = sum(len(job.block_range(block)) for block in recorded)
                 failed = sum(len(record.failures) for record in recorded.values())
-                self._run(tasks, PackProgress(done, len(source), failed), on_progress)
+                self._run(job, tasks, PackProgress(done, len(source), failed), on_progress)
         return finish_job(job, on_progress)
 
-    def _run(self, tasks: Sequence[BlockTask], progress: PackProgress, on_progress: OnProgress) -> None:
-        from preprocess.packing.dask_worker import pack_block
-
+    def _run(self, job: SplitJob, tasks: Sequence[BlockTask], progress: PackProgress, on_progress: OnProgress) -> None:
         ended: queue.SimpleQueue[Future] = queue.SimpleQueue()
         on_progress(progress)
-        keys = [f"{self._plugin}-{task.split}-{task.block}" for task in tasks]
-        futures = set(self._client.map(pack_block, tasks, key=keys, retries=_RETRIES, pure=False) if tasks else [])
+        submitted = self._submit(tasks, ended)
+        num_losses: Counter[int] = Counter()
         try:
-            for future in futures:
-                future.add_done_callback(ended.put)
-            while futures:
+            while submitted:
                 future = self._next(ended)
-                result = self._result(future)
+                result = self._result(future) or _recorded(job, submitted[future].block)
+                task = submitted.pop(future)
+                if result is None:
+                    num_losses[task.block] += 1
+                    submitted |= self._submit_again(future, task, num_losses[task.block], ended)
+                    continue
                 progress = PackProgress(
                     progress.done + result.num_images, progress.total, progress.failed + result.num_failures
                 )
-                futures.remove(future)
                 on_progress(progress)
         except BaseException:
             if self._client.status == "running":
-                self._client.cancel(list(futures))
+                self._client.cancel(list(submitted))
             raise
+
+    def _submit(
+        self, tasks: Sequence[BlockTask], ended: queue.SimpleQueue[Future], attempt: int = 0
+    ) -> dict[Future, BlockTask]:
+        """Submit tasks, whose futures are put into ``ended`` when they end."""
+        from preprocess.packing.dask_worker import pack_block
+
+        if not tasks:
+            return {}
+        suffix = f"-again{attempt}" if attempt else ""
+        keys = [f"{self._plugin}-{task.split}-{task.block}{suffix}" for task in tasks]
+        futures = self._client.map(pack_block, tasks, key=keys, retries=_RETRIES, pure=False)
+        for future in futures:
+            future.add_done_callback(ended.put)
+        return dict(zip(futures, tasks, strict=True))
+
+    def _submit_again(
+        self, future: Future, task: BlockTask, num_losses: int, ended: queue.SimpleQueue[Future]
+    ) -> dict[Future, BlockTask]:
+        """Submit a task whose result was lost; if the scheduler has done so already, wait for that.
+
+        Raises:
+            ShardError: it was lost more than `_MOST_LOSSES` times.
+        """
+        if num_losses > _MOST_LOSSES:
+            raise ShardError(
+                f"the result of shard {task.block} of {task.split} was lost {num_losses} times; check the workers and "
+                "their connections, then run the same command again to continue"
+            )
+        if future.status == "cancelled":
+            return self._submit([task], ended, num_losses)
+        future.add_done_callback(ended.put)
+        return {future: task}
 
     def _next(self, ended: queue.SimpleQueue[Future]) -> Future:
         """Return the next task that ended, and look meanwhile whether there are workers."""
@@ -165,17 +201,19 @@ class DaskCluster:
                     "workers, then run the same command again to continue"
                 )
 
-    def _result(self, future: Future) -> BlockResult:
-        if future.status not in ("finished", "error"):
+    def _result(self, future: Future) -> BlockResult | None:
+        """Return the result of a task that ended, or None if it was lost with its worker.
+
+        Raises:
+            ShardError: the task failed, or the connection to the scheduler was lost.
+        """
+        if self._client.status != "running":
             raise self._lost_scheduler()
         from distributed import KilledWorker
         from distributed.client import FutureCancelledError
-        from distributed.comm import CommClosedError
 
         try:
-            result: BlockResult = future.result(timeout=_CLOSE_TIMEOUT_S)
-        except (FutureCancelledError, CommClosedError, TimeoutError) as error:
-            raise self._lost_scheduler() from error
+            result: BlockResult = future.result(timeout=_RESULT_TIMEOUT_S)
         except KilledWorker as error:
             raise ShardError(
                 f"{error.task} was lost with its worker {error.allowed_failures + 1} times; the workers may need more "
@@ -185,8 +223,12 @@ class DaskCluster:
             raise ShardError(
                 f"a worker of {self._address} cannot load Feedloop ({error}); install the same version on all workers"
             ) from error
-        except ValueError as error:
-            raise ShardError(f"a worker of {self._address} failed {_RETRIES + 1} times: {error}") from error
+        except (FutureCancelledError, OSError, ValueError) as error:
+            if future.status == "error":
+                raise ShardError(f"a worker of {self._address} failed {_RETRIES + 1} times: {error}") from error
+            if self._client.status != "running" or getattr(error, "reason", None) == "scheduler-connection-lost":
+                raise self._lost_scheduler() from error
+            return None
         if result.error is not None:
             raise ShardError(result.error)
         return result
@@ -212,6 +254,12 @@ class DaskCluster:
         return ShardError(
             f"the connection to the scheduler {self._address} was lost; run the same command again to continue"
         )
+
+
+def _recorded(job: SplitJob, block: int) -> BlockResult | None:
+    """Return the result of a block from its record in the journal, or None if the block is not packed."""
+    record = job.recorded([block]).get(block)
+    return None if record is None else BlockResult(record.stop - record.start, len(record.failures))
 
 
 def _connect(address: str) -> Client:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from preprocess.packing.plan import PackSettings
-from preprocess.shards.location import Location
+from preprocess.shards.location import Location, reopen_location
+from preprocess.storage_options import with_environment
 
 PACKAGES = ("feedloop", "numpy", "pillow", "tensorstore")
 """The packages of which all machines need the same version."""
@@ -21,23 +22,50 @@ class PackRequest:
     Attributes:
         source: the path of the source.
         options: the other arguments of `open_source`.
-        dest: the specification of DEST's store.
+        dest: how the user wrote DEST.
+        store: the specification of DEST's store.
+        storage_options: the options of the store, with those from this machine's environment. They contain no keys, so
+            a worker uses its own.
         settings: how to pack.
         versions: the versions of `PACKAGES`.
     """
 
     source: str
     options: dict[str, Any]
-    dest: dict[str, Any]
+    dest: str
+    store: dict[str, Any]
+    storage_options: dict[str, str]
     settings: PackSettings
     versions: dict[str, str]
 
     @classmethod
-    def of(cls, source: str, options: dict[str, Any], location: Location, settings: PackSettings) -> PackRequest:
-        """Return the request for a source, the other arguments of `open_source`, and DEST at ``location``."""
+    def of(
+        cls,
+        source: str,
+        options: dict[str, Any],
+        location: Location,
+        storage_options: dict[str, str],
+        settings: PackSettings,
+    ) -> PackRequest:
+        """Return the request for a source, the other arguments of `open_source`, and DEST at ``location``.
+
+        ``storage_options`` are those that the user gave.
+        """
         if (labels := options.get("labels")) is not None:
             options = options | {"labels": str(Path(labels).absolute())}
-        return cls(str(Path(source).absolute()), options, location.spec, settings, installed_versions())
+        return cls(
+            source=str(Path(source).absolute()),
+            options=options,
+            dest=location.display,
+            store=location.spec,
+            storage_options=with_environment(storage_options, location.display),
+            settings=settings,
+            versions=installed_versions(),
+        )
+
+    def open_dest(self) -> Location:
+        """Return DEST; raise ShardError if nothing answers at its address."""
+        return reopen_location(self.store, self.dest, self.storage_options)
 
     def settings_of(self, holdout_rule: int | None, shard_images: int) -> PackSettings:
         """Return the settings of one split."""

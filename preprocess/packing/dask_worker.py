@@ -6,7 +6,6 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-import tensorstore as ts
 from distributed import WorkerPlugin, get_worker
 
 from preprocess.packing.dask_request import BlockResult, BlockTask, PackRequest, describe_versions, installed_versions
@@ -16,7 +15,7 @@ from preprocess.packing.part import Part
 from preprocess.packing.parts import SplitJob, open_job, pack_blocks
 from preprocess.packing.pipeline import DecodeBudgets, decode_budgets
 from preprocess.packing.plan import describe_differences
-from preprocess.shards.location import Location, ShardError
+from preprocess.shards.location import ShardError
 from preprocess.sources.open_source import Source, open_source
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ class PackPlugin(WorkerPlugin):
         if self._source is None:
             self._source = open_source(request.source, **request.options)
         split = self._source.splits[task.split]
-        folder = Location(request.dest, request.dest.get("path", ""), ts.Context()).child(task.split)
+        folder = request.open_dest().child(task.split)
         settings = request.settings_of(task.holdout_rule, task.plan["shard_images"])
         job = open_job(split, folder, settings, self._source.targets.get(task.split))
         differences = describe_differences(task.plan, job.plan)

@@ -26,6 +26,7 @@ from preprocess.shards.split_files import JOURNAL, PLAN_KEY, delete_split_files,
 SHARD_RECORDS = f"{JOURNAL}shards/"
 BLOCK_RECORDS = f"{JOURNAL}blocks/"
 _RECORD_DIGEST = "sha256"
+_FEW_SHARDS = 4
 
 
 @dataclass(frozen=True)
@@ -213,7 +214,10 @@ class Journal:
         if shards is None:
             keys, searched = split_files(self._location, self._folder), [f"{PIXELS}/"]
         else:
-            keys, searched = [self._key(each) for each in shards], [f"{PIXELS}/{shard_key(each, 3)}" for each in shards]
+            keys = [self._key(each) for each in shards]
+            # One listing of all files takes less time than many listings of one.
+            few = len(shards) <= _FEW_SHARDS
+            searched = [f"{PIXELS}/{shard_key(each, 3)}" for each in shards] if few else [f"{PIXELS}/"]
         files = {key for prefix in searched for key in self._location.list_keys(prefix)}
         found: dict[int, ShardRecord] = {}
         for key, text in zip(keys, self._location.read_all(keys), strict=True):

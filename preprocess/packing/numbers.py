@@ -10,7 +10,7 @@ import numpy as np
 import tensorstore as ts
 from numpy.typing import NDArray
 
-from preprocess.packing.shard_writer import write_timeout_s
+from preprocess.packing.shard_writer import transfer_timeout_s
 from preprocess.shards.arrays import (
     CHECKSUMS,
     LABELS,
@@ -62,7 +62,7 @@ class Numbers:
         """Write the array, and return the hexadecimal SHA-256 of its metadata file; raise ShardError on failure."""
         digest = create_metadata(location, self.name, self.metadata)
         array = write_array(location, self.name, self.metadata)
-        timeout_s = write_timeout_s(location, self.values.nbytes)
+        timeout_s = transfer_timeout_s(location, self.values.nbytes)
         for start, stop in self.shards.ranges(len(self.values)):
             try:
                 with ts.Transaction() as transaction:

@@ -118,6 +118,7 @@ def pack_part(
     *,
     on_progress: OnProgress | None = None,
     targets: SplitTargets | None = None,
+    notify: Callable[[str], None] = lambda _: None,
 ) -> PartResult:
     """Pack a part of ``source`` into the folder ``location``, and finish the split if no other part is missing.
 
@@ -132,7 +133,7 @@ def pack_part(
     if job.manifest() is not None:
         return PartResult(len(blocks), len(blocks), (), _finish_unless_busy(job, on_progress))
     job.begin(part.count)
-    with PartOwner(location, part) as owner:
+    with PartOwner(location, part, notify=notify) as owner:
         num_packed = pack_blocks(job, blocks, owner, on_progress)
     num_resumed = len(blocks) - num_packed
     missing = () if job.manifest() is not None else job.missing()

@@ -20,7 +20,7 @@ from preprocess.packing.channels import channel_sums
 from preprocess.packing.journal import Journal, ShardRecord
 from preprocess.packing.pipeline import Outcome, PackedImage
 from preprocess.packing.plan import PackSettings
-from preprocess.packing.shard_writer import SHARD_TIMEOUT_S, ShardWriter, metadata_for
+from preprocess.packing.shard_writer import ShardWriter, metadata_for, transfer_timeout_s
 from preprocess.pixels import to_rgb
 from preprocess.shards.arrays import PIXELS, damage, shard_key, words_digest, write_array
 from preprocess.shards.checksum import crc32c
@@ -55,10 +55,10 @@ def recut(
         return list(blocks)
     total = blocks[-1].stop
     array = write_array(location, PIXELS, metadata_for(total, settings))
-    records = [*blocks[:first], *_rewritten(array, journal.recorded(plan), first, settings)]
+    reader = _BlockReader(location, array, settings)
+    records = [*blocks[:first], *_rewritten(reader, journal.recorded(plan), first)]
     start = records[-1].stop if records else 0
     writer = ShardWriter(location, journal, settings, total, records, replaces_blocks=True)
-    reader = _BlockReader(location, array, settings)
     with writer:
         for block, record in enumerate(blocks):
             if record.stop <= start:
@@ -70,31 +70,20 @@ def recut(
     return writer.records
 
 
-def _rewritten(
-    array: ts.TensorStore, found: Mapping[int, ShardRecord], first: int, settings: PackSettings
-) -> list[ShardRecord]:
+def _rewritten(reader: _BlockReader, found: Mapping[int, ShardRecord], first: int) -> list[ShardRecord]:
     """Return the records of the shards from ``first`` on that an interrupted call has written."""
     records: list[ShardRecord] = []
     while (record := found.get(first + len(records))) is not None:
         records.append(record)
     if records and len(records[-1].labels):
         shard = first + len(records) - 1
-        if _digest(array, shard, len(records[-1].labels), settings) != records[-1].digest:
+        if reader.digest(shard, len(records[-1].labels)) != records[-1].digest:
             records.pop()  # the file is still the block
     return records
 
 
-def _digest(array: ts.TensorStore, shard: int, num_images: int, settings: PackSettings) -> str | None:
-    """Return the SHA-256 of a shard's words, or None if it has fewer images."""
-    start = shard * settings.resolved_shard_images
-    step = _images_per_read(settings)
-    stop = start + num_images
-    try:
-        return words_digest(
-            array[at : min(at + step, stop)].read().result(timeout=SHARD_TIMEOUT_S) for at in range(start, stop, step)
-        )
-    except (ValueError, OSError, RuntimeError):
-        return None
+class _DamagedBlockError(ShardError):
+    """Error raised if a block's file is not the one that was written."""
 
 
 class _BlockReader:
@@ -102,6 +91,16 @@ class _BlockReader:
 
     def __init__(self, location: Location, array: ts.TensorStore, settings: PackSettings) -> None:
         self._location, self._array, self._settings = location, array, settings
+        self._step = max(1, _READ_BYTES // settings.image_bytes)
+        self._timeout_s = transfer_timeout_s(location, self._step * settings.image_bytes)
+
+    def digest(self, shard: int, num_images: int) -> str | None:
+        """Return the SHA-256 of a shard's words, or None if it has fewer images or is damaged."""
+        ranges = [(at, min(at + self._step, num_images)) for at in range(0, num_images, self._step)]
+        try:
+            return words_digest(self._read(shard, start, stop) for start, stop in ranges)
+        except _DamagedBlockError:
+            return None
 
     def outcomes(self, block: int, record: ShardRecord, start: int) -> Iterator[Outcome]:
         """Yield the outcomes of a block from index ``start`` on, in source order."""
@@ -121,25 +120,29 @@ class _BlockReader:
         self, block: int, record: ShardRecord, first: int
     ) -> Iterator[tuple[NDArray[np.uint32], NDArray[np.int64]]]:
         """Yield the words and the channel sums of a block's images from number ``first`` on."""
-        step, base = _images_per_read(self._settings), block * self._settings.resolved_shard_images
-        for at in range(first, len(record.labels), step):
-            stop = min(at + step, len(record.labels))
-            try:
-                words = np.asarray(self._array[base + at : base + stop].read().result(timeout=SHARD_TIMEOUT_S))
-            except (ValueError, OSError, RuntimeError, TimeoutError) as error:
-                raise self._damaged(block, damage(error)) from error
+        for at in range(first, len(record.labels), self._step):
+            stop = min(at + self._step, len(record.labels))
+            words = self._read(block, at, stop)
             if len(record.checksums):
                 found = [crc32c(np.ascontiguousarray(each, "<u4")) for each in words]
                 if found != record.checksums[at:stop].tolist():
                     raise self._damaged(block, "its images are not those that were packed")
             yield from zip(words, channel_sums(to_rgb(words, self._settings.layout)), strict=True)
 
+    def _read(self, block: int, start: int, stop: int) -> NDArray[np.uint32]:
+        """Return the words of a block's images from number ``start`` to ``stop``."""
+        base = block * self._settings.resolved_shard_images
+        try:
+            return np.asarray(self._array[base + start : base + stop].read().result(timeout=self._timeout_s))
+        except (ValueError, OSError, RuntimeError) as error:
+            if (outage := self._location.outage(error)) is not None:
+                raise ShardError(f"{self._name(block)} can't be read: {outage}") from error
+            raise self._damaged(block, damage(error)) from error
+
     def _damaged(self, block: int, what: str) -> ShardError:
-        return ShardError(
-            f"{self._location.display}{PIXELS}/{shard_key(block, 3)}: {what}; delete this file, start its part again, "
-            "then run this command again"
+        return _DamagedBlockError(
+            f"{self._name(block)}: {what}; delete this file, start its part again, then run this command again"
         )
 
-
-def _images_per_read(settings: PackSettings) -> int:
-    return max(1, _READ_BYTES // settings.image_bytes)
+    def _name(self, block: int) -> str:
+        return f"{self._location.display}{PIXELS}/{shard_key(block, 3)}"

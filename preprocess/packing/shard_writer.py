@@ -33,8 +33,8 @@ SHARD_TIMEOUT_S = 1800.0
 _LEAST_BYTES_PER_S = 1 << 20
 
 
-def write_timeout_s(location: Location, num_bytes: int) -> float:
-    """Return the time limit for writing a file, in seconds: for a remote store, enough for 1 MiB per second."""
+def transfer_timeout_s(location: Location, num_bytes: int) -> float:
+    """Return the time limit for reading or writing a file in seconds; for a remote store, enough for 1 MiB/s."""
     return location.timeout_s + num_bytes / _LEAST_BYTES_PER_S if location.is_remote else SHARD_TIMEOUT_S
 
 
@@ -66,7 +66,15 @@ class _RewrittenShard(_StoredShard):
     TensorStore would keep the images of that file beyond those of the shard, so it writes into memory.
     """
 
-    def __init__(self, memory: Location, location: Location, key: str, array: Any, first: int, words: Any) -> None:
+    def __init__(
+        self,
+        memory: Location,
+        location: Location,
+        key: str,
+        array: ts.TensorStore,
+        first: int,
+        words: NDArray[np.uint32],
+    ) -> None:
         super().__init__(array, first, words)
         self._memory, self._location, self._key = memory, location, key
 
@@ -74,7 +82,7 @@ class _RewrittenShard(_StoredShard):
         super().commit().result(timeout=SHARD_TIMEOUT_S)
         encoded = self._memory.read(self._key)
         assert encoded is not None
-        self._location.write(self._key, encoded)
+        self._location.write(self._key, encoded, timeout_s=transfer_timeout_s(self._location, len(encoded)))
         self._memory.delete(self._key)
         written: Future[None] = Future()
         written.set_result(None)
@@ -118,7 +126,7 @@ class ShardWriter:
             self._array = write_array(self._memory or location, PIXELS, metadata_for(num_candidates, settings))
             shape = (min(self._shard_images, num_candidates), size, words_of_row(size, settings.layout))
             self._words = np.empty(shape, np.uint32)
-            self._timeout_s = write_timeout_s(location, self._words.nbytes)
+            self._timeout_s = transfer_timeout_s(location, self._words.nbytes)
         self._replaces_blocks = replaces_blocks
         self._number = len(records)
         self._writing: tuple[Any, int, ShardRecord] | None = None

@@ -159,13 +159,18 @@ class Location:
         values = self._wait("read its records", start)
         return [bytes(value.value) if value.state == "value" else None for value in values]
 
-    def write(self, key: str, value: bytes) -> None:
+    def write(self, key: str, value: bytes, *, timeout_s: float | None = None) -> None:
         """Write ``value`` at ``key`` atomically: the file store writes a temporary file, syncs it and renames it.
+
+        Args:
+            key: the name of the value.
+            value: the new value.
+            timeout_s: how long to wait for the store, by default `timeout_s`.
 
         Raises:
             ShardError: the store can't be written (full, read-only, access refused).
         """
-        self._wait(f"write {key}", lambda store: store.write(key, value))
+        self._wait(f"write {key}", lambda store: store.write(key, value), timeout_s)
 
     def replace(self, key: str, value: bytes) -> bool:
         """Write ``value`` at ``key`` and return True; return False if another process writes there at the same time."""
@@ -196,13 +201,16 @@ class Location:
         return replace(self, spec=self.spec | {"use_conditional_write": True}) if self.is_conditional else self
 
     def create(self, key: str, value: bytes) -> bool:
-        """Write ``value`` at ``key`` and return True; return False, and write nothing, if the key exists."""
+        """Write ``value`` at ``key`` and return True; return False, and write nothing, if the key exists.
+
+        If a store ignores conditions, two processes that write at the same moment may both do so.
+        """
         self.check_regular(key)
-        found = self._wait(f"read {key}", lambda store: store.read(key))
-        if found.state == "value":
+        # Asked first, because such a store would overwrite it.
+        if self.read(key) is not None:
             return False
-        generation = found.stamp.generation
-        return bool(self._wait(f"write {key}", lambda store: store.write(key, value, if_equal=generation)).generation)
+        written = self._conditionally()._wait(f"write {key}", lambda store: store.write(key, value, if_equal=_ABSENT))
+        return bool(written.generation)
 
     def delete(self, key: str) -> None:
         """Delete ``key`` if it exists."""
@@ -292,6 +300,26 @@ def open_location(
         storage_options or {},
         has_context=context is not None,
     )
+    return _contacted(location, data)
+
+
+def reopen_location(spec: dict[str, Any], display: str, storage_options: Mapping[str, str]) -> Location:
+    """Return a location that another machine opened, with the keys of this one.
+
+    Args:
+        spec: its specification there, with the address and the region of the store.
+        display: how the user wrote it.
+        storage_options: its options there, with those that came from the environment. No variable of this machine
+            replaces one of them.
+
+    Raises:
+        ShardError: nothing answers at its address within 15 s.
+    """
+    return _contacted(_with_resources(Location(spec, display, ts.Context()), storage_options), display)
+
+
+def _contacted(location: Location, data: str) -> Location:
+    """Return the location; raise ShardError if it is remote and nothing answers at its address."""
     fault = contact_fault(location.spec, location.context)
     if fault is not None:
         server = f" at {location.spec['endpoint']}" if "endpoint" in location.spec else ""
@@ -322,8 +350,7 @@ def _spec_of(data: str) -> dict[str, Any]:
 def _with_options(location: Location, given: Mapping[str, str], *, has_context: bool) -> Location:
     """Return a location with the options of its store; a local folder is returned unchanged."""
     driver = location.spec["driver"]
-    timeout_s = timeout_of(driver, given)
-    if timeout_s is None:
+    if not location.is_remote:
         return location
     try:
         options = with_environment(given, location.display)
@@ -331,11 +358,17 @@ def _with_options(location: Location, given: Mapping[str, str], *, has_context: 
         check_applicable(given, scheme_of(driver), location.display)
     except StorageOptionError as error:
         raise ShardError(str(error)) from error
+    found = replace(location, spec=location.spec | spec_members(driver, options))
+    return _with_resources(found, options, context=location.context if has_context else None)
+
+
+def _with_resources(location: Location, options: Mapping[str, str], *, context: ts.Context | None = None) -> Location:
+    """Return a location with the time limit, the credentials and the retries of its options."""
+    driver = location.spec["driver"]
     return replace(
         location,
-        spec=location.spec | spec_members(driver, options),
-        context=location.context if has_context else ts.Context(context_members(driver, options)),
-        timeout_s=timeout_s,
+        context=context or ts.Context(context_members(driver, options)),
+        timeout_s=timeout_of(driver, options) or STORE_TIMEOUT_S,
         is_conditional=driver == "s3" and options.get("conditional-writes", "true") == "true",
     )
 
