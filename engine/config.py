@@ -41,9 +41,13 @@ ScheduleName = Literal[
 ]
 PrecisionName = Literal["float32", "bfloat16"]
 LossName = Literal["cross-entropy", "binary-cross-entropy", "mean-squared-error"]
+OrderName = Literal["random", "windowed"]
 
 NO_VALUE = "default"
 """The spelling of None in options and messages."""
+
+OFF = "off"
+"""The value of `cache` that disables it."""
 
 OWN_BATCHES = "batches of your own"
 """The value of `data` in `config.json` for a run on user-defined batches."""
@@ -424,6 +428,27 @@ class TrainConfig:
         details="The option can be repeated; in the setting, pairs are separated by commas. A run records the endpoint "
         "and the region also if they come from the environment; there is no option for a secret.",
     )
+    order: OrderName = setting(
+        "random", DATA, _HOST, _KEPT,
+        "Order of the training images: random; or windowed, which reads large parts of the data set in random order "
+        "and shuffles them within windows in memory, for stores with a long latency.",
+    )
+    window_gb: float = setting(
+        1.0, DATA, _HOST, _KEPT,
+        "Memory for the two windows of {order} windowed, in GB over all processes: one in use, and one read ahead.",
+        between=(1e-6, 1e6), unit="GB",
+        details="The order depends on it. A gigabyte is 10⁹ bytes.",
+    )
+    cache: str | None = setting(
+        None, DATA, _HOST, _CHANGES, "Folder for copies of the shard files of a remote data set; off disables it.",
+        unit="DIR|off", default_text="off", completion="folder",
+        details="Several runs and processes can share the folder.",
+    )
+    cache_gb: float = setting(
+        50.0, DATA, _HOST, _CHANGES,
+        "Largest size of {cache}, in GB; the files that have not been used for longest are removed.",
+        between=(1e-6, 1e6), unit="GB",
+    )
     # fmt: on
 
     def __new__(cls, **values: Any) -> Self:
@@ -453,7 +478,7 @@ class TrainConfig:
             parse_storage_options(self.storage_options)
         except StorageOptionError as error:
             raise SettingError("storage_options", "{setting}: {fault}", fault=error) from None
-        check_local_paths(run_dir=self.run_dir, dump_hlo=self.dump_hlo)
+        check_local_paths(run_dir=self.run_dir, dump_hlo=self.dump_hlo, cache=self.cache)
 
     @property
     def peak_learning_rate(self) -> float:

@@ -4,7 +4,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from engine.config import TrainConfig
+from engine.config import OFF, TrainConfig
 from preprocess.storage_options import as_text, parse_text, with_environment
 
 DATA_VARIABLE = "FEEDLOOP_DATA"
@@ -18,14 +18,15 @@ def user_cache_folder() -> Path:
 
 
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:
-    """Return the settings with `data` and `init_from` made absolute, so that the working directory does not matter.
+    """Return the settings with `data`, `init_from` and `cache` made absolute, independent of the working directory.
 
-    If one of the two is an ``s3://`` URL, `storage_options` then contains what came from the environment.
+    If one of the first two is an ``s3://`` URL, `storage_options` then contains what came from the environment.
     """
     return replace(
         config,
         data=absolute_location(config.data),
         init_from=absolute_location(config.init_from),
+        cache=config.cache if config.cache == OFF else absolute_location(config.cache),
         storage_options=recorded_storage_options(config),
     )
 

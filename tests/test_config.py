@@ -112,6 +112,10 @@ VALID = {
     "compilation_cache": st.none() | TEXT,
     "dump_hlo": st.none() | TEXT,
     "storage_options": st.none() | st.sampled_from(["endpoint=http://127.0.0.1:9000,region=eu", "profile=mine"]),
+    "order": st.sampled_from(["random", "windowed"]),
+    "window_gb": st.floats(1e-6, 1e6),
+    "cache": st.none() | st.sampled_from(["off", "here/cache"]),
+    "cache_gb": st.floats(1e-6, 1e6),
 }
 INTEGERS = [
     *("steps", "batch", "num_classes", "image_size", "seed", "prefetch", "reader_threads", "eval_every_steps"),
@@ -122,7 +126,7 @@ REALS = [
     *("learning_rate", "momentum", "weight_decay", "infeed_timeout_s", "beta2", "clip_norm", "ema_decay"),
     *("label_smoothing", "crop_area", "flip", "brightness", "contrast", "saturation", "hue"),
     *("mixup", "cutmix", "erasing", "stop_at_top1", "epochs", "warmup_epochs"),
-    *("final_fraction", "schedule_power", "restart_growth", "clip_value"),
+    *("final_fraction", "schedule_power", "restart_growth", "clip_value", "window_gb", "cache_gb"),
 ]
 SWITCHES = [
     "synthetic",
@@ -136,11 +140,11 @@ SWITCHES = [
     "deterministic",
 ]
 CHANNELS = ["mean", "std"]
-CHOICES = ["transport", "optimizer", "schedule", "crop", "padding_mode", "precision", "loss", "auto_augment"]
+CHOICES = ["transport", "optimizer", "schedule", "crop", "padding_mode", "precision", "loss", "auto_augment", "order"]
 TEXTS = ["data", "split", "eval_split", "model", "run_dir", "compilation_cache", "dump_hlo", "init_from"]
-TEXTS += ["clip_order", "freeze", "groups", "keep_best", "devices", "storage_options"]
+TEXTS += ["clip_order", "freeze", "groups", "keep_best", "devices", "storage_options", "cache"]
 OPTIONAL = [
-    *("keep_best", "devices", "batch_norm_group"),
+    *("keep_best", "devices", "batch_norm_group", "cache"),
     "data",
     "eval_split",
     "num_classes",
@@ -260,6 +264,10 @@ def test_golden_json():
         "compilation_cache": None,
         "dump_hlo": None,
         "storage_options": None,
+        "order": "random",
+        "window_gb": 1.0,
+        "cache": None,
+        "cache_gb": 50.0,
     }
 
 

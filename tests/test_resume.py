@@ -286,6 +286,8 @@ OTHERS: dict[str, Any] = {
     "clip_order": "inf",
     "freeze": "bias",
     "groups": "bias=weight_decay:0",
+    "order": "windowed",
+    "window_gb": 2.0,
 }
 
 

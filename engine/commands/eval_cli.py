@@ -28,7 +28,7 @@ _DONE, _FAILED, _WRONG_USAGE, _STOPPED = 0, 1, 2, 130
 _GROUPS = {
     "Weights of a snapshot": ("snapshot",),
     "Weights from a file": ("weights", "model", "mean", "std"),
-    "Data": ("data", "eval_split", "image_size", "storage_options"),
+    "Data": ("data", "eval_split", "image_size", "storage_options", "cache", "cache_gb"),
     "Evaluation": ("batch", "eval_mirror", "precision"),
     "Infeed": ("prefetch", "reader_threads", "infeed_timeout_s", "transport"),
     OWN_GROUP: ("loss", "metrics", "evaluation"),
@@ -95,6 +95,8 @@ def _or_default(name: str) -> str:
     help_text="Size of the central crop that is the network's input.",
 )
 @overriding_option("storage_options", default_text=f"{_AS_RUN}, else $AWS_ENDPOINT_URL, $AWS_REGION")
+@overriding_option("cache", default_text=f"{_AS_RUN}, else off")
+@overriding_option("cache_gb", default_text=_or_default("cache_gb"))
 @overriding_option("batch", default_text=_or_default("batch"), help_text="Images per batch.")
 @overriding_option("eval_mirror", default_text=f"{_AS_RUN}, else off")
 @overriding_option(

@@ -12,6 +12,7 @@ from engine.config import TrainConfig
 from engine.feed.batches import ArrayBatches, EvaluationArrays, EvaluationSource, LabelKind
 from engine.feed.shard_batches import SequentialBatches
 from engine.locations import storage_options_of
+from engine.run.cached_data import open_cache, open_cached_split
 from engine.run.data import choose_eval_split, have_same_classes, manifest_digest_of
 from engine.run.dataset import choose_data, make_demo
 from engine.run.label_fit import check_loss_fits
@@ -19,7 +20,7 @@ from preprocess.quantities import quantity
 from preprocess.shards.classes import ImageClass
 from preprocess.shards.location import open_location
 from preprocess.shards.manifest import Manifest
-from preprocess.shards.reader import list_splits, open_split, read_manifest
+from preprocess.shards.reader import list_splits, read_manifest
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def open_evaluation_split(
             f"{data} has none of the usual evaluation splits: choose a split with --split ({', '.join(splits)})"
         )
     name = name or config.split  # if there is no split at all, opening this one raises the error
-    split = stack.enter_context(open_split(data, name, storage_options=stored))
+    split = open_cached_split(config, data, name, open_cache(config, data, notify), stack, notify)
     check_loss_fits(config, split.manifest, f"{data}/{name}", has_own_loss=has_own_loss)
     is_known = _compare(config, data, trained_on, split.manifest, name, notify)
     _check_num_classes(split.manifest, f"{data}/{name}", trained_on, is_subset_allowed=is_known)

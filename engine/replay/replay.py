@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from engine.config import TrainConfig
 from engine.control.board import ControlBoard
 from engine.control.event import ControlEvent
 from engine.control.word import ControlWords
@@ -172,7 +173,7 @@ def _replay(
     """Replay a range of updates piece by piece, keeping the state in memory, and return the comparison."""
     comparison, state, start = Comparison(stretch), None, stretch.start
     for piece in stretch.pieces:
-        config = piece.config if data is None else replace(piece.config, data=data)
+        config = _with_places_of_now(piece.config, data)
         check_arguments(config, parts)
         board = _StopAfterPieceBoard(piece)
         with ExitStack() as stack:
@@ -189,6 +190,13 @@ def _replay(
     if start.step == stretch.to_step and start.pulls == stretch.pieces[-1].stop_pull and state is not None:
         comparison.compare_state(jax.tree.map(np.asarray, plain_keys(state)))
     return comparison.report(board.stop_reason if board.was_stopped else None)
+
+
+def _with_places_of_now(config: TrainConfig, data: str | None) -> TrainConfig:
+    """Return settings with the current location of the data, if given, and without a cache that is not there."""
+    if config.cache is not None and not Path(config.cache).is_dir():
+        config = replace(config, cache=None)
+    return config if data is None else replace(config, data=data)
 
 
 class _StopAfterPieceBoard(ControlBoard):

@@ -22,8 +22,10 @@ from engine.feed.batches import (
 )
 from engine.feed.own_rows import FunctionRows, takes_rows
 from engine.feed.shard_batches import SequentialBatches, ShardBatches
+from engine.feed.windowed_batches import WindowedBatches
 from engine.locations import storage_options_of
 from engine.processes import this_process
+from engine.run.cached_data import open_cache, open_cached_split
 from engine.run.dataset import choose_data, make_demo
 from engine.run.label_fit import check_loss_fits, check_num_targets
 from engine.run.parts import OwnParts
@@ -31,7 +33,8 @@ from engine.settings import SettingError
 from preprocess.quantities import quantity
 from preprocess.shards.classes import ImageClass
 from preprocess.shards.manifest import Manifest
-from preprocess.shards.reader import ShardSplit, open_split
+from preprocess.shards.reader import ShardSplit
+from preprocess.shards.shard_cache import ShardCache
 from preprocess.shards.splits import SplitNames, find_splits
 from preprocess.shards.targets import TargetKind
 
@@ -104,7 +107,9 @@ def open_data(
     elif config.synthetic:
         data = _synthesise(config)
     else:
-        data = _open_packed(config, stack, notify, is_new=is_new, has_own_loss=parts.loss is not None)
+        data = _open_packed(
+            config, stack, notify, first_pull=first_pull, is_new=is_new, has_own_loss=parts.loss is not None
+        )
     data = replace(data, mean=config.mean or data.mean, std=config.std or data.std)
     evaluation = parts.evaluation
     if isinstance(evaluation, tuple):
@@ -142,9 +147,7 @@ def _open_own_batches(config: TrainConfig, parts: OwnParts, first_pull: int) -> 
     if not callable(batches):
         source: BatchSource = batches
     elif takes_rows(batches):
-        here = this_process()
-        bounds = [config.batch * number // here.count for number in (here.index, here.index + 1)]
-        source = FunctionRows(function, range(*bounds), config.batch, **how)
+        source = FunctionRows(function, _own_rows(config.batch), config.batch, **how)
     else:
         source = FunctionBatches(function, **how)
     if source.batch != config.batch:
@@ -154,6 +157,13 @@ def _open_own_batches(config: TrainConfig, parts: OwnParts, first_pull: int) -> 
             "change the setting or the source"
         )
     return RunData(source, OWN_BATCHES, config.num_classes)
+
+
+def _own_rows(batch: int) -> range:
+    """Return the rows of a batch that this process takes."""
+    here = this_process()
+    start, stop = (batch * number // here.count for number in (here.index, here.index + 1))
+    return range(start, stop)
 
 
 def label_kind(config: TrainConfig, *, has_own_loss: bool) -> LabelKind:
@@ -171,7 +181,13 @@ def _synthesise(config: TrainConfig) -> RunData:
 
 
 def _open_packed(
-    config: TrainConfig, stack: ExitStack, notify: Callable[[str], None], *, is_new: bool, has_own_loss: bool
+    config: TrainConfig,
+    stack: ExitStack,
+    notify: Callable[[str], None],
+    *,
+    first_pull: int,
+    is_new: bool,
+    has_own_loss: bool,
 ) -> RunData:
     choice = choose_data(config.data)
     # The data of a resumed run may be those of its record.
@@ -179,7 +195,8 @@ def _open_packed(
     notify(f"data: {choice.data}" if is_given and not is_new else f"data: {choice.data} ({choice.reason})")
     if choice.is_demo:
         make_demo(Path(choice.data), notify)
-    split = _open_split(config, choice.data, config.split, stack)
+    cache = open_cache(config, choice.data, notify)
+    split = _open_split(config, choice.data, config.split, stack, cache, notify)
     where, manifest = f"{choice.data}/{config.split}", split.manifest
     if manifest.format_version == 1:
         notify(
@@ -191,7 +208,7 @@ def _open_packed(
     num_classes = _num_classes(config, manifest, where)
     _warn_of_split(config, split, num_classes, where, notify)
     data = RunData(
-        ShardBatches(split, batch=config.batch, seed=config.seed),
+        _order_batches(config, split, first_pull, stack, notify),
         f"{where}, {quantity(split.num_images, 'image')}",
         num_classes,
         split.num_images,
@@ -211,7 +228,7 @@ def _open_packed(
                 "--holdout 0.1, or hide this message with --eval-split off"
             )
         return data
-    eval_split = _open_split(config, choice.data, name, stack)
+    eval_split = _open_split(config, choice.data, name, stack, cache, notify)
     _check_same_classes(manifest, eval_split.manifest, name)
     return replace(
         data,
@@ -221,8 +238,37 @@ def _open_packed(
     )
 
 
-def _open_split(config: TrainConfig, data: str, name: str, stack: ExitStack) -> ShardSplit:
-    split = stack.enter_context(open_split(data, name, storage_options=storage_options_of(config)))
+def _order_batches(
+    config: TrainConfig, split: ShardSplit, first_pull: int, stack: ExitStack, notify: Callable[[str], None]
+) -> BatchSource:
+    """Return the training batches of a split in the order that the settings name; `stack` closes their reader."""
+    if config.order == "random":
+        return ShardBatches(split, batch=config.batch, seed=config.seed)
+    source = WindowedBatches(
+        split,
+        batch=config.batch,
+        seed=config.seed,
+        window_gb=config.window_gb,
+        rows=_own_rows(config.batch),
+        first_batch=first_pull,
+        num_threads=config.reader_threads,
+        timeout_s=config.infeed_timeout_s,
+    )
+    stack.callback(source.close)
+    windows = quantity(source.order.num_windows, "window")
+    notify(f"order: {windows} of up to {quantity(source.order.largest_window, 'image')} an epoch")
+    return source
+
+
+def _open_split(
+    config: TrainConfig,
+    data: str,
+    name: str,
+    stack: ExitStack,
+    cache: ShardCache | None,
+    notify: Callable[[str], None],
+) -> ShardSplit:
+    split = open_cached_split(config, data, name, cache, stack, notify)
     split.load_numbers(timeout_s=config.infeed_timeout_s)
     return split
 

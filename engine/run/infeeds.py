@@ -8,7 +8,7 @@ from engine.config import TrainConfig
 from engine.control.word import ControlWords
 from engine.crossing.choice import choose_chunk, make_infeed
 from engine.crossing.infeed import BatchInfeed, WordsOf
-from engine.feed.batches import BatchSource
+from engine.feed.batches import BatchSource, held_bytes
 from engine.feed.feeder import Feeder, batch_bytes, ring_depth
 from engine.feed.own_rows import rows_of
 from engine.run.data import RunData
@@ -54,9 +54,9 @@ class Infeeds:
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes of host memory that the batches read ahead occupy."""
-        sources = (self._data.source, self._data.evaluation)
-        return sum(self._ring_depth(source) * batch_bytes(source) for source in sources if source is not None)
+        """The number of bytes of host memory that the batches and windows read ahead occupy."""
+        sources = [each for each in (self._data.source, self._data.evaluation) if each is not None]
+        return sum(self._ring_depth(source) * batch_bytes(source) + held_bytes(source) for source in sources)
 
     def all(self) -> list[BatchInfeed]:
         """Return the infeeds that there are."""

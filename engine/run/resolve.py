@@ -325,6 +325,8 @@ def warn_of_settings(config: TrainConfig, data: RunData, notify: Callable[[str],
     """Warn about settings of a new run that are allowed but probably not intended."""
     if config.eval_every_steps and data.evaluation is None:
         notify(f"warning: there is no data to evaluate on; --eval-every {config.eval_every_steps} has no effect")
+    if config.order == "windowed" and data.location is None:
+        notify("warning: --order windowed applies to packed data sets; it has no effect on other batches")
     if 0 < config.steps <= config.warmup_steps:
         option = "--warmup-steps" if config.warmup_epochs is None else "--warmup-epochs"
         notify(

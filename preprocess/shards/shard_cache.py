@@ -13,6 +13,7 @@ that do not have these names are left alone.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import time
@@ -21,6 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from preprocess.file_lock import FileLockedError, lock_file
+from preprocess.regular_file import open_regular
 from preprocess.shards.arrays import PIXELS, shard_key
 from preprocess.system_errors import system_reason
 
@@ -261,8 +263,9 @@ def _write(descriptor: int, parts: Iterable[bytes]) -> None:
 
 
 def _remove_if_abandoned(incoming: Path) -> None:
-    """Remove a file whose writer no longer exists."""
-    with suppress(FileLockedError, OSError):
-        descriptor = lock_file(incoming)
-        incoming.unlink(missing_ok=True)
-        os.close(descriptor)
+    """Remove a file whose writer no longer exists; `lock_file` would wait for each that has one."""
+    with suppress(OSError), os.fdopen(open_regular(incoming), "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # A file that was renamed in the meantime is another's now.
+        if os.path.samestat(os.fstat(file.fileno()), incoming.stat()):
+            incoming.unlink()

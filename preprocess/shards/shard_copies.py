@@ -16,8 +16,8 @@ from preprocess.shards.location import Location, ShardError
 from preprocess.shards.manifest import Manifest
 from preprocess.shards.shard_cache import ShardCache
 
-_NUM_THREADS = 8
-_PART_BYTES = 16 << 20
+_NUM_THREADS = 16
+_PART_BYTES = 8 << 20
 # A shard that failed so often, or was damaged so often, is left to the store.
 _MOST_FAILURES = 2
 # A shard that another process is copying, or for which there is no room, is not tried again at once.

@@ -1,0 +1,81 @@
+"""The cache of a remote data set on this machine, as the settings describe it."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from engine.config import OFF, TrainConfig
+from engine.locations import storage_options_of
+from engine.settings import SettingError
+from preprocess.quantities import quantity
+from preprocess.shards.reader import ShardSplit, open_split
+from preprocess.shards.shard_cache import ShardCache
+from preprocess.system_errors import system_reason
+
+_GB = 1e9
+
+
+def open_cache(config: TrainConfig, data: str, notify: Callable[[str], None]) -> ShardCache | None:
+    """Return the cache for the data set at `data`; None if the settings name none, or the data are on this machine.
+
+    Args:
+        config: the settings.
+        data: a folder or a URL.
+        notify: called with a message if a cache is of no use, or can no longer be written; also from other threads.
+
+    Raises:
+        SettingError: the folder cannot be used.
+    """
+    if config.cache is None or config.cache == OFF:
+        return None
+    if "://" not in data or data.startswith("file://"):
+        notify(f"cache: not used, because {data} is on this machine")
+        return None
+    folder = Path(config.cache).expanduser().absolute()
+    try:
+        return ShardCache(folder, round(config.cache_gb * _GB), notify)
+    except OSError as error:
+        raise SettingError(
+            "cache",
+            "{setting} must be a folder that can be written, but {folder} is not ({fault}): choose another, or give "
+            "{setting} off",
+            folder=folder,
+            fault=system_reason(error) or error,
+        ) from error
+
+
+def open_cached_split(
+    config: TrainConfig,
+    data: str,
+    name: str,
+    cache: ShardCache | None,
+    stack: ExitStack,
+    notify: Callable[[str], None],
+) -> ShardSplit:
+    """Open a split of the data set at `data`, which `stack` closes, and say how much of it is cached.
+
+    Raises:
+        ShardError: as `preprocess.shards.reader.open_split`.
+        SettingError: the cache is smaller than one shard.
+    """
+    split = stack.enter_context(open_split(data, name, storage_options=storage_options_of(config), cache=cache))
+    copies, where = split.copies, f"{data}/{name}"
+    if cache is None or copies is None:
+        return split
+    if cache.limit_bytes < copies.shard_bytes:
+        raise SettingError(
+            "cache_gb",
+            "{setting} must be at least {least:g}, the size of one shard of {where}, got {found:g}",
+            least=_rounded_up(copies.shard_bytes),
+            where=where,
+            found=config.cache_gb,
+        )
+    num_shards, size = split.manifest.num_shards, _rounded_up(copies.num_bytes)
+    kept = "all" if copies.num_cached == num_shards else f"{copies.num_cached:,}"
+    notify(f"cache: {config.cache} has room for {kept} of the {quantity(num_shards, 'shard')} of {where} ({size:g} GB)")
+    return split
+
+
+def _rounded_up(num_bytes: int) -> float:
+    """Return a number of bytes in GB, rounded up to a kilobyte."""
+    return -(-num_bytes // 1000) / 1e6
