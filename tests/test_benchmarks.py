@@ -414,7 +414,8 @@ def test_the_benchmarks_are_listed():
     done = CliRunner().invoke(main, [])
     assert done.exit_code == 0
     listed = [line.split()[0] for line in done.output.splitlines()]
-    assert listed == ["step", "loop", "infeed", "stream", "reader", "pack", "startup", "scaling", "devices", "card"]
+    reading = ["step", "loop", "infeed", "stream", "reader", "latency"]
+    assert listed == [*reading, "pack", "startup", "scaling", "devices", "card"]
 
 
 @pytest.mark.parametrize(

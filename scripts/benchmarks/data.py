@@ -43,11 +43,18 @@ def array_file(settings: Settings, *, num_images: int, size: int) -> Path:
 
 
 def shards_folder(
-    settings: Settings, *, num_images: int, size: int, checksum: bool = True, layout: Layout = "packed"
+    settings: Settings,
+    *,
+    num_images: int,
+    size: int,
+    checksum: bool = True,
+    layout: Layout = "packed",
+    shard_images: int | None = None,
 ) -> Path:
     """Return the folder of the images as packed shards, in the split `SPLIT`."""
     stem = array_file(settings, num_images=num_images, size=size).stem
-    return settings.folder / "data" / f"{stem}-{'crc' if checksum else 'plain'}{'-dense' * (layout == 'dense')}"
+    kind = f"{'crc' if checksum else 'plain'}{'-dense' * (layout == 'dense')}"
+    return settings.folder / "data" / f"{stem}-{kind}{f'-by-{shard_images}' if shard_images else ''}"
 
 
 def ensure_array(settings: Settings, say: Say, *, num_images: int, size: int) -> Path:
@@ -78,10 +85,19 @@ def ensure_array(settings: Settings, say: Say, *, num_images: int, size: int) ->
 
 
 def ensure_shards(
-    settings: Settings, say: Say, *, num_images: int, size: int, checksum: bool = True, layout: Layout = "packed"
+    settings: Settings,
+    say: Say,
+    *,
+    num_images: int,
+    size: int,
+    checksum: bool = True,
+    layout: Layout = "packed",
+    shard_images: int | None = None,
 ) -> Path:
     """Pack the images if that has not been done; an interrupted pack is continued."""
-    folder = shards_folder(settings, num_images=num_images, size=size, checksum=checksum, layout=layout)
+    folder = shards_folder(
+        settings, num_images=num_images, size=size, checksum=checksum, layout=layout, shard_images=shard_images
+    )
     if not (folder / SPLIT / "manifest.json").exists():
         array = ensure_array(settings, say, num_images=num_images, size=size)
         say(f"packing {folder}")
@@ -89,7 +105,9 @@ def ensure_shards(
         pack_split(
             ArraySource(array),
             open_location(str(folder)).child(SPLIT),
-            PackSettings(rule=rule, checksum=checksum, layout=layout, num_workers=num_cores()),
+            PackSettings(
+                rule=rule, checksum=checksum, layout=layout, shard_images=shard_images, num_workers=num_cores()
+            ),
         )
     return folder
 
